@@ -11,13 +11,13 @@ from aioverbs._connection.connection import (
 )
 from aioverbs._connection.grants import (
     Grant as Grant,
-    Granted as Granted,
+    RemoteGrant as RemoteGrant,
 )
 from aioverbs._connection.message_channel import (
-    TrafficStatistics as TrafficStatistics,
+    ConnectionStatistics as ConnectionStatistics,
 )
 from aioverbs._connection.reconnect import (
-    reconnecting as reconnecting,
+    reconnect as reconnect,
 )
 from aioverbs._connection.settings import (
     ConnectionSettings as ConnectionSettings,
@@ -36,14 +36,12 @@ from aioverbs._core.alloc.allocators import (
 )
 from aioverbs._core.data_path.data_path import (
     Batch as Batch,
+    Destination as Destination,
     Message as Message,
     Operation as Operation,
     Received as Received,
-    ReceiveRequester as ReceiveRequester,
     RegionSlice as RegionSlice,
     RemoteRegion as RemoteRegion,
-    Requester as Requester,
-    Way as Way,
 )
 from aioverbs._core.handles.handles import (
     Affinity as Affinity,
@@ -53,7 +51,7 @@ from aioverbs._lifecycle.affinity import (
 )
 from aioverbs._lifecycle.lifecycle import (
     ResourceInfo as ResourceInfo,
-    State as State,
+    ResourceState as ResourceState,
 )
 from aioverbs._lifecycle.resource import (
     Resource as Resource,
@@ -63,12 +61,10 @@ from aioverbs._memory.buffer_pool import (
     BufferPool as BufferPool,
     BufferPoolStatistics as BufferPoolStatistics,
     LeasedBuffer as LeasedBuffer,
-    Leasing as Leasing,
 )
 from aioverbs._memory.region import (
     MemoryRegion as MemoryRegion,
     MemoryWindow as MemoryWindow,
-    Pins as Pins,
 )
 from aioverbs._memory.registration_cache import (
     RegistrationCache as RegistrationCache,
@@ -77,6 +73,9 @@ from aioverbs._memory.registration_cache import (
 from aioverbs._monitoring.monitor import (
     Monitor as Monitor,
     monitor as monitor,
+)
+from aioverbs._pool.call_future import (
+    CallFuture as CallFuture,
 )
 from aioverbs._pool.placement import (
     LeastLoaded as LeastLoaded,
@@ -87,9 +86,6 @@ from aioverbs._pool.pool import (
     PoolStatistics as PoolStatistics,
     WorkerPool as WorkerPool,
 )
-from aioverbs._pool.started import (
-    StartedCall as StartedCall,
-)
 from aioverbs._pool.supervisor import (
     WorkerStatistics as WorkerStatistics,
 )
@@ -98,7 +94,7 @@ from aioverbs._pool.worker import (
     current_worker as current_worker,
 )
 from aioverbs._server.acceptor import (
-    AcceptorStatistics as AcceptorStatistics,
+    ServerStatistics as ServerStatistics,
 )
 from aioverbs._server.server import (
     ConnectionListener as ConnectionListener,
@@ -171,6 +167,7 @@ from aioverbs.attributes import (
 from aioverbs.errors import (
     AffinityError as AffinityError,
     BatchError as BatchError,
+    BorrowedObjectClosedError as BorrowedObjectClosedError,
     BrokenResourceError as BrokenResourceError,
     BusyResourceError as BusyResourceError,
     ClosedResourceError as ClosedResourceError,
@@ -181,9 +178,8 @@ from aioverbs.errors import (
     ForkedProcessError as ForkedProcessError,
     GrantRevokedError as GrantRevokedError,
     HandshakeError as HandshakeError,
-    LenderClosedError as LenderClosedError,
     LibraryNotFoundError as LibraryNotFoundError,
-    StateError as StateError,
+    QueuePairStateError as QueuePairStateError,
     TransitionError as TransitionError,
     UnreachableError as UnreachableError,
     VerbsError as VerbsError,
@@ -192,7 +188,7 @@ from aioverbs.errors import (
 )
 from aioverbs.software_peers import (
     Peer as Peer,
-    Refusal as Refusal,
+    RejectedPeer as RejectedPeer,
 )
 from aioverbs.types import (
     AccessFlags as AccessFlags,

@@ -14,6 +14,7 @@ __all__ = [
     "AllocatorStatistics",
     "AllocatorUsage",
     "DeviceAttributes",
+    "Execution",
     "FaultRecord",
     "FrameKind",
     "PortAttributes",
@@ -229,7 +230,9 @@ class AllocatorStatistics:
     bookkeeping_bytes: int
 
 
-# What goes between a queue pair and its peer in another process: see `FaultPlan`.
+# Where the software device executes requests: in the call that posts them, or in a thread of its own.
+Execution = Literal["inline", "thread"]
+# A frame between a queue pair and its peer in another process: see `FaultPlan`.
 FrameKind = Literal["request_out", "answer_in", "request_in", "answer_out"]
 
 

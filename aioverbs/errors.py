@@ -16,6 +16,7 @@ from aioverbs.types import QpState, QpType, WcOpcode, WcStatus
 __all__ = [
     "AffinityError",
     "BatchError",
+    "BorrowedObjectClosedError",
     "BrokenResourceError",
     "BusyResourceError",
     "ClosedResourceError",
@@ -26,9 +27,8 @@ __all__ = [
     "ForkedProcessError",
     "GrantRevokedError",
     "HandshakeError",
-    "LenderClosedError",
     "LibraryNotFoundError",
-    "StateError",
+    "QueuePairStateError",
     "TransitionError",
     "UnreachableError",
     "VerbsError",
@@ -267,7 +267,7 @@ class ForkedProcessError(ClosedResourceError):
         return f"{self.args[0]} was opened before fork: open the device again in this process"
 
 
-class LenderClosedError(ClosedResourceError, VerbsError):
+class BorrowedObjectClosedError(ClosedResourceError, VerbsError):
     """The user closed an object of pyverbs before what aioverbs made from it. Nothing was done.
 
     Close what aioverbs made first; now it can only be closed.
@@ -283,7 +283,7 @@ class LenderClosedError(ClosedResourceError, VerbsError):
     def __str__(self) -> str:
         return f"{self.what} stands on a pyverbs object that was closed: {self.advice}"
 
-    def __reduce__(self) -> tuple[type["LenderClosedError"], tuple[str]]:  # type: ignore[override]
+    def __reduce__(self) -> tuple[type["BorrowedObjectClosedError"], tuple[str]]:  # type: ignore[override]
         return type(self), (self.what,)
 
 
@@ -318,7 +318,7 @@ class WorkerDiedError(BrokenResourceError):
         return f"worker {self.worker} of the pool died: {self.how}"
 
 
-class StateError(RuntimeError):
+class QueuePairStateError(RuntimeError):
     """A queue pair is in a state that has no such requests, as one that is not connected yet. Nothing was done."""
 
 

@@ -6,7 +6,7 @@ from typing import Literal
 
 from aioverbs._exports import publish
 
-__all__ = ["FabricStatistics", "Peer", "Refusal"]
+__all__ = ["FabricStatistics", "Peer", "RejectedPeer"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Peer:
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
+class RejectedPeer:
     """A peer that the software device turned away, or whose stream it closed for what came over it.
 
     :param time: when, in UTC.
@@ -90,7 +90,7 @@ class FabricStatistics:
     lost: int
     refused_peers: int
     refused_frames: int
-    refusals: tuple[Refusal, ...]
+    refusals: tuple[RejectedPeer, ...]
     peers: tuple[Peer, ...]
 
 

@@ -85,10 +85,10 @@ def aioverbs_ledger(request: pytest.FixtureRequest) -> Iterator[None]:
         pytest.fail(f"left open: {names}", pytrace=False)
 
 
-@pytest.fixture(params=["inline", "engine"])
+@pytest.fixture(params=["inline", "thread"])
 def aioverbs_device(request: pytest.FixtureRequest, aioverbs_ledger: None) -> "Device":
     """A software device, not opened yet: ``async with aioverbs_device as device``. The test runs once for each way of
-    execution: in the posting call (``inline``) and beside the loop (``engine``)."""
+    execution: in the posting call (``inline``) and beside the loop (``thread``)."""
     from aioverbs._verbs.device import open_device
 
-    return open_device("soft0", engine_mode=request.param == "engine")
+    return open_device("soft0", execution=request.param)

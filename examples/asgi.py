@@ -50,7 +50,7 @@ class Store:
 
     async def run(self, domain: ResourceDomain, pool: BufferPool, host: str, port: int) -> None:
         """Be connected until this is cancelled; whoever finds the connection broken sets `lost`."""
-        again = aioverbs.reconnecting(host, port, domain=domain, backoff=aioverbs.Backoff(longest_s=1))
+        again = aioverbs.reconnect(host, port, domain=domain, backoff=aioverbs.Backoff(longest_s=1))
         async with contextlib.aclosing(again) as connections:
             async for connection in connections:
                 with contextlib.suppress(*LOST):

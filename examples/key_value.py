@@ -109,7 +109,7 @@ async def serving(domain: ResourceDomain, host: str = HOST, port: int = 0) -> As
 class Cache:
     """A server's table, as a client sees it. Made by `cache`."""
 
-    def __init__(self, connection: Connection, table: aioverbs.Granted, pool: BufferPool) -> None:
+    def __init__(self, connection: Connection, table: aioverbs.RemoteGrant, pool: BufferPool) -> None:
         self.connection = connection
         self._table = table
         self._pool = pool

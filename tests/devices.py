@@ -28,7 +28,7 @@ def far_device(device: Device) -> Device:
 
 _RDMA = pytest.param("rdma", marks=pytest.mark.rdma)
 # The parameters of tests that open a device themselves; `name_of` tells its name.
-MODES = [_RDMA] if ONLY_RDMA else ["inline", "engine"]
+MODES = [_RDMA] if ONLY_RDMA else ["inline", "thread"]
 
 
 def name_of(mode: str) -> str:
@@ -49,7 +49,7 @@ async def device(request: pytest.FixtureRequest) -> AsyncIterator[Device]:
     """What the test leaves open on it is a warning, and so a failure."""
     name = name_of(request.param)
     skip_where_missing(request, name)
-    async with open_device(name, engine_mode=request.param == "engine") as device:
+    async with open_device(name, execution="thread" if request.param == "thread" else "inline") as device:
         yield device
         if device.software:
             device.faults.set_port(True)  # the port is the device's, and so the next test's, too

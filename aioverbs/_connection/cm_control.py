@@ -5,22 +5,22 @@ import ipaddress
 from collections.abc import Callable
 from typing import Unpack
 
-from aioverbs._connection.message_channel import Traffic
+from aioverbs._connection.message_channel import MessageChannel
 from aioverbs._core.handles import handles
 from aioverbs._lifecycle.resource import open_part, suppress_warning
-from aioverbs._verbs.qp_state_machine import Changes
+from aioverbs._verbs.qp_state_machine import QpAttrs
 from aioverbs.addresses import Address
 from aioverbs.errors import (
     ConnectionRejectedError,
     LibraryNotFoundError,
-    StateError,
+    QueuePairStateError,
     UnreachableError,
     VerbsError,
 )
 from aioverbs.rdma_cm import Channel
-from aioverbs.rdma_cm.cm_id import Identifier, conversation_of, look_up
+from aioverbs.rdma_cm.cm_id import Identifier, cm_state_machine_of, look_up
 
-__all__ = ["NO_WAY", "CmLine", "SharedChannel", "resolve"]
+__all__ = ["NO_WAY", "CmControlChannel", "SharedChannel", "resolve"]
 
 NO_WAY = (LibraryNotFoundError, UnreachableError, ConnectionRejectedError)
 """What says that a peer is not to be had by rdma_cm; it may be by TCP."""
@@ -52,7 +52,7 @@ class SharedChannel:
             await self.channel.aclose()
 
 
-class CmLine:
+class CmControlChannel:
     """A queue pair and its identifier, as a line of a connection.
 
     :param identifier: open; this closes it.
@@ -63,9 +63,9 @@ class CmLine:
         self.identifier = identifier
         suppress_warning(identifier)
         self._channel: SharedChannel | None = channel
-        self._traffic: Traffic | None = None
+        self._traffic: MessageChannel | None = None
 
-    async def connect(self, traffic: Traffic, **attributes: Unpack[Changes]) -> None:
+    async def connect(self, traffic: MessageChannel, **attributes: Unpack[QpAttrs]) -> None:
         """Connect the queue pair: of who asks.
 
         :raises ConnectionRejectedError: nobody listens there, or who does refused.
@@ -74,7 +74,7 @@ class CmLine:
         self._traffic = traffic
         await self.identifier.connect(traffic.qp, timeout_s=None, **attributes)
 
-    async def accept(self, traffic: Traffic, **attributes: Unpack[Changes]) -> None:
+    async def accept(self, traffic: MessageChannel, **attributes: Unpack[QpAttrs]) -> None:
         """Connect the queue pair: of who is asked."""
         self._traffic = traffic
         await self.identifier.accept(traffic.qp, timeout_s=None, **attributes)
@@ -82,10 +82,10 @@ class CmLine:
     async def send(self, data: bytes) -> None:
         """Say something.
 
-        :raises StateError: the queue pair is not connected yet.
+        :raises QueuePairStateError: the queue pair is not connected yet.
         """
         if self._traffic is None:
-            raise StateError("the queue pair is not connected yet: connect() or accept() first")
+            raise QueuePairStateError("the queue pair is not connected yet: connect() or accept() first")
         await self._traffic.send_early(data)
 
     async def receive(self) -> bytes:
@@ -102,9 +102,9 @@ class CmLine:
         self._watch(None)
 
     def _watch(self, when_lost: Callable[[Exception], object] | None) -> None:
-        conversation = conversation_of(self.identifier)
-        if conversation is not None:
-            conversation.watch(when_lost)
+        state_machine = cm_state_machine_of(self.identifier)
+        if state_machine is not None:
+            state_machine.watch(when_lost)
 
     def address(self, which: str) -> Address | None:
         """Its own address, `sockname`, or the peer's, `peername`."""
@@ -114,9 +114,9 @@ class CmLine:
 
     def abort(self) -> None:
         """Tell the peer that it is over."""
-        conversation = conversation_of(self.identifier)
-        if conversation is not None and not self.identifier.closed:
-            conversation.hang_up()
+        state_machine = cm_state_machine_of(self.identifier)
+        if state_machine is not None and not self.identifier.closed:
+            state_machine.hang_up()
 
     async def aclose(self) -> None:
         """Disconnect, and close the identifier, and the channel, where this is cancelled, too."""
@@ -136,7 +136,7 @@ def _source(gid: bytes, peer: Address) -> str | None:
     return str(address) if address.is_global and ":" in peer[0] else None
 
 
-async def resolve(host: str, port: int, context: handles.Context, gid: bytes) -> CmLine:
+async def resolve(host: str, port: int, context: handles.Context, gid: bytes) -> CmControlChannel:
     """Find the way to a peer, from a port.
 
     :param context: of its device.
@@ -162,6 +162,6 @@ async def resolve(host: str, port: int, context: handles.Context, gid: bytes) ->
             advice = f"{identifier.device_name} leads there, and the domain is of {device}"
             raise UnreachableError("rdma_resolve_addr", errno.ENODEV, advice)
     except BaseException:
-        await CmLine(identifier, channel).aclose()
+        await CmControlChannel(identifier, channel).aclose()
         raise
-    return CmLine(identifier, channel)
+    return CmControlChannel(identifier, channel)

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal, Required, TypedDict
 
-from aioverbs._connection.cm_control import NO_WAY, CmLine, resolve
-from aioverbs._connection.connection import Connection, Line
-from aioverbs._connection.handshake import Handshake, refusal_of
+from aioverbs._connection.cm_control import NO_WAY, CmControlChannel, resolve
+from aioverbs._connection.connection import Connection, ControlChannel
+from aioverbs._connection.handshake import Handshake, error_of_reject
 from aioverbs._connection.settings import ConnectionSettings
 from aioverbs._connection.tcp_control import dial
 from aioverbs._durations import duration
@@ -24,7 +24,7 @@ from aioverbs._verbs.ports import check_port, gid_index
 from aioverbs.errors import (
     BrokenResourceError,
     HandshakeError,
-    StateError,
+    QueuePairStateError,
     UnreachableError,
     WorkCompletionError,
 )
@@ -71,7 +71,7 @@ class _Progress:
 
 
 async def _shake_hands(
-    line: Line,
+    line: ControlChannel,
     secret: bytes | None,
     connection: Connection,
     progress: _Progress | None = None,
@@ -82,7 +82,7 @@ async def _shake_hands(
     it fails: by a task, where that has to wait for a verb, which nobody else waits for."""
     handshake = Handshake(initiator, make_nonce(), secret)
     try:
-        if isinstance(line, CmLine):
+        if isinstance(line, CmControlChannel):
             await _by_manager(line, connection, initiator)
         if initiator:
             await line.send(handshake.hello())
@@ -101,8 +101,8 @@ async def _shake_hands(
         connection._begin(line)
     except BaseException as error:
         if isinstance(error, HandshakeError) and not error.by_peer:
-            with contextlib.suppress(OSError, BrokenResourceError, StateError, WorkCompletionError):
-                await line.send(refusal_of(error))
+            with contextlib.suppress(OSError, BrokenResourceError, QueuePairStateError, WorkCompletionError):
+                await line.send(error_of_reject(error))
         try:
             if connection._is_held_up:
                 if progress is not None:
@@ -111,7 +111,7 @@ async def _shake_hands(
             else:
                 await connection.abort()
         finally:
-            if isinstance(error, Exception) or isinstance(line, CmLine):
+            if isinstance(error, Exception) or isinstance(line, CmControlChannel):
                 await line.aclose()
             else:
                 line.abort()
@@ -127,7 +127,7 @@ def _leave(connection: Connection) -> None:
     task.add_done_callback(_left.discard)
 
 
-async def _by_manager(line: CmLine, connection: Connection, initiator: bool) -> None:
+async def _by_manager(line: CmControlChannel, connection: Connection, initiator: bool) -> None:
     # rdma_cm connects the queue pairs; what there is to say goes over them, and their receives are posted before.
     await connection._prepare()
     connection._watch(line)
@@ -139,7 +139,9 @@ async def _by_manager(line: CmLine, connection: Connection, initiator: bool) -> 
         await line.accept(connection._traffic, **attributes)
 
 
-async def answer(line: Line, domain: Domain, secret: bytes | None, settings: ConnectionSettings) -> Connection:
+async def answer(
+    line: ControlChannel, domain: Domain, secret: bytes | None, settings: ConnectionSettings
+) -> Connection:
     """Be the end that was asked for a connection; the line is its own.
 
     :raises HandshakeError: one end refuses the other.

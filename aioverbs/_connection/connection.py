@@ -10,10 +10,10 @@ import anyio
 import anyio.abc
 
 from aioverbs._connection.byte_stream import MessageByteStream
-from aioverbs._connection.cm_control import CmLine
-from aioverbs._connection.grants import Grant, Granted, Grants, has_windows
+from aioverbs._connection.cm_control import CmControlChannel
+from aioverbs._connection.grants import Grant, Grants, RemoteGrant, has_windows
 from aioverbs._connection.handshake import Capabilities, Offer, Reason
-from aioverbs._connection.message_channel import Traffic, TrafficStatistics, check_immediate
+from aioverbs._connection.message_channel import ConnectionStatistics, MessageChannel, check_immediate
 from aioverbs._connection.settings import ConnectionSettings
 from aioverbs._connection.shared_queues import completion_queue_for, lease_block
 from aioverbs._connection.wire import FrameKind
@@ -24,11 +24,11 @@ from aioverbs._lifecycle.lifecycle import OPEN
 from aioverbs._lifecycle.resource import Resource, open_part_now
 from aioverbs._memory.buffer_pool import LeasedBuffer
 from aioverbs._memory.region import MemoryRegion
-from aioverbs._verbs.base_domain import Domain, placement_of
+from aioverbs._verbs.base_domain import Domain, queue_location_of
 from aioverbs._verbs.completion_queue import CompletionQueue
 from aioverbs._verbs.endpoint import Endpoint
 from aioverbs._verbs.qp_modify import establish_in_time, is_held_up
-from aioverbs._verbs.queue_pair import QueuePair, requests_of
+from aioverbs._verbs.queue_pair import QueuePair, qp_work_state_of
 from aioverbs.addresses import Address, written
 from aioverbs.attributes import QpCapabilities
 from aioverbs.errors import (
@@ -45,7 +45,7 @@ from aioverbs.types import AccessFlags, AtomicCap
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["Connection", "Line", "on_closed"]
+__all__ = ["Connection", "ControlChannel", "on_closed"]
 
 _ACCESS = (
     AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_WRITE | AccessFlags.REMOTE_READ | AccessFlags.REMOTE_ATOMIC
@@ -58,8 +58,8 @@ _LINGER_S = 0.02  # completions may be behind the news that the peer is gone
 Local = RegionSlice | MemoryRegion | list[RegionSlice] | tuple[RegionSlice, ...]
 
 
-class Line(Protocol):
-    """What carries the handshake and tells that the peer is gone: a `Lifeline`, or what rdma_cm has for it."""
+class ControlChannel(Protocol):
+    """What carries the handshake and tells that the peer is gone: a `TcpControlChannel`, or what rdma_cm has for it."""
 
     async def send(self, data: bytes) -> None:
         """Say something."""
@@ -87,9 +87,9 @@ class _End:
     """How a connection ends. Its life keeps this, and not the user's object."""
 
     def __init__(self, block: LeasedBuffer, keep_alive_s: float | None) -> None:
-        self.traffic: Traffic | None = None
+        self.traffic: MessageChannel | None = None
         self.grants: Grants | None = None
-        self.line: Line | None = None
+        self.line: ControlChannel | None = None
         self._block = block
         self._tick_s = keep_alive_s / 4 if keep_alive_s is not None else None
         self._loop = running_loop()
@@ -97,7 +97,7 @@ class _End:
         self._seen = -1
         self.when_closed: Callable[[], object] = lambda: None
 
-    def begin(self, line: Line) -> None:
+    def begin(self, line: ControlChannel) -> None:
         """The handshake is over."""
         self.line = line
         line.watch(self.lost)
@@ -110,12 +110,12 @@ class _End:
         traffic = self.traffic
         if traffic is None or traffic.broken is not None or traffic.closed or self._tick_s is None:
             return
-        work = requests_of(traffic.qp)
+        work = qp_work_state_of(traffic.qp)
         assert work is not None
         assert work.send_queue is not None
         done = traffic.receive_queue.completed + work.send_queue.completed
         if done == self._seen:
-            traffic.knock()
+            traffic.send_keepalive()
         self._seen = done
         self._timer = self._loop.call_later(self._tick_s, self._tick)
 
@@ -193,7 +193,7 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         self._settings = settings
         self._block: LeasedBuffer | None = None
         self._cq: CompletionQueue | None = None
-        self._traffic: Traffic | None = None
+        self._traffic: MessageChannel | None = None
         self._grants: Grants | None = None
         self._end: _End | None = None
         self._offer: Offer | None = None
@@ -205,32 +205,34 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
 
     def _owner(self) -> Affinity:
         # Its buffers and its state are the loop's that made it, also where the verbs of its domain are anybody's.
-        owner = placement_of(self._domain).owner
+        owner = queue_location_of(self._domain).owner
         return owner if owner is not None and owner.bound else Affinity.of_running_loop()
 
     def _open(self) -> None:
-        block, cq, settings, owner = self._block, self._cq, self._settings, self._life.owner
+        block, cq, settings, owner = self._block, self._cq, self._settings, self._lifecycle.owner
         assert block is not None
         assert cq is not None
         assert owner is not None
         end = _End(block, settings.keep_alive_s)
-        self._life.hold(end)
-        placed = placement_of(self._domain).owner
+        self._lifecycle.hold(end)
+        placed = queue_location_of(self._domain).owner
         self._guard = owner if placed is None or not placed.bound else None  # else its queue pair looks itself
         depths = QpCapabilities(max_send_wr=settings.send_depth, max_recv_wr=settings.receive_depth + 1)
         qp = QueuePair(
-            self, placement_of(self._domain), cq, None, depths, port=settings.port, gid_index=settings.gid_index
+            self, queue_location_of(self._domain), cq, None, depths, port=settings.port, gid_index=settings.gid_index
         )
         open_part_now(qp, keeps_parents=False)
-        traffic = Traffic(qp, owner, block, settings, lambda kind, number, data: grants.heard(kind, number, data))
+        traffic = MessageChannel(
+            qp, owner, block, settings, lambda kind, number, data: grants.heard(kind, number, data)
+        )
         grants = Grants(traffic, self._domain.base.handle, settings.max_grants)
         traffic.when_over = end.over
         end.traffic, end.grants = traffic, grants
         self._traffic, self._grants, self._end = traffic, grants, end
         qp.to_init(qp_access_flags=_ACCESS)
         traffic.post_receives()
-        self._life.stop = end.stop
-        self._life.drain = end.drain
+        self._lifecycle.stop = end.stop
+        self._lifecycle.drain = end.drain
         self._offer = self._make_offer(qp)
 
     async def _prepare(self) -> Offer:
@@ -274,14 +276,14 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         except ValueError as error:  # a port without a GID, which goes and comes with its address
             raise HandshakeError(Reason.TEMPORARY, str(error)) from error
 
-    async def _agree(self, peer: Offer, line: "Line", early: int) -> None:
+    async def _agree(self, peer: Offer, line: "ControlChannel", early: int) -> None:
         """Connect the queue pair with the peer's, where it is not yet; from then on messages may come.
 
         :param early: messages of the handshake that are still to come.
         """
         assert self._traffic is not None
         self._peer = peer
-        by_manager = isinstance(line, CmLine)
+        by_manager = isinstance(line, CmControlChannel)
         self._traffic.begin(peer.depth, peer.buffer_size, peer.max_message, early if by_manager else 0)
         if by_manager:
             return
@@ -299,7 +301,7 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
                 self._endpoint(qp)  # a GID may have gone before the kernel looked at it, which then says EINVAL
             raise HandshakeError(Reason.TEMPORARY if may_pass else Reason.DEVICE, str(error)) from error
 
-    def _watch(self, line: Line) -> None:
+    def _watch(self, line: ControlChannel) -> None:
         """The queue pair is about to be connected: who waits there is to know why the peer, or the device, is gone."""
         assert self._end is not None
         line.watch(self._end.lost)
@@ -309,13 +311,13 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         """Whether its closing may take long, as a thread is in a verb for its queue pair."""
         return self._traffic is not None and is_held_up(self._traffic.qp)
 
-    def _begin(self, line: Line) -> None:
+    def _begin(self, line: ControlChannel) -> None:
         """Both are through with the handshake."""
         assert self._traffic is not None
         assert self._end is not None
         assert self._peer is not None
         self._traffic.peer = f"{written(line.address('peername'))} ({self._peer.device})"
-        self._life.label = f"with {self._traffic.peer}"
+        self._lifecycle.label = f"with {self._traffic.peer}"
         self._end.begin(line)
         self._came_open = True
 
@@ -336,23 +338,23 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
 
         :raises AffinityError: another event loop owns it; nothing was done.
         """
-        traffic, owner = self._traffic, self._life.owner
+        traffic, owner = self._traffic, self._lifecycle.owner
         try:
             if (
                 traffic is not None
                 and owner is not None
                 and not owner.orphaned
                 and self._came_open
-                and self._life.state is OPEN
+                and self._lifecycle.state is OPEN
                 and not self.closed
             ):
-                owner.check(self._life, "aclose")
+                owner.check(self._lifecycle, "aclose")
                 with (
                     contextlib.suppress(BrokenResourceError, ClosedResourceError),
                     anyio.move_on_after(self._settings.close_timeout_s),
                 ):
-                    await _patiently(lambda: traffic.send_frame(FrameKind.END, last=True))
-                    await _patiently(traffic.delivered)
+                    await _retry_while_busy(lambda: traffic.send_frame(FrameKind.END, last=True))
+                    await _retry_while_busy(traffic.delivered)
         finally:
             await super().aclose()
 
@@ -360,7 +362,7 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         """Close without delivering anything: what is under way is given up; the peer finds the connection broken."""
         await super().aclose()
 
-    def _now(self) -> Traffic:
+    def _now(self) -> MessageChannel:
         self._check_open()
         assert self._traffic is not None
         return self._traffic
@@ -407,7 +409,7 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
             anyio.abc.SocketAttribute.remote_address: lambda: self.remote_address,
         }
 
-    def traffic(self) -> TrafficStatistics:
+    def traffic(self) -> ConnectionStatistics:
         """What went over it, as it is now."""
         return self._now().statistics()
 
@@ -455,29 +457,29 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
 
     # ---- Memory of the peer
 
-    def write(self, local: Local, remote: "RemoteRegion | Granted", *, fence: bool = False) -> Operation[None]:
+    def write(self, local: Local, remote: "RemoteRegion | RemoteGrant", *, fence: bool = False) -> Operation[None]:
         """Write to memory that the peer granted: `QueuePair.write`.
 
         :raises GrantRevokedError: the peer took it back; so do the others here.
         """
         return self._poster("write").write(local, self._reachable(remote), fence=fence)
 
-    def read(self, local: Local, remote: "RemoteRegion | Granted", *, fence: bool = False) -> Operation[None]:
+    def read(self, local: Local, remote: "RemoteRegion | RemoteGrant", *, fence: bool = False) -> Operation[None]:
         """Read memory that the peer granted: `QueuePair.read`."""
         return self._poster("read").read(local, self._reachable(remote), fence=fence)
 
     def compare_and_swap(
-        self, remote: "RemoteRegion | Granted", compare: int, swap: int, *, fence: bool = False
+        self, remote: "RemoteRegion | RemoteGrant", compare: int, swap: int, *, fence: bool = False
     ) -> Operation[int]:
         """Swap 8 bytes that the peer granted, where they are as expected: `QueuePair.compare_and_swap`."""
         return self._poster("compare_and_swap").compare_and_swap(self._reachable(remote), compare, swap, fence=fence)
 
-    def fetch_and_add(self, remote: "RemoteRegion | Granted", add: int, *, fence: bool = False) -> Operation[int]:
+    def fetch_and_add(self, remote: "RemoteRegion | RemoteGrant", add: int, *, fence: bool = False) -> Operation[int]:
         """Add to 8 bytes that the peer granted: `QueuePair.fetch_and_add`."""
         return self._poster("fetch_and_add").fetch_and_add(self._reachable(remote), add, fence=fence)
 
     async def write_with_immediate(
-        self, local: Local, remote: "RemoteRegion | Granted", immediate: int, *, fence: bool = False
+        self, local: Local, remote: "RemoteRegion | RemoteGrant", immediate: int, *, fence: bool = False
     ) -> None:
         """Write, and then send a message without bytes and with this immediate data: who receives it has the bytes.
 
@@ -492,8 +494,8 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         traffic._keep(written)  # the message goes: whoever is cancelled from here on must not withdraw what it tells of
         await written
 
-    def _reachable(self, remote: "RemoteRegion | Granted") -> RemoteRegion:
-        region = remote.remote if isinstance(remote, Granted) else remote
+    def _reachable(self, remote: "RemoteRegion | RemoteGrant") -> RemoteRegion:
+        region = remote.remote if isinstance(remote, RemoteGrant) else remote
         assert self._grants is not None
         if self._grants.revoked:
             self._grants.check(region)
@@ -502,7 +504,7 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
     def _poster(self, what: str) -> QueuePair:
         # What comes from another process than its own, or from another loop than that of its domain, the queue pair
         # refuses by itself. Of a domain that is nobody's, anybody may use the queue pair, but not the connection.
-        if self._life.state is not OPEN:
+        if self._lifecycle.state is not OPEN:
             self._check_open()
         if self._guard is not None:
             self._guard.check(self, what)
@@ -526,7 +528,7 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         assert self._grants is not None
         return await self._grants.give(self, local[:] if isinstance(local, MemoryRegion) else local, access)
 
-    async def receive_grant(self) -> Granted:
+    async def receive_grant(self) -> RemoteGrant:
         """The next region that the peer granted, in the order of its granting.
 
         One that was revoked since is given, too, and says so, unless there are very many that nobody asked for: then
@@ -553,7 +555,7 @@ def on_closed(connection: Connection, callback: Callable[[], object]) -> None:
     connection._end.when_closed = callback
 
 
-async def _patiently(call: Callable[[], Coroutine[Any, Any, None]]) -> None:
+async def _retry_while_busy(call: Callable[[], Coroutine[Any, Any, None]]) -> None:
     """Call that until no other thread is inside of a domain that any may use."""
     while True:
         with contextlib.suppress(ConcurrentAccessError):

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Self
 
 import anyio
 
-from aioverbs._connection.message_channel import Traffic
+from aioverbs._connection.message_channel import MessageChannel
 from aioverbs._connection.wire import FrameKind, GrantNotice
 from aioverbs._core.data_path.data_path import RegionSlice, RemoteRegion
 from aioverbs._core.handles import handles
 from aioverbs._exports import publish
-from aioverbs._lifecycle.affinity import running_loop, to_the_end, wake
+from aioverbs._lifecycle.affinity import running_loop, wait_uncancelled, wake
 from aioverbs._lifecycle.resource import Resource, open_part
 from aioverbs._memory.region import MemoryRegion, MemoryWindow
 from aioverbs._verbs.quirks import is_soft_roce
@@ -21,7 +21,7 @@ from aioverbs.types import AccessFlags, MwType
 if TYPE_CHECKING:
     from types import TracebackType
 
-__all__ = ["Grant", "Granted", "Grants"]
+__all__ = ["Grant", "Grants", "RemoteGrant"]
 
 _REMOTE = AccessFlags.REMOTE_READ | AccessFlags.REMOTE_WRITE | AccessFlags.REMOTE_ATOMIC
 _WINDOWS = 1 << 23 | 1 << 24  # IBV_DEVICE_MEM_WINDOW_TYPE_2A, _2B
@@ -96,7 +96,7 @@ class Grant:
             error.add_note(f"and revoking {self!r} failed: {type(another).__name__}: {another}")
 
 
-class Granted:
+class RemoteGrant:
     """Memory of the peer's that this end may reach, until the peer revokes it. Parts are taken by slices.
 
     :param remote: what it is reached by.
@@ -109,7 +109,7 @@ class Granted:
         self.revoked = False
 
     def __repr__(self) -> str:
-        return f"<Granted of {self.remote.length} bytes for {self.access!r}{' (revoked)' if self.revoked else ''}>"
+        return f"<RemoteGrant of {self.remote.length} bytes for {self.access!r}{' (revoked)' if self.revoked else ''}>"
 
     def __len__(self) -> int:
         return len(self.remote)
@@ -125,7 +125,7 @@ class Grants:
     :param most: how many the peer may have granted at once.
     """
 
-    def __init__(self, traffic: Traffic, base: handles.ProtectionDomain, most: int) -> None:
+    def __init__(self, traffic: MessageChannel, base: handles.ProtectionDomain, most: int) -> None:
         self._traffic = traffic
         self._base = base
         self._most = most
@@ -133,9 +133,11 @@ class Grants:
         # of what it stood for, or never heard of it: before that it would take another grant for this one.
         self._given: dict[int, asyncio.Future[None] | None] = {}
         self._last = 0
-        self._taken: dict[int, Granted] = {}  # by number
-        self.revoked: dict[int, Granted] = {}  # by rkey: the latest of those that the peer took back
-        self._news: deque[Granted] = deque()  # those that nobody asked for yet, at most twice as many as are granted
+        self._taken: dict[int, RemoteGrant] = {}  # by number
+        self.revoked: dict[int, RemoteGrant] = {}  # by rkey: the latest of those that the peer took back
+        self._news: deque[RemoteGrant] = (
+            deque()
+        )  # those that nobody asked for yet, at most twice as many as are granted
         self._waiter: asyncio.Future[None] | None = None
 
     # ---- What is granted here
@@ -159,7 +161,7 @@ class Grants:
             # Whether the peer heard of it is known: where it did not, nobody has the key.
             del self._given[number]
             if key is not None:
-                await to_the_end(self._take_key(key))
+                await wait_uncancelled(self._take_key(key))
             raise
         return Grant(number, remote, access, key, self)
 
@@ -178,9 +180,9 @@ class Grants:
         if _window_serves(self._base.context, piece):
             window = await open_part(MemoryWindow(owner, self._base, MwType.TYPE_2))
             try:  # a window is not destroyed while it is being bound
-                return window, await to_the_end(self._traffic.qp.bind_window(window, piece, access))
+                return window, await wait_uncancelled(self._traffic.qp.bind_window(window, piece, access))
             except BaseException:
-                await to_the_end(window.aclose())
+                await wait_uncancelled(window.aclose())
                 raise
         writes = access & (AccessFlags.REMOTE_WRITE | AccessFlags.REMOTE_ATOMIC)
         region = MemoryRegion(
@@ -208,7 +210,7 @@ class Grants:
         finally:
             if grant._taking is None or (grant._taking.done() and not key.closed):
                 grant._taking = running_loop().create_task(self._take_key(key))  # one for all who revoke it
-            await to_the_end(grant._taking)
+            await wait_uncancelled(grant._taking)
         if heard.done():
             heard.result()
 
@@ -223,7 +225,7 @@ class Grants:
 
     # ---- What the peer granted
 
-    async def next(self) -> Granted:
+    async def next(self) -> RemoteGrant:
         """The next that was not asked for yet."""
         self._traffic.check_caller("receive_grant")
         while not self._news:
@@ -277,7 +279,7 @@ class Grants:
             raise ValueError(f"it grants {number} where {len(self._taken)} of {self._most} are granted")
         if self._traffic.is_to_be_told(FrameKind.REVOKED, number):
             raise ValueError(f"it grants {number} again, and was not told yet that this end let go of that")
-        granted = Granted(RemoteRegion(notice.address, notice.length, notice.rkey), notice.access)
+        granted = RemoteGrant(RemoteRegion(notice.address, notice.length, notice.rkey), notice.access)
         self._taken[number] = granted
         self.revoked.pop(notice.rkey, None)
         if len(self._news) >= 2 * self._most:  # who grants and revokes alone fills no memory

@@ -29,12 +29,12 @@ __all__ = [
     "Capabilities",
     "Handshake",
     "Hello",
-    "Kind",
+    "MessageType",
     "Offer",
     "Reason",
-    "Refusal",
+    "Reject",
+    "error_of_reject",
     "parse",
-    "refusal_of",
     "rest_of",
 ]
 
@@ -55,7 +55,7 @@ _ROLES = (b"listener", b"initiator")
 _BUFFER_LEAST, _BUFFER_MOST = 512, 1 << 30
 
 
-class Kind(enum.IntEnum):
+class MessageType(enum.IntEnum):
     """The kinds of messages."""
 
     HELLO = 1
@@ -106,7 +106,7 @@ def _wrong(text: str) -> HandshakeError:
     return HandshakeError(Reason.PROTOCOL, text)
 
 
-def _frame(kind: Kind, body: bytes, version: int = VERSION) -> bytes:
+def _frame(kind: MessageType, body: bytes, version: int = VERSION) -> bytes:
     return _HEAD.pack(_MAGIC, version, kind, len(body)) + body
 
 
@@ -127,7 +127,7 @@ class Hello:
 
     def pack(self) -> bytes:
         """Its bytes. They are of the same form in every version."""
-        return _frame(Kind.HELLO, _HELLO.pack(self.oldest, self.newest, self.secret, self.nonce), self.oldest)
+        return _frame(MessageType.HELLO, _HELLO.pack(self.oldest, self.newest, self.secret, self.nonce), self.oldest)
 
     @classmethod
     def parse_body(cls, body: bytes) -> "Hello":
@@ -213,7 +213,7 @@ class Offer:
 
 
 @dataclass(frozen=True)
-class Refusal:
+class Reject:
     """The last message of an end that does not want the other.
 
     :param reason: why; a number that is not known here stays one.
@@ -225,10 +225,10 @@ class Refusal:
 
     def pack(self) -> bytes:
         """Its bytes. They are of the same form in every version."""
-        return _frame(Kind.REFUSAL, struct.pack("!H", self.reason) + self.text.encode()[:_TEXT])
+        return _frame(MessageType.REFUSAL, struct.pack("!H", self.reason) + self.text.encode()[:_TEXT])
 
     @classmethod
-    def parse_body(cls, body: bytes) -> "Refusal":
+    def parse_body(cls, body: bytes) -> "Reject":
         """From what follows the head."""
         if not 2 <= len(body) <= 2 + _TEXT:
             raise _wrong(f"a refusal of {len(body)} bytes cannot be")
@@ -260,7 +260,7 @@ def rest_of(head: bytes) -> int:
     return size
 
 
-def parse(data: bytes) -> tuple[Kind, int, bytes]:
+def parse(data: bytes) -> tuple[MessageType, int, bytes]:
     """The kind, the version and the body of a message.
 
     :raises HandshakeError: it is none.
@@ -270,7 +270,7 @@ def parse(data: bytes) -> tuple[Kind, int, bytes]:
         raise _wrong(f"a message of {len(data)} bytes is to have {HEAD_BYTES + size}")
     _, version, kind, _ = _HEAD.unpack_from(data)
     try:
-        return Kind(kind), version, data[HEAD_BYTES:]
+        return MessageType(kind), version, data[HEAD_BYTES:]
     except ValueError:
         raise _wrong(f"there is no message of kind {kind}") from None
 
@@ -278,7 +278,7 @@ def parse(data: bytes) -> tuple[Kind, int, bytes]:
 class Handshake:
     """One end's part: the messages in their order, and what is to be found in those of the other.
 
-    What cannot be raises `HandshakeError`; then `refusal_of` that error is to be sent, unless it was the peer's.
+    What cannot be raises `HandshakeError`; then `error_of_reject` that error is to be sent, unless it was the peer's.
 
     :param initiator: whether it is the end that asked for the connection.
     :param nonce: 16 random bytes.
@@ -315,18 +315,18 @@ class Handshake:
         assert self.version is not None
         body = offer.pack()
         proof = self._proofs.make(_ROLES[self._initiator], self._said, body) if self._proofs is not None else b""
-        return self._say(_frame(Kind.OFFER, body + proof, self.version))
+        return self._say(_frame(MessageType.OFFER, body + proof, self.version))
 
     def ready(self) -> bytes:
         """The initiator's last word."""
         assert self.version is not None
-        return _frame(Kind.READY, b"", self.version)
+        return _frame(MessageType.READY, b"", self.version)
 
     # ---- What it hears
 
     def hear_hello(self, data: bytes) -> None:
         """The peer's hello."""
-        _, body = self._expect(data, Kind.HELLO)
+        _, body = self._expect(data, MessageType.HELLO)
         hello = Hello.parse_body(body)
         oldest, newest = self._versions
         common = min(hello.newest, newest)
@@ -345,7 +345,7 @@ class Handshake:
 
     def hear_offer(self, data: bytes) -> Offer:
         """The peer's offer, which proves that it knows the secret."""
-        version, body = self._expect(data, Kind.OFFER)
+        version, body = self._expect(data, MessageType.OFFER)
         offer, proof = Offer.parse_body(body, PROOF_BYTES if self._proofs is not None else 0)
         if version != self.version:
             raise _wrong(f"the peer speaks version {version} after both agreed on {self.version}")
@@ -357,7 +357,7 @@ class Handshake:
 
     def hear_ready(self, data: bytes) -> None:
         """The initiator's last word."""
-        _, body = self._expect(data, Kind.READY)
+        _, body = self._expect(data, MessageType.READY)
         if body:
             raise _wrong(f"{len(body)} bytes follow where nothing is to")
 
@@ -367,19 +367,19 @@ class Handshake:
         self._said += data
         return data
 
-    def _expect(self, data: bytes, due: Kind) -> tuple[int, bytes]:
+    def _expect(self, data: bytes, due: MessageType) -> tuple[int, bytes]:
         kind, version, body = parse(data)
-        if kind is Kind.REFUSAL:
-            raise Refusal.parse_body(body).as_error()
+        if kind is MessageType.REFUSAL:
+            raise Reject.parse_body(body).as_error()
         if kind is not due:
             raise _wrong(f"the peer says {kind.name} where {due.name} is due")
         return version, body
 
 
-def refusal_of(error: HandshakeError) -> bytes:
+def error_of_reject(error: HandshakeError) -> bytes:
     """What the peer is told by an end that gives up because of this.
 
     Of a secret it is not told more than that.
     """
     text = "the secrets differ" if error.reason == Reason.SECRET and "another" in error.text else error.text
-    return Refusal(error.reason, text).pack()
+    return Reject(error.reason, text).pack()

@@ -38,7 +38,7 @@ from aioverbs._core.data_path.data_path import (
 from aioverbs._exports import publish
 from aioverbs._lifecycle.affinity import Affinity, running_loop, wake
 from aioverbs._memory.buffer_pool import LeasedBuffer
-from aioverbs._verbs.queue_pair import QueuePair, requests_of
+from aioverbs._verbs.queue_pair import QueuePair, qp_work_state_of
 from aioverbs.errors import (
     AffinityError,
     BrokenResourceError,
@@ -46,7 +46,7 @@ from aioverbs.errors import (
     ClosedResourceError,
     ConcurrentAccessError,
     DeviceRemovedError,
-    StateError,
+    QueuePairStateError,
     VerbsError,
     WorkCompletionError,
 )
@@ -54,7 +54,7 @@ from aioverbs.errors import (
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["Traffic", "TrafficStatistics", "check_immediate"]
+__all__ = ["ConnectionStatistics", "MessageChannel", "check_immediate"]
 
 _CREDITS = 0x3FF << CREDITS_AT
 _NOWHERE = RemoteRegion(0, 0, 0)
@@ -68,7 +68,7 @@ class _Receive(RegionSlice):
 
 
 @dataclass(frozen=True)
-class TrafficStatistics:
+class ConnectionStatistics:
     """What went over a connection.
 
     :param messages_sent: messages of the user's.
@@ -87,7 +87,7 @@ class TrafficStatistics:
     updates: int
 
 
-class Traffic:
+class MessageChannel:
     """What goes over the queue pair of a connection. Its life keeps this, and not the user's object.
 
     Each message takes a receive of the peer's, of which it has as many as the peer has posted: none is ever told to
@@ -138,7 +138,7 @@ class Traffic:
         self._deferred = 0  # credits of fragments that came while the user had messages to read
         self._asking = False
         self._early = _ALL
-        work = requests_of(qp)
+        work = qp_work_state_of(qp)
         assert work is not None
         assert work.receive_queue is not None
         self.receive_queue = work.receive_queue
@@ -186,11 +186,11 @@ class Traffic:
         self.fragment = min(buffer_size, self._settings.buffer_size)
         self._max_message = max_message
 
-    def statistics(self) -> TrafficStatistics:
+    def statistics(self) -> ConnectionStatistics:
         """As it is now."""
         of = self._credits
         free, owed = (of.free, of.owed) if of is not None else (0, 0)
-        return TrafficStatistics(self.sent, self.received, free, owed, self.waits, self.updates)
+        return ConnectionStatistics(self.sent, self.received, free, owed, self.waits, self.updates)
 
     # ---- Its end
 
@@ -208,7 +208,7 @@ class Traffic:
     def _end_queue_pair(self) -> None:
         # After all have been told, so that it may be tried again and again.
         try:
-            work = requests_of(self.qp)
+            work = qp_work_state_of(self.qp)
             if work is not None and work.broken is None:
                 self.qp.to_error()
         except ConcurrentAccessError:  # a thread is inside of a domain that any may use: in a moment it is not
@@ -235,7 +235,7 @@ class Traffic:
     def _unused(self, receive: RegionSlice) -> None:
         # A receive was flushed: the queue pair is in ERR, or destroyed.
         if self.broken is None and not self.closed:
-            work = requests_of(self.qp)
+            work = qp_work_state_of(self.qp)
             cause = work.broken if work is not None else None
             self.fail(f"{cause or 'its queue pair is in the error state'}", cause)
 
@@ -245,10 +245,10 @@ class Traffic:
 
     def look(self) -> bool:
         """Take what has arrived, and say whether it could: not while another thread is inside of its domain."""
-        completer = self.receive_queue.completer
-        if completer is not None and completer.watched:
+        dispatcher = self.receive_queue.dispatcher
+        if dispatcher is not None and dispatcher.watched:
             try:
-                completer.drain()
+                dispatcher.drain()
             except ConcurrentAccessError:
                 return False
             except VerbsError:
@@ -261,14 +261,14 @@ class Traffic:
         # What is returned goes to who receives.
         receive = cast(_Receive, received.local)
         immediate = received.immediate
-        funds = self._credits
+        credit = self._credits
         if received.written:  # its memory has what came before, which may be another peer's
             self.fail("the peer does what it must not: it sends a message by a write with immediate data")
             return None
-        if funds is None or self._early:
+        if credit is None or self._early:
             return self._arrived_early(receive, received.byte_len)
         try:
-            funds.arrived()
+            credit.arrived()
             if immediate is not None and not (immediate ^ WHOLE) & ~_CREDITS and not self.ended:
                 item: object = bytes(receive.view[: received.byte_len])
                 self._assembly.drop()
@@ -283,7 +283,7 @@ class Traffic:
         except ValueError as error:
             self.fail(f"the peer does what it must not: {error}")
             return None
-        if item is None and funds.consumed():
+        if item is None and credit.consumed():
             self._update()
         return None if item is _DEFERRED else item
 
@@ -303,7 +303,7 @@ class Traffic:
             self._loop.call_soon(self._post, receive)
         except BusyResourceError:  # the peer was faster, and another thread still changes the state: when that is over
             self.receive_queue.when_resumed(self._loop, functools.partial(self._post, receive))
-        except (ClosedResourceError, BrokenResourceError, StateError, AffinityError):
+        except (ClosedResourceError, BrokenResourceError, QueuePairStateError, AffinityError):
             return  # that it is over, others tell
 
     def _sort(self, view: memoryview, immediate: int | None) -> object:
@@ -363,13 +363,13 @@ class Traffic:
         finally:
             self._asking = False
         self.received += 1
-        funds = self._credits
-        assert funds is not None
-        due = funds.consumed()
+        credit = self._credits
+        assert credit is not None
+        due = credit.consumed()
         if self._deferred and not len(self.inbox):
             while self._deferred:
                 self._deferred -= 1
-                due = funds.consumed()
+                due = credit.consumed()
         if due:
             self._update()
         if type(item) is bytes:
@@ -431,7 +431,9 @@ class Traffic:
             if isinstance(error, BusyResourceError):
                 self.receive_queue.when_resumed(self._loop, again)
                 return False
-            if isinstance(error, ClosedResourceError | BrokenResourceError | StateError | AffinityError | VerbsError):
+            if isinstance(
+                error, ClosedResourceError | BrokenResourceError | QueuePairStateError | AffinityError | VerbsError
+            ):
                 return True  # that it is over, others tell
             raise
         self._keep(sent)
@@ -489,13 +491,13 @@ class Traffic:
         if type(data) is not bytes:
             data = memoryview(data).cast("B")
         length = len(data)
-        funds = self._credits
-        assert funds is not None
+        credit = self._credits
+        assert credit is not None
         if (
             length <= self.fragment
             and immediate is None
             and self.broken is None
-            and funds.free > 1
+            and credit.free > 1
             and not self._lock.locked()
             and not self.end_sent
         ):
@@ -565,13 +567,13 @@ class Traffic:
         self._post_buffer(buffer, end, immediate)
 
     def _post_buffer(self, buffer: SendBuffer, length: int, immediate: int) -> None:
-        funds = self._credits
-        assert funds is not None
-        returned = funds.take()
+        credit = self._credits
+        assert credit is not None
+        returned = credit.take()
         try:
             sent = self.qp.send(buffer.memory[:length], immediate=immediate | returned << CREDITS_AT)
         except BaseException:  # as where another loop owns it: nothing was done
-            funds.untake(returned)
+            credit.untake(returned)
             self._buffers.give_back(buffer)
             raise
         self._buffers.sent(buffer, sent)
@@ -584,13 +586,13 @@ class Traffic:
         """Ask the peer's device for a sign of life: a write of no bytes, which is done when all before it is."""
         return self.qp.write(self._nothing, _NOWHERE)
 
-    def knock(self) -> None:
+    def send_keepalive(self) -> None:
         """Ask for a sign of life; where there is none the device breaks the queue pair."""
         try:
             asked = self.probe()
         except ConcurrentAccessError:
             return  # as above; it is asked again, the next time
-        except (ClosedResourceError, BrokenResourceError, StateError, AffinityError, VerbsError):
+        except (ClosedResourceError, BrokenResourceError, QueuePairStateError, AffinityError, VerbsError):
             return  # that it is over, others tell
         self._keep(asked)
 

@@ -4,13 +4,13 @@ from dataclasses import dataclass
 
 from aioverbs._connection.wire import FIRST, HAS_IMMEDIATE, IMMEDIATE, LAST, TOTAL
 
-__all__ = ["Assembly", "Marked"]
+__all__ = ["Assembly", "MessageWithImmediate"]
 
 _SHORT = 256  # bytes: an object for each fragment below would take much more than the fragment
 
 
 @dataclass(frozen=True, slots=True)
-class Marked:
+class MessageWithImmediate:
     """A message with immediate data."""
 
     data: bytes
@@ -35,7 +35,7 @@ class Assembly:
         """What was begun is of no use: it was cancelled there, or comes no more."""
         self._parts = None
 
-    def add(self, view: memoryview, flags: int) -> "bytes | Marked | None":
+    def add(self, view: memoryview, flags: int) -> "bytes | MessageWithImmediate | None":
         """A fragment came.
 
         :param view: its bytes, which are copied.
@@ -72,7 +72,7 @@ class Assembly:
             return None
         whole = b"".join(self._parts)
         self._parts = None
-        return whole if self._mark is None else Marked(whole, self._mark)
+        return whole if self._mark is None else MessageWithImmediate(whole, self._mark)
 
 
 def _enough(view: memoryview, size: int) -> memoryview:

@@ -16,7 +16,7 @@ from aioverbs._lifecycle.affinity import OwnedIterator, running_loop
 from aioverbs._verbs.base_domain import check_caller
 from aioverbs.errors import BrokenResourceError, HandshakeError
 
-__all__ = ["reconnecting"]
+__all__ = ["reconnect"]
 
 logger = logging.getLogger("aioverbs")
 
@@ -24,7 +24,7 @@ logger = logging.getLogger("aioverbs")
 _FOR_GOOD = {Reason.VERSION, Reason.SECRET, Reason.PROTOCOL, Reason.DEVICE}
 
 
-def reconnecting(
+def reconnect(
     host: str,
     port: int,
     *,
@@ -34,7 +34,7 @@ def reconnecting(
 ) -> AsyncGenerator[Connection, None]:
     """A connection, and another one whenever the body of the loop comes back for it: when it was lost, or is closed.
 
-        async for connection in reconnecting("storage-1", 7471, domain=domain):
+        async for connection in reconnect("storage-1", 7471, domain=domain):
             try:
                 ...
             except anyio.BrokenResourceError:
@@ -57,7 +57,7 @@ def reconnecting(
     where, connecting = f"{host}:{port}", connect(host, port, **options)
     connections = _connections(connecting, where, backoff if backoff is not None else Backoff(), steady_s)
     domain = options["domain"]
-    return OwnedIterator(f"reconnecting to {where}", connections, lambda: check_caller(domain, "reconnecting"))
+    return OwnedIterator(f"reconnecting to {where}", connections, lambda: check_caller(domain, "reconnect"))
 
 
 async def _connections(

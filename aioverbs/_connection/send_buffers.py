@@ -29,24 +29,24 @@ class SendBuffers:
     :param buffers: one or more.
     """
 
-    __slots__ = ("_awaited", "_free", "_under_way")
+    __slots__ = ("_awaited", "_free", "_in_flight")
 
     def __init__(self, buffers: list[SendBuffer]) -> None:
         self._free = deque(buffers)
         # Each is kept here until it has ended: one that waits for a place in the send queue would be withdrawn.
-        self._under_way: deque[tuple[Operation[None], SendBuffer]] = deque()
+        self._in_flight: deque[tuple[Operation[None], SendBuffer]] = deque()
         self._awaited: Operation[None] | None = None  # the last that was awaited here
 
     def take(self) -> SendBuffer | None:
         """One that is free, which is to be `sent`, or given back; None: all that are known of are on their way."""
-        under_way = self._under_way
-        while under_way and under_way[0][0].ended:
-            self._free.append(under_way.popleft()[1])
+        in_flight = self._in_flight
+        while in_flight and in_flight[0][0].ended:
+            self._free.append(in_flight.popleft()[1])
         return self._free.popleft() if self._free else None
 
     def sent(self, buffer: SendBuffer, operation: Operation[None]) -> None:
         """It is on its way until that is done."""
-        self._under_way.append((operation, buffer))
+        self._in_flight.append((operation, buffer))
 
     def give_back(self, buffer: SendBuffer) -> None:
         """It was not sent."""
@@ -59,7 +59,7 @@ class SendBuffers:
             and was cancelled, which cannot be awaited again.
         :raises WorkCompletionError: it failed.
         """
-        operation = self._under_way[0][0]
+        operation = self._in_flight[0][0]
         if operation is self._awaited:
             await probe()
         else:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from aioverbs._connection.credits import CREDITS_MOST
 from aioverbs._exports import publish
 from aioverbs._verbs.qp_defaults import RETRIES
-from aioverbs._verbs.qp_state_machine import Changes
+from aioverbs._verbs.qp_state_machine import QpAttrs
 
 __all__ = ["ConnectionSettings"]
 
@@ -77,7 +77,7 @@ class ConnectionSettings:
         """Those that it can have at once."""
         return self.receive_depth + 1 + self.send_depth
 
-    def repetitions(self, *, software: bool) -> Changes:
+    def repetitions(self, *, software: bool) -> QpAttrs:
         """The ``timeout`` and ``retry_cnt`` of its queue pair.
 
         :param software: of the software device: all repetitions take `keep_alive_s` at least. Else they are over in
@@ -85,7 +85,7 @@ class ConnectionSettings:
         """
         tries = RETRIES["retry_cnt"] + 1
         if self.keep_alive_s is None:
-            return Changes(timeout=0 if software else RETRIES["timeout"], retry_cnt=tries - 1)
+            return QpAttrs(timeout=0 if software else RETRIES["timeout"], retry_cnt=tries - 1)
         if software:
             longer = (code for code in range(1, _LONGEST) if _seconds(code) * tries >= self.keep_alive_s)
             timeout = next(longer, _LONGEST)
@@ -94,7 +94,7 @@ class ConnectionSettings:
             timeout = RETRIES["timeout"]
             while timeout > 1 and _seconds(timeout) * tries * _SLACK > self.keep_alive_s / 2:
                 timeout -= 1
-        return Changes(timeout=timeout, retry_cnt=tries - 1)
+        return QpAttrs(timeout=timeout, retry_cnt=tries - 1)
 
 
 def _seconds(code: int) -> float:

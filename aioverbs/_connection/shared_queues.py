@@ -4,8 +4,8 @@ import contextlib
 
 from aioverbs._connection.settings import ConnectionSettings
 from aioverbs._lifecycle.affinity import running_loop
-from aioverbs._lifecycle.lifecycle import State
-from aioverbs._lifecycle.resource import life_of, open_part, open_part_now
+from aioverbs._lifecycle.lifecycle import ResourceState
+from aioverbs._lifecycle.resource import lifecycle_of, open_part, open_part_now
 from aioverbs._memory.buffer_pool import BufferPool, LeasedBuffer
 from aioverbs._memory.region import is_large
 from aioverbs._verbs.base_domain import Domain, common_of
@@ -61,7 +61,7 @@ class _Queues:
             if seen.depth - seen.reserved >= completions and _works(cq):
                 self._at = at
                 return cq
-        self._broken += [cq for cq in self._all if cq.state is State.OPEN and not _works(cq)]
+        self._broken += [cq for cq in self._all if cq.state is ResourceState.OPEN and not _works(cq)]
         self._all, self._at = [cq for cq in self._all if _works(cq)], 0
         self._close_broken()
         return None
@@ -70,7 +70,7 @@ class _Queues:
         for cq in tuple(self._broken):
             if not cq.statistics().children:
                 with contextlib.suppress(AffinityError, ConcurrentAccessError):  # the next time, or with the domain
-                    life_of(cq).close_later()
+                    lifecycle_of(cq).close_later()
                     self._broken.remove(cq)
 
     def add(self, cq: CompletionQueue) -> None:
@@ -80,7 +80,7 @@ class _Queues:
 
 
 def _works(cq: CompletionQueue) -> bool:
-    return cq.state is State.OPEN and dispatcher_of(cq).watched
+    return cq.state is ResourceState.OPEN and dispatcher_of(cq).watched
 
 
 async def completion_queue_for(domain: Domain, settings: ConnectionSettings) -> CompletionQueue:

@@ -15,10 +15,10 @@ from aioverbs._lifecycle.affinity import running_loop, wake
 from aioverbs.addresses import Address
 from aioverbs.errors import BrokenResourceError
 
-__all__ = ["Lifeline", "adopt", "dial"]
+__all__ = ["TcpControlChannel", "adopt", "dial"]
 
 
-class Lifeline(asyncio.Protocol):
+class TcpControlChannel(asyncio.Protocol):
     """One end of a TCP connection, with TLS or without.
 
     Whoever dies, even by a signal that leaves no time for anything, has it closed by the kernel, whatever children it
@@ -152,24 +152,24 @@ class Lifeline(asyncio.Protocol):
 _GOODBYE_S = 0.5
 
 
-async def dial(host: str, port: int, context: tls.SSLContext | None, server_hostname: str | None) -> Lifeline:
+async def dial(host: str, port: int, context: tls.SSLContext | None, server_hostname: str | None) -> TcpControlChannel:
     """Connect to a TCP port.
 
     :raises OSError: nobody is there; of these, `ssl.SSLError`: TLS does not come about.
     """
     name = server_hostname if context is not None else None
-    _, line = await running_loop().create_connection(Lifeline, host, port, ssl=context, server_hostname=name)
+    _, line = await running_loop().create_connection(TcpControlChannel, host, port, ssl=context, server_hostname=name)
     _no_delay(line)
     return line
 
 
-async def adopt(sock: socket.socket, context: tls.SSLContext | None, timeout_s: float) -> Lifeline:
+async def adopt(sock: socket.socket, context: tls.SSLContext | None, timeout_s: float) -> TcpControlChannel:
     """Take over a socket that was accepted; from now on it is the lifeline's.
 
     :raises OSError: the peer is gone; of these, `ssl.SSLError`: TLS does not come about.
     """
     limit_s = timeout_s if context is not None else None
-    line = Lifeline()
+    line = TcpControlChannel()
     try:
         await running_loop().connect_accepted_socket(lambda: line, sock, ssl=context, ssl_handshake_timeout=limit_s)
     except BaseException:
@@ -179,7 +179,7 @@ async def adopt(sock: socket.socket, context: tls.SSLContext | None, timeout_s: 
     return line
 
 
-def _no_delay(line: Lifeline) -> None:
+def _no_delay(line: TcpControlChannel) -> None:
     assert line._transport is not None
     sock = line._transport.get_extra_info("socket")
     try:

@@ -17,13 +17,13 @@ import anyio
 from aioverbs._core.handles.handles import Affinity
 from aioverbs._exports import publish
 from aioverbs._lifecycle import forks
-from aioverbs._lifecycle.cross_loop import Awaited, Call
+from aioverbs._lifecycle.cross_loop import CrossLoopCall, CrossLoopFuture
 from aioverbs._lifecycle.turns import LIGHT, go_round, spend
 from aioverbs.errors import AffinityError, ForkedProcessError
 
 __all__ = [
     "Affinity",
-    "Bell",
+    "CrossLoopCondition",
     "OwnedBlock",
     "OwnedContext",
     "OwnedIterator",
@@ -32,7 +32,7 @@ __all__ = [
     "ready",
     "run_on_owner",
     "running_loop",
-    "to_the_end",
+    "wait_uncancelled",
     "wake",
 ]
 
@@ -88,7 +88,7 @@ def running_loop() -> asyncio.AbstractEventLoop:
         raise RuntimeError(f"aioverbs needs an asyncio event loop, and {here}") from None
 
 
-async def to_the_end(awaited: Coroutine[Any, Any, T] | asyncio.Future[T]) -> T:
+async def wait_uncancelled(awaited: Coroutine[Any, Any, T] | asyncio.Future[T]) -> T:
     """Wait for something whatever cancels who waits, however often; only then raise the cancellation.
 
     Where what was waited for failed, too, that failure is the cause of the cancellation that is raised.
@@ -295,13 +295,13 @@ class OwnedContext(OwnedBlock[T]):
         await self._context.__aexit__(kind, error, traceback)
 
 
-class Bell:
+class CrossLoopCondition:
     """Wakes, from any thread, who waits on whatever loop for something to become so."""
 
     def __init__(self) -> None:
         self._waiting: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
 
-    def ring(self) -> None:
+    def notify(self) -> None:
         """It may be so now."""
         for loop, event in tuple(self._waiting):
             with contextlib.suppress(RuntimeError):  # its loop was closed meanwhile: nobody waits
@@ -362,8 +362,8 @@ async def run_on_owner(
         raise ForkedProcessError(repr(owner))
     if owner.loop is None or owner.orphaned:
         raise AffinityError(f"{owner!r} is gone: nothing can be called there")
-    awaited: Awaited[object] = Awaited(running_loop())
-    call = Call(functools.partial(function, **kwargs) if kwargs else function, args, awaited, owner)
+    awaited: CrossLoopFuture[object] = CrossLoopFuture(running_loop())
+    call = CrossLoopCall(functools.partial(function, **kwargs) if kwargs else function, args, awaited, owner)
     try:
         call.send_to(owner.loop)
     except RuntimeError as error:
@@ -372,7 +372,7 @@ async def run_on_owner(
     return await awaited.wait(call.withdraw)
 
 
-def _lost(owner: Affinity, call: Call[object]) -> BaseException | None:
+def _lost(owner: Affinity, call: CrossLoopCall[object]) -> BaseException | None:
     """Why it cannot come back any more: a loop that is closed drops what it was asked to do, and tells nobody."""
     if owner.orphaned or owner.loop is not call.loop:  # somebody may have taken over what the loop owned
         return AffinityError(f"the owner {call.loop!r} is gone, and with it the call that was carried there")

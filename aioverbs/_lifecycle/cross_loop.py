@@ -12,7 +12,7 @@ import anyio
 from aioverbs._lifecycle import forks
 from aioverbs.errors import BrokenResourceError
 
-__all__ = ["Awaited", "Call", "Outcome"]
+__all__ = ["CrossLoopCall", "CrossLoopFuture", "ResultSink"]
 
 T = TypeVar("T")
 T_contra = TypeVar("T_contra", contravariant=True)
@@ -21,14 +21,14 @@ T_contra = TypeVar("T_contra", contravariant=True)
 _LOOK_S = 0.1
 
 
-class Outcome(Protocol[T_contra]):
+class ResultSink(Protocol[T_contra]):
     """Where the end of an errand is told."""
 
     def settle(self, result: T_contra | None, error: BaseException | None) -> None:
         """It has ended. From any thread; the first time counts."""
 
 
-class Awaited(Generic[T]):
+class CrossLoopFuture(Generic[T]):
     """The end of an errand, for a task of the running loop that waits for it.
 
     :param caller: the running loop.
@@ -114,7 +114,7 @@ def _raise(error: BaseException) -> None:
     raise error
 
 
-class Call(Generic[T]):
+class CrossLoopCall(Generic[T]):
     """A function that is called on another loop of this process, in the context of who posts it.
 
     A plain function is called between the tasks of that loop; what it returns is awaited in a task where it can be.
@@ -125,10 +125,10 @@ class Call(Generic[T]):
     __slots__ = ("_args", "_function", "_task", "is_withdrawn", "loop", "outcome", "where")
 
     def __init__(
-        self, function: Callable[..., Any], args: tuple[object, ...], outcome: Outcome[T], where: object
+        self, function: Callable[..., Any], args: tuple[object, ...], outcome: ResultSink[T], where: object
     ) -> None:
         self.loop: asyncio.AbstractEventLoop
-        self.outcome: Outcome[T] | None = outcome
+        self.outcome: ResultSink[T] | None = outcome
         self.where = where
         self.is_withdrawn = False
         self._function = function

@@ -21,13 +21,24 @@ import anyio
 from aioverbs._core.handles.handles import Affinity
 from aioverbs._exports import publish
 from aioverbs._lifecycle import forks
-from aioverbs._lifecycle.affinity import Bell, to_the_end
+from aioverbs._lifecycle.affinity import CrossLoopCondition, wait_uncancelled
 from aioverbs.errors import BusyResourceError, ClosedResourceError, ConcurrentAccessError, ForkedProcessError
 
 if TYPE_CHECKING:
     from rich.tree import Tree
 
-__all__ = ["CLOSED", "FAILED", "OPEN", "Destroyable", "Life", "ResourceInfo", "Site", "State", "line_of", "reap"]
+__all__ = [
+    "CLOSED",
+    "FAILED",
+    "OPEN",
+    "Destroyable",
+    "Lifecycle",
+    "ResourceInfo",
+    "ResourceState",
+    "Site",
+    "line_of",
+    "reap",
+]
 
 # How often closing a part is tried again that met another thread inside of its domain, in as many turns of the loop.
 _TRIES = 1000
@@ -45,7 +56,7 @@ def _forked() -> None:
 os.register_at_fork(after_in_child=_forked)
 
 
-class State(enum.Enum):
+class ResourceState(enum.Enum):
     """Where a resource is in its life."""
 
     NEW = "new"
@@ -58,7 +69,7 @@ class State(enum.Enum):
 
 
 # Looking one up in the enumeration costs as much as a lock.
-NEW, OPENING, OPEN, CLOSING, CLOSED, FAILED = State
+NEW, OPENING, OPEN, CLOSING, CLOSED, FAILED = ResourceState
 
 
 class Destroyable(Protocol):
@@ -82,7 +93,7 @@ class ResourceInfo:
     kind: str
     label: str
     owner: str | None
-    state: State
+    state: ResourceState
     created: str
     children: tuple["ResourceInfo", ...]
 
@@ -109,7 +120,7 @@ class ResourceInfo:
         return tree
 
 
-_is_late = operator.attrgetter("late")
+_is_closed_last = operator.attrgetter("close_last")
 
 
 # How often who waits for another loop to close something looks whether that loop is still there: its end tells nobody.
@@ -136,7 +147,7 @@ class _Closing:
 
     __slots__ = ("_task", "before", "by", "left", "work")
 
-    def __init__(self, before: State) -> None:
+    def __init__(self, before: ResourceState) -> None:
         self.before = before
         loop = asyncio._get_running_loop()  # None: another library's, which refuses to wait
         self.by = Affinity.of_running_loop() if loop is not None else None
@@ -167,15 +178,33 @@ class _Closing:
             del task
 
 
-class Life:
+class Lifecycle:
     """What a resource is apart from its user's object: handles, parents, children, owner.
 
     Parents keep the lives of their children, so that what a user forgets is still known and can be ended.
     """
 
     __slots__ = (
-        "_bell", "_closing", "_handles", "_site", "children", "drain", "forks", "kind", "label", "lasting", "late",
-        "opener", "owner", "parents", "quiet", "resume", "serial", "state", "stop", "user",
+        "_closing",
+        "_condition",
+        "_handles",
+        "_site",
+        "children",
+        "close_last",
+        "drain",
+        "forks",
+        "kind",
+        "label",
+        "lasting",
+        "opener",
+        "owner",
+        "parents",
+        "resume",
+        "serial",
+        "state",
+        "stop",
+        "suppress_warning",
+        "user",
     )  # fmt: skip
 
     def __init__(self, kind: str, site: Site | None, user: "weakref.ref[User]") -> None:
@@ -183,22 +212,22 @@ class Life:
         self.label = ""
         self.owner: Affinity | None = None
         self.state = NEW
-        self.parents: tuple[Life, ...] = ()
-        self.children: dict[int, Life] = {}
+        self.parents: tuple[Lifecycle, ...] = ()
+        self.children: dict[int, Lifecycle] = {}
         self.stop: Callable[[], None] | None = None  # called first when it is closed
         self.drain: Callable[[], Coroutine[Any, Any, None]] | None = None
         self.resume: Callable[[], None] | None = None  # its closing failed: `drain` is taken back
-        self.late = False  # its siblings' work needs it: it is closed after them
+        self.close_last = False  # its siblings' work needs it: it is closed after them
         self.lasting = False  # it is not destroyed before `drain` is done, whoever is cancelled: it may be under DMA
         self._closing: _Closing | None = None  # as long as it is CLOSING
         self.opener: asyncio.AbstractEventLoop | None = None  # closes it where it is forgotten and has no parents
-        self.quiet = False  # a part of another resource, or warned of before: nobody left it open
+        self.suppress_warning = False  # a part of another resource, or warned of before: nobody left it open
         self.user = user
         self._site = site
         self.serial = next(_serials)
         self.forks = forks.count  # when it was opened
         self._handles: list[Destroyable] = []
-        self._bell: Bell | None = None  # made by the first who waits
+        self._condition: CrossLoopCondition | None = None  # made by the first who waits
 
     def __repr__(self) -> str:
         return f"<{self.kind}{f' {self.label}' if self.label else ''} ({self.state.value}), opened at {self.created}>"
@@ -208,7 +237,7 @@ class Life:
         """The line of the user's that made it."""
         return line_of(self._site)
 
-    def came_from(self, other: "Life") -> None:
+    def inherit_site(self, other: "Lifecycle") -> None:
         """Nobody's line made it, but that of another one did."""
         self._site = other._site
 
@@ -219,7 +248,7 @@ class Life:
 
     # ---- Beginning
 
-    def begin(self, parents: "tuple[Life, ...]", owner: Affinity | None) -> None:
+    def begin(self, parents: "tuple[Lifecycle, ...]", owner: Affinity | None) -> None:
         """Become a child of its parents, which cannot close without it from here on.
 
         :raises ClosedResourceError: it was open before, or a parent is not open.
@@ -281,36 +310,36 @@ class Life:
                 part.undo()
             self._destroy_handles()
         except BaseException:
-            for life in self.subtree():
-                life._settle(FAILED)
+            for lifecycle in self.subtree():
+                lifecycle._settle(FAILED)
             raise
         self._settle(NEW)
 
     # ---- Who waits for the end of its opening or closing, which others do
 
-    def _settle(self, state: State) -> None:
+    def _settle(self, state: ResourceState) -> None:
         with _tree:
             self.state = state
             if state is NEW or state is CLOSED:
                 for parent in self.parents:
                     parent.children.pop(self.serial, None)
                 self.parents = ()
-            bell = self._bell
-        if bell is not None:
-            bell.ring()
+            condition = self._condition
+        if condition is not None:
+            condition.notify()
 
-    def bell(self) -> Bell:
+    def condition(self) -> CrossLoopCondition:
         """What rings when its opening or closing is over."""
         with _tree:  # whoever settles it after this sees the bell
-            if self._bell is None:
-                self._bell = Bell()
-            return self._bell
+            if self._condition is None:
+                self._condition = CrossLoopCondition()
+            return self._condition
 
     async def settled(self) -> None:
         """Until nobody opens or closes it; a closing whose loop is gone is taken back."""
-        await self.bell().wait_while(self._is_under_way, look_s=_LOOK_S)
+        await self.condition().wait_while(self._is_in_flight, look_s=_LOOK_S)
 
-    def _is_under_way(self) -> bool:
+    def _is_in_flight(self) -> bool:
         self._take_back_deserted()
         return self.state is OPENING or self.state is CLOSING
 
@@ -333,31 +362,31 @@ class Life:
             if not self.children:
                 return
         foreign = self._foreign()
-        for life, owner in foreign:
+        for lifecycle, owner in foreign:
             if not owner.orphaned:
                 raise BusyResourceError(
-                    f"{self!r} cannot be closed here: {life!r} belongs to {owner!r}; close that there first"
+                    f"{self!r} cannot be closed here: {lifecycle!r} belongs to {owner!r}; close that there first"
                 )
         for _, owner in foreign:
             if owner.orphaned:  # it may have come more than once
                 owner.take_over()
 
-    def _foreign(self) -> "list[tuple[Life, Affinity]]":
+    def _foreign(self) -> "list[tuple[Lifecycle, Affinity]]":
         """Return the parts of its subtree that others own, with their owners. Call under the tree's lock."""
-        owned = ((life, life.owner) for life in self.subtree())
-        return [(life, owner) for life, owner in owned if owner is not None and not owner.owns()]
+        owned = ((lifecycle, lifecycle.owner) for lifecycle in self.subtree())
+        return [(lifecycle, owner) for lifecycle, owner in owned if owner is not None and not owner.owns()]
 
     def held_elsewhere(self) -> bool:
         """Return whether another owner, which is not gone, has to close a part of it first."""
         with _tree:
             return any(not owner.orphaned for _, owner in self._foreign())
 
-    def subtree(self) -> "list[Life]":
+    def subtree(self) -> "list[Lifecycle]":
         """It and all that was made from it, parents before children."""
         lives = [self]
-        for life in lives:
-            if life.children:
-                lives.extend(life.children.values())
+        for lifecycle in lives:
+            if lifecycle.children:
+                lives.extend(lifecycle.children.values())
         return lives
 
     async def close(self) -> None:
@@ -436,7 +465,7 @@ class Life:
                 if self.lasting:
                     raise
                 interruptions.append(raised)
-                if raised.__cause__ is not None:  # of `to_the_end`: it is not drained, and stays open
+                if raised.__cause__ is not None:  # of `wait_uncancelled`: it is not drained, and stays open
                     raise raised.__cause__  # noqa: B904
         self._destroy_handles()
 
@@ -502,9 +531,9 @@ class Life:
     async def _close_children(self, interruptions: list[BaseException], in_task: bool) -> None:
         children = list(self.children.values())
         children.reverse()
-        children.sort(key=_is_late)
+        children.sort(key=_is_closed_last)
         for child in children:
-            left_open = not child.quiet and child.state is not CLOSING
+            left_open = not child.suppress_warning and child.state is not CLOSING
             try:
                 while not await child._close_as_part(interruptions, in_task):
                     await self._wait_for(child, interruptions)
@@ -520,7 +549,7 @@ class Life:
 
         That is for what is part of another resource, of which half would be closed.
         """
-        for _ in range(_TRIES if self.quiet else 0):
+        for _ in range(_TRIES if self.suppress_warning else 0):
             with contextlib.suppress(ConcurrentAccessError):
                 return await self._close(interruptions, in_task)
             try:
@@ -531,7 +560,7 @@ class Life:
                 interruptions.append(raised)
         return await self._close(interruptions, in_task)
 
-    async def _wait_for(self, child: "Life", interruptions: list[BaseException]) -> None:
+    async def _wait_for(self, child: "Lifecycle", interruptions: list[BaseException]) -> None:
         """Until who closes a child has done so."""
         try:
             await child.settled()
@@ -544,7 +573,7 @@ class Life:
 
     async def _settled_at_last(self, interruptions: list[BaseException]) -> None:
         try:
-            await to_the_end(self.settled())
+            await wait_uncancelled(self.settled())
         except asyncio.CancelledError as raised:
             interruptions.append(raised)
 
@@ -555,9 +584,9 @@ class Life:
 
     def forget(self) -> None:
         """Its user's object is garbage: warn, and have somebody close it. For a finalizer: no verb and no lock."""
-        if self.state not in (OPEN, FAILED) or self.quiet or self.inherited:
+        if self.state not in (OPEN, FAILED) or self.suppress_warning or self.inherited:
             return
-        self.quiet = True
+        self.suppress_warning = True
         # Verbs are the owner's to call. Where there is none, or it is gone, the parents' end is also this one's.
         if self.owner is not None and self.owner.loop is not None and not self.owner.orphaned:
             with contextlib.suppress(RuntimeError):  # closed meanwhile
@@ -573,9 +602,9 @@ class Life:
 
     def find(self, handle: object) -> User | None:
         """The user's object that stands for a handle, among it and what was made from it; None if it was forgotten."""
-        for life in self.subtree():
-            if any(held is handle for held in life._handles):
-                return life.user()
+        for lifecycle in self.subtree():
+            if any(held is handle for held in lifecycle._handles):
+                return lifecycle.user()
         return None
 
     def info(self) -> ResourceInfo:
@@ -585,11 +614,11 @@ class Life:
         return ResourceInfo(self.kind, self.label, owner, self.state, self.created, children)
 
 
-def _warn_open(life: Life, why: str) -> None:
-    warnings.warn(f"{life!r} was still open: {why}", ResourceWarning, stacklevel=2, source=life)
+def _warn_open(lifecycle: Lifecycle, why: str) -> None:
+    warnings.warn(f"{lifecycle!r} was still open: {why}", ResourceWarning, stacklevel=2, source=lifecycle)
 
 
-_forgotten: deque[Life] = deque()  # devices that nobody closes yet
+_forgotten: deque[Lifecycle] = deque()  # devices that nobody closes yet
 _closing: set[asyncio.Task[None]] = set()  # loops keep weak references only; touched by single operations
 
 
@@ -600,34 +629,34 @@ def reap() -> None:
             _close_forgotten(_forgotten.popleft())
 
 
-def _close_forgotten(life: Life) -> None:
-    if not life.parents and life.held_elsewhere():
+def _close_forgotten(lifecycle: Lifecycle) -> None:
+    if not lifecycle.parents and lifecycle.held_elsewhere():
         # The owner of the part reaps when it has closed that. It may have done both since, before this was to be found.
-        _forgotten.append(life)
-        if life.held_elsewhere():
+        _forgotten.append(lifecycle)
+        if lifecycle.held_elsewhere():
             return
         try:
-            _forgotten.remove(life)
+            _forgotten.remove(lifecycle)
         except ValueError:  # that owner took it
             return
-    task = asyncio.get_running_loop().create_task(life.close())
+    task = asyncio.get_running_loop().create_task(lifecycle.close())
     _closing.add(task)
-    task.add_done_callback(functools.partial(_closed_forgotten, life))
+    task.add_done_callback(functools.partial(_closed_forgotten, lifecycle))
 
 
-def _closed_forgotten(life: Life, task: asyncio.Task[None]) -> None:
+def _closed_forgotten(lifecycle: Lifecycle, task: asyncio.Task[None]) -> None:
     _closing.discard(task)
-    if life.state is CLOSED:
+    if lifecycle.state is CLOSED:
         reap()  # it may be what kept a device
-    elif not life.parents and not life.inherited:
-        _forgotten.append(life)
+    elif not lifecycle.parents and not lifecycle.inherited:
+        _forgotten.append(lifecycle)
     with contextlib.suppress(asyncio.CancelledError, BusyResourceError):  # another loop closes what is its own there
         task.result()
 
 
-def _finished(life: Life, closing: _Closing, task: asyncio.Task[None]) -> None:
+def _finished(lifecycle: Lifecycle, closing: _Closing, task: asyncio.Task[None]) -> None:
     _closing.discard(task)
-    life._stay(closing)  # where it was cancelled before it began
+    lifecycle._stay(closing)  # where it was cancelled before it began
     if not task.cancelled() and (error := task.exception()) is not None:
         raise error  # nobody awaits it: the loop logs it
 

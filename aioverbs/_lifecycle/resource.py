@@ -11,13 +11,13 @@ import anyio.abc
 from aioverbs._core.handles.handles import Affinity
 from aioverbs._exports import publish
 from aioverbs._lifecycle import forks
-from aioverbs._lifecycle.lifecycle import CLOSED, FAILED, OPEN, Destroyable, Life, Site, State
+from aioverbs._lifecycle.lifecycle import CLOSED, FAILED, OPEN, Destroyable, Lifecycle, ResourceState, Site
 from aioverbs._lifecycle.turns import OPENING, go_round, spend
 from aioverbs.errors import ClosedResourceError, ForkedProcessError
 
 __all__ = [
-    "Handled", "Resource", "ResourceStatistics", "check_open", "life_of", "open_now", "open_part", "open_part_now",
-    "suppress_warning",
+    "HandleResource", "Resource", "ResourceStatistics", "check_open", "lifecycle_of", "open_now", "open_part",
+    "open_part_now", "suppress_warning",
 ]  # fmt: skip
 
 
@@ -50,12 +50,12 @@ class Resource(anyio.abc.AsyncResource):
         for parent in parents:
             if not isinstance(parent, Resource):
                 raise TypeError(f"{type(self).__name__} is made from domains, queues and the like, not from {parent!r}")
-        self._life = Life(type(self).__name__, creation_site(), weakref.ref(self))
+        self._lifecycle = Lifecycle(type(self).__name__, creation_site(), weakref.ref(self))
         self._parents = parents
 
     def __repr__(self) -> str:
-        label = f" {self._life.label}" if self._life.label else ""
-        return f"<{type(self).__name__}{label} ({self._life.state.value})>"
+        label = f" {self._lifecycle.label}" if self._lifecycle.label else ""
+        return f"<{type(self).__name__}{label} ({self._lifecycle.state.value})>"
 
     # ---- What a kind of resource says of itself
 
@@ -64,7 +64,7 @@ class Resource(anyio.abc.AsyncResource):
         return None
 
     def _open(self) -> None:
-        """Make its handles, each given to ``self._life.hold`` at once; what fails undoes those."""
+        """Make its handles, each given to ``self._lifecycle.hold`` at once; what fails undoes those."""
         raise NotImplementedError
 
     def _drop_parents(self) -> None:
@@ -73,34 +73,34 @@ class Resource(anyio.abc.AsyncResource):
     # ---- Life
 
     @property
-    def state(self) -> State:
+    def state(self) -> ResourceState:
         """Where it is in its life."""
-        return self._life.state
+        return self._lifecycle.state
 
     @property
     def closed(self) -> bool:
         """Whether it was closed, or is of the process that this one was forked from."""
-        life = self._life
-        if life.state is OPEN and life.forks == forks.count:  # as most often: without a further call
+        lifecycle = self._lifecycle
+        if lifecycle.state is OPEN and lifecycle.forks == forks.count:  # as most often: without a further call
             return False
-        return life.state is CLOSED or life.inherited
+        return lifecycle.state is CLOSED or lifecycle.inherited
 
     @property
     def owner(self) -> Affinity | None:
         """The event loop and thread that it belongs to; None where anyone may use it."""
-        return self._life.owner
+        return self._lifecycle.owner
 
     def statistics(self) -> ResourceStatistics:
         """Its counts as they are now."""
-        return ResourceStatistics(len(self._life.children))
+        return ResourceStatistics(len(self._lifecycle.children))
 
     def _check_open(self) -> None:
-        life = self._life
-        if life.state is OPEN and life.forks == forks.count:
+        lifecycle = self._lifecycle
+        if lifecycle.state is OPEN and lifecycle.forks == forks.count:
             return
-        if life.inherited:
+        if lifecycle.inherited:
             raise ForkedProcessError(repr(self))
-        advice = ": its opening failed, and it can only be closed" if life.state is FAILED else ""
+        advice = ": its opening failed, and it can only be closed" if lifecycle.state is FAILED else ""
         raise ClosedResourceError(f"{self!r} is not open{advice}")
 
     async def open(self) -> Self:
@@ -116,17 +116,17 @@ class Resource(anyio.abc.AsyncResource):
 
     def _open_now(self) -> None:
         # Without an await: a cancellation finds it either unopened or open.
-        life = self._life
-        life.begin(tuple([parent._life for parent in self._parents]), self._owner())
+        lifecycle = self._lifecycle
+        lifecycle.begin(tuple([parent._lifecycle for parent in self._parents]), self._owner())
         try:
             self._open()
         except BaseException as error:
             try:
-                life.undo()
+                lifecycle.undo()
             except Exception as another:
                 error.add_note(f"and undoing what was made failed: {another}; {self!r} is to be closed")
             raise
-        life.opened()
+        lifecycle.opened()
 
     async def aclose(self) -> None:
         """Close it, and before it what was made from it and is open, each with a `ResourceWarning`.
@@ -141,7 +141,7 @@ class Resource(anyio.abc.AsyncResource):
         :raises ConcurrentAccessError: another thread is inside of its domain; it is still open.
         :raises VerbsError: a verb failed; it is still open, and can be closed again.
         """
-        await self._life.close()
+        await self._lifecycle.close()
 
     async def __aenter__(self) -> Self:
         return await self.open()
@@ -159,17 +159,17 @@ class Resource(anyio.abc.AsyncResource):
             error.add_note(f"and closing {self!r} failed: {type(another).__name__}: {another}")
 
     def __del__(self) -> None:
-        life = getattr(self, "_life", None)
-        if life is not None:  # a subclass refused its arguments
-            life.forget()
+        lifecycle = getattr(self, "_lifecycle", None)
+        if lifecycle is not None:  # a subclass refused its arguments
+            lifecycle.forget()
 
 
 R = TypeVar("R", bound=Resource)
 
 
-def life_of(resource: Resource) -> Life:
+def lifecycle_of(resource: Resource) -> Lifecycle:
     """Return the tree node of a resource, for other packages of the library."""
-    return resource._life
+    return resource._lifecycle
 
 
 def open_now(resource: Resource) -> None:
@@ -188,7 +188,7 @@ def check_open(resource: Resource) -> None:
 
 def suppress_warning(resource: Resource, suppress: bool = True) -> None:
     """Warn no user of a resource that is left open, as the library opened it; with False, warn again."""
-    resource._life.quiet = suppress
+    resource._lifecycle.suppress_warning = suppress
 
 
 async def open_part(part: R, *, keeps_parents: bool = True) -> R:
@@ -217,7 +217,7 @@ def open_part_now(part: R, *, keeps_parents: bool = True) -> R:
 H = TypeVar("H", bound=Destroyable)
 
 
-class Handled(Resource, Generic[H]):
+class HandleResource(Resource, Generic[H]):
     """A resource that one object of the compiled core stands for."""
 
     _handle: H | None = None

@@ -18,15 +18,22 @@ import anyio
 from aioverbs._core.handles import handles
 from aioverbs._exports import publish
 from aioverbs._lifecycle.affinity import running_loop
-from aioverbs._lifecycle.lifecycle import Life, Site, State, line_of
-from aioverbs._lifecycle.resource import Handled, Resource, ResourceStatistics, creation_site, life_of, open_part_now
+from aioverbs._lifecycle.lifecycle import Lifecycle, ResourceState, Site, line_of
+from aioverbs._lifecycle.resource import (
+    HandleResource,
+    Resource,
+    ResourceStatistics,
+    creation_site,
+    lifecycle_of,
+    open_part_now,
+)
 from aioverbs._lifecycle.turns import LIGHT, go_round, spend
-from aioverbs._memory.region import MemoryRegion, Pins, RegionSlice, is_large, open_beside_the_loop
+from aioverbs._memory.region import MemoryRegion, RegionSlice, WaitableInFlightCount, is_large, open_beside_the_loop
 from aioverbs.allocators import Allocator
 from aioverbs.errors import BusyResourceError, ClosedResourceError
 from aioverbs.types import AccessFlags
 
-__all__ = ["BufferPool", "BufferPoolStatistics", "LeasedBuffer", "Leasing"]
+__all__ = ["BufferPool", "BufferPoolStatistics", "LeaseContext", "LeasedBuffer"]
 
 
 @dataclass(frozen=True)
@@ -50,15 +57,15 @@ class BufferPoolStatistics(ResourceStatistics):
 
 
 @dataclass(frozen=True, slots=True)
-class _Loan:
+class _Lease:
     """A buffer that is away: where it goes back to, what is under way with it, who took it."""
 
     block: RegionSlice
-    pins: Pins
+    pins: WaitableInFlightCount
     site: Site | None
 
 
-class _Shelf:
+class _FreeList:
     """The buffers of a pool, apart from the user's object: what is forgotten comes back here all the same.
 
     Any thread may be here, and a finalizer in the middle of anything. So nobody waits for a lock: what is shared is
@@ -66,13 +73,13 @@ class _Shelf:
     gives buffers to those that wait is to be alone, and who finds somebody there leaves it to them.
     """
 
-    def __init__(self, life: Life) -> None:
-        self._life = life
+    def __init__(self, lifecycle: Lifecycle) -> None:
+        self._lifecycle = lifecycle
         self._giving = threading.Lock()  # only ever tried
         self._numbers = itertools.count()
         self.slabs: list[MemoryRegion] = []
         self.free: deque[RegionSlice] = deque()
-        self.away: dict[int, _Loan] = {}
+        self.away: dict[int, _Lease] = {}
         self.waiting: deque[_Waiter] = deque()
         self.depths = {0}  # how many were away at once: a maximum could not be kept by one operation
 
@@ -88,8 +95,8 @@ class _Shelf:
 
     def _lend(self, block: RegionSlice, pool: "BufferPool", site: Site | None) -> "LeasedBuffer":
         number = next(self._numbers)
-        pins = Pins(block.region.pins, functools.partial(self.come_back, number))
-        self.away[number] = _Loan(block, pins, site)
+        pins = WaitableInFlightCount(block.region.pins, functools.partial(self.come_back, number))
+        self.away[number] = _Lease(block, pins, site)
         self.depths.add(len(self.away))
         return LeasedBuffer(block, pins, pool, self, number)
 
@@ -160,11 +167,11 @@ class _Shelf:
 
     def stop(self) -> None:
         """The pool is being closed: nobody gets one any more, and what is away is left to those who have it."""
-        self.fail(ClosedResourceError(f"{self._life!r} was closed"))
+        self.fail(ClosedResourceError(f"{self._lifecycle!r} was closed"))
         sites = [loan.site for loan in self.away.copy().values() if not loan.pins.closed]
         if sites:
             warnings.warn(
-                f"{len(sites)} buffers of {self._life!r} were not released before it was closed; "
+                f"{len(sites)} buffers of {self._lifecycle!r} were not released before it was closed; "
                 f"the first of them was leased at {line_of(sites[0])}",
                 ResourceWarning,
                 stacklevel=2,
@@ -224,7 +231,9 @@ class LeasedBuffer(RegionSlice):
 
     __slots__ = ("__weakref__", "_number", "_pool", "_shelf")
 
-    def __init__(self, block: RegionSlice, pins: Pins, pool: "BufferPool", shelf: _Shelf, number: int) -> None:
+    def __init__(
+        self, block: RegionSlice, pins: WaitableInFlightCount, pool: "BufferPool", shelf: _FreeList, number: int
+    ) -> None:
         super().__init__(block.region, block.offset, block.length, pins)
         self._pool = pool  # who has a buffer of it has the pool
         self._shelf = shelf
@@ -258,7 +267,7 @@ class LeasedBuffer(RegionSlice):
             )
 
 
-class Leasing:
+class LeaseContext:
     """What `BufferPool.lease` returns: awaited it gives a buffer, ``async with`` releases that at the end.
 
     Each await gives another buffer; one block at a time has it.
@@ -315,7 +324,7 @@ class BufferPool(Resource):
 
     def __init__(
         self,
-        pd: Handled[handles.ProtectionDomain],
+        pd: HandleResource[handles.ProtectionDomain],
         size: int,
         count: int,
         *,
@@ -332,7 +341,7 @@ class BufferPool(Resource):
         if alignment not in (1 << bit for bit in range(mmap.PAGESIZE.bit_length())):
             raise ValueError(f"buffers are aligned to a power of two of {mmap.PAGESIZE} bytes at most, not {alignment}")
         super().__init__(pd)
-        self._life.late = True
+        self._lifecycle.close_last = True
         self._pd = pd
         self._size = size
         self._count = count
@@ -343,12 +352,12 @@ class BufferPool(Resource):
         self._buffers = 0
         self._growing = threading.Lock()  # only ever tried, as the shelf's
         self._growth: asyncio.Future[None] | None = None
-        self._shelf = _Shelf(self._life)
+        self._shelf = _FreeList(self._lifecycle)
 
     def _open(self) -> None:
-        self._life.hold(self._shelf)
-        self._life.stop = self._shelf.stop
-        self._life.lasting = True  # as its slabs are
+        self._lifecycle.hold(self._shelf)
+        self._lifecycle.stop = self._shelf.stop
+        self._lifecycle.lasting = True  # as its slabs are
         self._add_slab()
 
     async def open(self) -> Self:
@@ -374,13 +383,13 @@ class BufferPool(Resource):
         :raises VerbsError: a slab cannot be deregistered; it is still open, and can be closed again.
         """
         posted, in_released = self._shelf.receives()
-        if posted > in_released and self.state is State.OPEN and not self.closed:
+        if posted > in_released and self.state is ResourceState.OPEN and not self.closed:
             raise BusyResourceError(
                 f"{posted - in_released} receives are posted in buffers of {self!r} that were not released: release "
                 "those, or close or reset their queue pair first"
             )
         if posted:
-            self._life.close_later()
+            self._lifecycle.close_later()
         else:
             await super().aclose()
 
@@ -400,7 +409,7 @@ class BufferPool(Resource):
         loans = shelf.away.copy().values()
         released = sum(loan.pins.closed for loan in loans)
         return BufferPoolStatistics(
-            children=len(self._life.children),
+            children=len(self._lifecycle.children),
             slabs=len(shelf.slabs),
             leased=len(loans) - released,
             under_dma=released,
@@ -411,7 +420,7 @@ class BufferPool(Resource):
 
     # ---- Leasing
 
-    def lease(self) -> Leasing:
+    def lease(self) -> LeaseContext:
         """A buffer, as soon as there is one: first come, first served, in the order of awaiting.
 
         ``async with pool.lease() as buffer``, or ``buffer = await pool.lease()`` and ``buffer.release()``. Where it is
@@ -421,7 +430,7 @@ class BufferPool(Resource):
         :raises MemoryError: nothing is free, and the allocator has no memory for a further slab.
         :raises VerbsError: nothing is free, and the device cannot register a further slab.
         """
-        return Leasing(self, creation_site())
+        return LeaseContext(self, creation_site())
 
     def lease_nowait(self) -> LeasedBuffer:
         """A buffer, if one is there or a slab that is not large can be added for it.
@@ -507,14 +516,14 @@ class BufferPool(Resource):
         buffers = self._next_slab
         slab = MemoryRegion(self, self._pd.handle, buffers * self._stride, self._access, self._allocator)
         open_part_now(slab, keeps_parents=False)
-        life_of(slab).drain = functools.partial(_quiet, slab.pins)
+        lifecycle_of(slab).drain = functools.partial(_quiet, slab.pins)
         self._buffers += buffers
         self._shelf.slabs.append(slab)
         starts = range((buffers - 1) * self._stride, -1, -self._stride)  # the last in is the first out
         self._shelf.free.extend([slab[start : start + self._size] for start in starts])
 
 
-async def _quiet(pins: Pins) -> None:
+async def _quiet(pins: WaitableInFlightCount) -> None:
     """Let nothing more begin in a slab, and wait for what is under way: for receives, too, whose queues end first."""
     pins.close()
     await pins.wait()

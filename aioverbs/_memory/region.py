@@ -14,9 +14,9 @@ from aioverbs._core.data_path.data_path import RegionSlice, Registered, RemoteRe
 from aioverbs._core.handles import handles
 from aioverbs._core.software.software import ImportedRegion
 from aioverbs._exports import publish
-from aioverbs._lifecycle.affinity import Bell, running_loop, to_the_end
-from aioverbs._lifecycle.lifecycle import Life
-from aioverbs._lifecycle.resource import Handled, Resource, open_now
+from aioverbs._lifecycle.affinity import CrossLoopCondition, running_loop, wait_uncancelled
+from aioverbs._lifecycle.lifecycle import Lifecycle
+from aioverbs._lifecycle.resource import HandleResource, Resource, open_now
 from aioverbs._providers import hardware
 from aioverbs.allocators import USE_DEFAULT, Allocator, checked_allocator
 from aioverbs.errors import BusyResourceError, ForkedProcessError
@@ -31,9 +31,9 @@ __all__ = [
     "LentMemoryRegion",
     "MemoryRegion",
     "MemoryWindow",
-    "Pins",
     "RegionSlice",
     "RemoteRegion",
+    "WaitableInFlightCount",
     "own_memory",
 ]
 
@@ -43,7 +43,7 @@ _HUGE_PAGE = 2 << 20  # bytes
 _MADV_WIPEONFORK = 18  # linux/mman.h; the module mmap has no name for it
 
 
-class Pins(data_path.Pins):
+class WaitableInFlightCount(data_path.InFlightCount):
     """What is under way with some memory. Any thread adds and discards, any loop waits for the end.
 
     :param parent: of the memory that this is a part of: what is under way here is under way there.
@@ -56,9 +56,9 @@ class Pins(data_path.Pins):
         :raises ForkedProcessError: something was when this process was forked, in the parent, which alone is told.
         """
         self._check_process()
-        if self.bell is None:
-            self.bell = Bell()
-        await self.bell.wait_while(lambda: len(self))
+        if self.condition is None:
+            self.condition = CrossLoopCondition()
+        await self.condition.wait_while(lambda: len(self))
 
     def _check_process(self) -> None:
         if self.inherited and len(self):
@@ -102,7 +102,7 @@ class _Own(Registered):
     """Memory that a queue has for itself, registered once."""
 
     def __init__(self, size: int) -> None:
-        self.pins = Pins()
+        self.pins = WaitableInFlightCount()
         self.pages = pages(size)
 
     @property
@@ -111,11 +111,11 @@ class _Own(Registered):
         return memoryview(self.pages)
 
 
-def own_memory(life: Life, pd: handles.ProtectionDomain, size: int) -> RegionSlice:
+def own_memory(lifecycle: Lifecycle, pd: handles.ProtectionDomain, size: int) -> RegionSlice:
     """Memory for what a queue has the device write, registered for as long as the queue is."""
     own = _Own(size)
     handle = handles.MemoryRegion(pd, own.pages, AccessFlags.LOCAL_WRITE)
-    life.hold_below(handle)
+    lifecycle.hold_below(handle)
     return RegionSlice.of_all(own, handle, own.pins, AccessFlags.LOCAL_WRITE)
 
 
@@ -128,7 +128,7 @@ async def open_beside_the_loop(resource: Resource) -> None:
     """Open what takes long in a thread, so that the loop goes on meanwhile. Where that fails it is left as it was."""
     opening = running_loop().run_in_executor(None, open_now, resource)
     try:
-        await to_the_end(opening)
+        await wait_uncancelled(opening)
     except asyncio.CancelledError as raised:
         # The thread cannot be stopped: what it made is undone when it has made it. Where it made nothing, what is open
         # is open by somebody else.
@@ -153,7 +153,7 @@ class _Piece:
         self._allocator.free(self._address, 0, None, None)
 
 
-class MemoryRegion(Handled[handles.MemoryRegion], Registered):
+class MemoryRegion(HandleResource[handles.MemoryRegion], Registered):
     """A memory region: ``ibv_reg_mr``. Any event loop may use it. Made by `ProtectionDomain.register`.
 
     What is registered stays where it is: a bytearray refuses to be resized, a file mapping to be closed. Closing waits
@@ -179,27 +179,27 @@ class MemoryRegion(Handled[handles.MemoryRegion], Registered):
         if allocator is not None and not isinstance(memory, int):
             raise ValueError("an allocator goes with a number of bytes: memory that is there already needs none")
         super().__init__(pd)
-        self._life.late = True
+        self._lifecycle.close_last = True
         self._pd_handle = handle
         self._length = memory if isinstance(memory, int) else memoryview(memory).nbytes
         self._memory: Buffer | None = None if isinstance(memory, int) else memory
         self._allocator = checked_allocator(allocator)
         self._access = AccessFlags(access)
-        self.pins = Pins()
+        self.pins = WaitableInFlightCount()
 
     def _open(self) -> None:
         if self._memory is None:
             self._memory = self._allocate()
         handle = handles.MemoryRegion(self._pd_handle, self._memory, self._access)
-        self._life.hold(handle)
+        self._lifecycle.hold(handle)
         self._begin(handle)
 
     def _begin(self, handle: handles.MemoryRegion) -> None:
         self._handle = handle
         RegionSlice.of_all(self, handle, self.pins, self._access)
-        self._life.drain = self.pins.end
-        self._life.lasting = True
-        self._life.resume = self.pins.reopen
+        self._lifecycle.drain = self.pins.end
+        self._lifecycle.lasting = True
+        self._lifecycle.resume = self.pins.reopen
 
     def _allocate(self) -> "Buffer":
         address: object = USE_DEFAULT
@@ -209,7 +209,7 @@ class MemoryRegion(Handled[handles.MemoryRegion], Registered):
             raise MemoryError(f"{self._allocator!r} has no {self._length} bytes")
         if self._allocator is None or not isinstance(address, int):
             return pages(self._length)
-        self._life.hold(_Piece(self, self._allocator, address))
+        self._lifecycle.hold(_Piece(self, self._allocator, address))
         return (ctypes.c_char * self._length).from_address(address)
 
     async def open(self) -> Self:
@@ -276,7 +276,7 @@ class LentMemoryRegion(MemoryRegion):
 
     def _open(self) -> None:
         handle = hardware.adopt_memory_region(self._pd_handle, self._lent)
-        self._life.hold(handle)
+        self._lifecycle.hold(handle)
         self._length = handle.length
         if self._length > sys.maxsize:
             raise ValueError(f"{self._lent!r} is all of the address space: register or adopt the parts that are needed")
@@ -319,14 +319,14 @@ class ImportedMemoryRegion(MemoryRegion):
 
     def _open(self) -> None:
         handle = ImportedRegion(self._pd_handle, self._key)
-        self._life.hold(handle)
+        self._lifecycle.hold(handle)
         self._length, self._access = handle.length, handle.access
         memory = (ctypes.c_char * handle.length).from_address(handle.here)
         self._memory = memory if self._access & AccessFlags.LOCAL_WRITE else memoryview(memory).toreadonly()
         self._begin(handle)
 
 
-class MemoryWindow(Handled[handles.MemoryWindow]):
+class MemoryWindow(HandleResource[handles.MemoryWindow]):
     """A memory window: ``ibv_alloc_mw``. Any event loop may use it. Made by `ProtectionDomain.memory_window`.
 
     `QueuePair.bind_window` binds it to a part of a region, for as long as that is to be granted to a peer.
@@ -343,7 +343,7 @@ class MemoryWindow(Handled[handles.MemoryWindow]):
 
     def _open(self) -> None:
         self._handle = handles.MemoryWindow(self._pd_handle, self.mw_type)
-        self._life.hold(self._handle)
+        self._lifecycle.hold(self._handle)
 
     @property
     def rkey(self) -> int:

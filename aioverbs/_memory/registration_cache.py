@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 from aioverbs._core.handles import handles
 from aioverbs._exports import publish
 from aioverbs._lifecycle import forks
-from aioverbs._lifecycle.affinity import Bell
-from aioverbs._lifecycle.lifecycle import State
-from aioverbs._lifecycle.resource import Handled, life_of, open_part
+from aioverbs._lifecycle.affinity import CrossLoopCondition
+from aioverbs._lifecycle.lifecycle import ResourceState
+from aioverbs._lifecycle.resource import HandleResource, lifecycle_of, open_part
 from aioverbs._lifecycle.turns import LIGHT, go_round, spend
 from aioverbs._memory.region import MemoryRegion
 from aioverbs.errors import BusyResourceError, ClosedResourceError, ForkedProcessError
@@ -87,17 +87,17 @@ class _Entry:
         self.region = region
         self.users: set[object] = set()
         self.opening = True
-        self.bell = Bell()  # it was opened, or was not
+        self.condition = CrossLoopCondition()  # it was opened, or was not
 
     @property
     def ready(self) -> bool:
         """Whether it may be used now."""
-        return not self.opening and self.region.state is State.OPEN
+        return not self.opening and self.region.state is ResourceState.OPEN
 
     async def settled(self) -> None:
         """Until nobody is opening or closing it."""
-        await self.bell.wait_while(lambda: self.opening)
-        await life_of(self.region).settled()
+        await self.condition.wait_while(lambda: self.opening)
+        await lifecycle_of(self.region).settled()
 
     @property
     def idle(self) -> bool:
@@ -135,7 +135,7 @@ class _LetGo:
 
 def _let_go_unopened(region: MemoryRegion) -> None:
     # Who keeps an error keeps frames, and the region by those, which is not to keep the export, too.
-    if region.state is State.NEW:
+    if region.state is ResourceState.NEW:
         region._memory = None
 
 
@@ -169,14 +169,14 @@ class RegistrationCache:
     max_entries: int
     """How many registrations may be kept."""
 
-    def __init__(self, pd: Handled[handles.ProtectionDomain]) -> None:
+    def __init__(self, pd: HandleResource[handles.ProtectionDomain]) -> None:
         self._pd = weakref.ref(pd)  # which has this
         self.max_bytes = 256 << 20
         self.max_entries = 1024
         # Guards the entries, their order (the longest unused first), those that go, and the counts. The collector may
         # end a block inside of it, which takes the lock again, and only ever takes a user away. In a child of a fork it
         # is a new one.
-        self._life = life_of(pd)
+        self._lifecycle = lifecycle_of(pd)
         self._lock = threading.RLock()
         forks.renew_lock_in_children(self)
         self._entries: dict[_Key, _Entry] = {}
@@ -218,7 +218,7 @@ class RegistrationCache:
                 self._misses += 1
             region = MemoryRegion(pd, pd.handle, view, access)
             del view, pd
-            life_of(region).hold(_LetGo(region))
+            lifecycle_of(region).hold(_LetGo(region))
             try:
                 async with region:
                     yield region
@@ -248,8 +248,8 @@ class RegistrationCache:
         :raises ForkedProcessError: the protection domain was opened in the process that this one was forked from, which
             alone can evict it; nothing was done.
         """
-        if self._life.inherited:
-            raise ForkedProcessError(repr(self._life))
+        if self._lifecycle.inherited:
+            raise ForkedProcessError(repr(self._lifecycle))
         of = id(_owner(memoryview(buffer)))
         with self._lock:
             entries = [entry for key, entry in self._entries.items() if key[0] == of]
@@ -268,7 +268,7 @@ class RegistrationCache:
     # ---- Coming
 
     async def _enter(
-        self, pd: Handled[handles.ProtectionDomain], view: memoryview, access: AccessFlags, user: object
+        self, pd: HandleResource[handles.ProtectionDomain], view: memoryview, access: AccessFlags, user: object
     ) -> _Entry:
         """The entry of these bytes, open. `view` keeps their object here: so no other one has its id."""
         try:  # as above: of this frame, too
@@ -302,7 +302,7 @@ class RegistrationCache:
         region = entry.region
         try:
             await _close(self._surplus())  # first: the device may have no more room
-            life_of(region).hold(_Forget(self, entry))  # before its handle, and so after that at the end
+            lifecycle_of(region).hold(_Forget(self, entry))  # before its handle, and so after that at the end
             await open_part(region, keeps_parents=False)
         except BaseException:
             self._remove(entry)
@@ -310,7 +310,7 @@ class RegistrationCache:
             raise
         finally:
             entry.opening = False
-            entry.bell.ring()
+            entry.condition.notify()
 
     # ---- Going
 

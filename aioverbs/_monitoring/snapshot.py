@@ -10,8 +10,8 @@ import time
 import weakref
 from collections.abc import Iterator
 
-from aioverbs._lifecycle.lifecycle import CLOSED, Life
-from aioverbs._lifecycle.resource import Resource, life_of
+from aioverbs._lifecycle.lifecycle import CLOSED, Lifecycle
+from aioverbs._lifecycle.resource import Resource, lifecycle_of
 from aioverbs._monitoring.jsonable import plain
 from aioverbs.errors import ClosedResourceError
 
@@ -25,7 +25,7 @@ _devices: dict[int, weakref.ref[Resource]] = {}  # by their numbers; changed by 
 
 def remember(device: Resource) -> None:
     """Have samples tell of a device, as long as it is open."""
-    number = life_of(device).serial
+    number = lifecycle_of(device).serial
     _devices[number] = weakref.ref(device, lambda _: _devices.pop(number, None))
 
 
@@ -48,7 +48,7 @@ def sample() -> dict[str, object]:
     ``truncated`` is true.
     """
     room = _Room(MOST)
-    trees = [_tree(life_of(device), room) for device in _open_devices()]
+    trees = [_tree(lifecycle_of(device), room) for device in _open_devices()]
     return {"time_ns": time.monotonic_ns(), "truncated": room.left < 0, "devices": trees}
 
 
@@ -88,14 +88,14 @@ class _Room:
         return self.left >= 0
 
 
-def _tree(root: Life, room: _Room) -> dict[str, object]:
+def _tree(root: Lifecycle, room: _Room) -> dict[str, object]:
     # Not recursive: nobody's tree is deep, but the thread's stack is no concern of anybody's either.
     found, children = _node(root)
     room.take()
     waiting = [(root, children)]
-    for life, branch in waiting:
-        for child in tuple(life.children.values()):
-            if child.parents[:1] != (life,) or child.state is CLOSED:  # it is with the first of its parents
+    for lifecycle, branch in waiting:
+        for child in tuple(lifecycle.children.values()):
+            if child.parents[:1] != (lifecycle,) or child.state is CLOSED:  # it is with the first of its parents
                 continue
             if not room.take():
                 return found
@@ -106,16 +106,16 @@ def _tree(root: Life, room: _Room) -> dict[str, object]:
     return found
 
 
-def _node(life: Life) -> tuple[dict[str, object], list[dict[str, object]]]:
-    user = life.user()
+def _node(lifecycle: Lifecycle) -> tuple[dict[str, object], list[dict[str, object]]]:
+    user = lifecycle.user()
     children: list[dict[str, object]] = []
     return {
-        "id": life.serial,
-        "kind": life.kind,
-        "label": life.label,
-        "state": life.state.value,
-        "owner": repr(life.owner) if life.owner is not None else None,
-        "created": life.created,
+        "id": lifecycle.serial,
+        "kind": lifecycle.kind,
+        "label": lifecycle.label,
+        "state": lifecycle.state.value,
+        "owner": repr(lifecycle.owner) if lifecycle.owner is not None else None,
+        "created": lifecycle.created,
         "native": getattr(user, "native", None),
         "statistics": plain(_statistics(user)),
         "children": children,
@@ -128,6 +128,6 @@ def _statistics(user: object) -> object:
         return None
     try:
         # A device would ask its verbs object for counts. Who closes that just now must not find somebody inside.
-        return user.statistics() if life_of(user).parents else Resource.statistics(user)
+        return user.statistics() if lifecycle_of(user).parents else Resource.statistics(user)
     except ClosedResourceError:
         return None

@@ -8,21 +8,21 @@ from collections.abc import Callable
 from typing import Any
 
 from aioverbs._lifecycle.affinity import Affinity, running_loop
-from aioverbs._lifecycle.cross_loop import Awaited
+from aioverbs._lifecycle.cross_loop import CrossLoopFuture
 from aioverbs._lifecycle.resource import open_part_now
 from aioverbs._pool.process_main import ProcessSettings
-from aioverbs._pool.process_worker import ProcessWorker, Visit, pickled_call
-from aioverbs._pool.supervisor import Counts, Crew, Hand, Job
+from aioverbs._pool.process_worker import ProcessWorker, SocketCall, pickled_call
+from aioverbs._pool.supervisor import Counts, PendingCall, Supervisor, WorkerHandle
 from aioverbs._pool.thread_worker import ThreadWorker
 from aioverbs._pool.worker import WorkerSettings
 from aioverbs._verbs.device import Device
 from aioverbs._verbs.protection_domain import ProtectionDomain, SharedProtectionDomain, goes_to_processes
 from aioverbs.errors import VerbsError
 
-__all__ = ["Errand", "Processes", "Threads"]
+__all__ = ["Processes", "SocketCallFactory", "Threads"]
 
-Errand = Callable[[socket.socket, Callable[[bool], object]], object]
-"""Makes a call, as workers take it, of a socket, and of what is told on the way: see `Visit`."""
+SocketCallFactory = Callable[[socket.socket, Callable[[bool], object]], object]
+"""Makes a call, as workers take it, of a socket, and of what is told on the way: see `SocketCall`."""
 
 
 class Threads:
@@ -41,18 +41,18 @@ class Threads:
         """Nothing is to be done before."""
         running_loop()
 
-    def hire(self, crew: Crew, number: int, counts: Counts) -> Hand:
+    def spawn(self, supervisor: Supervisor, number: int, counts: Counts) -> WorkerHandle:
         """A worker."""
-        return ThreadWorker(crew, number, counts, self._device, self._pd, self._settings)
+        return ThreadWorker(supervisor, number, counts, self._device, self._pd, self._settings)
 
     def prepare(self, function: Callable[..., Any], args: tuple[Any, ...]) -> object:
         """A call as workers take it."""
         return function, args
 
-    def watch(self, awaited: Awaited[Any], job: Job) -> None:
+    def watch(self, awaited: CrossLoopFuture[Any], job: PendingCall) -> None:
         """See that who waits for a call is told where it cannot come back. A thread's loop tells of its end."""
 
-    def errand(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Errand:
+    def socket_call_factory(self, function: Callable[..., Any], args: tuple[Any, ...]) -> SocketCallFactory:
         """What makes calls of a function that get a socket first."""
         return lambda sock, tell: (function, (sock, tell, *args))
 
@@ -86,19 +86,19 @@ class Processes(Threads):
             self._shared = shared if goes_to_processes(shared) else None
         self._sent = ProcessSettings.of(self._device, self._settings, (shared.id, key) if self._shared else None)
 
-    def hire(self, crew: Crew, number: int, counts: Counts) -> Hand:
+    def spawn(self, supervisor: Supervisor, number: int, counts: Counts) -> WorkerHandle:
         """A worker."""
-        return ProcessWorker(crew, number, counts, self._home, self._sent, self._shared)
+        return ProcessWorker(supervisor, number, counts, self._home, self._sent, self._shared)
 
     def prepare(self, function: Callable[..., Any], args: tuple[Any, ...]) -> object:
         """A call as workers take it."""
         return pickled_call(function, args)
 
-    def watch(self, awaited: Awaited[Any], job: Job) -> None:
+    def watch(self, awaited: CrossLoopFuture[Any], job: PendingCall) -> None:
         """The same. All goes by the loop that opened the pool, whose end tells nobody, and which may stand still."""
         if running_loop() is not self._home.loop:
-            awaited.watch(lambda: job.hand.lost(job))  # of `ProcessWorker`
+            awaited.watch(lambda: job.handle.lost(job))  # of `ProcessWorker`
 
-    def errand(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Errand:
+    def socket_call_factory(self, function: Callable[..., Any], args: tuple[Any, ...]) -> SocketCallFactory:
         """What makes calls of a function that get a socket first."""
-        return functools.partial(Visit, pickled_call(function, args))
+        return functools.partial(SocketCall, pickled_call(function, args))

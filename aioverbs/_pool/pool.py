@@ -11,15 +11,15 @@ from typing import Any, Literal, Self, TypeVar, TypeVarTuple, overload
 import anyio
 
 from aioverbs._exports import publish
-from aioverbs._lifecycle.affinity import Affinity, ThreadModel, running_loop, to_the_end
-from aioverbs._lifecycle.cross_loop import Awaited, Outcome
-from aioverbs._lifecycle.lifecycle import State
+from aioverbs._lifecycle.affinity import Affinity, ThreadModel, running_loop, wait_uncancelled
+from aioverbs._lifecycle.cross_loop import CrossLoopFuture, ResultSink
+from aioverbs._lifecycle.lifecycle import ResourceState
 from aioverbs._lifecycle.resource import Resource, ResourceStatistics, check_open, open_part_now
 from aioverbs._lifecycle.turns import OPENING, go_round, spend
-from aioverbs._pool.backends import Errand, Processes, Threads
+from aioverbs._pool.backends import Processes, SocketCallFactory, Threads
+from aioverbs._pool.call_future import CallFuture
 from aioverbs._pool.placement import Key, PlacementPolicy, RoundRobin
-from aioverbs._pool.started import StartedCall
-from aioverbs._pool.supervisor import Crew, Job, WorkerStatistics
+from aioverbs._pool.supervisor import PendingCall, Supervisor, WorkerStatistics
 from aioverbs._pool.worker import LoopFactory, Setup, Worker, WorkerSettings, current_worker, loop_factory
 from aioverbs._verbs.completion_queue import MessageModel
 from aioverbs._verbs.device import Device
@@ -28,15 +28,15 @@ from aioverbs.allocators import Allocator, checked_allocator
 from aioverbs.errors import BusyResourceError
 
 __all__ = [
+    "CallFuture",
     "PoolStatistics",
-    "StartedCall",
     "Worker",
     "WorkerPool",
     "WorkerStatistics",
     "check_unbroken",
     "current_worker",
-    "errand_for",
-    "send_errand",
+    "send_socket_call",
+    "socket_call_factory_for",
     "wait_until_over",
 ]
 
@@ -122,17 +122,19 @@ class WorkerPool(Resource):
         self._is_own_pd = pd is None
         self._pd = base_of("worker pool", pd) if pd is not None else device.protection_domain()
         super().__init__(pd if pd is not None else self._pd)
-        self._life.label = str(next(_serials))
+        self._lifecycle.label = str(next(_serials))
         settings = WorkerSettings(
             ThreadModel(thread_model), MessageModel(message_model), checked_allocator(allocator), loop, setup
         )
         self._drain_s = drain_s
         self._grace_s = grace_s
         policy = placement if placement is not None else RoundRobin()
-        name = f"{type(self).__name__} {self._life.label}"
+        name = f"{type(self).__name__} {self._lifecycle.label}"
         self._kind = (Processes if processes else Threads)(device, self._pd, settings)
-        self._crew = crew = Crew(name, size, self._kind.hire, policy, replaces=on_worker_death == "replace")
-        self._life.drain = lambda: to_the_end(_end(crew, grace_s))
+        self._supervisor = supervisor = Supervisor(
+            name, size, self._kind.spawn, policy, replaces=on_worker_death == "replace"
+        )
+        self._lifecycle.drain = lambda: wait_uncancelled(_end(supervisor, grace_s))
 
     # ---- Life
 
@@ -146,7 +148,7 @@ class WorkerPool(Resource):
 
     def _open(self) -> None:
         self._kind.open()
-        self._crew.hire()
+        self._supervisor.spawn()
 
     async def open(self) -> Self:
         """Open it, and have all workers ready for calls.
@@ -157,7 +159,7 @@ class WorkerPool(Resource):
         if turn := spend(OPENING):
             await go_round(turn)
         # From here to where it is open there is no await, in which another one could open it.
-        if self.state is not State.NEW:
+        if self.state is not ResourceState.NEW:
             self._open_now()  # which says why it cannot be
         if self._is_own_pd:
             open_part_now(self._pd)
@@ -165,13 +167,13 @@ class WorkerPool(Resource):
             self._open_now()
         except BaseException:
             if self._is_own_pd:
-                await to_the_end(self._pd.aclose())
+                await wait_uncancelled(self._pd.aclose())
             raise
         try:
-            for ready in self._crew.start():
+            for ready in self._supervisor.start():
                 await asyncio.wrap_future(ready)
         except BaseException:
-            await to_the_end(self.stop(0))
+            await wait_uncancelled(self.stop(0))
             raise
         return self
 
@@ -184,8 +186,10 @@ class WorkerPool(Resource):
         """
         self._check_open()
         self._check_not_inside()
-        self._crew.drain()
-        await self._crew.bell.wait_while(self._crew.is_busy, look_s=_LOOK_S if self.processes else None)
+        self._supervisor.drain()
+        await self._supervisor.condition.wait_while(
+            self._supervisor.is_busy, look_s=_LOOK_S if self.processes else None
+        )
 
     async def stop(self, deadline_s: float | None = None) -> None:
         """Close it: `drain` it for so long at most, then cancel the calls that are left, which raise
@@ -197,8 +201,8 @@ class WorkerPool(Resource):
             takes no calls, and can be closed again. Or a function of the pool itself asks for this.
         """
         self._check_not_inside()
-        if self.state is State.OPEN and not self.closed:
-            self._life.check_owner("aclose")
+        if self.state is ResourceState.OPEN and not self.closed:
+            self._lifecycle.check_owner("aclose")
             try:
                 with anyio.move_on_after(deadline_s if deadline_s is not None else math.inf):
                     await self.drain()
@@ -225,10 +229,10 @@ class WorkerPool(Resource):
 
     def _is_over(self) -> bool:
         """Whether a protection domain of its own is to be closed."""
-        return self._is_own_pd and self.state in (State.NEW, State.CLOSED)
+        return self._is_own_pd and self.state in (ResourceState.NEW, ResourceState.CLOSED)
 
     def _check_not_inside(self) -> None:
-        if self._crew.is_here():
+        if self._supervisor.is_here():
             raise BusyResourceError(f"{self!r} waits for the functions that run there: have it closed from without")
 
     async def aclose(self) -> None:
@@ -240,7 +244,7 @@ class WorkerPool(Resource):
     ) -> None:
         if error is None:
             await self.aclose()
-            self._crew.check()
+            self._supervisor.check()
             return
         try:
             await self.stop(0)
@@ -249,8 +253,8 @@ class WorkerPool(Resource):
 
     def __del__(self) -> None:
         super().__del__()
-        if getattr(self, "_crew", None) is not None and self.state is State.OPEN and not self.closed:
-            self._crew.abandon()
+        if getattr(self, "_supervisor", None) is not None and self.state is ResourceState.OPEN and not self.closed:
+            self._supervisor.abandon()
 
     # ---- Calls
 
@@ -292,7 +296,7 @@ class WorkerPool(Resource):
         :raises ForkedProcessError: it was opened in the process that this one was forked from.
         :raises RuntimeError: no asyncio event loop is running.
         """
-        awaited: Awaited[Any] = Awaited(running_loop())
+        awaited: CrossLoopFuture[Any] = CrossLoopFuture(running_loop())
         job = self._send(function, args, awaited, worker, key)
         self._kind.watch(awaited, job)
         return await awaited.wait(job.withdraw)
@@ -305,7 +309,7 @@ class WorkerPool(Resource):
         *args: *Ts,
         worker: int | None = None,
         key: Key | None = None,
-    ) -> StartedCall[T]: ...
+    ) -> CallFuture[T]: ...
     @overload
     def start_soon(
         self,
@@ -314,15 +318,15 @@ class WorkerPool(Resource):
         *args: *Ts,
         worker: int | None = None,
         key: Key | None = None,
-    ) -> StartedCall[T]: ...
+    ) -> CallFuture[T]: ...
     def start_soon(
         self, function: Callable[[*Ts], Any], /, *args: *Ts, worker: int | None = None, key: Key | None = None
-    ) -> StartedCall[Any]:
+    ) -> CallFuture[Any]:
         """Start a call as `run` does, from any thread, and do not wait for it.
 
         Its end can be awaited, waited for by a thread without a loop, or forgotten, in which case an error is logged.
         """
-        started: StartedCall[Any] = StartedCall()
+        started: CallFuture[Any] = CallFuture()
         started.begun(self._send(function, args, started, worker, key).withdraw)
         return started
 
@@ -330,12 +334,12 @@ class WorkerPool(Resource):
         self,
         function: Callable[..., Any],
         args: tuple[Any, ...],
-        outcome: Outcome[Any],
+        outcome: ResultSink[Any],
         worker: int | None,
         key: Key | None,
-    ) -> Job:
+    ) -> PendingCall:
         self._check_open()
-        return self._crew.send(self._kind.prepare(function, args), outcome, worker, key)
+        return self._supervisor.send(self._kind.prepare(function, args), outcome, worker, key)
 
     @overload
     async def map(
@@ -371,7 +375,7 @@ class WorkerPool(Resource):
             are needed.
         :param key: makes an item's key, as `run` takes it; None: the pool's `placement` chooses.
         """
-        at_once = limit if limit is not None else _CALLS_PER_WORKER * self._crew.size
+        at_once = limit if limit is not None else _CALLS_PER_WORKER * self._supervisor.size
         if at_once < 1:
             raise ValueError(f"limit is 1 or more, not {limit}")
         numbered = enumerate(items)
@@ -401,7 +405,7 @@ class WorkerPool(Resource):
     @property
     def size(self) -> int:
         """How many workers it has."""
-        return self._crew.size
+        return self._supervisor.size
 
     @property
     def grace_s(self) -> float:
@@ -415,29 +419,29 @@ class WorkerPool(Resource):
 
     def statistics(self) -> PoolStatistics:
         """Its counts as they are now."""
-        return PoolStatistics(len(self._life.children), self._crew.statistics())
+        return PoolStatistics(len(self._lifecycle.children), self._supervisor.statistics())
 
 
 # ---- Sockets, which servers give to workers
 
 
-def errand_for(pool: WorkerPool, function: Callable[..., Any], *args: object) -> Errand:
+def socket_call_factory_for(pool: WorkerPool, function: Callable[..., Any], *args: object) -> SocketCallFactory:
     """Makes calls of a function with a socket, with what it is to tell on its way, and with arguments.
 
     :raises PicklingError: it cannot go to processes; or another error.
     """
-    return pool._kind.errand(function, args)
+    return pool._kind.socket_call_factory(function, args)
 
 
-def send_errand(pool: WorkerPool, payload: object, outcome: Outcome[Any], key: Key | None) -> Job:
+def send_socket_call(pool: WorkerPool, payload: object, outcome: ResultSink[Any], key: Key | None) -> PendingCall:
     """Send such a call. It raises what `WorkerPool.run` does."""
     check_open(pool)
-    return pool._crew.send(payload, outcome, None, key)
+    return pool._supervisor.send(payload, outcome, None, key)
 
 
 async def wait_until_over(pool: WorkerPool) -> None:
     """Until a pool takes no more calls."""
-    await pool._crew.bell.wait_while(pool._crew.takes_calls)
+    await pool._supervisor.condition.wait_while(pool._supervisor.takes_calls)
 
 
 def check_unbroken(pool: WorkerPool) -> None:
@@ -445,22 +449,22 @@ def check_unbroken(pool: WorkerPool) -> None:
 
     :raises BrokenResourceError: a worker died and was not replaced.
     """
-    pool._crew.check()
+    pool._supervisor.check()
 
 
-async def _end(crew: Crew, grace_s: float) -> None:
+async def _end(supervisor: Supervisor, grace_s: float) -> None:
     """Cancel what is left, and have all workers end."""
-    crew.cancel()
+    supervisor.cancel()
     with anyio.move_on_after(grace_s):  # without a second cancellation, which may do harm
-        await crew.bell.wait_while(crew.is_busy)
-    crew.stop()
+        await supervisor.condition.wait_while(supervisor.is_busy)
+    supervisor.stop()
     with anyio.move_on_after(grace_s):
-        await crew.bell.wait_while(crew.is_there)
-    crew.join()
-    if left := crew.kill():
-        raise BusyResourceError(f"{crew.name} cannot be closed, these do not end: {', '.join(left)}")
-    await crew.bell.wait_while(crew.is_there)
-    crew.join()
+        await supervisor.condition.wait_while(supervisor.is_there)
+    supervisor.join()
+    if left := supervisor.kill():
+        raise BusyResourceError(f"{supervisor.name} cannot be closed, these do not end: {', '.join(left)}")
+    await supervisor.condition.wait_while(supervisor.is_there)
+    supervisor.join()
 
 
 publish(__name__)

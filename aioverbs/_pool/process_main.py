@@ -12,13 +12,14 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Any
 
-from aioverbs._lifecycle.cross_loop import Call
+from aioverbs._lifecycle.cross_loop import CrossLoopCall
 from aioverbs._pool.pickled_errors import pickled_error
-from aioverbs._pool.process_protocol import Kind, Link, frame, receive_socket
+from aioverbs._pool.process_protocol import FrameType, Link, frame, receive_socket
 from aioverbs._pool.worker import Worker, WorkerSettings, loop_factory, working
 from aioverbs._verbs.device import Device, open_device, opening_of
 from aioverbs._verbs.imported_device import import_device
 from aioverbs._verbs.protection_domain import ProtectionDomain
+from aioverbs.attributes import Execution
 
 __all__ = ["ProcessSettings", "Ready", "Spawned"]
 
@@ -32,7 +33,7 @@ class ProcessSettings:
     """
 
     device: str
-    engine_mode: bool
+    execution: Execution
     delay_ns: int
     max_native_thread_domains: int | None
     shared: tuple[int, int] | None
@@ -41,9 +42,9 @@ class ProcessSettings:
     @staticmethod
     def of(device: Device, worker: WorkerSettings, shared: tuple[int, int] | None) -> "ProcessSettings":
         """For workers of a pool on an open device."""
-        engine_mode, delay_ns, limit = opening_of(device)
+        execution, delay_ns, limit = opening_of(device)
         name = device.name.partition("@")[0] if device.software else device.name  # its address is this process's
-        return ProcessSettings(name, engine_mode, delay_ns, limit, shared, worker)
+        return ProcessSettings(name, execution, delay_ns, limit, shared, worker)
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ class Spawned:
     settings: bytes
     link: int
     share: int
-    door: int
+    fd_channel: int
 
     def _bootstrap(self, parent_sentinel: int) -> int:
         """Be a worker, until the pool says otherwise or is gone, and return the status of the process.
@@ -76,7 +77,7 @@ class Spawned:
         :param parent_sentinel: a descriptor that tells others of the parent's end; the link does that here.
         """
         os.close(parent_sentinel)
-        sock, sockets = socket.socket(fileno=self.link), socket.socket(fileno=self.door)
+        sock, sockets = socket.socket(fileno=self.link), socket.socket(fileno=self.fd_channel)
         for each in (sock, sockets):
             os.register_at_fork(after_in_child=each.close)  # or children of this process would keep it from ending
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to the pool's process, too, which decides
@@ -85,14 +86,14 @@ class Spawned:
             settings: ProcessSettings = pickle.loads(self.settings)
             factory = loop_factory(settings.worker.loop)
         except Exception as error:
-            sock.sendall(frame(Kind.FAILED, 0, pickled_error(error)))
+            sock.sendall(frame(FrameType.FAILED, 0, pickled_error(error)))
             return 0
         with asyncio.Runner(loop_factory=factory) as runner:
             runner.run(_Child(self.number, settings, sock, self.share, sockets).serve())
         return 0
 
 
-class _ChildCall(Call[Any]):
+class _ChildCall(CrossLoopCall[Any]):
     """A call that came over the link."""
 
     __slots__ = ("_child", "_number")
@@ -121,12 +122,12 @@ class _ChildCall(Call[Any]):
                 why.add_note("what a worker process returns goes by pickle")
                 error = why
             else:
-                link.send(Kind.RESULT, self._number, payload)
+                link.send(FrameType.RESULT, self._number, payload)
                 return
         if isinstance(error, asyncio.CancelledError):
-            link.send(Kind.CANCELLED, self._number)
+            link.send(FrameType.CANCELLED, self._number)
         else:
-            link.send(Kind.ERROR, self._number, pickled_error(error))
+            link.send(FrameType.ERROR, self._number, pickled_error(error))
 
     def cancellation(self) -> BaseException:
         return asyncio.CancelledError()  # the pool knows whether it asked for it
@@ -135,7 +136,7 @@ class _ChildCall(Call[Any]):
         """The process ends, which the pool is told of."""
 
 
-class _ChildVisit(_ChildCall):
+class _ChildSocketCall(_ChildCall):
     """One whose function gets a socket, which it takes out of its object."""
 
     __slots__ = ("_visitor",)
@@ -151,7 +152,7 @@ class _ChildVisit(_ChildCall):
 
     def _tell(self, what: bool) -> None:
         if self._child.link is not None:
-            self._child.link.send(Kind.NEWS, self._number, b"1" if what else b"")
+            self._child.link.send(FrameType.NEWS, self._number, b"1" if what else b"")
 
     def settle(self, result: object, error: BaseException | None) -> None:
         self._visitor.close()  # where it was not called
@@ -170,13 +171,13 @@ class _Child:
     worker: Worker
 
     def __init__(
-        self, number: int, settings: ProcessSettings, sock: socket.socket, share: int, door: socket.socket
+        self, number: int, settings: ProcessSettings, sock: socket.socket, share: int, fd_channel: socket.socket
     ) -> None:
         self._number = number
         self._settings = settings
         self._sock = sock
         self._share = share
-        self._door = door
+        self._fd_channel = fd_channel
         self._stop = asyncio.Event()
         self._main_task: asyncio.Task[None] | None = None
         self.link: Link | None = None
@@ -191,13 +192,15 @@ class _Child:
                 device, pd = await stack.enter_async_context(self._domain())
                 self.worker = await stack.enter_async_context(working(self._number, device, pd, self._settings.worker))
             except Exception as error:
-                self._sock.sendall(frame(Kind.FAILED, 0, pickled_error(error)))  # it is small, and blocks for no time
+                self._sock.sendall(
+                    frame(FrameType.FAILED, 0, pickled_error(error))
+                )  # it is small, and blocks for no time
                 return
             loop = asyncio.get_running_loop()
             self._sock.setblocking(False)
             _, link = await loop.create_unix_connection(lambda: Link(self._received), sock=self._sock)
             link.lost.add_done_callback(lambda _: self._stop.set())
-            link.send(Kind.READY, 0, pickle.dumps(Ready(self.worker.domain.native)))
+            link.send(FrameType.READY, 0, pickle.dumps(Ready(self.worker.domain.native)))
             self.link = link
             await self._stop.wait()
 
@@ -215,7 +218,7 @@ class _Child:
                 open_device(
                     settings.device,
                     max_native_thread_domains=settings.max_native_thread_domains,
-                    engine_mode=settings.engine_mode,
+                    execution=settings.execution,
                     delay_ns=settings.delay_ns,
                 ) as device,
                 device.protection_domain() as pd,
@@ -231,21 +234,21 @@ class _Child:
             pd = await stack.enter_async_context(device.shared_protection_domain(*settings.shared))
             yield device, pd
 
-    def _received(self, kind: Kind, number: int, payload: bytes) -> None:
-        if kind is Kind.CALL:
+    def _received(self, kind: FrameType, number: int, payload: bytes) -> None:
+        if kind is FrameType.CALL:
             self._begin(number, _ChildCall(self, number, payload))
-        elif kind is Kind.VISIT:
+        elif kind is FrameType.VISIT:
             assert self.link is not None
             try:
-                visitor = receive_socket(self._door)
+                visitor = receive_socket(self._fd_channel)
             except OSError as error:
-                self.link.send(Kind.ERROR, number, pickled_error(error))
+                self.link.send(FrameType.ERROR, number, pickled_error(error))
             else:
-                self._begin(number, _ChildVisit(self, number, payload, visitor))
-        elif kind is Kind.CANCEL:
+                self._begin(number, _ChildSocketCall(self, number, payload, visitor))
+        elif kind is FrameType.CANCEL:
             if (waiting := self.calls.get(number)) is not None:
                 waiting.withdraw()
-        elif kind is Kind.STOP:
+        elif kind is FrameType.STOP:
             self._stop.set()
 
     def _begin(self, number: int, call: _ChildCall) -> None:

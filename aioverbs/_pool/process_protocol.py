@@ -8,13 +8,13 @@ import struct
 from collections.abc import Callable
 from typing import cast
 
-__all__ = ["Kind", "Link", "frame", "receive_socket", "send_socket"]
+__all__ = ["FrameType", "Link", "frame", "receive_socket", "send_socket"]
 
 _INT = struct.Struct("=i")
 _HEADER = struct.Struct("=QQB")  # bytes that follow, number of the call, kind
 
 
-class Kind(enum.IntEnum):
+class FrameType(enum.IntEnum):
     """What is said."""
 
     READY = 1
@@ -39,26 +39,26 @@ class Kind(enum.IntEnum):
     """From the worker: a truth value that such a call tells before it is over."""
 
 
-def frame(kind: Kind, number: int, payload: bytes = b"") -> bytes:
+def frame(kind: FrameType, number: int, payload: bytes = b"") -> bytes:
     """One thing to say."""
     return _HEADER.pack(len(payload), number, kind) + payload
 
 
-def send_socket(door: socket.socket, sent: socket.socket) -> None:
+def send_socket(fd_channel: socket.socket, sent: socket.socket) -> None:
     """Send a socket over a non-blocking one that keeps messages apart: it is there before what is said after this.
 
     :raises OSError: not now, or never.
     """
-    socket.send_fds(door, [b"\0"], [sent.fileno()])
+    socket.send_fds(fd_channel, [b"\0"], [sent.fileno()])
 
 
-def receive_socket(door: socket.socket) -> socket.socket:
+def receive_socket(fd_channel: socket.socket) -> socket.socket:
     """The next one that was sent.
 
     :raises OSError: it was lost, as this process has no more descriptors.
     """
     room = socket.CMSG_LEN(_INT.size)
-    _, ancillary, _, _ = door.recvmsg(1, room, socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT)
+    _, ancillary, _, _ = fd_channel.recvmsg(1, room, socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT)
     for _, _, data in ancillary:
         return socket.socket(fileno=_INT.unpack(data)[0])
     raise OSError(errno.EMFILE, "a socket was sent and could not be received: no more descriptors")
@@ -70,7 +70,7 @@ class Link(asyncio.Protocol):
     :param received: called with each thing that is said: its kind, the call's number, and the rest.
     """
 
-    def __init__(self, received: Callable[[Kind, int, bytes], None]) -> None:
+    def __init__(self, received: Callable[[FrameType, int, bytes], None]) -> None:
         self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._received = received
         self._buffer = bytearray()
@@ -92,7 +92,7 @@ class Link(asyncio.Protocol):
                 break
             payload = bytes(memoryview(buffer)[at + _HEADER.size : end])
             at = end
-            self._received(Kind(kind), number, payload)
+            self._received(FrameType(kind), number, payload)
         del buffer[:at]
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -101,7 +101,7 @@ class Link(asyncio.Protocol):
         if not self.lost.done():
             self.lost.set_result(None)
 
-    def send(self, kind: Kind, number: int = 0, payload: bytes = b"") -> None:
+    def send(self, kind: FrameType, number: int = 0, payload: bytes = b"") -> None:
         """Say something; where the other end is gone, nobody hears it."""
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(frame(kind, number, payload))

@@ -19,15 +19,15 @@ import anyio
 
 from aioverbs._durations import duration
 from aioverbs._lifecycle.affinity import Affinity
-from aioverbs._lifecycle.cross_loop import Outcome
+from aioverbs._lifecycle.cross_loop import ResultSink
 from aioverbs._pool.pickled_errors import unpickled_error
 from aioverbs._pool.process_main import ProcessSettings, Ready, Spawned
-from aioverbs._pool.process_protocol import Kind, Link, send_socket
-from aioverbs._pool.supervisor import Counts, Crew, Hand, Job
+from aioverbs._pool.process_protocol import FrameType, Link, send_socket
+from aioverbs._pool.supervisor import Counts, PendingCall, Supervisor, WorkerHandle
 from aioverbs._verbs.protection_domain import SharedProtectionDomain
 from aioverbs.errors import BrokenResourceError
 
-__all__ = ["ProcessWorker", "Visit", "pickled_call"]
+__all__ = ["ProcessWorker", "SocketCall", "pickled_call"]
 
 # For how long a new process may be busy with what its main module imports, and one that closed its socket with its end.
 _START_S = 60.0
@@ -51,7 +51,7 @@ def pickled_call(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
 
 
 @dataclass(frozen=True)
-class Visit:
+class SocketCall:
     """A call that gets a socket first.
 
     Servers send what they have accepted. If each worker listened for itself, at one port of all (SO_REUSEPORT), the
@@ -70,33 +70,35 @@ class Visit:
 class _ProcessJob:
     """A call of a worker's."""
 
-    def __init__(self, hand: "ProcessWorker", payload: bytes, outcome: Outcome[Any], visit: Visit | None) -> None:
-        self.outcome: Outcome[Any] | None = outcome
+    def __init__(
+        self, handle: "ProcessWorker", payload: bytes, outcome: ResultSink[Any], visit: SocketCall | None
+    ) -> None:
+        self.outcome: ResultSink[Any] | None = outcome
         self.number = next(_numbers)
         self.payload = payload
         self.visit = visit
         self.is_withdrawn = False
         self.is_stopped = False
-        self.hand = hand
+        self.handle = handle
 
     def post(self) -> None:
-        self.hand.at_home(self.hand.send, self)
+        self.handle.at_home(self.handle.send, self)
 
     def withdraw(self) -> None:
         self.is_withdrawn = True
-        if not self.hand.crew.withdraw(self):
-            self.hand.at_home(self.hand.withdraw, self)
+        if not self.handle.supervisor.withdraw(self):
+            self.handle.at_home(self.handle.withdraw, self)
 
     def cancellation(self) -> BaseException:
         """How it ends where it was cancelled there."""
         if self.is_stopped:
-            return self.hand.crew.stopped()
+            return self.handle.supervisor.stopped()
         if self.is_withdrawn:
             return asyncio.CancelledError()
-        return BrokenResourceError(f"{self.hand!r} cancelled what was called there")
+        return BrokenResourceError(f"{self.handle!r} cancelled what was called there")
 
 
-class ProcessWorker(Hand):
+class ProcessWorker(WorkerHandle):
     """A process with an event loop and a resource domain.
 
     What is said to it goes through one loop, its home, which started it.
@@ -104,14 +106,14 @@ class ProcessWorker(Hand):
 
     def __init__(
         self,
-        crew: Crew,
+        supervisor: Supervisor,
         number: int,
         counts: Counts,
         owner: Affinity,
         settings: ProcessSettings,
         shared: SharedProtectionDomain | None,
     ) -> None:
-        super().__init__(crew, number, counts)
+        super().__init__(supervisor, number, counts)
         assert owner.loop is not None
         self._home = owner.loop
         self._owner = owner
@@ -121,7 +123,7 @@ class ProcessWorker(Hand):
         self.shares_pd = shared is not None
         self._sent: dict[int, _ProcessJob] = {}
         self._visits: deque[_ProcessJob] = deque()  # whose sockets are to be sent
-        self._door: socket.socket | None = None
+        self._fd_channel: socket.socket | None = None
         self._link: Link | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._cause: BaseException | None = None
@@ -146,9 +148,9 @@ class ProcessWorker(Hand):
 
     def look(self) -> None:
         """Where its home is gone, on which its end would be waited for, end it."""
-        if not self._owner.orphaned or self.crew.inherited:
+        if not self._owner.orphaned or self.supervisor.inherited:
             return
-        with self.crew.lock:
+        with self.supervisor.lock:
             was_lost, self._is_lost = self._is_lost, True
         if was_lost:
             return
@@ -158,7 +160,7 @@ class ProcessWorker(Hand):
         if self._task is not None and (serving := self._task.get_coro()) is not None:
             with contextlib.suppress(RuntimeError):  # of a transport, which asks its loop to close it
                 serving.close()
-        self.crew.ended(self, "the loop that started it is gone", None, can_follow=False)
+        self.supervisor.ended(self, "the loop that started it is gone", None, can_follow=False)
 
     # ---- Its life
 
@@ -169,20 +171,20 @@ class ProcessWorker(Hand):
 
     def _ended(self, task: "asyncio.Task[str]") -> None:
         if task.cancelled():  # by the end of its home: nothing else cancels this before it is to end
-            self.crew.ended(self, "the loop that started it has ended", None, can_follow=False)
+            self.supervisor.ended(self, "the loop that started it has ended", None, can_follow=False)
             return
         if (error := task.exception()) is not None:
             how, self._cause = f"it could not be started: {error}", error
         else:
             how = task.result()
-        self.crew.ended(self, how, self._cause)
+        self.supervisor.ended(self, how, self._cause)
 
     async def _serve(self) -> str:
         ours, theirs = socket.socketpair()
         share_ours, share_theirs = socket.socketpair()
         door_ours, door_theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
         door_ours.setblocking(False)
-        with share_ours, door_ours as self._door, contextlib.ExitStack() as until_connected:
+        with share_ours, door_ours as self._fd_channel, contextlib.ExitStack() as until_connected:
             until_connected.enter_context(ours)
             with theirs, share_theirs, door_theirs:
                 self._process = process = self._spawn(theirs, share_theirs, door_theirs)
@@ -202,7 +204,7 @@ class ProcessWorker(Hand):
                         await asyncio.sleep(_POLL_S)
             finally:
                 # In a child of a fork the process is the parent's, and so is what the kernel watches for both.
-                if not self.crew.inherited:
+                if not self.supervisor.inherited:
                     link.close()
                     if process.poll() is None:
                         process.kill()
@@ -236,7 +238,7 @@ class ProcessWorker(Hand):
         calls take.
         """
         descriptors = [sock.fileno() for sock in sockets]
-        preparation = multiprocessing.spawn.get_preparation_data(f"{self.crew.name}, worker {self.number}")
+        preparation = multiprocessing.spawn.get_preparation_data(f"{self.supervisor.name}, worker {self.number}")
         preparation["authkey"] = bytes(preparation["authkey"])  # its type refuses pickle; nobody else reads
         spawned = Spawned(self.number, pickle.dumps(self._settings), *descriptors)
         with os.fdopen(os.memfd_create("aioverbs worker"), "r+b") as setup:  # a pipe might not take all of it at once
@@ -260,7 +262,7 @@ class ProcessWorker(Hand):
 
     def _ask_to_end(self) -> None:
         if self.is_ready and self._link is not None:
-            self._link.send(Kind.STOP)
+            self._link.send(FrameType.STOP)
         else:
             self.kill()
 
@@ -278,9 +280,9 @@ class ProcessWorker(Hand):
 
     # ---- What is said
 
-    def job(self, payload: object, outcome: Outcome[Any]) -> Job:
+    def job(self, payload: object, outcome: ResultSink[Any]) -> PendingCall:
         """A call as `pickled_call` made it, or a visit."""
-        visit = payload if isinstance(payload, Visit) else None
+        visit = payload if isinstance(payload, SocketCall) else None
         data = visit.payload if visit is not None else payload
         assert isinstance(data, bytes)
         return _ProcessJob(self, data, outcome, visit)
@@ -288,15 +290,15 @@ class ProcessWorker(Hand):
     def send(self, job: _ProcessJob) -> None:
         """Say a call. At home; maybe under the crew's lock."""
         if job.is_withdrawn:
-            self._home.call_soon(self.over, job, None, job.cancellation())
+            self._home.call_soon(self.on_done, job, None, job.cancellation())
         elif job.visit is None:
-            self._say(Kind.CALL, job)
+            self._say(FrameType.CALL, job)
         else:
             self._visits.append(job)
             if len(self._visits) == 1:
                 self._send_sockets()
 
-    def _say(self, kind: Kind, job: _ProcessJob) -> None:
+    def _say(self, kind: FrameType, job: _ProcessJob) -> None:
         payload, job.payload = job.payload, b""
         if self._link is not None:
             self._sent[job.number] = job
@@ -306,9 +308,9 @@ class ProcessWorker(Hand):
         while self._visits:
             job = self._visits[0]
             assert job.visit is not None
-            assert self._door is not None
+            assert self._fd_channel is not None
             try:
-                send_socket(self._door, job.visit.sock)
+                send_socket(self._fd_channel, job.visit.sock)
             except OSError as error:
                 # Else it is gone, and that will be told of.
                 if error.errno not in (errno.EPIPE, errno.ECONNRESET, errno.EBADF):  # mostly EAGAIN: it has many
@@ -316,35 +318,35 @@ class ProcessWorker(Hand):
                 return
             self._visits.popleft()
             job.visit.sock.close()
-            self._say(Kind.VISIT, job)
+            self._say(FrameType.VISIT, job)
 
     def withdraw(self, job: _ProcessJob) -> None:
         """Say that a call is to be cancelled, if it was said. At home."""
         if job in self._visits:
             self._visits.remove(job)
-            self.over(job, None, job.cancellation())
+            self.on_done(job, None, job.cancellation())
         elif job.number in self._sent and self._link is not None:
-            self._link.send(Kind.CANCEL, job.number)
+            self._link.send(FrameType.CANCEL, job.number)
 
-    def _received(self, kind: Kind, number: int, payload: bytes) -> None:
-        if kind is Kind.READY:
+    def _received(self, kind: FrameType, number: int, payload: bytes) -> None:
+        if kind is FrameType.READY:
             ready: Ready = pickle.loads(payload)
             self.native = ready.native
-            self.came_up()
+            self.on_ready()
             return
-        if kind is Kind.FAILED:
+        if kind is FrameType.FAILED:
             self._cause = unpickled_error(payload)
             return
-        if kind is Kind.NEWS:
+        if kind is FrameType.NEWS:
             call = self._sent.get(number)  # a connection may outlive it by a moment
             if call is not None and call.visit is not None:
                 call.visit.tell(bool(payload))
             return
         job = self._sent.pop(number)
-        if kind is Kind.CANCELLED:
-            self.over(job, None, job.cancellation())
-        elif kind is Kind.ERROR:
-            self.over(job, None, unpickled_error(payload))
+        if kind is FrameType.CANCELLED:
+            self.on_done(job, None, job.cancellation())
+        elif kind is FrameType.ERROR:
+            self.on_done(job, None, unpickled_error(payload))
         else:
             self._arrived(job, payload)
 
@@ -353,9 +355,9 @@ class ProcessWorker(Hand):
             result = pickle.loads(payload)
         except Exception as error:
             error.add_note("what a worker process returned cannot be made here from its pickle")
-            self.over(job, None, error)
+            self.on_done(job, None, error)
         else:
-            self.over(job, result, None)
+            self.on_done(job, result, None)
 
 
 def _how(status: int) -> str:

@@ -13,13 +13,13 @@ from typing import Any, Protocol
 
 from aioverbs._exports import publish
 from aioverbs._lifecycle import forks
-from aioverbs._lifecycle.affinity import Bell
-from aioverbs._lifecycle.cross_loop import Outcome
+from aioverbs._lifecycle.affinity import CrossLoopCondition
+from aioverbs._lifecycle.cross_loop import ResultSink
 from aioverbs._pool.placement import Key, PlacementPolicy, rendezvous
 from aioverbs._pool.worker import worker_here
 from aioverbs.errors import BrokenResourceError, ClosedResourceError, WorkerDiedError
 
-__all__ = ["Counts", "Crew", "Hand", "Job", "Stage", "WorkerStatistics"]
+__all__ = ["Counts", "PendingCall", "Supervisor", "SupervisorState", "WorkerHandle", "WorkerStatistics"]
 
 logger = logging.getLogger("aioverbs.pool")
 
@@ -27,7 +27,7 @@ _TRIES = 2  # to replace one again that died before it was at work: it may have 
 _JOIN_S = 1.0  # what is left of a thread is a few instructions
 
 
-class Stage(enum.Enum):
+class SupervisorState(enum.Enum):
     """What a crew does with calls."""
 
     OPEN = "open"
@@ -67,11 +67,11 @@ class WorkerStatistics:
     process_id: int | None
 
 
-class Job(Protocol):
+class PendingCall(Protocol):
     """A call that a worker has."""
 
-    hand: Any
-    outcome: Outcome[Any] | None
+    handle: Any
+    outcome: ResultSink[Any] | None
     is_withdrawn: bool
     is_stopped: bool
 
@@ -92,18 +92,18 @@ class Counts:
         self.completed = self.failed = self.cancelled = self.deaths = 0
 
 
-class Hand:
+class WorkerHandle:
     """One worker of a crew, under the crew's lock where nothing else is said.
 
     :param number: which of the crew's it is.
     """
 
-    def __init__(self, crew: "Crew", number: int, counts: Counts) -> None:
-        self.crew = crew
+    def __init__(self, supervisor: "Supervisor", number: int, counts: Counts) -> None:
+        self.supervisor = supervisor
         self.number = number
         self.counts = counts
-        self.jobs: set[Job] = set()
-        self.backlog: list[tuple[Job, contextvars.Context]] = []  # before it is at work
+        self.jobs: set[PendingCall] = set()
+        self.backlog: list[tuple[PendingCall, contextvars.Context]] = []  # before it is at work
         self.is_ready = False
         self.is_gone = False
         self.tries = 0  # how often it may be replaced before it is at work: those of the beginning never
@@ -114,13 +114,13 @@ class Hand:
         self.ready.set_running_or_notify_cancel()  # so that who waits cannot cancel it
 
     def __repr__(self) -> str:
-        return f"<worker {self.number} of {self.crew.name}>"
+        return f"<worker {self.number} of {self.supervisor.name}>"
 
     def start(self) -> None:
-        """Begin to be: `came_up` follows, and in any case `crew.ended`. Without the lock."""
+        """Begin to be: `on_ready` follows, and in any case `supervisor.ended`. Without the lock."""
         raise NotImplementedError
 
-    def job(self, payload: object, outcome: Outcome[Any]) -> Job:
+    def job(self, payload: object, outcome: ResultSink[Any]) -> PendingCall:
         """A call of its own, of what the crew's `prepare` made."""
         raise NotImplementedError
 
@@ -139,18 +139,18 @@ class Hand:
         """Wait, and block, until nothing is left of one that has ended, which is soon; whether it is so."""
         raise NotImplementedError
 
-    def came_up(self) -> None:
+    def on_ready(self) -> None:
         """It is at work, and gets the calls that wait for it. Without the lock."""
-        with self.crew.lock:
+        with self.supervisor.lock:
             self.is_ready = True  # first: what a handler of signals sends meanwhile is not put where nobody looks again
             backlog, self.backlog = self.backlog, []
             for job, context in backlog:
                 context.run(job.post)
         self.ready.set_result(None)
 
-    def over(self, job: Job, result: object, error: BaseException | None) -> None:
+    def on_done(self, job: PendingCall, result: object, error: BaseException | None) -> None:
         """A call of its own has ended; the first time counts. Without the lock."""
-        with self.crew.lock:
+        with self.supervisor.lock:
             if job not in self.jobs:
                 return
             self.jobs.discard(job)
@@ -160,12 +160,12 @@ class Hand:
                 self.counts.cancelled += 1
             else:
                 self.counts.failed += 1
-            is_last = not self.jobs and self.crew.stage is not Stage.OPEN
+            is_last = not self.jobs and self.supervisor.stage is not SupervisorState.OPEN
             outcome, job.outcome = job.outcome, None  # or the error's traceback would hold what holds the error
         if outcome is not None:
             outcome.settle(result, error)
         if is_last:
-            self.crew.bell.ring()
+            self.supervisor.condition.notify()
 
     def statistics(self) -> WorkerStatistics:
         """Its counts."""
@@ -184,14 +184,14 @@ class Hand:
         )
 
 
-def _died(hand: Hand, how: str, cause: BaseException | None) -> WorkerDiedError:
+def _died(handle: WorkerHandle, how: str, cause: BaseException | None) -> WorkerDiedError:
     """One for each who is told: each has a traceback of its own."""
-    died = WorkerDiedError(hand.number, how)
+    died = WorkerDiedError(handle.number, how)
     died.__cause__ = cause
     return died
 
 
-class Crew:
+class Supervisor:
     """All workers of a pool. Thread-safe.
 
     :param name: of the pool, for people.
@@ -203,7 +203,7 @@ class Crew:
         self,
         name: str,
         size: int,
-        hire: Callable[["Crew", int, Counts], Hand],
+        spawn: Callable[["Supervisor", int, Counts], WorkerHandle],
         policy: PlacementPolicy,
         *,
         replaces: bool,
@@ -215,14 +215,14 @@ class Crew:
         # is looked at by one operation, or is copied by one. In a child of a fork it is a new one.
         self.lock = threading.RLock()
         forks.renew_lock_in_children(self)
-        self.bell = Bell()  # rings when something is over that a stop waits for
-        self.stage = Stage.OPEN
+        self.condition = CrossLoopCondition()  # rings when something is over that a stop waits for
+        self.stage = SupervisorState.OPEN
         self.broken: WorkerDiedError | None = None
-        self._hire = hire
+        self._hire = spawn
         self._policy = policy
         self._replaces = replaces
-        self._hands: list[Hand] = []
-        self._gone: list[Hand] = []  # threads and processes that may be about to end
+        self._handles: list[WorkerHandle] = []
+        self._gone: list[WorkerHandle] = []  # threads and processes that may be about to end
         self._numbers = tuple(range(size))
         self.size = size
 
@@ -231,7 +231,7 @@ class Crew:
 
     # ---- Calls
 
-    def send(self, payload: object, outcome: Outcome[Any], worker: int | None, key: Key | None) -> Job:
+    def send(self, payload: object, outcome: ResultSink[Any], worker: int | None, key: Key | None) -> PendingCall:
         """Give a call to one of them.
 
         :param payload: what to do, as their kind takes it.
@@ -243,27 +243,27 @@ class Crew:
         number = self._place(worker, key)
         with self.lock:
             self._check_stage()
-            hand = self._hands[number]
-            job = hand.job(payload, outcome)
-            hand.jobs.add(job)
-            if not hand.is_ready:
-                hand.backlog.append((job, contextvars.copy_context()))
+            handle = self._handles[number]
+            job = handle.job(payload, outcome)
+            handle.jobs.add(job)
+            if not handle.is_ready:
+                handle.backlog.append((job, contextvars.copy_context()))
                 return job
         try:
             job.post()
         except RuntimeError:  # its loop is closed, and that will be told of
-            hand.over(job, None, WorkerDiedError(hand.number, "its event loop was closed"))
+            handle.on_done(job, None, WorkerDiedError(handle.number, "its event loop was closed"))
         return job
 
-    def withdraw(self, job: Job) -> bool:
+    def withdraw(self, job: PendingCall) -> bool:
         """Cancel a call that no worker has begun to look at; whether it was one. From any thread."""
         with self.lock:  # so that it is either in the backlog still, or was posted
-            hand: Hand = job.hand
-            rest = [(other, context) for other, context in hand.backlog if other is not job]
-            if len(rest) == len(hand.backlog):
+            handle: WorkerHandle = job.handle
+            rest = [(other, context) for other, context in handle.backlog if other is not job]
+            if len(rest) == len(handle.backlog):
                 return False
-            hand.backlog[:] = rest
-        hand.over(job, None, job.cancellation())
+            handle.backlog[:] = rest
+        handle.on_done(job, None, job.cancellation())
         return True
 
     def check(self) -> None:
@@ -276,15 +276,15 @@ class Crew:
 
     def takes_calls(self) -> bool:
         """Whether anybody may call."""
-        return self.stage is Stage.OPEN and self.broken is None
+        return self.stage is SupervisorState.OPEN and self.broken is None
 
     def is_here(self) -> bool:
         """Whether this is called by one of them."""
         here = worker_here()
-        return here is not None and here.crew is self
+        return here is not None and here.supervisor is self
 
     def _check_stage(self) -> None:
-        if self.stage is not Stage.OPEN and (self.stage is Stage.STOPPED or not self.is_here()):
+        if self.stage is not SupervisorState.OPEN and (self.stage is SupervisorState.STOPPED or not self.is_here()):
             raise ClosedResourceError(f"{self.name} takes no more calls: it is being closed, or was")
         if self.broken is not None:
             self.check()
@@ -298,7 +298,7 @@ class Crew:
             return worker
         if key is not None:
             return rendezvous(key, self._numbers)
-        worker = self._policy.choose(self._numbers, [len(hand.jobs) for hand in self._hands])
+        worker = self._policy.choose(self._numbers, [len(handle.jobs) for handle in self._handles])
         if worker not in self._numbers:
             raise ValueError(f"{self._policy!r} chose worker {worker!r}: {self.name} has 0 to {self.size - 1}")
         return worker
@@ -310,7 +310,7 @@ class Crew:
         """Whether its workers are those of the process that this one was forked from."""
         return self._forks != forks.count
 
-    def ended(self, hand: Hand, how: str, cause: BaseException | None, *, can_follow: bool = True) -> None:
+    def ended(self, handle: WorkerHandle, how: str, cause: BaseException | None, *, can_follow: bool = True) -> None:
         """A worker is no more: of its own accord, or because it was told to. From any thread.
 
         In the child of a fork nothing is done: what ended there is the child's copy of what waits for a worker.
@@ -320,95 +320,95 @@ class Crew:
         """
         if self.inherited:
             return
-        successor: Hand | None = None
+        successor: WorkerHandle | None = None
         with self.lock:
-            is_death = self.stage is not Stage.STOPPED
-            hand.is_gone = True
-            self._gone = [*self._lingering(0), hand]
+            is_death = self.stage is not SupervisorState.STOPPED
+            handle.is_gone = True
+            self._gone = [*self._lingering(0), handle]
             if is_death:
-                hand.counts.deaths += 1
-                if self._replaces and can_follow and (hand.is_ready or hand.tries):
-                    successor = self._replace(hand)
+                handle.counts.deaths += 1
+                if self._replaces and can_follow and (handle.is_ready or handle.tries):
+                    successor = self._replace(handle)
                 elif self.broken is None:
-                    self.broken = _died(hand, how, cause)
-            jobs = list(hand.jobs)
-        if is_death and (hand.is_ready or hand.counts.deaths > 1):  # else who opens the pool hears of it
+                    self.broken = _died(handle, how, cause)
+            jobs = list(handle.jobs)
+        if is_death and (handle.is_ready or handle.counts.deaths > 1):  # else who opens the pool hears of it
             replaced = ", and is replaced" if successor is not None else ""
-            logger.error("%s: %s%s", self.name, _died(hand, how, cause), replaced)
+            logger.error("%s: %s%s", self.name, _died(handle, how, cause), replaced)
         for job in jobs:
-            hand.over(job, None, _died(hand, how, cause))
+            handle.on_done(job, None, _died(handle, how, cause))
         if successor is not None:
             self._start(successor)
-        if not hand.ready.done():
-            hand.ready.set_exception(cause if cause is not None else _died(hand, how, cause))
-        self.bell.ring()
+        if not handle.ready.done():
+            handle.ready.set_exception(cause if cause is not None else _died(handle, how, cause))
+        self.condition.notify()
 
-    def _replace(self, hand: Hand) -> Hand:
+    def _replace(self, handle: WorkerHandle) -> WorkerHandle:
         """Who takes the place, and the calls that did not begin. Under the lock."""
-        successor = self._hands[hand.number] = self._hire(self, hand.number, hand.counts)
-        successor.tries = _TRIES if hand.is_ready else hand.tries - 1
-        for job, context in hand.backlog:
-            job.hand = successor
-            hand.jobs.discard(job)
+        successor = self._handles[handle.number] = self._hire(self, handle.number, handle.counts)
+        successor.tries = _TRIES if handle.is_ready else handle.tries - 1
+        for job, context in handle.backlog:
+            job.handle = successor
+            handle.jobs.discard(job)
             successor.jobs.add(job)
             successor.backlog.append((job, context))
-        hand.backlog.clear()
+        handle.backlog.clear()
         return successor
 
     # ---- Beginning and ending
 
-    def hire(self) -> None:
+    def spawn(self) -> None:
         """Have all of them, to be started."""
         self._forks = forks.count
-        self._hands = [self._hire(self, number, Counts()) for number in self._numbers]
+        self._handles = [self._hire(self, number, Counts()) for number in self._numbers]
 
     def start(self) -> list["concurrent.futures.Future[None]"]:
         """Start all of them; futures that tell when they are at work, or why not."""
-        hands = tuple(self._hands)
-        for hand in hands:
-            self._start(hand)
-        return [hand.ready for hand in hands]
+        handles = tuple(self._handles)
+        for handle in handles:
+            self._start(handle)
+        return [handle.ready for handle in handles]
 
-    def _start(self, hand: Hand) -> None:
+    def _start(self, handle: WorkerHandle) -> None:
         try:
-            hand.start()
+            handle.start()
         except (OSError, RuntimeError) as error:  # no more threads, processes, descriptors
-            self.ended(hand, f"it could not be started: {error}", error)
+            self.ended(handle, f"it could not be started: {error}", error)
 
     def drain(self) -> None:
         """Take no more calls."""
         with self.lock:
-            if self.stage is Stage.OPEN:
-                self.stage = Stage.DRAINING
-        self.bell.ring()
+            if self.stage is SupervisorState.OPEN:
+                self.stage = SupervisorState.DRAINING
+        self.condition.notify()
 
     def is_busy(self) -> bool:
         """Whether there are calls."""
-        for hand in self._living():
-            hand.look()
+        for handle in self._living():
+            handle.look()
         with self.lock:
-            return any(hand.jobs for hand in self._hands)
+            return any(handle.jobs for handle in self._handles)
 
     def is_there(self) -> bool:
         """Whether a worker is."""
         with self.lock:
-            return any(not hand.is_gone for hand in self._hands)
+            return any(not handle.is_gone for handle in self._handles)
 
     def cancel(self) -> None:
         """Take no more calls, and cancel those that there are."""
         with self.lock:
-            self.stage = Stage.STOPPED
-            jobs = [job for hand in self._hands for job in tuple(hand.jobs)]
+            self.stage = SupervisorState.STOPPED
+            jobs = [job for handle in self._handles for job in tuple(handle.jobs)]
             for job in jobs:
                 job.is_stopped = True
-            waiting = [(hand, job) for hand in self._hands for job, _ in tuple(hand.backlog)]
-            for hand in self._hands:
-                hand.backlog.clear()
-        for hand, job in waiting:
-            hand.over(job, None, self.stopped())
+            waiting = [(handle, job) for handle in self._handles for job, _ in tuple(handle.backlog)]
+            for handle in self._handles:
+                handle.backlog.clear()
+        for handle, job in waiting:
+            handle.on_done(job, None, self.stopped())
         for job in jobs:
             job.withdraw()
-        self.bell.ring()
+        self.condition.notify()
 
     def stopped(self) -> ClosedResourceError:
         """Why a call was cancelled."""
@@ -416,36 +416,36 @@ class Crew:
 
     def stop(self) -> None:
         """Have all of them end. From any thread."""
-        for hand in self._living():
-            hand.stop()
+        for handle in self._living():
+            handle.stop()
 
     def kill(self) -> list[str]:
         """End all that can be; what is left, and what it does."""
-        return [f"{hand!r} with {len(hand.jobs)} calls" for hand in self._living() if not hand.kill()]
+        return [f"{handle!r} with {len(handle.jobs)} calls" for handle in self._living() if not handle.kill()]
 
-    def _lingering(self, timeout_s: float) -> list[Hand]:
-        return [hand for hand in self._gone if not hand.join(timeout_s)]
+    def _lingering(self, timeout_s: float) -> list[WorkerHandle]:
+        return [handle for handle in self._gone if not handle.join(timeout_s)]
 
     def join(self) -> None:
         """Wait, and block, until nothing is left of those that have ended."""
         with self.lock:
             self._gone = self._lingering(_JOIN_S)
 
-    def _living(self) -> Iterable[Hand]:
+    def _living(self) -> Iterable[WorkerHandle]:
         with self.lock:
-            return [hand for hand in self._hands if not hand.is_gone]
+            return [handle for handle in self._handles if not handle.is_gone]
 
     def abandon(self) -> None:
         """Nobody knows it any more. For a finalizer: no lock."""
-        self.stage = Stage.STOPPED
-        for hand in self._hands:
+        self.stage = SupervisorState.STOPPED
+        for handle in self._handles:
             with contextlib.suppress(RuntimeError):  # it has ended
-                hand.stop()
+                handle.stop()
 
     def statistics(self) -> tuple[WorkerStatistics, ...]:
         """Counts of all of them."""
         with self.lock:
-            return tuple(hand.statistics() for hand in self._hands)
+            return tuple(handle.statistics() for handle in self._handles)
 
 
 publish(__name__)

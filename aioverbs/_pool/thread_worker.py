@@ -6,8 +6,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from aioverbs._lifecycle.cross_loop import Call, Outcome
-from aioverbs._pool.supervisor import Counts, Crew, Hand, Job
+from aioverbs._lifecycle.cross_loop import CrossLoopCall, ResultSink
+from aioverbs._pool.supervisor import Counts, PendingCall, Supervisor, WorkerHandle
 from aioverbs._pool.worker import WorkerSettings, loop_factory, working
 from aioverbs._verbs.device import Device
 from aioverbs._verbs.protection_domain import ProtectionDomain
@@ -15,48 +15,48 @@ from aioverbs._verbs.protection_domain import ProtectionDomain
 __all__ = ["ThreadWorker"]
 
 
-class _ThreadJob(Call[Any]):
+class _ThreadJob(CrossLoopCall[Any]):
     """A call of a worker's."""
 
-    __slots__ = ("hand", "is_stopped")
+    __slots__ = ("handle", "is_stopped")
 
-    hand: "ThreadWorker"
+    handle: "ThreadWorker"
 
     def __init__(
-        self, hand: "ThreadWorker", function: Callable[..., Any], args: tuple[object, ...], outcome: Outcome[Any]
+        self, handle: "ThreadWorker", function: Callable[..., Any], args: tuple[object, ...], outcome: ResultSink[Any]
     ) -> None:
-        super().__init__(function, args, outcome, hand)
-        self.hand = hand
+        super().__init__(function, args, outcome, handle)
+        self.handle = handle
         self.is_stopped = False
 
     def post(self) -> None:
-        self.send_to(self.hand.loop)
+        self.send_to(self.handle.loop)
 
     def withdraw(self) -> None:
         self.is_withdrawn = True
-        if self.hand.crew.withdraw(self):
+        if self.handle.supervisor.withdraw(self):
             return
-        if self.hand.is_ready:
-            self.loop = self.hand.loop  # another thread may be just about to post it
+        if self.handle.is_ready:
+            self.loop = self.handle.loop  # another thread may be just about to post it
             super().withdraw()
         # Else it is over.
 
     def start(self) -> None:
-        if not self.hand.is_ending():
+        if not self.handle.is_ending():
             super().start()
 
     def settle(self, result: object, error: BaseException | None) -> None:
-        if not self.hand.is_ending():  # else the crew tells of its end
-            self.hand.over(self, result, error)
+        if not self.handle.is_ending():  # else the crew tells of its end
+            self.handle.on_done(self, result, error)
 
     def cancellation(self) -> BaseException:
-        return self.hand.crew.stopped() if self.is_stopped else super().cancellation()
+        return self.handle.supervisor.stopped() if self.is_stopped else super().cancellation()
 
     def leave(self, error: BaseException) -> None:
         """The crew tells of it."""
 
 
-class ThreadWorker(Hand):
+class ThreadWorker(WorkerHandle):
     """A thread with an event loop and a resource domain.
 
     Its thread is a daemon: a program that ends without closing the pool does not wait for it.
@@ -65,15 +65,21 @@ class ThreadWorker(Hand):
     loop: asyncio.AbstractEventLoop
 
     def __init__(
-        self, crew: Crew, number: int, counts: Counts, device: Device, pd: ProtectionDomain, settings: WorkerSettings
+        self,
+        supervisor: Supervisor,
+        number: int,
+        counts: Counts,
+        device: Device,
+        pd: ProtectionDomain,
+        settings: WorkerSettings,
     ) -> None:
-        super().__init__(crew, number, counts)
+        super().__init__(supervisor, number, counts)
         self._main_task: asyncio.Task[None] | None = None
         self._device = device
         self._pd = pd
         self._settings = settings
         self._to_stop = False
-        self._thread = threading.Thread(target=self._run, name=f"{crew.name}, worker {number}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"{supervisor.name}, worker {number}", daemon=True)
         self._stop: asyncio.Event | None = None
 
     def start(self) -> None:
@@ -93,16 +99,16 @@ class ThreadWorker(Hand):
                 runner.run(self._main())
         except BaseException as error:
             how, cause = f"its event loop ended by {error!r}", error
-        self.crew.ended(self, how, cause)
+        self.supervisor.ended(self, how, cause)
 
     async def _main(self) -> None:
         self._main_task = asyncio.current_task()
         self.loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
         if self._to_stop:
             return
-        async with working(self.number, self._device, self._pd, self._settings, self.crew) as worker:
+        async with working(self.number, self._device, self._pd, self._settings, self.supervisor) as worker:
             self.native = worker.domain.native
-            self.came_up()
+            self.on_ready()
             await self._stop.wait()
 
     def is_ending(self) -> bool:
@@ -121,7 +127,7 @@ class ThreadWorker(Hand):
         """A thread ends by itself only."""
         return False
 
-    def job(self, payload: object, outcome: Outcome[Any]) -> Job:
+    def job(self, payload: object, outcome: ResultSink[Any]) -> PendingCall:
         """A call of a function with arguments."""
         assert isinstance(payload, tuple)
         function, args = payload

@@ -44,8 +44,8 @@ class Worker:
     :param domain: its resource domain, over the pool's protection domain.
     """
 
-    def __init__(self, number: int, domain: ResourceDomain, crew: object) -> None:
-        self.crew = crew
+    def __init__(self, number: int, domain: ResourceDomain, supervisor: object) -> None:
+        self.supervisor = supervisor
         self.number = number
         self.domain = domain
         self.loop = running_loop()
@@ -108,7 +108,7 @@ def loop_factory(loop: str | LoopFactory) -> LoopFactory:
 
 @contextlib.asynccontextmanager
 async def working(
-    number: int, device: Device, pd: ProtectionDomain, settings: WorkerSettings, crew: object = None
+    number: int, device: Device, pd: ProtectionDomain, settings: WorkerSettings, supervisor: object = None
 ) -> AsyncGenerator[Worker, None]:
     """Be a worker on the running loop, which is its own: until the end of the block, where its tasks are cancelled.
 
@@ -123,7 +123,7 @@ async def working(
                 allocator=settings.allocator,
             )
         )
-        worker = Worker(number, domain, crew)
+        worker = Worker(number, domain, supervisor)
         _here.worker = worker
         stack.callback(setattr, _here, "worker", None)
         if settings.setup is not None:

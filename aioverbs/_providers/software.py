@@ -6,6 +6,7 @@ from aioverbs._core.handles import handles
 from aioverbs._core.software.software import Context
 from aioverbs._providers.software_names import is_software, parse_name
 from aioverbs._providers.software_settings import SoftSettings
+from aioverbs.attributes import Execution
 from aioverbs.errors import DeviceNotFoundError
 from aioverbs.gid_selection import Gid
 from aioverbs.types import GidType
@@ -20,13 +21,13 @@ def names() -> list[str]:
     return [_NAME]
 
 
-def open_context(name: str = _NAME, *, engine_mode: bool = False, delay_ns: int = 0) -> Context:
+def open_context(name: str = _NAME, *, execution: Execution = "inline", delay_ns: int = 0) -> Context:
     """Open a software device.
 
     :param name: ``"soft0"``: the one that the environment variable AIOVERBS_SOFT_ADDRESS tells, else the one without an
         address; or with an address, as in ``"soft0@10.0.0.1:7470"``.
-    :param engine_mode: a C thread executes requests, as hardware does; otherwise the call that posts one does.
-    :param delay_ns: in engine mode, how long after its posting a request is executed at the earliest.
+    :param execution: ``"inline"`` executes a request in the call that posts it, ``"thread"`` in a thread of the device.
+    :param delay_ns: with ``"thread"`` only: the least time from posting to execution, in nanoseconds.
     :raises DeviceNotFoundError: it is no software device's name.
     :raises ValueError: the address is none, or an environment variable cannot be understood: see `SoftSettings`.
     :raises VerbsError: it does not open, or nobody can connect to its address: the error says why.
@@ -36,7 +37,7 @@ def open_context(name: str = _NAME, *, engine_mode: bool = False, delay_ns: int 
     settings = SoftSettings.read(os.environ, os.geteuid())
     address = parse_name(name) or settings.address
     where = None if address is None else (address.host.packed, address.port)
-    return Context.open(engine=engine_mode, delay_ns=delay_ns, address=where, settings=settings)
+    return Context.open(execution=execution, delay_ns=delay_ns, address=where, settings=settings)
 
 
 def gid_table(context: handles.Context, port: int) -> list[Gid]:

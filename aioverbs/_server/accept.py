@@ -9,14 +9,14 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from aioverbs._connection.connect import answer, check_secret
-from aioverbs._connection.connection import Connection, Line
+from aioverbs._connection.connection import Connection, ControlChannel
 from aioverbs._connection.handshake import Reason
 from aioverbs._connection.settings import ConnectionSettings
 from aioverbs._verbs.base_domain import Domain
 from aioverbs.addresses import written
 from aioverbs.errors import BrokenResourceError, HandshakeError, WorkCompletionError
 
-__all__ = ["Terms", "TlsContext", "answered", "peer_of"]
+__all__ = ["AcceptSettings", "TlsContext", "answered", "peer_of"]
 
 logger = logging.getLogger("aioverbs")
 
@@ -25,7 +25,7 @@ TlsContext = tls.SSLContext | Callable[[], tls.SSLContext]
 
 
 @dataclass(frozen=True)
-class Terms:
+class AcceptSettings:
     """On which terms peers are taken in.
 
     :param ssl: for TLS on the TCP connections, with a certificate.
@@ -61,7 +61,9 @@ class Terms:
         return self.ssl if self.ssl is None or isinstance(self.ssl, tls.SSLContext) else self.ssl()
 
 
-async def answered(line: Awaitable[Line], peer: str, domain: Domain, terms: Terms) -> tuple[Connection | None, str]:
+async def answered(
+    line: Awaitable[ControlChannel], peer: str, domain: Domain, terms: AcceptSettings
+) -> tuple[Connection | None, str]:
     """The connection that a peer becomes, on the running loop; or None and what stopped it, which was logged.
 
     :param line: the line to the peer, which is made now.

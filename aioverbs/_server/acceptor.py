@@ -13,22 +13,22 @@ from typing import Any
 
 import anyio
 
-from aioverbs._connection.cm_control import CmLine, SharedChannel
+from aioverbs._connection.cm_control import CmControlChannel, SharedChannel
 from aioverbs._connection.connect import Transport, by_manager
-from aioverbs._connection.connection import Line
-from aioverbs._connection.handshake import Reason, Refusal
-from aioverbs._connection.tcp_control import Lifeline, adopt
+from aioverbs._connection.connection import ControlChannel
+from aioverbs._connection.handshake import Reason, Reject
+from aioverbs._connection.tcp_control import TcpControlChannel, adopt
 from aioverbs._exports import publish
 from aioverbs._lifecycle import forks
-from aioverbs._lifecycle.affinity import Affinity, ready, running_loop, to_the_end
+from aioverbs._lifecycle.affinity import Affinity, ready, running_loop, wait_uncancelled
 from aioverbs._lifecycle.resource import open_part
-from aioverbs._server.accept import Terms
+from aioverbs._server.accept import AcceptSettings
 from aioverbs._verbs.base_domain import Domain
 from aioverbs.addresses import Address, written
 from aioverbs.errors import BrokenResourceError, LibraryNotFoundError
 from aioverbs.rdma_cm import Listener as CmListener
 
-__all__ = ["Acceptor", "AcceptorStatistics", "Arrival"]
+__all__ = ["Acceptor", "PendingPeer", "ServerStatistics"]
 
 logger = logging.getLogger("aioverbs")
 
@@ -38,7 +38,7 @@ _LEAVING_S = 2.0  # that one who gives way may take, as on a worker that is busy
 
 
 @dataclass(frozen=True)
-class AcceptorStatistics:
+class ServerStatistics:
     """Whom a listener or a server has seen.
 
     :param handshakes: peers that are on their way.
@@ -55,15 +55,15 @@ class AcceptorStatistics:
     workers: tuple[int, ...] = ()
 
 
-class Stage(enum.Enum):
+class AcceptState(enum.Enum):
     """How far a peer has come."""
 
-    KNOCKED = enum.auto()
+    HANDSHAKING = enum.auto()
     OPEN = enum.auto()
     CLOSED = enum.auto()
 
 
-class Arrival:
+class PendingPeer:
     """A peer that was accepted, as the acceptor counts it, on its loop.
 
     :param way: how it came: by rdma_cm, or by a socket, which may be taken out of its object and to another loop.
@@ -72,18 +72,21 @@ class Arrival:
     """
 
     def __init__(
-        self, way: CmLine | socket.socket, address: Address | None, moved: Callable[["Arrival", Stage, str], object]
+        self,
+        way: CmControlChannel | socket.socket,
+        address: Address | None,
+        moved: Callable[["PendingPeer", AcceptState, str], object],
     ) -> None:
-        self.way: CmLine | socket.socket | None = way
+        self.way: CmControlChannel | socket.socket | None = way
         self.address = address
-        self.stage = Stage.KNOCKED
+        self.stage = AcceptState.HANDSHAKING
         self.worker: int | None = None
         """That it was given to, of a pool's."""
         self.until: asyncio.Timeout | None = None  # it has to be through
         self.gives_way = False
         self._loop = running_loop()
         self.since = 0.0  # by the loop's clock: when it was given the time to get through
-        self._line: Lifeline | None = None
+        self._line: TcpControlChannel | None = None
         self._moved = moved
 
     @property
@@ -91,11 +94,11 @@ class Arrival:
         """Who it is, for people."""
         return written(self.address)
 
-    async def line(self, terms: Terms) -> Line:
+    async def line(self, terms: AcceptSettings) -> ControlChannel:
         """What is said to it goes by this, on the loop that accepted it. For once."""
         way, self.way = self.way, None
         assert way is not None
-        if isinstance(way, CmLine):
+        if isinstance(way, CmControlChannel):
             return way
         self._line = await adopt(way, terms.context, terms.handshake_timeout_s)
         return self._line
@@ -120,17 +123,17 @@ class Arrival:
                 self._loop.call_soon_threadsafe(self._reach, is_open)
 
     def _reach(self, is_open: bool) -> None:
-        if self.stage is (Stage.KNOCKED if is_open else Stage.OPEN):
+        if self.stage is (AcceptState.HANDSHAKING if is_open else AcceptState.OPEN):
             if is_open and self.until is not None and not self.until.expired():
                 self.until.reschedule(None)
-            self._move(Stage.OPEN if is_open else Stage.CLOSED, "")
+            self._move(AcceptState.OPEN if is_open else AcceptState.CLOSED, "")
 
     def refuse(self, why: str) -> None:
         """It does not become a connection, where it has not."""
-        if self.stage is Stage.KNOCKED:
-            self._move(Stage.CLOSED, why)
+        if self.stage is AcceptState.HANDSHAKING:
+            self._move(AcceptState.CLOSED, why)
 
-    def _move(self, stage: Stage, why: str) -> None:
+    def _move(self, stage: AcceptState, why: str) -> None:
         before, self.stage = self.stage, stage
         self._moved(self, before, why)
 
@@ -142,12 +145,12 @@ class Acceptor:
         where the peer does not get through in time; returns what stopped it, if anything did.
     """
 
-    def __init__(self, terms: Terms, arrived: Callable[[Arrival], Coroutine[Any, Any, str]]) -> None:
+    def __init__(self, terms: AcceptSettings, arrived: Callable[[PendingPeer], Coroutine[Any, Any, str]]) -> None:
         self._terms = terms
         self._arrived = arrived
         self._sockets: list[socket.socket] = []
         self._bound: list[Address] = []  # their addresses, which the child of a fork cannot ask them for
-        self._tasks: dict[asyncio.Task[None], Arrival] = {}
+        self._tasks: dict[asyncio.Task[None], PendingPeer] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._acceptors: list[asyncio.Task[None]] = []
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -227,15 +230,15 @@ class Acceptor:
             found.append(self._manager[1].address)
         return found
 
-    def statistics(self, workers: int = 0) -> AcceptorStatistics:
+    def statistics(self, workers: int = 0) -> ServerStatistics:
         """Whom it has seen.
 
         :param workers: how many there are that they are given to.
         """
         refused = tuple(sorted(self._refused.items()))
-        where = Counter(arrival.worker for arrival in self._tasks.values() if arrival.stage is Stage.OPEN)
+        where = Counter(arrival.worker for arrival in self._tasks.values() if arrival.stage is AcceptState.OPEN)
         each = tuple(where[worker] for worker in range(workers))
-        return AcceptorStatistics(self._handshakes, self._connections, self._accepted, refused, each)
+        return ServerStatistics(self._handshakes, self._connections, self._accepted, refused, each)
 
     async def _accept(self, listening: socket.socket) -> None:
         assert self._loop is not None
@@ -275,13 +278,13 @@ class Acceptor:
                 try:
                     has_place = await self._wait_for_place()
                 except BaseException:
-                    await to_the_end(identifier.aclose())
+                    await wait_uncancelled(identifier.aclose())
                     raise
                 if not has_place:
                     await identifier.aclose()
                     continue
                 channel.use()
-                self._take(CmLine(identifier, channel), identifier.peer_address)
+                self._take(CmControlChannel(identifier, channel), identifier.peer_address)
         except BrokenResourceError as error:
             logger.warning("peers are not heard by rdma_cm any more: %s", error)
 
@@ -318,7 +321,7 @@ class Acceptor:
         waiting = [
             each
             for each in self._tasks.values()
-            if each.stage is Stage.KNOCKED and each.until is not None and not each.gives_way
+            if each.stage is AcceptState.HANDSHAKING and each.until is not None and not each.gives_way
         ]
         latest = running_loop().time() - _PATIENCE_S
         ripe = [each for each in waiting if each.since <= latest]
@@ -327,15 +330,15 @@ class Acceptor:
             return _LEAVING_S
         return min((each.since - latest for each in waiting), default=_PATIENCE_S)
 
-    def _take(self, way: CmLine | socket.socket, address: Address | None) -> None:
+    def _take(self, way: CmControlChannel | socket.socket, address: Address | None) -> None:
         assert self._loop is not None
         self._handshakes += 1
-        arrival = Arrival(way, address, self._moved)
+        arrival = PendingPeer(way, address, self._moved)
         task = self._loop.create_task(self._attend(arrival))
         self._tasks[task] = arrival
         task.add_done_callback(self._done)
 
-    async def _attend(self, arrival: Arrival) -> None:
+    async def _attend(self, arrival: PendingPeer) -> None:
         why = "cancelled"
         try:
             arrival.since = running_loop().time()
@@ -350,7 +353,7 @@ class Acceptor:
         arrival = self._tasks.pop(task)
         arrival.refuse("cancelled")  # before it began
 
-    def turn_away(self, arrival: Arrival) -> None:
+    def turn_away(self, arrival: PendingPeer) -> None:
         """Tell a peer that there is no room for it after all."""
         if isinstance(arrival.way, socket.socket):
             self._refuse(arrival.way)
@@ -360,24 +363,24 @@ class Acceptor:
         # Of those that would get TLS, or do not take it at once, nothing is waited for.
         with sock, contextlib.suppress(OSError):
             if self._terms.ssl is None:
-                sock.send(Refusal(Reason.BUSY).pack())
+                sock.send(Reject(Reason.BUSY).pack())
                 sock.shutdown(socket.SHUT_WR)
                 sock.recv(4096)  # what is unread when it is closed would be answered by a reset
 
     # ---- What became of those that arrived
 
-    def _moved(self, arrival: Arrival, before: Stage, why: str) -> None:
+    def _moved(self, arrival: PendingPeer, before: AcceptState, why: str) -> None:
         self._left.set()
-        if before is Stage.OPEN:
+        if before is AcceptState.OPEN:
             self._connections -= 1
             return
         self._handshakes -= 1
-        if arrival.stage is Stage.OPEN:
+        if arrival.stage is AcceptState.OPEN:
             self._accepted += 1
             self._connections += 1
             return
         self._refused[why] += 1
-        if isinstance(arrival.way, CmLine):  # nobody has taken it
+        if isinstance(arrival.way, CmControlChannel):  # nobody has taken it
             assert self._loop is not None
             task = self._loop.create_task(arrival.way.aclose())
             self._closing.add(task)
@@ -411,7 +414,7 @@ class Acceptor:
     def destroy(self) -> None:
         """What its connections are made on is being closed: where its loop is gone, too, its ports are closed.
 
-        Else that loop closes them. It is named as what a `Life` does to its handles. From any thread.
+        Else that loop closes them. It is named as what a `Lifecycle` does to its handles. From any thread.
         """
         if self._is_deserted():
             self._desert()

@@ -10,16 +10,16 @@ from typing import Any
 
 import anyio
 
-from aioverbs._connection.connection import Connection, Line, on_closed
+from aioverbs._connection.connection import Connection, ControlChannel, on_closed
 from aioverbs._connection.tcp_control import adopt
-from aioverbs._lifecycle.affinity import to_the_end
+from aioverbs._lifecycle.affinity import wait_uncancelled
 from aioverbs._pool.pickled_errors import pickled_error, unpickled_error
 from aioverbs._pool.worker import current_worker
-from aioverbs._server.accept import Terms, answered, peer_of
+from aioverbs._server.accept import AcceptSettings, answered, peer_of
 from aioverbs._verbs.base_domain import Domain
 from aioverbs.errors import BrokenResourceError
 
-__all__ = ["Handled", "Handler", "Service", "Tell", "handle", "handle_on_worker"]
+__all__ = ["Handler", "HandlerResult", "Service", "Tell", "handle", "handle_on_worker"]
 
 logger = logging.getLogger("aioverbs")
 
@@ -35,11 +35,11 @@ class Service:
     """What peers get. With a handler, and a `TlsContext`, that can be pickled it goes to other processes."""
 
     handler: Handler
-    terms: Terms
+    terms: AcceptSettings
 
 
 @dataclass(frozen=True)
-class Handled:
+class HandlerResult:
     """How it ended.
 
     :param why: what kept it from being a connection; empty where it was one.
@@ -54,15 +54,17 @@ class Handled:
         return _remade, (self.why, self.failure and pickled_error(self.failure))
 
 
-def _remade(why: str, failure: bytes | None) -> Handled:
-    return Handled(why, failure and unpickled_error(failure))  # type: ignore[arg-type]  # bytes are not empty
+def _remade(why: str, failure: bytes | None) -> HandlerResult:
+    return HandlerResult(why, failure and unpickled_error(failure))  # type: ignore[arg-type]  # bytes are not empty
 
 
-async def handle(line: Awaitable[Line], peer: str, tell: Tell, domain: Domain, service: Service) -> Handled:
+async def handle(
+    line: Awaitable[ControlChannel], peer: str, tell: Tell, domain: Domain, service: Service
+) -> HandlerResult:
     """Make a connection, on the running loop, and have the handler called with it; it is closed at the end."""
     connection, why = await answered(line, peer, domain, service.terms)
     if connection is None:
-        return Handled(why)
+        return HandlerResult(why)
     on_closed(connection, functools.partial(tell, False))
     tell(True)
     try:
@@ -71,19 +73,19 @@ async def handle(line: Awaitable[Line], peer: str, tell: Tell, domain: Domain, s
         logger.debug("%r ended: %s", connection, error)
     except Exception as error:
         await connection.abort()
-        return Handled(failure=error)
+        return HandlerResult(failure=error)
     except BaseException:
-        await to_the_end(connection.abort())
+        await wait_uncancelled(connection.abort())
         raise
     else:
         with contextlib.suppress(BrokenResourceError):
             await connection.aclose()
-        return Handled()
+        return HandlerResult()
     await connection.abort()
-    return Handled()
+    return HandlerResult()
 
 
-async def handle_on_worker(sock: socket.socket, tell: Tell, service: Service) -> Handled:
+async def handle_on_worker(sock: socket.socket, tell: Tell, service: Service) -> HandlerResult:
     """`handle` on the worker that this is called by, with its domain.
 
     :param sock: of the peer, non-blocking; it is taken out of this object.

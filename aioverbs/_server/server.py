@@ -15,14 +15,14 @@ from aioverbs._connection.connect import Transport, check_transport
 from aioverbs._connection.connection import Connection, on_closed
 from aioverbs._connection.settings import ConnectionSettings
 from aioverbs._exports import publish
-from aioverbs._lifecycle.affinity import Affinity, Bell, running_loop, to_the_end
-from aioverbs._lifecycle.cross_loop import Awaited
-from aioverbs._lifecycle.resource import Resource, check_open, life_of, suppress_warning
+from aioverbs._lifecycle.affinity import Affinity, CrossLoopCondition, running_loop, wait_uncancelled
+from aioverbs._lifecycle.cross_loop import CrossLoopFuture
+from aioverbs._lifecycle.resource import Resource, check_open, lifecycle_of, suppress_warning
 from aioverbs._pool.placement import Key
-from aioverbs._pool.pool import WorkerPool, check_unbroken, errand_for, send_errand, wait_until_over
-from aioverbs._server.accept import Terms, TlsContext, answered
-from aioverbs._server.acceptor import Acceptor, AcceptorStatistics, Arrival
-from aioverbs._server.handler import Handled, Handler, Service, handle, handle_on_worker
+from aioverbs._pool.pool import WorkerPool, check_unbroken, send_socket_call, socket_call_factory_for, wait_until_over
+from aioverbs._server.accept import AcceptSettings, TlsContext, answered
+from aioverbs._server.acceptor import Acceptor, PendingPeer, ServerStatistics
+from aioverbs._server.handler import Handler, HandlerResult, Service, handle, handle_on_worker
 from aioverbs._verbs.base_domain import Domain, check_caller
 from aioverbs.addresses import Address, written
 from aioverbs.errors import BrokenResourceError, ClosedResourceError, WorkerDiedError
@@ -61,11 +61,11 @@ class _Accepting(anyio.abc.AsyncResource):
         self._check_caller("open")
         self._owner = Affinity.of_running_loop()
         try:
-            life_of(self._place).attach(self._acceptor)
+            lifecycle_of(self._place).attach(self._acceptor)
             await self._acceptor.open(*self._where)
         except BaseException:
             self._owner = None
-            life_of(self._place).detach(self._acceptor)
+            lifecycle_of(self._place).detach(self._acceptor)
             raise
         return self
 
@@ -109,7 +109,7 @@ class _Accepting(anyio.abc.AsyncResource):
             raise ClosedResourceError(f"{self!r} does not listen, and has no port")
         return self.addresses[0][1]
 
-    def statistics(self) -> AcceptorStatistics:
+    def statistics(self) -> ServerStatistics:
         """Whom it has seen."""
         return self._acceptor.statistics()
 
@@ -123,7 +123,7 @@ class ConnectionListener(_Accepting):
     """
 
     def __init__(
-        self, host: str | None, port: int, domain: Domain, transport: Transport, terms: Terms, backlog: int
+        self, host: str | None, port: int, domain: Domain, transport: Transport, terms: AcceptSettings, backlog: int
     ) -> None:
         super().__init__((host, port, backlog, transport, domain), Acceptor(terms, self._arrived), domain)
         self._terms = terms
@@ -142,7 +142,7 @@ class ConnectionListener(_Accepting):
         self._open = True
         return self
 
-    async def _arrived(self, arrival: Arrival) -> str:
+    async def _arrived(self, arrival: PendingPeer) -> str:
         assert self._domain is not None
         connection, why = await answered(arrival.line(self._terms), arrival.peer, self._domain, self._terms)
         if connection is None:
@@ -208,10 +208,10 @@ class ConnectionListener(_Accepting):
         else:
             self._check_caller("aclose")
         self._open = False
-        await to_the_end(self._close())
+        await wait_uncancelled(self._close())
 
     async def _close(self) -> None:
-        life_of(self._place).detach(self._acceptor)
+        lifecycle_of(self._place).detach(self._acceptor)
         await self._acceptor.stop()
         await self._acceptor.cancel()
         while self._waiters:
@@ -262,9 +262,9 @@ def _terms(
     handshake_timeout_s: float,
     max_handshakes: int,
     max_connections: int | None,
-) -> Terms:
+) -> AcceptSettings:
     chosen = settings if settings is not None else ConnectionSettings()
-    terms = Terms(ssl, secret, chosen, handshake_timeout_s, max_handshakes, max_connections)
+    terms = AcceptSettings(ssl, secret, chosen, handshake_timeout_s, max_handshakes, max_connections)
     check_transport(transport, terms.context)
     return terms
 
@@ -312,10 +312,10 @@ class Server(_Accepting):
         super().__init__((host, port, backlog, transport, domain), Acceptor(service.terms, self._arrived), place)
         self._service = service
         self._pool = pool
-        self._errand = errand_for(pool, handle_on_worker, service) if pool is not None else None
+        self._errand = socket_call_factory_for(pool, handle_on_worker, service) if pool is not None else None
         self._key = key
         self._drain_timeout_s = drain_timeout_s
-        self._bell = Bell()  # rings when it is over
+        self._condition = CrossLoopCondition()  # rings when it is over
         self._stopping: asyncio.Future[None] | None = None
         self._draining: anyio.CancelScope | None = None  # until handlers end, at most; of all who stop it
         self._following: asyncio.Task[None] | None = None
@@ -339,11 +339,11 @@ class Server(_Accepting):
         await wait_until_over(pool)
         await self.stop()
 
-    def statistics(self) -> AcceptorStatistics:
+    def statistics(self) -> ServerStatistics:
         """Whom it has seen."""
         return self._acceptor.statistics(self._pool.size if self._pool is not None else 0)
 
-    async def _arrived(self, arrival: Arrival) -> str:
+    async def _arrived(self, arrival: PendingPeer) -> str:
         try:
             handled = await self._handled(arrival)
         except (BrokenResourceError, ClosedResourceError, WorkerDiedError) as error:
@@ -358,7 +358,7 @@ class Server(_Accepting):
             logger.error("the handler of the connection with %s failed", arrival.peer, exc_info=handled.failure)
         return handled.why
 
-    async def _handled(self, arrival: Arrival) -> Handled:
+    async def _handled(self, arrival: PendingPeer) -> HandlerResult:
         if self._pool is None or self._errand is None:
             assert self._domain is not None
             line = arrival.line(self._service.terms)
@@ -366,13 +366,13 @@ class Server(_Accepting):
         assert isinstance(arrival.way, socket.socket)
         assert arrival.address is not None
         key = self._key(arrival.address) if self._key is not None else None
-        awaited: Awaited[Handled] = Awaited(running_loop())
+        awaited: CrossLoopFuture[HandlerResult] = CrossLoopFuture(running_loop())
         try:
-            job = send_errand(self._pool, self._errand(arrival.way, arrival.tell), awaited, key)
+            job = send_socket_call(self._pool, self._errand(arrival.way, arrival.tell), awaited, key)
         except (BrokenResourceError, ClosedResourceError):
             self._acceptor.turn_away(arrival)
             raise
-        arrival.worker = job.hand.number
+        arrival.worker = job.handle.number
         return await awaited.wait(job.withdraw)
 
     async def stop(self, drain_timeout_s: float | None = None) -> None:
@@ -401,7 +401,7 @@ class Server(_Accepting):
         await asyncio.shield(self._stopping)
 
     async def _stop(self, draining: anyio.CancelScope) -> None:
-        life_of(self._place).detach(self._acceptor)
+        lifecycle_of(self._place).detach(self._acceptor)
         try:
             await self._acceptor.stop()
             drained = False
@@ -413,15 +413,15 @@ class Server(_Accepting):
             if self._following is not None:
                 self._following.cancel()
             self._over = True
-            self._bell.ring()
+            self._condition.notify()
 
     async def _stop_deserted(self) -> None:
         # The tasks of the loop that opened it do not go on, and nobody waits for them.
         self._following = self._stopping = None
-        life_of(self._place).detach(self._acceptor)
+        lifecycle_of(self._place).detach(self._acceptor)
         await self._acceptor.stop()
         self._over = True
-        self._bell.ring()
+        self._condition.notify()
 
     async def _cancel(self) -> None:
         if await self._acceptor.cancel(self._pool.grace_s if self._pool is not None else None):
@@ -439,7 +439,7 @@ class Server(_Accepting):
         self._check_caller("wait_closed")
         if self._owner is None and not self._over:
             raise ClosedResourceError(f"{self!r} is not open: there is no end to wait for")
-        await self._bell.wait_while(lambda: not self._over)
+        await self._condition.wait_while(lambda: not self._over)
         if self._pool is not None:
             check_unbroken(self._pool)
 
@@ -456,7 +456,7 @@ class Server(_Accepting):
         try:
             await self.stop()
         except asyncio.CancelledError:
-            await to_the_end(self._cut_short())
+            await wait_uncancelled(self._cut_short())
             raise
 
     async def _cut_short(self) -> None:

@@ -113,7 +113,7 @@ def check_device(context: handles.Context, shared_id: int) -> int:
     return number
 
 
-class _Lease:
+class _DeviceLease:
     """An instance's part in a protection domain: the last one that is left deallocates it, the others unimport it.
 
     All of them lock a file that has no name, each by an open file description of its own. Who leaves and gets the lock
@@ -192,13 +192,13 @@ class Share:
         self._known = _shares.setdefault(context, {})
         self._known[self.number] = self
 
-    def join(self) -> _Lease:
+    def join(self) -> _DeviceLease:
         """The part of a new instance.
 
         :raises VerbsError: with ENOENT where it is too late.
         """
         with self._opened() as file:
-            return _Lease(file)
+            return _DeviceLease(file)
 
     def dup_file(self) -> int:
         """A duplicate of its file's descriptor, the caller's to close; nothing is locked by it.

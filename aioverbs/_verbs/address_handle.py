@@ -3,21 +3,21 @@
 import asyncio
 from typing import Self
 
-from aioverbs._core.data_path.data_path import Way
+from aioverbs._core.data_path.data_path import Destination
 from aioverbs._core.handles import handles
 from aioverbs._exports import publish
-from aioverbs._lifecycle.resource import Handled, Resource
-from aioverbs._memory.region import Pins
+from aioverbs._lifecycle.resource import HandleResource, Resource
+from aioverbs._memory.region import WaitableInFlightCount
 from aioverbs._verbs import neighbour_lookup
 from aioverbs._verbs.endpoint import Endpoint
 from aioverbs._verbs.ports import check_port, gid_index
 from aioverbs.attributes import AddressVector
 from aioverbs.types import LinkLayer
 
-__all__ = ["AddressHandle", "Way"]
+__all__ = ["AddressHandle", "Destination"]
 
 
-class AddressHandle(Handled[handles.AddressHandle]):
+class AddressHandle(HandleResource[handles.AddressHandle]):
     """The way to a port: ``ibv_create_ah``. Any event loop may use it. Made by `ProtectionDomain.address_handle`.
 
     Closing waits for datagrams that are on their way by it; where it is cancelled, it is closed after them.
@@ -29,12 +29,12 @@ class AddressHandle(Handled[handles.AddressHandle]):
         self, pd: Resource, handle: handles.ProtectionDomain, to: Endpoint | AddressVector, port: int, index: int | None
     ) -> None:
         super().__init__(pd)
-        self._life.late = True
+        self._lifecycle.close_last = True
         self._pd_handle = handle
         self._to = to
         self._port = port
         self._gid_index = index
-        self.pins = Pins()
+        self.pins = WaitableInFlightCount()
 
     async def open(self) -> Self:
         """Make it.
@@ -66,12 +66,12 @@ class AddressHandle(Handled[handles.AddressHandle]):
             here = Endpoint(gid, 0, 0, port.active_mtu, lid=port.lid if port.link_layer is LinkLayer.INFINIBAND else 0)
             path = here.path_to(path, port_num=self._port, sgid_index=self._gid_index)
         self._handle = handles.AddressHandle(self._pd_handle, path)
-        self._life.hold(self._handle)
-        self._life.drain = self.pins.end
-        self._life.lasting = True
-        self._life.resume = self.pins.reopen
+        self._lifecycle.hold(self._handle)
+        self._lifecycle.drain = self.pins.end
+        self._lifecycle.lasting = True
+        self._lifecycle.resume = self.pins.reopen
 
-    def to(self, qp_num: int | None = None, qkey: int | None = None) -> Way:
+    def to(self, qp_num: int | None = None, qkey: int | None = None) -> Destination:
         """Where datagrams go by it: what `QueuePair.send` takes as ``to``.
 
         :param qp_num: of the queue pair there; None: that of the endpoint that it was made for.
@@ -83,7 +83,7 @@ class AddressHandle(Handled[handles.AddressHandle]):
             qkey = self._to.qkey if qkey is None else qkey
         if qp_num is None or qkey is None:
             raise ValueError(f"{self!r} was made for a path alone: say qp_num and qkey of the queue pair there")
-        return Way(self.handle, self.pins, qp_num, qkey)
+        return Destination(self.handle, self.pins, qp_num, qkey)
 
 
 publish(__name__)

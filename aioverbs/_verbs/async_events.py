@@ -14,12 +14,12 @@ from typing import ClassVar, TypeVar
 from aioverbs._core.handles import handles
 from aioverbs._exports import publish
 from aioverbs._lifecycle import forks
-from aioverbs._lifecycle.affinity import Bell, OwnedIterator, running_loop
-from aioverbs._lifecycle.resource import Handled, Resource, life_of
+from aioverbs._lifecycle.affinity import CrossLoopCondition, OwnedIterator, running_loop
+from aioverbs._lifecycle.resource import HandleResource, Resource, lifecycle_of
 from aioverbs.errors import ClosedResourceError, ForkedProcessError, VerbsError
 from aioverbs.types import EventType
 
-__all__ = ["DeviceEvent", "EventPump", "Eventful"]
+__all__ = ["AsyncEventSource", "DeviceEvent", "EventPump"]
 
 _KEPT = 1024  # events that nobody heard of yet, at most; then the oldest are forgotten
 
@@ -58,7 +58,9 @@ class _Listener:
         self.loop = running_loop()
         self._resource = resource
         self._events: deque[DeviceEvent | None] = deque()
-        self._bell = life_of(resource).bell() if resource is not None else Bell()  # that rings when it is closed
+        self._condition = (
+            lifecycle_of(resource).condition() if resource is not None else CrossLoopCondition()
+        )  # that rings when it is closed
 
     def concerns(self, event: DeviceEvent) -> bool:
         return self._resource is None or self._resource is event.resource
@@ -66,10 +68,10 @@ class _Listener:
     def tell(self, event: DeviceEvent | None) -> None:
         """From any thread; None: there are no more."""
         self._events.append(event)
-        self._bell.ring()
+        self._condition.notify()
 
     async def next(self) -> DeviceEvent | None:
-        await self._bell.wait_while(lambda: not self._events and not self._is_over())
+        await self._condition.wait_while(lambda: not self._events and not self._is_over())
         return self._events.popleft() if self._events else None
 
     def _is_over(self) -> bool:
@@ -287,7 +289,7 @@ class EventPump:
 H = TypeVar("H", bound=handles.Handle)
 
 
-class Eventful(Handled[H]):
+class AsyncEventSource(HandleResource[H]):
     """What asynchronous events happen to: queue pairs, completion queues and shared receive queues."""
 
     def events(self) -> AsyncGenerator[DeviceEvent, None]:

@@ -4,12 +4,12 @@ import functools
 from typing import TYPE_CHECKING
 
 from aioverbs._core.handles import handles
-from aioverbs._lifecycle.resource import Handled
+from aioverbs._lifecycle.resource import HandleResource
 from aioverbs._memory.buffer_pool import BufferPool
 from aioverbs._memory.region import LentMemoryRegion, MemoryRegion, MemoryWindow
 from aioverbs._memory.registration_cache import RegistrationCache
 from aioverbs._verbs.address_handle import AddressHandle
-from aioverbs._verbs.completion_queue import CompletionQueue, MessageModel, Placement
+from aioverbs._verbs.completion_queue import CompletionQueue, MessageModel, QueueLocation
 from aioverbs._verbs.endpoint import Endpoint
 from aioverbs._verbs.queue_pair import QueuePair
 from aioverbs._verbs.shared_receive_queue import SharedReceiveQueue
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from pyverbs.mr import MR
     from typing_extensions import Buffer
 
-__all__ = ["Domain", "check_caller", "common_of", "placement_of"]
+__all__ = ["Domain", "check_caller", "common_of", "queue_location_of"]
 
 
-class Domain(Handled[handles.ProtectionDomain]):
+class Domain(HandleResource[handles.ProtectionDomain]):
     """What protection, parent and resource domains have in common: what takes the one takes the others."""
 
     _context: handles.Context
@@ -42,7 +42,7 @@ class Domain(Handled[handles.ProtectionDomain]):
         """The registrations that its protection domain keeps: see `RegistrationCache`."""
         return self.base.cache
 
-    def _placement(self) -> Placement:
+    def _queue_location(self) -> QueueLocation:
         """Where its queues are made."""
         raise NotImplementedError
 
@@ -60,7 +60,7 @@ class Domain(Handled[handles.ProtectionDomain]):
         spin_ns: int | None = None,
     ) -> CompletionQueue:
         """A completion queue, to be opened: see `CompletionQueue`."""
-        return CompletionQueue(self, self._placement(), depth, comp_vector, message_model, spin_ns)
+        return CompletionQueue(self, self._queue_location(), depth, comp_vector, message_model, spin_ns)
 
     def queue_pair(
         self,
@@ -86,7 +86,7 @@ class Domain(Handled[handles.ProtectionDomain]):
             )
         return QueuePair(
             self,
-            self._placement(),
+            self._queue_location(),
             send_cq,
             recv_cq,
             capabilities,
@@ -108,7 +108,7 @@ class Domain(Handled[handles.ProtectionDomain]):
         cq: CompletionQueue | None = None,
     ) -> SharedReceiveQueue:
         """A shared receive queue, to be opened: see `SharedReceiveQueue`."""
-        return SharedReceiveQueue(self, self._placement(), max_wr, max_sge, limit, xrc_domain=xrc_domain, cq=cq)
+        return SharedReceiveQueue(self, self._queue_location(), max_wr, max_sge, limit, xrc_domain=xrc_domain, cq=cq)
 
     def register(
         self,
@@ -142,7 +142,7 @@ class Domain(Handled[handles.ProtectionDomain]):
     def adopt_memory_region(self, mr: "MR", access: AccessFlags) -> MemoryRegion:
         """A memory region that the user registered with pyverbs on the `PD` that was adopted, to be opened.
 
-        The user keeps it, and closes it when this is closed; used after that, this raises `LenderClosedError`.
+        The user keeps it, and closes it when this is closed; used after that, this raises `BorrowedObjectClosedError`.
 
         Opening raises `TypeError` where it is something else, `ValueError` where it is closed or of another domain.
 
@@ -176,9 +176,9 @@ def check_caller(domain: Domain, what: str) -> None:
         owner.check(domain, what)
 
 
-def placement_of(domain: Domain) -> Placement:
+def queue_location_of(domain: Domain) -> QueueLocation:
     """Where a domain's queues are made."""
-    return domain._placement()
+    return domain._queue_location()
 
 
 def common_of(domain: Domain) -> dict[object, object]:

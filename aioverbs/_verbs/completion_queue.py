@@ -10,17 +10,23 @@ from dataclasses import dataclass
 
 import anyio
 
-from aioverbs._core.data_path.data_path import Completer
+from aioverbs._core.data_path.data_path import CqDispatcher
 from aioverbs._core.handles import handles
 from aioverbs._exports import publish
-from aioverbs._lifecycle.affinity import Affinity, run_on_owner, to_the_end
+from aioverbs._lifecycle.affinity import Affinity, run_on_owner, wait_uncancelled
 from aioverbs._lifecycle.resource import Resource, ResourceStatistics
-from aioverbs._verbs.async_events import Eventful, EventPump
+from aioverbs._verbs.async_events import AsyncEventSource, EventPump
 from aioverbs._verbs.capability_checks import check_completion_queue
 from aioverbs.errors import AffinityError, BusyResourceError, ConcurrentAccessError, DeviceRemovedError, VerbsError
 
 __all__ = [
-    "CompletionQueue", "CompletionQueueStatistics", "MessageModel", "Placement", "Room", "dispatcher_of", "patiently",
+    "CompletionQueue",
+    "CompletionQueueStatistics",
+    "CqReservation",
+    "MessageModel",
+    "QueueLocation",
+    "dispatcher_of",
+    "retry_while_busy",
 ]  # fmt: skip
 
 # How long another loop may take to let go of a queue's descriptor.
@@ -58,7 +64,7 @@ _MODELS = {
 
 
 @dataclass(frozen=True)
-class Placement:
+class QueueLocation:
     """Where a domain has its queues made.
 
     :param pd: the parent domain, or the protection domain that stands for it.
@@ -102,7 +108,7 @@ class CompletionQueueStatistics(ResourceStatistics):
 
     :param depth: completions that fit; at least those that were asked for.
     :param reserved: of these, what queue pairs made on it can have at once.
-    :param under_way: work requests that are to complete here.
+    :param in_flight: work requests that are to complete here.
     :param completions: that were taken.
     :param late: of these, those of what was destroyed meanwhile, or posted by a handle.
     :param wakeups: of the loop, by the completion channel.
@@ -112,7 +118,7 @@ class CompletionQueueStatistics(ResourceStatistics):
 
     depth: int
     reserved: int
-    under_way: int
+    in_flight: int
     completions: int
     late: int
     wakeups: int
@@ -124,39 +130,39 @@ class _Watch:
     """What has a queue's home loop woken by its channel and told of a lost device. It does not know the user's object,
     which may be forgotten."""
 
-    def __init__(self, completer: Completer, channel: handles.CompletionChannel) -> None:
-        self._completer = completer
-        self._home = completer.home
+    def __init__(self, dispatcher: CqDispatcher, channel: handles.CompletionChannel) -> None:
+        self._dispatcher = dispatcher
+        self._home = dispatcher.home
         self._loop = asyncio.get_running_loop()
         self._fd = channel.fileno()
-        self._pump = EventPump.of(completer.handle.context)
+        self._pump = EventPump.of(dispatcher.handle.context)
         self._watcher = self._pump.watch(self._broken)
-        self._loop.add_reader(self._fd, completer.readable)
+        self._loop.add_reader(self._fd, dispatcher.readable)
         self._watching = True
 
     def _broken(self, element: handles.Handle | None) -> None:
         # The device is gone, or this queue broke, and beyond what was completed before nothing that is under way
         # completes any more. Some devices fail when such a queue is polled, others go on as if nothing was.
-        if not self._watching or (element is not None and element is not self._completer.handle):
+        if not self._watching or (element is not None and element is not self._dispatcher.handle):
             return
         try:
-            self._completer.drain()
+            self._dispatcher.drain()
         except ConcurrentAccessError:
             self._loop.call_soon(self._broken, element)
             return
         except VerbsError as error:
             if element is not None:
-                self._completer.broke(error)
+                self._dispatcher.broke(error)
                 return
         if element is None:
-            self._completer.broke(DeviceRemovedError("the device was lost (DEVICE_FATAL)"), gone=True)
+            self._dispatcher.broke(DeviceRemovedError("the device was lost (DEVICE_FATAL)"), gone=True)
         else:
-            self._completer.broke(VerbsError("ibv_get_async_event", errno.EIO, "it has lost completions (CQ_ERR)"))
+            self._dispatcher.broke(VerbsError("ibv_get_async_event", errno.EIO, "it has lost completions (CQ_ERR)"))
 
     async def stop(self) -> None:
         """Let go of the loop, and acknowledge what it was woken by."""
-        await to_the_end(self._let_go())
-        await patiently(self._completer.acknowledge)
+        await wait_uncancelled(self._let_go())
+        await retry_while_busy(self._dispatcher.acknowledge)
 
     async def _let_go(self) -> None:
         with anyio.move_on_after(_STOP_S) as scope:
@@ -166,7 +172,7 @@ class _Watch:
                 self._remove()
         if scope.cancelled_caught:
             raise BusyResourceError(
-                f"{self._completer.handle!r} is watched by {self._loop!r}, which does not answer: run or close that"
+                f"{self._dispatcher.handle!r} is watched by {self._loop!r}, which does not answer: run or close that"
             )
 
     def _remove(self) -> None:
@@ -174,10 +180,10 @@ class _Watch:
             self._watching = False
             self._loop.remove_reader(self._fd)
             self._pump.unwatch(self._watcher)
-        self._completer.let_go()
+        self._dispatcher.let_go()
 
 
-class CompletionQueue(Eventful[handles.CompletionQueue]):
+class CompletionQueue(AsyncEventSource[handles.CompletionQueue]):
     """A completion queue: ``ibv_create_cq_ex`` on a parent domain, ``ibv_create_cq`` elsewhere, with a channel.
 
     The loop that opens it is woken by the channel's descriptor, takes what is completed and tells who waits. Queue
@@ -195,7 +201,7 @@ class CompletionQueue(Eventful[handles.CompletionQueue]):
     def __init__(
         self,
         domain: Resource,
-        placement: Placement,
+        placement: QueueLocation,
         depth: int,
         comp_vector: int = 0,
         message_model: MessageModel | None = None,
@@ -209,11 +215,11 @@ class CompletionQueue(Eventful[handles.CompletionQueue]):
         if spin_ns is not None and not 0 <= spin_ns <= 10**9:
             raise ValueError(f"spin_ns is from 0 to 1,000,000,000 nanoseconds, not {spin_ns}")
         super().__init__(domain)
-        self._placement = placement
+        self._queue_location = placement
         self._depth = depth
         self._comp_vector = comp_vector
         self._spin_ns = spin_ns if spin_ns is not None else _SPIN_NS
-        self._completer: Completer | None = None
+        self._dispatcher: CqDispatcher | None = None
         # Under the lock, whose sections call no verb, and so no allocator: a signal's handler that comes into one may
         # begin another one.
         self._reserving = threading.RLock()
@@ -223,16 +229,16 @@ class CompletionQueue(Eventful[handles.CompletionQueue]):
         self.message_model = model
 
     def _owner(self) -> Affinity | None:
-        return self._placement.owner
+        return self._queue_location.owner
 
     def _open(self) -> None:
-        pd, owner = self._placement.pd, self._placement.owner
+        pd, owner = self._queue_location.pd, self._queue_location.owner
         self._check(pd.context, self._depth)
         # What wakes a loop is that loop's, even where anybody may use the queue.
         home = owner if owner is not None and owner.bound else Affinity.of_running_loop()
         channel = handles.CompletionChannel(pd.context, affinity=owner)
-        self._life.hold(channel)
-        alone = self._placement.native and owner is not None and owner.bound
+        self._lifecycle.hold(channel)
+        alone = self._queue_location.native and owner is not None and owner.bound
         self._handle = handles.CompletionQueue(
             pd.context,
             self._depth,
@@ -240,16 +246,16 @@ class CompletionQueue(Eventful[handles.CompletionQueue]):
             comp_vector=self._comp_vector,
             extended=alone,
             single_threaded=alone,
-            parent_domain=pd if self._placement.native else None,
+            parent_domain=pd if self._queue_location.native else None,
             affinity=owner,
         )
-        self._life.hold(self._handle)
+        self._lifecycle.hold(self._handle)
         self._depth = self._handle.cqe
         if self.message_model is MessageModel.HIGH_BANDWIDTH:
             self._moderate(self._handle)
         loop = asyncio.get_running_loop()
-        self._completer = Completer(self._handle, loop, home, _MODELS[self.message_model], self._spin_ns)
-        self._life.drain = _Watch(self._completer, channel).stop
+        self._dispatcher = CqDispatcher(self._handle, loop, home, _MODELS[self.message_model], self._spin_ns)
+        self._lifecycle.drain = _Watch(self._dispatcher, channel).stop
 
     def _check(self, context: handles.Context, depth: int) -> None:
         check_completion_queue(context.name, context.attributes, depth, self._comp_vector, context.num_comp_vectors)
@@ -264,14 +270,14 @@ class CompletionQueue(Eventful[handles.CompletionQueue]):
             self._moderated = True
 
     @property
-    def _cq_dispatcher(self) -> Completer:
+    def _cq_dispatcher(self) -> CqDispatcher:
         """The dispatcher of its completions.
 
         :raises ClosedResourceError: it is not open.
         """
         self._check_open()
-        assert self._completer is not None
-        return self._completer
+        assert self._dispatcher is not None
+        return self._dispatcher
 
     @property
     def moderated(self) -> bool:
@@ -280,9 +286,9 @@ class CompletionQueue(Eventful[handles.CompletionQueue]):
 
     def statistics(self) -> CompletionQueueStatistics:
         """What it holds and has seen."""
-        of = self._completer
-        seen = (of.under_way, of.completions, of.late, of.wakeups, of.spins, of.spins_paid) if of else (0,) * 6
-        return CompletionQueueStatistics(len(self._life.children), self._depth, self._reserved, *seen)
+        of = self._dispatcher
+        seen = (of.in_flight, of.completions, of.late, of.wakeups, of.spins, of.spins_paid) if of else (0,) * 6
+        return CompletionQueueStatistics(len(self._lifecycle.children), self._depth, self._reserved, *seen)
 
     def resize(self, depth: int) -> None:
         """Change how many completions it holds at least: ``ibv_resize_cq``. Those that are in it stay.
@@ -292,7 +298,7 @@ class CompletionQueue(Eventful[handles.CompletionQueue]):
         :raises AffinityError: another event loop owns it; nothing was done.
         :raises ConcurrentAccessError: a verb of its domain is under way, as where its allocator asks; likewise.
         """
-        handle, owner = self.handle, self._life.owner
+        handle, owner = self.handle, self._lifecycle.owner
         if owner is not None:
             owner.check(handle, "ibv_resize_cq")
         with self._reserving:
@@ -326,7 +332,7 @@ class CompletionQueue(Eventful[handles.CompletionQueue]):
             self._reserved -= completions
 
 
-class Room:
+class CqReservation:
     """What a queue reserves in completion queues; its life holds this, which gives it back at the end."""
 
     def __init__(self) -> None:
@@ -347,7 +353,7 @@ class Room:
             cq._release(completions)
 
 
-async def patiently(verb: Callable[[], object]) -> bool:
+async def retry_while_busy(verb: Callable[[], object]) -> bool:
     """Call a verb of a domain that any thread may use, until no other thread is inside of it; whether it was called."""
     for _ in range(_TRIES):
         with contextlib.suppress(ConcurrentAccessError):
@@ -357,7 +363,7 @@ async def patiently(verb: Callable[[], object]) -> bool:
     return False
 
 
-def dispatcher_of(cq: CompletionQueue) -> Completer:
+def dispatcher_of(cq: CompletionQueue) -> CqDispatcher:
     """The dispatcher of a queue's completions.
 
     :raises ClosedResourceError: it is not open.

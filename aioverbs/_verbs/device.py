@@ -16,7 +16,7 @@ from aioverbs._core.software.software import Context as SoftwareContext, FaultPl
 from aioverbs._exports import publish
 from aioverbs._lifecycle.affinity import ThreadModel
 from aioverbs._lifecycle.lifecycle import ResourceInfo, reap
-from aioverbs._lifecycle.resource import Handled, Resource, ResourceStatistics
+from aioverbs._lifecycle.resource import HandleResource, Resource, ResourceStatistics
 from aioverbs._monitoring.monitor import start_where_wanted
 from aioverbs._monitoring.snapshot import remember
 from aioverbs._providers import hardware, software
@@ -32,10 +32,10 @@ from aioverbs._verbs.resource_domain import ResourceDomain
 from aioverbs._verbs.thread_domain import ThreadDomain, ThreadDomainBudget
 from aioverbs._verbs.xrc_domain import XrcDomain
 from aioverbs.allocators import Allocator
-from aioverbs.attributes import DeviceAttributes, PortAttributes
+from aioverbs.attributes import DeviceAttributes, Execution, PortAttributes
 from aioverbs.errors import DeviceNotFoundError, VerbsError
 from aioverbs.gid_selection import preferred
-from aioverbs.software_peers import Peer, Refusal
+from aioverbs.software_peers import Peer, RejectedPeer
 from aioverbs.types import LinkLayer, Mtu, PortState
 
 if TYPE_CHECKING:
@@ -109,13 +109,13 @@ def _provider_of(name: str) -> str:
     return "software" if software.is_software(name) else "hardware"
 
 
-def _open_context(name: str, *, engine_mode: bool = False, delay_ns: int = 0) -> handles.Context:
+def _open_context(name: str, *, execution: Execution = "inline", delay_ns: int = 0) -> handles.Context:
     if _provider_of(name) == "software":
-        return software.open_context(name, engine_mode=engine_mode, delay_ns=delay_ns)
-    if engine_mode or delay_ns:
+        return software.open_context(name, execution=execution, delay_ns=delay_ns)
+    if execution != "inline" or delay_ns:
         (soft,) = software.names()
         raise ValueError(
-            f"engine_mode and delay_ns are the software device's: leave them out for {name}, or name {soft}"
+            f"`execution` and `delay_ns` are for the software device: leave them out for {name}, or open {soft}"
         )
     try:
         return hardware.open_context(name)
@@ -165,18 +165,18 @@ def _native(context: handles.Context) -> list[str]:
     return found
 
 
-class Device(Handled[handles.Context]):
+class Device(HandleResource[handles.Context]):
     """An open device: ``ibv_open_device``. Any event loop may use it. Made by `open_device`.
 
     One that is forgotten is closed by the loop that opened it, or where that is gone by the next that opens a device.
     """
 
     def __init__(
-        self, name: str | None, max_native_thread_domains: int | None, engine_mode: bool, delay_ns: int
+        self, name: str | None, max_native_thread_domains: int | None, execution: Execution, delay_ns: int
     ) -> None:
         super().__init__()
         self._name = name
-        self._engine_mode = engine_mode
+        self._execution = execution
         self._delay_ns = delay_ns
         self._budget = ThreadDomainBudget(max_native_thread_domains)
         self._lent: PyverbsContext | None = None  # the user's own pyverbs context
@@ -187,7 +187,7 @@ class Device(Handled[handles.Context]):
         """A device over a pyverbs context that the user opened, keeps, and closes when this is closed.
 
         What is made from it is destroyed before, as libibverbs demands and pyverbs does not see. Where the user closes
-        it first, everything here raises `LenderClosedError` and can only be closed, with a ResourceWarning in the end.
+        it first, everything here raises `BorrowedObjectClosedError` and can only be closed, with a ResourceWarning.
         Its protection domains and memory regions follow by `adopt_protection_domain` and
         `ProtectionDomain.adopt_memory_region`.
 
@@ -196,7 +196,7 @@ class Device(Handled[handles.Context]):
 
         Opening raises `TypeError` where it is something else, `ValueError` where it is closed, `LibraryNotFoundError`.
         """
-        device = Device(None, max_native_thread_domains, False, 0)
+        device = Device(None, max_native_thread_domains, "inline", 0)
         device._lent = context
         return device
 
@@ -204,21 +204,21 @@ class Device(Handled[handles.Context]):
         if self._lent is not None:
             return hardware.adopt_context(self._lent)
         name = self._name or os.environ.get("AIOVERBS_DEVICE") or _first_active()
-        return _open_context(name, engine_mode=self._engine_mode, delay_ns=self._delay_ns)
+        return _open_context(name, execution=self._execution, delay_ns=self._delay_ns)
 
     def _open(self) -> None:
         context = self._make_context()
         self._handle = context
-        self._life.hold(context)
-        self._life.label = context.name
+        self._lifecycle.hold(context)
+        self._lifecycle.label = context.name
         self._pump = EventPump.of(context)
-        self._pump.find = self._life.find
+        self._pump.find = self._lifecycle.find
         # Nothing of the device's own, or it could not be forgotten.
-        self._life.drain = functools.partial(_drain, context, self._pump)
+        self._lifecycle.drain = functools.partial(_drain, context, self._pump)
         attend(context)
         with contextlib.suppress(RuntimeError):  # in a trio task, or nowhere
-            self._life.opener = asyncio.get_running_loop()
-        if self._life.opener is not None:
+            self._lifecycle.opener = asyncio.get_running_loop()
+        if self._lifecycle.opener is not None:
             reap()
         remember(self)
         start_where_wanted()
@@ -268,8 +268,8 @@ class Device(Handled[handles.Context]):
         """A protection domain that the user made with pyverbs, on the context that `from_pyverbs` adopted.
 
         The user keeps it, and closes it when this is closed: before that pyverbs fails to, with EBUSY, as long as
-        something that was made from it here is open; else using this raises `LenderClosedError`. Memory that the user
-        registered on it follows by `ProtectionDomain.adopt_memory_region`.
+        something that was made from it here is open; else using this raises `BorrowedObjectClosedError`. Memory that
+        the user registered on it follows by `ProtectionDomain.adopt_memory_region`.
 
         Opening raises `TypeError` where it is something else, as a parent domain, `ValueError` where it is closed or of
         another context.
@@ -354,7 +354,7 @@ class Device(Handled[handles.Context]):
 
     def resources(self) -> ResourceInfo:
         """It and all that was made from it, as they are now. Rich prints it as a tree."""
-        return self._life.info()
+        return self._lifecycle.info()
 
     def peers(self) -> tuple[Peer, ...]:
         """The streams between a software device and those of other processes, those of all its contexts here.
@@ -363,7 +363,7 @@ class Device(Handled[handles.Context]):
         """
         return log(context).peers if isinstance(context := self.handle, SoftwareContext) else ()
 
-    def refusals(self) -> tuple[Refusal, ...]:
+    def refusals(self) -> tuple[RejectedPeer, ...]:
         """The last peers that a software device turned away, or whose streams it closed for what came over them.
 
         Each of them is a warning of the logger ``aioverbs.fabric``, too: once it is asked for here or by `peers`, when
@@ -377,7 +377,7 @@ class Device(Handled[handles.Context]):
         overlaps = counts.pop("overlaps", 0)
         assert isinstance(overlaps, int)
         objects = tuple((kind, count) for kind, count in counts.items() if isinstance(count, int))
-        return DeviceStatistics(len(self._life.children), self._budget.used, objects, overlaps)
+        return DeviceStatistics(len(self._lifecycle.children), self._budget.used, objects, overlaps)
 
 
 async def _drain(context: handles.Context, pump: EventPump) -> None:
@@ -390,7 +390,7 @@ def open_device(
     name: str | None = None,
     *,
     max_native_thread_domains: int | None = None,
-    engine_mode: bool = False,
+    execution: Execution = "inline",
     delay_ns: int = 0,
 ) -> Device:
     """A device to be opened, by ``async with`` or by `Device.open`.
@@ -402,13 +402,14 @@ def open_device(
         Each is a device of its own.
     :param max_native_thread_domains: how many thread domains may be native at once; None: as many as it has. Those
         beyond are open without being native.
-    :param engine_mode: for the software device only: a thread of its own executes requests, as hardware does.
-    :param delay_ns: for the software device in that mode only: nanoseconds from posting to execution at the earliest.
+    :param execution: for the software device only: ``"inline"`` executes a request in the call that posts it,
+        ``"thread"`` in a thread of the device, beside the event loop as hardware does.
+    :param delay_ns: with ``"thread"`` only: the least time from posting to execution, in nanoseconds.
 
     Opening raises `DeviceNotFoundError`, `LibraryNotFoundError` or `VerbsError`; `ValueError` where it is an RDMA
     device and one of the last two was given, or where the address in a software device's name is none.
     """
-    return Device(name, max_native_thread_domains, engine_mode, delay_ns)
+    return Device(name, max_native_thread_domains, execution, delay_ns)
 
 
 def _first_active() -> str:
@@ -431,9 +432,9 @@ def _first_active() -> str:
     return fallback
 
 
-def opening_of(device: Device) -> tuple[bool, int, int | None]:
-    """How a device was to be opened: ``engine_mode``, ``delay_ns`` and ``max_native_thread_domains``."""
-    return device._engine_mode, device._delay_ns, device._budget.limit
+def opening_of(device: Device) -> tuple[Execution, int, int | None]:
+    """How a device was to be opened: ``execution``, ``delay_ns`` and ``max_native_thread_domains``."""
+    return device._execution, device._delay_ns, device._budget.limit
 
 
 publish(__name__)

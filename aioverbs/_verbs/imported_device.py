@@ -5,7 +5,7 @@ from typing import Self
 
 from aioverbs._core.handles import handles
 from aioverbs._exports import publish
-from aioverbs._lifecycle.lifecycle import State
+from aioverbs._lifecycle.lifecycle import ResourceState
 from aioverbs._sharing.exchange import Given, GivenSoft, receive
 from aioverbs._sharing.shared_pd import check_share
 from aioverbs._verbs.device import Device
@@ -24,13 +24,13 @@ class ImportedDevice(Device):
         name: str | None,
         max_native_thread_domains: int | None,
     ) -> None:
-        super().__init__(name, max_native_thread_domains, False, 0)
+        super().__init__(name, max_native_thread_domains, "inline", 0)
         self._from = socket, shared_id, share_key
         self._given: list[Given | GivenSoft] = []  # what it may be opened with: one for each who is at that
 
     async def open(self) -> Self:
         """Open it; see `import_device` for what that raises."""
-        if self.state is not State.NEW:
+        if self.state is not ResourceState.NEW:
             return await super().open()  # which says why it cannot be
         given = await receive(*self._from)
         self._given.append(given)
@@ -44,7 +44,7 @@ class ImportedDevice(Device):
 
     def _make_context(self) -> handles.Context:
         given = self._given.pop()
-        self._life.hold(given.share)
+        self._lifecycle.hold(given.share)
         return given.open_context(self._name)
 
 

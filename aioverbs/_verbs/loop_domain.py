@@ -5,7 +5,7 @@ from collections.abc import Callable
 from types import TracebackType
 
 from aioverbs._lifecycle.affinity import OwnedBlock, running_loop
-from aioverbs._lifecycle.lifecycle import State
+from aioverbs._lifecycle.lifecycle import ResourceState
 from aioverbs._lifecycle.resource import open_now
 from aioverbs._lifecycle.turns import LIGHT, go_round, spend
 from aioverbs._verbs.resource_domain import ResourceDomain
@@ -47,7 +47,7 @@ class LoopDomain(OwnedBlock[ResourceDomain]):
             if other.is_closed():
                 self._domains.pop(other, None)
         shared = self._domains.get(loop)
-        if shared is None or shared.domain.state is not State.OPEN:  # somebody closed it
+        if shared is None or shared.domain.state is not ResourceState.OPEN:  # somebody closed it
             domain = self._make()
             open_now(domain)
             shared = self._domains[loop] = SharedByBlocks(domain)

@@ -10,7 +10,7 @@ import anyio
 from anyio.lowlevel import RunVar
 
 from aioverbs._core.handles import handles
-from aioverbs._lifecycle.affinity import running_loop, to_the_end, wake
+from aioverbs._lifecycle.affinity import running_loop, wait_uncancelled, wake
 from aioverbs.errors import VerbsError
 
 __all__ = ["in_helper", "may_block"]
@@ -61,6 +61,6 @@ async def in_helper(verb: str, function: Callable[[], object]) -> None:
             threading.Thread(target=call, name="aioverbs: looks for a neighbour").start()
         except RuntimeError as error:  # at a limit of processes, such as `ulimit -u` or a container's
             raise VerbsError(verb, errno.EAGAIN, f"no thread could be started for it: {error}") from error
-        await to_the_end(over)
+        await wait_uncancelled(over)
         if failures:
             raise failures.pop()

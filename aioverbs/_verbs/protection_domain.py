@@ -8,14 +8,14 @@ from aioverbs._core.handles import handles, parent_domain as core
 from aioverbs._core.software import software
 from aioverbs._exports import publish
 from aioverbs._lifecycle.affinity import Affinity
-from aioverbs._lifecycle.lifecycle import State
-from aioverbs._lifecycle.resource import Resource, life_of
+from aioverbs._lifecycle.lifecycle import ResourceState
+from aioverbs._lifecycle.resource import Resource, lifecycle_of
 from aioverbs._memory.region import ImportedMemoryRegion
 from aioverbs._memory.registration_cache import RegistrationCache
 from aioverbs._providers import hardware
 from aioverbs._sharing import exchange, shared_pd
 from aioverbs._verbs.base_domain import Domain
-from aioverbs._verbs.completion_queue import Placement
+from aioverbs._verbs.completion_queue import QueueLocation
 from aioverbs._verbs.thread_domain import ThreadDomain, ThreadDomainBudget
 from aioverbs.allocators import (
     Allocator,
@@ -146,8 +146,8 @@ class ProtectionDomain(InterchangeableDomain):
             self._handle = shared_pd.open_instance(self._context, *self._shared)
         else:
             self._handle = handles.ProtectionDomain(self._context)
-        self._life.hold(self._handle)
-        self._life.hold(self._allocators)
+        self._lifecycle.hold(self._handle)
+        self._lifecycle.hold(self._allocators)
 
     @property
     def base(self) -> "ProtectionDomain":
@@ -159,8 +159,8 @@ class ProtectionDomain(InterchangeableDomain):
         """The registrations that it keeps: see `RegistrationCache`."""
         return self._cache
 
-    def _placement(self) -> Placement:
-        return Placement(self.handle, self.handle, None, native=False)
+    def _queue_location(self) -> QueueLocation:
+        return QueueLocation(self.handle, self.handle, None, native=False)
 
     def _shared_allocator(self) -> NativeAllocator:
         handle = self.handle
@@ -211,7 +211,7 @@ class SharedProtectionDomain(Resource):
 
     def _open(self) -> None:
         self._id, self._share = shared_pd.share(self._pd.handle, self._share_key)
-        life_of(self._pd).hold(self._share)
+        lifecycle_of(self._pd).hold(self._share)
 
     async def send(self, socket: socket.socket) -> None:
         """Let the process at the other end of a socket have it, which calls `import_device`: answer one request.
@@ -295,7 +295,9 @@ class ParentDomain(InterchangeableDomain):
         if self._require_native and self._td is not None and td is None:
             raise VerbsError("ibv_alloc_parent_domain", errno.EOPNOTSUPP, f"{self._td!r} is not native")
         try:
-            handle = core.ParentDomain(self._pd.handle, td, self.allocator, self.context, affinity=self._life.owner)
+            handle = core.ParentDomain(
+                self._pd.handle, td, self.allocator, self.context, affinity=self._lifecycle.owner
+            )
         except VerbsError as error:
             of_allocator = error.__cause__ is not None  # it raised, or gave what cannot be used
             if error.errno not in _NO_PARENT_DOMAIN or of_allocator or self._require_native:
@@ -304,7 +306,7 @@ class ParentDomain(InterchangeableDomain):
             self._budget.say_once("parent domain", message, self._context.name, str(error))  # no frames in logs
             self._handle = self._pd.handle
             return
-        self._life.hold(handle)
+        self._lifecycle.hold(handle)
         self._handle = handle
         self._is_native = True
 
@@ -321,10 +323,10 @@ class ParentDomain(InterchangeableDomain):
     @property
     def native(self) -> bool:
         """Whether it is open and the provider made a parent domain; if not, its protection domain stands for it."""
-        return self._is_native and self.state is State.OPEN
+        return self._is_native and self.state is ResourceState.OPEN
 
-    def _placement(self) -> Placement:
-        return Placement(self.handle, self._pd.handle, self.owner, self._is_native)
+    def _queue_location(self) -> QueueLocation:
+        return QueueLocation(self.handle, self._pd.handle, self.owner, self._is_native)
 
     @property
     def native_allocators(self) -> bool:

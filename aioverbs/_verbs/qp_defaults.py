@@ -1,6 +1,6 @@
 """PURE: how often, and after which time, queue pairs repeat what was not answered where nobody says otherwise."""
 
-from aioverbs._verbs.qp_state_machine import Changes
+from aioverbs._verbs.qp_state_machine import QpAttrs
 
 __all__ = ["RETRIES"]
 
@@ -13,4 +13,4 @@ __all__ = ["RETRIES"]
 # less than a Python loop's turn. 18 is 5.12 ms: with six repetitions the peer's loop may stall for 30 ms, as under a
 # garbage collection, before the connection breaks, and where it was only late little time is lost. rnr_retry ends at 6,
 # because 7 means for ever: an await on a peer that never posts a receive would never end.
-RETRIES = Changes(timeout=14, retry_cnt=6, min_rnr_timer=18, rnr_retry=6)
+RETRIES = QpAttrs(timeout=14, retry_cnt=6, min_rnr_timer=18, rnr_retry=6)

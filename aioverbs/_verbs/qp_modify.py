@@ -12,11 +12,11 @@ from aioverbs._lifecycle.lifecycle import OPEN
 from aioverbs._lifecycle.resource import Resource
 from aioverbs._providers.peer_log import attend
 from aioverbs._verbs import neighbour_lookup, qp_state_machine
-from aioverbs._verbs.async_events import Eventful
+from aioverbs._verbs.async_events import AsyncEventSource
 from aioverbs._verbs.endpoint import Endpoint
 from aioverbs._verbs.ports import gid_index, limits_of
 from aioverbs._verbs.qp_defaults import RETRIES
-from aioverbs._verbs.qp_state_machine import Changes, Limits
+from aioverbs._verbs.qp_state_machine import Limits, QpAttrs
 from aioverbs._verbs.quirks import without_growth
 from aioverbs.attributes import AddressVector, QpAttributes
 from aioverbs.errors import BrokenResourceError, BusyResourceError, TransitionError, VerbsError
@@ -27,11 +27,11 @@ __all__ = ["Connectable", "establish_in_time", "is_held_up", "limits_for", "move
 _INIT, _RTR, _RTS = QpState.INIT, QpState.RTR, QpState.RTS
 
 
-class Connectable(Eventful[handles.QueuePair]):
+class Connectable(AsyncEventSource[handles.QueuePair]):
     """The part of a queue pair that takes it from state to state.
 
     Each method asks for its state first, and then for what is missing, wrong or too much, before anything is changed.
-    ``**attributes`` are those of ``ibv_modify_qp``, named as there (see `Changes`); what a transition requires and is
+    ``**attributes`` are those of ``ibv_modify_qp``, named as there (see `QpAttrs`); what a transition requires and is
     not given has defaults, but for what only the peer knows.
     """
 
@@ -48,7 +48,7 @@ class Connectable(Eventful[handles.QueuePair]):
         self._served: int | None = None  # the last max_dest_rd_atomic that the device was told
         self._follows: asyncio.Task[None] | None = None  # a way, also when who wanted that was cancelled
 
-    def _under_way(self) -> int:
+    def _in_flight(self) -> int:
         """How many work requests were posted and are not done."""
         raise NotImplementedError
 
@@ -104,8 +104,8 @@ class Connectable(Eventful[handles.QueuePair]):
                 " gid_index of one that it has, or none, to have it chosen"
             )
         limits = limits_for(self, self._port)
-        requests = "max_rd_atomic" in qp_state_machine.needs(self.qp_type, _RTR, _RTS).required
-        responds = "max_dest_rd_atomic" in qp_state_machine.needs(self.qp_type, _INIT, _RTR).required
+        requests = "max_rd_atomic" in qp_state_machine.transition_rule(self.qp_type, _RTR, _RTS).required
+        responds = "max_dest_rd_atomic" in qp_state_machine.transition_rule(self.qp_type, _INIT, _RTR).required
         return Endpoint(
             gid,
             self.handle.qp_num,
@@ -127,7 +127,7 @@ class Connectable(Eventful[handles.QueuePair]):
 
     # ---- All the way
 
-    def connect(self, remote: Endpoint, access: AccessFlags | None = None, **attributes: Unpack[Changes]) -> None:
+    def connect(self, remote: Endpoint, access: AccessFlags | None = None, **attributes: Unpack[QpAttrs]) -> None:
         """Connect it, from RESET or INIT to RTS: ``ibv_modify_qp``. The peer does the same with its `local_endpoint`.
 
         :param access: what the peer may do through it: ``REMOTE_READ``, ``REMOTE_WRITE``, ``REMOTE_ATOMIC``. None for
@@ -143,7 +143,7 @@ class Connectable(Eventful[handles.QueuePair]):
             self._step(wanted, changes, remote)
 
     async def establish(
-        self, remote: Endpoint, access: AccessFlags | None = None, **attributes: Unpack[Changes]
+        self, remote: Endpoint, access: AccessFlags | None = None, **attributes: Unpack[QpAttrs]
     ) -> None:
         """Connect it as `connect` does, without keeping the event loop waiting.
 
@@ -159,8 +159,8 @@ class Connectable(Eventful[handles.QueuePair]):
         await self._follow(self._way_to(remote, access, attributes), remote)
 
     def _way_to(
-        self, remote: Endpoint, access: AccessFlags | None, attributes: Changes
-    ) -> list[tuple[QpState, Changes]]:
+        self, remote: Endpoint, access: AccessFlags | None, attributes: QpAttrs
+    ) -> list[tuple[QpState, QpAttrs]]:
         found = self.query().qp_state
         if access is not None:
             if "qp_access_flags" in attributes:
@@ -169,7 +169,7 @@ class Connectable(Eventful[handles.QueuePair]):
         states = qp_state_machine.path(self.qp_type, _INIT if found is _INIT else QpState.RESET, _RTS)
         return self._plan(found, states, attributes, remote)
 
-    def activate(self, **attributes: Unpack[Changes]) -> None:
+    def activate(self, **attributes: Unpack[QpAttrs]) -> None:
         """Have one of type UD send and receive, from RESET or INIT to RTS: ``ibv_modify_qp``.
 
         :param attributes: as ``qkey``, what datagrams to it must bear: without one, a random one, which is in its
@@ -186,7 +186,7 @@ class Connectable(Eventful[handles.QueuePair]):
 
     # ---- Step by step
 
-    def to_init(self, **attributes: Unpack[Changes]) -> None:
+    def to_init(self, **attributes: Unpack[QpAttrs]) -> None:
         """To INIT, where receives can be posted; in INIT, change what is given: ``ibv_modify_qp``.
 
         :raises TransitionError: it cannot, from its state or with these attributes.
@@ -194,7 +194,7 @@ class Connectable(Eventful[handles.QueuePair]):
         """
         self._move(self.query().qp_state, (_INIT,), attributes)
 
-    def to_rtr(self, remote: Endpoint | None = None, **attributes: Unpack[Changes]) -> None:
+    def to_rtr(self, remote: Endpoint | None = None, **attributes: Unpack[QpAttrs]) -> None:
         """To RTR, where it receives: ``ibv_modify_qp``.
 
         :param remote: the peer; without it, what is of the peer is among the attributes. None of type UD.
@@ -204,7 +204,7 @@ class Connectable(Eventful[handles.QueuePair]):
         """
         self._move(self.query().qp_state, (_RTR,), attributes, remote)
 
-    def to_rts(self, **attributes: Unpack[Changes]) -> None:
+    def to_rts(self, **attributes: Unpack[QpAttrs]) -> None:
         """To RTS, where it sends, too; in RTS, change what is given; from SQD or SQE, go on: ``ibv_modify_qp``.
 
         :raises TransitionError: it cannot, from its state or with these attributes.
@@ -212,7 +212,7 @@ class Connectable(Eventful[handles.QueuePair]):
         """
         self._move(self.query().qp_state, (_RTS,), attributes)
 
-    def to_sqd(self, **attributes: Unpack[Changes]) -> None:
+    def to_sqd(self, **attributes: Unpack[QpAttrs]) -> None:
         """To SQD, where what was begun is finished and nothing more is begun: ``ibv_modify_qp``.
 
         With ``en_sqd_async_notify`` the device tells by ``EventType.SQ_DRAINED`` when that is so. From then on path,
@@ -230,7 +230,7 @@ class Connectable(Eventful[handles.QueuePair]):
         :raises TransitionError: it is in RESET, and has nothing to flush.
         :raises VerbsError: the device refuses; nothing was changed.
         """
-        self._move(self.query().qp_state, (QpState.ERR,), Changes())
+        self._move(self.query().qp_state, (QpState.ERR,), QpAttrs())
 
     def to_reset(self) -> None:
         """To RESET, as new, to be connected once more: ``ibv_modify_qp``. Its first sequence number is another one.
@@ -239,11 +239,11 @@ class Connectable(Eventful[handles.QueuePair]):
         :raises VerbsError: the device refuses; nothing was changed.
         """
         found = self.query().qp_state
-        if count := self._under_way():
+        if count := self._in_flight():
             raise BusyResourceError(
                 f"{self!r} has {count} work requests under way, which would be forgotten: to_error() and wait for them"
             )
-        self._move(found, (QpState.RESET,), Changes())
+        self._move(found, (QpState.RESET,), QpAttrs())
         self._remote = None
         self._psn = random.getrandbits(24)  # what is still on its way from the last connection fits no more
 
@@ -258,9 +258,9 @@ class Connectable(Eventful[handles.QueuePair]):
                 f"{self!r} is of type {self.qp_type.name} and talks to type {other.name}, not {remote.qp_type.name}"
             )
 
-    def _defaults(self, limits: Limits, remote: Endpoint | None) -> Changes:
+    def _defaults(self, limits: Limits, remote: Endpoint | None) -> QpAttrs:
         """For what is required and not given; `remote` is whom it is to be, or was, connected to."""
-        defaults = Changes(
+        defaults = QpAttrs(
             pkey_index=0,
             port_num=self._port,
             qp_access_flags=AccessFlags.LOCAL_WRITE,
@@ -283,7 +283,7 @@ class Connectable(Eventful[handles.QueuePair]):
         self,
         found: QpState,
         states: Iterable[QpState],
-        attributes: Changes,
+        attributes: QpAttrs,
         remote: Endpoint | None = None,
         *,
         draining: bool = False,
@@ -295,11 +295,11 @@ class Connectable(Eventful[handles.QueuePair]):
         self,
         found: QpState,
         states: Iterable[QpState],
-        attributes: Changes,
+        attributes: QpAttrs,
         remote: Endpoint | None,
         *,
         draining: bool = False,
-    ) -> list[tuple[QpState, Changes]]:
+    ) -> list[tuple[QpState, QpAttrs]]:
         if remote is not None:
             self._check_peer(remote)
         context = self.handle.context
@@ -318,7 +318,7 @@ class Connectable(Eventful[handles.QueuePair]):
                 error.wrong["max_dest_rd_atomic"] += ": with soft-RoCE never more than at first, make a new queue pair"
             raise
 
-    async def _follow(self, plan: Iterable[tuple[QpState, Changes]], remote: Endpoint | None = None) -> None:
+    async def _follow(self, plan: Iterable[tuple[QpState, QpAttrs]], remote: Endpoint | None = None) -> None:
         """Go that way without keeping the event loop waiting."""
         for wanted, changes in plan:
             if wanted is _RTR and neighbour_lookup.may_block(self.handle.context):
@@ -326,7 +326,7 @@ class Connectable(Eventful[handles.QueuePair]):
             else:
                 self._step(wanted, changes, remote)
 
-    async def _follow_in_time(self, plan: list[tuple[QpState, Changes]], remote: Endpoint | None = None) -> None:
+    async def _follow_in_time(self, plan: list[tuple[QpState, QpAttrs]], remote: Endpoint | None = None) -> None:
         """`_follow`, for who has a limit of time: a cancellation is raised at once.
 
         A verb that is under way then ends by itself, later. Until then it `is_held_up`.
@@ -343,12 +343,12 @@ class Connectable(Eventful[handles.QueuePair]):
             raise
         task.result()
 
-    def _step(self, wanted: QpState, changes: Changes, remote: Endpoint | None) -> None:
+    def _step(self, wanted: QpState, changes: QpAttrs, remote: Endpoint | None) -> None:
         self._served = changes.get("max_dest_rd_atomic", self._served)  # refused or not: it may be done by then
         self.handle.modify(wanted, **changes)
         self._stepped(wanted, changes, remote)
 
-    async def _step_elsewhere(self, wanted: QpState, changes: Changes, remote: Endpoint | None) -> None:
+    async def _step_elsewhere(self, wanted: QpState, changes: QpAttrs, remote: Endpoint | None) -> None:
         self._served = changes.get("max_dest_rd_atomic", self._served)
         before = self._broken_by()
         change = self.handle.begin_modify(wanted, **changes)
@@ -368,7 +368,7 @@ class Connectable(Eventful[handles.QueuePair]):
         if broken is not None and broken is not before:
             raise BrokenResourceError(f"{self!r} broke while it was connected: {broken}") from broken
 
-    def _stepped(self, wanted: QpState, changes: Changes, remote: Endpoint | None) -> None:
+    def _stepped(self, wanted: QpState, changes: QpAttrs, remote: Endpoint | None) -> None:
         self._qp_state = wanted
         self._moved(wanted)
         self._psn = changes.get("sq_psn", self._psn)
@@ -385,7 +385,7 @@ def _look_at(task: asyncio.Task[None]) -> None:
         task.exception()
 
 
-async def establish_in_time(qp: Connectable, remote: Endpoint, attributes: Changes) -> None:
+async def establish_in_time(qp: Connectable, remote: Endpoint, attributes: QpAttrs) -> None:
     """`Connectable.establish`, for who has a limit of time: a cancellation is raised at once.
 
     A verb that is under way then ends by itself, later. Until then the queue pair `is_held_up`.
@@ -393,7 +393,7 @@ async def establish_in_time(qp: Connectable, remote: Endpoint, attributes: Chang
     await qp._follow_in_time(qp._way_to(remote, None, attributes), remote)
 
 
-async def move_in_time(qp: Connectable, state: QpState, attributes: Changes) -> None:
+async def move_in_time(qp: Connectable, state: QpState, attributes: QpAttrs) -> None:
     """Take a queue pair one state further, likewise."""
     await qp._follow_in_time(qp._plan(qp.query().qp_state, (state,), attributes, None))
 

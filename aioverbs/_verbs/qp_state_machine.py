@@ -14,10 +14,20 @@ from aioverbs.attributes import AddressVector, DeviceAttributes, PortAttributes
 from aioverbs.errors import TransitionError
 from aioverbs.types import AccessFlags, LinkLayer, Mtu, QpState, QpType
 
-__all__ = ["COUNTERPART", "Changes", "Limits", "Needs", "needs", "path", "plan", "reachable", "transition"]
+__all__ = [
+    "COUNTERPART",
+    "Limits",
+    "QpAttrs",
+    "TransitionRule",
+    "path",
+    "plan",
+    "reachable",
+    "transition",
+    "transition_rule",
+]
 
 
-class Changes(TypedDict, total=False):
+class QpAttrs(TypedDict, total=False):
     """Attributes for ``ibv_modify_qp``, named as there."""
 
     cur_qp_state: QpState
@@ -39,7 +49,7 @@ class Changes(TypedDict, total=False):
     max_rd_atomic: int
 
 
-class Needs(NamedTuple):
+class TransitionRule(NamedTuple):
     """The attributes that a transition must have, and those that it may have besides."""
 
     required: frozenset[str]
@@ -132,19 +142,19 @@ _ROWS: tuple[tuple[QpState, QpState, set[QpType], str, str], ...] = (
 )
 
 
-def _table(qp_type: QpType) -> dict[tuple[QpState, QpState], Needs]:
-    found: dict[tuple[QpState, QpState], Needs] = {}
+def _table(qp_type: QpType) -> dict[tuple[QpState, QpState], TransitionRule]:
+    found: dict[tuple[QpState, QpState], TransitionRule] = {}
     for before, after, types, must, may in _ROWS:
         if qp_type in types:
-            required, optional = found.get((before, after), Needs(frozenset(), frozenset()))
-            found[before, after] = Needs(required | set(must.split()), optional | set(may.split()))
+            required, optional = found.get((before, after), TransitionRule(frozenset(), frozenset()))
+            found[before, after] = TransitionRule(required | set(must.split()), optional | set(may.split()))
     return found
 
 
 _TABLE = {qp_type: _table(qp_type) for qp_type in COUNTERPART}
 
 
-def _of(qp_type: QpType) -> dict[tuple[QpState, QpState], Needs]:
+def _of(qp_type: QpType) -> dict[tuple[QpState, QpState], TransitionRule]:
     if qp_type not in _TABLE:
         names = ", ".join(each.name for each in _TABLE)
         raise ValueError(f"nothing is known of the states of type {qp_type.name}; of these it is: {names}")
@@ -162,7 +172,7 @@ def reachable(qp_type: QpType, state: QpState) -> tuple[QpState, ...]:
     return tuple(after for after in QpState if (state, after) in _of(qp_type))
 
 
-def needs(qp_type: QpType, state: QpState, wanted: QpState) -> Needs:
+def transition_rule(qp_type: QpType, state: QpState, wanted: QpState) -> TransitionRule:
     """What a transition needs.
 
     :raises TransitionError: there is no such transition; where it can go to is in its `reachable`.
@@ -197,12 +207,12 @@ def transition(
     qp_type: QpType,
     state: QpState,
     wanted: QpState,
-    attributes: Changes,
+    attributes: QpAttrs,
     *,
-    defaults: Changes | None = None,
+    defaults: QpAttrs | None = None,
     limits: Limits | None = None,
     draining: bool = False,
-) -> Changes:
+) -> QpAttrs:
     """The attributes to hand to ``ibv_modify_qp``, which then has nothing to refuse.
 
     :param attributes: those that are given.
@@ -212,7 +222,7 @@ def transition(
     :raises TransitionError: what is missing, does not belong or is out of its range; or there is no such transition.
     :raises ValueError: it is of a type that has no table here.
     """
-    required, optional = needs(qp_type, state, wanted)
+    required, optional = transition_rule(qp_type, state, wanted)
     chosen: dict[str, object] = {name: value for name, value in (defaults or {}).items() if name in required}
     chosen.update(attributes)
     missing = tuple(sorted(required - chosen.keys()))
@@ -222,19 +232,19 @@ def transition(
         wrong["sq_draining"] = "what is under way must end first: wait for EventType.SQ_DRAINED"
     if missing or unexpected or wrong:
         raise TransitionError(qp_type, state, wanted, missing, unexpected, wrong, reachable(qp_type, state))
-    return cast(Changes, chosen)
+    return cast(QpAttrs, chosen)
 
 
 def plan(
     qp_type: QpType,
     state: QpState,
     states: Iterable[QpState],
-    attributes: Changes,
+    attributes: QpAttrs,
     *,
-    defaults: Changes | None = None,
+    defaults: QpAttrs | None = None,
     limits: Limits | None = None,
     draining: bool = False,
-) -> list[tuple[QpState, Changes]]:
+) -> list[tuple[QpState, QpAttrs]]:
     """The same for several transitions in a row: each attribute goes to the first that takes it.
 
     :raises TransitionError: see `transition`; an attribute that none takes does not belong to the last.
@@ -242,11 +252,11 @@ def plan(
     """
     ahead = tuple(states)
     left: dict[str, object] = dict(attributes)
-    steps: list[tuple[QpState, Changes]] = []
+    steps: list[tuple[QpState, QpAttrs]] = []
     for number, wanted in enumerate(ahead, 1):
-        takes = needs(qp_type, state, wanted)
+        takes = transition_rule(qp_type, state, wanted)
         names = left.keys() if number == len(ahead) else left.keys() & (takes.required | takes.optional)
-        given = cast(Changes, {name: left.pop(name) for name in tuple(names)})
+        given = cast(QpAttrs, {name: left.pop(name) for name in tuple(names)})
         steps.append(
             (wanted, transition(qp_type, state, wanted, given, defaults=defaults, limits=limits, draining=draining))
         )

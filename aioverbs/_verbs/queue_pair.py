@@ -14,11 +14,11 @@ from aioverbs._core.data_path.data_path import (
     Inbox,
     Message,
     Operation,
+    QpWorkState,
+    QueuePairVerbs,
     Received,
     RegionSlice,
     RemoteRegion,
-    Requester,
-    Requests,
     WorkQueue,
     close_inbox,
     reopen_inbox,
@@ -27,12 +27,18 @@ from aioverbs._core.data_path.data_path import (
 from aioverbs._core.handles import handles
 from aioverbs._durations import duration
 from aioverbs._exports import publish
-from aioverbs._lifecycle.affinity import Affinity, Bell, running_loop, to_the_end, wake
-from aioverbs._lifecycle.lifecycle import Life
-from aioverbs._lifecycle.resource import Handled, Resource, ResourceStatistics
+from aioverbs._lifecycle.affinity import Affinity, CrossLoopCondition, running_loop, wait_uncancelled, wake
+from aioverbs._lifecycle.lifecycle import Lifecycle
+from aioverbs._lifecycle.resource import HandleResource, Resource, ResourceStatistics
 from aioverbs._memory.region import MemoryRegion, MemoryWindow, own_memory
 from aioverbs._verbs.capability_checks import check_queue_pair
-from aioverbs._verbs.completion_queue import CompletionQueue, MessageModel, Placement, Room, patiently
+from aioverbs._verbs.completion_queue import (
+    CompletionQueue,
+    CqReservation,
+    MessageModel,
+    QueueLocation,
+    retry_while_busy,
+)
 from aioverbs._verbs.ports import check_port
 from aioverbs._verbs.qp_modify import Connectable
 from aioverbs._verbs.receive_refill import Refiller
@@ -47,10 +53,10 @@ __all__ = [
     "Operation",
     "QueuePair",
     "QueuePairStatistics",
+    "QueuePairVerbs",
     "Received",
-    "Requester",
     "WorkQueueStatistics",
-    "requests_of",
+    "qp_work_state_of",
 ]
 
 logger = logging.getLogger("aioverbs")
@@ -63,7 +69,7 @@ class WorkQueueStatistics:
     """What a send queue or a receive queue is at, and has seen.
 
     :param depth: requests that it has places for.
-    :param under_way: requests that have one: they were posted, or are about to be.
+    :param in_flight: requests that have one: they were posted, or are about to be.
     :param queued: requests that wait for a place.
     :param high_water: the most places that were taken at once.
     :param posted: requests that were.
@@ -74,7 +80,7 @@ class WorkQueueStatistics:
     """
 
     depth: int
-    under_way: int
+    in_flight: int
     queued: int
     high_water: int
     posted: int
@@ -90,7 +96,7 @@ class WorkQueueStatistics:
             return cls(0, 0, 0, 0, 0, 0, 0, 0, ())
         return cls(
             queue.depth,
-            queue.under_way,
+            queue.in_flight,
             queue.queued,
             queue.high_water,
             queue.posted,
@@ -113,15 +119,15 @@ class QueuePairStatistics(ResourceStatistics):
     receives: WorkQueueStatistics
 
     @property
-    def under_way(self) -> int:
+    def in_flight(self) -> int:
         """Requests that were posted and are not done."""
-        return self.sends.under_way + self.receives.under_way
+        return self.sends.in_flight + self.receives.in_flight
 
 
-class QueuePair(Connectable, Requester):
+class QueuePair(Connectable, QueuePairVerbs):
     """A queue pair: ``ibv_create_qp``; ``ibv_create_qp_ex`` for XRC_RECV. Made by the ``queue_pair`` of a domain.
 
-    Its requests are described at `aioverbs.Requester`: posted when they are called, awaited or not.
+    Its requests are described at `aioverbs.QueuePairVerbs`: posted when they are called, awaited or not.
 
     :param send_cq: where what it sends completes.
     :param recv_cq: where what it receives completes; None: there, too.
@@ -139,14 +145,14 @@ class QueuePair(Connectable, Requester):
     def __init__(
         self,
         domain: Resource,
-        placement: Placement | None,
+        placement: QueueLocation | None,
         send_cq: CompletionQueue | None,
         recv_cq: CompletionQueue | None = None,
         capabilities: QpCapabilities | None = None,
         *,
         qp_type: QpType = QpType.RC,
         srq: SharedReceiveQueue | None = None,
-        xrc_domain: Handled[handles.XrcDomain] | None = None,
+        xrc_domain: HandleResource[handles.XrcDomain] | None = None,
         port: int = 1,
         gid_index: int | None = None,
         receive_depth: int = 0,
@@ -167,7 +173,7 @@ class QueuePair(Connectable, Requester):
         if placement is not None:
             for cq in filter(None, (send_cq, recv_cq)):
                 placement.check_message_model("queue pair", cq)
-        self._placement = placement
+        self._queue_location = placement
         self._send_cq = send_cq
         self._recv_cq = recv_cq
         self._wanted = wanted
@@ -178,37 +184,37 @@ class QueuePair(Connectable, Requester):
         self._xrc_domain = xrc_domain
         self._port = port
         self._gid_index = gid_index
-        self._work: Requests | None = None
+        self._work: QpWorkState | None = None
 
     def _owner(self) -> Affinity | None:
-        if self._placement is None:
+        if self._queue_location is None:
             return None
-        return self._placement.owner_with(self._send_cq, self._recv_cq, self._srq)
+        return self._queue_location.owner_with(self._send_cq, self._recv_cq, self._srq)
 
     def _open(self) -> None:
         wanted = self._wanted
         self._check(wanted)
-        room = Room()
-        self._life.hold(room)
+        room = CqReservation()
+        self._lifecycle.hold(room)
         room.reserve(self._send_cq, wanted.max_send_wr)
         if self._srq is None:
             room.reserve(self._recv_cq, wanted.max_recv_wr)
         end = _End()
-        self._life.hold(end)
+        self._lifecycle.hold(end)
         if self.qp_type is QpType.UD:
             wanted = replace(wanted, max_recv_sge=wanted.max_recv_sge + 1)  # for the route
         handle = self._make(wanted)
         self._handle = handle
-        self._life.hold(handle)
-        self._life.label = str(handle.qp_num)
+        self._lifecycle.hold(handle)
+        self._lifecycle.label = str(handle.qp_num)
         work = self._begin(handle, wanted, end)
         if self._srq is not None and self._recv_cq is not None:
             end.share(self._srq._serve(self._recv_cq, work), self._recv_cq._cq_dispatcher.drain)
 
     def _check(self, wanted: QpCapabilities) -> None:
-        if self._placement is None:  # of type XRC_RECV, which has no queues
+        if self._queue_location is None:  # of type XRC_RECV, which has no queues
             return
-        context = self._placement.pd.context
+        context = self._queue_location.pd.context
         receives = self._recv_cq is not None and self._srq is None
         check_queue_pair(context.name, context.attributes, wanted, self.qp_type, receives=receives)
         check_port(context, self._port, self._gid_index)
@@ -225,19 +231,19 @@ class QueuePair(Connectable, Requester):
 
     def _make_handle(self, wanted: QpCapabilities) -> handles.QueuePair:
         return handles.QueuePair(
-            self._placement.pd if self._placement is not None else None,
+            self._queue_location.pd if self._queue_location is not None else None,
             self._send_cq.handle if self._send_cq is not None else None,
             self._recv_cq.handle if self._recv_cq is not None else None,
             wanted,
             qp_type=self.qp_type,
             srq=self._srq.handle if self._srq is not None else None,
             xrc_domain=self._xrc_domain.handle if self._xrc_domain is not None else None,
-            affinity=self._life.owner,
+            affinity=self._lifecycle.owner,
         )
 
-    def _begin(self, handle: handles.QueuePair, wanted: QpCapabilities, end: "_End") -> Requests:
-        life, placement = self._life, self._placement
-        work = Requests(
+    def _begin(self, handle: handles.QueuePair, wanted: QpCapabilities, end: "_End") -> QpWorkState:
+        lifecycle, placement = self._lifecycle, self._queue_location
+        work = QpWorkState(
             handle,
             placement.base if placement is not None else None,
             self._send_cq._cq_dispatcher if self._send_cq is not None else None,
@@ -247,7 +253,7 @@ class QueuePair(Connectable, Requester):
             chains=self._send_cq is not None and self._send_cq.message_model is MessageModel.HIGH_BANDWIDTH,
             most_bytes=handle.context.max_message(self._port),
             read_sge=handle.context.attributes.max_sge_rd or 0xFFFFFFFF,  # some tell none
-            make_scratch=lambda size: _scratch(life, placement, size),
+            make_scratch=lambda size: _scratch(lifecycle, placement, size),
         )
         end.begin(handle, work)
         self._work = work
@@ -255,17 +261,17 @@ class QueuePair(Connectable, Requester):
         if self._receive_depth and work.receive_queue is not None and placement is not None:
             poster = requester_of(work)
             self._refiller = Refiller(
-                life, placement.base, work.receive_queue, poster, self._receive_depth, self._receive_size
+                lifecycle, placement.base, work.receive_queue, poster, self._receive_depth, self._receive_size
             )
             end.inbox = self._refiller.inbox
-        life.drain = end.flush
-        life.resume = work.reopen
+        lifecycle.drain = end.flush
+        lifecycle.resume = work.reopen
         return work
 
     @property
     def label(self) -> str:
         """Its number, as text."""
-        return self._life.label
+        return self._lifecycle.label
 
     @property
     def qp_num(self) -> int:
@@ -281,10 +287,10 @@ class QueuePair(Connectable, Requester):
         """What it is at, and has seen."""
         of = self._work
         queues = (of.send_queue, of.receive_queue) if of is not None else (None, None)
-        return QueuePairStatistics(len(self._life.children), *map(WorkQueueStatistics.of, queues))
+        return QueuePairStatistics(len(self._lifecycle.children), *map(WorkQueueStatistics.of, queues))
 
-    def _under_way(self) -> int:
-        return self._work.under_way if self._work is not None else 0
+    def _in_flight(self) -> int:
+        return self._work.in_flight if self._work is not None else 0
 
     def _broken_by(self) -> BaseException | None:
         return self._work.broken if self._work is not None else None
@@ -348,13 +354,13 @@ def _slice(local: RegionSlice | MemoryRegion) -> RegionSlice:
     return local[:] if isinstance(local, MemoryRegion) else local
 
 
-def _scratch(life: Life, placement: Placement | None, size: int) -> RegionSlice:
+def _scratch(lifecycle: Lifecycle, placement: QueueLocation | None, size: int) -> RegionSlice:
     """Memory that the device writes old values of atomics and routes of datagrams to; as long as the queue pair is."""
     assert placement is not None
-    return own_memory(life, placement.base, size)
+    return own_memory(lifecycle, placement.base, size)
 
 
-def requests_of(qp: QueuePair) -> Requests | None:
+def qp_work_state_of(qp: QueuePair) -> QpWorkState | None:
     """What a queue pair posts and has under way; None before it was opened."""
     return qp._work
 
@@ -364,12 +370,12 @@ class _End:
 
     def __init__(self) -> None:
         self._handle: handles.QueuePair | None = None
-        self._work: Requests | None = None
+        self._work: QpWorkState | None = None
         self.inbox: Inbox | None = None
         self._leave: Callable[[], None] | None = None
         self._take: Callable[[], None] | None = None
 
-    def begin(self, handle: handles.QueuePair, work: Requests) -> None:
+    def begin(self, handle: handles.QueuePair, work: QpWorkState) -> None:
         self._handle, self._work = handle, work
 
     def share(self, leave: Callable[[], None], take: Callable[[], None]) -> None:
@@ -384,23 +390,23 @@ class _End:
         await self._wait_for_modification(work)
         work.close()
         if self._take is not None and await self._to_error():
-            await patiently(self._take)  # completions of what it took from others' queue go with it
-        if not work.under_way or not await self._to_error() or not work.watched:
+            await retry_while_busy(self._take)  # completions of what it took from others' queue go with it
+        if not work.in_flight or not await self._to_error() or not work.watched:
             return
-        bell = Bell()
-        work.when_idle(bell.ring)
+        condition = CrossLoopCondition()
+        work.when_idle(condition.notify)
         with anyio.move_on_after(_FLUSH_S, shield=True) as scope:
-            await bell.wait_while(lambda: work.under_way and work.watched)
+            await condition.wait_while(lambda: work.in_flight and work.watched)
         work.when_idle(None)
         if scope.cancelled_caught:
             logger.warning(
                 "%r: %d requests were not flushed within %s, and end with it",
                 handle,
-                work.under_way,
+                work.in_flight,
                 duration(_FLUSH_S),
             )
 
-    async def _wait_for_modification(self, work: Requests) -> None:
+    async def _wait_for_modification(self, work: QpWorkState) -> None:
         """Until no other thread changes its state, which ends; before that it cannot be destroyed, whoever cancels."""
         if work.end_modification():
             return
@@ -408,7 +414,7 @@ class _End:
         cancelled: asyncio.CancelledError | None = None
         while not work.end_modification(loop, functools.partial(wake, over := loop.create_future())):
             try:
-                await to_the_end(over)
+                await wait_uncancelled(over)
             except asyncio.CancelledError as error:
                 cancelled = error
         if cancelled is not None:
@@ -418,7 +424,7 @@ class _End:
         handle = self._handle
         assert handle is not None
         try:
-            return await patiently(lambda: handle.modify(QpState.ERR))
+            return await retry_while_busy(lambda: handle.modify(QpState.ERR))
         except VerbsError:  # as where the device is lost
             return False
 

@@ -7,15 +7,15 @@ from collections import deque
 from aioverbs._core.data_path.data_path import (
     Inbox,
     Message,
+    QueuePairVerbs,
     Received,
     RegionSlice,
-    Requester,
     WorkQueue,
     close_inbox,
     receive_into,
 )
 from aioverbs._core.handles import handles
-from aioverbs._lifecycle.lifecycle import Life
+from aioverbs._lifecycle.lifecycle import Lifecycle
 from aioverbs._memory.region import own_memory
 from aioverbs.errors import (
     AffinityError,
@@ -23,7 +23,7 @@ from aioverbs.errors import (
     BusyResourceError,
     ClosedResourceError,
     ConcurrentAccessError,
-    StateError,
+    QueuePairStateError,
 )
 
 __all__ = ["Refiller"]
@@ -44,9 +44,15 @@ class Refiller:
     """
 
     def __init__(
-        self, life: Life, pd: handles.ProtectionDomain, queue: WorkQueue, requester: Requester, depth: int, size: int
+        self,
+        lifecycle: Lifecycle,
+        pd: handles.ProtectionDomain,
+        queue: WorkQueue,
+        requester: QueuePairVerbs,
+        depth: int,
+        size: int,
     ) -> None:
-        whole = own_memory(life, pd, depth * size)
+        whole = own_memory(lifecycle, pd, depth * size)
         self._queue = queue
         self._requester = requester
         self._loop = asyncio.get_running_loop()
@@ -70,7 +76,7 @@ class Refiller:
                 if isinstance(error, BusyResourceError):  # another thread changes its state: when that is over
                     self._queue.when_resumed(self._loop, self._fill_by_and_by)
                     return
-                if isinstance(error, StateError | ClosedResourceError | BrokenResourceError):
+                if isinstance(error, QueuePairStateError | ClosedResourceError | BrokenResourceError):
                     return
                 raise
 

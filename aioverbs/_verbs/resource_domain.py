@@ -7,9 +7,9 @@ from typing import Any, ParamSpec, TypeVar, overload
 from aioverbs._core.handles import handles
 from aioverbs._exports import publish
 from aioverbs._lifecycle.affinity import Affinity, ThreadModel, owner_for, run_on_owner
-from aioverbs._lifecycle.lifecycle import State
+from aioverbs._lifecycle.lifecycle import ResourceState
 from aioverbs._lifecycle.resource import Resource, open_part_now
-from aioverbs._verbs.completion_queue import MessageModel, Placement
+from aioverbs._verbs.completion_queue import MessageModel, QueueLocation
 from aioverbs._verbs.protection_domain import InterchangeableDomain, ParentDomain, ProtectionDomain, base_of
 from aioverbs._verbs.thread_domain import ThreadDomain, ThreadDomainBudget
 from aioverbs.allocators import Allocator, checked_allocator
@@ -65,8 +65,8 @@ class ResourceDomain(InterchangeableDomain):
         return owner_for(self.thread_model)
 
     def _open(self) -> None:
-        owner = self._life.owner
-        if self._pd.state is State.NEW:
+        owner = self._lifecycle.owner
+        if self._pd.state is ResourceState.NEW:
             open_part_now(self._pd)
         if owner is not None:
             self._td = open_part_now(
@@ -99,8 +99,8 @@ class ResourceDomain(InterchangeableDomain):
         assert self._parent is not None
         return self._parent
 
-    def _placement(self) -> Placement:
-        return replace(self.parent._placement(), message_model=self.message_model)
+    def _queue_location(self) -> QueueLocation:
+        return replace(self.parent._queue_location(), message_model=self.message_model)
 
     @property
     def native(self) -> bool:

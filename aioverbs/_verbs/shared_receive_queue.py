@@ -12,9 +12,9 @@ import anyio
 from aioverbs._core.data_path.data_path import (
     Inbox,
     Message,
+    QpWorkState,
     Received,
-    ReceiveRequester,
-    Requests,
+    ReceiveVerbs,
     WorkQueue,
     attach,
     close_inbox,
@@ -23,17 +23,17 @@ from aioverbs._core.data_path.data_path import (
 )
 from aioverbs._core.handles import handles
 from aioverbs._exports import publish
-from aioverbs._lifecycle.affinity import Affinity, OwnedContext, to_the_end
-from aioverbs._lifecycle.resource import Handled, Resource, ResourceStatistics
+from aioverbs._lifecycle.affinity import Affinity, OwnedContext, wait_uncancelled
+from aioverbs._lifecycle.resource import HandleResource, Resource, ResourceStatistics
 from aioverbs._memory.buffer_pool import BufferPool, LeasedBuffer
-from aioverbs._verbs.async_events import DeviceEvent, Eventful
+from aioverbs._verbs.async_events import AsyncEventSource, DeviceEvent
 from aioverbs._verbs.capability_checks import check_shared_receive_queue
-from aioverbs._verbs.completion_queue import CompletionQueue, Placement, Room
+from aioverbs._verbs.completion_queue import CompletionQueue, CqReservation, QueueLocation
 from aioverbs.attributes import SrqAttributes
 from aioverbs.errors import ConcurrentAccessError
 from aioverbs.types import EventType, WcStatus
 
-__all__ = ["ReceiveRequester", "SharedReceiveQueue", "SharedReceiveQueueStatistics"]
+__all__ = ["ReceiveVerbs", "SharedReceiveQueue", "SharedReceiveQueueStatistics"]
 
 
 @dataclass(frozen=True)
@@ -41,20 +41,20 @@ class SharedReceiveQueueStatistics(ResourceStatistics):
     """What a shared receive queue is at.
 
     :param depth: receives that it holds.
-    :param under_way: receives that were posted and are not done.
+    :param in_flight: receives that were posted and are not done.
     :param queued: receives that wait for a place.
     :param posted: receives that were.
     :param completed: receives that are done.
     """
 
     depth: int
-    under_way: int
+    in_flight: int
     queued: int
     posted: int
     completed: int
 
 
-class SharedReceiveQueue(Eventful[handles.SharedReceiveQueue], ReceiveRequester):
+class SharedReceiveQueue(AsyncEventSource[handles.SharedReceiveQueue], ReceiveVerbs):
     """A shared receive queue: ``ibv_create_srq``; ``ibv_create_srq_ex`` for XRC.
 
     Made by the ``shared_receive_queue`` of a domain. What queue pairs of type UD receive from it begins with the 40
@@ -70,12 +70,12 @@ class SharedReceiveQueue(Eventful[handles.SharedReceiveQueue], ReceiveRequester)
     def __init__(
         self,
         domain: Resource,
-        placement: Placement,
+        placement: QueueLocation,
         max_wr: int,
         max_sge: int = 1,
         limit: int = 0,
         *,
-        xrc_domain: Handled[handles.XrcDomain] | None = None,
+        xrc_domain: HandleResource[handles.XrcDomain] | None = None,
         cq: CompletionQueue | None = None,
     ) -> None:
         if (xrc_domain is None) != (cq is None):
@@ -83,7 +83,7 @@ class SharedReceiveQueue(Eventful[handles.SharedReceiveQueue], ReceiveRequester)
         super().__init__(*(parent for parent in (domain, xrc_domain, cq) if parent is not None))
         if cq is not None:
             placement.check_message_model("shared receive queue", cq)
-        self._placement = placement
+        self._queue_location = placement
         self._sizes = max_wr, max_sge, limit
         self._xrc_domain = xrc_domain
         self._cq = cq
@@ -92,27 +92,29 @@ class SharedReceiveQueue(Eventful[handles.SharedReceiveQueue], ReceiveRequester)
         self._serving = threading.Lock()
 
     def _owner(self) -> Affinity | None:
-        return self._placement.owner_with(self._cq)
+        return self._queue_location.owner_with(self._cq)
 
     def _open(self) -> None:
         max_wr, max_sge, _ = self._sizes
-        context = self._placement.pd.context
+        context = self._queue_location.pd.context
         check_shared_receive_queue(context.name, context.attributes, max_wr, max_sge)
-        room = Room()
-        self._life.hold(room)
+        room = CqReservation()
+        self._lifecycle.hold(room)
         room.reserve(self._cq, max_wr)
         end = _End()
-        self._life.hold(end)
+        self._lifecycle.hold(end)
         self._handle = handles.SharedReceiveQueue(
-            self._placement.pd,
+            self._queue_location.pd,
             *self._sizes,
             xrc_domain=self._xrc_domain.handle if self._xrc_domain is not None else None,
             cq=self._cq.handle if self._cq is not None else None,
-            affinity=self._life.owner,
+            affinity=self._lifecycle.owner,
         )
-        self._life.hold(self._handle)
-        completer = self._cq._cq_dispatcher if self._cq is not None else None
-        self._work = end.work = self._receives_begin(self._handle, self._placement.base, max_wr, max_sge, completer)
+        self._lifecycle.hold(self._handle)
+        dispatcher = self._cq._cq_dispatcher if self._cq is not None else None
+        self._work = end.work = self._receives_begin(
+            self._handle, self._queue_location.base, max_wr, max_sge, dispatcher
+        )
 
     @property
     def _receive_queue(self) -> WorkQueue:
@@ -124,20 +126,20 @@ class SharedReceiveQueue(Eventful[handles.SharedReceiveQueue], ReceiveRequester)
         assert self._work is not None
         return self._work
 
-    def _serve(self, cq: CompletionQueue, requests: Requests) -> Callable[[], None]:
+    def _serve(self, cq: CompletionQueue, requests: QpWorkState) -> Callable[[], None]:
         """A queue pair takes receives from it, which complete in a completion queue; what is returned ends that.
 
         :raises ValueError: the completion queue has no room for all of them.
         """
-        work, completer = self._receive_queue, cq._cq_dispatcher
+        work, dispatcher = self._receive_queue, cq._cq_dispatcher
         with self._serving:
             if cq not in self._served:
                 cq._reserve(self.depth)
             self._served[cq] = self._served.get(cq, 0) + 1
-        attach(work, completer, requests)
+        attach(work, dispatcher, requests)
 
         def leave() -> None:
-            detach(work, completer, requests)
+            detach(work, dispatcher, requests)
             with self._serving:
                 self._served[cq] -= 1
                 if not self._served[cq]:
@@ -163,7 +165,7 @@ class SharedReceiveQueue(Eventful[handles.SharedReceiveQueue], ReceiveRequester)
         :raises ValueError: `low` is not from 1 to one less than its depth.
         """
         name = f"messages of {self!r}"
-        return OwnedContext(name, self._messages(pool, low), lambda: self._life.check_owner("messages"))
+        return OwnedContext(name, self._messages(pool, low), lambda: self._lifecycle.check_owner("messages"))
 
     @contextlib.asynccontextmanager
     async def _messages(self, pool: BufferPool, low: int | None) -> AsyncIterator[AsyncIterator[Message]]:
@@ -181,7 +183,7 @@ class SharedReceiveQueue(Eventful[handles.SharedReceiveQueue], ReceiveRequester)
             finally:
                 if filler.get_loop() is asyncio.get_running_loop():  # else that one is gone: the task does not go on
                     filler.cancel()
-                    await to_the_end(asyncio.wait([filler]))
+                    await wait_uncancelled(asyncio.wait([filler]))
         finally:  # without an await: whoever is cancelled gives back what nobody has asked for, too
             posted.release()
             close_inbox(inbox)
@@ -204,7 +206,7 @@ class SharedReceiveQueue(Eventful[handles.SharedReceiveQueue], ReceiveRequester)
             close_inbox(inbox, error)
 
     async def _fill(self, pool: BufferPool, inbox: Inbox, posted: "_Posted", low: int) -> None:
-        while self._receive_queue.under_way + self._receive_queue.queued < self.depth:
+        while self._receive_queue.in_flight + self._receive_queue.queued < self.depth:
             buffer = await pool.lease()
             posted.add(buffer)  # before anything can arrive in it
             try:
@@ -234,8 +236,8 @@ class SharedReceiveQueue(Eventful[handles.SharedReceiveQueue], ReceiveRequester)
     def statistics(self) -> SharedReceiveQueueStatistics:
         """What it is at."""
         of = self._work
-        seen = (of.under_way, of.queued, of.posted, of.completed) if of is not None else (0,) * 4
-        return SharedReceiveQueueStatistics(len(self._life.children), self.depth, *seen)
+        seen = (of.in_flight, of.queued, of.posted, of.completed) if of is not None else (0,) * 4
+        return SharedReceiveQueueStatistics(len(self._lifecycle.children), self.depth, *seen)
 
 
 class _Posted:

@@ -7,7 +7,7 @@ import threading
 from aioverbs._core.handles import handles, parent_domain as core
 from aioverbs._exports import publish
 from aioverbs._lifecycle.affinity import Affinity, ThreadModel, owner_for
-from aioverbs._lifecycle.lifecycle import State
+from aioverbs._lifecycle.lifecycle import ResourceState
 from aioverbs._lifecycle.resource import Resource
 from aioverbs.errors import VerbsError
 
@@ -44,7 +44,7 @@ class ThreadDomainBudget:
             return True
 
     def destroy(self) -> None:
-        """Give one back. It is named as what a `Life` does to its handles."""
+        """Give one back. It is named as what a `Lifecycle` does to its handles."""
         with self._lock:
             self.used -= 1
 
@@ -94,15 +94,15 @@ class ThreadDomain(Resource):
             self._degrade(reason)
             return
         try:
-            self._handle = core.ThreadDomain(self._context, affinity=self._life.owner)
+            self._handle = core.ThreadDomain(self._context, affinity=self._lifecycle.owner)
         except BaseException as error:
             self._budget.destroy()
             if not isinstance(error, VerbsError) or error.errno not in _NO_THREAD_DOMAIN or self._require_native:
                 raise
             self._degrade(str(error))
         else:
-            self._life.hold(self._budget)
-            self._life.hold(self._handle)
+            self._lifecycle.hold(self._budget)
+            self._lifecycle.hold(self._handle)
 
     def _degrade(self, reason: str) -> None:
         message = "%s: thread domains are not native from here on, the provider keeps its locks: %s"
@@ -111,7 +111,7 @@ class ThreadDomain(Resource):
     @property
     def native(self) -> bool:
         """Whether it is open and the provider drops its locks for what is made on it."""
-        return self._handle is not None and self.state is State.OPEN
+        return self._handle is not None and self.state is ResourceState.OPEN
 
     @property
     def handle(self) -> core.ThreadDomain | None:

@@ -4,7 +4,7 @@ import os
 
 from aioverbs._core.handles import handles
 from aioverbs._exports import publish
-from aioverbs._lifecycle.resource import Handled, Resource
+from aioverbs._lifecycle.resource import HandleResource, Resource
 from aioverbs._verbs.queue_pair import QueuePair
 from aioverbs.errors import BusyResourceError
 from aioverbs.types import QpType
@@ -12,7 +12,7 @@ from aioverbs.types import QpType
 __all__ = ["XrcDomain"]
 
 
-class XrcDomain(Handled[handles.XrcDomain]):
+class XrcDomain(HandleResource[handles.XrcDomain]):
     """An XRC domain: ``ibv_open_xrcd``. Any event loop may use it.
 
     Made by `Device.xrc_domain`.
@@ -38,7 +38,7 @@ class XrcDomain(Handled[handles.XrcDomain]):
 
     def _open(self) -> None:
         self._handle = handles.XrcDomain(self._context, self._fd, self._oflag)
-        self._life.hold(self._handle)
+        self._lifecycle.hold(self._handle)
 
     def queue_pair(self, *, port: int = 1, gid_index: int | None = None) -> QueuePair:
         """A queue pair of type XRC_RECV, to be opened. It has nothing but the domain: what arrives goes to the shared
@@ -55,8 +55,8 @@ class XrcDomain(Handled[handles.XrcDomain]):
         :raises BusyResourceError: something is still associated with it, which the verb refuses, too; nothing was done.
         :raises VerbsError: the verb failed; it is still open, and can be closed again.
         """
-        if self._life.children and not self._life.inherited:
-            first = next(iter(self._life.children.values()))
+        if self._lifecycle.children and not self._lifecycle.inherited:
+            first = next(iter(self._lifecycle.children.values()))
             raise BusyResourceError(f"{self!r} cannot be closed: {first!r} is associated with it; close that first")
         await super().aclose()
 

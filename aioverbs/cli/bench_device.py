@@ -10,7 +10,7 @@ import anyio
 
 from aioverbs._connection.connect import connect
 from aioverbs._connection.connection import Connection
-from aioverbs._connection.grants import Granted
+from aioverbs._connection.grants import RemoteGrant
 from aioverbs._connection.settings import ConnectionSettings
 from aioverbs._memory.region import MemoryRegion
 from aioverbs._server.server import serve
@@ -49,7 +49,7 @@ class DeviceClient:
         self,
         connection: Connection,
         local: tuple[MemoryRegion, MemoryRegion],
-        remote: tuple[Granted, Granted],
+        remote: tuple[RemoteGrant, RemoteGrant],
     ) -> None:
         self._connection = connection
         self._outgoing, self._incoming = local
@@ -69,12 +69,12 @@ class DeviceClient:
         if operation == "send":
             await self._messages(size, window, count)
             return
-        under_way = deque[Awaitable[None]]()
+        in_flight = deque[Awaitable[None]]()
         for at in range(count):
-            if len(under_way) == window:
-                await under_way.popleft()
-            under_way.append(self._post(operation, size, at % window))
-        for each in under_way:
+            if len(in_flight) == window:
+                await in_flight.popleft()
+            in_flight.append(self._post(operation, size, at % window))
+        for each in in_flight:
             await each
 
     def _post(self, operation: Operation, size: int, place: int) -> Awaitable[None]:

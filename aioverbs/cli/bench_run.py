@@ -35,7 +35,7 @@ from aioverbs.cli.measuring import (
     turn_s,
     turns,
 )
-from aioverbs.errors import DeviceNotFoundError, StateError, WorkCompletionError
+from aioverbs.errors import DeviceNotFoundError, QueuePairStateError, WorkCompletionError
 
 __all__ = ["BASE", "STREAMS", "PeerGoneError", "Report", "chosen_devices", "loop_name", "measure"]
 
@@ -52,7 +52,7 @@ _FAILURES = (
     OSError,
     EOFError,
     ValueError,
-    StateError,
+    QueuePairStateError,
     WorkCompletionError,
     anyio.EndOfStream,
     anyio.BrokenResourceError,

@@ -180,7 +180,7 @@ def _expected() -> tuple[type[BaseException], ...]:
 
     from aioverbs import errors
 
-    completion = (errors.WorkCompletionError, errors.StateError)
+    completion = (errors.WorkCompletionError, errors.QueuePairStateError)
     return (OSError, ValueError, errors.DeviceNotFoundError, anyio.BrokenResourceError, *completion)
 
 

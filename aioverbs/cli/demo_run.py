@@ -13,7 +13,7 @@ from functools import partial
 
 from aioverbs._connection.connect import connect
 from aioverbs._connection.connection import Connection
-from aioverbs._connection.grants import Granted
+from aioverbs._connection.grants import RemoteGrant
 from aioverbs._memory.region import MemoryRegion
 from aioverbs._pool.pool import Worker, WorkerPool, current_worker
 from aioverbs._server.server import serve
@@ -162,7 +162,7 @@ async def _answer(connection: Connection) -> None:
 class _Client:
     """The side that asks, and compares."""
 
-    def __init__(self, connection: Connection, local: MemoryRegion, granted: Granted, seed: int) -> None:
+    def __init__(self, connection: Connection, local: MemoryRegion, granted: RemoteGrant, seed: int) -> None:
         self._connection = connection
         self._local = local
         self._granted = granted

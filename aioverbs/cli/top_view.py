@@ -62,7 +62,7 @@ def _rows(branch: Branch, stem: str, below: str) -> Iterator[tuple[str | Text, .
     thing = branch.thing
     name = Text.assemble((stem, "dim"), thing.kind, (f" {thing.label}" if thing.label else "", "bold"))
     state = Text(thing.state, _STATES.get(thing.state, ""))
-    yield name, state, *_numbers(branch), _under_way(thing), Text(_details(thing), "dim")
+    yield name, state, *_numbers(branch), _in_flight(thing), Text(_details(thing), "dim")
     single = [child for child in branch.children if _has_more(child)]
     plain = Counter(child.thing.kind for child in branch.children if not _has_more(child))
     last = len(single) + len(plain) - 1
@@ -83,12 +83,12 @@ def _numbers(branch: Branch) -> Iterator[str]:
         yield quantity(rate) if rate is not None else ""
 
 
-def _under_way(thing: Thing) -> str:
+def _in_flight(thing: Thing) -> str:
     match thing.kind:
         case "QueuePair":
-            return f"{thing.number('sends.under_way') + thing.number('receives.under_way'):,}"
+            return f"{thing.number('sends.in_flight') + thing.number('receives.in_flight'):,}"
         case "CompletionQueue" | "SharedReceiveQueue":
-            return f"{thing.number('under_way'):,} of {thing.number('depth'):,}"
+            return f"{thing.number('in_flight'):,} of {thing.number('depth'):,}"
         case "BufferPool":
             away = thing.number("leased") + thing.number("under_dma")
             return f"{away:,} of {away + thing.number('free'):,}"

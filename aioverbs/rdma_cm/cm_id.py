@@ -10,22 +10,22 @@ from typing import TYPE_CHECKING, Self, Unpack
 from aioverbs._core.handles import rdma_cm as core
 from aioverbs._durations import duration
 from aioverbs._lifecycle.affinity import Affinity, running_loop
-from aioverbs._lifecycle.resource import Handled
+from aioverbs._lifecycle.resource import HandleResource
 from aioverbs._verbs.qp_defaults import RETRIES
 from aioverbs._verbs.qp_modify import limits_for
-from aioverbs._verbs.qp_state_machine import Changes
+from aioverbs._verbs.qp_state_machine import QpAttrs
 from aioverbs._verbs.queue_pair import QueuePair
 from aioverbs.addresses import Address, written
-from aioverbs.errors import StateError, UnreachableError, VerbsError
+from aioverbs.errors import QueuePairStateError, UnreachableError, VerbsError
 from aioverbs.rdma_cm.events import CmEventType, EventChannel
 from aioverbs.rdma_cm.negotiation import check_queue_pair
-from aioverbs.rdma_cm.state_machine import Conversation, Stage
+from aioverbs.rdma_cm.state_machine import CmState, CmStateMachine
 from aioverbs.types import AccessFlags
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["Identifier", "conversation_of", "look_up"]
+__all__ = ["Identifier", "cm_state_machine_of", "look_up"]
 
 # What the InfiniBand architecture leaves of its messages, after librdmacm's own header in the first.
 _REQUEST_BYTES, _REPLY_BYTES, _REJECT_BYTES = 56, 196, 148
@@ -61,7 +61,7 @@ def _private(data: "Buffer", most: int) -> bytes:
     return taken
 
 
-class Identifier(Handled[core.Identifier]):
+class Identifier(HandleResource[core.Identifier]):
     """One end of a connection, or of one to be: ``rdma_create_id``. Made by `Channel.identifier`, or by a `Listener`.
 
     Each method that waits takes `timeout_s`, None for no limit. One that fails, is cancelled or takes too long leaves
@@ -73,7 +73,7 @@ class Identifier(Handled[core.Identifier]):
     the way there anew, or `resolve` before it.
     """
 
-    _conversation: Conversation | None = None
+    _state_machine: CmStateMachine | None = None
     _way: tuple[Address, Address | None] | None = None  # whom it was resolved to, and from where
 
     def __init__(self, channel: EventChannel, request: core.Event | None = None) -> None:
@@ -99,56 +99,58 @@ class Identifier(Handled[core.Identifier]):
             self._handle = request.identifier
         else:
             self._handle = core.Identifier(self._channel.handle)
-        self._life.hold(self._handle)
-        stage = Stage.REQUESTED if request is not None else Stage.NEW
-        self._conversation = Conversation(self._handle, self._channel._dispatcher, self._life.bell(), stage)
-        self._life.hold(self._conversation)
-        self._life.drain = self._conversation.drain
+        self._lifecycle.hold(self._handle)
+        stage = CmState.REQUESTED if request is not None else CmState.NEW
+        self._state_machine = CmStateMachine(
+            self._handle, self._channel._dispatcher, self._lifecycle.condition(), stage
+        )
+        self._lifecycle.hold(self._state_machine)
+        self._lifecycle.drain = self._state_machine.drain
         if request is not None:
-            self._conversation.private_data = request.private_data
-            self._life.label = f"with {written(self._handle.peer_address)}"
+            self._state_machine.private_data = request.private_data
+            self._lifecycle.label = f"with {written(self._handle.peer_address)}"
 
-    def _now(self) -> Conversation:
+    def _now(self) -> CmStateMachine:
         self._check_open()
-        assert self._conversation is not None
-        return self._conversation
+        assert self._state_machine is not None
+        return self._state_machine
 
-    def _use(self, verb: str) -> Conversation:
+    def _use(self, verb: str) -> CmStateMachine:
         """The conversation, for the owner to go on with it by `verb`; who is refused has changed nothing."""
-        conversation = self._now()
+        state_machine = self._now()
         assert self.owner is not None
         self.owner.check(self, verb)
-        return conversation
+        return state_machine
 
-    def _anew(self, conversation: Conversation) -> Conversation:
+    def _anew(self, state_machine: CmStateMachine) -> CmStateMachine:
         """One that may begin: the same, or where that was rejected another one, with an identifier of its own.
 
         :raises VerbsError: there cannot be another one; nothing was done.
         """
-        if conversation.stage is not Stage.REJECTED:
-            return conversation
-        life, handle, used_up = self._life, core.Identifier(self._channel.handle), self.handle
+        if state_machine.stage is not CmState.REJECTED:
+            return state_machine
+        lifecycle, handle, used_up = self._lifecycle, core.Identifier(self._channel.handle), self.handle
         try:
             used_up.destroy()
         except BaseException:
             handle.destroy()
             raise
-        conversation.destroy()
-        life.detach(conversation)
-        life.detach(used_up)
+        state_machine.destroy()
+        lifecycle.detach(state_machine)
+        lifecycle.detach(used_up)
         self._handle = handle
-        life.attach(handle)
-        self._conversation = Conversation(handle, self._channel._dispatcher, life.bell())
-        life.attach(self._conversation)
-        life.drain = self._conversation.drain
-        return self._conversation
+        lifecycle.attach(handle)
+        self._state_machine = CmStateMachine(handle, self._channel._dispatcher, lifecycle.condition())
+        lifecycle.attach(self._state_machine)
+        lifecycle.drain = self._state_machine.drain
+        return self._state_machine
 
     # ---- What is known
 
     @property
     def connected(self) -> bool:
         """Whether it is."""
-        return self._conversation is not None and self._conversation.stage is Stage.CONNECTED and not self.closed
+        return self._state_machine is not None and self._state_machine.stage is CmState.CONNECTED and not self.closed
 
     @property
     def device_name(self) -> str | None:
@@ -186,31 +188,31 @@ class Identifier(Handled[core.Identifier]):
         :raises TimeoutError: that was not known in time.
         :raises OSError: the name has no address.
         """
-        conversation = self._use("rdma_resolve_addr")
-        conversation.check("resolve", Stage.NEW)
-        conversation = self._anew(conversation)
-        async with conversation.step("resolve", Stage.NEW, timeout_s):
+        state_machine = self._use("rdma_resolve_addr")
+        state_machine.check("resolve", CmState.NEW)
+        state_machine = self._anew(state_machine)
+        async with state_machine.step("resolve", CmState.NEW, timeout_s):
             address = await look_up(host, port)
             own = await look_up(source, 0) if source is not None else None
-            await self._find_way(conversation, address, own)
+            await self._find_way(state_machine, address, own)
         self._way = address, own
-        self._life.label = f"with {written(self.peer_address)}"
+        self._lifecycle.label = f"with {written(self.peer_address)}"
 
-    async def _find_way(self, conversation: Conversation, address: Address, own: Address | None) -> None:
-        await self._resolve_address(conversation, address, own)
+    async def _find_way(self, state_machine: CmStateMachine, address: Address, own: Address | None) -> None:
+        await self._resolve_address(state_machine, address, own)
         with _as_unreachable():
             self.handle.resolve_route(_LONGEST_MS)
-        await conversation.hear(CmEventType.ROUTE_RESOLVED, "rdma_resolve_route")
-        conversation.stage = Stage.RESOLVED
+        await state_machine.expect(CmEventType.ROUTE_RESOLVED, "rdma_resolve_route")
+        state_machine.stage = CmState.RESOLVED
 
-    async def _resolve_address(self, conversation: Conversation, address: Address, own: Address | None) -> None:
+    async def _resolve_address(self, state_machine: CmStateMachine, address: Address, own: Address | None) -> None:
         # A neighbour may answer before the kernel has begun to wait for that, as over a veth interface. Then it looks
         # again only when the time is over, and therefore is given little, and more each time.
         for wait_ms in itertools.chain((100, 200, 400, 800, 1600), itertools.repeat(3200)):
             with _as_unreachable():
                 self.handle.resolve_addr(address, wait_ms, own)
             try:
-                await conversation.hear(CmEventType.ADDR_RESOLVED, "rdma_resolve_addr")
+                await state_machine.expect(CmEventType.ADDR_RESOLVED, "rdma_resolve_addr")
             except TimeoutError:
                 continue
             return
@@ -222,7 +224,7 @@ class Identifier(Handled[core.Identifier]):
         *,
         private_data: "Buffer" = b"",
         timeout_s: float | None = 10.0,
-        **attributes: Unpack[Changes],
+        **attributes: Unpack[QpAttrs],
     ) -> bytes:
         """Connect a queue pair with the peer: ``rdma_connect``, ``rdma_init_qp_attr``, ``rdma_establish``.
 
@@ -240,15 +242,15 @@ class Identifier(Handled[core.Identifier]):
         :raises TimeoutError: nor did it within `timeout_s`.
         :raises TransitionError: the queue pair is in another state, or an attribute cannot be; nothing was done.
         """
-        conversation, data = self._ready("connect", Stage.RESOLVED, qp, attributes, private_data, _REQUEST_BYTES)
+        state_machine, data = self._ready("connect", CmState.RESOLVED, qp, attributes, private_data, _REQUEST_BYTES)
         limits = limits_for(qp, self.handle.port_num)
-        conversation = self._anew(conversation)
-        async with conversation.step("connect", conversation.stage, timeout_s):
-            if conversation.stage is Stage.NEW:
+        state_machine = self._anew(state_machine)
+        async with state_machine.step("connect", state_machine.stage, timeout_s):
+            if state_machine.stage is CmState.NEW:
                 assert self._way is not None
-                await self._find_way(conversation, *self._way)
-                conversation.check_device(qp)
-            conversation.to_init(qp, access)
+                await self._find_way(state_machine, *self._way)
+                state_machine.check_device(qp)
+            state_machine.to_init(qp, access)
             self.handle.connect(
                 qp_num=qp.qp_num,
                 private_data=data,
@@ -258,11 +260,11 @@ class Identifier(Handled[core.Identifier]):
                 rnr_retry_count=attributes.get("rnr_retry", RETRIES["rnr_retry"]),
                 srq=qp.handle.srq is not None,
             )
-            answer = await conversation.hear(CmEventType.CONNECT_RESPONSE, "rdma_connect")
-            await conversation.to_rts(qp, attributes)
+            answer = await state_machine.expect(CmEventType.CONNECT_RESPONSE, "rdma_connect")
+            await state_machine.to_rts(qp, attributes)
             self.handle.establish()
-            conversation.private_data = answer.private_data
-            conversation.connected()
+            state_machine.private_data = answer.private_data
+            state_machine.connected()
         return answer.private_data
 
     # ---- The side that answers
@@ -274,7 +276,7 @@ class Identifier(Handled[core.Identifier]):
         *,
         private_data: "Buffer" = b"",
         timeout_s: float | None = 10.0,
-        **attributes: Unpack[Changes],
+        **attributes: Unpack[QpAttrs],
     ) -> None:
         """Give the peer the connection that it asked for: ``rdma_init_qp_attr``, ``rdma_accept``.
 
@@ -285,10 +287,10 @@ class Identifier(Handled[core.Identifier]):
         :raises ConnectionRejectedError: it gave up.
         :raises TransitionError: the queue pair is in another state, or an attribute cannot be; nothing was done.
         """
-        conversation, data = self._ready("accept", Stage.REQUESTED, qp, attributes, private_data, _REPLY_BYTES)
-        async with conversation.step("accept", Stage.REQUESTED, timeout_s):
-            conversation.to_init(qp, access)
-            made = await conversation.to_rts(qp, attributes)
+        state_machine, data = self._ready("accept", CmState.REQUESTED, qp, attributes, private_data, _REPLY_BYTES)
+        async with state_machine.step("accept", CmState.REQUESTED, timeout_s):
+            state_machine.to_init(qp, access)
+            made = await state_machine.to_rts(qp, attributes)
             self.handle.accept(
                 qp_num=qp.qp_num,
                 private_data=data,
@@ -297,18 +299,18 @@ class Identifier(Handled[core.Identifier]):
                 rnr_retry_count=attributes.get("rnr_retry", RETRIES["rnr_retry"]),
                 srq=qp.handle.srq is not None,
             )
-            await conversation.hear(CmEventType.ESTABLISHED, "rdma_accept")
-            conversation.connected()
+            await state_machine.expect(CmEventType.ESTABLISHED, "rdma_accept")
+            state_machine.connected()
 
     async def reject(self, private_data: "Buffer" = b"") -> None:
         """Refuse it: ``rdma_reject``. So does closing it unanswered.
 
         :param private_data: for the peer, 148 bytes at most.
         """
-        conversation = self._use("rdma_reject")
-        conversation.check("reject", Stage.REQUESTED)
+        state_machine = self._use("rdma_reject")
+        state_machine.check("reject", CmState.REQUESTED)
         self.handle.reject(_private(private_data, _REJECT_BYTES))
-        conversation.stage = Stage.ENDED
+        state_machine.stage = CmState.ENDED
 
     # ---- The end
 
@@ -317,14 +319,14 @@ class Identifier(Handled[core.Identifier]):
 
         Nothing happens where the peer was first.
 
-        :raises StateError: it was not connected.
+        :raises QueuePairStateError: it was not connected.
         :raises TimeoutError: the peer does not answer; it can only be closed.
         """
-        conversation = self._over("rdma_disconnect")
-        conversation.hang_up()
+        state_machine = self._over("rdma_disconnect")
+        state_machine.hang_up()
         try:
             async with asyncio.timeout(timeout_s):
-                await conversation.wait_over()
+                await state_machine.wait_over()
         except TimeoutError:
             assert timeout_s is not None
             raise TimeoutError(f"disconnect: the peer did not answer within {duration(timeout_s)}") from None
@@ -333,27 +335,27 @@ class Identifier(Handled[core.Identifier]):
         """Wait until the peer or this side has disconnected, or it is closed.
 
         :raises DeviceRemovedError: the device was removed.
-        :raises StateError: it was not connected.
+        :raises QueuePairStateError: it was not connected.
         """
         await self._over("rdma_get_cm_event").wait_over()
 
-    def _over(self, verb: str) -> Conversation:
-        conversation = self._use(verb)
-        if conversation.stage in (Stage.NEW, Stage.RESOLVED, Stage.REQUESTED, Stage.REJECTED):
-            raise StateError(f"{self!r} is not connected")
-        return conversation
+    def _over(self, verb: str) -> CmStateMachine:
+        state_machine = self._use(verb)
+        if state_machine.stage in (CmState.NEW, CmState.RESOLVED, CmState.REQUESTED, CmState.REJECTED):
+            raise QueuePairStateError(f"{self!r} is not connected")
+        return state_machine
 
     def _ready(
-        self, what: str, stage: Stage, qp: QueuePair, attributes: Changes, private_data: "Buffer", most: int
-    ) -> tuple[Conversation, bytes]:
+        self, what: str, stage: CmState, qp: QueuePair, attributes: QpAttrs, private_data: "Buffer", most: int
+    ) -> tuple[CmStateMachine, bytes]:
         """What can be seen before the peer is told anything."""
-        conversation = self._use(f"rdma_{what}")
-        conversation.check(what, stage)
+        state_machine = self._use(f"rdma_{what}")
+        state_machine.check(what, stage)
         check_queue_pair(qp, attributes)
-        conversation.check_device(qp)
-        return conversation, _private(private_data, most)
+        state_machine.check_device(qp)
+        return state_machine, _private(private_data, most)
 
 
-def conversation_of(identifier: Identifier) -> Conversation | None:
+def cm_state_machine_of(identifier: Identifier) -> CmStateMachine | None:
     """What an identifier says and hears; None before it was opened."""
-    return identifier._conversation
+    return identifier._state_machine

@@ -6,7 +6,7 @@ from typing import Protocol
 
 from aioverbs._core.handles import rdma_cm as core
 from aioverbs._lifecycle.affinity import Affinity, ThreadModel, owner_for, running_loop
-from aioverbs._lifecycle.resource import Handled
+from aioverbs._lifecycle.resource import HandleResource
 from aioverbs._providers.sysfs import check_node
 from aioverbs.errors import ForkedProcessError, VerbsError
 
@@ -95,7 +95,7 @@ class Dispatcher:
                 event.identifier.destroy()
 
 
-class EventChannel(Handled[core.EventChannel]):
+class EventChannel(HandleResource[core.EventChannel]):
     """What a `Channel` is for its identifiers."""
 
     _dispatcher: Dispatcher  # from its opening on
@@ -105,11 +105,11 @@ class EventChannel(Handled[core.EventChannel]):
 
     def _open(self) -> None:
         try:
-            self._handle = core.EventChannel(self._life.owner)
+            self._handle = core.EventChannel(self._lifecycle.owner)
         except VerbsError as error:
             check_node(error.verb, _MANAGER_NODE)
             raise
-        self._life.hold(self._handle)
+        self._lifecycle.hold(self._handle)
         self._dispatcher = Dispatcher(self._handle)
-        self._life.hold(self._dispatcher)
-        self._life.stop = self._dispatcher.hang_up
+        self._lifecycle.hold(self._dispatcher)
+        self._lifecycle.stop = self._dispatcher.hang_up

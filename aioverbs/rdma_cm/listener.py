@@ -7,8 +7,8 @@ from typing import Self
 
 from aioverbs._core.handles import rdma_cm as core
 from aioverbs._lifecycle.affinity import Affinity
-from aioverbs._lifecycle.lifecycle import Life
-from aioverbs._lifecycle.resource import Handled, life_of, open_part_now, suppress_warning
+from aioverbs._lifecycle.lifecycle import Lifecycle
+from aioverbs._lifecycle.resource import HandleResource, lifecycle_of, open_part_now, suppress_warning
 from aioverbs.addresses import Address, written
 from aioverbs.errors import ClosedResourceError
 from aioverbs.rdma_cm.cm_id import Identifier, look_up
@@ -21,12 +21,12 @@ __all__ = ["Listener"]
 class _Requests:
     """Connections that were asked of a listener. Its life keeps this, and not the user's object."""
 
-    def __init__(self, handle: core.Identifier, channel: EventChannel, life: Life) -> None:
+    def __init__(self, handle: core.Identifier, channel: EventChannel, lifecycle: Lifecycle) -> None:
         self._handle = handle
         self._channel = weakref.ref(channel)
         self._dispatcher = channel._dispatcher
-        self._life = life
-        self._bell = life.bell()
+        self._lifecycle = lifecycle
+        self._condition = lifecycle.condition()
         self._waiting: deque[Identifier] = deque()  # no more than the backlog: the kernel counts them
         self._failure: Exception | None = None
         self.closed = False
@@ -46,25 +46,25 @@ class _Requests:
             event.identifier.destroy()
             return
         identifier = Identifier(channel, event)
-        life_of(identifier).came_from(self._life)
+        lifecycle_of(identifier).inherit_site(self._lifecycle)
         try:
             open_part_now(identifier)  # nobody's fault that it is open, before somebody took it
         except ClosedResourceError:  # the channel is being closed
             event.identifier.destroy()
             return
         self._waiting.append(identifier)
-        self._bell.ring()
+        self._condition.notify()
 
     def broke(self, error: Exception) -> None:
         """There are no more."""
         self._failure = error
-        self._bell.ring()
+        self._condition.notify()
 
     def hang_up(self) -> None:
         """Those who asked have no connection yet."""
 
     async def next(self) -> Identifier:
-        await self._bell.wait_while(lambda: not (self._waiting or self._failure or self.closed))
+        await self._condition.wait_while(lambda: not (self._waiting or self._failure or self.closed))
         if self.closed:
             raise StopAsyncIteration
         if not self._waiting:
@@ -77,7 +77,7 @@ class _Requests:
     async def drain(self) -> None:
         """Those that nobody took are refused."""
         self.closed = True
-        self._bell.ring()
+        self._condition.notify()
         while self._waiting:
             await self._waiting.popleft().aclose()
 
@@ -87,7 +87,7 @@ class _Requests:
         self._dispatcher.listening.pop(self._handle, None)
 
 
-class Listener(Handled[core.Identifier]):
+class Listener(HandleResource[core.Identifier]):
     """Where peers ask for connections: ``rdma_bind_addr`` and ``rdma_listen``. Made by `Channel.listener`.
 
     ``async for`` gives an `Identifier` for each, open, to `Identifier.accept`, `Identifier.reject` or close; those
@@ -120,13 +120,13 @@ class Listener(Handled[core.Identifier]):
 
     def _open(self) -> None:
         self._handle = core.Identifier(self._channel.handle)
-        self._life.hold(self._handle)
+        self._lifecycle.hold(self._handle)
         self._handle.bind_addr(self._wanted)
-        self._requests = _Requests(self._handle, self._channel, self._life)
-        self._life.hold(self._requests)
-        self._life.drain = self._requests.drain
+        self._requests = _Requests(self._handle, self._channel, self._lifecycle)
+        self._lifecycle.hold(self._requests)
+        self._lifecycle.drain = self._requests.drain
         self._handle.listen(self._backlog)
-        self._life.label = f"at {written(self._handle.local_address)}"
+        self._lifecycle.label = f"at {written(self._handle.local_address)}"
 
     @property
     def address(self) -> Address:
@@ -142,7 +142,7 @@ class Listener(Handled[core.Identifier]):
         if self._requests is None:
             self._check_open()
         assert self._requests is not None
-        owner = self._life.owner
+        owner = self._lifecycle.owner
         if owner is not None and not self._requests.closed:
-            owner.check(self._life, "__anext__")
+            owner.check(self._lifecycle, "__anext__")
         return await self._requests.next()

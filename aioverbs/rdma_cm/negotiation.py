@@ -5,16 +5,16 @@ import errno
 from aioverbs._verbs import qp_state_machine
 from aioverbs._verbs.qp_defaults import RETRIES
 from aioverbs._verbs.qp_modify import limits_for
-from aioverbs._verbs.qp_state_machine import Changes, Limits
+from aioverbs._verbs.qp_state_machine import Limits, QpAttrs
 from aioverbs._verbs.queue_pair import QueuePair
 from aioverbs.attributes import AddressVector
 from aioverbs.errors import TransitionError, VerbsError
 from aioverbs.types import Mtu, QpState, QpType
 
-__all__ = ["check_queue_pair", "settle"]
+__all__ = ["check_queue_pair", "negotiate"]
 
 # What librdmacm will say stands for itself here: whether the rest can be is seen before a peer is asked.
-_TOLD = Changes(
+_TOLD = QpAttrs(
     av=AddressVector(dgid=bytes(15) + b"\1"),
     path_mtu=Mtu.MTU_256,
     dest_qp_num=0,
@@ -29,7 +29,7 @@ _TOLD = Changes(
 )
 
 
-def check_queue_pair(qp: QueuePair, attributes: Changes) -> None:
+def check_queue_pair(qp: QueuePair, attributes: QpAttrs) -> None:
     """See that a queue pair can be connected, with these attributes.
 
     :raises ValueError: it is not of type RC.
@@ -53,7 +53,7 @@ def check_queue_pair(qp: QueuePair, attributes: Changes) -> None:
         raise
 
 
-def settle(told: Changes, given: Changes, limits: Limits) -> Changes:
+def negotiate(told: QpAttrs, given: QpAttrs, limits: Limits) -> QpAttrs:
     """PURE: What the managers agreed on, such that nothing waits for ever, within the device's limits, and as given.
 
     A peer's manager asks for up to 7 repetitions, which is for ever, and says nothing of how long one waits that finds

@@ -15,11 +15,11 @@ import anyio
 
 from aioverbs._core.handles import rdma_cm as core
 from aioverbs._durations import duration
-from aioverbs._lifecycle.affinity import Bell
+from aioverbs._lifecycle.affinity import CrossLoopCondition
 from aioverbs._verbs import qp_state_machine
 from aioverbs._verbs.qp_modify import limits_for, move_in_time
-from aioverbs._verbs.qp_state_machine import Changes
-from aioverbs._verbs.queue_pair import QueuePair, requests_of
+from aioverbs._verbs.qp_state_machine import QpAttrs
+from aioverbs._verbs.queue_pair import QueuePair, qp_work_state_of
 from aioverbs.errors import (
     AffinityError,
     BrokenResourceError,
@@ -28,21 +28,21 @@ from aioverbs.errors import (
     ConcurrentAccessError,
     ConnectionRejectedError,
     DeviceRemovedError,
-    StateError,
+    QueuePairStateError,
     UnreachableError,
     VerbsError,
 )
 from aioverbs.rdma_cm.events import CmEventType, Dispatcher
-from aioverbs.rdma_cm.negotiation import settle
+from aioverbs.rdma_cm.negotiation import negotiate
 from aioverbs.types import AccessFlags, QpState, QpType
 
-__all__ = ["Conversation", "Stage", "error_of"]
+__all__ = ["CmState", "CmStateMachine", "error_of"]
 
 _ANSWER = "the peer did not answer"
 _GOODBYE_S = 1.0  # the longest that closing waits for a peer to hear of it
 
 
-class Stage(enum.Enum):
+class CmState(enum.Enum):
     """How far an identifier has come."""
 
     NEW = "new"
@@ -76,7 +76,7 @@ def error_of(verb: str, event: core.Event) -> Exception:
     return BrokenResourceError(f"{verb}: librdmacm told of event {kind}, status {event.status}")
 
 
-class Conversation:
+class CmStateMachine:
     """An identifier's way from its making to its end. The identifier's life keeps this, and not the user's object.
 
     :param handle: of the identifier.
@@ -85,12 +85,18 @@ class Conversation:
     :param stage: where it begins.
     """
 
-    def __init__(self, handle: core.Identifier, dispatcher: Dispatcher, bell: Bell, stage: Stage = Stage.NEW) -> None:
+    def __init__(
+        self,
+        handle: core.Identifier,
+        dispatcher: Dispatcher,
+        condition: CrossLoopCondition,
+        stage: CmState = CmState.NEW,
+    ) -> None:
         self.handle = handle
         self.stage = stage
         self.private_data = b""
         self._dispatcher = dispatcher
-        self._bell = bell
+        self._condition = condition
         self._busy = False
         self._awaits = _ANSWER
         self._closed = False
@@ -106,7 +112,7 @@ class Conversation:
         self._closed = True
         self._dispatcher.listening.pop(self.handle, None)
         self._flush()
-        self._bell.ring()
+        self._condition.notify()
 
     # ---- What is heard
 
@@ -118,32 +124,32 @@ class Conversation:
             self._events.append(event)
             if not self._busy:
                 self._take_what_nobody_awaits()
-        self._bell.ring()
+        self._condition.notify()
 
     def broke(self, error: Exception) -> None:
         """The device, or the channel, is gone."""
-        self._end(Stage.FAILED, error)
+        self._end(CmState.FAILED, error)
 
     def _take_what_nobody_awaits(self) -> None:
         while self._events:
             event = self._events.popleft()
-            over = self.stage in (Stage.CONNECTED, Stage.DISCONNECTING)
+            over = self.stage in (CmState.CONNECTED, CmState.DISCONNECTING)
             if over and event.event_type == CmEventType.DISCONNECTED:
-                if self.stage is Stage.CONNECTED:
+                if self.stage is CmState.CONNECTED:
                     with contextlib.suppress(VerbsError):  # the peer waits for no answer any more
                         self.handle.disconnect()
-                self._end(Stage.ENDED)
+                self._end(CmState.ENDED)
             elif event.event_type not in (CmEventType.ESTABLISHED, CmEventType.DISCONNECTED):
-                self._end(Stage.FAILED, error_of("the connection", event))
+                self._end(CmState.FAILED, error_of("the connection", event))
 
-    def _end(self, stage: Stage, failure: Exception | None = None) -> None:
-        if self.stage not in (Stage.ENDED, Stage.FAILED):
+    def _end(self, stage: CmState, failure: Exception | None = None) -> None:
+        if self.stage not in (CmState.ENDED, CmState.FAILED):
             self.stage, self._failure = stage, failure
         if self._when_over is not None:
             self._when_over(self._cause())
         else:
             self._flush()
-        self._bell.ring()
+        self._condition.notify()
 
     def watch(self, when_over: Callable[[Exception], object] | None) -> None:
         """Call this with the cause when the peer or the device is gone. It ends the queue pair then, this does not.
@@ -151,7 +157,7 @@ class Conversation:
         :param when_over: None: as if nobody had watched.
         """
         self._when_over = when_over
-        if when_over is not None and self.stage in (Stage.ENDED, Stage.FAILED):
+        if when_over is not None and self.stage in (CmState.ENDED, CmState.FAILED):
             when_over(self._cause())
 
     def _cause(self) -> Exception:
@@ -170,7 +176,7 @@ class Conversation:
         except ConcurrentAccessError:  # a thread is inside of a domain that any may use
             self._dispatcher.loop.call_soon(self._to_error, qp)
         except BusyResourceError:  # another thread changes its state: when that is over
-            work = requests_of(qp)
+            work = qp_work_state_of(qp)
             assert work is not None
             assert work.send_queue is not None
             work.send_queue.when_resumed(self._dispatcher.loop, functools.partial(self._to_error, qp))
@@ -180,7 +186,7 @@ class Conversation:
     # ---- What is said
 
     @contextlib.asynccontextmanager
-    async def step(self, what: str, needed: Stage, timeout_s: float | None) -> AsyncIterator[None]:
+    async def step(self, what: str, needed: CmState, timeout_s: float | None) -> AsyncIterator[None]:
         """Go from a stage to another one; what fails, is cancelled or takes too long ends the conversation."""
         self.check(what, needed)
         self._busy = True
@@ -189,8 +195,8 @@ class Conversation:
             async with limit:
                 yield
         except BaseException as error:
-            is_rejected = isinstance(error, ConnectionRejectedError) and self.stage is Stage.RESOLVED
-            stage = Stage.REJECTED if is_rejected else Stage.FAILED
+            is_rejected = isinstance(error, ConnectionRejectedError) and self.stage is CmState.RESOLVED
+            stage = CmState.REJECTED if is_rejected else CmState.FAILED
             self._end(stage, error if isinstance(error, Exception) else None)
             if isinstance(error, TimeoutError) and limit.expired():
                 assert timeout_s is not None
@@ -200,28 +206,28 @@ class Conversation:
             self._busy = False
             self._take_what_nobody_awaits()
 
-    def check(self, what: str, needed: Stage) -> None:
+    def check(self, what: str, needed: CmState) -> None:
         """See that it is at a stage, and that nothing else is under way. One that was rejected may begin anew.
 
-        :raises StateError: it is at another one.
+        :raises QueuePairStateError: it is at another one.
         :raises BrokenResourceError: it failed.
         :raises BusyResourceError: another step is under way.
         """
         if self._busy:
             raise BusyResourceError(f"{what}: another call is under way on this identifier")
-        if self.stage is needed or (self.stage is Stage.REJECTED and needed in (Stage.NEW, Stage.RESOLVED)):
+        if self.stage is needed or (self.stage is CmState.REJECTED and needed in (CmState.NEW, CmState.RESOLVED)):
             return
-        if self._failure is not None and self.stage is not Stage.REJECTED:
+        if self._failure is not None and self.stage is not CmState.REJECTED:
             raise BrokenResourceError(f"{what}: it failed before, close it: {self._failure}") from self._failure
-        raise StateError(f"{what}: it is {self.stage.value}, and is to be {needed.value} for that")
+        raise QueuePairStateError(f"{what}: it is {self.stage.value}, and is to be {needed.value} for that")
 
-    async def hear(self, kind: CmEventType, verb: str) -> core.Event:
+    async def expect(self, kind: CmEventType, verb: str) -> core.Event:
         """The next event, which is to be of that kind.
 
         :raises ClosedResourceError: it was closed meanwhile.
         :raises Exception: `error_of` another event.
         """
-        await self._bell.wait_while(lambda: not (self._events or self._failure or self._closed))
+        await self._condition.wait_while(lambda: not (self._events or self._failure or self._closed))
         self._check_going_on(verb)
         event = self._events.popleft()
         if event.event_type != kind:
@@ -243,12 +249,12 @@ class Conversation:
     def to_init(self, qp: QueuePair, access: AccessFlags | None) -> None:
         """Take a queue pair to INIT, where it can have receives."""
         told = self.handle.init_qp_attr(QpState.INIT)
-        changes = Changes(pkey_index=told.get("pkey_index", 0), port_num=told.get("port_num", 1))
+        changes = QpAttrs(pkey_index=told.get("pkey_index", 0), port_num=told.get("port_num", 1))
         if access is not None:
             changes["qp_access_flags"] = access
         qp.to_init(**changes)
 
-    async def to_rts(self, qp: QueuePair, given: Changes) -> Changes:
+    async def to_rts(self, qp: QueuePair, given: QpAttrs) -> QpAttrs:
         """Take it to RTS, by what the managers agreed on; what it was given.
 
         The event loop goes on meanwhile, as with `QueuePair.establish`, but a cancellation does not wait for the verb.
@@ -258,13 +264,13 @@ class Conversation:
         """
         limits = limits_for(qp, self.handle.port_num)
         self._qp = qp
-        made = Changes()
+        made = QpAttrs()
         for before, after in itertools.pairwise((QpState.INIT, QpState.RTR, QpState.RTS)):
-            takes = qp_state_machine.needs(QpType.RC, before, after)
+            takes = qp_state_machine.transition_rule(QpType.RC, before, after)
             names = takes.required | takes.optional
             told = self.handle.init_qp_attr(after)
-            fit = cast(Changes, {name: value for name, value in given.items() if name in names})
-            changes = settle(told, fit, limits)
+            fit = cast(QpAttrs, {name: value for name, value in given.items() if name in names})
+            changes = negotiate(told, fit, limits)
             self._awaits = "the device did not find the peer's neighbour"
             await move_in_time(qp, after, changes)
             self._awaits = _ANSWER
@@ -274,25 +280,27 @@ class Conversation:
 
     def connected(self) -> None:
         """It is. What the peer said since is found when the step ends."""
-        self.stage = Stage.CONNECTED
+        self.stage = CmState.CONNECTED
 
     # ---- How it ends
 
     def hang_up(self) -> None:
         """Flush the queue pair and tell the peer, if it is connected."""
-        if self.stage is not Stage.CONNECTED:
+        if self.stage is not CmState.CONNECTED:
             return
-        self.stage = Stage.DISCONNECTING
+        self.stage = CmState.DISCONNECTING
         self._goodbye_until = time.monotonic() + _GOODBYE_S
         self._flush()
         try:
             self.handle.disconnect()
         except VerbsError:  # the peer did already, or the device is gone: an event tells
-            self._end(Stage.ENDED)
+            self._end(CmState.ENDED)
 
     async def wait_over(self) -> None:
         """Until it is not connected any more, whoever ended that."""
-        await self._bell.wait_while(lambda: self.stage in (Stage.CONNECTED, Stage.DISCONNECTING) and not self._closed)
+        await self._condition.wait_while(
+            lambda: self.stage in (CmState.CONNECTED, CmState.DISCONNECTING) and not self._closed
+        )
         if isinstance(self._failure, DeviceRemovedError):
             raise self._failure
 
@@ -300,4 +308,4 @@ class Conversation:
         """Let the peer hear of it, for a while."""
         self.hang_up()
         with anyio.move_on_after(max(0.0, self._goodbye_until - time.monotonic())):
-            await self._bell.wait_while(lambda: self.stage is Stage.DISCONNECTING)
+            await self._condition.wait_while(lambda: self.stage is CmState.DISCONNECTING)

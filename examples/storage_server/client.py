@@ -16,7 +16,7 @@ import contextlib
 from collections.abc import AsyncIterator
 
 import aioverbs
-from aioverbs import BrokenResourceError, BufferPool, ConnectionSettings, Granted, ResourceDomain
+from aioverbs import BrokenResourceError, BufferPool, ConnectionSettings, RemoteGrant, ResourceDomain
 from storage_server.cancelling import to_its_end
 from storage_server.catalog import key_of, name_of
 from storage_server.errors import StorageError, error_of
@@ -130,7 +130,7 @@ class Storage:
         except TimeoutError:
             await self._rpc.connection.abort()
 
-    async def _opened(self, request: Open | Reopen) -> tuple[Opened, Granted]:
+    async def _opened(self, request: Open | Reopen) -> tuple[Opened, RemoteGrant]:
         async with self._opening:
             opening = asyncio.create_task(self._grant(request))
             try:
@@ -140,14 +140,14 @@ class Storage:
                 await to_its_end(self._give_up(opening, request))
                 raise
 
-    async def _give_up(self, opening: asyncio.Task[tuple[Opened, Granted]], request: Open | Reopen) -> None:
+    async def _give_up(self, opening: asyncio.Task[tuple[Opened, RemoteGrant]], request: Open | Reopen) -> None:
         if not (await asyncio.wait([opening], timeout=_ANSWER_S))[0]:
             await self._rpc.connection.abort()
             await asyncio.wait([opening])
         if not opening.cancelled() and opening.exception() is None and isinstance(request, Open):
             await self._close(opening.result()[0])
 
-    async def _grant(self, request: Open | Reopen) -> tuple[Opened, Granted]:
+    async def _grant(self, request: Open | Reopen) -> tuple[Opened, RemoteGrant]:
         opened = await self._rpc.expect(request, Opened)
         while True:  # grants of what was given up before came before
             granted = await self._rpc.connection.receive_grant()

@@ -5,7 +5,7 @@ import zlib
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from typing import Any
 
-from aioverbs import BufferPool, Granted, GrantRevokedError, RegionSlice
+from aioverbs import BufferPool, GrantRevokedError, RegionSlice, RemoteGrant
 from storage_server.errors import ChangedError, InvalidError
 from storage_server.protocol import DATA_MOST, Checksum, Data, Flush, Opened, ProtocolError, Read, Reopen, Write
 from storage_server.ranges import Ranges
@@ -19,7 +19,7 @@ _AT_ONCE = 4
 _TRIES = 1000  # of what is interrupted by copies that are made of the volume
 _CHECKS = 10  # of what somebody may be writing just then
 
-Regrant = Callable[[Reopen], Awaitable[tuple[Opened, Granted]]]
+Regrant = Callable[[Reopen], Awaitable[tuple[Opened, RemoteGrant]]]
 """Asks for another grant."""
 
 
@@ -33,7 +33,7 @@ class RemoteVolume:
         pools: tuple[BufferPool, BufferPool],
         regrant: Regrant,
         opened: Opened,
-        granted: Granted,
+        granted: RemoteGrant,
         *,
         by_messages: bool,
     ) -> None:
@@ -107,7 +107,7 @@ class RemoteVolume:
                     self._written.add(offset, offset + len(local))
         raise ChangedError(f"volume {self.name!r} was copied {_TRIES} times while this was written")
 
-    async def _regrant(self, before: Granted) -> None:
+    async def _regrant(self, before: RemoteGrant) -> None:
         """The server took its grant back: for a copy that is made, or for good."""
         async with self._regranting:
             if self._granted is before:

@@ -5,6 +5,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 
 from aioverbs import MessageModel
+from aioverbs.attributes import Execution
 from tests.bench.echo import protocol_echo, stream_echo
 from tests.bench.ends import (
     Ends,
@@ -200,7 +201,7 @@ async def _wake_ups(rounds: int, delay_ns: int) -> tuple[Rounds, dict[str, float
 
         return counted
 
-    async with ends(MessageModel.DEFAULT, engine_mode=True) as here:
+    async with ends(MessageModel.DEFAULT, execution="thread") as here:
         soft_context(here.device).set_delay(delay_ns)
         with waker(delay_ns) as bare:
             contenders: dict[str, Contender] = {"await": partial(writes, here.qp, here.place(8)), "bare": bare.wake_ups}
@@ -214,15 +215,14 @@ async def _wake_ups(rounds: int, delay_ns: int) -> tuple[Rounds, dict[str, float
     }
 
 
-async def message_models(rounds: int, *, engine_mode: bool) -> Result:
+async def message_models(rounds: int, *, execution: Execution) -> Result:
     """All four, side by side: a write that is awaited at once, and a window of 64 reads of 4 KiB."""
     contenders: dict[str, Contender] = {}
     async with AsyncExitStack() as stack:
         for model in MessageModel:
-            here = await stack.enter_async_context(ends(model, engine_mode=engine_mode))
+            here = await stack.enter_async_context(ends(model, execution=execution))
             name = model.name.lower()
             contenders[f"{name}_write"] = partial(writes, here.qp, here.place(8))
             contenders[f"{name}_window"] = partial(reads, here.qp, here.places(4 * KIB, WINDOW))
         taken = await interleaved(contenders, rounds)
-    mode = "engine" if engine_mode else "inline"
-    return Result(f"message_models_{mode}", {f"{name}_us": taken.ns(name) / 1e3 for name in contenders})
+    return Result(f"message_models_{execution}", {f"{name}_us": taken.ns(name) / 1e3 for name in contenders})

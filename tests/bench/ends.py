@@ -12,6 +12,7 @@ from typing import TypeVar
 from aioverbs import AccessFlags, MemoryRegion, QpCapabilities, QueuePair, RegionSlice, RemoteRegion, open_device
 from aioverbs._verbs.completion_queue import CompletionQueue, MessageModel
 from aioverbs._verbs.device import Device
+from aioverbs.attributes import Execution
 
 __all__ = [
     "MODELS",
@@ -31,8 +32,8 @@ __all__ = [
 
 ACCESS = AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_WRITE | AccessFlags.REMOTE_READ
 
-# What is used with the device in engine mode, and without.
-MODELS = {True: MessageModel.DEFAULT, False: MessageModel.FORCE_LOW_LATENCY}
+# The message model that is measured with each execution.
+MODELS: dict[Execution, MessageModel] = {"thread": MessageModel.DEFAULT, "inline": MessageModel.FORCE_LOW_LATENCY}
 
 Place = tuple[RegionSlice, RemoteRegion]
 
@@ -66,18 +67,18 @@ class Ends:
 
 @asynccontextmanager
 async def ends(
-    model: MessageModel, *, engine_mode: bool = False, count: int = 1, depth: int = 128, size: int = 1 << 18
+    model: MessageModel, *, execution: Execution = "inline", count: int = 1, depth: int = 128, size: int = 1 << 18
 ) -> AsyncIterator[Ends]:
     """Open `Ends` on the software device.
 
-    :param engine_mode: the device executes in a thread of its own, else in the posting call.
+    :param execution: of the device.
     :param count: of queue pairs.
     :param depth: of each.
     :param size: of each region, in bytes.
     """
     capabilities = QpCapabilities(max_send_wr=depth, max_recv_wr=1)
     async with (
-        open_device("soft0", engine_mode=engine_mode) as device,
+        open_device("soft0", execution=execution) as device,
         device.resource_domain(message_model=model) as domain,
         domain.register(size, ACCESS) as local,
         domain.register(size, ACCESS) as remote,

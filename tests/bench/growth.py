@@ -57,7 +57,7 @@ async def outstanding() -> Result:
 
     The queues were gone over once before: their memory belongs to the queue pair and not to an operation.
     """
-    async with ends(MessageModel.DEFAULT, engine_mode=True, depth=UNDER_WAY) as here:
+    async with ends(MessageModel.DEFAULT, execution="thread", depth=UNDER_WAY) as here:
         qp, (local, remote) = here.qp, here.place(8)
         await writes(qp, (local, remote), UNDER_WAY + 1)
         before = resident(), sys.getallocatedblocks()
@@ -71,9 +71,9 @@ async def outstanding() -> Result:
     return Result(
         "outstanding",
         {
-            "under_way": UNDER_WAY - done,
+            "in_flight": UNDER_WAY - done,
             "bytes_per_operation": (during[0] - before[0]) / UNDER_WAY,
             "blocks_per_operation": (during[1] - before[1]) / UNDER_WAY,
         },
-        {"under_way": Limit(at_least=UNDER_WAY)},
+        {"in_flight": Limit(at_least=UNDER_WAY)},
     )

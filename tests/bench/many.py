@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 
+from aioverbs.attributes import Execution
 from tests.bench.ends import MODELS, Ends, ends
 from tests.bench.measuring import Contender, Limit, Result, interleaved
 from tests.bench.yardsticks import yard
@@ -45,18 +46,18 @@ async def active(here: Ends, clock: Callable[[], float], seconds: float) -> tupl
     return await over
 
 
-async def many_queue_pairs(rounds: int, *, engine_mode: bool) -> Result:
+async def many_queue_pairs(rounds: int, *, execution: Execution) -> Result:
     """1,000 queue pairs against 10, on one loop and one completion queue; beside it, what that costs C.
 
     In inline mode, where this thread does everything and never sleeps, seconds are those that it had a processor.
     """
-    clock = time.perf_counter if engine_mode else time.thread_time
-    model = MODELS[engine_mode]
+    clock = time.perf_counter if execution == "thread" else time.thread_time
+    model = MODELS[execution]
     rates: dict[int, list[float]] = {FEW: [], MANY: []}
     spreads: dict[int, list[float]] = {FEW: [], MANY: []}
     async with (
-        ends(model, engine_mode=engine_mode, count=FEW, depth=DEPTH) as few,
-        ends(model, engine_mode=engine_mode, count=MANY, depth=DEPTH) as many,
+        ends(model, execution=execution, count=FEW, depth=DEPTH) as few,
+        ends(model, execution=execution, count=MANY, depth=DEPTH) as many,
     ):
         for here in (few, many):
             await active(here, clock, ROUND_S / 10)  # to warm up
@@ -65,9 +66,11 @@ async def many_queue_pairs(rounds: int, *, engine_mode: bool) -> Result:
                 counts, took = await active(here, clock, ROUND_S)
                 rates[len(counts)].append(sum(counts) / took)
                 spreads[len(counts)].append(max(counts) / max(1, min(counts)))
-        c = {} if engine_mode else {"c_1000_to_10": await _in_c(few, many)}  # which would wait for each one in turn
+        c = (
+            {} if execution == "thread" else {"c_1000_to_10": await _in_c(few, many)}
+        )  # which would wait for each one in turn
     return Result(
-        f"queue_pairs_{'engine' if engine_mode else 'inline'}",
+        f"queue_pairs_{execution}",
         {
             "10_per_s": statistics.median(rates[FEW]),
             "1000_per_s": statistics.median(rates[MANY]),

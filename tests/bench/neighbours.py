@@ -5,6 +5,7 @@ import contextlib
 import time
 from collections.abc import AsyncIterator
 
+from aioverbs.attributes import Execution
 from tests.bench.echo import tcp_echo
 from tests.bench.ends import MODELS, Ends, ends
 from tests.bench.measuring import Contender, Result, percentile
@@ -58,12 +59,12 @@ async def _writing(here: Ends) -> AsyncIterator[list[int]]:
             await task
 
 
-async def neighbours(rounds: int, *, engine_mode: bool) -> Result:
+async def neighbours(rounds: int, *, execution: Execution) -> Result:
     """A timer's delay and an echo's round trip on a loop that is idle otherwise, and beside endless writes."""
     ticks: dict[str, list[float]] = {"idle": [], "busy": []}
     echoes: dict[str, list[float]] = {"idle": [], "busy": []}
     written, seconds = 0, 0.0
-    async with ends(MODELS[engine_mode], engine_mode=engine_mode) as here, tcp_echo() as echo:
+    async with ends(MODELS[execution], execution=execution) as here, tcp_echo() as echo:
         await echo(100)
         for _ in range(rounds):
             for name in ticks:
@@ -80,4 +81,4 @@ async def neighbours(rounds: int, *, engine_mode: bool) -> Result:
         for name in values:
             figures[f"{what}_{name}_us"] = percentile(values[name], 0.5)
             figures[f"{what}_{name}_p99_us"] = percentile(values[name], 0.99)
-    return Result(f"neighbours_{'engine' if engine_mode else 'inline'}", figures)
+    return Result(f"neighbours_{execution}", figures)

@@ -20,6 +20,8 @@ from pathlib import Path
 import uvloop
 from rich.console import Console
 
+from aioverbs.attributes import Execution
+
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # this is run as a script
 
 from tests.bench import basics, connections, data_path, fabric, fabric_many, growth, many, neighbours, pools, storage
@@ -66,7 +68,7 @@ def benchmarks(options: argparse.Namespace) -> dict[str, Callable[[], Results]]:
     rounds, seconds = options.rounds, options.timeout
     short = max(1, rounds // 200)  # of what takes a second or more
     turns = max(1, rounds // 143)  # of processes
-    modes = ({"engine_mode": False}, {"engine_mode": True})
+    modes: tuple[dict[str, Execution], ...] = ({"execution": "inline"}, {"execution": "thread"})
 
     def on(*measures: Callable[[], Awaitable[Result]], loops: Iterable[str] = ("uvloop",)) -> Callable[[], Results]:
         return partial(on_loops, measures, loops, seconds)

@@ -27,7 +27,7 @@ def resource(number: int, kind: str, statistics: dict[str, Any] | None, *childre
 
 
 def queue(completed: int, size: int = 0, **more: Any) -> dict[str, Any]:
-    return {"completed": completed, "bytes": size, "doorbells": 0, "under_way": 1, "queued": 0, "failed": [], **more}
+    return {"completed": completed, "bytes": size, "doorbells": 0, "in_flight": 1, "queued": 0, "failed": [], **more}
 
 
 def pair(number: int, sends: dict[str, Any], receives: dict[str, Any]) -> dict[str, Any]:
@@ -44,7 +44,7 @@ BEFORE = line(
         1,
         "Device",
         {"children": 2},
-        resource(2, "CompletionQueue", {"completions": 100, "wakeups": 50, "under_way": 3, "depth": 64}),
+        resource(2, "CompletionQueue", {"completions": 100, "wakeups": 50, "in_flight": 3, "depth": 64}),
         pair(3, queue(10, 1000), queue(20)),
         pair(4, queue(5, 50), queue(5)),
     ),
@@ -55,7 +55,7 @@ AFTER = line(
         1,
         "Device",
         {"children": 2},
-        resource(2, "CompletionQueue", {"completions": 300, "wakeups": 60, "under_way": 3, "depth": 64}),
+        resource(2, "CompletionQueue", {"completions": 300, "wakeups": 60, "in_flight": 3, "depth": 64}),
         pair(3, queue(30, 5000), queue(40, failed=[["WR_FLUSH_ERR", 2], ["RETRY_EXC_ERR", 1]])),
         pair(5, queue(1000, 1000), queue(0)),
         resource(6, "MemoryRegion", {"children": 0}),

@@ -16,9 +16,9 @@ from aioverbs import (
     ConcurrentAccessError,
     Connection,
     Device,
-    Granted,
     MemoryRegion,
     QpState,
+    RemoteGrant,
     VerbsError,
     connect,
 )
@@ -35,12 +35,12 @@ NARROW = deeper(SMALL, send_depth=6, receive_depth=8, close_timeout_s=2)
 """Two buffers, and a send queue that is soon full."""
 
 
-async def granted(giver: Connection, taker: Connection, memory: MemoryRegion) -> Granted:
+async def granted(giver: Connection, taker: Connection, memory: MemoryRegion) -> RemoteGrant:
     await giver.grant(memory, AccessFlags.REMOTE_WRITE)
     return await taker.receive_grant()
 
 
-def fill(connection: Connection, source: MemoryRegion, target: Granted) -> list[Operation[None]]:
+def fill(connection: Connection, source: MemoryRegion, target: RemoteGrant) -> list[Operation[None]]:
     """Take all places of a send queue that is held, and wait for one more."""
     writes: list[Operation[None]] = []
     while not connection.qp.statistics().sends.queued:
@@ -221,8 +221,8 @@ async def test_who_waits_is_told_that_the_peer_is_gone_whatever_looking_for_more
     async with pair(device) as ends:
         traffic: Any = ends.near._traffic
         queue = traffic.receive_queue
-        drain = InUse(queue.completer.drain, 3, error)
-        traffic.receive_queue = With(queue, completer=With(queue.completer, watched=True, drain=drain))
+        drain = InUse(queue.dispatcher.drain, 3, error)
+        traffic.receive_queue = With(queue, dispatcher=With(queue.dispatcher, watched=True, drain=drain))
         receiving = asyncio.create_task(ends.near.receive())
         await asyncio.sleep(0)
         await ends.far.abort()
@@ -237,12 +237,12 @@ async def test_closing_while_another_thread_is_inside(device: Device, monkeypatc
     async with pair(device) as ends:
         near: Any = ends.near
         qp = near.qp
-        owner = qp._life.owner
+        owner = qp._lifecycle.owner
         send, write, check = InUse(qp.send, 3), InUse(qp.write, 3), InUse(owner.check, 3)
         await near.send(b"hello")
         monkeypatch.setattr(qp, "send", send)
         monkeypatch.setattr(qp, "write", write)
-        qp._life.owner = With(owner, check=check)
+        qp._lifecycle.owner = With(owner, check=check)
         await near.aclose()
         assert near.closed
         assert qp.closed

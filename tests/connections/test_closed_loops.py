@@ -131,10 +131,10 @@ async def test_those_of_a_loop_that_runs_are_its_own_to_close(device: Device) ->
     """Closing the domain does not close them, and closing them does not hold on to the domain."""
     domain = await device.resource_domain().open()
     async with listen(HOST, domain=domain) as listener, serve(echo, HOST, domain=domain) as server:
-        held = len(domain._life._handles)
+        held = len(domain._lifecycle._handles)
         async with listen(HOST, domain=domain):
-            assert len(domain._life._handles) == held + 1
-        assert len(domain._life._handles) == held
+            assert len(domain._lifecycle._handles) == held + 1
+        assert len(domain._lifecycle._handles) == held
         await domain.aclose()
         assert accepts(listener.port)
         assert accepts(server.port)

@@ -352,7 +352,7 @@ async def test_open_and_close_again_and_again(device: Device) -> None:
                 await near.send(b"x")
                 assert await far.receive() == b"x"
                 if number > 2:
-                    seen.add((len(domain._life.children), len(domain.base._life.children)))
+                    seen.add((len(domain._lifecycle.children), len(domain.base._lifecycle.children)))
         assert len(seen) == 1
 
 

@@ -13,10 +13,10 @@ from tests.pace import patience
 from tests.waiting import until
 
 ALL = AccessFlags.REMOTE_READ | AccessFlags.REMOTE_WRITE | AccessFlags.REMOTE_ATOMIC
-Call = Callable[[], Awaitable[object]]
+CrossLoopCall = Callable[[], Awaitable[object]]
 
 
-async def refused(*calls: Call) -> None:
+async def refused(*calls: CrossLoopCall) -> None:
     """Each of them raises AffinityError, and waits for nothing, on a loop that owns nothing."""
 
     async def call_all() -> None:

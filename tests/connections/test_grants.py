@@ -13,8 +13,8 @@ from aioverbs import (
     ClosedResourceError,
     Connection,
     Device,
-    Granted,
     GrantRevokedError,
+    RemoteGrant,
     RemoteRegion,
     WcStatus,
     WorkCompletionError,
@@ -134,7 +134,7 @@ async def test_what_the_device_refuses(device: Device, region: AccessFlags, what
         assert await others.far.receive() == b"fine"
 
 
-async def _reads(connection: Connection, local: Any, granted: Granted) -> int:
+async def _reads(connection: Connection, local: Any, granted: RemoteGrant) -> int:
     done = 0
     while True:
         window = []

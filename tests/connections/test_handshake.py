@@ -14,12 +14,12 @@ from aioverbs._connection.handshake import (
     LONGEST,
     Capabilities,
     Handshake,
-    Kind,
+    MessageType,
     Offer,
     Reason,
-    Refusal,
+    Reject,
+    error_of_reject,
     parse,
-    refusal_of,
     rest_of,
 )
 
@@ -73,7 +73,7 @@ def test_another_secret(near: bytes | None, far: bytes | None) -> None:
     with pytest.raises(HandshakeError) as caught:
         talk(*ends(near, far))
     assert caught.value.reason == Reason.SECRET
-    told = Refusal.parse_body(parse(refusal_of(caught.value))[2])
+    told = Reject.parse_body(parse(error_of_reject(caught.value))[2])
     assert told.reason == Reason.SECRET
     assert "one" not in told.text or "secret" in told.text
 
@@ -117,7 +117,7 @@ def test_no_common_version(versions: tuple[int, int]) -> None:
     assert caught.value.reason == Reason.VERSION
     assert not caught.value.by_peer
     with pytest.raises(HandshakeError) as told:
-        near.hear_hello(refusal_of(caught.value))
+        near.hear_hello(error_of_reject(caught.value))
     assert (told.value.reason, told.value.by_peer) == (Reason.VERSION, True)
     assert f"versions {1}" in str(told.value)
 
@@ -138,7 +138,7 @@ def test_what_comes_out_of_turn(due: int) -> None:
     if due >= 2:
         far.hear_offer(near.offer(OFFER))
     hear = (far.hear_hello, far.hear_offer, far.hear_ready)[due]
-    wrong = (struct.pack("!4sBBH", b"aiov", 1, Kind.READY, 0), hello, hello)[due]
+    wrong = (struct.pack("!4sBBH", b"aiov", 1, MessageType.READY, 0), hello, hello)[due]
     with pytest.raises(HandshakeError, match="is due") as caught:
         hear(wrong)
     assert caught.value.reason == Reason.PROTOCOL
@@ -170,10 +170,10 @@ def said(hear: Callable[[bytes], object], data: bytes) -> None:
     try:
         hear(data)
     except HandshakeError as error:
-        told = parse(refusal_of(error))[0]
+        told = parse(error_of_reject(error))[0]
     else:
         return
-    assert told is Kind.REFUSAL
+    assert told is MessageType.REFUSAL
 
 
 @given(st.binary(max_size=LONGEST + 16), st.sampled_from([None, b"secret"]))
@@ -207,8 +207,8 @@ def test_every_bit_flipped_and_every_length(secret: bytes | None) -> None:
 
 @given(st.integers(0, 0xFFFF), st.text(st.characters(codec="utf-8")))
 def test_refusals(reason: int, text: str) -> None:
-    body = parse(Refusal(reason, text).pack())[2]
-    heard = Refusal.parse_body(body)
+    body = parse(Reject(reason, text).pack())[2]
+    heard = Reject.parse_body(body)
     assert heard.reason == reason
     assert heard.text.isprintable()
     error = heard.as_error()
@@ -249,7 +249,7 @@ def test_random_conversations_of_two_honest_and_one_dishonest_end() -> None:
     chance = random.Random(8)
     for _ in range(300):
         near, far = ends(b"s", b"s")
-        pool = [near.hello(), Refusal(3, "no").pack()]
+        pool = [near.hello(), Reject(3, "no").pack()]
         for _ in range(6):
             data = bytearray(chance.choice(pool))
             if chance.random() < 0.5:

@@ -19,7 +19,7 @@ from aioverbs import (
     WorkCompletionError,
     connect,
 )
-from aioverbs._connection.message_channel import Traffic
+from aioverbs._connection.message_channel import MessageChannel
 from aioverbs._connection.wire import FIRST, TOTAL, WHOLE, FrameKind, GrantNotice, header
 from tests.connections.ends import HOST, SMALL, Pair, pair, use_up
 from tests.holding import hold, unhold
@@ -32,7 +32,7 @@ LOCAL, READ = AccessFlags.LOCAL_WRITE, AccessFlags.REMOTE_READ
 Talk = Callable[[], Awaitable[None]]
 
 
-def traffic_of(connection: Connection) -> Traffic:
+def traffic_of(connection: Connection) -> MessageChannel:
     assert connection._traffic is not None
     return connection._traffic
 

@@ -23,7 +23,7 @@ from aioverbs import (
     listen,
     open_device,
 )
-from aioverbs._connection.handshake import Handshake, Hello, Kind, Offer, Reason, Refusal, parse, rest_of
+from aioverbs._connection.handshake import Handshake, Hello, MessageType, Offer, Reason, Reject, parse, rest_of
 from tests.connections.certificates import contexts
 from tests.connections.ends import HOST, SMALL, pair
 from tests.pace import fewer, patience
@@ -52,7 +52,7 @@ async def stranger(
             await writer.wait_closed()
 
 
-async def heard(reader: asyncio.StreamReader) -> tuple[Kind, bytes]:
+async def heard(reader: asyncio.StreamReader) -> tuple[MessageType, bytes]:
     async with asyncio.timeout(patience(10)):
         head = await reader.readexactly(8)
         data = head + await reader.readexactly(rest_of(head))
@@ -115,8 +115,8 @@ async def test_another_version(device: Device) -> None:
         async with stranger(listener) as (reader, writer):
             writer.write(Hello(7, 9, False, os.urandom(16)).pack())
             kind, data = await heard(reader)
-            assert kind is Kind.REFUSAL
-            assert Refusal.parse_body(parse(data)[2]).reason == Reason.VERSION
+            assert kind is MessageType.REFUSAL
+            assert Reject.parse_body(parse(data)[2]).reason == Reason.VERSION
         await until(lambda: refused(listener) == {"VERSION": 1})
         await talks(listener, domain)
 
@@ -132,7 +132,7 @@ async def test_who_stalls_is_dropped_in_time(device: Device) -> None:
         half[1].write(b"aiov\1")
         greeted = await stack.enter_async_context(stranger(listener))
         greeted[1].write(Handshake(True, os.urandom(16)).hello())
-        assert (await heard(greeted[0]))[0] is Kind.HELLO
+        assert (await heard(greeted[0]))[0] is MessageType.HELLO
         offered = await stack.enter_async_context(stranger(listener))
         await _offer(offered, domain, device)
         await until(lambda: listener.statistics().handshakes == 4)
@@ -205,7 +205,7 @@ async def test_who_vanishes_leaves_nothing(device: Device) -> None:
                     await _offer(peer, domain, device)
                 peer[1].transport.abort()
         await until(lambda: refused(listener) == {"BrokenResourceError": 3})
-        assert not [each for each in domain._life.children.values() if each.kind == "Connection"]
+        assert not [each for each in domain._lifecycle.children.values() if each.kind == "Connection"]
         await talks(listener, domain)
 
 
@@ -218,7 +218,7 @@ async def test_those_who_do_not_get_through_keep_nobody_out(device: Device, limi
     ):
         reader, writer = await stack.enter_async_context(stranger(listener))
         writer.write(Handshake(True, os.urandom(16)).hello())
-        assert (await heard(reader))[0] is Kind.HELLO
+        assert (await heard(reader))[0] is MessageType.HELLO
         for _ in range(2):
             await stack.enter_async_context(stranger(listener))
         await until(lambda: listener.statistics().handshakes == 3)
@@ -229,7 +229,7 @@ async def test_those_who_do_not_get_through_keep_nobody_out(device: Device, limi
         await until(lambda: listener.statistics().handshakes == 2)
         assert refused(listener) == {"TimeoutError": 1}
         writer.write(b"what is no offer")
-        assert (await heard(reader))[0] is Kind.REFUSAL, "who has said something still has its place"
+        assert (await heard(reader))[0] is MessageType.REFUSAL, "who has said something still has its place"
         await stack.aclose()
         await until(lambda: listener.statistics().handshakes == 0)
         await talks(listener, domain)

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from aioverbs import ClosedResourceError, Device, State, WorkerPool, connect, listen
+from aioverbs import ClosedResourceError, Device, ResourceState, WorkerPool, connect, listen
 from aioverbs._lifecycle.turns import OPENING, spend
 from tests.connections.ends import HOST, SMALL
 from tests.connections.serving import asked, served
@@ -73,7 +73,7 @@ async def test_what_is_large_where_who_opens_it_again_is_cancelled(device: Devic
         with pytest.raises(asyncio.CancelledError) as raised:
             await again
         assert AGAIN in str(raised.value.__cause__)
-        assert opened.state is State.OPEN
+        assert opened.state is ResourceState.OPEN
 
 
 @pytest.mark.parametrize("own", [True, False], ids=["of its own", "of the user's"])

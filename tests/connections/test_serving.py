@@ -21,7 +21,7 @@ from aioverbs import (
     WorkerPool,
     connect,
     open_device,
-    reconnecting,
+    reconnect,
     serve,
 )
 from aioverbs._connection.handshake import Reason
@@ -244,7 +244,7 @@ async def test_connected_again(device: Device) -> None:
         port = server.port
 
         async def client() -> None:
-            async for connection in reconnecting(HOST, port, domain=domain, settings=SMALL, backoff=FAST):
+            async for connection in reconnect(HOST, port, domain=domain, settings=SMALL, backoff=FAST):
                 try:
                     for _ in range(2):
                         await connection.send(b"hello")
@@ -270,7 +270,7 @@ async def test_it_gives_up(device: Device) -> None:
     async with device.resource_domain() as domain, served(domain) as server:
         port = server.port
         await server.stop()
-        again = reconnecting(HOST, port, domain=domain, backoff=Backoff(0.001, 0.01, attempts=3))
+        again = reconnect(HOST, port, domain=domain, backoff=Backoff(0.001, 0.01, attempts=3))
         with pytest.raises(ConnectionRefusedError):
             await anext(again)
 
@@ -278,7 +278,7 @@ async def test_it_gives_up(device: Device) -> None:
 async def test_what_waiting_does_not_mend(device: Device) -> None:
     async with device.resource_domain() as domain, served(domain, secret=b"one") as server:
         with pytest.raises(HandshakeError) as caught:
-            await anext(reconnecting(HOST, server.port, domain=domain, secret=b"two"))
+            await anext(reconnect(HOST, server.port, domain=domain, secret=b"two"))
         assert caught.value.reason == Reason.SECRET
 
 
@@ -306,7 +306,7 @@ async def test_reconnecting_outlasts_an_outage_that_the_device_reports(
         other.resource_domain() as far_domain,
         served(far_domain) as server,
         contextlib.aclosing(
-            reconnecting(HOST, server.port, domain=domain, settings=SMALL, backoff=Backoff(0.01, 0.05, attempts=2))
+            reconnect(HOST, server.port, domain=domain, settings=SMALL, backoff=Backoff(0.01, 0.05, attempts=2))
         ) as again,
     ):
         (device if end == "near" else other).faults.fail("modify_qp", number, first=2)  # to RTR, after INIT
@@ -331,7 +331,7 @@ async def test_reconnecting_ends_where_the_devices_do_not_fit(device: Device, nu
     ):
         device.faults.fail("modify_qp", number, first=2)
         with pytest.raises(HandshakeError, match="do not fit together") as caught:
-            await anext(reconnecting(HOST, server.port, domain=domain, settings=SMALL, backoff=FAST))
+            await anext(reconnect(HOST, server.port, domain=domain, settings=SMALL, backoff=FAST))
         assert caught.value.reason == Reason.DEVICE
 
 
@@ -351,7 +351,7 @@ async def test_reconnecting_waits_for_the_address_of_a_port(
     async with device.resource_domain() as domain, served(domain) as server:
         monkeypatch.setattr(ports, "gid_table", without_gids_once)
         async with contextlib.aclosing(
-            reconnecting(HOST, server.port, domain=domain, settings=SMALL, backoff=Backoff(0.01, 0.05, attempts=2))
+            reconnect(HOST, server.port, domain=domain, settings=SMALL, backoff=Backoff(0.01, 0.05, attempts=2))
         ) as again:
             connection = await anext(again)
             await connection.send(b"hello")
@@ -374,7 +374,7 @@ async def test_reconnecting_waits_for_a_gid_that_left_after_the_offer(
         other.resource_domain() as far_domain,
         served(far_domain) as server,
         contextlib.aclosing(
-            reconnecting(HOST, server.port, domain=domain, settings=SMALL, backoff=Backoff(0.01, 0.05, attempts=2))
+            reconnect(HOST, server.port, domain=domain, settings=SMALL, backoff=Backoff(0.01, 0.05, attempts=2))
         ) as again,
     ):
         at = device if end == "near" else other
@@ -398,7 +398,7 @@ async def test_reconnecting_waits_for_a_gid_that_left_after_the_offer(
 async def test_the_last_one_is_closed(device: Device) -> None:
     async with device.resource_domain() as domain, served(domain) as server:
         async with contextlib.aclosing(
-            reconnecting(HOST, server.port, domain=domain, settings=SMALL, backoff=FAST)
+            reconnect(HOST, server.port, domain=domain, settings=SMALL, backoff=FAST)
         ) as again:
             first = await anext(again)
             second = await anext(again)

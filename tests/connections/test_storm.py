@@ -20,11 +20,11 @@ from aioverbs import (
     ConnectionListener,
     Device,
     Grant,
-    Granted,
     GrantRevokedError,
     MemoryRegion,
     QueuePair,
     RegistrationCache,
+    RemoteGrant,
     connect,
     listen,
 )
@@ -129,9 +129,9 @@ class Grants:
     def __init__(self, ends: Pair, weather: Weather) -> None:
         self.ends = ends
         self.weather = weather
-        self.came: dict[bytes, asyncio.Future[Granted]] = {}  # by what is granted
+        self.came: dict[bytes, asyncio.Future[RemoteGrant]] = {}  # by what is granted
 
-    def granted(self, remote: bytes) -> "asyncio.Future[Granted]":
+    def granted(self, remote: bytes) -> "asyncio.Future[RemoteGrant]":
         """What far hears of a grant."""
         return self.came.setdefault(remote, asyncio.get_running_loop().create_future())
 
@@ -178,7 +178,7 @@ class Grants:
             if not reading.cancelled():
                 reading.result()
 
-    async def _read(self, granted: Granted, local: MemoryRegion, data: bytes, times: int) -> None:
+    async def _read(self, granted: RemoteGrant, local: MemoryRegion, data: bytes, times: int) -> None:
         for _ in range(times):
             try:
                 reading = self.ends.far.read(local, granted[:])
@@ -228,7 +228,7 @@ async def test_grants(device: Device, monkeypatch: pytest.MonkeyPatch, access: A
 class Drops:
     """Buffers that are registered, written from, and dropped, so that they can be resized."""
 
-    def __init__(self, connection: Connection, cache: RegistrationCache, sink: Granted, weather: Weather) -> None:
+    def __init__(self, connection: Connection, cache: RegistrationCache, sink: RemoteGrant, weather: Weather) -> None:
         self.connection = connection
         self.cache = cache
         self.sink = sink

@@ -20,7 +20,7 @@ async def test_those_that_are_made_at_once_have_one_pool(device: Device, setting
         while not spend(OPENING):
             pass
         blocks = await asyncio.gather(*(lease_block(domain, settings) for _ in range(4)))
-        made = [life.user() for life in domain.base._life.subtree() if life.kind == "BufferPool"]
+        made = [lifecycle.user() for lifecycle in domain.base._lifecycle.subtree() if lifecycle.kind == "BufferPool"]
         assert len(made) == 1
         (pool,) = made
         assert isinstance(pool, BufferPool)

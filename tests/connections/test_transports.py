@@ -22,21 +22,21 @@ from aioverbs import (
     WorkCompletionError,
     connect,
     listen,
-    reconnecting,
+    reconnect,
 )
 from aioverbs._connection import connect as connect_module
-from aioverbs._connection.cm_control import CmLine, SharedChannel
+from aioverbs._connection.cm_control import CmControlChannel, SharedChannel
 from aioverbs._connection.connect import Transport
 from aioverbs._connection.handshake import Reason
-from aioverbs._connection.message_channel import Traffic
+from aioverbs._connection.message_channel import MessageChannel
 from aioverbs._core.handles import handles
 from aioverbs._server import acceptor as acceptor_module
 from aioverbs._verbs import ports
-from aioverbs._verbs.qp_state_machine import Changes
+from aioverbs._verbs.qp_state_machine import QpAttrs
 from aioverbs.addresses import Address
 from aioverbs.gid_selection import Gid
 from aioverbs.rdma_cm import listener as rdma_cm_listener
-from aioverbs.rdma_cm.state_machine import Stage
+from aioverbs.rdma_cm.state_machine import CmState
 from tests.connections.ends import HOST, SMALL
 from tests.connections.serving import asked, served
 from tests.descriptors import descriptors, descriptors_at_first
@@ -74,7 +74,7 @@ async def test_a_port_without_a_gid_leaves_the_way_by_tcp(device: Device, monkey
 
 async def test_a_gid_that_goes_before_rdma_cm_connects(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     identifier, channel = mock.AsyncMock(), mock.AsyncMock()
-    monkeypatch.setattr(connect_module, "resolve", mock.AsyncMock(return_value=CmLine(identifier, channel)))
+    monkeypatch.setattr(connect_module, "resolve", mock.AsyncMock(return_value=CmControlChannel(identifier, channel)))
     without_gids(monkeypatch, 2)
     async with device.resource_domain() as domain:
         with pytest.raises(HandshakeError, match="has no GID") as caught:
@@ -84,7 +84,7 @@ async def test_a_gid_that_goes_before_rdma_cm_connects(device: Device, monkeypat
     channel.leave.assert_awaited_once()
 
 
-class StandIn(CmLine):
+class StandIn(CmControlChannel):
     """A way that was found to a peer."""
 
     def __init__(self) -> None:
@@ -98,7 +98,7 @@ class StandIn(CmLine):
 class DeadLine(StandIn):
     """A peer that rdma_cm connects with, and whose link goes down then: no device answers."""
 
-    async def connect(self, traffic: Traffic, **attributes: Unpack[Changes]) -> None:
+    async def connect(self, traffic: MessageChannel, **attributes: Unpack[QpAttrs]) -> None:
         self._traffic = traffic
         nobody = dataclasses.replace(traffic.qp.local_endpoint(), qp_num=0x777)
         traffic.qp.connect(nobody, timeout=1, retry_cnt=1)
@@ -112,7 +112,7 @@ async def test_a_link_that_goes_down_in_the_handshake_is_tried_again(
     monkeypatch.setattr(connect_module, "resolve", resolve)
     twice = Backoff(0.001, 0.001, attempts=2)
     async with device.resource_domain() as domain:
-        again = reconnecting(HOST, 1, domain=domain, transport=transport, settings=SMALL, backoff=twice)
+        again = reconnect(HOST, 1, domain=domain, transport=transport, settings=SMALL, backoff=twice)
         with pytest.raises(BrokenResourceError, match=r"is broken: .* RETRY_EXC_ERR") as caught:
             await anext(again)
         assert isinstance(caught.value.__cause__, WorkCompletionError)
@@ -129,7 +129,7 @@ class LostLine(StandIn):
         super().__init__()
         self._peer, self._error = peer, error
 
-    async def connect(self, traffic: Traffic, **attributes: Unpack[Changes]) -> None:
+    async def connect(self, traffic: MessageChannel, **attributes: Unpack[QpAttrs]) -> None:
         self._traffic = traffic
         traffic.qp.connect(self._peer.local_endpoint(), **attributes)
         self._peer.connect(traffic.qp.local_endpoint())
@@ -170,17 +170,17 @@ async def test_whoever_goes_in_the_handshake_is_named(
 class SilentLine(StandIn):
     """A peer that does not answer."""
 
-    async def connect(self, traffic: Traffic, **attributes: Unpack[Changes]) -> None:
+    async def connect(self, traffic: MessageChannel, **attributes: Unpack[QpAttrs]) -> None:
         await anyio.sleep_forever()
 
 
-async def no_answer(*_: object) -> CmLine:
+async def no_answer(*_: object) -> CmControlChannel:
     """Stand in for an address that nobody resolves."""
     await anyio.sleep_forever()
     raise AssertionError("nothing ends it but a cancellation")
 
 
-async def silence(*_: object) -> CmLine:
+async def silence(*_: object) -> CmControlChannel:
     """Stand in for a peer whose connection manager is silent."""
     return SilentLine()
 
@@ -191,9 +191,9 @@ async def test_a_line_that_is_cancelled_in_its_goodbye_leaves_its_channel(monkey
         channel = SharedChannel()
         await channel.open()
         identifier = await channel.channel.identifier().open()
-        assert identifier._conversation is not None
-        identifier._conversation.stage = Stage.CONNECTED
-        closing = asyncio.create_task(CmLine(identifier, channel).aclose())
+        assert identifier._state_machine is not None
+        identifier._state_machine.stage = CmState.CONNECTED
+        closing = asyncio.create_task(CmControlChannel(identifier, channel).aclose())
         await asyncio.sleep(0)
         assert not closing.done()
         closing.cancel()
@@ -235,7 +235,7 @@ UNANSWERED = [
 
 @pytest.mark.parametrize("find", [each for each, _ in UNANSWERED])
 async def test_auto_leaves_time_for_tcp(
-    device: Device, monkeypatch: pytest.MonkeyPatch, find: Callable[..., Coroutine[Any, Any, CmLine]]
+    device: Device, monkeypatch: pytest.MonkeyPatch, find: Callable[..., Coroutine[Any, Any, CmControlChannel]]
 ) -> None:
     monkeypatch.setattr(connect_module, "resolve", find)
     monkeypatch.setattr(connect_module, "_TRY_S", 60.0)
@@ -252,7 +252,7 @@ async def test_auto_leaves_time_for_tcp(
 async def test_a_timeout_of_rdma_cm_says_what_was_waited_for(
     device: Device,
     monkeypatch: pytest.MonkeyPatch,
-    find: Callable[..., Coroutine[Any, Any, CmLine]],
+    find: Callable[..., Coroutine[Any, Any, CmControlChannel]],
     awaits: str,
 ) -> None:
     monkeypatch.setattr(connect_module, "resolve", find)

@@ -8,7 +8,7 @@ from aioverbs._core.software import software
 from aioverbs.testing import destroy_all
 
 # How long after its posting a request is executed; the last is long enough to be in flight when the next line runs.
-_DELAYS_NS = {"inline": None, "engine": 0, "engine-delayed": 200_000}
+_DELAYS_NS = {"inline": None, "thread": 0, "thread-delayed": 200_000}
 MODES = list(_DELAYS_NS)
 
 
@@ -17,7 +17,7 @@ def open_context(mode: str, delay_ns: int | None = None) -> software.Context:
     delay = _DELAYS_NS[mode]
     if delay is None:
         return software.Context.open()
-    return software.Context.open(engine=True, delay_ns=delay_ns if delay and delay_ns is not None else delay)
+    return software.Context.open(execution="thread", delay_ns=delay_ns if delay and delay_ns is not None else delay)
 
 
 def children(context: handles.Context) -> list[handles.Handle]:

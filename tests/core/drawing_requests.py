@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from aioverbs import AccessFlags, QpType, SendOpcode
 from tests.core.drawing import MESSAGE, SHORT, Dice, RangeDrawer
-from tests.core.model import Pd, Queue, Region, Sge, Way, Window
+from tests.core.model import Destination, Pd, Queue, Region, Sge, Window
 from tests.core.model_datagrams import HEADER
 from tests.core.model_execution import BY_DEFAULT_KEY, CAN_SEND
 from tests.core.model_memory import REMOTE_ACCESS, next_key
@@ -23,7 +23,7 @@ class Aim:
     peer: Qp | None
     pd: Pd
     shared: SharedQueue | None = None
-    way: Way | None = None
+    way: Destination | None = None
 
     @property
     def queue(self) -> Queue | None:
@@ -146,7 +146,7 @@ class RequestDrawer(RangeDrawer):
 
     def _signaled(self, qp: Qp) -> bool:
         """What an engine does without a sequence number shows only in its completion."""
-        return qp.context.mode == "engine" or self.dice.maybe()
+        return qp.context.mode == "thread" or self.dice.maybe()
 
     def window_request(self, qp: Qp, window: Window, wr_id: int) -> Send:
         """Bind a window, or unbind one."""

@@ -8,7 +8,7 @@ from aioverbs import AccessFlags, EventType, Mtu, QpState, QpType, SendOpcode
 from tests.core.drawing import Dice
 from tests.core.drawing_requests import Aim, RequestDrawer
 from tests.core.making import TYPES, Maker
-from tests.core.model import Context, Pd, Way, Window, XrcDomain
+from tests.core.model import Context, Destination, Pd, Window, XrcDomain
 from tests.core.model_datagrams import PORT_MTU
 from tests.core.model_execution import CAN_SEND, LISTENING
 from tests.core.model_queue_pairs import RECEIVE_SIDE, SEND_SIDE, Qp, Receive, SharedQueue
@@ -98,14 +98,14 @@ class Bench(Maker):
                     qp.peer, qp.expected_psn, qp.reads_served, qp.mtu = peer, psns[0], reads, mtu.size
                 case QpState.RTS:
                     qp.next_psn, qp.reads = psns[1], reads
-        twins.under_way = qp
+        twins.in_flight = qp
 
     def resume(self, qp: Qp) -> None:
         """To RTS without attributes."""
         self.twins.settle()
         error = errno_of(lambda: self.twins.qp(qp).modify(QpState.RTS))
         assert error == self.twins.fabric.resume(qp)
-        self.twins.under_way = qp
+        self.twins.in_flight = qp
 
     def join(self, dice: Dice, *ends: Qp) -> None:
         """Take one or two queue pairs to RTS; with itself, with each other. The second one need not send yet."""
@@ -159,9 +159,9 @@ class Bench(Maker):
             return Aim(peer, shared.pd, shared)
         return Aim(peer, peer.pd, peer.shared) if peer else Aim(None, qp.pd)
 
-    def some_way(self, dice: Dice, qp: Qp) -> Way:
+    def some_way(self, dice: Dice, qp: Qp) -> Destination:
         """One of its own domain, or, now and then, of another."""
-        ways, stranger = self.twins.of(Way, qp.context), dice.rarely(8)
+        ways, stranger = self.twins.of(Destination, qp.context), dice.rarely(8)
         fitting = [way for way in ways if (way.pd.root is not qp.pd.root) == stranger]
         if fitting:
             return dice.pick(fitting)

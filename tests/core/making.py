@@ -8,7 +8,7 @@ from aioverbs.attributes import AddressVector, QpCapabilities
 from tests.core.allocators import Recording
 from tests.core.contexts import open_context
 from tests.core.drawing import LARGE, MESSAGE, Dice
-from tests.core.model import NOTHING, Channel, Context, Pd, Queue, Region, Td, Way, Window, XrcDomain
+from tests.core.model import NOTHING, Channel, Context, Destination, Pd, Queue, Region, Td, Window, XrcDomain
 from tests.core.model_queue_pairs import Qp, SharedQueue
 from tests.core.twins import Twins
 
@@ -188,7 +188,7 @@ class Maker(RuleBasedStateMachine):
         pd.held += 2 * pd.allocates
         return shared
 
-    def add_way(self, dice: Dice, pd: Pd) -> Way:
+    def add_way(self, dice: Dice, pd: Pd) -> Destination:
         """By IPv4 or IPv6 addresses, or by one of each; now and then to where nobody is."""
         twins = self.twins
         context = twins.handle(pd.context, handles.Context)
@@ -200,7 +200,7 @@ class Maker(RuleBasedStateMachine):
         vector = AddressVector(
             target, sgid_index=source, traffic_class=traffic_class, hop_limit=hop_limit, flow_label=flow_label
         )
-        way = Way(
+        way = Destination(
             (pd,),
             context=pd.context,
             pd=pd,

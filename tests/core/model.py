@@ -69,7 +69,7 @@ class XrcDomain(Node):
 
 
 @dataclass(eq=False)
-class Way(Node):
+class Destination(Node):
     """An address handle."""
 
     context: Context = field(default_factory=Context)
@@ -155,7 +155,7 @@ class Window(Node):
 
 
 @dataclass(eq=False)
-class Eventful(Node):
+class AsyncEventSource(Node):
     """What asynchronous events are about: one of each type waits at most."""
 
     events: set[EventType] = field(default_factory=set)

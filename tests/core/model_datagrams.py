@@ -2,7 +2,7 @@
 
 import struct
 
-from tests.core.model import Way
+from tests.core.model import Destination
 
 HEADER = 40
 PORT_MTU = 4096
@@ -21,7 +21,7 @@ def _payload(length: int, immediate: bool) -> int:
     return 8 + 12 + 8 + 4 * immediate + -(-length // 4) * 4 + 4
 
 
-def header(way: Way, length: int, immediate: bool) -> bytes:
+def header(way: Destination, length: int, immediate: bool) -> bytes:
     """An IPv4 header in the last 20 bytes, where both ends have such addresses; else an IPv6 header's form."""
     payload, udp = _payload(length, immediate), 17
     if not (way.source.startswith(_MAPPED) and way.target.startswith(_MAPPED)):

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from aioverbs import AccessFlags, EventType, QpState, QpType, SendOpcode, WcOpcode, WcStatus
 from aioverbs.attributes import QpCapabilities
-from tests.core.model import NOTHING, Context, Eventful, Pd, Queue, Region, Sge, Way, Window, XrcDomain
+from tests.core.model import NOTHING, AsyncEventSource, Context, Destination, Pd, Queue, Region, Sge, Window, XrcDomain
 
 SEND_SIDE, RECEIVE_SIDE = 0, 1
 
@@ -24,7 +24,7 @@ class Send:
     compare_add: int = 0
     swap: int = 0
     invalidate: int = 0
-    way: Way | None = None
+    way: Destination | None = None
     remote_qpn: int = 0
     remote_qkey: int = 0
     remote_srqn: int = 0
@@ -80,7 +80,7 @@ class Ring:
 
 
 @dataclass(eq=False)
-class SharedQueue(Eventful):
+class SharedQueue(AsyncEventSource):
     """A shared receive queue: its places are free again when the completion was polled, or went with its queue pair."""
 
     context: Context = field(default_factory=Context)
@@ -112,7 +112,7 @@ class SharedQueue(Eventful):
 
 
 @dataclass(eq=False)
-class Qp(Eventful):
+class Qp(AsyncEventSource):
     context: Context = field(default_factory=Context)
     type: QpType = QpType.RC
     pd: Pd = field(default_factory=Pd)  # of an XRC target: one that has nothing

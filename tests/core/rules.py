@@ -7,7 +7,7 @@ from aioverbs import QpState, QpType
 from tests.core.drawing import Dice, dice
 from tests.core.machine import MESSAGES, ONE_SIDED, PSNS, Bench
 from tests.core.making import SENDERS
-from tests.core.model import Channel, Context, Pd, Queue, Td, Way, XrcDomain
+from tests.core.model import Channel, Context, Destination, Pd, Queue, Td, XrcDomain
 from tests.core.model_queue_pairs import Qp, SharedQueue
 from tests.core.model_states import NEEDS
 from tests.core.twins import errno_of
@@ -21,7 +21,7 @@ class Rules(Bench):
     # ---- making
 
     @initialize(
-        modes=st.lists(st.sampled_from(["inline", "engine"]), min_size=1, max_size=3),
+        modes=st.lists(st.sampled_from(["inline", "thread"]), min_size=1, max_size=3),
         kind=st.sampled_from(SENDERS),
         dice=DICE,
     )
@@ -42,7 +42,7 @@ class Rules(Bench):
             self.join_with_some(dice, self.add_qp(dice, kind))
 
     @precondition(lambda self: len(self.twins.of(Context)) < 3)
-    @rule(mode=st.sampled_from(["inline", "engine"]))
+    @rule(mode=st.sampled_from(["inline", "thread"]))
     def open_another_context(self, mode: str) -> None:
         self.open_context(mode)
 
@@ -102,7 +102,7 @@ class Rules(Bench):
         xrc_domains = self.twins.of(XrcDomain, pd.context)
         self.add_shared(dice, pd, dice.pick([None, *xrc_domains]))
 
-    @precondition(lambda self: self.twins.of(Pd) and len(self.twins.of(Way)) < 4)
+    @precondition(lambda self: self.twins.of(Pd) and len(self.twins.of(Destination)) < 4)
     @rule(dice=DICE)
     def make_way(self, dice: Dice) -> None:
         self.work(dice)

@@ -111,8 +111,12 @@ def test_constructors(there: Objects, call: Call, error: type[Exception], text: 
 
 
 METHODS: dict[str, tuple[Call, type[Exception], str]] = {
-    "negative delay": (lambda o: software.Context.open(engine=True, delay_ns=-1), ValueError, "not negative"),
-    "delay without engine": (lambda o: software.Context.open(delay_ns=1), ValueError, "for engine=True"),
+    "negative delay": (
+        lambda o: software.Context.open(execution="thread", delay_ns=-1),
+        ValueError,
+        "must be 0, or",
+    ),
+    "delay without thread": (lambda o: software.Context.open(delay_ns=1), ValueError, "with execution='thread', got 1"),
     "delay inline": (lambda o: o.context.set_delay(1), VerbsError, "soft_set_delay failed: EINVAL"),
     "port 256": (lambda o: o.context.query_port(256), ValueError, "from 0 to 255, not 256"),
     "port -1": (lambda o: o.context.query_gid(-1), ValueError, "from 0 to 255, not -1"),

@@ -218,7 +218,7 @@ def test_events_come_from_a_context_only() -> None:
 
 def test_an_event_is_taken_while_its_object_is_destroyed() -> None:
     """Destroying waits for what is executed elsewhere, and is overtaken: it is acknowledged on the spot."""
-    with opened("engine") as context:
+    with opened("thread") as context:
         busy, target = make_pair(context, size=32 << 20)
         for _ in range(4):
             qp = raise_sq_drained(context)

@@ -128,7 +128,7 @@ def test_an_event_is_taken_while_its_queue_is_destroyed() -> None:
 
     The event is acknowledged on the spot: the verb would wait for that as well, and nobody could give it any more.
     """
-    with opened("engine") as context:
+    with opened("thread") as context:
         busy, target = make_pair(context, size=32 << 20)
         channel = handles.CompletionChannel(context)
         domain = make_domain(context, "plain")

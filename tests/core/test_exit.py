@@ -18,7 +18,7 @@ from tests.core.pairs import connect, make_end, make_pair
 from tests.core.contexts import open_context
 from tests.raw_verbs import post_send
 
-def busy(mode="engine-delayed", delay_ns=20_000_000, count=100):
+def busy(mode="thread-delayed", delay_ns=20_000_000, count=100):
     near, far = make_pair(open_context(mode, delay_ns), "thread domain", size=1 << 20)
     for _ in range(count):
         post_send(near.qp,
@@ -42,7 +42,7 @@ SCRIPTS = {
         main()
     """,
     "with an allocator": """
-        domain = parent_domain.ParentDomain(handles.ProtectionDomain(open_context("engine")), None, Recording())
+        domain = parent_domain.ParentDomain(handles.ProtectionDomain(open_context("thread")), None, Recording())
         near, far = make_end(domain), make_end(domain)
         connect(near.qp, far.qp)
         post_send(near.qp, SendOpcode.RDMA_WRITE, flags=SendFlags.SIGNALED)

@@ -186,7 +186,7 @@ def test_lost_messages(context: software.Context) -> None:
 
 def test_as_late_as_can_be() -> None:
     """Requests that are executed in a few centuries are flushed before."""
-    with opened("engine") as context:
+    with opened("thread") as context:
         near, _ = make_pair(context)
         context.faults.jitter((1 << 63) - 1)
         write(near.qp, *range(4))

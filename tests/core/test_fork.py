@@ -75,7 +75,7 @@ def test_nothing_is_made_of_what_was_inherited(context: software.Context) -> Non
 @pytest.mark.every_way
 def test_children_and_grandchildren_open_their_own(context: software.Context) -> None:
     def child() -> bytes:
-        own = open_context("engine")
+        own = open_context("thread")
         pd = handles.ProtectionDomain(own)
 
         def grandchild() -> bytes:
@@ -83,7 +83,7 @@ def test_children_and_grandchildren_open_their_own(context: software.Context) ->
             assert own.closed
             assert pd.closed
             assert handles.open_handles() == []
-            return transfer("engine")
+            return transfer("thread")
 
         moved = in_child(grandchild)
         assert not pd.closed
@@ -149,7 +149,7 @@ def test_forks_from_threads_while_others_work(context: software.Context) -> None
     try:
         assert begun.wait(PATIENCE_S)
         for _ in range(3):
-            assert in_child(lambda: transfer("engine")) == b"moved"
+            assert in_child(lambda: transfer("thread")) == b"moved"
     finally:
         stop.set()
         thread.join()

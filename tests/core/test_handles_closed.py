@@ -73,7 +73,7 @@ def ask(handle: handles.Handle, name: str) -> object:
 @pytest.fixture
 def family() -> list[handles.Handle]:
     """One of each, of a context of their own; open."""
-    return list(make_all(open_context("engine")).values())
+    return list(make_all(open_context("thread")).values())
 
 
 def public(handle: handles.Handle) -> list[str]:

@@ -18,7 +18,7 @@ from aioverbs._core.software import software
 pytestmark = pytest.mark.usefixtures("aioverbs_ledger")
 
 def test_leaks() -> None:
-    cq = handles.CompletionQueue(software.Context.open(engine=True), 1)
+    cq = handles.CompletionQueue(software.Context.open(execution="thread"), 1)
 
 def test_is_not_blamed() -> None:
     assert handles.open_handles() == []

@@ -11,7 +11,16 @@ from hypothesis import given, settings, strategies as st
 from aioverbs import AccessFlags, LinkLayer, Mtu, QpState, QpType, TransitionError, VerbsError
 from aioverbs._core.handles import handles
 from aioverbs._core.software import software
-from aioverbs._verbs.qp_state_machine import COUNTERPART, Changes, Limits, needs, path, plan, reachable, transition
+from aioverbs._verbs.qp_state_machine import (
+    COUNTERPART,
+    Limits,
+    QpAttrs,
+    path,
+    plan,
+    reachable,
+    transition,
+    transition_rule,
+)
 from aioverbs.attributes import AddressVector
 from tests.core.transitions import (
     ERR,
@@ -76,9 +85,9 @@ def test_it_has_the_architectures_rows(qp_type: QpType) -> None:
         assert (after in reachable(qp_type, before)) == (found is not None)
         if found is None:
             with pytest.raises(TransitionError, match="no such transition"):
-                needs(qp_type, before, after)
+                transition_rule(qp_type, before, after)
         else:
-            required, optional = needs(qp_type, before, after)
+            required, optional = transition_rule(qp_type, before, after)
             assert (set(required), set(optional - required)) == found
 
 
@@ -123,7 +132,7 @@ def test_it_knows_each_edge(inline: software.Context, qp_type: QpType) -> None:
     said = set()
     for before, after in ((RESET, INIT), (INIT, RTR), (RTR, RTS), (RTS, SQD), (SQD, SQD), (SQD, RTS)):
         good = bench.attributes(before)
-        required, optional = needs(qp_type, before, after)
+        required, optional = transition_rule(qp_type, before, after)
         odd = [(name, value) for name in sorted(required | optional) for value in ODD.get(name, ())]
         if "av" in required | optional:
             odd += [("av", replace(good["av"], **{part: each})) for part, values in PATHS.items() for each in values]
@@ -141,7 +150,7 @@ def _says(qp_type: QpType, before: QpState, after: QpState, attributes: dict[str
     """What the table says."""
     given_ = dict(attributes)
     try:
-        handed = transition(qp_type, before, after, cast(Changes, attributes), limits=limits)
+        handed = transition(qp_type, before, after, cast(QpAttrs, attributes), limits=limits)
     except TransitionError as error:
         told = error.missing or error.unexpected or error.wrong or after not in error.reachable
         handed = None
@@ -194,7 +203,7 @@ def check_ways(qp_type: QpType) -> None:
 
 def test_types_without_a_table() -> None:
     for ask in (
-        lambda: needs(QpType.RAW_PACKET, RESET, INIT),
+        lambda: transition_rule(QpType.RAW_PACKET, RESET, INIT),
         lambda: reachable(QpType.DRIVER, RESET),
         lambda: path(QpType.RAW_PACKET, RESET, RTS),
     ):
@@ -205,7 +214,7 @@ def test_types_without_a_table() -> None:
 
 # ---- Defaults and plans
 
-DEFAULTS = Changes(
+DEFAULTS = QpAttrs(
     pkey_index=0, port_num=1, qp_access_flags=AccessFlags.LOCAL_WRITE, timeout=14, retry_cnt=6, rnr_retry=6, sq_psn=9
 )
 
@@ -225,7 +234,7 @@ def test_defaults_stand_in_for_what_is_required_only() -> None:
 
 def test_a_plan_gives_each_attribute_to_the_first_that_takes_it() -> None:
     way = AddressVector(bytes(range(16)))
-    attributes = Changes(
+    attributes = QpAttrs(
         qp_access_flags=AccessFlags.REMOTE_READ,
         av=way,
         path_mtu=Mtu.MTU_1024,
@@ -262,7 +271,7 @@ def test_a_plan_is_refused_as_a_whole() -> None:
 # ---- What it says
 
 WAY = AddressVector(bytes(range(16)), sgid_index=1)
-PATH = Changes(av=WAY, path_mtu=Mtu.MTU_1024, dest_qp_num=1, rq_psn=2)
+PATH = QpAttrs(av=WAY, path_mtu=Mtu.MTU_1024, dest_qp_num=1, rq_psn=2)
 
 
 @pytest.mark.parametrize(
@@ -306,7 +315,7 @@ PATH = Changes(av=WAY, path_mtu=Mtu.MTU_1024, dest_qp_num=1, rq_psn=2)
         ),
     ],
 )
-def test_what_it_says(qp_type: QpType, before: QpState, after: QpState, attributes: Changes, text: str) -> None:
+def test_what_it_says(qp_type: QpType, before: QpState, after: QpState, attributes: QpAttrs, text: str) -> None:
     limits = Limits(ports=2, pkeys=4, gids=8, mtu=Mtu.MTU_2048, max_rd_atomic=16, max_dest_rd_atomic=32, needs_gid=True)
     with pytest.raises(TransitionError) as caught:
         transition(qp_type, before, after, attributes, limits=limits)
@@ -318,7 +327,7 @@ def test_what_it_says(qp_type: QpType, before: QpState, after: QpState, attribut
 
 def test_what_is_no_number_is_a_type_error() -> None:
     with pytest.raises(TypeError):
-        transition(RC, SQD, SQD, cast(Changes, {"timeout": "long"}))
+        transition(RC, SQD, SQD, cast(QpAttrs, {"timeout": "long"}))
 
 
 def test_what_still_drains_is_not_changed() -> None:

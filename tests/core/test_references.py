@@ -17,7 +17,7 @@ from tests.waiting import wait_until
 
 
 def test_forgetting_open_handles_destroys_nothing() -> None:
-    family = make_all(open_context("engine"))
+    family = make_all(open_context("thread"))
     context = family["context"]
     assert isinstance(context, software.Context)
     counts, ledger = context.counts(), handles.open_handles()
@@ -31,7 +31,7 @@ def test_forgetting_open_handles_destroys_nothing() -> None:
 
 
 def test_destroyed_ones_go() -> None:
-    family = make_all(open_context("engine"))
+    family = make_all(open_context("thread"))
     references = [weakref.ref(handle) for handle in family.values()]
     destroy_all(family.values())
     del family
@@ -93,7 +93,7 @@ def test_what_a_failed_constructor_left_goes(context: software.Context) -> None:
 
 
 def test_requests_under_way_outlive_every_reference() -> None:
-    with opened("engine-delayed", delay_ns=10_000_000) as context:
+    with opened("thread-delayed", delay_ns=10_000_000) as context:
         seen = bytearray(8)
 
         def post() -> weakref.ref[handles.QueuePair]:

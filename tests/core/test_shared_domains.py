@@ -16,7 +16,7 @@ KEY = 0xFEDCBA9876543210
 
 
 def test_regions_of_one_instance_serve_queue_pairs_of_another(context: software.Context) -> None:
-    with opened("engine") as other:
+    with opened("thread") as other:
         pd = handles.ProtectionDomain(context)
         share = software.share(pd, KEY)
         instance = software.open_shared(other, share, KEY)

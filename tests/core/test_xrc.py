@@ -90,7 +90,7 @@ def make_target(xrc_domain: parent_domain.XrcDomain, sender: Sender) -> handles.
 @pytest.mark.every_way
 def test_one_connection_reaches_the_queues_of_all_processes_of_a_domain(context: software.Context, file: int) -> None:
     """The point of XRC: the target belongs to one context, the queues that are reached through it to several."""
-    with opened("inline") as sending, opened("engine") as other:
+    with opened("inline") as sending, opened("thread") as other:
         here, there = parent_domain.XrcDomain(context, file), parent_domain.XrcDomain(other, file)
         receivers = make_receiver(context, here), make_receiver(other, there)
         sender = make_sender(sending)

@@ -28,7 +28,7 @@ class Twins(Watcher):
     # ---- posting
 
     def post_send(self, qp: Qp, request: Send) -> None:
-        if request.inline is not None or self.under_way is not qp:
+        if request.inline is not None or self.in_flight is not qp:
             self.settle()
         if request.inline is not None:
             request.inline = self._read(request)
@@ -37,7 +37,7 @@ class Twins(Watcher):
         assert error == self.fabric.post_send(qp, request), (qp.number, request)
         if isinstance(request, Bind):
             assert self.handle(request.window, handles.MemoryWindow).rkey == request.window.told
-        self.under_way = qp
+        self.in_flight = qp
 
     def _post(self, qp: Qp, request: Send) -> None:
         flags = (
@@ -91,7 +91,7 @@ class Twins(Watcher):
         note(f"queue pair {qp.number}: post {receive}")
         error = errno_of(lambda: raw_verbs.post_recv(self.qp(qp), receive.sges, wr_id=receive.wr_id))
         assert error == self.fabric.post_recv(qp, receive), (qp.number, receive)
-        self.under_way = qp
+        self.in_flight = qp
 
     def post_shared(self, shared: SharedQueue, receive: Receive) -> None:
         self.settle()

@@ -8,7 +8,7 @@ from hypothesis import note
 from aioverbs import EventType, QpState, QpType, WcFlags, WcStatus
 from aioverbs._core.handles import handles, parent_domain
 from aioverbs._core.software import software
-from tests.core.model import Channel, Context, Eventful, Pd, Queue, Region, Td, Way, Window, XrcDomain
+from tests.core.model import AsyncEventSource, Channel, Context, Destination, Pd, Queue, Region, Td, Window, XrcDomain
 from tests.core.model_queue_pairs import RECEIVE_SIDE, SEND_SIDE, Expected, Qp, SharedQueue
 from tests.core.twins_registry import Registry
 from tests.raw_verbs import Completion, poll
@@ -24,9 +24,9 @@ class Watcher(Registry):
 
     def __init__(self) -> None:
         super().__init__()
-        self.under_way: Qp | None = None
+        self.in_flight: Qp | None = None
         self.posted_to: dict[int, SharedQueue] = {}  # receives that complete in a shared queue's own queue
-        self.async_events: list[tuple[Eventful, handles.AsyncEvent]] = []  # that are not acknowledged
+        self.async_events: list[tuple[AsyncEventSource, handles.AsyncEvent]] = []  # that are not acknowledged
         # Completions and events that were taken, and fitted.
         self.done: Counter[tuple[QpType, int, WcStatus]] = Counter()
         self.told: Counter[EventType] = Counter()
@@ -99,7 +99,7 @@ class Watcher(Registry):
         handle = self.handle(context, handles.Context)
         nodes = [*self.of(Qp, context), *self.of(SharedQueue, context)]
         waiting = [(node, event_type) for node in nodes for event_type in sorted(node.events)]
-        taken: dict[tuple[Eventful, EventType], handles.AsyncEvent] = {}
+        taken: dict[tuple[AsyncEventSource, EventType], handles.AsyncEvent] = {}
         end = time.monotonic() + PATIENCE_S
         while len(taken) < len(waiting):
             event = handle.get_async_event()
@@ -150,7 +150,7 @@ class Watcher(Registry):
             assert (told.max_wr, told.limit) == (shared.depth, shared.limit)
         for buffer, memory in self.memories:
             assert memory == buffer.content
-        self.under_way = None
+        self.in_flight = None
 
     def _shown_in(self, qp: Qp) -> list[Queue]:
         """The queues whose completions alone show what a queue pair has done."""
@@ -173,7 +173,7 @@ class Watcher(Registry):
             return not qp.expected[SEND_SIDE]
         if qp.state not in (QpState.RTS, QpState.SQD):
             return True
-        if qp.unnumbered and qp.context.mode == "engine" and qp.expected[SEND_SIDE]:
+        if qp.unnumbered and qp.context.mode == "thread" and qp.expected[SEND_SIDE]:
             return False
         qp.unnumbered = False
         return told.sq_psn == qp.next_psn
@@ -188,7 +188,7 @@ class Watcher(Registry):
                 "xrc_domains": len(self.of(XrcDomain, context)),
                 "mrs": len(self.of(Region, context)),
                 "mws": len(self.of(Window, context)),
-                "ahs": len(self.of(Way, context)),
+                "ahs": len(self.of(Destination, context)),
                 "channels": len(self.of(Channel, context)),
                 "cqs": len(self.of(Queue, context)),
                 "srqs": len(self.of(SharedQueue, context)),

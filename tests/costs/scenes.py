@@ -170,7 +170,7 @@ async def calls(device: Device, loop: str) -> AsyncIterator[Scene]:
 @asynccontextmanager
 async def device(way: str = "inline") -> AsyncIterator[Device]:
     """A device that executes requests so."""
-    async with aioverbs.open_device("soft0", engine_mode=way == "thread") as opened:
+    async with aioverbs.open_device("soft0", execution="thread" if way == "thread" else "inline") as opened:
         yield opened
 
 

@@ -82,7 +82,7 @@ class Ends:
 
     async def settle(self) -> None:
         """Until far has heard of all that it is to hear: where it is of another device, that comes later."""
-        await until(lambda: not self.far.statistics().receives.under_way)
+        await until(lambda: not self.far.statistics().receives.in_flight)
 
     async def arrives(self, data: bytes, offset: int = 0) -> None:
         """Until that is in the target: what nobody acknowledges comes when it comes."""
@@ -91,8 +91,8 @@ class Ends:
     def nothing_is_left(self) -> bool:
         """Whether nothing is under way, and no memory in use."""
         queues = {self.cq, self.far_cq}
-        under_way = sum(queue.statistics().under_way for queue in queues)
-        return under_way == len(self.source.pins) == len(self.target.pins) == 0
+        in_flight = sum(queue.statistics().in_flight for queue in queues)
+        return in_flight == len(self.source.pins) == len(self.target.pins) == 0
 
 
 @asynccontextmanager

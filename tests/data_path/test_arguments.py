@@ -19,8 +19,8 @@ from aioverbs import (
     VerbsError,
     open_device,
 )
-from aioverbs._core.data_path.data_path import Requester, Requests
-from aioverbs.errors import StateError
+from aioverbs._core.data_path.data_path import QpWorkState, QueuePairVerbs
+from aioverbs.errors import QueuePairStateError
 from tests.capabilities import Capability, needs
 from tests.data_path.ends import ACCESS, PEERS, Ends, ends
 from tests.holding import go_on, hold, unhold
@@ -213,17 +213,17 @@ async def test_an_address_handle_is_kept_while_datagrams_are_on_their_way(device
 
 async def test_queue_pairs_that_are_not_connected_refuse_requests(device: Device) -> None:
     async with ends(device) as pair, pair.domain.queue_pair(pair.cq) as fresh:
-        with pytest.raises(StateError, match="is in state RESET: connect it, or move it to RTS, first"):
+        with pytest.raises(QueuePairStateError, match="is in state RESET: connect it, or move it to RTS, first"):
             _ = fresh.write(pair.source[:8], _remote(pair))
-        with pytest.raises(StateError, match="is in state RESET: connect it, or move it to INIT, first"):
+        with pytest.raises(QueuePairStateError, match="is in state RESET: connect it, or move it to INIT, first"):
             _ = fresh.receive(pair.target[:8])
         fresh.to_init()
         receive = fresh.receive(pair.target[:8])
-        with pytest.raises(StateError, match="is in state INIT"):
+        with pytest.raises(QueuePairStateError, match="is in state INIT"):
             _ = fresh.send(pair.source[:8])
         batch = fresh.batch()
         batch.write(pair.source[:8], _remote(pair))
-        with pytest.raises(StateError, match="is in state INIT"):
+        with pytest.raises(QueuePairStateError, match="is in state INIT"):
             _ = batch.post()
         del batch
         assert not receive.done()
@@ -360,10 +360,10 @@ async def test_a_message_longer_than_the_port_takes_is_refused(device: Device) -
 async def test_a_read_into_more_pieces_than_the_device_scatters_to_is_refused(device: Device) -> None:
     """Some devices have fewer pieces for reads than for the rest, as it is made believe here."""
     async with ends(device) as pair:
-        completer = pair.cq._cq_dispatcher
-        asks = Requester()
+        dispatcher = pair.cq._cq_dispatcher
+        asks = QueuePairVerbs()
         base = pair.source.handle.pd
-        asks._requests_begin(Requests(pair.near.handle, base, completer, None, send_depth=1, read_sge=2))
+        asks._requests_begin(QpWorkState(pair.near.handle, base, dispatcher, None, send_depth=1, read_sge=2))
         pieces = [pair.source[:4], pair.source[4:6], pair.source[6:8]]
         with pytest.raises(ValueError, match="scattered to 2 pieces at most, not 3"):
             _ = asks.read(pieces, _remote(pair))

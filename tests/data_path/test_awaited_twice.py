@@ -297,7 +297,7 @@ async def test_messages_are_refused_to_others_than_their_owner(device: Device, w
             assert bytes(message.data) == b"\0"
         await until(lambda: len(inbox) == 2)
         far.to_error()
-        await until(lambda: not far.statistics().receives.under_way)
+        await until(lambda: not far.statistics().receives.in_flight)
 
         def late() -> None:
             with pytest.raises(AffinityError):

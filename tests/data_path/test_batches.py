@@ -64,7 +64,7 @@ async def test_a_batch_takes_all_kinds_of_requests(device: Device) -> None:
             assert pair.near.statistics().sends.posted == 0
             with pytest.raises(asyncio.InvalidStateError):
                 swapped.result()
-        assert pair.cq.statistics().under_way == 0
+        assert pair.cq.statistics().in_flight == 0
         assert [element.result() for element in (*added, swapped)] == [0, 3, 6, 9]
         assert int.from_bytes(pair.target.buffer[128:136], "little") == 5
         assert bytes(pair.source.buffer[256:264]) == b"kind ..."
@@ -225,7 +225,7 @@ async def test_a_batch_that_the_verb_refused_can_be_posted_again(device: Device)
         device.faults.fail("post_send", 12)
         with pytest.raises(OSError, match="ENOMEM"):
             _ = batch.post()
-        assert pair.cq.statistics().under_way == 0
+        assert pair.cq.statistics().in_flight == 0
         await batch.post()
         assert added.result() == 0
         assert pair.nothing_is_left()

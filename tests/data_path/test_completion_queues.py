@@ -55,15 +55,15 @@ async def test_what_is_in_it_stays_when_it_is_resized(device: Device) -> None:
 async def test_completions_and_wakeups_are_counted(device: Device) -> None:
     async with ends(device) as pair:
         before = pair.cq.statistics()
-        assert (before.completions, before.late, before.under_way, before.spins) == (0, 0, 0, 0)
+        assert (before.completions, before.late, before.in_flight, before.spins) == (0, 0, 0, 0)
         hold(device, pair.near)
         tasks = [asyncio.ensure_future(pair.write(b"x", number)) for number in range(5)]
         await asyncio.sleep(0.01)
-        assert pair.cq.statistics().under_way == 5
+        assert pair.cq.statistics().in_flight == 5
         unhold(device, pair.near)
         await asyncio.gather(*tasks)
         after = pair.cq.statistics()
-        assert (after.completions, after.under_way, after.late) == (5, 0, 0)
+        assert (after.completions, after.in_flight, after.late) == (5, 0, 0)
         assert after.wakeups >= 1
 
 

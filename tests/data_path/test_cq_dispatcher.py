@@ -18,7 +18,7 @@ from aioverbs import (
     ThreadModel,
     VerbsError,
 )
-from aioverbs._memory.region import Pins, RegionSlice
+from aioverbs._memory.region import RegionSlice, WaitableInFlightCount
 from aioverbs._verbs.completion_queue import CompletionQueue
 from aioverbs._verbs.device import Device, open_device
 from tests.data_path.turns import TURNS, polled_turns
@@ -69,9 +69,9 @@ async def test_a_chain_that_a_lost_device_refused_ends_once() -> None:
         device.faults.fail("post_send", errno.ENOMEM, times=100)
         writes = [near.write(memory[:8], memory.remote()[8:16]) for _ in range(64)]
         cq._cq_dispatcher.broke(VerbsError("ibv_poll_cq", errno.EIO))  # before the turn that tells what was refused
-        assert near.statistics().under_way == 0
+        assert near.statistics().in_flight == 0
         await asyncio.sleep(0.01)
-        assert near.statistics().under_way == cq.statistics().under_way == 0
+        assert near.statistics().in_flight == cq.statistics().in_flight == 0
         assert all(write.done() for write in writes)
         device.faults.clear()
 
@@ -190,7 +190,7 @@ async def test_an_error_of_a_callback_loses_no_completion(device: Device, model:
         connected(domain, cq, cq, 4) as (near, _),
     ):
         here, there = memory[:8], memory.remote()[8:16]
-        bad = RegionSlice(memory, 16, 8, Pins(memory.pins, fail))
+        bad = RegionSlice(memory, 16, 8, WaitableInFlightCount(memory.pins, fail))
         first = near.write(bad, there)
         writes = [near.write(here, there) for _ in range(8)]
         await_it = asyncio.create_task(collect(writes[-1]))
@@ -201,7 +201,7 @@ async def test_an_error_of_a_callback_loses_no_completion(device: Device, model:
                         break
                 await asyncio.sleep(0.001)
             await await_it
-        assert near.statistics().under_way == cq.statistics().under_way == len(memory.pins) == 0
+        assert near.statistics().in_flight == cq.statistics().in_flight == len(memory.pins) == 0
 
 
 async def collect(operation: Operation[None]) -> None:
@@ -224,9 +224,9 @@ async def test_what_is_posted_where_a_batch_ends_finds_its_places(device: Device
                 posted.extend(near.fetch_and_add(memory.remote()[8:16], 1) for _ in range(4))
 
         batch = near.batch()
-        batch.write(RegionSlice(memory, 16, 8, Pins(memory.pins, post)), memory.remote()[24:32])
+        batch.write(RegionSlice(memory, 16, 8, WaitableInFlightCount(memory.pins, post)), memory.remote()[24:32])
         added = [batch.fetch_and_add(memory.remote()[8:16], 1) for _ in range(3)]
         await batch.post()
         assert [each.result() for each in added] == [0, 1, 2]
         assert [await each for each in posted] == [3, 4, 5, 6]
-        assert cq.statistics().under_way == len(memory.pins) == 0
+        assert cq.statistics().in_flight == len(memory.pins) == 0

@@ -16,8 +16,8 @@ from aioverbs import (
     MwType,
     QpState,
     QpType,
+    QueuePairStateError,
     RemoteRegion,
-    StateError,
     WcOpcode,
     WcStatus,
     WorkCompletionError,
@@ -183,7 +183,7 @@ async def test_reads_that_were_not_agreed_on_are_refused(device: Device) -> None
             lambda: pair.near.compare_and_swap(remote, 1, 2),
             lambda: pair.near.batch().fetch_and_add(remote, 1),
         ):
-            with pytest.raises(StateError, match="connect it with max_rd_atomic"):
+            with pytest.raises(QueuePairStateError, match="connect it with max_rd_atomic"):
                 ask()
         await good(pair)
         assert pair.nothing_is_left()

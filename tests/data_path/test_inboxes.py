@@ -121,13 +121,13 @@ async def test_who_awaits_messages_of_a_shared_queue_is_told_where_nothing_is_po
         pair.near.connect(far.local_endpoint(), PEERS)
         far.connect(pair.near.local_endpoint(), PEERS)
         async with srq.messages(pool, 1) as messages:
-            await until(lambda: srq.statistics().under_way == 2)
+            await until(lambda: srq.statistics().in_flight == 2)
             others = [await pool.lease() for _ in range(pool.statistics().free)]  # it is not filled again
             kept = []
             for _ in range(2):
                 await pair.near.send(pair.source[:8])
                 kept.append(await anext(messages))
-            assert not srq.statistics().under_way
+            assert not srq.statistics().in_flight
             waiting = asyncio.ensure_future(anext(messages))
             await asyncio.sleep(0)
             cq._cq_dispatcher.broke(VerbsError("ibv_poll_cq", errno.EIO))
@@ -201,7 +201,7 @@ async def test_who_awaits_messages_of_a_shared_queue_that_is_closed(device: Devi
                 kept.extend([message async for message in messages])
 
         reading = asyncio.create_task(read())
-        await until(lambda: srq.statistics().under_way == 2)
+        await until(lambda: srq.statistics().in_flight == 2)
         for _ in range(2):
             await pair.near.send(pair.source[:8])
         await until(lambda: srq.statistics().completed == 2)

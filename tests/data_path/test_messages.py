@@ -69,13 +69,13 @@ class Postbox:
 @pytest.mark.parametrize("qp_type", [QpType.RC, QpType.UC, QpType.UD], ids=lambda qp_type: qp_type.name)
 async def test_messages_come_in_their_order(device: Device, qp_type: QpType) -> None:
     async with ends(device, qp_type) as pair, Postbox(pair) as box:
-        assert box.qp.statistics().receives.under_way == 4
+        assert box.qp.statistics().receives.in_flight == 4
         for number in range(20):
             await box.send(b"message %d" % number)
             with await anext(box.qp.messages()) as message:
                 assert bytes(message.data) == b"message %d" % number
                 assert (message.route is not None) == (qp_type is QpType.UD)
-        assert box.qp.statistics().receives.under_way == 4
+        assert box.qp.statistics().receives.in_flight == 4
         for number in range(3):
             await box.send(bytes([number]))
         async for message in box.qp.messages():
@@ -125,7 +125,7 @@ async def test_what_was_posted_is_not_posted_twice_where_another_could_not_be(de
         message = kept.pop()
         message.release()
         message.release()
-        await until(lambda: box.qp.statistics().receives.under_way == 2)
+        await until(lambda: box.qp.statistics().receives.in_flight == 2)
         for number in range(4):
             await box.send(bytes([number]))
             with await anext(messages) as message:
@@ -140,11 +140,11 @@ async def test_what_is_kept_is_not_received_into(device: Device) -> None:
         for number in range(4):
             await box.send(bytes([number]))
             kept.append(await anext(box.qp.messages()))
-        assert box.qp.statistics().receives.under_way == 0
+        assert box.qp.statistics().receives.in_flight == 0
         assert [message.data[0] for message in kept] == [0, 1, 2, 3]
         kept[2].release()
         kept[2].release()
-        assert box.qp.statistics().receives.under_way == 1
+        assert box.qp.statistics().receives.in_flight == 1
         await box.send(b"next")
         message = await anext(box.qp.messages())
         assert bytes(message.data) == b"next"
@@ -161,7 +161,7 @@ async def test_what_is_forgotten_comes_back(device: Device) -> None:
         for _ in range(12):
             await box.send(b"x")
             await anext(box.qp.messages())
-            await until(lambda: box.qp.statistics().receives.under_way == 4)
+            await until(lambda: box.qp.statistics().receives.in_flight == 4)
 
 
 @pytest.mark.every_way
@@ -227,11 +227,11 @@ async def test_a_failure_is_told_and_a_reset_begins_anew(device: Device) -> None
                 await anext(box.qp.messages())
             assert caught.value.status in as_said(device, WcStatus.LOC_LEN_ERR)
             assert caught.value.qp_num == box.qp.qp_num
-            await until(lambda: not box.qp.statistics().under_way)
+            await until(lambda: not box.qp.statistics().in_flight)
             box.qp.to_reset()
             pair.near.to_reset()
             box.connect()
-            assert box.qp.statistics().receives.under_way == 4
+            assert box.qp.statistics().receives.in_flight == 4
 
 
 async def test_wrong_sizes_of_receives_are_refused(device: Device) -> None:
@@ -297,7 +297,7 @@ async def test_messages_begin_again_after_a_reset(device: Device) -> None:
             box.qp.to_error()
             with pytest.raises((WorkCompletionError, BrokenResourceError)):
                 await next_of(box.qp)
-            await until(lambda: not box.qp.statistics().under_way)
+            await until(lambda: not box.qp.statistics().in_flight)
             box.qp.to_reset()
             pair.near.to_reset()
             box.connect()

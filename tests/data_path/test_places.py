@@ -44,7 +44,7 @@ async def test_nobody_waits_who_does_not_want_to(device: Device) -> None:
             with pytest.raises(anyio.WouldBlock):
                 call(pair)
         statistics = pair.near.statistics().sends
-        assert (statistics.depth, statistics.under_way, statistics.queued, statistics.posted) == (4, 4, 0, 4)
+        assert (statistics.depth, statistics.in_flight, statistics.queued, statistics.posted) == (4, 4, 0, 4)
         assert len(pair.source.pins) == 4
         unhold(device, pair.near)
         for write in writes:
@@ -84,7 +84,7 @@ async def test_first_come_first_served(device: Device, model: MessageModel) -> N
         hold(device, pair.near)
         sends = [pair.near.send(pair.source[:8], immediate=number) for number in range(24)]
         statistics = pair.near.statistics().sends
-        assert (statistics.under_way, statistics.queued, statistics.high_water) == (4, 20, 4)
+        assert (statistics.in_flight, statistics.queued, statistics.high_water) == (4, 20, 4)
         with pytest.raises(anyio.WouldBlock):
             _ = pair.near.send_nowait(None)
         unhold(device, pair.near)
@@ -106,7 +106,7 @@ async def test_a_batch_that_needs_many_places_gets_them(device: Device, model: M
         posted = batch.post()
         sends += [pair.near.send(None, immediate=7 + number) for number in range(20)]
         statistics = pair.near.statistics().sends
-        assert (statistics.under_way, statistics.queued) == (3, 24), "one place is left, for the batch"
+        assert (statistics.in_flight, statistics.queued) == (3, 24), "one place is left, for the batch"
         unhold(device, pair.near)
         assert await arrived == list(range(27))
         await posted

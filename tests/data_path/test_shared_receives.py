@@ -14,8 +14,8 @@ from aioverbs import (
     Device,
     MessageModel,
     QueuePair,
+    ResourceState,
     SharedReceiveQueue,
-    State,
     WcOpcode,
     WcStatus,
     WorkCompletionError,
@@ -52,14 +52,14 @@ async def test_a_shared_receive_goes_to_the_queue_pair_that_hears_first(
 ) -> None:
     async with takers(device, queues, model) as (pair, srq, qps, cqs):
         receives = [srq.receive(pair.target[n : n + 1]) for n in range(12)]  # four wait for a place
-        assert (srq.statistics().under_way, srq.statistics().queued) == (8, 4)
+        assert (srq.statistics().in_flight, srq.statistics().queued) == (8, 4)
         for n in range(12):
             pair.source.buffer[0] = n + 1
             await qps[n % 3].send(pair.source[:1])
             received = await receives[n]
             assert (received.qp_num, received.byte_len, received.data[0]) == (qps[n % 3].qp_num, 1, n + 1)
-        assert (srq.statistics().under_way, srq.statistics().posted, srq.statistics().completed) == (0, 12, 12)
-        assert [cq.statistics().under_way for cq in cqs] == [0] * queues
+        assert (srq.statistics().in_flight, srq.statistics().posted, srq.statistics().completed) == (0, 12, 12)
+        assert [cq.statistics().in_flight for cq in cqs] == [0] * queues
         assert len(pair.target.pins) == 0
 
 
@@ -79,7 +79,7 @@ async def test_queue_pairs_come_to_a_shared_receive_queue_and_go(device: Device,
         assert len(pair.target.pins) == 4
         await qps[1].aclose()
         await qps[2].aclose()
-        assert [cq.statistics().under_way for cq in cqs] == [0] * queues
+        assert [cq.statistics().in_flight for cq in cqs] == [0] * queues
         assert len(pair.target.pins) == 4, "receives are the shared queue's, which is open"
         await srq.aclose()
         assert len(pair.target.pins) == 0
@@ -171,7 +171,7 @@ async def test_a_pool_is_not_closed_under_receives_in_buffers_that_somebody_has(
             (await pool.lease()).release()  # nothing was done
             buffer.release()
             await pool.aclose()
-            assert pool.state is State.CLOSING
+            assert pool.state is ResourceState.CLOSING
             with pytest.raises(ClosedResourceError):
                 await pool.lease()
             assert not receive.done()
@@ -214,21 +214,21 @@ async def test_a_shared_receive_queue_counts_each_completion_queue_once(device: 
         task = asyncio.create_task(srq.receive(memory[:8]))
         await asyncio.sleep(0)
         async with domain.queue_pair(cq, srq=srq) as near:
-            assert cq.statistics().under_way == 1
+            assert cq.statistics().in_flight == 1
             async with domain.queue_pair(cq, srq=srq) as far:
                 more = srq.receive(memory[:8])
-                assert cq.statistics().under_way == 2
+                assert cq.statistics().in_flight == 2
                 near.connect(far.local_endpoint(), PEERS)
                 far.connect(near.local_endpoint(), PEERS)
                 await near.send(memory[8:16])
                 async with asyncio.timeout(patience(5)):
                     await task
-                assert cq.statistics().under_way == 1
-            assert cq.statistics().under_way == 1
+                assert cq.statistics().in_flight == 1
+            assert cq.statistics().in_flight == 1
             assert not more.done()
             await polled_turns(cq)  # it comes to rest
             assert await polled_turns(cq) == 0, "nobody awaits"
-        assert cq.statistics().under_way == 0
+        assert cq.statistics().in_flight == 0
 
 
 @pytest.mark.every_way
@@ -251,7 +251,7 @@ async def test_what_a_shared_receive_queue_received_is_not_lost_with_the_queue_p
                 pass
         async with asyncio.timeout(patience(2)):
             await receive
-        assert srq.statistics().under_way == 0
+        assert srq.statistics().in_flight == 0
 
 
 @needs(Capability.FAULT_PLAN)

@@ -58,10 +58,10 @@ class Pair:
 
     async def check_idle(self) -> None:
         """Nothing is under way, all places are there, and the queue pair works."""
-        await until(lambda: not self.near.statistics().sends.under_way)
-        assert self.cq.statistics().under_way == self.far.statistics().receives.under_way
+        await until(lambda: not self.near.statistics().sends.in_flight)
+        assert self.cq.statistics().in_flight == self.far.statistics().receives.in_flight
         for queues in (self.near.statistics(), self.far.statistics()):
-            assert (queues.sends.under_way, queues.sends.queued) == (0, 0)
+            assert (queues.sends.in_flight, queues.sends.queued) == (0, 0)
             assert queues.sends.posted == queues.sends.completed
         assert len(self.source.pins) == len(self.target.pins) == 0
         await asyncio.wait_for(self.write(4088, b"it works"), PATIENCE_S)

@@ -18,7 +18,6 @@ import anyio
 from aioverbs import (
     CompletionQueue,
     MemoryRegion,
-    Pins,
     QpCapabilities,
     QueuePair,
     RegionSlice,
@@ -26,6 +25,7 @@ from aioverbs import (
     ResourceDomain,
 )
 from aioverbs._core.data_path.data_path import Operation
+from aioverbs._memory.region import WaitableInFlightCount
 from tests.data_path_endings.pair import ACCESS
 
 PIECE = 64
@@ -49,7 +49,7 @@ def time_of(data: bytes, task: int, piece: int) -> int:
 
 
 @dataclass
-class Line:
+class ControlChannel:
     """Two connected queue pairs, and what came of what was sent."""
 
     near: QueuePair
@@ -66,8 +66,8 @@ class Piece:
         start = (task * PIECES + number) * PIECE
         self.part = slice(start, start + PIECE)
         self.task, self.number = task, number
-        self.local = RegionSlice(storm.near, start, PIECE, Pins(storm.near.pins))
-        self.back = RegionSlice(storm.back, start, PIECE, Pins(storm.back.pins))
+        self.local = RegionSlice(storm.near, start, PIECE, WaitableInFlightCount(storm.near.pins))
+        self.back = RegionSlice(storm.back, start, PIECE, WaitableInFlightCount(storm.back.pins))
         self.remote: RemoteRegion = storm.far.remote()[self.part]
         self.there = storm.far
         self.time = 0  # of the last write that was asked for
@@ -97,7 +97,7 @@ class Storm:
     :param seed: of everything that is drawn.
     """
 
-    def __init__(self, cq: CompletionQueue, lines: list[Line], memory: list[MemoryRegion], seed: int) -> None:
+    def __init__(self, cq: CompletionQueue, lines: list[ControlChannel], memory: list[MemoryRegion], seed: int) -> None:
         self.cq = cq
         self.lines = lines
         self.near, self.far, self.back = memory
@@ -129,8 +129,8 @@ class Storm:
 
     def _is_quiet(self) -> bool:
         sends = [line.near.statistics().sends for line in self.lines]
-        full = (each.under_way == each.depth for each in (line.far.statistics().receives for line in self.lines))
-        return not any(each.under_way or each.queued for each in sends) and all(full)
+        full = (each.in_flight == each.depth for each in (line.far.statistics().receives for line in self.lines))
+        return not any(each.in_flight or each.queued for each in sends) and all(full)
 
     def check(self) -> None:
         """Data, counts and pins are as they must be where nothing is under way."""
@@ -147,7 +147,7 @@ class Storm:
         assert len(self.near.pins) == len(self.far.pins) == len(self.back.pins) == 0
         assert self.cq.statistics().late == 0
 
-    async def _read(self, line: Line) -> None:
+    async def _read(self, line: ControlChannel) -> None:
         # By requests that are cancelled now and then, too.
         messages = line.far.messages()
         while True:
@@ -163,7 +163,7 @@ class Storm:
                 assert bytes(message.data) == seal(0xFFFFFFFF, 0, number)
                 line.arrived.append(number)
 
-    async def _work(self, task: int, line: Line) -> None:
+    async def _work(self, task: int, line: ControlChannel) -> None:
         while self.left > 0:
             piece = self.random.choice(self.pieces[task])
             if not piece.free:
@@ -185,7 +185,7 @@ class Storm:
                 case _:
                     await self._send(line, piece)
 
-    async def _batch(self, task: int, line: Line) -> None:
+    async def _batch(self, task: int, line: ControlChannel) -> None:
         pieces = [piece for piece in self.pieces[task] if piece.free][: self.random.randint(1, 4)]
         self.left -= len(pieces)
         batch = line.near.batch()
@@ -201,7 +201,7 @@ class Storm:
                 piece.known = max(piece.known, time)
                 piece.check_there()
 
-    async def _send(self, line: Line, piece: Piece) -> None:
+    async def _send(self, line: ControlChannel, piece: Piece) -> None:
         # By memory that is no message of the task's own: what is written next does not hang on it.
         line.asked += 1
         number = line.asked
@@ -262,5 +262,5 @@ async def storm_on(
             far = await opened(domain.queue_pair(cq, receive_depth=32, receive_size=PIECE))
             near.connect(far.local_endpoint(), ACCESS)
             far.connect(near.local_endpoint(), ACCESS)
-            made.append(Line(near, far))
+            made.append(ControlChannel(near, far))
         yield Storm(cq, made, memory, seed)

@@ -16,7 +16,7 @@ from aioverbs import (
     LeasedBuffer,
     MessageModel,
     QueuePair,
-    State,
+    ResourceState,
     WcStatus,
     WorkCompletionError,
 )
@@ -67,7 +67,7 @@ async def test_a_request_that_was_posted_goes_on(device: Device, model: MessageM
     async with pair_on(device, model, spin_ns=1000 if "LATENCY" in model.name else None) as pair:
         pair.hold()
         await leave(pair.write())
-        assert len(pair.source.pins) == pair.near.statistics().sends.under_way == 1
+        assert len(pair.source.pins) == pair.near.statistics().sends.in_flight == 1
         pair.unhold()
         await until(lambda: not len(pair.source.pins))
         assert pair.written() == b"12345678"
@@ -81,7 +81,7 @@ async def test_a_request_that_waits_for_a_place_is_withdrawn(device: Device, lea
         first = [pair.write(8 * each) for each in (0, 1)]
         await leave(pair.write(16))
         await until(lambda: not pair.near.statistics().sends.queued)
-        assert len(pair.source.pins) == pair.near.statistics().sends.under_way == 2
+        assert len(pair.source.pins) == pair.near.statistics().sends.in_flight == 2
         pair.unhold()
         await asyncio.wait_for(asyncio.gather(*first), PATIENCE_S)
         assert pair.written(16) == bytes(8)
@@ -235,7 +235,7 @@ async def test_a_batch_that_was_posted_goes_on(device: Device, leave: Leave) -> 
             pair.source.buffer[part] = b"12345678"
             batch.write(pair.source[part], remote[part])
         await leave(batch.post())
-        assert len(pair.source.pins) == pair.near.statistics().sends.under_way == 4
+        assert len(pair.source.pins) == pair.near.statistics().sends.in_flight == 4
         pair.unhold()
         await until(lambda: not len(pair.source.pins))
         assert pair.written(0, 32) == b"12345678" * 4
@@ -298,7 +298,7 @@ async def test_who_waits_for_a_message_loses_none(mail: Pair, leave: Leave) -> N
         await leave(anext(mail.far.messages()))
         await send(mail, number)
         assert await numbers(mail, 1) == [number]
-    assert mail.far.statistics().receives.under_way == 128
+    assert mail.far.statistics().receives.in_flight == 128
 
 
 @pytest.mark.every_way
@@ -391,7 +391,7 @@ async def test_closing_a_queue_pair_goes_on(device: Device, leave: Leave) -> Non
             await asyncio.wait_for(write, PATIENCE_S)
         assert len(pair.source.pins) == 0
         pair.unhold()
-        await until(lambda: pair.cq.statistics().late or not pair.cq.statistics().under_way)
+        await until(lambda: pair.cq.statistics().late or not pair.cq.statistics().in_flight)
 
 
 @pytest.mark.every_way
@@ -442,7 +442,7 @@ async def test_memory_is_registered_until_its_work_has_ended(device: Device, wha
         for _ in range(2):
             await leave(close())
         assert not write.done()
-        assert (region.state, len(region.pins), registered()) == (State.CLOSING, 1, before)
+        assert (region.state, len(region.pins), registered()) == (ResourceState.CLOSING, 1, before)
         with pytest.raises(ClosedResourceError):
             _ = pair.near.write(region[:8], pair.target.remote()[:8])
         pair.unhold()

@@ -55,7 +55,7 @@ async def test_all_who_wait_are_flushed(device: Device, model: MessageModel) -> 
         await asyncio.wait_for(pair.near.aclose(), patience(5))
         results = await waiting
         assert flushed(results), results
-        assert len(pair.source.pins) == len(pair.target.pins) == pair.cq.statistics().under_way == 0
+        assert len(pair.source.pins) == len(pair.target.pins) == pair.cq.statistics().in_flight == 0
         with pytest.raises(ClosedResourceError):
             _ = pair.write()
         assert pair.near.statistics().sends.queued == 0
@@ -191,7 +191,7 @@ async def test_a_late_completion_reaches_nobody(device: Device, taken: bool) -> 
         if not taken:
             await pair.far.write(pair.source[:0], pair.target.remote()[:0])  # somebody looks
         await until(lambda: pair.cq.statistics().late == 1)
-        assert len(pair.source.pins) == pair.cq.statistics().under_way == taken
+        assert len(pair.source.pins) == pair.cq.statistics().in_flight == taken
         assert not taken or not waiting.done()
         pair.unhold()
         assert await waiting == [None] * taken

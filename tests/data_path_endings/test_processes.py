@@ -33,7 +33,7 @@ every_mode = pytest.mark.parametrize("mode", MODES)
 @every_mode
 @every_model
 def test_a_loop_ends_and_another_one_closes_the_device(loop_name: str, mode: str, model: MessageModel) -> None:
-    device = open_device(name_of(mode), engine_mode=mode == "engine")
+    device = open_device(name_of(mode), execution="thread" if mode == "thread" else "inline")
     tasks: list[asyncio.Task[None]] = []
     operations: list[Operation[None]] = []
     pairs: list[Pair] = []
@@ -80,8 +80,9 @@ from tests.data_path_endings.pair import open_pair, pair_on
 
 kept = []
 
-async def busy(mode="engine", model=MessageModel.DEFAULT, hold=False):
-    device = open_device("soft0", engine_mode=mode == "engine", delay_ns=20_000_000 if mode == "engine" else 0)
+async def busy(mode="thread", model=MessageModel.DEFAULT, hold=False):
+    execution = "thread" if mode == "thread" else "inline"
+    device = open_device("soft0", execution=execution, delay_ns=20_000_000 if mode == "thread" else 0)
     await device.open()
     pair = await open_pair(device, model, sends=8, receive_depth=8, receive_size=64)
     kept.extend([device, pair])
@@ -262,7 +263,7 @@ def test_keyboard_interrupt_ends_a_spin_and_loses_nothing(loop_name: str) -> Non
         import signal, threading
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background processes begin without one
         async def main():
-            device = open_device("soft0", engine_mode=True)
+            device = open_device("soft0", execution="thread")
             async with device, pair_on(device, MessageModel.FORCE_LOW_LATENCY, spin_ns=300_000_000) as pair:
                 pair.hold()
                 write = pair.write()

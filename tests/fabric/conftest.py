@@ -24,7 +24,7 @@ _NEAR, _FAR = f"soft0@{own_address()}:7474", f"soft0@{own_address()}:7475"
 
 
 # How bytes come over: moved by the peer, through a Unix socket, through TCP; and who executes.
-@pytest_asyncio.fixture(params=["direct-inline", "socket-engine", "tcp-inline"])
+@pytest_asyncio.fixture(params=["direct-inline", "socket-thread", "tcp-inline"])
 async def device(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, short_path: Path
 ) -> AsyncIterator[Device]:
@@ -33,10 +33,10 @@ async def device(
     monkeypatch.setenv("AIOVERBS_SOFT_DIRECT", "1" if way == "direct" else "0")
     monkeypatch.setenv("AIOVERBS_SOFT_DIRECTORY", str(_folder(short_path, "near")))
     # Over TCP both need an address: without one only processes of this host find a device.
-    async with open_device(_NEAR if way == "tcp" else "soft0", engine_mode=execution == "engine") as near:
+    async with open_device(_NEAR if way == "tcp" else "soft0", execution=execution) as near:
         if way == "tcp":  # then no Unix socket is found
             monkeypatch.setenv("AIOVERBS_SOFT_DIRECTORY", str(_folder(short_path, "far")))
-        async with open_device(_FAR, engine_mode=execution == "engine") as far:
+        async with open_device(_FAR, execution=execution) as far:
             far_devices[near] = far
             try:
                 yield near

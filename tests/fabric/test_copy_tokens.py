@@ -28,7 +28,7 @@ from tests.pace import patience
 from tests.waiting import until
 
 inline = pytest.mark.parametrize("device", ["direct-inline"], indirect=True)
-engine = pytest.mark.parametrize("device", ["direct-engine"], indirect=True)
+in_thread = pytest.mark.parametrize("device", ["direct-thread"], indirect=True)
 
 FRAME = struct.Struct("<8B10IQ4I2Q2HI")  # as soft/fabric/frame.h has it
 HELLO, PROOF, PROBE_AT, NONCE_AT, NONCE = 112, 40, 48, 72, 32  # as protocol.md has it
@@ -139,7 +139,7 @@ class Held:
         self.peer.stream.sendall(answer)
         await until(lambda: self.link().frames_in > before)
 
-    def under_way(self) -> bool:
+    def in_flight(self) -> bool:
         return not any(write.ended for write in self.writes)
 
 
@@ -175,16 +175,16 @@ async def test_only_what_the_peer_was_asked_waits_for_it(held: Held) -> None:
     assert here.remote.buffer[:PART] == here.local.buffer[:PART]
     async with pair.domain.register(PART, ACCESS) as region:
         await pair.near.write(region[:], here.remote.remote()[:PART])
-    assert held.under_way()
+    assert held.in_flight()
     held.qp.to_error()
     held.peer.mark(OPEN, held.asked)
     assert await outcomes(held.writes) == [WcStatus.WR_FLUSH_ERR] * COUNT
 
 
-@engine
+@in_thread
 async def test_what_was_answered_too_early_is_asked_again(held: Held) -> None:
     await held.say(held.asked[-1].done())
-    assert held.under_way()
+    assert held.in_flight()
     held.peer.mark(OPEN, held.asked)
     again = await asyncio.to_thread(held.peer.hear, 1)
     assert (again[0].psn, again[0].direct) == (held.asked[0].psn, False)
@@ -196,7 +196,7 @@ async def test_what_was_answered_too_early_is_asked_again(held: Held) -> None:
 async def test_who_does_not_leave_loses_the_link(held: Held) -> None:
     """And is not trusted with memory any more."""
     held.qp.to_error()
-    assert held.under_way()
+    assert held.in_flight()
     assert await outcomes(held.writes) == [WcStatus.WR_FLUSH_ERR] * COUNT
     assert await asyncio.to_thread(held.peer.stream.recv, 1) == b"", "the device closed the connection"
     held.peer.stream.close()

@@ -81,7 +81,7 @@ async def _name(device: Device) -> str:
         return gid_name(qp.local_endpoint())
 
 
-@pytest_asyncio.fixture(params=[False, True], ids=["inline", "engine"])
+@pytest_asyncio.fixture(params=["inline", "thread"])
 async def scene(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, short_path: Path
 ) -> AsyncIterator[Scene]:
@@ -92,7 +92,7 @@ async def scene(
     async with AsyncExitStack() as stack:
         opened = stack.enter_async_context
         monkeypatch.setenv("AIOVERBS_SOFT_DIRECTORY", str(ours))
-        near = await opened(open_device("soft0", engine_mode=request.param))
+        near = await opened(open_device("soft0", execution=request.param))
         monkeypatch.setenv("AIOVERBS_SOFT_DIRECTORY", str(theirs))
         far = await opened(open_device(f"soft0@{own_address()}:7475"))
         own, name = await _name(near), await _name(far)
@@ -124,7 +124,7 @@ async def bystanders(pair: Ends) -> AsyncIterator[tuple[QueuePair, MemoryRegion]
         region.buffer[:4] = b"safe"
         await one.write(region[:4], region.remote()[8:12])
         assert bytes(region.buffer[8:12]) == b"safe"
-        assert pair.cq.statistics().under_way == 0
+        assert pair.cq.statistics().in_flight == 0
 
 
 async def outcomes(operations: Iterable[Operation[None]]) -> list[WcStatus]:

@@ -31,7 +31,7 @@ def cable() -> Iterator[Network]:
 
 
 @dataclass
-class Way:
+class Destination:
     here: End
     there: Other
     qp: QueuePair
@@ -41,7 +41,9 @@ class Way:
 
 
 @contextlib.asynccontextmanager
-async def way(monkeypatch: pytest.MonkeyPatch, short_path: Path, cable: Network, family: str) -> AsyncIterator[Way]:
+async def way(
+    monkeypatch: pytest.MonkeyPatch, short_path: Path, cable: Network, family: str
+) -> AsyncIterator[Destination]:
     """Each with a directory of its own, so that nobody finds anybody but by the address."""
     ours, theirs = short_path / "here", short_path / "there"
     for folder in (ours, theirs):
@@ -54,7 +56,7 @@ async def way(monkeypatch: pytest.MonkeyPatch, short_path: Path, cable: Network,
         (qp,) = here.qps
         refused = soft_context(here.device).fabric().refused_frames
         await there.connect(qp)
-        yield Way(here, there, qp)
+        yield Destination(here, there, qp)
         assert {peer.transport for peer in here.device.peers()} <= {"tcp", None}
         assert soft_context(here.device).fabric().refused_frames == refused, "both are honest"
         assert len(here.region.pins) == 0
@@ -125,7 +127,7 @@ async def test_a_request_fails_in_time_where_the_cable_is_out(
         assert caught.value.status is WcStatus.RETRY_EXC_ERR
         assert 3 * 0.067 < time.monotonic() - begun < patience(3)
         cable.cable(up=True)
-        await until(lambda: not qp.statistics().under_way)
+        await until(lambda: not qp.statistics().in_flight)
         qp.to_reset()
         await between.there.connect(qp)
         await between.exchange()

@@ -22,7 +22,7 @@ QUICK: dict[str, Any] = {"timeout": 14, "retry_cnt": 2}  # 67 ms, three times
 
 
 @dataclass
-class Way:
+class Destination:
     """Both find each other's name in a directory of their own, and behind it the proxy."""
 
     here: End
@@ -50,7 +50,7 @@ def reserved_port(host: str) -> Iterator[int]:
 @contextlib.asynccontextmanager
 async def way(
     monkeypatch: pytest.MonkeyPatch, short_path: Path, carrier: str, how: Proxy, **attributes: Any
-) -> AsyncIterator[Way]:
+) -> AsyncIterator[Destination]:
     """Near connects to the proxy by a Unix socket, which connects to far by one, or by TCP."""
     ours, theirs = short_path / "here", short_path / "there"
     for folder in (ours, theirs):
@@ -70,7 +70,7 @@ async def way(
         name = gid_name(await there.connect(qp, **attributes))
         own = gid_name(qp.local_endpoint())
         async with proxy(ours / name, address if host else theirs / name, how), proxy(theirs / own, ours / own, how):
-            made = Way(here, there, qp, refused)
+            made = Destination(here, there, qp, refused)
             yield made
             made.check()
 
@@ -109,7 +109,7 @@ async def test_a_stream_that_is_cut_again_and_again_changes_nothing(
         assert how.connections > len(CUTS)
 
 
-async def exchange_for_ever(between: Way) -> None:
+async def exchange_for_ever(between: Destination) -> None:
     while True:
         await between.exchange(most=5000)
 
@@ -130,7 +130,7 @@ async def test_a_stream_that_stops_is_told_of_in_time_and_goes_on(
         how.go_on.set()
         qp = between.qp
         assert qp.query().qp_state is QpState.ERR
-        await until(lambda: not qp.statistics().under_way)
+        await until(lambda: not qp.statistics().in_flight)
         qp.to_reset()
         await between.there.connect(qp)
         await between.exchange()

@@ -11,7 +11,7 @@ import atheris
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # this is run as a script
 
 with atheris.instrument_imports(include=["aioverbs"]):
-    from aioverbs._connection.handshake import Handshake, Kind, Offer, parse, refusal_of
+    from aioverbs._connection.handshake import Handshake, MessageType, Offer, error_of_reject, parse
     from aioverbs._connection.wire import GrantNotice, header, split
     from aioverbs._verbs.endpoint import Endpoint
     from aioverbs.errors import HandshakeError
@@ -40,7 +40,7 @@ def one_input(data: bytes) -> None:
             try:
                 heard = hear(listener, data)
             except HandshakeError as error:
-                if parse(refusal_of(error))[0] is not Kind.REFUSAL:
+                if parse(error_of_reject(error))[0] is not MessageType.REFUSAL:
                     raise AssertionError("a refusal is none") from error
             else:
                 if isinstance(heard, Offer) and (secret is not None or Offer.parse_body(heard.pack(), 0)[0] != heard):
@@ -65,7 +65,7 @@ def seeds(folder: Path) -> None:
     listener.hear_hello(said[0])
     said.append(listener.hello())
     near.hear_hello(said[1])
-    said += [near.offer(OFFER), near.ready(), refusal_of(HandshakeError(1, "text"))]
+    said += [near.offer(OFFER), near.ready(), error_of_reject(HandshakeError(1, "text"))]
     said += [GrantNotice(4096, 64, 7, 2).pack(), header(1).to_bytes(4)]  # type: ignore[arg-type]
     for at, data in enumerate(said):
         (folder / f"seed{at}").write_bytes(data)

@@ -30,14 +30,14 @@ from aioverbs import (
     listen,
     open_device,
     rdma_cm,
-    reconnecting,
+    reconnect,
     serve,
 )
 from aioverbs._connection.connect import Connecting
 from aioverbs._core.handles import handles
 from aioverbs._lifecycle.affinity import OwnedContext, OwnedIterator
 from aioverbs._verbs.base_domain import Domain
-from aioverbs.rdma_cm.state_machine import Stage
+from aioverbs.rdma_cm.state_machine import CmState
 from tests.connections.ends import HOST
 from tests.holding import hold, unhold
 from tests.manager.connection_manager import connection_manager, request
@@ -148,9 +148,9 @@ def _seen(subject: Any) -> Any:
         yield subject._drain_s
     if isinstance(subject, rdma_cm.Channel | rdma_cm.Identifier | rdma_cm.Listener):
         handle: Any = subject._handle
-        yield subject._life.label, tuple(handle.verbs) if handle is not None else ()
+        yield subject._lifecycle.label, tuple(handle.verbs) if handle is not None else ()
     if isinstance(subject, rdma_cm.Identifier):
-        at = subject._conversation
+        at = subject._state_machine
         yield subject._came_open, *((at.stage, at._busy, at._qp, len(at._events)) if at is not None else ())
     if isinstance(subject, rdma_cm.Listener) and subject._requests is not None:
         yield len(subject._requests._waiting), subject._requests.closed
@@ -163,7 +163,7 @@ def _seen(subject: Any) -> Any:
         assert traffic is not None
         assert grants is not None
         yield traffic.statistics()
-        yield len(subject._life.children), traffic.end_sent, traffic.closed, traffic.broken, traffic._asking
+        yield len(subject._lifecycle.children), traffic.end_sent, traffic.closed, traffic.broken, traffic._asking
         yield traffic._lock.locked(), len(traffic.inbox), len(traffic._controls)
         yield tuple(grants._given), tuple(grants._taken), len(grants._news)
     for name in ("ended", "revoked", "addresses"):
@@ -347,7 +347,7 @@ async def _listening(of: Scene, stack: AsyncExitStack) -> None:
     await until(lambda: server.statistics().connections)
     await of.wait("accepting", listener.accept())
     await of.wait("serving", server.wait_closed())
-    again = reconnecting(HOST, server.port, domain=of.placed, settings=SETTINGS)
+    again = reconnect(HOST, server.port, domain=of.placed, settings=SETTINGS)
     stack.push_async_callback(again.aclose)
     of.subjects["connection that is made again"] = await anext(again)
     of.subjects |= {
@@ -389,13 +389,13 @@ async def _identifiers(of: Scene, stack: AsyncExitStack) -> None:
         await stack.enter_async_context(each)
     for _ in range(3):
         request(asked)
-    for stage in (Stage.NEW, Stage.RESOLVED, Stage.CONNECTED):
+    for stage in (CmState.NEW, CmState.RESOLVED, CmState.CONNECTED):
         identifier = await stack.enter_async_context(channel.identifier())
-        assert identifier._conversation is not None
-        identifier._conversation.stage = stage
+        assert identifier._state_machine is not None
+        identifier._state_machine.stage = stage
         of.subjects[f"identifier that is {stage.value}"] = identifier
     connected = of.subjects["identifier that is connected"]
-    connected._conversation._qp = qp
+    connected._state_machine._qp = qp
     of.subjects |= {
         "channel": channel,
         "listener of rdma_cm": listener,
@@ -427,7 +427,7 @@ def _not_opened(of: Scene) -> None:
         "new listener": listen(HOST, **ways),
         "new server": serve(echo, HOST, **ways),
         "connecting": connect(HOST, port, **ways),
-        "reconnecting": Made(lambda: reconnecting(HOST, port, **ways)),
+        "reconnect": Made(lambda: reconnect(HOST, port, **ways)),
         "new block of messages": Made(lambda: subjects["srq"].messages(of.pool)),
     }
 

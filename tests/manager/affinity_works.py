@@ -2,7 +2,7 @@
 
 import anyio
 
-from aioverbs import AccessFlags, Connection, EventType, Operation, QpState, State, connect
+from aioverbs import AccessFlags, Connection, EventType, Operation, QpState, ResourceState, connect
 from tests.connections.ends import HOST
 from tests.holding import unhold
 from tests.manager.affinity_scene import LARGE, SETTINGS, Scene
@@ -126,10 +126,10 @@ async def _listening_works(of: Scene) -> None:
     await first.send(b"once")
     assert await first.receive() == b"once"
     second = await anext(again)
-    assert first.state is State.CLOSED
+    assert first.state is ResourceState.CLOSED
     await second.send(b"again")
     assert await second.receive() == b"again"
     await again.aclose()
-    assert second.state is State.CLOSED
+    assert second.state is ResourceState.CLOSED
     await subjects["server"].stop()
     await of.came("serving")

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from aioverbs import Device, QpType, VerbsError
-from aioverbs._lifecycle.lifecycle import State
+from aioverbs._lifecycle.lifecycle import ResourceState
 from tests.capabilities import Capability, needs
 from tests.manager.held import Helpers
 from tests.waiting import until
@@ -55,4 +55,4 @@ async def test_what_the_device_refuses(device: Device, helpers: Helpers) -> None
         helpers.release()
         with pytest.raises(VerbsError, match="ibv_create_ah failed: ETIMEDOUT"):
             await opening
-        assert handle.state is State.NEW
+        assert handle.state is ResourceState.NEW

@@ -11,8 +11,8 @@ import pytest
 
 from aioverbs import (
     AccessFlags,
+    BorrowedObjectClosedError,
     ClosedResourceError,
-    LenderClosedError,
     RemoteRegion,
     VerbsError,
     WcStatus,
@@ -226,7 +226,9 @@ async def test_a_memory_region_that_its_user_closed(device: Device) -> None:
                 region.remote,
                 lambda: region.handle.rkey,
             ):
-                with pytest.raises(LenderClosedError, match="close what aioverbs made from a pyverbs object before"):
+                with pytest.raises(
+                    BorrowedObjectClosedError, match="close what aioverbs made from a pyverbs object before"
+                ):
                     ask()
             with pytest.raises(ClosedResourceError):
                 await near.write(part, ours.remote()[:8])
@@ -246,7 +248,7 @@ async def test_a_protection_domain_that_its_user_closed(device: Device) -> None:
             pd.completion_queue(64) as cq,
         ):
             theirs.close()  # and the memory region with it
-            with pytest.raises(LenderClosedError):
+            with pytest.raises(BorrowedObjectClosedError):
                 region.remote()
             for resource in (
                 pd.register(64),
@@ -255,6 +257,6 @@ async def test_a_protection_domain_that_its_user_closed(device: Device) -> None:
                 pd.shared_receive_queue(8),
                 device.resource_domain(pd),
             ):
-                with pytest.raises(LenderClosedError) as caught:
+                with pytest.raises(BorrowedObjectClosedError) as caught:
                     await resource.open()
                 assert isinstance(caught.value, VerbsError)

@@ -21,7 +21,7 @@ from aioverbs import (
     Operation,
     QpState,
     QueuePair,
-    State,
+    ResourceState,
     VerbsError,
     rdma_cm,
 )
@@ -258,7 +258,7 @@ def _noted(error: BaseException | None) -> BaseException | None:
 
 def _is_idle(subject: object) -> bool:
     """Whether it was not opened, or is over."""
-    return getattr(subject, "state", None) is State.NEW or bool(getattr(subject, "ended", False))
+    return getattr(subject, "state", None) is ResourceState.NEW or bool(getattr(subject, "ended", False))
 
 
 def _elsewhere(loop: asyncio.AbstractEventLoop, call: Callable[[], Table]) -> Table:

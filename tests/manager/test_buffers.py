@@ -31,7 +31,7 @@ from aioverbs import (
     VerbsError,
     open_device,
 )
-from aioverbs._lifecycle.lifecycle import State
+from aioverbs._lifecycle.lifecycle import ResourceState
 from aioverbs._verbs.device import Device
 from tests.capabilities import Capability, needs
 from tests.conftest import LOOP_FACTORIES
@@ -160,7 +160,7 @@ async def test_what_is_wrong_is_said_at_once(pd: ProtectionDomain) -> None:
     pool = pd.buffer_pool(64, 1, access=AccessFlags.REMOTE_WRITE)
     with pytest.raises(ValueError, match="LOCAL_WRITE"):
         await pool.open()
-    assert pool.state is State.NEW
+    assert pool.state is ResourceState.NEW
     await refuses(pool)
 
 
@@ -177,7 +177,7 @@ async def test_every_domain_makes_pools(device: Device) -> None:
     async with device.resource_domain() as domain, domain.buffer_pool(64, 1) as pool:
         with pool.lease_nowait() as buffer:
             assert buffer.region.handle.pd is domain.pd.handle
-        assert not any(child.kind == "BufferPool" for child in domain._life.info().children), "the PD's"
+        assert not any(child.kind == "BufferPool" for child in domain._lifecycle.info().children), "the PD's"
 
 
 # ---- Who waits
@@ -391,15 +391,15 @@ async def test_a_cancelled_write_keeps_its_buffer(device: Device) -> None:
                 await pair.near.write(buffer[:5], pair.target.remote()[:5])
         assert scope.cancelled_caught
         assert counts(pool) == (0, 1, 0, 0)
-        assert pair.cq.statistics().under_way == 1
+        assert pair.cq.statistics().in_flight == 1
         unhold(device, pair.near)
         async with asyncio.timeout(patience(5)), pool.lease() as buffer:
-            assert pair.cq.statistics().under_way == 0
+            assert pair.cq.statistics().in_flight == 0
             await pair.near.write(buffer[5:6], pair.target.remote()[5:6])
         assert bytes(pair.target.buffer[:5]) == b"hello"
         with pytest.raises(ClosedResourceError, match="released to its pool"):
             await pair.near.write(buffer[:5], pair.target.remote()[:5])
-        assert pair.cq.statistics().under_way == len(buffer.region.pins) == 0
+        assert pair.cq.statistics().in_flight == len(buffer.region.pins) == 0
 
 
 async def test_a_forgotten_buffer_comes_back(pd: ProtectionDomain) -> None:
@@ -595,13 +595,13 @@ async def test_who_comes_while_another_thread_closes_it_does_not_wait(
     async with pd.buffer_pool(64, 1) as pool, asyncio.timeout(patience(5)):
 
         def closed_meanwhile(*_: object) -> None:
-            pool._life.state = State.CLOSING
+            pool._lifecycle.state = ResourceState.CLOSING
 
         monkeypatch.setattr(pool._shelf, "take", closed_meanwhile)
         pool._shelf.free.clear()
         with pytest.raises(ClosedResourceError, match="is not open"):
             await pool.lease()
-        pool._life.state = State.OPEN
+        pool._lifecycle.state = ResourceState.OPEN
         assert counts(pool) == (0, 0, 0, 0)
 
 
@@ -645,7 +645,7 @@ async def test_an_opening_that_fails_leaves_nothing(pd: ProtectionDomain, device
     pool = pd.buffer_pool(64, 1)
     with pytest.raises(VerbsError, match="ENOMEM"):
         await pool.open()
-    assert pool.state is State.NEW
+    assert pool.state is ResourceState.NEW
     async with pool:
         assert counts(pool) == (0, 0, 1, 0)
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from aioverbs import BusyResourceError, MemoryRegion, Resource, ResourceDomain, State, ThreadModel
-from aioverbs._lifecycle.affinity import to_the_end
+from aioverbs import BusyResourceError, MemoryRegion, Resource, ResourceDomain, ResourceState, ThreadModel
+from aioverbs._lifecycle.affinity import wait_uncancelled
 from aioverbs._verbs.device import Device, open_device
 from tests.descriptors import descriptors, descriptors_at_first
 from tests.holding import hold
@@ -33,7 +33,7 @@ class Begun:
     """A closing that does not end, since a write is held."""
 
     def __init__(self, what: str, left: bool = False) -> None:
-        self.device = open_device("soft0", engine_mode=True)
+        self.device = open_device("soft0", execution="thread")
         self._what = what
         self._left = left
 
@@ -51,11 +51,11 @@ class Begun:
         closed: dict[str, Resource] = {"queue pair": near, "region": self.region, "domain": self.domain}
         self.closed = closed[self._what]
         self.closing = asyncio.create_task(self.closed.aclose())
-        await until(lambda: self.closed.state is State.CLOSING)
+        await until(lambda: self.closed.state is ResourceState.CLOSING)
         if self._left:
             self.closing.cancel()
             await asyncio.wait([self.closing])
-            assert self.closed.state is State.CLOSING
+            assert self.closed.state is ResourceState.CLOSING
 
     def forget_the_task(self) -> None:
         del self.closing
@@ -125,8 +125,8 @@ def test_who_waits_for_a_loop_that_is_closed_meanwhile_goes_on_with_what_it_did(
 
     async def wait() -> None:
         second = asyncio.create_task(begun.region.aclose())
-        bell = begun.region._life.bell()
-        await until(lambda: bell._waiting)
+        condition = begun.region._lifecycle.condition()
+        await until(lambda: condition._waiting)
         assert not second.done()
         loop.close()
         begun.device.faults.unhold()
@@ -144,8 +144,8 @@ def test_who_waits_for_a_loop_that_stands_still_can_be_cancelled() -> None:
 
     async def leave() -> None:
         second = asyncio.create_task(begun.domain.aclose())
-        bell = begun.closed._life.bell()
-        await until(lambda: bell._waiting)
+        condition = begun.closed._lifecycle.condition()
+        await until(lambda: condition._waiting)
         second.cancel()
         await asyncio.wait([second], timeout=patience(20))
         assert second.cancelled()
@@ -176,9 +176,9 @@ async def test_what_cannot_be_drained_stays_open_where_that_was_cancelled(device
         raise BusyResourceError("nobody answers")
 
     def drain() -> Any:
-        return to_the_end(fail())
+        return wait_uncancelled(fail())
 
-    window._life.drain = drain
+    window._lifecycle.drain = drain
     closed = domain if whole else window
     closing = asyncio.create_task(closed.aclose())
     await began.wait()
@@ -188,6 +188,6 @@ async def test_what_cannot_be_drained_stays_open_where_that_was_cancelled(device
     with pytest.raises(asyncio.CancelledError) as caught:
         await closing
     assert any("BusyResourceError: nobody answers" in note for note in caught.value.__notes__)
-    assert window.state is domain.state is State.OPEN
-    window._life.drain = None
+    assert window.state is domain.state is ResourceState.OPEN
+    window._lifecycle.drain = None
     await domain.aclose()

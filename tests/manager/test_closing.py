@@ -9,7 +9,7 @@ import warnings
 import anyio
 import pytest
 
-from aioverbs import BusyResourceError, MemoryRegion, Resource, State, VerbsError
+from aioverbs import BusyResourceError, MemoryRegion, Resource, ResourceState, VerbsError
 from aioverbs._core.handles import handles
 from aioverbs._verbs.device import Device, open_device
 from tests.capabilities import Capability, needs
@@ -33,7 +33,7 @@ async def begin_write(device: Device, pair: Ends) -> None:
 async def begin_closing(pair: Ends) -> "asyncio.Task[None]":
     """Close a queue pair whose work is held: that waits until it may go on."""
     closing = asyncio.create_task(pair.near.aclose())
-    await until(lambda: pair.near.state is State.CLOSING)
+    await until(lambda: pair.near.state is ResourceState.CLOSING)
     return closing
 
 
@@ -86,7 +86,7 @@ async def test_a_parent_that_is_cancelled_by_its_scope_waits_for_a_child_that_is
             await until(lambda: pair.far.closed)  # as above
             scope.cancel()
             await asyncio.sleep(0.01)
-            assert pair.domain.state is State.CLOSING
+            assert pair.domain.state is ResourceState.CLOSING
             unhold(device, pair.near)
 
         with warnings.catch_warnings(), anyio.CancelScope() as scope:
@@ -176,13 +176,13 @@ async def test_a_cancellation_is_not_lost_in_a_warning(device: Device) -> None:
         warnings.simplefilter("error")
         task = asyncio.create_task(domain.aclose())
         async with asyncio.timeout(patience(5)):
-            while region.state is not State.CLOSING:  # noqa: ASYNC110  (before that it waits for others)
+            while region.state is not ResourceState.CLOSING:  # noqa: ASYNC110  (before that it waits for others)
                 await asyncio.sleep(0)
         task.cancel()
         await asyncio.wait([task])
     assert task.cancelled()
     assert cq.closed
-    assert region.state is domain.state is State.CLOSING
+    assert region.state is domain.state is ResourceState.CLOSING
     region.pins.discard()
     await until(lambda: domain.closed)
     assert region.closed
@@ -212,9 +212,9 @@ async def test_a_parent_of_memory_that_is_in_use_is_closed_after_it(device: Devi
                     task.cancel()
                 await asyncio.wait([task])
                 assert task.cancelled()
-        assert pd.state is State.CLOSING
+        assert pd.state is ResourceState.CLOSING
     region.pins.discard()
-    await until(lambda: pool.state is State.CLOSING)
+    await until(lambda: pool.state is ResourceState.CLOSING)
     assert region.closed
     second = asyncio.create_task(pd.aclose())
     await asyncio.sleep(0)
@@ -243,7 +243,7 @@ def test_a_closing_that_ends_with_its_loop_can_be_done_again(cancels: bool) -> N
         with anyio.move_on_after(0) as scope:
             await region.aclose()
         assert scope.cancelled_caught
-        assert region.state is State.CLOSING
+        assert region.state is ResourceState.CLOSING
         return device, pd, region
 
     async def close() -> None:
@@ -255,7 +255,7 @@ def test_a_closing_that_ends_with_its_loop_can_be_done_again(cancels: bool) -> N
     device, pd, region = loop.run_until_complete(leave())
     if cancels:
         loop.run_until_complete(cancel_all())
-        assert region.state is State.OPEN
+        assert region.state is ResourceState.OPEN
     loop.close()
     region.pins.discard()
     asyncio.run(asyncio.wait_for(close(), patience(5)))
@@ -272,7 +272,7 @@ async def test_a_cancellation_is_not_lost_in_an_error(device: Device, kind: str,
     async def wait() -> None:
         await event.wait()
 
-    window._life.drain = wait
+    window._lifecycle.drain = wait
     closed = domain if whole else window
     raised: list[BaseException] = []
 
@@ -297,8 +297,8 @@ async def test_a_cancellation_is_not_lost_in_an_error(device: Device, kind: str,
     (error,) = raised
     assert isinstance(error, asyncio.CancelledError)
     assert isinstance(error.__context__, VerbsError)
-    assert error.__notes__ == [f"and closing {closed._life!r} failed: VerbsError: {error.__context__}"]
-    assert window.state is domain.state is State.OPEN
+    assert error.__notes__ == [f"and closing {closed._lifecycle!r} failed: VerbsError: {error.__context__}"]
+    assert window.state is domain.state is ResourceState.OPEN
     event.set()
     await window.aclose()
     await domain.aclose()
@@ -410,7 +410,7 @@ async def test_a_queue_whose_loop_stands_still_is_busy(device: Device, monkeypat
     async with asyncio.timeout(patience(5)):
         with pytest.raises(BusyResourceError, match="does not answer"):
             await cq.aclose()
-        assert cq.state is State.OPEN
+        assert cq.state is ResourceState.OPEN
         loop.close()
         await cq.aclose()
     await pd.aclose()
@@ -452,8 +452,8 @@ async def test_what_the_block_raises_is_heard_from_the_domain_of_a_loop(device: 
         await body()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ResourceWarning)
-        for life in tuple(device._life.children.values()):
-            await life.close()
+        for lifecycle in tuple(device._lifecycle.children.values()):
+            await lifecycle.close()
 
 
 @needs(Capability.OBJECT_COUNTS)
@@ -480,4 +480,4 @@ async def test_large_memory_needs_asyncio(device: Device, monkeypatch: pytest.Mo
                 region.open().send(None)
 
         await asyncio.to_thread(elsewhere)
-        assert region.state is State.NEW
+        assert region.state is ResourceState.NEW

@@ -15,16 +15,16 @@ from aioverbs import (
     ConnectionRejectedError,
     DeviceRemovedError,
     QueuePair,
-    StateError,
+    QueuePairStateError,
     UnreachableError,
     VerbsError,
 )
 from aioverbs._core.handles import rdma_cm as core
-from aioverbs._lifecycle.affinity import Bell
-from aioverbs._verbs.qp_state_machine import Changes, Limits
+from aioverbs._lifecycle.affinity import CrossLoopCondition
+from aioverbs._verbs.qp_state_machine import Limits, QpAttrs
 from aioverbs.rdma_cm.events import CmEventType, Dispatcher
-from aioverbs.rdma_cm.negotiation import settle
-from aioverbs.rdma_cm.state_machine import Conversation, Stage, error_of
+from aioverbs.rdma_cm.negotiation import negotiate
+from aioverbs.rdma_cm.state_machine import CmState, CmStateMachine, error_of
 from aioverbs.types import Mtu
 
 
@@ -68,7 +68,7 @@ class Wakeless:
 
     def __init__(self) -> None:
         self.loop = asyncio.get_running_loop()
-        self.listening: dict[object, Conversation] = {}
+        self.listening: dict[object, CmStateMachine] = {}
 
 
 @pytest.fixture
@@ -76,16 +76,16 @@ def manager() -> Manager:
     return Manager()
 
 
-async def begun(manager: Manager, stage: Stage = Stage.RESOLVED) -> Conversation:
+async def begun(manager: Manager, stage: CmState = CmState.RESOLVED) -> CmStateMachine:
     handle, dispatcher = cast(core.Identifier, manager), cast(Dispatcher, Wakeless())
-    return Conversation(handle, dispatcher, Bell(), stage)
+    return CmStateMachine(handle, dispatcher, CrossLoopCondition(), stage)
 
 
-async def talk(conversation: Conversation, kind: CmEventType, *, timeout_s: float | None = 5.0) -> core.Event:
+async def talk(state_machine: CmStateMachine, kind: CmEventType, *, timeout_s: float | None = 5.0) -> core.Event:
     """One step that ends with a connection."""
-    async with conversation.step("connect", Stage.RESOLVED, timeout_s):
-        heard = await conversation.hear(kind, "rdma_connect")
-        conversation.connected()
+    async with state_machine.step("connect", CmState.RESOLVED, timeout_s):
+        heard = await state_machine.expect(kind, "rdma_connect")
+        state_machine.connected()
     return heard
 
 
@@ -116,134 +116,137 @@ LIMITS = Limits(mtu=Mtu.MTU_1024, max_rd_atomic=16, max_dest_rd_atomic=8)
 
 # What the managers told, what was given by hand, and what they settle on.
 SETTLED = [
-    (Changes(retry_cnt=7, rnr_retry=7), Changes(), Changes(retry_cnt=6, rnr_retry=6)),
-    (Changes(retry_cnt=2, rnr_retry=0), Changes(), Changes(retry_cnt=2, rnr_retry=0)),
-    (Changes(rnr_retry=7), Changes(rnr_retry=7), Changes(rnr_retry=7)),
-    (Changes(min_rnr_timer=0), Changes(), Changes(min_rnr_timer=18)),
-    (Changes(min_rnr_timer=0), Changes(min_rnr_timer=3), Changes(min_rnr_timer=3)),
-    (Changes(path_mtu=Mtu.MTU_4096), Changes(), Changes(path_mtu=Mtu.MTU_1024)),
-    (Changes(max_rd_atomic=128), Changes(), Changes(max_rd_atomic=16)),
-    (Changes(max_rd_atomic=1), Changes(max_rd_atomic=4), Changes(max_rd_atomic=1)),
-    (Changes(max_rd_atomic=8), Changes(max_rd_atomic=4), Changes(max_rd_atomic=4)),
-    (Changes(max_dest_rd_atomic=128), Changes(), Changes(max_dest_rd_atomic=8)),
-    (Changes(max_dest_rd_atomic=1), Changes(max_dest_rd_atomic=4), Changes(max_dest_rd_atomic=4)),
-    (Changes(sq_psn=9, timeout=17), Changes(timeout=12), Changes(sq_psn=9, timeout=12)),
+    (QpAttrs(retry_cnt=7, rnr_retry=7), QpAttrs(), QpAttrs(retry_cnt=6, rnr_retry=6)),
+    (QpAttrs(retry_cnt=2, rnr_retry=0), QpAttrs(), QpAttrs(retry_cnt=2, rnr_retry=0)),
+    (QpAttrs(rnr_retry=7), QpAttrs(rnr_retry=7), QpAttrs(rnr_retry=7)),
+    (QpAttrs(min_rnr_timer=0), QpAttrs(), QpAttrs(min_rnr_timer=18)),
+    (QpAttrs(min_rnr_timer=0), QpAttrs(min_rnr_timer=3), QpAttrs(min_rnr_timer=3)),
+    (QpAttrs(path_mtu=Mtu.MTU_4096), QpAttrs(), QpAttrs(path_mtu=Mtu.MTU_1024)),
+    (QpAttrs(max_rd_atomic=128), QpAttrs(), QpAttrs(max_rd_atomic=16)),
+    (QpAttrs(max_rd_atomic=1), QpAttrs(max_rd_atomic=4), QpAttrs(max_rd_atomic=1)),
+    (QpAttrs(max_rd_atomic=8), QpAttrs(max_rd_atomic=4), QpAttrs(max_rd_atomic=4)),
+    (QpAttrs(max_dest_rd_atomic=128), QpAttrs(), QpAttrs(max_dest_rd_atomic=8)),
+    (QpAttrs(max_dest_rd_atomic=1), QpAttrs(max_dest_rd_atomic=4), QpAttrs(max_dest_rd_atomic=4)),
+    (QpAttrs(sq_psn=9, timeout=17), QpAttrs(timeout=12), QpAttrs(sq_psn=9, timeout=12)),
 ]
 
 
 def test_what_the_managers_agreed_on() -> None:
     for told, given, settled in SETTLED:
         before = told.copy()
-        assert settle(told, given, LIMITS) == settled
+        assert negotiate(told, given, LIMITS) == settled
         assert told == before
 
 
 async def test_a_rejection_has_what_was_said_with_it(manager: Manager) -> None:
-    conversation = await begun(manager)
-    task = asyncio.create_task(talk(conversation, CmEventType.CONNECT_RESPONSE))
+    state_machine = await begun(manager)
+    task = asyncio.create_task(talk(state_machine, CmEventType.CONNECT_RESPONSE))
     await asyncio.sleep(0)
-    conversation.heard(event(CmEventType.REJECTED, 28, b"busy"))
+    state_machine.heard(event(CmEventType.REJECTED, 28, b"busy"))
     with pytest.raises(ConnectionRejectedError) as caught:
         await task
     assert caught.value.private_data == b"busy"
-    for what, stage in (("resolve", Stage.NEW), ("connect", Stage.RESOLVED)):  # another identifier may ask again
-        conversation.check(what, stage)
-    with pytest.raises(StateError, match="accept: it is rejected, and is to be asked for by a peer"):
-        conversation.check("accept", Stage.REQUESTED)
-    conversation.heard(event(CmEventType.DEVICE_REMOVAL))
+    for what, stage in (("resolve", CmState.NEW), ("connect", CmState.RESOLVED)):  # another identifier may ask again
+        state_machine.check(what, stage)
+    with pytest.raises(QueuePairStateError, match="accept: it is rejected, and is to be asked for by a peer"):
+        state_machine.check("accept", CmState.REQUESTED)
+    state_machine.heard(event(CmEventType.DEVICE_REMOVAL))
     with pytest.raises(BrokenResourceError, match=r"connect: it failed before, close it: .*device was removed"):
-        conversation.check("connect", Stage.RESOLVED)
+        state_machine.check("connect", CmState.RESOLVED)
 
 
 @pytest.mark.parametrize(
     ("after", "stage"),
     [
-        (CmEventType.DISCONNECTED, Stage.ENDED),
-        (CmEventType.REJECTED, Stage.FAILED),
-        (CmEventType.DEVICE_REMOVAL, Stage.FAILED),
-        (CmEventType.TIMEWAIT_EXIT, Stage.CONNECTED),
-        (CmEventType.ADDR_CHANGE, Stage.CONNECTED),
+        (CmEventType.DISCONNECTED, CmState.ENDED),
+        (CmEventType.REJECTED, CmState.FAILED),
+        (CmEventType.DEVICE_REMOVAL, CmState.FAILED),
+        (CmEventType.TIMEWAIT_EXIT, CmState.CONNECTED),
+        (CmEventType.ADDR_CHANGE, CmState.CONNECTED),
     ],
     ids=lambda value: value.name,
 )
 @pytest.mark.parametrize("late", [False, True], ids=["together", "late"])
-async def test_what_comes_after_the_connection(manager: Manager, after: CmEventType, stage: Stage, late: bool) -> None:
+async def test_what_comes_after_the_connection(
+    manager: Manager, after: CmEventType, stage: CmState, late: bool
+) -> None:
     """Also in one batch with it, before the one who waits has had its turn."""
-    conversation = await begun(manager)
+    state_machine = await begun(manager)
     pair = Pair()
-    conversation._qp = cast(QueuePair, pair)
-    task = asyncio.create_task(talk(conversation, CmEventType.ESTABLISHED))
+    state_machine._qp = cast(QueuePair, pair)
+    task = asyncio.create_task(talk(state_machine, CmEventType.ESTABLISHED))
     await asyncio.sleep(0)
-    conversation.heard(event(CmEventType.ESTABLISHED))
+    state_machine.heard(event(CmEventType.ESTABLISHED))
     if late:
         await task
-    conversation.heard(event(after))
+    state_machine.heard(event(after))
     if after is CmEventType.DEVICE_REMOVAL and not late:
         with pytest.raises(DeviceRemovedError):
             await task
     else:
         await task
-    assert conversation.stage is stage
-    assert pair.errors == (stage is not Stage.CONNECTED)
+    assert state_machine.stage is stage
+    assert pair.errors == (stage is not CmState.CONNECTED)
     assert manager.said == (["disconnect"] if after is CmEventType.DISCONNECTED else [])
-    if stage is Stage.CONNECTED:
+    if stage is CmState.CONNECTED:
         return
     if after is CmEventType.DEVICE_REMOVAL:
         with pytest.raises(DeviceRemovedError):
-            await conversation.wait_over()
+            await state_machine.wait_over()
     else:
-        await conversation.wait_over()
-    await conversation.drain()
+        await state_machine.wait_over()
+    await state_machine.drain()
 
 
 async def test_time_is_over(manager: Manager) -> None:
-    conversation = await begun(manager)
+    state_machine = await begun(manager)
     with pytest.raises(TimeoutError, match=r"connect: the peer did not answer within 10 ms"):
-        await talk(conversation, CmEventType.CONNECT_RESPONSE, timeout_s=0.01)
-    assert conversation.stage is Stage.FAILED
-    conversation.heard(event(CmEventType.CONNECT_RESPONSE))
-    assert conversation.stage is Stage.FAILED
+        await talk(state_machine, CmEventType.CONNECT_RESPONSE, timeout_s=0.01)
+    assert state_machine.stage is CmState.FAILED
+    state_machine.heard(event(CmEventType.CONNECT_RESPONSE))
+    assert state_machine.stage is CmState.FAILED
 
 
 async def test_cancelled(manager: Manager) -> None:
-    conversation = await begun(manager)
-    task = asyncio.create_task(talk(conversation, CmEventType.CONNECT_RESPONSE, timeout_s=None))
+    state_machine = await begun(manager)
+    task = asyncio.create_task(talk(state_machine, CmEventType.CONNECT_RESPONSE, timeout_s=None))
     await asyncio.sleep(0)
     with pytest.raises(BusyResourceError):
-        conversation.check("connect", Stage.RESOLVED)
+        state_machine.check("connect", CmState.RESOLVED)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    with pytest.raises(StateError, match="it is failed, and is to be resolved"):
-        conversation.check("connect", Stage.RESOLVED)
+    with pytest.raises(QueuePairStateError, match="it is failed, and is to be resolved"):
+        state_machine.check("connect", CmState.RESOLVED)
 
 
 @pytest.mark.parametrize(
-    "end", [Conversation.destroy, lambda conversation: conversation.broke(VerbsError("rdma_get_cm_event", errno.EIO))]
+    "end",
+    [CmStateMachine.destroy, lambda state_machine: state_machine.broke(VerbsError("rdma_get_cm_event", errno.EIO))],
 )
-async def test_it_ends_under_who_waits(manager: Manager, end: Callable[[Conversation], None]) -> None:
-    conversation = await begun(manager)
-    task = asyncio.create_task(talk(conversation, CmEventType.CONNECT_RESPONSE))
+async def test_it_ends_under_who_waits(manager: Manager, end: Callable[[CmStateMachine], None]) -> None:
+    state_machine = await begun(manager)
+    task = asyncio.create_task(talk(state_machine, CmEventType.CONNECT_RESPONSE))
     await asyncio.sleep(0)
-    end(conversation)
+    end(state_machine)
     with pytest.raises((ClosedResourceError, VerbsError)):
         await task
 
 
 async def test_goodbye(manager: Manager) -> None:
-    conversation = await begun(manager, Stage.CONNECTED)
+    state_machine = await begun(manager, CmState.CONNECTED)
     pair = Pair()
-    conversation._qp = cast(QueuePair, pair)
-    draining = asyncio.create_task(conversation.drain())
+    state_machine._qp = cast(QueuePair, pair)
+    draining = asyncio.create_task(state_machine.drain())
     await asyncio.sleep(0)
-    assert (manager.said, pair.errors, conversation.stage) == (["disconnect"], 1, Stage.DISCONNECTING)
-    conversation.heard(event(CmEventType.DISCONNECTED))
+    assert (manager.said, pair.errors, state_machine.stage) == (["disconnect"], 1, CmState.DISCONNECTING)
+    state_machine.heard(event(CmEventType.DISCONNECTED))
     await draining
-    assert (manager.said, conversation.stage) == (["disconnect"], Stage.ENDED)
+    assert (manager.said, state_machine.stage) == (["disconnect"], CmState.ENDED)
 
 
 async def test_goodbye_to_nobody(manager: Manager) -> None:
     manager.refuses = VerbsError("rdma_disconnect", errno.EINVAL)
-    conversation = await begun(manager, Stage.CONNECTED)
-    await conversation.drain()
-    assert conversation.stage is Stage.ENDED
+    state_machine = await begun(manager, CmState.CONNECTED)
+    await state_machine.drain()
+    assert state_machine.stage is CmState.ENDED

@@ -10,10 +10,10 @@ import pytest
 
 from aioverbs import BusyResourceError, ClosedResourceError, Device, DeviceRemovedError, QpState, QueuePair
 from aioverbs._core.handles import rdma_cm as core
-from aioverbs._lifecycle.affinity import Bell
-from aioverbs._verbs.qp_state_machine import Changes
+from aioverbs._lifecycle.affinity import CrossLoopCondition
+from aioverbs._verbs.qp_state_machine import QpAttrs
 from aioverbs.rdma_cm.events import CmEventType, Dispatcher
-from aioverbs.rdma_cm.state_machine import Conversation, Stage
+from aioverbs.rdma_cm.state_machine import CmState, CmStateMachine
 from tests.manager.held import Helpers
 from tests.waiting import until
 
@@ -26,8 +26,8 @@ class Manager:
     def __init__(self, qp: QueuePair) -> None:
         here = qp.local_endpoint()
         self._told = {
-            QpState.INIT: Changes(pkey_index=0, port_num=1),
-            QpState.RTR: Changes(
+            QpState.INIT: QpAttrs(pkey_index=0, port_num=1),
+            QpState.RTR: QpAttrs(
                 av=qp.path_to(here),
                 path_mtu=here.mtu,
                 dest_qp_num=here.qp_num,
@@ -35,16 +35,16 @@ class Manager:
                 max_dest_rd_atomic=1,
                 min_rnr_timer=1,
             ),
-            QpState.RTS: Changes(sq_psn=here.psn, max_rd_atomic=1, timeout=14, retry_cnt=6, rnr_retry=6),
+            QpState.RTS: QpAttrs(sq_psn=here.psn, max_rd_atomic=1, timeout=14, retry_cnt=6, rnr_retry=6),
         }
 
-    def init_qp_attr(self, state: QpState) -> Changes:
+    def init_qp_attr(self, state: QpState) -> QpAttrs:
         return self._told[state].copy()
 
 
-def heard(conversation: Conversation, kind: CmEventType) -> None:
+def heard(state_machine: CmStateMachine, kind: CmEventType) -> None:
     told = SimpleNamespace(event_type=int(kind), status=0, private_data=b"", identifier=None, listener=None)
-    conversation.heard(cast(core.Event, told))
+    state_machine.heard(cast(core.Event, told))
 
 
 def state(qp: QueuePair) -> QpState:
@@ -52,25 +52,25 @@ def state(qp: QueuePair) -> QpState:
 
 
 @contextlib.asynccontextmanager
-async def conversing(device: Device) -> AsyncIterator[tuple[QueuePair, Conversation]]:
+async def conversing(device: Device) -> AsyncIterator[tuple[QueuePair, CmStateMachine]]:
     """A queue pair in INIT, and the conversation by which it is to be connected."""
     dispatcher = cast(Dispatcher, SimpleNamespace(loop=asyncio.get_running_loop(), listening={}))
     async with device.resource_domain() as domain, domain.completion_queue(64) as cq, domain.queue_pair(cq) as qp:
         handle = cast(core.Identifier, Manager(qp))
-        conversation = Conversation(handle, dispatcher, Bell(), Stage.RESOLVED)
-        conversation.to_init(qp, None)
-        yield qp, conversation
+        state_machine = CmStateMachine(handle, dispatcher, CrossLoopCondition(), CmState.RESOLVED)
+        state_machine.to_init(qp, None)
+        yield qp, state_machine
 
 
-async def connect(conversation: Conversation, qp: QueuePair, timeout_s: float | None = None) -> None:
-    async with conversation.step("connect", Stage.RESOLVED, timeout_s):
-        await conversation.to_rts(qp, Changes(timeout=12))
-        conversation.connected()
+async def connect(state_machine: CmStateMachine, qp: QueuePair, timeout_s: float | None = None) -> None:
+    async with state_machine.step("connect", CmState.RESOLVED, timeout_s):
+        await state_machine.to_rts(qp, QpAttrs(timeout=12))
+        state_machine.connected()
 
 
 async def test_the_loop_goes_on(device: Device, helpers: Helpers) -> None:
-    async with conversing(device) as (qp, conversation):
-        connecting = asyncio.create_task(connect(conversation, qp))
+    async with conversing(device) as (qp, state_machine):
+        connecting = asyncio.create_task(connect(state_machine, qp))
         await until(lambda: helpers.waiting)
         assert not connecting.done()
         helpers.release()
@@ -82,30 +82,30 @@ async def test_the_loop_goes_on(device: Device, helpers: Helpers) -> None:
 @pytest.mark.parametrize(
     ("end", "error"),
     [
-        (lambda conversation: heard(conversation, CmEventType.DEVICE_REMOVAL), DeviceRemovedError),
-        (Conversation.destroy, ClosedResourceError),
+        (lambda state_machine: heard(state_machine, CmEventType.DEVICE_REMOVAL), DeviceRemovedError),
+        (CmStateMachine.destroy, ClosedResourceError),
     ],
     ids=["removed", "closed"],
 )
 async def test_it_ends_while_the_verb_is_called(
-    device: Device, helpers: Helpers, end: Callable[[Conversation], None], error: type[Exception]
+    device: Device, helpers: Helpers, end: Callable[[CmStateMachine], None], error: type[Exception]
 ) -> None:
     """Who connects is told, and the queue pair goes to ERR as soon as it can be used again."""
-    async with conversing(device) as (qp, conversation):
-        connecting = asyncio.create_task(connect(conversation, qp))
+    async with conversing(device) as (qp, state_machine):
+        connecting = asyncio.create_task(connect(state_machine, qp))
         await until(lambda: helpers.waiting)
-        end(conversation)
+        end(state_machine)
         helpers.release()
         with pytest.raises(error):
             await connecting
         await until(lambda: state(qp) is QpState.ERR)
-        assert conversation.stage is Stage.FAILED
+        assert state_machine.stage is CmState.FAILED
 
 
 @pytest.mark.parametrize("timeout_s", [0.01, None], ids=["time is over", "cancelled"])
 async def test_who_has_waited_enough_is_told_at_once(device: Device, helpers: Helpers, timeout_s: float | None) -> None:
-    async with conversing(device) as (qp, conversation):
-        connecting = asyncio.create_task(connect(conversation, qp, timeout_s))
+    async with conversing(device) as (qp, state_machine):
+        connecting = asyncio.create_task(connect(state_machine, qp, timeout_s))
         await until(lambda: helpers.waiting)
         if timeout_s is None:
             connecting.cancel()

@@ -22,7 +22,7 @@ from aioverbs import (
     ThreadModel,
     open_device,
 )
-from aioverbs._verbs.async_events import Eventful, EventPump
+from aioverbs._verbs.async_events import AsyncEventSource, EventPump
 from tests.capabilities import Capability, needs
 from tests.descriptors import descriptors, descriptors_at_first
 from tests.pace import patience
@@ -92,7 +92,7 @@ async def test_objects_have_their_own(device: Device) -> None:
         domain.queue_pair(cq) as other,
         domain.shared_receive_queue(4) as srq,
     ):
-        objects: list[Eventful[Any]] = [qp, srq, cq]
+        objects: list[AsyncEventSource[Any]] = [qp, srq, cq]
         tasks = [await listening(each.events()) for each in objects]
         faults = device.faults
         faults.set_port(False)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from aioverbs import DeviceNotFoundError, Endpoint, LibraryNotFoundError, State, VerbsError
+from aioverbs import DeviceNotFoundError, Endpoint, LibraryNotFoundError, ResourceState, VerbsError
 from aioverbs._providers import hardware, sysfs
 from aioverbs._verbs.device import devices, open_device
 from aioverbs.rdma_cm import Channel
@@ -148,14 +148,14 @@ async def test_one_that_is_not_there_lists_those_that_are(
         await open_device("mlx5_9").open()
 
 
-@pytest.mark.parametrize("given", [{"engine_mode": True}, {"engine_mode": True, "delay_ns": 5}, {"delay_ns": 5}])
-async def test_hardware_has_no_engine_to_be_set(monkeypatch: pytest.MonkeyPatch, given: dict[str, Any]) -> None:
+@pytest.mark.parametrize("given", [{"execution": "thread"}, {"execution": "thread", "delay_ns": 5}, {"delay_ns": 5}])
+async def test_hardware_refuses_execution_and_delay(monkeypatch: pytest.MonkeyPatch, given: dict[str, Any]) -> None:
     opened: list[str] = []
     monkeypatch.setattr(hardware, "open_context", opened.append)
     device = open_device("mlx5_0", **given)
-    with pytest.raises(ValueError, match="are the software device's: leave them out for mlx5_0, or name soft0"):
+    with pytest.raises(ValueError, match="are for the software device: leave them out for mlx5_0, or open soft0"):
         await device.open()
-    assert (opened, device.state) == ([], State.NEW)
+    assert (opened, device.state) == ([], ResourceState.NEW)
 
 
 async def test_a_device_that_went_meanwhile_is_listed_with_its_problem(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ from aioverbs import (
     ConcurrentAccessError,
     DefaultAllocator,
     ResourceDomain,
-    State,
+    ResourceState,
     VerbsError,
 )
 from aioverbs._core.handles import handles
@@ -263,7 +263,7 @@ async def test_the_domain_of_a_loop_that_somebody_closed_is_replaced(device: Dev
             assert second is not first
         assert second.closed
         async with device.loop_domain() as third:
-            assert third.state is State.OPEN
+            assert third.state is ResourceState.OPEN
 
 
 async def test_the_domain_of_a_loop_is_in_one_block_of_a_kind_at_a_time(device: Device) -> None:
@@ -272,7 +272,7 @@ async def test_the_domain_of_a_loop_is_in_one_block_of_a_kind_at_a_time(device: 
         async with block as domain:
             with pytest.raises(RuntimeError, match="for each block"):
                 await block.__aenter__()
-            assert domain.state is State.OPEN
+            assert domain.state is ResourceState.OPEN
         assert domain.closed
     with pytest.raises(RuntimeError, match="nothing to leave"):
         await block.__aexit__(None, None, None)
@@ -283,7 +283,7 @@ async def test_the_domain_of_a_loop_is_not_left_by_another_one(device: Device) -
     async with block as domain, device.loop_domain():
         with pytest.raises(AffinityError, match="loop_domain"):
             await asyncio.to_thread(asyncio.run, _leave(block))
-        assert domain.state is State.OPEN
+        assert domain.state is ResourceState.OPEN
     assert domain.closed, "the refusal changed nothing"
     with pytest.raises(AffinityError, match="loop_domain"):
         await asyncio.to_thread(asyncio.run, _leave(block))
@@ -307,7 +307,7 @@ async def test_the_end_of_a_loop_leaves_its_domain_to_who_closes_it(device: Devi
         async def drain() -> None:
             await drained.wait()
 
-        domain._life.drain = drain
+        domain._lifecycle.drain = drain
         leaving = asyncio.create_task(_leave(block))
         await asyncio.sleep(0)
         await loop.shutdown_asyncgens()

@@ -12,8 +12,8 @@ import pytest
 
 from aioverbs import AffinityError, BrokenResourceError
 from aioverbs._lifecycle import affinity
-from aioverbs._lifecycle.affinity import Affinity, _lost, run_on_owner, to_the_end
-from aioverbs._lifecycle.cross_loop import Call
+from aioverbs._lifecycle.affinity import Affinity, _lost, run_on_owner, wait_uncancelled
+from aioverbs._lifecycle.cross_loop import CrossLoopCall
 from tests.data_path_endings.pair import until
 from tests.manager.test_domains import Elsewhere
 from tests.pace import patience
@@ -89,7 +89,7 @@ async def test_what_came_back_before_its_owner_was_gone_counts(monkeypatch: pyte
 
     with Elsewhere() as elsewhere:
 
-        def lost(owner: Affinity, call: Call[object]) -> BaseException | None:
+        def lost(owner: Affinity, call: CrossLoopCall[object]) -> BaseException | None:
             elsewhere.stop()  # asyncio.run cancels what is left
             elsewhere.thread.join()
             return _lost(owner, call)
@@ -100,7 +100,7 @@ async def test_what_came_back_before_its_owner_was_gone_counts(monkeypatch: pyte
 
 async def test_to_the_end_is_to_the_end() -> None:
     future: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-    task = asyncio.create_task(to_the_end(future))
+    task = asyncio.create_task(wait_uncancelled(future))
     for _ in range(3):
         await asyncio.sleep(0)
         task.cancel()

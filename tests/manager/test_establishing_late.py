@@ -38,7 +38,7 @@ async def held_up(
 
 def parts(domain: ResourceDomain) -> set[str]:
     """What connections on it are made of."""
-    return {life.kind for life in domain._life.subtree()} & {"Connection", "QueuePair"}
+    return {lifecycle.kind for lifecycle in domain._lifecycle.subtree()} & {"Connection", "QueuePair"}
 
 
 async def test_connect_says_in_time_what_it_waited_for(

@@ -169,7 +169,7 @@ async def test_a_message_is_forgotten_or_released(device: Device, helpers: Helpe
         await asyncio.sleep(0)
         helpers.release()
         await establishing
-        await until(lambda: qp.statistics().receives.under_way == 2)
+        await until(lambda: qp.statistics().receives.in_flight == 2)
 
 
 @pytest.mark.parametrize("cancelled", [False, True])

@@ -15,12 +15,12 @@ from aioverbs import (
     Device,
     EventType,
     ResourceDomain,
+    ResourceState,
     Server,
-    State,
     ThreadModel,
     connect,
     listen,
-    reconnecting,
+    reconnect,
     serve,
 )
 from tests.capabilities import Capability, needs
@@ -137,35 +137,35 @@ async def test_reconnecting(device: Device, model: ThreadModel) -> None:
         device.resource_domain(thread_model=model) as domain,
         serving(domain) as server,
     ):
-        connections = reconnecting(HOST, server.port, domain=domain, settings=SMALL)
+        connections = reconnect(HOST, server.port, domain=domain, settings=SMALL)
         first = await anext(connections)
         for call in (connections.__anext__, connections.aclose, lambda: connections.athrow(ValueError("of another"))):
             await refused(call)
         await first.send(b"still open")
         assert await first.receive() == b"still open"
         second = await anext(connections)
-        assert (first.state, second.state) == (State.CLOSED, State.OPEN)
+        assert (first.state, second.state) == (ResourceState.CLOSED, ResourceState.OPEN)
         await connections.aclose()
-        assert second.state is State.CLOSED
+        assert second.state is ResourceState.CLOSED
 
 
 async def test_reconnecting_that_another_loop_asks_first(device: Device) -> None:
     """The domain is the owner's: what is refused has not begun, and the owner begins it."""
     async with device.resource_domain() as domain, serving(domain) as server:
-        connections = reconnecting(HOST, server.port, domain=domain, settings=SMALL)
+        connections = reconnect(HOST, server.port, domain=domain, settings=SMALL)
         await refused(connections.__anext__)
         await refused(connections.aclose)
-        assert (await anext(connections)).state is State.OPEN
+        assert (await anext(connections)).state is ResourceState.OPEN
         await connections.aclose()
 
 
 @pytest.mark.every_way
 async def test_reconnecting_closes_the_connection_of_a_loop_that_is_left_by_break(device: Device) -> None:
     async with device.resource_domain() as domain, serving(domain) as server:
-        async for connection in reconnecting(HOST, server.port, domain=domain, settings=SMALL):  # noqa: B007
+        async for connection in reconnect(HOST, server.port, domain=domain, settings=SMALL):  # noqa: B007
             break
         gc.collect()
-        await until(lambda: connection.state is State.CLOSED)
+        await until(lambda: connection.state is ResourceState.CLOSED)
 
 
 @every_domain
@@ -204,7 +204,7 @@ async def test_the_block_of_a_connection(device: Device, model: ThreadModel, err
         await near.send(b"still open")
         assert await far.receive() == b"still open"
         await block.__aexit__(None, None, None)
-        assert near.state is State.CLOSED
+        assert near.state is ResourceState.CLOSED
         await far.aclose()
 
 

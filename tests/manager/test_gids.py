@@ -18,7 +18,7 @@ from aioverbs import (
     QpType,
     VerbsError,
     listen,
-    reconnecting,
+    reconnect,
 )
 from aioverbs._core.handles import handles
 from aioverbs._providers import hardware
@@ -212,7 +212,7 @@ async def test_one_that_the_port_cannot_have(device: Device, index: int) -> None
                 await domain.address_handle(qp.local_endpoint(), gid_index=index).open()
         async with listen("127.0.0.1", domain=domain) as listener:
             with pytest.raises(ValueError, match=message):
-                await anext(reconnecting("127.0.0.1", listener.port, domain=domain, settings=settings))
+                await anext(reconnect("127.0.0.1", listener.port, domain=domain, settings=settings))
 
 
 async def test_datagrams_are_sent_from_it(device: Device) -> None:

@@ -8,9 +8,9 @@ from typing import Any, cast
 
 import pytest
 
-from aioverbs import ConnectionRejectedError, Device, QpState, QueuePair, StateError, VerbsError
+from aioverbs import ConnectionRejectedError, Device, QpState, QueuePair, QueuePairStateError, VerbsError
 from aioverbs._core.handles import rdma_cm as core
-from aioverbs._verbs.qp_state_machine import Changes
+from aioverbs._verbs.qp_state_machine import QpAttrs
 from aioverbs.rdma_cm import cm_id
 from aioverbs.rdma_cm.cm_id import Identifier
 from aioverbs.rdma_cm.events import CmEventType, Dispatcher, EventChannel
@@ -67,13 +67,13 @@ class Kernel:
     def establish(self) -> None:
         pass
 
-    def init_qp_attr(self, state: QpState) -> Changes:
+    def init_qp_attr(self, state: QpState) -> QpAttrs:
         qp, here = self._manager.qp, self._manager.qp.local_endpoint()
         if state is QpState.INIT:
-            return Changes(pkey_index=0, port_num=1)
+            return QpAttrs(pkey_index=0, port_num=1)
         if state is QpState.RTS:
-            return Changes(sq_psn=here.psn, max_rd_atomic=1, timeout=14, retry_cnt=6, rnr_retry=6)
-        return Changes(
+            return QpAttrs(sq_psn=here.psn, max_rd_atomic=1, timeout=14, retry_cnt=6, rnr_retry=6)
+        return QpAttrs(
             av=qp.path_to(here),
             path_mtu=here.mtu,
             dest_qp_num=here.qp_num,
@@ -119,7 +119,7 @@ async def test_a_rejected_one_connects_when_it_asks_again(
                     await asking.connect(qp)
                 assert qp.query().qp_state is QpState.INIT
                 assert asking.peer_address == PEER
-                with pytest.raises(StateError, match="is not connected"):
+                with pytest.raises(QueuePairStateError, match="is not connected"):
                     await asking.disconnect()
             if resolves:
                 await asking.resolve(*OTHER)

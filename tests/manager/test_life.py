@@ -22,7 +22,7 @@ from aioverbs import (
     Resource,
     ResourceDomain,
     ResourceInfo,
-    State,
+    ResourceState,
     VerbsError,
 )
 from aioverbs._core.handles import handles
@@ -69,7 +69,7 @@ async def test_a_block_opens_and_closes(device: Device, make: Callable[[Device],
         assert resource.statistics() == resource.statistics()
         assert isinstance(hash(resource.statistics()), int)
         assert repr(resource).endswith("(open)>")
-    assert [*states, resource.state] == [State.NEW, State.OPEN, State.CLOSED]
+    assert [*states, resource.state] == [ResourceState.NEW, ResourceState.OPEN, ResourceState.CLOSED]
     assert not verbs_left(device)
     await resource.aclose()
     with pytest.raises(ClosedResourceError, match="cannot be opened again: make a new one"):
@@ -94,14 +94,14 @@ async def test_nothing_is_made_of_what_is_closed(device: Device, make: Callable[
         await resource.open()
     with pytest.raises(ClosedResourceError, match="is not open"):
         make(other)
-    assert resource.state is State.NEW
+    assert resource.state is ResourceState.NEW
 
 
 @every_kind
 async def test_never_opened_is_closed_for_nothing(device: Device, make: Callable[[Device], Resource]) -> None:
     resource = make(device)
     await resource.aclose()
-    assert resource.state is State.NEW
+    assert resource.state is ResourceState.NEW
 
 
 @needs(Capability.FAULT_PLAN)
@@ -130,7 +130,7 @@ async def test_parents_close_their_children_newest_first_with_a_warning_each(dev
     assert __file__ in str(caught[0].message)
     assert domain.closed
     assert pd.closed
-    assert td.state is State.OPEN
+    assert td.state is ResourceState.OPEN
     await td.aclose()
 
 
@@ -178,7 +178,7 @@ async def test_a_child_of_another_loop_is_not_touched() -> None:
                 await resource.aclose()
         with pytest.raises(AffinityError, match="aclose on"):
             await domain.aclose()
-        assert [each.state for each in (device, pd, domain)] == [State.OPEN] * 3
+        assert [each.state for each in (device, pd, domain)] == [ResourceState.OPEN] * 3
         loop, done = loops[0]
         loop.call_soon_threadsafe(done.set)
         await thread
@@ -264,7 +264,7 @@ async def test_a_failed_opening_can_be_tried_again(device: Device) -> None:
     device.faults.fail("alloc_pd", errno.ENOMEM)
     with pytest.raises(VerbsError, match="ENOMEM"):
         await pd.open()
-    assert pd.state is State.NEW
+    assert pd.state is ResourceState.NEW
     async with pd:
         assert verbs_left(device) == {"pds": 1}
 
@@ -279,11 +279,11 @@ async def test_what_was_half_made_can_only_be_closed(device: Device) -> None:
     with pytest.raises(VerbsError, match="ENOMEM") as caught:
         await domain.open()
     assert any("undoing what was made failed" in note and "EIO" in note for note in caught.value.__notes__)
-    assert (domain.state, domain.closed, repr(domain)) == (State.FAILED, False, "<ResourceDomain (failed)>")
+    assert (domain.state, domain.closed, repr(domain)) == (ResourceState.FAILED, False, "<ResourceDomain (failed)>")
     assert domain.td is not None
-    assert (domain.native, domain.td.state, domain.base.state) == (False, State.FAILED, State.FAILED)
+    assert (domain.native, domain.td.state, domain.base.state) == (False, ResourceState.FAILED, ResourceState.FAILED)
     (shown,) = device.resources().children
-    assert (shown.kind, shown.state) == ("ResourceDomain", State.FAILED)
+    assert (shown.kind, shown.state) == ("ResourceDomain", ResourceState.FAILED)
     uses: list[Callable[[], object]] = [
         lambda: domain.handle,
         lambda: domain.parent,
@@ -299,7 +299,7 @@ async def test_what_was_half_made_can_only_be_closed(device: Device) -> None:
         await domain.open()
     with pytest.raises(VerbsError, match="EIO"):
         await domain.aclose()
-    assert domain.state is State.FAILED
+    assert domain.state is ResourceState.FAILED
     await domain.aclose()
     assert domain.closed
     assert not verbs_left(device)
@@ -326,7 +326,7 @@ async def test_what_was_half_made_and_forgotten_is_closed(device: Device) -> Non
 async def test_the_tree(device: Device) -> None:
     async with device.protection_domain() as pd, device.thread_domain() as td, pd.parent_domain(td):
         tree = device.resources()
-        assert (tree.kind, tree.label, tree.state, tree.owner) == ("Device", device.name, State.OPEN, None)
+        assert (tree.kind, tree.label, tree.state, tree.owner) == ("Device", device.name, ResourceState.OPEN, None)
         assert [child.kind for child in tree.children] == ["ProtectionDomain", "ThreadDomain"]
         assert [child.kind for child in tree.children[0].children] == ["ParentDomain"]
         assert tree.children[1].owner is not None
@@ -340,7 +340,9 @@ async def test_the_tree(device: Device) -> None:
 def test_the_tree_is_shown_as_it_is() -> None:
     """A label has words of a peer's, which are nobody's markup."""
     shown = io.StringIO()
-    Console(file=shown, width=200).print(ResourceInfo("Connection", "with [/x]", None, State.OPEN, "here:1", ()))
+    Console(file=shown, width=200).print(
+        ResourceInfo("Connection", "with [/x]", None, ResourceState.OPEN, "here:1", ())
+    )
     assert "Connection with [/x], open, opened at here:1" in shown.getvalue()
 
 

@@ -34,7 +34,7 @@ def completed(sample: dict[str, Any], device: Device) -> int:
     return sum(
         node["statistics"]["sends"]["completed"]
         for each in sample["devices"]
-        if each["id"] == device._life.serial
+        if each["id"] == device._lifecycle.serial
         for node in nodes(each)
         if node["kind"] == "QueuePair"
     )
@@ -53,7 +53,7 @@ async def test_the_tree_and_its_counts(device: Device) -> None:
             async with asyncio.timeout(patience(10)):
                 while not completed(second, device):  # samples of before that may lie there still
                     second = await viewer.told()
-        (tree,) = [each for each in second["devices"] if each["id"] == device._life.serial]
+        (tree,) = [each for each in second["devices"] if each["id"] == device._lifecycle.serial]
         assert tree["label"] == device.name
         found = list(nodes(tree))
         assert all(list(node) == NODE for node in found)
@@ -88,7 +88,7 @@ async def test_every_kind_of_resource(device: Device) -> None:
         sample = await asyncio.to_thread(snapshot.sample)
         told = json.loads(snapshot.encoded(sample))
         assert told == sample
-        tree = next(each for each in told["devices"] if each["id"] == device._life.serial)
+        tree = next(each for each in told["devices"] if each["id"] == device._lifecycle.serial)
         found = list(nodes(tree))
         kinds = {node["kind"] for node in found}
         assert kinds >= {"ProtectionDomain", "ThreadDomain", "ParentDomain", "ResourceDomain", "SharedReceiveQueue"}
@@ -110,7 +110,7 @@ def devices_seen() -> set[int]:
 
 async def test_what_was_closed_is_not_there(device_name: str) -> None:
     async with open_device(device_name) as device:
-        number = device._life.serial
+        number = device._lifecycle.serial
         assert number in devices_seen()
     assert number not in devices_seen()
     assert number not in snapshot._devices

@@ -14,7 +14,7 @@ ACCESS = AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_WRITE
 async def serve() -> bytes:
     """What a worker does: its own device, domain and queues."""
     async with (
-        open_device("soft0", engine_mode=True) as device,
+        open_device("soft0", execution="thread") as device,
         device.resource_domain() as domain,
         domain.register(64, ACCESS) as region,
         domain.completion_queue(64) as cq,
@@ -36,7 +36,7 @@ def test_workers_that_open_after_the_fork() -> None:
 
 def test_a_worker_forked_beside_an_open_device() -> None:
     async def parent() -> bytes:
-        async with open_device("soft0", engine_mode=True) as device, device.resource_domain():
+        async with open_device("soft0", execution="thread") as device, device.resource_domain():
             return in_child(in_the_child)
 
     def in_the_child() -> bytes:

@@ -736,7 +736,7 @@ async def test_two_who_open_it_at_once(
     done = await asyncio.gather(device.open(), device.open(), return_exceptions=True)
     assert device in done
     assert [str(each) for each in done if isinstance(each, ClosedResourceError)] == [
-        f"{device._life!r} cannot be opened again: make a new one"
+        f"{device._lifecycle!r} cannot be opened again: make a new one"
     ]
     with pytest.raises(ClosedResourceError, match="cannot be opened again"):
         await device.open()

@@ -8,8 +8,8 @@ from contextlib import asynccontextmanager
 import pytest
 import trio
 
-from aioverbs import Device, ProtectionDomain, ResourceDomain, State, ThreadModel, import_device, open_device
-from aioverbs._lifecycle.affinity import Affinity, run_on_owner, to_the_end
+from aioverbs import Device, ProtectionDomain, ResourceDomain, ResourceState, ThreadModel, import_device, open_device
+from aioverbs._lifecycle.affinity import Affinity, run_on_owner, wait_uncancelled
 
 Attempt = Callable[[Device, ProtectionDomain, ResourceDomain], Awaitable[object]]
 
@@ -36,7 +36,7 @@ def test_what_anyone_may_use_works() -> None:
         ):
             assert await domain.run(region.remote) == region.remote()
             assert srq.query().max_wr >= 4
-            assert [each.state for each in (unsafe, xrc, shared)] == [State.OPEN] * 3
+            assert [each.state for each in (unsafe, xrc, shared)] == [ResourceState.OPEN] * 3
         with pytest.warns(ResourceWarning, match="ProtectionDomain"):
             async with open_device("soft0") as device:
                 forgotten = await device.protection_domain().open()
@@ -97,6 +97,6 @@ def test_calls_to_an_owner_say_so() -> None:
 def test_to_wait_for_the_end_says_so_and_leaves_nothing_unawaited() -> None:
     async def main() -> None:
         with pytest.raises(RuntimeError, match="needs an asyncio event loop, and this is a trio task"):
-            await to_the_end(asyncio.sleep(0))
+            await wait_uncancelled(asyncio.sleep(0))
 
     trio.run(main)

@@ -15,8 +15,10 @@ from aioverbs import (
     Batch,
     BufferPool,
     BufferPoolStatistics,
+    CallFuture,
     CompletionQueue,
     CompletionQueueStatistics,
+    Destination,
     Device,
     DeviceAttributes,
     DeviceInfo,
@@ -44,14 +46,12 @@ from aioverbs import (
     RemoteRegion,
     ResourceDomain,
     ResourceInfo,
+    ResourceState,
     ResourceStatistics,
     SharedProtectionDomain,
     SharedReceiveQueue,
     SharedReceiveQueueStatistics,
-    StartedCall,
-    State,
     ThreadDomain,
-    Way,
     WorkerPool,
     WorkerStatistics,
     WorkQueueStatistics,
@@ -82,7 +82,7 @@ async def test_devices_and_domains() -> None:
             assert_type(td, ThreadDomain)
             assert_type(xrc, XrcDomain)
             assert_type(td.owner, Affinity | None)
-            assert_type(td.state, State)
+            assert_type(td.state, ResourceState)
             assert_type(td.statistics(), ResourceStatistics)
             async with pd.parent_domain(td) as domain, pd.share(1) as shared:
                 assert_type(domain, ParentDomain)
@@ -200,7 +200,7 @@ async def test_pools() -> None:
         assert_type(pool.pd, ProtectionDomain)
         assert assert_type(await pool.run(number, worker=1), int) == 1
         assert assert_type(await pool.run(text, 1, ".", key="a"), str) == "1."
-        started = assert_type(pool.start_soon(text, 1, "."), StartedCall[str])
+        started = assert_type(pool.start_soon(text, 1, "."), CallFuture[str])
         assert assert_type(await started.wait(), str) == "1."
         assert assert_type(await pool.map(str, [1, 2]), list[str]) == ["1", "2"]
         assert_type(pool.statistics(), PoolStatistics)
@@ -210,7 +210,7 @@ async def test_pools() -> None:
 async def test_peers() -> None:
     async with aioverbs.open_device("soft0") as device:
         assert_type(device.peers(), tuple[aioverbs.Peer, ...])
-        assert_type(device.refusals(), tuple[aioverbs.Refusal, ...])
+        assert_type(device.refusals(), tuple[aioverbs.RejectedPeer, ...])
 
 
 async def test_shared_receives_and_datagrams() -> None:
@@ -225,11 +225,11 @@ async def test_shared_receives_and_datagrams() -> None:
         qp.activate()
         async with domain.address_handle(qp.local_endpoint()) as address_handle:
             assert_type(address_handle, AddressHandle)
-            assert_type(address_handle.to(), Way)
+            assert_type(address_handle.to(), Destination)
         receive = assert_type(srq.receive(region), Operation[Received])
         assert not receive.done()
-        assert assert_type(srq.statistics(), SharedReceiveQueueStatistics).under_way == 1
+        assert assert_type(srq.statistics(), SharedReceiveQueueStatistics).in_flight == 1
 
 
 async def domain_is_open(domain: ResourceDomain) -> bool:
-    return domain.state is State.OPEN
+    return domain.state is ResourceState.OPEN

@@ -105,7 +105,7 @@ async def test_a_queue_that_overflows_tells_everybody(device: Device) -> None:
         for _ in range(2):
             with pytest.raises(BrokenResourceError, match=r"is broken: .*EIO"):
                 await pair.write(b"more")
-        assert pair.cq.statistics().under_way == len(pair.source.pins) == 0
+        assert pair.cq.statistics().in_flight == len(pair.source.pins) == 0
         for qp in (near, far):
             qp.destroy()
 
@@ -123,7 +123,7 @@ async def test_who_waits_where_a_queue_breaks_is_told(device: Device) -> None:
         device.faults.break_completion_queue(pair.cq.handle)
         results = await asyncio.gather(*writes, return_exceptions=True)
         assert [type(result) for result in results] == [BrokenResourceError] * 5
-        assert pair.cq.statistics().under_way == pair.near.statistics().sends.queued == len(pair.source.pins) == 0
+        assert pair.cq.statistics().in_flight == pair.near.statistics().sends.queued == len(pair.source.pins) == 0
         unhold(device, pair.near)
 
 
@@ -310,7 +310,7 @@ async def test_what_is_not_posted_keeps_nobody_waiting(device: Device) -> None:
         with pytest.raises(VerbsError, match="ENOMEM"):
             await second
         await third
-        assert len(pair.source.pins) == pair.cq.statistics().under_way == 0
+        assert len(pair.source.pins) == pair.cq.statistics().in_flight == 0
         await pair.near.aclose()
 
 

@@ -31,7 +31,7 @@ from aioverbs import (
     WcStatus,
     WorkCompletionError,
 )
-from aioverbs._lifecycle.lifecycle import State
+from aioverbs._lifecycle.lifecycle import ResourceState
 from aioverbs._verbs.base_domain import Domain
 from aioverbs._verbs.completion_queue import CompletionQueue
 from aioverbs._verbs.device import Device, open_device
@@ -104,7 +104,7 @@ async def test_a_write_is_awaited(device: Device, model: ThreadModel) -> None:
         assert bytes(pair.target.buffer[:256]) == b"".join(bytes([each]) * 16 for each in range(16))
         statistics = pair.cq.statistics()
         assert statistics.depth == pair.cq.handle.cqe >= 64
-        assert (statistics.under_way, statistics.completions) == (0, 17)
+        assert (statistics.in_flight, statistics.completions) == (0, 17)
         sends = pair.near.statistics().sends
         assert (sends.depth, sends.posted, sends.completed, sends.bytes) == (16, 17, 17, 5 + 16 * 16)
         assert sends.failed == ()
@@ -167,7 +167,7 @@ async def test_one_that_is_not_posted_leaves_nothing(device: Device) -> None:
         device.faults.fail("post_send", errno.ENOMEM)
         with pytest.raises(VerbsError, match="ENOMEM"):
             await pair.write(b"hello")
-        assert pair.cq.statistics().under_way == len(pair.source.pins) == 0
+        assert pair.cq.statistics().in_flight == len(pair.source.pins) == 0
         await pair.write(b"hello")
 
 
@@ -242,7 +242,7 @@ async def test_a_broken_completion_queue_tells_everybody(device: Device) -> None
 @needs(Capability.FAULT_PLAN)
 @every_model
 async def test_a_lost_device_ends_its_writes(device: Device, model: ThreadModel) -> None:
-    async with open_device("soft0", engine_mode=True) as other, ends(other, model) as pair:
+    async with open_device("soft0", execution="thread") as other, ends(other, model) as pair:
         fall_silent(pair)
         writes = [asyncio.create_task(pair.write(b"x", each)) for each in range(3)]
         await asyncio.sleep(0.01)
@@ -278,7 +278,7 @@ async def test_nobody_else_writes(device: Device) -> None:
                     await made.open()
 
         await asyncio.to_thread(asyncio.run, wrong())
-        assert pair.cq.statistics().under_way == len(pair.source.pins) == 0
+        assert pair.cq.statistics().in_flight == len(pair.source.pins) == 0
         await pair.write(b"still")
         assert (await pair.domain.run(pair.near.query)).qp_state is QpState.RTS
 
@@ -317,8 +317,8 @@ async def test_every_verb_that_fails_leaves_nothing_behind(device: Device) -> No
                 # What a device is asked once is known since: there was no k-th one.
                 assert len(faults.records()) == heard, k
             faults.clear()
-            for life in reversed(tuple(device._life.children.values())):
-                await life.close()
+            for lifecycle in reversed(tuple(device._lifecycle.children.values())):
+                await lifecycle.close()
         assert not any(count for _, count in device.statistics().objects), k
 
 
@@ -328,7 +328,7 @@ async def test_states_of_what_is_made(device: Device) -> None:
         qp = domain.queue_pair(cq)
         with pytest.raises(ClosedResourceError):
             await qp.open()
-        assert (cq.state, qp.state) == (State.NEW, State.NEW)
+        assert (cq.state, qp.state) == (ResourceState.NEW, ResourceState.NEW)
         assert isinstance(domain.parent, ParentDomain)
 
 

@@ -52,7 +52,7 @@ def test_versions_that_lie_side_by_side(tmp_path: Path) -> None:
 def test_methods_of_bases_that_are_not_public_are_shown() -> None:
     assert "connect" in surface.members(aioverbs.QueuePair)
     assert "read" not in surface.members(aioverbs.QueuePair), "which its public base has"
-    assert surface.member(aioverbs.QueuePair, "read") == "aioverbs._core.data_path.data_path.Sending.read"
+    assert surface.member(aioverbs.QueuePair, "read") == "aioverbs._core.data_path.data_path.SendVerbs.read"
     assert surface.member(aioverbs.WcStatus, "SUCCESS") == "aioverbs.WcStatus.SUCCESS"
 
 
@@ -62,8 +62,8 @@ def test_methods_of_bases_that_are_not_public_are_shown() -> None:
         ("aioverbs.QueuePair.messages", "see `batch`", "see :py:obj:`batch <aioverbs.QueuePair.batch>`"),
         ("aioverbs.QueuePair.messages", "a `Device`.", "a :py:obj:`Device <aioverbs.Device>`."),
         ("aioverbs.QueuePair.messages", "`receive_depth` of them", "``receive_depth`` of them"),
-        ("aioverbs.Requester.write_nowait", "`fence`", "``fence``"),
-        ("", "`QueuePair.read`", ":py:obj:`QueuePair.read <aioverbs._core.data_path.data_path.Sending.read>`"),
+        ("aioverbs._core.data_path.data_path.QueuePairVerbs.write_nowait", "`fence`", "``fence``"),
+        ("", "`QueuePair.read`", ":py:obj:`QueuePair.read <aioverbs._core.data_path.data_path.SendVerbs.read>`"),
         ("", "`aioverbs.Backoff()`", ":py:obj:`aioverbs.Backoff() <aioverbs.Backoff>`"),
         ("", "`ConnectionSettings.spin_ns`", ":py:obj:`ConnectionSettings.spin_ns <aioverbs.ConnectionSettings>`"),
         ("", "`anyio.WouldBlock`, `ValueError`", "``anyio.WouldBlock``, ``ValueError``"),

@@ -59,7 +59,7 @@ from aioverbs.types import QpState, QpType, WcOpcode, WcStatus
         ),
         (errors.ForkedProcessError("soft0"), "soft0 was opened before fork: open the device again in this process"),
         (
-            errors.LenderClosedError("<MemoryRegion>"),
+            errors.BorrowedObjectClosedError("<MemoryRegion>"),
             "<MemoryRegion> stands on a pyverbs object that was closed: "
             "close what aioverbs made from a pyverbs object before that object",
         ),
@@ -131,7 +131,7 @@ def test_batch_error_is_that_of_the_first_that_failed() -> None:
         (errors.AffinityError, RuntimeError),
         (errors.ConcurrentAccessError, RuntimeError),
         (errors.BatchError, errors.WorkCompletionError),
-        (errors.StateError, RuntimeError),
+        (errors.QueuePairStateError, RuntimeError),
         (errors.DeviceNotFoundError, LookupError),
         (errors.LibraryNotFoundError, OSError),
         (errors.TransitionError, ValueError),

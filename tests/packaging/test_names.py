@@ -22,7 +22,7 @@ PUBLIC = [("aioverbs", name) for name in aioverbs.__all__]
 PUBLIC += [(each.__name__, name) for each in SUBMODULES for name in each.__all__ if name not in aioverbs.__all__]
 OBJECTS = {f"{module}.{name}": getattr(importlib.import_module(module), name) for module, name in PUBLIC}
 DEFINED = {full: value for full, value in OBJECTS.items() if isinstance(value, type | FunctionType)}
-ALIASES = {"aioverbs.addresses.Address", "aioverbs.attributes.FrameKind"}
+ALIASES = {"aioverbs.addresses.Address", "aioverbs.attributes.Execution", "aioverbs.attributes.FrameKind"}
 CLASSES = {full: value for full, value in DEFINED.items() if isinstance(value, type)}
 
 

@@ -20,7 +20,7 @@ async def echo(connection: Connection) -> None:
     domain = current_worker().domain
     assert domain.owner is not None
     assert domain.owner.owns()
-    assert connection._life.owner == domain.owner
+    assert connection._lifecycle.owner == domain.owner
     await connection.send(where().encode())
     async for message in connection:
         await connection.send(message)

@@ -22,7 +22,8 @@ from aioverbs import (
     open_device,
 )
 from aioverbs._pool.placement import LeastLoaded, rendezvous
-from aioverbs._pool.pool import StartedCall, WorkerPool, current_worker
+from aioverbs._pool.pool import CallFuture, WorkerPool, current_worker
+from aioverbs.attributes import Execution
 from tests.pace import patience
 from tests.waiting import until
 
@@ -257,8 +258,8 @@ async def test_what_belongs_to_a_worker_is_refused_elsewhere(pool: WorkerPool) -
     await pool.run(cq.aclose, worker=0)
 
 
-@pytest.mark.parametrize("engine_mode", [False, True], ids=["inline", "engine"])
-async def test_memory_that_is_registered_once_serves_all(engine_mode: bool) -> None:
+@pytest.mark.parametrize("execution", ["inline", "thread"])
+async def test_memory_that_is_registered_once_serves_all(execution: Execution) -> None:
     async def write(region: MemoryRegion, at: int) -> None:
         domain = current_worker().domain
         async with domain.completion_queue(64) as cq, domain.queue_pair(cq) as near, domain.queue_pair(cq) as far:
@@ -267,7 +268,7 @@ async def test_memory_that_is_registered_once_serves_all(engine_mode: bool) -> N
             await near.write(region[:5], region.remote()[at : at + 5])
 
     async with (
-        open_device("soft0", engine_mode=engine_mode) as device,
+        open_device("soft0", execution=execution) as device,
         WorkerPool(device, 3) as pool,
         pool.pd.register(4096, ACCESS) as region,
     ):
@@ -362,7 +363,7 @@ async def test_the_first_that_fails_cancels_the_others(pool: WorkerPool) -> None
 
 @pytest.mark.every_way
 async def test_a_started_call_is_awaited_asked_or_cancelled(pool: WorkerPool) -> None:
-    started: StartedCall[int] = pool.start_soon(number_later, worker=2)
+    started: CallFuture[int] = pool.start_soon(number_later, worker=2)
     assert await started.wait() == 2
     assert (started.done(), started.result(), started.exception(), started.cancel()) == (True, 2, None, False)
     begun, ended = threading.Event(), list[str]()
@@ -417,7 +418,7 @@ async def test_a_policy_looks_at_its_pools_statistics(device: Device) -> None:
 async def test_one_that_is_started_in_the_middle_of_another(device: Device) -> None:
     """A handler of signals, or a finalizer."""
     async with WorkerPool(device, 2) as pool:
-        with pool._crew.lock:
+        with pool._supervisor.lock:
             call = pool.start_soon(number)
             assert sum(worker.calls for worker in pool.statistics().workers) == 1
         assert await call.wait() == 0

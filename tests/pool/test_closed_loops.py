@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from aioverbs import BrokenResourceError, Device, StartedCall, WorkerDiedError, WorkerPool, open_device
+from aioverbs import BrokenResourceError, CallFuture, Device, WorkerDiedError, WorkerPool, open_device
 from tests.pace import patience
 from tests.pool.work import variable
 
@@ -64,7 +64,7 @@ def test_a_call_is_cancelled_while_the_loop_of_its_processes_stands_still() -> N
 
 @pytest.mark.parametrize("closed", [True, False], ids=["its loop is closed", "the thread of that has ended"])
 def test_calls_of_processes_end_whose_loop_is_gone(closed: bool) -> None:
-    async def close(device: Device, pool: WorkerPool, started: StartedCall[None]) -> None:
+    async def close(device: Device, pool: WorkerPool, started: CallFuture[None]) -> None:
         async with asyncio.timeout(patience(20)):
             waiting = asyncio.create_task(started.wait())
             with pytest.raises((WorkerDiedError, BrokenResourceError), match="the loop that started it is gone"):

@@ -19,13 +19,13 @@ from aioverbs import (
     ClosedResourceError,
     Device,
     ResourceDomain,
-    State,
+    ResourceState,
     VerbsError,
     WorkerDiedError,
     open_device,
 )
-from aioverbs._pool.pool import StartedCall, WorkerPool, current_worker
-from aioverbs._pool.supervisor import Stage
+from aioverbs._pool.pool import CallFuture, WorkerPool, current_worker
+from aioverbs._pool.supervisor import SupervisorState
 from aioverbs._pool.thread_worker import _ThreadJob
 from aioverbs._pool.worker import Worker
 from tests.capabilities import Capability, needs
@@ -53,7 +53,7 @@ async def test_a_block_waits_for_what_was_started(device: Device, loop_name: str
         for _ in range(4):
             pool.start_soon(linger, 0.05, ended)
     assert ended == ["of its own accord"] * 4
-    assert (worker_threads(), pool.state, pool.pd.closed) == ([], State.CLOSED, True)
+    assert (worker_threads(), pool.state, pool.pd.closed) == ([], ResourceState.CLOSED, True)
     with pytest.raises(ClosedResourceError):
         pool.start_soon(number)
     with pytest.raises(ClosedResourceError):
@@ -66,7 +66,7 @@ async def test_a_block_waits_for_what_was_started(device: Device, loop_name: str
 @pytest.mark.every_way
 async def test_a_block_that_raises_cancels_them(device: Device) -> None:
     started, ended = threading.Event(), list[str]()
-    left: list[StartedCall[None]] = []
+    left: list[CallFuture[None]] = []
 
     async def use() -> None:
         async with WorkerPool(device, 2) as pool:
@@ -107,7 +107,7 @@ async def test_a_deadline_under_load(device: Device, loop_name: str, by: str) ->
             with anyio.move_on_after(0.05) as scope:
                 await pool.stop()
             assert scope.cancelled_caught
-    assert (ended, worker_threads(), pool.state) == (["ended there"] * 3, [], State.CLOSED)
+    assert (ended, worker_threads(), pool.state) == (["ended there"] * 3, [], ResourceState.CLOSED)
     cut_off = sum("and cancelled it" in why for why in await asyncio.gather(*asking))  # where a worker is slow
     for each in staying:
         with pytest.raises(ClosedResourceError, match="was closed before this call was over, and cancelled it"):
@@ -163,12 +163,12 @@ async def test_a_call_that_another_thread_is_about_to_post(device: Device, monke
     starting = asyncio.create_task(asyncio.to_thread(pool.start_soon, began.append, 1))
     await until(about.is_set)
     stopping = asyncio.create_task(pool.stop(0))
-    await until(lambda: pool._crew.stage is Stage.STOPPED)
+    await until(lambda: pool._supervisor.stage is SupervisorState.STOPPED)
     go_on.set()
     started = await starting
     await stopping
     assert isinstance(started.exception(), ClosedResourceError)
-    assert (began, worker_threads(), pool.state) == ([], [], State.CLOSED)
+    assert (began, worker_threads(), pool.state) == ([], [], ResourceState.CLOSED)
 
 
 @pytest.mark.every_way
@@ -179,14 +179,14 @@ async def test_two_close_it(device: Device) -> None:
     async with asyncio.TaskGroup() as group:
         for _ in range(3):
             group.create_task(pool.aclose())
-    assert (ended, pool.state) == (["of its own accord"], State.CLOSED)
+    assert (ended, pool.state) == (["of its own accord"], ResourceState.CLOSED)
 
 
 @pytest.mark.every_way
 async def test_it_is_closed_by_another_loop(device: Device) -> None:
     pool = await WorkerPool(device, 2).open()
     await asyncio.to_thread(lambda: asyncio.run(pool.aclose()))
-    assert (worker_threads(), pool.state) == ([], State.CLOSED)
+    assert (worker_threads(), pool.state) == ([], ResourceState.CLOSED)
 
 
 async def test_a_thread_that_does_not_end_is_named(device: Device) -> None:
@@ -213,7 +213,7 @@ async def test_a_thread_that_does_not_end_is_named(device: Device) -> None:
 
 @pytest.mark.every_way
 async def test_tasks_that_functions_leave_end_before_the_domain(device: Device) -> None:
-    states: list[State] = []
+    states: list[ResourceState] = []
 
     async def use(domain: ResourceDomain) -> None:
         try:
@@ -230,7 +230,7 @@ async def test_tasks_that_functions_leave_end_before_the_domain(device: Device) 
     async with WorkerPool(device, 1) as pool:
         await pool.run(leave)
         await pool.run(number_later)
-    assert states == [State.OPEN]
+    assert states == [ResourceState.OPEN]
 
 
 async def test_a_device_is_not_closed_under_it() -> None:
@@ -300,7 +300,7 @@ async def test_opening_that_is_cancelled_leaves_nothing(device: Device) -> None:
     opening.cancel()
     with pytest.raises(asyncio.CancelledError):
         await opening
-    assert (worker_threads(), pool.state) == ([], State.CLOSED)
+    assert (worker_threads(), pool.state) == ([], ResourceState.CLOSED)
 
 
 async def test_what_workers_enter_before_they_take_calls(device: Device, loop_name: str) -> None:
@@ -512,12 +512,12 @@ async def test_a_pool_that_cannot_be_closed_stays_open_where_that_was_cancelled(
         call = pool.start_soon(stick)
         await until(inside.is_set)
         stopping = asyncio.create_task(pool.stop(0))
-        await until(lambda: pool.state is State.CLOSING)
+        await until(lambda: pool.state is ResourceState.CLOSING)
         stopping.cancel()
         with pytest.raises(asyncio.CancelledError) as caught:
             await stopping
         assert any("BusyResourceError" in note for note in caught.value.__notes__)
-        assert pool.state is pool.pd.state is State.OPEN
+        assert pool.state is pool.pd.state is ResourceState.OPEN
     finally:
         go_on.set()
     await until(lambda: not any(worker.calls for worker in pool.statistics().workers))

@@ -46,13 +46,13 @@ asyncio.run(main())
 THREADS = """
 import asyncio, os, sys, threading
 from aioverbs import WorkerPool, current_worker, open_device
-from aioverbs._lifecycle.affinity import to_the_end
+from aioverbs._lifecycle.affinity import wait_uncancelled
 
 async def hear(device):
     await anext(device.events())
 
 async def wait_for_a_thread(go_on):
-    await to_the_end(asyncio.get_running_loop().run_in_executor(None, go_on.wait))
+    await wait_uncancelled(asyncio.get_running_loop().run_in_executor(None, go_on.wait))
 
 async def main():
     go_on = threading.Event()
@@ -122,26 +122,26 @@ async def test_calls_that_were_started_before_say_so(device: Device) -> None:
     async with WorkerPool(device, 1) as pool:
         over = pool.start_soon(number)
         assert await over.wait() == 0
-        under_way = pool.start_soon(go_on.wait, patience(30))
+        in_flight = pool.start_soon(go_on.wait, patience(30))
 
         async def ask() -> tuple[bool, bool, int]:
-            for ask_for in (under_way.result, under_way.exception):
-                with pytest.raises(ForkedProcessError, match="StartedCall was opened before fork"):
+            for ask_for in (in_flight.result, in_flight.exception):
+                with pytest.raises(ForkedProcessError, match="CallFuture was opened before fork"):
                     ask_for(patience(5))
             async with asyncio.timeout(patience(5)):
                 with pytest.raises(ForkedProcessError):
-                    await under_way.wait()
-                return under_way.cancel(), under_way.done(), await over.wait()
+                    await in_flight.wait()
+                return in_flight.cancel(), in_flight.done(), await over.wait()
 
-        with under_way._condition:  # as a worker that is just about to say that it is over
+        with in_flight._condition:  # as a worker that is just about to say that it is over
             seen = await asyncio.to_thread(in_child, lambda: asyncio.run(ask()), LIMIT_S)
         assert seen == (False, False, 0)
         go_on.set()
-        assert await under_way.wait()
+        assert await in_flight.wait()
 
 
 async def test_who_was_inside_of_a_pool_is_not_in_the_child(device: Device) -> None:
     async with WorkerPool(device, 1) as pool:
         before = pool.statistics()
-        with pool._crew.lock:
+        with pool._supervisor.lock:
             assert await asyncio.to_thread(in_child, pool.statistics, LIMIT_S) == before

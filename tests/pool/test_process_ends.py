@@ -18,7 +18,7 @@ from aioverbs import (
     BrokenResourceError,
     ClosedResourceError,
     Device,
-    State,
+    ResourceState,
     WorkerDiedError,
     WorkerPool,
     open_device,
@@ -40,7 +40,7 @@ async def test_a_block_that_another_loop_leaves_by_an_error_still_drains(device:
     call = pool.start_soon(work.stay_until, str(tmp_path), "go on")
     await until((tmp_path / "begun").exists)
     closing = asyncio.create_task(pool.aclose())
-    await until(lambda: not pool._crew.takes_calls())
+    await until(lambda: not pool._supervisor.takes_calls())
     work.mark(str(tmp_path), "go on")
     assert await call.wait() == "go on"
     await closing
@@ -72,7 +72,7 @@ async def test_a_deadline_cancels_and_then_kills(device: Device, tmp_path: Path)
     assert (tmp_path / "ended").exists()
     assert isinstance(staying.exception(), ClosedResourceError)
     assert isinstance(blocking.exception(), WorkerDiedError)
-    assert (pool.state, [alive(each) for each in ids]) == (State.CLOSED, [False] * 2)
+    assert (pool.state, [alive(each) for each in ids]) == (ResourceState.CLOSED, [False] * 2)
 
 
 async def test_a_block_waits_for_what_was_started(device: Device) -> None:
@@ -89,7 +89,7 @@ async def test_setup_and_one_that_cannot_be_made(device: Device, caplog: pytest.
     pool = WorkerPool(device, 2, processes=True, setup=work.refuse)
     with pytest.raises(work.Own, match="not this one"):
         await pool.open()
-    assert (pool.state, caplog.text) == (State.CLOSED, "")
+    assert (pool.state, caplog.text) == (ResourceState.CLOSED, "")
     with pytest.raises((pickle.PicklingError, AttributeError)):
         await WorkerPool(device, 1, processes=True, setup=lambda _: work.setup(_)).open()
 
@@ -114,7 +114,7 @@ async def test_opening_that_is_cancelled_leaves_nothing(device: Device) -> None:
     with anyio.move_on_after(0.01) as scope:
         await pool.open()
     assert scope.cancelled_caught
-    assert (pool.state, [alive(each) for each in processes(pool)]) == (State.CLOSED, [False] * 2)
+    assert (pool.state, [alive(each) for each in processes(pool)]) == (ResourceState.CLOSED, [False] * 2)
 
 
 async def test_a_device_that_is_closed_closes_it() -> None:
@@ -123,7 +123,7 @@ async def test_a_device_that_is_closed_closes_it() -> None:
     (process_id,) = processes(pool)
     with pytest.warns(ResourceWarning, match="WorkerPool .* was still open"):
         await device.aclose()
-    assert (alive(process_id), pool.state) == (False, State.CLOSED)
+    assert (alive(process_id), pool.state) == (False, ResourceState.CLOSED)
 
 
 async def test_what_is_forgotten_is_warned_of_and_ends(device: Device) -> None:

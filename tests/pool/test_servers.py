@@ -28,7 +28,7 @@ from aioverbs import (
 )
 from aioverbs._connection.handshake import Reason
 from aioverbs._pool.placement import LeastLoaded
-from aioverbs._server.acceptor import Stage
+from aioverbs._server.acceptor import AcceptState
 from aioverbs._server.server import Server
 from tests.connections.certificates import contexts
 from tests.connections.ends import HOST
@@ -326,7 +326,7 @@ async def test_a_handler_that_does_not_end(
         with pytest.raises(BusyResourceError, match="these do not end"):
             await pool.stop(0)
         work.mark(str(tmp_path), "go on")
-        await until(lambda: not pool._crew.is_there())
+        await until(lambda: not pool._supervisor.is_there())
         await pool.aclose()
     with pytest.raises(BrokenResourceError):
         await near.receive()
@@ -459,7 +459,7 @@ async def test_who_waits_for_a_busy_worker(pool: WorkerPool, domain: ResourceDom
             assert await told(near, "where") != place
         waiting = asyncio.ensure_future(asked(server, domain))
         await until(lambda: server.statistics().handshakes == 1)
-        (arrival,) = (each for each in server._acceptor._tasks.values() if each.stage is Stage.KNOCKED)
+        (arrival,) = (each for each in server._acceptor._tasks.values() if each.stage is AcceptState.HANDSHAKING)
         time = arrival.until
         assert time is not None
         time.reschedule(asyncio.get_running_loop().time())  # as if it had waited so long

@@ -21,7 +21,7 @@ from aioverbs import (
     listen,
     serve,
 )
-from aioverbs._connection.cm_control import CmLine
+from aioverbs._connection.cm_control import CmControlChannel
 from tests.rdma.cm import Side, free_port, nothing_left, sides
 
 pytestmark = pytest.mark.rdma
@@ -55,7 +55,7 @@ async def pair(transport: Any = "rdmacm", **options: Any) -> AsyncIterator[tuple
 async def test_messages_and_memory(transport: str) -> None:
     async with pair(transport) as (here, there):
         assert here._end is not None
-        assert isinstance(here._end.line, CmLine) == (transport != "tcp")
+        assert isinstance(here._end.line, CmControlChannel) == (transport != "tcp")
         for size in (0, 1, 4096, 4097, 300_000):
             data = random.Random(size).randbytes(size)
             sending = asyncio.create_task(here.send(data, immediate=size))

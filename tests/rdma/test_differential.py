@@ -27,7 +27,7 @@ pytestmark = pytest.mark.timeout(600)
 def software() -> Iterator[dict[str, handles.ProtectionDomain]]:
     """A protection domain of the software device in each mode of execution."""
     with ExitStack() as stack:
-        contexts = {mode: stack.enter_context(opened_software(mode)) for mode in ("inline", "engine")}
+        contexts = {mode: stack.enter_context(opened_software(mode)) for mode in ("inline", "thread")}
         yield {mode: handles.ProtectionDomain(context) for mode, context in contexts.items()}
 
 
@@ -74,8 +74,8 @@ def _differences(ours: list[bytes], theirs: list[bytes]) -> str:
 def test_rc_in_both_modes(software: dict[str, handles.ProtectionDomain]) -> None:
     for seed in SEEDS:
         sequence = differential_rc.draw(seed)
-        inline, threaded = (differential_rc.execute(software[mode], sequence) for mode in ("inline", "engine"))
-        check_rc(sequence, inline, threaded, ("inline", "engine"))
+        inline, threaded = (differential_rc.execute(software[mode], sequence) for mode in ("inline", "thread"))
+        check_rc(sequence, inline, threaded, ("inline", "thread"))
 
 
 @pytest.mark.rdma
@@ -90,7 +90,7 @@ def test_rc_on_soft_roce(software: dict[str, handles.ProtectionDomain], soft_roc
 def test_datagrams_in_both_modes(software: dict[str, handles.ProtectionDomain]) -> None:
     for seed in SEEDS:
         sequence = differential_ud.draw(seed)
-        inline, threaded = (differential_ud.execute(software[mode], seed, sequence) for mode in ("inline", "engine"))
+        inline, threaded = (differential_ud.execute(software[mode], seed, sequence) for mode in ("inline", "thread"))
         assert inline == threaded, f"seed {seed}"
 
 

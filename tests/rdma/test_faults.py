@@ -151,7 +151,7 @@ async def test_loss_and_delay(rules: tuple[str, ...]) -> None:
             assert far.region.buffer[:LENGTH] == near.region.buffer[:LENGTH]
             assert (links.dropped() > 0) is ("loss" in rules)
         sends = near.qp.statistics().sends
-        assert (sends.posted, sends.completed, sends.under_way, sends.failed) == (count + WINDOW, count + WINDOW, 0, ())
+        assert (sends.posted, sends.completed, sends.in_flight, sends.failed) == (count + WINDOW, count + WINDOW, 0, ())
 
 
 async def test_all_is_lost() -> None:

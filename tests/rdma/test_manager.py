@@ -15,10 +15,10 @@ import pytest
 from aioverbs import (
     AccessFlags,
     AffinityError,
+    BorrowedObjectClosedError,
     BrokenResourceError,
     Device,
     DeviceNotFoundError,
-    LenderClosedError,
     MemoryRegion,
     ProtectionDomain,
     QpState,
@@ -260,7 +260,7 @@ class TestAdopting:
                 assert mr.read(5, 4090) == bytes(region.buffer[4090:4095]) == b"again"
                 with pytest.raises(PyverbsError, match="Failed to dealloc PD"):  # which closed its memory regions
                     theirs.close()
-                with pytest.raises(LenderClosedError):
+                with pytest.raises(BorrowedObjectClosedError):
                     await near.write(region[:5], ours.remote()[:5])
                 await near.write(ours[:5], ours.remote()[64:69])
             assert theirs.handle >= 0
@@ -304,10 +304,10 @@ class TestAdopting:
         ):
             theirs.close()
             for ask in (region.remote, lambda: region.buffer, lambda: region[:5].sge):
-                with pytest.raises(LenderClosedError):
+                with pytest.raises(BorrowedObjectClosedError):
                     ask()
             for resource in (pd.register(64), device.resource_domain(pd)):
-                with pytest.raises(LenderClosedError):
+                with pytest.raises(BorrowedObjectClosedError):
                     await resource.open()
             async with device.protection_domain() as ours, ours.register(64):
                 pass
@@ -334,12 +334,12 @@ class TestAdopting:
                 cq.handle.request_notify,
                 near.local_endpoint,
             ):
-                with pytest.raises(LenderClosedError):
+                with pytest.raises(BorrowedObjectClosedError):
                     ask()
-            with pytest.raises(LenderClosedError):
+            with pytest.raises(BorrowedObjectClosedError):
                 await near.write(ours[:5], ours.remote()[5:10])
             for resource in (domain.register(64), domain.completion_queue(64)):
-                with pytest.raises(LenderClosedError):
+                with pytest.raises(BorrowedObjectClosedError):
                     await resource.open()
             with pytest.warns(ResourceWarning, match="was closed by its user before what was made from it"):
                 await stack.aclose()

@@ -31,7 +31,7 @@ from aioverbs import (
     VerbsError,
     open_device,
 )
-from aioverbs._lifecycle.lifecycle import State
+from aioverbs._lifecycle.lifecycle import ResourceState
 from aioverbs._lifecycle.resource import Resource
 from aioverbs._memory.region import MemoryRegion
 from aioverbs._verbs.queue_pair import QueuePair
@@ -72,7 +72,7 @@ async def ends(domain: ResourceDomain) -> AsyncIterator[tuple[QueuePair, MemoryR
         near.connect(far.local_endpoint(), REMOTE)
         far.connect(near.local_endpoint(), REMOTE)
         yield near, source, target
-        assert (cq.statistics().under_way, len(source.pins)) == (0, 0)
+        assert (cq.statistics().in_flight, len(source.pins)) == (0, 0)
 
 
 async def write(near: QueuePair, source: MemoryRegion, target: MemoryRegion) -> None:
@@ -217,7 +217,7 @@ async def opened_parts(device: Device, td_first: bool) -> dict[str, Resource]:
         await part.open()
     parent = await pd.parent_domain(td).open()
     cq = await parent.completion_queue(64).open()
-    cq._life.quiet = True
+    cq._lifecycle.suppress_warning = True
     return {"pd": pd, "td": td, "parent": parent, "qp": await parent.queue_pair(cq).open()}
 
 
@@ -237,7 +237,7 @@ async def test_every_order_of_closing(device: Device, shim: Shim, order: tuple[s
         left_open = below[name] - closed - {name} if name not in closed else set()
         assert len(caught) == len(left_open), [str(each.message) for each in caught]
         closed |= below[name]
-        assert {each for each, part in parts.items() if part.state is State.CLOSED} == closed
+        assert {each for each, part in parts.items() if part.state is ResourceState.CLOSED} == closed
         expected = {"tds": "td" not in closed, "parents": "parent" not in closed}
         assert shim.alive() == {what: 1 for what, there in expected.items() if there}
 
@@ -289,7 +289,7 @@ async def test_an_xrc_domain(device: Device, shim: Shim, tmp_path: Path) -> None
             shim.associate(first.handle, 1)
             with pytest.raises(BusyResourceError, match="is associated with it"):
                 await first.aclose()
-            assert first.state is State.OPEN
+            assert first.state is ResourceState.OPEN
             shim.associate(first.handle, -1)
     finally:
         os.close(fd)
@@ -311,7 +311,7 @@ async def test_what_the_kernel_refuses_leaves_nothing(device: Device, shim: Shim
         ):
             with pytest.raises(VerbsError, match=r"ibv_create_(qp|qp_ex|srq_ex) failed"):
                 await resource.open()
-            assert resource.state is State.NEW
+            assert resource.state is ResourceState.NEW
         assert not xrc.statistics().children
         assert shim.alive() == {"tds": 1, "parents": 1, "xrcds": 1, "xrc_domains": 1}
 

@@ -20,8 +20,8 @@ from aioverbs import (
     QpState,
     QpType,
     QueuePair,
+    QueuePairStateError,
     Resource,
-    StateError,
     ThreadModel,
     TransitionError,
     UnreachableError,
@@ -209,14 +209,14 @@ async def test_a_peer_that_refuses(channel: Channel, listener: Listener, ends: E
         connecting = asyncio.create_task(asking.connect(qp))
         async with await anext(listener) as asked:
             await asked.reject(b"not today")
-            with pytest.raises(StateError, match="accept: it is ended"):
+            with pytest.raises(QueuePairStateError, match="accept: it is ended"):
                 await asked.accept(qp)
         with pytest.raises(ConnectionRejectedError, match="the program there refused it") as caught:
             await connecting
         assert caught.value.reason == REFUSED
         assert caught.value.private_data[:10] == b"not today\0"
         assert qp.query().qp_state is QpState.INIT
-        with pytest.raises(StateError, match="is not connected"):
+        with pytest.raises(QueuePairStateError, match="is not connected"):
             await asking.disconnect()
         for resolves in (False, True):  # it is good for another try, and so is the queue pair
             if resolves:
@@ -351,9 +351,9 @@ async def test_bad_input_is_told_before_the_peer_is(channel: Channel, listener: 
         domain.queue_pair(cq) as soft_qp,
         channel.identifier() as asking,
     ):
-        with pytest.raises(StateError, match="connect: it is new, and is to be resolved"):
+        with pytest.raises(QueuePairStateError, match="connect: it is new, and is to be resolved"):
             await asking.connect(qp)
-        with pytest.raises(StateError, match="is not connected"):
+        with pytest.raises(QueuePairStateError, match="is not connected"):
             await asking.disconnect()
         with pytest.raises(ValueError, match="a port is from 0 to 65535"):
             await asking.resolve(far.address, 65536)
@@ -373,9 +373,9 @@ async def test_bad_input_is_told_before_the_peer_is(channel: Channel, listener: 
         if near.device.name != far.device.name:
             with pytest.raises(ValueError, match="and the peer is reached by"):
                 await asking.connect(far_qp)
-        with pytest.raises(StateError, match="accept: it is resolved"):
+        with pytest.raises(QueuePairStateError, match="accept: it is resolved"):
             await asking.accept(qp)
-        with pytest.raises(StateError, match="resolve: it is resolved"):
+        with pytest.raises(QueuePairStateError, match="resolve: it is resolved"):
             await asking.resolve(far.address, 1)
         assert qp.query().qp_state is QpState.RESET
         qp.to_init()

@@ -15,6 +15,8 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+from aioverbs.attributes import Execution
+
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
 import uvloop
@@ -110,11 +112,11 @@ ROUNDS: list[Round] = [storm, storm, closing, threads, orphans]
 
 async def one(kind: Round, draw: random.Random) -> int:
     """A round on a device of its own."""
-    engine_mode = draw.random() < 0.7
-    delay_ns = draw.choice([0, 1000, 50_000]) if engine_mode else 0
-    device = await open_device("soft0", engine_mode=engine_mode, delay_ns=delay_ns).open()
+    execution: Execution = "thread" if draw.random() < 0.7 else "inline"
+    delay_ns = draw.choice([0, 1000, 50_000]) if execution == "thread" else 0
+    device = await open_device("soft0", execution=execution, delay_ns=delay_ns).open()
     try:
-        if engine_mode and draw.random() < 0.5:
+        if execution == "thread" and draw.random() < 0.5:
             device.faults.jitter(draw.choice([1000, 200_000]))
         return await kind(device, draw)
     finally:

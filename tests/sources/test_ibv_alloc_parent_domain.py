@@ -14,7 +14,7 @@ from aioverbs import (
     ParentDomain,
     QpType,
     RecordingAllocator,
-    State,
+    ResourceState,
     ThreadDomain,
     ThreadModel,
     VerbsError,
@@ -104,7 +104,7 @@ async def test_a_parent_domain_is_shared(device: Device) -> None:
         device.shared_protection_domain(shared.id, 7) as instance,
         domain.register(64, AccessFlags.LOCAL_WRITE, domain.shared_memory) as region,
     ):
-        assert instance.state is State.OPEN
+        assert instance.state is ResourceState.OPEN
         assert region.handle.pd is pd.handle
 
 

@@ -12,6 +12,7 @@ from storage_server.errors import StorageError
 
 import aioverbs
 from aioverbs import BrokenResourceError
+from aioverbs.attributes import Execution
 from tests.conftest import LOOP_FACTORIES
 from tests.pace import patience
 from tests.storage.loading import flush, write_some
@@ -112,13 +113,20 @@ MORE = [pytest.param(seed, marks=pytest.mark.slow) for seed in range(WAYS, SEEDS
 def test_what_was_acknowledged_is_there(seed: int, tmp_path: Path) -> None:
     factories = list(LOOP_FACTORIES.values())
     with asyncio.Runner(loop_factory=factories[seed % len(factories)]) as runner:
-        runner.run(cut_and_look(tmp_path, seed, "cached" if seed // 2 % 2 else "mapped", engine=bool(seed // 4 % 2)))
+        runner.run(
+            cut_and_look(
+                tmp_path,
+                seed,
+                "cached" if seed // 2 % 2 else "mapped",
+                execution="thread" if seed // 4 % 2 else "inline",
+            )
+        )
 
 
-async def cut_and_look(path: Path, seed: int, backing: str, *, engine: bool) -> None:
+async def cut_and_look(path: Path, seed: int, backing: str, *, execution: Execution) -> None:
     here, there = path / "here", path / "there"
     power = Power(here, random.Random(seed).choice([20, 80, 250]) * (seed % 10 + 1) // 10 + 1, seed, sync_s=0.003)
-    async with aioverbs.open_device("soft0", engine_mode=engine) as device:
+    async with aioverbs.open_device("soft0", execution=execution) as device:
         async with serve_here(device, here, backing, power) as server, server.client() as storage:
             load = Load(server, power, seed)
             with contextlib.suppress(*OVER):

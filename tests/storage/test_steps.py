@@ -22,7 +22,7 @@ OLD = b"old." * (SIZE // 4)
 SEEDS = range(3)
 STEPS_MOST = 100
 
-State = dict[str, tuple[bytes, bool]]
+ResourceState = dict[str, tuple[bytes, bool]]
 """Volumes by name: what they have, and whether they are read only."""
 
 
@@ -30,10 +30,10 @@ class Work(NamedTuple):
     """What is done with a folder that has the volume "disk", and what is there afterwards."""
 
     do: Callable[[Folder, VolumeRow], object]
-    after: State
+    after: ResourceState
 
 
-BEFORE: State = {"disk": (OLD, False)}
+BEFORE: ResourceState = {"disk": (OLD, False)}
 WORK = {
     "create": Work(
         lambda folder, _: folder.make("new", BLOCK, lambda file: file.resize(BLOCK)),
@@ -71,9 +71,9 @@ def prepared(root: Path) -> VolumeRow:
         return folder.make("disk", SIZE, fill)
 
 
-def state(folder: Folder) -> State:
+def state(folder: Folder) -> ResourceState:
     """What there is; that the files and the catalog fit."""
-    found: State = {}
+    found: ResourceState = {}
     for row in folder.catalog.volumes():
         with contextlib.closing(folder.open(row)) as file:
             content = bytearray(row.size)
@@ -83,7 +83,7 @@ def state(folder: Folder) -> State:
     return found
 
 
-def recovered(root: Path) -> State:
+def recovered(root: Path) -> ResourceState:
     with contextlib.closing(SteppedCatalog(root / "catalog.sqlite")) as catalog:
         assert catalog._query("PRAGMA integrity_check") == [("ok",)]
         folder = Folder(root, Disk(), catalog)

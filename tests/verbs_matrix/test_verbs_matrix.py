@@ -54,7 +54,7 @@ def compare(found: table.Answers, column: str) -> None:
 @pytest.mark.toolchain
 @pytest.mark.timeout(300)
 def test_software_device(probe: Path) -> None:
-    for found in answers(probe, "soft0", "soft0:engine"):
+    for found in answers(probe, "soft0", "soft0:thread"):
         compare(found, "soft0")
 
 

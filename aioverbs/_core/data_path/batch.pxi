@@ -5,7 +5,7 @@ cdef enum:
 
 
 @cython.final
-cdef class Batch(Sending):
+cdef class Batch(SendVerbs):
     """Requests that are posted together: one doorbell, one completion, one await. `QueuePair.batch` makes it.
 
     Its methods are those of the queue pair. What they return tells its result when the batch is done; it is not awaited
@@ -22,9 +22,9 @@ cdef class Batch(Sending):
     cdef int scratch
     cdef Operation operation            # since it was posted
 
-    def __init__(self, Requester queue_pair not None):
+    def __init__(self, QueuePairVerbs queue_pair not None):
         cdef section within
-        cdef Requests requests = _requests_of(queue_pair, &within)
+        cdef QpWorkState requests = _requests_of(queue_pair, &within)
         if requests is None:
             raise ClosedResourceError(f"{queue_pair!r} is not open")
         self._requests = requests
@@ -96,7 +96,7 @@ cdef class Batch(Sending):
 
     cdef Operation _post(self, bint nowait):
         cdef section within
-        cdef Requests requests = _entered(self, "ibv_post_send", &within)
+        cdef QpWorkState requests = _entered(self, "ibv_post_send", &within)
         cdef Operation operation
         try:
             if self.operation is not None:
@@ -112,7 +112,7 @@ cdef class Batch(Sending):
             self._pin()
             operation.extra.requests, self.requests = self.requests, NULL
             try:
-                Sending._go(self, operation, operation.extra.requests, nowait)
+                SendVerbs._go(self, operation, operation.extra.requests, nowait)
             except BaseException:
                 self.requests, operation.extra.requests = operation.extra.requests, NULL
                 _discard_runs(self.runs, False)

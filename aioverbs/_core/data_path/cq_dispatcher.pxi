@@ -16,7 +16,7 @@ cdef bint _is_nobodys(Handle handle) except -1:
 
 
 @cython.final
-cdef class Completer:
+cdef class CqDispatcher:
     """Takes what completes in a completion queue, and wakes those who wait for it.
 
     One routine waits, `_turn`. While completions come it is called in each turn of the home loop, and takes them
@@ -50,7 +50,7 @@ cdef class Completer:
     cdef int telling                    # threads that tell of what they took: taken meanwhile, newer would overtake it
     cdef bint missed                    # somebody looked meanwhile
     cdef uint32_t unacknowledged
-    cdef readonly Py_ssize_t under_way
+    cdef readonly Py_ssize_t in_flight
     cdef Py_ssize_t awaited             # of these: somebody sleeps until they are done
     cdef list chained                   # queues with something to be posted at the end of the turn
     cdef list refused                   # operations that the verb then refused
@@ -178,7 +178,7 @@ cdef class Completer:
         cdef int found
         self._flush()
         found = self._drain(TURN)
-        if not self.under_way or self.error is not None:
+        if not self.in_flight or self.error is not None:
             return 0
         if found or (self.model == POLLS and self.awaited):
             return self._need_turn()
@@ -217,7 +217,7 @@ cdef class Completer:
         while self.unsettled:
             requests = self.unsettled.pop()
             try:
-                (<Requests>requests)._settle()
+                (<QpWorkState>requests)._settle()
             except ConcurrentAccessError:
                 self.unsettled.append(requests)
                 raise
@@ -259,8 +259,8 @@ cdef class Completer:
         # Whoever calls has passed the check. No more than what is under way is asked for: that the queue is empty then
         # need not be asked.
         cdef int found, wanted = TAKE
-        if self.under_way < TAKE:
-            wanted = self.under_way if self.under_way > 0 else 1
+        if self.in_flight < TAKE:
+            wanted = self.in_flight if self.in_flight > 0 else 1
         if self.handle._resizing:
             # Whoever resizes may hold the queue's lock while an allocator waits for the GIL.
             self.telling += 1
@@ -288,7 +288,7 @@ cdef class Completer:
                 return self._poll_failed(found)
             self._dispatch_all(wcs, found)
             total += found
-            if found < TAKE or not self.under_way:
+            if found < TAKE or not self.in_flight:
                 break
         return total
 
@@ -435,7 +435,7 @@ cdef class Completer:
         if self.error is None:
             self.error = error
         for requests in tuple(self.users):
-            (<Requests>requests)._deafen(self)
+            (<QpWorkState>requests)._deafen(self)
         try:
             self._settle_all()
         except ConcurrentAccessError:   # a thread is inside of a domain that any may use: in a moment it is not

@@ -3,19 +3,19 @@
 """Work requests: how they are posted, waited for, and end.
 
 What stands here is the data path: `Operation` is what is awaited, a `WorkQueue` posts and keeps the order, a
-`Completer` takes completions and gives them to those who wait. Handles come from the engine; what is opened, closed and
-owned is told by the resources above.
+`CqDispatcher` takes completions and gives them to their awaiters. The resources above
+open, own and close the handles.
 
 Who may touch what: objects of one owner are touched by its thread alone, which every entry checks. Those that any
 thread may use are touched with the GIL, which is given up only inside of verbs and between two polls; each is whole
 then, and whenever Python code may run. Where there is no GIL, each entry enters the section of all such objects
 (`section.h`), which is given up likewise: see `_section`. Apart from that stand
 
-- `Pins`, which any thread changes, whosever the queues are: each has a section of its own;
+- `InFlightCount`, which any thread changes, whosever the queues are: each has a section of its own;
 - the order of those that wait for a place, since an operation is dropped in whatever thread forgets it last, a
   collector's among them: `_Extra`;
 - what has ended, which any thread may look at: what it ended by is written before `state` says so, and stays;
-- `_requests` of who posts, and `Requests.broken`, which change while others look: sections of their own.
+- `_requests` of who posts, and `QpWorkState.broken`, which change while others look: sections of their own.
 """
 
 import asyncio
@@ -38,8 +38,8 @@ from aioverbs.errors import (
     ClosedResourceError,
     ConcurrentAccessError,
     DeviceRemovedError,
-    LenderClosedError,
-    StateError,
+    BorrowedObjectClosedError,
+    QueuePairStateError,
     VerbsError,
     WorkCompletionError,
 )
@@ -188,9 +188,9 @@ cdef enum:
 cdef class Operation
 cdef class Inbox
 cdef class WorkQueue
-cdef class Completer
-cdef class Requests
-cdef class Sending
+cdef class CqDispatcher
+cdef class QpWorkState
+cdef class SendVerbs
 
 cdef list _of_all = []                  # whose section it is that those enter who use what any thread may
 cdef PyObject *_section_of_all = <PyObject *>_of_all

@@ -119,7 +119,7 @@ cdef class Inbox:
 
     cdef int _spoil(self, object error) except -1:
         # Raised where completions are taken, it would reach whoever awaits another queue's. It ends this one alone.
-        cdef Requests requests = self.queue.requests
+        cdef QpWorkState requests = self.queue.requests
         broken = BrokenResourceError(f"{self.queue.handle!r} is broken: what arrived could not be taken in: {error!r}")
         broken.__cause__ = error
         if self.end is None:
@@ -208,9 +208,9 @@ def receive_into(requester, Inbox inbox not None, local):
     return requester._receive_into(inbox, local)
 
 
-def requester_of(Requests requests not None):
+def requester_of(QpWorkState requests not None):
     """What posts to a queue pair apart from the user's object."""
-    requester = Requester()
+    requester = QueuePairVerbs()
     requester._requests_begin(requests)
     return requester
 

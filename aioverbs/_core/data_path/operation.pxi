@@ -63,7 +63,7 @@ cdef class Operation:
     # Few Python objects, since each field for one takes its time in every operation's life.
     cdef WorkQueue queue
     cdef _Extra extra                   # None: it has nothing of that
-    cdef Pins pins                      # of its memory
+    cdef InFlightCount pins                      # of its memory
     cdef object keep                    # alive as long as it is under way: what it was given
     cdef object value                   # what it gives, or raises
     cdef object waiter                  # the future that who awaits waits for
@@ -82,7 +82,7 @@ cdef class Operation:
     cdef bint raises                    # `value`, which it ended by
     cdef bint atomic                    # gives what was there before, which the device writes to its scratch memory
     cdef bint held                      # its queue keeps it while it waits for a place: somebody awaits it
-    cdef bint loose                     # a part of a batch, which pins its memory
+    cdef bint unpinned                     # a part of a batch, which pins its memory
     cdef object __weakref__             # see _Extra
 
     def __init__(self):
@@ -172,8 +172,8 @@ cdef class Operation:
 
     # ---- Memory
 
-    cdef inline int _pin(self, Pins pins) except -1:
-        if self.loose:
+    cdef inline int _pin(self, InFlightCount pins) except -1:
+        if self.unpinned:
             pins._check()
         else:
             pins._add(1, self.queue.receives)
@@ -182,7 +182,7 @@ cdef class Operation:
             return 0
         return self._pin_more(pins)
 
-    cdef int _pin_more(self, Pins pins) except -1:
+    cdef int _pin_more(self, InFlightCount pins) except -1:
         cdef _Extra extra = _extra(self)
         if extra.pins is None:
             extra.pins = []
@@ -339,8 +339,8 @@ cdef class Operation:
 
     cdef int _suspend(self, PyObject **result) except -1:
         loop = self.queue._loop_of_caller()
-        if self.queue.completer is not None:
-            self.queue.completer._check()
+        if self.queue.dispatcher is not None:
+            self.queue.dispatcher._check()
         waiter = loop.create_future()
         waiter._asyncio_future_blocking = True
         if self.state == DONE:          # meanwhile, by another thread or a finalizer: nobody knew of this waiter
@@ -439,7 +439,7 @@ cdef _Extra _extra(Operation operation):
     return extra
 
 
-cdef _Run _run(Pins pins):
+cdef _Run _run(InFlightCount pins):
     cdef _Run run = _Run.__new__(_Run)
     run.pins = pins
     run.count = 1
@@ -489,7 +489,7 @@ cdef object _status(int status):
 cdef class Received:
     """What arrived in a receive.
 
-    :param local: where, as it was given to `Requester.receive`.
+    :param local: where, as it was given to `QueuePairVerbs.receive`.
     :param byte_len: how many bytes; those of a datagram's route do not count.
     :param written: the sender wrote them where it chose, by a write with immediate data: nothing is in ``local``.
     :param immediate: the sender's immediate data, 32 bits; None: there were none.

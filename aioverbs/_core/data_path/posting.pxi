@@ -32,7 +32,7 @@ cdef dict _opcodes_of_type = {RC: _reads, UC: _writes, UD: _sends, XRC_SEND: _re
 
 
 @cython.final
-cdef class Way:
+cdef class Destination:
     """Where datagrams go: an address handle, a queue pair's number and its key. `AddressHandle.to` makes them.
 
     :param handle: of the address handle.
@@ -42,11 +42,11 @@ cdef class Way:
     """
 
     cdef AddressHandle handle
-    cdef Pins pins
+    cdef InFlightCount pins
     cdef readonly uint32_t remote_qpn
     cdef readonly uint32_t remote_qkey
 
-    def __init__(self, AddressHandle handle not None, Pins pins not None, remote_qpn, remote_qkey):
+    def __init__(self, AddressHandle handle not None, InFlightCount pins not None, remote_qpn, remote_qkey):
         self.handle = handle
         self.pins = pins
         self.remote_qpn = _number(remote_qpn, 24, "remote_qpn")
@@ -57,7 +57,7 @@ cdef class Way:
 
 
 @cython.final
-cdef class Requests:
+cdef class QpWorkState:
     """What a queue pair has under way in both of its queues, and what it broke by.
 
     :param handle: the queue pair.
@@ -81,9 +81,9 @@ cdef class Requests:
     cdef uint32_t read_sge
     cdef object _cause                  # see `broken`
     cdef bint ended                     # whoever waits was told that it is in ERR, or it was moved there
-    cdef bint torn                      # some of what is under way was not posted, and nothing will tell of the rest
+    cdef bint needs_reset               # some queued requests were not posted: no completion reports the rest
     cdef bint spoiled                   # what arrived could not be taken in: it is to be moved to ERR
-    cdef object deaf                    # by what its completions are lost, as long as it is not reset; else None
+    cdef object all_cqs_failed          # the error that lost its completions, until it is reset; else None
     cdef bint gone                      # its device is: no other error of a verb is proof of that
     cdef WorkQueue shared               # the shared receive queue that it takes from; None: it has its own, or none
 
@@ -91,8 +91,8 @@ cdef class Requests:
         self,
         QueuePair handle not None,
         ProtectionDomain pd,
-        Completer sends,
-        Completer receives,
+        CqDispatcher sends,
+        CqDispatcher receives,
         *,
         uint32_t send_depth=0,
         uint32_t receive_depth=0,
@@ -121,12 +121,12 @@ cdef class Requests:
             self.receive_queue.scratch_bytes = GRH
             if handle._type == UD:
                 self.receive_queue.max_sge -= 1         # the first one is for the route
-        completers = [completer for completer in (sends, receives) if completer is not None]
+        completers = [dispatcher for dispatcher in (sends, receives) if dispatcher is not None]
         _join(completers)
         section_enter(&within, self._section())
         try:
-            for completer in completers:
-                (<Completer>completer).users.add(self)
+            for dispatcher in completers:
+                (<CqDispatcher>dispatcher).users.add(self)
         finally:
             section_leave(&within)
 
@@ -136,7 +136,7 @@ cdef class Requests:
 
     cdef list _parts(self):
         # What it is used with.
-        parts = [(<WorkQueue>queue).completer for queue in self.queues()]
+        parts = [(<WorkQueue>queue).dispatcher for queue in self.queues()]
         if self.shared is not None:
             parts.append(self.shared)
         return parts
@@ -162,14 +162,14 @@ cdef class Requests:
         return 0
 
     @property
-    def under_way(self):
+    def in_flight(self):
         """Requests that have a place in one of its queues."""
-        return sum(queue.under_way for queue in self.queues())
+        return sum(queue.in_flight for queue in self.queues())
 
     @property
     def watched(self):
         """Whether loops still take what completes."""
-        return all((<WorkQueue>queue).completer.watched for queue in self.queues())
+        return all((<WorkQueue>queue).dispatcher.watched for queue in self.queues())
 
     def when_idle(self, callback):
         """Call this each time that a queue of it has nothing under way any more; None: nothing."""
@@ -203,7 +203,7 @@ cdef class Requests:
         section_enter(&within, self._section())
         try:
             for queue in self.queues():
-                (<WorkQueue>queue).completer.users.discard(self)
+                (<WorkQueue>queue).dispatcher.users.discard(self)
             self._abandon(error)
         finally:
             section_leave(&within)
@@ -217,22 +217,22 @@ cdef class Requests:
     cdef int _lose(self, object error) except -1:
         # Requests were posted without a completion, and those refused that would have told of them.
         self._set_cause(error)
-        self.torn = True
-        return self._unsettle(self.send_queue.completer)
+        self.needs_reset = True
+        return self._unsettle(self.send_queue.dispatcher)
 
-    cdef int _deafen(self, Completer completer) except -1:
+    cdef int _deafen(self, CqDispatcher dispatcher) except -1:
         # That one broke: what completes there is lost.
-        error = completer.broken_by()
+        error = dispatcher.broken_by()
         if self.broken is None:
             self._set_cause(error)
-        self.torn = True
-        self.deaf = error
-        self.gone = self.gone or completer.gone
+        self.needs_reset = True
+        self.all_cqs_failed = error
+        self.gone = self.gone or dispatcher.gone
         for queue in self.queues():
-            if (<WorkQueue>queue).completer is completer:
+            if (<WorkQueue>queue).dispatcher is dispatcher:
                 (<WorkQueue>queue)._refuse_waiting(SUCCESS, error)
                 (<WorkQueue>queue)._unchain()
-        completer.unsettled.append(self)
+        dispatcher.unsettled.append(self)
         return 0
 
     cdef int _spoil(self, object error) except -1:
@@ -244,18 +244,18 @@ cdef class Requests:
         self.spoiled = self.ended = True
         for queue in self.queues():
             (<WorkQueue>queue)._refuse_waiting(FLUSHED, None)
-        return self._unsettle(self.receive_queue.completer)
+        return self._unsettle(self.receive_queue.dispatcher)
 
-    cdef int _unsettle(self, Completer completer) except -1:
-        completer.unsettled.append(self)
-        return completer._need_turn()
+    cdef int _unsettle(self, CqDispatcher dispatcher) except -1:
+        dispatcher.unsettled.append(self)
+        return dispatcher._need_turn()
 
     cdef int _settle(self) except -1:
         # At home, by a verb: RESET where what is under way never completes, so that the device has the use of no memory
         # any more. To ERR once more where receives are under way: they may have been posted between the failure and its
         # being known, and soft-RoCE flushes such ones only then.
-        cdef bint forgets = self.torn
-        self.torn = False
+        cdef bint forgets = self.needs_reset
+        self.needs_reset = False
         cdef bint ends = self.spoiled
         self.spoiled = False
         if self.handle.closed or not (forgets or ends or self._may_hold_receives()):
@@ -263,13 +263,13 @@ cdef class Requests:
         try:
             self.handle.modify(QpState.RESET if forgets else QpState.ERR)
         except ConcurrentAccessError:
-            self.torn, self.spoiled = forgets, ends
+            self.needs_reset, self.spoiled = forgets, ends
             raise
         except BusyResourceError:       # another thread changes its state: when that is over
-            self.torn, self.spoiled = forgets, ends
+            self.needs_reset, self.spoiled = forgets, ends
             return self._settle_when_resumed()
         except AffinityError:           # of a completion queue that is anybody's
-            self.torn, self.spoiled = forgets, ends
+            self.needs_reset, self.spoiled = forgets, ends
             return self._settle_at_owner()
         except VerbsError as error:
             if not self.gone or error.errno not in (EIO, ENODEV):
@@ -280,7 +280,7 @@ cdef class Requests:
                 return self._end_unmoved()
             # The device does nothing any more.
         if forgets:
-            by, self.deaf = self.deaf or self._unknown(), None
+            by, self.all_cqs_failed = self.all_cqs_failed or self._unknown(), None
             self._abandon(by)
             if self.receive_queue is not None:
                 self.receive_queue._end_inboxes(by)
@@ -291,8 +291,8 @@ cdef class Requests:
     cdef int _end_unmoved(self) except -1:
         # What completes is lost, and it cannot be reset.
         for queue in self.queues():
-            if (<WorkQueue>queue).completer.error is not None:
-                (<WorkQueue>queue)._abandon_unended(self.deaf)
+            if (<WorkQueue>queue).dispatcher.error is not None:
+                (<WorkQueue>queue)._abandon_unended(self.all_cqs_failed)
         if self.shared is not None:
             self.shared._end_if_deaf()
         return 0
@@ -309,14 +309,14 @@ cdef class Requests:
         return 0
 
     cdef int _settle_when_resumed(self) except -1:
-        cdef Completer completer = (<WorkQueue>self.queues()[0]).completer
-        if completer.loop is not None:
-            self.handle._when_resumed(completer.loop, self.resume)
+        cdef CqDispatcher dispatcher = (<WorkQueue>self.queues()[0]).dispatcher
+        if dispatcher.loop is not None:
+            self.handle._when_resumed(dispatcher.loop, self.resume)
         return 0
 
     def resume(self):
         """At the home of its completion queue: the change of its state that kept others off may be over."""
-        self._unsettle((<WorkQueue>self.queues()[0]).completer)
+        self._unsettle((<WorkQueue>self.queues()[0]).dispatcher)
 
     def end_modification(self, loop=None, callback=None):
         """For who closes the queue pair: have a change of its state ended that another thread was to make.
@@ -365,7 +365,7 @@ cdef class Requests:
             if self.receive_queue is not None:
                 self.receive_queue._end_inboxes(self._broken_by())
                 if self.receive_queue.used:
-                    self._unsettle(self.receive_queue.completer)
+                    self._unsettle(self.receive_queue.dispatcher)
         else:
             self.handle._state = SQE
             self.send_queue._refuse_waiting(FLUSHED, None)
@@ -379,7 +379,7 @@ cdef class Requests:
             raise self._broken_by()
         needed = "INIT" if receives else "RTS"
         found = QpState(state).name
-        raise StateError(f"{self.handle!r} is in state {found}: connect it, or move it to {needed}, first")
+        raise QueuePairStateError(f"{self.handle!r} is in state {found}: connect it, or move it to {needed}, first")
 
     cdef object _broken_by(self):
         state = QpState(self.handle._state).name
@@ -393,13 +393,13 @@ cdef class Requests:
             self.receive_queue._end_inboxes(self._broken_by())
 
 
-cdef WorkQueue _queue(Handle handle, Requests requests, Completer completer, limit, max_sge, make_scratch):
+cdef WorkQueue _queue(Handle handle, QpWorkState requests, CqDispatcher dispatcher, limit, max_sge, make_scratch):
     cdef WorkQueue queue = WorkQueue.__new__(WorkQueue)
     queue.handle = handle
     queue.requests = requests
     queue.qp_num = (<QueuePair>handle).pointer.qp_num if requests is not None else 0
-    queue.completer = completer
-    queue.slots = &completer.slots if completer is not None else &queue.own_slots
+    queue.dispatcher = dispatcher
+    queue.slots = &dispatcher.slots if dispatcher is not None else &queue.own_slots
     queue.limit = limit
     queue.max_sge = max_sge
     queue.most_bytes = MOST_BYTES
@@ -407,11 +407,11 @@ cdef WorkQueue _queue(Handle handle, Requests requests, Completer completer, lim
     return queue
 
 
-cdef inline Operation _new(WorkQueue queue, int opcode, bint loose):
+cdef inline Operation _new(WorkQueue queue, int opcode, bint unpinned):
     cdef Operation operation = Operation.__new__(Operation)
     operation.queue = queue
     operation.opcode = opcode
-    operation.loose = loose
+    operation.unpinned = unpinned
     operation.requests = 1
     operation.scratch = UNUSED
     return operation
@@ -482,16 +482,16 @@ cdef int _gather(Operation operation, request *made, object local, ProtectionDom
     return 0
 
 
-cdef inline Requests _requests_of(Sending sending, section *within):
+cdef inline QpWorkState _requests_of(SendVerbs sending, section *within):
     # Another thread may open or close it meanwhile.
-    cdef Requests requests
+    cdef QpWorkState requests
     section_enter(within, <PyObject *>sending)
     requests = sending._requests
     section_leave(within)
     return requests
 
 
-cdef inline Requests _entered(Sending sending, str verb, section *within):
+cdef inline QpWorkState _entered(SendVerbs sending, str verb, section *within):
     # The check; each success is followed by one `_posted`.
     if FREE_THREADED:
         return _entered_section(sending, verb, within)
@@ -501,8 +501,8 @@ cdef inline Requests _entered(Sending sending, str verb, section *within):
     return sending._requests
 
 
-cdef Requests _entered_section(Sending sending, str verb, section *within):
-    cdef Requests requests = _requests_of(sending, within)
+cdef QpWorkState _entered_section(SendVerbs sending, str verb, section *within):
+    cdef QpWorkState requests = _requests_of(sending, within)
     if requests is None:
         raise ClosedResourceError(f"{sending!r} is not open")
     _use_within(requests.handle, verb, within, requests._section())
@@ -526,7 +526,7 @@ cdef inline int _use_within(Handle handle, str verb, section *within, PyObject *
 
 cdef inline int _posted(Handle handle, Operation operation, section *within) except -1:
     # Or not: then what it has is given back.
-    cdef bint refused = operation is not None and operation.state == NEW and not operation.loose
+    cdef bint refused = operation is not None and operation.state == NEW and not operation.unpinned
     handle._unuse()
     if refused and operation.extra is not None and operation.extra.inbox is not None:
         operation.extra.inbox.posted -= 1
@@ -534,10 +534,10 @@ cdef inline int _posted(Handle handle, Operation operation, section *within) exc
     return operation._unpin() if refused else 0
 
 
-cdef inline int _check_answered(Requests requests, request *made) except -1:
+cdef inline int _check_answered(QpWorkState requests, request *made) except -1:
     # A read or an atomic: some devices wait for ever where the ends agreed on none.
     if requests.handle._max_rd_atomic == 0 and requests.handle._state == RTS:
-        raise StateError(
+        raise QueuePairStateError(
             f"{requests.handle!r} may have no reads and atomics under way: connect it with max_rd_atomic, "
             "and its peer with max_dest_rd_atomic"
         )
@@ -549,7 +549,7 @@ cdef inline int _check_answered(Requests requests, request *made) except -1:
     return 0
 
 
-cdef inline WorkQueue _sending(Requests requests, int opcode):
+cdef inline WorkQueue _sending(QpWorkState requests, int opcode):
     if not requests.opcodes >> opcode & 1:
         raise ValueError(
             f"{requests.handle!r} is of type {requests.handle.qp_type.name}, which has no {SendOpcode(opcode).name}"
@@ -557,7 +557,7 @@ cdef inline WorkQueue _sending(Requests requests, int opcode):
     return requests.send_queue
 
 
-cdef class Sending:
+cdef class SendVerbs:
     """The requests that go into a send queue; base of `Batch`, and with receives of the public queue pair.
 
     Each method posts at once, in the order of the calls; where the send queue is full the request waits for a place
@@ -565,12 +565,12 @@ cdef class Sending:
     these that is gathered or scattered; it stays registered and is kept until the request is done.
 
     What all of them raise, before anything is posted: `ClosedResourceError`; `AffinityError`, `ConcurrentAccessError`;
-    `StateError` where the queue pair is not connected; `BrokenResourceError` where it is broken, with the first cause;
-    `ValueError` and `TypeError` for what cannot be; `VerbsError` where the verb fails. Awaiting raises
+    `QueuePairStateError` where the queue pair is not connected; `BrokenResourceError` where it is broken, with the first
+    cause; `ValueError` and `TypeError` for what cannot be; `VerbsError` where the verb fails. Awaiting raises
     `WorkCompletionError` where the request failed, and then the queue pair is broken.
     """
 
-    cdef Requests _requests
+    cdef QpWorkState _requests
     cdef bint _loose                    # memory is pinned when all is posted: of a batch
 
     # ---- What each one has in common
@@ -590,7 +590,7 @@ cdef class Sending:
         bint nowait,
     ):
         cdef section within
-        cdef Requests requests = _entered(self, "ibv_post_send", &within)
+        cdef QpWorkState requests = _entered(self, "ibv_post_send", &within)
         cdef Operation operation = None
         cdef request *made
         cdef request own
@@ -623,11 +623,11 @@ cdef class Sending:
         return operation
 
     cdef Operation _message(
-        self, int opcode, object local, object immediate, uint32_t rkey, unsigned int flags, Way to,
+        self, int opcode, object local, object immediate, uint32_t rkey, unsigned int flags, Destination to,
         object srq_number, bint nowait,
     ):
         cdef section within
-        cdef Requests requests = _entered(self, "ibv_post_send", &within)
+        cdef QpWorkState requests = _entered(self, "ibv_post_send", &within)
         cdef Operation operation = None
         cdef request *made
         cdef request own
@@ -659,7 +659,7 @@ cdef class Sending:
         bint nowait,
     ):
         cdef section within
-        cdef Requests requests = _entered(self, "ibv_post_send", &within)
+        cdef QpWorkState requests = _entered(self, "ibv_post_send", &within)
         cdef Operation operation = None
         cdef request *made
         cdef request own
@@ -690,7 +690,7 @@ cdef class Sending:
 
     cdef Operation _invalidate(self, object rkey, unsigned int flags, bint nowait):
         cdef section within
-        cdef Requests requests = _entered(self, "ibv_post_send", &within)
+        cdef QpWorkState requests = _entered(self, "ibv_post_send", &within)
         cdef Operation operation = None
         cdef request *made
         cdef request own
@@ -707,7 +707,7 @@ cdef class Sending:
 
     cdef Operation _bind(self, MemoryWindow window, RegionSlice piece, object access, unsigned int flags, bint nowait):
         cdef section within
-        cdef Requests requests = _entered(self, "ibv_bind_mw", &within)
+        cdef QpWorkState requests = _entered(self, "ibv_bind_mw", &within)
         cdef Operation operation = None
         cdef request *made
         cdef request own
@@ -760,7 +760,7 @@ cdef class Sending:
         return self._rdma(RDMA_READ, local, remote, None, FENCE if fence else 0, srq_number, False)
 
     def send(
-        self, local, *, immediate=None, bint fence=False, bint solicited=False, Way to=None, srq_number=None
+        self, local, *, immediate=None, bint fence=False, bint solicited=False, Destination to=None, srq_number=None
     ):
         """Send a message, which goes into the peer's next receive: SEND, or SEND with immediate data.
 
@@ -800,11 +800,11 @@ cdef class Sending:
         return self._invalidate(rkey, FENCE if fence else 0, False)
 
 
-cdef class Requester(Sending):
-    """What may be asked of a queue pair: see `Sending`. Forms with ``_nowait`` raise `anyio.WouldBlock` at once, and do
-    nothing, where there is no place in the queue."""
+cdef class QueuePairVerbs(SendVerbs):
+    """What may be asked of a queue pair: see `SendVerbs`. Forms with ``_nowait`` raise `anyio.WouldBlock` at once,
+    and do nothing, where there is no place in the queue."""
 
-    def _requests_begin(self, Requests requests):
+    def _requests_begin(self, QpWorkState requests):
         # From its opening on; None: it is closed.
         cdef section within
         section_enter(&within, <PyObject *>self)
@@ -828,7 +828,7 @@ cdef class Requester(Sending):
         return self._rdma(RDMA_READ, local, remote, None, FENCE if fence else 0, srq_number, True)
 
     def send_nowait(
-        self, local, *, immediate=None, bint fence=False, bint solicited=False, Way to=None, srq_number=None
+        self, local, *, immediate=None, bint fence=False, bint solicited=False, Destination to=None, srq_number=None
     ):
         """`send`, where there is a place."""
         flags = (FENCE if fence else 0) | (SOLICITED if solicited else 0)
@@ -879,7 +879,7 @@ cdef class Requester(Sending):
 
     cdef Operation _receive(self, object local, bint nowait, Inbox inbox=None):
         cdef section within
-        cdef Requests requests = _entered(self, "ibv_post_recv", &within)
+        cdef QpWorkState requests = _entered(self, "ibv_post_recv", &within)
         cdef Operation operation = None
         cdef request own
         try:
@@ -905,7 +905,7 @@ cdef int _scatter(Operation operation, request *made, object local, ProtectionDo
     return _gather(operation, made, local, pd, LOCAL_WRITE)
 
 
-cdef class ReceiveRequester:
+cdef class ReceiveVerbs:
     """What may be asked of a shared receive queue."""
 
     cdef WorkQueue _queue
@@ -921,7 +921,7 @@ cdef class ReceiveRequester:
         queue.anybodys = not _is_bound(handle.affinity)
         if cq is not None:
             _join([queue, cq])
-            (<Completer>cq).receivers.add(queue)
+            (<CqDispatcher>cq).receivers.add(queue)
         section_enter(&within, <PyObject *>self)
         self._queue_pd = pd
         before, self._queue = self._queue, queue
@@ -965,44 +965,44 @@ cdef class ReceiveRequester:
         return operation
 
 
-def attach(WorkQueue queue not None, Completer completer not None, Requests requests not None):
+def attach(WorkQueue queue not None, CqDispatcher dispatcher not None, QpWorkState requests not None):
     """A queue pair's receives are those of a shared receive queue from here on, and complete there."""
     cdef section within
-    _join([queue, completer, *requests._parts()])
+    _join([queue, dispatcher, *requests._parts()])
     section_enter(&within, _section(queue))
     try:
-        known = _serves(completer, queue)
-        completer.shared[requests.qp_num] = queue
-        completer.users.add(requests)
+        known = _serves(dispatcher, queue)
+        dispatcher.shared[requests.qp_num] = queue
+        dispatcher.users.add(requests)
         requests.shared = queue
         if not known:
-            queue.completers.append(completer)
-            completer.under_way += queue.used
-            completer.awaited += queue.awaited
+            queue.completers.append(dispatcher)
+            dispatcher.in_flight += queue.used
+            dispatcher.awaited += queue.awaited
             if queue.used:
-                completer._need_turn()
+                dispatcher._need_turn()
     finally:
         section_leave(&within)
 
 
-def detach(WorkQueue queue not None, Completer completer not None, Requests requests not None):
+def detach(WorkQueue queue not None, CqDispatcher dispatcher not None, QpWorkState requests not None):
     """Take `attach` back: the queue pair was destroyed."""
     cdef section within
     section_enter(&within, _section(queue))
     try:
-        completer.shared.pop(requests.qp_num, None)
-        completer.users.discard(requests)
+        dispatcher.shared.pop(requests.qp_num, None)
+        dispatcher.users.discard(requests)
         queue._end_if_deaf()
-        if not _serves(completer, queue):
-            queue.completers.remove(completer)
-            completer.under_way -= queue.used
-            completer.awaited -= queue.awaited
+        if not _serves(dispatcher, queue):
+            queue.completers.remove(dispatcher)
+            dispatcher.in_flight -= queue.used
+            dispatcher.awaited -= queue.awaited
     finally:
         section_leave(&within)
 
 
-cdef bint _serves(Completer completer, WorkQueue queue) except -1:
-    for each in completer.shared.values():
+cdef bint _serves(CqDispatcher dispatcher, WorkQueue queue) except -1:
+    for each in dispatcher.shared.values():
         if each is queue:
             return True
     return False
@@ -1015,7 +1015,7 @@ cdef uint64_t _number(object value, int bits, str name) except? 0xFFFFFFFFFFFFFF
     return number
 
 
-cdef int _aim(Requests requests, Operation operation, request *made, Way to) except -1:
+cdef int _aim(QpWorkState requests, Operation operation, request *made, Destination to) except -1:
     if requests.handle._type != UD:
         raise ValueError(f"{requests.handle!r} is connected: leave `to` out, which is for the type UD")
     if to is None:
@@ -1029,7 +1029,7 @@ cdef int _aim(Requests requests, Operation operation, request *made, Way to) exc
     return 0
 
 
-cdef int _to_srq(Requests requests, request *made, object number) except -1:
+cdef int _to_srq(QpWorkState requests, request *made, object number) except -1:
     if requests.handle._type != XRC_SEND:
         raise ValueError(f"srq_number is for queue pairs of type XRC_SEND, {requests.handle!r} is not")
     if number is None:

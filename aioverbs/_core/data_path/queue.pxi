@@ -9,8 +9,8 @@ cdef class WorkQueue:
     """
 
     cdef readonly Handle handle         # QueuePair or SharedReceiveQueue
-    cdef readonly Completer completer   # that its requests complete at; None: of a shared receive queue
-    cdef Requests requests              # the queue pair's; None likewise
+    cdef readonly CqDispatcher dispatcher   # that its requests complete at; None: of a shared receive queue
+    cdef QpWorkState requests              # the queue pair's; None likewise
     cdef uint32_t qp_num                # of the queue pair, which may be destroyed; 0 likewise
     cdef list completers                # of a shared receive queue: those of its queue pairs, each once
     cdef slots own_slots                # of a shared receive queue
@@ -58,7 +58,7 @@ cdef class WorkQueue:
     # ---- Looking
 
     @property
-    def under_way(self):
+    def in_flight(self):
         """Requests that have a place."""
         return self.used
 
@@ -83,8 +83,8 @@ cdef class WorkQueue:
         section_enter(&within, _section(self))
         try:
             self.closing = True
-            if self.requests is None and self.completer is not None:
-                self.completer.receivers.discard(self)
+            if self.requests is None and self.dispatcher is not None:
+                self.dispatcher.receivers.discard(self)
             self._abandon(status, error)
             self._end_inboxes(StopAsyncIteration())
         finally:
@@ -117,13 +117,13 @@ cdef class WorkQueue:
 
     cdef int _look(self, Operation operation, bint spins) except -1:
         # Somebody asks whether it is done. Whoever may not is told so, even where it is.
-        cdef Completer completer = self.completer
-        if completer is not None:
-            completer._look(operation, spins)
+        cdef CqDispatcher dispatcher = self.dispatcher
+        if dispatcher is not None:
+            dispatcher._look(operation, spins)
             return 0
         _check_owner(self.handle)
         for each in self.completers:
-            (<Completer>each)._look(operation, spins)
+            (<CqDispatcher>each)._look(operation, spins)
         return 0
 
     cdef int _awaited(self, Operation operation) except -1:
@@ -147,30 +147,30 @@ cdef class WorkQueue:
 
     cdef int _count_awaited(self, int change) except -1:
         self.awaited += change
-        if self.completer is not None:
-            self.completer.awaited += change
+        if self.dispatcher is not None:
+            self.dispatcher.awaited += change
             return 0
         for each in self.completers:
-            (<Completer>each).awaited += change
+            (<CqDispatcher>each).awaited += change
         return 0
 
     cdef int _count_under_way(self, int change) except -1:
-        if self.completer is not None:
-            self.completer.under_way += change
+        if self.dispatcher is not None:
+            self.dispatcher.in_flight += change
             return 0
         for each in self.completers:
-            (<Completer>each).under_way += change
+            (<CqDispatcher>each).in_flight += change
         return 0
 
     cdef int _need_turns(self) except -1:
-        if self.completer is not None:
-            return 0 if self.completer.turn_comes else self.completer._need_turn()
+        if self.dispatcher is not None:
+            return 0 if self.dispatcher.turn_comes else self.dispatcher._need_turn()
         for each in self._completers():
-            (<Completer>each)._need_turn()
+            (<CqDispatcher>each)._need_turn()
         return 0
 
     cdef tuple _completers(self):
-        return (self.completer,) if self.completer is not None else tuple(self.completers)
+        return (self.dispatcher,) if self.dispatcher is not None else tuple(self.completers)
 
     # ---- Beginning
 
@@ -178,10 +178,10 @@ cdef class WorkQueue:
         # Whoever calls has passed the check for `ibv_post_send` or the like, and leaves it afterwards.
         if self.closing:
             raise ClosedResourceError(f"{self.handle!r} is closed, or about to be")
-        if self.completer is not None:
-            self.completer._check()
+        if self.dispatcher is not None:
+            self.dispatcher._check()
         elif self._is_deaf():
-            raise (<Completer>self.completers[0]).broken_by()
+            raise (<CqDispatcher>self.completers[0]).broken_by()
         if operation.requests > self.limit:
             raise ValueError(
                 f"{operation.requests} requests do not fit into the {self.limit} places of {self.handle!r}: "
@@ -198,7 +198,7 @@ cdef class WorkQueue:
     cdef bint _is_deaf(self) except -1:
         # Of a shared receive queue: whether all that it completes at are broken.
         for each in self.completers:
-            if (<Completer>each).error is None:
+            if (<CqDispatcher>each).error is None:
                 return False
         return len(self.completers) > 0
 
@@ -319,7 +319,7 @@ cdef class WorkQueue:
                 raise MemoryError
         if self.chain is None:
             self.chain = []
-            self.completer.chained.append(self)
+            self.dispatcher.chained.append(self)
         request_move(&self.links[len(self.chain)], made)
         self.chain.append(operation)
         operation.state = CHAINED
@@ -328,7 +328,7 @@ cdef class WorkQueue:
         if len(self.chain) >= CHAIN:
             self._flush()
         else:
-            self.completer._need_turn()
+            self.dispatcher._need_turn()
         return 0
 
     cdef int _flush(self) except -1:
@@ -361,8 +361,8 @@ cdef class WorkQueue:
             before += chain[:taken]
             refused = chain[taken]
             refused._fail(VerbsError("ibv_post_send", abs(error)))
-            self.completer.refused.append(refused)
-            self.completer._need_turn()
+            self.dispatcher.refused.append(refused)
+            self.dispatcher._need_turn()
             chain = chain[taken + 1:]
             requests += taken + 1
             if before and not chain:
@@ -672,16 +672,16 @@ cdef class WorkQueue:
 
     cdef int _stall(self) except -1:
         for each in self._completers():
-            (<Completer>each).stalled.append(self)
-            (<Completer>each)._need_turn()
+            (<CqDispatcher>each).stalled.append(self)
+            (<CqDispatcher>each)._need_turn()
             break
         return 0
 
     cdef int _stall_until_resumed(self) except -1:
         if self.requests is None:       # a shared receive queue's is never changed
             return self._stall()
-        if self.completer.loop is not None:
-            self.when_resumed(self.completer.loop, self.resume)
+        if self.dispatcher.loop is not None:
+            self.when_resumed(self.dispatcher.loop, self.resume)
         return 0
 
     cdef int _call_at_owner(self, callback) except -1:
@@ -711,7 +711,7 @@ cdef class WorkQueue:
         try:
             self._flush_by_completer()
         except ConcurrentAccessError:   # a thread is inside of a domain that any may use: in a moment it is not
-            self.completer._need_turn()
+            self.dispatcher._need_turn()
         finally:
             section_leave(&within)
 
@@ -725,11 +725,11 @@ cdef class WorkQueue:
         except AffinityError:           # of a completion queue that is anybody's
             return self._call_at_owner(self.flush)
         except BusyResourceError:       # another thread changes its state: when that is over
-            if self.completer.loop is not None:
-                self.when_resumed(self.completer.loop, self.flush)
+            if self.dispatcher.loop is not None:
+                self.when_resumed(self.dispatcher.loop, self.flush)
             return 0
         except BaseException:
-            self.completer.chained.append(self)
+            self.dispatcher.chained.append(self)
             raise
         try:
             self._flush()
@@ -810,13 +810,13 @@ cdef class WorkQueue:
         cdef bint in_use = False
         if not self._is_deaf():
             return 0
-        for completer in self.completers:
-            for requests in (<Completer>completer).users:
-                if (<Requests>requests).deaf is not None and (<Requests>requests).shared is self:
-                    if (<Requests>requests).torn:
+        for dispatcher in self.completers:
+            for requests in (<CqDispatcher>dispatcher).users:
+                if (<QpWorkState>requests).all_cqs_failed is not None and (<QpWorkState>requests).shared is self:
+                    if (<QpWorkState>requests).needs_reset:
                         return 0            # it is to be reset
                     in_use = True
-        error = (<Completer>self.completers[0]).broken_by()
+        error = (<CqDispatcher>self.completers[0]).broken_by()
         if in_use:
             return self._abandon_unended(error)
         self._abandon(SUCCESS, error)
@@ -854,7 +854,7 @@ cdef inline bint _is_anybodys(WorkQueue queue) noexcept:
     # Whether any thread may be at what the queue is a part of. That is so of a completion queue or a shared receive
     # queue without an owner, and of all that is used with it, as by a queue pair whose other completion queue has one:
     # what completes is told of in whatever thread takes it. All else is touched by its owner's thread alone.
-    return queue.completer.anybodys if queue.completer is not None else queue.anybodys
+    return queue.dispatcher.anybodys if queue.dispatcher is not None else queue.anybodys
 
 
 cdef inline PyObject *_section(WorkQueue queue) noexcept:
@@ -865,7 +865,7 @@ cdef int _join(list parts) except -1:
     # They are used together from here on: where one of them is anybody's, all are, and what they were used with before.
     # Those that have an owner have one and the same, whose thread this is: nobody else is at them yet.
     for part in parts:
-        if (<Completer>part).anybodys if isinstance(part, Completer) else (<WorkQueue>part).anybodys:
+        if (<CqDispatcher>part).anybodys if isinstance(part, CqDispatcher) else (<WorkQueue>part).anybodys:
             for each in parts:
                 _make_anybodys(each)
             break
@@ -873,7 +873,7 @@ cdef int _join(list parts) except -1:
 
 
 cdef int _make_anybodys(object part) except -1:
-    cdef Completer completer
+    cdef CqDispatcher dispatcher
     cdef WorkQueue queue
     if isinstance(part, WorkQueue):
         queue = part
@@ -882,11 +882,11 @@ cdef int _make_anybodys(object part) except -1:
             for each in queue._completers():
                 _make_anybodys(each)
         return 0
-    completer = part
-    if not completer.anybodys:
-        completer.anybodys = True
-        for requests in completer.users:
-            for each in (<Requests>requests)._parts():
+    dispatcher = part
+    if not dispatcher.anybodys:
+        dispatcher.anybodys = True
+        for requests in dispatcher.users:
+            for each in (<QpWorkState>requests)._parts():
                 _make_anybodys(each)
     return 0
 

@@ -1,7 +1,7 @@
 # Part of work.pyx: memory as work requests name it, and what is under way with it.
 
 @cython.no_gc_clear                 # what has to be counted back is there until it was
-cdef class Pins:
+cdef class InFlightCount:
     """How many work requests have the use of some memory. They are counted for the memory that it is a part of, too.
 
     Any thread counts: the GIL is kept from one line of a method to its last, or this object's section where there is
@@ -16,11 +16,11 @@ cdef class Pins:
     cdef Py_ssize_t _receives           # of these
     cdef bint _closed
     cdef object _idle
-    cdef object _bell
-    cdef readonly Pins parent
+    cdef object _condition
+    cdef readonly InFlightCount parent
     cdef uint32_t _forks                # when it was made
 
-    def __init__(self, Pins parent=None, idle=None):
+    def __init__(self, InFlightCount parent=None, idle=None):
         self.parent = parent
         self._forks = Affinity._fork_count()
         self._idle = idle
@@ -37,24 +37,24 @@ cdef class Pins:
         return self._receives
 
     @property
-    def bell(self):
+    def condition(self):
         """Rung each time that nothing is under way any more; None: nobody waits."""
-        return self._get_bell()
+        return self._get_condition()
 
-    @bell.setter
-    def bell(self, bell):
+    @condition.setter
+    def condition(self, condition):
         cdef section within
         section_enter(&within, <PyObject *>self)
-        before, self._bell = self._bell, bell
+        before, self._condition = self._condition, condition
         section_leave(&within)
 
     @cython.final
-    cdef object _get_bell(self):
+    cdef object _get_condition(self):
         cdef section within
         section_enter(&within, <PyObject *>self)
-        bell = self._bell
+        condition = self._condition
         section_leave(&within)
-        return bell
+        return condition
 
     @property
     def inherited(self):
@@ -139,7 +139,7 @@ cdef class Pins:
         section_enter(&within, <PyObject *>self)
         self._count -= count
         self._receives -= receives
-        idle = not self._count and (self._bell is not None or self._idle is not None)
+        idle = not self._count and (self._condition is not None or self._idle is not None)
         section_leave(&within)
         if self.parent is not None:
             self.parent._discard(count, receives)
@@ -149,9 +149,9 @@ cdef class Pins:
 
     @cython.final
     cdef int _is_idle(self) except -1:
-        bell = self._get_bell()
-        if bell is not None:
-            bell.ring()
+        condition = self._get_condition()
+        if condition is not None:
+            condition.notify()
         if self._idle is not None:
             self._idle()
         return 0
@@ -161,7 +161,7 @@ cdef class Pins:
 cdef class _Run:
     """So many requests, one after the other, with the use of one piece of memory."""
 
-    cdef Pins pins
+    cdef InFlightCount pins
     cdef Py_ssize_t count
 
 
@@ -169,7 +169,7 @@ cdef class Registered:
     """Base of what is one registered piece."""
 
     # Not a slice of all of it, which would hold it: whoever forgets it is to be heard at once.
-    cdef Pins _work
+    cdef InFlightCount _work
     cdef MemoryRegion _piece            # from its opening on
     cdef int _granted
     cdef uint64_t _at
@@ -203,7 +203,7 @@ cdef class RegionSlice:
     """
 
     cdef readonly object region
-    cdef readonly Pins pins
+    cdef readonly InFlightCount pins
     cdef readonly Py_ssize_t offset
     cdef readonly Py_ssize_t length
     cdef MemoryRegion _handle
@@ -212,7 +212,7 @@ cdef class RegionSlice:
     cdef uint32_t _rkey
     cdef int _access
 
-    def __init__(self, Registered region not None, Py_ssize_t offset, Py_ssize_t length, Pins pins=None):
+    def __init__(self, Registered region not None, Py_ssize_t offset, Py_ssize_t length, InFlightCount pins=None):
         cdef RegionSlice whole = _whole_of(region)
         if offset < 0 or length < 0 or offset + length > whole.length:
             raise IndexError(f"{length} bytes from {offset} on do not lie in the {whole.length} bytes of {region!r}")
@@ -233,7 +233,7 @@ cdef class RegionSlice:
         return 0
 
     @staticmethod
-    def of_all(Registered region not None, MemoryRegion handle not None, Pins pins not None, int access):
+    def of_all(Registered region not None, MemoryRegion handle not None, InFlightCount pins not None, int access):
         """All of a region that is being opened."""
         region._work = pins
         region._piece = handle
@@ -306,7 +306,7 @@ cdef RegionSlice _whole_of(Registered region):
 cdef int _check_lent(MemoryRegion handle) except -1:
     # A lender's own pointer tells whether he closed it.
     if handle._slot != NULL and handle._slot[0] != handle._lent:
-        raise LenderClosedError(repr(handle))
+        raise BorrowedObjectClosedError(repr(handle))
     return 0
 
 

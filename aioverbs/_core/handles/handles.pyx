@@ -9,8 +9,8 @@ Some handles stand for what somebody else made and lends: they call no verb at t
 they and, where it was the context, all handles of that only come to their end.
 
 Every method of a handle, and every constructor for what it is given, raises `ClosedResourceError` where the handle is
-closed, `LenderClosedError` where what was lent is, and `ForkedProcessError` in the child of a fork. Where a verb is
-called, `VerbsError` has its name and errno (EIO for nearly all of them once the software device is lost), and
+closed, `BorrowedObjectClosedError` where what was lent is, and `ForkedProcessError` in the child of a fork. Where a verb
+is called, `VerbsError` has its name and errno (EIO for nearly all of them once the software device is lost), and
 `ConcurrentAccessError` tells of another call inside of an object that takes no locks. In each of these cases nothing
 was done. Docstrings say what is particular.
 
@@ -44,7 +44,7 @@ from aioverbs.errors import (
     ClosedResourceError,
     ConcurrentAccessError,
     ForkedProcessError,
-    LenderClosedError,
+    BorrowedObjectClosedError,
     LibraryNotFoundError,
     VerbsError,
 )
@@ -171,7 +171,7 @@ cdef class Handle:
         self._enter_memory()
         if not _is_there(self):
             self._leave()
-            raise LenderClosedError(repr(self))
+            raise BorrowedObjectClosedError(repr(self))
         return 0
 
     cdef int _enter_memory(self) except -1:
@@ -210,7 +210,7 @@ cdef class Handle:
         self._use_memory(verb)
         if not _is_there(self):
             self._unuse()
-            raise LenderClosedError(repr(self))
+            raise BorrowedObjectClosedError(repr(self))
         return 0
 
     cdef int _use_memory(self, str verb) except -1:

@@ -318,7 +318,7 @@ cdef class Modification:
     that is dropped ends by that.
     """
 
-    # Of those that `begin_modify` makes. What the verb answered is written by who calls it, before `under_way` is 0,
+    # Of those that `begin_modify` makes. What the verb answered is written by who calls it, before `in_flight` is 0,
     # and read by others after they have seen that. Who closes `unended` alone takes note of it, with the queue pair's
     # gate suspended: nobody but a completion that failed changes the state that is known meanwhile.
     cdef v.ibv_qp_attr attr
@@ -329,13 +329,13 @@ cdef class Modification:
     cdef object loop                    # that ran where it was made; None: there was none
     cdef int before                     # the state that it was known to be in
     cdef int uncalled                   # a gate: closed by who calls the verb, or ends it without
-    cdef int under_way                  # 1: it is to be called, or is being called
+    cdef int in_flight                  # 1: it is to be called, or is being called
     cdef int unended                    # a gate: closed by who ends it
     cdef bint called
     cdef object __weakref__
 
     def __cinit__(self):
-        self.under_way = 1
+        self.in_flight = 1
 
     def __init__(self):
         raise TypeError("modifications come from QueuePair.begin_modify")
@@ -372,7 +372,7 @@ cdef class Modification:
         try:
             self._call(self.handle)
         finally:
-            gate_reopen(&self.under_way)
+            gate_reopen(&self.in_flight)
             self.handle._tell_waiting()     # who closes it ends this, where nobody else does
 
     def end(self):
@@ -396,12 +396,12 @@ cdef class Modification:
     cdef bint _is_over(self) noexcept:
         # Where the verb was not called, it will not be any more.
         if gate_close(&self.uncalled):
-            gate_reopen(&self.under_way)
-        return gate_holders(&self.under_way) == 0
+            gate_reopen(&self.in_flight)
+        return gate_holders(&self.in_flight) == 0
 
     cdef bint _is_left(self) except -1:
         # Whether it is over and need not wait for its owner.
-        if gate_holders(&self.under_way) == 0:
+        if gate_holders(&self.in_flight) == 0:
             return True
         return self.loop is not None and self.loop.is_closed() and self._is_over()
 

@@ -3,7 +3,7 @@ from typing import Never
 from typing_extensions import Buffer, disjoint_base
 
 from aioverbs._core.handles.handles import Affinity, Handle
-from aioverbs._verbs.qp_state_machine import Changes
+from aioverbs._verbs.qp_state_machine import QpAttrs
 from aioverbs.types import QpState
 
 _Address = tuple[str, int] | tuple[str, int, int, int]
@@ -48,7 +48,7 @@ class Identifier(Handle):
     def listen(self, backlog: int) -> None: ...
     def resolve_addr(self, address: _Address, timeout_ms: int, source: _Address | None = None) -> None: ...
     def resolve_route(self, timeout_ms: int) -> None: ...
-    def init_qp_attr(self, qp_state: QpState | int) -> Changes: ...
+    def init_qp_attr(self, qp_state: QpState | int) -> QpAttrs: ...
     def connect(
         self,
         *,

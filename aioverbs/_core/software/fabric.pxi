@@ -84,7 +84,7 @@ cdef tuple _peers(Context context):
 cdef object _refusal(s.soft_fabric_event *event):
     seconds, nanoseconds = divmod(event.time_ns, 1_000_000_000)
     moment = datetime.datetime.fromtimestamp(seconds, datetime.UTC).replace(microsecond=nanoseconds // 1000)
-    return Refusal(moment, _gid(event.peer), _text(event.reason))
+    return RejectedPeer(moment, _gid(event.peer), _text(event.reason))
 
 
 cdef object _fabric(Context context):

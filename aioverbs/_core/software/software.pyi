@@ -11,7 +11,7 @@ from aioverbs._core.handles.handles import (
     SharedReceiveQueue,
 )
 from aioverbs._providers.software_settings import SoftSettings
-from aioverbs.attributes import FaultRecord, FrameKind
+from aioverbs.attributes import Execution, FaultRecord, FrameKind
 from aioverbs.software_peers import FabricStatistics
 from aioverbs.types import AccessFlags, WcStatus
 
@@ -40,7 +40,7 @@ class Context(handles.Context):
     @staticmethod
     def open(
         *,
-        engine: bool = False,
+        execution: Execution = "inline",
         delay_ns: int = 0,
         address: tuple[bytes, int] | None = None,
         settings: SoftSettings | None = None,

@@ -12,7 +12,7 @@ import socket
 from aioverbs._core.handles.handles import open_handles
 from aioverbs.attributes import FaultRecord
 from aioverbs.errors import ClosedResourceError, VerbsError
-from aioverbs.software_peers import FabricStatistics, Peer, Refusal
+from aioverbs.software_peers import FabricStatistics, Peer, RejectedPeer
 from aioverbs.types import AccessFlags, WcStatus
 
 from cpython.mem cimport PyMem_Free, PyMem_Malloc
@@ -59,16 +59,16 @@ cdef class Context(handles.Context):
     """An open software device: made by `open`."""
 
     @staticmethod
-    def open(*, engine=False, delay_ns=0, address=None, settings=None):
+    def open(*, execution="inline", delay_ns=0, address=None, settings=None):
         """Open a software device.
 
-        :param engine: execute requests in a C thread, as hardware does, instead of in the call that posts them.
-        :param delay_ns: with `engine`, how long after its posting a request is executed at the earliest.
+        :param execution: "inline" executes a request in the call that posts it, "thread" in a thread of the device.
+        :param delay_ns: with "thread" only: the least time from posting to execution, in nanoseconds.
         :param address: which one: None for "soft0"; else an IP address, 4 or 16 bytes, and a TCP port, by which other
             hosts find it.
         :param settings: `SoftSettings` for its peers in other processes, taken over where no other context of it is
             open; None: as where the environment says nothing of them.
-        :raises ValueError: `delay_ns` is negative, or given without `engine`; `address` is none.
+        :raises ValueError: `delay_ns` is negative, or given with "inline"; `execution` or `address` is none.
         :raises VerbsError: with EINVAL where no device can have the address; with what listening there answers, as
             EADDRINUSE; with EMFILE or ENOMEM.
         """
@@ -77,9 +77,11 @@ cdef class Context(handles.Context):
         cdef s.soft_settings filled
         cdef char why[s.SOFT_WHY]
         cdef Context self = Context.__new__(Context)
-        if delay_ns < 0 or (delay_ns and not engine):
-            raise ValueError("delay_ns is for engine=True, and not negative")
-        options.mode = s.SOFT_ENGINE if engine else s.SOFT_INLINE
+        if execution not in ("inline", "thread"):
+            raise ValueError(f"`execution` must be 'inline' or 'thread', got {execution!r}")
+        if delay_ns < 0 or (delay_ns and execution == "inline"):
+            raise ValueError(f"`delay_ns` must be 0, or positive with execution='thread', got {delay_ns}")
+        options.mode = s.SOFT_ENGINE if execution == "thread" else s.SOFT_INLINE
         options.delay_ns = delay_ns
         options.why = why
         options.settings = NULL

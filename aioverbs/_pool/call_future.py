@@ -12,14 +12,14 @@ from aioverbs._exports import publish
 from aioverbs._lifecycle import forks
 from aioverbs.errors import ForkedProcessError
 
-__all__ = ["StartedCall"]
+__all__ = ["CallFuture"]
 
 T = TypeVar("T")
 
 logger = logging.getLogger("aioverbs.pool")
 
 
-class StartedCall(concurrent.futures.Future[T]):
+class CallFuture(concurrent.futures.Future[T]):
     """A call that `WorkerPool.start_soon` started: waited for on any loop or in any thread, cancelled, or forgotten.
 
     One that fails and is forgotten is an error in the log, with the logger ``aioverbs.pool``. In the child of a fork

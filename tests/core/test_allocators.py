@@ -1,5 +1,6 @@
 """Queues whose memory comes from a parent domain's allocator."""
 
+import mmap
 import threading
 
 import pytest
@@ -36,7 +37,7 @@ def test_what_an_allocator_is_asked_for(context: software.Context) -> None:
     assert allocator.asked == [CQ, RECORD, QP, RECORD]
     assert domain.held == len(allocator.live) == 4
     ring, record, _, doorbell = allocator.pieces
-    assert ring.alignment == 4096
+    assert ring.alignment == mmap.PAGESIZE
     assert ring.size >= cq.cqe * 64
     for piece in (record, doorbell):
         assert (piece.size, piece.alignment) == (8, 8)

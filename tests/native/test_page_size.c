@@ -1,12 +1,9 @@
-/* A kernel with pages of 64 KiB, as some have on arm64 and POWER: it is spoken to of whole pages only, is asked for such
- * on behalf of queues, and what comes back of one piece takes nothing of another one along. */
+/* With pages of 64 KiB the kernel is asked for whole pages on behalf of queues, and what comes back of one piece takes
+ * nothing of another one along. */
 #include "support.h"
 #include "support_alloc.h"
 #include "support_kernel.h"
 #include "support_srq.h"
-
-#include <sys/mman.h>
-#include <unistd.h>
 
 #include "alloc/area.h"
 #include "soft/objects/context.h"
@@ -14,109 +11,14 @@
 #include "soft/objects/pd_share.h"
 #include "soft/objects/shared.h"
 
-#define PAGE ((size_t)64 << 10)
+/* All objects of this program call these, see WRAPPED in build.py. */
+#define REAL(name) __real_##name
+#define WIDE(name) __wrap_##name
+#define REFUSED() atomic_fetch_add(&refused, 1)
 
-/* Since Linux 5.14; headers may be older. */
-#ifndef MADV_POPULATE_READ
-#define MADV_POPULATE_READ 22
-#define MADV_POPULATE_WRITE 23
-#endif
+static atomic_uint refused;
 
-/* ---- That kernel: all objects of this program call these, see WRAPPED in build.py ---------------------------- */
-
-long __real_sysconf(int name);
-long __wrap_sysconf(int name);
-void *__real_mmap(void *address, size_t size, int protection, int flags, int fd, off_t offset);
-void *__wrap_mmap(void *address, size_t size, int protection, int flags, int fd, off_t offset);
-int __real_munmap(void *address, size_t size);
-int __wrap_munmap(void *address, size_t size);
-int __real_madvise(void *address, size_t size, int advice);
-int __wrap_madvise(void *address, size_t size, int advice);
-int __real_msync(void *address, size_t size, int flags);
-int __wrap_msync(void *address, size_t size, int flags);
-
-static bool knows_populate;
-static atomic_uint populated, looked_at, refused;
-
-static size_t to_pages(size_t size)
-{
-    return (size + PAGE - 1) & ~(PAGE - 1);
-}
-
-static bool is_refused(const void *address, off_t offset)
-{
-    bool is = (uintptr_t)address % PAGE || (size_t)offset % PAGE;
-
-    if (is) {
-        atomic_fetch_add(&refused, 1);
-        errno = EINVAL;
-    }
-    return is;
-}
-
-long __wrap_sysconf(int name)
-{
-    long real = __real_sysconf(name);
-
-    if (name == _SC_PAGESIZE)
-        return PAGE;
-    return name == _SC_PHYS_PAGES ? real / (long)(PAGE / (size_t)__real_sysconf(_SC_PAGESIZE)) : real;
-}
-
-void *__wrap_mmap(void *address, size_t size, int protection, int flags, int fd, off_t offset)
-{
-    size_t length = to_pages(size), head;
-    char *room;
-    void *mapped;
-
-    if (is_refused(flags & MAP_FIXED ? address : NULL, offset))
-        return MAP_FAILED;
-    if (flags & (MAP_FIXED | MAP_HUGETLB))
-        return __real_mmap(address, length, protection, flags, fd, offset);
-    room = __real_mmap(NULL, length + PAGE, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (room == MAP_FAILED)
-        return room;
-    head = -(uintptr_t)room & (PAGE - 1);
-    mapped = __real_mmap(room + head, length, protection, flags | MAP_FIXED, fd, offset);
-    if (mapped == MAP_FAILED) {
-        int error = errno;
-
-        __real_munmap(room, length + PAGE);
-        errno = error;
-        return mapped;
-    }
-    if (head)
-        __real_munmap(room, head);
-    __real_munmap(room + head + length, PAGE - head);
-    return mapped;
-}
-
-int __wrap_munmap(void *address, size_t size)
-{
-    return is_refused(address, 0) ? -1 : __real_munmap(address, to_pages(size));
-}
-
-int __wrap_madvise(void *address, size_t size, int advice)
-{
-    bool populates = advice == MADV_POPULATE_READ || advice == MADV_POPULATE_WRITE;
-
-    if (is_refused(address, 0))
-        return -1;
-    if (populates && !knows_populate) {
-        errno = EINVAL;
-        return -1;
-    }
-    atomic_fetch_add(&populated, populates);
-    return __real_madvise(address, to_pages(size), advice);
-}
-
-int __wrap_msync(void *address, size_t size, int flags)
-{
-    if (is_refused(address, 0))
-        return -1;
-    atomic_fetch_add(&looked_at, 1);
-    return __real_msync(address, to_pages(size), flags);
-}
+#include "wide_pages.h"
 
 /* ---- Cases ------------------------------------------------------------------------------------------------- */
 

@@ -1,0 +1,52 @@
+"""Kernels with pages of 64 KiB, as on arm64 and POWER: tests of memory, with a library preloaded that gives such pages.
+
+`native/test_page_size.c` has what allocators and the software device do then, each by itself. Here Python is told the
+same page size, and processes share memory.
+"""
+
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.pace import patience
+
+pytestmark = [pytest.mark.toolchain, pytest.mark.timeout(patience(240))]
+
+ROOT = Path(__file__).resolve().parents[2]
+ABOUT_MEMORY = [f"core/test_{name}.py" for name in ("allocators", "native_allocators", "native_allocators_queues")]
+ABOUT_MEMORY += ["core/test_shared_domains.py", "manager/test_buffers.py", "sharing/test_serving.py"]
+
+
+@pytest.fixture(scope="module")
+def wide_pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The environment of processes that have such pages, and one event loop."""
+    library = tmp_path_factory.mktemp("wide") / "wide_pages.so"
+    flags = ("-std=c11", "-Wall", "-Wextra", "-Werror", "-g", "-fPIC", "-shared")
+    source = ROOT / "tests/native/wide_pages.c"
+    compiler = shlex.split(os.environ.get("CC", "cc"))
+    subprocess.run([*compiler, *flags, str(source), "-ldl", "-o", str(library)], check=True)
+    outer = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    return outer | {"LD_PRELOAD": str(library), "AIOVERBS_TEST_LOOPS": "asyncio"}
+
+
+def output(environment: dict[str, str], *arguments: str) -> str:
+    """Run Python; what it prints, once it has succeeded."""
+    command = (sys.executable, "-P", *arguments)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=patience(200))
+    assert done.returncode == 0, f"{done.stdout}{done.stderr}"
+    return done.stdout
+
+
+def test_python_knows_the_page_size(wide_pages: dict[str, str]) -> None:
+    assert output(wide_pages, "-c", "import mmap; print(mmap.PAGESIZE)") == "65536\n"
+
+
+@pytest.mark.parametrize("tests", ABOUT_MEMORY)
+def test_memory(wide_pages: dict[str, str], tests: str) -> None:
+    """A call that such a kernel refuses, as one for a part of a page, aborts its process."""
+    printed = output(wide_pages, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/{tests}")
+    assert " passed" in printed

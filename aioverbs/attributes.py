@@ -1,6 +1,7 @@
-"""What devices, ports, queue pairs and allocators tell of themselves, as immutable values.
+"""Immutable attributes of devices, ports, queue pairs, shared receive queues and allocators.
 
-Fields are named as in the verbs' structures; sizes are bytes, GIDs and GUIDs `bytes` in network order.
+Fields have the names of the fields of the verbs' structures. Sizes are in bytes. GIDs and GUIDs are `bytes` in network
+byte order.
 """
 
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ __all__ = [
     "SrqAttributes",
 ]
 
-# By number: enum rdma_driver_id of the kernel's <rdma/ib_user_ioctl_verbs.h>.
+# Indexed by enum rdma_driver_id of the kernel's <rdma/ib_user_ioctl_verbs.h>.
 _DRIVERS = (
     *("unknown", "mlx5", "mlx4", "cxgb3", "cxgb4", "mthca", "bnxt_re", "ocrdma", "nes", "irdma", "vmw_pvrdma"),
     *("qedr", "hns", "usnic", "rxe", "hfi1", "qib", "efa", "siw", "erdma", "mana", "ionic"),
@@ -43,7 +44,7 @@ _KINDS = {
 
 @dataclass(frozen=True, slots=True)
 class DeviceAttributes:
-    """The limits and identity of a device: ``ibv_query_device``."""
+    """Limits and identity of a device: ``ibv_query_device``."""
 
     fw_ver: str
     node_guid: bytes
@@ -76,7 +77,7 @@ class DeviceAttributes:
 
 @dataclass(frozen=True, slots=True)
 class PortAttributes:
-    """The state and limits of a port: ``ibv_query_port``."""
+    """State and limits of a port: ``ibv_query_port``."""
 
     state: PortState
     max_mtu: Mtu
@@ -96,10 +97,18 @@ class PortAttributes:
 
 @dataclass(frozen=True, slots=True)
 class AddressVector:
-    """The way to a peer: ``struct ibv_ah_attr``.
+    """Address vector, the path to a peer: ``struct ibv_ah_attr``.
 
-    :param dgid: the peer's GID, 16 bytes; empty for a path by LID alone, which InfiniBand has and RoCE has not.
-    :param sgid_index: which of the port's own GIDs to send from.
+    :param dgid: GID of the peer, 16 bytes; empty for a path by LID alone, which InfiniBand has and RoCE does not.
+    :param sgid_index: index of the source GID in the GID table of the local port.
+    :param port_num: number of the local port, from 1.
+    :param hop_limit: largest number of routers on the path, 0..255.
+    :param flow_label: flow label of the global route header, 0..2**20-1.
+    :param traffic_class: traffic class of the global route header, 0..255.
+    :param dlid: LID of the peer, or of a router on the path to it; 0 on RoCE.
+    :param sl: service level, 0..15.
+    :param src_path_bits: low bits of the source LID, for ports with several LIDs.
+    :param static_rate: limit of the packet rate, a code of ``enum ibv_rate``; 0: none.
     """
 
     dgid: bytes = b""
@@ -120,7 +129,14 @@ class AddressVector:
 
 @dataclass(frozen=True, slots=True)
 class QpCapabilities:
-    """Depths of a queue pair's queues, in work requests, entries of their lists, and bytes: ``struct ibv_qp_cap``."""
+    """Capacity of a queue pair: ``struct ibv_qp_cap``.
+
+    :param max_send_wr: depth of the send queue, in work requests.
+    :param max_recv_wr: depth of the receive queue, in work requests.
+    :param max_send_sge: number of scatter/gather entries of a send work request.
+    :param max_recv_sge: number of scatter/gather entries of a receive work request.
+    :param max_inline_data: size of the data that a send work request may carry inline, in bytes.
+    """
 
     max_send_wr: int = 16
     max_recv_wr: int = 16
@@ -131,7 +147,7 @@ class QpCapabilities:
 
 @dataclass(frozen=True, slots=True)
 class QpAttributes:
-    """The attributes of a queue pair: ``ibv_query_qp``. What its state has not set yet is 0."""
+    """Attributes of a queue pair: ``ibv_query_qp``. Attributes that no state transition has set yet are 0."""
 
     qp_state: QpState
     path_mtu: int
@@ -158,9 +174,11 @@ class QpAttributes:
 
 @dataclass(frozen=True, slots=True)
 class SrqAttributes:
-    """The size of a shared receive queue and its limit, both in work requests: ``ibv_query_srq``.
+    """Attributes of a shared receive queue: ``ibv_query_srq``.
 
-    `limit` is 0 where none is armed.
+    :param max_wr: depth of the queue, in work requests.
+    :param max_sge: number of scatter/gather entries of a work request.
+    :param limit: number of work requests below which the device reports ``SRQ_LIMIT_REACHED``; 0 if not armed.
     """
 
     max_wr: int
@@ -170,10 +188,12 @@ class SrqAttributes:
 
 @dataclass(frozen=True, slots=True)
 class ResourceKind:
-    """What an allocator is asked memory for: the ``resource_type`` of ``ibv_alloc_parent_domain``, decoded.
+    """Purpose of an allocation: the decoded ``resource_type`` of the callbacks of ``ibv_alloc_parent_domain``.
 
-    `provider` is the driver that asks, `kind` what it asks for: ``"doorbell record"``, or ``"resource 7"`` where that
-    is not known. soft0 asks as mlx5 does. Buffers, which no provider asks for, have the resource type 0.
+    :param provider: name of the driver that requests the memory, such as ``"mlx5"``; ``"aioverbs"`` for buffers. The
+        software device uses the numbers of mlx5.
+    :param kind: purpose of the memory, such as ``"doorbell record"``; ``"resource 7"`` if the code 7 is unknown.
+    :param resource_type: undecoded number; 0 for buffers, which no provider requests.
     """
 
     provider: str
@@ -184,7 +204,8 @@ class ResourceKind:
     def decode(cls, resource_type: int) -> "ResourceKind":
         """Decode a resource type.
 
-        :param resource_type: the driver's number in the upper 32 bits, its own code in the lower.
+        :param resource_type: number of the driver in the upper 32 bits, code of that driver in the lower 32 bits.
+        :returns: the names of the driver and of the purpose.
         """
         if not resource_type:
             return cls("aioverbs", "buffer", 0)
@@ -198,10 +219,15 @@ class ResourceKind:
 
 @dataclass(frozen=True, slots=True)
 class AllocatorUsage:
-    """What an allocator was asked for under one resource type. Bytes count as they were asked for.
+    """Allocations of one resource type. Bytes are counted as requested, without alignment.
 
-    `pieces` and `size_bytes` are out now, `peak_pieces` and `peak_bytes` were at most; of all answers so far,
-    `allocations` were memory, `defaults` were `USE_DEFAULT`, `failures` were none.
+    :param pieces: number of pieces allocated and not yet freed.
+    :param size_bytes: sum of their sizes.
+    :param peak_pieces: highest value of ``pieces`` so far.
+    :param peak_bytes: highest value of ``size_bytes`` so far.
+    :param allocations: number of requests that returned memory, so far.
+    :param defaults: number of requests that returned `USE_DEFAULT`, so far.
+    :param failures: number of requests that failed, so far.
     """
 
     pieces: int
@@ -215,11 +241,17 @@ class AllocatorUsage:
 
 @dataclass(frozen=True, slots=True)
 class AllocatorStatistics:
-    """What a native allocator has out, and what that takes.
+    """Memory that a native allocator uses at one moment.
 
-    `pieces` are out. `mappings` of `mapped_bytes` are where they and what is kept for more come from, including those
-    of an allocator under this one, whoever uses them; of these bytes, `huge_bytes` are in huge pages and `bound_bytes`
-    bound to the NUMA node that was asked for. `bookkeeping_bytes` stand beside them.
+    Mappings include memory that is kept for later pieces, and all mappings of the allocator below this one, even if
+    another allocator uses them.
+
+    :param pieces: number of pieces allocated and not yet freed.
+    :param mappings: number of memory mappings.
+    :param mapped_bytes: sum of the sizes of the mappings.
+    :param huge_bytes: part of ``mapped_bytes`` that is in huge pages.
+    :param bound_bytes: part of ``mapped_bytes`` that is bound to the requested NUMA node.
+    :param bookkeeping_bytes: size of the allocator's own records, not part of ``mapped_bytes``.
     """
 
     pieces: int
@@ -230,20 +262,21 @@ class AllocatorStatistics:
     bookkeeping_bytes: int
 
 
-# Where the software device executes requests: in the call that posts them, or in a thread of its own.
+# Place where the software device executes requests: in the call that posts them, or in a thread of its own.
 Execution = Literal["inline", "thread"]
-# A frame between a queue pair and its peer in another process: see `FaultPlan`.
+# Kind of a frame between a queue pair and its peer in another process: see `FaultPlan`.
 FrameKind = Literal["request_out", "answer_in", "request_in", "answer_out"]
 
 
 class FaultRecord(NamedTuple):
-    """Something that the fault plan of the software device did.
+    """Fault that the fault plan of the software device injected.
 
-    :param kind: a call of a verb that failed, a request or a receive that completed with an error, a message that was
-        lost; a frame that was lost, came twice or late, or at which its stream was cut.
-    :param subject: the verb's name, or the queue pair's number.
-    :param ordinal: which one it was, as the rule counts them; by chance, which draw.
-    :param value: the error number or the status; the kind of the frame; None for a loss.
+    :param kind: ``"verb"``: a call of a verb failed; ``"request"`` or ``"receive"``: a work request completed with an
+        error; ``"loss"``: a message was lost; ``"drop"``, ``"duplicate"``, ``"delay"``: a frame was lost, sent twice or
+        sent late; ``"cut"``: the stream was closed at a frame.
+    :param subject: name of the verb, or number of the queue pair.
+    :param ordinal: position of the call, request or frame in the count of its rule; for a random fault, of the draw.
+    :param value: error number, completion status or kind of the frame; None for ``"loss"``.
     """
 
     kind: Literal["verb", "request", "receive", "loss", "drop", "duplicate", "delay", "cut"]

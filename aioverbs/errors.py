@@ -1,7 +1,7 @@
-"""What aioverbs raises.
+"""Exceptions that aioverbs raises.
 
-Closed, broken and busy objects raise subclasses of anyio's exceptions, so that code written for anyio's streams
-handles them; a verb that fails raises an `OSError`.
+Operations on closed, broken or busy objects raise subclasses of anyio's exceptions, so that code written for anyio's
+streams handles them. A verb that fails raises `VerbsError`, which is an `OSError`.
 """
 
 import errno as _errno
@@ -36,7 +36,7 @@ __all__ = [
     "WorkerDiedError",
 ]
 
-# Where Linux has two names for one number, the one that the verbs' documents use.
+# Linux has two names for this number; the manual pages of the verbs use this one.
 _ERRNO_NAMES = {**_errno.errorcode, _errno.EOPNOTSUPP: "EOPNOTSUPP"}
 
 _ADVICE = {
@@ -56,7 +56,7 @@ _ADVICE = {
     _errno.ETIMEDOUT: "no host answered at the peer's address in time: see the links and the addresses of both ends",
 }
 
-# Verbs by which the kernel locks memory of the process: EPERM says that it may lock none.
+# Verbs that make the kernel lock memory of the process: they fail with EPERM if RLIMIT_MEMLOCK is 0.
 _LOCKING_VERBS = (
     "ibv_create_cq",
     "ibv_create_cq_ex",
@@ -68,7 +68,7 @@ _LOCKING_VERBS = (
     "ibv_resize_cq",
 )
 
-# Where a verb's error number means something of its own.
+# Advice for verbs that give an error number a special meaning.
 _VERB_ADVICE = {
     **{(verb, _errno.EPERM): "the process may lock no memory: raise `ulimit -l`" for verb in _LOCKING_VERBS},
     ("ibv_open_device", _errno.ENOENT): "its file is not in /dev/infiniband: a container has to be given it",
@@ -102,7 +102,7 @@ _UNREACHABLE_ADVICE = {
     _errno.ETIMEDOUT: "the peer's connection manager did not answer",
 }
 
-# Reasons of the InfiniBand architecture, volume 1, chapter 12.6.7.2, that a program meets.
+# Reject reasons that a program meets: InfiniBand architecture specification, volume 1, section 12.6.7.2.
 _REJECT_REASONS = {
     1: "no queue pair",
     3: "no resources",
@@ -112,7 +112,7 @@ _REJECT_REASONS = {
     28: "the program there refused it",
 }
 
-# As `aioverbs._connection.handshake.Reason` has them.
+# By the numbers of `aioverbs._connection.handshake.Reason`.
 _HANDSHAKE_REASONS = {
     1: "the two ends speak no common version: use releases of aioverbs that do",
     2: "the two ends need the same secret",
@@ -127,11 +127,11 @@ _PACKAGES = {"libibverbs.so.1": "libibverbs1", "librdmacm.so.1": "librdmacm1", "
 
 
 class VerbsError(OSError):
-    """A verb failed. ``errno`` says how; a verb that the device does not have fails with ``EOPNOTSUPP``.
+    """A verb failed. A verb that the device does not support fails with the ``errno`` ``EOPNOTSUPP``.
 
-    :param verb: the verb's name, as ``"ibv_create_qp"``.
-    :param errno: the error number that it gave.
-    :param advice: what to do about it; without it, what the number usually means.
+    :param verb: name of the verb, such as ``"ibv_create_qp"``.
+    :param errno: error number that the verb returned or set.
+    :param advice: what to do about the failure; None: the usual advice for this verb and number, if there is any.
     """
 
     verb: str
@@ -152,17 +152,24 @@ class VerbsError(OSError):
 
 
 class UnreachableError(VerbsError):
-    """There is no way to a peer, or nobody there answers."""
+    """A peer cannot be reached: there is no route to its address, or no host answers there.
+
+    :param verb: name of the verb, such as ``"rdma_resolve_route"``.
+    :param errno: error number that the verb returned, or that its event reported.
+    :param advice: what to do about the failure; None: the usual advice for the number.
+    """
 
     def __init__(self, verb: str, errno: int, advice: str | None = None) -> None:
         super().__init__(verb, errno, advice if advice is not None else _UNREACHABLE_ADVICE.get(errno))
 
 
 class ConnectionRejectedError(ConnectionRefusedError):
-    """The peer refused a connection.
+    """The peer rejected a connection request of the RDMA connection manager.
 
-    :param reason: why, as a number of the InfiniBand architecture: 8 where nobody listens, 28 where a program said so.
-    :param private_data: what that program said with it; over InfiniBand and RoCE 148 bytes, filled up with zeros.
+    :param reason: reject reason, numbered as in the InfiniBand architecture specification: 8 if no program listens at
+        the port, 28 if the listening program rejected the request.
+    :param private_data: private data that the program sent with the rejection; over InfiniBand and RoCE always 148
+        bytes, padded with zeros.
     """
 
     def __init__(self, reason: int, private_data: bytes = b"") -> None:
@@ -179,11 +186,11 @@ class ConnectionRejectedError(ConnectionRefusedError):
 
 
 class HandshakeError(ConnectionRefusedError):
-    """Two ends did not become a connection: one of them refused the other.
+    """The handshake of a `Connection` failed: one of the two ends refused the other.
 
-    :param reason: why, as `aioverbs._connection.handshake.Reason` has it.
-    :param text: what there is to say beyond that.
-    :param by_peer: whether it was the other end that refused.
+    :param reason: number of an `aioverbs._connection.handshake.Reason`.
+    :param text: details of the refusal; may be empty.
+    :param by_peer: True if the peer refused this end, False if this end refused the peer.
     """
 
     def __init__(self, reason: int, text: str = "", *, by_peer: bool = False) -> None:
@@ -202,19 +209,22 @@ class HandshakeError(ConnectionRefusedError):
 
 
 class GrantRevokedError(PermissionError):
-    """The peer has taken back what it granted. Nothing was asked of it, and the connection goes on."""
+    """The peer has revoked the grant. No request was sent, and the connection stays open.
+
+    :param message: description of the grant and its peer.
+    """
 
     def __init__(self, message: str) -> None:
         super().__init__(_errno.EACCES, message)
 
 
 class WorkCompletionError(Exception):
-    """A work request ended with another status than success.
+    """A work request completed with an error.
 
-    :param status: why it ended.
-    :param opcode: what it was, where that is known: a completion with an error does not carry it.
-    :param vendor_err: the device's own code, for its vendor.
-    :param qp_num: the number of the queue pair that it was posted to.
+    :param status: status of the work completion.
+    :param opcode: opcode of the work request; None if unknown, as a completion with an error does not carry the opcode.
+    :param vendor_err: error code of the device, which only its vendor documents.
+    :param qp_num: number of the queue pair that the work request was posted to.
     """
 
     def __init__(self, status: WcStatus, opcode: WcOpcode | None, vendor_err: int, qp_num: int) -> None:
@@ -232,10 +242,14 @@ class WorkCompletionError(Exception):
 
 
 class BatchError(WorkCompletionError):
-    """Requests of a batch failed. Its status and the rest is that of the first one that did.
+    """At least one request of a batch failed.
 
-    :param errors: of each request in its order: None where it succeeded, `WorkCompletionError` where it did not; those
-        after the first one were flushed, and did nothing. `VerbsError` where it was never posted.
+    ``index`` is the position of the first request that failed. ``status``, ``opcode``, ``vendor_err`` and ``qp_num``
+    are those of its completion; if that request was never posted, ``status`` is ``GENERAL_ERR``.
+
+    :param errors: one entry for each request, in posting order: None if the request succeeded, a `WorkCompletionError`
+        if it completed with an error, a `VerbsError` if it was never posted. Requests after the first failed one were
+        flushed and had no effect. At least one entry is not None.
     """
 
     def __init__(self, errors: Sequence[WorkCompletionError | VerbsError | None]) -> None:
@@ -254,11 +268,14 @@ class BatchError(WorkCompletionError):
 
 
 class ClosedResourceError(anyio.ClosedResourceError):
-    """The object was closed in this process."""
+    """The object is not open: it was closed in this process, or was never opened."""
 
 
 class ForkedProcessError(ClosedResourceError):
-    """The object was opened before a fork, in the parent process."""
+    """The object was opened in the parent process, before this process was forked from it.
+
+    :param what: representation of the object.
+    """
 
     def __init__(self, what: str = "this object") -> None:
         super().__init__(what)
@@ -268,11 +285,11 @@ class ForkedProcessError(ClosedResourceError):
 
 
 class BorrowedObjectClosedError(ClosedResourceError, VerbsError):
-    """The user closed an object of pyverbs before what aioverbs made from it. Nothing was done.
+    """A pyverbs object was closed before the aioverbs object that was made from it. Nothing was done.
 
-    Close what aioverbs made first; now it can only be closed.
+    The aioverbs object can only be closed now. Close aioverbs objects before the pyverbs objects below them.
 
-    :param what: the object of aioverbs that was used.
+    :param what: representation of the aioverbs object that was used.
     """
 
     def __init__(self, what: str) -> None:
@@ -288,25 +305,28 @@ class BorrowedObjectClosedError(ClosedResourceError, VerbsError):
 
 
 class BrokenResourceError(anyio.BrokenResourceError):
-    """The object still exists, but what it stands for is lost: the device, the peer or the queue pair's state."""
+    """The object still exists, but cannot be used any more: its device, peer, owner or queue pair state is lost."""
 
 
 class DeviceRemovedError(BrokenResourceError):
-    """The device was taken away: close what was made from it."""
+    """The device was removed from the system: close the device and everything that was made from it."""
 
 
 class BusyResourceError(anyio.BusyResourceError):
-    """The object is in use: something made from it is still open, or another call is under way."""
+    """The object is in use: an object made from it is still open, or another call is in flight.
+
+    :param message: description of the object and what uses it.
+    """
 
     def __init__(self, message: str) -> None:
         Exception.__init__(self, message)
 
 
 class WorkerDiedError(BrokenResourceError):
-    """A pool's worker died before a call that it had was over: how much of that was done is not known.
+    """A worker of a pool ended before it returned the result of a call. The call may have been executed in part.
 
-    :param worker: its number.
-    :param how: how it ended.
+    :param worker: number of the worker in its pool, 0 or higher.
+    :param how: how the worker ended, such as its exit code or signal.
     """
 
     def __init__(self, worker: int, how: str) -> None:
@@ -319,29 +339,29 @@ class WorkerDiedError(BrokenResourceError):
 
 
 class QueuePairStateError(RuntimeError):
-    """A queue pair is in a state that has no such requests, as one that is not connected yet. Nothing was done."""
+    """The state of the queue pair does not allow this request, as before it is connected. Nothing was done."""
 
 
 class AffinityError(RuntimeError):
-    """A bound object was used from another thread or another event loop than its owner. Nothing was done."""
+    """An object was used from another thread or event loop than the one that owns the object. Nothing was done."""
 
 
 class ConcurrentAccessError(RuntimeError):
-    """A verb was called while another one was under way on the same unlocked object. Nothing was done."""
+    """A verb was called while another verb was in flight on the same unlocked object. Nothing was done."""
 
 
 class TransitionError(ValueError):
-    """A queue pair cannot go from its state to that one, or not with those attributes. Nothing was done.
+    """A queue pair cannot make the requested state transition, or not with these attributes. Nothing was done.
 
-    :param qp_type: its type.
-    :param state: the state that it is in.
-    :param wanted: the one that it was to go to.
-    :param missing: the attributes that must be given.
-    :param unexpected: those that were given and are none of this transition.
-    :param wrong: those that have a value that cannot be, and why.
-    :param reachable: the states that it can go to from the one that it is in.
+    ``subject`` is the representation of the queue pair, or ``"a queue pair"`` if unknown.
 
-    ``subject`` is the queue pair as text, where it is known.
+    :param qp_type: type of the queue pair.
+    :param state: current state of the queue pair.
+    :param wanted: requested state.
+    :param missing: names of attributes that the transition requires and the caller did not pass.
+    :param unexpected: names of attributes that the caller passed and the transition does not allow.
+    :param wrong: names of attributes with invalid values, and for each the reason.
+    :param reachable: states that can be reached from the current one.
     """
 
     def __init__(
@@ -380,10 +400,10 @@ class TransitionError(ValueError):
 
 
 class DeviceNotFoundError(LookupError):
-    """There is no such device.
+    """No RDMA or software device has the requested name.
 
-    :param name: the device that was asked for.
-    :param available: the names of those that are there.
+    :param name: requested name.
+    :param available: names of the devices that exist.
     """
 
     def __init__(self, name: str, available: Iterable[str] = ()) -> None:
@@ -398,8 +418,8 @@ class DeviceNotFoundError(LookupError):
 class LibraryNotFoundError(OSError):
     """A library that RDMA devices need cannot be loaded. The software device needs none.
 
-    :param library: its name, as ``"libibverbs.so.1"`` or ``"pyverbs"``.
-    :param reason: what the loader said.
+    :param library: name of the library, such as ``"libibverbs.so.1"`` or ``"pyverbs"``.
+    :param reason: error message of the dynamic loader or of the import; may be empty.
     """
 
     def __init__(self, library: str, reason: str = "") -> None:

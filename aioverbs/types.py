@@ -1,7 +1,7 @@
-"""The verbs' names and numbers as enumerations.
+"""Enumerations of ``<infiniband/verbs.h>``.
 
-Members are named as in ``<infiniband/verbs.h>`` without the prefix (``IBV_QPT_RC`` is ``QpType.RC``) and have the
-ABI's values; a test compares them.
+Each member has the name of the C constant without its prefix (``IBV_QPT_RC`` is ``QpType.RC``) and its ABI value. A
+test compares the values with the header.
 """
 
 from enum import IntEnum, IntFlag
@@ -31,7 +31,7 @@ __all__ = [
 
 
 class AccessFlags(IntFlag):
-    """What may be done to a memory region or through a queue pair: ``IBV_ACCESS_*``."""
+    """Access rights of a memory region, memory window or queue pair: ``IBV_ACCESS_*``."""
 
     LOCAL_WRITE = 1 << 0
     REMOTE_WRITE = 1 << 1
@@ -45,7 +45,7 @@ class AccessFlags(IntFlag):
 
 
 class QpState(IntEnum):
-    """The state of a queue pair: ``IBV_QPS_*``."""
+    """State of a queue pair: ``IBV_QPS_*``."""
 
     RESET = 0
     INIT = 1
@@ -58,7 +58,7 @@ class QpState(IntEnum):
 
 
 class QpType(IntEnum):
-    """The transport service of a queue pair: ``IBV_QPT_*``."""
+    """Transport service of a queue pair: ``IBV_QPT_*``."""
 
     RC = 2
     UC = 3
@@ -70,7 +70,7 @@ class QpType(IntEnum):
 
 
 class QpAttrMask(IntFlag):
-    """Which attributes a call to ``ibv_modify_qp`` or ``ibv_query_qp`` is about: ``IBV_QP_*``."""
+    """Mask of the attributes that ``ibv_modify_qp`` sets or ``ibv_query_qp`` reads: ``IBV_QP_*``."""
 
     STATE = 1 << 0
     CUR_STATE = 1 << 1
@@ -97,7 +97,7 @@ class QpAttrMask(IntFlag):
 
 
 class SendOpcode(IntEnum):
-    """What a send work request asks for: ``IBV_WR_*``."""
+    """Opcode of a send work request: ``IBV_WR_*``."""
 
     RDMA_WRITE = 0
     RDMA_WRITE_WITH_IMM = 1
@@ -115,7 +115,7 @@ class SendOpcode(IntEnum):
 
 
 class SendFlags(IntFlag):
-    """How a send work request is carried out: ``IBV_SEND_*``."""
+    """Flags of a send work request: ``IBV_SEND_*``."""
 
     FENCE = 1 << 0
     SIGNALED = 1 << 1
@@ -125,7 +125,7 @@ class SendFlags(IntFlag):
 
 
 class WcStatus(IntEnum):
-    """How a work request ended: ``IBV_WC_*``."""
+    """Status of a work completion: ``IBV_WC_*``."""
 
     SUCCESS = 0
     LOC_LEN_ERR = 1
@@ -154,7 +154,7 @@ class WcStatus(IntEnum):
 
 
 class WcOpcode(IntEnum):
-    """What a completion reports: ``IBV_WC_*``. Receives have the bit ``RECV`` set."""
+    """Opcode of a work completion: ``IBV_WC_*``. Completions of receives have the bit ``RECV`` set."""
 
     SEND = 0
     RDMA_WRITE = 1
@@ -178,7 +178,7 @@ class WcOpcode(IntEnum):
 
 
 class WcFlags(IntFlag):
-    """What else a completion carries: ``IBV_WC_*``."""
+    """Flags of a work completion, which say what its other fields carry: ``IBV_WC_*``."""
 
     GRH = 1 << 0
     WITH_IMM = 1 << 1
@@ -190,7 +190,7 @@ class WcFlags(IntFlag):
 
 
 class Mtu(IntEnum):
-    """A path MTU: ``IBV_MTU_*``. The value is the ABI's code, `size` the bytes."""
+    """Path MTU: ``IBV_MTU_*``. The value of a member is the code of the ABI, `size` is the MTU in bytes."""
 
     MTU_256 = 1
     MTU_512 = 2
@@ -200,19 +200,19 @@ class Mtu(IntEnum):
 
     @property
     def size(self) -> int:
-        """The MTU in bytes."""
+        """MTU in bytes."""
         return 128 << self.value
 
 
 class MwType(IntEnum):
-    """The type of a memory window: ``IBV_MW_TYPE_*``."""
+    """Type of a memory window: ``IBV_MW_TYPE_*``."""
 
     TYPE_1 = 1
     TYPE_2 = 2
 
 
 class PortState(IntEnum):
-    """The state of a port: ``IBV_PORT_*``."""
+    """State of a port: ``IBV_PORT_*``."""
 
     NOP = 0
     DOWN = 1
@@ -223,7 +223,7 @@ class PortState(IntEnum):
 
 
 class LinkLayer(IntEnum):
-    """The link layer of a port: ``IBV_LINK_LAYER_*``."""
+    """Link layer of a port: ``IBV_LINK_LAYER_*``."""
 
     UNSPECIFIED = 0
     INFINIBAND = 1
@@ -231,7 +231,7 @@ class LinkLayer(IntEnum):
 
 
 class GidType(IntEnum):
-    """What packets from a GID look like: ``enum ibv_gid_type``."""
+    """Type of a GID, which decides the format of packets sent from it: ``enum ibv_gid_type``."""
 
     IB = 0
     ROCE_V1 = 1
@@ -239,7 +239,7 @@ class GidType(IntEnum):
 
 
 class NodeType(IntEnum):
-    """What kind of node a device is: ``IBV_NODE_*``."""
+    """Node type of a device: ``IBV_NODE_*``."""
 
     UNKNOWN = -1
     CA = 1
@@ -252,7 +252,7 @@ class NodeType(IntEnum):
 
 
 class TransportType(IntEnum):
-    """The transport of a device: ``IBV_TRANSPORT_*``."""
+    """Transport type of a device: ``IBV_TRANSPORT_*``."""
 
     UNKNOWN = -1
     IB = 0
@@ -263,7 +263,7 @@ class TransportType(IntEnum):
 
 
 class AtomicCap(IntEnum):
-    """How far a device's atomics are atomic: ``IBV_ATOMIC_*``."""
+    """Scope in which the atomic operations of a device are atomic: ``IBV_ATOMIC_*``."""
 
     NONE = 0
     HCA = 1
@@ -271,7 +271,7 @@ class AtomicCap(IntEnum):
 
 
 class EventType(IntEnum):
-    """What an asynchronous event of a device is about: ``IBV_EVENT_*``."""
+    """Type of an asynchronous event of a device: ``IBV_EVENT_*``."""
 
     CQ_ERR = 0
     QP_FATAL = 1

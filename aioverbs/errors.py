@@ -40,20 +40,20 @@ __all__ = [
 _ERRNO_NAMES = {**_errno.errorcode, _errno.EOPNOTSUPP: "EOPNOTSUPP"}
 
 _ADVICE = {
-    _errno.EACCES: "the process may not open the device: see the permissions of /dev/infiniband",
-    _errno.EAGAIN: "the device has no more of what was asked for, or nothing is ready yet",
-    _errno.EBUSY: "something made from this object is still there: close that first",
-    _errno.EINVAL: "an argument does not fit the device's limits, its port or the object's state",
-    _errno.EHOSTUNREACH: "no host answers at the peer's address: see the links and the addresses of both ends",
+    _errno.EACCES: "the process may not open the device: check the permissions of /dev/infiniband",
+    _errno.EAGAIN: "the device has none left of the requested resource, or nothing is ready yet: try again later",
+    _errno.EBUSY: "an object made from this one is still open: close that first",
+    _errno.EINVAL: "an argument does not fit the limits of the device or port, or the state of the object",
+    _errno.EHOSTUNREACH: "no host answers at the peer's address: check the links and addresses of both ends",
     _errno.EIO: "the device is gone or broken: close it and open it again",
     _errno.ENETDOWN: "the network interface of the port is down: bring it up",
-    _errno.ENETUNREACH: "there is no route to the peer's address: see the link, the addresses and the routes here",
+    _errno.ENETUNREACH: "there is no route to the peer's address: check the link, addresses and routes of this host",
     _errno.ENODEV: "the device is gone: open it again when it is back",
-    _errno.ENOMEM: "memory, queue entries or locked memory ran out: see `ulimit -l` and the sizes asked for",
-    _errno.ENOSPC: "the device has no more of these: see its attributes for the maximum",
-    _errno.EOPNOTSUPP: "this device or its driver does not have it",
-    _errno.EPERM: "the process may not do this: it needs a privilege or the object's owner",
-    _errno.ETIMEDOUT: "no host answered at the peer's address in time: see the links and the addresses of both ends",
+    _errno.ENOMEM: "memory, queue entries or locked memory ran out: check `ulimit -l` and the requested sizes",
+    _errno.ENOSPC: "the device has none left of these: its attributes give the maximum",
+    _errno.EOPNOTSUPP: "this device or its driver does not support it",
+    _errno.EPERM: "the process lacks the privilege for this, or does not own the object",
+    _errno.ETIMEDOUT: "no host answered at the peer's address in time: check the links and addresses of both ends",
 }
 
 # Verbs that make the kernel lock memory of the process: they fail with EPERM if RLIMIT_MEMLOCK is 0.
@@ -70,35 +70,37 @@ _LOCKING_VERBS = (
 
 # Advice for verbs that give an error number a special meaning.
 _VERB_ADVICE = {
-    **{(verb, _errno.EPERM): "the process may lock no memory: raise `ulimit -l`" for verb in _LOCKING_VERBS},
-    ("ibv_open_device", _errno.ENOENT): "its file is not in /dev/infiniband: a container has to be given it",
-    ("ibv_open_xrcd", _errno.EAGAIN): "no process has an XRC domain of this inode: os.O_CREAT makes one",
-    ("ibv_open_xrcd", _errno.EINVAL): "an XRC domain of this inode is there already, which os.O_EXCL refuses; or no "
-    "descriptor was given, which needs os.O_CREAT; or other flags",
-    ("ibv_open_xrcd", _errno.ETIMEDOUT): "another process has not given back the locks of AIOVERBS_SOFT_DIRECTORY: see "
-    "whether one is stopped, and whether strangers may read the directory",
+    **{(verb, _errno.EPERM): "the process may not lock memory: raise `ulimit -l`" for verb in _LOCKING_VERBS},
+    ("ibv_open_device", _errno.ENOENT): "its device file is not in /dev/infiniband: a container needs it passed",
+    ("ibv_open_xrcd", _errno.EAGAIN): "no process has an XRC domain of this inode: pass os.O_CREAT to create one",
+    ("ibv_open_xrcd", _errno.EINVAL): "an XRC domain of this inode exists already, which os.O_EXCL does not allow; or "
+    "no descriptor was passed, which requires os.O_CREAT; or the flags are invalid",
+    ("ibv_open_xrcd", _errno.ETIMEDOUT): "another process holds the locks of AIOVERBS_SOFT_DIRECTORY: check that none "
+    "is stopped, and that other users cannot read the directory",
     ("ibv_modify_qp", _errno.ENODEV): "the network interface of its GID is down, or the device is gone",
 }
 
 _STATUS_ADVICE = {
-    WcStatus.LOC_LEN_ERR: "a message did not fit the buffers posted for it, or exceeds what the port can carry",
-    WcStatus.LOC_QP_OP_ERR: "the queue pair could not carry this work request out: see whether its port's link is up, "
-    "then the request's opcode, flags and entries",
-    WcStatus.LOC_PROT_ERR: "the lkey, address or length of a local buffer does not lie in a region registered for this",
-    WcStatus.WR_FLUSH_ERR: "the queue pair went to the error state before this was carried out",
-    WcStatus.MW_BIND_ERR: "the memory window could not be bound: see its region's access flags and bounds",
-    WcStatus.REM_INV_REQ_ERR: "the peer found the request invalid: its receive is too small, or it does not allow this",
-    WcStatus.REM_ACCESS_ERR: "the rkey, address, length or access flags do not permit this on the remote region",
-    WcStatus.REM_OP_ERR: "the peer could not carry the request out",
-    WcStatus.RETRY_EXC_ERR: "the peer did not answer: see its queue pair's state and address, and the timeout",
-    WcStatus.RNR_RETRY_EXC_ERR: "the peer had no receive posted for as long as it was asked to wait",
+    WcStatus.LOC_LEN_ERR: "a message did not fit the buffers posted for it, or exceeds the port's maximum message size",
+    WcStatus.LOC_QP_OP_ERR: "the queue pair could not execute this work request: check that the link of its port is "
+    "up, then the opcode, flags and scatter/gather entries of the request",
+    WcStatus.LOC_PROT_ERR: "the lkey, address or length of a local buffer is not in a region with this access",
+    WcStatus.WR_FLUSH_ERR: "the queue pair went to the error state before this request was executed",
+    WcStatus.MW_BIND_ERR: "the memory window could not be bound: check the access flags and bounds of its region",
+    WcStatus.REM_INV_REQ_ERR: "the peer found the request invalid: its receive buffer is too small, or it does not "
+    "allow this operation",
+    WcStatus.REM_ACCESS_ERR: "the rkey, address, length or access flags do not permit this access to the remote region",
+    WcStatus.REM_OP_ERR: "the peer failed to execute the request",
+    WcStatus.RETRY_EXC_ERR: "the peer did not answer: check the state and address of its queue pair, and the timeout",
+    WcStatus.RNR_RETRY_EXC_ERR: "the peer had no receive posted, and the RNR retries ran out: post more receives "
+    "there, or raise rnr_retry",
 }
 
 _UNREACHABLE_ADVICE = {
-    _errno.EADDRNOTAVAIL: "no port of an RDMA device has the address that it is to come from",
+    _errno.EADDRNOTAVAIL: "no port of an RDMA device has the source address",
     _errno.EHOSTUNREACH: "no host answers at that address in the network of an RDMA device",
     _errno.ENETUNREACH: "there is no route to that address",
-    _errno.ENODEV: "no RDMA device leads to that address, as none does to a loopback address: see `rdma link`",
+    _errno.ENODEV: "no RDMA device has a route to that address; none has one to a loopback address: see `rdma link`",
     _errno.ETIMEDOUT: "the peer's connection manager did not answer",
 }
 
@@ -106,21 +108,21 @@ _UNREACHABLE_ADVICE = {
 _REJECT_REASONS = {
     1: "no queue pair",
     3: "no resources",
-    4: "it gave up, or took too long",
-    8: "nobody listens at that port",
-    10: "it takes the queue pair for one of an old connection",
-    28: "the program there refused it",
+    4: "the peer gave up, or took too long",
+    8: "no program listens at that port",
+    10: "the queue pair number is still in use by an earlier connection",
+    28: "the listening program rejected it",
 }
 
 # By the numbers of `aioverbs._connection.handshake.Reason`.
 _HANDSHAKE_REASONS = {
-    1: "the two ends speak no common version: use releases of aioverbs that do",
-    2: "the two ends need the same secret",
-    3: "the other end has as many connections as it may",
-    4: "what it said is not what a connection begins with",
-    5: "the devices of the two ends do not fit together",
-    6: "the other end takes no more connections",
-    7: "a device cannot be connected now, which may pass: try again later",
+    1: "the two ends have no common protocol version: use compatible releases of aioverbs",
+    2: "the two ends have different secrets: pass the same one to both",
+    3: "the other end has reached its maximum number of connections",
+    4: "the first message is not one of this protocol",
+    5: "the devices of the two ends are incompatible",
+    6: "the other end accepts no further connections",
+    7: "a device cannot be connected now: try again later",
 }
 
 _PACKAGES = {"libibverbs.so.1": "libibverbs1", "librdmacm.so.1": "librdmacm1", "pyverbs": "python3-pyverbs"}
@@ -178,7 +180,7 @@ class ConnectionRejectedError(ConnectionRefusedError):
         super().__init__(_errno.ECONNREFUSED, str(self))
 
     def __str__(self) -> str:
-        why = _REJECT_REASONS.get(self.reason, "for a reason that has no name here")
+        why = _REJECT_REASONS.get(self.reason, "unknown reason")
         return f"the peer refused the connection: {why} (reason {self.reason})"
 
     def __reduce__(self) -> tuple[type["ConnectionRejectedError"], tuple[int, bytes]]:
@@ -200,9 +202,9 @@ class HandshakeError(ConnectionRefusedError):
         super().__init__(_errno.ECONNREFUSED, str(self))
 
     def __str__(self) -> str:
-        who = "the peer refused the connection" if self.by_peer else "the peer was refused"
+        refusal = "the peer refused the connection" if self.by_peer else "the peer was refused"
         why = _HANDSHAKE_REASONS.get(self.reason, f"reason {self.reason}")
-        return f"{who}: {why}{f' ({self.text})' if self.text else ''}"
+        return f"{refusal}: {why}{f' ({self.text})' if self.text else ''}"
 
     def __reduce__(self) -> tuple[type["HandshakeError"], tuple[int, str], dict[str, bool]]:
         return type(self), (self.reason, self.text), {"by_peer": self.by_peer}
@@ -264,7 +266,8 @@ class BatchError(WorkCompletionError):
 
     def __str__(self) -> str:
         others = sum(error is not None for error in self.errors) - 1
-        return f"request {self.index} of {len(self.errors)} in a batch, and {others} others: {self.errors[self.index]}"
+        count = len(self.errors)
+        return f"request {self.index} of {count} in a batch failed, and {others} others: {self.errors[self.index]}"
 
 
 class ClosedResourceError(anyio.ClosedResourceError):
@@ -294,11 +297,11 @@ class BorrowedObjectClosedError(ClosedResourceError, VerbsError):
 
     def __init__(self, what: str) -> None:
         self.what = what
-        advice = "close what aioverbs made from a pyverbs object before that object"
+        advice = "close objects of aioverbs before the pyverbs objects that they were made from"
         VerbsError.__init__(self, "any verb", _errno.ENODEV, advice)
 
     def __str__(self) -> str:
-        return f"{self.what} stands on a pyverbs object that was closed: {self.advice}"
+        return f"{self.what} uses a pyverbs object that was closed: {self.advice}"
 
     def __reduce__(self) -> tuple[type["BorrowedObjectClosedError"], tuple[str]]:  # type: ignore[override]
         return type(self), (self.what,)
@@ -387,14 +390,14 @@ class TransitionError(ValueError):
     def __str__(self) -> str:
         parts = []
         if self.missing:
-            brought = " (a remote endpoint brings what is of the peer)" if "dest_qp_num" in self.missing else ""
-            parts.append(f"missing: {', '.join(self.missing)}{brought}")
+            hint = " (passing a remote endpoint sets those of the peer)" if "dest_qp_num" in self.missing else ""
+            parts.append(f"missing: {', '.join(self.missing)}{hint}")
         if self.unexpected:
-            parts.append(f"none of this transition: {', '.join(self.unexpected)}")
+            parts.append(f"not allowed in this transition: {', '.join(self.unexpected)}")
         parts += [f"{name}: {why}" for name, why in self.wrong.items()]
         if not parts:
-            ways = ", ".join(state.name for state in self.reachable) or "none"
-            parts.append(f"there is no such transition, from {self.state.name} are those to {ways}")
+            states = ", ".join(state.name for state in self.reachable) or "none"
+            parts.append(f"there is no such transition; reachable from {self.state.name}: {states}")
         where = f"of type {self.qp_type.name} from {self.state.name} to {self.wanted.name}"
         return f"{self.subject} {where}: {'; '.join(parts)}"
 
@@ -412,7 +415,7 @@ class DeviceNotFoundError(LookupError):
         super().__init__(name, self.available)
 
     def __str__(self) -> str:
-        return f"there is no device {self.name!r}; here are: {', '.join(self.available) or 'none'}"
+        return f"there is no device {self.name!r}; available: {', '.join(self.available) or 'none'}"
 
 
 class LibraryNotFoundError(OSError):

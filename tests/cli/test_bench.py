@@ -136,7 +136,7 @@ class TestWrongInput:
     def test_no_such_device(self) -> None:
         done = invoke("--device", "mlx5_7")
         assert (done.exit_code, done.stdout) == (Status.NOT_THERE, "")
-        assert "there is no device 'mlx5_7'; here are: " in done.stderr
+        assert "there is no device 'mlx5_7'; available: " in done.stderr
 
     def test_nothing_to_draw_with(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)

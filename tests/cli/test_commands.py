@@ -82,7 +82,7 @@ def raising(error: BaseException) -> Callable[[], None]:
 @pytest.mark.parametrize(
     ("error", "status", "said"),
     [
-        (DeviceNotFoundError("mlx5_7", ["soft0"]), 3, "there is no device 'mlx5_7'; here are: soft0"),
+        (DeviceNotFoundError("mlx5_7", ["soft0"]), 3, "there is no device 'mlx5_7'; available: soft0"),
         (LibraryNotFoundError("libibverbs.so.1"), 3, "libibverbs.so.1 cannot be loaded: on Debian"),
         (UnreachableError("rdma_resolve_addr", errno.ETIMEDOUT), 3, "rdma_resolve_addr failed: ETIMEDOUT"),
         (ConnectionRefusedError(errno.ECONNREFUSED, "no"), 3, "[Errno 111] no"),

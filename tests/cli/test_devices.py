@@ -68,7 +68,7 @@ def test_one_of_them(no_hardware: None) -> None:
 def test_one_that_is_not_there(no_hardware: None) -> None:
     done = invoke("mlx5_9")
     assert (done.exit_code, done.stdout) == (3, "")
-    assert done.stderr == "aioverbs: there is no device 'mlx5_9'; here are: soft0\n"
+    assert done.stderr == "aioverbs: there is no device 'mlx5_9'; available: soft0\n"
 
 
 def test_rdma_devices_cannot_be_listed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,7 +95,7 @@ def test_what_only_the_kernel_knows(monkeypatch: pytest.MonkeyPatch) -> None:
     assert there.stdout.startswith("mlx5_0 (hardware)\npyverbs cannot be loaded")
     nowhere = invoke("mlx5_9")
     assert (nowhere.exit_code, nowhere.stdout) == (3, "")
-    assert nowhere.stderr == "aioverbs: there is no device 'mlx5_9'; here are: mlx5_0, soft0\n"
+    assert nowhere.stderr == "aioverbs: there is no device 'mlx5_9'; available: mlx5_0, soft0\n"
 
 
 def test_one_that_cannot_be_opened(monkeypatch: pytest.MonkeyPatch) -> None:

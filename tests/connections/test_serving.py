@@ -316,7 +316,7 @@ async def test_reconnecting_outlasts_an_outage_that_the_device_reports(
         refused = server.statistics().refused
     (text,) = (message for message in caplog.messages if message.startswith("connecting to "))
     assert f"ibv_modify_qp failed: {errno.errorcode[number]}" in text
-    assert "do not fit together" not in text
+    assert "are incompatible" not in text
     assert refused == (("TEMPORARY", 1),)
 
 
@@ -330,7 +330,7 @@ async def test_reconnecting_ends_where_the_devices_do_not_fit(device: Device, nu
         served(far_domain) as server,
     ):
         device.faults.fail("modify_qp", number, first=2)
-        with pytest.raises(HandshakeError, match="do not fit together") as caught:
+        with pytest.raises(HandshakeError, match="are incompatible") as caught:
             await anext(reconnect(HOST, server.port, domain=domain, settings=SMALL, backoff=FAST))
         assert caught.value.reason == Reason.DEVICE
 

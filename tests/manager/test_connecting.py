@@ -438,40 +438,46 @@ class Mistake:
 
 
 MISTAKES = [
-    Mistake(RC, RESET, lambda qp: qp.to_rtr(ELSEWHERE), r"from RESET are those to RESET, INIT$"),
+    Mistake(RC, RESET, lambda qp: qp.to_rtr(ELSEWHERE), r"reachable from RESET: RESET, INIT$"),
     Mistake(RC, RESET, lambda qp: qp.to_rts(), r"from RESET to RTS: there is no such transition"),
     Mistake(UC, RESET, lambda qp: qp.to_sqd(), r"from RESET to SQD: there is no such transition"),
     Mistake(RC, RESET, lambda qp: qp.to_error(), r"from RESET to ERR: there is no such transition"),
-    Mistake(RC, RESET, lambda qp: qp.to_init(qkey=1), r"none of this transition: qkey$"),
-    Mistake(UD, RESET, lambda qp: qp.to_init(qp_access_flags=READ), r"none of this transition: qp_access_flags$"),
+    Mistake(RC, RESET, lambda qp: qp.to_init(qkey=1), r"not allowed in this transition: qkey$"),
+    Mistake(
+        UD, RESET, lambda qp: qp.to_init(qp_access_flags=READ), r"not allowed in this transition: qp_access_flags$"
+    ),
     Mistake(UD, RESET, lambda qp: qp.to_init(qkey=1 << 32), r"qkey: 4294967296, which is not from 0 to 4294967295$"),
     Mistake(RC, RESET, lambda qp: qp.to_init(port_num=2), r"port_num: 2, which is not from 1 to 1$"),
     Mistake(RC, RESET, lambda qp: qp.to_init(pkey_index=1), r"pkey_index: 1, which is not from 0 to 0$"),
     Mistake(RC, RESET, lambda qp: qp.to_init(qp_access_flags=AccessFlags.MW_BIND), r"qp_access_flags: 0x10, but"),
     Mistake(
-        RC, INIT, lambda qp: qp.to_rtr(), r"missing: av, dest_qp_num, path_mtu, rq_psn \(a remote endpoint brings what"
+        RC, INIT, lambda qp: qp.to_rtr(), r"missing: av, dest_qp_num, path_mtu, rq_psn \(passing a remote endpoint sets"
     ),
-    Mistake(RC, INIT, lambda qp: qp.to_rtr(rq_psn=1, av=WAY), r"missing: dest_qp_num, path_mtu \(a remote"),
-    Mistake(XRC_SEND, INIT, lambda qp: qp.to_rtr(replace(ELSEWHERE, qp_type=XRC_RECV), min_rnr_timer=1), r"none of"),
+    Mistake(RC, INIT, lambda qp: qp.to_rtr(rq_psn=1, av=WAY), r"missing: dest_qp_num, path_mtu \(passing a remote"),
+    Mistake(
+        XRC_SEND, INIT, lambda qp: qp.to_rtr(replace(ELSEWHERE, qp_type=XRC_RECV), min_rnr_timer=1), r"not allowed in"
+    ),
     Mistake(RC, INIT, lambda qp: qp.to_rtr(ELSEWHERE, min_rnr_timer=32), r"min_rnr_timer: 32, which is not from 0 to"),
     Mistake(RC, INIT, lambda qp: qp.to_rtr(ELSEWHERE, max_dest_rd_atomic=17), r"max_dest_rd_atomic: 17, .* 0 to 16$"),
     Mistake(RC, INIT, lambda qp: qp.to_rtr(ELSEWHERE, av=replace(WAY, dgid=b"")), r"av.dgid: over Ethernet a path"),
     Mistake(RC, INIT, lambda qp: qp.to_rtr(ELSEWHERE, av=replace(WAY, sgid_index=2)), r"av.sgid_index: 2, .* 0 to 1$"),
-    Mistake(RC, INIT, lambda qp: qp.to_rts(), r"from INIT to RTS: there is no such transition, .* INIT, RTR, ERR$"),
+    Mistake(RC, INIT, lambda qp: qp.to_rts(), r"from INIT to RTS: there is no such transition; .* INIT, RTR, ERR$"),
     Mistake(UD, INIT, lambda qp: qp.to_rtr(replace(ELSEWHERE, qp_type=UD)), r"by address handles", ValueError),
     Mistake(RC, RTR, lambda qp: qp.to_rts(retry_cnt=8), r"retry_cnt: 8, which is not from 0 to 7$"),
     Mistake(RC, RTR, lambda qp: qp.to_rts(rnr_retry=8, timeout=32), r"timeout: 32, .* 31; rnr_retry: 8, .* 7$"),
-    Mistake(UC, RTR, lambda qp: qp.to_rts(timeout=4), r"none of this transition: timeout$"),
+    Mistake(UC, RTR, lambda qp: qp.to_rts(timeout=4), r"not allowed in this transition: timeout$"),
     Mistake(UD, RTR, lambda qp: qp.to_rts(sq_psn=1 << 24), r"sq_psn: 16777216, which is not from 0 to 16777215$"),
     Mistake(RC, RTS, lambda qp: qp.to_init(), r"from RTS to INIT: there is no such .* RESET, RTS, SQD, ERR$"),
-    Mistake(RC, RTS, lambda qp: qp.to_rts(timeout=3), r"none of this transition: timeout$"),
+    Mistake(RC, RTS, lambda qp: qp.to_rts(timeout=3), r"not allowed in this transition: timeout$"),
     Mistake(RC, RTS, lambda qp: qp.to_rts(cur_qp_state=SQD), r"cur_qp_state: SQD, but it is in RTS$"),
     Mistake(RC, RTS, lambda qp: qp.connect(ELSEWHERE), r"from RTS to INIT: there is no such transition"),
     Mistake(UD, RTS, lambda qp: qp.activate(), r"from RTS to INIT: there is no such transition"),
-    Mistake(UC, SQD, lambda qp: qp.to_sqd(timeout=3), r"none of this transition: timeout$"),
-    Mistake(RC, ERR, lambda qp: qp.to_rts(), r"from ERR to RTS: there is no such transition, .* RESET, ERR$"),
+    Mistake(UC, SQD, lambda qp: qp.to_sqd(timeout=3), r"not allowed in this transition: timeout$"),
+    Mistake(RC, ERR, lambda qp: qp.to_rts(), r"from ERR to RTS: there is no such transition; .* RESET, ERR$"),
     Mistake(RC, RESET, lambda qp: qp.connect(ELSEWHERE, timeout=99), r"from RTR to RTS: timeout: 99"),
-    Mistake(UC, RESET, lambda qp: qp.connect(replace(ELSEWHERE, qp_type=UC), rnr_retry=1), r"none .*: rnr_retry$"),
+    Mistake(
+        UC, RESET, lambda qp: qp.connect(replace(ELSEWHERE, qp_type=UC), rnr_retry=1), r"not allowed .*: rnr_retry$"
+    ),
     Mistake(RC, RESET, lambda qp: qp.connect(ELSEWHERE, READ, qp_access_flags=WRITE), r"give one of them$", TypeError),
     Mistake(RC, RESET, lambda qp: qp.connect(replace(ELSEWHERE, qp_type=UC)), r"talks to type RC, not UC$", ValueError),
     Mistake(XRC_SEND, RESET, lambda qp: qp.connect(ELSEWHERE), r"talks to type XRC_RECV, not RC$", ValueError),

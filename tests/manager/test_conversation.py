@@ -90,10 +90,10 @@ async def talk(state_machine: CmStateMachine, kind: CmEventType, *, timeout_s: f
 
 
 RAISES: list[tuple[core.Event, type[Exception], str]] = [
-    (event(CmEventType.REJECTED, 8), ConnectionRejectedError, "nobody listens at that port"),
-    (event(CmEventType.REJECTED, 28), ConnectionRejectedError, "the program there refused it"),
+    (event(CmEventType.REJECTED, 8), ConnectionRejectedError, "no program listens at that port"),
+    (event(CmEventType.REJECTED, 28), ConnectionRejectedError, "the listening program rejected it"),
     (event(CmEventType.REJECTED, 77), ConnectionRejectedError, "reason 77"),
-    (event(CmEventType.ADDR_ERROR, -errno.ENODEV), UnreachableError, "no RDMA device leads to that address"),
+    (event(CmEventType.ADDR_ERROR, -errno.ENODEV), UnreachableError, "no RDMA device has a route to that address"),
     (event(CmEventType.ADDR_ERROR, -errno.ETIMEDOUT), TimeoutError, "no answer in time"),
     (event(CmEventType.ROUTE_ERROR, -errno.ETIMEDOUT), TimeoutError, "no answer in time"),
     (event(CmEventType.UNREACHABLE, -errno.ETIMEDOUT), UnreachableError, "connection manager did not answer"),

@@ -144,7 +144,7 @@ async def test_one_that_is_not_there_lists_those_that_are(
         raise DeviceNotFoundError(name, ["mlx5_0"])
 
     monkeypatch.setattr(hardware, "open_context", refuse)
-    with pytest.raises(DeviceNotFoundError, match="no device 'mlx5_9'; here are: mlx5_0, soft0"):
+    with pytest.raises(DeviceNotFoundError, match="no device 'mlx5_9'; available: mlx5_0, soft0"):
         await open_device("mlx5_9").open()
 
 
@@ -165,7 +165,7 @@ async def test_a_device_that_went_meanwhile_is_listed_with_its_problem(monkeypat
     monkeypatch.setattr(hardware, "names", lambda: ["mlx5_7"])
     monkeypatch.setattr(hardware, "open_context", gone)
     assert [(each.name, each.problem) for each in devices()] == [
-        ("mlx5_7", "there is no device 'mlx5_7'; here are: soft0"),
+        ("mlx5_7", "there is no device 'mlx5_7'; available: soft0"),
         ("soft0", None),
     ]
 
@@ -242,7 +242,7 @@ async def test_a_device_file_that_opens_or_is_not_there_leaves_the_error_of_the_
     unopened.PyverbsError.error_code = errno.ENOENT
     monkeypatch.setattr(hardware, "device_nodes", lambda: {"mlx5_7": Path("/dev/infiniband/uverbs7")})
     monkeypatch.setattr(sysfs, "try_open", lambda path: number)
-    with pytest.raises(VerbsError, match=r"failed: ENOENT .*: its file is not in /dev/infiniband") as caught:
+    with pytest.raises(VerbsError, match=r"failed: ENOENT .*: its device file is not in /dev/infiniband") as caught:
         await open_device("mlx5_7").open()
     assert caught.value.errno == errno.ENOENT
 

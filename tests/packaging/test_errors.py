@@ -18,11 +18,11 @@ from aioverbs.types import QpState, QpType, WcOpcode, WcStatus
         (
             errors.VerbsError("ibv_create_qp", errno.EINVAL),
             "ibv_create_qp failed: EINVAL (Invalid argument): "
-            "an argument does not fit the device's limits, its port or the object's state",
+            "an argument does not fit the limits of the device or port, or the state of the object",
         ),
         (
             errors.VerbsError("ibv_alloc_td", errno.EOPNOTSUPP),
-            "ibv_alloc_td failed: EOPNOTSUPP (Operation not supported): this device or its driver does not have it",
+            "ibv_alloc_td failed: EOPNOTSUPP (Operation not supported): this device or its driver does not support it",
         ),
         (
             errors.VerbsError("ibv_reg_mr", errno.ENOMEM, "raise the limit"),
@@ -33,7 +33,7 @@ from aioverbs.types import QpState, QpType, WcOpcode, WcStatus
         (
             errors.WorkCompletionError(WcStatus.RNR_RETRY_EXC_ERR, WcOpcode.SEND, 0x2A, 17),
             "SEND on queue pair 17 ended with RNR_RETRY_EXC_ERR (vendor error 0x2a): "
-            "the peer had no receive posted for as long as it was asked to wait",
+            "the peer had no receive posted, and the RNR retries ran out: post more receives there, or raise rnr_retry",
         ),
         (
             errors.WorkCompletionError(WcStatus.GENERAL_ERR, None, 0, 17),
@@ -42,15 +42,15 @@ from aioverbs.types import QpState, QpType, WcOpcode, WcStatus
         (
             errors.UnreachableError("rdma_resolve_addr", errno.ENODEV),
             "rdma_resolve_addr failed: ENODEV (No such device): "
-            "no RDMA device leads to that address, as none does to a loopback address: see `rdma link`",
+            "no RDMA device has a route to that address; none has one to a loopback address: see `rdma link`",
         ),
         (
             errors.ConnectionRejectedError(8, b"why"),
-            "the peer refused the connection: nobody listens at that port (reason 8)",
+            "the peer refused the connection: no program listens at that port (reason 8)",
         ),
         (
             errors.ConnectionRejectedError(99),
-            "the peer refused the connection: for a reason that has no name here (reason 99)",
+            "the peer refused the connection: unknown reason (reason 99)",
         ),
         (errors.DeviceRemovedError("the device was removed"), "the device was removed"),
         (
@@ -60,11 +60,11 @@ from aioverbs.types import QpState, QpType, WcOpcode, WcStatus
         (errors.ForkedProcessError("soft0"), "soft0 was opened before fork: open the device again in this process"),
         (
             errors.BorrowedObjectClosedError("<MemoryRegion>"),
-            "<MemoryRegion> stands on a pyverbs object that was closed: "
-            "close what aioverbs made from a pyverbs object before that object",
+            "<MemoryRegion> uses a pyverbs object that was closed: "
+            "close objects of aioverbs before the pyverbs objects that they were made from",
         ),
-        (errors.DeviceNotFoundError("mlx5_0", ["soft0"]), "there is no device 'mlx5_0'; here are: soft0"),
-        (errors.DeviceNotFoundError("mlx5_0"), "there is no device 'mlx5_0'; here are: none"),
+        (errors.DeviceNotFoundError("mlx5_0", ["soft0"]), "there is no device 'mlx5_0'; available: soft0"),
+        (errors.DeviceNotFoundError("mlx5_0"), "there is no device 'mlx5_0'; available: none"),
         (
             errors.LibraryNotFoundError("libibverbs.so.1", "no such file"),
             "libibverbs.so.1 cannot be loaded: on Debian and Ubuntu, install the package libibverbs1 (no such file)",
@@ -78,13 +78,12 @@ from aioverbs.types import QpState, QpType, WcOpcode, WcStatus
             errors.TransitionError(
                 QpType.UC, QpState.INIT, QpState.RTR, ("av", "rq_psn"), ("qkey",), {"path_mtu": "9, which is none"}
             ),
-            "a queue pair of type UC from INIT to RTR: missing: av, rq_psn; none of this transition: qkey; "
+            "a queue pair of type UC from INIT to RTR: missing: av, rq_psn; not allowed in this transition: qkey; "
             "path_mtu: 9, which is none",
         ),
         (
             errors.TransitionError(QpType.RC, QpState.RESET, QpState.RTS, reachable=(QpState.RESET, QpState.INIT)),
-            "a queue pair of type RC from RESET to RTS: there is no such transition, "
-            "from RESET are those to RESET, INIT",
+            "a queue pair of type RC from RESET to RTS: there is no such transition; reachable from RESET: RESET, INIT",
         ),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
@@ -116,7 +115,7 @@ def test_batch_error_is_that_of_the_first_that_failed() -> None:
         assert type(twin) is errors.BatchError
         assert (twin.index, twin.status, twin.opcode, twin.qp_num) == (1, WcStatus.REM_ACCESS_ERR, first.opcode, 17)
         assert list(map(str, twin.errors)) == ["None", str(first), str(flushed)]
-        assert str(twin) == f"request 1 of 3 in a batch, and 1 others: {first}"
+        assert str(twin) == f"request 1 of 3 in a batch failed, and 1 others: {first}"
     refused = errors.BatchError([errors.VerbsError("ibv_post_send", errno.ENOMEM)])
     assert (refused.index, refused.status) == (0, WcStatus.GENERAL_ERR)
 

@@ -1,4 +1,4 @@
-"""What every domain that protects memory makes: queues and regions."""
+"""Base class of protection, parent and resource domains: factories of queues, memory regions and address handles."""
 
 import functools
 from typing import TYPE_CHECKING
@@ -27,28 +27,28 @@ __all__ = ["Domain", "check_caller", "common_of", "queue_location_of"]
 
 
 class Domain(HandleResource[handles.ProtectionDomain]):
-    """What protection, parent and resource domains have in common: what takes the one takes the others."""
+    """Base class of protection, parent and resource domains, which can be used interchangeably."""
 
     _context: handles.Context
     _budget: ThreadDomainBudget
 
     @property
     def base(self) -> "Domain":
-        """The protection domain that protects memory here."""
+        """Protection domain that memory is registered on."""
         raise NotImplementedError
 
     @property
     def cache(self) -> RegistrationCache:
-        """The registrations that its protection domain keeps: see `RegistrationCache`."""
+        """Registration cache of the protection domain: see `RegistrationCache`."""
         return self.base.cache
 
     def _queue_location(self) -> QueueLocation:
-        """Where its queues are made."""
+        """Return the location in which queues of this domain are made."""
         raise NotImplementedError
 
     @functools.cached_property
     def _common(self) -> dict[object, object]:
-        """Resources that were made from it for all who need such a thing, by what they are for; closed with it."""
+        """Resources of this domain that its users share, by their purpose; closed together with the domain."""
         return {}
 
     def completion_queue(
@@ -59,7 +59,16 @@ class Domain(HandleResource[handles.ProtectionDomain]):
         message_model: MessageModel | None = None,
         spin_ns: int | None = None,
     ) -> CompletionQueue:
-        """A completion queue, to be opened: see `CompletionQueue`."""
+        """Return a new completion queue, to be opened: see `CompletionQueue`.
+
+        :param depth: minimum number of completions that fit.
+        :param comp_vector: index of the device's completion vector (interrupt) that signals the queue.
+        :param message_model: how awaits of the queue wait; None: as the resource domain says, else DEFAULT.
+        :param spin_ns: how long an await polls before it sleeps, in nanoseconds, 0..10**9; for FORCE_LOW_LATENCY and
+            LOW_LATENCY only. None: 100,000.
+        :raises ValueError: `depth` is less than 1, or `spin_ns` is out of range or has no meaning for the message
+            model.
+        """
         return CompletionQueue(self, self._queue_location(), depth, comp_vector, message_model, spin_ns)
 
     def queue_pair(
@@ -75,10 +84,20 @@ class Domain(HandleResource[handles.ProtectionDomain]):
         receive_depth: int = 0,
         receive_size: int = 0,
     ) -> QueuePair:
-        """A queue pair, to be opened: see `QueuePair`.
+        """Return a new queue pair, to be opened: see `QueuePair`.
 
-        :param port: the device's port that it sends from.
-        :param gid_index: which of the port's GIDs it sends from; None: see `QueuePair`.
+        :param send_cq: completion queue of the send queue.
+        :param recv_cq: completion queue of the receive queue; None: `send_cq`.
+        :param capabilities: depths and sizes of the queues; None: the defaults of `QpCapabilities`.
+        :param qp_type: RC, UC, UD or XRC_SEND.
+        :param srq: shared receive queue to use instead of a receive queue of its own.
+        :param port: number of the device port to send from.
+        :param gid_index: index of the port's GID to send from; None: see `QueuePair`.
+        :param receive_depth: number of receives that the queue pair keeps posted, for `QueuePair.messages`; 0: none.
+        :param receive_size: size of each of these receives, in bytes; 0 if `receive_depth` is 0.
+        :raises ValueError: `qp_type` is XRC_RECV, which `XrcDomain.queue_pair` makes; or the message model of a
+            completion queue differs from that of the resource domain; or only one of `receive_depth` and `receive_size`
+            is given, or both for a queue pair without a receive queue of its own.
         """
         if qp_type is QpType.XRC_RECV:
             raise ValueError(
@@ -107,7 +126,15 @@ class Domain(HandleResource[handles.ProtectionDomain]):
         xrc_domain: XrcDomain | None = None,
         cq: CompletionQueue | None = None,
     ) -> SharedReceiveQueue:
-        """A shared receive queue, to be opened: see `SharedReceiveQueue`."""
+        """Return a new shared receive queue, to be opened: see `SharedReceiveQueue`.
+
+        :param max_wr: maximum number of receives posted at once.
+        :param max_sge: maximum number of scatter/gather entries of a receive.
+        :param limit: raise ``EventType.SRQ_LIMIT_REACHED`` once when fewer posted receives than this are left; 0:
+            never.
+        :param xrc_domain: XRC domain of an XRC shared receive queue; None for an ordinary one.
+        :param cq: completion queue of an XRC shared receive queue; None for an ordinary one.
+        """
         return SharedReceiveQueue(self, self._queue_location(), max_wr, max_sge, limit, xrc_domain=xrc_domain, cq=cq)
 
     def register(
@@ -116,39 +143,43 @@ class Domain(HandleResource[handles.ProtectionDomain]):
         access: AccessFlags = AccessFlags.LOCAL_WRITE,
         allocator: Allocator | None = None,
     ) -> MemoryRegion:
-        """A memory region, to be opened: see `MemoryRegion`.
+        """Return a new memory region, to be opened: see `MemoryRegion`.
 
-        :param memory: an object with the buffer protocol, or how many bytes to allocate.
-        :param access: what may be done to it; peers that may write imply ``LOCAL_WRITE``, which is to be given, too.
-        :param allocator: where to allocate those bytes.
+        :param memory: object with the buffer protocol, or the number of bytes to allocate.
+        :param access: allowed operations; ``REMOTE_WRITE`` and ``REMOTE_ATOMIC`` require ``LOCAL_WRITE`` as well.
+        :param allocator: allocator of the bytes, if `memory` is a number; None: the default.
         """
         return MemoryRegion(self.base, self.base.handle, memory, access, allocator)
 
     def memory_window(self, mw_type: MwType = MwType.TYPE_2) -> MemoryWindow:
-        """A memory window, to be opened: see `MemoryWindow`."""
+        """Return a new memory window, to be opened: see `MemoryWindow`.
+
+        :param mw_type: ``TYPE_1`` or ``TYPE_2``.
+        """
         return MemoryWindow(self.base, self.base.handle, mw_type)
 
     def address_handle(
         self, to: Endpoint | AddressVector, *, port: int = 1, gid_index: int | None = None
     ) -> AddressHandle:
-        """The way that datagrams take to a port, to be opened: see `AddressHandle`.
+        """Return a new address handle, the path of datagrams to a port, to be opened: see `AddressHandle`.
 
-        :param to: a queue pair's endpoint, or just a path.
-        :param port: the device's port that they are sent from, to an endpoint.
-        :param gid_index: which of the port's GIDs they are sent from, to an endpoint; None: see `QueuePair`.
+        :param to: endpoint of a UD queue pair, or a path.
+        :param port: number of the device port to send from; used if `to` is an endpoint.
+        :param gid_index: index of the port's GID to send from; used if `to` is an endpoint. None: see `QueuePair`.
         """
         return AddressHandle(self.base, self.base.handle, to, port, gid_index)
 
     def adopt_memory_region(self, mr: "MR", access: AccessFlags) -> MemoryRegion:
-        """A memory region that the user registered with pyverbs on the `PD` that was adopted, to be opened.
+        """Return a memory region over a pyverbs ``MR`` of the adopted ``PD``, to be opened.
 
-        The user keeps it, and closes it when this is closed; used after that, this raises `BorrowedObjectClosedError`.
+        The user continues to own the ``MR`` and closes it after this region. If the user closes it first, every later
+        use of this region raises `BorrowedObjectClosedError`.
 
-        Opening raises `TypeError` where it is something else, `ValueError` where it is closed or of another domain.
-
-        :param mr: an open `pyverbs.mr.MR`, of any kind.
-        :param access: what it was registered for, which it does not tell: `MemoryRegion.buffer` is read-only without
-            ``LOCAL_WRITE``.
+        :param mr: an open `pyverbs.mr.MR` or an instance of a subclass.
+        :param access: flags that the ``MR`` was registered with, which pyverbs does not expose: `MemoryRegion.buffer`
+            is read-only without ``LOCAL_WRITE``.
+        :raises TypeError: on opening: `mr` is not an ``MR``.
+        :raises ValueError: on opening: `mr` is closed or belongs to another protection domain.
         """
         return LentMemoryRegion(self.base, self.base.handle, mr, access)
 
@@ -162,14 +193,27 @@ class Domain(HandleResource[handles.ProtectionDomain]):
         access: AccessFlags = AccessFlags.LOCAL_WRITE,
         alignment: int = 64,
     ) -> BufferPool:
-        """A pool of registered buffers, to be opened: see `BufferPool`."""
+        """Return a new pool of registered buffers, to be opened: see `BufferPool`.
+
+        :param size: size of each buffer, in bytes.
+        :param count: number of buffers of a slab, the unit in which the pool registers memory.
+        :param limit: maximum number of buffers that the pool grows to; None: one slab.
+        :param allocator: allocator of the memory; None: the default.
+        :param access: access flags that the memory is registered with.
+        :param alignment: alignment of each buffer, in bytes: a power of two, at most the page size.
+        :raises ValueError: an argument is out of range, or `limit` is less than `count`.
+        """
         return BufferPool(self.base, size, count, limit=limit, allocator=allocator, access=access, alignment=alignment)
 
 
 def check_caller(domain: Domain, what: str) -> None:
-    """See that a domain's owner calls, where it is one loop's: before anything begins that ends with queues made on it.
+    """Check that the running event loop owns a domain that is bound to one loop.
 
-    :raises AffinityError: another loop, or none, is running here.
+    Call this before starting work that ends with queues being made on the domain.
+
+    :param domain: domain to check; a domain that is not bound to a loop passes.
+    :param what: operation named in the error.
+    :raises AffinityError: another event loop or none is running.
     """
     owner = domain.owner
     if owner is not None and owner.bound:
@@ -177,10 +221,12 @@ def check_caller(domain: Domain, what: str) -> None:
 
 
 def queue_location_of(domain: Domain) -> QueueLocation:
-    """Where a domain's queues are made."""
+    """Return the location in which queues of a domain are made."""
     return domain._queue_location()
 
 
 def common_of(domain: Domain) -> dict[object, object]:
-    """Resources that were made from a domain for all who need such a thing, by what they are for; closed with it."""
+    """Return the resources of a domain that its users share, by their purpose; they are closed together with the
+    domain.
+    """
     return domain._common

@@ -1,4 +1,4 @@
-"""Devices: which there are, and what is made on one."""
+"""Devices: listing them, opening one, and the resources made from an open device."""
 
 import asyncio
 import contextlib
@@ -50,9 +50,14 @@ logger = logging.getLogger("aioverbs")
 
 @dataclass(frozen=True)
 class PortInfo:
-    """A port: its number, state, link layer and MTU, and its GIDs by their index, where there is one.
+    """A port of a device, as `devices` found it.
 
-    :param gid_index: which of them queue pairs send from that are not told another one; None where there is none.
+    :param number: port number, from 1.
+    :param state: state of the port.
+    :param link_layer: InfiniBand or Ethernet.
+    :param active_mtu: MTU in use.
+    :param gids: GIDs of the port, each with its index in the GID table, as IPv6 text.
+    :param gid_index: index of the GID that queue pairs send from by default; None if the port has no GID.
     """
 
     number: int
@@ -65,11 +70,14 @@ class PortInfo:
 
 @dataclass(frozen=True)
 class DeviceInfo:
-    """A device of this machine.
+    """A device of this machine, as `devices` found it.
 
+    :param name: name that `open_device` takes.
     :param provider: ``"software"`` or ``"hardware"``.
-    :param native: which of thread domains, parent domains and XRC domains it has.
-    :param problem: why it cannot be opened; then nothing is known of its ports.
+    :param ports: ports of the device; empty if it cannot be opened.
+    :param native: the subset of ``"thread domains"``, ``"parent domains"`` and ``"XRC domains"`` that the provider
+        implements.
+    :param problem: reason why the device cannot be opened; None if it can.
     """
 
     name: str
@@ -80,15 +88,18 @@ class DeviceInfo:
 
     @property
     def active(self) -> bool:
-        """Whether one of its ports is."""
+        """Whether at least one port is ACTIVE."""
         return any(port.state is PortState.ACTIVE for port in self.ports)
 
 
 @dataclass(frozen=True)
 class DeviceStatistics(ResourceStatistics):
-    """How many objects of a device are open, by what the device counts, and how many thread domains are native.
+    """Counts of the open objects of a device.
 
-    :param overlaps: calls that met another one inside of an object without locks, and were refused.
+    :param native_thread_domains: number of native thread domains in use.
+    :param objects: pairs of an object type and the number of open objects of that type; empty for an RDMA device.
+    :param overlaps: number of calls rejected because another thread was already inside the same single-threaded object;
+        0 for an RDMA device.
     """
 
     native_thread_domains: int
@@ -97,10 +108,14 @@ class DeviceStatistics(ResourceStatistics):
 
 
 def devices() -> list[DeviceInfo]:
-    """The devices of this machine, RDMA devices first, the software device last."""
+    """Return the devices of this machine: RDMA devices first, the software device last.
+
+    Each device is opened for a moment to query it. A device that cannot be opened is listed with its
+    `DeviceInfo.problem`.
+    """
     try:
         names = hardware.names()
-    except OSError:  # with libibverbs and pyverbs missing, too
+    except OSError:  # includes LibraryNotFoundError: libibverbs or pyverbs is missing
         names = []
     return [_look_at(name) for name in (*names, *software.names())]
 
@@ -126,7 +141,7 @@ def _open_context(name: str, *, execution: Execution = "inline", delay_ns: int =
 def _look_at(name: str) -> DeviceInfo:
     try:
         context = _open_context(name)
-    except (OSError, DeviceNotFoundError, ValueError) as error:  # not found: it went meanwhile
+    except (OSError, DeviceNotFoundError, ValueError) as error:  # NotFound: removed after being listed
         return DeviceInfo(name, _provider_of(name), (), frozenset(), str(error))
     try:
         ports = tuple(_port(context, number + 1) for number in range(context.attributes.phys_port_cnt))
@@ -143,7 +158,7 @@ def _port(context: handles.Context, number: int) -> PortInfo:
 
 
 def _native(context: handles.Context) -> list[str]:
-    """By trying: what a provider does not have answers so."""
+    """Find the object types that the provider implements, by creating one of each."""
     found = []
     made: list[handles.Handle] = []
     try:
@@ -168,7 +183,8 @@ def _native(context: handles.Context) -> list[str]:
 class Device(HandleResource[handles.Context]):
     """An open device: ``ibv_open_device``. Any event loop may use it. Made by `open_device`.
 
-    One that is forgotten is closed by the loop that opened it, or where that is gone by the next that opens a device.
+    A device that is garbage collected while open is closed by the event loop that opened it. If that loop is closed
+    already, the next call that opens a device closes it.
     """
 
     def __init__(
@@ -179,22 +195,25 @@ class Device(HandleResource[handles.Context]):
         self._execution = execution
         self._delay_ns = delay_ns
         self._budget = ThreadDomainBudget(max_native_thread_domains)
-        self._lent: PyverbsContext | None = None  # the user's own pyverbs context
+        self._lent: PyverbsContext | None = None  # pyverbs context owned by the user
         self._loop_domains: dict[asyncio.AbstractEventLoop, SharedByBlocks] = {}
 
     @staticmethod
     def from_pyverbs(context: "PyverbsContext", *, max_native_thread_domains: int | None = None) -> "Device":
-        """A device over a pyverbs context that the user opened, keeps, and closes when this is closed.
+        """Return a device over a pyverbs context that the user opened and continues to own, to be opened.
 
-        What is made from it is destroyed before, as libibverbs demands and pyverbs does not see. Where the user closes
-        it first, everything here raises `BorrowedObjectClosedError` and can only be closed, with a ResourceWarning.
-        Its protection domains and memory regions follow by `adopt_protection_domain` and
-        `ProtectionDomain.adopt_memory_region`.
+        Close this device before the pyverbs context: libibverbs requires that everything made from a context is
+        destroyed first, and pyverbs does not know about objects made here. If the user closes the context first, every
+        use of the device and of its resources raises `BorrowedObjectClosedError`; they can then only be closed, which
+        emits a ResourceWarning. Adopt protection domains and memory regions of the context with
+        `adopt_protection_domain` and `ProtectionDomain.adopt_memory_region`.
 
         :param context: an open `pyverbs.device.Context`.
         :param max_native_thread_domains: as for `open_device`.
-
-        Opening raises `TypeError` where it is something else, `ValueError` where it is closed, `LibraryNotFoundError`.
+        :returns: the device, not open yet.
+        :raises TypeError: on opening: `context` is not a `pyverbs.device.Context`.
+        :raises ValueError: on opening: `context` is closed.
+        :raises LibraryNotFoundError: on opening: libibverbs or pyverbs is missing.
         """
         device = Device(None, max_native_thread_domains, "inline", 0)
         device._lent = context
@@ -213,10 +232,10 @@ class Device(HandleResource[handles.Context]):
         self._lifecycle.label = context.name
         self._pump = EventPump.of(context)
         self._pump.find = self._lifecycle.find
-        # Nothing of the device's own, or it could not be forgotten.
+        # The drain callback must not refer to the device itself, or the device could never be garbage collected.
         self._lifecycle.drain = functools.partial(_drain, context, self._pump)
         attend(context)
-        with contextlib.suppress(RuntimeError):  # in a trio task, or nowhere
+        with contextlib.suppress(RuntimeError):  # no asyncio loop is running, for example in a trio task
             self._lifecycle.opener = asyncio.get_running_loop()
         if self._lifecycle.opener is not None:
             reap()
@@ -227,25 +246,27 @@ class Device(HandleResource[handles.Context]):
         super()._check_open()
         if self._lent is not None:
             assert self._handle is not None
-            # Asking the handle is what finds that its user closed it, and the descriptor of its events with it.
+            # Reading the address raises if the user closed the context, and with it the descriptor of its events.
             self._handle.address  # noqa: B018
 
     @property
     def name(self) -> str:
-        """Its name, as ``"mlx5_0"``, ``"soft0"`` or ``"soft0@10.0.0.1:7470"``."""
+        """Name of the device, such as ``"mlx5_0"``, ``"soft0"`` or ``"soft0@10.0.0.1:7470"``."""
         return self.handle.name
 
     @property
     def software(self) -> bool:
-        """Whether it is a software device."""
+        """Whether this is a software device."""
         return self.handle.software
 
     @property
     def faults(self) -> FaultPlan:
-        """What is to go wrong on it, and when, of a software device: verbs and requests that fail, messages that are
-        lost or late, a port that goes down, a device that is lost. Its methods take queue pairs by their `handle`.
+        """Fault plan of a software device.
 
-        :raises ValueError: it is an RDMA device.
+        The plan injects failures: verbs and work requests that fail, messages that are lost or delayed, a port that
+        goes down, a device that is lost. Its methods take queue pairs by their `handle`.
+
+        :raises ValueError: this is an RDMA device.
         """
         context = self.handle
         if not isinstance(context, SoftwareContext):
@@ -253,52 +274,57 @@ class Device(HandleResource[handles.Context]):
         return context.faults
 
     def attributes(self) -> DeviceAttributes:
-        """What it can do: ``ibv_query_device``."""
+        """Return the attributes and limits of the device: ``ibv_query_device``."""
         return self.handle.query_device()
 
     def port(self, number: int = 1) -> PortAttributes:
-        """The state of a port: ``ibv_query_port``."""
+        """Return the current attributes of a port: ``ibv_query_port``.
+
+        :param number: port number, from 1.
+        :raises VerbsError: the verb failed, for example because the device has no such port.
+        """
         return self.handle.query_port(number)
 
     def protection_domain(self) -> ProtectionDomain:
-        """A protection domain: see there."""
+        """Return a new protection domain, to be opened: see `ProtectionDomain`."""
         return ProtectionDomain(self, self.handle, self._budget)
 
     def adopt_protection_domain(self, pd: "PD") -> ProtectionDomain:
-        """A protection domain that the user made with pyverbs, on the context that `from_pyverbs` adopted.
+        """Return a protection domain over a pyverbs ``PD`` of the context that `from_pyverbs` adopted, to be opened.
 
-        The user keeps it, and closes it when this is closed: before that pyverbs fails to, with EBUSY, as long as
-        something that was made from it here is open; else using this raises `BorrowedObjectClosedError`. Memory that
-        the user registered on it follows by `ProtectionDomain.adopt_memory_region`.
-
-        Opening raises `TypeError` where it is something else, as a parent domain, `ValueError` where it is closed or of
-        another context.
+        The user continues to own the ``PD`` and closes it after this protection domain. Until then, closing the ``PD``
+        fails with EBUSY as long as a resource made from it here is open. If closing it succeeds, every later use of
+        this protection domain raises `BorrowedObjectClosedError`. Adopt memory that the user registered on the ``PD``
+        with `ProtectionDomain.adopt_memory_region`.
 
         :param pd: an open `pyverbs.pd.PD`.
+        :raises TypeError: on opening: `pd` is not a ``PD``, or is a parent domain.
+        :raises ValueError: on opening: `pd` is closed or belongs to another context.
         """
         return ProtectionDomain(self, self.handle, self._budget, lent=pd)
 
     def shared_protection_domain(self, shared_id: int, share_key: int) -> ProtectionDomain:
-        """An instance of a protection domain that was shared, by another context of the same device: ``ibv_share_pd``.
+        """Return an instance of a protection domain shared by another context of the same device, to be opened:
+        ``ibv_share_pd``.
 
-        On a software device any other context that this process has of it can have it, and a device that
-        `import_device` made for it. On RDMA devices it is the context that has it, or one that `import_device` made
-        over that one.
-
-        Opening raises `VerbsError`: with ENOENT where nothing is shared by that id, with EACCES where the key is
-        another one, with EXDEV where the id is of another device, with EOPNOTSUPP where the provider does not have what
-        that takes.
+        On a software device, the instance can be opened on any other context that this process has of the device, and
+        on a device made by `import_device`. On an RDMA device, it can be opened on the context that shares the domain
+        and on a device that `import_device` made over that context.
 
         :param shared_id: `SharedProtectionDomain.id`.
-        :param share_key: the key that it was shared with, 64 bits.
+        :param share_key: the key that the domain was shared with, 0..2**64-1.
+        :raises VerbsError: on opening: with ENOENT, no domain is shared by that id; with EACCES, the key is wrong; with
+            EXDEV, the id belongs to another device; with EOPNOTSUPP, the provider does not implement the verb.
+        :raises ValueError: `shared_id` or `share_key` does not fit in its bits.
+        :raises TypeError: `shared_id` or `share_key` is not an integer.
         """
         check_share(shared_id, share_key)
         return ProtectionDomain(self, self.handle, self._budget, (shared_id, share_key))
 
     def thread_domain(self, *, require_native: bool = False) -> ThreadDomain:
-        """A thread domain of the loop that opens it: see there.
+        """Return a new thread domain of the event loop that opens it, to be opened: see `ThreadDomain`.
 
-        :param require_native: raise where the provider has none, or no more of them, instead of going on without.
+        :param require_native: raise if the provider has no thread domains left, instead of opening a non-native one.
         """
         return ThreadDomain(self, self.handle, self._budget, require_native=require_native)
 
@@ -312,7 +338,15 @@ class Device(HandleResource[handles.Context]):
         context: object = None,
         require_native: bool = False,
     ) -> ResourceDomain:
-        """A resource domain: see there."""
+        """Return a new resource domain, to be opened: see `ResourceDomain`.
+
+        :param pd: protection domain to build on; None: a new one.
+        :param thread_model: threads that may use the domain.
+        :param message_model: how the completion queues of the domain wait.
+        :param allocator: allocator of the memory of queues; None: the provider's own.
+        :param context: opaque user data, passed to the allocator.
+        :param require_native: raise if the thread domain or parent domain would not be native.
+        """
         return ResourceDomain(
             self,
             self.handle,
@@ -326,53 +360,64 @@ class Device(HandleResource[handles.Context]):
         )
 
     def loop_domain(self) -> AbstractAsyncContextManager[ResourceDomain, None]:
-        """The one resource domain of the running loop that everybody on it may share, as long as somebody does.
+        """Return an async context manager that enters the resource domain shared by all blocks on the running event
+        loop.
 
-        It is opened by whoever comes first and closed by whoever leaves last. Where a loop is closed before that, it is
-        forgotten, and closed with the device.
+        The first block to enter opens the domain, the last block to leave closes it. If the loop is closed before the
+        last block leaves, the domain is dropped, and closed together with the device.
 
-        :raises AffinityError: another loop entered the block that this one leaves; nothing was done.
-        :raises RuntimeError: no asyncio event loop is running.
+        :raises AffinityError: on leaving: the block was entered on another loop; nothing was done.
+        :raises RuntimeError: on entering: no asyncio event loop is running.
         """
         return LoopDomain(self.resource_domain, self._loop_domains)
 
     def xrc_domain(self, fd: int = -1, oflag: int = os.O_CREAT) -> XrcDomain:
-        """An XRC domain: see there."""
+        """Return an XRC domain, to be opened: see `XrcDomain`.
+
+        :param fd: file descriptor of the inode that identifies the domain; -1: no inode, so no other process can open
+            it.
+        :param oflag: ``os.O_CREAT``, optionally with ``os.O_EXCL``; or 0 to open an existing domain only.
+        """
         return XrcDomain(self, self.handle, fd, oflag)
 
     def events(self, resource: Resource | None = None) -> AsyncGenerator[DeviceEvent, None]:
-        """Asynchronous events of the device and of all that was made from it: ``async for``.
+        """Iterate over asynchronous events of the device and of all resources made from it: ``ibv_get_async_event``.
 
-        It ends when the device is closed. Events that nobody listens for wait, the latest 1,024 of them. The event loop
-        that asks for the first event owns the iterator.
+        The iteration ends when the device is closed. Without a listener, the latest 1,024 events are queued. The event
+        loop that requests the first event owns the iterator.
 
-        :param resource: only what happens to this queue pair, completion queue or shared receive queue, which has this
-            as its `events`, too; then it ends when that is closed.
+        :param resource: yield only events of this queue pair, completion queue or shared receive queue, as the `events`
+            of that resource does; the iteration then ends when the resource is closed. None: yield all events.
+        :raises ClosedResourceError: the device is not open.
         """
         self._check_open()
         return self._pump.listen(resource)
 
     def resources(self) -> ResourceInfo:
-        """It and all that was made from it, as they are now. Rich prints it as a tree."""
+        """Return a snapshot of the tree of resources made from this device. Rich prints it as a tree."""
         return self._lifecycle.info()
 
     def peers(self) -> tuple[Peer, ...]:
-        """The streams between a software device and those of other processes, those of all its contexts here.
+        """Return the streams between this process and other processes, of all contexts of the software device in this
+        process.
 
-        An RDMA device has none.
+        :returns: an empty tuple for an RDMA device.
         """
         return log(context).peers if isinstance(context := self.handle, SoftwareContext) else ()
 
     def refusals(self) -> tuple[RejectedPeer, ...]:
-        """The last peers that a software device turned away, or whose streams it closed for what came over them.
+        """Return the peers that the software device rejected most recently, or disconnected because of the data they
+        sent.
 
-        Each of them is a warning of the logger ``aioverbs.fabric``, too: once it is asked for here or by `peers`, when
-        the device is closed, or by the loop that uses the device about a second later. An RDMA device has none.
+        Each rejection is also logged once as a warning of the logger ``aioverbs.fabric``: by this method or `peers`,
+        when the device is closed, or by the event loop that uses the device about a second later.
+
+        :returns: an empty tuple for an RDMA device.
         """
         return log(context).refusals if isinstance(context := self.handle, SoftwareContext) else ()
 
     def statistics(self) -> DeviceStatistics:
-        """Counts of what is open. Those of objects are the software device's own; for others there are none."""
+        """Return counts of the open objects. Counts by object type exist for software devices only."""
         counts = dict(context.counts()) if isinstance(context := self.handle, SoftwareContext) else {}
         overlaps = counts.pop("overlaps", 0)
         assert isinstance(overlaps, int)
@@ -393,33 +438,35 @@ def open_device(
     execution: Execution = "inline",
     delay_ns: int = 0,
 ) -> Device:
-    """A device to be opened, by ``async with`` or by `Device.open`.
+    """Return a device, to be opened by ``async with`` or by `Device.open`.
 
-    :param name: its name; without one what the environment variable AIOVERBS_DEVICE says; without that the first RDMA
-        device with an active port, or else the software device, with a warning to the log that says why. A software
-        device that other hosts are to find has its address, and a TCP port, in its name: ``"soft0@10.0.0.1:7470"`` or
-        ``"soft0@[fd00::1]:7470"``, and ``"soft0"`` is the one with the address that AIOVERBS_SOFT_ADDRESS has, if any.
-        Each is a device of its own.
-    :param max_native_thread_domains: how many thread domains may be native at once; None: as many as it has. Those
-        beyond are open without being native.
-    :param execution: for the software device only: ``"inline"`` executes a request in the call that posts it,
-        ``"thread"`` in a thread of the device, beside the event loop as hardware does.
-    :param delay_ns: with ``"thread"`` only: the least time from posting to execution, in nanoseconds.
-
-    Opening raises `DeviceNotFoundError`, `LibraryNotFoundError` or `VerbsError`; `ValueError` where it is an RDMA
-    device and one of the last two was given, or where the address in a software device's name is none.
+    :param name: name of the device. None: the name in the environment variable AIOVERBS_DEVICE; without that variable,
+        the first RDMA device with an active port; without such a device, the software device, and the reason is logged
+        as a warning. A software device that other hosts connect to has its address and TCP port in its name:
+        ``"soft0@10.0.0.1:7470"`` or ``"soft0@[fd00::1]:7470"``. ``"soft0"`` stands for the device with the address in
+        AIOVERBS_SOFT_ADDRESS, if that variable is set. Each address is a separate device.
+    :param max_native_thread_domains: maximum number of native thread domains in use at once; further thread domains
+        open without being native. None: as many as the device has.
+    :param execution: for the software device only: ``"inline"`` executes a work request in the call that posts it;
+        ``"thread"`` executes it in a thread of the device, concurrently with the event loop, as hardware does.
+    :param delay_ns: with ``"thread"`` only: minimum time from posting to execution, in nanoseconds.
+    :raises DeviceNotFoundError: on opening: there is no device of that name.
+    :raises LibraryNotFoundError: on opening: libibverbs or pyverbs is missing.
+    :raises ValueError: on opening: `execution` or `delay_ns` was given for an RDMA device, or the address in the name
+        of a software device is invalid.
+    :raises VerbsError: on opening: ``ibv_open_device`` failed.
     """
     return Device(name, max_native_thread_domains, execution, delay_ns)
 
 
 def _first_active() -> str:
-    """The first RDMA device with an active port, else the software device."""
+    """Return the name of the first RDMA device with an active port, else of the software device, with a warning."""
     reasons = []
     try:
         names = hardware.names()
     except OSError as error:
         names = []
-        if kernel_devices():  # else nothing that could be installed leads to one
+        if kernel_devices():  # without a kernel device, installing the libraries would not help
             reasons.append(str(error))
     for name in names:
         found = _look_at(name)
@@ -433,7 +480,7 @@ def _first_active() -> str:
 
 
 def opening_of(device: Device) -> tuple[Execution, int, int | None]:
-    """How a device was to be opened: ``execution``, ``delay_ns`` and ``max_native_thread_domains``."""
+    """Return the ``execution``, ``delay_ns`` and ``max_native_thread_domains`` that a device was made with."""
     return device._execution, device._delay_ns, device._budget.limit
 
 

@@ -1,4 +1,4 @@
-"""Completion queues: where work requests end, and how those who wait for that are woken."""
+"""Completion queues: waking the event loop for completions, reservations of their entries, and resizing."""
 
 import asyncio
 import contextlib
@@ -29,30 +29,34 @@ __all__ = [
     "retry_while_busy",
 ]  # fmt: skip
 
-# How long another loop may take to let go of a queue's descriptor.
+# Longest time that another event loop may take to stop watching a queue's descriptor, in seconds.
 _STOP_S = 10.0
-# How often a verb is tried again that met another thread inside of its domain.
+# Number of times that a verb is retried while another thread is inside the same domain.
 _TRIES = 1000
-# How long an await may poll before it sleeps: about as long as a peer that slept takes to wake up and answer.
+# Default polling time of an await before it sleeps: about the time that a sleeping peer needs to wake up and answer.
 _SPIN_NS = 100_000
-# One event for so many completions, or so long after the first of them, where bandwidth is what counts.
+# Completion moderation for HIGH_BANDWIDTH: one event for this many completions, or this many microseconds after the
+# first.
 _MODERATION = (16, 16)
 
 
 class MessageModel(enum.Enum):
-    """How the queues of a resource domain wait, as documented for resource domains."""
+    """How awaits on the completion queues of a resource domain wait for completions."""
 
     FORCE_LOW_LATENCY = "force low latency"
-    """An await polls, for a while without letting go of the thread, then in each turn of its loop, until it is done."""
+    """An await polls until it is done: at first without releasing the thread, later once in each iteration of its loop.
+    """
 
     LOW_LATENCY = "low latency"
     """An await polls for a while, then sleeps until the completion channel wakes its loop."""
 
     HIGH_BANDWIDTH = "high bandwidth"
-    """What is posted in one turn of the loop goes to the device together, at its end, and completes together."""
+    """Requests posted in one iteration of the loop are submitted together at the end of the iteration, and complete
+    together.
+    """
 
     DEFAULT = "default"
-    """An await looks once, then sleeps until the completion channel wakes its loop."""
+    """An await polls once, then sleeps until the completion channel wakes its loop."""
 
 
 _MODELS = {
@@ -65,13 +69,13 @@ _MODELS = {
 
 @dataclass(frozen=True)
 class QueueLocation:
-    """Where a domain has its queues made.
+    """Verbs objects and owner with which a domain makes its queues.
 
-    :param pd: the parent domain, or the protection domain that stands for it.
-    :param base: the protection domain, which memory is of.
-    :param owner: who may use them; None: anyone.
-    :param native: whether `pd` is a parent domain, which completion queues are told of.
-    :param message_model: that of a resource domain; None: each completion queue has its own.
+    :param pd: the parent domain, or the protection domain if there is no native parent domain.
+    :param base: the protection domain that memory is registered on.
+    :param owner: event loop and thread that own the queues; None: any thread may use them.
+    :param native: whether `pd` is a parent domain, to be passed to the creation of completion queues.
+    :param message_model: message model of the resource domain; None: each completion queue chooses its own.
     """
 
     pd: handles.ProtectionDomain
@@ -81,17 +85,22 @@ class QueueLocation:
     message_model: MessageModel | None = None
 
     def owner_with(self, *parts: Resource | None) -> Affinity | None:
-        """The owner of what is made here with other parts: the first who owns one of them, as the handles have it.
+        """Return the owner of a queue made here from other resources: the first owner found among the domain and those.
 
-        Whoever cannot take completions, or receives, of another owner has no use for what needs them.
+        A resource of another owner could neither take completions nor receives from this queue, so the handles reject
+        such combinations and the first owner is the only one.
+
+        :param parts: completion queues and shared receive queues of the new queue, in the order in which handles check
+            them.
         """
         owners = (self.owner, *(part.owner for part in parts if part is not None))
         return next((owner for owner in owners if owner is not None), None)
 
     def check_message_model(self, what: str, cq: "CompletionQueue") -> None:
-        """Check that a completion queue waits as the resource domain has it on which something is made.
+        """Check that a completion queue has the message model of the resource domain.
 
-        :param what: that which is made.
+        :param what: name of the resource being made, for the error.
+        :param cq: completion queue to check.
         :raises ValueError: the two message models differ.
         """
         model = self.message_model
@@ -104,16 +113,17 @@ class QueueLocation:
 
 @dataclass(frozen=True)
 class CompletionQueueStatistics(ResourceStatistics):
-    """What a completion queue holds and has seen.
+    """Current depth and lifetime counters of a completion queue.
 
-    :param depth: completions that fit; at least those that were asked for.
-    :param reserved: of these, what queue pairs made on it can have at once.
-    :param in_flight: work requests that are to complete here.
-    :param completions: that were taken.
-    :param late: of these, those of what was destroyed meanwhile, or posted by a handle.
-    :param wakeups: of the loop, by the completion channel.
-    :param spins: awaits that polled for a while.
-    :param spins_paid: of these, those that were done by that.
+    :param depth: number of completions that fit; at least the number asked for.
+    :param reserved: number of entries reserved by the queues that complete here.
+    :param in_flight: number of work requests in flight that complete here.
+    :param completions: number of completions polled so far.
+    :param late: number of completions polled so far whose queue was destroyed before, or that belong to requests posted
+        through a low-level handle.
+    :param wakeups: number of times that the completion channel woke the loop.
+    :param spins: number of awaits that polled before sleeping.
+    :param spins_paid: number of awaits that completed while polling.
     """
 
     depth: int
@@ -127,8 +137,10 @@ class CompletionQueueStatistics(ResourceStatistics):
 
 
 class _Watch:
-    """What has a queue's home loop woken by its channel and told of a lost device. It does not know the user's object,
-    which may be forgotten."""
+    """Watcher of a completion channel and of the device's events, on the event loop that opened the queue.
+
+    It does not refer to the `CompletionQueue`, which may be garbage collected.
+    """
 
     def __init__(self, dispatcher: CqDispatcher, channel: handles.CompletionChannel) -> None:
         self._dispatcher = dispatcher
@@ -141,8 +153,8 @@ class _Watch:
         self._watching = True
 
     def _broken(self, element: handles.Handle | None) -> None:
-        # The device is gone, or this queue broke, and beyond what was completed before nothing that is under way
-        # completes any more. Some devices fail when such a queue is polled, others go on as if nothing was.
+        # The device was lost or this completion queue failed: no request still in flight will complete, except for
+        # completions that are already in the queue. Polling such a queue fails on some devices and succeeds on others.
         if not self._watching or (element is not None and element is not self._dispatcher.handle):
             return
         try:
@@ -160,7 +172,7 @@ class _Watch:
             self._dispatcher.broke(VerbsError("ibv_get_async_event", errno.EIO, "it has lost completions (CQ_ERR)"))
 
     async def stop(self) -> None:
-        """Let go of the loop, and acknowledge what it was woken by."""
+        """Stop watching the descriptor, and acknowledge the events received from the channel."""
         await wait_uncancelled(self._let_go())
         await retry_while_busy(self._dispatcher.acknowledge)
 
@@ -168,7 +180,7 @@ class _Watch:
         with anyio.move_on_after(_STOP_S) as scope:
             try:
                 await run_on_owner(self._home, self._remove)
-            except AffinityError:  # that loop is gone, and nobody is there
+            except AffinityError:  # the owning loop is closed
                 self._remove()
         if scope.cancelled_caught:
             raise BusyResourceError(
@@ -184,18 +196,22 @@ class _Watch:
 
 
 class CompletionQueue(AsyncEventSource[handles.CompletionQueue]):
-    """A completion queue: ``ibv_create_cq_ex`` on a parent domain, ``ibv_create_cq`` elsewhere, with a channel.
+    """A completion queue: ``ibv_create_cq_ex`` on a parent domain, ``ibv_create_cq`` elsewhere, with a completion
+    channel.
 
-    The loop that opens it is woken by the channel's descriptor, takes what is completed and tells who waits. Queue
-    pairs reserve as much of it as they can have under way, so that it cannot overflow. Made by the ``completion_queue``
-    of a domain.
+    The event loop that opens the queue watches the channel's descriptor, polls completions and wakes the tasks that
+    await them. Each queue pair reserves as many entries as it can have requests in flight, so that the completion queue
+    cannot overflow. Made by the ``completion_queue`` of a domain.
 
-    :param depth: how many completions it holds at least.
-    :param comp_vector: which of the device's interrupt vectors signals it.
-    :param message_model: how awaits of what completes here wait; None: as its resource domain has it, else DEFAULT.
-        Queue pairs of a resource domain take only completion queues with the domain's message model.
-    :param spin_ns: how many nanoseconds an await polls before it sleeps, for FORCE_LOW_LATENCY and LOW_LATENCY; the
-        awaits of one turn of the loop share them. None: 100,000.
+    :param domain: domain that the completion queue belongs to.
+    :param placement: location in which the domain makes queues.
+    :param depth: minimum number of completions that fit.
+    :param comp_vector: index of the device's completion vector (interrupt) that signals the queue.
+    :param message_model: how awaits of this queue wait; None: as the resource domain says, else DEFAULT. Queue pairs of
+        a resource domain accept only completion queues with the domain's message model.
+    :param spin_ns: how long an await polls before it sleeps, in nanoseconds, 0..10**9; for FORCE_LOW_LATENCY and
+        LOW_LATENCY only. The awaits in one iteration of the loop share this time. None: 100,000.
+    :raises ValueError: `depth` is less than 1, or `spin_ns` is out of range or has no meaning for the message model.
     """
 
     def __init__(
@@ -220,11 +236,11 @@ class CompletionQueue(AsyncEventSource[handles.CompletionQueue]):
         self._comp_vector = comp_vector
         self._spin_ns = spin_ns if spin_ns is not None else _SPIN_NS
         self._dispatcher: CqDispatcher | None = None
-        # Under the lock, whose sections call no verb, and so no allocator: a signal's handler that comes into one may
-        # begin another one.
+        # Guards `_reserved`, `_shrinking` and the update of `_depth`. No section under this lock calls a verb, and so
+        # none calls an allocator. Reentrant, because a signal handler may interrupt a section and enter another one.
         self._reserving = threading.RLock()
         self._reserved = 0
-        self._shrinking: list[int] = []  # what it is being resized to: it may hold no more already
+        self._shrinking: list[int] = []  # depths of resizes in progress: the queue may hold no more than these
         self._moderated = False
         self.message_model = model
 
@@ -234,7 +250,7 @@ class CompletionQueue(AsyncEventSource[handles.CompletionQueue]):
     def _open(self) -> None:
         pd, owner = self._queue_location.pd, self._queue_location.owner
         self._check(pd.context, self._depth)
-        # What wakes a loop is that loop's, even where anybody may use the queue.
+        # A completion channel wakes one loop, even if any thread may use the queue.
         home = owner if owner is not None and owner.bound else Affinity.of_running_loop()
         channel = handles.CompletionChannel(pd.context, affinity=owner)
         self._lifecycle.hold(channel)
@@ -271,9 +287,9 @@ class CompletionQueue(AsyncEventSource[handles.CompletionQueue]):
 
     @property
     def _cq_dispatcher(self) -> CqDispatcher:
-        """The dispatcher of its completions.
+        """Dispatcher of the completions of this queue.
 
-        :raises ClosedResourceError: it is not open.
+        :raises ClosedResourceError: the queue is not open.
         """
         self._check_open()
         assert self._dispatcher is not None
@@ -281,22 +297,24 @@ class CompletionQueue(AsyncEventSource[handles.CompletionQueue]):
 
     @property
     def moderated(self) -> bool:
-        """Whether the device moderates its events, as it does for HIGH_BANDWIDTH where it can."""
+        """Whether the device moderates completion events, as it does for HIGH_BANDWIDTH if it supports moderation."""
         return self._moderated
 
     def statistics(self) -> CompletionQueueStatistics:
-        """What it holds and has seen."""
+        """Return the current depth and the lifetime counters."""
         of = self._dispatcher
         seen = (of.in_flight, of.completions, of.late, of.wakeups, of.spins, of.spins_paid) if of else (0,) * 6
         return CompletionQueueStatistics(len(self._lifecycle.children), self._depth, self._reserved, *seen)
 
     def resize(self, depth: int) -> None:
-        """Change how many completions it holds at least: ``ibv_resize_cq``. Those that are in it stay.
+        """Change the minimum number of completions that fit: ``ibv_resize_cq``. Completions in the queue are kept.
 
-        :raises ValueError: queue pairs have reserved more, or the device has not so many.
-        :raises VerbsError: the device cannot; it is as it was.
-        :raises AffinityError: another event loop owns it; nothing was done.
-        :raises ConcurrentAccessError: a verb of its domain is under way, as where its allocator asks; likewise.
+        :param depth: new minimum number of completions.
+        :raises ValueError: `depth` is less than what queue pairs have reserved, or more than the device supports.
+        :raises VerbsError: the verb failed; the queue is unchanged.
+        :raises AffinityError: another event loop owns the queue; nothing was done.
+        :raises ConcurrentAccessError: another verb of the domain is in progress, for example if its allocator calls
+            this; nothing was done.
         """
         handle, owner = self.handle, self._lifecycle.owner
         if owner is not None:
@@ -305,18 +323,19 @@ class CompletionQueue(AsyncEventSource[handles.CompletionQueue]):
             if depth < max(self._reserved, 1):
                 raise ValueError(f"the queue pairs on {self!r} need {self._reserved} completions, and {depth} are less")
             self._shrinking.append(depth)
-        try:  # without the lock: allocators are called there
+        try:  # outside the lock: the verb may call an allocator
             self._check(handle.context, depth)
             handle.resize(depth)
         finally:
             with self._reserving:
                 self._shrinking.remove(depth)
-                self._depth = handle.cqe  # of several at once each leaves what it is by then
+                self._depth = handle.cqe  # concurrent resizes each store the depth as of now
 
     def _reserve(self, completions: int) -> None:
-        """Keep room for so many completions, for a queue that is made on it.
+        """Reserve entries for a queue that completes here.
 
-        :raises ValueError: so much is not left.
+        :param completions: number of entries.
+        :raises ValueError: fewer entries are unreserved.
         """
         with self._reserving:
             if self._reserved + completions > min([self._depth, *self._shrinking]):
@@ -327,34 +346,39 @@ class CompletionQueue(AsyncEventSource[handles.CompletionQueue]):
             self._reserved += completions
 
     def _release(self, completions: int) -> None:
-        """Give back what was reserved."""
+        """Release reserved entries."""
         with self._reserving:
             self._reserved -= completions
 
 
 class CqReservation:
-    """What a queue reserves in completion queues; its life holds this, which gives it back at the end."""
+    """Entries that a queue has reserved in completion queues; its lifecycle holds and finally releases them."""
 
     def __init__(self) -> None:
         self._reserved: list[tuple[CompletionQueue, int]] = []
 
     def reserve(self, cq: CompletionQueue | None, completions: int) -> None:
-        """Keep room for so many completions; nothing where there is no such queue.
+        """Reserve entries.
 
-        :raises ValueError: so much is not left.
+        :param cq: completion queue; None: reserve nothing.
+        :param completions: number of entries.
+        :raises ValueError: fewer entries are unreserved.
         """
         if cq is not None:
             cq._reserve(completions)
             self._reserved.append((cq, completions))
 
     def destroy(self) -> None:
-        """Give it back."""
+        """Release all reserved entries."""
         for cq, completions in self._reserved:
             cq._release(completions)
 
 
 async def retry_while_busy(verb: Callable[[], object]) -> bool:
-    """Call a verb of a domain that any thread may use, until no other thread is inside of it; whether it was called."""
+    """Call a verb repeatedly until no other thread is inside the domain, which any thread may use.
+
+    :returns: whether the verb was executed; False after 1,000 attempts.
+    """
     for _ in range(_TRIES):
         with contextlib.suppress(ConcurrentAccessError):
             verb()
@@ -364,9 +388,9 @@ async def retry_while_busy(verb: Callable[[], object]) -> bool:
 
 
 def dispatcher_of(cq: CompletionQueue) -> CqDispatcher:
-    """The dispatcher of a queue's completions.
+    """Return the dispatcher of the completions of a queue.
 
-    :raises ClosedResourceError: it is not open.
+    :raises ClosedResourceError: the queue is not open.
     """
     return cq._cq_dispatcher
 

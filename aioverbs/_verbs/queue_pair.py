@@ -1,4 +1,4 @@
-"""Queue pairs: what is awaited on them, what they have under way, and how that ends."""
+"""Queue pairs: opening, message streams, window binding, statistics, and flushing of work requests on close."""
 
 import asyncio
 import errno
@@ -61,22 +61,22 @@ __all__ = [
 
 logger = logging.getLogger("aioverbs")
 
-_FLUSH_S = 10.0  # the longest that hardware is given to flush what is under way
+_FLUSH_S = 10.0  # longest time that the device gets to flush work requests in flight, in seconds
 
 
 @dataclass(frozen=True)
 class WorkQueueStatistics:
-    """What a send queue or a receive queue is at, and has seen.
+    """Current depth and lifetime counters of a send queue or a receive queue.
 
-    :param depth: requests that it has places for.
-    :param in_flight: requests that have one: they were posted, or are about to be.
-    :param queued: requests that wait for a place.
-    :param high_water: the most places that were taken at once.
-    :param posted: requests that were.
-    :param completed: requests that are done, well or not.
-    :param bytes: of those that were posted.
-    :param doorbells: calls of the verb that posts.
-    :param failed: how many ended with each status but success.
+    :param depth: number of slots of the queue.
+    :param in_flight: number of slots in use: by requests that are posted or about to be posted.
+    :param queued: number of requests waiting for a slot.
+    :param high_water: maximum number of slots in use at once so far.
+    :param posted: number of requests posted so far.
+    :param completed: number of requests completed so far, successfully or not.
+    :param bytes: total size of the posted requests, in bytes.
+    :param doorbells: number of calls of the posting verb; one call posts one or more requests.
+    :param failed: pairs of an unsuccessful completion status and the number of requests that ended with this status.
     """
 
     depth: int
@@ -91,7 +91,10 @@ class WorkQueueStatistics:
 
     @classmethod
     def of(cls, queue: WorkQueue | None) -> "WorkQueueStatistics":
-        """Those of a queue; all zeros where there is none."""
+        """Return the statistics of a queue.
+
+        :param queue: the queue; None: return zeros.
+        """
         if queue is None:
             return cls(0, 0, 0, 0, 0, 0, 0, 0, ())
         return cls(
@@ -109,10 +112,10 @@ class WorkQueueStatistics:
 
 @dataclass(frozen=True)
 class QueuePairStatistics(ResourceStatistics):
-    """What a queue pair is at, and has seen.
+    """Current depth and lifetime counters of a queue pair.
 
-    :param sends: of its send queue.
-    :param receives: of its receive queue, if it has one of its own.
+    :param sends: statistics of the send queue.
+    :param receives: statistics of the receive queue; zeros if the queue pair uses a shared receive queue.
     """
 
     sends: WorkQueueStatistics
@@ -120,26 +123,33 @@ class QueuePairStatistics(ResourceStatistics):
 
     @property
     def in_flight(self) -> int:
-        """Requests that were posted and are not done."""
+        """Number of slots in use in both queues."""
         return self.sends.in_flight + self.receives.in_flight
 
 
 class QueuePair(Connectable, QueuePairVerbs):
     """A queue pair: ``ibv_create_qp``; ``ibv_create_qp_ex`` for XRC_RECV. Made by the ``queue_pair`` of a domain.
 
-    Its requests are described at `aioverbs.QueuePairVerbs`: posted when they are called, awaited or not.
+    The work requests are described at `aioverbs.QueuePairVerbs`. A method posts the request when it is called, whether
+    or not the result is awaited.
 
-    :param send_cq: where what it sends completes.
-    :param recv_cq: where what it receives completes; None: there, too.
-    :param capabilities: the depths that are needed. Completion queues must have room for them.
-    :param srq: where it takes receives from, instead of a queue of its own.
-    :param receive_depth: how many receives it is to keep posted, for `messages`; 0: none.
-    :param receive_size: the bytes of each, which no message may exceed.
-    :param qp_type: RC, UC, UD or XRC_SEND; those of type XRC_RECV are made by `XrcDomain.queue_pair`.
-    :param port: the device's port that it sends from.
-    :param gid_index: which of the port's GIDs it sends from. None: over Ethernet the first that is of RoCE v2 and made
-        of an IPv4 address, before others of RoCE v2, before those of RoCE v1; on InfiniBand the first. It is chosen
-        when it is first needed.
+    :param domain: domain that the queue pair belongs to.
+    :param placement: location in which the domain makes queues; None for XRC_RECV.
+    :param send_cq: completion queue of the send queue.
+    :param recv_cq: completion queue of the receive queue; None: `send_cq`.
+    :param capabilities: depths and sizes of the queues; None: the defaults of `QpCapabilities`. The completion queues
+        need room for all requests of these depths.
+    :param qp_type: RC, UC, UD or XRC_SEND; XRC_RECV queue pairs are made by `XrcDomain.queue_pair`.
+    :param srq: shared receive queue to use instead of a receive queue of its own.
+    :param xrc_domain: XRC domain of an XRC_RECV queue pair.
+    :param port: number of the device port to send from.
+    :param gid_index: index of the port's GID to send from. None: over Ethernet, the first RoCE v2 GID that maps an IPv4
+        address, else the first RoCE v2 GID, else the first RoCE v1 GID; on InfiniBand, the first GID. The choice is
+        made when the GID is first needed.
+    :param receive_depth: number of receives that the queue pair keeps posted, for `messages`; 0: none.
+    :param receive_size: size of each of these receives, in bytes; a message must not be larger.
+    :raises ValueError: the message model of a completion queue differs from that of the resource domain; or only one of
+        `receive_depth` and `receive_size` is given, or both for a queue pair without a receive queue of its own.
     """
 
     def __init__(
@@ -202,7 +212,7 @@ class QueuePair(Connectable, QueuePairVerbs):
         end = _End()
         self._lifecycle.hold(end)
         if self.qp_type is QpType.UD:
-            wanted = replace(wanted, max_recv_sge=wanted.max_recv_sge + 1)  # for the route
+            wanted = replace(wanted, max_recv_sge=wanted.max_recv_sge + 1)  # one more entry for the route (GRH)
         handle = self._make(wanted)
         self._handle = handle
         self._lifecycle.hold(handle)
@@ -212,7 +222,7 @@ class QueuePair(Connectable, QueuePairVerbs):
             end.share(self._srq._serve(self._recv_cq, work), self._recv_cq._cq_dispatcher.drain)
 
     def _check(self, wanted: QpCapabilities) -> None:
-        if self._queue_location is None:  # of type XRC_RECV, which has no queues
+        if self._queue_location is None:  # an XRC_RECV queue pair has no queues
             return
         context = self._queue_location.pd.context
         receives = self._recv_cq is not None and self._srq is None
@@ -225,7 +235,7 @@ class QueuePair(Connectable, QueuePairVerbs):
         except VerbsError as error:
             if error.errno != errno.EINVAL or not wanted.max_inline_data:
                 raise
-            # Of all that is asked for, this is what a device does not tell the most of.
+            # The device reports no limit for max_inline_data, so `_check` cannot have checked this value.
             advice = f"max_inline_data of {wanted.max_inline_data:,} bytes may be more than it has: ask for less"
             raise VerbsError(error.verb, error.errno, advice) from error
 
@@ -252,7 +262,7 @@ class QueuePair(Connectable, QueuePairVerbs):
             receive_depth=wanted.max_recv_wr,
             chains=self._send_cq is not None and self._send_cq.message_model is MessageModel.HIGH_BANDWIDTH,
             most_bytes=handle.context.max_message(self._port),
-            read_sge=handle.context.attributes.max_sge_rd or 0xFFFFFFFF,  # some tell none
+            read_sge=handle.context.attributes.max_sge_rd or 0xFFFFFFFF,  # some devices report no limit
             make_scratch=lambda size: _scratch(lifecycle, placement, size),
         )
         end.begin(handle, work)
@@ -270,21 +280,21 @@ class QueuePair(Connectable, QueuePairVerbs):
 
     @property
     def label(self) -> str:
-        """Its number, as text."""
+        """Queue pair number, as text."""
         return self._lifecycle.label
 
     @property
     def qp_num(self) -> int:
-        """Its number."""
+        """Queue pair number, 0..2**24-1."""
         return self.handle.qp_num
 
     @property
     def capabilities(self) -> QpCapabilities:
-        """The depths that it was given."""
+        """Depths and sizes that the device granted, at least those that were asked for."""
         return self.handle.capabilities
 
     def statistics(self) -> QueuePairStatistics:
-        """What it is at, and has seen."""
+        """Return the current depth and the lifetime counters."""
         of = self._work
         queues = (of.send_queue, of.receive_queue) if of is not None else (None, None)
         return QueuePairStatistics(len(self._lifecycle.children), *map(WorkQueueStatistics.of, queues))
@@ -306,19 +316,20 @@ class QueuePair(Connectable, QueuePairVerbs):
             self._refiller.fill()
 
     def messages(self) -> AsyncIterator[Message]:
-        """What arrives, in its order: ``async for``, by one task at a time. It ends when the queue pair is closed.
+        """Iterate over arriving messages, in order: ``async for``, by one task at a time.
 
-        The queue pair keeps `receive_depth` receives posted: messages are released when they are read, so that their
-        memory is received into again. A sender that finds none posted is told to wait (RNR).
+        The iteration ends when the queue pair is closed. The queue pair keeps `receive_depth` receives posted. Release
+        each message after reading it, so that its memory is posted again. Without a posted receive, the sender is told
+        to retry later (RNR NAK).
 
-        :raises ValueError: it was made without receive_depth.
+        :raises ValueError: the queue pair was made without `receive_depth`.
         """
         if self._refiller is None:
             raise ValueError(f"{self!r} keeps no receives posted: make it with receive_depth and receive_size")
         return self._refiller.inbox
 
     def batch(self) -> Batch:
-        """Requests that are posted together: see `Batch`."""
+        """Return a context that collects work requests and posts them together: see `Batch`."""
         return Batch(self)
 
     def bind_window(
@@ -329,12 +340,16 @@ class QueuePair(Connectable, QueuePairVerbs):
         *,
         fence: bool = False,
     ) -> Operation[RemoteRegion]:
-        """Bind a memory window to memory: ``ibv_bind_mw``, or ``IBV_WR_BIND_MW`` for one of type 2.
+        """Bind a memory window to memory: ``ibv_bind_mw`` for a window of type 1, ``IBV_WR_BIND_MW`` for type 2.
 
-        Awaiting gives the `RemoteRegion` that a peer reaches it by. The region is registered with ``MW_BIND``; what was
-        bound before is not any more.
+        The bind replaces any earlier one of the window. The memory region must be registered with ``MW_BIND``.
 
-        :param access: what may be done through it: ``REMOTE_READ``, ``REMOTE_WRITE``, ``REMOTE_ATOMIC``.
+        :param window: window to bind.
+        :param local: memory to bind the window to; a `MemoryRegion` stands for all of its bytes.
+        :param access: operations that peers may perform through the window: ``REMOTE_READ``, ``REMOTE_WRITE``,
+            ``REMOTE_ATOMIC``.
+        :param fence: start the bind only after all earlier reads and atomics of the queue pair have completed.
+        :returns: an awaitable of the `RemoteRegion` that peers use to access the memory.
         """
         return self._bind_window(window.handle, _slice(local), access, fence, False)
 
@@ -346,7 +361,15 @@ class QueuePair(Connectable, QueuePairVerbs):
         *,
         fence: bool = False,
     ) -> Operation[RemoteRegion]:
-        """`bind_window`, where there is a place in the send queue; `anyio.WouldBlock` is raised where there is none."""
+        """Bind a memory window as `bind_window` does, but only if the send queue has a free slot.
+
+        :param window: as for `bind_window`.
+        :param local: as for `bind_window`.
+        :param access: as for `bind_window`.
+        :param fence: as for `bind_window`.
+        :returns: an awaitable of the `RemoteRegion` that peers use to access the memory.
+        :raises anyio.WouldBlock: the send queue is full; nothing was posted.
+        """
         return self._bind_window(window.handle, _slice(local), access, fence, True)
 
 
@@ -355,18 +378,24 @@ def _slice(local: RegionSlice | MemoryRegion) -> RegionSlice:
 
 
 def _scratch(lifecycle: Lifecycle, placement: QueueLocation | None, size: int) -> RegionSlice:
-    """Memory that the device writes old values of atomics and routes of datagrams to; as long as the queue pair is."""
+    """Return registered memory that lives as long as the queue pair.
+
+    The device writes old values of atomics and routes of datagrams to it.
+    """
     assert placement is not None
     return own_memory(lifecycle, placement.base, size)
 
 
 def qp_work_state_of(qp: QueuePair) -> QpWorkState | None:
-    """What a queue pair posts and has under way; None before it was opened."""
+    """Return the work requests state of a queue pair; None if the queue pair was never opened."""
     return qp._work
 
 
 class _End:
-    """How what a queue pair has under way ends. Its life keeps this, and not the user's object."""
+    """Ending of the work requests of a queue pair when it is closed.
+
+    The lifecycle keeps this object, so that it does not keep the user's object alive.
+    """
 
     def __init__(self) -> None:
         self._handle: handles.QueuePair | None = None
@@ -379,18 +408,22 @@ class _End:
         self._handle, self._work = handle, work
 
     def share(self, leave: Callable[[], None], take: Callable[[], None]) -> None:
-        """It takes receives of a shared receive queue until it is destroyed; `take` takes what they completed by."""
+        """Use a shared receive queue, until the queue pair is destroyed.
+
+        :param leave: unregisters the queue pair from the shared receive queue.
+        :param take: polls the completion queue in which the receives complete.
+        """
         self._leave, self._take = leave, take
 
     async def flush(self) -> None:
-        """Have what is under way completed with an error; what cannot be ends with the queue pair."""
+        """Have work requests in flight complete with an error; those that do not are abandoned with the queue pair."""
         handle, work = self._handle, self._work
         assert handle is not None
         assert work is not None
         await self._wait_for_modification(work)
         work.close()
         if self._take is not None and await self._to_error():
-            await retry_while_busy(self._take)  # completions of what it took from others' queue go with it
+            await retry_while_busy(self._take)  # their completions would be lost together with the queue pair
         if not work.in_flight or not await self._to_error() or not work.watched:
             return
         condition = CrossLoopCondition()
@@ -407,7 +440,10 @@ class _End:
             )
 
     async def _wait_for_modification(self, work: QpWorkState) -> None:
-        """Until no other thread changes its state, which ends; before that it cannot be destroyed, whoever cancels."""
+        """Wait until no other thread is changing the state of the queue pair.
+
+        The queue pair cannot be destroyed before. The change always ends, so a cancellation is raised only after it.
+        """
         if work.end_modification():
             return
         loop = running_loop()
@@ -425,11 +461,14 @@ class _End:
         assert handle is not None
         try:
             return await retry_while_busy(lambda: handle.modify(QpState.ERR))
-        except VerbsError:  # as where the device is lost
+        except VerbsError:  # for example because the device was lost
             return False
 
     def destroy(self) -> None:
-        """The queue pair was destroyed: what is left completes no more. Until then it had its memory."""
+        """Abandon the remaining work requests: the queue pair was destroyed.
+
+        The device may access their memory until the queue pair is destroyed, so the requests are held until this call.
+        """
         if self._work is not None:
             self._work.abandon(BrokenResourceError(f"{self._handle!r} was closed before this was done"))
         if self.inbox is not None:

@@ -1,4 +1,4 @@
-"""Protection domains, parent domains over them, and those that are shared with other contexts."""
+"""Protection domains, parent domains over them, and protection domains shared with other contexts."""
 
 import errno
 import socket
@@ -38,61 +38,66 @@ __all__ = [
     "goes_to_processes",
 ]
 
-# What a provider says that does not know an attribute of parent domains: some answer EINVAL.
+# Errors of providers without parent domains: some do not know the attributes and answer EINVAL.
 _NO_PARENT_DOMAIN = {errno.EOPNOTSUPP, errno.EINVAL}
 
 
 class _Allocators:
-    """What a protection domain gives memory by, until it is closed."""
+    """Allocator of shared memory of a protection domain, until the domain is closed."""
 
     def __init__(self) -> None:
         self.shared: NativeAllocator | None = None
 
     def destroy(self) -> None:
-        """Let its memory go, whoever keeps the allocator."""
+        """Close the allocator's memory, even if the user still refers to the allocator."""
         shared, self.shared = self.shared, None
         if isinstance(shared, SharedMemoryAllocator):
             shared.close()
 
 
 class InterchangeableDomain(Domain):
-    """A protection domain, or what is "completely interchangeable" with one: a parent or a resource domain over it."""
+    """A protection domain, or a domain "completely interchangeable" with one: a parent or resource domain over it."""
 
     @property
     def base(self) -> "ProtectionDomain":
-        """The protection domain that protects memory here."""
+        """Protection domain that memory is registered on."""
         raise NotImplementedError
 
     @property
     def shared_memory(self) -> NativeAllocator:
-        """An allocator of memory for regions that queue pairs of all instances reach, those of other processes, too.
+        """Allocator of memory for regions that other processes with an instance of this domain can use.
 
             async with pd.share(key), pd.register(1 << 30, access, pd.shared_memory) as region: ...
 
-        On a software device that is a `SharedMemoryAllocator`: what else is registered serves in the process that
-        registered it, and in others it is a key that is none. On RDMA devices all memory will do, and this is a
-        `SharedPageAllocator`.
+        On a software device this is a `SharedMemoryAllocator`; keys of any other memory are valid only in the process
+        that registered it. On an RDMA device any memory can be used, and this is a `SharedPageAllocator`.
 
-        :raises VerbsError: with EINVAL where it is not shared; with ENOMEM or EMFILE.
-        :raises ClosedResourceError: it is not open.
+        :raises VerbsError: with EINVAL, the domain is not shared; with ENOMEM or EMFILE, the memory cannot be mapped.
+        :raises ClosedResourceError: the domain is not open.
         """
         return self.base._shared_allocator()
 
     def import_memory_region(self, key: int) -> ImportedMemoryRegion:
-        """A memory region that another process registered with its instance of this domain: see `ImportedMemoryRegion`.
+        """Return a memory region that another process registered with its instance of this domain, to be opened.
 
-        It is for local work requests of this process: to send from, receive into, read and write. Peers reach it by its
-        key through the queue pairs of either process, without this.
+        Use the region in local work requests of this process, as memory to send from and receive into and as local
+        buffer of reads and writes: see `ImportedMemoryRegion`. Peers do not need this; they access the memory by its
+        key through queue pairs of either process.
 
-        Opening raises `VerbsError`: with ENOENT where no region of the domain has that key, with EFAULT where it is not
-        of `shared_memory`, with EOPNOTSUPP on RDMA devices.
-
-        :param key: its `MemoryRegion.rkey`, there.
+        :param key: `MemoryRegion.rkey` in the other process, 0..2**32-1.
+        :raises VerbsError: on opening: with ENOENT, no region of the domain has that key; with EFAULT, its memory is
+            not from `shared_memory`; with EOPNOTSUPP, this is an RDMA device.
         """
         return ImportedMemoryRegion(self.base, self.base.handle, key)
 
     def share(self, share_key: int) -> "SharedProtectionDomain":
-        """Let other contexts of the device open it: see `SharedProtectionDomain`."""
+        """Return a sharing of this domain with other contexts of the device, to be opened: see
+        `SharedProtectionDomain`.
+
+        :param share_key: secret that other contexts need to open the domain, 0..2**64-1.
+        :raises TypeError: the key is not an integer.
+        :raises ValueError: the key does not fit in 64 bits.
+        """
         return SharedProtectionDomain(self.base, share_key)
 
     def parent_domain(
@@ -103,14 +108,23 @@ class InterchangeableDomain(Domain):
         *,
         require_native: bool = False,
     ) -> "ParentDomain":
-        """A parent domain over it: see `ParentDomain`."""
+        """Return a parent domain over this domain, to be opened: see `ParentDomain`.
+
+        :param td: thread domain whose event loop is to own the resources made on the parent domain; None: any thread
+            may use them.
+        :param allocator: allocator of the memory of queues; None: the provider's own.
+        :param context: opaque user data, passed to the allocator.
+        :param require_native: raise if the provider has no parent domains or `td` is not native.
+        """
         return ParentDomain(self, td, allocator, context, require_native=require_native)
 
 
 def base_of(what: str, pd: object) -> "ProtectionDomain":
-    """The protection domain under what something is made from.
+    """Return the protection domain under a domain.
 
-    :raises TypeError: that is no protection domain, and nothing that takes the place of one.
+    :param what: name of the resource being made, for the error.
+    :param pd: a protection domain, or a domain interchangeable with one.
+    :raises TypeError: `pd` is something else.
     """
     if not isinstance(pd, InterchangeableDomain):
         raise TypeError(f"a {what} is made from a protection domain, and {pd!r} is none")
@@ -135,7 +149,7 @@ class ProtectionDomain(InterchangeableDomain):
         self._context = context
         self._budget = budget
         self._shared = shared
-        self._lent = lent  # the user's own pyverbs PD
+        self._lent = lent  # pyverbs PD owned by the user
         self._cache = RegistrationCache(self)
         self._allocators = _Allocators()
 
@@ -151,12 +165,12 @@ class ProtectionDomain(InterchangeableDomain):
 
     @property
     def base(self) -> "ProtectionDomain":
-        """Itself."""
+        """This protection domain."""
         return self
 
     @property
     def cache(self) -> RegistrationCache:
-        """The registrations that it keeps: see `RegistrationCache`."""
+        """Cache of memory registrations of this domain: see `RegistrationCache`."""
         return self._cache
 
     def _queue_location(self) -> QueueLocation:
@@ -181,24 +195,28 @@ def _shared_memory(handle: handles.ProtectionDomain) -> NativeAllocator:
 
 
 class SharedProtectionDomain(Resource):
-    """A protection domain that other contexts of its device may open: ``ibv_alloc_shpd``.
+    """Sharing of a protection domain with other contexts of its device: ``ibv_alloc_shpd``. Made by `share` of a
+    domain.
 
-    It stays shared as long as the protection domain is open, on the software device as long as any instance of it is:
-    the verbs take nothing back. The domain goes with its last instance, whosever that is.
+    The domain remains shared while it is open; on the software device, while any instance is open: no verb ends the
+    sharing. The domain is destroyed together with its last instance, in any process.
 
-    Other processes get it by `send`: on RDMA devices a context over this one, by ``ibv_import_device`` and
-    ``ibv_import_pd``; on the software device, what it is in. There all contexts of this process's device may open it
-    without that. Opening raises `VerbsError`, with EOPNOTSUPP where the provider does not have these verbs, and with
-    EEXIST where the domain is shared already.
+    Other processes receive the domain by `send`. On an RDMA device they import the context (``ibv_import_device``) and
+    the domain (``ibv_import_pd``). On the software device they map the file that holds the domain; other contexts that
+    this process has of the device can open the domain without `send`.
 
-    What is registered with one instance serves queue pairs of all, by its keys, for as long as it is open; on the
-    software device it is to be memory of `ProtectionDomain.shared_memory`, for other processes to reach it. Memory
-    windows serve where they were made. Closing a region waits for what others are at with it. There 240 processes may
-    have the domain at once, and each may have 65,536 regions and windows of it.
+    A region registered with one instance can be used, by its keys, by the queue pairs of all instances while the region
+    is open. On the software device its memory must come from `ProtectionDomain.shared_memory` to be used by other
+    processes. Memory windows can be used only with the instance that they were made on. Closing a region waits until
+    other instances have finished accessing it. On the software device, at most 240 processes can use a domain at once,
+    and each can have at most 65,536 regions and windows of it.
 
-    Made by `ProtectionDomain.share`.
-
-    :param share_key: the secret of 64 bits that others need.
+    :param pd: protection domain to share.
+    :param share_key: secret that other contexts need to open the domain, 0..2**64-1.
+    :raises TypeError: the key is not an integer.
+    :raises ValueError: the key does not fit in 64 bits.
+    :raises VerbsError: on opening: with EOPNOTSUPP, the provider does not implement these verbs; with EEXIST, the
+        domain is already shared.
     """
 
     def __init__(self, pd: ProtectionDomain, share_key: int) -> None:
@@ -214,23 +232,25 @@ class SharedProtectionDomain(Resource):
         lifecycle_of(self._pd).hold(self._share)
 
     async def send(self, socket: socket.socket) -> None:
-        """Let the process at the other end of a socket have it, which calls `import_device`: answer one request.
+        """Give the domain to the process at the other end of a socket, which calls `import_device`: answer one request.
 
-        It is given more than the domain: on RDMA devices the context's descriptor, by which it can reach whatever is
-        made of this device; on the software device all memory of `ProtectionDomain.shared_memory`.
-        After a cancellation or an error other than a refusal the socket is of no more use.
+        The peer gets access to more than the domain. On an RDMA device it gets the context's descriptor, through which
+        it can access everything made from this device. On the software device it gets all memory of
+        `ProtectionDomain.shared_memory`. After a cancellation, or an error that is not a rejection of the peer, the
+        socket cannot be used any more.
 
-        The request proves that somebody knows the key who asked somewhere, and not that it is who holds this socket: a
-        process that others ask for the domain can pass their request on, and is given what they asked for. So know by
-        other means whose socket it is, as by its path's directory or by SO_PEERCRED.
+        The request proves that its author knows the key. It does not prove that the author is the process that holds
+        this socket: a process that receives requests for the domain can forward one and would be given the domain.
+        Verify by other means which process holds the socket, for example by the permissions of the socket's directory
+        or by SO_PEERCRED.
 
-        :param socket: a connected stream socket of the Unix domain, not blocking; it stays the caller's, and is read
-            and written by nobody else meanwhile.
-        :raises VerbsError: the peer was refused, and told so: with ENOENT, EACCES or EXDEV for another id, key or
-            device; with EPROTO or EPROTONOSUPPORT where it speaks something else. With EPROTO also, and not told, where
-            it attached descriptors: then the socket is closed.
-        :raises BrokenResourceError: the peer is gone.
-        :raises ClosedResourceError: it is not open.
+        :param socket: connected non-blocking stream socket of the Unix domain. The caller continues to own the socket
+            and must not read or write it during the call.
+        :raises VerbsError: the peer was rejected and informed: with ENOENT, EACCES or EXDEV, the request names another
+            id, key or device; with EPROTO or EPROTONOSUPPORT, the request is malformed or of another version. Also with
+            EPROTO, without informing the peer, if the request carried file descriptors: then the socket is closed.
+        :raises BrokenResourceError: the peer closed the connection.
+        :raises ClosedResourceError: the sharing is not open.
         """
         self._check_open()
         assert self._share is not None
@@ -238,11 +258,11 @@ class SharedProtectionDomain(Resource):
 
     @property
     def id(self) -> int:
-        """The number that `Device.shared_protection_domain` takes: 96 bits, which tell the device, too.
+        """Id that `Device.shared_protection_domain` takes, 0..2**96-1; it identifies the device as well.
 
-        It stays, as other instances may.
+        The id remains available after closing, because other instances may still be open.
 
-        :raises ClosedResourceError: it was not opened yet.
+        :raises ClosedResourceError: the sharing was never opened.
         """
         if self._id is None:
             raise ClosedResourceError(f"{self!r} is not open")
@@ -252,17 +272,22 @@ class SharedProtectionDomain(Resource):
 class ParentDomain(InterchangeableDomain):
     """A parent domain: ``ibv_alloc_parent_domain``. It is "completely interchangeable" with its protection domain.
 
-    What is made on it takes no locks where `td` is native, and gets its queues and doorbell records from `allocator`
-    where the provider asks one. Memory registered on its protection domain serves it, and the other way round.
+    Resources made on it take no locks if `td` is native. Their queues and doorbell records come from `allocator` if the
+    provider supports that. Memory registered on the protection domain can be used with the parent domain, and vice
+    versa.
 
-    Made by the `parent_domain` of a protection domain or of another parent domain, whose thread domain and allocator it
-    does not take over.
+    Made by the `parent_domain` of a protection domain or of another parent domain. The thread domain and the allocator
+    of that other parent domain are not inherited.
 
-    :param td: the thread domain whose owner is to own what is made on it; None: anyone may use that.
-    :param allocator: where the provider takes memory from; None: from its own.
-    :param context: anything: "additional user-specific data", which `context` and the allocator are given back.
-    :param require_native: raise where the provider has no parent domains, or where `td` is not native, instead of
-        going on without.
+    :param pd: protection domain, or domain interchangeable with one.
+    :param td: thread domain whose event loop is to own the resources made on the parent domain; None: any thread may
+        use them.
+    :param allocator: allocator of the memory of queues; None: the provider's own.
+    :param context: opaque user data, kept as the attribute `context` and passed to the allocator.
+    :param require_native: raise if the provider has no parent domains or `td` is not native, instead of opening
+        without.
+    :raises TypeError: `pd` or `td` is of another type.
+    :raises VerbsError: on opening: the verb failed; with EOPNOTSUPP also if `require_native` cannot be met.
     """
 
     def __init__(
@@ -299,11 +324,12 @@ class ParentDomain(InterchangeableDomain):
                 self._pd.handle, td, self.allocator, self.context, affinity=self._lifecycle.owner
             )
         except VerbsError as error:
-            of_allocator = error.__cause__ is not None  # it raised, or gave what cannot be used
+            of_allocator = error.__cause__ is not None  # the allocator raised, or returned unusable memory
             if error.errno not in _NO_PARENT_DOMAIN or of_allocator or self._require_native:
                 raise
             message = "%s: parent domains are not native from here on, their protection domains stand for them: %s"
-            self._budget.say_once("parent domain", message, self._context.name, str(error))  # no frames in logs
+            # A string, so that the log record keeps no frames alive.
+            self._budget.say_once("parent domain", message, self._context.name, str(error))
             self._handle = self._pd.handle
             return
         self._lifecycle.hold(handle)
@@ -312,17 +338,19 @@ class ParentDomain(InterchangeableDomain):
 
     @property
     def base(self) -> ProtectionDomain:
-        """The protection domain that protects memory here."""
+        """Protection domain that memory is registered on."""
         return self._pd
 
     @property
     def td(self) -> ThreadDomain | None:
-        """The thread domain that it was made with."""
+        """Thread domain that this parent domain was made with."""
         return self._td
 
     @property
     def native(self) -> bool:
-        """Whether it is open and the provider made a parent domain; if not, its protection domain stands for it."""
+        """Whether the parent domain is open and is one of the provider; otherwise its protection domain is used
+        instead.
+        """
         return self._is_native and self.state is ResourceState.OPEN
 
     def _queue_location(self) -> QueueLocation:
@@ -330,12 +358,12 @@ class ParentDomain(InterchangeableDomain):
 
     @property
     def native_allocators(self) -> bool:
-        """Whether the provider was told of the allocator, and may ask it."""
+        """Whether the provider was given the allocator, and may call it."""
         return self.native and self.allocator is not None
 
 
 def goes_to_processes(shared: SharedProtectionDomain) -> bool:
-    """Whether what is shared can be sent to other processes, and not only to other contexts of this one."""
+    """Return whether a domain can be sent to other processes, not only opened on other contexts of this process."""
     return shared._share is not None
 
 

@@ -1,4 +1,4 @@
-"""The states of a queue pair, by hand and all the way: to INIT, RTR and RTS, to a peer, and back."""
+"""State transitions of queue pairs: single steps to INIT, RTR, RTS, SQD, ERR and RESET, and connecting to a peer."""
 
 import asyncio
 import contextlib
@@ -28,11 +28,11 @@ _INIT, _RTR, _RTS = QpState.INIT, QpState.RTR, QpState.RTS
 
 
 class Connectable(AsyncEventSource[handles.QueuePair]):
-    """The part of a queue pair that takes it from state to state.
+    """Base class of queue pairs that implements their state transitions.
 
-    Each method asks for its state first, and then for what is missing, wrong or too much, before anything is changed.
-    ``**attributes`` are those of ``ibv_modify_qp``, named as there (see `QpAttrs`); what a transition requires and is
-    not given has defaults, but for what only the peer knows.
+    Each method first queries the current state and then checks the attributes: missing, unexpected and out-of-range
+    ones raise before anything is changed. ``**attributes`` are those of ``ibv_modify_qp``, with the same names (see
+    `QpAttrs`). A required attribute that is not given has a default, unless only the peer knows its value.
     """
 
     qp_type: QpType
@@ -42,58 +42,61 @@ class Connectable(AsyncEventSource[handles.QueuePair]):
     def __init__(self, *parents: Resource) -> None:
         super().__init__(*parents)
         self._psn = random.getrandbits(24)
-        self._qkey = random.getrandbits(31)  # the upper half of the keys is for privileged users
+        self._qkey = random.getrandbits(31)  # the upper half of the range is for privileged users
         self._qp_state = QpState.RESET
         self._remote: Endpoint | None = None
-        self._served: int | None = None  # the last max_dest_rd_atomic that the device was told
-        self._follows: asyncio.Task[None] | None = None  # a way, also when who wanted that was cancelled
+        self._served: int | None = None  # max_dest_rd_atomic as last passed to the device
+        self._follows: asyncio.Task[None] | None = None  # connect task, which outlives a cancelled caller
 
     def _in_flight(self) -> int:
-        """How many work requests were posted and are not done."""
+        """Return the number of work requests in flight."""
         raise NotImplementedError
 
     def _moved(self, state: QpState) -> None:
-        """It was moved to that state."""
+        """React to a transition of the queue pair to `state`."""
 
     def _broken_by(self) -> BaseException | None:
-        """What it broke by since it was last as new."""
+        """Return the error that broke the queue pair since it was last reset; None if there is none."""
         raise NotImplementedError
 
-    # ---- What is so
+    # ---- Current state
 
     @property
     def qp_state(self) -> QpState:
-        """The state that it was last moved to, or found in by `query`: an error takes it to ERR by itself."""
+        """State after the last transition made here, or as last returned by `query`.
+
+        The device moves the queue pair to ERR by itself when an error occurs; `query` returns the actual state.
+        """
         return self._qp_state
 
     @property
     def remote_endpoint(self) -> Endpoint | None:
-        """Whom it was connected to; None where it was not, or path and number were given one by one."""
+        """Endpoint of the connected peer; None if unconnected, or connected by raw attributes."""
         return self._remote
 
     def query(self) -> QpAttributes:
-        """Its state and attributes: ``ibv_query_qp``."""
+        """Return the state and attributes of the queue pair: ``ibv_query_qp``."""
         found = self.handle.query()
         self._qp_state = found.qp_state
         return found
 
     @property
     def gid_index(self) -> int:
-        """Which of its port's GIDs it sends from.
+        """Index of the port's GID that the queue pair sends from.
 
-        :raises ValueError: it was made without a choice, and the port has none.
+        :raises ValueError: no index was chosen when the queue pair was made, and the port has no GID.
         """
         if self._gid_index is None:
             self._gid_index = gid_index(self.handle.context, self._port)
         return self._gid_index
 
     def local_endpoint(self) -> Endpoint:
-        """What a peer needs to know of it. `to_reset` makes that another one.
+        """Return the endpoint of this queue pair, to be sent to the peer. `to_reset` changes the endpoint.
 
-        With soft-RoCE, whose kernel breaks otherwise, a queue pair that was connected before has no larger
-        ``max_dest_rd_atomic`` than it was connected with.
+        On soft-RoCE, the ``max_dest_rd_atomic`` of a queue pair that was connected before is at most the one of its
+        first connection, to avoid a kernel bug.
 
-        :raises ValueError: the port has no GID, or none at the index that it was made with.
+        :raises ValueError: the port has no GID, or no GID at the index that the queue pair was made with.
         """
         context = self.handle.context
         port = context.query_port(self._port)
@@ -119,25 +122,34 @@ class Connectable(AsyncEventSource[handles.QueuePair]):
         )
 
     def path_to(self, remote: Endpoint) -> AddressVector:
-        """The way from its port to a peer; ``dataclasses.replace`` gives that a traffic class or a service level.
+        """Return the path from this queue pair's port to a peer.
 
-        :raises ValueError: there is none: see `Endpoint.path_to`.
+        Use ``dataclasses.replace`` to set a traffic class or a service level, and pass the result as the attribute
+        ``av``.
+
+        :param remote: endpoint of the peer.
+        :raises ValueError: no path leads to the peer: see `Endpoint.path_to`.
         """
         return self.local_endpoint().path_to(remote, port_num=self._port, sgid_index=self.gid_index)
 
-    # ---- All the way
+    # ---- Transition to RTS
 
     def connect(self, remote: Endpoint, access: AccessFlags | None = None, **attributes: Unpack[QpAttrs]) -> None:
-        """Connect it, from RESET or INIT to RTS: ``ibv_modify_qp``. The peer does the same with its `local_endpoint`.
+        """Connect the queue pair to a peer: move it from RESET or INIT to RTS by ``ibv_modify_qp``.
 
-        :param access: what the peer may do through it: ``REMOTE_READ``, ``REMOTE_WRITE``, ``REMOTE_ATOMIC``. None for
-            nothing; where it is in INIT already, for what was said there.
-        :param attributes: as ``timeout``, ``retry_cnt``, ``rnr_retry``, ``min_rnr_timer`` or ``av``; where one is not
-            given, the path is `path_to` the peer, and reads and atomics are as many as both devices can.
-        :raises TransitionError: it is in another state, or an attribute is out of range or none of its type's.
-        :raises ValueError: the peer is of a type that it does not talk to, or there is no path to it; it is of type UD,
-            which is not connected.
-        :raises VerbsError: the device refuses; it is in the state that it came to.
+        The peer connects to this queue pair's `local_endpoint` in the same way. On RDMA devices the call may block the
+        event loop while the kernel resolves the peer's address; use `establish` to avoid that.
+
+        :param remote: endpoint of the peer.
+        :param access: operations that the peer may perform through the connection: ``REMOTE_READ``, ``REMOTE_WRITE``,
+            ``REMOTE_ATOMIC``. None: none, or in INIT the flags that were set with that transition.
+        :param attributes: attributes such as ``timeout``, ``retry_cnt``, ``rnr_retry``, ``min_rnr_timer`` or ``av``. By
+            default, ``av`` is `path_to` the peer, and reads and atomics in flight are as many as both devices support.
+        :raises TransitionError: the queue pair is in another state, or an attribute is out of range or does not apply
+            to its type.
+        :raises ValueError: the peer's type does not match, no path leads to the peer, or the queue pair is of type UD,
+            which is connectionless.
+        :raises VerbsError: ``ibv_modify_qp`` failed; the queue pair stays in the last state that it reached.
         """
         for wanted, changes in self._way_to(remote, access, attributes):
             self._step(wanted, changes, remote)
@@ -145,16 +157,21 @@ class Connectable(AsyncEventSource[handles.QueuePair]):
     async def establish(
         self, remote: Endpoint, access: AccessFlags | None = None, **attributes: Unpack[QpAttrs]
     ) -> None:
-        """Connect it as `connect` does, without keeping the event loop waiting.
+        """Connect the queue pair to a peer as `connect` does, without blocking the event loop.
 
-        On RDMA devices the kernel looks for the peer's neighbour when a queue pair goes to RTR, which takes seconds
-        where nobody answers. A helper thread calls that verb; a loop has 256 of those at most. Until it is over every
-        other use of the queue pair raises `BusyResourceError`, but closing it and a cancellation wait. What arrives
-        meanwhile is received; receives that wait for a place, or whose messages are released, are posted after it.
+        On RDMA devices the kernel resolves the peer's address when a queue pair moves to RTR, which takes seconds if
+        the peer does not answer. A helper thread calls that verb; each loop has at most 256 helper threads. While the
+        verb is in progress, every other use of the queue pair raises `BusyResourceError`, except that closing waits. A
+        cancellation is raised only after the verb has ended. Messages that arrive meanwhile are received. Receives that
+        wait for a slot, and receives whose messages are released, are posted after the verb has ended.
 
-        What it takes and raises is described at `connect`.
-
-        :raises BrokenResourceError: its completion queue broke meanwhile, or a receive failed.
+        :param remote: as for `connect`.
+        :param access: as for `connect`.
+        :param attributes: as for `connect`.
+        :raises TransitionError: as for `connect`.
+        :raises ValueError: as for `connect`.
+        :raises VerbsError: as for `connect`; with EAGAIN, no helper thread can be started.
+        :raises BrokenResourceError: the completion queue failed or a receive failed while connecting.
         """
         await self._follow(self._way_to(remote, access, attributes), remote)
 
@@ -170,13 +187,14 @@ class Connectable(AsyncEventSource[handles.QueuePair]):
         return self._plan(found, states, attributes, remote)
 
     def activate(self, **attributes: Unpack[QpAttrs]) -> None:
-        """Have one of type UD send and receive, from RESET or INIT to RTS: ``ibv_modify_qp``.
+        """Move a queue pair of type UD from RESET or INIT to RTS, to send and receive datagrams: ``ibv_modify_qp``.
 
-        :param attributes: as ``qkey``, what datagrams to it must bear: without one, a random one, which is in its
-            `local_endpoint`.
-        :raises TransitionError: it is in another state, or an attribute is out of range or none of its type's.
-        :raises ValueError: it is of another type.
-        :raises VerbsError: the device refuses; it is in the state that it came to.
+        :param attributes: attributes such as ``qkey``, the key that datagrams to this queue pair must carry,
+            0..2**32-1. By default, the key is random and part of the `local_endpoint`.
+        :raises TransitionError: the queue pair is in another state, or an attribute is out of range or does not apply
+            to UD.
+        :raises ValueError: the queue pair is of another type.
+        :raises VerbsError: ``ibv_modify_qp`` failed; the queue pair stays in the last state that it reached.
         """
         found = self.query().qp_state
         if self.qp_type is not QpType.UD:
@@ -184,59 +202,68 @@ class Connectable(AsyncEventSource[handles.QueuePair]):
         states = qp_state_machine.path(self.qp_type, _INIT if found is _INIT else QpState.RESET, _RTS)
         self._move(found, states, attributes)
 
-    # ---- Step by step
+    # ---- Single transitions
 
     def to_init(self, **attributes: Unpack[QpAttrs]) -> None:
-        """To INIT, where receives can be posted; in INIT, change what is given: ``ibv_modify_qp``.
+        """Move to INIT, in which receives can be posted; in INIT, change attributes: ``ibv_modify_qp``.
 
-        :raises TransitionError: it cannot, from its state or with these attributes.
-        :raises VerbsError: the device refuses; nothing was changed.
+        :param attributes: attributes to set, named as in `QpAttrs`.
+        :raises TransitionError: the transition is not possible from the current state or with these attributes.
+        :raises VerbsError: the verb failed; nothing was changed.
         """
         self._move(self.query().qp_state, (_INIT,), attributes)
 
     def to_rtr(self, remote: Endpoint | None = None, **attributes: Unpack[QpAttrs]) -> None:
-        """To RTR, where it receives: ``ibv_modify_qp``.
+        """Move to RTR, in which the queue pair receives: ``ibv_modify_qp``.
 
-        :param remote: the peer; without it, what is of the peer is among the attributes. None of type UD.
-        :raises TransitionError: it cannot, from its state or with these attributes.
-        :raises ValueError: the peer is of a type that it does not talk to, or there is no path to it.
-        :raises VerbsError: the device refuses; nothing was changed.
+        :param remote: endpoint of the peer; None: the peer's attributes are among `attributes`, or the type is UD.
+        :param attributes: attributes to set, named as in `QpAttrs`.
+        :raises TransitionError: the transition is not possible from the current state or with these attributes.
+        :raises ValueError: the peer's type does not match, or no path leads to the peer.
+        :raises VerbsError: the verb failed; nothing was changed.
         """
         self._move(self.query().qp_state, (_RTR,), attributes, remote)
 
     def to_rts(self, **attributes: Unpack[QpAttrs]) -> None:
-        """To RTS, where it sends, too; in RTS, change what is given; from SQD or SQE, go on: ``ibv_modify_qp``.
+        """Move to RTS, in which the queue pair also sends: ``ibv_modify_qp``.
 
-        :raises TransitionError: it cannot, from its state or with these attributes.
-        :raises VerbsError: the device refuses; nothing was changed.
+        In RTS, change attributes. In SQD or SQE, resume sending.
+
+        :param attributes: attributes to set, named as in `QpAttrs`.
+        :raises TransitionError: the transition is not possible from the current state or with these attributes.
+        :raises VerbsError: the verb failed; nothing was changed.
         """
         self._move(self.query().qp_state, (_RTS,), attributes)
 
     def to_sqd(self, **attributes: Unpack[QpAttrs]) -> None:
-        """To SQD, where what was begun is finished and nothing more is begun: ``ibv_modify_qp``.
+        """Move to SQD, in which requests already started finish and no new ones start: ``ibv_modify_qp``.
 
-        With ``en_sqd_async_notify`` the device tells by ``EventType.SQ_DRAINED`` when that is so. From then on path,
-        times and depths can be changed, by this method, and `to_rts` goes on.
+        With ``en_sqd_async_notify``, the device raises ``EventType.SQ_DRAINED`` when all have finished. From then on
+        this method can change the path, timeouts and depths. `to_rts` resumes sending.
 
-        :raises TransitionError: it cannot, from its state or with these attributes; or it still drains.
-        :raises VerbsError: the device refuses; nothing was changed.
+        :param attributes: attributes to set, named as in `QpAttrs`.
+        :raises TransitionError: the transition is not possible from the current state or with these attributes, or the
+            send queue is still draining.
+        :raises VerbsError: the verb failed; nothing was changed.
         """
         found = self.query()
         self._move(found.qp_state, (QpState.SQD,), attributes, draining=found.sq_draining)
 
     def to_error(self) -> None:
-        """To ERR, where all that is and will be posted is flushed with an error: ``ibv_modify_qp``.
+        """Move to ERR, in which all requests, posted now or later, are flushed with an error: ``ibv_modify_qp``.
 
-        :raises TransitionError: it is in RESET, and has nothing to flush.
-        :raises VerbsError: the device refuses; nothing was changed.
+        :raises TransitionError: the queue pair is in RESET, with nothing to flush.
+        :raises VerbsError: the verb failed; nothing was changed.
         """
         self._move(self.query().qp_state, (QpState.ERR,), QpAttrs())
 
     def to_reset(self) -> None:
-        """To RESET, as new, to be connected once more: ``ibv_modify_qp``. Its first sequence number is another one.
+        """Move to RESET, from which the queue pair can be connected again: ``ibv_modify_qp``.
 
-        :raises BusyResourceError: work is under way, which would complete no more.
-        :raises VerbsError: the device refuses; nothing was changed.
+        The next connection starts with another sequence number (PSN).
+
+        :raises BusyResourceError: work requests are in flight, which would never complete.
+        :raises VerbsError: the verb failed; nothing was changed.
         """
         found = self.query().qp_state
         if count := self._in_flight():
@@ -245,9 +272,9 @@ class Connectable(AsyncEventSource[handles.QueuePair]):
             )
         self._move(found, (QpState.RESET,), QpAttrs())
         self._remote = None
-        self._psn = random.getrandbits(24)  # what is still on its way from the last connection fits no more
+        self._psn = random.getrandbits(24)  # late packets of the old connection are then out of sequence
 
-    # ---- How
+    # ---- Implementation
 
     def _check_peer(self, remote: Endpoint) -> None:
         if self.qp_type is QpType.UD:
@@ -259,7 +286,11 @@ class Connectable(AsyncEventSource[handles.QueuePair]):
             )
 
     def _defaults(self, limits: Limits, remote: Endpoint | None) -> QpAttrs:
-        """For what is required and not given; `remote` is whom it is to be, or was, connected to."""
+        """Return defaults for required attributes that are not given.
+
+        :param limits: limits of the device port and of this queue pair.
+        :param remote: peer that the queue pair is about to connect to or is connected to.
+        """
         defaults = QpAttrs(
             pkey_index=0,
             port_num=self._port,
@@ -271,7 +302,7 @@ class Connectable(AsyncEventSource[handles.QueuePair]):
             **RETRIES,
         )
         if remote is not None:
-            # As many as both can: who sends more than the other serves breaks the connection.
+            # As many as both ends support: a requester that exceeds the limit of its responder breaks the connection.
             defaults["max_rd_atomic"] = min(limits.max_rd_atomic, remote.max_dest_rd_atomic)
             defaults["max_dest_rd_atomic"] = min(limits.max_dest_rd_atomic, remote.max_rd_atomic)
             defaults["dest_qp_num"] = remote.qp_num
@@ -319,7 +350,7 @@ class Connectable(AsyncEventSource[handles.QueuePair]):
             raise
 
     async def _follow(self, plan: Iterable[tuple[QpState, QpAttrs]], remote: Endpoint | None = None) -> None:
-        """Go that way without keeping the event loop waiting."""
+        """Carry out planned transitions without blocking the event loop."""
         for wanted, changes in plan:
             if wanted is _RTR and neighbour_lookup.may_block(self.handle.context):
                 await self._step_elsewhere(wanted, changes, remote)
@@ -327,9 +358,9 @@ class Connectable(AsyncEventSource[handles.QueuePair]):
                 self._step(wanted, changes, remote)
 
     async def _follow_in_time(self, plan: list[tuple[QpState, QpAttrs]], remote: Endpoint | None = None) -> None:
-        """`_follow`, for who has a limit of time: a cancellation is raised at once.
+        """Carry out planned transitions without blocking the event loop, and raise a cancellation at once.
 
-        A verb that is under way then ends by itself, later. Until then it `is_held_up`.
+        A verb in progress then ends later, on its own. Until then, `is_held_up` returns True.
         """
         if not neighbour_lookup.may_block(self.handle.context):
             await self._follow(plan, remote)
@@ -344,7 +375,7 @@ class Connectable(AsyncEventSource[handles.QueuePair]):
         task.result()
 
     def _step(self, wanted: QpState, changes: QpAttrs, remote: Endpoint | None) -> None:
-        self._served = changes.get("max_dest_rd_atomic", self._served)  # refused or not: it may be done by then
+        self._served = changes.get("max_dest_rd_atomic", self._served)  # a verb that fails may have applied it
         self.handle.modify(wanted, **changes)
         self._stepped(wanted, changes, remote)
 
@@ -354,9 +385,9 @@ class Connectable(AsyncEventSource[handles.QueuePair]):
         change = self.handle.begin_modify(wanted, **changes)
         try:
             await neighbour_lookup.in_helper("ibv_modify_qp", change.run)
-        except GeneratorExit:  # the loop was closed in the middle: who closes this ends the change
+        except GeneratorExit:  # the loop was closed in between: closing the queue pair ends the change
             raise
-        except BaseException:  # a cancellation, or there are no threads
+        except BaseException:  # a cancellation, or no thread could be started
             with contextlib.suppress(VerbsError):
                 if change.end():
                     self._stepped(wanted, changes, remote)
@@ -375,35 +406,36 @@ class Connectable(AsyncEventSource[handles.QueuePair]):
         self._qkey = changes.get("qkey", self._qkey)
         if wanted is _RTR:
             self._remote = remote
-            if self.state is OPEN:  # else it is being closed
+            if self.state is OPEN:  # otherwise the queue pair is being closed
                 attend(self.handle.context)
 
 
 def _look_at(task: asyncio.Task[None]) -> None:
-    """What it ended by is known: nobody need await it."""
+    """Retrieve the exception of a task, so that asyncio does not log it as never retrieved."""
     if not task.cancelled():
         task.exception()
 
 
 async def establish_in_time(qp: Connectable, remote: Endpoint, attributes: QpAttrs) -> None:
-    """`Connectable.establish`, for who has a limit of time: a cancellation is raised at once.
+    """Connect a queue pair as `Connectable.establish` does, but raise a cancellation at once, for callers with a
+    deadline.
 
-    A verb that is under way then ends by itself, later. Until then the queue pair `is_held_up`.
+    A verb in progress then ends later, on its own. Until then, `is_held_up` returns True for the queue pair.
     """
     await qp._follow_in_time(qp._way_to(remote, None, attributes), remote)
 
 
 async def move_in_time(qp: Connectable, state: QpState, attributes: QpAttrs) -> None:
-    """Take a queue pair one state further, likewise."""
+    """Move a queue pair to the next state, and raise a cancellation at once, as `establish_in_time` does."""
     await qp._follow_in_time(qp._plan(qp.query().qp_state, (state,), attributes, None))
 
 
 def is_held_up(qp: Connectable) -> bool:
-    """Whether another thread may be in a verb for a queue pair, and nobody knows for how long."""
+    """Return whether a helper thread may still be inside a verb of the queue pair, for an unknown time."""
     return qp._follows is not None and not qp._follows.done()
 
 
 def limits_for(qp: Connectable, port: int) -> Limits:
-    """What its device, a port there, and what it was told before allow a queue pair."""
+    """Return the limits of a queue pair: those of its device port, and those set by its earlier connections."""
     context = qp.handle.context
     return without_growth(limits_of(context, port), context, qp._served)

@@ -1,7 +1,7 @@
-"""PURE: the states of queue pairs, and what takes each type from one to the next.
+"""PURE: state machine of queue pairs: transitions of each type, and the attributes that each transition takes.
 
-The tables are those of the InfiniBand architecture, volume 1, chapter 11.2.5, with annex A14 for XRC, as attributes of
-``ibv_modify_qp``. Alternate paths and rate limits are left out.
+The tables are those of the InfiniBand architecture, volume 1, chapter 11.2.5, with annex A14 for XRC, expressed as
+attributes of ``ibv_modify_qp``. Alternate paths and rate limits are left out.
 """
 
 from collections import deque
@@ -28,7 +28,7 @@ __all__ = [
 
 
 class QpAttrs(TypedDict, total=False):
-    """Attributes for ``ibv_modify_qp``, named as there."""
+    """Attributes of ``ibv_modify_qp``, with the same names."""
 
     cur_qp_state: QpState
     en_sqd_async_notify: bool
@@ -50,7 +50,11 @@ class QpAttrs(TypedDict, total=False):
 
 
 class TransitionRule(NamedTuple):
-    """The attributes that a transition must have, and those that it may have besides."""
+    """Attributes of a transition.
+
+    :param required: names of the attributes that must be given.
+    :param optional: names of the attributes that may be given.
+    """
 
     required: frozenset[str]
     optional: frozenset[str]
@@ -58,15 +62,15 @@ class TransitionRule(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a device and its port allow; without them, what the architecture does.
+    """Limits of a device and one of its ports. The defaults are those of the architecture.
 
-    :param ports: how many the device has.
-    :param pkeys: the length of the port's table of partitions.
-    :param gids: that of its table of GIDs.
-    :param mtu: the largest packet that it takes.
-    :param max_rd_atomic: reads and atomics that a queue pair can have under way.
-    :param max_dest_rd_atomic: those of a peer that it can serve at once.
-    :param needs_gid: a path without a GID leads nowhere, as over Ethernet.
+    :param ports: number of ports of the device.
+    :param pkeys: length of the port's P_Key table.
+    :param gids: length of the port's GID table.
+    :param mtu: MTU of the port.
+    :param max_rd_atomic: maximum number of reads and atomics that a queue pair can have in flight.
+    :param max_dest_rd_atomic: maximum number of reads and atomics of the peer that a queue pair can respond to at once.
+    :param needs_gid: whether a path needs a GID, as over Ethernet.
     """
 
     ports: int = 0xFF
@@ -79,10 +83,10 @@ class Limits:
 
     @classmethod
     def of(cls, device: DeviceAttributes, port: PortAttributes) -> Self:
-        """Those of a device and a port, as far as the verbs' structures can name them."""
+        """Return the limits of a device port, clamped to the widths of the ABI's fields."""
         return cls(
             ports=device.phys_port_cnt,
-            pkeys=max(port.pkey_tbl_len, 1),  # iWARP has no table, and its provider takes 0
+            pkeys=max(port.pkey_tbl_len, 1),  # iWARP has no P_Key table; its provider accepts index 0
             gids=min(port.gid_tbl_len, 0x100),
             mtu=port.active_mtu,
             max_rd_atomic=min(device.max_qp_init_rd_atom, 0xFF),
@@ -91,7 +95,7 @@ class Limits:
         )
 
 
-# ---- The table
+# ---- Transition table
 
 _RC, _UC, _UD, _SEND, _RECV = {QpType.RC}, {QpType.UC}, {QpType.UD}, {QpType.XRC_SEND}, {QpType.XRC_RECV}
 _CONNECTED = _RC | _UC | _SEND | _RECV
@@ -102,10 +106,11 @@ COUNTERPART = {
     QpType.XRC_SEND: QpType.XRC_RECV,
     QpType.XRC_RECV: QpType.XRC_SEND,
 }
-"""What each type talks to."""
+"""Type of the peer's queue pair, for each type."""
 
 _S = QpState
-# From, to, the types that it is about, what they must say, what they may say. A transition takes all rows of its type.
+# From, to, applicable types, required attributes, optional attributes. A transition combines all rows that apply to its
+# type.
 _ROWS: tuple[tuple[QpState, QpState, set[QpType], str, str], ...] = (
     (_S.RESET, _S.INIT, _ALL, "pkey_index port_num", ""),
     (_S.RESET, _S.INIT, _CONNECTED, "qp_access_flags", ""),
@@ -120,7 +125,7 @@ _ROWS: tuple[tuple[QpState, QpState, set[QpType], str, str], ...] = (
     (_S.RTR, _S.RTS, _ALL, "sq_psn", ""),
     (_S.RTR, _S.RTS, _REQUESTERS, "timeout retry_cnt rnr_retry max_rd_atomic", ""),
     (_S.RTR, _S.RTS, _RECV, "timeout", ""),
-    # On the way to RTS, or in it, some may still be changed.
+    # Some attributes can be changed on the transition to RTS or in RTS.
     *((state, _S.RTS, _ALL, "", "cur_qp_state") for state in (_S.RTR, _S.RTS, _S.SQD)),
     *((state, _S.RTS, _CONNECTED, "", "qp_access_flags") for state in (_S.RTR, _S.RTS, _S.SQD)),
     *((state, _S.RTS, _RESPONDERS, "", "min_rnr_timer") for state in (_S.RTR, _S.RTS, _S.SQD)),
@@ -132,11 +137,11 @@ _ROWS: tuple[tuple[QpState, QpState, set[QpType], str, str], ...] = (
     (_S.SQD, _S.SQD, _REQUESTERS, "", "retry_cnt rnr_retry max_rd_atomic"),
     (_S.SQD, _S.SQD, _RESPONDERS, "", "max_dest_rd_atomic min_rnr_timer"),
     (_S.SQD, _S.SQD, _UD, "", "qkey"),
-    # A send queue stops by itself, in SQE, only where nobody acknowledges.
+    # A send queue stops by itself, in SQE, only for types without acknowledgements.
     (_S.SQE, _S.RTS, _UC | _UD, "", "cur_qp_state"),
     (_S.SQE, _S.RTS, _UC, "", "qp_access_flags"),
     (_S.SQE, _S.RTS, _UD, "", "qkey"),
-    # With nothing but the state; to ERR from everywhere but RESET, as the kernel has it.
+    # Without attributes. ERR can be reached from every state except RESET, as in the kernel.
     *((state, _S.RESET, _ALL, "", "") for state in _S),
     *((state, _S.ERR, _ALL, "", "") for state in _S if state is not _S.RESET),
 )
@@ -161,22 +166,26 @@ def _of(qp_type: QpType) -> dict[tuple[QpState, QpState], TransitionRule]:
     return _TABLE[qp_type]
 
 
-# ---- What it says
+# ---- Queries
 
 
 def reachable(qp_type: QpType, state: QpState) -> tuple[QpState, ...]:
-    """The states that one call takes it to from there; its own is among them where attributes can be changed in it.
+    """Return the states that one transition leads to.
 
-    :raises ValueError: it is of a type that has no table here.
+    The state itself is included if attributes can be changed in it.
+
+    :param qp_type: type of the queue pair.
+    :param state: current state.
+    :raises ValueError: there is no table for the type.
     """
     return tuple(after for after in QpState if (state, after) in _of(qp_type))
 
 
 def transition_rule(qp_type: QpType, state: QpState, wanted: QpState) -> TransitionRule:
-    """What a transition needs.
+    """Return the attributes that a transition requires and accepts.
 
-    :raises TransitionError: there is no such transition; where it can go to is in its `reachable`.
-    :raises ValueError: it is of a type that has no table here.
+    :raises TransitionError: there is no such transition; its `reachable` lists the states that can be reached.
+    :raises ValueError: there is no table for the type.
     """
     found = _of(qp_type).get((state, wanted))
     if found is None:
@@ -185,10 +194,11 @@ def transition_rule(qp_type: QpType, state: QpState, wanted: QpState) -> Transit
 
 
 def path(qp_type: QpType, state: QpState, wanted: QpState) -> tuple[QpState, ...]:
-    """The shortest way: the states to move it to, one after the other; none where it is there.
+    """Return the states of the shortest sequence of transitions, without the current one; empty if it is the wanted
+    one.
 
-    :raises TransitionError: there is no way, as to SQE, where it only goes by itself.
-    :raises ValueError: it is of a type that has no table here.
+    :raises TransitionError: there is no such sequence, for example to SQE, which a queue pair only enters by itself.
+    :raises ValueError: there is no table for the type.
     """
     ways: dict[QpState, tuple[QpState, ...]] = {state: ()}
     ahead = deque([state])
@@ -213,14 +223,17 @@ def transition(
     limits: Limits | None = None,
     draining: bool = False,
 ) -> QpAttrs:
-    """The attributes to hand to ``ibv_modify_qp``, which then has nothing to refuse.
+    """Return the attributes to pass to ``ibv_modify_qp``, checked so that the verb has no reason to reject them.
 
-    :param attributes: those that are given.
-    :param defaults: for those that are required and not given.
-    :param limits: of the device; None for the architecture's.
-    :param draining: in SQD, something that was begun before it has not ended yet.
-    :raises TransitionError: what is missing, does not belong or is out of its range; or there is no such transition.
-    :raises ValueError: it is of a type that has no table here.
+    :param qp_type: type of the queue pair.
+    :param state: current state.
+    :param wanted: state to move to.
+    :param attributes: attributes given by the caller.
+    :param defaults: values of required attributes that are not given.
+    :param limits: limits of the device; None: those of the architecture.
+    :param draining: whether the send queue is in SQD and still has requests in flight.
+    :raises TransitionError: an attribute is missing, unexpected or out of range; or there is no such transition.
+    :raises ValueError: there is no table for the type.
     """
     required, optional = transition_rule(qp_type, state, wanted)
     chosen: dict[str, object] = {name: value for name, value in (defaults or {}).items() if name in required}
@@ -245,10 +258,12 @@ def plan(
     limits: Limits | None = None,
     draining: bool = False,
 ) -> list[tuple[QpState, QpAttrs]]:
-    """The same for several transitions in a row: each attribute goes to the first that takes it.
+    """Return the attributes of several transitions in a row. Each attribute goes to the first transition that accepts
+    it.
 
-    :raises TransitionError: see `transition`; an attribute that none takes does not belong to the last.
-    :raises ValueError: it is of a type that has no table here.
+    :param states: states to move to, in order.
+    :raises TransitionError: see `transition`; an attribute that no transition accepts is unexpected in the last one.
+    :raises ValueError: there is no table for the type.
     """
     ahead = tuple(states)
     left: dict[str, object] = dict(attributes)
@@ -302,7 +317,7 @@ def _path_ranges(limits: Limits) -> dict[str, tuple[int, int]]:
 
 
 def _wrong(attributes: Mapping[str, object], state: QpState, limits: Limits) -> Iterable[tuple[str, str]]:
-    """What has a value that cannot be, and why."""
+    """Yield the name of each attribute with an invalid value, and the reason."""
     for name, ends in _ranges(limits).items():
         if name in attributes:
             yield from _outside(name, attributes[name], ends)
@@ -318,7 +333,7 @@ def _wrong(attributes: Mapping[str, object], state: QpState, limits: Limits) -> 
     if believed != state:
         yield "cur_qp_state", f"{QpState(cast(int, believed)).name}, but it is in {state.name}"
     access = index(cast(int, attributes.get("qp_access_flags", 0)))
-    if access & ~int(_ACCESS):  # as integers: enumerations forget bits that they do not know
+    if access & ~int(_ACCESS):  # compared as integers: AccessFlags drops unknown bits
         yield "qp_access_flags", f"{access:#x}, but a queue pair has only those of {_ACCESS!r}"
 
 

@@ -1,4 +1,4 @@
-"""Soft-RoCE, the kernel's rdma_rxe: which device is one, and what it must not be asked."""
+"""Workarounds for soft-RoCE, the kernel's rdma_rxe driver."""
 
 from dataclasses import replace
 
@@ -11,17 +11,21 @@ _VENDOR_ID = 0xFFFFFF
 
 
 def is_soft_roce(context: handles.Context) -> bool:
-    """Whether a device is soft-RoCE."""
+    """Return whether a device is soft-RoCE."""
     return context.attributes.vendor_id == _VENDOR_ID
 
 
 def without_growth(limits: Limits, context: handles.Context, served: int | None) -> Limits:
-    """What a queue pair may have that was told before to serve so many reads and atomics; None: it was told nothing.
+    """Return limits that keep soft-RoCE from growing the responder resources of a queue pair.
 
-    Told another number, soft-RoCE clears as many places as the new number says in the table that it made for the old
-    one, before it makes another table. With a larger number it writes beyond its memory, into whatever else the kernel
-    keeps there: `rxe_qp_from_attr` of Linux 4.8 to 6.1 at least, and a reset keeps the table. So a queue pair there
-    serves as many as at first, or fewer.
+    When ``max_dest_rd_atomic`` changes, soft-RoCE clears as many entries as the new value says in the table allocated
+    for the old value, before allocating a new table. A larger value therefore writes beyond the table, into other
+    memory of the kernel: see `rxe_qp_from_attr` of Linux 4.8 to at least 6.1. A reset keeps the table. So a queue pair
+    on soft-RoCE never uses a larger value than its first one.
+
+    :param limits: limits of the device port.
+    :param context: context of the device.
+    :param served: ``max_dest_rd_atomic`` that was last set for the queue pair; None: never set.
     """
     if served is None or not is_soft_roce(context):
         return limits

@@ -116,7 +116,7 @@ class CmControlChannel:
         """Tell the peer that it is over."""
         state_machine = cm_state_machine_of(self.identifier)
         if state_machine is not None and not self.identifier.closed:
-            state_machine.hang_up()
+            state_machine.disconnect()
 
     async def aclose(self) -> None:
         """Disconnect, and close the identifier, and the channel, where this is cancelled, too."""

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 __all__ = ["Identifier", "cm_state_machine_of", "look_up"]
 
 # What the InfiniBand architecture leaves of its messages, after librdmacm's own header in the first.
-_REQUEST_BYTES, _REPLY_BYTES, _REJECT_BYTES = 56, 196, 148
-_LONGEST_MS = 60_000  # for the kernel; who waits has a limit of its own
+_MAX_REQUEST_DATA, _MAX_REPLY_DATA, _MAX_REJECT_DATA = 56, 196, 148
+_ROUTE_TIMEOUT_MS = 60_000  # for the kernel; who waits has a limit of its own
 
 
 async def look_up(host: str, port: int) -> Address:
@@ -54,11 +54,11 @@ def _as_unreachable() -> Iterator[None]:
         raise UnreachableError(error.verb, error.errno) from None
 
 
-def _private(data: "Buffer", most: int) -> bytes:
-    taken = bytes(data)
-    if len(taken) > most:
-        raise ValueError(f"private data is {most} bytes at most here, not {len(taken)}")
-    return taken
+def _check_private_data(data: "Buffer", limit: int) -> bytes:
+    copied = bytes(data)
+    if len(copied) > limit:
+        raise ValueError(f"private data is {limit} bytes at most here, not {len(copied)}")
+    return copied
 
 
 class Identifier(HandleResource[core.Identifier]):
@@ -74,23 +74,23 @@ class Identifier(HandleResource[core.Identifier]):
     """
 
     _state_machine: CmStateMachine | None = None
-    _way: tuple[Address, Address | None] | None = None  # whom it was resolved to, and from where
+    _destination: tuple[Address, Address | None] | None = None  # whom it was resolved to, and from where
 
     def __init__(self, channel: EventChannel, request: core.Event | None = None) -> None:
         super().__init__(channel)
         self._channel = channel
         self._request = request
-        self._came_open = request is not None
+        self._from_listener = request is not None
 
     def _owner(self) -> Affinity | None:
         return self._channel.owner
 
     async def open(self) -> Self:
         """Open it; one that a listener gave is open already, and its block closes it."""
-        if not self._came_open:
+        if not self._from_listener:
             return await super().open()
-        self._use("open")
-        self._came_open = False
+        self._owned_state_machine("open")
+        self._from_listener = False
         return self
 
     def _open(self) -> None:
@@ -100,9 +100,9 @@ class Identifier(HandleResource[core.Identifier]):
         else:
             self._handle = core.Identifier(self._channel.handle)
         self._lifecycle.hold(self._handle)
-        stage = CmState.REQUESTED if request is not None else CmState.NEW
+        state = CmState.REQUESTED if request is not None else CmState.NEW
         self._state_machine = CmStateMachine(
-            self._handle, self._channel._dispatcher, self._lifecycle.condition(), stage
+            self._handle, self._channel._dispatcher, self._lifecycle.condition(), state
         )
         self._lifecycle.hold(self._state_machine)
         self._lifecycle.drain = self._state_machine.drain
@@ -110,24 +110,24 @@ class Identifier(HandleResource[core.Identifier]):
             self._state_machine.private_data = request.private_data
             self._lifecycle.label = f"with {written(self._handle.peer_address)}"
 
-    def _now(self) -> CmStateMachine:
+    def _open_state_machine(self) -> CmStateMachine:
         self._check_open()
         assert self._state_machine is not None
         return self._state_machine
 
-    def _use(self, verb: str) -> CmStateMachine:
+    def _owned_state_machine(self, verb: str) -> CmStateMachine:
         """The conversation, for the owner to go on with it by `verb`; who is refused has changed nothing."""
-        state_machine = self._now()
+        state_machine = self._open_state_machine()
         assert self.owner is not None
         self.owner.check(self, verb)
         return state_machine
 
-    def _anew(self, state_machine: CmStateMachine) -> CmStateMachine:
+    def _restart(self, state_machine: CmStateMachine) -> CmStateMachine:
         """One that may begin: the same, or where that was rejected another one, with an identifier of its own.
 
         :raises VerbsError: there cannot be another one; nothing was done.
         """
-        if state_machine.stage is not CmState.REJECTED:
+        if state_machine.state is not CmState.REJECTED:
             return state_machine
         lifecycle, handle, used_up = self._lifecycle, core.Identifier(self._channel.handle), self.handle
         try:
@@ -150,7 +150,7 @@ class Identifier(HandleResource[core.Identifier]):
     @property
     def connected(self) -> bool:
         """Whether it is."""
-        return self._state_machine is not None and self._state_machine.stage is CmState.CONNECTED and not self.closed
+        return self._state_machine is not None and self._state_machine.state is CmState.CONNECTED and not self.closed
 
     @property
     def device_name(self) -> str | None:
@@ -175,7 +175,7 @@ class Identifier(HandleResource[core.Identifier]):
     @property
     def private_data(self) -> bytes:
         """What the peer said in asking or answering: as many bytes as its message has, filled up with zeros."""
-        return self._now().private_data
+        return self._open_state_machine().private_data
 
     # ---- The side that asks
 
@@ -188,29 +188,33 @@ class Identifier(HandleResource[core.Identifier]):
         :raises TimeoutError: that was not known in time.
         :raises OSError: the name has no address.
         """
-        state_machine = self._use("rdma_resolve_addr")
+        state_machine = self._owned_state_machine("rdma_resolve_addr")
         state_machine.check("resolve", CmState.NEW)
-        state_machine = self._anew(state_machine)
+        state_machine = self._restart(state_machine)
         async with state_machine.step("resolve", CmState.NEW, timeout_s):
             address = await look_up(host, port)
-            own = await look_up(source, 0) if source is not None else None
-            await self._find_way(state_machine, address, own)
-        self._way = address, own
+            source_address = await look_up(source, 0) if source is not None else None
+            await self._resolve_destination(state_machine, address, source_address)
+        self._destination = address, source_address
         self._lifecycle.label = f"with {written(self.peer_address)}"
 
-    async def _find_way(self, state_machine: CmStateMachine, address: Address, own: Address | None) -> None:
-        await self._resolve_address(state_machine, address, own)
+    async def _resolve_destination(
+        self, state_machine: CmStateMachine, address: Address, source_address: Address | None
+    ) -> None:
+        await self._resolve_address(state_machine, address, source_address)
         with _as_unreachable():
-            self.handle.resolve_route(_LONGEST_MS)
+            self.handle.resolve_route(_ROUTE_TIMEOUT_MS)
         await state_machine.expect(CmEventType.ROUTE_RESOLVED, "rdma_resolve_route")
-        state_machine.stage = CmState.RESOLVED
+        state_machine.state = CmState.RESOLVED
 
-    async def _resolve_address(self, state_machine: CmStateMachine, address: Address, own: Address | None) -> None:
+    async def _resolve_address(
+        self, state_machine: CmStateMachine, address: Address, source_address: Address | None
+    ) -> None:
         # A neighbour may answer before the kernel has begun to wait for that, as over a veth interface. Then it looks
         # again only when the time is over, and therefore is given little, and more each time.
         for wait_ms in itertools.chain((100, 200, 400, 800, 1600), itertools.repeat(3200)):
             with _as_unreachable():
-                self.handle.resolve_addr(address, wait_ms, own)
+                self.handle.resolve_addr(address, wait_ms, source_address)
             try:
                 await state_machine.expect(CmEventType.ADDR_RESOLVED, "rdma_resolve_addr")
             except TimeoutError:
@@ -242,13 +246,15 @@ class Identifier(HandleResource[core.Identifier]):
         :raises TimeoutError: nor did it within `timeout_s`.
         :raises TransitionError: the queue pair is in another state, or an attribute cannot be; nothing was done.
         """
-        state_machine, data = self._ready("connect", CmState.RESOLVED, qp, attributes, private_data, _REQUEST_BYTES)
+        state_machine, data = self._validate(
+            "connect", CmState.RESOLVED, qp, attributes, private_data, _MAX_REQUEST_DATA
+        )
         limits = limits_for(qp, self.handle.port_num)
-        state_machine = self._anew(state_machine)
-        async with state_machine.step("connect", state_machine.stage, timeout_s):
-            if state_machine.stage is CmState.NEW:
-                assert self._way is not None
-                await self._find_way(state_machine, *self._way)
+        state_machine = self._restart(state_machine)
+        async with state_machine.step("connect", state_machine.state, timeout_s):
+            if state_machine.state is CmState.NEW:
+                assert self._destination is not None
+                await self._resolve_destination(state_machine, *self._destination)
                 state_machine.check_device(qp)
             state_machine.to_init(qp, access)
             self.handle.connect(
@@ -264,7 +270,7 @@ class Identifier(HandleResource[core.Identifier]):
             await state_machine.to_rts(qp, attributes)
             self.handle.establish()
             state_machine.private_data = answer.private_data
-            state_machine.connected()
+            state_machine.mark_connected()
         return answer.private_data
 
     # ---- The side that answers
@@ -287,30 +293,30 @@ class Identifier(HandleResource[core.Identifier]):
         :raises ConnectionRejectedError: it gave up.
         :raises TransitionError: the queue pair is in another state, or an attribute cannot be; nothing was done.
         """
-        state_machine, data = self._ready("accept", CmState.REQUESTED, qp, attributes, private_data, _REPLY_BYTES)
+        state_machine, data = self._validate("accept", CmState.REQUESTED, qp, attributes, private_data, _MAX_REPLY_DATA)
         async with state_machine.step("accept", CmState.REQUESTED, timeout_s):
             state_machine.to_init(qp, access)
-            made = await state_machine.to_rts(qp, attributes)
+            applied = await state_machine.to_rts(qp, attributes)
             self.handle.accept(
                 qp_num=qp.qp_num,
                 private_data=data,
-                responder_resources=made["max_dest_rd_atomic"],
-                initiator_depth=made["max_rd_atomic"],
+                responder_resources=applied["max_dest_rd_atomic"],
+                initiator_depth=applied["max_rd_atomic"],
                 rnr_retry_count=attributes.get("rnr_retry", RETRIES["rnr_retry"]),
                 srq=qp.handle.srq is not None,
             )
             await state_machine.expect(CmEventType.ESTABLISHED, "rdma_accept")
-            state_machine.connected()
+            state_machine.mark_connected()
 
     async def reject(self, private_data: "Buffer" = b"") -> None:
         """Refuse it: ``rdma_reject``. So does closing it unanswered.
 
         :param private_data: for the peer, 148 bytes at most.
         """
-        state_machine = self._use("rdma_reject")
+        state_machine = self._owned_state_machine("rdma_reject")
         state_machine.check("reject", CmState.REQUESTED)
-        self.handle.reject(_private(private_data, _REJECT_BYTES))
-        state_machine.stage = CmState.ENDED
+        self.handle.reject(_check_private_data(private_data, _MAX_REJECT_DATA))
+        state_machine.state = CmState.ENDED
 
     # ---- The end
 
@@ -322,11 +328,11 @@ class Identifier(HandleResource[core.Identifier]):
         :raises QueuePairStateError: it was not connected.
         :raises TimeoutError: the peer does not answer; it can only be closed.
         """
-        state_machine = self._over("rdma_disconnect")
-        state_machine.hang_up()
+        state_machine = self._connected_state_machine("rdma_disconnect")
+        state_machine.disconnect()
         try:
             async with asyncio.timeout(timeout_s):
-                await state_machine.wait_over()
+                await state_machine.wait_disconnected()
         except TimeoutError:
             assert timeout_s is not None
             raise TimeoutError(f"disconnect: the peer did not answer within {duration(timeout_s)}") from None
@@ -337,23 +343,23 @@ class Identifier(HandleResource[core.Identifier]):
         :raises DeviceRemovedError: the device was removed.
         :raises QueuePairStateError: it was not connected.
         """
-        await self._over("rdma_get_cm_event").wait_over()
+        await self._connected_state_machine("rdma_get_cm_event").wait_disconnected()
 
-    def _over(self, verb: str) -> CmStateMachine:
-        state_machine = self._use(verb)
-        if state_machine.stage in (CmState.NEW, CmState.RESOLVED, CmState.REQUESTED, CmState.REJECTED):
+    def _connected_state_machine(self, verb: str) -> CmStateMachine:
+        state_machine = self._owned_state_machine(verb)
+        if state_machine.state in (CmState.NEW, CmState.RESOLVED, CmState.REQUESTED, CmState.REJECTED):
             raise QueuePairStateError(f"{self!r} is not connected")
         return state_machine
 
-    def _ready(
-        self, what: str, stage: CmState, qp: QueuePair, attributes: QpAttrs, private_data: "Buffer", most: int
+    def _validate(
+        self, operation: str, state: CmState, qp: QueuePair, attributes: QpAttrs, private_data: "Buffer", limit: int
     ) -> tuple[CmStateMachine, bytes]:
         """What can be seen before the peer is told anything."""
-        state_machine = self._use(f"rdma_{what}")
-        state_machine.check(what, stage)
+        state_machine = self._owned_state_machine(f"rdma_{operation}")
+        state_machine.check(operation, state)
         check_queue_pair(qp, attributes)
         state_machine.check_device(qp)
-        return state_machine, _private(private_data, most)
+        return state_machine, _check_private_data(private_data, limit)
 
 
 def cm_state_machine_of(identifier: Identifier) -> CmStateMachine | None:

@@ -10,10 +10,10 @@ from aioverbs._lifecycle.resource import HandleResource
 from aioverbs._providers.sysfs import check_node
 from aioverbs.errors import ForkedProcessError, VerbsError
 
-__all__ = ["CmEventType", "Dispatcher", "EventChannel", "Listening"]
+__all__ = ["CmEventType", "Dispatcher", "EventChannel", "EventReceiver"]
 
-_MANAGER_NODE = Path("/dev/infiniband/rdma_cm")
-_PER_TURN = 64  # events that are taken in one turn of the loop
+_CM_NODE = Path("/dev/infiniband/rdma_cm")
+_EVENTS_PER_ITERATION = 64  # events that are taken in one turn of the loop
 
 
 class CmEventType(enum.IntEnum):
@@ -37,16 +37,16 @@ class CmEventType(enum.IntEnum):
     TIMEWAIT_EXIT = 15
 
 
-class Listening(Protocol):
+class EventReceiver(Protocol):
     """Who is told of the events of an identifier."""
 
-    def heard(self, event: core.Event) -> None:
+    def on_event(self, event: core.Event) -> None:
         """On the channel's loop."""
 
-    def broke(self, error: Exception) -> None:
+    def fail(self, error: Exception) -> None:
         """There will be no more events."""
 
-    def hang_up(self) -> None:
+    def disconnect(self) -> None:
         """The channel is about to be closed."""
 
 
@@ -59,7 +59,7 @@ class Dispatcher:
     def __init__(self, channel: core.EventChannel) -> None:
         self._channel = channel
         self.loop = running_loop()
-        self.listening: dict[core.Identifier, Listening] = {}
+        self.receivers: dict[core.Identifier, EventReceiver] = {}
         self._fd = channel.fd
         self.loop.add_reader(self._fd, self._readable)
 
@@ -68,30 +68,30 @@ class Dispatcher:
         if not self.loop.is_closed():
             self.loop.remove_reader(self._fd)
 
-    def hang_up(self) -> None:
+    def disconnect_all(self) -> None:
         """Say goodbye to all peers at once, so that none has to be waited for by itself."""
-        for each in tuple(self.listening.values()):
-            each.hang_up()
+        for each in tuple(self.receivers.values()):
+            each.disconnect()
 
     def _readable(self) -> None:
-        for _ in range(_PER_TURN):
+        for _ in range(_EVENTS_PER_ITERATION):
             try:
                 event = self._channel.take_event()
             except ForkedProcessError:  # the parent's loop runs on in a child: these are the parent's events
                 return
             except VerbsError as error:
                 self.loop.remove_reader(self._fd)
-                for each in tuple(self.listening.values()):
-                    each.broke(error)
+                for each in tuple(self.receivers.values()):
+                    each.fail(error)
                 return
             if event is None:
                 return
-            asked = event.event_type == CmEventType.CONNECT_REQUEST
-            about = event.listener if asked else event.identifier
-            listening = self.listening.get(about) if about is not None else None
-            if listening is not None:
-                listening.heard(event)
-            elif asked and event.identifier is not None:
+            is_request = event.event_type == CmEventType.CONNECT_REQUEST
+            target = event.listener if is_request else event.identifier
+            receiver = self.receivers.get(target) if target is not None else None
+            if receiver is not None:
+                receiver.on_event(event)
+            elif is_request and event.identifier is not None:
                 event.identifier.destroy()
 
 
@@ -107,9 +107,9 @@ class EventChannel(HandleResource[core.EventChannel]):
         try:
             self._handle = core.EventChannel(self._lifecycle.owner)
         except VerbsError as error:
-            check_node(error.verb, _MANAGER_NODE)
+            check_node(error.verb, _CM_NODE)
             raise
         self._lifecycle.hold(self._handle)
         self._dispatcher = Dispatcher(self._handle)
         self._lifecycle.hold(self._dispatcher)
-        self._lifecycle.stop = self._dispatcher.hang_up
+        self._lifecycle.stop = self._dispatcher.disconnect_all

@@ -13,12 +13,12 @@ from aioverbs.addresses import Address, written
 from aioverbs.errors import ClosedResourceError
 from aioverbs.rdma_cm.cm_id import Identifier, look_up
 from aioverbs.rdma_cm.events import CmEventType, EventChannel
-from aioverbs.rdma_cm.state_machine import error_of
+from aioverbs.rdma_cm.state_machine import error_for_event
 
 __all__ = ["Listener"]
 
 
-class _Requests:
+class _ConnectRequests:
     """Connections that were asked of a listener. Its life keeps this, and not the user's object."""
 
     def __init__(self, handle: core.Identifier, channel: EventChannel, lifecycle: Lifecycle) -> None:
@@ -27,19 +27,19 @@ class _Requests:
         self._dispatcher = channel._dispatcher
         self._lifecycle = lifecycle
         self._condition = lifecycle.condition()
-        self._waiting: deque[Identifier] = deque()  # no more than the backlog: the kernel counts them
+        self._pending: deque[Identifier] = deque()  # no more than the backlog: the kernel counts them
         self._failure: Exception | None = None
         self.closed = False
-        self._dispatcher.listening[handle] = self
+        self._dispatcher.receivers[handle] = self
 
-    def heard(self, event: core.Event) -> None:
+    def on_event(self, event: core.Event) -> None:
         """On the channel's loop."""
         if event.event_type == CmEventType.CONNECT_REQUEST:
-            self._asked(event)
+            self._add_request(event)
         elif event.event_type == CmEventType.DEVICE_REMOVAL:
-            self.broke(error_of("the listener", event))
+            self.fail(error_for_event("the listener", event))
 
-    def _asked(self, event: core.Event) -> None:
+    def _add_request(self, event: core.Event) -> None:
         assert event.identifier is not None
         channel = self._channel()
         if channel is None or self.closed:
@@ -52,25 +52,25 @@ class _Requests:
         except ClosedResourceError:  # the channel is being closed
             event.identifier.destroy()
             return
-        self._waiting.append(identifier)
+        self._pending.append(identifier)
         self._condition.notify()
 
-    def broke(self, error: Exception) -> None:
+    def fail(self, error: Exception) -> None:
         """There are no more."""
         self._failure = error
         self._condition.notify()
 
-    def hang_up(self) -> None:
+    def disconnect(self) -> None:
         """Those who asked have no connection yet."""
 
-    async def next(self) -> Identifier:
-        await self._condition.wait_while(lambda: not (self._waiting or self._failure or self.closed))
+    async def next_identifier(self) -> Identifier:
+        await self._condition.wait_while(lambda: not (self._pending or self._failure or self.closed))
         if self.closed:
             raise StopAsyncIteration
-        if not self._waiting:
+        if not self._pending:
             assert self._failure is not None
             raise self._failure
-        identifier = self._waiting.popleft()
+        identifier = self._pending.popleft()
         suppress_warning(identifier, False)
         return identifier
 
@@ -78,13 +78,13 @@ class _Requests:
         """Those that nobody took are refused."""
         self.closed = True
         self._condition.notify()
-        while self._waiting:
-            await self._waiting.popleft().aclose()
+        while self._pending:
+            await self._pending.popleft().aclose()
 
     def destroy(self) -> None:
         """It is about to go."""
         self.closed = True
-        self._dispatcher.listening.pop(self._handle, None)
+        self._dispatcher.receivers.pop(self._handle, None)
 
 
 class Listener(HandleResource[core.Identifier]):
@@ -97,7 +97,7 @@ class Listener(HandleResource[core.Identifier]):
     Opening raises `VerbsError`, with EADDRINUSE, EADDRNOTAVAIL, or with ENODEV where no RDMA device has the address.
     """
 
-    _requests: _Requests | None = None
+    _requests: _ConnectRequests | None = None
 
     def __init__(self, channel: EventChannel, host: str | None, port: int, backlog: int) -> None:
         if backlog < 1:
@@ -107,7 +107,7 @@ class Listener(HandleResource[core.Identifier]):
         self._host = host
         self._port = port
         self._backlog = backlog
-        self._wanted: Address = ("0.0.0.0", port)
+        self._bind_address: Address = ("0.0.0.0", port)
 
     def _owner(self) -> Affinity | None:
         return self._channel.owner
@@ -115,14 +115,14 @@ class Listener(HandleResource[core.Identifier]):
     async def open(self) -> Self:
         """Open it, after looking its name up."""
         if self._host is not None:
-            self._wanted = await look_up(self._host, self._port)
+            self._bind_address = await look_up(self._host, self._port)
         return await super().open()
 
     def _open(self) -> None:
         self._handle = core.Identifier(self._channel.handle)
         self._lifecycle.hold(self._handle)
-        self._handle.bind_addr(self._wanted)
-        self._requests = _Requests(self._handle, self._channel, self._lifecycle)
+        self._handle.bind_addr(self._bind_address)
+        self._requests = _ConnectRequests(self._handle, self._channel, self._lifecycle)
         self._lifecycle.hold(self._requests)
         self._lifecycle.drain = self._requests.drain
         self._handle.listen(self._backlog)
@@ -145,4 +145,4 @@ class Listener(HandleResource[core.Identifier]):
         owner = self._lifecycle.owner
         if owner is not None and not self._requests.closed:
             owner.check(self._lifecycle, "__anext__")
-        return await self._requests.next()
+        return await self._requests.next_identifier()

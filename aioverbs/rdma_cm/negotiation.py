@@ -14,7 +14,7 @@ from aioverbs.types import Mtu, QpState, QpType
 __all__ = ["check_queue_pair", "negotiate"]
 
 # What librdmacm will say stands for itself here: whether the rest can be is seen before a peer is asked.
-_TOLD = QpAttrs(
+_PLACEHOLDERS = QpAttrs(
     av=AddressVector(dgid=bytes(15) + b"\1"),
     path_mtu=Mtu.MTU_256,
     dest_qp_num=0,
@@ -47,32 +47,32 @@ def check_queue_pair(qp: QueuePair, attributes: QpAttrs) -> None:
             raise TransitionError(QpType.RC, state, QpState.RTR, reachable=qp_state_machine.reachable(QpType.RC, state))
         limits = limits_for(qp, 1)
         moves = (QpState.RTR, QpState.RTS)
-        qp_state_machine.plan(QpType.RC, QpState.INIT, moves, attributes, defaults=_TOLD, limits=limits)
+        qp_state_machine.plan(QpType.RC, QpState.INIT, moves, attributes, defaults=_PLACEHOLDERS, limits=limits)
     except TransitionError as error:
         error.subject = repr(qp)
         raise
 
 
-def negotiate(told: QpAttrs, given: QpAttrs, limits: Limits) -> QpAttrs:
+def negotiate(proposed: QpAttrs, overrides: QpAttrs, limits: Limits) -> QpAttrs:
     """PURE: What the managers agreed on, such that nothing waits for ever, within the device's limits, and as given.
 
     A peer's manager asks for up to 7 repetitions, which is for ever, and says nothing of how long one waits that finds
     no receive, which then is 655 ms: connections made by hand have better ones, and so have these. No more reads are
     under way than the peer said that it serves, whatever is given.
     """
-    settled = told.copy()
-    if "retry_cnt" in told:
-        settled["retry_cnt"] = min(told["retry_cnt"], RETRIES["retry_cnt"])
-    if "rnr_retry" in told:
-        settled["rnr_retry"] = min(told["rnr_retry"], RETRIES["rnr_retry"])
-    if "min_rnr_timer" in told:
-        settled["min_rnr_timer"] = RETRIES["min_rnr_timer"]
-    if "path_mtu" in told:
-        settled["path_mtu"] = min(told["path_mtu"], limits.mtu)
-    if "max_dest_rd_atomic" in told:
-        settled["max_dest_rd_atomic"] = min(told["max_dest_rd_atomic"], limits.max_dest_rd_atomic)
-    settled.update(given)
-    if "max_rd_atomic" in told:
-        wanted = given.get("max_rd_atomic", limits.max_rd_atomic)
-        settled["max_rd_atomic"] = min(told["max_rd_atomic"], wanted)
-    return settled
+    agreed = proposed.copy()
+    if "retry_cnt" in proposed:
+        agreed["retry_cnt"] = min(proposed["retry_cnt"], RETRIES["retry_cnt"])
+    if "rnr_retry" in proposed:
+        agreed["rnr_retry"] = min(proposed["rnr_retry"], RETRIES["rnr_retry"])
+    if "min_rnr_timer" in proposed:
+        agreed["min_rnr_timer"] = RETRIES["min_rnr_timer"]
+    if "path_mtu" in proposed:
+        agreed["path_mtu"] = min(proposed["path_mtu"], limits.mtu)
+    if "max_dest_rd_atomic" in proposed:
+        agreed["max_dest_rd_atomic"] = min(proposed["max_dest_rd_atomic"], limits.max_dest_rd_atomic)
+    agreed.update(overrides)
+    if "max_rd_atomic" in proposed:
+        requested = overrides.get("max_rd_atomic", limits.max_rd_atomic)
+        agreed["max_rd_atomic"] = min(proposed["max_rd_atomic"], requested)
+    return agreed

@@ -36,10 +36,10 @@ from aioverbs.rdma_cm.events import CmEventType, Dispatcher
 from aioverbs.rdma_cm.negotiation import negotiate
 from aioverbs.types import AccessFlags, QpState, QpType
 
-__all__ = ["CmState", "CmStateMachine", "error_of"]
+__all__ = ["CmState", "CmStateMachine", "error_for_event"]
 
-_ANSWER = "the peer did not answer"
-_GOODBYE_S = 1.0  # the longest that closing waits for a peer to hear of it
+_NO_ANSWER = "the peer did not answer"
+_DISCONNECT_TIMEOUT_S = 1.0  # the longest that closing waits for a peer to hear of it
 
 
 class CmState(enum.Enum):
@@ -57,10 +57,10 @@ class CmState(enum.Enum):
 
 
 # What needs no answer: the address of a bonded interface moved, or the queue pair's number may be used again.
-_NEWS = {CmEventType.ADDR_CHANGE, CmEventType.TIMEWAIT_EXIT}
+_IGNORED_EVENTS = {CmEventType.ADDR_CHANGE, CmEventType.TIMEWAIT_EXIT}
 
 
-def error_of(verb: str, event: core.Event) -> Exception:
+def error_for_event(verb: str, event: core.Event) -> Exception:
     """What is raised for an event that is not the one that was hoped for."""
     kind, number = event.event_type, abs(event.status)
     if kind == CmEventType.REJECTED:
@@ -90,77 +90,77 @@ class CmStateMachine:
         handle: core.Identifier,
         dispatcher: Dispatcher,
         condition: CrossLoopCondition,
-        stage: CmState = CmState.NEW,
+        state: CmState = CmState.NEW,
     ) -> None:
         self.handle = handle
-        self.stage = stage
+        self.state = state
         self.private_data = b""
         self._dispatcher = dispatcher
         self._condition = condition
         self._busy = False
-        self._awaits = _ANSWER
+        self._timeout_cause = _NO_ANSWER
         self._closed = False
         self._events: deque[core.Event] = deque()  # for who waits for one
         self._failure: Exception | None = None
         self._qp: QueuePair | None = None  # one that left INIT for this connection
-        self._when_over: Callable[[Exception], object] | None = None
-        self._goodbye_until = 0.0
-        dispatcher.listening[handle] = self
+        self._on_end: Callable[[Exception], object] | None = None
+        self._disconnect_deadline = 0.0
+        dispatcher.receivers[handle] = self
 
     def destroy(self) -> None:
         """It is about to go: nothing is heard any more."""
         self._closed = True
-        self._dispatcher.listening.pop(self.handle, None)
+        self._dispatcher.receivers.pop(self.handle, None)
         self._flush()
         self._condition.notify()
 
     # ---- What is heard
 
-    def heard(self, event: core.Event) -> None:
+    def on_event(self, event: core.Event) -> None:
         """On the channel's loop."""
         if event.event_type == CmEventType.DEVICE_REMOVAL:
-            self.broke(error_of("the connection", event))
-        elif event.event_type not in _NEWS:
+            self.fail(error_for_event("the connection", event))
+        elif event.event_type not in _IGNORED_EVENTS:
             self._events.append(event)
             if not self._busy:
-                self._take_what_nobody_awaits()
+                self._handle_unexpected_events()
         self._condition.notify()
 
-    def broke(self, error: Exception) -> None:
+    def fail(self, error: Exception) -> None:
         """The device, or the channel, is gone."""
         self._end(CmState.FAILED, error)
 
-    def _take_what_nobody_awaits(self) -> None:
+    def _handle_unexpected_events(self) -> None:
         while self._events:
             event = self._events.popleft()
-            over = self.stage in (CmState.CONNECTED, CmState.DISCONNECTING)
-            if over and event.event_type == CmEventType.DISCONNECTED:
-                if self.stage is CmState.CONNECTED:
+            was_connected = self.state in (CmState.CONNECTED, CmState.DISCONNECTING)
+            if was_connected and event.event_type == CmEventType.DISCONNECTED:
+                if self.state is CmState.CONNECTED:
                     with contextlib.suppress(VerbsError):  # the peer waits for no answer any more
                         self.handle.disconnect()
                 self._end(CmState.ENDED)
             elif event.event_type not in (CmEventType.ESTABLISHED, CmEventType.DISCONNECTED):
-                self._end(CmState.FAILED, error_of("the connection", event))
+                self._end(CmState.FAILED, error_for_event("the connection", event))
 
-    def _end(self, stage: CmState, failure: Exception | None = None) -> None:
-        if self.stage not in (CmState.ENDED, CmState.FAILED):
-            self.stage, self._failure = stage, failure
-        if self._when_over is not None:
-            self._when_over(self._cause())
+    def _end(self, state: CmState, failure: Exception | None = None) -> None:
+        if self.state not in (CmState.ENDED, CmState.FAILED):
+            self.state, self._failure = state, failure
+        if self._on_end is not None:
+            self._on_end(self._end_cause())
         else:
             self._flush()
         self._condition.notify()
 
-    def watch(self, when_over: Callable[[Exception], object] | None) -> None:
+    def watch(self, on_end: Callable[[Exception], object] | None) -> None:
         """Call this with the cause when the peer or the device is gone. It ends the queue pair then, this does not.
 
         :param when_over: None: as if nobody had watched.
         """
-        self._when_over = when_over
-        if when_over is not None and self.stage in (CmState.ENDED, CmState.FAILED):
-            when_over(self._cause())
+        self._on_end = on_end
+        if on_end is not None and self.state in (CmState.ENDED, CmState.FAILED):
+            on_end(self._end_cause())
 
-    def _cause(self) -> Exception:
+    def _end_cause(self) -> Exception:
         return self._failure or BrokenResourceError("the peer disconnected")
 
     def _flush(self) -> None:
@@ -186,27 +186,27 @@ class CmStateMachine:
     # ---- What is said
 
     @contextlib.asynccontextmanager
-    async def step(self, what: str, needed: CmState, timeout_s: float | None) -> AsyncIterator[None]:
+    async def step(self, operation: str, needed: CmState, timeout_s: float | None) -> AsyncIterator[None]:
         """Go from a stage to another one; what fails, is cancelled or takes too long ends the conversation."""
-        self.check(what, needed)
+        self.check(operation, needed)
         self._busy = True
         limit = asyncio.timeout(timeout_s)
         try:
             async with limit:
                 yield
         except BaseException as error:
-            is_rejected = isinstance(error, ConnectionRejectedError) and self.stage is CmState.RESOLVED
-            stage = CmState.REJECTED if is_rejected else CmState.FAILED
-            self._end(stage, error if isinstance(error, Exception) else None)
+            is_rejected = isinstance(error, ConnectionRejectedError) and self.state is CmState.RESOLVED
+            state = CmState.REJECTED if is_rejected else CmState.FAILED
+            self._end(state, error if isinstance(error, Exception) else None)
             if isinstance(error, TimeoutError) and limit.expired():
                 assert timeout_s is not None
-                raise TimeoutError(f"{what}: {self._awaits} within {duration(timeout_s)}") from None
+                raise TimeoutError(f"{operation}: {self._timeout_cause} within {duration(timeout_s)}") from None
             raise
         finally:
             self._busy = False
-            self._take_what_nobody_awaits()
+            self._handle_unexpected_events()
 
-    def check(self, what: str, needed: CmState) -> None:
+    def check(self, operation: str, needed: CmState) -> None:
         """See that it is at a stage, and that nothing else is under way. One that was rejected may begin anew.
 
         :raises QueuePairStateError: it is at another one.
@@ -214,12 +214,12 @@ class CmStateMachine:
         :raises BusyResourceError: another step is under way.
         """
         if self._busy:
-            raise BusyResourceError(f"{what}: another call is under way on this identifier")
-        if self.stage is needed or (self.stage is CmState.REJECTED and needed in (CmState.NEW, CmState.RESOLVED)):
+            raise BusyResourceError(f"{operation}: another call is under way on this identifier")
+        if self.state is needed or (self.state is CmState.REJECTED and needed in (CmState.NEW, CmState.RESOLVED)):
             return
-        if self._failure is not None and self.stage is not CmState.REJECTED:
-            raise BrokenResourceError(f"{what}: it failed before, close it: {self._failure}") from self._failure
-        raise QueuePairStateError(f"{what}: it is {self.stage.value}, and is to be {needed.value} for that")
+        if self._failure is not None and self.state is not CmState.REJECTED:
+            raise BrokenResourceError(f"{operation}: it failed before, close it: {self._failure}") from self._failure
+        raise QueuePairStateError(f"{operation}: it is {self.state.value}, and is to be {needed.value} for that")
 
     async def expect(self, kind: CmEventType, verb: str) -> core.Event:
         """The next event, which is to be of that kind.
@@ -228,13 +228,13 @@ class CmStateMachine:
         :raises Exception: `error_of` another event.
         """
         await self._condition.wait_while(lambda: not (self._events or self._failure or self._closed))
-        self._check_going_on(verb)
+        self._check_usable(verb)
         event = self._events.popleft()
         if event.event_type != kind:
-            raise error_of(verb, event)
+            raise error_for_event(verb, event)
         return event
 
-    def _check_going_on(self, verb: str) -> None:
+    def _check_usable(self, verb: str) -> None:
         if self._closed:
             raise ClosedResourceError(f"{verb}: the identifier was closed meanwhile")
         if self._failure is not None:
@@ -248,13 +248,13 @@ class CmStateMachine:
 
     def to_init(self, qp: QueuePair, access: AccessFlags | None) -> None:
         """Take a queue pair to INIT, where it can have receives."""
-        told = self.handle.init_qp_attr(QpState.INIT)
-        changes = QpAttrs(pkey_index=told.get("pkey_index", 0), port_num=told.get("port_num", 1))
+        proposed = self.handle.init_qp_attr(QpState.INIT)
+        changes = QpAttrs(pkey_index=proposed.get("pkey_index", 0), port_num=proposed.get("port_num", 1))
         if access is not None:
             changes["qp_access_flags"] = access
         qp.to_init(**changes)
 
-    async def to_rts(self, qp: QueuePair, given: QpAttrs) -> QpAttrs:
+    async def to_rts(self, qp: QueuePair, overrides: QpAttrs) -> QpAttrs:
         """Take it to RTS, by what the managers agreed on; what it was given.
 
         The event loop goes on meanwhile, as with `QueuePair.establish`, but a cancellation does not wait for the verb.
@@ -264,48 +264,48 @@ class CmStateMachine:
         """
         limits = limits_for(qp, self.handle.port_num)
         self._qp = qp
-        made = QpAttrs()
+        applied = QpAttrs()
         for before, after in itertools.pairwise((QpState.INIT, QpState.RTR, QpState.RTS)):
-            takes = qp_state_machine.transition_rule(QpType.RC, before, after)
-            names = takes.required | takes.optional
-            told = self.handle.init_qp_attr(after)
-            fit = cast(QpAttrs, {name: value for name, value in given.items() if name in names})
-            changes = negotiate(told, fit, limits)
-            self._awaits = "the device did not find the peer's neighbour"
+            rule = qp_state_machine.transition_rule(QpType.RC, before, after)
+            names = rule.required | rule.optional
+            proposed = self.handle.init_qp_attr(after)
+            applicable = cast(QpAttrs, {name: value for name, value in overrides.items() if name in names})
+            changes = negotiate(proposed, applicable, limits)
+            self._timeout_cause = "the device did not find the peer's neighbour"
             await move_in_time(qp, after, changes)
-            self._awaits = _ANSWER
-            self._check_going_on("ibv_modify_qp")
-            made.update(changes)
-        return made
+            self._timeout_cause = _NO_ANSWER
+            self._check_usable("ibv_modify_qp")
+            applied.update(changes)
+        return applied
 
-    def connected(self) -> None:
+    def mark_connected(self) -> None:
         """It is. What the peer said since is found when the step ends."""
-        self.stage = CmState.CONNECTED
+        self.state = CmState.CONNECTED
 
     # ---- How it ends
 
-    def hang_up(self) -> None:
+    def disconnect(self) -> None:
         """Flush the queue pair and tell the peer, if it is connected."""
-        if self.stage is not CmState.CONNECTED:
+        if self.state is not CmState.CONNECTED:
             return
-        self.stage = CmState.DISCONNECTING
-        self._goodbye_until = time.monotonic() + _GOODBYE_S
+        self.state = CmState.DISCONNECTING
+        self._disconnect_deadline = time.monotonic() + _DISCONNECT_TIMEOUT_S
         self._flush()
         try:
             self.handle.disconnect()
         except VerbsError:  # the peer did already, or the device is gone: an event tells
             self._end(CmState.ENDED)
 
-    async def wait_over(self) -> None:
+    async def wait_disconnected(self) -> None:
         """Until it is not connected any more, whoever ended that."""
         await self._condition.wait_while(
-            lambda: self.stage in (CmState.CONNECTED, CmState.DISCONNECTING) and not self._closed
+            lambda: self.state in (CmState.CONNECTED, CmState.DISCONNECTING) and not self._closed
         )
         if isinstance(self._failure, DeviceRemovedError):
             raise self._failure
 
     async def drain(self) -> None:
         """Let the peer hear of it, for a while."""
-        self.hang_up()
-        with anyio.move_on_after(max(0.0, self._goodbye_until - time.monotonic())):
-            await self._condition.wait_while(lambda: self.stage is CmState.DISCONNECTING)
+        self.disconnect()
+        with anyio.move_on_after(max(0.0, self._disconnect_deadline - time.monotonic())):
+            await self._condition.wait_while(lambda: self.state is CmState.DISCONNECTING)

@@ -192,7 +192,7 @@ async def test_a_line_that_is_cancelled_in_its_goodbye_leaves_its_channel(monkey
         await channel.open()
         identifier = await channel.channel.identifier().open()
         assert identifier._state_machine is not None
-        identifier._state_machine.stage = CmState.CONNECTED
+        identifier._state_machine.state = CmState.CONNECTED
         closing = asyncio.create_task(CmControlChannel(identifier, channel).aclose())
         await asyncio.sleep(0)
         assert not closing.done()

@@ -151,9 +151,9 @@ def _seen(subject: Any) -> Any:
         yield subject._lifecycle.label, tuple(handle.verbs) if handle is not None else ()
     if isinstance(subject, rdma_cm.Identifier):
         at = subject._state_machine
-        yield subject._came_open, *((at.stage, at._busy, at._qp, len(at._events)) if at is not None else ())
+        yield subject._from_listener, *((at.state, at._busy, at._qp, len(at._events)) if at is not None else ())
     if isinstance(subject, rdma_cm.Listener) and subject._requests is not None:
-        yield len(subject._requests._waiting), subject._requests.closed
+        yield len(subject._requests._pending), subject._requests.closed
     if isinstance(subject, Resource):
         yield subject.state
     if hasattr(subject, "statistics") and not isinstance(subject, Connection):
@@ -392,7 +392,7 @@ async def _identifiers(of: Scene, stack: AsyncExitStack) -> None:
     for stage in (CmState.NEW, CmState.RESOLVED, CmState.CONNECTED):
         identifier = await stack.enter_async_context(channel.identifier())
         assert identifier._state_machine is not None
-        identifier._state_machine.stage = stage
+        identifier._state_machine.state = stage
         of.subjects[f"identifier that is {stage.value}"] = identifier
     connected = of.subjects["identifier that is connected"]
     connected._state_machine._qp = qp

@@ -24,7 +24,7 @@ from aioverbs._lifecycle.affinity import CrossLoopCondition
 from aioverbs._verbs.qp_state_machine import Limits, QpAttrs
 from aioverbs.rdma_cm.events import CmEventType, Dispatcher
 from aioverbs.rdma_cm.negotiation import negotiate
-from aioverbs.rdma_cm.state_machine import CmState, CmStateMachine, error_of
+from aioverbs.rdma_cm.state_machine import CmState, CmStateMachine, error_for_event
 from aioverbs.types import Mtu
 
 
@@ -68,7 +68,7 @@ class Wakeless:
 
     def __init__(self) -> None:
         self.loop = asyncio.get_running_loop()
-        self.listening: dict[object, CmStateMachine] = {}
+        self.receivers: dict[object, CmStateMachine] = {}
 
 
 @pytest.fixture
@@ -85,7 +85,7 @@ async def talk(state_machine: CmStateMachine, kind: CmEventType, *, timeout_s: f
     """One step that ends with a connection."""
     async with state_machine.step("connect", CmState.RESOLVED, timeout_s):
         heard = await state_machine.expect(kind, "rdma_connect")
-        state_machine.connected()
+        state_machine.mark_connected()
     return heard
 
 
@@ -106,7 +106,7 @@ RAISES: list[tuple[core.Event, type[Exception], str]] = [
 
 def test_what_an_event_raises() -> None:
     for told, expected, message in RAISES:
-        error = error_of("rdma_connect", told)
+        error = error_for_event("rdma_connect", told)
         assert type(error) is expected
         assert message in str(error)
 
@@ -142,7 +142,7 @@ async def test_a_rejection_has_what_was_said_with_it(manager: Manager) -> None:
     state_machine = await begun(manager)
     task = asyncio.create_task(talk(state_machine, CmEventType.CONNECT_RESPONSE))
     await asyncio.sleep(0)
-    state_machine.heard(event(CmEventType.REJECTED, 28, b"busy"))
+    state_machine.on_event(event(CmEventType.REJECTED, 28, b"busy"))
     with pytest.raises(ConnectionRejectedError) as caught:
         await task
     assert caught.value.private_data == b"busy"
@@ -150,7 +150,7 @@ async def test_a_rejection_has_what_was_said_with_it(manager: Manager) -> None:
         state_machine.check(what, stage)
     with pytest.raises(QueuePairStateError, match="accept: it is rejected, and is to be asked for by a peer"):
         state_machine.check("accept", CmState.REQUESTED)
-    state_machine.heard(event(CmEventType.DEVICE_REMOVAL))
+    state_machine.on_event(event(CmEventType.DEVICE_REMOVAL))
     with pytest.raises(BrokenResourceError, match=r"connect: it failed before, close it: .*device was removed"):
         state_machine.check("connect", CmState.RESOLVED)
 
@@ -176,25 +176,25 @@ async def test_what_comes_after_the_connection(
     state_machine._qp = cast(QueuePair, pair)
     task = asyncio.create_task(talk(state_machine, CmEventType.ESTABLISHED))
     await asyncio.sleep(0)
-    state_machine.heard(event(CmEventType.ESTABLISHED))
+    state_machine.on_event(event(CmEventType.ESTABLISHED))
     if late:
         await task
-    state_machine.heard(event(after))
+    state_machine.on_event(event(after))
     if after is CmEventType.DEVICE_REMOVAL and not late:
         with pytest.raises(DeviceRemovedError):
             await task
     else:
         await task
-    assert state_machine.stage is stage
+    assert state_machine.state is stage
     assert pair.errors == (stage is not CmState.CONNECTED)
     assert manager.said == (["disconnect"] if after is CmEventType.DISCONNECTED else [])
     if stage is CmState.CONNECTED:
         return
     if after is CmEventType.DEVICE_REMOVAL:
         with pytest.raises(DeviceRemovedError):
-            await state_machine.wait_over()
+            await state_machine.wait_disconnected()
     else:
-        await state_machine.wait_over()
+        await state_machine.wait_disconnected()
     await state_machine.drain()
 
 
@@ -202,9 +202,9 @@ async def test_time_is_over(manager: Manager) -> None:
     state_machine = await begun(manager)
     with pytest.raises(TimeoutError, match=r"connect: the peer did not answer within 10 ms"):
         await talk(state_machine, CmEventType.CONNECT_RESPONSE, timeout_s=0.01)
-    assert state_machine.stage is CmState.FAILED
-    state_machine.heard(event(CmEventType.CONNECT_RESPONSE))
-    assert state_machine.stage is CmState.FAILED
+    assert state_machine.state is CmState.FAILED
+    state_machine.on_event(event(CmEventType.CONNECT_RESPONSE))
+    assert state_machine.state is CmState.FAILED
 
 
 async def test_cancelled(manager: Manager) -> None:
@@ -222,7 +222,7 @@ async def test_cancelled(manager: Manager) -> None:
 
 @pytest.mark.parametrize(
     "end",
-    [CmStateMachine.destroy, lambda state_machine: state_machine.broke(VerbsError("rdma_get_cm_event", errno.EIO))],
+    [CmStateMachine.destroy, lambda state_machine: state_machine.fail(VerbsError("rdma_get_cm_event", errno.EIO))],
 )
 async def test_it_ends_under_who_waits(manager: Manager, end: Callable[[CmStateMachine], None]) -> None:
     state_machine = await begun(manager)
@@ -239,14 +239,14 @@ async def test_goodbye(manager: Manager) -> None:
     state_machine._qp = cast(QueuePair, pair)
     draining = asyncio.create_task(state_machine.drain())
     await asyncio.sleep(0)
-    assert (manager.said, pair.errors, state_machine.stage) == (["disconnect"], 1, CmState.DISCONNECTING)
-    state_machine.heard(event(CmEventType.DISCONNECTED))
+    assert (manager.said, pair.errors, state_machine.state) == (["disconnect"], 1, CmState.DISCONNECTING)
+    state_machine.on_event(event(CmEventType.DISCONNECTED))
     await draining
-    assert (manager.said, state_machine.stage) == (["disconnect"], CmState.ENDED)
+    assert (manager.said, state_machine.state) == (["disconnect"], CmState.ENDED)
 
 
 async def test_goodbye_to_nobody(manager: Manager) -> None:
     manager.refuses = VerbsError("rdma_disconnect", errno.EINVAL)
     state_machine = await begun(manager, CmState.CONNECTED)
     await state_machine.drain()
-    assert state_machine.stage is CmState.ENDED
+    assert state_machine.state is CmState.ENDED

@@ -44,7 +44,7 @@ class Manager:
 
 def heard(state_machine: CmStateMachine, kind: CmEventType) -> None:
     told = SimpleNamespace(event_type=int(kind), status=0, private_data=b"", identifier=None, listener=None)
-    state_machine.heard(cast(core.Event, told))
+    state_machine.on_event(cast(core.Event, told))
 
 
 def state(qp: QueuePair) -> QpState:
@@ -54,7 +54,7 @@ def state(qp: QueuePair) -> QpState:
 @contextlib.asynccontextmanager
 async def conversing(device: Device) -> AsyncIterator[tuple[QueuePair, CmStateMachine]]:
     """A queue pair in INIT, and the conversation by which it is to be connected."""
-    dispatcher = cast(Dispatcher, SimpleNamespace(loop=asyncio.get_running_loop(), listening={}))
+    dispatcher = cast(Dispatcher, SimpleNamespace(loop=asyncio.get_running_loop(), receivers={}))
     async with device.resource_domain() as domain, domain.completion_queue(64) as cq, domain.queue_pair(cq) as qp:
         handle = cast(core.Identifier, Manager(qp))
         state_machine = CmStateMachine(handle, dispatcher, CrossLoopCondition(), CmState.RESOLVED)
@@ -65,7 +65,7 @@ async def conversing(device: Device) -> AsyncIterator[tuple[QueuePair, CmStateMa
 async def connect(state_machine: CmStateMachine, qp: QueuePair, timeout_s: float | None = None) -> None:
     async with state_machine.step("connect", CmState.RESOLVED, timeout_s):
         await state_machine.to_rts(qp, QpAttrs(timeout=12))
-        state_machine.connected()
+        state_machine.mark_connected()
 
 
 async def test_the_loop_goes_on(device: Device, helpers: Helpers) -> None:
@@ -99,7 +99,7 @@ async def test_it_ends_while_the_verb_is_called(
         with pytest.raises(error):
             await connecting
         await until(lambda: state(qp) is QpState.ERR)
-        assert state_machine.stage is CmState.FAILED
+        assert state_machine.state is CmState.FAILED
 
 
 @pytest.mark.parametrize("timeout_s", [0.01, None], ids=["time is over", "cancelled"])

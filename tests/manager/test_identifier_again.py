@@ -50,8 +50,8 @@ class Kernel:
 
     def _tell(self, kind: CmEventType) -> None:
         told = SimpleNamespace(event_type=int(kind), status=8, private_data=b"", identifier=self, listener=None)
-        listening = self._dispatcher.listening[cast(core.Identifier, self)]
-        self._dispatcher.loop.call_soon(listening.heard, cast(core.Event, told))
+        receiver = self._dispatcher.receivers[cast(core.Identifier, self)]
+        self._dispatcher.loop.call_soon(receiver.on_event, cast(core.Event, told))
 
     def resolve_addr(self, address: object, timeout_ms: int, source: object) -> None:
         self.peer_address = address
@@ -93,7 +93,7 @@ class Channel(EventChannel):
     """A channel of that manager's."""
 
     def _open(self) -> None:
-        dispatcher = SimpleNamespace(loop=asyncio.get_running_loop(), listening={})
+        dispatcher = SimpleNamespace(loop=asyncio.get_running_loop(), receivers={})
         self._dispatcher = cast(Dispatcher, dispatcher)
         self._handle = cast(core.EventChannel, self)
 
@@ -129,9 +129,9 @@ async def test_a_rejected_one_connects_when_it_asks_again(
             assert qp.query().qp_state is QpState.RTS
             assert [each.asked for each in manager.made] == [1, 1, 1]
             assert [each.destroyed for each in manager.made] == [1, 1, 0]
-            assert len(channel._dispatcher.listening) == 1
+            assert len(channel._dispatcher.receivers) == 1
         assert [each.destroyed for each in manager.made] == [1, 1, 1]
-        assert not channel._dispatcher.listening
+        assert not channel._dispatcher.receivers
 
 
 async def test_there_is_no_other_identifier(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:

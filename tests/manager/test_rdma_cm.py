@@ -109,7 +109,7 @@ async def test_another_loop_takes_nothing_from_a_listener() -> None:
         with pytest.raises(StopAsyncIteration):
             await anext(listener)
 
-    listener._requests = SimpleNamespace(closed=False, next=next_one)  # what there is without a connection manager
+    listener._requests = SimpleNamespace(closed=False, next_identifier=next_one)  # stands in for librdmacm
     listener._lifecycle.owner = Affinity.of_running_loop()
     await asyncio.to_thread(asyncio.run, use())
     assert await anext(listener) == "a peer"

@@ -21,7 +21,7 @@ static void frame(const uint8_t *data, size_t size)
     if (size < SOFT_FRAME_SIZE || soft_frame_parse(data, &parsed))
         return;
     require(parsed.size <= SOFT_FRAGMENT && parsed.part <= SOFT_DIRECT_FRAGMENT && parsed.total <= SOFT_FRAME_MESSAGE);
-    require(parsed.segments <= SOFT_FRAME_SEGMENTS && parsed.lease < SOFT_LEASES && parsed.sgid_index < 2);
+    require(parsed.segments <= SOFT_FRAME_SEGMENTS && parsed.copy_token < SOFT_COPY_TOKENS && parsed.sgid_index < 2);
     require(parsed.kind == SOFT_FRAME_RESPONSE || parsed.offset <= parsed.total - parsed.part);
     soft_frame_pack(&parsed, again);
     require(!memcmp(again, data, sizeof(again)));

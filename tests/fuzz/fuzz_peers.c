@@ -250,8 +250,8 @@ static bool complete(struct soft_frame *frame, const struct asker *asker, uint8_
     frame->size = is_answered(frame->opcode) ? 0 : frame->part;
     *data = (struct iovec){payload, frame->size};
     if (one_in(4) && frame->part && !is_atomic(frame->opcode) && soft_link_direct(asker->sender.link)) {
-        if (one_in(16) || soft_lease_open(asker->sender.link, &frame->lease, &frame->serial))
-            frame->lease = (uint16_t)any(SOFT_LEASES);
+        if (one_in(16) || soft_copy_token_open(asker->sender.link, &frame->copy_token, &frame->serial))
+            frame->copy_token = (uint16_t)any(SOFT_COPY_TOKENS);
         if (frame->opcode == IBV_WR_RDMA_READ)
             segment.address = (uintptr_t)taken;
         if (one_in(64))
@@ -306,7 +306,7 @@ static void ask(struct asker *asker)
     if (frame.serial) { /* before it was moved, or while it is, or after that */
         if (one_in(2))
             sleep_us(any(200));
-        while (!soft_lease_close(asker->sender.link, frame.lease, frame.serial))
+        while (!soft_copy_token_close(asker->sender.link, frame.copy_token, frame.serial))
             sleep_us(50);
     }
     if (!sent)

@@ -166,7 +166,7 @@ static void begin_link(int fd)
 {
     the_link = calloc(1, sizeof(*the_link));
     REQUIRE(the_link && !soft_stream_init(&the_link->stream, device.fabric, true));
-    the_link->leases_fd = -1;
+    the_link->tokens_fd = -1;
     the_link->remote = (union ibv_gid){.raw = {0xfe, 0x80, [15] = 2}};
     REQUIRE(!soft_stream_begin(&the_link->stream, fd, true, SOFT_GREETING));
     REQUIRE(soft_handshake_begin(the_link));
@@ -204,7 +204,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
         ;
     REQUIRE(!fabric->streams && !fabric->handshakes && !fabric->stream_count);
     if (the_link) {
-        soft_lease_unmake(the_link);
+        soft_copy_tokens_destroy(the_link);
         soft_stream_destroy(&the_link->stream);
         free(the_link);
         the_link = NULL;

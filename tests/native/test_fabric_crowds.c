@@ -325,17 +325,17 @@ static int raw_open_directly(const struct node *to)
     struct msghdr message = {
         .msg_iov = &piece, .msg_iovlen = 1, .msg_control = &control, .msg_controllen = sizeof(control)};
     struct soft_welcome welcome;
-    int fd = raw_connect(to), leases;
+    int fd = raw_connect(to), copy_tokens;
 
-    leases = soft_sealed_make("leases", sizeof(struct soft_lease_page), F_SEAL_SEAL);
-    REQUIRE(leases >= 0);
-    memcpy(CMSG_DATA(&control.header), &leases, sizeof(leases));
+    copy_tokens = soft_sealed_make("copy-tokens", sizeof(struct soft_copy_token_page), F_SEAL_SEAL);
+    REQUIRE(copy_tokens >= 0);
+    memcpy(CMSG_DATA(&control.header), &copy_tokens, sizeof(copy_tokens));
     memset(said.gids, 7, sizeof(said.gids));
     memcpy(said.wanted, &to->device.gids[0], sizeof(said.wanted));
     memcpy(said.nonce, nonce, sizeof(said.nonce));
     soft_hello_pack(&said, hello);
     REQUIRE_EQ(sendmsg(fd, &message, MSG_NOSIGNAL), SOFT_HELLO_SIZE);
-    soft_descriptor_close(leases);
+    soft_descriptor_close(copy_tokens);
     REQUIRE(raw_read(fd, bytes, sizeof(bytes)));
     REQUIRE(!soft_welcome_parse(bytes, &welcome));
     CHECK(welcome.flags & SOFT_HELLO_DIRECT); /* where a kernel does not allow it, this fails */

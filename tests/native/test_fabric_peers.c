@@ -880,7 +880,7 @@ static void the_process_of_a_peer_has_the_first_number(void)
     CHECK_EQ(send(fd, hello, sizeof(hello), MSG_NOSIGNAL), SOFT_HELLO_SIZE);
     CHECK(raw_read(fd, welcome, sizeof(welcome)));
     CHECK_EQ(soft_fabric_get_streams(&b->device, streams, 2), 2);
-    CHECK(strstr(streams[streams[0].connected].why_not_direct, "no leases came") != NULL);
+    CHECK(strstr(streams[streams[0].connected].why_not_direct, "no copy tokens came") != NULL);
     close(fd);
     EVENTUALLY(stats_of(b).streams == 1);
     if (before >= 0) {

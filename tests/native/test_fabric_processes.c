@@ -1,4 +1,4 @@
-/* The fabric between processes: peers that are killed, forks, memory that is reached directly, leases. */
+/* The fabric between processes: peers that are killed, forks, memory that is reached directly, copy tokens. */
 #include "support.h"
 #include "support_fabric.h"
 #include "support_kernel.h"
@@ -218,7 +218,7 @@ static void a_fork_keeps_no_sockets(void)
         pause();
     }
     CHECK_EQ(read(pipes[0], &after, sizeof(after)), (ssize_t)sizeof(after));
-    /* Of each: epoll and eventfd; the server's listener; both ends of the stream; leases and processes. */
+    /* Of each: epoll and eventfd; the server's listener; both ends of the stream; copy tokens and processes. */
     CHECK(before - (after - 2) >= 7);
     node_close(server);
     EVENTUALLY(!stats_of(client).streams); /* though the child lives */
@@ -321,7 +321,7 @@ static int send_by(struct soft_link *link, const struct soft_frame *frame, const
     return error;
 }
 
-static int send_direct(struct soft_link *link, enum ibv_wr_opcode opcode, uint16_t lease, uint32_t serial,
+static int send_direct(struct soft_link *link, enum ibv_wr_opcode opcode, uint16_t copy_token, uint32_t serial,
                        const struct soft_frame_segment *segments, unsigned int count)
 {
     struct soft_frame frame = request_frame(opcode, 5, 0, 0);
@@ -336,7 +336,7 @@ static int send_direct(struct soft_link *link, enum ibv_wr_opcode opcode, uint16
     frame.flags |= SOFT_FRAME_DIRECT;
     frame.segments = (uint16_t)count;
     frame.size = (uint32_t)piece.iov_len;
-    frame.lease = lease;
+    frame.copy_token = copy_token;
     frame.serial = serial;
     soft_segments_pack(segments, count, list);
     return send_by(link, &frame, &piece, 1);
@@ -381,7 +381,7 @@ static void data_moves_directly(void)
     struct soft_frame_segment segments[4];
     struct soft_link *link;
     uint32_t serial, first_serial;
-    uint16_t lease;
+    uint16_t copy_token;
     pid_t child;
 
     if (!kernel_reads_other_processes())
@@ -397,10 +397,10 @@ static void data_moves_directly(void)
     segments[0] = (struct soft_frame_segment){(uintptr_t)data, 1};
     segments[1] = (struct soft_frame_segment){(uintptr_t)data + 1, 999998};
     segments[2] = (struct soft_frame_segment){(uintptr_t)data + 999999, LARGE - 999999};
-    REQUIRE_EQ(soft_lease_open(link, &lease, &serial), 0);
-    CHECK_EQ(send_direct(link, IBV_WR_RDMA_READ, lease, serial, segments, 3), 0);
+    REQUIRE_EQ(soft_copy_token_open(link, &copy_token, &serial), 0);
+    CHECK_EQ(send_direct(link, IBV_WR_RDMA_READ, copy_token, serial, segments, 3), 0);
     EVENTUALLY(answered == 1);
-    CHECK(soft_lease_close(link, lease, serial));
+    CHECK(soft_copy_token_close(link, copy_token, serial));
     fill_pattern(expected, LARGE, 1);
     CHECK(!memcmp(data, expected, LARGE));
     first_serial = serial;
@@ -408,40 +408,40 @@ static void data_moves_directly(void)
     /* There and back again. */
     fill_pattern(data, LARGE, 2);
     memcpy(expected, data, LARGE);
-    REQUIRE_EQ(soft_lease_open(link, &lease, &serial), 0);
+    REQUIRE_EQ(soft_copy_token_open(link, &copy_token, &serial), 0);
     CHECK(serial != first_serial);
-    CHECK_EQ(send_direct(link, IBV_WR_RDMA_WRITE, lease, serial, segments, 3), 0);
+    CHECK_EQ(send_direct(link, IBV_WR_RDMA_WRITE, copy_token, serial, segments, 3), 0);
     EVENTUALLY(answered == 2);
-    CHECK(soft_lease_close(link, lease, serial));
+    CHECK(soft_copy_token_close(link, copy_token, serial));
     memset(data, 0, LARGE);
-    REQUIRE_EQ(soft_lease_open(link, &lease, &serial), 0);
-    CHECK_EQ(send_direct(link, IBV_WR_RDMA_READ, lease, serial, segments, 3), 0);
+    REQUIRE_EQ(soft_copy_token_open(link, &copy_token, &serial), 0);
+    CHECK_EQ(send_direct(link, IBV_WR_RDMA_READ, copy_token, serial, segments, 3), 0);
     EVENTUALLY(answered == 3);
     CHECK(!memcmp(data, expected, LARGE));
 
     /* What was given up moves nothing, whatever else has the word by then. */
     memset(data, 0, LARGE);
-    CHECK(soft_lease_close(link, lease, serial));
-    CHECK_EQ(send_direct(link, IBV_WR_RDMA_READ, lease, serial, segments, 3), 0);
+    CHECK(soft_copy_token_close(link, copy_token, serial));
+    CHECK_EQ(send_direct(link, IBV_WR_RDMA_READ, copy_token, serial, segments, 3), 0);
     EVENTUALLY(shared->go == 4);
     CHECK_EQ(shared->error, ESTALE);
-    REQUIRE_EQ(soft_lease_open(link, &lease, &serial), 0);
-    CHECK_EQ(send_direct(link, IBV_WR_RDMA_READ, lease, serial - 1, segments, 3), 0);
+    REQUIRE_EQ(soft_copy_token_open(link, &copy_token, &serial), 0);
+    CHECK_EQ(send_direct(link, IBV_WR_RDMA_READ, copy_token, serial - 1, segments, 3), 0);
     EVENTUALLY(shared->go == 5);
     CHECK_EQ(shared->error, ESTALE);
     CHECK(!data[0] && !memcmp(data, data + 1, LARGE - 1));
 
     /* Memory that is not there. */
     segments[1].address = 4096;
-    CHECK_EQ(send_direct(link, IBV_WR_RDMA_WRITE, lease, serial, segments, 3), 0);
+    CHECK_EQ(send_direct(link, IBV_WR_RDMA_WRITE, copy_token, serial, segments, 3), 0);
     EVENTUALLY(shared->go == 6);
     CHECK_EQ(shared->error, EFAULT);
     CHECK_EQ(answered, 3);
-    CHECK(soft_lease_close(link, lease, serial));
+    CHECK(soft_copy_token_close(link, copy_token, serial));
 
     /* Segments that are not those of their frame. */
     segments[1].length = 0;
-    CHECK_EQ(send_direct(link, IBV_WR_RDMA_WRITE, lease, serial, segments, 3), 0);
+    CHECK_EQ(send_direct(link, IBV_WR_RDMA_WRITE, copy_token, serial, segments, 3), 0);
     EVENTUALLY(shared->go == 7);
     CHECK_EQ(shared->error, EPROTO);
     EVENTUALLY(!soft_link_direct(link));
@@ -466,7 +466,7 @@ static void nothing_moves_after_the_peer_was_given_up(void)
         struct soft_frame_segment segment = {(uintptr_t)data, LARGE};
         struct soft_link *link;
         uint32_t serial;
-        uint16_t lease;
+        uint16_t copy_token;
         pid_t child;
 
         begin();
@@ -475,15 +475,15 @@ static void nothing_moves_after_the_peer_was_given_up(void)
         EVENTUALLY(shared->ready);
         link = connect_directly();
         REQUIRE(soft_link_direct(link));
-        REQUIRE_EQ(soft_lease_open(link, &lease, &serial), 0);
-        CHECK_EQ(send_direct(link, opcodes[i], lease, serial, &segment, 1), 0);
+        REQUIRE_EQ(soft_copy_token_open(link, &copy_token, &serial), 0);
+        CHECK_EQ(send_direct(link, opcodes[i], copy_token, serial, &segment, 1), 0);
         EVENTUALLY(shared->at);
-        soft_lease_give_up(link); /* the word says that it may, as it did when the peer looked */
+        soft_copy_tokens_give_up(link); /* the word says that it may, as it did when the peer looked */
         shared->stopped = false;
         EVENTUALLY(shared->go == 1);
         CHECK_EQ(shared->error, EFAULT);
         CHECK(!data[0] && !memcmp(data, data + 1, LARGE - 1));
-        CHECK(soft_lease_close(link, lease, serial));
+        CHECK(soft_copy_token_close(link, copy_token, serial));
         CHECK_EQ(answered, 0);
         end_directly(link);
         end(child);
@@ -584,13 +584,13 @@ static void a_socket_that_its_sender_reads_keeps_no_fork_waiting(void)
     unshare_it();
 }
 
-static void all_leases_can_be_had(void)
+static void all_copy_tokens_can_be_used(void)
 {
-    static uint16_t leases[SOFT_LEASES];
-    static uint32_t serials[SOFT_LEASES];
+    static uint16_t copy_tokens[SOFT_COPY_TOKENS];
+    static uint32_t serials[SOFT_COPY_TOKENS];
     struct soft_link *link;
     unsigned int round, i;
-    uint16_t lease;
+    uint16_t copy_token;
     uint32_t serial;
     pid_t child;
 
@@ -599,17 +599,17 @@ static void all_leases_can_be_had(void)
     EVENTUALLY(shared->ready);
     link = connect_directly();
     for (round = 0; round < 3; round++) {
-        for (i = 0; i < SOFT_LEASES; i++)
-            REQUIRE_EQ(soft_lease_open(link, &leases[i], &serials[i]), 0);
-        CHECK_EQ(soft_lease_open(link, &lease, &serial), EAGAIN);
-        for (i = 0; i < SOFT_LEASES; i++)
-            CHECK(soft_lease_close(link, leases[i], serials[i]));
+        for (i = 0; i < SOFT_COPY_TOKENS; i++)
+            REQUIRE_EQ(soft_copy_token_open(link, &copy_tokens[i], &serials[i]), 0);
+        CHECK_EQ(soft_copy_token_open(link, &copy_token, &serial), EAGAIN);
+        for (i = 0; i < SOFT_COPY_TOKENS; i++)
+            CHECK(soft_copy_token_close(link, copy_tokens[i], serials[i]));
     }
     /* Closing after the peer's end, in the middle of moving: the word stays as it was. */
-    REQUIRE_EQ(soft_lease_open(link, &lease, &serial), 0);
-    CHECK(soft_lease_enter(link->stream.leases, lease, serial));
+    REQUIRE_EQ(soft_copy_token_open(link, &copy_token, &serial), 0);
+    CHECK(soft_copy_token_enter(link->stream.copy_tokens, copy_token, serial));
     end(child);
-    CHECK(soft_lease_close(link, lease, serial));
+    CHECK(soft_copy_token_close(link, copy_token, serial));
     end_directly(link);
     finish();
 }
@@ -647,9 +647,9 @@ static void directly_can_be_switched_off(void)
 
 /* Who moves, in another thread: only while he is inside may he touch `bytes`. */
 static struct {
-    struct soft_lease_page page;
+    struct soft_copy_token_page page;
     struct soft_link link;
-    uint64_t offered; /* atomic: lease and serial */
+    uint64_t offered; /* atomic: copy token and serial */
     unsigned char bytes[64];
     bool stop;
 } scene;
@@ -662,10 +662,10 @@ static void move_bytes(void *argument)
     while (!__atomic_load_n(&scene.stop, __ATOMIC_ACQUIRE)) {
         uint64_t offered = __atomic_load_n(&scene.offered, __ATOMIC_RELAXED); /* which tells nothing of `bytes` */
 
-        if (!soft_lease_enter(&scene.page, (uint16_t)(offered >> 32), (uint32_t)offered))
+        if (!soft_copy_token_enter(&scene.page, (uint16_t)(offered >> 32), (uint32_t)offered))
             continue;
         memset(scene.bytes, (int)++moved, sizeof(scene.bytes));
-        soft_lease_leave(&scene.page, (uint16_t)(offered >> 32), (uint32_t)offered);
+        soft_copy_token_leave(&scene.page, (uint16_t)(offered >> 32), (uint32_t)offered);
     }
 }
 
@@ -675,17 +675,17 @@ static void own_bytes(void)
     unsigned int round, i;
 
     for (round = 0; round < SCALED(20000) && now_ns() < end; round++) {
-        uint16_t lease;
+        uint16_t copy_token;
         uint32_t serial;
 
         for (i = 1; i < sizeof(scene.bytes); i++)
             CHECK_EQ(scene.bytes[i], scene.bytes[0]);
         memset(scene.bytes, (int)round, sizeof(scene.bytes));
-        REQUIRE_EQ(soft_lease_open(&scene.link, &lease, &serial), 0);
-        __atomic_store_n(&scene.offered, (uint64_t)lease << 32 | serial, __ATOMIC_RELAXED);
+        REQUIRE_EQ(soft_copy_token_open(&scene.link, &copy_token, &serial), 0);
+        __atomic_store_n(&scene.offered, (uint64_t)copy_token << 32 | serial, __ATOMIC_RELAXED);
         if (round % 8 == 0)
             sched_yield();
-        while (!soft_lease_close(&scene.link, lease, serial))
+        while (!soft_copy_token_close(&scene.link, copy_token, serial))
             sched_yield();
     }
     __atomic_store_n(&scene.stop, true, __ATOMIC_RELEASE);
@@ -700,12 +700,12 @@ static void own_or_move(void *argument)
 }
 
 /* The thread sanitizer sees whoever touches them when he should not. */
-static void nothing_moves_without_a_lease(void)
+static void nothing_is_copied_without_a_token(void)
 {
     int roles[2] = {0, 1};
 
     memset(&scene, 0, sizeof(scene));
-    scene.link.stream.leases = &scene.page;
+    scene.link.stream.copy_tokens = &scene.page;
     scene.link.stream.pidfd = -1;
     REQUIRE_EQ(soft_mutex_init(&scene.link.stream.tx, SOFT_RANK_TX), 0);
     run_threads(2, own_or_move, roles, sizeof(roles[0]));
@@ -714,5 +714,6 @@ static void nothing_moves_without_a_lease(void)
 
 CHECK_MAIN_ONCE(CASE(a_peer_is_killed), CASE(clients_are_killed), CASE(data_moves_directly),
                 CASE(nothing_moves_after_the_peer_was_given_up),
-                CASE(a_socket_that_its_sender_reads_keeps_no_fork_waiting), CASE(all_leases_can_be_had),
-                CASE(directly_can_be_switched_off), CASE(nothing_moves_without_a_lease), CASE(a_fork_keeps_no_sockets))
+                CASE(a_socket_that_its_sender_reads_keeps_no_fork_waiting), CASE(all_copy_tokens_can_be_used),
+                CASE(directly_can_be_switched_off), CASE(nothing_is_copied_without_a_token),
+                CASE(a_fork_keeps_no_sockets))

@@ -81,7 +81,7 @@ static struct soft_frame a_direct(void)
     frame.packets = SOFT_DIRECT_FRAGMENT / 1024;
     frame.segments = 2;
     frame.size = 2 * SOFT_SEGMENT_SIZE;
-    frame.lease = SOFT_LEASES - 1;
+    frame.copy_token = SOFT_COPY_TOKENS - 1;
     frame.serial = 77;
     return frame;
 }
@@ -254,7 +254,7 @@ static void fields_without_a_meaning(void)
     BAD(a_write(), flow_label = 1);
     BAD(a_write(), swap = 1);
     BAD(a_write(), compare_add = 1);
-    BAD(a_write(), lease = 1);
+    BAD(a_write(), copy_token = 1);
     BAD(a_write(), segments = 1);
     BAD(a_write(), serial = 1);
     BAD(a_send(), address = 1);
@@ -315,7 +315,7 @@ static void direct_frames(void)
     struct soft_frame_segment back[SOFT_FRAME_SEGMENTS];
     uint8_t payload[2 * SOFT_SEGMENT_SIZE];
 
-    BAD(a_direct(), lease = SOFT_LEASES);
+    BAD(a_direct(), copy_token = SOFT_COPY_TOKENS);
     BAD(a_direct(), segments = 0);
     BAD(a_direct(), segments = 3);
     BAD(a_direct(), size = 0);

@@ -69,7 +69,7 @@ int soft_set_port(struct ibv_context *context, bool up);
 
 /* The device is gone as far as this context goes: verbs answer EIO, but for those that destroy or take what is there;
  * nothing completes any more. DEVICE_FATAL comes when no memory of what was under way is touched any more: a peer that
- * is just at it is waited for, SOFT_LEASE_NS at most. */
+ * is just at it is waited for, SOFT_COPY_TIMEOUT_NS at most. */
 int soft_lose(struct ibv_context *context);
 
 /* An object breaks, as by a fault of the hardware: ERR and QP_FATAL; CQ_ERR; SRQ_ERR. 0 or an errno. */

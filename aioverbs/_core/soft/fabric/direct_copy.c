@@ -130,15 +130,15 @@ void soft_direct_offer(struct soft_link *link, struct soft_hello *hello)
         no(stream, "the peer is another user's", 0);
         return;
     }
-    if (soft_lease_is_overdue(link)) {
+    if (soft_copy_tokens_are_overdue(link)) {
         no(stream, "the peer kept memory that was taken back", 0);
         return;
     }
-    error = soft_lease_make(link);
+    error = soft_copy_tokens_create(link);
     if (!error)
         error = put_nonce(link, hello->nonce);
     if (error) {
-        no(stream, "no memory for leases", error);
+        no(stream, "no memory for copy tokens", error);
         return;
     }
     soft_direct_invite();
@@ -188,7 +188,7 @@ void soft_direct_probe(struct soft_stream *stream, const struct soft_hello *hell
         no(stream, "the peer's process is not seen from here", stream->pid ? errno : 0);
         return;
     }
-    why = soft_lease_take(stream);
+    why = soft_copy_tokens_map(stream);
     if (why) {
         no(stream, why, 0);
         return;
@@ -276,9 +276,10 @@ int soft_direct_move(struct soft_stream *stream, const struct soft_frame *frame,
     if (left)
         return EMSGSIZE;
     /* The number of a process that ended may be another's. */
-    if (soft_process_gone(stream->pidfd) || !soft_lease_enter(stream->leases, frame->lease, frame->serial))
+    if (soft_process_gone(stream->pidfd) ||
+        !soft_copy_token_enter(stream->copy_tokens, frame->copy_token, frame->serial))
         return ESTALE;
     error = move(stream, here, i, there, frame->segments, frame->part, pull);
-    soft_lease_leave(stream->leases, frame->lease, frame->serial);
+    soft_copy_token_leave(stream->copy_tokens, frame->copy_token, frame->serial);
     return error;
 }

@@ -330,7 +330,7 @@ static void stop(struct soft_fabric *fabric, bool for_good)
         soft_mutex_give(&fabric->progress);
     }
     if (for_good)
-        soft_links_recall(fabric);
+        soft_links_revoke_tokens(fabric);
     else
         drop_wake(fabric);
     soft_mutex_give(&fabric->setup);

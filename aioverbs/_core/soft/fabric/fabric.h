@@ -53,7 +53,7 @@ int soft_fabric_new(struct soft_device *device, const struct soft_fabric_user *u
 void soft_fabric_stop(struct soft_device *device);
 
 /* The same at the end of the process: queue pairs may be left, which are not served any more, and whose memory no peer
- * writes to from here on; a peer that is just at it is waited for, SOFT_LEASE_NS at most. Until it is stopped it does
+ * writes to from here on; a peer that is just at it is waited for, SOFT_COPY_TIMEOUT_NS at most. Until it is stopped it does
  * not start again. */
 void soft_fabric_halt(struct soft_device *device);
 
@@ -121,27 +121,27 @@ bool soft_link_is_to(const struct soft_link *link, const union ibv_gid *gid);
 
 /* ---- Leases: the requester's word that a direct request may still touch its memory --------------------------- */
 
-/* For one direct request: 0 with `*lease` and `*serial` for its frame; EAGAIN: all are in use. Under qp->sq_lock. */
-int soft_lease_open(struct soft_link *link, uint16_t *lease, uint32_t *serial);
+/* For one direct request: 0 with `*copy_token` and `*serial` for its frame; EAGAIN: all are in use. Under qp->sq_lock. */
+int soft_copy_token_open(struct soft_link *link, uint16_t *copy_token, uint32_t *serial);
 
-/* It is answered, or given up. True: from here on the peer moves nothing of it, and the lease is another request's.
- * False: the peer is just moving bytes; to be asked again, as long as soft_lease_may_stay. Never waits; any lock but a
+/* It is answered, or given up. True: from here on the peer moves nothing of it, and the copy token is another request's.
+ * False: the peer is just moving bytes; to be asked again, as long as soft_copy_token_may_wait. Never waits; any lock but a
  * stream's may be held, like the next two. */
-bool soft_lease_close(struct soft_link *link, uint16_t lease, uint32_t serial);
+bool soft_copy_token_close(struct soft_link *link, uint16_t copy_token, uint32_t serial);
 
 /* Its frame did not go out, so whatever the peer wrote there, it knows no memory by it. */
-void soft_lease_cancel(struct soft_link *link, uint16_t lease, uint32_t serial);
+void soft_copy_token_cancel(struct soft_link *link, uint16_t copy_token, uint32_t serial);
 
-/* The peer is waited for, since `begin`, to leave memory. False: it had SOFT_LEASE_NS for that, in this wait and those
+/* The peer is waited for, since `begin`, to leave memory. False: it had SOFT_COPY_TIMEOUT_NS for that, in this wait and those
  * before (soft/base/wait_budget.h), and is given up. */
-bool soft_lease_may_stay(struct soft_link *link, uint64_t begin);
+bool soft_copy_token_may_wait(struct soft_link *link, uint64_t begin);
 
-/* The peer was waited for as long as it may take: the link is torn, and has no more leases. */
-void soft_lease_give_up(struct soft_link *link);
+/* The peer was waited for as long as it may take: the link is torn, and has no more copy tokens. */
+void soft_copy_tokens_give_up(struct soft_link *link);
 
 /* How long a system call that moves SOFT_DIRECT_FRAGMENT bytes takes at most, on a machine that is as busy as can be,
  * where the kernel has to wait for none of their pages. */
-#define SOFT_LEASE_NS 2000000000u
+#define SOFT_COPY_TIMEOUT_NS 2000000000u
 
 /* ---- Streams ------------------------------------------------------------------------------------------------- */
 
@@ -172,7 +172,7 @@ struct soft_coalesced_ack *soft_stream_coalesced_ack(struct soft_stream *stream)
 /* Whether who is there was shown what it takes to read without asking (soft/fabric/read_cache.h). */
 bool soft_stream_licenses(const struct soft_stream *stream);
 
-/* Moves `frame->part` bytes between the requester's segments and `local` memory, as the lease allows: `pull` brings
+/* Moves `frame->part` bytes between the requester's segments and `local` memory, as the copy token allows: `pull` brings
  * them here, else they go there. From inside of `request`, the local memory checked. 0; ESTALE: the request
  * was given up, so there is nobody to answer; another errno: it does not work, and nothing else is to be done than to
  * refuse the stream or NAK. */

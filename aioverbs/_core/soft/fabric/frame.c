@@ -34,7 +34,7 @@ enum {
     AT_READS = 64,
     AT_FLOW_LABEL = 68,
     AT_DGID = 72, /* or the operands of an atomic */
-    AT_LEASE = 88,
+    AT_COPY_TOKEN = 88,
     AT_SEGMENTS = 90,
     AT_SERIAL = 92,
 };
@@ -76,7 +76,7 @@ void soft_frame_pack(const struct soft_frame *frame, uint8_t out[SOFT_FRAME_SIZE
         soft_put64(out + AT_DGID, frame->compare_add);
         soft_put64(out + AT_DGID + 8, frame->swap);
     }
-    soft_put16(out + AT_LEASE, frame->lease);
+    soft_put16(out + AT_COPY_TOKEN, frame->copy_token);
     soft_put16(out + AT_SEGMENTS, frame->segments);
     soft_put32(out + AT_SERIAL, frame->serial);
 }
@@ -107,7 +107,7 @@ static void unpack(const uint8_t in[SOFT_FRAME_SIZE], struct soft_frame *frame)
         .srqn = soft_get32(in + AT_SRQN),
         .reads = soft_get32(in + AT_READS),
         .flow_label = soft_get32(in + AT_FLOW_LABEL),
-        .lease = soft_get16(in + AT_LEASE),
+        .copy_token = soft_get16(in + AT_COPY_TOKEN),
         .segments = soft_get16(in + AT_SEGMENTS),
         .serial = soft_get32(in + AT_SERIAL),
     };
@@ -187,11 +187,11 @@ static const char *check_payload(const struct soft_frame *frame, uint32_t opcode
             opcode & (BIT(IBV_WR_ATOMIC_CMP_AND_SWP) | BIT(IBV_WR_ATOMIC_FETCH_AND_ADD)))
             return "what is moved directly cannot be";
         if (!frame->part || !frame->segments || frame->segments > SOFT_FRAME_SEGMENTS ||
-            frame->size != frame->segments * SOFT_SEGMENT_SIZE || frame->lease >= SOFT_LEASES)
+            frame->size != frame->segments * SOFT_SEGMENT_SIZE || frame->copy_token >= SOFT_COPY_TOKENS)
             return "a list of segments is impossible";
         return NULL;
     }
-    if (frame->lease || frame->segments || frame->serial)
+    if (frame->copy_token || frame->segments || frame->serial)
         return "a reserved field is used";
     if (frame->size != (opcode & ANSWERED ? 0 : frame->part))
         return "a payload has another size than its part";
@@ -246,7 +246,7 @@ static const char *check_response(const struct soft_frame *frame)
 
     if (frame->transport || frame->sgid_index || frame->hop_limit || frame->traffic_class || frame->flow_label ||
         frame->packets || frame->total || frame->offset || frame->key || frame->imm || frame->srqn || frame->reads ||
-        (frame->compare_add && !licence) || frame->swap || frame->lease || frame->segments || frame->serial ||
+        (frame->compare_add && !licence) || frame->swap || frame->copy_token || frame->segments || frame->serial ||
         (frame->opcode != SOFT_FRAME_NAK && frame->status) ||
         (frame->opcode != SOFT_FRAME_RNR && !licence && frame->address))
         return "a reserved field is used";

@@ -18,7 +18,7 @@
 #define SOFT_FRAME_MESSAGE (1u << 30)   /* bytes of a message at most */
 #define SOFT_FRAME_SEGMENTS 32u         /* of a direct frame */
 #define SOFT_SEGMENT_SIZE 16u
-#define SOFT_LEASES 512u
+#define SOFT_COPY_TOKENS 512u
 
 enum { SOFT_FRAME_REQUEST = 1, SOFT_FRAME_RESPONSE = 2 }; /* kind */
 
@@ -68,8 +68,8 @@ struct soft_frame {
         };
         uint8_t dgid[16]; /* datagram */
     };
-    uint16_t lease, segments; /* direct */
-    uint32_t serial;          /* direct: of the lease */
+    uint16_t copy_token, segments; /* direct */
+    uint32_t serial;               /* direct: of the copy token */
 };
 
 /* Return the sequence number of the last packet of a request. */

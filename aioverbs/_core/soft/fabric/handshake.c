@@ -78,7 +78,7 @@ bool soft_handshake_begin(struct soft_link *link)
     soft_direct_offer(link, &hello);
     soft_hello_pack(&hello, stream->hello);
     return soft_stream_say(stream, stream->hello, sizeof(stream->hello),
-                           hello.flags & SOFT_HELLO_DIRECT ? link->leases_fd : -1);
+                           hello.flags & SOFT_HELLO_DIRECT ? link->tokens_fd : -1);
 }
 
 /* Whether the peer can write to this process's memory, for which its word is not enough. An offer has HELLO's nonce
@@ -210,7 +210,7 @@ static void welcome_peer(struct soft_stream *stream, const struct soft_hello *he
     if (atomic_load(&stream->direct))
         welcome.flags |= SOFT_HELLO_DIRECT;
     else
-        soft_lease_drop(stream);
+        soft_copy_tokens_unmap(stream);
     soft_welcome_pack(&welcome, stream->welcome);
     if (!soft_stream_say(stream, stream->welcome, sizeof(stream->welcome), soft_licence_offer(stream)))
         soft_stream_refuse(stream, "the peer takes no answer");

@@ -28,7 +28,8 @@
 
 enum {
     SOFT_HELLO_SECRET = 1, /* there is one, which the other side is to know */
-    SOFT_HELLO_DIRECT = 2, /* HELLO: data may be moved directly, and leases come with it. WELCOME: that was tried */
+    SOFT_HELLO_DIRECT =
+        2, /* HELLO: data may be moved directly, and copy tokens come with it. WELCOME: that was tried */
 };
 
 struct soft_hello {

@@ -62,7 +62,7 @@ static struct soft_link *link_make(struct soft_fabric *fabric, const union ibv_g
         return NULL;
     }
     link->remote = link->stream.peer[0] = *gid;
-    link->leases_fd = -1;
+    link->tokens_fd = -1;
     link->next = *place;
     *place = link;
     return link;
@@ -103,7 +103,7 @@ static void free_link(struct soft_link *link)
     if (link->stream.stage != SOFT_CLOSED)
         soft_stream_close(&link->stream, SOFT_END_UNUSED, "nobody uses it");
     soft_licence_drop(link, true);
-    soft_lease_unmake(link);
+    soft_copy_tokens_destroy(link);
     soft_direct_end(link);
     soft_stream_destroy(&link->stream);
     free(link);
@@ -153,7 +153,7 @@ void soft_links_sweep(struct soft_fabric *fabric, uint64_t now)
 }
 
 /* `last`: those that have not left are waited for no longer. */
-static bool links_recall_tokens(struct soft_fabric *fabric, bool last)
+static bool links_revoke_tokens(struct soft_fabric *fabric, bool last)
 {
     struct soft_link *link;
     bool left = true;
@@ -162,9 +162,9 @@ static bool links_recall_tokens(struct soft_fabric *fabric, bool last)
     soft_mutex_take(&fabric->links);
     for (i = 0; i < sizeof(fabric->table) / sizeof(fabric->table[0]); i++)
         for (link = fabric->table[i]; link; link = link->next)
-            if (!soft_lease_recall(link)) {
+            if (!soft_copy_tokens_revoke_all(link)) {
                 if (last)
-                    soft_lease_give_up(link);
+                    soft_copy_tokens_give_up(link);
                 else
                     left = false;
             }
@@ -172,12 +172,12 @@ static bool links_recall_tokens(struct soft_fabric *fabric, bool last)
     return left;
 }
 
-void soft_links_recall(struct soft_fabric *fabric)
+void soft_links_revoke_tokens(struct soft_fabric *fabric)
 {
-    uint64_t end = soft_now_ns() + SOFT_LEASE_NS;
+    uint64_t end = soft_now_ns() + SOFT_COPY_TIMEOUT_NS;
 
     assert_held(&fabric->setup);
-    while (!links_recall_tokens(fabric, soft_now_ns() >= end))
+    while (!links_revoke_tokens(fabric, soft_now_ns() >= end))
         nanosleep(&(struct timespec){.tv_nsec = SOFT_YIELD_NS}, NULL);
 }
 
@@ -306,7 +306,7 @@ static bool knows_peer(struct soft_stream *stream)
     pidfd = soft_process_open(stream->pid);
     soft_mutex_take(&stream->tx);
     if (soft_process_gone(stream->pidfd)) /* what it was in the middle of, nobody can ask for any more */
-        soft_lease_forget(container_of(stream, struct soft_link, stream));
+        soft_copy_tokens_free_busy(container_of(stream, struct soft_link, stream));
     soft_descriptor_close(stream->pidfd);
     stream->pidfd = pidfd;
     soft_mutex_give(&stream->tx);

@@ -15,8 +15,8 @@ void soft_link_opened(struct soft_link *link);       /* the handshake is over */
 void soft_links_sweep(struct soft_fabric *fabric, uint64_t now);
 
 /* Halted, all streams closed, under setup, which keeps links from being freed: waits until no peer moves anything any
- * more, SOFT_LEASE_NS at most. */
-void soft_links_recall(struct soft_fabric *fabric);
+ * more, SOFT_COPY_TIMEOUT_NS at most. */
+void soft_links_revoke_tokens(struct soft_fabric *fabric);
 
 /* Under progress, in a grace section: those who wait are kicked, as long as there is room; or each once. */
 void soft_link_kick(struct soft_link *link, bool all);

@@ -37,7 +37,7 @@ int soft_stream_init(struct soft_stream *stream, struct soft_fabric *fabric, boo
 
 void soft_stream_destroy(struct soft_stream *stream)
 {
-    soft_lease_drop(stream);
+    soft_copy_tokens_unmap(stream);
     soft_descriptor_close(stream->pidfd);
     soft_mutex_destroy(&stream->tx);
     free(stream->in);

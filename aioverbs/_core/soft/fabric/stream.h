@@ -67,8 +67,8 @@ struct soft_gate {
 };
 
 /* One page of words that a link shares with its peer: what each direct request may still do. */
-struct soft_lease_page {
-    _Atomic uint64_t words[SOFT_LEASES]; /* the peer may write anything here */
+struct soft_copy_token_page {
+    _Atomic uint64_t words[SOFT_COPY_TOKENS]; /* the peer may write anything here */
 };
 
 struct soft_stream {
@@ -81,7 +81,7 @@ struct soft_stream {
     uint64_t deadline;                 /* of the handshake; served and open: till then it gives way to nobody */
     union ibv_gid peer[2];
     uint32_t pid, uid;
-    int came_fd;    /* came beside the first bytes: served: of leases; link: of licences; or -1 */
+    int came_fd;    /* came beside the first bytes: served: of copy tokens; link: of licences; or -1 */
     bool discarded; /* one came that is none of these: no other one may */
     bool licensed;  /* served: it gives licences. Link: it has them */
     uint8_t hello[SOFT_HELLO_SIZE], welcome[SOFT_WELCOME_SIZE];
@@ -101,8 +101,9 @@ struct soft_stream {
     char why_not_direct[64];
     char reason[96]; /* progress: why it ended last */
     int pidfd;       /* served: progress; links: both. The peer's process, or -1; a link keeps it until the next one */
-    struct soft_lease_page *leases; /* served: progress. Links: const since the first connection, written under tx */
-    uint64_t gate;                  /* served: progress: where the byte of its gate is in the peer's memory */
+    struct soft_copy_token_page
+        *copy_tokens; /* served: progress. Links: const since the first connection, written under tx */
+    uint64_t gate;    /* served: progress: where the byte of its gate is in the peer's memory */
 
     struct soft_mutex tx;
     uint8_t *out; /* tx, like all that follows: [out_begin, out_end) of it waits for room in the socket */
@@ -125,18 +126,18 @@ struct soft_link {
     uint64_t unused_since;
     bool is_found; /* in the table */
 
-    bool wanted;                       /* tx, like the next six: it is to be connected, and not begun */
-    uint64_t again_at;                 /* no attempt to connect before */
-    uint64_t attempts;                 /* to connect that were begun */
-    struct soft_waiter *first, *last;  /* queue pairs that wait, in the order of their tickets */
-    uint32_t waiting;                  /* how many */
-    uint64_t tickets;                  /* the last one that was given */
-    uint64_t leased[SOFT_LEASES / 64]; /* tx: a bit for each lease that is in use */
-    uint32_t serials[SOFT_LEASES];     /* tx: the last one of each */
-    struct soft_waited waited;         /* tx: for the peer to leave memory */
-    bool overdue;                      /* tx: the peer kept memory that it was to leave: there are no leases any more */
-    int leases_fd;                     /* progress: to be sent with HELLO, or -1 */
-    struct soft_gate *gate;            /* tx: NULL before the first offer; not to be touched when the peer is overdue */
+    bool wanted;                                   /* tx, like the next six: it is to be connected, and not begun */
+    uint64_t again_at;                             /* no attempt to connect before */
+    uint64_t attempts;                             /* to connect that were begun */
+    struct soft_waiter *first, *last;              /* queue pairs that wait, in the order of their tickets */
+    uint32_t waiting;                              /* how many */
+    uint64_t tickets;                              /* the last one that was given */
+    uint64_t tokens_in_use[SOFT_COPY_TOKENS / 64]; /* tx: a bit for each copy token that is in use */
+    uint32_t serials[SOFT_COPY_TOKENS];            /* tx: the last one of each */
+    struct soft_waited waited;                     /* tx: for the peer to leave memory */
+    bool overdue;           /* tx: the peer kept memory that it was to leave: there are no copy tokens any more */
+    int tokens_fd;          /* progress: to be sent with HELLO, or -1 */
+    struct soft_gate *gate; /* tx: NULL before the first offer; not to be touched when the peer is overdue */
 
     struct soft_licensor *_Atomic licensor; /* written under progress: whose licences count; read in grace sections */
     struct soft_licensor *licensors;        /* progress: the last one, and those before it that may still be read by */

@@ -55,7 +55,7 @@ struct soft_moving {
     uint32_t psn; /* of its last packet */
     uint32_t serial;
     uint64_t asked_back; /* when it was not left at once; 0: it was not asked for, or was left */
-    uint16_t lease;
+    uint16_t copy_token;
 };
 enum { SOFT_MOVING = 16 };
 

@@ -22,7 +22,7 @@
 /* How long it is believed of a process that it is there. A system call for each access would cost more than that. */
 #define BELIEVED_NS 10000000u
 
-/* As for leases: processes that were stopped between two instructions have the one time, in all. From then on each of
+/* As for copy tokens: processes that were stopped between two instructions have the one time, in all. From then on each of
  * them has no more than the other one, which is long enough for what is just being done. */
 #define STUCK_NS 2000000000u
 #define OVERDUE_NS 1000000u

@@ -1,9 +1,9 @@
 /* Direct requests: the memory that a remote peer moves bytes of by itself, and how it is taken back.
  *
  * The user may use memory of a request again when it completes, and memory of a region when that was given back. So
- * the lease of each part is taken back before: that of an acknowledged request before it completes, and all of them
+ * the copy token of each part is taken back before: that of an acknowledged request before it completes, and all of them
  * before anything is refused, flushed, repeated (which may move the same memory), reset or destroyed. Where the peer
- * has not left the memory, none of that happens yet, and nothing has changed but leases that were taken back: the
+ * has not left the memory, none of that happens yet, and nothing has changed but copy tokens that were taken back: the
  * requester looks again later. An honest peer never makes it wait for an answer, since it leaves before it answers. */
 #include "soft/transport/direct_requests.h"
 
@@ -30,7 +30,7 @@ static struct soft_moving *moving_at(struct soft_requester *req, uint32_t at)
     return &req->moving[at % SOFT_MOVING];
 }
 
-/* Take back the leases of so many parts, from the oldest one on; those stay that the peer is just at. */
+/* Take back the copy tokens of so many parts, from the oldest one on; those stay that the peer is just at. */
 static bool take_back(struct soft_qp *qp, uint32_t count)
 {
     struct soft_requester *req = &qp->req;
@@ -39,7 +39,7 @@ static bool take_back(struct soft_qp *qp, uint32_t count)
     while (at-- != req->moving_first) {
         struct soft_moving *moving = moving_at(req, at);
 
-        if (soft_lease_close(qp->link, moving->lease, moving->serial))
+        if (soft_copy_token_close(qp->link, moving->copy_token, moving->serial))
             continue;
         if (!moving->asked_back)
             moving->asked_back = soft_now_ns();
@@ -52,7 +52,7 @@ static bool take_back(struct soft_qp *qp, uint32_t count)
     return left == end;
 }
 
-/* Since when the peer has been waited for, of which at least one lease was asked back. */
+/* Since when the peer has been waited for, of which at least one copy token was asked back. */
 static uint64_t waiting_since(struct soft_qp *qp)
 {
     struct soft_requester *req = &qp->req;
@@ -75,9 +75,9 @@ static bool stop_moving(struct soft_qp *qp, uint32_t count)
 
     if (take_back(qp, count))
         return true;
-    if (soft_lease_may_stay(qp->link, waiting_since(qp)))
+    if (soft_copy_token_may_wait(qp->link, waiting_since(qp)))
         return false;
-    soft_lease_give_up(qp->link);
+    soft_copy_tokens_give_up(qp->link);
     return take_back(qp, qp->req.moving_count - others);
 }
 
@@ -133,7 +133,7 @@ static bool uses(const struct soft_qp *qp, const struct soft_mr *mr)
     return false;
 }
 
-/* Take back the leases of a queue pair of the context, or, where that is NULL, of one that uses the region, in a grace
+/* Take back the copy tokens of a queue pair of the context, or, where that is NULL, of one that uses the region, in a grace
  * section. False: its peer is just at some of that memory; `last`: it is waited for no longer. It sends nothing more
  * before the peer has left, so who asks again and again has nothing new to wait for. */
 static bool qp_release_mr(struct soft_qp *qp, const struct soft_context *context, const struct soft_mr *mr, bool last)
@@ -144,7 +144,7 @@ static bool qp_release_mr(struct soft_qp *qp, const struct soft_context *context
     if (qp->req.moving_count && (context ? qp->context == context : uses(qp, mr))) {
         left = soft_moving_stop(qp);
         if (!left && last) {
-            soft_lease_give_up(qp->link);
+            soft_copy_tokens_give_up(qp->link);
             left = soft_moving_stop(qp);
         }
         kick = !left && !qp->req.rewind;
@@ -158,7 +158,7 @@ static bool qp_release_mr(struct soft_qp *qp, const struct soft_context *context
 
 static void wait_left(struct soft_device *device, const struct soft_context *context, const struct soft_mr *mr)
 {
-    uint64_t end = soft_now_ns() + SOFT_LEASE_NS;
+    uint64_t end = soft_now_ns() + SOFT_COPY_TIMEOUT_NS;
     bool left = !atomic_load(&device->moving), last = false;
 
     while (!left) {

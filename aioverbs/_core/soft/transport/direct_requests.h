@@ -22,7 +22,7 @@ bool soft_moving_stop_before(struct soft_qp *qp, uint32_t psn);
 uint64_t soft_moving_look_again(struct soft_qp *qp);
 
 /* In a state in which nothing is sent, outside of grace sections, no lock held but driver halves: waits until the peer
- * moves no byte of it any more, which takes SOFT_LEASE_NS at most. Whoever comes to these halves waits as long. */
+ * moves no byte of it any more, which takes SOFT_COPY_TIMEOUT_NS at most. Whoever comes to these halves waits as long. */
 void soft_moving_settle(struct soft_qp *qp);
 
 /* A region is given back, and cannot be found any more: no peer moves bytes of it from here on. What was under way with

@@ -97,7 +97,7 @@ static void aim(struct soft_frame *frame, const struct soft_qp *qp, const struct
         frame->srqn = wqe->remote_srqn;
 }
 
-/* Whether some of its memory is another process's, which takes back what its threads are at, but no leases. */
+/* Whether some of its memory is another process's, which takes back what its threads are at, but no copy tokens. */
 static bool wqe_uses_shared_memory(const struct soft_qp *qp, const struct soft_wqe *wqe)
 {
     const struct ibv_sge *sge = (const struct ibv_sge *)(wqe + 1);
@@ -109,7 +109,7 @@ static bool wqe_uses_shared_memory(const struct soft_qp *qp, const struct soft_w
     return false;
 }
 
-/* Has the peer move it: false where all leases are in use, or it cannot; or where it was sent before: its parts are to
+/* Has the peer move it: false where all copy tokens are in use, or it cannot; or where it was sent before: its parts are to
  * be no larger than they were, for the peer may have done some of them. */
 static bool offer(struct soft_qp *qp, struct soft_outgoing *part, const struct soft_request *request)
 {
@@ -121,7 +121,7 @@ static bool offer(struct soft_qp *qp, struct soft_outgoing *part, const struct s
 
     if (left < DIRECT_BYTES || soft_window_repeats(&qp->req.window) || req->moving_count == SOFT_MOVING ||
         !soft_is_reliable(qp) || (request->wqe->flags & IBV_SEND_INLINE) || !soft_link_direct(qp->link) ||
-        wqe_uses_shared_memory(qp, request->wqe) || soft_lease_open(qp->link, &frame->lease, &frame->serial))
+        wqe_uses_shared_memory(qp, request->wqe) || soft_copy_token_open(qp->link, &frame->copy_token, &frame->serial))
         return false;
     frame->flags |= SOFT_FRAME_DIRECT;
     frame->part = left < SOFT_DIRECT_FRAGMENT ? left : SOFT_DIRECT_FRAGMENT;
@@ -175,10 +175,10 @@ void soft_outgoing_left(struct soft_qp *qp, const struct soft_outgoing *part, in
     if (!(part->frame.flags & SOFT_FRAME_DIRECT))
         return;
     if (error) {
-        soft_lease_cancel(qp->link, part->frame.lease, part->frame.serial);
+        soft_copy_token_cancel(qp->link, part->frame.copy_token, part->frame.serial);
         return;
     }
     req->moving[(req->moving_first + req->moving_count++) % SOFT_MOVING] = (struct soft_moving){
-        .psn = soft_frame_last_psn(&part->frame), .serial = part->frame.serial, .lease = part->frame.lease};
+        .psn = soft_frame_last_psn(&part->frame), .serial = part->frame.serial, .copy_token = part->frame.copy_token};
     atomic_fetch_add(&qp->context->device->moving, 1);
 }

@@ -45,10 +45,10 @@ static unsigned int moving(struct scene *scene)
 /* The peer's words, of those that are in one of these states. */
 static void mark(struct scene *scene, unsigned int from, unsigned int to)
 {
-    struct soft_lease_page *page = qp_of(scene, 0)->link->stream.leases;
+    struct soft_copy_token_page *page = qp_of(scene, 0)->link->stream.copy_tokens;
     unsigned int i;
 
-    for (i = 0; i < SOFT_LEASES; i++) {
+    for (i = 0; i < SOFT_COPY_TOKENS; i++) {
         uint64_t found = atomic_load(&page->words[i]);
 
         if (found >> 32 == from)
@@ -172,8 +172,8 @@ static bool is_lost(const struct scene *scene)
 
 static void (*const verbs[])(struct scene *) = {deregister, reset, destroy, lose};
 
-/* Whether it was found out that the peer is at the memory of that queue pair, by a lease. */
-static bool is_waited_for(struct scene *scene, unsigned int index, uint16_t *lease)
+/* Whether it was found out that the peer is at the memory of that queue pair, by a copy token. */
+static bool is_waited_for(struct scene *scene, unsigned int index, uint16_t *copy_token)
 {
     struct soft_qp *qp = qp_of(scene, index);
     const struct soft_moving *first;
@@ -182,7 +182,7 @@ static bool is_waited_for(struct scene *scene, unsigned int index, uint16_t *lea
     soft_lock_take(&qp->sq_lock);
     first = &qp->req.moving[qp->req.moving_first % SOFT_MOVING];
     waited_for = qp->req.moving_count && first->asked_back;
-    *lease = first->lease;
+    *copy_token = first->copy_token;
     soft_lock_give(&qp->sq_lock);
     return waited_for;
 }
@@ -199,14 +199,14 @@ static void play(void *argument)
     struct scene *scene = part->scene;
     static uint8_t other[4096];
     struct ibv_mr *mr;
-    uint16_t lease;
+    uint16_t copy_token;
 
     if (part->verb) {
         part->verb(scene);
         atomic_store(&scene->is_over, true);
         return;
     }
-    EVENTUALLY(is_waited_for(scene, 0, &lease));
+    EVENTUALLY(is_waited_for(scene, 0, &copy_token));
     CHECK(soft_fabric_get_streams(device_of(scene), NULL, 0) > 0);
     mr = soft_verbs.reg_mr(scene->home.base, other, sizeof(other), IBV_ACCESS_LOCAL_WRITE);
     CHECK_EQ(mr != NULL, !is_lost(scene));
@@ -235,14 +235,14 @@ static void memory_is_taken_back_when_the_peer_has_left(void)
     }
 }
 
-/* It is waited for once, however many leases and queue pairs there are, and has none after that. */
+/* It is waited for once, however many copy tokens and queue pairs there are, and has none after that. */
 static void a_peer_that_does_not_leave_is_waited_for_once(void)
 {
     struct scene scene;
     uint64_t begin = now_ns();
     struct soft_link *link;
     uint32_t serial;
-    uint16_t lease;
+    uint16_t copy_token;
 
     if (!kernel_reads_other_processes())
         return;
@@ -250,8 +250,8 @@ static void a_peer_that_does_not_leave_is_waited_for_once(void)
     link = soft_link_get(device_of(&scene), &scene.peer->device.gids[0]);
     REQUIRE(link != NULL);
     destroy(&scene);
-    CHECK(now_ns() - begin < 2 * (uint64_t)SOFT_LEASE_NS);
-    CHECK_EQ(soft_lease_open(link, &lease, &serial), EAGAIN);
+    CHECK(now_ns() - begin < 2 * (uint64_t)SOFT_COPY_TIMEOUT_NS);
+    CHECK_EQ(soft_copy_token_open(link, &copy_token, &serial), EAGAIN);
     EVENTUALLY(!soft_link_direct(link));
     soft_link_put(link);
     close_scene(&scene);
@@ -259,7 +259,7 @@ static void a_peer_that_does_not_leave_is_waited_for_once(void)
 
 /* ---- A peer that leaves just in time --------------------------------------------------------------------------- */
 
-#define STAY_NS (SOFT_LEASE_NS - 100000000ull)
+#define STAY_NS (SOFT_COPY_TIMEOUT_NS - 100000000ull)
 
 static void reset_one_by_one(struct scene *scene)
 {
@@ -275,24 +275,24 @@ static void leave_one_by_one(void *argument)
 {
     struct part *part = argument;
     struct scene *scene = part->scene;
-    struct soft_lease_page *page;
+    struct soft_copy_token_page *page;
     unsigned int i;
 
     if (part->verb) {
         play(part);
         return;
     }
-    page = qp_of(scene, 0)->link->stream.leases;
+    page = qp_of(scene, 0)->link->stream.copy_tokens;
     for (i = 0; i < ENDS; i++) {
         uint64_t begin, word;
-        uint16_t lease = 0;
+        uint16_t copy_token = 0;
 
-        EVENTUALLY(atomic_load(&scene->is_over) || is_waited_for(scene, i, &lease));
+        EVENTUALLY(atomic_load(&scene->is_over) || is_waited_for(scene, i, &copy_token));
         for (begin = now_ns(); !atomic_load(&scene->is_over) && now_ns() - begin < STAY_NS;)
             sleep_us(500);
-        word = atomic_load(&page->words[lease]);
+        word = atomic_load(&page->words[copy_token]);
         if (word >> 32 == BUSY)
-            atomic_store(&page->words[lease], (uint64_t)OPEN << 32 | (uint32_t)word);
+            atomic_store(&page->words[copy_token], (uint64_t)OPEN << 32 | (uint32_t)word);
     }
 }
 
@@ -309,7 +309,7 @@ static void a_peer_that_leaves_just_in_time_is_not_waited_for_again_and_again(vo
     link = soft_link_get(device_of(&scene), &scene.peer->device.gids[0]);
     REQUIRE(link != NULL);
     run_threads(2, leave_one_by_one, parts, sizeof(parts[0]));
-    CHECK(soft_lease_is_overdue(link));
+    CHECK(soft_copy_tokens_are_overdue(link));
     soft_link_put(link);
     close_scene(&scene);
 }
@@ -318,10 +318,10 @@ static void a_peer_that_leaves_just_in_time_is_not_waited_for_again_and_again(vo
 
 static unsigned int count_words(struct scene *scene, unsigned int state)
 {
-    struct soft_lease_page *page = qp_of(scene, 0)->link->stream.leases;
+    struct soft_copy_token_page *page = qp_of(scene, 0)->link->stream.copy_tokens;
     unsigned int i, count = 0;
 
-    for (i = 0; i < SOFT_LEASES; i++)
+    for (i = 0; i < SOFT_COPY_TOKENS; i++)
         count += atomic_load(&page->words[i]) >> 32 == state;
     return count;
 }
@@ -368,21 +368,21 @@ static void nothing_moves_after_the_end(void)
 {
     struct scene scene;
     struct part parts[2] = {{&scene, halt}, {&scene, NULL}};
-    struct soft_lease_page *page;
+    struct soft_copy_token_page *page;
     uint64_t word;
-    uint16_t lease;
+    uint16_t copy_token;
 
     if (!kernel_reads_other_processes())
         return;
     open_scene(&scene);
-    page = qp_of(&scene, 0)->link->stream.leases;
+    page = qp_of(&scene, 0)->link->stream.copy_tokens;
     mark(&scene, BUSY, OPEN);
-    for (lease = 0; (word = atomic_load(&page->words[lease])) >> 32 != OPEN;)
-        lease++;
-    CHECK(soft_lease_enter(page, lease, (uint32_t)word));
+    for (copy_token = 0; (word = atomic_load(&page->words[copy_token])) >> 32 != OPEN;)
+        copy_token++;
+    CHECK(soft_copy_token_enter(page, copy_token, (uint32_t)word));
     run_threads(2, leave_at_the_end, parts, sizeof(parts[0]));
     CHECK_EQ(count_words(&scene, OPEN) + count_words(&scene, BUSY), 0);
-    CHECK(!soft_lease_enter(page, lease, (uint32_t)word));
+    CHECK(!soft_copy_token_enter(page, copy_token, (uint32_t)word));
     close_scene(&scene);
 }
 
@@ -394,10 +394,10 @@ static void nobody_waits_for_who_has_left(void)
 
     open_scene(&scene);
     link = qp_of(&scene, 0)->link;
-    CHECK(!soft_lease_recall(link));
+    CHECK(!soft_copy_tokens_revoke_all(link));
     mark(&scene, BUSY, OPEN);
-    CHECK(soft_lease_recall(link));
-    CHECK(!soft_lease_is_overdue(link));
+    CHECK(soft_copy_tokens_revoke_all(link));
+    CHECK(!soft_copy_tokens_are_overdue(link));
     close_scene(&scene);
 }
 

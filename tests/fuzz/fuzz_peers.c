@@ -370,7 +370,7 @@ static bool answer(struct soft_stream *stream, const struct soft_frame *asked)
     if (frame.opcode == SOFT_FRAME_RNR)
         frame.address = any(100000);
     if (frame.part && one_in(8)) {
-        frame.flags |= SOFT_FRAME_LICENCE;
+        frame.flags |= SOFT_FRAME_READ_CACHE;
         frame.address = one_in(2) ? (uintptr_t)payload : any(1 << 20);
         frame.compare_add = frame.part + any(4096);
     }

@@ -655,7 +655,7 @@ static void who_halts_waits_for_no_sender(void)
     sender_want(&sender, IBV_WR_RDMA_WRITE, 1, 8);
     CHECK(sender_finish(&sender));
     EVENTUALLY(a->responses == 1);
-    REQUIRE(atomic_load(&sender.link->licensor) != NULL); /* nobody may be reading by it when it goes */
+    REQUIRE(atomic_load(&sender.link->read_cache_owner) != NULL); /* nobody may be reading by it when it goes */
     sender_close(&sender);
     atomic_store(&asked.ready, false);
     REQUIRE_EQ(pthread_create(&thread, NULL, ask_for_a_way, NULL), 0);

@@ -356,7 +356,7 @@ static void direct_peers_leave_descriptors(void)
         return;
     REQUIRE(grace_ready());
     before = open_both_within(LIMIT);
-    fds[0] = raw_open_directly(b); /* the page of licences is made */
+    fds[0] = raw_open_directly(b); /* the page of the read cache is made */
     open = open_descriptors();
     for (i = 1; i < MOST; i++)
         fds[i] = raw_open_directly(b);

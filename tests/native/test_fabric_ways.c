@@ -208,7 +208,7 @@ static void post_read(struct scene *scene, struct ibv_mr *mr, uint64_t id)
     CHECK_EQ(post(scene->end.qp, &wr), 0);
 }
 
-/* As the peer would answer the oldest read: with its data and a licence, or by an RNR NAK without a delay. */
+/* As the peer would answer the oldest read: with its data and a read cache grant, or by an RNR NAK without a delay. */
 static void answer_read(struct scene *scene, bool well)
 {
     struct soft_qp *qp = qp_of(scene);
@@ -221,7 +221,7 @@ static void answer_read(struct scene *scene, bool well)
     frame.psn = qp->req.window.first_psn;
     if (well) {
         frame.part = frame.size = sizeof(data);
-        frame.flags = SOFT_FRAME_LICENCE;
+        frame.flags = SOFT_FRAME_READ_CACHE;
         frame.address = (uintptr_t)theirs;
         frame.compare_add = sizeof(theirs);
     }
@@ -245,7 +245,8 @@ static void a_read_is_refused_while_it_drains(void)
     REQUIRE(mr != NULL);
     post_read(&scene, mr, 1); /* which brings up the link */
     EVENTUALLY(atomic_load(&scene.peer->requests) == 1);
-    if (!qp_of(&scene)->req.asked.page) { /* the first one that asks for a licence is the next */
+    if (!qp_of(&scene)
+             ->req.pending_entry.owner_serial) { /* the first one that asks for a read cache grant is the next */
         answer_read(&scene, true);
         post_read(&scene, mr, 2);
         asked++;

@@ -100,12 +100,12 @@ static struct soft_frame an_answer(void)
     };
 }
 
-/* With a licence for twice as much. */
-static struct soft_frame a_licence(void)
+/* With a read cache grant for twice as much. */
+static struct soft_frame a_read_cache_grant(void)
 {
     struct soft_frame frame = an_answer();
 
-    frame.flags = SOFT_FRAME_LICENCE;
+    frame.flags = SOFT_FRAME_READ_CACHE;
     frame.address = 0x7fff00000000;
     frame.compare_add = 2 * (uint64_t)frame.part;
     return frame;
@@ -141,7 +141,7 @@ static const char *parsed(const struct soft_frame *frame)
 static void all_kinds_come_through(void)
 {
     struct soft_frame frames[] = {a_write(),    a_send(),   a_read(),    an_atomic(),
-                                  a_datagram(), a_direct(), an_answer(), a_licence()};
+                                  a_datagram(), a_direct(), an_answer(), a_read_cache_grant()};
     size_t i;
 
     for (i = 0; i < COUNT_OF(frames); i++)
@@ -301,11 +301,11 @@ static void answers_of_each_kind(void)
     BAD(an_answer(), size = frame.part = SOFT_FRAGMENT + 1);
     BAD(an_answer(), address = 0x1000);
     BAD(an_answer(), compare_add = 4096);
-    BAD(a_licence(), opcode = SOFT_FRAME_RNR);
-    BAD(a_licence(), size = frame.part = 0);
-    BAD(a_licence(), compare_add = frame.part - 1);
-    BAD(a_licence(), compare_add = UINT64_MAX);
-    BAD(a_licence(), swap = 1);
+    BAD(a_read_cache_grant(), opcode = SOFT_FRAME_RNR);
+    BAD(a_read_cache_grant(), size = frame.part = 0);
+    BAD(a_read_cache_grant(), compare_add = frame.part - 1);
+    BAD(a_read_cache_grant(), compare_add = UINT64_MAX);
+    BAD(a_read_cache_grant(), swap = 1);
 }
 
 static void direct_frames(void)
@@ -347,7 +347,7 @@ static void noise(void)
 {
     uint8_t bytes[SOFT_FRAME_SIZE];
     struct soft_frame seeds[] = {a_write(),    a_send(),   a_read(),    an_atomic(),
-                                 a_datagram(), a_direct(), an_answer(), a_licence()};
+                                 a_datagram(), a_direct(), an_answer(), a_read_cache_grant()};
     struct soft_frame frame;
     unsigned int state = 1, i, good = 0;
 

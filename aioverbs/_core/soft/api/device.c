@@ -70,8 +70,8 @@ static const struct soft_hooks device_hooks = {
     .is_wakeup_channel = soft_fabric_leads,
     .drop_wakeup_channel = soft_fabric_resign,
     .open_directory_locks = open_directory_locks,
-    .invalidate_key = soft_licence_recall_key,
-    .invalidate_all = soft_licence_recall_all,
+    .invalidate_key = soft_read_cache_invalidate_key,
+    .invalidate_all = soft_read_cache_invalidate_all,
     .verb_fault = soft_fault_refusal,
     .purge_held = soft_fault_purge,
     .frame_fault = soft_fault_frame,
@@ -321,7 +321,7 @@ int soft_set_port(struct ibv_context *ibv_context, bool up)
                 soft_raise(context, &context->events.own, up ? IBV_EVENT_PORT_ACTIVE : IBV_EVENT_PORT_ERR);
     soft_mutex_give(&device->lock);
     grace_wait(); /* what was under way when it went down has arrived */
-    soft_licence_recall_all(device);
+    soft_read_cache_invalidate_all(device);
     return 0;
 }
 
@@ -338,7 +338,7 @@ int soft_lose(struct ibv_context *ibv_context)
     /* What was being executed is: either grace_wait sees its section, or it sees that the device is lost. For that, who
      * looks in a section does so sequentially consistently: on ARMv8.0 a relaxed load may come before the section begins. */
     grace_wait();
-    soft_licence_recall_all(context->device);
+    soft_read_cache_invalidate_all(context->device);
     soft_moving_end(context);
     if (is_first) /* whoever hears of it uses the memory for other things */
         soft_raise(context, &context->events.own, IBV_EVENT_DEVICE_FATAL);

@@ -352,7 +352,7 @@ static void retire(struct soft_qp *qp)
     soft_lock_take(&qp->rq_lock);
     qp->leaving = true;
     atomic_store(&qp->state, IBV_QPS_RESET);
-    soft_licence_recall_qp(qp);
+    soft_read_cache_invalidate_qp(qp);
     soft_lock_give(&qp->rq_lock);
     soft_lock_give(&qp->sq_lock);
     soft_moving_settle(qp);
@@ -586,7 +586,7 @@ static int change(struct soft_qp *qp, const struct ibv_qp_attr *attr, int mask, 
             qp->req.drain_notify = (mask & IBV_QP_EN_SQD_ASYNC_NOTIFY) && attr->en_sqd_async_notify;
         atomic_store(&qp->state, to);
         qp->qp.state = to;
-        soft_licence_recall_qp(qp);
+        soft_read_cache_invalidate_qp(qp);
     }
     soft_lock_give(&qp->rq_lock);
     soft_lock_give(&qp->sq_lock);
@@ -659,7 +659,7 @@ void soft_qp_break(struct soft_qp *qp)
     soft_lock_give(&qp->sq_lock);
     if (broken)
         return;
-    soft_licence_recall_qp(qp);
+    soft_read_cache_invalidate_qp(qp);
     soft_raise(qp->context, &qp->events, IBV_EVENT_QP_FATAL);
     soft_kick(qp);
 }

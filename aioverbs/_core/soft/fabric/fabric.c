@@ -40,7 +40,7 @@ int soft_fabric_new(struct soft_device *device, const struct soft_fabric_user *u
     fabric->device = device;
     fabric->user = user;
     fabric->port = device->address.family ? device->address.port : 0;
-    fabric->entry.fd = fabric->epoll = fabric->licences_fd = -1;
+    fabric->entry.fd = fabric->epoll = fabric->read_cache_fd = -1;
     fabric->held_at = UINT64_MAX;
     fabric->wake = (struct soft_watch){SOFT_WATCH_WAKE, -1};
     fabric->unix_watch = (struct soft_watch){SOFT_WATCH_UNIX, -1};
@@ -339,7 +339,7 @@ static void stop(struct soft_fabric *fabric, bool for_good)
 void soft_fabric_stop(struct soft_device *device)
 {
     stop(device->fabric, false);
-    soft_licence_unmake(device->fabric);
+    soft_read_cache_destroy(device->fabric);
 }
 
 void soft_fabric_halt(struct soft_device *device)

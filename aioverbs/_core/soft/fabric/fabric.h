@@ -170,7 +170,7 @@ struct soft_coalesced_ack {
 struct soft_coalesced_ack *soft_stream_coalesced_ack(struct soft_stream *stream);
 
 /* Whether who is there was shown what it takes to read without asking (soft/fabric/read_cache.h). */
-bool soft_stream_licenses(const struct soft_stream *stream);
+bool soft_stream_has_read_cache(const struct soft_stream *stream);
 
 /* Moves `frame->part` bytes between the requester's segments and `local` memory, as the copy token allows: `pull` brings
  * them here, else they go there. From inside of `request`, the local memory checked. 0; ESTALE: the request

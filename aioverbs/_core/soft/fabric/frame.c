@@ -242,20 +242,20 @@ static const char *check_request(const struct soft_frame *frame)
 
 static const char *check_response(const struct soft_frame *frame)
 {
-    bool direct = frame->flags & SOFT_FRAME_DIRECT, licence = frame->flags & SOFT_FRAME_LICENCE;
+    bool direct = frame->flags & SOFT_FRAME_DIRECT, grants_read_cache = frame->flags & SOFT_FRAME_READ_CACHE;
 
     if (frame->transport || frame->sgid_index || frame->hop_limit || frame->traffic_class || frame->flow_label ||
         frame->packets || frame->total || frame->offset || frame->key || frame->imm || frame->srqn || frame->reads ||
-        (frame->compare_add && !licence) || frame->swap || frame->copy_token || frame->segments || frame->serial ||
-        (frame->opcode != SOFT_FRAME_NAK && frame->status) ||
-        (frame->opcode != SOFT_FRAME_RNR && !licence && frame->address))
+        (frame->compare_add && !grants_read_cache) || frame->swap || frame->copy_token || frame->segments ||
+        frame->serial || (frame->opcode != SOFT_FRAME_NAK && frame->status) ||
+        (frame->opcode != SOFT_FRAME_RNR && !grants_read_cache && frame->address))
         return "a reserved field is used";
-    if (frame->flags & ~(SOFT_FRAME_DIRECT | SOFT_FRAME_LICENCE) ||
-        ((direct || licence) && frame->opcode != SOFT_FRAME_ACK))
+    if (frame->flags & ~(SOFT_FRAME_DIRECT | SOFT_FRAME_READ_CACHE) ||
+        ((direct || grants_read_cache) && frame->opcode != SOFT_FRAME_ACK))
         return "a flag is unknown";
-    if (licence &&
+    if (grants_read_cache &&
         (!frame->part || frame->compare_add < frame->part || frame->address > UINT64_MAX - frame->compare_add))
-        return "a licence is for no memory";
+        return "a read cache grant covers no memory";
     if (frame->part > (direct ? SOFT_DIRECT_FRAGMENT : SOFT_FRAGMENT) || frame->size != (direct ? 0 : frame->part))
         return "a payload has another size than its part";
     if (frame->part && frame->opcode != SOFT_FRAME_ACK)

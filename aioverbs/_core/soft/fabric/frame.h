@@ -34,7 +34,7 @@ enum {
     SOFT_FRAME_FIRST = 2, /* of the parts of a message; where there is one part, it is first and last */
     SOFT_FRAME_LAST = 4,
     SOFT_FRAME_DIRECT = 8, /* the payload is a list of the requester's segments; in a response: the data was moved */
-    SOFT_FRAME_LICENCE =
+    SOFT_FRAME_READ_CACHE =
         16, /* response to a read: what lies there may be read without asking, see soft/fabric/read_cache.h */
 };
 

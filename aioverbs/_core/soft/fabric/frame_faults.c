@@ -53,10 +53,10 @@ unsigned int soft_fabric_cut(struct soft_device *device, const union ibv_gid *pe
         soft_stream_break(stream);
         soft_mutex_give(&stream->tx);
         if (stream->is_link)
-            soft_licence_suspend(container_of(stream, struct soft_link, stream), true);
+            soft_read_cache_suspend(container_of(stream, struct soft_link, stream), true);
         count++;
     }
-    soft_licence_recall_all(device);
+    soft_read_cache_invalidate_all(device);
     soft_mutex_give(&fabric->progress);
     return count;
 }
@@ -76,11 +76,11 @@ unsigned int soft_fabric_stall(struct soft_device *device, const union ibv_gid *
         soft_stream_watch(stream);
         soft_mutex_give(&stream->tx);
         if (stream->is_link)
-            soft_licence_suspend(container_of(stream, struct soft_link, stream), stall);
+            soft_read_cache_suspend(container_of(stream, struct soft_link, stream), stall);
         count++;
     }
     if (stall) /* those who are not answered any more */
-        soft_licence_recall_all(device);
+        soft_read_cache_invalidate_all(device);
     else
         soft_fabric_wake(fabric); /* they may have had more at hand than fitted into a turn */
     soft_mutex_give(&fabric->progress);

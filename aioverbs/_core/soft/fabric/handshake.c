@@ -106,7 +106,7 @@ static void open_link(struct soft_link *link)
     } else if (!stream->why_not_direct[0]) {
         strcpy(stream->why_not_direct, "the peer cannot reach this process's memory");
     }
-    soft_licence_take(link);
+    soft_read_cache_accept(link);
     soft_link_opened(link);
 }
 
@@ -212,7 +212,7 @@ static void welcome_peer(struct soft_stream *stream, const struct soft_hello *he
     else
         soft_copy_tokens_unmap(stream);
     soft_welcome_pack(&welcome, stream->welcome);
-    if (!soft_stream_say(stream, stream->welcome, sizeof(stream->welcome), soft_licence_offer(stream)))
+    if (!soft_stream_say(stream, stream->welcome, sizeof(stream->welcome), soft_read_cache_offer(stream)))
         soft_stream_refuse(stream, "the peer takes no answer");
     soft_stream_set_stage(stream, SOFT_PROVING);
 }

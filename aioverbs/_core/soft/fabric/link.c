@@ -102,7 +102,7 @@ static void free_link(struct soft_link *link)
 {
     if (link->stream.stage != SOFT_CLOSED)
         soft_stream_close(&link->stream, SOFT_END_UNUSED, "nobody uses it");
-    soft_licence_drop(link, true);
+    soft_read_cache_drop(link, true);
     soft_copy_tokens_destroy(link);
     soft_direct_end(link);
     soft_stream_destroy(&link->stream);
@@ -136,7 +136,7 @@ static struct soft_link *find_outdated(struct soft_fabric *fabric)
     soft_mutex_take(&fabric->links);
     for (i = 0; i < sizeof(fabric->table) / sizeof(fabric->table[0]) && !found; i++)
         for (link = fabric->table[i]; link && !found; link = link->next)
-            found = soft_licence_is_outdated(link) ? link : NULL;
+            found = soft_read_cache_is_outdated(link) ? link : NULL;
     soft_mutex_give(&fabric->links);
     return found;
 }
@@ -149,7 +149,7 @@ void soft_links_sweep(struct soft_fabric *fabric, uint64_t now)
     while ((link = take_unused(fabric, now)))
         free_link(link);
     while ((link = find_outdated(fabric))) /* only here links are freed */
-        soft_licence_drop(link, false);
+        soft_read_cache_drop(link, false);
 }
 
 /* `last`: those that have not left are waited for no longer. */

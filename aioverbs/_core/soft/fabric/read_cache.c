@@ -28,41 +28,41 @@
 
 enum { WORDS = 251 }; /* prime: numbers that are given out one after the other have words of their own */
 
-struct soft_licence_page {
+struct soft_read_cache_page {
     uint64_t address;          /* const, like the nonce: where that stands in the owner's memory, too */
     uint8_t nonce[SOFT_NONCE]; /* nobody else's page has it */
     _Atomic uint64_t all, keys[WORDS], qps[WORDS];
 };
-_Static_assert(sizeof(struct soft_licence_page) <= 4096, "one page");
+_Static_assert(sizeof(struct soft_read_cache_page) <= 4096, "one page");
 
 /* ---- The owner ----------------------------------------------------------------------------------------------- */
 
-static struct soft_licence_page *read_cache_page_map(int fd, int protection)
+static struct soft_read_cache_page *read_cache_page_map(int fd, int protection)
 {
-    void *page = mmap(NULL, sizeof(struct soft_licence_page), protection, MAP_SHARED, fd, 0);
+    void *page = mmap(NULL, sizeof(struct soft_read_cache_page), protection, MAP_SHARED, fd, 0);
 
     return page == MAP_FAILED ? NULL : page;
 }
 
-static bool read_cache_page_fill(struct soft_fabric *fabric, struct soft_licence_page *page)
+static bool read_cache_page_fill(struct soft_fabric *fabric, struct soft_read_cache_page *page)
 {
-    if (getrandom(fabric->licence_nonce, SOFT_NONCE, 0) != SOFT_NONCE)
+    if (getrandom(fabric->read_cache_nonce, SOFT_NONCE, 0) != SOFT_NONCE)
         return false;
-    memcpy(page->nonce, fabric->licence_nonce, SOFT_NONCE);
-    page->address = (uintptr_t)fabric->licence_nonce;
+    memcpy(page->nonce, fabric->read_cache_nonce, SOFT_NONCE);
+    page->address = (uintptr_t)fabric->read_cache_nonce;
     return true;
 }
 
 /* Under progress. */
 static bool make_page(struct soft_fabric *fabric)
 {
-    struct soft_licence_page *page;
+    struct soft_read_cache_page *page;
     int fd;
 
     assert_held(&fabric->progress);
-    if (fabric->licences_fd >= 0)
+    if (fabric->read_cache_fd >= 0)
         return true;
-    fd = soft_sealed_make("aioverbs-licences", sizeof(*page), 0);
+    fd = soft_sealed_make("aioverbs-read-cache", sizeof(*page), 0);
     if (fd < 0)
         return false;
     /* Mapped before it is sealed against that: nobody else can map it to be written. */
@@ -73,33 +73,33 @@ static bool make_page(struct soft_fabric *fabric)
         soft_descriptor_close(fd);
         return false;
     }
-    fabric->licences_fd = fd;
-    atomic_store(&fabric->licences, page);
+    fabric->read_cache_fd = fd;
+    atomic_store(&fabric->read_cache_page, page);
     return true;
 }
 
-int soft_licence_offer(struct soft_stream *stream)
+int soft_read_cache_offer(struct soft_stream *stream)
 {
     struct soft_fabric *fabric = stream->fabric;
 
     if (!stream->is_unix || !fabric->settings.direct || stream->uid != geteuid() || !make_page(fabric))
         return -1;
     soft_direct_invite();
-    stream->licensed = true;
-    return fabric->licences_fd;
+    stream->has_read_cache = true;
+    return fabric->read_cache_fd;
 }
 
-void soft_licence_unmake(struct soft_fabric *fabric)
+void soft_read_cache_destroy(struct soft_fabric *fabric)
 {
-    struct soft_licence_page *page = atomic_exchange(&fabric->licences, NULL);
+    struct soft_read_cache_page *page = atomic_exchange(&fabric->read_cache_page, NULL);
 
-    soft_descriptor_close(fabric->licences_fd);
-    fabric->licences_fd = -1;
+    soft_descriptor_close(fabric->read_cache_fd);
+    fabric->read_cache_fd = -1;
     if (page)
         munmap(page, sizeof(*page));
 }
 
-bool soft_licence_give(const struct soft_qp *qp, uint32_t key, uint64_t *address, uint64_t *length)
+bool soft_read_cache_grant(const struct soft_qp *qp, uint32_t key, uint64_t *address, uint64_t *length)
 {
     struct soft_device *device = qp->context->device;
     const struct soft_key *found = soft_table_find(&device->keys, key >> 8);
@@ -124,12 +124,12 @@ bool soft_licence_give(const struct soft_qp *qp, uint32_t key, uint64_t *address
 
 /* The caller has a context of the device, so the page stays.
  *
- * The fence, and that of soft_licence_read: a reader that copied a byte that its owner stored after the recall is to
+ * The fence, and that of soft_read_cache_copy: a reader that copied a byte that its owner stored after the recall is to
  * find the word counted up. The counting alone does not promise that. It is a release for what comes before it, and on
  * ARMv8.0, a loop of exclusive loads and stores, what comes behind may be seen by others before its store is. */
 static void read_cache_invalidate(struct soft_device *device, size_t offset)
 {
-    struct soft_licence_page *page = atomic_load(&device->fabric->licences);
+    struct soft_read_cache_page *page = atomic_load(&device->fabric->read_cache_page);
 
     if (!page)
         return;
@@ -137,38 +137,38 @@ static void read_cache_invalidate(struct soft_device *device, size_t offset)
     atomic_thread_fence(memory_order_seq_cst);
 }
 
-void soft_licence_recall_key(struct soft_device *device, uint32_t number)
+void soft_read_cache_invalidate_key(struct soft_device *device, uint32_t number)
 {
-    read_cache_invalidate(device, offsetof(struct soft_licence_page, keys) + number % WORDS * sizeof(uint64_t));
+    read_cache_invalidate(device, offsetof(struct soft_read_cache_page, keys) + number % WORDS * sizeof(uint64_t));
 }
 
-void soft_licence_recall_qp(const struct soft_qp *qp)
+void soft_read_cache_invalidate_qp(const struct soft_qp *qp)
 {
     read_cache_invalidate(qp->context->device,
-                          offsetof(struct soft_licence_page, qps) + qp->qp.qp_num % WORDS * sizeof(uint64_t));
+                          offsetof(struct soft_read_cache_page, qps) + qp->qp.qp_num % WORDS * sizeof(uint64_t));
 }
 
-void soft_licence_recall_all(struct soft_device *device)
+void soft_read_cache_invalidate_all(struct soft_device *device)
 {
-    read_cache_invalidate(device, offsetof(struct soft_licence_page, all));
+    read_cache_invalidate(device, offsetof(struct soft_read_cache_page, all));
 }
 
 /* ---- The requester: what a link has -------------------------------------------------------------------------- */
 
-struct soft_licensor {
-    struct soft_licensor *next; /* of link->licensors */
-    const struct soft_licence_page *page;
+struct soft_read_cache_owner {
+    struct soft_read_cache_owner *next; /* of link->read_cache_owners */
+    const struct soft_read_cache_page *page;
     int memory; /* of the process that the page came from */
     uint32_t pid;
     uint64_t serial;
 };
 
-static void free_licensor(struct soft_licensor *licensor)
+static void free_owner(struct soft_read_cache_owner *owner)
 {
-    if (licensor->page)
-        munmap((void *)(uintptr_t)licensor->page, sizeof(*licensor->page));
-    soft_descriptor_close(licensor->memory);
-    free(licensor);
+    if (owner->page)
+        munmap((void *)(uintptr_t)owner->page, sizeof(*owner->page));
+    soft_descriptor_close(owner->memory);
+    free(owner);
 }
 
 static int open_memory(uint32_t pid)
@@ -184,126 +184,130 @@ static int open_memory(uint32_t pid)
 }
 
 /* Whether that is the memory of the page's owner. */
-static bool fits(const struct soft_licensor *licensor)
+static bool is_memory_of_owner(const struct soft_read_cache_owner *owner)
 {
     uint8_t found[SOFT_NONCE];
 
-    return licensor->page && licensor->memory >= 0 &&
-           pread(licensor->memory, found, sizeof(found), (off_t)licensor->page->address) == (ssize_t)sizeof(found) &&
-           !memcmp(found, licensor->page->nonce, sizeof(found));
+    return owner->page && owner->memory >= 0 &&
+           pread(owner->memory, found, sizeof(found), (off_t)owner->page->address) == (ssize_t)sizeof(found) &&
+           !memcmp(found, owner->page->nonce, sizeof(found));
 }
 
-static struct soft_licensor *make_licensor(const struct soft_stream *stream, int fd)
+static struct soft_read_cache_owner *make_owner(const struct soft_stream *stream, int fd)
 {
     static atomic_ullong serials = 1;
-    struct soft_licensor *licensor;
+    struct soft_read_cache_owner *owner;
 
-    if (!stream->pid || soft_sealed_bytes(fd) < (off_t)sizeof(struct soft_licence_page))
+    if (!stream->pid || soft_sealed_bytes(fd) < (off_t)sizeof(struct soft_read_cache_page))
         return NULL;
-    licensor = calloc(1, sizeof(*licensor));
-    if (!licensor)
+    owner = calloc(1, sizeof(*owner));
+    if (!owner)
         return NULL;
-    licensor->page = read_cache_page_map(fd, PROT_READ);
-    licensor->memory = open_memory(stream->pid);
-    licensor->pid = stream->pid;
-    licensor->serial = atomic_fetch_add(&serials, 1);
-    if (fits(licensor))
-        return licensor;
-    free_licensor(licensor);
+    owner->page = read_cache_page_map(fd, PROT_READ);
+    owner->memory = open_memory(stream->pid);
+    owner->pid = stream->pid;
+    owner->serial = atomic_fetch_add(&serials, 1);
+    if (is_memory_of_owner(owner))
+        return owner;
+    free_owner(owner);
     return NULL;
 }
 
-void soft_licence_take(struct soft_link *link)
+void soft_read_cache_accept(struct soft_link *link)
 {
     struct soft_stream *stream = &link->stream;
-    struct soft_licensor *licensor = NULL, *before = link->licensors;
+    struct soft_read_cache_owner *owner = NULL, *before = link->read_cache_owners;
 
     if (stream->came_fd >= 0 && stream->fabric->settings.direct && stream->uid == geteuid())
-        licensor = make_licensor(stream, stream->came_fd);
+        owner = make_owner(stream, stream->came_fd);
     soft_descriptor_close(stream->came_fd);
     stream->came_fd = -1;
-    if (!licensor)
+    if (!owner)
         return;
-    if (before && !memcmp(before->page->nonce, licensor->page->nonce, SOFT_NONCE)) {
-        free_licensor(licensor); /* a new connection to the same process: what it allowed holds */
-        licensor = before;
+    if (before && !memcmp(before->page->nonce, owner->page->nonce, SOFT_NONCE)) {
+        free_owner(owner); /* a new connection to the same process: what it allowed holds */
+        owner = before;
     } else {
-        licensor->next = before;
-        link->licensors = licensor;
+        owner->next = before;
+        link->read_cache_owners = owner;
     }
-    stream->licensed = true;
-    atomic_store(&link->licensor, licensor);
+    stream->has_read_cache = true;
+    atomic_store(&link->read_cache_owner, owner);
 }
 
-void soft_licence_suspend(struct soft_link *link, bool suspend)
+void soft_read_cache_suspend(struct soft_link *link, bool suspend)
 {
-    atomic_store(&link->licensor, suspend || !link->stream.licensed ? NULL : link->licensors);
+    atomic_store(&link->read_cache_owner, suspend || !link->stream.has_read_cache ? NULL : link->read_cache_owners);
 }
 
-bool soft_licence_is_outdated(const struct soft_link *link)
+bool soft_read_cache_is_outdated(const struct soft_link *link)
 {
-    return link->licensors && link->licensors->next;
+    return link->read_cache_owners && link->read_cache_owners->next;
 }
 
-void soft_licence_drop(struct soft_link *link, bool all)
+void soft_read_cache_drop(struct soft_link *link, bool all)
 {
-    struct soft_licensor *licensor, **place = all ? &link->licensors : link->licensors ? &link->licensors->next : NULL;
+    struct soft_read_cache_owner *owner, **place = all                       ? &link->read_cache_owners
+                                                   : link->read_cache_owners ? &link->read_cache_owners->next
+                                                                             : NULL;
 
     if (all)
-        atomic_store(&link->licensor, NULL);
+        atomic_store(&link->read_cache_owner, NULL);
     if (!place || !*place)
         return;
-    licensor = *place;
+    owner = *place;
     *place = NULL;
     grace_wait(); /* who read by them has done so */
-    while (licensor) {
-        struct soft_licensor *next = licensor->next;
+    while (owner) {
+        struct soft_read_cache_owner *next = owner->next;
 
-        free_licensor(licensor);
-        licensor = next;
+        free_owner(owner);
+        owner = next;
     }
 }
 
 /* ---- The requester: reading ---------------------------------------------------------------------------------- */
 
-static struct soft_licence_words words_of(const struct soft_licence_page *page, uint32_t key, uint32_t qp_num)
+static struct soft_read_cache_versions versions_of(const struct soft_read_cache_page *page, uint32_t key,
+                                                   uint32_t qp_num)
 {
-    return (struct soft_licence_words){
+    return (struct soft_read_cache_versions){
         atomic_load(&page->all),
         atomic_load(&page->keys[(key >> 8) % WORDS]),
         atomic_load(&page->qps[qp_num % WORDS]),
     };
 }
 
-static bool are_the_same(const struct soft_licence_words *one, const struct soft_licence_words *other)
+static bool are_equal(const struct soft_read_cache_versions *one, const struct soft_read_cache_versions *other)
 {
     return one->all == other->all && one->key == other->key && one->qp == other->qp;
 }
 
-bool soft_licence_note(const struct soft_link *link, uint32_t key, uint32_t qp_num, struct soft_licence *licence)
+bool soft_read_cache_note(const struct soft_link *link, uint32_t key, uint32_t qp_num,
+                          struct soft_read_cache_entry *entry)
 {
-    const struct soft_licensor *licensor = atomic_load(&link->licensor);
+    const struct soft_read_cache_owner *owner = atomic_load(&link->read_cache_owner);
 
-    if (!licensor)
+    if (!owner)
         return false;
-    *licence =
-        (struct soft_licence){.key = key, .page = licensor->serial, .words = words_of(licensor->page, key, qp_num)};
+    *entry = (struct soft_read_cache_entry){
+        .key = key, .owner_serial = owner->serial, .versions = versions_of(owner->page, key, qp_num)};
     return true;
 }
 
-static bool read_cache_holds(const struct soft_licensor *licensor, uint32_t qp_num,
-                             const struct soft_licensed_read *reads, unsigned int count)
+static bool read_cache_holds(const struct soft_read_cache_owner *owner, uint32_t qp_num,
+                             const struct soft_read_cache_read *reads, unsigned int count)
 {
     unsigned int i;
 
     for (i = 0; i < count; i++) {
-        const struct soft_licence *licence = reads[i].licence;
-        struct soft_licence_words words;
+        const struct soft_read_cache_entry *entry = reads[i].entry;
+        struct soft_read_cache_versions versions;
 
-        if (i && licence == reads[i - 1].licence)
+        if (i && entry == reads[i - 1].entry)
             continue;
-        words = words_of(licensor->page, licence->key, qp_num);
-        if (licence->page != licensor->serial || !are_the_same(&words, &licence->words))
+        versions = versions_of(owner->page, entry->key, qp_num);
+        if (entry->owner_serial != owner->serial || !are_equal(&versions, &entry->versions))
             return false;
     }
     return true;
@@ -311,19 +315,19 @@ static bool read_cache_holds(const struct soft_licensor *licensor, uint32_t qp_n
 
 /* One by the file, which is the owner's memory and that of nobody who gets its number, or of a program that it became:
  * nothing is there then. */
-static bool copy_one(const struct soft_licensor *licensor, const struct soft_licensed_read *read,
+static bool copy_one(const struct soft_read_cache_owner *owner, const struct soft_read_cache_read *read,
                      const struct iovec *pieces, unsigned int piece_count)
 {
     return read->address <= INT64_MAX &&
-           preadv(licensor->memory, pieces, (int)piece_count, (off_t)read->address) == (ssize_t)read->length;
+           preadv(owner->memory, pieces, (int)piece_count, (off_t)read->address) == (ssize_t)read->length;
 }
 
 /* Several by one system call, which knows the owner by its number: so it brings the nonce as well, out of the same
  * memory. */
-static bool copy_all(const struct soft_licensor *licensor, const struct soft_licensed_read *reads, unsigned int count,
-                     const struct iovec *pieces, unsigned int piece_count)
+static bool copy_all(const struct soft_read_cache_owner *owner, const struct soft_read_cache_read *reads,
+                     unsigned int count, const struct iovec *pieces, unsigned int piece_count)
 {
-    struct iovec here[SOFT_LICENSED_PIECES + 1], there[SOFT_LICENSED_READS + 1];
+    struct iovec here[SOFT_CACHED_RUN_PIECES + 1], there[SOFT_CACHED_RUN_READS + 1];
     uint8_t nonce[SOFT_NONCE];
     ssize_t size = sizeof(nonce);
     unsigned int i;
@@ -333,22 +337,22 @@ static bool copy_all(const struct soft_licensor *licensor, const struct soft_lic
         size += reads[i].length;
     }
     memcpy(here, pieces, piece_count * sizeof(*pieces));
-    there[count] = (struct iovec){(void *)(uintptr_t)licensor->page->address, sizeof(nonce)};
+    there[count] = (struct iovec){(void *)(uintptr_t)owner->page->address, sizeof(nonce)};
     here[piece_count] = (struct iovec){nonce, sizeof(nonce)};
-    return process_vm_readv((pid_t)licensor->pid, here, piece_count + 1, there, count + 1, 0) == size &&
-           !memcmp(nonce, licensor->page->nonce, sizeof(nonce));
+    return process_vm_readv((pid_t)owner->pid, here, piece_count + 1, there, count + 1, 0) == size &&
+           !memcmp(nonce, owner->page->nonce, sizeof(nonce));
 }
 
-bool soft_licence_read(const struct soft_link *link, uint32_t qp_num, const struct soft_licensed_read *reads,
-                       unsigned int count, const struct iovec *pieces, unsigned int piece_count)
+bool soft_read_cache_copy(const struct soft_link *link, uint32_t qp_num, const struct soft_read_cache_read *reads,
+                          unsigned int count, const struct iovec *pieces, unsigned int piece_count)
 {
-    const struct soft_licensor *licensor = atomic_load(&link->licensor);
+    const struct soft_read_cache_owner *owner = atomic_load(&link->read_cache_owner);
 
-    if (!licensor || !read_cache_holds(licensor, qp_num, reads, count)) /* what was copied would be worth nothing */
+    if (!owner || !read_cache_holds(owner, qp_num, reads, count)) /* what was copied would be worth nothing */
         return false;
-    if (!(count == 1 ? copy_one(licensor, reads, pieces, piece_count)
-                     : copy_all(licensor, reads, count, pieces, piece_count)))
+    if (!(count == 1 ? copy_one(owner, reads, pieces, piece_count)
+                     : copy_all(owner, reads, count, pieces, piece_count)))
         return false;
     atomic_thread_fence(memory_order_seq_cst); /* the words are looked at after the last byte */
-    return read_cache_holds(licensor, qp_num, reads, count);
+    return read_cache_holds(owner, qp_num, reads, count);
 }

@@ -28,51 +28,52 @@ struct soft_link;
 struct soft_qp;
 struct soft_stream;
 
-#define SOFT_LICENSED_BYTES (16u << 10) /* of a read: larger data is moved by its owner, in one copy */
-#define SOFT_LICENSED_RUN (128u << 10)  /* of several that are done together */
-enum { SOFT_LICENSED_READS = 32, SOFT_LICENSED_PIECES = 64 }; /* likewise */
+#define SOFT_CACHED_READ_BYTES (16u << 10) /* of a read: larger data is moved by its owner, in one copy */
+#define SOFT_CACHED_RUN_BYTES (128u << 10) /* of several that are done together */
+enum { SOFT_CACHED_RUN_READS = 32, SOFT_CACHED_RUN_PIECES = 64 }; /* likewise */
 
 /* ---- The requester, in a grace section ----------------------------------------------------------------------- */
 
 /* Notes the words for `key` and the queue pair that it is told to, before the owner is asked. False: the link has no
  * licences. */
-bool soft_licence_note(const struct soft_link *link, uint32_t key, uint32_t qp_num, struct soft_licence *licence);
+bool soft_read_cache_note(const struct soft_link *link, uint32_t key, uint32_t qp_num,
+                          struct soft_read_cache_entry *entry);
 
-struct soft_licensed_read {
-    const struct soft_licence *licence; /* which covers it */
+struct soft_read_cache_read {
+    const struct soft_read_cache_entry *entry; /* which covers it */
     uint64_t address;
     uint32_t length;
 };
 
 /* Reads into the pieces, one read after the other. False: a licence does not hold any more, and the pieces may have any
  * content. */
-bool soft_licence_read(const struct soft_link *link, uint32_t qp_num, const struct soft_licensed_read *reads,
-                       unsigned int count, const struct iovec *pieces, unsigned int piece_count);
+bool soft_read_cache_copy(const struct soft_link *link, uint32_t qp_num, const struct soft_read_cache_read *reads,
+                          unsigned int count, const struct iovec *pieces, unsigned int piece_count);
 
 /* ---- The owner ----------------------------------------------------------------------------------------------- */
 
 /* From where to where the key leads for a peer who was just allowed to read there. Under rq_lock, and the lock of the
  * key's window. False: no licence is given. */
-bool soft_licence_give(const struct soft_qp *qp, uint32_t key, uint64_t *address, uint64_t *length);
+bool soft_read_cache_grant(const struct soft_qp *qp, uint32_t key, uint64_t *address, uint64_t *length);
 
 /* What was allowed by the key (its number), by the queue pair, or at all, is not any more. After that has become so:
  * nobody is allowed it any more, and who was asked has answered. Any locks may be held. */
-void soft_licence_recall_key(struct soft_device *device, uint32_t number);
-void soft_licence_recall_qp(const struct soft_qp *qp);
-void soft_licence_recall_all(struct soft_device *device);
+void soft_read_cache_invalidate_key(struct soft_device *device, uint32_t number);
+void soft_read_cache_invalidate_qp(const struct soft_qp *qp);
+void soft_read_cache_invalidate_all(struct soft_device *device);
 
 /* ---- From the inside of the fabric, under progress ------------------------------------------------------------ */
 
 /* Served: the page's descriptor, to be shown with WELCOME, or -1. */
-int soft_licence_offer(struct soft_stream *stream);
+int soft_read_cache_offer(struct soft_stream *stream);
 /* When the last context is closed: nobody is left who could take something back. */
-void soft_licence_unmake(struct soft_fabric *fabric);
+void soft_read_cache_destroy(struct soft_fabric *fabric);
 
 /* Link: what came with WELCOME; the stream counts as silent, or not any more; what is not used any more is given back,
  * or all is (outside of grace sections). */
-void soft_licence_take(struct soft_link *link);
-void soft_licence_suspend(struct soft_link *link, bool suspend);
-bool soft_licence_is_outdated(const struct soft_link *link);
-void soft_licence_drop(struct soft_link *link, bool all);
+void soft_read_cache_accept(struct soft_link *link);
+void soft_read_cache_suspend(struct soft_link *link, bool suspend);
+bool soft_read_cache_is_outdated(const struct soft_link *link);
+void soft_read_cache_drop(struct soft_link *link, bool all);
 
 #endif

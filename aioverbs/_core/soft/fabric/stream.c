@@ -181,9 +181,9 @@ void soft_stream_close(struct soft_stream *stream, enum soft_end end, const char
         atomic_store(&fabric->owing, NULL);
     soft_handshake_count(stream, SOFT_CLOSED);
     atomic_store(&stream->direct, false);
-    stream->licensed = false;
+    stream->has_read_cache = false;
     if (link)
-        soft_licence_suspend(link, true);
+        soft_read_cache_suspend(link, true);
     soft_descriptor_close(stream->came_fd);
     stream->came_fd = -1;
     soft_mutex_take(&stream->tx);
@@ -401,9 +401,9 @@ const union ibv_gid *soft_stream_gid(const struct soft_stream *stream, unsigned 
     return &stream->peer[index];
 }
 
-bool soft_stream_licenses(const struct soft_stream *stream)
+bool soft_stream_has_read_cache(const struct soft_stream *stream)
 {
-    return stream->licensed;
+    return stream->has_read_cache;
 }
 
 struct soft_coalesced_ack *soft_stream_coalesced_ack(struct soft_stream *stream)

@@ -81,9 +81,9 @@ struct soft_stream {
     uint64_t deadline;                 /* of the handshake; served and open: till then it gives way to nobody */
     union ibv_gid peer[2];
     uint32_t pid, uid;
-    int came_fd;    /* came beside the first bytes: served: of copy tokens; link: of licences; or -1 */
-    bool discarded; /* one came that is none of these: no other one may */
-    bool licensed;  /* served: it gives licences. Link: it has them */
+    int came_fd;         /* came beside the first bytes: served: of copy tokens; link: of licences; or -1 */
+    bool discarded;      /* one came that is none of these: no other one may */
+    bool has_read_cache; /* served: it gives licences. Link: it has them */
     uint8_t hello[SOFT_HELLO_SIZE], welcome[SOFT_WELCOME_SIZE];
     uint8_t *in; /* SOFT_IN_SIZE bytes, of which [in_begin, in_end) are to be handled */
     uint32_t in_begin, in_end;
@@ -139,8 +139,10 @@ struct soft_link {
     int tokens_fd;          /* progress: to be sent with HELLO, or -1 */
     struct soft_gate *gate; /* tx: NULL before the first offer; not to be touched when the peer is overdue */
 
-    struct soft_licensor *_Atomic licensor; /* written under progress: whose licences count; read in grace sections */
-    struct soft_licensor *licensors;        /* progress: the last one, and those before it that may still be read by */
+    /* Owner of the memory that reads on this link may copy. Written under progress; read in grace sections. */
+    struct soft_read_cache_owner *_Atomic read_cache_owner;
+    /* Progress: the last owner, then the earlier ones that a reader may still use. */
+    struct soft_read_cache_owner *read_cache_owners;
 };
 
 struct soft_fabric {
@@ -186,9 +188,9 @@ struct soft_fabric {
     struct soft_fabric_stats stats; /* what is counted of them, and `event` as a ring */
     uint64_t event_count;
 
-    struct soft_licence_page *_Atomic licences; /* that this device shows its peers; written under progress */
-    int licences_fd;                            /* progress: of it, or -1 */
-    uint8_t licence_nonce[SOFT_NONCE];          /* progress: peers read it from outside of the process */
+    struct soft_read_cache_page *_Atomic read_cache_page; /* that this device shows its peers; written under progress */
+    int read_cache_fd;                                    /* progress: of it, or -1 */
+    uint8_t read_cache_nonce[SOFT_NONCE];                 /* progress: peers read it from outside of the process */
 
     struct soft_mutex held;
     uint64_t held_at; /* held: when the timer comes; UINT64_MAX: never */

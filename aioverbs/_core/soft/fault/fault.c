@@ -80,7 +80,7 @@ void soft_fault_leave(struct soft_context *context)
 
     if (active && !plan->active) {
         atomic_fetch_or(&context->special, SOFT_SPECIAL_FAULTS);
-        soft_licence_recall_all(context->device);
+        soft_read_cache_invalidate_all(context->device);
     } else if (!active && plan->active) {
         atomic_fetch_and(&context->special, ~(unsigned int)SOFT_SPECIAL_FAULTS);
     }

@@ -33,7 +33,7 @@ static void settle(struct soft_context *context)
     assert_held(&plan->frames);
     if (disturbs && !plan->disturbs) {
         atomic_fetch_add(&context->device->fabric->disturbed, 1);
-        soft_licence_recall_all(context->device);
+        soft_read_cache_invalidate_all(context->device);
     } else if (!disturbs && plan->disturbs) {
         atomic_fetch_sub(&context->device->fabric->disturbed, 1);
     }

@@ -76,8 +76,8 @@ struct soft_requester {
     uint32_t token;                      /* of this life of the queue pair: an answer to an earlier one is none */
     uint32_t moving_first, moving_count; /* free-running. None is left when the window goes back */
     struct soft_moving moving[SOFT_MOVING];
-    struct soft_licence asked;                   /* of a read that is under way; `page` is 0: of none */
-    struct soft_licence licences[SOFT_LICENCES]; /* by key */
+    struct soft_read_cache_entry pending_entry; /* of a read that is under way; `page` is 0: of none */
+    struct soft_read_cache_entry read_cache_entries[SOFT_READ_CACHE_ENTRIES]; /* by key */
 };
 
 struct soft_qp {

@@ -4,19 +4,19 @@
 
 #include <stdint.h>
 
-enum { SOFT_LICENCES = 4 }; /* that a queue pair has at a time, of different keys */
+enum { SOFT_READ_CACHE_ENTRIES = 4 }; /* that a queue pair has at a time, of different keys */
 
 /* What the words were. */
-struct soft_licence_words {
+struct soft_read_cache_versions {
     uint64_t all, key, qp;
 };
 
-struct soft_licence {
+struct soft_read_cache_entry {
     uint32_t key;
     uint32_t psn;             /* of one that is asked for: of its answer */
-    uint64_t page;            /* whose words these are; 0: there is no licence */
+    uint64_t owner_serial;    /* whose words these are; 0: there is no licence */
     uint64_t address, length; /* where `key` leads */
-    struct soft_licence_words words;
+    struct soft_read_cache_versions versions;
 };
 
 #endif

@@ -15,49 +15,49 @@
 #include "soft/transport/request.h"
 #include "soft/transport/requester.h"
 
-static struct soft_licence *licence_of(struct soft_qp *qp, uint32_t key)
+static struct soft_read_cache_entry *cache_entry_of(struct soft_qp *qp, uint32_t key)
 {
-    return &qp->req.licences[(key >> 8) % SOFT_LICENCES];
+    return &qp->req.read_cache_entries[(key >> 8) % SOFT_READ_CACHE_ENTRIES];
 }
 
 void soft_cached_read_ask(struct soft_qp *qp, const struct soft_wqe *wqe, uint32_t psn)
 {
-    struct soft_licence *asked = &qp->req.asked;
+    struct soft_read_cache_entry *pending = &qp->req.pending_entry;
 
-    if (wqe->opcode == IBV_WR_RDMA_READ && qp->qp.qp_type == IBV_QPT_RC && !asked->page &&
-        soft_licence_note(qp->link, wqe->rkey, qp->attr.dest_qp_num, asked))
-        asked->psn = psn;
+    if (wqe->opcode == IBV_WR_RDMA_READ && qp->qp.qp_type == IBV_QPT_RC && !pending->owner_serial &&
+        soft_read_cache_note(qp->link, wqe->rkey, qp->attr.dest_qp_num, pending))
+        pending->psn = psn;
 }
 
 void soft_cached_read_answered(struct soft_qp *qp, const struct soft_frame *frame)
 {
-    struct soft_licence *asked = &qp->req.asked;
+    struct soft_read_cache_entry *pending = &qp->req.pending_entry;
 
-    if (!asked->page || asked->psn != frame->psn)
+    if (!pending->owner_serial || pending->psn != frame->psn)
         return;
-    if (frame->flags & SOFT_FRAME_LICENCE) {
-        asked->address = frame->address;
-        asked->length = frame->compare_add;
-        *licence_of(qp, asked->key) = *asked;
+    if (frame->flags & SOFT_FRAME_READ_CACHE) {
+        pending->address = frame->address;
+        pending->length = frame->compare_add;
+        *cache_entry_of(qp, pending->key) = *pending;
     }
-    asked->page = 0;
+    pending->owner_serial = 0;
 }
 
 bool soft_cached_read_may(struct soft_qp *qp, const struct soft_wqe *wqe, uint32_t length)
 {
-    const struct soft_licence *licence = licence_of(qp, wqe->rkey);
-    uint64_t offset = wqe->remote_addr - licence->address;
+    const struct soft_read_cache_entry *entry = cache_entry_of(qp, wqe->rkey);
+    uint64_t offset = wqe->remote_addr - entry->address;
 
-    return wqe->opcode == IBV_WR_RDMA_READ && licence->page && licence->key == wqe->rkey &&
-           length - 1 < SOFT_LICENSED_BYTES && offset <= licence->length && length <= licence->length - offset &&
+    return wqe->opcode == IBV_WR_RDMA_READ && entry->owner_serial && entry->key == wqe->rkey &&
+           length - 1 < SOFT_CACHED_READ_BYTES && offset <= entry->length && length <= entry->length - offset &&
            soft_is_up(qp) && !atomic_load_explicit(&qp->context->special, memory_order_relaxed) &&
            !soft_link_is_disturbed(qp->link);
 }
 
 /* Reads that are done together. */
 struct read_run {
-    struct soft_licensed_read reads[SOFT_LICENSED_READS];
-    struct iovec pieces[SOFT_LICENSED_PIECES];
+    struct soft_read_cache_read reads[SOFT_CACHED_RUN_READS];
+    struct iovec pieces[SOFT_CACHED_RUN_PIECES];
     unsigned int count, piece_count;
     uint32_t bytes;
 };
@@ -70,7 +70,7 @@ static void read_run_add(struct soft_qp *qp, struct read_run *run, const struct 
     for (i = 0; i < request->local_count; i++)
         run->pieces[run->piece_count++] = (struct iovec){request->local[i].address, request->local[i].length};
     run->reads[run->count++] =
-        (struct soft_licensed_read){licence_of(qp, wqe->rkey), wqe->remote_addr, request->length};
+        (struct soft_read_cache_read){cache_entry_of(qp, wqe->rkey), wqe->remote_addr, request->length};
     run->bytes += request->length;
 }
 
@@ -79,15 +79,15 @@ static void read_run_add_others(struct soft_qp *qp, struct read_run *run)
 {
     uint32_t at;
 
-    for (at = qp->req.window.sent + 1; at != qp->req.window.posted && run->count < SOFT_LICENSED_READS; at++) {
+    for (at = qp->req.window.sent + 1; at != qp->req.window.posted && run->count < SOFT_CACHED_RUN_READS; at++) {
         const struct soft_wqe *wqe = soft_request_at(qp, at);
         struct soft_segment segments[SOFT_MAX_SGE];
         struct soft_request request = {.from = qp, .wqe = wqe};
 
         if (!soft_cached_read_may(qp, wqe, soft_request_length(wqe)) || (wqe->due_ns && wqe->due_ns > soft_now_ns()) ||
-            run->piece_count + wqe->num_sge > SOFT_LICENSED_PIECES ||
+            run->piece_count + wqe->num_sge > SOFT_CACHED_RUN_PIECES ||
             soft_resolve(qp, wqe, segments, &request) != IBV_WC_SUCCESS ||
-            run->bytes + request.length > SOFT_LICENSED_RUN)
+            run->bytes + request.length > SOFT_CACHED_RUN_BYTES)
             return;
         read_run_add(qp, run, wqe, &request);
     }
@@ -101,8 +101,8 @@ bool soft_cached_read(struct soft_qp *qp, const struct soft_wqe *wqe, const stru
     run.count = run.piece_count = run.bytes = 0;
     read_run_add(qp, &run, wqe, request);
     read_run_add_others(qp, &run);
-    if (!soft_licence_read(qp->link, qp->attr.dest_qp_num, run.reads, run.count, run.pieces, run.piece_count)) {
-        licence_of(qp, wqe->rkey)->page = 0;
+    if (!soft_read_cache_copy(qp->link, qp->attr.dest_qp_num, run.reads, run.count, run.pieces, run.piece_count)) {
+        cache_entry_of(qp, wqe->rkey)->owner_serial = 0;
         return false;
     }
     if (qp->req.waiting) /* for its way, that is: nothing is under way */

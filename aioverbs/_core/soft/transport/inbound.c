@@ -119,11 +119,11 @@ static void atomic_replay_keep(struct soft_qp *peer, const struct soft_frame *fr
 }
 
 /* Further reads there the peer may do alone. */
-static void license(const struct remote *remote, struct soft_frame *made)
+static void grant_read_cache(const struct remote *remote, struct soft_frame *made)
 {
-    if (remote->frame->opcode == IBV_WR_RDMA_READ && made->part && soft_stream_licenses(remote->stream) &&
-        soft_licence_give(remote->peer, remote->frame->key, &made->address, &made->compare_add))
-        made->flags |= SOFT_FRAME_LICENCE;
+    if (remote->frame->opcode == IBV_WR_RDMA_READ && made->part && soft_stream_has_read_cache(remote->stream) &&
+        soft_read_cache_grant(remote->peer, remote->frame->key, &made->address, &made->compare_add))
+        made->flags |= SOFT_FRAME_READ_CACHE;
 }
 
 static int carrier_write(struct soft_carrier *carrier, const struct soft_segment *from, uint32_t length)
@@ -140,13 +140,13 @@ static int carrier_write(struct soft_carrier *carrier, const struct soft_segment
         if (error)
             return error;
         made.flags = SOFT_FRAME_DIRECT;
-        license(remote, &made);
+        grant_read_cache(remote, &made);
         inbound_answer(remote->stream, &made, NULL, 0);
     } else {
         if (soft_is_atomic(remote->frame->opcode))
             atomic_replay_keep(remote->peer, remote->frame, from);
         made.size = length;
-        license(remote, &made);
+        grant_read_cache(remote, &made);
         inbound_answer(remote->stream, &made, &here, length ? 1 : 0);
     }
     remote->answered = true;

@@ -72,7 +72,7 @@ static void fail_sender(struct soft_qp *qp)
     assert_held(&qp->sq_lock);
     if (soft_is_reliable(qp)) {
         atomic_store(&qp->state, IBV_QPS_ERR);
-        soft_licence_recall_qp(qp);
+        soft_read_cache_invalidate_qp(qp);
         return;
     }
     /* What flushes finds it in SQE; a peer may have broken it meanwhile. */
@@ -106,7 +106,7 @@ void soft_complete_request(struct soft_qp *qp, const struct soft_wqe *wqe, enum 
     /* What is flushed in ERR tells its user nothing new. */
     if (atomic_exchange(&qp->state, IBV_QPS_ERR) != IBV_QPS_ERR || status != IBV_WC_WR_FLUSH_ERR)
         soft_raise(qp->context, &qp->events, IBV_EVENT_QP_FATAL);
-    soft_licence_recall_qp(qp);
+    soft_read_cache_invalidate_qp(qp);
 }
 
 void soft_end_request(struct soft_qp *qp, const struct soft_wqe *wqe, enum ibv_wc_status status, uint32_t vendor_err,
@@ -225,7 +225,7 @@ void soft_requester_go_back(struct soft_qp *qp)
 
     assert(!req->moving_count);
     soft_window_rewind(&qp->req.window);
-    req->asked.page = 0;
+    req->pending_entry.owner_serial = 0;
     req->deadline = UINT64_MAX;
     req->rewind = false;
 }

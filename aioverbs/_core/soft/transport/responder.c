@@ -95,7 +95,7 @@ static void skip(struct soft_segment *segments, uint32_t offset)
 static void break_peer(struct soft_qp *peer, struct soft_reply *reply)
 {
     atomic_store(&peer->state, IBV_QPS_ERR);
-    soft_licence_recall_qp(peer);
+    soft_read_cache_invalidate_qp(peer);
     reply->broken = peer;
 }
 

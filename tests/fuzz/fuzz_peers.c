@@ -584,7 +584,7 @@ static void reset(int which)
         while (poll_one())
             ;
         soft_lock_take(&qp->rq_lock);
-        holds = qp->in.holds;
+        holds = qp->in.has_recv_wqe;
         soft_lock_give(&qp->rq_lock);
     }
     while (poll_one())

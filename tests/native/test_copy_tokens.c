@@ -39,7 +39,7 @@ static struct soft_device *device_of(const struct scene *scene)
 
 static unsigned int moving(struct scene *scene)
 {
-    return atomic_load(&device_of(scene)->moving);
+    return atomic_load(&device_of(scene)->direct_parts);
 }
 
 /* The peer's words, of those that are in one of these states. */
@@ -142,7 +142,7 @@ static void reset(struct scene *scene)
 
     for (i = 0; i < ENDS; i++) {
         CHECK_EQ(qp_to(scene->ends[i].qp, IBV_QPS_RESET), 0);
-        CHECK_EQ(qp_of(scene, i)->req.moving_count, 0);
+        CHECK_EQ(qp_of(scene, i)->req.direct_count, 0);
     }
     CHECK_EQ(moving(scene), 0);
 }
@@ -176,12 +176,12 @@ static void (*const verbs[])(struct scene *) = {deregister, reset, destroy, lose
 static bool is_waited_for(struct scene *scene, unsigned int index, uint16_t *copy_token)
 {
     struct soft_qp *qp = qp_of(scene, index);
-    const struct soft_moving *first;
+    const struct soft_direct_part *first;
     bool waited_for;
 
     soft_lock_take(&qp->sq_lock);
-    first = &qp->req.moving[qp->req.moving_first % SOFT_MOVING];
-    waited_for = qp->req.moving_count && first->asked_back;
+    first = &qp->req.direct_parts[qp->req.direct_first % SOFT_DIRECT_PARTS];
+    waited_for = qp->req.direct_count && first->revoked_at;
     *copy_token = first->copy_token;
     soft_lock_give(&qp->sq_lock);
     return waited_for;

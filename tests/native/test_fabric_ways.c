@@ -227,7 +227,7 @@ static void answer_read(struct scene *scene, bool well)
     }
     REQUIRE(grace_ready());
     grace = grace_enter();
-    soft_answered(qp->link, &frame, data);
+    soft_handle_response(qp->link, &frame, data);
     grace_leave(grace);
 }
 
@@ -292,7 +292,7 @@ static enum soft_stage stage_of(struct soft_link *link)
 }
 
 /* No attempt to connect is made for so long: as where the connection ended just now, however long ago that was. */
-static void put_off(struct soft_link *link, uint64_t ns)
+static void restart_timer(struct soft_link *link, uint64_t ns)
 {
     soft_mutex_take(&link->stream.tx);
     CHECK_EQ(link->stream.stage, SOFT_CLOSED);
@@ -314,7 +314,7 @@ static void sent_just_after_the_peer_came_back(void)
     node_close(scene.peer);
     REQUIRE_EQ(soft_fabric_listen(&scene.peer->device), 0);
     EVENTUALLY(stage_of(qp_of(&scene)->link) == SOFT_CLOSED);
-    put_off(qp_of(&scene)->link, 50000000);
+    restart_timer(qp_of(&scene)->link, 50000000);
     CHECK_EQ(post_nothing(scene.end.qp, 2), 0);
     EXPECT(scene.end.send_cq, 2, IBV_WC_SUCCESS);
     end_close(&scene.end);
@@ -461,7 +461,7 @@ static void parts_of_a_long_message(void)
     frame.token = qp_of(&scene)->req.token;
     frame.psn = (qp_of(&scene)->req.window.first_psn + SOFT_FRAGMENT / 4096 - 1) & SOFT_PSN_MASK;
     grace = grace_enter();
-    soft_answered(qp_of(&scene)->link, &frame, NULL);
+    soft_handle_response(qp_of(&scene)->link, &frame, NULL);
     grace_leave(grace);
     CHECK(deadline_of(&scene) > before);
     CHECK_EQ(qp_to(scene.end.qp, IBV_QPS_ERR), 0);

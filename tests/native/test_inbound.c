@@ -202,13 +202,13 @@ static struct soft_frame hear_refusal(const struct scene *scene)
     return frame;
 }
 
-static bool has_begun(const struct scene *scene)
+static bool has_left_before(const struct scene *scene)
 {
     struct soft_qp *qp = to_soft_qp(scene->end.qp);
     bool begun;
 
     soft_lock_take(&qp->rq_lock);
-    begun = qp->in.message.under_way;
+    begun = qp->in.message.in_flight;
     soft_lock_give(&qp->rq_lock);
     return begun;
 }
@@ -237,7 +237,7 @@ static void use_up(struct scene *scene, uint64_t wr_id)
 /* Whatever comes: what fits is what continues the message, and one that is over came as a whole, each byte once. */
 static void any_order_of_parts(void)
 {
-    struct soft_message message = {.under_way = false};
+    struct soft_message message = {.in_flight = false};
     unsigned int random = 7, i, j, whole = 0, came = 0; /* a bit for each byte */
     struct soft_part begun = {0};
 
@@ -251,20 +251,20 @@ static void any_order_of_parts(void)
         part.key = !next_random(&random, 8);
         part.srqn = !next_random(&random, 8);
         part.address = !next_random(&random, 8);
-        fits = message.under_way ? part.offset && came == (1u << part.offset) - 1 && part.total == begun.total &&
+        fits = message.in_flight ? part.offset && came == (1u << part.offset) - 1 && part.total == begun.total &&
                                        part.opcode == begun.opcode && part.key == begun.key &&
                                        part.srqn == begun.srqn && part.address == begun.address
                                  : !part.offset;
         REQUIRE_EQ(soft_message_fits(&message, &part), fits);
         if (!fits)
             continue;
-        if (!message.under_way)
+        if (!message.in_flight)
             begun = part;
         soft_message_advance(&message, &part);
         for (j = 0; j < part.length; j++)
             came |= 1u << (part.offset + j);
-        REQUIRE_EQ(message.under_way, came != (1u << part.total) - 1);
-        if (!message.under_way) {
+        REQUIRE_EQ(message.in_flight, came != (1u << part.total) - 1);
+        if (!message.in_flight) {
             whole += part.offset != 0;
             came = 0;
         }
@@ -420,7 +420,7 @@ static void unfinished_messages_give_back(void)
         for (again = 0; again < 2; again++) {
             post_both(&scene);
             SAY(&scene, IBV_WR_SEND, ROOM, 0, 8192);
-            EVENTUALLY(has_begun(&scene));
+            EVENTUALLY(has_left_before(&scene));
             if (again) {
                 uint8_t *memory = scene.end.memory; /* which the receives are for */
                 struct ibv_mr *mr = scene.end.mr;
@@ -453,7 +453,7 @@ static void a_shared_queue_goes_in_the_middle(void)
         open_scene(&scene, XRC);
         post_both(&scene);
         SAY(&scene, IBV_WR_SEND, ROOM, 0, 4096);
-        EVENTUALLY(has_begun(&scene));
+        EVENTUALLY(has_left_before(&scene));
         rest = frame_of(&scene, &(struct piece){IBV_WR_SEND, ROOM, 4096, 16384});
         CHECK_EQ(soft_verbs.destroy_srq(scene.srq), 0);
         scene.srq = NULL;

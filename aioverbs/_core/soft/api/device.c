@@ -76,8 +76,8 @@ static const struct soft_hooks device_hooks = {
     .purge_held = soft_fault_purge,
     .frame_fault = soft_fault_frame,
     .execute = soft_execute,
-    .release_mr = soft_moving_release_mr,
-    .release_srq = soft_inbound_without,
+    .release_mr = soft_direct_release_mr,
+    .release_srq = soft_inbound_drop_srq,
 };
 
 static struct soft_device *device_new(const struct soft_address *address)
@@ -339,7 +339,7 @@ int soft_lose(struct ibv_context *ibv_context)
      * looks in a section does so sequentially consistently: on ARMv8.0 a relaxed load may come before the section begins. */
     grace_wait();
     soft_read_cache_invalidate_all(context->device);
-    soft_moving_end(context);
+    soft_direct_release_context(context);
     if (is_first) /* whoever hears of it uses the memory for other things */
         soft_raise(context, &context->events.own, IBV_EVENT_DEVICE_FATAL);
     return 0;

@@ -355,11 +355,11 @@ static void retire(struct soft_qp *qp)
     soft_read_cache_invalidate_qp(qp);
     soft_lock_give(&qp->rq_lock);
     soft_lock_give(&qp->sq_lock);
-    soft_moving_settle(qp);
+    soft_direct_wait(qp);
     soft_lock_take(&qp->sq_lock);
     soft_lock_take(&qp->rq_lock);
     soft_requester_stop(qp);
-    soft_inbound_end(qp, false);
+    soft_inbound_abort(qp, false);
     soft_lock_give(&qp->rq_lock);
     soft_lock_give(&qp->sq_lock);
 }
@@ -526,8 +526,8 @@ static void reset(struct soft_qp *qp)
         soft_link_put(qp->link);
     qp->link = NULL;
     begin_life(qp);
-    soft_inbound_end(qp, false);
-    memset(qp->kept, 0, sizeof(qp->kept));
+    soft_inbound_abort(qp, false);
+    memset(qp->atomic_replays, 0, sizeof(qp->atomic_replays));
     qp->established = qp->last_wqe = false;
     qp->expected_psn = 0;
     qp->rq.taken = 0;
@@ -558,7 +558,7 @@ static int change(struct soft_qp *qp, const struct ibv_qp_attr *attr, int mask, 
         atomic_store(&qp->state, IBV_QPS_RESET);
         soft_lock_give(&qp->rq_lock);
         soft_lock_give(&qp->sq_lock);
-        soft_moving_settle(qp);
+        soft_direct_wait(qp);
         soft_lock_take(&qp->sq_lock);
         soft_lock_take(&qp->rq_lock);
         reset(qp);

@@ -21,20 +21,20 @@ struct soft_part {
 };
 
 struct soft_message {
-    bool under_way;         /* more parts are to come */
-    uint32_t offset;        /* where the next one begins: all bytes before came */
-    struct soft_part begun; /* the first one */
+    bool in_flight;              /* more parts are to come */
+    uint32_t offset;             /* where the next one begins: all bytes before came */
+    struct soft_part first_part; /* the first one */
 };
 
 /* Whether the part is the next one of the message under way, or begins a message where none is. */
 static inline bool soft_message_fits(const struct soft_message *message, const struct soft_part *part)
 {
-    const struct soft_part *begun = &message->begun;
+    const struct soft_part *first_part = &message->first_part;
 
-    if (!message->under_way)
+    if (!message->in_flight)
         return !part->offset;
-    return part->offset == message->offset && part->total == begun->total && part->opcode == begun->opcode &&
-           part->key == begun->key && part->srqn == begun->srqn && part->address == begun->address;
+    return part->offset == message->offset && part->total == first_part->total && part->opcode == first_part->opcode &&
+           part->key == first_part->key && part->srqn == first_part->srqn && part->address == first_part->address;
 }
 
 /* The part fits and came. */
@@ -43,9 +43,9 @@ static inline void soft_message_advance(struct soft_message *message, const stru
     assert(soft_message_fits(message, part));
     assert(part->length <= part->total - part->offset && (part->length || !part->total));
     message->offset = part->offset + part->length;
-    message->under_way = message->offset != part->total;
-    if (message->under_way && !part->offset)
-        message->begun = *part;
+    message->in_flight = message->offset != part->total;
+    if (message->in_flight && !part->offset)
+        message->first_part = *part;
 }
 
 #endif

@@ -27,7 +27,7 @@ struct soft_link;
 struct soft_xrcd;
 
 /* A receive that was taken. */
-struct soft_taken {
+struct soft_recv_wqe {
     uint64_t wr_id;
     uint32_t num_sge;
     uint32_t index; /* in the queue pair's own queue */
@@ -35,29 +35,29 @@ struct soft_taken {
     struct soft_receive copy; /* of a shared queue's */
 };
 
-/* The message that comes in. Each part of it is handled in one go, under rq_lock: between two of them `holds` is true
+/* The message that comes in. Each part of it is handled in one go, under rq_lock: between two of them `has_recv_wqe` is true
  * only while the message is under way. */
 struct soft_inbound {
     struct soft_message message;
-    bool holds;              /* `taken` is this message's: to be completed, or given back */
-    struct soft_srq *srq;    /* where it was taken from, or NULL: the queue pair's own queue. It cannot go before */
-    struct soft_taken taken; /* good while `holds` */
+    bool has_recv_wqe;    /* `recv_wqe` is this message's: to be completed, or given back */
+    struct soft_srq *srq; /* where it was taken from, or NULL: the queue pair's own queue. It cannot go before */
+    struct soft_recv_wqe recv_wqe; /* good while `has_recv_wqe` */
 };
 
-struct soft_kept {
+struct soft_atomic_replay {
     bool valid;
     uint32_t psn;
     uint64_t value;
 };
 
 /* A part whose bytes the peer moves itself, until it says that it did and has left the memory. */
-struct soft_moving {
+struct soft_direct_part {
     uint32_t psn; /* of its last packet */
     uint32_t serial;
-    uint64_t asked_back; /* when it was not left at once; 0: it was not asked for, or was left */
+    uint64_t revoked_at; /* when it was not left at once; 0: it was not asked for, or was left */
     uint16_t copy_token;
 };
-enum { SOFT_MOVING = 16 };
+enum { SOFT_DIRECT_PARTS = 16 };
 
 /* The requester's state, under sq_lock. `waiting`: a request was tried and is not over; else nothing is left of `refused`,
  * `rewind`, `deadline` and `pause`. */
@@ -74,8 +74,8 @@ struct soft_requester {
 
     /* Towards a remote peer. */
     uint32_t token;                      /* of this life of the queue pair: an answer to an earlier one is none */
-    uint32_t moving_first, moving_count; /* free-running. None is left when the window goes back */
-    struct soft_moving moving[SOFT_MOVING];
+    uint32_t direct_first, direct_count; /* free-running. None is left when the window goes back */
+    struct soft_direct_part direct_parts[SOFT_DIRECT_PARTS];
     struct soft_read_cache_entry pending_entry; /* of a read that is under way; `page` is 0: of none */
     struct soft_read_cache_entry read_cache_entries[SOFT_READ_CACHE_ENTRIES]; /* by key */
 };
@@ -107,13 +107,14 @@ struct soft_qp {
     struct soft_lock sq_lock;  /* the sending device half */
     struct soft_requester req; /* sq */
 
-    struct soft_lock rq_lock;                  /* the receiving device half */
-    uint32_t expected_psn;                     /* rq */
-    bool established;                          /* rq: COMM_EST was raised */
-    bool last_wqe;                             /* rq: QP_LAST_WQE_REACHED was raised */
-    struct soft_inbound in;                    /* rq: the message that comes in */
-    struct soft_kept kept[SOFT_MAX_RD_ATOMIC]; /* rq: what atomics of a remote peer were answered, for repetitions */
-    uint32_t kept_next;                        /* rq */
+    struct soft_lock rq_lock; /* the receiving device half */
+    uint32_t expected_psn;    /* rq */
+    bool established;         /* rq: COMM_EST was raised */
+    bool last_wqe;            /* rq: QP_LAST_WQE_REACHED was raised */
+    struct soft_inbound in;   /* rq: the message that comes in */
+    struct soft_atomic_replay
+        atomic_replays[SOFT_MAX_RD_ATOMIC]; /* rq: what atomics of a remote peer were answered, for repetitions */
+    uint32_t atomic_replays_next;           /* rq */
 
     /* It stands on one of the engine's lists, or is being added. Set by who adds it, cleared under engine.lock when it
      * is taken off, before it is executed: who finds it set has left his work to that execution. */

@@ -50,7 +50,7 @@ bool soft_cached_read_may(struct soft_qp *qp, const struct soft_wqe *wqe, uint32
 
     return wqe->opcode == IBV_WR_RDMA_READ && entry->owner_serial && entry->key == wqe->rkey &&
            length - 1 < SOFT_CACHED_READ_BYTES && offset <= entry->length && length <= entry->length - offset &&
-           soft_is_up(qp) && !atomic_load_explicit(&qp->context->special, memory_order_relaxed) &&
+           soft_port_works(qp) && !atomic_load_explicit(&qp->context->special, memory_order_relaxed) &&
            !soft_link_is_disturbed(qp->link);
 }
 
@@ -106,7 +106,7 @@ bool soft_cached_read(struct soft_qp *qp, const struct soft_wqe *wqe, const stru
         return false;
     }
     if (qp->req.waiting) /* for its way, that is: nothing is under way */
-        soft_progressed(qp);
+        soft_reset_retries(qp);
     for (i = 0; i < run.count && atomic_load(&qp->state) == IBV_QPS_RTS; i++) {
         soft_end_request(qp, soft_request_at(qp, qp->req.window.taken), IBV_WC_SUCCESS, 0, run.reads[i].length, 0);
         *left -= SOFT_REQUEST_COST + (int64_t)run.reads[i].length;

@@ -22,16 +22,16 @@
 
 /* What is left has all its time again. An answer gives it only where it tells of more than any one since what is in
  * flight left: else a peer that repeats itself would keep a request from ending for as long as it likes. */
-static void put_off(struct soft_qp *qp)
+static void restart_timer(struct soft_qp *qp)
 {
     qp->req.deadline = UINT64_MAX;
-    soft_expect_answer(qp);
+    soft_await_response(qp);
 }
 
 /* Complete the request at window.taken, which left whole, and was done. */
 static void completer_complete(struct soft_qp *qp, const struct soft_wqe *wqe, uint32_t length)
 {
-    soft_window_acknowledge(&qp->req.window, soft_packets(qp, length), soft_is_answered(wqe->opcode));
+    soft_window_acknowledge(&qp->req.window, soft_packets(qp, length), soft_returns_data(wqe->opcode));
     soft_complete_request(qp, wqe, IBV_WC_SUCCESS, 0, length);
 }
 
@@ -47,7 +47,7 @@ static enum ibv_wc_status completer_copy_response(struct soft_qp *qp, const stru
 
     if (status != IBV_WC_SUCCESS)
         return status;
-    soft_cut(&part, &request, offset);
+    soft_slice(&part, &request, offset);
     for (i = 0; i < part.count; data += part.data[i++].iov_len)
         memcpy(part.data[i].iov_base, data, part.data[i].iov_len);
     return IBV_WC_SUCCESS;
@@ -64,7 +64,7 @@ static void completer_acknowledge(struct soft_qp *qp, uint32_t packets)
         uint32_t length = soft_request_length(wqe), count = soft_packets(qp, length);
 
         /* A read of no bytes is acknowledged as all others are. */
-        if ((soft_is_answered(wqe->opcode) && length) || count > packets)
+        if ((soft_returns_data(wqe->opcode) && length) || count > packets)
             break;
         packets -= count;
         completer_complete(qp, wqe, length);
@@ -73,7 +73,7 @@ static void completer_acknowledge(struct soft_qp *qp, uint32_t packets)
             return; /* its completion found no room */
     }
     if (some)
-        soft_progressed(qp);
+        soft_reset_retries(qp);
 }
 
 /* Take an answer with data: it is that of the next part of the read or atomic at window.taken, or none at all. The
@@ -88,7 +88,7 @@ static bool completer_response(struct soft_qp *qp, const struct soft_frame *fram
     if (!packets)
         return true;
     wqe = soft_request_at(qp, qp->req.window.taken);
-    if (!soft_is_answered(wqe->opcode))
+    if (!soft_returns_data(wqe->opcode))
         return true;
     length = soft_request_length(wqe);
     if (soft_packets(qp, qp->req.window.received + frame->part) !=
@@ -100,25 +100,25 @@ static bool completer_response(struct soft_qp *qp, const struct soft_frame *fram
     if (!(frame->flags & SOFT_FRAME_DIRECT))
         status = completer_copy_response(qp, wqe, qp->req.window.received, payload, frame->part);
     if (status != IBV_WC_SUCCESS) {
-        if (soft_moving_stop(qp))
+        if (soft_direct_revoke(qp))
             soft_requester_fail(qp, status);
         else
             qp->req.rewind = true; /* it fails when it is to be sent again */
         return true;
     }
     more = soft_window_receive(&qp->req.window, frame->part);
-    put_off(qp);
+    restart_timer(qp);
     if (qp->req.window.received == length)
         completer_complete(qp, wqe, length);
     if (more && atomic_load(&qp->state) != IBV_QPS_ERR)
-        soft_progressed(qp);
+        soft_reset_retries(qp);
     return true;
 }
 
 /* Do what an answer tells, under sq_lock. One to a packet that is not in flight is about what is over, or about
  * nothing, and is dropped; so is one with data for more packets than are in flight. So is one that comes while the peer
  * is at memory that it would set free: then all is asked again, when the peer has left it. */
-static bool read_answer(struct soft_qp *qp, const struct soft_frame *frame, const uint8_t *payload)
+static bool handle_response(struct soft_qp *qp, const struct soft_frame *frame, const uint8_t *payload)
 {
     uint32_t packets = soft_window_locate(&qp->req.window, frame->psn);
     uint32_t data = frame->part ? soft_packets(qp, frame->part) : 0;
@@ -126,18 +126,18 @@ static bool read_answer(struct soft_qp *qp, const struct soft_frame *frame, cons
 
     if (!packets || data > packets)
         return true;
-    if (!(done ? soft_moving_stop_before(qp, frame->psn) : soft_moving_stop(qp))) {
+    if (!(done ? soft_direct_revoke_up_to(qp, frame->psn) : soft_direct_revoke(qp))) {
         qp->req.rewind = true;
         return true;
     }
     if (soft_window_hear(&qp->req.window, packets))
-        put_off(qp); /* of a long message, each part has all the time */
+        restart_timer(qp); /* of a long message, each part has all the time */
     if (data) {
         completer_acknowledge(qp, packets - data);
         return atomic_load(&qp->state) == IBV_QPS_ERR || completer_response(qp, frame, payload);
     }
     completer_acknowledge(qp, done ? packets : packets - 1);
-    if (done || !soft_is_under_way(qp) || atomic_load(&qp->state) == IBV_QPS_ERR)
+    if (done || !soft_is_in_flight(qp) || atomic_load(&qp->state) == IBV_QPS_ERR)
         return true;
     soft_requester_refused(qp, &(struct soft_reply){.kind = frame->opcode == SOFT_FRAME_RNR ? SOFT_RNR : SOFT_NAK,
                                                     .status = frame->status,
@@ -147,14 +147,14 @@ static bool read_answer(struct soft_qp *qp, const struct soft_frame *frame, cons
 
 /* Return whether the queue pair awaits answers. One that broke does not, even before its requests are flushed: they are
  * neither done nor refused any more. Whoever broke it has it flushed. */
-static bool awaits_answers(const struct soft_qp *qp)
+static bool awaits_responses(const struct soft_qp *qp)
 {
     unsigned int state = atomic_load(&qp->state);
 
-    return soft_is_reliable(qp) && soft_is_up(qp) && (state == IBV_QPS_RTS || state == IBV_QPS_SQD);
+    return soft_is_reliable(qp) && soft_port_works(qp) && (state == IBV_QPS_RTS || state == IBV_QPS_SQD);
 }
 
-bool soft_answered(struct soft_link *by, const struct soft_frame *frame, const uint8_t *payload)
+bool soft_handle_response(struct soft_link *by, const struct soft_frame *frame, const uint8_t *payload)
 {
     struct soft_device *device = soft_stream_device(soft_link_stream(by));
     struct soft_qp *qp = soft_table_find(&device->qps, frame->to);
@@ -163,8 +163,8 @@ bool soft_answered(struct soft_link *by, const struct soft_frame *frame, const u
     if (!qp)
         return true; /* it was destroyed */
     soft_lock_take(&qp->sq_lock);
-    if (qp->link == by && qp->req.token == frame->token && awaits_answers(qp)) {
-        honest = read_answer(qp, frame, payload);
+    if (qp->link == by && qp->req.token == frame->token && awaits_responses(qp)) {
+        honest = handle_response(qp, frame, payload);
         more = atomic_load(&qp->state) == IBV_QPS_ERR || qp->req.pause || qp->req.rewind || soft_has_posted(qp) ||
                qp->req.drain_notify;
     }

@@ -9,6 +9,6 @@ struct soft_frame;
 struct soft_link;
 
 /* An answer came by a link. False: no honest peer gives it. */
-bool soft_answered(struct soft_link *by, const struct soft_frame *frame, const uint8_t *payload);
+bool soft_handle_response(struct soft_link *by, const struct soft_frame *frame, const uint8_t *payload);
 
 #endif

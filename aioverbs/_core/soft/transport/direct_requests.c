@@ -25,99 +25,99 @@
 /* How often it is looked at most seldom whether a peer has left memory. */
 #define LOOK_AGAIN_NS 10000000u
 
-static struct soft_moving *moving_at(struct soft_requester *req, uint32_t at)
+static struct soft_direct_part *direct_part_at(struct soft_requester *req, uint32_t at)
 {
-    return &req->moving[at % SOFT_MOVING];
+    return &req->direct_parts[at % SOFT_DIRECT_PARTS];
 }
 
 /* Take back the copy tokens of so many parts, from the oldest one on; those stay that the peer is just at. */
-static bool take_back(struct soft_qp *qp, uint32_t count)
+static bool try_revoke(struct soft_qp *qp, uint32_t count)
 {
     struct soft_requester *req = &qp->req;
-    uint32_t end = req->moving_first + count, at = end, left = end;
+    uint32_t end = req->direct_first + count, at = end, left = end;
 
-    while (at-- != req->moving_first) {
-        struct soft_moving *moving = moving_at(req, at);
+    while (at-- != req->direct_first) {
+        struct soft_direct_part *part = direct_part_at(req, at);
 
-        if (soft_copy_token_close(qp->link, moving->copy_token, moving->serial))
+        if (soft_copy_token_close(qp->link, part->copy_token, part->serial))
             continue;
-        if (!moving->asked_back)
-            moving->asked_back = soft_now_ns();
-        *moving_at(req, --left) = *moving;
+        if (!part->revoked_at)
+            part->revoked_at = soft_now_ns();
+        *direct_part_at(req, --left) = *part;
     }
-    count = left - req->moving_first;
-    req->moving_first = left;
-    req->moving_count -= count;
-    atomic_fetch_sub(&qp->context->device->moving, count);
+    count = left - req->direct_first;
+    req->direct_first = left;
+    req->direct_count -= count;
+    atomic_fetch_sub(&qp->context->device->direct_parts, count);
     return left == end;
 }
 
 /* Since when the peer has been waited for, of which at least one copy token was asked back. */
-static uint64_t waiting_since(struct soft_qp *qp)
+static uint64_t revoked_since(struct soft_qp *qp)
 {
     struct soft_requester *req = &qp->req;
     uint64_t first = soft_now_ns();
     uint32_t i;
 
-    for (i = 0; i < req->moving_count; i++) {
-        uint64_t asked_back = moving_at(req, req->moving_first + i)->asked_back;
+    for (i = 0; i < req->direct_count; i++) {
+        uint64_t revoked_at = direct_part_at(req, req->direct_first + i)->revoked_at;
 
-        if (asked_back && asked_back < first)
-            first = asked_back;
+        if (revoked_at && revoked_at < first)
+            first = revoked_at;
     }
     return first;
 }
 
 /* The same. True: the peer has left the memory of all these parts, or had the time that it may take. */
-static bool stop_moving(struct soft_qp *qp, uint32_t count)
+static bool revoke_oldest(struct soft_qp *qp, uint32_t count)
 {
-    uint32_t others = qp->req.moving_count - count;
+    uint32_t others = qp->req.direct_count - count;
 
-    if (take_back(qp, count))
+    if (try_revoke(qp, count))
         return true;
-    if (soft_copy_token_may_wait(qp->link, waiting_since(qp)))
+    if (soft_copy_token_may_wait(qp->link, revoked_since(qp)))
         return false;
     soft_copy_tokens_give_up(qp->link);
-    return take_back(qp, qp->req.moving_count - others);
+    return try_revoke(qp, qp->req.direct_count - others);
 }
 
-bool soft_moving_stop(struct soft_qp *qp)
+bool soft_direct_revoke(struct soft_qp *qp)
 {
-    return stop_moving(qp, qp->req.moving_count);
+    return revoke_oldest(qp, qp->req.direct_count);
 }
 
-uint64_t soft_moving_look_again(struct soft_qp *qp)
+uint64_t soft_direct_next_check(struct soft_qp *qp)
 {
-    uint64_t since = waiting_since(qp), now = soft_now_ns(), delay = SOFT_YIELD_NS / 2 + (now - since) / 4;
+    uint64_t since = revoked_since(qp), now = soft_now_ns(), delay = SOFT_YIELD_NS / 2 + (now - since) / 4;
 
     return now + (delay < LOOK_AGAIN_NS ? delay : LOOK_AGAIN_NS);
 }
 
-bool soft_moving_stop_before(struct soft_qp *qp, uint32_t psn)
+bool soft_direct_revoke_up_to(struct soft_qp *qp, uint32_t psn)
 {
     struct soft_requester *req = &qp->req;
     uint32_t count = 0;
 
-    while (count < req->moving_count &&
-           ((psn - moving_at(req, req->moving_first + count)->psn) & SOFT_PSN_MASK) <= SOFT_PSN_MASK / 2)
+    while (count < req->direct_count &&
+           ((psn - direct_part_at(req, req->direct_first + count)->psn) & SOFT_PSN_MASK) <= SOFT_PSN_MASK / 2)
         count++;
-    return stop_moving(qp, count);
+    return revoke_oldest(qp, count);
 }
 
-void soft_moving_settle(struct soft_qp *qp)
+void soft_direct_wait(struct soft_qp *qp)
 {
     bool settled = false;
 
     while (!settled) {
         soft_lock_take(&qp->sq_lock);
-        settled = soft_moving_stop(qp);
+        settled = soft_direct_revoke(qp);
         soft_lock_give(&qp->sq_lock);
         if (!settled)
             nanosleep(&(struct timespec){.tv_nsec = SOFT_YIELD_NS}, NULL);
     }
 }
 
-static bool uses(const struct soft_qp *qp, const struct soft_mr *mr)
+static bool request_uses_mr(const struct soft_qp *qp, const struct soft_mr *mr)
 {
     uint32_t at, end = qp->req.window.sent + (qp->req.window.offset != 0);
     unsigned int i;
@@ -141,11 +141,11 @@ static bool qp_release_mr(struct soft_qp *qp, const struct soft_context *context
     bool left = true, kick = false;
 
     soft_lock_take(&qp->sq_lock);
-    if (qp->req.moving_count && (context ? qp->context == context : uses(qp, mr))) {
-        left = soft_moving_stop(qp);
+    if (qp->req.direct_count && (context ? qp->context == context : request_uses_mr(qp, mr))) {
+        left = soft_direct_revoke(qp);
         if (!left && last) {
             soft_copy_tokens_give_up(qp->link);
-            left = soft_moving_stop(qp);
+            left = soft_direct_revoke(qp);
         }
         kick = !left && !qp->req.rewind;
         qp->req.rewind |= kick;
@@ -156,10 +156,10 @@ static bool qp_release_mr(struct soft_qp *qp, const struct soft_context *context
     return left;
 }
 
-static void wait_left(struct soft_device *device, const struct soft_context *context, const struct soft_mr *mr)
+static void wait_for_peers(struct soft_device *device, const struct soft_context *context, const struct soft_mr *mr)
 {
     uint64_t end = soft_now_ns() + SOFT_COPY_TIMEOUT_NS;
-    bool left = !atomic_load(&device->moving), last = false;
+    bool left = !atomic_load(&device->direct_parts), last = false;
 
     while (!left) {
         uint32_t number;
@@ -179,12 +179,12 @@ static void wait_left(struct soft_device *device, const struct soft_context *con
     }
 }
 
-void soft_moving_release_mr(struct soft_device *device, const struct soft_mr *mr)
+void soft_direct_release_mr(struct soft_device *device, const struct soft_mr *mr)
 {
-    wait_left(device, NULL, mr);
+    wait_for_peers(device, NULL, mr);
 }
 
-void soft_moving_end(const struct soft_context *context)
+void soft_direct_release_context(const struct soft_context *context)
 {
-    wait_left(context->device, context, NULL);
+    wait_for_peers(context->device, context, NULL);
 }

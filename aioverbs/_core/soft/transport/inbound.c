@@ -38,7 +38,7 @@ struct remote {
 
 /* ---- Answers ----------------------------------------------------------------------------------------------- */
 
-static struct soft_frame answer_to(const struct soft_frame *frame, uint8_t opcode)
+static struct soft_frame response_to(const struct soft_frame *frame, uint8_t opcode)
 {
     return (struct soft_frame){
         .kind = SOFT_FRAME_RESPONSE,
@@ -70,7 +70,7 @@ static void inbound_acknowledge(struct soft_stream *stream, const struct soft_fr
         (ack->frame.to != frame->from || ack->frame.from != frame->to || ack->frame.token != frame->token))
         batch_ends(stream);
     ack->stream = stream;
-    ack->frame = answer_to(frame, SOFT_FRAME_ACK);
+    ack->frame = response_to(frame, SOFT_FRAME_ACK);
     ack->frame.psn = psn;
 }
 
@@ -83,7 +83,7 @@ static void inbound_answer(struct soft_stream *stream, const struct soft_frame *
 
 static void inbound_refuse(struct soft_stream *stream, const struct soft_frame *frame, const struct soft_reply *reply)
 {
-    struct soft_frame refusal = answer_to(frame, reply->kind == SOFT_NAK ? SOFT_FRAME_NAK : SOFT_FRAME_RNR);
+    struct soft_frame refusal = response_to(frame, reply->kind == SOFT_NAK ? SOFT_FRAME_NAK : SOFT_FRAME_RNR);
 
     if (reply->kind == SOFT_NAK)
         refusal.status = (uint8_t)reply->status;
@@ -110,12 +110,12 @@ static int carrier_read(struct soft_carrier *carrier, const struct soft_segment 
 }
 
 /* Of atomics: what is answered is kept, since they cannot be done a second time. */
-static void atomic_replay_keep(struct soft_qp *peer, const struct soft_frame *frame, const struct soft_segment *from)
+static void atomic_replay_save(struct soft_qp *peer, const struct soft_frame *frame, const struct soft_segment *from)
 {
-    struct soft_kept *kept = &peer->kept[peer->kept_next++ % SOFT_MAX_RD_ATOMIC];
+    struct soft_atomic_replay *replay = &peer->atomic_replays[peer->atomic_replays_next++ % SOFT_MAX_RD_ATOMIC];
 
-    *kept = (struct soft_kept){.valid = true, .psn = frame->psn};
-    memcpy(&kept->value, from->address, sizeof(kept->value));
+    *replay = (struct soft_atomic_replay){.valid = true, .psn = frame->psn};
+    memcpy(&replay->value, from->address, sizeof(replay->value));
 }
 
 /* Further reads there the peer may do alone. */
@@ -129,7 +129,7 @@ static void grant_read_cache(const struct remote *remote, struct soft_frame *mad
 static int carrier_write(struct soft_carrier *carrier, const struct soft_segment *from, uint32_t length)
 {
     struct remote *remote = container_of(carrier, struct remote, carrier);
-    struct soft_frame made = answer_to(remote->frame, SOFT_FRAME_ACK);
+    struct soft_frame made = response_to(remote->frame, SOFT_FRAME_ACK);
     struct iovec here = {from->address, length};
     int error;
 
@@ -144,7 +144,7 @@ static int carrier_write(struct soft_carrier *carrier, const struct soft_segment
         inbound_answer(remote->stream, &made, NULL, 0);
     } else {
         if (soft_is_atomic(remote->frame->opcode))
-            atomic_replay_keep(remote->peer, remote->frame, from);
+            atomic_replay_save(remote->peer, remote->frame, from);
         made.size = length;
         grant_read_cache(remote, &made);
         inbound_answer(remote->stream, &made, &here, length ? 1 : 0);
@@ -156,7 +156,7 @@ static int carrier_write(struct soft_carrier *carrier, const struct soft_segment
 /* ---- Requests ---------------------------------------------------------------------------------------------- */
 
 /* As the local ones are written down. */
-static struct soft_wqe request_of(const struct soft_frame *frame)
+static struct soft_wqe wqe_of(const struct soft_frame *frame)
 {
     struct soft_wqe wqe = {
         .opcode = frame->opcode,
@@ -181,7 +181,8 @@ static struct soft_wqe request_of(const struct soft_frame *frame)
 }
 
 /* Whether it is for this queue pair at all. */
-static bool is_for(const struct soft_qp *peer, const struct soft_stream *stream, const struct soft_frame *frame)
+static bool is_addressed_to(const struct soft_qp *peer, const struct soft_stream *stream,
+                            const struct soft_frame *frame)
 {
     enum ibv_qp_type type = peer->qp.qp_type;
     union ibv_gid dgid;
@@ -200,7 +201,7 @@ static bool is_for(const struct soft_qp *peer, const struct soft_stream *stream,
 static void inbound_execute(struct remote *remote, struct soft_reply *reply, bool again)
 {
     const struct soft_frame *frame = remote->frame;
-    struct soft_wqe wqe = request_of(frame);
+    struct soft_wqe wqe = wqe_of(frame);
     struct soft_segment payload = {(uint8_t *)(uintptr_t)remote->payload, frame->size};
     struct soft_request request = {
         .wqe = &wqe,
@@ -224,7 +225,7 @@ static void inbound_execute(struct remote *remote, struct soft_reply *reply, boo
 }
 
 /* It was done before, and the answer was lost: reads are done again, and others not. */
-static void execute_again(struct remote *remote, struct soft_reply *reply)
+static void execute_repeated(struct remote *remote, struct soft_reply *reply)
 {
     const struct soft_frame *frame = remote->frame;
     struct soft_qp *peer = remote->peer;
@@ -239,12 +240,12 @@ static void execute_again(struct remote *remote, struct soft_reply *reply)
         return;
     }
     for (i = 0; i < SOFT_MAX_RD_ATOMIC; i++) {
-        struct soft_frame made = answer_to(frame, SOFT_FRAME_ACK);
-        struct iovec value = {&peer->kept[i].value, sizeof(peer->kept[i].value)};
+        struct soft_frame made = response_to(frame, SOFT_FRAME_ACK);
+        struct iovec value = {&peer->atomic_replays[i].value, sizeof(peer->atomic_replays[i].value)};
 
-        if (!peer->kept[i].valid || peer->kept[i].psn != frame->psn)
+        if (!peer->atomic_replays[i].valid || peer->atomic_replays[i].psn != frame->psn)
             continue;
-        made.part = made.size = sizeof(peer->kept[i].value);
+        made.part = made.size = sizeof(peer->atomic_replays[i].value);
         inbound_answer(remote->stream, &made, &value, 1);
         return;
     }
@@ -275,13 +276,13 @@ static bool request(struct soft_stream *stream, const struct soft_frame *frame, 
         return true;
     remote.peer = peer;
     soft_lock_take(&peer->rq_lock);
-    if (soft_listens(peer) && is_for(peer, stream, frame)) {
+    if (soft_can_receive(peer) && is_addressed_to(peer, stream, frame)) {
         if (is_next(peer, frame)) {
             inbound_execute(&remote, &reply, false);
             if (reply.kind == SOFT_ACK)
                 peer->expected_psn = (frame->psn + frame->packets) & SOFT_PSN_MASK;
         } else if (is_repeated(peer, frame)) {
-            execute_again(&remote, &reply);
+            execute_repeated(&remote, &reply);
             reply.kind = reply.kind == SOFT_ACK ? SOFT_SILENT : reply.kind;
         }
     }
@@ -297,7 +298,7 @@ static bool request(struct soft_stream *stream, const struct soft_frame *frame, 
     return true;
 }
 
-static bool expects(const struct soft_stream *stream)
+static bool is_connected_to_peer(const struct soft_stream *stream)
 {
     struct soft_device *device = soft_stream_device(stream);
     uint32_t number, end = soft_table_end(&device->qps);
@@ -309,10 +310,11 @@ static bool expects(const struct soft_stream *stream)
         if (!qp || qp->qp.qp_type == IBV_QPT_UD)
             continue;
         soft_lock_take(&qp->rq_lock);
-        found = soft_listens(qp) && !qp->leads_here && soft_stream_is_from(stream, &qp->attr.ah_attr.grh.dgid);
+        found = soft_can_receive(qp) && !qp->leads_here && soft_stream_is_from(stream, &qp->attr.ah_attr.grh.dgid);
         soft_lock_give(&qp->rq_lock);
     }
     return found;
 }
 
-const struct soft_fabric_user soft_remote_user = {request, soft_answered, batch_ends, soft_kick, expects};
+const struct soft_fabric_user soft_remote_user = {request, soft_handle_response, batch_ends, soft_kick,
+                                                  is_connected_to_peer};

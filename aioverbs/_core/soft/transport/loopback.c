@@ -11,11 +11,11 @@
 #include "soft/transport/responder.h"
 
 /* Whether it receives at all. */
-bool soft_listens(const struct soft_qp *peer)
+bool soft_can_receive(const struct soft_qp *peer)
 {
     unsigned int state = atomic_load(&peer->state);
 
-    return soft_is_up(peer) &&
+    return soft_port_works(peer) &&
            (state == IBV_QPS_RTR || state == IBV_QPS_RTS || state == IBV_QPS_SQD || state == IBV_QPS_SQE);
 }
 
@@ -51,7 +51,7 @@ void soft_loopback_deliver(const struct soft_request *request, struct soft_reply
     if (!peer)
         return;
     soft_lock_take(&peer->rq_lock);
-    if (soft_listens(peer) && (datagram ? accepts_datagram(peer, request) : accepts_connected(peer, request))) {
+    if (soft_can_receive(peer) && (datagram ? accepts_datagram(peer, request) : accepts_connected(peer, request))) {
         soft_respond(peer, request, reply);
         if (reply->kind == SOFT_ACK)
             peer->expected_psn = (request->psn + request->packets) & SOFT_PSN_MASK;

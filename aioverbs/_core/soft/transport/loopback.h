@@ -17,13 +17,13 @@ struct soft_request;
 void soft_loopback_deliver(const struct soft_request *request, struct soft_reply *reply);
 
 /* Whether the queue pair's device and its port work. */
-static inline bool soft_is_up(const struct soft_qp *qp)
+static inline bool soft_port_works(const struct soft_qp *qp)
 {
     return !atomic_load_explicit(&qp->context->device->port_down, memory_order_relaxed) &&
            !(atomic_load(&qp->context->special) & SOFT_SPECIAL_LOST);
 }
 
 /* Whether it receives at all. */
-bool soft_listens(const struct soft_qp *peer);
+bool soft_can_receive(const struct soft_qp *peer);
 
 #endif

@@ -18,7 +18,7 @@
 /* From here on the peer moves the bytes itself where it can: one copy, but a system call and a list more. */
 #define DIRECT_BYTES 8192u
 
-void soft_cut(struct soft_outgoing *part, const struct soft_request *request, uint32_t offset)
+void soft_slice(struct soft_outgoing *part, const struct soft_request *request, uint32_t offset)
 {
     uint32_t left = part->frame.part, i;
 
@@ -62,7 +62,7 @@ static void part_fill(struct soft_outgoing *part, const struct soft_qp *qp, cons
     part->count = 0;
 }
 
-static void aim_datagram(struct soft_frame *frame, const struct soft_qp *qp, const struct soft_wqe *wqe)
+static void fill_datagram_destination(struct soft_frame *frame, const struct soft_qp *qp, const struct soft_wqe *wqe)
 {
     frame->to = (uint32_t)wqe->remote_addr;
     frame->key = wqe->rkey & 0x80000000u ? qp->attr.qkey : wqe->rkey;
@@ -74,16 +74,16 @@ static void aim_datagram(struct soft_frame *frame, const struct soft_qp *qp, con
 }
 
 /* Where to. */
-static void aim(struct soft_frame *frame, const struct soft_qp *qp, const struct soft_wqe *wqe)
+static void fill_destination(struct soft_frame *frame, const struct soft_qp *qp, const struct soft_wqe *wqe)
 {
     if (qp->qp.qp_type == IBV_QPT_UD) {
-        aim_datagram(frame, qp, wqe);
+        fill_datagram_destination(frame, qp, wqe);
         return;
     }
     frame->to = qp->attr.dest_qp_num;
     frame->sgid_index = qp->attr.ah_attr.grh.sgid_index;
     if (wqe->opcode == IBV_WR_RDMA_WRITE || wqe->opcode == IBV_WR_RDMA_WRITE_WITH_IMM ||
-        soft_is_answered(wqe->opcode)) {
+        soft_returns_data(wqe->opcode)) {
         frame->address = wqe->remote_addr + frame->offset;
         frame->key = wqe->rkey;
     }
@@ -91,7 +91,7 @@ static void aim(struct soft_frame *frame, const struct soft_qp *qp, const struct
         frame->compare_add = wqe->compare_add;
         frame->swap = wqe->opcode == IBV_WR_ATOMIC_CMP_AND_SWP ? wqe->swap : 0;
     }
-    if (soft_is_answered(wqe->opcode))
+    if (soft_returns_data(wqe->opcode))
         frame->reads = qp->req.window.reads + !frame->offset;
     if (qp->qp.qp_type == IBV_QPT_XRC_SEND)
         frame->srqn = wqe->remote_srqn;
@@ -111,7 +111,7 @@ static bool wqe_uses_shared_memory(const struct soft_qp *qp, const struct soft_w
 
 /* Has the peer move it: false where all copy tokens are in use, or it cannot; or where it was sent before: its parts are to
  * be no larger than they were, for the peer may have done some of them. */
-static bool offer(struct soft_qp *qp, struct soft_outgoing *part, const struct soft_request *request)
+static bool try_direct_part(struct soft_qp *qp, struct soft_outgoing *part, const struct soft_request *request)
 {
     struct soft_frame_segment segments[SOFT_MAX_SGE];
     struct soft_requester *req = &qp->req;
@@ -119,13 +119,13 @@ static bool offer(struct soft_qp *qp, struct soft_outgoing *part, const struct s
     uint32_t left = request->length - frame->offset;
     unsigned int i;
 
-    if (left < DIRECT_BYTES || soft_window_repeats(&qp->req.window) || req->moving_count == SOFT_MOVING ||
+    if (left < DIRECT_BYTES || soft_window_repeats(&qp->req.window) || req->direct_count == SOFT_DIRECT_PARTS ||
         !soft_is_reliable(qp) || (request->wqe->flags & IBV_SEND_INLINE) || !soft_link_direct(qp->link) ||
         wqe_uses_shared_memory(qp, request->wqe) || soft_copy_token_open(qp->link, &frame->copy_token, &frame->serial))
         return false;
     frame->flags |= SOFT_FRAME_DIRECT;
     frame->part = left < SOFT_DIRECT_FRAGMENT ? left : SOFT_DIRECT_FRAGMENT;
-    soft_cut(part, request, frame->offset);
+    soft_slice(part, request, frame->offset);
     for (i = 0; i < part->count; i++)
         segments[i] = (struct soft_frame_segment){(uintptr_t)part->data[i].iov_base, (uint32_t)part->data[i].iov_len};
     soft_segments_pack(segments, part->count, part->list);
@@ -137,19 +137,19 @@ static bool offer(struct soft_qp *qp, struct soft_outgoing *part, const struct s
 }
 
 /* Its bytes go over the stream; a read's come back there. */
-static void carry(struct soft_outgoing *part, const struct soft_wqe *wqe, const struct soft_request *request)
+static void fill_stream_part(struct soft_outgoing *part, const struct soft_wqe *wqe, const struct soft_request *request)
 {
     struct soft_frame *frame = &part->frame;
     uint32_t left = request->length - frame->offset;
 
     frame->part = left < SOFT_FRAGMENT ? left : SOFT_FRAGMENT;
-    if (soft_is_answered(wqe->opcode))
+    if (soft_returns_data(wqe->opcode))
         return;
     frame->size = frame->part;
-    soft_cut(part, request, frame->offset);
+    soft_slice(part, request, frame->offset);
 }
 
-static void mark_ends(struct soft_frame *frame)
+static void set_first_last(struct soft_frame *frame)
 {
     if (!frame->offset)
         frame->flags |= SOFT_FRAME_FIRST;
@@ -160,15 +160,15 @@ static void mark_ends(struct soft_frame *frame)
 void soft_outgoing_make(struct soft_qp *qp, struct soft_outgoing *part, const struct soft_request *request)
 {
     part_fill(part, qp, request);
-    aim(&part->frame, qp, request->wqe);
-    if (!offer(qp, part, request))
-        carry(part, request->wqe, request);
-    mark_ends(&part->frame);
+    fill_destination(&part->frame, qp, request->wqe);
+    if (!try_direct_part(qp, part, request))
+        fill_stream_part(part, request->wqe, request);
+    set_first_last(&part->frame);
     part->frame.packets = soft_packets(qp, part->frame.part);
     soft_cached_read_ask(qp, request->wqe, soft_frame_last_psn(&part->frame));
 }
 
-void soft_outgoing_left(struct soft_qp *qp, const struct soft_outgoing *part, int error)
+void soft_outgoing_sent(struct soft_qp *qp, const struct soft_outgoing *part, int error)
 {
     struct soft_requester *req = &qp->req;
 
@@ -178,7 +178,7 @@ void soft_outgoing_left(struct soft_qp *qp, const struct soft_outgoing *part, in
         soft_copy_token_cancel(qp->link, part->frame.copy_token, part->frame.serial);
         return;
     }
-    req->moving[(req->moving_first + req->moving_count++) % SOFT_MOVING] = (struct soft_moving){
+    req->direct_parts[(req->direct_first + req->direct_count++) % SOFT_DIRECT_PARTS] = (struct soft_direct_part){
         .psn = soft_frame_last_psn(&part->frame), .serial = part->frame.serial, .copy_token = part->frame.copy_token};
-    atomic_fetch_add(&qp->context->device->moving, 1);
+    atomic_fetch_add(&qp->context->device->direct_parts, 1);
 }

@@ -23,9 +23,9 @@ struct soft_outgoing {
 void soft_outgoing_make(struct soft_qp *qp, struct soft_outgoing *part, const struct soft_request *request);
 
 /* It left, or, with an error, could not. */
-void soft_outgoing_left(struct soft_qp *qp, const struct soft_outgoing *part, int error);
+void soft_outgoing_sent(struct soft_qp *qp, const struct soft_outgoing *part, int error);
 
 /* `frame.part` bytes of the request's memory, from `offset` on, become `data`. */
-void soft_cut(struct soft_outgoing *part, const struct soft_request *request, uint32_t offset);
+void soft_slice(struct soft_outgoing *part, const struct soft_request *request, uint32_t offset);
 
 #endif

@@ -122,7 +122,7 @@ enum ibv_wc_status soft_resolve(struct soft_qp *qp, const struct soft_wqe *wqe, 
                                 struct soft_request *request)
 {
     const struct ibv_sge *sge = (const struct ibv_sge *)(wqe + 1);
-    bool answer = soft_is_answered(wqe->opcode);
+    bool answer = soft_returns_data(wqe->opcode);
     uint64_t length = 0;
     unsigned int i;
 
@@ -193,7 +193,7 @@ static enum ibv_wc_status begin_request(struct soft_qp *qp, const struct soft_wq
         status = soft_fault_status(qp, false, vendor_err);
     qp->req.begun = true;
     if (status == IBV_WC_SUCCESS)
-        status = soft_is_local(wqe->opcode) ? execute_locally(qp, wqe) : soft_resolve(qp, wqe, segments, request);
+        status = soft_is_local_op(wqe->opcode) ? execute_locally(qp, wqe) : soft_resolve(qp, wqe, segments, request);
     return status;
 }
 
@@ -206,7 +206,7 @@ static uint64_t timeout_from_now(const struct soft_qp *qp)
     return qp->attr.timeout ? soft_now_ns() + (4096ull << qp->attr.timeout) : UINT64_MAX;
 }
 
-void soft_expect_answer(struct soft_qp *qp)
+void soft_await_response(struct soft_qp *qp)
 {
     qp->req.waiting = true;
     if (qp->req.deadline == UINT64_MAX)
@@ -214,7 +214,7 @@ void soft_expect_answer(struct soft_qp *qp)
 }
 
 /* Return whether the worker thread comes back for the queue pair. With a remote peer it runs since the path was set. */
-static bool has_clock(struct soft_qp *qp)
+static bool can_start_timer(struct soft_qp *qp)
 {
     return soft_is_remote(qp) || !soft_engine_start(qp->context);
 }
@@ -223,7 +223,7 @@ void soft_requester_go_back(struct soft_qp *qp)
 {
     struct soft_requester *req = &qp->req;
 
-    assert(!req->moving_count);
+    assert(!req->direct_count);
     soft_window_rewind(&qp->req.window);
     req->pending_entry.owner_serial = 0;
     req->deadline = UINT64_MAX;
@@ -297,7 +297,7 @@ static void requester_rnr(struct soft_qp *qp, uint64_t delay_ns)
         }
         qp->req.rnr_left--;
     }
-    if (!has_clock(qp)) {
+    if (!can_start_timer(qp)) {
         soft_requester_fail(qp, IBV_WC_GENERAL_ERR);
         return;
     }
@@ -315,14 +315,14 @@ void soft_requester_refused(struct soft_qp *qp, const struct soft_reply *reply)
         soft_requester_fail(qp, reply->status);
 }
 
-void soft_progressed(struct soft_qp *qp)
+void soft_reset_retries(struct soft_qp *qp)
 {
     qp->req.retries_left = qp->attr.retry_cnt;
     qp->req.rnr_left = qp->attr.rnr_retry;
     qp->req.deadline = UINT64_MAX;
     qp->req.waiting = qp->req.refused = false;
-    if (soft_is_under_way(qp))
-        soft_expect_answer(qp);
+    if (soft_is_in_flight(qp))
+        soft_await_response(qp);
     else
         qp->req.rewind = false; /* nothing is left to send again */
 }
@@ -331,7 +331,7 @@ void soft_progressed(struct soft_qp *qp)
 
 /* Return whether the request at `sent` left before, if not whole, or in vain: where the queue drains, it is brought to
  * its end. */
-static bool has_begun(const struct soft_qp *qp)
+static bool has_left_before(const struct soft_qp *qp)
 {
     return qp->req.window.offset || soft_window_repeats(&qp->req.window) || qp->req.refused;
 }
@@ -342,16 +342,16 @@ static bool may_leave(const struct soft_qp *qp, const struct soft_wqe *wqe)
 {
     unsigned int state = atomic_load(&qp->state);
 
-    if (state != IBV_QPS_RTS && !(state == IBV_QPS_SQD && has_begun(qp)))
+    if (state != IBV_QPS_RTS && !(state == IBV_QPS_SQD && has_left_before(qp)))
         return false;
-    if (qp->req.window.offset || !soft_is_under_way(qp))
+    if (qp->req.window.offset || !soft_is_in_flight(qp))
         return true;
-    if (!soft_is_remote(qp) || soft_is_local(wqe->opcode) ||
+    if (!soft_is_remote(qp) || soft_is_local_op(wqe->opcode) ||
         (atomic_load_explicit(&qp->context->special, memory_order_relaxed) & SOFT_SPECIAL_FAULTS))
         return false;
     if (qp->req.window.reads && (wqe->flags & IBV_SEND_FENCE))
         return false;
-    return !soft_is_answered(wqe->opcode) || qp->req.window.reads < qp->attr.max_rd_atomic;
+    return !soft_returns_data(wqe->opcode) || qp->req.window.reads < qp->attr.max_rd_atomic;
 }
 
 /* Return whether the window has room for the next part of the request at `sent`, however large that part becomes. Else
@@ -394,7 +394,7 @@ static bool has_remote_peer(const struct soft_qp *qp, const struct soft_wqe *wqe
 static inline int requester_transmit(struct soft_qp *qp, const struct soft_request *request,
                                      const struct soft_outgoing *part, struct soft_reply *reply)
 {
-    if (!soft_is_up(qp))
+    if (!soft_port_works(qp))
         return 0;
     if ((atomic_load_explicit(&qp->context->special, memory_order_relaxed) & SOFT_SPECIAL_FAULTS) &&
         soft_fault_loses(qp))
@@ -408,8 +408,8 @@ static inline int requester_transmit(struct soft_qp *qp, const struct soft_reque
 /* The request at window.taken is tried now, if not well, and waits for an answer, or for its way. */
 static void requester_wait(struct soft_qp *qp)
 {
-    soft_expect_answer(qp);
-    if (qp->req.deadline != UINT64_MAX && !has_clock(qp))
+    soft_await_response(qp);
+    if (qp->req.deadline != UINT64_MAX && !can_start_timer(qp))
         requester_give_up(qp, IBV_WC_GENERAL_ERR);
 }
 
@@ -424,7 +424,7 @@ static uint32_t reads_in_flight(const struct soft_qp *qp)
 
         if (wqe->flags & IBV_SEND_FENCE)
             break;
-        if (!soft_is_answered(wqe->opcode))
+        if (!soft_returns_data(wqe->opcode))
             continue;
         if (wqe->due_ns && wqe->due_ns > soft_now_ns())
             break;
@@ -444,17 +444,17 @@ static struct soft_qp *send_local(struct soft_qp *qp, struct soft_request *reque
     request->packets = soft_packets(qp, request->length);
     if (qp->qp.qp_type == IBV_QPT_UD)
         request->sgid = &qp->context->device->gids[wqe->path.sgid_index];
-    if (soft_is_answered(wqe->opcode))
+    if (soft_returns_data(wqe->opcode))
         request->reads = reads_in_flight(qp);
     requester_transmit(qp, request, NULL, &reply);
     if (!soft_is_reliable(qp)) {
         requester_drop(qp, wqe, request->length); /* or it arrived */
     } else if (reply.kind == SOFT_ACK) {
         if (qp->req.waiting) /* else no attempt was in vain */
-            soft_progressed(qp);
+            soft_reset_retries(qp);
         soft_end_request(qp, wqe, IBV_WC_SUCCESS, 0, request->length, request->packets);
     } else if (reply.kind == SOFT_SILENT) {
-        soft_window_send(&qp->req.window, request->length, request->packets, true, soft_is_answered(wqe->opcode));
+        soft_window_send(&qp->req.window, request->length, request->packets, true, soft_returns_data(wqe->opcode));
         requester_wait(qp);
     } else {
         soft_requester_refused(qp, &reply);
@@ -472,10 +472,10 @@ static bool send_remote(struct soft_qp *qp, const struct soft_request *request, 
     int error = EHOSTUNREACH;
 
     /* Not where it was sent before: the peer counts it as one of the sequence, or refused it. */
-    if (!request->offset && !has_begun(qp) && soft_cached_read_may(qp, wqe, request->length)) {
+    if (!request->offset && !has_left_before(qp) && soft_cached_read_may(qp, wqe, request->length)) {
         if (qp->req.window.reads && qp->req.window.sent - qp->req.window.taken == qp->req.window.reads)
             return false; /* it comes sooner when those before it, which are like it, are answered */
-        if (!soft_is_under_way(qp) && soft_cached_read(qp, wqe, request, left))
+        if (!soft_is_in_flight(qp) && soft_cached_read(qp, wqe, request, left))
             return true;
     }
     if (!fits_window(qp, request->length))
@@ -483,13 +483,13 @@ static bool send_remote(struct soft_qp *qp, const struct soft_request *request, 
     if (find_link(qp, wqe)) {
         soft_outgoing_make(qp, &part, request);
         error = requester_transmit(qp, request, &part, NULL);
-        soft_outgoing_left(qp, &part, error);
+        soft_outgoing_sent(qp, &part, error);
     }
     if (!error) {
         *left -= part.frame.part;
         qp->req.refused = false;
         soft_window_send(&qp->req.window, part.frame.part, part.frame.packets, part.frame.flags & SOFT_FRAME_LAST,
-                         soft_is_answered(wqe->opcode));
+                         soft_returns_data(wqe->opcode));
     }
     if (soft_is_reliable(qp) || (error ? error != EHOSTUNREACH : qp->req.window.offset)) {
         requester_wait(qp);
@@ -529,13 +529,13 @@ static bool requester_send(struct soft_qp *qp, uint64_t *again, struct soft_qp *
         }
         status = request.offset ? soft_resolve(qp, wqe, segments, &request)
                                 : begin_request(qp, wqe, segments, &request, &vendor_err);
-        if (status != IBV_WC_SUCCESS && soft_is_under_way(qp)) {
+        if (status != IBV_WC_SUCCESS && soft_is_in_flight(qp)) {
             if (request.offset)
                 qp->req.rewind = true; /* its memory went in the middle; else those before are answered first */
             return true;
         }
         left -= SOFT_REQUEST_COST;
-        if (status != IBV_WC_SUCCESS || soft_is_local(wqe->opcode)) {
+        if (status != IBV_WC_SUCCESS || soft_is_local_op(wqe->opcode)) {
             soft_end_request(qp, wqe, status, vendor_err, 0, 0);
         } else if (qp->qp.qp_type == IBV_QPT_UD && request.length > SOFT_MTU) {
             requester_drop(qp, wqe, request.length); /* it goes nowhere, which is no error (C10-93.1.1) */
@@ -561,8 +561,8 @@ static uint64_t flush_sends(struct soft_qp *qp)
 {
     int64_t left = SOFT_QUEUE_TURN;
 
-    if (!soft_moving_stop(qp))
-        return soft_moving_look_again(qp);
+    if (!soft_direct_revoke(qp))
+        return soft_direct_next_check(qp);
     soft_requester_stop(qp);
     while (soft_has_posted(qp)) {
         if (left <= 0)
@@ -588,8 +588,8 @@ static uint64_t requester_resume(struct soft_qp *qp)
     struct soft_requester *req = &qp->req;
     bool late = req->deadline != UINT64_MAX && req->deadline <= soft_now_ns();
 
-    if ((req->rewind || late) && !soft_moving_stop(qp))
-        return soft_moving_look_again(qp);
+    if ((req->rewind || late) && !soft_direct_revoke(qp))
+        return soft_direct_next_check(qp);
     if (req->rewind)
         soft_requester_go_back(qp);
     else if (late)
@@ -625,7 +625,7 @@ static uint64_t requester_run(struct soft_qp *qp, struct soft_qp **broken)
             continue;
         if (req->pause)
             return req->pause;
-        if (state == IBV_QPS_SQD && !soft_is_under_way(qp) && !has_begun(qp)) {
+        if (state == IBV_QPS_SQD && !soft_is_in_flight(qp) && !has_left_before(qp)) {
             /* What waits for its way has not begun: it does so anew, with all its time, and perhaps by another way. */
             soft_requester_stop(qp);
             sq_drained(qp);
@@ -642,7 +642,7 @@ static void flush_receives(struct soft_qp *qp)
     uint32_t posted = atomic_load(qp->rq.posted);
 
     assert_held(&qp->rq_lock);
-    soft_inbound_end(qp, true);
+    soft_inbound_abort(qp, true);
     while (qp->rq.taken != posted) {
         const struct soft_rwqe *rwqe = soft_ring_entry(&qp->rq, qp->rq.taken);
         struct soft_cqe cqe = {

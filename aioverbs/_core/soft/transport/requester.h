@@ -30,12 +30,12 @@ static inline bool soft_is_atomic(uint8_t opcode)
 }
 
 /* The peer has something to say beyond that it was done. */
-static inline bool soft_is_answered(uint8_t opcode)
+static inline bool soft_returns_data(uint8_t opcode)
 {
     return opcode == IBV_WR_RDMA_READ || soft_is_atomic(opcode);
 }
 
-static inline bool soft_is_local(uint8_t opcode)
+static inline bool soft_is_local_op(uint8_t opcode)
 {
     return opcode == IBV_WR_BIND_MW || opcode == IBV_WR_LOCAL_INV;
 }
@@ -71,14 +71,14 @@ uint32_t soft_request_length(const struct soft_wqe *wqe);
 
 /* ---- Retries --------------------------------------------------------------------------------------------- */
 
-static inline bool soft_is_under_way(const struct soft_qp *qp)
+static inline bool soft_is_in_flight(const struct soft_qp *qp)
 {
     return !soft_window_is_idle(&qp->req.window);
 }
 
 /* The request at window.taken is tried now, if not well. The first attempt and each repetition have the whole timeout,
  * 4.096 us * 2^timeout; with timeout 0 nothing is ever sent again, and only a change of state ends the wait. */
-void soft_expect_answer(struct soft_qp *qp);
+void soft_await_response(struct soft_qp *qp);
 
 /* All is to be sent again, or nothing. The peer has left all memory. */
 void soft_requester_go_back(struct soft_qp *qp);
@@ -91,7 +91,7 @@ void soft_requester_fail(struct soft_qp *qp, enum ibv_wc_status status);
 void soft_requester_refused(struct soft_qp *qp, const struct soft_reply *reply);
 
 /* The peer made progress that it never made before: what is left has all its time and all its repetitions again. */
-void soft_progressed(struct soft_qp *qp);
+void soft_reset_retries(struct soft_qp *qp);
 
 /* ---- Execution ------------------------------------------------------------------------------------------- */
 

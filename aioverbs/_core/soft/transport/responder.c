@@ -134,7 +134,7 @@ struct responder {
     struct soft_reply *reply;
 };
 
-static bool has_receive(const struct responder *at)
+static bool has_posted_receive(const struct responder *at)
 {
     if (at->srq)
         return soft_srq_has(at->srq);
@@ -142,46 +142,46 @@ static bool has_receive(const struct responder *at)
 }
 
 /* It is the message's until it completes or is given back. */
-static bool take_receive(const struct responder *at)
+static bool take_recv_wqe(const struct responder *at)
 {
     struct soft_inbound *in = &at->peer->in;
-    struct soft_taken *taken = &in->taken;
+    struct soft_recv_wqe *recv_wqe = &in->recv_wqe;
     struct soft_ring *ring = &at->peer->rq;
     const struct soft_rwqe *rwqe;
 
-    assert(!in->holds);
+    assert(!in->has_recv_wqe);
     if (at->srq) {
-        if (!soft_srq_take(at->srq, &taken->copy))
+        if (!soft_srq_take(at->srq, &recv_wqe->copy))
             return false; /* there is none, or another queue pair was faster */
-        taken->wr_id = taken->copy.wr_id;
-        taken->num_sge = taken->copy.num_sge;
-        taken->sges = taken->copy.sges;
-        taken->index = 0; /* credits count there, not places */
+        recv_wqe->wr_id = recv_wqe->copy.wr_id;
+        recv_wqe->num_sge = recv_wqe->copy.num_sge;
+        recv_wqe->sges = recv_wqe->copy.sges;
+        recv_wqe->index = 0; /* credits count there, not places */
     } else {
-        if (!has_receive(at))
+        if (!has_posted_receive(at))
             return false;
         rwqe = soft_ring_entry(ring, ring->taken);
-        taken->wr_id = rwqe->wr_id;
-        taken->num_sge = (uint32_t)rwqe->num_sge;
-        taken->sges = (const struct ibv_sge *)(rwqe + 1);
-        taken->index = ring->taken++;
+        recv_wqe->wr_id = rwqe->wr_id;
+        recv_wqe->num_sge = (uint32_t)rwqe->num_sge;
+        recv_wqe->sges = (const struct ibv_sge *)(rwqe + 1);
+        recv_wqe->index = ring->taken++;
     }
     in->srq = at->srq;
-    in->holds = true;
+    in->has_recv_wqe = true;
     return true;
 }
 
 /* Nothing of the message came, or nothing counts: the next one gets its receive. */
-static void give_back_receive(struct soft_qp *peer)
+static void return_recv_wqe(struct soft_qp *peer)
 {
     struct soft_inbound *in = &peer->in;
 
-    assert(in->holds);
-    in->holds = false;
+    assert(in->has_recv_wqe);
+    in->has_recv_wqe = false;
     if (in->srq) {
-        soft_srq_give_back(in->srq, &in->taken.copy);
+        soft_srq_give_back(in->srq, &in->recv_wqe.copy);
     } else {
-        assert(in->taken.index + 1 == peer->rq.taken); /* nobody takes one while a message is under way */
+        assert(in->recv_wqe.index + 1 == peer->rq.taken); /* nobody takes one while a message is under way */
         peer->rq.taken--;
     }
 }
@@ -207,15 +207,15 @@ static uint64_t room_of(const struct ibv_sge *sges, uint32_t count)
 /* Where a message of `length` bytes goes in a receive. */
 static enum ibv_wc_status resolve_receive(const struct responder *at, uint64_t length, struct soft_segment *segments)
 {
-    const struct soft_taken *taken = &at->peer->in.taken;
+    const struct soft_recv_wqe *recv_wqe = &at->peer->in.recv_wqe;
     struct soft_device *device = at->peer->context->device;
     uint64_t room = 0;
     unsigned int count = 0, i;
 
-    if (room_of(taken->sges, taken->num_sge) < length)
+    if (room_of(recv_wqe->sges, recv_wqe->num_sge) < length)
         return IBV_WC_LOC_LEN_ERR;
-    for (i = 0; room < length; room += taken->sges[i++].length) {
-        const struct ibv_sge *sge = &taken->sges[i];
+    for (i = 0; room < length; room += recv_wqe->sges[i++].length) {
+        const struct ibv_sge *sge = &recv_wqe->sges[i];
 
         if (!sge->length)
             continue;
@@ -236,23 +236,23 @@ static bool carries_imm(const struct soft_request *request)
 static void complete_receive(const struct responder *at, const struct soft_request *request, enum ibv_wc_status status,
                              uint32_t vendor_err, uint32_t byte_len)
 {
-    const struct soft_taken *taken = &at->peer->in.taken;
+    const struct soft_recv_wqe *recv_wqe = &at->peer->in.recv_wqe;
     struct soft_cqe cqe = {
-        .wr_id = taken->wr_id,
+        .wr_id = recv_wqe->wr_id,
         .qp = at->srq && at->srq->type == IBV_SRQT_XRC ? NULL : at->peer,
         .srq = at->srq,
         .byte_len = byte_len,
         .qp_num = at->peer->qp.qp_num,
         .src_qp = request->src_qp,
-        .wqe_index = taken->index,
+        .wqe_index = recv_wqe->index,
         .vendor_err = vendor_err,
         .status = (uint8_t)status,
         .opcode = request->wqe->opcode == IBV_WR_RDMA_WRITE_WITH_IMM ? IBV_WC_RECV_RDMA_WITH_IMM : IBV_WC_RECV,
         .solicited = request->wqe->flags & IBV_SEND_SOLICITED,
     };
 
-    assert(at->peer->in.holds);
-    at->peer->in.holds = false;
+    assert(at->peer->in.has_recv_wqe);
+    at->peer->in.has_recv_wqe = false;
     if (carries_imm(request) || request->wqe->opcode == IBV_WR_SEND_WITH_INV)
         cqe.imm_data = request->wqe->imm_data;
     if (carries_imm(request))
@@ -269,7 +269,7 @@ static void complete_receive(const struct responder *at, const struct soft_reque
 }
 
 /* What the fault plan makes of a receive, before anything is done with it. */
-static enum ibv_wc_status planned(const struct responder *at, uint32_t *vendor_err)
+static enum ibv_wc_status planned_status(const struct responder *at, uint32_t *vendor_err)
 {
     *vendor_err = 0;
     if (!(atomic_load_explicit(&at->peer->context->special, memory_order_relaxed) & SOFT_SPECIAL_FAULTS))
@@ -279,7 +279,7 @@ static enum ibv_wc_status planned(const struct responder *at, uint32_t *vendor_e
 
 /* ---- Messages -------------------------------------------------------------------------------------------- */
 
-static enum ibv_wc_status requester_sees(enum ibv_wc_status receive)
+static enum ibv_wc_status remote_status(enum ibv_wc_status receive)
 {
     return receive == IBV_WC_LOC_LEN_ERR ? IBV_WC_REM_INV_REQ_ERR : IBV_WC_REM_OP_ERR;
 }
@@ -294,22 +294,22 @@ static void respond_message(const struct responder *at, const struct soft_reques
     enum ibv_wc_status status = IBV_WC_SUCCESS;
     int error = 0;
 
-    if (first && !take_receive(at)) {
+    if (first && !take_recv_wqe(at)) {
         responder_rnr(at);
         return;
     }
-    if (!at->peer->in.holds) { /* its shared receive queue was destroyed; or, unreliable, it is too long */
+    if (!at->peer->in.has_recv_wqe) { /* its shared receive queue was destroyed; or, unreliable, it is too long */
         responder_refuse(at->peer, at->reply, IBV_WC_REM_INV_REQ_ERR, false);
         return;
     }
     assert(at->peer->in.srq == at->srq); /* all parts name the same, and it cannot go without its receive */
     at->reply->kind = SOFT_ACK;
     if (first)
-        status = planned(at, &vendor_err);
+        status = planned_status(at, &vendor_err);
     if (status == IBV_WC_SUCCESS) {
         status = resolve_receive(at, total, segments);
         if (status == IBV_WC_LOC_LEN_ERR && !soft_is_reliable(at->peer) && !at->srq) {
-            give_back_receive(at->peer); /* dropped: the receive waits for one that fits */
+            return_recv_wqe(at->peer); /* dropped: the receive waits for one that fits */
             return;
         }
     }
@@ -320,7 +320,7 @@ static void respond_message(const struct responder *at, const struct soft_reques
     }
     if (error == ESTALE) { /* the part is as good as never sent: it, or nothing, comes again */
         if (first)
-            give_back_receive(at->peer);
+            return_recv_wqe(at->peer);
         at->reply->kind = SOFT_SILENT;
         return;
     }
@@ -333,7 +333,7 @@ static void respond_message(const struct responder *at, const struct soft_reques
         status = IBV_WC_MW_BIND_ERR;
     complete_receive(at, request, status, vendor_err, total);
     if (status != IBV_WC_SUCCESS)
-        responder_refuse(at->peer, at->reply, requester_sees(status), true);
+        responder_refuse(at->peer, at->reply, remote_status(status), true);
 }
 
 static void respond_send(const struct responder *at, const struct soft_request *request)
@@ -363,7 +363,7 @@ static void write_grh(uint8_t *grh, const struct soft_request *request)
 {
     const struct soft_wqe *wqe = request->wqe;
     const union ibv_gid *from = request->sgid, *to = &wqe->dgid;
-    const uint8_t *source = from->raw, *target = to->raw;
+    const uint8_t *source = from->raw, *open_target = to->raw;
     /* What follows: a UDP header, a base and a datagram transport header, an immediate, the data padded to 4, and a
      * checksum. */
     uint32_t payload = 8 + 12 + 8 + (carries_imm(request) ? 4 : 0) + ((request->length + 3) & ~3u) + 4;
@@ -379,7 +379,7 @@ static void write_grh(uint8_t *grh, const struct soft_request *request)
         ip[8] = wqe->path.hop_limit;
         ip[9] = 17; /* UDP */
         memcpy(ip + 12, source + 12, 4);
-        memcpy(ip + 16, target + 12, 4);
+        memcpy(ip + 16, open_target + 12, 4);
         put16(ip + 10, checksum(ip));
         return;
     }
@@ -390,7 +390,7 @@ static void write_grh(uint8_t *grh, const struct soft_request *request)
     grh[6] = 17;
     grh[7] = wqe->path.hop_limit;
     memcpy(grh + 8, source, 16);
-    memcpy(grh + 24, target, 16);
+    memcpy(grh + 24, open_target, 16);
 }
 
 static void respond_datagram(const struct responder *at, const struct soft_request *request)
@@ -410,7 +410,7 @@ static void respond_datagram(const struct responder *at, const struct soft_reque
 
 /* What the queue pair does not allow at all is an invalid request, however short; what the key does not allow is
  * an access error. */
-static bool allows(const struct responder *at, int access)
+static bool check_access(const struct responder *at, int access)
 {
     bool allowed = at->peer->attr.qp_access_flags & (unsigned int)access;
 
@@ -421,7 +421,7 @@ static bool allows(const struct responder *at, int access)
 
 /* Reads and atomics in flight take resources of the responder, as many as it was told to keep. How many they are the
  * requester says; here they take none, so one that says too little has nothing of it. */
-static bool has_resources(const struct responder *at, const struct soft_request *request)
+static bool check_rd_atomic(const struct responder *at, const struct soft_request *request)
 {
     bool enough = request->reads <= at->peer->attr.max_dest_rd_atomic;
 
@@ -432,8 +432,8 @@ static bool has_resources(const struct responder *at, const struct soft_request 
 
 /* The memory that a request names, or NULL: then it is refused. Of one in parts, all that is still to come must be
  * allowed, as its first packet says how much that is. */
-static inline uint8_t *target(const struct responder *at, const struct soft_request *request,
-                              struct soft_remote *remote, int access)
+static inline uint8_t *open_target(const struct responder *at, const struct soft_request *request,
+                                   struct soft_remote *remote, int access)
 {
     uint8_t *address = soft_remote_open(remote, at->peer->context->device, at->peer, at->pd, request->wqe->rkey,
                                         request->wqe->remote_addr, request->total - request->offset, access);
@@ -444,7 +444,7 @@ static inline uint8_t *target(const struct responder *at, const struct soft_requ
 }
 
 /* Where bytes could not be moved: the peer gave its request up, and nobody is answered; or that is an error. */
-static void not_moved(const struct responder *at, int error)
+static void refuse_copy_error(const struct responder *at, int error)
 {
     if (error != ESTALE)
         responder_refuse(at->peer, at->reply, IBV_WC_REM_OP_ERR, false);
@@ -457,22 +457,22 @@ static void respond_write(const struct responder *at, const struct soft_request 
     struct soft_remote remote;
     int error = 0;
 
-    if (!allows(at, IBV_ACCESS_REMOTE_WRITE))
+    if (!check_access(at, IBV_ACCESS_REMOTE_WRITE))
         return;
     if (request->length) {
-        to.address = target(at, request, &remote, IBV_ACCESS_REMOTE_WRITE);
+        to.address = open_target(at, request, &remote, IBV_ACCESS_REMOTE_WRITE);
         if (!to.address)
             return;
         error = payload_read(request, &to, request->local, request->length);
         soft_remote_close(&remote);
     }
     if (error)
-        not_moved(at, error);
+        refuse_copy_error(at, error);
     else
         at->reply->kind = SOFT_ACK;
 }
 
-/* The last part of it. The receive is taken when nothing speaks against the write any more. */
+/* The last part of it. The receive is recv_wqe when nothing speaks against the write any more. */
 static void respond_write_with_imm(const struct responder *at, const struct soft_request *request)
 {
     struct soft_segment to = {.length = request->length};
@@ -481,35 +481,35 @@ static void respond_write_with_imm(const struct responder *at, const struct soft
     uint32_t vendor_err;
     int error = 0;
 
-    if (!allows(at, IBV_ACCESS_REMOTE_WRITE))
+    if (!check_access(at, IBV_ACCESS_REMOTE_WRITE))
         return;
-    if (!has_receive(at)) {
+    if (!has_posted_receive(at)) {
         responder_rnr(at);
         return;
     }
     if (request->length) {
-        to.address = target(at, request, &remote, IBV_ACCESS_REMOTE_WRITE);
+        to.address = open_target(at, request, &remote, IBV_ACCESS_REMOTE_WRITE);
         if (!to.address)
             return;
     }
-    if (!take_receive(at)) {
+    if (!take_recv_wqe(at)) {
         soft_remote_close(&remote);
         responder_rnr(at);
         return;
     }
-    status = planned(at, &vendor_err);
+    status = planned_status(at, &vendor_err);
     if (status == IBV_WC_SUCCESS)
         error = payload_read(request, &to, request->local, request->length);
     soft_remote_close(&remote);
     if (error) {
-        give_back_receive(at->peer);
-        not_moved(at, error);
+        return_recv_wqe(at->peer);
+        refuse_copy_error(at, error);
         return;
     }
     at->reply->kind = SOFT_ACK;
     complete_receive(at, request, status, vendor_err, request->total);
     if (status != IBV_WC_SUCCESS)
-        responder_refuse(at->peer, at->reply, requester_sees(status), true);
+        responder_refuse(at->peer, at->reply, remote_status(status), true);
 }
 
 static void respond_read(const struct responder *at, const struct soft_request *request)
@@ -518,17 +518,17 @@ static void respond_read(const struct responder *at, const struct soft_request *
     struct soft_remote remote = {NULL};
     int error;
 
-    if (!allows(at, IBV_ACCESS_REMOTE_READ) || !has_resources(at, request))
+    if (!check_access(at, IBV_ACCESS_REMOTE_READ) || !check_rd_atomic(at, request))
         return;
     if (request->length) {
-        from.address = target(at, request, &remote, IBV_ACCESS_REMOTE_READ);
+        from.address = open_target(at, request, &remote, IBV_ACCESS_REMOTE_READ);
         if (!from.address)
             return;
     }
     error = payload_write(request, &from, request->length);
     soft_remote_close(&remote);
     if (error)
-        not_moved(at, error);
+        refuse_copy_error(at, error);
     else
         at->reply->kind = SOFT_ACK;
 }
@@ -539,13 +539,13 @@ static void respond_atomic(const struct responder *at, const struct soft_request
     struct soft_remote remote = {NULL};
     uint64_t *address, value;
 
-    if (!allows(at, IBV_ACCESS_REMOTE_ATOMIC) || !has_resources(at, request))
+    if (!check_access(at, IBV_ACCESS_REMOTE_ATOMIC) || !check_rd_atomic(at, request))
         return;
     if (request->wqe->remote_addr % 8) {
         responder_refuse(at->peer, at->reply, IBV_WC_REM_INV_REQ_ERR, false);
         return;
     }
-    address = (uint64_t *)(void *)target(at, request, &remote, IBV_ACCESS_REMOTE_ATOMIC);
+    address = (uint64_t *)(void *)open_target(at, request, &remote, IBV_ACCESS_REMOTE_ATOMIC);
     if (!address)
         return;
     if (request->wqe->opcode == IBV_WR_ATOMIC_FETCH_AND_ADD) {
@@ -564,7 +564,7 @@ static void respond_atomic(const struct responder *at, const struct soft_request
 
 /* A target of XRC has no receives of its own and no protection domain: every request names the shared receive queue
  * that lends it both, which must be of the same XRC domain. */
-static bool find_shared(struct responder *at, const struct soft_request *request)
+static bool find_xrc_srq(struct responder *at, const struct soft_request *request)
 {
     struct soft_srq *srq = soft_table_find(&at->peer->context->device->srqs, request->wqe->remote_srqn);
 
@@ -599,13 +599,13 @@ static struct soft_part part_of(const struct soft_request *request)
 
 /* Whether the part is the next one of its message. With an unreliable connection one that is not ends the message under
  * way, of which nothing counts; and then it may begin another one. */
-static bool is_in_order(struct soft_qp *peer, const struct soft_part *part)
+static bool accept_in_order(struct soft_qp *peer, const struct soft_part *part)
 {
     if (soft_message_fits(&peer->in.message, part))
         return true;
     if (soft_is_reliable(peer))
         return false;
-    soft_inbound_end(peer, false);
+    soft_inbound_abort(peer, false);
     return soft_message_fits(&peer->in.message, part);
 }
 
@@ -615,11 +615,11 @@ void soft_respond(struct soft_qp *peer, const struct soft_request *request, stru
     struct soft_part part = part_of(request);
 
     assert_held(&peer->rq_lock);
-    if (!request->again && !is_in_order(peer, &part)) {
+    if (!request->again && !accept_in_order(peer, &part)) {
         responder_refuse(peer, reply, IBV_WC_REM_INV_REQ_ERR, false);
         return;
     }
-    if (peer->qp.qp_type == IBV_QPT_XRC_RECV && !find_shared(&at, request))
+    if (peer->qp.qp_type == IBV_QPT_XRC_RECV && !find_xrc_srq(&at, request))
         return;
     /* The first message reaches a peer that is not told yet that the connection stands. */
     if (peer->qp.qp_type != IBV_QPT_UD && !peer->established && atomic_load(&peer->state) == IBV_QPS_RTR) {
@@ -660,32 +660,32 @@ static void flush_receive(struct soft_qp *qp)
     bool xrc = in->srq && in->srq->type == IBV_SRQT_XRC;
     struct soft_cq *cq = xrc ? in->srq->cq : qp->recv_cq;
     struct soft_cqe cqe = {
-        .wr_id = in->taken.wr_id,
+        .wr_id = in->recv_wqe.wr_id,
         .qp = xrc ? NULL : qp,
         .srq = in->srq,
         .qp_num = qp->qp.qp_num,
-        .wqe_index = in->taken.index,
+        .wqe_index = in->recv_wqe.index,
         .status = IBV_WC_WR_FLUSH_ERR,
         .opcode = IBV_WC_RECV,
     };
 
-    qp->in.holds = false;
+    qp->in.has_recv_wqe = false;
     soft_complete(to_soft_context(cq->ex.context), cq, &cqe);
 }
 
-void soft_inbound_end(struct soft_qp *qp, bool flushed)
+void soft_inbound_abort(struct soft_qp *qp, bool flushed)
 {
     assert_held(&qp->rq_lock);
-    qp->in.message.under_way = false;
-    if (!qp->in.holds)
+    qp->in.message.in_flight = false;
+    if (!qp->in.has_recv_wqe)
         return;
     if (flushed)
         flush_receive(qp);
     else
-        give_back_receive(qp);
+        return_recv_wqe(qp);
 }
 
-void soft_inbound_without(struct soft_device *device, const struct soft_srq *srq)
+void soft_inbound_drop_srq(struct soft_device *device, const struct soft_srq *srq)
 {
     uint32_t number, end = soft_table_end(&device->qps);
     struct grace_reader *grace = grace_enter();
@@ -697,7 +697,7 @@ void soft_inbound_without(struct soft_device *device, const struct soft_srq *srq
             continue;
         soft_lock_take(&qp->rq_lock);
         if (qp->in.srq == srq)
-            qp->in.holds = false;
+            qp->in.has_recv_wqe = false;
         soft_lock_give(&qp->rq_lock);
     }
     grace_leave(grace);

@@ -15,10 +15,10 @@ void soft_respond(struct soft_qp *peer, const struct soft_request *request, stru
 
 /* Under rq_lock: the message under way, if there is one, ends before all of it came. Flushed, its receive completes;
  * else that is the oldest one of its queue again. */
-void soft_inbound_end(struct soft_qp *qp, bool flushed);
+void soft_inbound_abort(struct soft_qp *qp, bool flushed);
 
 /* A shared receive queue goes, and cannot be found any more: what messages under way took from it goes with it.
  * grace_ready() was true. */
-void soft_inbound_without(struct soft_device *device, const struct soft_srq *srq);
+void soft_inbound_drop_srq(struct soft_device *device, const struct soft_srq *srq);
 
 #endif

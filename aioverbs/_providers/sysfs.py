@@ -7,7 +7,7 @@ from pathlib import Path
 
 from aioverbs.errors import VerbsError
 
-__all__ = ["check_node", "device_nodes", "kernel_devices", "try_open"]
+__all__ = ["check_node", "device_nodes", "device_numbers", "kernel_devices", "try_open"]
 
 _FOLDER = Path("/sys/class/infiniband")
 
@@ -27,6 +27,19 @@ def device_nodes(root: Path = Path("/")) -> dict[str, Path]:
         with contextlib.suppress(OSError):  # it went meanwhile
             nodes[path.read_text().strip()] = root / "dev/infiniband" / path.parent.name
     return nodes
+
+
+def device_numbers(root: Path = Path("/")) -> set[tuple[int, int]]:
+    """Major and minor numbers of the files by which programs send commands to RDMA devices.
+
+    :param root: where the machine's files are.
+    """
+    numbers = set()
+    for path in (root / "sys/class/infiniband_verbs").glob("*/dev"):
+        with contextlib.suppress(OSError):  # it went meanwhile
+            major, minor = path.read_text().split(":")
+            numbers.add((int(major), int(minor)))
+    return numbers
 
 
 def try_open(path: Path) -> int:

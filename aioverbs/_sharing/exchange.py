@@ -16,6 +16,7 @@ from aioverbs._core.software.software import discard_descriptor
 from aioverbs._lifecycle.affinity import ready, running_loop
 from aioverbs._proofs import make_nonce
 from aioverbs._providers import software
+from aioverbs._providers.sysfs import device_numbers
 from aioverbs._sharing.messages import Reply, Request
 from aioverbs._sharing.shared_pd import (
     ImportedShare,
@@ -35,7 +36,7 @@ _MOST = 2  # descriptors of a reply
 
 # Of <linux/stat.h> and <linux/fcntl.h>. `struct statx` is the same on all machines.
 _AT_EMPTY_PATH, _AT_STATX_DONT_SYNC, _STATX_TYPE = 0x1000, 0x4000, 0x1
-_STATX_SIZE, _STX_MODE = 256, 28
+_STATX_SIZE, _STX_MODE, _STX_RDEV = 256, 28, 128
 
 
 class Given:
@@ -135,7 +136,10 @@ async def receive(sock: socket.socket, shared_id: int, share_key: int) -> Given 
         soft = software.is_software(reply.device)
         due = [_is_memory] if soft else [_is_device, _is_memory]
         if len(attached) != len(due) or not all(fits(each) for fits, each in zip(due, attached, strict=True)):
-            raise refusal(errno.EPROTO, f"the peer attached {len(attached)} descriptors, or others than it should have")
+            advice = "" if soft else f": {reply.device} may be hidden from this process"
+            raise refusal(
+                errno.EPROTO, f"the peer attached {len(attached)} descriptors, or others than it should have{advice}"
+            )
         *commands, file = attached
         attached.clear()
     if soft:
@@ -230,16 +234,18 @@ async def _receive(sock: socket.socket, size: int, descriptors: list[int], most:
 
 
 def _is_device(descriptor: int) -> bool:
-    """Return whether it is an open character device, as the kernel remembers it: `os.fstat` would wait for FUSE.
+    """Return whether it is an RDMA device, open for commands, by the number that ``ibv_import_device`` looks for, too.
 
-    One that is opened as a path alone is not: FUSE can show such a device even where nobody may open it.
+    That is as the kernel remembers it: `os.fstat` would wait for FUSE. A descriptor that is opened as a path alone is
+    none: FUSE can show such a device even where nobody may open it.
     """
     if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_PATH:
         return False
     found = ctypes.create_string_buffer(_STATX_SIZE)
     if ctypes.CDLL(None).statx(descriptor, b"", _AT_EMPTY_PATH | _AT_STATX_DONT_SYNC, _STATX_TYPE, found):
         return False
-    return stat.S_ISCHR(struct.unpack_from("H", found, _STX_MODE)[0])
+    is_character_device = stat.S_ISCHR(struct.unpack_from("H", found, _STX_MODE)[0])
+    return is_character_device and struct.unpack_from("II", found, _STX_RDEV) in device_numbers()
 
 
 def _is_memory(descriptor: int) -> bool:

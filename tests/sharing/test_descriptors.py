@@ -3,6 +3,10 @@
 import os
 from pathlib import Path
 
+import pytest
+
+from aioverbs._providers.sysfs import device_numbers
+from aioverbs._sharing import exchange
 from aioverbs._sharing.exchange import _is_device
 from tests.sharing.fuse import silent_file
 
@@ -12,9 +16,12 @@ def test_a_file_whose_server_is_silent(tmp_path: Path) -> None:
         assert not _is_device(descriptor)
 
 
-def test_devices_and_others() -> None:
-    with open("/dev/null", "rb") as device, open(__file__, "rb") as file:
+def test_devices_and_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    number = os.stat("/dev/null").st_rdev
+    monkeypatch.setattr(exchange, "device_numbers", lambda: {(os.major(number), os.minor(number))})
+    with open("/dev/null", "rb") as device, open("/dev/zero", "rb") as other, open(__file__, "rb") as file:
         assert _is_device(device.fileno())
+        assert not _is_device(other.fileno())
         assert not _is_device(file.fileno())
         path = os.open("/dev/null", os.O_PATH)
         try:
@@ -27,3 +34,14 @@ def test_devices_and_others() -> None:
         finally:
             os.close(reading)
             os.close(writing)
+
+
+def test_the_numbers_of_rdma_devices(tmp_path: Path) -> None:
+    assert not device_numbers(tmp_path)
+    devices = tmp_path / "sys/class/infiniband_verbs"
+    for name, number in (("uverbs0", "231:192\n"), ("uverbs33", "510:1\n")):
+        (devices / name).mkdir(parents=True)
+        (devices / name / "dev").write_text(number)
+    (devices / "abi_version").write_text("6\n")
+    (devices / "uverbs1/dev").mkdir(parents=True)  # which cannot be read
+    assert device_numbers(tmp_path) == {(231, 192), (510, 1)}

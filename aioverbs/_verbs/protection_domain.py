@@ -36,6 +36,7 @@ __all__ = [
     "SharedProtectionDomain",
     "base_of",
     "goes_to_processes",
+    "with_base",
 ]
 
 # Errors of providers without parent domains: some do not know the attributes and answer EINVAL.
@@ -129,6 +130,14 @@ def base_of(what: str, pd: object) -> "ProtectionDomain":
     if not isinstance(pd, InterchangeableDomain):
         raise TypeError(f"a {what} is made from a protection domain, and {pd!r} is none")
     return pd.base
+
+
+def with_base(pd: Resource) -> tuple[Resource, ...]:
+    """Return the parents of what is made from a domain: that domain, and the protection domain under it.
+
+    The verbs do not close a protection domain before all parent domains over it, whatever those were made from.
+    """
+    return (pd, pd.base) if isinstance(pd, InterchangeableDomain) and pd.base is not pd else (pd,)
 
 
 class ProtectionDomain(InterchangeableDomain):
@@ -302,7 +311,7 @@ class ParentDomain(InterchangeableDomain):
         base = base_of("parent domain", pd)
         if td is not None and not isinstance(td, ThreadDomain):
             raise TypeError(f"td must be a ThreadDomain or None, not {td!r}")
-        super().__init__(*([pd] if td is None else [pd, td]))
+        super().__init__(*with_base(pd), *([] if td is None else [td]))
         self._pd = base
         self._td = td
         self._context = base._context

@@ -8,9 +8,15 @@ from aioverbs._core.handles import handles
 from aioverbs._exports import publish
 from aioverbs._lifecycle.affinity import Affinity, ThreadModel, owner_for, run_on_owner
 from aioverbs._lifecycle.lifecycle import ResourceState
-from aioverbs._lifecycle.resource import Resource, open_part_now
+from aioverbs._lifecycle.resource import Resource, lifecycle_of, open_part_now
 from aioverbs._verbs.completion_queue import MessageModel, QueueLocation
-from aioverbs._verbs.protection_domain import InterchangeableDomain, ParentDomain, ProtectionDomain, base_of
+from aioverbs._verbs.protection_domain import (
+    InterchangeableDomain,
+    ParentDomain,
+    ProtectionDomain,
+    base_of,
+    with_base,
+)
 from aioverbs._verbs.thread_domain import ThreadDomain, ThreadDomainBudget
 from aioverbs.allocators import Allocator, checked_allocator
 
@@ -49,7 +55,7 @@ class ResourceDomain(InterchangeableDomain):
         context: object = None,
         require_native: bool = False,
     ) -> None:
-        super().__init__(pd if pd is not None else device)
+        super().__init__(*with_base(pd if pd is not None else device))
         self._context = of_device
         self._budget = budget
         self._require_native = require_native
@@ -66,15 +72,19 @@ class ResourceDomain(InterchangeableDomain):
 
     def _open(self) -> None:
         owner = self._lifecycle.owner
-        if self._pd.state is ResourceState.NEW:
+        owns_pd = self._pd.state is ResourceState.NEW
+        if owns_pd:
             open_part_now(self._pd)
         if owner is not None:
             self._td = open_part_now(
                 ThreadDomain(self, self._context, self._budget, require_native=self._require_native, owner=owner)
             )
-        self._parent = open_part_now(
-            ParentDomain(self._pd, self._td, self.allocator, self.context, require_native=self._require_native)
+        # The parent domain is a child of this domain, too: closing this one closes it, after the queues on it.
+        self._parent = parent = ParentDomain(
+            self, self._td, self.allocator, self.context, require_native=self._require_native
         )
+        lifecycle_of(parent).close_last = not owns_pd  # a given one has both this domain and its parent domain as children
+        open_part_now(parent, keeps_parents=False)
         self._handle = self._parent.handle
 
     @property

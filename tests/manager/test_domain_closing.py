@@ -1,0 +1,106 @@
+"""Closing a resource domain, or what it is over: whichever is closed, the parts end in an order that the verbs take."""
+
+import asyncio
+import warnings
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from aioverbs import BusyResourceError, MemoryRegion, Resource, ResourceDomain, ResourceState, ThreadModel
+from aioverbs._verbs.device import Device, open_device
+from aioverbs._verbs.protection_domain import InterchangeableDomain
+
+Over = Callable[[Device], Awaitable[list[InterchangeableDomain]]]
+Make = Callable[[Device, ResourceDomain], Awaitable[list[Resource]]]
+
+
+async def protection_domain(device: Device) -> list[InterchangeableDomain]:
+    return [await device.protection_domain().open()]
+
+
+async def parent_domain(device: Device) -> list[InterchangeableDomain]:
+    pd = await device.protection_domain().open()
+    return [pd, await pd.parent_domain().open()]
+
+
+async def resource_domain(device: Device) -> list[InterchangeableDomain]:
+    return [await device.resource_domain().open()]
+
+
+async def nothing(device: Device, domain: ResourceDomain) -> list[Resource]:
+    return []
+
+
+async def queues(device: Device, domain: ResourceDomain) -> list[Resource]:
+    cq = await domain.completion_queue(64).open()
+    return [cq, await domain.queue_pair(cq).open(), await domain.register(64).open()]
+
+
+async def domains(device: Device, domain: ResourceDomain) -> list[Resource]:
+    inner = await device.resource_domain(domain).open()
+    parent = await domain.parent_domain().open()
+    return [inner, await inner.completion_queue(4).open(), parent, await parent.completion_queue(4).open()]
+
+
+@pytest.mark.parametrize("model", ThreadModel, ids=lambda model: model.value)
+@pytest.mark.parametrize("over", [protection_domain, parent_domain, resource_domain])
+@pytest.mark.parametrize("make", [nothing, queues, domains])
+@pytest.mark.parametrize("which", ["domain", "given", "base", "device"])
+async def test_a_resource_domain_over_another_domain_ends_with_either(
+    device_name: str, model: ThreadModel, over: Over, make: Make, which: str
+) -> None:
+    device = await open_device(device_name).open()
+    outer = await over(device)
+    given = outer[-1]
+    counted: list[Resource] = [device, *outer, given.base]
+    before = [each.statistics() for each in counted]
+    domain = await device.resource_domain(given, thread_model=model).open()
+    made = await make(device, domain)
+    choices: dict[str, Resource] = {"domain": domain, "given": given, "base": given.base, "device": device}
+    closed = choices[which]
+    parts: list[Resource] = [domain.parent, *([domain.td] if domain.td is not None else [])]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        await closed.aclose()
+    opened: list[Resource] = [*outer, domain, *made]
+    assert len(caught) == len([each for each in opened if each.closed and each is not closed])
+    of_domain = [each for each in made if not isinstance(each, MemoryRegion)]  # regions are the base's
+    assert {each.state for each in (closed, domain, *parts, *of_domain)} == {ResourceState.CLOSED}
+    if which in ("base", "device"):
+        assert {each.state for each in made} <= {ResourceState.CLOSED}
+    for resource in [*reversed(opened), device]:
+        if closed is domain and resource is given:
+            assert [each.statistics() for each in counted] == before
+        await resource.aclose()
+
+
+@pytest.mark.parametrize("model", ThreadModel, ids=lambda model: model.value)
+@pytest.mark.parametrize("part", ["pd", "parent"])
+async def test_a_part_of_a_resource_domain_is_not_closed_under_its_queues(
+    device: Device, model: ThreadModel, part: str
+) -> None:
+    async with (
+        device.resource_domain(thread_model=model) as domain,
+        domain.completion_queue(4),
+        domain.register(64) as region,
+    ):
+        with pytest.raises(BusyResourceError):
+            await getattr(domain, part).aclose()
+        assert {each.state for each in (domain, domain.pd, domain.parent, region)} == {ResourceState.OPEN}
+
+
+async def test_a_protection_domain_is_not_closed_under_another_loops_resource_domain(device: Device) -> None:
+    async def elsewhere(pd: InterchangeableDomain) -> None:
+        async with device.resource_domain(pd):
+            await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(close(), here))
+
+    async def close() -> None:
+        resources: list[Resource] = [domain.pd, domain, device]
+        for each in resources:
+            with pytest.raises(BusyResourceError, match=r"cannot be closed here: .* belongs to <Affinity of thread"):
+                await each.aclose()
+        assert {each.state for each in (domain, domain.parent, domain.pd, region, cq)} == {ResourceState.OPEN}
+
+    here = asyncio.get_running_loop()
+    async with device.resource_domain() as domain, domain.register(64) as region, domain.completion_queue(4) as cq:
+        await asyncio.to_thread(asyncio.run, elsewhere(domain))

@@ -6,6 +6,7 @@
 #include "support_work.h"
 
 #include <pthread.h>
+#include <stdatomic.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -348,6 +349,68 @@ static void sent_while_an_attempt_to_connect_fails(void)
     close_scene(&scene);
 }
 
+struct reading {
+    struct soft_fabric *fabric;
+    atomic_bool kept, over;
+};
+
+static void *keep_from_reading(void *context)
+{
+    struct reading *reading = context;
+
+    soft_mutex_take(&reading->fabric->progress);
+    atomic_store(&reading->kept, true);
+    EVENTUALLY(atomic_load(&reading->over));
+    soft_mutex_give(&reading->fabric->progress);
+    return NULL;
+}
+
+/* As if it had sent nothing since it asked for the connection that there is. */
+static void forget_sending(struct scene *scene, struct soft_link *link)
+{
+    soft_mutex_take(&link->stream.tx);
+    qp_of(scene)->waiter.attempt = link->attempts;
+    soft_mutex_give(&link->stream.tx);
+}
+
+/* The connection for which requests waited breaks at the first of them, before the turn of the second: another one is
+ * made for both, at once. */
+static void sent_into_a_connection_that_breaks(void)
+{
+    struct scene scene = {0}, other = {0};
+    struct reading reading = {0};
+    struct soft_link *link;
+    pthread_t thread;
+
+    open_scene(&scene, IBV_QPT_RC);
+    TYPED_OPEN(&other.end, &scene.home, .type = IBV_QPT_RC);
+    soft_directory_leave(&scene.entry);
+    REQUIRE_EQ(soft_fabric_listen(&scene.peer->device), 0);
+    make_ready(&scene, &scene.peer->device.gids[0]);
+    make_ready(&other, &scene.peer->device.gids[0]);
+    CHECK_EQ(post_nothing(scene.end.qp, 1), 0);
+    EXPECT(scene.end.send_cq, 1, IBV_WC_SUCCESS);
+    link = qp_of(&scene)->link;
+    reading.fabric = link->stream.fabric;
+    REQUIRE_EQ(pthread_create(&thread, NULL, keep_from_reading, &reading), 0);
+    EVENTUALLY(atomic_load(&reading.kept)); /* else the end of the connection is found by who reads */
+    forget_sending(&scene, link);
+    shutdown(link->stream.watch.fd, SHUT_WR);
+    CHECK_EQ(post_nothing(scene.end.qp, 2), 0);
+    EVENTUALLY(waits_for(&scene) == link);
+    CHECK_EQ(post_nothing(other.end.qp, 3), 0);
+    EVENTUALLY(waits_for(&other) == link);
+    forget_sending(&other, link);
+    atomic_store(&reading.over, true);
+    pthread_join(thread, NULL);
+    EXPECT(scene.end.send_cq, 2, IBV_WC_SUCCESS);
+    EXPECT(other.end.send_cq, 3, IBV_WC_SUCCESS);
+    end_close(&other.end);
+    end_close(&scene.end);
+    scene.stream = -1;
+    close_scene(&scene);
+}
+
 /* ---- The end of the process ---------------------------------------------------------------------------------- */
 
 static atomic_bool halted;
@@ -515,4 +578,4 @@ static void frames_that_meet_with_something(void)
 CHECK_MAIN(CASE(refused_with_a_way), CASE(parts_of_a_long_message), CASE(frames_that_meet_with_something),
            CASE(drained_before_it_began), CASE(repeated_while_it_drains), CASE(a_read_is_refused_while_it_drains),
            CASE(sent_just_after_the_peer_came_back), CASE(sent_while_an_attempt_to_connect_fails),
-           CASE(halted_while_datagrams_wait))
+           CASE(sent_into_a_connection_that_breaks), CASE(halted_while_datagrams_wait))

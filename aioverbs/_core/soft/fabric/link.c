@@ -344,6 +344,7 @@ void soft_link_opened(struct soft_link *link)
     stream->fabric->stats.connected++;
     soft_mutex_take(&stream->tx);
     stream->connected_times++;
+    link->opened = link->attempts;
     soft_mutex_give(&stream->tx);
     soft_stream_set_stage(stream, SOFT_OPEN); /* there is room: those who wait are kicked */
 }
@@ -420,13 +421,14 @@ void soft_link_forget(struct soft_link *link, struct soft_qp *qp)
 /* ---- Sending ------------------------------------------------------------------------------------------------- */
 
 /* Under tx: there is no connection. Whether one is to be made is told to who reads. An attempt that had begun before
- * `waiter` asked may have gone to what the peer was before: that it failed says nothing of the peer that there is. */
+ * `waiter` asked may have gone to what the peer was before: that it failed says nothing of the peer that there is. Nor
+ * does one that did not fail, whose connection ended before it was `waiter`'s turn. */
 static int unconnected(struct soft_link *link, struct soft_waiter *waiter, bool *make)
 {
-    bool failed = waiter->attempt && waiter->attempt <= link->attempts;
+    bool failed = waiter->attempt > link->opened && waiter->attempt <= link->attempts;
 
     assert_held(&link->stream.tx);
-    if (!waiter->attempt)
+    if (waiter->attempt <= link->opened)
         waiter->attempt = link->attempts + 1;
     if (link->stream.stage == SOFT_CLOSED) {
         if (link->again_at && link->again_at > soft_now_ns()) {
@@ -465,10 +467,11 @@ int soft_link_send(struct soft_link *link, struct soft_qp *qp, const struct soft
 
     assert_held(&qp->sq_lock);
     soft_mutex_take(&stream->tx);
+    if (stream->stage == SOFT_OPEN)
+        waiter->attempt = 0;
     if (stream->stage != SOFT_OPEN) {
         error = unconnected(link, waiter, &make);
     } else if (waiter->link || stream->blocked || stream->broken || (link->first && waiter->allowance <= 0)) {
-        waiter->attempt = 0;
         error = EAGAIN;
     } else if (soft_is_disturbed(stream) && !soft_disturb_out(stream, frame, data, count)) {
         error = 0; /* as far as its sender can tell, it is on its way */
@@ -479,7 +482,6 @@ int soft_link_send(struct soft_link *link, struct soft_qp *qp, const struct soft
             waiter->allowance -= SOFT_FRAME_SIZE + frame->size;
         if (waiter->allowance <= 0)
             waiter->ticket = 0;
-        waiter->attempt = 0;
         if (stream->blocked)
             soft_stream_watch(stream);
     }

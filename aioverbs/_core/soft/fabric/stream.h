@@ -126,9 +126,10 @@ struct soft_link {
     uint64_t unused_since;
     bool is_found; /* in the table */
 
-    bool wanted;                                   /* tx, like the next six: it is to be connected, and not begun */
+    bool wanted;                                   /* tx, like the next seven: it is to be connected, and not begun */
     uint64_t again_at;                             /* no attempt to connect before */
     uint64_t attempts;                             /* to connect that were begun */
+    uint64_t opened;                               /* the last of them that led to a connection */
     struct soft_waiter *first, *last;              /* queue pairs that wait, in the order of their tickets */
     uint32_t waiting;                              /* how many */
     uint64_t tickets;                              /* the last one that was given */

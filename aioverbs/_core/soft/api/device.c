@@ -320,7 +320,7 @@ int soft_set_port(struct ibv_context *ibv_context, bool up)
             if (!(atomic_load(&context->special) & SOFT_SPECIAL_LOST))
                 soft_raise(context, &context->events.own, up ? IBV_EVENT_PORT_ACTIVE : IBV_EVENT_PORT_ERR);
     soft_mutex_give(&device->lock);
-    grace_wait(); /* what was under way when it went down has arrived */
+    grace_wait(); /* requests in flight have arrived; as in soft_lose, later ones see that the port is down */
     soft_read_cache_invalidate_all(device);
     return 0;
 }

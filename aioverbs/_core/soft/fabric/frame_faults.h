@@ -23,6 +23,7 @@ void soft_disturb_release(struct soft_fabric *fabric, uint64_t now);
 /* Under tx: what is on its way is lost. */
 void soft_disturb_forget(struct soft_stream *stream);
 
+/* Relaxed, as SOFT_SPECIAL_FAULTS is looked for. */
 static inline bool soft_is_disturbed(const struct soft_stream *stream)
 {
     return atomic_load_explicit(&stream->fabric->disturbed, memory_order_relaxed);

@@ -38,6 +38,10 @@ static inline struct soft_context *to_soft_context(const struct ibv_context *con
     return container_of(context, struct soft_context, verbs.context);
 }
 
+/* LOST is looked for in grace sections, sequentially consistently: see soft_lose. FAULTS may be looked for relaxed. Faults
+ * are planned for requests that come after the planning: those of the planning thread, and those of threads that it told
+ * of it. Their posting, or a lock or an atomic operation by which another thread gets them to execute, is what orders the
+ * planning before the look. What else is executed meanwhile is executed either way. */
 enum soft_special {
     SOFT_SPECIAL_FAULTS = 1, /* the fault plan has something to say */
     SOFT_SPECIAL_LOST = 2,   /* the device was taken away, for good as far as this context goes */

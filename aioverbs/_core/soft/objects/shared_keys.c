@@ -45,6 +45,8 @@ static bool shared_key_place(uint32_t key, struct place *place)
     return true;
 }
 
+/* Acquired with all that is in it, which is there before it is stored. It is stored once, and stays as long as the domain:
+ * what was registered or looked up without it came before. */
 static struct soft_shared *pd_file(const struct soft_pd *pd)
 {
     return atomic_load_explicit(&pd->domain->file, memory_order_acquire);

@@ -16,11 +16,11 @@ struct soft_request;
  * it, the reply stays as it is. */
 void soft_loopback_deliver(const struct soft_request *request, struct soft_reply *reply);
 
-/* Whether the queue pair's device and its port work. */
+/* In a grace section. Whether the queue pair's device and its port work. Both loads are sequentially consistent, for
+ * soft_set_port and soft_lose: see there. */
 static inline bool soft_port_works(const struct soft_qp *qp)
 {
-    return !atomic_load_explicit(&qp->context->device->port_down, memory_order_relaxed) &&
-           !(atomic_load(&qp->context->special) & SOFT_SPECIAL_LOST);
+    return !atomic_load(&qp->context->device->port_down) && !(atomic_load(&qp->context->special) & SOFT_SPECIAL_LOST);
 }
 
 /* Whether it receives at all. */

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from anyio.abc import ByteStream, ObjectStream
 
-from aioverbs._lifecycle.turns import LIGHT, go_round, spend
+from aioverbs._lifecycle.turns import LIGHT, spend, yield_to_loop
 from aioverbs.errors import BusyResourceError
 
 __all__ = ["MessageByteStream"]
@@ -38,7 +38,7 @@ class MessageByteStream(ByteStream):
         self._receiving = True
         try:
             if self._left and (turn := spend(LIGHT)):
-                await go_round(turn)
+                await yield_to_loop(turn)
             while not self._left:
                 message = await self._messages.receive()
                 if 0 < len(message) <= max_bytes:

@@ -18,7 +18,7 @@ from aioverbs._core.handles.handles import Affinity
 from aioverbs._exports import publish
 from aioverbs._lifecycle import forks
 from aioverbs._lifecycle.cross_loop import CrossLoopCall, CrossLoopFuture
-from aioverbs._lifecycle.turns import LIGHT, go_round, spend
+from aioverbs._lifecycle.turns import LIGHT, spend, yield_to_loop
 from aioverbs.errors import AffinityError, ForkedProcessError
 
 __all__ = [
@@ -29,9 +29,9 @@ __all__ = [
     "OwnedIterator",
     "ThreadModel",
     "owner_for",
-    "ready",
     "run_on_owner",
     "running_loop",
+    "wait_socket_ready",
     "wait_uncancelled",
     "wake",
 ]
@@ -124,7 +124,7 @@ def wake(waiter: "asyncio.Future[None] | None") -> None:
         waiter.set_result(None)
 
 
-async def ready(sock: socket.socket, *, writing: bool = False) -> None:
+async def wait_socket_ready(sock: socket.socket, *, writing: bool = False) -> None:
     """Wait until a socket can be read, or written: for one task at a time.
 
     Not by the loop's own functions for sockets: where a task that waits there is cancelled in the child of a fork, as
@@ -161,15 +161,15 @@ class _Owned:
     def __repr__(self) -> str:
         return f"<{self._name}>"
 
-    def _enter(self, what: str) -> None:
+    def _enter(self, method: str) -> None:
         """Check that the owner calls; the first caller becomes the owner."""
         if self._owner is None:
             self._may_begin()
             self._owner = Affinity.of_running_loop()
         else:
-            self._owner.check(self, what)
+            self._owner.check(self, method)
 
-    def _leave(self, what: str) -> bool:
+    def _leave(self, method: str) -> bool:
         """Check that the owner calls, or that it is gone; return False in the child of a fork, where nothing is ended.
 
         :raises AffinityError: another event loop owns it.
@@ -179,7 +179,7 @@ class _Owned:
         elif self._owner.inherited:
             return False
         elif not self._owner.orphaned:
-            self._owner.check(self, what)
+            self._owner.check(self, method)
         return True
 
 
@@ -227,7 +227,7 @@ class OwnedBlock(_Owned, AbstractAsyncContextManager[T, None], Generic[T]):
 
     def __init__(self, name: str, may_begin: Callable[[], object]) -> None:
         super().__init__(name, may_begin)
-        self._is_taken = False  # from the beginning of entering on
+        self._is_in_use = False  # from the beginning of entering on
         self._is_entered = False
 
     async def _begin(self) -> T:
@@ -241,16 +241,16 @@ class OwnedBlock(_Owned, AbstractAsyncContextManager[T, None], Generic[T]):
         raise NotImplementedError
 
     async def __aenter__(self) -> T:
-        if self._is_taken:
+        if self._is_in_use:
             self._enter("__aenter__")
             raise RuntimeError(f"{self!r} is in a block already: make another one for each block")
-        before, self._owner = self._owner, None
+        previous, self._owner = self._owner, None
         try:
             self._enter("__aenter__")
-            self._is_taken = True
+            self._is_in_use = True
             begun = await self._begin()
         except BaseException:
-            self._is_taken, self._owner = False, before
+            self._is_in_use, self._owner = False, previous
             raise
         self._is_entered = True
         return begun
@@ -262,7 +262,7 @@ class OwnedBlock(_Owned, AbstractAsyncContextManager[T, None], Generic[T]):
             return
         if not self._is_entered:
             raise RuntimeError(f"{self!r} is in no block: there is nothing to leave")
-        self._is_taken = self._is_entered = False
+        self._is_in_use = self._is_entered = False
         await self._end(kind, error, traceback)
 
 
@@ -277,16 +277,16 @@ class OwnedContext(OwnedBlock[T]):
     ) -> None:
         super().__init__(name, may_begin)
         self._context = context
-        self._is_used = False  # also where entering failed: a generator begins once
+        self._was_entered = False  # also where entering failed: a generator begins once
 
     async def __aenter__(self) -> T:
-        if self._is_used:
+        if self._was_entered:
             self._enter("__aenter__")
             raise RuntimeError(f"{self!r} is for one block, which was begun: make another one for each block")
         return await super().__aenter__()
 
     async def _begin(self) -> T:
-        self._is_used = True
+        self._was_entered = True
         return await self._context.__aenter__()
 
     async def _end(
@@ -307,10 +307,10 @@ class CrossLoopCondition:
             with contextlib.suppress(RuntimeError):  # its loop was closed meanwhile: nobody waits
                 loop.call_soon_threadsafe(event.set)
 
-    async def wait_while(self, condition: Callable[[], object], *, look_s: float | None = None) -> None:
+    async def wait_while(self, condition: Callable[[], object], *, poll_s: float | None = None) -> None:
         """Wait as long as a condition holds, which is looked at now and at each ring.
 
-        :param look_s: look as often as that, in seconds, too: what may become so without a ring.
+        :param poll_s: look as often as that, in seconds, too: what may become so without a ring.
         :raises RuntimeError: it holds now, and no asyncio event loop is running.
         """
         if not condition():
@@ -322,7 +322,7 @@ class CrossLoopCondition:
                 # Whoever rings after this is heard, and what became so before it is seen here.
                 waiting[1].clear()
                 if condition():
-                    again = waiting[0].call_later(look_s, waiting[1].set) if look_s is not None else None
+                    again = waiting[0].call_later(poll_s, waiting[1].set) if poll_s is not None else None
                     try:
                         await waiting[1].wait()
                     finally:
@@ -355,7 +355,7 @@ async def run_on_owner(
     """
     if owner is None or owner.owns():
         if turn := spend(LIGHT):
-            await go_round(turn)
+            await yield_to_loop(turn)
         result = function(*args, **kwargs)
         return await result if inspect.isawaitable(result) else result
     if owner.inherited:

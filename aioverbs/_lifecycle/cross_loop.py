@@ -18,7 +18,7 @@ T = TypeVar("T")
 T_contra = TypeVar("T_contra", contravariant=True)
 
 # How often somebody who waits for a loop that tells nobody of its end looks whether that is still there.
-_LOOK_S = 0.1
+_POLL_S = 0.1
 
 
 class ResultSink(Protocol[T_contra]):
@@ -34,49 +34,49 @@ class CrossLoopFuture(Generic[T]):
     :param caller: the running loop.
     """
 
-    __slots__ = ("_caller", "_error", "_forks", "_future", "_is_back", "_result", "_timer")
+    __slots__ = ("_caller", "_error", "_forks", "_future", "_is_settled", "_result", "_timer")
 
     def __init__(self, caller: asyncio.AbstractEventLoop) -> None:
         self._caller = caller
         self._forks = forks.count
         self._future: asyncio.Future[None] = caller.create_future()
         self._timer: asyncio.TimerHandle | None = None
-        self._is_back = False
+        self._is_settled = False
         self._result: T | None = None
         self._error: BaseException | None = None
 
     def settle(self, result: T | None, error: BaseException | None) -> None:
         """It has ended. From any thread; the first time counts."""
         try:  # noqa: SIM105  (a block of contextlib's costs as much as the rest)
-            self._caller.call_soon_threadsafe(self._arrive, result, error)
+            self._caller.call_soon_threadsafe(self._set_result, result, error)
         except RuntimeError:
             pass  # the caller's loop is closed: nobody waits
 
-    def _arrive(self, result: T | None, error: BaseException | None) -> None:
-        if self._is_back:
+    def _set_result(self, result: T | None, error: BaseException | None) -> None:
+        if self._is_settled:
             return
-        self._is_back, self._result, self._error = True, result, error
+        self._is_settled, self._result, self._error = True, result, error
         if self._timer is not None:
             self._timer.cancel()
         if not self._future.done():
             self._future.set_result(None)
 
-    def watch(self, look: Callable[[], BaseException | None]) -> None:
+    def watch(self, poll: Callable[[], BaseException | None]) -> None:
         """Look again and again, until it has ended, for an error that is to be its end."""
-        self._timer = self._caller.call_later(_LOOK_S, self._look, look)
+        self._timer = self._caller.call_later(_POLL_S, self._poll, poll)
 
-    def _look(self, look: Callable[[], BaseException | None]) -> None:
-        error = look()
+    def _poll(self, poll: Callable[[], BaseException | None]) -> None:
+        error = poll()
         if error is None:
-            self.watch(look)
+            self.watch(poll)
         else:
             # What was settled before its loop was gone is on its way here already, and comes first.
-            self._caller.call_soon(self._arrive, None, error)
+            self._caller.call_soon(self._set_result, None, error)
 
     async def wait(self, withdraw: Callable[[], None]) -> T:
         """What the errand brings, or raise what it raises.
 
-        :param withdraw: called where this is cancelled, once; then the errand's end is waited for, whatever cancels
+        :param withdraw: called owner this is cancelled, once; then the errand's end is waited for, whatever cancels
             this meanwhile, and the cancellation is raised, or what the errand raised on its way out. In the child of a
             fork nothing of that: the errand is the parent's, and comes back there.
         """
@@ -86,7 +86,7 @@ class CrossLoopFuture(Generic[T]):
             if self._forks != forks.count:
                 raise
             withdraw()
-            await self._until_back()
+            await self._wait_settled()
             if self._error is not None and not isinstance(self._error, asyncio.CancelledError):
                 self._raise()
             raise
@@ -94,9 +94,9 @@ class CrossLoopFuture(Generic[T]):
             self._raise()
         return self._result  # type: ignore[return-value]  # it is what the errand brought
 
-    async def _until_back(self) -> None:
+    async def _wait_settled(self) -> None:
         with anyio.CancelScope(shield=True):
-            while not self._is_back and self._forks == forks.count:
+            while not self._is_settled and self._forks == forks.count:
                 self._future = self._caller.create_future()
                 with contextlib.suppress(asyncio.CancelledError):  # the first is the one that is raised
                     await self._future
@@ -117,19 +117,19 @@ def _raise(error: BaseException) -> None:
 class CrossLoopCall(Generic[T]):
     """A function that is called on another loop of this process, in the context of who posts it.
 
-    A plain function is called between the tasks of that loop; what it returns is awaited in a task where it can be.
+    A plain function is called between the tasks of that loop; what it returns is awaited in a task owner it can be.
 
-    :param where: of what the loop is, for errors.
+    :param owner: of what the loop is, for errors.
     """
 
-    __slots__ = ("_args", "_function", "_task", "is_withdrawn", "loop", "outcome", "where")
+    __slots__ = ("_args", "_function", "_task", "is_withdrawn", "loop", "outcome", "owner")
 
     def __init__(
-        self, function: Callable[..., Any], args: tuple[object, ...], outcome: ResultSink[T], where: object
+        self, function: Callable[..., Any], args: tuple[object, ...], outcome: ResultSink[T], owner: object
     ) -> None:
         self.loop: asyncio.AbstractEventLoop
         self.outcome: ResultSink[T] | None = outcome
-        self.where = where
+        self.owner = owner
         self.is_withdrawn = False
         self._function = function
         self._args = args
@@ -144,7 +144,7 @@ class CrossLoopCall(Generic[T]):
         loop.call_soon_threadsafe(self.start)
 
     def withdraw(self) -> None:
-        """Cancel it, where it has begun; it is not begun any more. From any thread, after it was posted."""
+        """Cancel it, owner it has begun; it is not begun any more. From any thread, after it was posted."""
         self.is_withdrawn = True
         with contextlib.suppress(RuntimeError):  # closed: it cannot begin
             self.loop.call_soon_threadsafe(self._cancel)
@@ -169,10 +169,10 @@ class CrossLoopCall(Generic[T]):
         if result is None or not inspect.isawaitable(result):
             self.settle(result, None)
             return
-        self._task = self.loop.create_task(self._carry_out(result))
+        self._task = self.loop.create_task(self._run(result))
         self._task.add_done_callback(functools.partial(self._done, result))
 
-    async def _carry_out(self, awaitable: Awaitable[T]) -> None:
+    async def _run(self, awaitable: Awaitable[T]) -> None:
         try:
             result = await awaitable
         except asyncio.CancelledError:
@@ -199,13 +199,13 @@ class CrossLoopCall(Generic[T]):
             outcome.settle(result, error)
 
     def cancellation(self) -> BaseException:
-        """How it ends where it is cancelled on its loop."""
+        """How it ends owner it is cancelled on its loop."""
         if self.is_withdrawn:
             return asyncio.CancelledError()
-        return BrokenResourceError(f"{self.where!r} cancelled what was called there")
+        return BrokenResourceError(f"{self.owner!r} cancelled what was called there")
 
     def leave(self, error: BaseException) -> None:
         """It ends its loop, too."""
-        lost = BrokenResourceError(f"what was called there ended {self.where!r}: {error!r}")
+        lost = BrokenResourceError(f"what was called there ended {self.owner!r}: {error!r}")
         lost.__cause__ = error
         self.settle(None, lost)

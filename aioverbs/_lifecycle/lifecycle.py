@@ -36,24 +36,24 @@ __all__ = [
     "ResourceInfo",
     "ResourceState",
     "Site",
-    "line_of",
+    "format_site",
     "reap",
 ]
 
 # How often closing a part is tried again that met another thread inside of its domain, in as many turns of the loop.
-_TRIES = 1000
+_CLOSE_ATTEMPTS = 1000
 # Guards children and states of all trees: sections are short, call no verb and wait for nothing. A finalizer may run
 # inside of one, and therefore takes it never.
 _tree = threading.RLock()  # a user's finalizer may open something all the same
 _serials = itertools.count(1)
 
 
-def _forked() -> None:
+def _renew_tree_lock() -> None:
     global _tree
     _tree = threading.RLock()  # who held it is not here
 
 
-os.register_at_fork(after_in_child=_forked)
+os.register_at_fork(after_in_child=_renew_tree_lock)
 
 
 class ResourceState(enum.Enum):
@@ -124,12 +124,12 @@ _is_closed_last = operator.attrgetter("close_last")
 
 
 # How often who waits for another loop to close something looks whether that loop is still there: its end tells nobody.
-_LOOK_S = 0.1
+_POLL_S = 0.1
 
 Site = tuple[CodeType, int]
 
 
-def line_of(site: Site | None) -> str:
+def format_site(site: Site | None) -> str:
     """The file and line of a piece of code and an instruction in it."""
     if site is None:
         return "?"
@@ -145,31 +145,35 @@ class _Closing:
     have been taken back.
     """
 
-    __slots__ = ("_task", "before", "by", "left", "work")
+    __slots__ = ("_task", "background", "before", "closer", "work")
 
     def __init__(self, before: ResourceState) -> None:
         self.before = before
         loop = asyncio._get_running_loop()  # None: another library's, which refuses to wait
-        self.by = Affinity.of_running_loop() if loop is not None else None
+        self.closer = Affinity.of_running_loop() if loop is not None else None
         task = asyncio.current_task(loop) if loop is not None else None
         self._task = weakref.ref(task) if task is not None else None  # a user's, which has more than this
         self.work: Coroutine[Any, Any, None] | None = None
-        self.left: asyncio.Task[None] | None = None  # who closed it was cancelled: what does that now
+        self.background: asyncio.Task[None] | None = None  # who closed it was cancelled: what does that now
 
     @property
-    def deserted(self) -> bool:
+    def is_deserted(self) -> bool:
         """Whether it does not go on: its loop was closed in the middle of it, or the thread of that has ended."""
-        return self.by is not None and self.by.orphaned and not (self.by.loop and self.by.loop.is_running())
+        return (
+            self.closer is not None
+            and self.closer.orphaned
+            and not (self.closer.loop and self.closer.loop.is_running())
+        )
 
     @property
-    def elsewhere(self) -> bool:
+    def may_never_end(self) -> bool:
         """Whether it may take for ever: a task does it that it was left to, or another loop, which need not run."""
-        return self.left is not None or (self.by is not None and not self.by.owns())
+        return self.background is not None or (self.closer is not None and not self.closer.owns())
 
-    def drop(self) -> None:
+    def stop_work(self) -> None:
         """End what does not go on. Nobody is inside of it: its loop does not run."""
-        if self.left is not None:
-            _closing.discard(self.left)
+        if self.background is not None:
+            _background_tasks.discard(self.background)
         if self.work is not None:
             # What the work waited for may be all that holds the task, whose end in the middle of this would end it.
             task = self._task() if self._task is not None else None
@@ -195,7 +199,7 @@ class Lifecycle:
         "forks",
         "kind",
         "label",
-        "lasting",
+        "must_drain",
         "opener",
         "owner",
         "parents",
@@ -218,7 +222,7 @@ class Lifecycle:
         self.drain: Callable[[], Coroutine[Any, Any, None]] | None = None
         self.resume: Callable[[], None] | None = None  # its closing failed: `drain` is taken back
         self.close_last = False  # its siblings' work needs it: it is closed after them
-        self.lasting = False  # it is not destroyed before `drain` is done, whoever is cancelled: it may be under DMA
+        self.must_drain = False  # it is not destroyed before `drain` is done, whoever is cancelled: it may be under DMA
         self._closing: _Closing | None = None  # as long as it is CLOSING
         self.opener: asyncio.AbstractEventLoop | None = None  # closes it where it is forgotten and has no parents
         self.suppress_warning = False  # a part of another resource, or warned of before: nobody left it open
@@ -235,7 +239,7 @@ class Lifecycle:
     @property
     def created(self) -> str:
         """The line of the user's that made it."""
-        return line_of(self._site)
+        return format_site(self._site)
 
     def inherit_site(self, other: "Lifecycle") -> None:
         """Nobody's line made it, but that of another one did."""
@@ -335,12 +339,12 @@ class Lifecycle:
                 self._condition = CrossLoopCondition()
             return self._condition
 
-    async def settled(self) -> None:
+    async def wait_settled(self) -> None:
         """Until nobody opens or closes it; a closing whose loop is gone is taken back."""
-        await self.condition().wait_while(self._is_in_flight, look_s=_LOOK_S)
+        await self.condition().wait_while(self._is_changing, poll_s=_POLL_S)
 
-    def _is_in_flight(self) -> bool:
-        self._take_back_deserted()
+    def _is_changing(self) -> bool:
+        self._abort_deserted_closing()
         return self.state is OPENING or self.state is CLOSING
 
     # ---- Ending
@@ -361,7 +365,7 @@ class Lifecycle:
             self.owner.check(self, "aclose")
             if not self.children:
                 return
-        foreign = self._foreign()
+        foreign = self._foreign_parts()
         for lifecycle, owner in foreign:
             if not owner.orphaned:
                 raise BusyResourceError(
@@ -371,15 +375,15 @@ class Lifecycle:
             if owner.orphaned:  # it may have come more than once
                 owner.take_over()
 
-    def _foreign(self) -> "list[tuple[Lifecycle, Affinity]]":
+    def _foreign_parts(self) -> "list[tuple[Lifecycle, Affinity]]":
         """Return the parts of its subtree that others own, with their owners. Call under the tree's lock."""
         owned = ((lifecycle, lifecycle.owner) for lifecycle in self.subtree())
         return [(lifecycle, owner) for lifecycle, owner in owned if owner is not None and not owner.owns()]
 
-    def held_elsewhere(self) -> bool:
+    def has_foreign_parts(self) -> bool:
         """Return whether another owner, which is not gone, has to close a part of it first."""
         with _tree:
-            return any(not owner.orphaned for _, owner in self._foreign())
+            return any(not owner.orphaned for _, owner in self._foreign_parts())
 
     def subtree(self) -> "list[Lifecycle]":
         """It and all that was made from it, parents before children."""
@@ -404,7 +408,7 @@ class Lifecycle:
         interruptions: list[BaseException] = []
         try:
             while not await self._close(interruptions):
-                await self.settled()
+                await self.wait_settled()
         except Exception as error:
             for each in interruptions:
                 if not isinstance(each, Warning):  # who cancelled is to see that; the error is no cause
@@ -427,7 +431,7 @@ class Lifecycle:
             if self.stop is not None:
                 self.stop()
         finally:  # a warning that is an error does not keep it open
-            self._leave(closing)
+            self._finish_in_background(closing)
 
     async def _close(self, interruptions: list[BaseException], in_task: bool = False) -> bool:
         """Whether it is closed or never was open; if not, somebody else is opening or closing it.
@@ -447,9 +451,9 @@ class Lifecycle:
             await closing.work
         except BaseException as error:
             if isinstance(error, asyncio.CancelledError) and not in_task:
-                self._leave(closing)
+                self._finish_in_background(closing)
             else:
-                self._stay(closing)
+                self._abort_closing(closing)
             raise
         self._closed()
         return True
@@ -462,14 +466,14 @@ class Lifecycle:
             try:
                 await self.drain()
             except anyio.get_cancelled_exc_class() as raised:
-                if self.lasting:
+                if self.must_drain:
                     raise
                 interruptions.append(raised)
                 if raised.__cause__ is not None:  # of `wait_uncancelled`: it is not drained, and stays open
                     raise raised.__cause__  # noqa: B904
         self._destroy_handles()
 
-    def _stay(self, closing: _Closing) -> None:
+    def _abort_closing(self, closing: _Closing) -> None:
         """Its closing failed, or was given up; nothing where it was taken back before."""
         with _tree:
             if self._closing is not closing:
@@ -477,16 +481,16 @@ class Lifecycle:
             self._closing = None
         self._reopen(closing)
 
-    def _take_back_deserted(self) -> None:
+    def _abort_deserted_closing(self) -> None:
         """Where it is being closed by a loop that is gone, it is as it was before that. Of several one does this."""
         with _tree:
             closing = self._closing
-            if closing is None or not closing.deserted:
+            if closing is None or not closing.is_deserted:
                 return
             self._closing = None
         # It is CLOSING until this is over: nobody else closes it before the work has ended, whose end finds that it is
         # not the resource's any more.
-        closing.drop()
+        closing.stop_work()
         self._reopen(closing)
 
     def _reopen(self, closing: _Closing) -> None:
@@ -501,24 +505,24 @@ class Lifecycle:
         if user is not None:
             user._drop_parents()
 
-    def _leave(self, closing: _Closing) -> None:
+    def _finish_in_background(self, closing: _Closing) -> None:
         """Leave its closing to a task, which is cancelled only at the end of the loop; it stays open then."""
         closing.work = self._finish_in_task(closing)
-        closing.left = task = asyncio.get_running_loop().create_task(closing.work)
-        _closing.add(task)
-        task.add_done_callback(functools.partial(_finished, self, closing))
+        closing.background = task = asyncio.get_running_loop().create_task(closing.work)
+        _background_tasks.add(task)
+        task.add_done_callback(functools.partial(_on_background_end, self, closing))
 
     async def _finish_in_task(self, closing: _Closing) -> None:
         try:
             await self._finish([], True)
         except BaseException:
-            self._stay(closing)
+            self._abort_closing(closing)
             raise
         self._closed()
 
     def _begin_closing(self) -> _Closing | None:
         """What closes it from here on, where there is something to close and nobody else is at it."""
-        self._take_back_deserted()
+        self._abort_deserted_closing()
         with _tree:
             before = self.state
             if (before is not OPEN and before is not FAILED) or self.inherited:
@@ -536,7 +540,7 @@ class Lifecycle:
             left_open = not child.suppress_warning and child.state is not CLOSING
             try:
                 while not await child._close_as_part(interruptions, in_task):
-                    await self._wait_for(child, interruptions)
+                    await self._wait_for_child(child, interruptions)
             finally:
                 if left_open and child.state in (CLOSING, CLOSED):
                     try:
@@ -549,7 +553,7 @@ class Lifecycle:
 
         That is for what is part of another resource, of which half would be closed.
         """
-        for _ in range(_TRIES if self.suppress_warning else 0):
+        for _ in range(_CLOSE_ATTEMPTS if self.suppress_warning else 0):
             with contextlib.suppress(ConcurrentAccessError):
                 return await self._close(interruptions, in_task)
             try:
@@ -560,20 +564,20 @@ class Lifecycle:
                 interruptions.append(raised)
         return await self._close(interruptions, in_task)
 
-    async def _wait_for(self, child: "Lifecycle", interruptions: list[BaseException]) -> None:
+    async def _wait_for_child(self, child: "Lifecycle", interruptions: list[BaseException]) -> None:
         """Until who closes a child has done so."""
         try:
-            await child.settled()
+            await child.wait_settled()
         except anyio.get_cancelled_exc_class() as raised:
             closing = child._closing
-            if child.lasting or (closing is not None and closing.elsewhere):  # it may take for ever
+            if child.must_drain or (closing is not None and closing.may_never_end):  # it may take for ever
                 raise
             interruptions.append(raised)
-            await child._settled_at_last(interruptions)
+            await child._wait_settled_uncancelled(interruptions)
 
-    async def _settled_at_last(self, interruptions: list[BaseException]) -> None:
+    async def _wait_settled_uncancelled(self, interruptions: list[BaseException]) -> None:
         try:
-            await wait_uncancelled(self.settled())
+            await wait_uncancelled(self.wait_settled())
         except asyncio.CancelledError as raised:
             interruptions.append(raised)
 
@@ -582,7 +586,7 @@ class Lifecycle:
             self._handles[-1].destroy()
             self._handles.pop()
 
-    def forget(self) -> None:
+    def on_user_collected(self) -> None:
         """Its user's object is garbage: warn, and have somebody close it. For a finalizer: no verb and no lock."""
         if self.state not in (OPEN, FAILED) or self.suppress_warning or self.inherited:
             return
@@ -614,12 +618,12 @@ class Lifecycle:
         return ResourceInfo(self.kind, self.label, owner, self.state, self.created, children)
 
 
-def _warn_open(lifecycle: Lifecycle, why: str) -> None:
-    warnings.warn(f"{lifecycle!r} was still open: {why}", ResourceWarning, stacklevel=2, source=lifecycle)
+def _warn_open(lifecycle: Lifecycle, reason: str) -> None:
+    warnings.warn(f"{lifecycle!r} was still open: {reason}", ResourceWarning, stacklevel=2, source=lifecycle)
 
 
 _forgotten: deque[Lifecycle] = deque()  # devices that nobody closes yet
-_closing: set[asyncio.Task[None]] = set()  # loops keep weak references only; touched by single operations
+_background_tasks: set[asyncio.Task[None]] = set()  # loops keep weak references only; touched by single operations
 
 
 def reap() -> None:
@@ -630,22 +634,22 @@ def reap() -> None:
 
 
 def _close_forgotten(lifecycle: Lifecycle) -> None:
-    if not lifecycle.parents and lifecycle.held_elsewhere():
+    if not lifecycle.parents and lifecycle.has_foreign_parts():
         # The owner of the part reaps when it has closed that. It may have done both since, before this was to be found.
         _forgotten.append(lifecycle)
-        if lifecycle.held_elsewhere():
+        if lifecycle.has_foreign_parts():
             return
         try:
             _forgotten.remove(lifecycle)
         except ValueError:  # that owner took it
             return
     task = asyncio.get_running_loop().create_task(lifecycle.close())
-    _closing.add(task)
-    task.add_done_callback(functools.partial(_closed_forgotten, lifecycle))
+    _background_tasks.add(task)
+    task.add_done_callback(functools.partial(_on_forgotten_closed, lifecycle))
 
 
-def _closed_forgotten(lifecycle: Lifecycle, task: asyncio.Task[None]) -> None:
-    _closing.discard(task)
+def _on_forgotten_closed(lifecycle: Lifecycle, task: asyncio.Task[None]) -> None:
+    _background_tasks.discard(task)
     if lifecycle.state is CLOSED:
         reap()  # it may be what kept a device
     elif not lifecycle.parents and not lifecycle.inherited:
@@ -654,9 +658,9 @@ def _closed_forgotten(lifecycle: Lifecycle, task: asyncio.Task[None]) -> None:
         task.result()
 
 
-def _finished(lifecycle: Lifecycle, closing: _Closing, task: asyncio.Task[None]) -> None:
-    _closing.discard(task)
-    lifecycle._stay(closing)  # where it was cancelled before it began
+def _on_background_end(lifecycle: Lifecycle, closing: _Closing, task: asyncio.Task[None]) -> None:
+    _background_tasks.discard(task)
+    lifecycle._abort_closing(closing)  # where it was cancelled before it began
     if not task.cancelled() and (error := task.exception()) is not None:
         raise error  # nobody awaits it: the loop logs it
 

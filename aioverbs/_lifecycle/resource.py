@@ -12,7 +12,7 @@ from aioverbs._core.handles.handles import Affinity
 from aioverbs._exports import publish
 from aioverbs._lifecycle import forks
 from aioverbs._lifecycle.lifecycle import CLOSED, FAILED, OPEN, Destroyable, Lifecycle, ResourceState, Site
-from aioverbs._lifecycle.turns import OPENING, go_round, spend
+from aioverbs._lifecycle.turns import OPENING, spend, yield_to_loop
 from aioverbs.errors import ClosedResourceError, ForkedProcessError
 
 __all__ = [
@@ -110,7 +110,7 @@ class Resource(anyio.abc.AsyncResource):
         :raises ForkedProcessError: so it was in the process that this one was forked from.
         """
         if turn := spend(OPENING):
-            await go_round(turn)
+            await yield_to_loop(turn)
         self._open_now()
         return self
 
@@ -161,7 +161,7 @@ class Resource(anyio.abc.AsyncResource):
     def __del__(self) -> None:
         lifecycle = getattr(self, "_lifecycle", None)
         if lifecycle is not None:  # a subclass refused its arguments
-            lifecycle.forget()
+            lifecycle.on_user_collected()
 
 
 R = TypeVar("R", bound=Resource)

@@ -18,7 +18,7 @@ import anyio
 from aioverbs._core.handles import handles
 from aioverbs._exports import publish
 from aioverbs._lifecycle.affinity import running_loop
-from aioverbs._lifecycle.lifecycle import Lifecycle, ResourceState, Site, line_of
+from aioverbs._lifecycle.lifecycle import Lifecycle, ResourceState, Site, format_site
 from aioverbs._lifecycle.resource import (
     HandleResource,
     Resource,
@@ -27,8 +27,8 @@ from aioverbs._lifecycle.resource import (
     lifecycle_of,
     open_part_now,
 )
-from aioverbs._lifecycle.turns import LIGHT, go_round, spend
-from aioverbs._memory.region import MemoryRegion, RegionSlice, WaitableInFlightCount, is_large, open_beside_the_loop
+from aioverbs._lifecycle.turns import LIGHT, spend, yield_to_loop
+from aioverbs._memory.region import MemoryRegion, RegionSlice, WaitableInFlightCount, is_large, open_in_thread
 from aioverbs.allocators import Allocator
 from aioverbs.errors import BusyResourceError, ClosedResourceError
 from aioverbs.types import AccessFlags
@@ -45,7 +45,7 @@ class BufferPoolStatistics(ResourceStatistics):
     :param under_dma: those that were released and are still being worked with; they come back by themselves.
     :param free: those that may be leased.
     :param waiting: who waits for one.
-    :param high_water: how many were away at once, at most.
+    :param high_water: how many were leased at once, at most.
     """
 
     slabs: int
@@ -58,7 +58,7 @@ class BufferPoolStatistics(ResourceStatistics):
 
 @dataclass(frozen=True, slots=True)
 class _Lease:
-    """A buffer that is away: where it goes back to, what is under way with it, who took it."""
+    """A buffer that is leased: where it goes back to, what is under way with it, who took it."""
 
     block: RegionSlice
     pins: WaitableInFlightCount
@@ -75,15 +75,15 @@ class _FreeList:
 
     def __init__(self, lifecycle: Lifecycle) -> None:
         self._lifecycle = lifecycle
-        self._giving = threading.Lock()  # only ever tried
+        self._serving = threading.Lock()  # only ever tried
         self._numbers = itertools.count()
         self.slabs: list[MemoryRegion] = []
         self.free: deque[RegionSlice] = deque()
-        self.away: dict[int, _Lease] = {}
+        self.leased: dict[int, _Lease] = {}
         self.waiting: deque[_Waiter] = deque()
-        self.depths = {0}  # how many were away at once: a maximum could not be kept by one operation
+        self.leased_counts = {0}  # how many were leased at once: a maximum could not be kept by one operation
 
-    def take(self, pool: "BufferPool", site: Site | None) -> "LeasedBuffer | None":
+    def lease(self, pool: "BufferPool", site: Site | None) -> "LeasedBuffer | None":
         """A free one, unless somebody waits for it."""
         if self.waiting:
             return None
@@ -91,42 +91,42 @@ class _FreeList:
             block = self.free.pop()
         except IndexError:
             return None
-        return self._lend(block, pool, site)
+        return self._lease_block(block, pool, site)
 
-    def _lend(self, block: RegionSlice, pool: "BufferPool", site: Site | None) -> "LeasedBuffer":
+    def _lease_block(self, block: RegionSlice, pool: "BufferPool", site: Site | None) -> "LeasedBuffer":
         number = next(self._numbers)
-        pins = WaitableInFlightCount(block.region.pins, functools.partial(self.come_back, number))
-        self.away[number] = _Lease(block, pins, site)
-        self.depths.add(len(self.away))
+        pins = WaitableInFlightCount(block.region.pins, functools.partial(self.return_if_idle, number))
+        self.leased[number] = _Lease(block, pins, site)
+        self.leased_counts.add(len(self.leased))
         return LeasedBuffer(block, pins, pool, self, number)
 
-    def come_back(self, number: int) -> None:
-        """A loan is over where it was released and nothing is under way any more; of two that find this, one does it.
+    def return_if_idle(self, number: int) -> None:
+        """A lease is over where it was released and nothing is under way any more; of two that find this, one does it.
 
         Who releases closes the pins first and then looks here; who ends the last work does that first and then looks.
         So whoever comes second sees what the other did.
         """
-        loan = self.away.get(number)
-        if loan is None or not loan.pins.closed or len(loan.pins):
+        lease = self.leased.get(number)
+        if lease is None or not lease.pins.closed or len(lease.pins):
             return
-        if self.away.pop(number, None) is not None and not loan.block.region.closed:
-            self.free.append(loan.block)
+        if self.leased.pop(number, None) is not None and not lease.block.region.closed:
+            self.free.append(lease.block)
             if self.waiting:
-                self.give()
+                self.serve_waiters()
 
-    def give(self) -> None:
+    def serve_waiters(self) -> None:
         """Give what is free to those who wait, first come, first served.
 
         Called after every change that could let somebody have one. Who fails to get the lock changed something before
         it failed, and who has it looks once more after it let go: so nothing is overlooked.
         """
-        while self.free and self.waiting and self._giving.acquire(blocking=False):
+        while self.free and self.waiting and self._serving.acquire(blocking=False):
             try:
-                self._give_one()
+                self._serve_one_waiter()
             finally:
-                self._giving.release()
+                self._serving.release()
 
-    def _give_one(self) -> None:
+    def _serve_one_waiter(self) -> None:
         try:
             block = self.free.pop()
         except IndexError:  # taken without waiting, meanwhile
@@ -136,13 +136,13 @@ class _FreeList:
         except IndexError:  # withdrawn meanwhile
             self.free.append(block)
             return
-        buffer = self._lend(block, waiter.pool, waiter.site)
+        buffer = self._lease_block(block, waiter.pool, waiter.site)
         if not waiter.offer(buffer):
             buffer.release()
 
     def withdraw(self, waiter: "_Waiter") -> None:
         """Somebody does not wait any more; on their loop."""
-        waiter.gone = True  # what is on its way goes back
+        waiter.is_withdrawn = True  # what is on its way goes back
         with contextlib.suppress(ValueError):
             self.waiting.remove(waiter)
         future = waiter.future
@@ -155,9 +155,9 @@ class _FreeList:
             for _ in range(len(self.waiting)):
                 self.waiting.popleft().fail(error)
 
-    def receives(self) -> tuple[int, int]:
+    def count_receives(self) -> tuple[int, int]:
         """How many receives are posted in its slabs, and how many of these in buffers that were released."""
-        in_released = sum(loan.pins.receives for loan in self.away.copy().values() if loan.pins.closed)
+        in_released = sum(lease.pins.receives for lease in self.leased.copy().values() if lease.pins.closed)
         return sum(slab.pins.receives for slab in self.slabs), in_released
 
     def destroy(self) -> None:
@@ -166,13 +166,13 @@ class _FreeList:
         self.slabs.clear()
 
     def stop(self) -> None:
-        """The pool is being closed: nobody gets one any more, and what is away is left to those who have it."""
+        """The pool is being closed: nobody gets one any more, and what is leased is left to those who have it."""
         self.fail(ClosedResourceError(f"{self._lifecycle!r} was closed"))
-        sites = [loan.site for loan in self.away.copy().values() if not loan.pins.closed]
+        sites = [lease.site for lease in self.leased.copy().values() if not lease.pins.closed]
         if sites:
             warnings.warn(
                 f"{len(sites)} buffers of {self._lifecycle!r} were not released before it was closed; "
-                f"the first of them was leased at {line_of(sites[0])}",
+                f"the first of them was leased at {format_site(sites[0])}",
                 ResourceWarning,
                 stacklevel=2,
             )
@@ -184,26 +184,26 @@ class _Waiter:
     def __init__(self, pool: "BufferPool", site: Site | None) -> None:
         self.pool = pool
         self.site = site
-        self.gone = False  # it waits no more
+        self.is_withdrawn = False  # it waits no more
         self._loop = running_loop()
         self.future: asyncio.Future[LeasedBuffer] = self._loop.create_future()
 
     def offer(self, buffer: "LeasedBuffer") -> bool:
         """From anywhere: whether it takes the buffer."""
         if asyncio._get_running_loop() is self._loop:
-            if self.gone or self.future.done():
+            if self.is_withdrawn or self.future.done():
                 return False
             self.future.set_result(buffer)
             return True
         try:
             # A loop that is closed before it comes to this drops it: the buffer was forgotten then, and comes back.
-            self._loop.call_soon_threadsafe(self._arrive, buffer)
+            self._loop.call_soon_threadsafe(self._accept, buffer)
         except RuntimeError:  # it is closed already: nobody waits
             return False
         return True
 
-    def _arrive(self, buffer: "LeasedBuffer") -> None:
-        if self.gone or self.future.done():  # withdrawn meanwhile
+    def _accept(self, buffer: "LeasedBuffer") -> None:
+        if self.is_withdrawn or self.future.done():  # withdrawn meanwhile
             buffer.release()
         else:
             self.future.set_result(buffer)
@@ -214,7 +214,7 @@ class _Waiter:
             self._loop.call_soon_threadsafe(self._fail, error)
 
     def _fail(self, error: BaseException) -> None:
-        if not (self.gone or self.future.done()):
+        if not (self.is_withdrawn or self.future.done()):
             self.future.set_exception(error)
 
 
@@ -229,14 +229,14 @@ class LeasedBuffer(RegionSlice):
     What is under way with it when it is released is finished; only then does somebody else get it.
     """
 
-    __slots__ = ("__weakref__", "_number", "_pool", "_shelf")
+    __slots__ = ("__weakref__", "_free_list", "_number", "_pool")
 
     def __init__(
-        self, block: RegionSlice, pins: WaitableInFlightCount, pool: "BufferPool", shelf: _FreeList, number: int
+        self, block: RegionSlice, pins: WaitableInFlightCount, pool: "BufferPool", free_list: _FreeList, number: int
     ) -> None:
         super().__init__(block.region, block.offset, block.length, pins)
         self._pool = pool  # who has a buffer of it has the pool
-        self._shelf = shelf
+        self._free_list = free_list
         self._number = number
 
     def __repr__(self) -> str:
@@ -246,7 +246,7 @@ class LeasedBuffer(RegionSlice):
     def release(self) -> None:
         """Give it back; from any thread. Twice is fine."""
         self.pins.close()
-        self._shelf.come_back(self._number)
+        self._free_list.return_if_idle(self._number)
 
     def __enter__(self) -> Self:
         self.pins.check()
@@ -258,12 +258,15 @@ class LeasedBuffer(RegionSlice):
     def __del__(self) -> None:
         if self.pins.closed:
             return
-        loan = self._shelf.away.get(self._number)
+        lease = self._free_list.leased.get(self._number)
         self.release()
         # That of a closed pool was warned of, and the child of a fork has nothing to give back.
-        if loan is not None and not self.region.closed:
+        if lease is not None and not self.region.closed:
             warnings.warn(
-                f"{self!r} was leased at {line_of(loan.site)} and forgotten", ResourceWarning, stacklevel=2, source=self
+                f"{self!r} was leased at {format_site(lease.site)} and forgotten",
+                ResourceWarning,
+                stacklevel=2,
+                source=self,
             )
 
 
@@ -273,25 +276,25 @@ class LeaseContext:
     Each await gives another buffer; one block at a time has it.
     """
 
-    __slots__ = ("_buffer", "_is_taken", "_pool", "_site")
+    __slots__ = ("_buffer", "_is_in_use", "_pool", "_site")
 
     def __init__(self, pool: "BufferPool", site: Site | None) -> None:
         self._pool = pool
         self._site = site
         self._buffer: LeasedBuffer | None = None
-        self._is_taken = False
+        self._is_in_use = False
 
     def __await__(self) -> Generator[Any, Any, LeasedBuffer]:
         return self._pool._lease(self._site).__await__()
 
     async def __aenter__(self) -> LeasedBuffer:
-        if self._is_taken:
+        if self._is_in_use:
             raise RuntimeError("this is in a block already, which releases one buffer: call lease() for each block")
-        self._is_taken = True
+        self._is_in_use = True
         try:
             self._buffer = await self._pool._lease(self._site)
         except BaseException:
-            self._is_taken = False
+            self._is_in_use = False
             raise
         return self._buffer
 
@@ -300,7 +303,7 @@ class LeaseContext:
     ) -> None:
         buffer, self._buffer = self._buffer, None
         assert buffer is not None
-        self._is_taken = False
+        self._is_in_use = False
         buffer.release()
 
 
@@ -350,14 +353,14 @@ class BufferPool(Resource):
         self._allocator = allocator
         self._access = AccessFlags(access)
         self._buffers = 0
-        self._growing = threading.Lock()  # only ever tried, as the shelf's
+        self._growing = threading.Lock()  # only ever tried, as that of the free list
         self._growth: asyncio.Future[None] | None = None
-        self._shelf = _FreeList(self._lifecycle)
+        self._free_list = _FreeList(self._lifecycle)
 
     def _open(self) -> None:
-        self._lifecycle.hold(self._shelf)
-        self._lifecycle.stop = self._shelf.stop
-        self._lifecycle.lasting = True  # as its slabs are
+        self._lifecycle.hold(self._free_list)
+        self._lifecycle.stop = self._free_list.stop
+        self._lifecycle.must_drain = True  # as its slabs are
         self._add_slab()
 
     async def open(self) -> Self:
@@ -370,7 +373,7 @@ class BufferPool(Resource):
         """
         if not is_large(self._count * self._stride):
             return await super().open()
-        await open_beside_the_loop(self)
+        await open_in_thread(self)
         return self
 
     async def aclose(self) -> None:
@@ -382,7 +385,7 @@ class BufferPool(Resource):
         :raises BusyResourceError: receives are posted in buffers that were not released; nothing was done.
         :raises VerbsError: a slab cannot be deregistered; it is still open, and can be closed again.
         """
-        posted, in_released = self._shelf.receives()
+        posted, in_released = self._free_list.count_receives()
         if posted > in_released and self.state is ResourceState.OPEN and not self.closed:
             raise BusyResourceError(
                 f"{posted - in_released} receives are posted in buffers of {self!r} that were not released: release "
@@ -405,17 +408,17 @@ class BufferPool(Resource):
 
     def statistics(self) -> BufferPoolStatistics:
         """How many buffers are where."""
-        shelf = self._shelf
-        loans = shelf.away.copy().values()
-        released = sum(loan.pins.closed for loan in loans)
+        free_list = self._free_list
+        leases = free_list.leased.copy().values()
+        released = sum(lease.pins.closed for lease in leases)
         return BufferPoolStatistics(
             children=len(self._lifecycle.children),
-            slabs=len(shelf.slabs),
-            leased=len(loans) - released,
+            slabs=len(free_list.slabs),
+            leased=len(leases) - released,
             under_dma=released,
-            free=len(shelf.free),
-            waiting=len(shelf.waiting),
-            high_water=max(shelf.depths.copy()),
+            free=len(free_list.free),
+            waiting=len(free_list.waiting),
+            high_water=max(free_list.leased_counts.copy()),
         )
 
     # ---- Leasing
@@ -442,11 +445,11 @@ class BufferPool(Resource):
         """
         self._check_open()
         site = creation_site()
-        buffer = self._shelf.take(self, site)
-        if buffer is None and not self._shelf.waiting and not is_large(self._next_slab * self._stride):
+        buffer = self._free_list.lease(self, site)
+        if buffer is None and not self._free_list.waiting and not is_large(self._next_slab * self._stride):
             try:
                 self._grow_once()
-                buffer = self._shelf.take(self, site)
+                buffer = self._free_list.lease(self, site)
             finally:
                 self._grow()  # for those who came meanwhile
         if buffer is None:
@@ -455,19 +458,19 @@ class BufferPool(Resource):
 
     async def _lease(self, site: Site | None) -> LeasedBuffer:
         self._check_open()
-        buffer = self._shelf.take(self, site)
+        buffer = self._free_list.lease(self, site)
         if buffer is not None:
             if turn := spend(LIGHT):
                 try:
-                    await go_round(turn)
+                    await yield_to_loop(turn)
                 except BaseException:
                     buffer.release()
                     raise
             return buffer
         waiter = _Waiter(self, site)
-        self._shelf.waiting.append(waiter)
+        self._free_list.waiting.append(waiter)
         try:
-            self._shelf.give()
+            self._free_list.serve_waiters()
             self._check_open()  # looked at last: who closes says so before he tells those who wait
             if not waiter.future.done():
                 if is_large(self._next_slab * self._stride):
@@ -476,7 +479,7 @@ class BufferPool(Resource):
                     self._grow()
             return await waiter.future
         except BaseException:
-            self._shelf.withdraw(waiter)
+            self._free_list.withdraw(waiter)
             raise
 
     # ---- Growing
@@ -488,10 +491,10 @@ class BufferPool(Resource):
 
     def _grow(self) -> None:
         """Add slabs for those who wait. They are told of what fails."""
-        goes_on = True
-        while goes_on and self._shelf.waiting:
+        may_grow = True
+        while may_grow and self._free_list.waiting:
             with contextlib.suppress(Exception):  # who waits now came after those who were told
-                goes_on = self._grow_once()
+                may_grow = self._grow_once()
 
     def _grow_once(self) -> bool:
         """Add a slab, if there may be one, and give it to those who wait; whether it was added.
@@ -505,25 +508,25 @@ class BufferPool(Resource):
             if grown:
                 self._add_slab()
         except BaseException as error:
-            self._shelf.fail(error)  # below the limit, all of them wait for this
+            self._free_list.fail(error)  # below the limit, all of them wait for this
             raise
         finally:
             self._growing.release()
-        self._shelf.give()
+        self._free_list.serve_waiters()
         return grown
 
     def _add_slab(self) -> None:
         buffers = self._next_slab
         slab = MemoryRegion(self, self._pd.handle, buffers * self._stride, self._access, self._allocator)
         open_part_now(slab, keeps_parents=False)
-        lifecycle_of(slab).drain = functools.partial(_quiet, slab.pins)
+        lifecycle_of(slab).drain = functools.partial(_drain_slab, slab.pins)
         self._buffers += buffers
-        self._shelf.slabs.append(slab)
+        self._free_list.slabs.append(slab)
         starts = range((buffers - 1) * self._stride, -1, -self._stride)  # the last in is the first out
-        self._shelf.free.extend([slab[start : start + self._size] for start in starts])
+        self._free_list.free.extend([slab[start : start + self._size] for start in starts])
 
 
-async def _quiet(pins: WaitableInFlightCount) -> None:
+async def _drain_slab(pins: WaitableInFlightCount) -> None:
     """Let nothing more begin in a slab, and wait for what is under way: for receives, too, whose queues end first."""
     pins.close()
     await pins.wait()

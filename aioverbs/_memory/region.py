@@ -27,18 +27,18 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 __all__ = [
+    "AdoptedMemoryRegion",
     "ImportedMemoryRegion",
-    "LentMemoryRegion",
     "MemoryRegion",
     "MemoryWindow",
     "RegionSlice",
     "RemoteRegion",
     "WaitableInFlightCount",
-    "own_memory",
+    "register_queue_memory",
 ]
 
 # From here on registering, which touches every page, is done beside the loop.
-_OFF_LOOP_BYTES = 16 << 20
+_LARGE_BYTES = 16 << 20
 _HUGE_PAGE = 2 << 20  # bytes
 _MADV_WIPEONFORK = 18  # linux/mman.h; the module mmap has no name for it
 
@@ -64,7 +64,7 @@ class WaitableInFlightCount(data_path.InFlightCount):
         if self.inherited and len(self):
             raise ForkedProcessError("this memory")
 
-    async def end(self) -> None:
+    async def close_and_wait(self) -> None:
         """Let nothing more begin, and wait for what is under way.
 
         :raises BusyResourceError: receives are: they may never end by themselves.
@@ -80,7 +80,7 @@ class WaitableInFlightCount(data_path.InFlightCount):
         await self.wait()
 
 
-def pages(length: int) -> mmap.mmap:
+def map_pages(length: int) -> mmap.mmap:
     """Zeroed pages that no fork copies: a child finds zeros there.
 
     With MADV_DONTFORK it would find nothing, map something else there, and lose that by the end of this object. What is
@@ -98,12 +98,12 @@ def pages(length: int) -> mmap.mmap:
     return found
 
 
-class _Own(Registered):
+class _QueueMemory(Registered):
     """Memory that a queue has for itself, registered once."""
 
     def __init__(self, size: int) -> None:
         self.pins = WaitableInFlightCount()
-        self.pages = pages(size)
+        self.pages = map_pages(size)
 
     @property
     def buffer(self) -> memoryview:
@@ -111,9 +111,9 @@ class _Own(Registered):
         return memoryview(self.pages)
 
 
-def own_memory(lifecycle: Lifecycle, pd: handles.ProtectionDomain, size: int) -> RegionSlice:
+def register_queue_memory(lifecycle: Lifecycle, pd: handles.ProtectionDomain, size: int) -> RegionSlice:
     """Memory for what a queue has the device write, registered for as long as the queue is."""
-    own = _Own(size)
+    own = _QueueMemory(size)
     handle = handles.MemoryRegion(pd, own.pages, AccessFlags.LOCAL_WRITE)
     lifecycle.hold_below(handle)
     return RegionSlice.of_all(own, handle, own.pins, AccessFlags.LOCAL_WRITE)
@@ -121,10 +121,10 @@ def own_memory(lifecycle: Lifecycle, pd: handles.ProtectionDomain, size: int) ->
 
 def is_large(length: int) -> bool:
     """Whether so many bytes are registered beside the loop."""
-    return length >= _OFF_LOOP_BYTES
+    return length >= _LARGE_BYTES
 
 
-async def open_beside_the_loop(resource: Resource) -> None:
+async def open_in_thread(resource: Resource) -> None:
     """Open what takes long in a thread, so that the loop goes on meanwhile. Where that fails it is left as it was."""
     opening = running_loop().run_in_executor(None, open_now, resource)
     try:
@@ -137,7 +137,7 @@ async def open_beside_the_loop(resource: Resource) -> None:
         raise
 
 
-class _Piece:
+class _AllocatorMemory:
     """Memory of an allocator that a region has: it goes back when the region's handle is gone."""
 
     def __init__(self, region: "MemoryRegion", allocator: Allocator, address: int) -> None:
@@ -197,8 +197,8 @@ class MemoryRegion(HandleResource[handles.MemoryRegion], Registered):
     def _begin(self, handle: handles.MemoryRegion) -> None:
         self._handle = handle
         RegionSlice.of_all(self, handle, self.pins, self._access)
-        self._lifecycle.drain = self.pins.end
-        self._lifecycle.lasting = True
+        self._lifecycle.drain = self.pins.close_and_wait
+        self._lifecycle.must_drain = True
         self._lifecycle.resume = self.pins.reopen
 
     def _allocate(self) -> "Buffer":
@@ -208,8 +208,8 @@ class MemoryRegion(HandleResource[handles.MemoryRegion], Registered):
         if address is None:
             raise MemoryError(f"{self._allocator!r} has no {self._length} bytes")
         if self._allocator is None or not isinstance(address, int):
-            return pages(self._length)
-        self._lifecycle.hold(_Piece(self, self._allocator, address))
+            return map_pages(self._length)
+        self._lifecycle.hold(_AllocatorMemory(self, self._allocator, address))
         return (ctypes.c_char * self._length).from_address(address)
 
     async def open(self) -> Self:
@@ -222,7 +222,7 @@ class MemoryRegion(HandleResource[handles.MemoryRegion], Registered):
         """
         if not is_large(self._length):
             return await super().open()
-        await open_beside_the_loop(self)
+        await open_in_thread(self)
         return self
 
     def __len__(self) -> int:
@@ -261,7 +261,7 @@ class MemoryRegion(HandleResource[handles.MemoryRegion], Registered):
         return self.whole.remote()
 
 
-class LentMemoryRegion(MemoryRegion):
+class AdoptedMemoryRegion(MemoryRegion):
     """A memory region that its user registered with pyverbs, keeps, and closes when this is closed.
 
     Any event loop may use it. Made by `ProtectionDomain.adopt_memory_region`.
@@ -272,17 +272,17 @@ class LentMemoryRegion(MemoryRegion):
 
     def __init__(self, pd: Resource, handle: handles.ProtectionDomain, mr: "MR", access: AccessFlags) -> None:
         super().__init__(pd, handle, b"", access)  # how long it is, it is asked when it is opened
-        self._lent = mr
+        self._mr = mr
 
     def _open(self) -> None:
-        handle = hardware.adopt_memory_region(self._pd_handle, self._lent)
+        handle = hardware.adopt_memory_region(self._pd_handle, self._mr)
         self._lifecycle.hold(handle)
         self._length = handle.length
         if self._length > sys.maxsize:
-            raise ValueError(f"{self._lent!r} is all of the address space: register or adopt the parts that are needed")
+            raise ValueError(f"{self._mr!r} is all of the address space: register or adopt the parts that are needed")
         self._begin(handle)
         self._memory = None
-        if self._lent.buf:  # not so of device memory, or of what was imported
+        if self._mr.buf:  # not so of device memory, or of what was imported
             memory = (ctypes.c_char * handle.length).from_address(handle.address)
             self._memory = memory if self._access & AccessFlags.LOCAL_WRITE else memoryview(memory).toreadonly()
 

@@ -14,7 +14,7 @@ from aioverbs._lifecycle import forks
 from aioverbs._lifecycle.affinity import CrossLoopCondition
 from aioverbs._lifecycle.lifecycle import ResourceState
 from aioverbs._lifecycle.resource import HandleResource, lifecycle_of, open_part
-from aioverbs._lifecycle.turns import LIGHT, go_round, spend
+from aioverbs._lifecycle.turns import LIGHT, spend, yield_to_loop
 from aioverbs._memory.region import MemoryRegion
 from aioverbs.errors import BusyResourceError, ClosedResourceError, ForkedProcessError
 from aioverbs.types import AccessFlags
@@ -35,7 +35,7 @@ _Key = tuple[int, int, int, AccessFlags, bool]
 class RegistrationCacheStatistics:
     """What a registration cache has done, and keeps at one moment.
 
-    :param hits: blocks that found their memory registered.
+    :param hits: blocks that hit their memory registered.
     :param misses: blocks that registered it.
     :param evictions: registrations that were given up, to make room or because their memory was dropped.
     :param entries: registrations that are kept.
@@ -57,7 +57,7 @@ def _export(buffer: "Buffer", access: AccessFlags) -> memoryview:
     address, length = handles.span(view)
     if not length:
         raise ValueError("there is nothing to register: the memory has no bytes")
-    if not isinstance(buffer, memoryview) or _owner(view) is None:
+    if not isinstance(buffer, memoryview) or _exporter(view) is None:
         return view
     whole = memoryview(view.obj)
     start, size = handles.span(whole)
@@ -67,7 +67,7 @@ def _export(buffer: "Buffer", access: AccessFlags) -> memoryview:
     return part.toreadonly() if view.readonly else part
 
 
-def _owner(view: memoryview) -> object:
+def _exporter(view: memoryview) -> object:
     """The object whose bytes these are; None where it is unknown."""
     return view.obj
 
@@ -76,7 +76,7 @@ def _references(view: memoryview) -> int:
     return sys.getrefcount(view.obj)
 
 
-_ALONE = _references(memoryview(bytearray(1)))  # where an object has no other reference than its export's
+_EXPORT_ALONE = _references(memoryview(bytearray(1)))  # where an object has no other reference than its export's
 
 
 class _Entry:
@@ -94,10 +94,10 @@ class _Entry:
         """Whether it may be used now."""
         return not self.opening and self.region.state is ResourceState.OPEN
 
-    async def settled(self) -> None:
+    async def wait_settled(self) -> None:
         """Until nobody is opening or closing it."""
         await self.condition.wait_while(lambda: self.opening)
-        await lifecycle_of(self.region).settled()
+        await lifecycle_of(self.region).wait_settled()
 
     @property
     def idle(self) -> bool:
@@ -108,10 +108,10 @@ class _Entry:
     def orphaned(self) -> bool:
         """Whether its object would be gone by now if it were not for the registration."""
         view = self.region._memory
-        return isinstance(view, memoryview) and _references(view) <= _ALONE
+        return isinstance(view, memoryview) and _references(view) <= _EXPORT_ALONE
 
 
-class _Forget:
+class _CacheRemoval:
     """What a region does when its handle is gone, whoever closed it: it leaves the cache, and its memory alone."""
 
     def __init__(self, cache: "RegistrationCache", entry: _Entry) -> None:
@@ -119,11 +119,11 @@ class _Forget:
         self._entry = entry
 
     def destroy(self) -> None:
-        self._cache._gone(self._entry)
+        self._cache._on_region_closed(self._entry)
         self._entry.region._memory = None
 
 
-class _LetGo:
+class _MemoryRelease:
     """What a region that is not kept does when its handle is gone: it leaves its memory alone."""
 
     def __init__(self, region: MemoryRegion) -> None:
@@ -133,7 +133,7 @@ class _LetGo:
         self._region._memory = None
 
 
-def _let_go_unopened(region: MemoryRegion) -> None:
+def _release_unopened(region: MemoryRegion) -> None:
     # Who keeps an error keeps frames, and the region by those, which is not to keep the export, too.
     if region.state is ResourceState.NEW:
         region._memory = None
@@ -148,7 +148,7 @@ class RegistrationCache:
             await qp.write(region, remote)
 
     A registration is never a stale one. It holds an export of the buffer's object, as any `MemoryRegion` does: as long
-    as it is kept, that object is not gone, and its memory is where it was; and it is found again by that very object,
+    as it is kept, that object is not gone, and its memory is where it was; and it is hit again by that very object,
     address and length. So a bytearray cannot be resized and an mmap not closed before it is evicted, as `drop` does. A
     new array object, as each slice of a numpy array is, is another object: take slices of the region instead.
 
@@ -180,7 +180,7 @@ class RegistrationCache:
         self._lock = threading.RLock()
         forks.renew_lock_in_children(self)
         self._entries: dict[_Key, _Entry] = {}
-        self._going: set[_Entry] = set()  # those that were given up and are still registered
+        self._evicted: set[_Entry] = set()  # those that were given up and are still registered
         self._bytes = self._hits = self._misses = self._evictions = 0
 
     def _renew_lock(self) -> None:
@@ -212,31 +212,31 @@ class RegistrationCache:
         access = AccessFlags(access)
         view = _export(buffer, access)
         del buffer  # a temporary one is gone at the end
-        if _owner(view) is None or view.nbytes > self.max_bytes or not self.max_entries:
+        if _exporter(view) is None or view.nbytes > self.max_bytes or not self.max_entries:
             # Too large to be kept, or nobody's memory, of which nothing could tell whether it is still there.
             with self._lock:
                 self._misses += 1
             region = MemoryRegion(pd, pd.handle, view, access)
             del view, pd
-            lifecycle_of(region).hold(_LetGo(region))
+            lifecycle_of(region).hold(_MemoryRelease(region))
             try:
                 async with region:
                     yield region
             finally:
-                _let_go_unopened(region)
+                _release_unopened(region)
             return
         user = object()
         try:
-            entry = await self._enter(pd, view, access, user)
+            entry = await self._acquire(pd, view, access, user)
         finally:  # who keeps an error keeps this frame, too, and would keep the export by it
             del view, pd
         try:
             if turn := spend(LIGHT):
-                await go_round(turn)
+                await yield_to_loop(turn)
             yield entry.region
         finally:
             entry.users.discard(user)
-            await _close(self._surplus([entry]))
+            await _close_regions(self._evict_surplus([entry]))
 
     async def drop(self, buffer: "Buffer") -> None:
         """Evict a buffer's object, so that it can be resized or closed. Work with it is waited for.
@@ -250,9 +250,9 @@ class RegistrationCache:
         """
         if self._lifecycle.inherited:
             raise ForkedProcessError(repr(self._lifecycle))
-        of = id(_owner(memoryview(buffer)))
+        exporter_id = id(_exporter(memoryview(buffer)))
         with self._lock:
-            entries = [entry for key, entry in self._entries.items() if key[0] == of]
+            entries = [entry for key, entry in self._entries.items() if key[0] == exporter_id]
             for entry in entries:
                 if entry.users:
                     raise BusyResourceError(f"{entry.region!r} is in use: leave the block first")
@@ -261,36 +261,37 @@ class RegistrationCache:
                         f"{entry.region!r} has {entry.region.pins.receives} receives posted in it: close or reset "
                         "their queue pair, or close their shared receive queue, first"
                     )
-            self._give_up(entries)
-            entries = [entry for entry in self._going if entry.key[0] == of]  # with those of who was cancelled
-        await _close(entries)
+            self._evict(entries)
+            # Includes entries of earlier calls that were cancelled.
+            entries = [entry for entry in self._evicted if entry.key[0] == exporter_id]
+        await _close_regions(entries)
 
     # ---- Coming
 
-    async def _enter(
+    async def _acquire(
         self, pd: HandleResource[handles.ProtectionDomain], view: memoryview, access: AccessFlags, user: object
     ) -> _Entry:
         """The entry of these bytes, open. `view` keeps their object here: so no other one has its id."""
         try:  # as above: of this frame, too
-            key = (id(_owner(view)), *handles.span(view), access, view.readonly)
+            key = (id(_exporter(view)), *handles.span(view), access, view.readonly)
             while True:
                 with self._lock:
                     entry = self._entries.pop(key, None)
-                    found = entry is not None
+                    hit = entry is not None
                     if entry is None:
                         entry = _Entry(key, MemoryRegion(pd, pd.handle, view, access))
                         self._bytes += view.nbytes
                         self._misses += 1
                     self._entries[key] = entry  # the latest used
                     entry.users.add(user)
-                    if found and entry.ready:
+                    if hit and entry.ready:
                         self._hits += 1
                         return entry
                 try:
-                    if not found:
+                    if not hit:
                         await self._register(entry)
                         return entry
-                    await entry.settled()
+                    await entry.wait_settled()
                 except BaseException:
                     entry.users.discard(user)
                     raise
@@ -301,12 +302,12 @@ class RegistrationCache:
     async def _register(self, entry: _Entry) -> None:
         region = entry.region
         try:
-            await _close(self._surplus())  # first: the device may have no more room
-            lifecycle_of(region).hold(_Forget(self, entry))  # before its handle, and so after that at the end
+            await _close_regions(self._evict_surplus())  # first: the device may have no more room
+            lifecycle_of(region).hold(_CacheRemoval(self, entry))  # before its handle, and so after that at the end
             await open_part(region, keeps_parents=False)
         except BaseException:
             self._remove(entry)
-            _let_go_unopened(region)
+            _release_unopened(region)
             raise
         finally:
             entry.opening = False
@@ -320,39 +321,39 @@ class RegistrationCache:
                 del self._entries[entry.key]
                 self._bytes -= len(entry.region)
 
-    def _gone(self, entry: _Entry) -> None:
+    def _on_region_closed(self, entry: _Entry) -> None:
         with self._lock:
             self._remove(entry)
-            self._going.discard(entry)
+            self._evicted.discard(entry)
 
-    def _give_up(self, entries: list[_Entry]) -> None:
+    def _evict(self, entries: list[_Entry]) -> None:
         for entry in entries:
             self._remove(entry)
-        self._going.update(entries)
+        self._evicted.update(entries)
         self._evictions += len(entries)
 
-    def _surplus(self, looked_at: Iterable[_Entry] | None = None) -> list[_Entry]:
+    def _evict_surplus(self, candidates: Iterable[_Entry] | None = None) -> list[_Entry]:
         """Give up what is idle and orphaned of those that are looked at, by default all, and the longest unused of all
         that are idle while there are too many; what is returned is to be closed.
         """
         with self._lock:
-            everything = tuple(self._entries.values())
+            kept = tuple(self._entries.values())
             surplus = [
                 entry
-                for entry in (everything if looked_at is None else looked_at)
+                for entry in (kept if candidates is None else candidates)
                 if entry.idle and entry.orphaned and self._entries.get(entry.key) is entry
             ]
-            self._give_up(surplus)
-            for entry in everything:
+            self._evict(surplus)
+            for entry in kept:
                 if self._bytes <= self.max_bytes and len(self._entries) <= self.max_entries:
                     break
                 if entry.idle and self._entries.get(entry.key) is entry:
                     surplus.append(entry)
-                    self._give_up([entry])
+                    self._evict([entry])
             return surplus
 
 
-async def _close(entries: Iterable[_Entry]) -> None:
+async def _close_regions(entries: Iterable[_Entry]) -> None:
     """All of them, whatever fails."""
     async with AsyncExitStack() as stack:
         for entry in entries:

@@ -15,7 +15,7 @@ from aioverbs._lifecycle.affinity import Affinity, ThreadModel, running_loop, wa
 from aioverbs._lifecycle.cross_loop import CrossLoopFuture, ResultSink
 from aioverbs._lifecycle.lifecycle import ResourceState
 from aioverbs._lifecycle.resource import Resource, ResourceStatistics, check_open, open_part_now
-from aioverbs._lifecycle.turns import OPENING, go_round, spend
+from aioverbs._lifecycle.turns import OPENING, spend, yield_to_loop
 from aioverbs._pool.backends import Processes, SocketCallFactory, Threads
 from aioverbs._pool.call_future import CallFuture
 from aioverbs._pool.placement import Key, PlacementPolicy, RoundRobin
@@ -157,7 +157,7 @@ class WorkerPool(Resource):
         :raises VerbsError: a worker's domain could not be made.
         """
         if turn := spend(OPENING):
-            await go_round(turn)
+            await yield_to_loop(turn)
         # From here to where it is open there is no await, in which another one could open it.
         if self.state is not ResourceState.NEW:
             self._open_now()  # which says why it cannot be
@@ -188,7 +188,7 @@ class WorkerPool(Resource):
         self._check_not_inside()
         self._supervisor.drain()
         await self._supervisor.condition.wait_while(
-            self._supervisor.is_busy, look_s=_LOOK_S if self.processes else None
+            self._supervisor.is_busy, poll_s=_LOOK_S if self.processes else None
         )
 
     async def stop(self, deadline_s: float | None = None) -> None:

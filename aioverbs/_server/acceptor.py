@@ -20,7 +20,7 @@ from aioverbs._connection.handshake import Reason, Reject
 from aioverbs._connection.tcp_control import TcpControlChannel, adopt
 from aioverbs._exports import publish
 from aioverbs._lifecycle import forks
-from aioverbs._lifecycle.affinity import Affinity, ready, running_loop, wait_uncancelled
+from aioverbs._lifecycle.affinity import Affinity, running_loop, wait_socket_ready, wait_uncancelled
 from aioverbs._lifecycle.resource import open_part
 from aioverbs._server.accept import AcceptSettings
 from aioverbs._verbs.base_domain import Domain
@@ -264,7 +264,7 @@ class Acceptor:
             try:
                 sock, address = listening.accept()
             except BlockingIOError:
-                await ready(listening)
+                await wait_socket_ready(listening)
             else:
                 forks.keep_from_children(sock)
                 return sock, address

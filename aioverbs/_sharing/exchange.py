@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from aioverbs._core.handles import handles
 from aioverbs._core.software.software import discard_descriptor
-from aioverbs._lifecycle.affinity import ready, running_loop
+from aioverbs._lifecycle.affinity import running_loop, wait_socket_ready
 from aioverbs._proofs import make_nonce
 from aioverbs._providers import software
 from aioverbs._providers.sysfs import device_numbers
@@ -192,7 +192,7 @@ async def _send(sock: socket.socket, data: bytes, descriptors: Sequence[int]) ->
         try:
             sent = sock.sendmsg([left], rights)
         except BlockingIOError:
-            await ready(sock, writing=True)
+            await wait_socket_ready(sock, writing=True)
         except ConnectionError as error:
             raise BrokenResourceError(f"the peer is gone: {error}") from error
         else:
@@ -216,7 +216,7 @@ async def _receive(sock: socket.socket, size: int, descriptors: list[int], most:
             # Not socket.recv_fds: that one forgets the flags.
             piece, ancillary, flags, _ = sock.recvmsg(size - len(data), room, socket.MSG_PEEK | socket.MSG_CMSG_CLOEXEC)
         except BlockingIOError:
-            await ready(sock)
+            await wait_socket_ready(sock)
             continue
         except ConnectionError as error:
             raise BrokenResourceError(f"the peer is gone: {error}") from error

@@ -67,8 +67,8 @@ class AddressHandle(HandleResource[handles.AddressHandle]):
             path = here.path_to(path, port_num=self._port, sgid_index=self._gid_index)
         self._handle = handles.AddressHandle(self._pd_handle, path)
         self._lifecycle.hold(self._handle)
-        self._lifecycle.drain = self.pins.end
-        self._lifecycle.lasting = True
+        self._lifecycle.drain = self.pins.close_and_wait
+        self._lifecycle.must_drain = True
         self._lifecycle.resume = self.pins.reopen
 
     def to(self, qp_num: int | None = None, qkey: int | None = None) -> Destination:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from aioverbs._core.handles import handles
 from aioverbs._lifecycle.resource import HandleResource
 from aioverbs._memory.buffer_pool import BufferPool
-from aioverbs._memory.region import LentMemoryRegion, MemoryRegion, MemoryWindow
+from aioverbs._memory.region import AdoptedMemoryRegion, MemoryRegion, MemoryWindow
 from aioverbs._memory.registration_cache import RegistrationCache
 from aioverbs._verbs.address_handle import AddressHandle
 from aioverbs._verbs.completion_queue import CompletionQueue, MessageModel, QueueLocation
@@ -181,7 +181,7 @@ class Domain(HandleResource[handles.ProtectionDomain]):
         :raises TypeError: on opening: `mr` is not an ``MR``.
         :raises ValueError: on opening: `mr` is closed or belongs to another protection domain.
         """
-        return LentMemoryRegion(self.base, self.base.handle, mr, access)
+        return AdoptedMemoryRegion(self.base, self.base.handle, mr, access)
 
     def buffer_pool(
         self,

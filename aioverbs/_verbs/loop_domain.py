@@ -7,7 +7,7 @@ from types import TracebackType
 from aioverbs._lifecycle.affinity import OwnedBlock, running_loop
 from aioverbs._lifecycle.lifecycle import ResourceState
 from aioverbs._lifecycle.resource import open_now
-from aioverbs._lifecycle.turns import LIGHT, go_round, spend
+from aioverbs._lifecycle.turns import LIGHT, spend, yield_to_loop
 from aioverbs._verbs.resource_domain import ResourceDomain
 
 __all__ = ["LoopDomain", "SharedByBlocks"]
@@ -41,7 +41,7 @@ class LoopDomain(OwnedBlock[ResourceDomain]):
     async def _begin(self) -> ResourceDomain:
         loop = running_loop()
         if turn := spend(LIGHT):
-            await go_round(turn)
+            await yield_to_loop(turn)
         # From here on there is no await, in which another one could come in.
         for other in tuple(self._domains):
             if other.is_closed():

@@ -30,7 +30,7 @@ from aioverbs._exports import publish
 from aioverbs._lifecycle.affinity import Affinity, CrossLoopCondition, running_loop, wait_uncancelled, wake
 from aioverbs._lifecycle.lifecycle import Lifecycle
 from aioverbs._lifecycle.resource import HandleResource, Resource, ResourceStatistics
-from aioverbs._memory.region import MemoryRegion, MemoryWindow, own_memory
+from aioverbs._memory.region import MemoryRegion, MemoryWindow, register_queue_memory
 from aioverbs._verbs.capability_checks import check_queue_pair
 from aioverbs._verbs.completion_queue import (
     CompletionQueue,
@@ -383,7 +383,7 @@ def _scratch(lifecycle: Lifecycle, placement: QueueLocation | None, size: int) -
     The device writes old values of atomics and routes of datagrams to it.
     """
     assert placement is not None
-    return own_memory(lifecycle, placement.base, size)
+    return register_queue_memory(lifecycle, placement.base, size)
 
 
 def qp_work_state_of(qp: QueuePair) -> QpWorkState | None:

@@ -16,7 +16,7 @@ from aioverbs._core.data_path.data_path import (
 )
 from aioverbs._core.handles import handles
 from aioverbs._lifecycle.lifecycle import Lifecycle
-from aioverbs._memory.region import own_memory
+from aioverbs._memory.region import register_queue_memory
 from aioverbs.errors import (
     AffinityError,
     BrokenResourceError,
@@ -52,7 +52,7 @@ class Refiller:
         depth: int,
         size: int,
     ) -> None:
-        whole = own_memory(lifecycle, pd, depth * size)
+        whole = register_queue_memory(lifecycle, pd, depth * size)
         self._queue = queue
         self._requester = requester
         self._loop = asyncio.get_running_loop()

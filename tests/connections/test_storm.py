@@ -280,7 +280,7 @@ async def test_registrations(device: Device, rounds: int) -> None:
                 there = memory.buffer[task * PIECE : (task + 1) * PIECE]
                 group.create_task(storm.work(task, there, rounds))
         found = cache.statistics()
-        assert (found.entries, found.bytes, len(cache._going)) == (0, 0, 0)
+        assert (found.entries, found.bytes, len(cache._evicted)) == (0, 0, 0)
         assert not ends.far.qp.statistics().sends.failed
         await works(ends.near, ends.far)
         weather.check("drop")

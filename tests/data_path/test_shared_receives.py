@@ -134,7 +134,7 @@ async def test_a_pool_that_is_opened_after_the_queue_that_it_fills(device: Devic
                 assert bytes(message.data) == b"ok"
             await qp.send(pair.source[:8])  # nobody asks for this one
             await until(lambda: srq.statistics().completed == 2)
-            region = pool._shelf.slabs[0]
+            region = pool._free_list.slabs[0]
         await until(lambda: pool.closed)
         assert region.closed
         assert len(region.pins) == 0

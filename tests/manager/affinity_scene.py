@@ -143,7 +143,7 @@ def _seen(subject: Any) -> Any:
         generator: Any = subject._generator if isinstance(subject, OwnedIterator) else vars(subject._context)["gen"]
         yield generator.ag_frame is None, generator.ag_running
     if isinstance(subject, Connecting):
-        yield subject._is_taken, subject._connection
+        yield subject._is_in_use, subject._connection
     if isinstance(subject, WorkerPool):
         yield subject._drain_s
     if isinstance(subject, rdma_cm.Channel | rdma_cm.Identifier | rdma_cm.Listener):

@@ -227,7 +227,7 @@ async def test_a_memory_region_that_its_user_closed(device: Device) -> None:
                 lambda: region.handle.rkey,
             ):
                 with pytest.raises(
-                    BorrowedObjectClosedError, match="close what aioverbs made from a pyverbs object before"
+                    BorrowedObjectClosedError, match="close objects of aioverbs before the pyverbs objects"
                 ):
                     ask()
             with pytest.raises(ClosedResourceError):

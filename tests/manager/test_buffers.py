@@ -242,7 +242,7 @@ async def test_nobody_is_overtaken_while_another_thread_gives(pd: ProtectionDoma
         held = await pool.lease()
         first = asyncio.ensure_future(pool.lease())
         await turns()
-        with pool._shelf._giving:  # it has not come to this one
+        with pool._free_list._serving:  # it has not come to this one
             held.release()
             assert counts(pool) == (0, 0, 1, 1)
             with pytest.raises(anyio.WouldBlock):
@@ -250,14 +250,14 @@ async def test_nobody_is_overtaken_while_another_thread_gives(pd: ProtectionDoma
             second = asyncio.ensure_future(pool.lease())
             await turns()
             assert counts(pool) == (0, 0, 1, 2)
-        pool._shelf.give()
+        pool._free_list.serve_waiters()
         (await first).release()
         (await second).release()
         for _ in range(2):  # who waited is gone, and so is what was free
-            pool._shelf._give_one()
+            pool._free_list._serve_one_waiter()
             assert counts(pool) == (0, 0, 1, 0)
             with pool.lease_nowait():
-                pool._shelf._give_one()
+                pool._free_list._serve_one_waiter()
                 assert counts(pool) == (1, 0, 0, 0)
 
 
@@ -467,7 +467,7 @@ async def test_what_fails_is_told(
 ) -> None:
     async with pd.buffer_pool(64, 1, limit=3) as pool, pool.lease():
         if large:
-            monkeypatch.setattr("aioverbs._memory.region._OFF_LOOP_BYTES", 1)
+            monkeypatch.setattr("aioverbs._memory.region._LARGE_BYTES", 1)
         device.faults.fail("reg_mr", errno.ENOMEM)
         with pytest.raises(VerbsError, match="ENOMEM"):
             await pool.lease()
@@ -483,7 +483,7 @@ async def test_what_fails_is_told(
 async def test_large_slabs_are_registered_beside_the_loop(
     pd: ProtectionDomain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("aioverbs._memory.region._OFF_LOOP_BYTES", 1)
+    monkeypatch.setattr("aioverbs._memory.region._LARGE_BYTES", 1)
     threads: list[int] = []
     add_slab = BufferPool._add_slab
 
@@ -513,7 +513,7 @@ class Slow:
     """The next slab is added when it is said, in a thread."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("aioverbs._memory.region._OFF_LOOP_BYTES", 1)
+        monkeypatch.setattr("aioverbs._memory.region._LARGE_BYTES", 1)
         self.begun, self.go_on = threading.Event(), threading.Event()
         add_slab = BufferPool._add_slab
 
@@ -597,8 +597,8 @@ async def test_who_comes_while_another_thread_closes_it_does_not_wait(
         def closed_meanwhile(*_: object) -> None:
             pool._lifecycle.state = ResourceState.CLOSING
 
-        monkeypatch.setattr(pool._shelf, "take", closed_meanwhile)
-        pool._shelf.free.clear()
+        monkeypatch.setattr(pool._free_list, "lease", closed_meanwhile)
+        pool._free_list.free.clear()
         with pytest.raises(ClosedResourceError, match="is not open"):
             await pool.lease()
         pool._lifecycle.state = ResourceState.OPEN

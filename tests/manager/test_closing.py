@@ -121,7 +121,7 @@ class Slow:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.entered, self.go_on = threading.Event(), threading.Event()
-        monkeypatch.setattr("aioverbs._memory.region._OFF_LOOP_BYTES", 1)
+        monkeypatch.setattr("aioverbs._memory.region._LARGE_BYTES", 1)
         register = MemoryRegion._open
 
         def slowly(region: MemoryRegion) -> None:
@@ -195,7 +195,7 @@ async def test_a_parent_of_memory_that_is_in_use_is_closed_after_it(device: Devi
     pool = await pd.buffer_pool(64, 1).open()
     region = await pd.register(64).open()
     (await pool.lease()).release()
-    for each in (region, pool._shelf.slabs[0]):
+    for each in (region, pool._free_list.slabs[0]):
         each.pins.add()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ResourceWarning)
@@ -218,7 +218,7 @@ async def test_a_parent_of_memory_that_is_in_use_is_closed_after_it(device: Devi
     assert region.closed
     second = asyncio.create_task(pd.aclose())
     await asyncio.sleep(0)
-    pool._shelf.slabs[0].pins.discard()
+    pool._free_list.slabs[0].pins.discard()
     async with asyncio.timeout(patience(5)):
         await second
     assert pool.closed
@@ -471,7 +471,7 @@ async def test_a_forgotten_queue_pair_goes_to_its_owner(device: Device) -> None:
 
 
 async def test_large_memory_needs_asyncio(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("aioverbs._memory.region._OFF_LOOP_BYTES", 1)
+    monkeypatch.setattr("aioverbs._memory.region._LARGE_BYTES", 1)
     async with device.protection_domain() as pd:
         region = pd.register(64)
 

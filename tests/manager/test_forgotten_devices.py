@@ -92,9 +92,9 @@ async def test_a_part_is_closed_elsewhere_while_that_is_found_to_be_missing(monk
 
     class Forgotten(deque[Any]):
         def append(self, device: Any) -> None:
-            if threading.get_ident() == this_thread and device.held_elsewhere() and not closing.is_set():
+            if threading.get_ident() == this_thread and device.has_foreign_parts() and not closing.is_set():
                 closing.set()
-                while device.held_elsewhere():
+                while device.has_foreign_parts():
                     time.sleep(0.001)
                 asyncio.run_coroutine_threadsafe(asyncio.sleep(0), elsewhere.loop).result(30)
             super().append(device)

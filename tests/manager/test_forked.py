@@ -167,7 +167,12 @@ async def test_what_is_waited_for_there_says_so(device: Device) -> None:
 
         async def ask() -> None:
             async with asyncio.timeout(patience(5)):
-                for call in (lambda: anext(begun), lambda: anext(unbegun), region.pins.wait, region.pins.end):
+                for call in (
+                    lambda: anext(begun),
+                    lambda: anext(unbegun),
+                    region.pins.wait,
+                    region.pins.close_and_wait,
+                ):
                     with pytest.raises(ForkedProcessError, match="was opened before fork"):
                         await call()
 

@@ -325,7 +325,7 @@ async def test_one_that_cannot_be_evicted(pd: ProtectionDomain, device: Device) 
 
 
 async def test_it_is_registered_once_for_all_that_come(pd: ProtectionDomain, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("aioverbs._memory.region._OFF_LOOP_BYTES", 1)
+    monkeypatch.setattr("aioverbs._memory.region._LARGE_BYTES", 1)
     memory = bytearray(SIZE)
     keys = await asyncio.gather(*(use(pd, memory) for _ in range(5)))
     assert len(set(keys)) == 1
@@ -336,7 +336,7 @@ async def test_it_is_registered_once_for_all_that_come(pd: ProtectionDomain, mon
 async def test_a_cancelled_registration_is_done_by_the_next(
     pd: ProtectionDomain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("aioverbs._memory.region._OFF_LOOP_BYTES", 1)
+    monkeypatch.setattr("aioverbs._memory.region._LARGE_BYTES", 1)
     memory = bytearray(SIZE)
     tasks = [asyncio.create_task(use(pd, memory)) for _ in range(3)]
     await asyncio.sleep(0)
@@ -492,7 +492,7 @@ async def test_a_kept_error_does_not_keep_the_buffer(
     device: Device, monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
     """Neither where registering is cancelled, nor where what is too large to be kept is."""
-    monkeypatch.setattr("aioverbs._memory.region._OFF_LOOP_BYTES", 1)
+    monkeypatch.setattr("aioverbs._memory.region._LARGE_BYTES", 1)
     async with device.protection_domain() as pd:
         pd.cache.max_bytes = 4096
         buffer = bytearray(size)

@@ -97,7 +97,7 @@ async def test_a_batch_tells_which_request_failed(device: Device, model: Message
             batch.write(pair.source[:1], remote[1:2]),
             batch.fetch_and_add(remote[64:72], 1),
         ]
-        with pytest.raises(BatchError, match=r"request 2 of 5 in a batch, and 2 others: RDMA_WRITE") as caught:
+        with pytest.raises(BatchError, match=r"request 2 of 5 in a batch failed, and 2 others: RDMA_WRITE") as caught:
             await batch.post()
         error = caught.value
         assert (error.index, error.status, error.qp_num) == (2, WcStatus.REM_ACCESS_ERR, pair.near.qp_num)

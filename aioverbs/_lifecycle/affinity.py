@@ -1,4 +1,4 @@
-"""Who may use an object: thread models, owners, and the way to them."""
+"""Thread models and owners of objects, and calls to the event loop of an owner."""
 
 import asyncio
 import contextlib
@@ -41,30 +41,34 @@ T = TypeVar("T")
 
 
 class ThreadModel(enum.Enum):
-    """How the objects of a resource domain may be used, as documented for resource domains."""
+    """Rules for the use of the objects of a resource domain by threads: see `ResourceDomain`."""
 
     SAFE = "safe"
-    """Any thread may use them at any time; the provider locks.
+    """Any thread may use the objects at any time; the provider takes locks.
 
-    Any loop may await them, too. But it is the loop that opened the completion queue that its channel wakes, and that
-    tells the others: a ``receive()``, or whatever else is not done at once, ends elsewhere only while that loop runs.
-    Where it may stop, or stand still, open the completion queue on the loop that awaits.
+    Tasks of any event loop may await them. The completion channel wakes only the loop that opened the completion queue,
+    and that loop notifies the others. So an operation that does not complete at once, such as ``receive()``, completes
+    on another loop only while the loop of the completion queue runs. If that loop may stop or block, open the
+    completion queue on the loop that awaits.
     """
 
     UNSAFE = "unsafe"
-    """Any thread may use them, and the callers see to it that their verbs do not overlap. Those that do are refused.
+    """Any thread may use the objects, one verb at a time. The callers serialize; an overlapping verb raises
+    `ConcurrentAccessError`.
 
-    What is awaited needs the loop that opened the completion queue, as for SAFE.
+    Awaited operations need the loop that opened the completion queue, as for SAFE.
     """
 
     SINGLE = "single"
-    """One thread uses all of them over their lifetime: that of the event loop that opened the domain."""
+    """Only one thread uses the objects during their lifetime: that of the event loop that opened the domain."""
 
 
 def owner_for(model: ThreadModel) -> Affinity | None:
-    """Who owns what is made now under a thread model: the running loop, nobody in particular, or anyone (None).
+    """Return the owner of an object that is made now under a thread model.
 
-    :raises RuntimeError: SINGLE, and no asyncio event loop is running in this thread.
+    :returns: SINGLE: the running loop and its thread; UNSAFE: an owner that is bound to no thread and detects
+        overlapping verbs; SAFE: None.
+    :raises RuntimeError: the model is SINGLE, and no asyncio event loop is running in this thread.
     """
     match model:
         case ThreadModel.SINGLE:
@@ -76,9 +80,9 @@ def owner_for(model: ThreadModel) -> Affinity | None:
 
 
 def running_loop() -> asyncio.AbstractEventLoop:
-    """The running asyncio event loop.
+    """Return the running asyncio event loop.
 
-    :raises RuntimeError: there is none, as in a trio task.
+    :raises RuntimeError: no asyncio event loop is running, as in a trio task.
     """
     try:
         return asyncio.get_running_loop()
@@ -89,17 +93,20 @@ def running_loop() -> asyncio.AbstractEventLoop:
 
 
 async def wait_uncancelled(awaited: Coroutine[Any, Any, T] | asyncio.Future[T]) -> T:
-    """Wait for something whatever cancels who waits, however often; only then raise the cancellation.
+    """Wait for a coroutine or future until it is done, even if the waiting task is cancelled, once or repeatedly.
 
-    Where what was waited for failed, too, that failure is the cause of the cancellation that is raised.
+    After that the last cancellation is raised. If the awaited object failed, its exception is the cause of that
+    cancellation. In the child of a fork the cancellation is raised at once.
 
-    :raises RuntimeError: no asyncio event loop is running.
+    :param awaited: coroutine, which is wrapped in a task of the running loop, or future of that loop.
+    :returns: the result of the awaited object.
+    :raises RuntimeError: no asyncio event loop is running. A coroutine was closed then.
     """
     try:
         future = asyncio.ensure_future(awaited, loop=running_loop())
     except RuntimeError:
         if inspect.iscoroutine(awaited):
-            awaited.close()  # or it is warned of as never awaited
+            awaited.close()  # prevents the warning that it was never awaited
         raise
     cancelled: asyncio.CancelledError | None = None
     forks_before = forks.count
@@ -108,7 +115,7 @@ async def wait_uncancelled(awaited: Coroutine[Any, Any, T] | asyncio.Future[T]) 
             try:
                 await asyncio.wait([future])
             except asyncio.CancelledError as error:
-                if forks.count != forks_before:  # the thread that would end it may not be in a child
+                if forks.count != forks_before:  # the thread that would complete the future may be missing in the child
                     raise
                 cancelled = error
     if cancelled is None:
@@ -119,17 +126,20 @@ async def wait_uncancelled(awaited: Coroutine[Any, Any, T] | asyncio.Future[T]) 
 
 
 def wake(waiter: "asyncio.Future[None] | None") -> None:
-    """Have whoever waits for a future go on, where there is somebody, and the loop that it waits on is not closed."""
+    """Complete a future that a task waits for; do nothing if it is None or done, or if its loop is closed."""
     if waiter is not None and not waiter.done() and not waiter.get_loop().is_closed():
         waiter.set_result(None)
 
 
 async def wait_socket_ready(sock: socket.socket, *, writing: bool = False) -> None:
-    """Wait until a socket can be read, or written: for one task at a time.
+    """Wait until a socket can be read or written. At most one task may wait for a socket and direction at a time.
 
-    Not by the loop's own functions for sockets: where a task that waits there is cancelled in the child of a fork, as
-    `asyncio.run` does with all, these take the socket from what the kernel watches, which is one set for the child's
-    copy of the loop and the parent's.
+    The ``sock_*`` methods of the loop are not used because of forks. The epoll set of the loop is shared with the copy
+    of the loop in a child. If a task that waits in such a method is cancelled in the child, as `asyncio.run` does with
+    all tasks, the method removes the socket from that set, and the parent is never woken again.
+
+    :param sock: non-blocking socket.
+    :param writing: wait until the socket is writable, not until it is readable.
     """
     loop, forks_before = running_loop(), forks.count
     add, remove = (loop.add_writer, loop.remove_writer) if writing else (loop.add_reader, loop.remove_reader)
@@ -144,13 +154,13 @@ async def wait_socket_ready(sock: socket.socket, *, writing: bool = False) -> No
 
 
 class _Owned:
-    """Something that belongs to the event loop that begins it.
+    """Base of objects that belong to the event loop that uses them first.
 
-    Others are refused before anything has changed. A check in the body of a generator comes too late for that: what it
-    raises ends the generator.
+    Calls from other loops raise before anything has changed. A check in the body of a generator would come too late:
+    the exception would end the generator.
 
-    :param name: what errors call it.
-    :param may_begin: called before it begins; raises where the caller may not begin it.
+    :param name: name of the object in error messages.
+    :param may_begin: function that is called before the first use, and raises if the caller may not use the object.
     """
 
     def __init__(self, name: str, may_begin: Callable[[], object]) -> None:
@@ -162,7 +172,7 @@ class _Owned:
         return f"<{self._name}>"
 
     def _enter(self, method: str) -> None:
-        """Check that the owner calls; the first caller becomes the owner."""
+        """Check that the caller is the owner. The first caller becomes the owner."""
         if self._owner is None:
             self._may_begin()
             self._owner = Affinity.of_running_loop()
@@ -170,9 +180,10 @@ class _Owned:
             self._owner.check(self, method)
 
     def _leave(self, method: str) -> bool:
-        """Check that the owner calls, or that it is gone; return False in the child of a fork, where nothing is ended.
+        """Check that the caller is the owner, or that the owner's loop or thread has ended.
 
-        :raises AffinityError: another event loop owns it.
+        :returns: False in the child of a fork, where the object must be left alone; else True.
+        :raises AffinityError: another event loop owns the object.
         """
         if self._owner is None:
             self._may_begin()
@@ -184,9 +195,11 @@ class _Owned:
 
 
 class OwnedIterator(_Owned, AsyncGenerator[T, None]):
-    """An asynchronous generator that belongs to the event loop that first asks it for an item.
+    """Asynchronous generator that belongs to the event loop that requests the first item.
 
-    :param generator: gives the items.
+    :param name: name of the iterator in error messages.
+    :param generator: generator that yields the items.
+    :param may_begin: function that is called before the first item, and raises if the caller may not iterate.
     """
 
     def __init__(self, name: str, generator: AsyncGenerator[T, None], may_begin: Callable[[], object]) -> None:
@@ -194,50 +207,54 @@ class OwnedIterator(_Owned, AsyncGenerator[T, None]):
         self._generator = generator
 
     async def asend(self, value: None) -> T:
-        """Give the next item.
+        """Return the next item.
 
-        :raises AffinityError: another event loop owns it; nothing was done.
+        :param value: None.
+        :raises AffinityError: another event loop owns the iterator. Nothing was done.
         """
         self._enter("__anext__")
         return await self._generator.asend(value)
 
     async def athrow(self, kind: Any, value: Any = None, traceback: TracebackType | None = None) -> T:
-        """Raise an error where it was left.
+        """Raise an exception inside of the generator, at its last ``yield``.
 
-        :raises AffinityError: another event loop owns it; nothing was done.
+        :param kind: exception, or type of one.
+        :param value: exception, if ``kind`` is a type; None: call the type without arguments.
+        :param traceback: traceback of the exception.
+        :raises AffinityError: another event loop owns the iterator. Nothing was done.
         """
         self._enter("athrow")
         error = (kind() if value is None else value) if isinstance(kind, type) else kind
         return await self._generator.athrow(error.with_traceback(traceback) if traceback is not None else error)
 
     async def aclose(self) -> None:
-        """End it. Nothing is done in the child of a fork.
+        """Close the generator. In the child of a fork nothing is done.
 
-        :raises AffinityError: another event loop owns it; nothing was done.
+        :raises AffinityError: another event loop owns the iterator. Nothing was done.
         """
         if self._leave("aclose"):
             await self._generator.aclose()
 
 
 class OwnedBlock(_Owned, AbstractAsyncContextManager[T, None], Generic[T]):
-    """An ``async with`` block that belongs to the event loop that enters it. One at a time is in it.
+    """Asynchronous context manager that belongs to the event loop that enters it, for one block at a time.
 
-    A subclass begins and ends what the block is for.
+    Subclasses implement `_begin` and `_end`.
     """
 
     def __init__(self, name: str, may_begin: Callable[[], object]) -> None:
         super().__init__(name, may_begin)
-        self._is_in_use = False  # from the beginning of entering on
+        self._is_in_use = False  # True from the beginning of `__aenter__` to the end of the block
         self._is_entered = False
 
     async def _begin(self) -> T:
-        """Begin, for the loop that enters the block."""
+        """Enter the block, on the loop that owns it."""
         raise NotImplementedError
 
     async def _end(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """End what was begun: for its loop, or for any other one where that is gone."""
+        """Leave the block, on the loop that owns it, or on any other one if that loop has ended."""
         raise NotImplementedError
 
     async def __aenter__(self) -> T:
@@ -267,9 +284,11 @@ class OwnedBlock(_Owned, AbstractAsyncContextManager[T, None], Generic[T]):
 
 
 class OwnedContext(OwnedBlock[T]):
-    """A block of a context manager that looks at no caller, and is entered once.
+    """Single-use wrapper that adds the check of the owner to another asynchronous context manager.
 
-    :param context: the context manager.
+    :param name: name of the context manager in error messages.
+    :param context: wrapped context manager, which is entered at most once.
+    :param may_begin: function that is called before the block is entered, and raises if the caller may not enter.
     """
 
     def __init__(
@@ -277,7 +296,7 @@ class OwnedContext(OwnedBlock[T]):
     ) -> None:
         super().__init__(name, may_begin)
         self._context = context
-        self._was_entered = False  # also where entering failed: a generator begins once
+        self._was_entered = False  # also set if entering failed, because a generator can be started only once
 
     async def __aenter__(self) -> T:
         if self._was_entered:
@@ -296,22 +315,23 @@ class OwnedContext(OwnedBlock[T]):
 
 
 class CrossLoopCondition:
-    """Wakes, from any thread, who waits on whatever loop for something to become so."""
+    """Condition variable between event loops: `notify`, from any thread, wakes the waiting tasks of all loops."""
 
     def __init__(self) -> None:
         self._waiting: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
 
     def notify(self) -> None:
-        """It may be so now."""
+        """Make all waiting tasks test their conditions again. Call from any thread, after the change."""
         for loop, event in tuple(self._waiting):
-            with contextlib.suppress(RuntimeError):  # its loop was closed meanwhile: nobody waits
+            with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile, so no task waits there
                 loop.call_soon_threadsafe(event.set)
 
     async def wait_while(self, condition: Callable[[], object], *, poll_s: float | None = None) -> None:
-        """Wait as long as a condition holds, which is looked at now and at each ring.
+        """Wait as long as a condition is true. The condition is tested now and after each notification.
 
-        :param poll_s: look as often as that, in seconds, too: what may become so without a ring.
-        :raises RuntimeError: it holds now, and no asyncio event loop is running.
+        :param condition: function whose result is tested for truth.
+        :param poll_s: interval in seconds at which the condition is also tested, for changes without a notification.
+        :raises RuntimeError: the condition is true now, and no asyncio event loop is running.
         """
         if not condition():
             return
@@ -319,7 +339,7 @@ class CrossLoopCondition:
         self._waiting.append(waiting)
         try:
             while condition():
-                # Whoever rings after this is heard, and what became so before it is seen here.
+                # A notification after clear() sets the event; a change before clear() is found by this test.
                 waiting[1].clear()
                 if condition():
                     again = waiting[0].call_later(poll_s, waiting[1].set) if poll_s is not None else None
@@ -341,17 +361,25 @@ async def run_on_owner(owner: Affinity | None, function: Callable[P, T], /, *arg
 async def run_on_owner(
     owner: Affinity | None, function: Callable[P, object], /, *args: P.args, **kwargs: P.kwargs
 ) -> object:
-    """Call a function where `owner` is, from any asyncio event loop; what it returns or raises comes back.
+    """Call a function on the event loop of an owner, from a task of any asyncio event loop.
 
-    Context variables go with it. A plain function is called between the owner's tasks, a coroutine function is awaited
-    in one of its own. Without an owner, or by the owner itself, it is called at once. A cancellation goes there, too,
-    once, and is raised here when the function has ended, or what that raised on its way out.
+    The function runs in a copy of the caller's context. A plain function is called between the tasks of the owner's
+    loop; a coroutine function is awaited in a new task there. If there is no owner, or the caller is the owner, the
+    function is called at once.
 
-    :raises AffinityError: the owner is gone.
-    :raises RuntimeError: it is called from elsewhere than an asyncio event loop.
-    :raises ForkedProcessError: the owner is of the process that this one was forked from.
-    :raises BrokenResourceError: the owner's loop cancelled the function, as it does when it ends; or the function ended
-        that loop, by a SystemExit.
+    A cancellation of the caller is forwarded once, by cancelling the task on the owner's loop. The caller still waits
+    until the function has ended, and then raises the cancellation, or the exception that the function raised instead.
+
+    :param owner: owner whose loop calls the function; None: the running loop.
+    :param function: plain function or coroutine function.
+    :param args: positional arguments of the function.
+    :param kwargs: keyword arguments of the function.
+    :returns: the result of the function.
+    :raises AffinityError: the loop or thread of the owner has ended.
+    :raises RuntimeError: no asyncio event loop is running in this thread.
+    :raises ForkedProcessError: the owner belongs to the process that this one was forked from.
+    :raises BrokenResourceError: the owner's loop cancelled the function, as when the loop ends; or the function ended
+        that loop by SystemExit or KeyboardInterrupt.
     """
     if owner is None or owner.owns():
         if turn := spend(LIGHT):
@@ -373,11 +401,14 @@ async def run_on_owner(
 
 
 def _lost(owner: Affinity, call: CrossLoopCall[object]) -> BaseException | None:
-    """Why it cannot come back any more: a loop that is closed drops what it was asked to do, and tells nobody."""
-    if owner.orphaned or owner.loop is not call.loop:  # somebody may have taken over what the loop owned
+    """Return the error of a call that can no longer complete; None as long as it can.
+
+    A loop that is closed drops its callbacks without a notification, so the caller polls.
+    """
+    if owner.orphaned or owner.loop is not call.loop:  # or another loop took over the objects of the owner
         return AffinityError(f"the owner {call.loop!r} is gone, and with it the call that was carried there")
     if call.is_withdrawn and not call.loop.is_running():
-        return asyncio.CancelledError()  # it will not begin; a loop that stands still is not waited for
+        return asyncio.CancelledError()  # the call will not start; do not wait for a loop that does not run
     return None
 
 

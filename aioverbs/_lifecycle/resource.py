@@ -1,4 +1,4 @@
-"""What all resources have in common for their users: opening, closing, owners, statistics."""
+"""Base classes of all resources: opening, closing, owner and statistics."""
 
 import sys
 import weakref
@@ -23,16 +23,16 @@ __all__ = [
 
 @dataclass(frozen=True)
 class ResourceStatistics:
-    """Counts of a resource, at one moment.
+    """Counts of a resource at one moment.
 
-    :param children: how many open resources were made from it.
+    :param children: number of open resources that were made from this one.
     """
 
     children: int
 
 
 def creation_site() -> Site | None:
-    """Of the innermost frame that is the user's: its code and instruction, of which `line_of` makes a line."""
+    """Return the code and instruction of the innermost frame outside of the library; `format_site` formats them."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_globals.get("__name__", "").startswith(("aioverbs.", "contextlib")):
         frame = frame.f_back
@@ -42,8 +42,11 @@ def creation_site() -> Site | None:
 class Resource(anyio.abc.AsyncResource):
     """Base of everything that is opened and closed: devices, domains, queues, regions.
 
-    ``async with`` opens it and closes it; outside of a block `open` and `aclose` do the same. It keeps its parents
-    open: closing one of those closes what was made from it, with a `ResourceWarning` for each.
+    ``async with`` opens the resource and closes it at the end of the block; outside of a block, `open` and `aclose` do
+    the same. A resource references its parents, so that they are not garbage-collected before it. Closing a parent
+    closes all resources that were made from it, with a `ResourceWarning` for each one that is still open.
+
+    :param parents: resources that this one is made from.
     """
 
     def __init__(self, *parents: "Resource") -> None:
@@ -57,41 +60,44 @@ class Resource(anyio.abc.AsyncResource):
         label = f" {self._lifecycle.label}" if self._lifecycle.label else ""
         return f"<{type(self).__name__}{label} ({self._lifecycle.state.value})>"
 
-    # ---- What a kind of resource says of itself
+    # ---- Hooks for subclasses
 
     def _owner(self) -> Affinity | None:
-        """Who is to own it; called when it is opened."""
+        """Return the owner of the resource; None if any loop may use it. Called when the resource is opened."""
         return None
 
     def _open(self) -> None:
-        """Make its handles, each given to ``self._lifecycle.hold`` at once; what fails undoes those."""
+        """Create the handles and pass each to ``self._lifecycle.hold`` at once.
+
+        If this raises, the caller destroys the handles that are held.
+        """
         raise NotImplementedError
 
     def _drop_parents(self) -> None:
-        self._parents = ()  # a whole and its parts hold each other: no garbage is left
+        self._parents = ()  # a resource and its parts may reference each other: break the cycle
 
-    # ---- Life
+    # ---- Opening, closing and state
 
     @property
     def state(self) -> ResourceState:
-        """Where it is in its life."""
+        """Current state of the resource."""
         return self._lifecycle.state
 
     @property
     def closed(self) -> bool:
-        """Whether it was closed, or is of the process that this one was forked from."""
+        """True if the resource was closed, or was opened in the process that this one was forked from."""
         lifecycle = self._lifecycle
-        if lifecycle.state is OPEN and lifecycle.forks == forks.count:  # as most often: without a further call
+        if lifecycle.state is OPEN and lifecycle.forks == forks.count:  # the most frequent case: avoid a further call
             return False
         return lifecycle.state is CLOSED or lifecycle.inherited
 
     @property
     def owner(self) -> Affinity | None:
-        """The event loop and thread that it belongs to; None where anyone may use it."""
+        """Event loop and thread that the resource belongs to; None if any loop may use the resource."""
         return self._lifecycle.owner
 
     def statistics(self) -> ResourceStatistics:
-        """Its counts as they are now."""
+        """Return the current counts of the resource."""
         return ResourceStatistics(len(self._lifecycle.children))
 
     def _check_open(self) -> None:
@@ -104,10 +110,12 @@ class Resource(anyio.abc.AsyncResource):
         raise ClosedResourceError(f"{self!r} is not open{advice}")
 
     async def open(self) -> Self:
-        """Open it; what its block would do at its beginning.
+        """Open the resource, as ``async with`` does.
 
-        :raises ClosedResourceError: it was opened before, or one of those that it is made from is closed.
-        :raises ForkedProcessError: so it was in the process that this one was forked from.
+        :returns: the resource itself.
+        :raises ClosedResourceError: the resource was opened before, or a resource that it is made from is closed.
+        :raises ForkedProcessError: the resource, or one that it is made from, was opened in the process that this one
+            was forked from.
         """
         if turn := spend(OPENING):
             await yield_to_loop(turn)
@@ -115,7 +123,7 @@ class Resource(anyio.abc.AsyncResource):
         return self
 
     def _open_now(self) -> None:
-        # Without an await: a cancellation finds it either unopened or open.
+        # There is no await in here, so a cancellation finds the resource either unopened or open.
         lifecycle = self._lifecycle
         lifecycle.begin(tuple([parent._lifecycle for parent in self._parents]), self._owner())
         try:
@@ -129,17 +137,18 @@ class Resource(anyio.abc.AsyncResource):
         lifecycle.opened()
 
     async def aclose(self) -> None:
-        """Close it, and before it what was made from it and is open, each with a `ResourceWarning`.
+        """Close the resource, after all open resources that were made from it, each with a `ResourceWarning`.
 
-        Closing twice is fine; who comes second waits for the first. Where this is cancelled, it is closed nevertheless,
-        memory as soon as no work request has the use of it; where a verb fails then, too, the cancellation is raised,
-        with the error as its context and in a note.
-        In the child of a fork nothing is done: it is the parent's.
+        Closing a closed resource does nothing. If another task is closing the resource, wait until that has ended.
+        After a cancellation the resource is closed all the same; memory is deregistered as soon as no work request uses
+        it. If a verb fails as well, the cancellation is raised, with the error as its context and in a note.
 
-        :raises BusyResourceError: something that another event loop owns was made from it; nothing was done.
-        :raises AffinityError: another event loop owns it; nothing was done.
-        :raises ConcurrentAccessError: another thread is inside of its domain; it is still open.
-        :raises VerbsError: a verb failed; it is still open, and can be closed again.
+        In the child of a fork nothing is done, as the parent process still uses the resource.
+
+        :raises BusyResourceError: a resource that another event loop owns was made from this one. Nothing was done.
+        :raises AffinityError: another event loop owns the resource. Nothing was done.
+        :raises ConcurrentAccessError: another thread is in a verb on the same domain. The resource is still open.
+        :raises VerbsError: a verb failed. The resource is still open, and can be closed again.
         """
         await self._lifecycle.close()
 
@@ -152,7 +161,7 @@ class Resource(anyio.abc.AsyncResource):
         if error is None:
             await self.aclose()
             return
-        # What went wrong in the block is what the caller is to hear of.
+        # The caller receives the exception of the block, not the one of closing.
         try:
             await self.aclose()
         except Exception as another:
@@ -160,7 +169,7 @@ class Resource(anyio.abc.AsyncResource):
 
     def __del__(self) -> None:
         lifecycle = getattr(self, "_lifecycle", None)
-        if lifecycle is not None:  # a subclass refused its arguments
+        if lifecycle is not None:  # None if the constructor of a subclass raised before this one was called
             lifecycle.on_user_collected()
 
 
@@ -168,35 +177,40 @@ R = TypeVar("R", bound=Resource)
 
 
 def lifecycle_of(resource: Resource) -> Lifecycle:
-    """Return the tree node of a resource, for other packages of the library."""
+    """Return the node of a resource in the resource tree, for other packages of the library."""
     return resource._lifecycle
 
 
 def open_now(resource: Resource) -> None:
-    """Open what is a user's, without an await, in which others could come in. It raises what `Resource.open` does."""
+    """Open a resource of the user without an await, so that no other task runs meanwhile. Raises as `Resource.open`."""
     resource._open_now()
 
 
 def check_open(resource: Resource) -> None:
-    """See that a resource is open.
+    """Check that a resource is open.
 
-    :raises ClosedResourceError: it is not.
-    :raises ForkedProcessError: it was opened in the process that this one was forked from.
+    :raises ClosedResourceError: the resource is not open.
+    :raises ForkedProcessError: the resource was opened in the process that this one was forked from.
     """
     resource._check_open()
 
 
 def suppress_warning(resource: Resource, suppress: bool = True) -> None:
-    """Warn no user of a resource that is left open, as the library opened it; with False, warn again."""
+    """Issue no warning if a resource is left open, because the library opened it and not its user.
+
+    :param suppress: False to issue the warning again.
+    """
     resource._lifecycle.suppress_warning = suppress
 
 
 async def open_part(part: R, *, keeps_parents: bool = True) -> R:
-    """Open what the library makes for itself: no user is warned that it was left open.
+    """Open a resource that the library makes for itself: no warning is issued if it is left open.
 
-    :param keeps_parents: whether the part keeps the objects of its parents, and not only their lives; without that a
-        user who forgets the whole is warned while the whole still has the part.
-    :raises VerbsError: a verb failed, or another error of its `Resource.open`.
+    :param part: unopened resource that is a part of another one.
+    :param keeps_parents: True if the part keeps a reference to the objects of its parents. With False only the tree
+        connects them; then the parent object can be garbage-collected, with a warning, although it has the part.
+    :returns: the part.
+    :raises VerbsError: a verb failed. Other exceptions of `Resource.open` are raised as well.
     """
     suppress_warning(part)
     await part.open()
@@ -206,7 +220,7 @@ async def open_part(part: R, *, keeps_parents: bool = True) -> R:
 
 
 def open_part_now(part: R, *, keeps_parents: bool = True) -> R:
-    """Open what the library makes for itself as `open_part` does, without an await, in which others could come in."""
+    """Do the same as `open_part` without an await, so that no other task runs meanwhile."""
     suppress_warning(part)
     part._open_now()
     if not keeps_parents:
@@ -218,15 +232,16 @@ H = TypeVar("H", bound=Destroyable)
 
 
 class HandleResource(Resource, Generic[H]):
-    """A resource that one object of the compiled core stands for."""
+    """Resource that wraps one handle of the compiled core."""
 
     _handle: H | None = None
 
     @property
     def handle(self) -> H:
-        """The verbs object.
+        """Handle of the compiled core, which wraps the verbs object.
 
-        :raises ClosedResourceError: it is not open.
+        :raises ClosedResourceError: the resource is not open.
+        :raises ForkedProcessError: the resource was opened in the process that this one was forked from.
         """
         self._check_open()
         assert self._handle is not None

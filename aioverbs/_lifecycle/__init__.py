@@ -1,1 +1,1 @@
-"""Resources apart from what they are for: the tree that they form, who owns them, and calls to another loop."""
+"""Lifecycle of resources: the resource tree, owners, calls between event loops, forks."""

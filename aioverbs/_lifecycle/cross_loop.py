@@ -1,4 +1,4 @@
-"""Calls that are carried to another event loop, and what comes back."""
+"""Calls of functions on another event loop, and their results."""
 
 import asyncio
 import contextlib
@@ -17,21 +17,21 @@ __all__ = ["CrossLoopCall", "CrossLoopFuture", "ResultSink"]
 T = TypeVar("T")
 T_contra = TypeVar("T_contra", contravariant=True)
 
-# How often somebody who waits for a loop that tells nobody of its end looks whether that is still there.
+# Interval at which a caller checks that the other loop still exists: the end of a loop causes no notification.
 _POLL_S = 0.1
 
 
 class ResultSink(Protocol[T_contra]):
-    """Where the end of an errand is told."""
+    """Receiver of the result of a call."""
 
     def settle(self, result: T_contra | None, error: BaseException | None) -> None:
-        """It has ended. From any thread; the first time counts."""
+        """Set the result or the error of the call. Call from any thread; only the first call has an effect."""
 
 
 class CrossLoopFuture(Generic[T]):
-    """The end of an errand, for a task of the running loop that waits for it.
+    """Result of a call on another loop, for one task of the calling loop that waits for it.
 
-    :param caller: the running loop.
+    :param caller: running loop, whose task waits.
     """
 
     __slots__ = ("_caller", "_error", "_forks", "_future", "_is_settled", "_result", "_timer")
@@ -46,11 +46,11 @@ class CrossLoopFuture(Generic[T]):
         self._error: BaseException | None = None
 
     def settle(self, result: T | None, error: BaseException | None) -> None:
-        """It has ended. From any thread; the first time counts."""
-        try:  # noqa: SIM105  (a block of contextlib's costs as much as the rest)
+        """Set the result or the error of the call. Call from any thread; only the first call has an effect."""
+        try:  # noqa: SIM105  (contextlib.suppress costs as much as the rest of this method)
             self._caller.call_soon_threadsafe(self._set_result, result, error)
         except RuntimeError:
-            pass  # the caller's loop is closed: nobody waits
+            pass  # the caller's loop is closed, so no task waits
 
     def _set_result(self, result: T | None, error: BaseException | None) -> None:
         if self._is_settled:
@@ -62,7 +62,10 @@ class CrossLoopFuture(Generic[T]):
             self._future.set_result(None)
 
     def watch(self, poll: Callable[[], BaseException | None]) -> None:
-        """Look again and again, until it has ended, for an error that is to be its end."""
+        """Call a function at regular intervals until the call has ended.
+
+        :param poll: returns an error that ends the call, or None.
+        """
         self._timer = self._caller.call_later(_POLL_S, self._poll, poll)
 
     def _poll(self, poll: Callable[[], BaseException | None]) -> None:
@@ -70,15 +73,18 @@ class CrossLoopFuture(Generic[T]):
         if error is None:
             self.watch(poll)
         else:
-            # What was settled before its loop was gone is on its way here already, and comes first.
+            # A result that was set before the other loop ended is already in the queue of this loop, and comes first.
             self._caller.call_soon(self._set_result, None, error)
 
     async def wait(self, withdraw: Callable[[], None]) -> T:
-        """What the errand brings, or raise what it raises.
+        """Wait for the end of the call.
 
-        :param withdraw: called owner this is cancelled, once; then the errand's end is waited for, whatever cancels
-            this meanwhile, and the cancellation is raised, or what the errand raised on its way out. In the child of a
-            fork nothing of that: the errand is the parent's, and comes back there.
+        If this is cancelled, the call is withdrawn once, and its end is waited for, whatever cancels this task
+        meanwhile. Then the cancellation is raised, or the exception that the call raised instead. In the child of a
+        fork the cancellation is raised at once: the call belongs to the parent, and ends there.
+
+        :param withdraw: function that cancels the call on the other loop.
+        :returns: the result of the call.
         """
         try:
             await self._future
@@ -92,13 +98,13 @@ class CrossLoopFuture(Generic[T]):
             raise
         if self._error is not None:
             self._raise()
-        return self._result  # type: ignore[return-value]  # it is what the errand brought
+        return self._result  # type: ignore[return-value]  # T may include None
 
     async def _wait_settled(self) -> None:
         with anyio.CancelScope(shield=True):
             while not self._is_settled and self._forks == forks.count:
                 self._future = self._caller.create_future()
-                with contextlib.suppress(asyncio.CancelledError):  # the first is the one that is raised
+                with contextlib.suppress(asyncio.CancelledError):  # wait() raises the first cancellation
                     await self._future
 
     def _raise(self) -> None:
@@ -107,7 +113,7 @@ class CrossLoopFuture(Generic[T]):
         try:
             raise error
         finally:
-            del error  # or its traceback would hold it
+            del error  # break the reference cycle between the error and its traceback
 
 
 def _raise(error: BaseException) -> None:
@@ -115,11 +121,14 @@ def _raise(error: BaseException) -> None:
 
 
 class CrossLoopCall(Generic[T]):
-    """A function that is called on another loop of this process, in the context of who posts it.
+    """Call of a function on another event loop of this process, in a copy of the context of the sender.
 
-    A plain function is called between the tasks of that loop; what it returns is awaited in a task owner it can be.
+    A plain function is called between the tasks of that loop. If its result is awaitable, a new task awaits it.
 
-    :param owner: of what the loop is, for errors.
+    :param function: function to call.
+    :param args: positional arguments of the function.
+    :param outcome: receiver of the result.
+    :param owner: owner of the loop, for error messages.
     """
 
     __slots__ = ("_args", "_function", "_task", "is_withdrawn", "loop", "outcome", "owner")
@@ -133,10 +142,10 @@ class CrossLoopCall(Generic[T]):
         self.is_withdrawn = False
         self._function = function
         self._args = args
-        self._task: asyncio.Task[None] | None = None  # its loop's
+        self._task: asyncio.Task[None] | None = None  # task on the loop of the call
 
     def send_to(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Send it there. From any thread.
+        """Schedule the call on a loop. Call from any thread.
 
         :raises RuntimeError: the loop is closed.
         """
@@ -144,9 +153,9 @@ class CrossLoopCall(Generic[T]):
         loop.call_soon_threadsafe(self.start)
 
     def withdraw(self) -> None:
-        """Cancel it, owner it has begun; it is not begun any more. From any thread, after it was posted."""
+        """Cancel the call if it has started, else prevent its start. Call from any thread, after `send_to`."""
         self.is_withdrawn = True
-        with contextlib.suppress(RuntimeError):  # closed: it cannot begin
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the call cannot start
             self.loop.call_soon_threadsafe(self._cancel)
 
     def _cancel(self) -> None:
@@ -154,7 +163,7 @@ class CrossLoopCall(Generic[T]):
             self._task.cancel()
 
     def start(self) -> None:
-        """Begin it. On its loop."""
+        """Start the call. Runs on the loop of the call."""
         if self.is_withdrawn:
             self.settle(None, self.cancellation())
             return
@@ -162,7 +171,7 @@ class CrossLoopCall(Generic[T]):
             result = self._function(*self._args)
         except (SystemExit, KeyboardInterrupt) as error:
             self.leave(error)
-            raise  # it ends the loop
+            raise  # ends the loop
         except BaseException as error:
             self.settle(None, self.cancellation() if isinstance(error, asyncio.CancelledError) else error)
             return
@@ -179,7 +188,7 @@ class CrossLoopCall(Generic[T]):
             self.settle(None, self.cancellation())
         except (SystemExit, KeyboardInterrupt) as error:
             self.leave(error)
-            self.loop.call_soon(_raise, error)  # it ends the loop; nobody asks this task
+            self.loop.call_soon(_raise, error)  # ends the loop; no task awaits this one
         except BaseException as error:
             self.settle(None, error)
         else:
@@ -187,25 +196,25 @@ class CrossLoopCall(Generic[T]):
 
     def _done(self, awaitable: Awaitable[T], task: asyncio.Task[None]) -> None:
         self._task = None
-        if task.cancelled():  # before it began
+        if task.cancelled():  # cancelled before its first step
             if inspect.iscoroutine(awaitable):
                 awaitable.close()
             self.settle(None, self.cancellation())
 
     def settle(self, result: T | None, error: BaseException | None) -> None:
-        """It has ended. The first time counts."""
-        outcome, self.outcome = self.outcome, None  # or the error's traceback would hold what holds the error
+        """Pass the result or the error to the receiver. Only the first call has an effect."""
+        outcome, self.outcome = self.outcome, None  # no reference cycle by the error's traceback
         if outcome is not None:
             outcome.settle(result, error)
 
     def cancellation(self) -> BaseException:
-        """How it ends owner it is cancelled on its loop."""
+        """Return the error of a call that was cancelled on its loop."""
         if self.is_withdrawn:
             return asyncio.CancelledError()
         return BrokenResourceError(f"{self.owner!r} cancelled what was called there")
 
     def leave(self, error: BaseException) -> None:
-        """It ends its loop, too."""
+        """Settle a call whose function ends the loop by SystemExit or KeyboardInterrupt."""
         lost = BrokenResourceError(f"what was called there ended {self.owner!r}: {error!r}")
         lost.__cause__ = error
         self.settle(None, lost)

@@ -1,4 +1,4 @@
-"""Forks of this process: a child tells apart what it has of its parent, finds locks free, and keeps no peer waiting."""
+"""Forks: recognition of the parent's objects in a child, free locks there, and connections that are not shared."""
 
 import os
 import socket
@@ -8,42 +8,42 @@ from typing import Protocol
 __all__ = ["HasFileno", "HasLock", "keep_from_children", "renew_lock_in_children"]
 
 count = 0
-"""How many forks lead to this process: what remembers another count was made before the last of them."""
+"""Number of forks that led to this process. An object that recorded another count was made before the last fork."""
 
 
 class HasLock(Protocol):
-    """What has a lock of its own, and is used in children, too."""
+    """Object that has a lock and is used in children as well."""
 
     def _renew_lock(self) -> None:
-        """Have a new lock: who held the old one, if anybody did, is not in this process."""
+        """Replace the lock with a new one: a thread that held the old one does not exist in the child."""
 
 
 _with_locks: "weakref.WeakSet[HasLock]" = weakref.WeakSet()
 
 
 def renew_lock_in_children(with_lock: HasLock) -> None:
-    """Have it renew its lock in each child that is forked from now on."""
+    """Call the method ``_renew_lock`` of an object in each child that is forked from now on."""
     _with_locks.add(with_lock)
 
 
 class HasFileno(Protocol):
-    """Anything with a descriptor: a socket, or what has one."""
+    """Object with a file descriptor, such as a socket."""
 
     def fileno(self) -> int:
-        """Return the number of the descriptor; -1 where it is closed."""
+        """Return the number of the descriptor; -1 if closed."""
 
 
 _not_for_children: "weakref.WeakSet[HasFileno]" = weakref.WeakSet()
-_idle_peer: socket.socket | None = None  # of the idle socket that a child has in the place of what it does not get
+_idle_peer: socket.socket | None = None  # other end of the idle socket that replaces descriptors in a child
 
 
 def keep_from_children(with_descriptor: HasFileno) -> None:
-    """Have its descriptor lead to an idle socket in each child that is forked from now on.
+    """Replace the descriptor of an object with an idle socket in each child that is forked from now on.
 
-    The kernel tells a peer of the end of a process when nobody has the connection any more, and a child would. To close
-    it there is no way: the child has a copy of the loop, which uses the number, and would use it for what gets it next.
-    Nor may the copy take it from what the kernel watches, which is one set for both; of an idle socket that set has
-    nothing.
+    The kernel reports the end of a connection to the peer only after every process has closed its descriptor, so a
+    child that keeps the descriptor would hide the end of the parent. The child cannot just close the descriptor: its
+    copy of the event loop still uses the number, which the next open file would get. The copy of the loop cannot remove
+    the descriptor from the epoll set either, because parent and child share that set; the idle socket is not in it.
     """
     _not_for_children.add(with_descriptor)
 
@@ -59,7 +59,7 @@ def _after_fork_in_child() -> None:
 def _replace_descriptors() -> None:
     global _idle_peer
     numbers = [number for with_descriptor in _not_for_children if (number := with_descriptor.fileno()) >= 0]
-    _not_for_children.clear()  # children of this process do not have them
+    _not_for_children.clear()  # in this process these are idle sockets now, which its own children may have
     if not numbers:
         return
     idle, _idle_peer = socket.socketpair()

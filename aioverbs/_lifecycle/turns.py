@@ -1,4 +1,4 @@
-"""Turns of the event loop: awaits that are done at once leave others theirs."""
+"""Fairness: awaits that complete at once yield to the event loop from time to time."""
 
 import asyncio
 
@@ -6,17 +6,18 @@ from aioverbs._core.data_path.data_path import spend, went_round
 
 __all__ = ["LIGHT", "OPENING", "spend", "yield_to_loop"]
 
-# What an await takes that does not go round the loop by itself, in the units that a turn has: see `_core/turn.h`.
+# Cost of an await that completes without yielding to the loop, in the units of a turn: see `_core/data_path/loop_budget.h`.
 LIGHT = 4
 OPENING = 8
 
 
 async def yield_to_loop(turn: int) -> None:
-    """Let others run, where `spend` says that it is time. Whoever is cancelled here gives back what they have.
+    """Let other tasks run, when `spend` says that the turn of this task is over.
 
-    Elsewhere than on an asyncio event loop nothing is done: others run there by other rules.
+    If this is cancelled, the caller has to release what was acquired before. Outside of an asyncio event loop nothing
+    is done, because other libraries schedule by rules of their own.
 
-    :param turn: what `spend` returned.
+    :param turn: number that `spend` returned.
     """
     if asyncio._get_running_loop() is None:
         return

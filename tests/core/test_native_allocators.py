@@ -151,7 +151,7 @@ def test_how_to_get_huge_pages(
     monkeypatch: pytest.MonkeyPatch, default: int, page_bytes: int, where: str, as_it_boots: str
 ) -> None:
     monkeypatch.setattr(compiled, "_default_huge_page_size", lambda: default)
-    text = vars(compiled)["_no_huge_pages"](errno.ENOMEM, page_bytes, page_bytes)
+    text = vars(compiled)["_huge_pages_error_text"](errno.ENOMEM, page_bytes, page_bytes)
     assert f"`echo NUMBER > {where}`" in text
     assert f"`hugepagesz={as_it_boots} hugepages=NUMBER`" in text
 

@@ -10,7 +10,7 @@ cdef extern from "alloc/alloc.h" nogil:
 cdef class NativeAllocator:
     cdef void *source                   # struct alloc_source; for the two functions, where they are there
     cdef alloc_function alloc        # NULL: only Python's methods are to be called
-    cdef alloc_free_function give
+    cdef alloc_free_function free_piece
 
     cdef int _begin(self, void *source) except -1
     cdef object _failure(self)          # why this thread's last call failed, an exception; None where it did not

@@ -136,13 +136,13 @@ cdef class NativeAllocator:
     cdef int _begin(self, void *source) except -1:
         # Each constructor ends here; one that ran twice would lose what it has given out.
         if not source:
-            _no_source()
+            _raise_failure()
         if self.source:
             alloc_release(<alloc_source *>source)
             raise RuntimeError(f"{self!r} was made before")
         self.source = source
         self.alloc = alloc_piece
-        self.give = alloc_free
+        self.free_piece = alloc_free
         return 0
 
     cdef object _failure(self):
@@ -163,7 +163,7 @@ cdef class NativeAllocator:
         """
         if not self.alloc:
             raise TypeError(f"{self!r} is an allocator in Python")
-        return <uintptr_t>self.alloc, <uintptr_t>self.give, <uintptr_t>self.source
+        return <uintptr_t>self.alloc, <uintptr_t>self.free_piece, <uintptr_t>self.source
 
     def allocate(self, size, alignment, resource_type=0, pd=None, context=None):
         """Get a piece of zeroed memory that a fork does not copy.
@@ -188,7 +188,7 @@ cdef class NativeAllocator:
         if address == IBV_ALLOCATOR_USE_DEFAULT:
             return USE_DEFAULT
         if not address:
-            _no_source()
+            _raise_failure()
         return <uintptr_t>address
 
     def free(self, address, resource_type=0, pd=None, context=None):
@@ -234,7 +234,7 @@ def _check_request(size, alignment):
         raise ValueError(f"an alignment is a power of two, not {alignment}")
 
 
-cdef alloc_source *_under(NativeAllocator inner) except NULL:
+cdef alloc_source *_native_source(NativeAllocator inner) except NULL:
     if not inner.alloc:
         raise TypeError(f"{inner!r} is an allocator in Python: pages come from one that works in C")
     return <alloc_source *>inner.source

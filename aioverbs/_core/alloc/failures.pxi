@@ -1,6 +1,6 @@
 # Part of allocators.pyx: why there is no memory, and what to do about it.
 
-def _in_words(size):
+def _format_bytes(size):
     for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
         if size >= unit and size % unit == 0:
             return f"{size // unit} {name}"
@@ -24,22 +24,23 @@ def _default_huge_page_size():
     return 0
 
 
-def _no_huge_pages(error, size, page_size):
+def _huge_pages_error_text(error, size, page_size):
     if error == EINVAL:
-        sizes = ", ".join(map(_in_words, _huge_page_sizes())) or "none"
-        return f"this kernel has no huge pages of {_in_words(page_size)}; it has: {sizes}"
+        sizes = ", ".join(map(_format_bytes, _huge_page_sizes())) or "none"
+        return f"this kernel has no huge pages of {_format_bytes(page_size)}; it has: {sizes}"
     count = size // page_size
     where = f"/sys/kernel/mm/hugepages/hugepages-{page_size >> 10}kB/nr_hugepages"
     if page_size == _default_huge_page_size():
         where = "/proc/sys/vm/nr_hugepages"
     of_boot = f"{page_size >> 20}M" if page_size >= 1 << 20 else f"{page_size >> 10}K"
     return (
-        f"{count} huge page{'s' if count > 1 else ''} of {_in_words(page_size)} cannot be had: root configures them by "
-        f"`echo NUMBER > {where}`, or as the kernel boots by `hugepagesz={of_boot} hugepages=NUMBER`"
+        f"{count} huge page{'s' if count > 1 else ''} of {_format_bytes(page_size)} cannot be had: "
+        f"root configures them by `echo NUMBER > {where}`, "
+        f"or as the kernel boots by `hugepagesz={of_boot} hugepages=NUMBER`"
     )
 
 
-def _not_bound(error, node):
+def _bind_error_text(error, node):
     if error in (ENOSYS, EOPNOTSUPP):
         return "this kernel cannot bind memory to a NUMA node"
     if error == EPERM:
@@ -55,9 +56,9 @@ cdef object _take_failure():
     if failure.step == ALLOC_BOOKKEEPING:
         return MemoryError("of the process, for an allocator's own use")
     if failure.step == ALLOC_MAP_HUGE:
-        text = _no_huge_pages(failure.error, failure.size, failure.page_bytes)
+        text = _huge_pages_error_text(failure.error, failure.size, failure.page_bytes)
     elif failure.step == ALLOC_BIND:
-        text = _not_bound(failure.error, failure.node)
+        text = _bind_error_text(failure.error, failure.node)
     elif failure.step == ALLOC_DONT_FORK:
         text = "pages cannot be kept from the children of forks: madvise(MADV_DONTFORK) failed"
     elif failure.step == ALLOC_AREA:
@@ -73,5 +74,5 @@ cdef object _take_failure():
     return OSError(failure.error, text)
 
 
-cdef int _no_source() except -1:
+cdef int _raise_failure() except -1:
     raise _take_failure() or MemoryError()

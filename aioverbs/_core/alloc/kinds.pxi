@@ -87,7 +87,7 @@ cdef class ArenaAllocator(NativeAllocator):
             raise ValueError(f"a chunk has a power of two from 4 KiB to 1 GiB of bytes, not {chunk_bytes}")
         if inner is None:
             inner = SharedPageAllocator()
-        self._begin(alloc_arena_create(_under(inner), chunk_bytes, UNIT_BYTES))
+        self._begin(alloc_arena_create(_native_source(inner), chunk_bytes, UNIT_BYTES))
         self.inner = inner
         self.chunk_bytes = chunk_bytes
 

@@ -15,7 +15,7 @@ cdef class RecordingAllocator(NativeAllocator):
         else:
             self._begin(alloc_recording_create(NULL))
             self.alloc = NULL
-            self.give = NULL
+            self.free_piece = NULL
         self.inner = inner
 
     def allocate(self, size, alignment, resource_type=0, pd=None, context=None):

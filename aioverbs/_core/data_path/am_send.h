@@ -6,7 +6,7 @@
 
 typedef int (*send_function)(PyObject *, PyObject *, PyObject **);
 
-static int awaiting_by(PyTypeObject *type, send_function function)
+static int set_am_send(PyTypeObject *type, send_function function)
 {
     if (!type->tp_as_async) {
         PyErr_SetString(PyExc_SystemError, "a type without __await__");

@@ -1,7 +1,7 @@
 # Part of work.pyx: many requests with one doorbell and one completion.
 
 cdef enum:
-    ROOM = 64                           # for requests at first: few batches need more
+    INITIAL_CAPACITY = 64               # for requests at first: few batches need more
 
 
 @cython.final
@@ -15,7 +15,7 @@ cdef class Batch(SendVerbs):
     cdef list elements
     cdef Py_ssize_t count               # of these
     cdef request *requests              # of these, until they are posted
-    cdef Py_ssize_t room
+    cdef Py_ssize_t capacity
     cdef list runs                      # what memory they have
     cdef _Run last_run
     cdef uint64_t bytes
@@ -28,7 +28,7 @@ cdef class Batch(SendVerbs):
         if requests is None:
             raise ClosedResourceError(f"{queue_pair!r} is not open")
         self._requests = requests
-        self._loose = True
+        self._pin_at_post = True
         self.elements = []
         self.runs = []
         self.scratch = UNUSED
@@ -42,34 +42,34 @@ cdef class Batch(SendVerbs):
     def __repr__(self):
         return f"<Batch of {len(self.elements)} for {self._requests.handle!r}>"
 
-    cdef request *_place_for(self, request *made) except NULL:
+    cdef request *_place_for(self, request *wr) except NULL:
         cdef request *place
-        if self.operation is None and self.count < self.room:
+        if self.operation is None and self.count < self.capacity:
             place = &self.requests[self.count]
         else:
-            place = self._more_room()
+            place = self._grow()
         request_begin(place)
         return place
 
-    cdef request *_more_room(self) except NULL:
+    cdef request *_grow(self) except NULL:
         cdef request *larger
-        cdef Py_ssize_t room = min(2 * self.room + ROOM, SLOTS_ELEMENTS)
+        cdef Py_ssize_t capacity = min(2 * self.capacity + INITIAL_CAPACITY, SLOTS_ELEMENTS)
         if self.operation is not None:
             raise RuntimeError(f"{self!r} was posted: make a new one")
         if self.count == SLOTS_ELEMENTS:
             raise ValueError(f"a batch has {SLOTS_ELEMENTS} requests at most: post it, and begin another")
-        larger = request_grow(self.requests, self.count, room)
+        larger = request_grow(self.requests, self.count, capacity)
         if larger == NULL:
             raise MemoryError
         self.requests = larger
-        self.room = room
+        self.capacity = capacity
         return &larger[self.count]
 
-    cdef int _go(self, Operation operation, request *made, bint nowait) except -1:
+    cdef int _submit_or_collect(self, Operation operation, request *wr, bint nowait) except -1:
         self.elements.append(operation)
         self.count += 1
         self.bytes += operation.bytes
-        operation.phase = PART
+        operation.phase = IN_BATCH
         if operation.scratch != UNUSED:
             self.scratch = BY_ELEMENTS
         # Most requests have the memory of those before them.
@@ -96,7 +96,7 @@ cdef class Batch(SendVerbs):
 
     cdef Operation _post(self, bint nowait):
         cdef section within
-        cdef QpWorkState requests = _entered(self, "ibv_post_send", &within)
+        cdef QpWorkState requests = _begin_posting(self, "ibv_post_send", &within)
         cdef Operation operation
         try:
             if self.operation is not None:
@@ -112,7 +112,7 @@ cdef class Batch(SendVerbs):
             self._pin()
             operation.extra.requests, self.requests = self.requests, NULL
             try:
-                SendVerbs._go(self, operation, operation.extra.requests, nowait)
+                SendVerbs._submit_or_collect(self, operation, operation.extra.requests, nowait)
             except BaseException:
                 self.requests, operation.extra.requests = operation.extra.requests, NULL
                 _discard_runs(self.runs, False)
@@ -148,19 +148,19 @@ cdef class Batch(SendVerbs):
 cdef int _number_elements(Operation batch) noexcept:
     cdef uint32_t at
     for at in range(batch.requests):
-        batch.extra.requests[at].send.wr_id = slots_with_element(batch.number, at)
+        batch.extra.requests[at].send.wr_id = slots_with_element(batch.wr_id, at)
     return 0
 
 
-cdef int _torn(Operation batch, request *made, v.ibv_send_wr *bad, int error) noexcept:
+cdef int _batch_refused(Operation batch, request *wr, v.ibv_send_wr *bad, int error) noexcept:
     # The verb refused one in the middle: the last one, which would have told of those before it, is not posted.
-    cdef Py_ssize_t taken = _refused(made, batch.requests, bad)
+    cdef Py_ssize_t accepted = _index_of_bad_wr(wr, batch.requests, bad)
     failure = VerbsError("ibv_post_send", abs(error))
-    batch.queue.requests._lose(failure)
-    unknown = batch.queue.requests._unknown()
+    batch.queue.requests._lose_completions(failure)
+    unknown = batch.queue.requests._unknown_outcome()
     for each in batch.extra.elements:
-        (<Operation>each)._fail(failure if taken <= 0 else unknown)
-        taken -= 1
+        (<Operation>each)._fail(failure if accepted <= 0 else unknown)
+        accepted -= 1
     batch._fail(BatchError([(<Operation>each).value for each in batch.extra.elements]))
     return 0
 

@@ -10,7 +10,7 @@ cdef inline bint _is_bound(Affinity owner) noexcept:
     return owner is not None and owner._thread != NULL
 
 
-cdef bint _is_nobodys(Handle handle) except -1:
+cdef bint _owner_gone(Handle handle) except -1:
     # Whether nobody is there any more whom it could be taken from.
     return handle.closed or (handle.affinity is not None and handle.affinity.orphaned)
 
@@ -43,25 +43,25 @@ cdef class CqDispatcher:
     cdef slots slots
     cdef int model
     cdef readonly uint64_t spin_ns
-    cdef bint anybodys                  # see `_is_anybodys`
-    cdef bint turn_comes                # `_turn` will be called
+    cdef bint any_thread                # see `_is_any_thread`
+    cdef bint turn_scheduled            # `_turn` will be called
     cdef uint64_t turn_number           # in which that was arranged
     cdef bint armed
-    cdef int telling                    # threads that tell of what they took: taken meanwhile, newer would overtake it
-    cdef bint missed                    # somebody looked meanwhile
+    cdef int dispatching                # threads that tell of what they took: taken meanwhile, newer would overtake it
+    cdef bint poll_skipped              # somebody looked meanwhile
     cdef uint32_t unacknowledged
     cdef readonly Py_ssize_t in_flight
     cdef Py_ssize_t awaited             # of these: somebody sleeps until they are done
     cdef list chained                   # queues with something to be posted at the end of the turn
     cdef list refused                   # operations that the verb then refused
-    cdef list unsettled                 # Requests that are to be moved to another state
+    cdef list pending_transitions       # Requests that are to be moved to another state
     cdef list stalled                   # queues whose waiting operations found another thread inside
-    cdef dict shared                    # queue pair number -> its shared receive queue
+    cdef dict srqs                      # queue pair number -> its shared receive queue
     cdef set users                      # Requests of the queue pairs that complete here, until those are destroyed
     cdef set receivers                  # shared receive queues of its own, for XRC, until they are destroyed
     cdef object turn                    # the bound method
     cdef readonly object error          # that it broke by
-    cdef bint gone                      # the device is, as DEVICE_FATAL told
+    cdef bint device_removed            # the device is, as DEVICE_FATAL told
     cdef readonly uint64_t completions
     cdef readonly uint64_t late         # completions of what is not there any more
     cdef readonly uint64_t wakeups
@@ -70,16 +70,16 @@ cdef class CqDispatcher:
 
     def __init__(self, CompletionQueue handle not None, loop, Affinity home not None, int model, uint64_t spin_ns):
         self.handle = handle
-        self.anybodys = not _is_bound(handle.affinity)
+        self.any_thread = not _is_bound(handle.affinity)
         self.loop = loop
         self.home = home
         self.model = model
         self.spin_ns = spin_ns
         self.chained = []
         self.refused = []
-        self.unsettled = []
+        self.pending_transitions = []
         self.stalled = []
-        self.shared = {}
+        self.srqs = {}
         self.users = set()
         self.receivers = set()
         self.turn = self._turn
@@ -91,24 +91,24 @@ cdef class CqDispatcher:
         slots_end(&self.slots)
 
     cdef PyObject *_section(self) noexcept:
-        return _section_of_all if FREE_THREADED and self.anybodys else NULL
+        return _section_of_all if FREE_THREADED and self.any_thread else NULL
 
     # ---- Waiting
 
     cdef int _need_turn(self) except -1:
         # In whatever thread. An armed queue wakes its home by itself.
-        if self.turn_comes or self.loop is None:
+        if self.turn_scheduled or self.loop is None:
             return 0
-        if not self.anybodys or self.home.owns():
+        if not self.any_thread or self.home.owns():
             self.loop.call_soon(self.turn)
-            self.turn_comes = True
+            self.turn_scheduled = True
             self.turn_number = turn_now.number
-        elif not self.armed or self.chained or self.refused or self.unsettled or self.stalled:
-            self.turn_comes = True      # before it does: home may run at once
+        elif not self.armed or self.chained or self.refused or self.pending_transitions or self.stalled:
+            self.turn_scheduled = True  # before it does: home may run at once
             try:
                 self.loop.call_soon_threadsafe(self.turn)
             except RuntimeError:
-                self.turn_comes = False
+                self.turn_scheduled = False
                 if not self.loop.is_closed():   # nobody watches any more: whoever posts or awaits is told
                     raise
         return 0
@@ -118,15 +118,15 @@ cdef class CqDispatcher:
         cdef section within
         section_enter(&within, self._section())
         try:
-            self._go_round()
+            self._run_turn()
         finally:
             section_leave(&within)
 
-    cdef int _go_round(self) except -1:
-        self.turn_comes = False
+    cdef int _run_turn(self) except -1:
+        self.turn_scheduled = False
         if self.loop is None or self.handle._is_inherited():
             return 0
-        turn_went_round(self.turn_number)
+        turn_advance(self.turn_number)
         try:
             self._wait()
         except ConcurrentAccessError:   # a thread is inside of a domain that any may use: in a moment it is not
@@ -166,7 +166,7 @@ cdef class CqDispatcher:
             self.loop.remove_reader(self.handle.channel.fileno())   # what cannot be read stays readable
             self.broke(error)
             return 0
-        return self._go_round()
+        return self._run_turn()
 
     def acknowledge(self):
         """Acknowledge the events that were taken."""
@@ -177,7 +177,7 @@ cdef class CqDispatcher:
     cdef int _wait(self) except -1:
         cdef int found
         self._flush()
-        found = self._drain(TURN)
+        found = self._drain(MAX_DRAIN)
         if not self.in_flight or self.error is not None:
             return 0
         if found or (self.model == POLLS and self.awaited):
@@ -185,7 +185,7 @@ cdef class CqDispatcher:
         if not self.armed:
             # What completes from here on is an event; what did before is taken now.
             self._arm()
-            if self._drain(TURN):
+            if self._drain(MAX_DRAIN):
                 return self._need_turn()
         return 0
 
@@ -203,7 +203,7 @@ cdef class CqDispatcher:
         cdef Operation operation
         while self.chained:
             queue = self.chained.pop()
-            queue._flush_by_completer()
+            queue._flush_chained()
         stalled, self.stalled = self.stalled, []
         for queue in stalled:
             queue._advance()
@@ -211,15 +211,15 @@ cdef class CqDispatcher:
             operation = self.refused.pop()
             if operation.state != DONE:         # as where its queue pair was destroyed meanwhile
                 operation.queue._retire(operation)
-        return self._settle_all()
+        return self._run_transitions()
 
-    cdef int _settle_all(self) except -1:
-        while self.unsettled:
-            requests = self.unsettled.pop()
+    cdef int _run_transitions(self) except -1:
+        while self.pending_transitions:
+            requests = self.pending_transitions.pop()
             try:
-                (<QpWorkState>requests)._settle()
+                (<QpWorkState>requests)._run_transition()
             except ConcurrentAccessError:
-                self.unsettled.append(requests)
+                self.pending_transitions.append(requests)
                 raise
         return 0
 
@@ -231,22 +231,22 @@ cdef class CqDispatcher:
             or self.home.loop is not self.loop
             or (self.handle.affinity is not self.home and self.home.orphaned)
         ):
-            raise self.broken_by()
+            raise self.broken_error()
         return 0
 
     # ---- Looking
 
-    cdef int _look(self, Operation operation, bint spins) except -1:
+    cdef int _poll_for(self, Operation operation, bint spins) except -1:
         # Whoever awaits or asks. Whoever may not is told so, even where the answer is known.
-        cdef v.ibv_wc wcs[TAKE]
+        cdef v.ibv_wc wcs[POLL_BATCH]
         cdef int found
         if operation.state != POSTED and operation.state != WAITING:
             return _check_owner(self.handle)    # which may be destroyed: what was told stays told
-        if self.telling:
-            self.missed = True
+        if self.dispatching:
+            self.poll_skipped = True
             return _check_owner(self.handle)
         self.handle._use("ibv_poll_cq")
-        found = self._take(wcs)
+        found = self._poll(wcs)
         self.handle._unuse()
         if found < 0:
             return self._poll_failed(found)
@@ -255,47 +255,47 @@ cdef class CqDispatcher:
             self._spin(operation)
         return 0
 
-    cdef int _take(self, v.ibv_wc *wcs) noexcept:
+    cdef int _poll(self, v.ibv_wc *wcs) noexcept:
         # Whoever calls has passed the check. No more than what is under way is asked for: that the queue is empty then
         # need not be asked.
-        cdef int found, wanted = TAKE
-        if self.in_flight < TAKE:
+        cdef int found, wanted = POLL_BATCH
+        if self.in_flight < POLL_BATCH:
             wanted = self.in_flight if self.in_flight > 0 else 1
         if self.handle._resizing:
             # Whoever resizes may hold the queue's lock while an allocator waits for the GIL.
-            self.telling += 1
+            self.dispatching += 1
             with nogil:
                 found = poll_take(self.handle.pointer, self.handle.extended_pointer, wanted, wcs)
-            self.telling -= 1
+            self.dispatching -= 1
             return found
         return poll_take(self.handle.pointer, self.handle.extended_pointer, wanted, wcs)
 
-    cdef int _drain(self, int most) except -1:
+    cdef int _drain(self, int max_completions) except -1:
         # Until there is nothing, or so many were taken.
-        if self.telling:
-            self.missed = True
+        if self.dispatching:
+            self.poll_skipped = True
             return 0
-        return self._drain_now(most)
+        return self._drain_now(max_completions)
 
-    cdef int _drain_now(self, int most) except -1:
-        cdef v.ibv_wc wcs[TAKE]
+    cdef int _drain_now(self, int max_completions) except -1:
+        cdef v.ibv_wc wcs[POLL_BATCH]
         cdef int total = 0, found
-        while total < most:
+        while total < max_completions:
             self.handle._use("ibv_poll_cq")
-            found = self._take(wcs)
+            found = self._poll(wcs)
             self.handle._unuse()
             if found < 0:
                 return self._poll_failed(found)
             self._dispatch_all(wcs, found)
             total += found
-            if found < TAKE or not self.in_flight:
+            if found < POLL_BATCH or not self.in_flight:
                 break
         return total
 
     cdef int _spin(self, Operation operation) except -1:
         # Until it is done, or the turn's time for that is up. Beyond a moment without the GIL; where calls of several
         # threads must not overlap, only between two polls.
-        cdef v.ibv_wc wcs[TAKE]
+        cdef v.ibv_wc wcs[POLL_BATCH]
         cdef uint64_t began = turn_clock(), now = began, until, end
         cdef bint shared = self.handle.affinity is not None and self.handle.affinity._thread == NULL
         cdef bint unlocked
@@ -305,8 +305,8 @@ cdef class CqDispatcher:
         until = began + self.spin_ns - turn_now.spun
         self.spins += 1
         while operation.state == POSTED and now < until:
-            if self.telling:            # another thread: what is waited for may be among that
-                self.missed = True
+            if self.dispatching:        # another thread: what is waited for may be among that
+                self.poll_skipped = True
                 with nogil:
                     pass
                 now = turn_clock()
@@ -315,12 +315,12 @@ cdef class CqDispatcher:
             self.handle._use("ibv_poll_cq")
             unlocked = now - began >= MOMENT_NS and not shared
             if unlocked:
-                self.telling += 1
+                self.dispatching += 1
                 with nogil:
-                    found = poll_spin(self.handle.pointer, self.handle.extended_pointer, TAKE, wcs, end)
-                self.telling -= 1
+                    found = poll_spin(self.handle.pointer, self.handle.extended_pointer, POLL_BATCH, wcs, end)
+                self.dispatching -= 1
             else:
-                found = poll_spin(self.handle.pointer, self.handle.extended_pointer, TAKE, wcs, now)
+                found = poll_spin(self.handle.pointer, self.handle.extended_pointer, POLL_BATCH, wcs, now)
             self.handle._unuse()
             if found < 0:
                 return self._poll_failed(found)
@@ -349,22 +349,22 @@ cdef class CqDispatcher:
         # looked in vain meanwhile, home among them, is made up for then; also where nothing was found, for what came
         # after that look, and before home armed the queue, is no event.
         if found > 0:
-            self.telling += 1
+            self.dispatching += 1
             try:
                 if found == 1:
                     self._dispatch(wcs)
                 else:
                     self._dispatch_many(wcs, found)
             finally:
-                self.telling -= 1
-                self._make_up()
+                self.dispatching -= 1
+                self._repeat_skipped_poll()
         else:
-            self._make_up()
+            self._repeat_skipped_poll()
         return 0
 
-    cdef inline int _make_up(self) except -1:
-        if self.missed and self.telling == 0:
-            self.missed = self.armed = False    # home is to come, whether there will be an event or not
+    cdef inline int _repeat_skipped_poll(self) except -1:
+        if self.poll_skipped and self.dispatching == 0:
+            self.poll_skipped = self.armed = False  # home is to come, whether there will be an event or not
             self._need_turn()
         return 0
 
@@ -390,7 +390,7 @@ cdef class CqDispatcher:
         cdef void *work
         self.completions += 1
         if wc.wr_id & SLOTS_SHARED:
-            queue = self.shared.get(wc.qp_num)
+            queue = self.srqs.get(wc.qp_num)
             table = queue.slots if queue is not None else NULL
         work = slots_find(table, wc.wr_id) if table != NULL else NULL
         if work == NULL:
@@ -406,7 +406,7 @@ cdef class CqDispatcher:
         cdef section within
         section_enter(&within, self._section())
         try:
-            while self._drain_now(TURN) == TURN:
+            while self._drain_now(MAX_DRAIN) == MAX_DRAIN:
                 pass
         finally:
             section_leave(&within)
@@ -429,27 +429,27 @@ cdef class CqDispatcher:
     cdef int _break(self, object error, bint gone) except -1:
         cdef Operation operation
         cdef uint32_t index
-        if self.error is not None and (self.gone or not gone):
+        if self.error is not None and (self.device_removed or not gone):
             return 0
-        self.gone = gone
+        self.device_removed = gone
         if self.error is None:
             self.error = error
         for requests in tuple(self.users):
-            (<QpWorkState>requests)._deafen(self)
+            (<QpWorkState>requests)._lose_cq(self)
         try:
-            self._settle_all()
+            self._run_transitions()
         except ConcurrentAccessError:   # a thread is inside of a domain that any may use: in a moment it is not
             self._need_turn()
         for index in range(self.slots.size):
             if self.slots.at[index].work != NULL:
                 operation = <Operation>self.slots.at[index].work
                 if operation.queue.requests is None:
-                    operation.queue._give_up_unended(operation, self.broken_by())
+                    operation.queue._abandon_still_pinned(operation, self.broken_error())
         for queue in tuple(self.receivers):
-            (<WorkQueue>queue)._end_inboxes(self.broken_by())
+            (<WorkQueue>queue)._end_inboxes(self.broken_error())
         return 0
 
-    def broken_by(self):
+    def broken_error(self):
         """The error for who asks something of it."""
         return _broken(f"{self.handle!r} is broken: {self.error or 'no loop watches it any more'}", self.error)
 

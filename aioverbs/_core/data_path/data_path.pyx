@@ -97,12 +97,12 @@ cdef extern from "data_path/loop_budget.h" nogil:
         uint64_t spun
     turn turn_now
     uint64_t turn_clock()
-    void turn_went_round(uint64_t number)
+    void turn_advance(uint64_t number)
     struct turn_share:
         pass
-    void turn_take_part(turn_share *)
+    void turn_join(turn_share *)
     uint64_t turn_spend(uint32_t units)
-    void turn_sleep()
+    void turn_note_sleep()
     bint turn_is_over(turn_share *, uint64_t bytes)
 
 cdef extern from "data_path/cq_poll.h" nogil:
@@ -118,10 +118,10 @@ cdef extern from "handles/critical_section.h":
     struct finalizer_lock:
         pass
     void finalizer_lock_begin(finalizer_lock *) noexcept
-    void finalizer_lock_take(finalizer_lock *) noexcept
-    void finalizer_lock_give(finalizer_lock *) noexcept
+    void finalizer_lock_acquire(finalizer_lock *) noexcept
+    void finalizer_lock_release(finalizer_lock *) noexcept
     object weak_reference(object)
-    PyObject *still_there(PyObject *weak, PyObject *) noexcept
+    PyObject *weak_to_strong(PyObject *weak, PyObject *) noexcept
     uint8_t byte_read(const uint8_t *) noexcept
     void byte_write(uint8_t *, uint8_t) noexcept
 
@@ -140,7 +140,7 @@ cdef extern from "data_path/work_request.h" nogil:
 
 cdef extern from "data_path/am_send.h":
     ctypedef int (*send_function)(PyObject *, PyObject *, PyObject **) except -1
-    int awaiting_by(PyTypeObject *, send_function)
+    int set_am_send(PyTypeObject *, send_function)
     enum:
         PYGEN_RETURN
         PYGEN_NEXT
@@ -152,8 +152,8 @@ cdef uint64_t RELEASE_GIL_BYTES = 1 << 20
 _log = logging.getLogger("aioverbs")
 
 cdef enum:
-    TAKE = 16                       # completions are taken in rounds of so many
-    TURN = 256                      # and not more of them in one go
+    POLL_BATCH = 16                 # completions are taken in rounds of so many
+    MAX_DRAIN = 256                 # and not more of them in one go
 
 cdef enum state:
     NEW                             # of an Operation
@@ -163,12 +163,12 @@ cdef enum state:
     DONE
 
 cdef enum phase:
-    FRESH                           # of its await
+    NOT_AWAITED                     # of its await
     YIELDING                        # it is done, others run first
     BEGINNING                       # it is about to be suspended
     SUSPENDED
-    OVER
-    PART                            # of a batch, which is awaited instead
+    FINISHED
+    IN_BATCH                        # of a batch, which is awaited instead
 
 cdef enum:                          # instead of a place in scratch memory
     UNUSED = -1
@@ -183,7 +183,7 @@ cdef enum:
     FENCE = 1
     INLINE = 8
     GRH = 40                        # bytes before a datagram
-    MOST_BYTES = 0x7FFFFFFF         # of a message
+    MAX_MESSAGE_BYTES = 0x7FFFFFFF  # of a message
 
 cdef class Operation
 cdef class Inbox

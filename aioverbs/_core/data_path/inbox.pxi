@@ -22,10 +22,10 @@ cdef class Inbox:
     cdef object unused
     cdef object ready                   # deque of what came and was not asked for
     cdef object end                     # what ended it: an exception
-    cdef object ends_by                 # what ends it when the last of its receives is done: an exception, or None
+    cdef object end_when_drained        # what ends it when the last of its receives is done: an exception, or None
     cdef Py_ssize_t posted              # receives that are not done
     cdef object __weakref__             # its queue's
-    cdef Operation asked                # by who waits
+    cdef Operation pending_next         # by who waits
 
     def __init__(self, WorkQueue queue not None, wrap, unused):
         self.queue = queue
@@ -45,11 +45,11 @@ cdef class Inbox:
         cdef section within
         section_enter(&within, _section(self.queue))
         try:
-            return self._ask()
+            return self._begin_next()
         finally:
             section_leave(&within)
 
-    cdef Operation _ask(self):
+    cdef Operation _begin_next(self):
         cdef Operation operation
         if self.end is None:            # what came before the end is still given
             try:
@@ -60,30 +60,30 @@ cdef class Inbox:
                 self.queue.handle._unuse()
         else:
             _check_owner(self.queue.handle)
-        self._forget()
-        if self.asked is not None:
+        self._drop_abandoned()
+        if self.pending_next is not None:
             raise RuntimeError("somebody waits for the next message already: one task at a time reads messages")
         operation = _new(self.queue, 0, False)
         _extra(operation).inbox = self
-        operation.extra.asks = True
+        operation.extra.awaits_message = True
         operation.state = POSTED
-        self.asked = operation
-        self._hand_over()
+        self.pending_next = operation
+        self._deliver_message()
         return operation
 
-    cdef int _forget(self) noexcept:
+    cdef int _drop_abandoned(self) noexcept:
         # Who asked has dropped that: nobody but this holds it.
-        if self.asked is not None and references(<PyObject *>self.asked) == 1:
-            self.asked = None
+        if self.pending_next is not None and references(<PyObject *>self.pending_next) == 1:
+            self.pending_next = None
         return 0
 
-    cdef int _hand_over(self) except -1:
+    cdef int _deliver_message(self) except -1:
         cdef Operation operation
-        self._forget()
-        operation = self.asked
+        self._drop_abandoned()
+        operation = self.pending_next
         if operation is None or (not self.ready and self.end is None):
             return 0
-        self.asked = None
+        self.pending_next = None
         if self.ready:
             operation.value = operation.extra.message = self.ready.popleft()
         else:
@@ -95,29 +95,29 @@ cdef class Inbox:
             _wake(waiter, self.queue)
         return 0
 
-    cdef int _arrived(self, Operation operation, object local) except -1:
+    cdef int _receive_done(self, Operation operation, object local) except -1:
         # A receive is done.
         self.posted -= 1
         if not operation.raises and operation.status == SUCCESS:
             try:
                 message = self.wrap(operation.value)
             except Exception as error:
-                return self._spoil(error)
+                return self._wrap_failed(error)
             if message is not None:
                 self.ready.append(message)
-            if self.ends_by is not None and not self.posted and self.end is None:
-                self.end = self.ends_by
-            return self._hand_over()
+            if self.end_when_drained is not None and not self.posted and self.end is None:
+                self.end = self.end_when_drained
+            return self._deliver_message()
         try:
             self.unused(local)
         except Exception as error:
-            return self._spoil(error)
+            return self._wrap_failed(error)
         if self.end is None:
             closed = self.queue.closing and (operation.status == FLUSHED or operation.raises)
             self.end = StopAsyncIteration() if closed else operation._failure()
-        return self._hand_over()
+        return self._deliver_message()
 
-    cdef int _spoil(self, object error) except -1:
+    cdef int _wrap_failed(self, object error) except -1:
         # Raised where completions are taken, it would reach whoever awaits another queue's. It ends this one alone.
         cdef QpWorkState requests = self.queue.requests
         broken = BrokenResourceError(f"{self.queue.handle!r} is broken: what arrived could not be taken in: {error!r}")
@@ -126,48 +126,48 @@ cdef class Inbox:
             _log.error("%s", broken, exc_info=error)
             self.end = broken
         if requests is not None:
-            requests._spoil(broken)
-        return self._hand_over()
+            requests._require_error(broken)
+        return self._deliver_message()
 
-    cdef int _broke(self, object error) except -1:
+    cdef int _queue_failed(self, object error) except -1:
         # Its queue takes no more receives, by that. Those that are posted still end, and the first that failed tells
         # of it; where there are none, nothing else would.
         if self.posted:
-            self.ends_by = error
+            self.end_when_drained = error
         elif self.end is None:
             self.end = error
-            return self._hand_over()
+            return self._deliver_message()
         return 0
 
-    cdef int _give_back(self, object message) except -1:
+    cdef int _return_message(self, object message) except -1:
         # Who was given it dropped it, in whatever thread. This is a part of freeing: whoever sleeps for a message is
         # woken by his own loop. Who does not sleep yet is given it here, and nothing runs for that.
         cdef Operation operation
         self.ready.appendleft(message)
-        self._forget()
-        operation = self.asked
+        self._drop_abandoned()
+        operation = self.pending_next
         if operation is None:
             return 0
         waiter = operation.waiter
         if waiter is None:
-            return self._hand_over()
+            return self._deliver_message()
         try:
-            waiter.get_loop().call_soon_threadsafe(self._hand_over_later)
+            waiter.get_loop().call_soon_threadsafe(self._deliver_message_later)
         except RuntimeError:            # the loop is closed: nobody sleeps there any more
             pass
         return 0
 
-    def _hand_over_later(self):
-        self._hand_over()
+    def _deliver_message_later(self):
+        self._deliver_message()
 
     cdef int _withdraw(self, Operation operation) except -1:
         # Who asked is cancelled.
-        if self.asked is operation:
-            self.asked = None
+        if self.pending_next is operation:
+            self.pending_next = None
         elif operation.extra.message is not None:
             self.ready.appendleft(operation.extra.message)
             operation.extra.message = None
-            return self._hand_over()    # somebody else may have asked meanwhile
+            return self._deliver_message()  # somebody else may have asked meanwhile
         return 0
 
 
@@ -181,7 +181,7 @@ def close_inbox(Inbox inbox not None, error=None):
     try:
         if inbox.end is None:
             inbox.end = error if error is not None else StopAsyncIteration()
-            inbox._hand_over()
+            inbox._deliver_message()
     finally:
         section_leave(&within)
 
@@ -199,7 +199,7 @@ def reopen_inbox(Inbox inbox not None):
     """Receives come again."""
     cdef section within
     section_enter(&within, _section(inbox.queue))
-    inbox.end = inbox.ends_by = None
+    inbox.end = inbox.end_when_drained = None
     section_leave(&within)
 
 

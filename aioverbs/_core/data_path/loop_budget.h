@@ -18,7 +18,7 @@
 #define TURN_UNITS 512
 #define TURN_LARGEST_SHARE 64 /* of one queue alone: going round the loop costs as much as a few awaits */
 #define TURN_SMALLEST_SHARE 24
-#define TURN_LUCKY_SHARE 2 /* where others sleep */
+#define TURN_SHARE_BESIDE_SLEEPERS 2 /* where others sleep */
 #define TURN_UNIT_BYTES 8192
 
 /* What a queue did in a turn. */
@@ -44,9 +44,9 @@ static inline uint64_t turn_clock(void)
 }
 
 /* The loop went round since the turn of that number. */
-static inline void turn_went_round(uint64_t number)
+static inline void turn_advance(uint64_t number)
 {
-    uint32_t share, least = turn_now.slept ? TURN_LUCKY_SHARE : TURN_SMALLEST_SHARE;
+    uint32_t share, least = turn_now.slept ? TURN_SHARE_BESIDE_SLEEPERS : TURN_SMALLEST_SHARE;
 
     if (number != turn_now.number)
         return;
@@ -61,7 +61,7 @@ static inline void turn_went_round(uint64_t number)
 
 /* An await of a queue begins. Those that will sleep count, too: a device that works beside this thread is done at once
  * for some, and who has such luck is not to have much more of the turn than the others. */
-static inline void turn_take_part(struct turn_share *share)
+static inline void turn_join(struct turn_share *share)
 {
     if (share->number == turn_now.number)
         return;
@@ -76,13 +76,13 @@ static inline uint64_t turn_spend(uint32_t units)
 {
     static __attribute__((tls_model("initial-exec"))) _Thread_local struct turn_share others;
 
-    turn_take_part(&others);
+    turn_join(&others);
     others.units += units;
     return others.units > turn_now.share ? turn_now.number : 0;
 }
 
 /* An await sleeps. */
-static inline void turn_sleep(void)
+static inline void turn_note_sleep(void)
 {
     turn_now.slept = true;
 }

@@ -10,4 +10,4 @@ def spend(uint32_t units):
 
 def went_round(uint64_t number):
     """The loop has gone round since the turn of that number."""
-    turn_went_round(number)
+    turn_advance(number)

@@ -11,7 +11,7 @@ cdef class _Extra:
     """What few operations have beside the rest. It comes and goes with its operation.
 
     An operation that waits for a place is dropped in whatever thread forgets it, and is taken out of the order there.
-    With a GIL that is one step. Without one `WorkQueue.order` is taken by everybody who is at the links, and only by
+    With a GIL that is one step. Without one `WorkQueue.waiting_lock` is taken by everybody who is at the links, and only by
     them; who looks for the first that waits passes over those that are being freed, which take themselves out.
     """
 
@@ -20,10 +20,10 @@ cdef class _Extra:
     cdef v.ibv_mw_bind_info bind_info
     cdef MemoryWindow window            # to be bound
     cdef list pins                      # of its memory, beyond the first: _Run
-    cdef list covers                    # operations that were posted before it without a completion of their own
+    cdef list unsignaled                # operations that were posted before it without a completion of their own
     cdef list elements                  # of a batch
     cdef Inbox inbox                    # where it goes when it is done, of a receive; that it asks, of a message
-    cdef bint asks
+    cdef bint awaits_message
     cdef object message                 # that it was given, and nobody took yet
     cdef WorkQueue queue                # that it waits in for a place; None: it does not
     cdef uint32_t places                # that it needs there
@@ -40,7 +40,7 @@ cdef class _Extra:
             queue._withdraw(self)
             _discard_runs(pinned, queue.receives)
         if self.message is not None:
-            self.inbox._give_back(self.message)
+            self.inbox._return_message(self.message)
         free(self.sges)
         free(self.requests)
 
@@ -64,11 +64,11 @@ cdef class Operation:
     cdef WorkQueue queue
     cdef _Extra extra                   # None: it has nothing of that
     cdef InFlightCount pins                      # of its memory
-    cdef object keep                    # alive as long as it is under way: what it was given
+    cdef object keepalive               # alive as long as it is under way: what it was given
     cdef object value                   # what it gives, or raises
     cdef object waiter                  # the future that who awaits waits for
     cdef PyObject *awaiter              # who awaits: see `_caller`
-    cdef uint64_t number                # `wr_id` since it has a place
+    cdef uint64_t wr_id                 # `wr_id` since it has a place
     cdef uint64_t bytes
     cdef uint64_t turn                  # in which whoever awaits let the loop go round
     cdef uint32_t requests              # 1, of a batch more
@@ -81,7 +81,7 @@ cdef class Operation:
     cdef uint8_t phase
     cdef bint raises                    # `value`, which it ended by
     cdef bint atomic                    # gives what was there before, which the device writes to its scratch memory
-    cdef bint held                      # its queue keeps it while it waits for a place: somebody awaits it
+    cdef bint held_by_queue             # its queue keeps it while it waits for a place: somebody awaits it
     cdef bint unpinned                     # a part of a batch, which pins its memory
     cdef object __weakref__             # see _Extra
 
@@ -112,17 +112,17 @@ cdef class Operation:
         cdef section within
         section_enter(&within, _section(self.queue))
         try:
-            self.queue._look(self, False)
+            self.queue._poll_for(self, False)
         finally:
             section_leave(&within)
-        return self._settled()
+        return self._has_ended()
 
     @property
     def ended(self):
         """Whether it is known to have ended. Unlike `done` this does not look, and any thread may ask."""
-        return self._settled()
+        return self._has_ended()
 
-    cdef inline bint _settled(self) noexcept:
+    cdef inline bint _has_ended(self) noexcept:
         # Whether it has ended, in whatever thread. What it ended by was written before, and stays.
         return byte_read(&self.state) == DONE
 
@@ -131,7 +131,7 @@ cdef class Operation:
 
         :raises asyncio.InvalidStateError: it is not done.
         """
-        if not self._settled():
+        if not self._has_ended():
             raise asyncio.InvalidStateError(f"{self!r} is not done")
         return self._outcome()
 
@@ -216,8 +216,8 @@ cdef class Operation:
     # time.
 
     def __await__(self):
-        if self.phase != FRESH:
-            self._refuse()
+        if self.phase != NOT_AWAITED:
+            self._raise_already_awaited()
         return self
 
     def __iter__(self):
@@ -248,9 +248,9 @@ cdef class Operation:
         cdef section within
         section_enter(&within, _section(self.queue))
         try:
-            if not self._may_leave():
-                self._refuse()
-            self._leave()
+            if not self._may_stop_awaiting():
+                self._raise_already_awaited()
+            self._stop_awaiting()
         finally:
             section_leave(&within)
         if value is None:
@@ -265,55 +265,55 @@ cdef class Operation:
         cdef section within
         section_enter(&within, _section(self.queue))
         try:
-            if self._may_leave() or self._is_deserted():
-                self._leave()
+            if self._may_stop_awaiting() or self._is_orphaned():
+                self._stop_awaiting()
             elif self.state != DONE:    # else whoever awaits it is given what it ended by, and has nothing to leave
-                self._refuse()
+                self._raise_already_awaited()
         finally:
             section_leave(&within)
 
-    cdef bint _may_leave(self) except -1:
+    cdef bint _may_stop_awaiting(self) except -1:
         # Whether whoever calls is who awaits it, or may await it.
-        if self.phase == FRESH:
-            if self.queue is not None and not _is_nobodys(self.queue.handle):
+        if self.phase == NOT_AWAITED:
+            if self.queue is not None and not _owner_gone(self.queue.handle):
                 _check_owner(self.queue.handle)
             return True
         if self.phase == SUSPENDED or self.phase == YIELDING:
             return self.awaiter == _caller()
         return self.phase != BEGINNING
 
-    cdef bint _is_deserted(self) except -1:
+    cdef bint _is_orphaned(self) except -1:
         # Whether who awaits it will never go on: its loop is closed, or is of the process that this one was forked
         # from. The task is dropped then, and its coroutine closes this, in whatever task or thread that is. Before, the
         # future that the task waits for keeps the task.
         return self.phase == SUSPENDED and (self.waiter.get_loop().is_closed() or self.queue.handle.closed)
 
-    cdef int _refuse(self) except -1:
+    cdef int _raise_already_awaited(self) except -1:
         # Another one awaits it, or did.
-        if self.phase == PART:
+        if self.phase == IN_BATCH:
             raise RuntimeError(f"{self!r} is a part of a batch: await what its post() returns")
-        if self.phase == OVER:
+        if self.phase == FINISHED:
             raise RuntimeError(f"{self!r} was awaited before: once is all")
         _check_owner(self.queue.handle)
         raise RuntimeError(f"{self!r} is awaited already: once is all")
 
-    cdef int _leave(self) except -1:
-        if self.phase == PART:          # nobody can await it
+    cdef int _stop_awaiting(self) except -1:
+        if self.phase == IN_BATCH:      # nobody can await it
             return 0
         if self.phase == SUSPENDED:
             self._unsuspend()
-        if self.extra is not None and self.extra.asks and self.phase != OVER:
+        if self.extra is not None and self.extra.awaits_message and self.phase != FINISHED:
             self.extra.inbox._withdraw(self)
-        self.phase = OVER
+        self.phase = FINISHED
         return 0
 
     cdef int _begin(self, PyObject **result) except -1:
         if self.queue is None:
             raise TypeError("operations come from the methods of a queue pair")
-        self.queue._look(self, True)    # who may not is refused by this, before anything has changed
-        if self.phase != FRESH:         # meanwhile, by another thread, or by Python code that ran
-            self._refuse()
-        turn_take_part(&self.queue.share)
+        self.queue._poll_for(self, True)  # who may not is refused by this, before anything has changed
+        if self.phase != NOT_AWAITED:   # meanwhile, by another thread, or by Python code that ran
+            self._raise_already_awaited()
+        turn_join(&self.queue.share)
         if self.state == DONE and not turn_is_over(&self.queue.share, self.bytes):
             return self._deliver(result)
         return self._begin_waiting(result)
@@ -326,7 +326,7 @@ cdef class Operation:
             return self._suspend(result) if self.state != DONE else self._yield(result)
         except BaseException:
             if self.phase == BEGINNING:
-                self.phase = FRESH
+                self.phase = NOT_AWAITED
             raise
 
     cdef int _yield(self, PyObject **result) except -1:
@@ -347,7 +347,7 @@ cdef class Operation:
             return self._deliver(result)
         self.waiter = waiter
         self.turn = turn_now.number
-        turn_sleep()
+        turn_note_sleep()
         try:
             self.queue._awaited(self)
         except BaseException:
@@ -364,7 +364,7 @@ cdef class Operation:
         return self.queue._unawaited(self) if self.state != DONE else 0
 
     cdef int _deliver(self, PyObject **result) except -1:
-        self.phase = OVER
+        self.phase = FINISHED
         if self.waiter is not None:
             self.waiter = None
         if self.extra is not None:
@@ -382,28 +382,28 @@ cdef int operation_send(PyObject *operation, PyObject *value, PyObject **result)
     cdef PyObject *shared = _section(self.queue)
     cdef section within
     if shared == NULL:
-        return _go_on(self, result)
+        return _continue_await(self, result)
     section_enter(&within, shared)
     try:
-        return _go_on(self, result)
+        return _continue_await(self, result)
     finally:
         section_leave(&within)
 
 
-cdef inline int _go_on(Operation self, PyObject **result) except -1:
+cdef inline int _continue_await(Operation self, PyObject **result) except -1:
     result[0] = NULL
-    if self.phase == FRESH:
+    if self.phase == NOT_AWAITED:
         try:
             return self._begin(result)
         except AffinityError:           # of who may not ask, and has not asked
             raise
         except BaseException:
-            if self.phase == FRESH and self.extra is not None and self.extra.asks:
-                self._leave()           # another one may ask
+            if self.phase == NOT_AWAITED and self.extra is not None and self.extra.awaits_message:
+                self._stop_awaiting()   # another one may ask
             raise
     if (self.phase != SUSPENDED and self.phase != YIELDING) or self.awaiter != _caller():
-        self._refuse()
-    turn_went_round(self.turn)          # the loop calls who let it
+        self._raise_already_awaited()
+    turn_advance(self.turn)             # the loop calls who let it
     if self.state != DONE:              # the future was ended by somebody else
         self._unsuspend()
         return self._begin_waiting(result)
@@ -461,7 +461,7 @@ cdef int _discard_runs(list runs, bint receives) except -1:
     return 0
 
 
-awaiting_by(<PyTypeObject *>Operation, <send_function>operation_send)
+set_am_send(<PyTypeObject *>Operation, <send_function>operation_send)
 Coroutine.register(Operation)
 
 

@@ -49,8 +49,8 @@ cdef class Destination:
     def __init__(self, AddressHandle handle not None, InFlightCount pins not None, remote_qpn, remote_qkey):
         self.handle = handle
         self.pins = pins
-        self.remote_qpn = _number(remote_qpn, 24, "remote_qpn")
-        self.remote_qkey = _number(remote_qkey, 32, "remote_qkey")
+        self.remote_qpn = _uint(remote_qpn, 24, "remote_qpn")
+        self.remote_qkey = _uint(remote_qkey, 32, "remote_qkey")
 
     def __repr__(self):
         return f"<Way to queue pair {self.remote_qpn} by {self.handle!r}>"
@@ -80,12 +80,12 @@ cdef class QpWorkState:
     cdef uint32_t opcodes               # bits of those that its type has
     cdef uint32_t read_sge
     cdef object _cause                  # see `broken`
-    cdef bint ended                     # whoever waits was told that it is in ERR, or it was moved there
+    cdef bint err_reported              # whoever waits was told that it is in ERR, or it was moved there
     cdef bint needs_reset               # some queued requests were not posted: no completion reports the rest
-    cdef bint spoiled                   # what arrived could not be taken in: it is to be moved to ERR
-    cdef object all_cqs_failed          # the error that lost its completions, until it is reset; else None
-    cdef bint gone                      # its device is: no other error of a verb is proof of that
-    cdef WorkQueue shared               # the shared receive queue that it takes from; None: it has its own, or none
+    cdef bint needs_error               # what arrived could not be taken in: it is to be moved to ERR
+    cdef object lost_cq_error           # the error that lost its completions, until it is reset; else None
+    cdef bint device_removed            # its device is: no other error of a verb is proof of that
+    cdef WorkQueue srq                  # the shared receive queue that it takes from; None: it has its own, or none
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ cdef class QpWorkState:
         uint32_t send_depth=0,
         uint32_t receive_depth=0,
         bint chains=False,
-        uint32_t most_bytes=MOST_BYTES,
+        uint32_t most_bytes=MAX_MESSAGE_BYTES,
         uint32_t read_sge=0xFFFFFFFF,
         make_scratch=None,
     ):
@@ -112,7 +112,7 @@ cdef class QpWorkState:
             self.send_queue = _queue(handle, self, sends, send_depth, depths.max_send_sge, make_scratch)
             self.send_queue.max_inline = depths.max_inline_data
             self.send_queue.chains = chains
-            self.send_queue.most_bytes = most_bytes if most_bytes < <uint32_t>MOST_BYTES else MOST_BYTES
+            self.send_queue.most_bytes = most_bytes if most_bytes < <uint32_t>MAX_MESSAGE_BYTES else MAX_MESSAGE_BYTES
             self.send_queue.scratch_bytes = 8
         if receives is not None:
             self.receive_queue = _queue(handle, self, receives, receive_depth, depths.max_recv_sge, make_scratch)
@@ -121,11 +121,11 @@ cdef class QpWorkState:
             self.receive_queue.scratch_bytes = GRH
             if handle._type == UD:
                 self.receive_queue.max_sge -= 1         # the first one is for the route
-        completers = [dispatcher for dispatcher in (sends, receives) if dispatcher is not None]
-        _join(completers)
+        dispatchers = [dispatcher for dispatcher in (sends, receives) if dispatcher is not None]
+        _join(dispatchers)
         section_enter(&within, self._section())
         try:
-            for dispatcher in completers:
+            for dispatcher in dispatchers:
                 (<CqDispatcher>dispatcher).users.add(self)
         finally:
             section_leave(&within)
@@ -137,8 +137,8 @@ cdef class QpWorkState:
     cdef list _parts(self):
         # What it is used with.
         parts = [(<WorkQueue>queue).dispatcher for queue in self.queues()]
-        if self.shared is not None:
-            parts.append(self.shared)
+        if self.srq is not None:
+            parts.append(self.srq)
         return parts
 
     def queues(self):
@@ -214,109 +214,109 @@ cdef class QpWorkState:
             (<WorkQueue>queue)._abandon(SUCCESS, error)
         return 0
 
-    cdef int _lose(self, object error) except -1:
+    cdef int _lose_completions(self, object error) except -1:
         # Requests were posted without a completion, and those refused that would have told of them.
         self._set_cause(error)
         self.needs_reset = True
-        return self._unsettle(self.send_queue.dispatcher)
+        return self._queue_transition(self.send_queue.dispatcher)
 
-    cdef int _deafen(self, CqDispatcher dispatcher) except -1:
+    cdef int _lose_cq(self, CqDispatcher dispatcher) except -1:
         # That one broke: what completes there is lost.
-        error = dispatcher.broken_by()
+        error = dispatcher.broken_error()
         if self.broken is None:
             self._set_cause(error)
         self.needs_reset = True
-        self.all_cqs_failed = error
-        self.gone = self.gone or dispatcher.gone
+        self.lost_cq_error = error
+        self.device_removed = self.device_removed or dispatcher.device_removed
         for queue in self.queues():
             if (<WorkQueue>queue).dispatcher is dispatcher:
                 (<WorkQueue>queue)._refuse_waiting(SUCCESS, error)
                 (<WorkQueue>queue)._unchain()
-        dispatcher.unsettled.append(self)
+        dispatcher.pending_transitions.append(self)
         return 0
 
-    cdef int _spoil(self, object error) except -1:
+    cdef int _require_error(self, object error) except -1:
         # What arrived could not be taken in. Nothing is posted from here on, and home moves it to ERR.
         if self.handle.closed or self.handle._state == ERR:
             return 0
         self._set_cause(error)
         self.handle._state = ERR
-        self.spoiled = self.ended = True
+        self.needs_error = self.err_reported = True
         for queue in self.queues():
             (<WorkQueue>queue)._refuse_waiting(FLUSHED, None)
-        return self._unsettle(self.receive_queue.dispatcher)
+        return self._queue_transition(self.receive_queue.dispatcher)
 
-    cdef int _unsettle(self, CqDispatcher dispatcher) except -1:
-        dispatcher.unsettled.append(self)
+    cdef int _queue_transition(self, CqDispatcher dispatcher) except -1:
+        dispatcher.pending_transitions.append(self)
         return dispatcher._need_turn()
 
-    cdef int _settle(self) except -1:
+    cdef int _run_transition(self) except -1:
         # At home, by a verb: RESET where what is under way never completes, so that the device has the use of no memory
         # any more. To ERR once more where receives are under way: they may have been posted between the failure and its
         # being known, and soft-RoCE flushes such ones only then.
-        cdef bint forgets = self.needs_reset
+        cdef bint to_reset = self.needs_reset
         self.needs_reset = False
-        cdef bint ends = self.spoiled
-        self.spoiled = False
-        if self.handle.closed or not (forgets or ends or self._may_hold_receives()):
+        cdef bint to_error = self.needs_error
+        self.needs_error = False
+        if self.handle.closed or not (to_reset or to_error or self._may_hold_receives()):
             return 0
         try:
-            self.handle.modify(QpState.RESET if forgets else QpState.ERR)
+            self.handle.modify(QpState.RESET if to_reset else QpState.ERR)
         except ConcurrentAccessError:
-            self.needs_reset, self.spoiled = forgets, ends
+            self.needs_reset, self.needs_error = to_reset, to_error
             raise
         except BusyResourceError:       # another thread changes its state: when that is over
-            self.needs_reset, self.spoiled = forgets, ends
-            return self._settle_when_resumed()
+            self.needs_reset, self.needs_error = to_reset, to_error
+            return self._run_transition_when_resumed()
         except AffinityError:           # of a completion queue that is anybody's
-            self.needs_reset, self.spoiled = forgets, ends
-            return self._settle_at_owner()
+            self.needs_reset, self.needs_error = to_reset, to_error
+            return self._run_transition_at_owner()
         except VerbsError as error:
-            if not self.gone or error.errno not in (EIO, ENODEV):
+            if not self.device_removed or error.errno not in (EIO, ENODEV):
                 _log.error(
                     "%r cannot be moved (%s): memory that it has the use of stays pinned until it is closed",
                     self.handle, error
                 )
-                return self._end_unmoved()
+                return self._abandon_without_reset()
             # The device does nothing any more.
-        if forgets:
-            by, self.all_cqs_failed = self.all_cqs_failed or self._unknown(), None
+        if to_reset:
+            by, self.lost_cq_error = self.lost_cq_error or self._unknown_outcome(), None
             self._abandon(by)
             if self.receive_queue is not None:
                 self.receive_queue._end_inboxes(by)
-            if self.shared is not None:
-                self.shared._end_if_deaf()
+            if self.srq is not None:
+                self.srq._end_if_all_cqs_failed()
         return 0
 
-    cdef int _end_unmoved(self) except -1:
+    cdef int _abandon_without_reset(self) except -1:
         # What completes is lost, and it cannot be reset.
         for queue in self.queues():
             if (<WorkQueue>queue).dispatcher.error is not None:
-                (<WorkQueue>queue)._abandon_unended(self.all_cqs_failed)
-        if self.shared is not None:
-            self.shared._end_if_deaf()
+                (<WorkQueue>queue)._abandon_all_still_pinned(self.lost_cq_error)
+        if self.srq is not None:
+            self.srq._end_if_all_cqs_failed()
         return 0
 
     cdef bint _may_hold_receives(self) noexcept:
         # In ERR, as far as that is known.
         return self.receive_queue is not None and self.receive_queue.used and self.handle._state == ERR
 
-    cdef int _settle_at_owner(self) except -1:
+    cdef int _run_transition_at_owner(self) except -1:
         try:
-            self.handle.affinity.loop.call_soon_threadsafe(self.settle)
+            self.handle.affinity.loop.call_soon_threadsafe(self.run_transition)
         except RuntimeError:            # that loop is closed: what is under way ends when its device is
             pass
         return 0
 
-    cdef int _settle_when_resumed(self) except -1:
+    cdef int _run_transition_when_resumed(self) except -1:
         cdef CqDispatcher dispatcher = (<WorkQueue>self.queues()[0]).dispatcher
         if dispatcher.loop is not None:
-            self.handle._when_resumed(dispatcher.loop, self.resume)
+            self.handle._call_when_resumed(dispatcher.loop, self.resume)
         return 0
 
     def resume(self):
         """At the home of its completion queue: the change of its state that kept others off may be over."""
-        self._unsettle((<WorkQueue>self.queues()[0]).dispatcher)
+        self._queue_transition((<WorkQueue>self.queues()[0]).dispatcher)
 
     def end_modification(self, loop=None, callback=None):
         """For who closes the queue pair: have a change of its state ended that another thread was to make.
@@ -324,34 +324,34 @@ cdef class QpWorkState:
         :returns: whether there is none any more; else the loop, if one is given, calls the callback when it may be so.
         """
         if loop is not None:            # before looking: it may be over meanwhile
-            self.handle._when_resumed(loop, callback)
+            self.handle._call_when_resumed(loop, callback)
         return self.handle._end_modification()
 
-    def settle(self):
+    def run_transition(self):
         """On its owner's loop: what its completion queue's loop may not do."""
         cdef section within
         section_enter(&within, self._section())
         try:
-            self._settle()
+            self._run_transition()
         except ConcurrentAccessError:   # a verb is under way: in a moment it is not
-            self._settle_at_owner()
+            self._run_transition_at_owner()
         finally:
             section_leave(&within)
 
-    cdef object _unknown(self):
+    cdef object _unknown_outcome(self):
         # What became of requests when it was reset.
         return _broken(f"{self.handle!r} was reset, by {self.broken}: whether this was done is not known", self.broken)
 
     def recovered(self):
         """It was reset: it is as new."""
         self._set_cause(None)
-        self.spoiled = self.ended = False
+        self.needs_error = self.err_reported = False
 
-    cdef int _broke(self, Operation operation) except -1:
+    cdef int _work_failed(self, Operation operation) except -1:
         # A completion had another status than success: the queue pair is in an error state, by this or before. That
         # `query` has found it there tells of no cause, and tells nobody who waits.
         cdef int state = self.handle._state
-        if state == ERR and (self.ended or operation.queue.closing):
+        if state == ERR and (self.err_reported or operation.queue.closing):
             return 0
         if state == SQE and not operation.queue.receives and self.broken is not None:
             return 0
@@ -359,13 +359,13 @@ cdef class QpWorkState:
         self._set_cause(operation._failure())
         if state == ERR or connected or operation.queue.receives or operation.status == FLUSHED:
             self.handle._state = ERR
-            self.ended = True
+            self.err_reported = True
             for queue in self.queues():
                 (<WorkQueue>queue)._refuse_waiting(FLUSHED, None)
             if self.receive_queue is not None:
-                self.receive_queue._end_inboxes(self._broken_by())
+                self.receive_queue._end_inboxes(self._state_error())
                 if self.receive_queue.used:
-                    self._unsettle(self.receive_queue.dispatcher)
+                    self._queue_transition(self.receive_queue.dispatcher)
         else:
             self.handle._state = SQE
             self.send_queue._refuse_waiting(FLUSHED, None)
@@ -376,21 +376,21 @@ cdef class QpWorkState:
         if state == RTS or state == SQD or (receives and INIT <= state < ERR):
             return 0
         if state == ERR or state == SQE or self.broken is not None:
-            raise self._broken_by()
+            raise self._state_error()
         needed = "INIT" if receives else "RTS"
         found = QpState(state).name
         raise QueuePairStateError(f"{self.handle!r} is in state {found}: connect it, or move it to {needed}, first")
 
-    cdef object _broken_by(self):
+    cdef object _state_error(self):
         state = QpState(self.handle._state).name
         cause = self.broken
         return _broken(f"{self.handle!r} is in state {state}, by: {cause or 'somebody moved it there'}", cause)
 
     def errored(self):
         """It was moved to ERR: who awaits messages is told where no receive is that would be flushed."""
-        self.ended = True
+        self.err_reported = True
         if self.receive_queue is not None:
-            self.receive_queue._end_inboxes(self._broken_by())
+            self.receive_queue._end_inboxes(self._state_error())
 
 
 cdef WorkQueue _queue(Handle handle, QpWorkState requests, CqDispatcher dispatcher, limit, max_sge, make_scratch):
@@ -402,7 +402,7 @@ cdef WorkQueue _queue(Handle handle, QpWorkState requests, CqDispatcher dispatch
     queue.slots = &dispatcher.slots if dispatcher is not None else &queue.own_slots
     queue.limit = limit
     queue.max_sge = max_sge
-    queue.most_bytes = MOST_BYTES
+    queue.most_bytes = MAX_MESSAGE_BYTES
     queue.make_scratch = make_scratch
     return queue
 
@@ -417,7 +417,7 @@ cdef inline Operation _new(WorkQueue queue, int opcode, bint unpinned):
     return operation
 
 
-cdef int _add_piece(Operation operation, request *made, RegionSlice piece, ProtectionDomain pd, int access) except -1:
+cdef int _add_piece(Operation operation, request *wr, RegionSlice piece, ProtectionDomain pd, int access) except -1:
     cdef v.ibv_sge *sge
     if piece._handle.pd is not pd and not (pd._shared or piece._handle.pd._shared):
         raise ValueError(f"{piece!r} is of another protection domain than {operation.queue.handle!r}")
@@ -425,8 +425,8 @@ cdef int _add_piece(Operation operation, request *made, RegionSlice piece, Prote
         raise ValueError(
             f"{piece.region!r} is to be written to by the device: register it with AccessFlags.LOCAL_WRITE"
         )
-    if piece._handle._slot != NULL:
-        _check_lent(piece._handle)
+    if piece._handle._lender_slot != NULL:
+        _check_borrowed(piece._handle)
     operation._pin(piece.pins)
     if not piece.length:
         return 0                            # an entry of no bytes means 2 GiB to some devices
@@ -435,24 +435,24 @@ cdef int _add_piece(Operation operation, request *made, RegionSlice piece, Prote
             f"a message of {operation.queue.handle!r} has {operation.queue.most_bytes:,} bytes at most: "
             f"{piece!r} is too long for it"
         )
-    sge = &made.send.sg_list[made.send.num_sge]
+    sge = &wr.send.sg_list[wr.send.num_sge]
     sge.addr = piece._address
     sge.length = piece.length
     sge.lkey = piece._lkey
-    made.send.num_sge += 1
+    wr.send.num_sge += 1
     operation.bytes += piece.length
     return 0
 
 
-cdef int _gather(Operation operation, request *made, object local, ProtectionDomain pd, int access) except -1:
+cdef int _gather(Operation operation, request *wr, object local, ProtectionDomain pd, int access) except -1:
     # Into the list of entries, after those that it has.
     cdef int count
     if type(local) is RegionSlice:
-        _add_piece(operation, made, <RegionSlice>local, pd, access)
+        _add_piece(operation, wr, <RegionSlice>local, pd, access)
     elif isinstance(local, Registered):
-        _add_piece(operation, made, _whole_of(<Registered>local), pd, access)
+        _add_piece(operation, wr, _whole_of(<Registered>local), pd, access)
     elif isinstance(local, RegionSlice):
-        _add_piece(operation, made, <RegionSlice>local, pd, access)
+        _add_piece(operation, wr, <RegionSlice>local, pd, access)
     elif local is not None:
         if not isinstance(local, (list, tuple)):
             raise TypeError(
@@ -466,19 +466,19 @@ cdef int _gather(Operation operation, request *made, object local, ProtectionDom
                 f"{len(local)} pieces are more than the {operation.queue.max_sge} of {operation.queue.handle!r}: "
                 "make it with more (max_send_sge, max_recv_sge)"
             )
-        count = made.send.num_sge + len(local)
+        count = wr.send.num_sge + len(local)
         if count > REQUEST_SGES:
             _extra(operation).sges = <v.ibv_sge *>calloc(count, sizeof(v.ibv_sge))
             if operation.extra.sges == NULL:
                 raise MemoryError
-            made.send.sg_list = operation.extra.sges
+            wr.send.sg_list = operation.extra.sges
         for piece in local:
             if isinstance(piece, Registered):
                 piece = _whole_of(<Registered>piece)
             elif not isinstance(piece, RegionSlice):
                 raise TypeError(f"a piece of local memory is a MemoryRegion or a slice of one, not {piece!r}")
-            _add_piece(operation, made, <RegionSlice>piece, pd, access)
-    operation.keep = local
+            _add_piece(operation, wr, <RegionSlice>piece, pd, access)
+    operation.keepalive = local
     return 0
 
 
@@ -491,17 +491,17 @@ cdef inline QpWorkState _requests_of(SendVerbs sending, section *within):
     return requests
 
 
-cdef inline QpWorkState _entered(SendVerbs sending, str verb, section *within):
-    # The check; each success is followed by one `_posted`.
+cdef inline QpWorkState _begin_posting(SendVerbs sending, str verb, section *within):
+    # The check; each success is followed by one `_end_posting`.
     if FREE_THREADED:
-        return _entered_section(sending, verb, within)
+        return _begin_posting_in_section(sending, verb, within)
     if sending._requests is None:
         raise ClosedResourceError(f"{sending!r} is not open")
     sending._requests.handle._use(verb)
     return sending._requests
 
 
-cdef QpWorkState _entered_section(SendVerbs sending, str verb, section *within):
+cdef QpWorkState _begin_posting_in_section(SendVerbs sending, str verb, section *within):
     cdef QpWorkState requests = _requests_of(sending, within)
     if requests is None:
         raise ClosedResourceError(f"{sending!r} is not open")
@@ -524,7 +524,7 @@ cdef inline int _use_within(Handle handle, str verb, section *within, PyObject *
     return 0
 
 
-cdef inline int _posted(Handle handle, Operation operation, section *within) except -1:
+cdef inline int _end_posting(Handle handle, Operation operation, section *within) except -1:
     # Or not: then what it has is given back.
     cdef bint refused = operation is not None and operation.state == NEW and not operation.unpinned
     handle._unuse()
@@ -534,22 +534,22 @@ cdef inline int _posted(Handle handle, Operation operation, section *within) exc
     return operation._unpin() if refused else 0
 
 
-cdef inline int _check_answered(QpWorkState requests, request *made) except -1:
+cdef inline int _check_read_atomic(QpWorkState requests, request *wr) except -1:
     # A read or an atomic: some devices wait for ever where the ends agreed on none.
     if requests.handle._max_rd_atomic == 0 and requests.handle._state == RTS:
         raise QueuePairStateError(
             f"{requests.handle!r} may have no reads and atomics under way: connect it with max_rd_atomic, "
             "and its peer with max_dest_rd_atomic"
         )
-    if <uint32_t>made.send.num_sge > requests.read_sge:
+    if <uint32_t>wr.send.num_sge > requests.read_sge:
         raise ValueError(
             f"a read of {requests.handle!r} is scattered to {requests.read_sge} pieces at most, "
-            f"not {made.send.num_sge}"
+            f"not {wr.send.num_sge}"
         )
     return 0
 
 
-cdef inline WorkQueue _sending(QpWorkState requests, int opcode):
+cdef inline WorkQueue _send_queue_for(QpWorkState requests, int opcode):
     if not requests.opcodes >> opcode & 1:
         raise ValueError(
             f"{requests.handle!r} is of type {requests.handle.qp_type.name}, which has no {SendOpcode(opcode).name}"
@@ -571,55 +571,55 @@ cdef class SendVerbs:
     """
 
     cdef QpWorkState _requests
-    cdef bint _loose                    # memory is pinned when all is posted: of a batch
+    cdef bint _pin_at_post              # memory is pinned when all is posted: of a batch
 
     # ---- What each one has in common
 
-    cdef request *_place_for(self, request *made) except NULL:
+    cdef request *_place_for(self, request *wr) except NULL:
         # Where the request is made: there, or where it is kept.
-        request_begin(made)
-        return made
+        request_begin(wr)
+        return wr
 
-    cdef int _go(self, Operation operation, request *made, bint nowait) except -1:
+    cdef int _submit_or_collect(self, Operation operation, request *wr, bint nowait) except -1:
         if operation.queue.requests.handle._state != RTS:
             operation.queue.requests._check_state(operation.queue.receives)
-        return operation.queue._submit(operation, made, nowait)
+        return operation.queue._submit(operation, wr, nowait)
 
     cdef Operation _rdma(
         self, int opcode, object local, RemoteRegion remote, immediate, unsigned int flags, object srq_number,
         bint nowait,
     ):
         cdef section within
-        cdef QpWorkState requests = _entered(self, "ibv_post_send", &within)
+        cdef QpWorkState requests = _begin_posting(self, "ibv_post_send", &within)
         cdef Operation operation = None
-        cdef request *made
-        cdef request own
+        cdef request *wr
+        cdef request own_wr
         cdef WorkQueue queue
         try:
-            queue = _sending(requests, opcode)
-            made = self._place_for(&own)
-            operation = _new(queue, opcode, self._loose)
-            _gather(operation, made, local, requests.pd, LOCAL_WRITE if opcode == RDMA_READ else 0)
+            queue = _send_queue_for(requests, opcode)
+            wr = self._place_for(&own_wr)
+            operation = _new(queue, opcode, self._pin_at_post)
+            _gather(operation, wr, local, requests.pd, LOCAL_WRITE if opcode == RDMA_READ else 0)
             if operation.bytes != remote.length:
                 raise ValueError(
                     f"{operation.bytes} local bytes do not fill the {remote.length} of {remote!r}: "
                     "give it slices of one length"
                 )
-            made.send.opcode = <v.ibv_wr_opcode>opcode
+            wr.send.opcode = <v.ibv_wr_opcode>opcode
             if opcode == RDMA_READ:
-                _check_answered(requests, made)
+                _check_read_atomic(requests, wr)
             elif operation.bytes <= queue.max_inline:
                 flags |= INLINE
-            made.send.send_flags = flags
-            made.send.wr.rdma.remote_addr = remote.address
-            made.send.wr.rdma.rkey = remote.rkey
+            wr.send.send_flags = flags
+            wr.send.wr.rdma.remote_addr = remote.address
+            wr.send.wr.rdma.rkey = remote.rkey
             if opcode == RDMA_WRITE_WITH_IMM:
-                made.send.imm_data = v.htonl(_number(immediate, 32, "immediate"))
+                wr.send.imm_data = v.htonl(_uint(immediate, 32, "immediate"))
             if srq_number is not None or requests.handle._type == XRC_SEND:
-                _to_srq(requests, made, srq_number)
-            self._go(operation, made, nowait)
+                _set_xrc_srq(requests, wr, srq_number)
+            self._submit_or_collect(operation, wr, nowait)
         finally:
-            _posted(requests.handle, operation, &within)
+            _end_posting(requests.handle, operation, &within)
         return operation
 
     cdef Operation _message(
@@ -627,31 +627,31 @@ cdef class SendVerbs:
         object srq_number, bint nowait,
     ):
         cdef section within
-        cdef QpWorkState requests = _entered(self, "ibv_post_send", &within)
+        cdef QpWorkState requests = _begin_posting(self, "ibv_post_send", &within)
         cdef Operation operation = None
-        cdef request *made
-        cdef request own
+        cdef request *wr
+        cdef request own_wr
         cdef WorkQueue queue
         try:
-            queue = _sending(requests, opcode)
-            made = self._place_for(&own)
-            operation = _new(queue, opcode, self._loose)
-            _gather(operation, made, local, requests.pd, 0)
-            made.send.opcode = <v.ibv_wr_opcode>opcode
+            queue = _send_queue_for(requests, opcode)
+            wr = self._place_for(&own_wr)
+            operation = _new(queue, opcode, self._pin_at_post)
+            _gather(operation, wr, local, requests.pd, 0)
+            wr.send.opcode = <v.ibv_wr_opcode>opcode
             if operation.bytes <= queue.max_inline:
                 flags |= INLINE
-            made.send.send_flags = flags
+            wr.send.send_flags = flags
             if opcode == SEND_WITH_IMM:
-                made.send.imm_data = v.htonl(_number(immediate, 32, "immediate"))
+                wr.send.imm_data = v.htonl(_uint(immediate, 32, "immediate"))
             elif opcode == SEND_WITH_INV:
-                made.send.invalidate_rkey = rkey
+                wr.send.invalidate_rkey = rkey
             if to is not None or requests.handle._type == UD:
-                _aim(requests, operation, made, to)
+                _set_ud_destination(requests, operation, wr, to)
             if srq_number is not None or requests.handle._type == XRC_SEND:
-                _to_srq(requests, made, srq_number)
-            self._go(operation, made, nowait)
+                _set_xrc_srq(requests, wr, srq_number)
+            self._submit_or_collect(operation, wr, nowait)
         finally:
-            _posted(requests.handle, operation, &within)
+            _end_posting(requests.handle, operation, &within)
         return operation
 
     cdef Operation _atomic(
@@ -659,13 +659,13 @@ cdef class SendVerbs:
         bint nowait,
     ):
         cdef section within
-        cdef QpWorkState requests = _entered(self, "ibv_post_send", &within)
+        cdef QpWorkState requests = _begin_posting(self, "ibv_post_send", &within)
         cdef Operation operation = None
-        cdef request *made
-        cdef request own
+        cdef request *wr
+        cdef request own_wr
         try:
-            made = self._place_for(&own)
-            operation = _new(_sending(requests, opcode), opcode, self._loose)
+            wr = self._place_for(&own_wr)
+            operation = _new(_send_queue_for(requests, opcode), opcode, self._pin_at_post)
             if remote.length != 8:
                 raise ValueError(f"an atomic is of 8 bytes, {remote!r} has {remote.length}: give it a slice of 8")
             if remote.address % 8:
@@ -673,63 +673,63 @@ cdef class SendVerbs:
             operation.scratch = WANTED         # the old value goes to memory of the queue's own
             operation.bytes = 8
             operation.atomic = True
-            made.send.num_sge = 1
-            _check_answered(requests, made)
-            made.send.opcode = <v.ibv_wr_opcode>opcode
-            made.send.send_flags = flags
-            made.send.wr.atomic.remote_addr = remote.address
-            made.send.wr.atomic.rkey = remote.rkey
-            made.send.wr.atomic.compare_add = _number(add, 64, "compare" if opcode == CMP_AND_SWP else "add")
-            made.send.wr.atomic.swap = _number(swap, 64, "swap")
+            wr.send.num_sge = 1
+            _check_read_atomic(requests, wr)
+            wr.send.opcode = <v.ibv_wr_opcode>opcode
+            wr.send.send_flags = flags
+            wr.send.wr.atomic.remote_addr = remote.address
+            wr.send.wr.atomic.rkey = remote.rkey
+            wr.send.wr.atomic.compare_add = _uint(add, 64, "compare" if opcode == CMP_AND_SWP else "add")
+            wr.send.wr.atomic.swap = _uint(swap, 64, "swap")
             if srq_number is not None or requests.handle._type == XRC_SEND:
-                _to_srq(requests, made, srq_number)
-            self._go(operation, made, nowait)
+                _set_xrc_srq(requests, wr, srq_number)
+            self._submit_or_collect(operation, wr, nowait)
         finally:
-            _posted(requests.handle, operation, &within)
+            _end_posting(requests.handle, operation, &within)
         return operation
 
     cdef Operation _invalidate(self, object rkey, unsigned int flags, bint nowait):
         cdef section within
-        cdef QpWorkState requests = _entered(self, "ibv_post_send", &within)
+        cdef QpWorkState requests = _begin_posting(self, "ibv_post_send", &within)
         cdef Operation operation = None
-        cdef request *made
-        cdef request own
+        cdef request *wr
+        cdef request own_wr
         try:
-            made = self._place_for(&own)
-            operation = _new(_sending(requests, LOCAL_INV), LOCAL_INV, self._loose)
-            made.send.opcode = <v.ibv_wr_opcode><int>LOCAL_INV
-            made.send.send_flags = flags
-            made.send.invalidate_rkey = _number(rkey, 32, "rkey")
-            self._go(operation, made, nowait)
+            wr = self._place_for(&own_wr)
+            operation = _new(_send_queue_for(requests, LOCAL_INV), LOCAL_INV, self._pin_at_post)
+            wr.send.opcode = <v.ibv_wr_opcode><int>LOCAL_INV
+            wr.send.send_flags = flags
+            wr.send.invalidate_rkey = _uint(rkey, 32, "rkey")
+            self._submit_or_collect(operation, wr, nowait)
         finally:
-            _posted(requests.handle, operation, &within)
+            _end_posting(requests.handle, operation, &within)
         return operation
 
     cdef Operation _bind(self, MemoryWindow window, RegionSlice piece, object access, unsigned int flags, bint nowait):
         cdef section within
-        cdef QpWorkState requests = _entered(self, "ibv_bind_mw", &within)
+        cdef QpWorkState requests = _begin_posting(self, "ibv_bind_mw", &within)
         cdef Operation operation = None
-        cdef request *made
-        cdef request own
+        cdef request *wr
+        cdef request own_wr
         try:
-            made = self._place_for(&own)
-            operation = _new(_sending(requests, BIND_MW), BIND_MW, self._loose)
+            wr = self._place_for(&own_wr)
+            operation = _new(_send_queue_for(requests, BIND_MW), BIND_MW, self._pin_at_post)
             if piece._handle.context is not window.context:
                 raise ValueError(f"{piece!r} is of another context than {window!r}")
             if MW_BIND & ~piece._access:
                 raise ValueError(f"{piece.region!r} is to be bound to: register it with AccessFlags.MW_BIND")
-            _check_lent(piece._handle)
+            _check_borrowed(piece._handle)
             operation._pin(piece.pins)
             _extra(operation).window = window
-            operation.keep = piece._handle
+            operation.keepalive = piece._handle
             operation.extra.bind_info.addr = piece._address
             operation.extra.bind_info.length = piece.length
             operation.extra.bind_info.mw_access_flags = PyNumber_Index(access)
-            made.send.opcode = <v.ibv_wr_opcode><int>BIND_MW
-            made.send.send_flags = flags
-            self._go(operation, made, nowait)
+            wr.send.opcode = <v.ibv_wr_opcode><int>BIND_MW
+            wr.send.send_flags = flags
+            self._submit_or_collect(operation, wr, nowait)
         finally:
-            _posted(requests.handle, operation, &within)
+            _end_posting(requests.handle, operation, &within)
         return operation
 
     # ---- Their names
@@ -779,7 +779,7 @@ cdef class SendVerbs:
         :param rkey: of a memory window of type 2 of the peer.
         """
         flags = (FENCE if fence else 0) | (SOLICITED if solicited else 0)
-        key = _number(rkey, 32, "rkey")
+        key = _uint(rkey, 32, "rkey")
         return self._message(SEND_WITH_INV, local, None, key, flags, None, srq_number, False)
 
     def compare_and_swap(
@@ -840,7 +840,7 @@ cdef class QueuePairVerbs(SendVerbs):
     ):
         """`send_with_invalidate`, where there is a place."""
         flags = (FENCE if fence else 0) | (SOLICITED if solicited else 0)
-        key = _number(rkey, 32, "rkey")
+        key = _uint(rkey, 32, "rkey")
         return self._message(SEND_WITH_INV, local, None, key, flags, None, srq_number, True)
 
     def compare_and_swap_nowait(
@@ -879,30 +879,30 @@ cdef class QueuePairVerbs(SendVerbs):
 
     cdef Operation _receive(self, object local, bint nowait, Inbox inbox=None):
         cdef section within
-        cdef QpWorkState requests = _entered(self, "ibv_post_recv", &within)
+        cdef QpWorkState requests = _begin_posting(self, "ibv_post_recv", &within)
         cdef Operation operation = None
-        cdef request own
+        cdef request own_wr
         try:
             if requests.receive_queue is None:
                 raise ValueError(f"{requests.handle!r} has no receive queue of its own")
-            request_begin(&own)
+            request_begin(&own_wr)
             operation = _new(requests.receive_queue, 0, False)
-            _scatter(operation, &own, local, requests.pd, requests.handle._type == UD)
+            _scatter(operation, &own_wr, local, requests.pd, requests.handle._type == UD)
             if inbox is not None:
                 _extra(operation).inbox = inbox
                 inbox.posted += 1
-            self._go(operation, &own, nowait)
+            self._submit_or_collect(operation, &own_wr, nowait)
         finally:
-            _posted(requests.handle, operation, &within)
+            _end_posting(requests.handle, operation, &within)
         return operation
 
 
-cdef int _scatter(Operation operation, request *made, object local, ProtectionDomain pd, bint datagrams) except -1:
+cdef int _scatter(Operation operation, request *wr, object local, ProtectionDomain pd, bint datagrams) except -1:
     # The route of a datagram, which comes before it, goes to memory of the queue's own.
     if datagrams:
         operation.scratch = WANTED
-        made.receive.num_sge = 1
-    return _gather(operation, made, local, pd, LOCAL_WRITE)
+        wr.receive.num_sge = 1
+    return _gather(operation, wr, local, pd, LOCAL_WRITE)
 
 
 cdef class ReceiveVerbs:
@@ -917,8 +917,8 @@ cdef class ReceiveVerbs:
         cdef WorkQueue queue = _queue(handle, None, cq, max_wr, max_sge, None)
         queue.receives = True
         queue.kind = SLOTS_RECEIVE if cq is not None else SLOTS_RECEIVE | SLOTS_SHARED
-        queue.completers = []
-        queue.anybodys = not _is_bound(handle.affinity)
+        queue.dispatchers = []
+        queue.any_thread = not _is_bound(handle.affinity)
         if cq is not None:
             _join([queue, cq])
             (<CqDispatcher>cq).receivers.add(queue)
@@ -944,7 +944,7 @@ cdef class ReceiveVerbs:
     cdef Operation _receive(self, object local, bint nowait, Inbox inbox=None):
         cdef WorkQueue queue
         cdef Operation operation = None
-        cdef request own
+        cdef request own_wr
         cdef section within
         section_enter(&within, <PyObject *>self)
         queue = self._queue             # another thread may open it meanwhile
@@ -953,15 +953,15 @@ cdef class ReceiveVerbs:
             raise ClosedResourceError(f"{self!r} is not open")
         _use_within(queue.handle, "ibv_post_srq_recv", &within, _section(queue))
         try:
-            request_begin(&own)
+            request_begin(&own_wr)
             operation = _new(queue, 0, False)
-            _scatter(operation, &own, local, self._queue_pd, False)
+            _scatter(operation, &own_wr, local, self._queue_pd, False)
             if inbox is not None:
                 _extra(operation).inbox = inbox
                 inbox.posted += 1
-            queue._submit(operation, &own, nowait)
+            queue._submit(operation, &own_wr, nowait)
         finally:
-            _posted(queue.handle, operation, &within)
+            _end_posting(queue.handle, operation, &within)
         return operation
 
 
@@ -972,11 +972,11 @@ def attach(WorkQueue queue not None, CqDispatcher dispatcher not None, QpWorkSta
     section_enter(&within, _section(queue))
     try:
         known = _serves(dispatcher, queue)
-        dispatcher.shared[requests.qp_num] = queue
+        dispatcher.srqs[requests.qp_num] = queue
         dispatcher.users.add(requests)
-        requests.shared = queue
+        requests.srq = queue
         if not known:
-            queue.completers.append(dispatcher)
+            queue.dispatchers.append(dispatcher)
             dispatcher.in_flight += queue.used
             dispatcher.awaited += queue.awaited
             if queue.used:
@@ -990,11 +990,11 @@ def detach(WorkQueue queue not None, CqDispatcher dispatcher not None, QpWorkSta
     cdef section within
     section_enter(&within, _section(queue))
     try:
-        dispatcher.shared.pop(requests.qp_num, None)
+        dispatcher.srqs.pop(requests.qp_num, None)
         dispatcher.users.discard(requests)
-        queue._end_if_deaf()
+        queue._end_if_all_cqs_failed()
         if not _serves(dispatcher, queue):
-            queue.completers.remove(dispatcher)
+            queue.dispatchers.remove(dispatcher)
             dispatcher.in_flight -= queue.used
             dispatcher.awaited -= queue.awaited
     finally:
@@ -1002,20 +1002,20 @@ def detach(WorkQueue queue not None, CqDispatcher dispatcher not None, QpWorkSta
 
 
 cdef bint _serves(CqDispatcher dispatcher, WorkQueue queue) except -1:
-    for each in dispatcher.shared.values():
+    for each in dispatcher.srqs.values():
         if each is queue:
             return True
     return False
 
 
-cdef uint64_t _number(object value, int bits, str name) except? 0xFFFFFFFFFFFFFFF7:
+cdef uint64_t _uint(object value, int bits, str name) except? 0xFFFFFFFFFFFFFFF7:
     number = PyNumber_Index(value)          # a float would be cut off
     if number < 0 or number >> bits:
         raise ValueError(f"{name} has {bits} bits, and {value} is none of those numbers")
     return number
 
 
-cdef int _aim(QpWorkState requests, Operation operation, request *made, Destination to) except -1:
+cdef int _set_ud_destination(QpWorkState requests, Operation operation, request *wr, Destination to) except -1:
     if requests.handle._type != UD:
         raise ValueError(f"{requests.handle!r} is connected: leave `to` out, which is for the type UD")
     if to is None:
@@ -1023,18 +1023,18 @@ cdef int _aim(QpWorkState requests, Operation operation, request *made, Destinat
     if to.handle.context is not requests.handle.context:
         raise ValueError(f"{to!r} is of another context than {requests.handle!r}")
     operation._pin(to.pins)
-    made.send.wr.ud.ah = to.handle.pointer
-    made.send.wr.ud.remote_qpn = to.remote_qpn
-    made.send.wr.ud.remote_qkey = to.remote_qkey
+    wr.send.wr.ud.ah = to.handle.pointer
+    wr.send.wr.ud.remote_qpn = to.remote_qpn
+    wr.send.wr.ud.remote_qkey = to.remote_qkey
     return 0
 
 
-cdef int _to_srq(QpWorkState requests, request *made, object number) except -1:
+cdef int _set_xrc_srq(QpWorkState requests, request *wr, object number) except -1:
     if requests.handle._type != XRC_SEND:
         raise ValueError(f"srq_number is for queue pairs of type XRC_SEND, {requests.handle!r} is not")
     if number is None:
         raise ValueError(
             f"{requests.handle!r} is of type XRC_SEND: say which shared receive queue it is for, by srq_number"
         )
-    made.send.qp_type.xrc.remote_srqn = _number(number, 32, "srq_number")
+    wr.send.qp_type.xrc.remote_srqn = _uint(number, 32, "srq_number")
     return 0

@@ -12,7 +12,7 @@ cdef class WorkQueue:
     cdef readonly CqDispatcher dispatcher   # that its requests complete at; None: of a shared receive queue
     cdef QpWorkState requests              # the queue pair's; None likewise
     cdef uint32_t qp_num                # of the queue pair, which may be destroyed; 0 likewise
-    cdef list completers                # of a shared receive queue: those of its queue pairs, each once
+    cdef list dispatchers               # of a shared receive queue: those of its queue pairs, each once
     cdef slots own_slots                # of a shared receive queue
     cdef slots *slots                   # that its requests stand in
     cdef uint64_t kind                  # SLOTS_*
@@ -29,10 +29,10 @@ cdef class WorkQueue:
     cdef Py_ssize_t awaited             # operations that somebody sleeps for
     cdef PyObject *first                # _Extra of the operations that wait, borrowed: who is dropped takes itself out
     cdef PyObject *last
-    cdef finalizer_lock order           # of these
-    cdef bint anybodys                  # of a shared receive queue: see `_is_anybodys`
+    cdef finalizer_lock waiting_lock    # of these
+    cdef bint any_thread                # of a shared receive queue: see `_is_any_thread`
     cdef list chain                     # operations to be posted together; None: there are none
-    cdef request *links                 # their requests: room for CHAIN, or NULL
+    cdef request *chain_wrs             # their requests: room for CHAIN, or NULL
     cdef object idle                    # called when nothing is under way any more; None: nobody waits for that
     cdef object make_scratch            # gives a RegionSlice for `scratch_bytes` a place
     cdef RegionSlice scratch
@@ -45,15 +45,15 @@ cdef class WorkQueue:
     cdef readonly uint32_t high_water
     cdef dict errors                    # by status
     cdef object inboxes                 # its, a weakref.WeakSet; None: it has none
-    cdef list unended                   # memory of what was given up and the device may still write to: _Run; or None
+    cdef list still_pinned              # memory of what was given up and the device may still write to: _Run; or None
 
     def __cinit__(self):
         slots_begin(&self.own_slots)
-        finalizer_lock_begin(&self.order)
+        finalizer_lock_begin(&self.waiting_lock)
 
     def __dealloc__(self):
         slots_end(&self.own_slots)
-        free(self.links)
+        free(self.chain_wrs)
 
     # ---- Looking
 
@@ -102,7 +102,7 @@ cdef class WorkQueue:
         # It takes no more receives, by that: whoever awaits messages is told.
         if self.inboxes is not None:
             for inbox in tuple(self.inboxes):
-                (<Inbox>inbox)._broke(error)
+                (<Inbox>inbox)._queue_failed(error)
         return 0
 
     # ---- Who awaits
@@ -115,20 +115,20 @@ cdef class WorkQueue:
         except RuntimeError:
             raise RuntimeError("aioverbs needs an asyncio event loop, and none is running here") from None
 
-    cdef int _look(self, Operation operation, bint spins) except -1:
+    cdef int _poll_for(self, Operation operation, bint spins) except -1:
         # Somebody asks whether it is done. Whoever may not is told so, even where it is.
         cdef CqDispatcher dispatcher = self.dispatcher
         if dispatcher is not None:
-            dispatcher._look(operation, spins)
+            dispatcher._poll_for(operation, spins)
             return 0
         _check_owner(self.handle)
-        for each in self.completers:
-            (<CqDispatcher>each)._look(operation, spins)
+        for each in self.dispatchers:
+            (<CqDispatcher>each)._poll_for(operation, spins)
         return 0
 
     cdef int _awaited(self, Operation operation) except -1:
         if operation.state == WAITING:
-            operation.held = True       # until it has a place
+            operation.held_by_queue = True  # until it has a place
             Py_INCREF(operation)
         self._count_awaited(1)
         return self._need_turns()
@@ -140,8 +140,8 @@ cdef class WorkQueue:
 
     cdef int _unhold(self, Operation operation) except -1:
         # Whoever calls holds it.
-        if operation.held:
-            operation.held = False
+        if operation.held_by_queue:
+            operation.held_by_queue = False
             Py_DECREF(operation)
         return 0
 
@@ -150,38 +150,38 @@ cdef class WorkQueue:
         if self.dispatcher is not None:
             self.dispatcher.awaited += change
             return 0
-        for each in self.completers:
+        for each in self.dispatchers:
             (<CqDispatcher>each).awaited += change
         return 0
 
-    cdef int _count_under_way(self, int change) except -1:
+    cdef int _count_in_flight(self, int change) except -1:
         if self.dispatcher is not None:
             self.dispatcher.in_flight += change
             return 0
-        for each in self.completers:
+        for each in self.dispatchers:
             (<CqDispatcher>each).in_flight += change
         return 0
 
     cdef int _need_turns(self) except -1:
         if self.dispatcher is not None:
-            return 0 if self.dispatcher.turn_comes else self.dispatcher._need_turn()
-        for each in self._completers():
+            return 0 if self.dispatcher.turn_scheduled else self.dispatcher._need_turn()
+        for each in self._dispatchers():
             (<CqDispatcher>each)._need_turn()
         return 0
 
-    cdef tuple _completers(self):
-        return (self.dispatcher,) if self.dispatcher is not None else tuple(self.completers)
+    cdef tuple _dispatchers(self):
+        return (self.dispatcher,) if self.dispatcher is not None else tuple(self.dispatchers)
 
     # ---- Beginning
 
-    cdef int _submit(self, Operation operation, request *made, bint nowait) except -1:
+    cdef int _submit(self, Operation operation, request *wr, bint nowait) except -1:
         # Whoever calls has passed the check for `ibv_post_send` or the like, and leaves it afterwards.
         if self.closing:
             raise ClosedResourceError(f"{self.handle!r} is closed, or about to be")
         if self.dispatcher is not None:
             self.dispatcher._check()
-        elif self._is_deaf():
-            raise (<CqDispatcher>self.completers[0]).broken_by()
+        elif self._all_cqs_failed():
+            raise (<CqDispatcher>self.dispatchers[0]).broken_error()
         if operation.requests > self.limit:
             raise ValueError(
                 f"{operation.requests} requests do not fit into the {self.limit} places of {self.handle!r}: "
@@ -192,35 +192,35 @@ cdef class WorkQueue:
         if self.first != NULL or self.used + operation.requests > self.limit:
             if nowait:
                 raise WouldBlock
-            return self._wait(operation, made)
-        return self._begin(operation, made)
+            return self._wait(operation, wr)
+        return self._begin(operation, wr)
 
-    cdef bint _is_deaf(self) except -1:
+    cdef bint _all_cqs_failed(self) except -1:
         # Of a shared receive queue: whether all that it completes at are broken.
-        for each in self.completers:
+        for each in self.dispatchers:
             if (<CqDispatcher>each).error is None:
                 return False
-        return len(self.completers) > 0
+        return len(self.dispatchers) > 0
 
-    cdef int _wait(self, Operation operation, request *made) except -1:
+    cdef int _wait(self, Operation operation, request *wr) except -1:
         cdef _Extra extra = _extra(operation)
         if extra.requests == NULL:
             extra.requests = request_grow(NULL, 0, 1)
             if extra.requests == NULL:
                 raise MemoryError
-            request_move(extra.requests, made)
+            request_move(extra.requests, wr)
         extra.weak = weak_reference(operation)
         extra.pinned = operation._all_pins()
         extra.places = operation.requests
         extra.queue = self
         operation.state = WAITING
-        self._link(<PyObject *>extra)
+        self._append_waiting(<PyObject *>extra)
         if not self.used:               # there is a place: those before it are being dropped
             self._stall()
         return self._need_turns()
 
-    cdef void _link(self, PyObject *extra) noexcept:
-        finalizer_lock_take(&self.order)
+    cdef void _append_waiting(self, PyObject *extra) noexcept:
+        finalizer_lock_acquire(&self.waiting_lock)
         (<_Extra>extra).earlier = self.last
         (<_Extra>extra).later = NULL
         if self.last != NULL:
@@ -229,10 +229,10 @@ cdef class WorkQueue:
             self.first = extra
         self.last = extra
         self.waiting += (<_Extra>extra).places
-        finalizer_lock_give(&self.order)
+        finalizer_lock_release(&self.waiting_lock)
 
-    cdef void _unlink(self, PyObject *extra) noexcept:
-        # Whoever calls has `order`.
+    cdef void _remove_waiting(self, PyObject *extra) noexcept:
+        # Whoever calls has `waiting_lock`.
         cdef PyObject *earlier = (<_Extra>extra).earlier
         cdef PyObject *later = (<_Extra>extra).later
         if earlier != NULL:
@@ -248,16 +248,16 @@ cdef class WorkQueue:
 
     cdef void _withdraw(self, _Extra extra) noexcept:
         # It is being freed, in whatever thread.
-        finalizer_lock_take(&self.order)
-        self._unlink(<PyObject *>extra)
-        finalizer_lock_give(&self.order)
+        finalizer_lock_acquire(&self.waiting_lock)
+        self._remove_waiting(<PyObject *>extra)
+        finalizer_lock_release(&self.waiting_lock)
 
     cdef bint _fits(self) noexcept:
         # Whether there is a place for the first one.
         cdef bint fits
-        finalizer_lock_take(&self.order)
+        finalizer_lock_acquire(&self.waiting_lock)
         fits = self.first != NULL and self.used + (<_Extra>self.first).places <= self.limit
-        finalizer_lock_give(&self.order)
+        finalizer_lock_release(&self.waiting_lock)
         return fits
 
     cdef Operation _take_first(self, uint32_t room):
@@ -265,15 +265,15 @@ cdef class WorkQueue:
         cdef Operation operation
         cdef PyObject *at
         cdef PyObject *found = NULL
-        finalizer_lock_take(&self.order)
+        finalizer_lock_acquire(&self.waiting_lock)
         at = self.first
         while at != NULL and (<_Extra>at).places <= room:
-            found = still_there(<PyObject *>(<_Extra>at).weak, (<_Extra>at).operation)
+            found = weak_to_strong(<PyObject *>(<_Extra>at).weak, (<_Extra>at).operation)
             if found != NULL:
-                self._unlink(at)
+                self._remove_waiting(at)
                 break
             at = (<_Extra>at).later
-        finalizer_lock_give(&self.order)
+        finalizer_lock_release(&self.waiting_lock)
         if found == NULL:
             return None
         operation = <Operation>found
@@ -282,45 +282,45 @@ cdef class WorkQueue:
         operation.state = NEW
         return operation
 
-    cdef int _begin(self, Operation operation, request *made) except -1:
+    cdef int _begin(self, Operation operation, request *wr) except -1:
         # There is a place.
         cdef int error
         if operation.scratch != UNUSED:
-            self._take_all_scratch(operation, made)
-        self._place(operation)
-        made.send.wr_id = operation.number
+            self._take_all_scratch(operation, wr)
+        self._occupy(operation)
+        wr.send.wr_id = operation.wr_id
         if self.chains and not _is_batch(operation) and not _binds(operation):
-            return self._chain(operation, made)
+            return self._chain(operation, wr)
         if self.chain is not None:
             self._flush()               # in the order of the calls
         operation.state = POSTED        # before the verb: it may be done when that returns
-        error = self._call(operation, made)
+        error = self._call(operation, wr)
         if error:
-            return self._take_back(operation, error)
+            return self._undo_begin(operation, error)
         self.posted += operation.requests
         self.bytes += operation.bytes
         self.doorbells += 1
         return 0
 
-    cdef int _take_back(self, Operation operation, int error) except -1:
+    cdef int _undo_begin(self, Operation operation, int error) except -1:
         # The verb refused it.
         operation.state = NEW
-        self._displace(operation)
+        self._vacate(operation)
         if operation.raises:
             raise operation.value
         self.handle._check("ibv_post_recv" if self.receives else "ibv_post_send", error)
         return 0
 
-    cdef int _chain(self, Operation operation, request *made) except -1:
-        if self.links == NULL:
-            self.links = request_grow(NULL, 0, CHAIN)
-            if self.links == NULL:
-                self._displace(operation)
+    cdef int _chain(self, Operation operation, request *wr) except -1:
+        if self.chain_wrs == NULL:
+            self.chain_wrs = request_grow(NULL, 0, CHAIN)
+            if self.chain_wrs == NULL:
+                self._vacate(operation)
                 raise MemoryError
         if self.chain is None:
             self.chain = []
             self.dispatcher.chained.append(self)
-        request_move(&self.links[len(self.chain)], made)
+        request_move(&self.chain_wrs[len(self.chain)], wr)
         self.chain.append(operation)
         operation.state = CHAINED
         self.posted += 1
@@ -336,15 +336,15 @@ cdef class WorkQueue:
         # check. Of one that is refused the others know nothing: those after it are posted again, and tell of those
         # before it.
         cdef list chain = self.chain
-        cdef request *requests = self.links
+        cdef request *requests = self.chain_wrs
         if chain is None:
             return 0
-        self.chain, self.links = None, NULL   # others may begin another one meanwhile
+        self.chain, self.chain_wrs = None, NULL  # others may begin another one meanwhile
         try:
             self._post_chains(chain, requests)
         finally:
-            if self.links == NULL:
-                self.links = requests
+            if self.chain_wrs == NULL:
+                self.chain_wrs = requests
             else:
                 free(requests)
         return 0
@@ -352,24 +352,24 @@ cdef class WorkQueue:
     cdef int _post_chains(self, list chain, request *requests) except -1:
         cdef list before = []           # posted without a completion
         cdef Operation refused
-        cdef Py_ssize_t taken
+        cdef Py_ssize_t accepted
         cdef int error
         while chain:
-            error = self._post_chain(before, chain, requests, &taken)
+            error = self._post_chain(before, chain, requests, &accepted)
             if not error:
                 break
-            before += chain[:taken]
-            refused = chain[taken]
+            before += chain[:accepted]
+            refused = chain[accepted]
             refused._fail(VerbsError("ibv_post_send", abs(error)))
             self.dispatcher.refused.append(refused)
             self.dispatcher._need_turn()
-            chain = chain[taken + 1:]
-            requests += taken + 1
+            chain = chain[accepted + 1:]
+            requests += accepted + 1
             if before and not chain:
-                self.requests._lose(refused.value)  # nothing tells of those that were taken
+                self.requests._lose_completions(refused.value)  # nothing tells of those that were taken
         return 0
 
-    cdef int _post_chain(self, list before, list chain, request *requests, Py_ssize_t *taken) except? -1:
+    cdef int _post_chain(self, list before, list chain, request *requests, Py_ssize_t *accepted) except? -1:
         # 0, or what the verb answered, and how many it took.
         cdef Operation last = chain[len(chain) - 1]
         cdef v.ibv_send_wr *bad = NULL
@@ -379,9 +379,9 @@ cdef class WorkQueue:
         for each in chain:
             (<Operation>each).state = POSTED    # before the verb: it may be done when that returns
             bytes += (<Operation>each).bytes
-        _link(requests, len(chain))
+        _link_wrs(requests, len(chain))
         if before or len(chain) > 1:
-            _extra(last).covers = before + chain[:len(chain) - 1]
+            _extra(last).unsignaled = before + chain[:len(chain) - 1]
         self.doorbells += 1
         if bytes >= RELEASE_GIL_BYTES:
             with nogil:
@@ -389,14 +389,14 @@ cdef class WorkQueue:
         else:
             error = v.verbs_post_send(qp, &requests.send, &bad)
         if error:
-            taken[0] = _refused(requests, len(chain), bad)
+            accepted[0] = _index_of_bad_wr(requests, len(chain), bad)
             if last.extra is not None:
-                last.extra.covers = None
+                last.extra.unsignaled = None
         return error
 
-    cdef int _place(self, Operation operation) except -1:
-        operation.number = slots_take(self.slots, <void *>operation, self.kind)
-        if not operation.number:
+    cdef int _occupy(self, Operation operation) except -1:
+        operation.wr_id = slots_take(self.slots, <void *>operation, self.kind)
+        if not operation.wr_id:
             if operation.scratch != UNUSED:
                 self._give_scratch(operation)
             raise MemoryError("no slot for one more request")
@@ -404,20 +404,20 @@ cdef class WorkQueue:
         self.used += operation.requests
         if self.used > self.high_water:
             self.high_water = self.used
-        self._count_under_way(operation.requests)
+        self._count_in_flight(operation.requests)
         return self._need_turns()
 
-    cdef int _displace(self, Operation operation) except -1:
+    cdef int _vacate(self, Operation operation) except -1:
         # It has its place no more.
-        slots_give(self.slots, operation.number)
+        slots_give(self.slots, operation.wr_id)
         if operation.scratch != UNUSED:
             self._give_scratch(operation)
         self.used -= operation.requests
-        self._count_under_way(-<int>operation.requests)
+        self._count_in_flight(-<int>operation.requests)
         Py_DECREF(operation)
         return 0
 
-    cdef int _call(self, Operation operation, request *made) noexcept:
+    cdef int _call(self, Operation operation, request *wr) noexcept:
         # The verb; 0 or what it answered. Whoever calls has passed the check.
         cdef v.ibv_send_wr *bad = NULL
         cdef v.ibv_recv_wr *bad_receive = NULL
@@ -425,30 +425,30 @@ cdef class WorkQueue:
         cdef int error
         if self.receives:
             if self.requests is not None:
-                error = v.verbs_post_recv((<QueuePair>self.handle).pointer, &made.receive, &bad_receive)
+                error = v.verbs_post_recv((<QueuePair>self.handle).pointer, &wr.receive, &bad_receive)
             else:
-                error = v.verbs_post_srq_recv((<SharedReceiveQueue>self.handle).pointer, &made.receive, &bad_receive)
+                error = v.verbs_post_srq_recv((<SharedReceiveQueue>self.handle).pointer, &wr.receive, &bad_receive)
         elif _binds(operation):
-            error = self._bind(operation, made)
+            error = self._bind(operation, wr)
         else:
             if _is_batch(operation):
                 _number_elements(operation)
-            _link(made, operation.requests)
+            _link_wrs(wr, operation.requests)
             qp = (<QueuePair>self.handle).pointer
             if operation.bytes >= RELEASE_GIL_BYTES:
                 with nogil:
-                    error = v.verbs_post_send(qp, &made.send, &bad)
+                    error = v.verbs_post_send(qp, &wr.send, &bad)
             else:
-                error = v.verbs_post_send(qp, &made.send, &bad)
-            if error and _is_batch(operation) and bad != &made.send:
-                return _torn(operation, made, bad, error)
+                error = v.verbs_post_send(qp, &wr.send, &bad)
+            if error and _is_batch(operation) and bad != &wr.send:
+                return _batch_refused(operation, wr, bad, error)
         return error
 
-    cdef int _bind(self, Operation operation, request *made) noexcept:
+    cdef int _bind(self, Operation operation, request *wr) noexcept:
         # The window's new key is good when the request has completed.
         cdef _Extra extra = operation.extra
         cdef MemoryWindow window = extra.window
-        cdef MemoryRegion region = operation.keep
+        cdef MemoryRegion region = operation.keepalive
         cdef int error
         try:
             if window.context is not self.handle.context:
@@ -458,7 +458,7 @@ cdef class WorkQueue:
                 region._enter()
                 try:
                     extra.bind_info.mr = region.pointer
-                    error = self._call_bind(window, &extra.bind_info, made)
+                    error = self._call_bind(window, &extra.bind_info, wr)
                 finally:
                     region._leave()
             finally:
@@ -470,36 +470,36 @@ cdef class WorkQueue:
             return EINVAL
         return error
 
-    cdef int _call_bind(self, MemoryWindow window, v.ibv_mw_bind_info *bind_info, request *made) except? -1:
+    cdef int _call_bind(self, MemoryWindow window, v.ibv_mw_bind_info *bind_info, request *wr) except? -1:
         cdef v.ibv_qp *qp = (<QueuePair>self.handle).pointer
         cdef v.ibv_mw_bind bind
         cdef v.ibv_send_wr *bad = NULL
         cdef uint32_t key = window.pointer.rkey
         cdef int error
-        made.send.send_flags |= SIGNALED
+        wr.send.send_flags |= SIGNALED
         if window.mw_type == <int>v.IBV_MW_TYPE_1:          # it has a verb of its own, and the device chooses the key
             memset(&bind, 0, sizeof(bind))
-            bind.wr_id = made.send.wr_id
-            bind.send_flags = made.send.send_flags
+            bind.wr_id = wr.send.wr_id
+            bind.send_flags = wr.send.send_flags
             bind.bind_info = bind_info[0]
             return v.verbs_bind_mw(qp, window.pointer, &bind)
         key = (key & 0xffffff00) | ((key + 1) & 0xff)       # the low byte is its owner's to choose
-        made.send.bind_mw.mw = window.pointer
-        made.send.bind_mw.rkey = key
-        made.send.bind_mw.bind_info = bind_info[0]
-        error = v.verbs_post_send(qp, &made.send, &bad)
+        wr.send.bind_mw.mw = window.pointer
+        wr.send.bind_mw.rkey = key
+        wr.send.bind_mw.bind_info = bind_info[0]
+        error = v.verbs_post_send(qp, &wr.send, &bad)
         if not error:
             window.pointer.rkey = key   # providers leave this to their callers
         return error
 
-    cdef int _take_all_scratch(self, Operation operation, request *made) except -1:
+    cdef int _take_all_scratch(self, Operation operation, request *wr) except -1:
         cdef Py_ssize_t at = 0
         try:
             if operation.scratch == WANTED:
-                self._take_scratch(operation, made)
+                self._take_scratch(operation, wr)
             for each in _elements(operation):
                 if (<Operation>each).scratch == WANTED:
-                    self._take_scratch(<Operation>each, &made[at])
+                    self._take_scratch(<Operation>each, &wr[at])
                 at += 1
         except BaseException:
             self._give_scratch(operation)
@@ -507,19 +507,19 @@ cdef class WorkQueue:
         return 0
 
     cdef int _make_scratch(self) except -1:
-        made = self.make_scratch(self.limit * self.scratch_bytes)
+        scratch = self.make_scratch(self.limit * self.scratch_bytes)
         if self.scratch is None:            # no other thread was faster
-            self.scratch = made
+            self.scratch = scratch
             self.free_scratch = list(range(self.limit))
         return 0
 
-    cdef int _take_scratch(self, Operation operation, request *made) except -1:
+    cdef int _take_scratch(self, Operation operation, request *wr) except -1:
         # A piece of memory of its own, for what the device writes beside the caller's memory.
         cdef uint32_t place = self.free_scratch.pop()
         operation.scratch = place
-        made.send.sg_list[0].addr = self._scratch_of(operation)
-        made.send.sg_list[0].length = self.scratch_bytes
-        made.send.sg_list[0].lkey = self.scratch._lkey
+        wr.send.sg_list[0].addr = self._scratch_of(operation)
+        wr.send.sg_list[0].length = self.scratch_bytes
+        wr.send.sg_list[0].lkey = self.scratch._lkey
         return 0
 
     cdef uint64_t _scratch_of(self, Operation operation) noexcept:
@@ -536,17 +536,17 @@ cdef class WorkQueue:
     # ---- Ending
 
     cdef int _completed(self, Operation operation, v.ibv_wc *wc) except -1:
-        cdef list covers
-        if operation.extra is None or operation.extra.covers is None:
-            return self._ended(operation, wc)
-        covers, operation.extra.covers = operation.extra.covers, None
+        cdef list unsignaled
+        if operation.extra is None or operation.extra.unsignaled is None:
+            return self._record_completion(operation, wc)
+        unsignaled, operation.extra.unsignaled = operation.extra.unsignaled, None
         try:
-            self._cover(covers)
+            self._complete_unsignaled(unsignaled)
         finally:
-            self._ended(operation, wc)
+            self._record_completion(operation, wc)
         return 0
 
-    cdef int _ended(self, Operation operation, v.ibv_wc *wc) except -1:
+    cdef int _record_completion(self, Operation operation, v.ibv_wc *wc) except -1:
         if _is_batch(operation):
             if not _element_completed(operation, wc):
                 return 0
@@ -562,7 +562,7 @@ cdef class WorkQueue:
             self._failed(operation)
         return self._retire(operation)
 
-    cdef int _cover(self, list before) except -1:
+    cdef int _complete_unsignaled(self, list before) except -1:
         # What was posted without completions of its own is done: a queue completes in order, and what is flushed has a
         # completion, whatever it asked for.
         cdef Operation operation
@@ -586,7 +586,7 @@ cdef class WorkQueue:
             self.errors = {}
         self.errors[status] = self.errors.get(status, 0) + 1
         if self.requests is not None:
-            self.requests._broke(operation)
+            self.requests._work_failed(operation)
         return 0
 
     cdef int _retire(self, Operation operation) except -1:
@@ -595,16 +595,16 @@ cdef class WorkQueue:
         if operation.state == DONE:     # meanwhile, by what ended the queue while Python code ran
             return 0
         byte_write(&operation.state, DONE)
-        slots_give(self.slots, operation.number)
+        slots_give(self.slots, operation.wr_id)
         self.used -= requests
         self.completed += requests
         if _is_batch(operation):
             _end_elements(operation)
         if operation.scratch != UNUSED:
             self._give_scratch(operation)
-        self._count_under_way(-<int>requests)
+        self._count_in_flight(-<int>requests)
         try:
-            self._tell(operation)
+            self._notify(operation)
         finally:
             try:
                 if self.first != NULL:
@@ -615,23 +615,23 @@ cdef class WorkQueue:
                 Py_DECREF(operation)    # the slot's
         return 0
 
-    cdef int _tell(self, Operation operation) except -1:
+    cdef int _notify(self, Operation operation) except -1:
         # Who waits is known before Python code runs, which may end the wait; and is told, whatever that raises.
         if operation.waiter is None and operation.extra is None:
-            operation.keep = None
+            operation.keepalive = None
             return operation._unpin()
         waiter = operation.waiter
         if waiter is not None:
             self._count_awaited(-1)
-        local, operation.keep = operation.keep, None
+        local, operation.keepalive = operation.keepalive, None
         try:
             for each in _elements(operation):
-                (<Operation>each).keep = None
+                (<Operation>each).keepalive = None
             operation._unpin()
         finally:
             try:
                 if operation.extra is not None and operation.extra.inbox is not None:
-                    operation.extra.inbox._arrived(operation, local)
+                    operation.extra.inbox._receive_done(operation, local)
             finally:
                 if waiter is not None:
                     _wake(waiter, self)
@@ -666,12 +666,12 @@ cdef class WorkQueue:
                     self.handle._unuse()
             if refused is not None:
                 operation._fail(refused)
-                self._end(operation)
+                self._finish_unplaced(operation)
             self._unhold(operation)
         return 0
 
     cdef int _stall(self) except -1:
-        for each in self._completers():
+        for each in self._dispatchers():
             (<CqDispatcher>each).stalled.append(self)
             (<CqDispatcher>each)._need_turn()
             break
@@ -709,13 +709,13 @@ cdef class WorkQueue:
         cdef section within
         section_enter(&within, _section(self))
         try:
-            self._flush_by_completer()
+            self._flush_chained()
         except ConcurrentAccessError:   # a thread is inside of a domain that any may use: in a moment it is not
             self.dispatcher._need_turn()
         finally:
             section_leave(&within)
 
-    cdef int _flush_by_completer(self) except -1:
+    cdef int _flush_chained(self) except -1:
         # Or by the owner, if that is another one. It is not among `chained` any more, and nobody else has it posted
         # until it is there again.
         if self.chain is None:          # it was posted, or will never be
@@ -739,7 +739,7 @@ cdef class WorkQueue:
 
     def when_resumed(self, loop, callback):
         """Of a queue pair's: have a loop call this when the change of its state that kept others off may be over."""
-        (<QueuePair>self.handle)._when_resumed(loop, callback)
+        (<QueuePair>self.handle)._call_when_resumed(loop, callback)
 
     def resume(self):
         """At home: those that wait get the places that came back meanwhile."""
@@ -749,14 +749,14 @@ cdef class WorkQueue:
         self.handle._use("ibv_post_recv" if self.receives else "ibv_post_send")
         return 0
 
-    cdef int _end(self, Operation operation) except -1:
+    cdef int _finish_unplaced(self, Operation operation) except -1:
         # It never had a place.
         for each in _elements(operation):
             (<Operation>each).status = operation.status
         byte_write(&operation.state, DONE)
         if _is_batch(operation):
             _end_elements(operation)
-        return self._tell(operation)
+        return self._notify(operation)
 
     cdef int _refuse_waiting(self, int status, object error) except -1:
         # Nothing is posted here any more.
@@ -768,7 +768,7 @@ cdef class WorkQueue:
             operation.status = status
             if error is not None:
                 operation._fail(error)
-            self._end(operation)
+            self._finish_unplaced(operation)
             self._unhold(operation)
 
     cdef int _unchain(self) noexcept:
@@ -787,13 +787,13 @@ cdef class WorkQueue:
                 continue
             operation = <Operation>self.slots.at[index].work
             if operation.queue is self:
-                self._give_up(operation, status, error)
-        if self.unended is not None:
-            unended, self.unended = self.unended, None
-            _discard_runs(unended, self.receives)
+                self._abandon_operation(operation, status, error)
+        if self.still_pinned is not None:
+            still_pinned, self.still_pinned = self.still_pinned, None
+            _discard_runs(still_pinned, self.receives)
         return 0
 
-    cdef int _abandon_unended(self, object error) except -1:
+    cdef int _abandon_all_still_pinned(self, object error) except -1:
         # Whoever waits is told. The device may still write to the memory, which stays pinned until `_abandon`.
         cdef Operation operation
         cdef uint32_t index
@@ -801,40 +801,40 @@ cdef class WorkQueue:
             if self.slots.at[index].work != NULL:
                 operation = <Operation>self.slots.at[index].work
                 if operation.queue is self:
-                    self._give_up_unended(operation, error)
+                    self._abandon_still_pinned(operation, error)
         return self._end_inboxes(error)
 
-    cdef int _end_if_deaf(self) except -1:
+    cdef int _end_if_all_cqs_failed(self) except -1:
         # Of a shared receive queue: whoever waits is told where nothing completes any more, when all queue pairs that
         # took from it are reset. As long as one is there that cannot be, the device has the use of its memory.
         cdef bint in_use = False
-        if not self._is_deaf():
+        if not self._all_cqs_failed():
             return 0
-        for dispatcher in self.completers:
+        for dispatcher in self.dispatchers:
             for requests in (<CqDispatcher>dispatcher).users:
-                if (<QpWorkState>requests).all_cqs_failed is not None and (<QpWorkState>requests).shared is self:
+                if (<QpWorkState>requests).lost_cq_error is not None and (<QpWorkState>requests).srq is self:
                     if (<QpWorkState>requests).needs_reset:
                         return 0            # it is to be reset
                     in_use = True
-        error = (<CqDispatcher>self.completers[0]).broken_by()
+        error = (<CqDispatcher>self.dispatchers[0]).broken_error()
         if in_use:
-            return self._abandon_unended(error)
+            return self._abandon_all_still_pinned(error)
         self._abandon(SUCCESS, error)
         return self._end_inboxes(error)
 
-    cdef int _give_up_unended(self, Operation operation, object error) except -1:
+    cdef int _abandon_still_pinned(self, Operation operation, object error) except -1:
         # As of a shared receive queue for XRC, which queue pairs of other processes may take from as long as it is
         # there: its memory stays pinned until then.
-        if self.unended is None:
-            self.unended = []
-        self.unended += operation._take_pins()
+        if self.still_pinned is None:
+            self.still_pinned = []
+        self.still_pinned += operation._take_pins()
         self._refuse_waiting(SUCCESS, error)
-        return self._give_up(operation, SUCCESS, error)
+        return self._abandon_operation(operation, SUCCESS, error)
 
-    cdef int _give_up(self, Operation operation, int status, object error) except -1:
+    cdef int _abandon_operation(self, Operation operation, int status, object error) except -1:
         # Its completion comes no more.
         if operation.extra is not None:
-            operation.extra.covers = None
+            operation.extra.unsignaled = None
         if not operation.raises:
             operation.status = status
             if error is not None:
@@ -850,51 +850,51 @@ cdef inline list _elements(Operation operation):
     return operation.extra.elements if _is_batch(operation) else []
 
 
-cdef inline bint _is_anybodys(WorkQueue queue) noexcept:
+cdef inline bint _is_any_thread(WorkQueue queue) noexcept:
     # Whether any thread may be at what the queue is a part of. That is so of a completion queue or a shared receive
     # queue without an owner, and of all that is used with it, as by a queue pair whose other completion queue has one:
     # what completes is told of in whatever thread takes it. All else is touched by its owner's thread alone.
-    return queue.dispatcher.anybodys if queue.dispatcher is not None else queue.anybodys
+    return queue.dispatcher.any_thread if queue.dispatcher is not None else queue.any_thread
 
 
 cdef inline PyObject *_section(WorkQueue queue) noexcept:
-    return _section_of_all if FREE_THREADED and queue is not None and _is_anybodys(queue) else NULL
+    return _section_of_all if FREE_THREADED and queue is not None and _is_any_thread(queue) else NULL
 
 
 cdef int _join(list parts) except -1:
     # They are used together from here on: where one of them is anybody's, all are, and what they were used with before.
     # Those that have an owner have one and the same, whose thread this is: nobody else is at them yet.
     for part in parts:
-        if (<CqDispatcher>part).anybodys if isinstance(part, CqDispatcher) else (<WorkQueue>part).anybodys:
+        if (<CqDispatcher>part).any_thread if isinstance(part, CqDispatcher) else (<WorkQueue>part).any_thread:
             for each in parts:
-                _make_anybodys(each)
+                _make_any_thread(each)
             break
     return 0
 
 
-cdef int _make_anybodys(object part) except -1:
+cdef int _make_any_thread(object part) except -1:
     cdef CqDispatcher dispatcher
     cdef WorkQueue queue
     if isinstance(part, WorkQueue):
         queue = part
-        if not queue.anybodys:
-            queue.anybodys = True
-            for each in queue._completers():
-                _make_anybodys(each)
+        if not queue.any_thread:
+            queue.any_thread = True
+            for each in queue._dispatchers():
+                _make_any_thread(each)
         return 0
     dispatcher = part
-    if not dispatcher.anybodys:
-        dispatcher.anybodys = True
+    if not dispatcher.any_thread:
+        dispatcher.any_thread = True
         for requests in dispatcher.users:
             for each in (<QpWorkState>requests)._parts():
-                _make_anybodys(each)
+                _make_any_thread(each)
     return 0
 
 
 cdef int _wake(object waiter, WorkQueue queue) except -1:
     # Whoever awaits goes on, on its own loop.
     cdef Affinity owner = queue.handle.affinity
-    bound = _is_bound(owner) and not _is_anybodys(queue)
+    bound = _is_bound(owner) and not _is_any_thread(queue)
     loop = owner.loop if bound else waiter.get_loop()
     try:
         if bound or loop is asyncio._get_running_loop():
@@ -912,7 +912,7 @@ cpdef _set_done(waiter):
         waiter.set_result(None)
 
 
-cdef inline void _link(request *requests, Py_ssize_t count) noexcept:
+cdef inline void _link_wrs(request *requests, Py_ssize_t count) noexcept:
     # What is posted together; only the last one completes, unless one fails.
     cdef Py_ssize_t at
     for at in range(count - 1):
@@ -921,7 +921,7 @@ cdef inline void _link(request *requests, Py_ssize_t count) noexcept:
     requests[count - 1].send.send_flags |= SIGNALED
 
 
-cdef Py_ssize_t _refused(request *requests, Py_ssize_t count, v.ibv_send_wr *bad) noexcept:
+cdef Py_ssize_t _index_of_bad_wr(request *requests, Py_ssize_t count, v.ibv_send_wr *bad) noexcept:
     # Which one that is: of a device that does not say, the last one.
     cdef Py_ssize_t at = 0
     while at < count - 1 and &requests[at].send != bad:
@@ -932,7 +932,7 @@ cdef Py_ssize_t _refused(request *requests, Py_ssize_t count, v.ibv_send_wr *bad
 cdef object _received(Operation operation, v.ibv_wc *wc):
     cdef Received received = Received.__new__(Received)
     cdef uint32_t length = wc.byte_len
-    received.local = operation.keep
+    received.local = operation.keepalive
     received.qp_num = wc.qp_num
     if operation.scratch >= 0:
         length -= GRH

@@ -122,10 +122,10 @@ cdef class InFlightCount:
             self._count += count
             self._receives += receives
         section_leave(&within)
-        return self._take_back(count, receives) if closed else 0
+        return self._undo_add(count, receives) if closed else 0
 
     @cython.final
-    cdef int _take_back(self, Py_ssize_t count, Py_ssize_t receives) except -1:
+    cdef int _undo_add(self, Py_ssize_t count, Py_ssize_t receives) except -1:
         # It was closed meanwhile, by another thread, after the parent counted.
         if self.parent is not None:
             self.parent._discard(count, receives)
@@ -169,13 +169,13 @@ cdef class Registered:
     """Base of what is one registered piece."""
 
     # Not a slice of all of it, which would hold it: whoever forgets it is to be heard at once.
-    cdef InFlightCount _work
-    cdef MemoryRegion _piece            # from its opening on
-    cdef int _granted
-    cdef uint64_t _at
-    cdef Py_ssize_t _size
-    cdef uint32_t _local
-    cdef uint32_t _remote
+    cdef InFlightCount _pins
+    cdef MemoryRegion _handle           # from its opening on
+    cdef int _access
+    cdef uint64_t _address
+    cdef Py_ssize_t _length
+    cdef uint32_t _lkey
+    cdef uint32_t _rkey
 
     @property
     def whole(self):
@@ -216,32 +216,32 @@ cdef class RegionSlice:
         cdef RegionSlice whole = _whole_of(region)
         if offset < 0 or length < 0 or offset + length > whole.length:
             raise IndexError(f"{length} bytes from {offset} on do not lie in the {whole.length} bytes of {region!r}")
-        self._take(whole, offset, length)
+        self._set_part(whole, offset, length)
         if pins is not None:
             self.pins = pins
 
-    cdef int _take(self, RegionSlice of, Py_ssize_t offset, Py_ssize_t length) except -1:
-        self.region = of.region
-        self.pins = of.pins
-        self._handle = of._handle
-        self._access = of._access
-        self._lkey = of._lkey
-        self._rkey = of._rkey
-        self._address = of._address + offset
-        self.offset = of.offset + offset
+    cdef int _set_part(self, RegionSlice whole, Py_ssize_t offset, Py_ssize_t length) except -1:
+        self.region = whole.region
+        self.pins = whole.pins
+        self._handle = whole._handle
+        self._access = whole._access
+        self._lkey = whole._lkey
+        self._rkey = whole._rkey
+        self._address = whole._address + offset
+        self.offset = whole.offset + offset
         self.length = length
         return 0
 
     @staticmethod
     def of_all(Registered region not None, MemoryRegion handle not None, InFlightCount pins not None, int access):
         """All of a region that is being opened."""
-        region._work = pins
-        region._piece = handle
-        region._granted = access
-        region._at = handle.address
-        region._size = handle.length
-        region._local = handle.lkey
-        region._remote = handle.rkey
+        region._pins = pins
+        region._handle = handle
+        region._access = access
+        region._address = handle.address
+        region._length = handle.length
+        region._lkey = handle.lkey
+        region._rkey = handle.rkey
         return _whole_of(region)
 
     def __repr__(self):
@@ -253,15 +253,15 @@ cdef class RegionSlice:
     def __getitem__(self, key):
         cdef uint64_t start = 0, length = 0
         cdef RegionSlice part = RegionSlice.__new__(RegionSlice)
-        _cut(key, self.length, self, &start, &length)
-        part._take(self, start, length)
+        _slice_bounds(key, self.length, self, &start, &length)
+        part._set_part(self, start, length)
         return part
 
     cdef int _check_open(self) except -1:
         self.pins.check()
         self._handle._enter_memory()
         self._handle._leave()
-        return _check_lent(self._handle)
+        return _check_borrowed(self._handle)
 
     @property
     def address(self):
@@ -289,23 +289,23 @@ cdef class RegionSlice:
 
 cdef RegionSlice _whole_of(Registered region):
     cdef RegionSlice whole
-    if region._piece is None:
+    if region._handle is None:
         raise ClosedResourceError(f"{region!r} is not open")
     whole = RegionSlice.__new__(RegionSlice)
     whole.region = region
-    whole.pins = region._work
-    whole._handle = region._piece
-    whole._access = region._granted
-    whole._lkey = region._local
-    whole._rkey = region._remote
-    whole._address = region._at
-    whole.length = region._size
+    whole.pins = region._pins
+    whole._handle = region._handle
+    whole._access = region._access
+    whole._lkey = region._lkey
+    whole._rkey = region._rkey
+    whole._address = region._address
+    whole.length = region._length
     return whole
 
 
-cdef int _check_lent(MemoryRegion handle) except -1:
+cdef int _check_borrowed(MemoryRegion handle) except -1:
     # A lender's own pointer tells whether he closed it.
-    if handle._slot != NULL and handle._slot[0] != handle._lent:
+    if handle._lender_slot != NULL and handle._lender_slot[0] != handle._lent_pointer:
         raise BorrowedObjectClosedError(repr(handle))
     return 0
 
@@ -327,9 +327,9 @@ cdef class RemoteRegion:
     cdef readonly uint32_t rkey
 
     def __init__(self, address, length, rkey):
-        self.address = _number(address, 64, "address")
-        self.length = _number(length, 64, "length")
-        self.rkey = _number(rkey, 32, "rkey")
+        self.address = _uint(address, 64, "address")
+        self.length = _uint(length, 64, "length")
+        self.rkey = _uint(rkey, 32, "rkey")
         if self.length and self.address + (self.length - 1) < self.address:
             raise ValueError(f"{length} bytes at {address:#x} leave the address space")
 
@@ -365,7 +365,7 @@ cdef class RemoteRegion:
         """
         cdef uint64_t start = 0, length = 0
         cdef RemoteRegion part = RemoteRegion.__new__(RemoteRegion)
-        _cut(key, self.length, self, &start, &length)
+        _slice_bounds(key, self.length, self, &start, &length)
         part.address = self.address + start
         part.length = length
         part.rkey = self.rkey
@@ -394,7 +394,7 @@ cdef extern from "Python.h":
     int PySlice_Unpack(object key, Py_ssize_t *first, Py_ssize_t *last, Py_ssize_t *step) except -1
 
 
-cdef int _cut(object key, uint64_t length, object what, uint64_t *start, uint64_t *size) except -1:
+cdef int _slice_bounds(object key, uint64_t length, object what, uint64_t *start, uint64_t *size) except -1:
     # What a slice cut off silently would be read or written wrongly: it must lie inside.
     cdef Py_ssize_t begin, end, step, whole
     # The usual way: numbers as they should be. What is larger than this type has becomes its largest value.

@@ -29,7 +29,7 @@ cdef class _ThreadEnd:
 cdef object _ends = threading.local()      # not of the module: it lasts as long as the process
 
 
-cdef int _tell_end(affinity_thread *thread) except -1:
+cdef int _record_thread_end(affinity_thread *thread) except -1:
     cdef _ThreadEnd end = getattr(_ends, "end", None)
     if end is None or end.thread != thread:
         end = _ThreadEnd.__new__(_ThreadEnd)
@@ -89,7 +89,7 @@ cdef class Affinity:
             if trio is not None and trio.lowlevel.in_trio_task():
                 raise RuntimeError("aioverbs needs an asyncio event loop, and this is a trio task")
             raise RuntimeError("no asyncio event loop is running in this thread: open this inside of a coroutine")
-        _tell_end(thread)
+        _record_thread_end(thread)
         affinity_thread_remember(thread)
         if self._thread:
             affinity_thread_forget(<affinity_thread *>self._thread)
@@ -151,16 +151,16 @@ cdef class Affinity:
     cdef int _enter(self, object what, str verb) except -1:
         if self._forks != fork_count:
             raise ForkedProcessError(repr(what))
-        if _pass_again(self._thread, self._inside, self._version):
+        if _is_unchanged_owner(self._thread, self._inside, self._version):
             self._inside = 1
         elif self._thread:
             if not self._is_owner():
-                raise AffinityError(self._refusal(what, verb))
+                raise AffinityError(self._wrong_caller_text(what, verb))
             if self._inside:
-                raise ConcurrentAccessError(self._overlap(what, verb))
+                raise ConcurrentAccessError(self._overlap_text(what, verb))
             self._inside = 1
         elif not affinity_claim(&self._inside):
-            raise ConcurrentAccessError(self._overlap(what, verb))
+            raise ConcurrentAccessError(self._overlap_text(what, verb))
         self._verb = <PyObject *>verb
         return 0
 
@@ -182,10 +182,10 @@ cdef class Affinity:
             self._version = running_loop_version()
         return True
 
-    cdef bint _is_of_same(self, Affinity other) noexcept:
+    cdef bint _has_same_owner(self, Affinity other) noexcept:
         return self._thread != NULL and self._thread == other._thread and self.loop is other.loop
 
-    cdef str _refusal(self, object what, str verb):
+    cdef str _wrong_caller_text(self, object what, str verb):
         cdef affinity_thread *thread = affinity_thread_self()
         loop = _running_loop()
         caller = f"thread {threading.current_thread().name!r}"
@@ -200,7 +200,7 @@ cdef class Affinity:
             why = "call it there: `await domain.run(function)` carries a call to the owner"
         return f"{verb} on {what!r}, which belongs to {self._owner()}, was called from {caller}: {why}"
 
-    cdef str _overlap(self, object what, str verb):
+    cdef str _overlap_text(self, object what, str verb):
         return (
             f"{verb} on {what!r}: {<object>self._verb} is under way in its domain, where one call at a time may be; "
             "this one was refused"
@@ -213,7 +213,7 @@ cdef class Affinity:
         return f"<Affinity of {self._owner()}>" if self._thread else "<Affinity of no thread>"
 
 
-cdef inline bint _pass_again(void *thread, int inside, uint64_t version) noexcept:
+cdef inline bint _is_unchanged_owner(void *thread, int inside, uint64_t version) noexcept:
     # What `_enter` finds where nothing has changed since it last let somebody in, and nobody is inside.
     return version and not inside and affinity_thread_self() == thread and running_loop_version() == version
 

@@ -8,11 +8,11 @@ cdef class CompletionChannel(Handle):
 
     def __init__(self, Context context not None, *, Affinity affinity=None):
         self._begin()
-        self._belong(affinity, "ibv_create_comp_channel")
+        self._enter_owner(affinity, "ibv_create_comp_channel")
         try:
             self._create(context)
         finally:
-            self._belongs()
+            self._leave_owner()
 
     cdef int _create(self, Context context) except -1:
         cdef int error = 0
@@ -43,7 +43,7 @@ cdef class CompletionChannel(Handle):
             error = self.context.table.destroy_comp_channel(self.pointer)
         return error
 
-    cdef int _forgo(self) except -1:
+    cdef int _drop_after_lender(self) except -1:
         os.close(self.pointer.fd)
         return 0
 
@@ -123,11 +123,11 @@ cdef class CompletionQueue(Handle):
                 raise ValueError(f"{part!r} is of another context")
         use_ex = extended or single_threaded or parent_domain is not None
         verb = "ibv_create_cq_ex" if use_ex else "ibv_create_cq"
-        self._belong(_common((channel, parent_domain), affinity), verb)
+        self._enter_owner(_common_owner((channel, parent_domain), affinity), verb)
         try:
             self._create(context, cqe, channel, comp_vector, extended, parent_domain, single_threaded, verb)
         finally:
-            self._belongs()
+            self._leave_owner()
 
     def _create(
         self, context, cqe, channel, int comp_vector, bint extended, ProtectionDomain parent_domain,
@@ -146,7 +146,7 @@ cdef class CompletionQueue(Handle):
                 error = self._create_basic(context, cqe, channel, comp_vector)
             if not self.pointer:
                 cause = parent_domain._take_cause() if parent_domain is not None else None
-                raise self._failed_by(verb, error, cause)
+                raise self._verb_error(verb, error, cause)
             if not extended:
                 self.extended_pointer = NULL
             self._opened("")
@@ -192,7 +192,7 @@ cdef class CompletionQueue(Handle):
     cdef str _destroy_name(self):
         return "ibv_destroy_cq"
 
-    cdef bint _has_driver_half(self) noexcept:
+    cdef bint _refuses_overlap(self) noexcept:
         return True
 
     cdef int _destroy_verb(self) except? -1:
@@ -243,7 +243,7 @@ cdef class CompletionQueue(Handle):
         if error and self.parent_domain is not None:
             cause = self.parent_domain._take_cause()
             if cause is not None:
-                raise self._failed_by("ibv_resize_cq", abs(error), cause)
+                raise self._verb_error("ibv_resize_cq", abs(error), cause)
         self._check("ibv_resize_cq", error)
 
     def modify(self, uint16_t moderate_count, uint16_t moderate_period_us):

@@ -24,7 +24,7 @@ _exporting = threading.Lock()
 cdef bint _is_exported = False
 
 
-cdef int _take_exported(v.verbs_table *table) except -1:
+cdef int _copy_exported(v.verbs_table *table) except -1:
     global _is_exported
     with _exporting:
         if not _is_exported:
@@ -50,7 +50,7 @@ def table_slot(verb):
     :raises LibraryNotFoundError: libibverbs cannot be loaded.
     """
     cdef v.verbs_table table
-    _take_exported(&table)
+    _copy_exported(&table)
     return _slot(&_exported, verb)
 
 
@@ -77,10 +77,10 @@ cdef class Context(Handle):
         """
         cdef Context self = Context.__new__(Context)
         self._borrow(capsule, "ibv_context *", owner)
-        self.pointer = <ibv_context *>self._lent
-        _take_exported(&self.table)
+        self.pointer = <ibv_context *>self._lent_pointer
+        _copy_exported(&self.table)
         self.context = self
-        self._describe()
+        self._read_device_fields()
         self._opened("")
         return self
 
@@ -97,7 +97,7 @@ cdef class Context(Handle):
         """
         cdef int error, own
         cdef Context self = Context.__new__(Context)
-        _take_exported(&self.table)
+        _copy_exported(&self.table)
         # Whether a verb that fails has closed its descriptor depends on how far it came. It gets a number that nobody
         # else is given meanwhile, so that what is there afterwards is either this or nothing.
         lowest = min(512, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
@@ -111,11 +111,11 @@ cdef class Context(Handle):
                     os.close(own)
             raise VerbsError("ibv_import_device", error)
         self.context = self
-        self._describe()
+        self._read_device_fields()
         self._opened("")
         return self
 
-    def _describe(self):
+    def _read_device_fields(self):
         self.name = self.pointer.device.name.decode()
         self.async_fd = self.pointer.async_fd
         self.num_comp_vectors = self.pointer.num_comp_vectors
@@ -123,14 +123,14 @@ cdef class Context(Handle):
     cdef str _destroy_name(self):
         return "ibv_close_device"
 
-    cdef str _problem(self):
+    cdef str _unreachable_reason(self):
         # Why peers do not find the device, where that may be what made a queue pair's way to one fail; None: no reason.
         return None
 
     cdef int _destroy_verb(self) except? -1:
         cdef int error = 0
-        if self._owner is not None:
-            self._owner.close()
+        if self._lender is not None:
+            self._lender.close()
         else:
             with nogil:
                 error = self.table.close_device(self.pointer)
@@ -307,9 +307,9 @@ cdef class Context(Handle):
         """
         self._enter()
         try:
-            if not self._never_blocks:
+            if not self._nonblocking:
                 fcntl.fcntl(self.async_fd, fcntl.F_SETFL, fcntl.fcntl(self.async_fd, fcntl.F_GETFL) | os.O_NONBLOCK)
-                self._never_blocks = True
+                self._nonblocking = True
             return _take_event(self)
         finally:
             self._leave()

@@ -48,12 +48,12 @@ static inline void finalizer_lock_begin(struct finalizer_lock *lock)
     pthread_mutex_init(&lock->mutex, NULL); /* cannot fail on Linux */
 }
 
-static inline void finalizer_lock_take(struct finalizer_lock *lock)
+static inline void finalizer_lock_acquire(struct finalizer_lock *lock)
 {
     pthread_mutex_lock(&lock->mutex);
 }
 
-static inline void finalizer_lock_give(struct finalizer_lock *lock)
+static inline void finalizer_lock_release(struct finalizer_lock *lock)
 {
     pthread_mutex_unlock(&lock->mutex);
 }
@@ -65,7 +65,7 @@ static inline PyObject *weak_reference(PyObject *object)
 }
 
 /* A new reference to what `weak` stands for, or NULL where that is being freed. `object` is its address. */
-static inline PyObject *still_there(PyObject *weak, PyObject *object)
+static inline PyObject *weak_to_strong(PyObject *weak, PyObject *object)
 {
     PyObject *found = NULL;
 
@@ -111,12 +111,12 @@ static inline void finalizer_lock_begin(struct finalizer_lock *lock)
     (void)lock;
 }
 
-static inline void finalizer_lock_take(struct finalizer_lock *lock)
+static inline void finalizer_lock_acquire(struct finalizer_lock *lock)
 {
     (void)lock;
 }
 
-static inline void finalizer_lock_give(struct finalizer_lock *lock)
+static inline void finalizer_lock_release(struct finalizer_lock *lock)
 {
     (void)lock;
 }
@@ -128,7 +128,7 @@ static inline PyObject *weak_reference(PyObject *object)
     Py_RETURN_NONE;
 }
 
-static inline PyObject *still_there(PyObject *weak, PyObject *object)
+static inline PyObject *weak_to_strong(PyObject *weak, PyObject *object)
 {
     (void)weak;
     Py_INCREF(object);

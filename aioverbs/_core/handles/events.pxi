@@ -59,14 +59,14 @@ cdef class AsyncEvent:
         :raises ValueError: it was acknowledged before.
         :raises ForkedProcessError: in the child of a fork; it is the parent's to acknowledge.
         """
-        if self._held is not None and self._held._forks != fork_count:
-            raise ForkedProcessError(repr(self._held))
+        if self._pinned_handle is not None and self._pinned_handle._forks != fork_count:
+            raise ForkedProcessError(repr(self._pinned_handle))
         if not gate_leave_many(&self._unacknowledged, 1):
             raise ValueError(f"{self!r} was acknowledged before")
         _acknowledge(self)
 
     def __del__(self):
-        if self._held is None or self._held._forks != fork_count:
+        if self._pinned_handle is None or self._pinned_handle._forks != fork_count:
             return
         if gate_leave_many(&self._unacknowledged, 1):
             _acknowledge(self)
@@ -74,9 +74,9 @@ cdef class AsyncEvent:
 
 
 cdef int _acknowledge(AsyncEvent event) except -1:
-    event._held.context.table.ack_async_event(&event.event)
-    gate_leave_many(&event._held._async_events, 1)
-    event._held._leave()
+    event._pinned_handle.context.table.ack_async_event(&event.event)
+    gate_leave_many(&event._pinned_handle._async_events, 1)
+    event._pinned_handle._leave()
     return 0
 
 
@@ -95,7 +95,7 @@ cdef AsyncEvent _take_event(Context context):
         if gate_hold(&held._gate):        # left by the acknowledgement
             gate_enter(&held._async_events)
             gate_enter(&taken._unacknowledged)
-            taken._held = held
+            taken._pinned_handle = held
             taken.event_type = _event_types.get(<int>taken.event.event_type, <int>taken.event.event_type)
             if <int>taken.event.event_type in _port_events:
                 taken.port_num = taken.event.element.port_num

@@ -8,7 +8,7 @@
 
 static uint32_t fork_count;
 
-static void fork_count_rise(void)
+static void fork_count_increment(void)
 {
     fork_count++;
 }
@@ -16,7 +16,7 @@ static void fork_count_rise(void)
 /* Once; 0 or an errno. A fork that no interpreter knows of counts, too. */
 static inline int fork_count_begin(void)
 {
-    return pthread_atfork(NULL, NULL, fork_count_rise);
+    return pthread_atfork(NULL, NULL, fork_count_increment);
 }
 
 #endif

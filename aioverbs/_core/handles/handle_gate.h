@@ -44,9 +44,9 @@ static inline bool gate_hold(int *gate)
 /* True: nobody holds the gate, and nobody gets in any more. */
 static inline bool gate_close(int *gate)
 {
-    int nobody = 0;
+    int expected = 0;
 
-    return __atomic_compare_exchange_n(gate, &nobody, GATE_CLOSED, false, __ATOMIC_ACQUIRE, __ATOMIC_RELAXED);
+    return __atomic_compare_exchange_n(gate, &expected, GATE_CLOSED, false, __ATOMIC_ACQUIRE, __ATOMIC_RELAXED);
 }
 
 /* Gives back what `count` entries took; false, and nothing, where there were fewer. For counters that are no gates. */

@@ -50,23 +50,23 @@ cdef class Affinity:
     cdef int _enter(self, object what, str verb) except -1
     cdef void _leave(self) noexcept
     cdef bint _is_owner(self) except -1
-    cdef bint _is_of_same(self, Affinity other) noexcept
-    cdef str _refusal(self, object what, str verb)
-    cdef str _overlap(self, object what, str verb)
+    cdef bint _has_same_owner(self, Affinity other) noexcept
+    cdef str _wrong_caller_text(self, object what, str verb)
+    cdef str _overlap_text(self, object what, str verb)
     cdef str _owner(self)
 
 
 cdef class Handle:
     cdef int _gate                      # handles/handle_gate.h
-    cdef int _unmade                    # a gate, too: the constructor closes it
+    cdef int _constructor_gate          # a gate, too: the constructor closes it
     cdef int _async_events              # taken and not acknowledged, counted by the functions of handles/handle_gate.h
     cdef uint32_t _forks                # fork_count when it was made
     cdef str _label                     # for repr, which must not look at the object itself
     cdef readonly Context context
     cdef readonly Affinity affinity     # who may call its verbs; None: anyone
-    cdef void **_slot                   # where its lender has the pointer, until it closes it; NULL: it is ours
-    cdef void *_lent                    # that pointer
-    cdef object _owner                  # the lender: the slot is inside of it
+    cdef void **_lender_slot            # where its lender has the pointer, until it closes it; NULL: it is ours
+    cdef void *_lent_pointer            # that pointer
+    cdef object _lender                 # the lender: the slot is inside of it
     cdef object __weakref__
 
     cdef str _name(self)
@@ -74,25 +74,25 @@ cdef class Handle:
     cdef int _begin(self) except -1
     cdef int _enter(self) except -1
     cdef int _enter_memory(self) except -1
-    cdef object _refusal(self)
+    cdef object _entry_error(self)
     cdef void _leave(self) noexcept
     cdef int _use(self, str verb) except -1
     cdef int _use_memory(self, str verb) except -1
     cdef void _unuse(self) noexcept
-    cdef int _belong(self, Affinity affinity, str verb) except -1
-    cdef void _belongs(self) noexcept
+    cdef int _enter_owner(self, Affinity affinity, str verb) except -1
+    cdef void _leave_owner(self) noexcept
     cdef int _opened(self, str label) except -1
     cdef int _destroy(self) except -1
     cdef int _destroy_verb(self) except? -1
     cdef int _borrow(self, capsule, const char *name, owner) except -1
-    cdef int _forgo(self) except -1
+    cdef int _drop_after_lender(self) except -1
     cdef str _destroy_name(self)
     cdef str _users(self)
     cdef str _dependants(self)
-    cdef bint _has_driver_half(self) noexcept
+    cdef bint _refuses_overlap(self) noexcept
     cdef void _leave_parents(self) noexcept
     cdef int _check(self, str verb, int error) except -1
-    cdef object _failed_by(self, str verb, int error, object cause)
+    cdef object _verb_error(self, str verb, int error, object cause)
 
 
 cdef class Context(Handle):
@@ -102,11 +102,11 @@ cdef class Context(Handle):
     cdef readonly int async_fd
     cdef readonly int num_comp_vectors
     cdef readonly bint software
-    cdef bint _never_blocks             # async_fd was set so
+    cdef bint _nonblocking              # async_fd was set so
     cdef object _attributes             # None: not asked for yet
     cdef dict _ports                    # likewise, by number
 
-    cdef str _problem(self)
+    cdef str _unreachable_reason(self)
 
 
 cdef class AsyncEvent:
@@ -114,7 +114,7 @@ cdef class AsyncEvent:
     cdef readonly object event_type
     cdef readonly Handle element
     cdef readonly object port_num
-    cdef Handle _held                   # the element, else the context: it does not go before the acknowledgement
+    cdef Handle _pinned_handle          # the element, else the context: it does not go before the acknowledgement
     cdef int _unacknowledged            # 1 or 0, changed by the functions of handles/handle_gate.h
 
 
@@ -187,11 +187,11 @@ cdef class QueuePair(Handle):
     cdef readonly SharedReceiveQueue srq
     cdef readonly XrcDomain xrc_domain
     cdef readonly object capabilities
-    cdef object _change                 # a weak reference to the one that suspends the gate; None: there is none
-    cdef list _waiting                  # (loop, callback) of those that met it
+    cdef object _pending_change         # a weak reference to the one that suspends the gate; None: there is none
+    cdef list _resume_callbacks         # (loop, callback) of those that met it
 
-    cdef int _when_resumed(self, loop, callback) except -1
-    cdef int _tell_waiting(self) except -1
+    cdef int _call_when_resumed(self, loop, callback) except -1
+    cdef int _notify_resumed(self) except -1
     cdef bint _end_modification(self) except -1
     cdef int _make(self, ibv_qp_init_attr *attr, tuple parts, str verb) except -1
     cdef int _create(self, ibv_qp_init_attr *attr) except? -1

@@ -162,14 +162,14 @@ cdef class Handle:
 
     cdef int _begin(self) except -1:
         # Each constructor begins here: one that ran twice would lose the object that it made first.
-        if not gate_close(&self._unmade):
+        if not gate_close(&self._constructor_gate):
             raise RuntimeError(f"{self!r} was made before: a handle is one object, once")
         return 0
 
     cdef int _enter(self) except -1:
         # Every use passes here; each success is followed by one _leave.
         self._enter_memory()
-        if not _is_there(self):
+        if not _is_open_at_lender(self):
             self._leave()
             raise BorrowedObjectClosedError(repr(self))
         return 0
@@ -179,13 +179,13 @@ cdef class Handle:
         if self._forks != fork_count:
             raise ForkedProcessError(repr(self))
         if not gate_enter(&self._gate):
-            raise self._refusal()
+            raise self._entry_error()
         return 0
 
     cdef void _leave(self) noexcept:
         gate_leave(&self._gate)
 
-    cdef object _refusal(self):
+    cdef object _entry_error(self):
         # For who is not let in.
         if gate_holders(&self._gate) == GATE_CLOSED:
             return ClosedResourceError(f"{self!r} is closed")
@@ -200,15 +200,15 @@ cdef class Handle:
         # The way of nearly every call first: its owner's, in the run of the loop that was seen last, with what is ours.
         if (
             self._forks == fork_count and self.affinity is not None
-            and _pass_again(self.affinity._thread, self.affinity._inside, self.affinity._version)
-            and self._slot == NULL and self.context is not None and self.context._slot == NULL
+            and _is_unchanged_owner(self.affinity._thread, self.affinity._inside, self.affinity._version)
+            and self._lender_slot == NULL and self.context is not None and self.context._lender_slot == NULL
             and gate_enter(&self._gate)
         ):
             self.affinity._inside = 1
             self.affinity._verb = <PyObject *>verb
             return 0
         self._use_memory(verb)
-        if not _is_there(self):
+        if not _is_open_at_lender(self):
             self._unuse()
             raise BorrowedObjectClosedError(repr(self))
         return 0
@@ -221,7 +221,7 @@ cdef class Handle:
         if not gate_enter(&self._gate):
             if self.affinity is not None:
                 self.affinity._leave()
-            raise self._refusal()
+            raise self._entry_error()
         return 0
 
     cdef void _unuse(self) noexcept:
@@ -229,14 +229,14 @@ cdef class Handle:
         if self.affinity is not None:
             self.affinity._leave()
 
-    # A constructor's verb, on behalf of those that it belongs to; each success is followed by one _belongs.
-    cdef int _belong(self, Affinity affinity, str verb) except -1:
+    # A constructor's verb, on behalf of those that it belongs to; each success is followed by one _leave_owner.
+    cdef int _enter_owner(self, Affinity affinity, str verb) except -1:
         self.affinity = affinity
         if affinity is not None:
             affinity._enter(self, verb)
         return 0
 
-    cdef void _belongs(self) noexcept:
+    cdef void _leave_owner(self) noexcept:
         if self.affinity is not None:
             self.affinity._leave()
 
@@ -258,14 +258,14 @@ cdef class Handle:
             return 0
         if error < 0:
             error = -error                      # some providers have it so
-        if error == EBUSY and self._has_driver_half() and self.context is not None and self.context.software:
+        if error == EBUSY and self._refuses_overlap() and self.context is not None and self.context.software:
             # The software device answers so only to calls that overlap: children were counted before the verb.
             raise ConcurrentAccessError(
                 f"{verb} on <{self._name()}>: another call is inside of it or its thread domain; this one was refused"
             )
         raise VerbsError(verb, error)
 
-    cdef object _failed_by(self, str verb, int error, object cause):
+    cdef object _verb_error(self, str verb, int error, object cause):
         # What is raised for a verb that may have asked an allocator, and failed: its error, by what the allocator
         # raised, if anything. What is no Exception, as a KeyboardInterrupt, only came by there, and goes on as itself.
         if cause is not None and not isinstance(cause, Exception):
@@ -278,12 +278,12 @@ cdef class Handle:
 
     cdef int _borrow(self, capsule, const char *name, owner) except -1:
         # The lender's own pointer is looked at on every use: it is how the lender's end is seen, which nobody tells.
-        self._slot = <void **>PyCapsule_GetPointer(capsule, name)
-        self._lent = self._slot[0]
-        self._owner = owner
+        self._lender_slot = <void **>PyCapsule_GetPointer(capsule, name)
+        self._lent_pointer = self._lender_slot[0]
+        self._lender = owner
         return 0
 
-    cdef int _forgo(self) except -1:
+    cdef int _drop_after_lender(self) except -1:
         # Its end where the lender was first: in the kernel it is gone, and the provider cannot be asked any more.
         return 0
 
@@ -291,7 +291,7 @@ cdef class Handle:
         # What keeps the object, where the destroying verb answers EBUSY and no overlapping call can be meant.
         return None
 
-    cdef bint _has_driver_half(self) noexcept:
+    cdef bint _refuses_overlap(self) noexcept:
         # Whether calls on it may meet inside of it or its thread domain, which the software device refuses with EBUSY:
         # so it is with queues. Of all else EBUSY says that something refers to it.
         return False
@@ -337,11 +337,11 @@ cdef class Handle:
             if gate_holders(&self._gate) == GATE_CLOSED:
                 return 0                        # another thread was faster
             if gate_holders(&self._gate) < 0:
-                raise self._refusal()
+                raise self._entry_error()
             raise BusyResourceError(f"{self!r} cannot be destroyed: {self._users()}; end those first")
-        there = _is_there(self)
+        there = _is_open_at_lender(self)
         try:
-            error = self._destroy_verb() if there else self._forgo()
+            error = self._destroy_verb() if there else self._drop_after_lender()
             if abs(error) == EBUSY and self._dependants() is not None:
                 raise BusyResourceError(f"{self!r} cannot be destroyed: {self._dependants()}")
             self._check(self._destroy_name(), error)
@@ -350,22 +350,22 @@ cdef class Handle:
             raise
         self._leave_parents()
         del _ledger[id(self)]
-        self._slot, self._owner = NULL, None
+        self._lender_slot, self._lender = NULL, None
         if not there and self.context is self:
             warnings.warn(f"{self!r} was closed by its user before what was made from it, of which memory leaks",
                           ResourceWarning)
         return 0
 
 
-cdef inline bint _is_there(Handle handle) noexcept:
+cdef inline bint _is_open_at_lender(Handle handle) noexcept:
     # Neither it nor its context was closed by who lent it.
     cdef Context context = handle.context
-    return (handle._slot == NULL or handle._slot[0] == handle._lent) and (
-        context is None or context._slot == NULL or context._slot[0] == context._lent
+    return (handle._lender_slot == NULL or handle._lender_slot[0] == handle._lent_pointer) and (
+        context is None or context._lender_slot == NULL or context._lender_slot[0] == context._lent_pointer
     )
 
 
-cdef Affinity _common(tuple handles, Affinity affinity):
+cdef Affinity _common_owner(tuple handles, Affinity affinity):
     # What is made of several handles belongs to the first one's owner among them; those without one are anyone's. Two
     # domains of one loop have one owner: it alone is ever inside of either.
     cdef Affinity other
@@ -375,7 +375,7 @@ cdef Affinity _common(tuple handles, Affinity affinity):
             continue
         if affinity is None:
             affinity = other
-        elif not affinity._is_of_same(other):
+        elif not affinity._has_same_owner(other):
             raise ValueError(f"{handle!r} belongs to {other!r}, and something else to {affinity!r}")
     return affinity
 

@@ -30,7 +30,7 @@ cdef class ProtectionDomain(Handle):
     cdef int _destroy_verb(self) except? -1:
         cdef int error = 0
         cdef bint last
-        if self._slot != NULL:
+        if self._lender_slot != NULL:
             return 0                            # it is lent
         last = self.lease is None or self.lease.is_last()
         if last:
@@ -103,7 +103,7 @@ cdef class ProtectionDomain(Handle):
         self.context = context
         try:
             self._borrow(capsule, "ibv_pd *", owner)
-            self.pointer = <ibv_pd *>self._lent
+            self.pointer = <ibv_pd *>self._lent_pointer
             if self.pointer.context != context.pointer:
                 raise ValueError(f"{owner!r} is of another context than {context!r}")
             self._opened(f"{self.pointer.handle}")
@@ -177,17 +177,17 @@ cdef class MemoryRegion(Handle):
         :raises ValueError: it is of another protection domain.
         """
         cdef MemoryRegion self = MemoryRegion.__new__(MemoryRegion)
-        cdef ibv_pd *theirs
+        cdef ibv_pd *lender_pd
         self._begin()
         pd._enter()
         self.context = pd.context
         self.pd = pd
         try:
             self._borrow(capsule, "ibv_mr *", owner)
-            self.pointer = <ibv_mr *>self._lent
+            self.pointer = <ibv_mr *>self._lent_pointer
             # A parent domain of the lender's has its base's handle, and its regions are the base's.
-            theirs = self.pointer.pd
-            if theirs == NULL or theirs.context != pd.pointer.context or theirs.handle != pd.pointer.handle:
+            lender_pd = self.pointer.pd
+            if lender_pd == NULL or lender_pd.context != pd.pointer.context or lender_pd.handle != pd.pointer.handle:
                 raise ValueError(f"{owner!r} is of another protection domain than {pd!r}")
             self._opened(f"lkey {self.pointer.lkey:#x}, {self.pointer.length} bytes")
         except BaseException:
@@ -208,7 +208,7 @@ cdef class MemoryRegion(Handle):
 
     cdef int _destroy_verb(self) except? -1:
         cdef int error = 0
-        if self._slot == NULL:
+        if self._lender_slot == NULL:
             with nogil:
                 error = self.context.table.dereg_mr(self.pointer)
         return error

@@ -38,11 +38,11 @@ cdef class ThreadDomain(Handle):
 
     def __init__(self, Context context not None, *, Affinity affinity=None):
         self._begin()
-        self._belong(affinity, "ibv_alloc_td")
+        self._enter_owner(affinity, "ibv_alloc_td")
         try:
             self._create(context)
         finally:
-            self._belongs()
+            self._leave_owner()
 
     cdef int _create(self, Context context) except -1:
         cdef v.ibv_td_init_attr attr
@@ -121,11 +121,11 @@ cdef class ParentDomain(ProtectionDomain):
             if affinity is not None:
                 raise ValueError(f"{td!r} belongs to {td.affinity!r}, not to {affinity!r}")
             affinity = td.affinity
-        self._belong(affinity, "ibv_alloc_parent_domain")
+        self._enter_owner(affinity, "ibv_alloc_parent_domain")
         try:
             self._create(pd, td, allocator, pd_context)
         finally:
-            self._belongs()
+            self._leave_owner()
 
     cdef int _create(self, ProtectionDomain pd, ThreadDomain td, allocator, pd_context) except -1:
         cdef v.ibv_parent_domain_init_attr attr
@@ -154,8 +154,9 @@ cdef class ParentDomain(ProtectionDomain):
                     self.pointer = v.verbs_alloc_parent_domain(pd.context.pointer, &attr)
                     error = errno
                 if not self.pointer:
-                    raise self._failed_by("ibv_alloc_parent_domain", error, self._take_cause())
-                self._slot, self._lent = pd._slot, pd._lent  # where its base is lent, it ends with that
+                    raise self._verb_error("ibv_alloc_parent_domain", error, self._take_cause())
+                self._lender_slot = pd._lender_slot   # a lent base ends this domain, too
+                self._lent_pointer = pd._lent_pointer
                 self._opened(f"{self.pointer.handle}")
             except BaseException:
                 if self.pointer:
@@ -174,7 +175,7 @@ cdef class ParentDomain(ProtectionDomain):
         if isinstance(self.allocator, NativeAllocator) and (<NativeAllocator>self.allocator).alloc:
             native = self.allocator
             self._native.alloc = native.alloc
-            self._native.free = native.give
+            self._native.free = native.free_piece
             self._native.self = native.source
             attr.alloc = domain_memory_alloc
             attr.free = domain_memory_free

@@ -18,7 +18,7 @@ cdef class QueuePair(Handle):
     """
 
     def __cinit__(self, *_, **__):
-        self._waiting = []
+        self._resume_callbacks = []
 
     def __init__(
         self,
@@ -58,11 +58,11 @@ cdef class QueuePair(Handle):
         self.srq = srq
         self.xrc_domain = xrc_domain
         verb = "ibv_create_qp" if xrc_domain is None else "ibv_create_qp_ex"
-        self._belong(_common(tuple(parts.values()), affinity), verb)
+        self._enter_owner(_common_owner(tuple(parts.values()), affinity), verb)
         try:
             self._make(&attr, tuple(parts.values()), verb)
         finally:
-            self._belongs()
+            self._leave_owner()
 
     cdef int _make(self, v.ibv_qp_init_attr *attr, tuple parts, str verb) except -1:
         cdef int error
@@ -73,7 +73,7 @@ cdef class QueuePair(Handle):
             else:
                 error = self._create(attr)
             if not self.pointer:
-                raise self._failed_by(verb, error, self.pd._take_cause() if self.pd is not None else None)
+                raise self._verb_error(verb, error, self.pd._take_cause() if self.pd is not None else None)
             self.capabilities = QpCapabilities(
                 max_send_wr=attr.cap.max_send_wr,
                 max_recv_wr=attr.cap.max_recv_wr,
@@ -119,7 +119,7 @@ cdef class QueuePair(Handle):
     cdef str _destroy_name(self):
         return "ibv_destroy_qp"
 
-    cdef bint _has_driver_half(self) noexcept:
+    cdef bint _refuses_overlap(self) noexcept:
         return True
 
     cdef int _destroy_verb(self) except? -1:
@@ -184,7 +184,7 @@ cdef class QueuePair(Handle):
         finally:
             self._unuse()
         change._check(self)
-        change._note(self)
+        change._record_success(self)
 
     def begin_modify(self, qp_state=None, **attributes):
         """Begin what `modify` does, for the verb to be called in a thread of its own: on some devices the kernel looks
@@ -197,8 +197,8 @@ cdef class QueuePair(Handle):
         reference = weakref.ref(change)
         self._use("ibv_modify_qp")
         change.handle = self
-        change.before = self._state
-        self._change = reference
+        change.previous_state = self._state
+        self._pending_change = reference
         gate_suspend(&self._gate)
         self._unuse()
         return change
@@ -207,17 +207,17 @@ cdef class QueuePair(Handle):
     # single operations, in any thread: who comes looks at the gate after having added, and who opens it takes after
     # that, so that one of the two sees the other.
 
-    cdef int _when_resumed(self, loop, callback) except -1:
+    cdef int _call_when_resumed(self, loop, callback) except -1:
         # That loop calls it, once, and soon where nothing is under way any more.
-        self._waiting.append((loop, callback))
+        self._resume_callbacks.append((loop, callback))
         if gate_holders(&self._gate) >= GATE_CLOSED:
-            self._tell_waiting()
+            self._notify_resumed()
         return 0
 
-    cdef int _tell_waiting(self) except -1:
-        while self._waiting:
+    cdef int _notify_resumed(self) except -1:
+        while self._resume_callbacks:
             try:
-                loop, callback = self._waiting.pop()
+                loop, callback = self._resume_callbacks.pop()
             except IndexError:              # another thread was faster
                 break
             try:
@@ -230,8 +230,8 @@ cdef class QueuePair(Handle):
         # For who closes it: end what its owner need not end any more, as the verb is over, or cannot, as its loop is
         # closed and will not have the verb called.
         # False: it is not over.
-        cdef Modification change = self._change() if self._change is not None else None
-        if change is not None and change._is_left():
+        cdef Modification change = self._pending_change() if self._pending_change is not None else None
+        if change is not None and change._may_be_ended():
             change._resume()
         return gate_holders(&self._gate) >= GATE_CLOSED
 
@@ -327,10 +327,10 @@ cdef class Modification:
     cdef str problem
     cdef QueuePair handle
     cdef object loop                    # that ran where it was made; None: there was none
-    cdef int before                     # the state that it was known to be in
-    cdef int uncalled                   # a gate: closed by who calls the verb, or ends it without
+    cdef int previous_state             # the state that it was known to be in
+    cdef int call_gate                  # a gate: closed by who calls the verb, or ends it without
     cdef int in_flight                  # 1: it is to be called, or is being called
-    cdef int unended                    # a gate: closed by who ends it
+    cdef int end_gate                   # a gate: closed by who ends it
     cdef bint called
     cdef object __weakref__
 
@@ -345,7 +345,7 @@ cdef class Modification:
         with nogil:
             self.error = handle.context.table.modify_qp(handle.pointer, &self.attr, self.mask)
         if self.error not in (0, EINVAL, EBUSY):
-            self.problem = handle.context._problem()
+            self.problem = handle.context._unreachable_reason()
         return 0
 
     cdef int _check(self, QueuePair handle) except -1:
@@ -354,7 +354,7 @@ cdef class Modification:
         handle._check("ibv_modify_qp", self.error)
         return 0
 
-    cdef int _note(self, QueuePair handle) except -1:
+    cdef int _record_success(self, QueuePair handle) except -1:
         # It succeeded.
         if self.mask & v.IBV_QP_STATE:
             handle._state = self.attr.qp_state
@@ -364,7 +364,7 @@ cdef class Modification:
 
     def run(self):
         """Call the verb, for as long as that takes. Nothing happens where the modification was ended before."""
-        if not gate_close(&self.uncalled):
+        if not gate_close(&self.call_gate):
             if self.called:
                 raise RuntimeError("the verb was called before")
             return
@@ -373,7 +373,7 @@ cdef class Modification:
             self._call(self.handle)
         finally:
             gate_reopen(&self.in_flight)
-            self.handle._tell_waiting()     # who closes it ends this, where nobody else does
+            self.handle._notify_resumed()   # who closes it ends this, where nobody else does
 
     def end(self):
         """Tell what came of it. From now on the queue pair can be used again.
@@ -382,7 +382,7 @@ cdef class Modification:
         :raises RuntimeError: it is being called.
         :raises VerbsError: as `QueuePair.modify`.
         """
-        if not self._is_over():
+        if not self._verb_is_over():
             raise RuntimeError("the verb is under way")
         self._resume()
         if self.called:
@@ -390,30 +390,30 @@ cdef class Modification:
         return self.called
 
     def __del__(self):
-        if self.handle is not None and self._is_over():
+        if self.handle is not None and self._verb_is_over():
             self._resume()
 
-    cdef bint _is_over(self) noexcept:
+    cdef bint _verb_is_over(self) noexcept:
         # Where the verb was not called, it will not be any more.
-        if gate_close(&self.uncalled):
+        if gate_close(&self.call_gate):
             gate_reopen(&self.in_flight)
         return gate_holders(&self.in_flight) == 0
 
-    cdef bint _is_left(self) except -1:
+    cdef bint _may_be_ended(self) except -1:
         # Whether it is over and need not wait for its owner.
         if gate_holders(&self.in_flight) == 0:
             return True
-        return self.loop is not None and self.loop.is_closed() and self._is_over()
+        return self.loop is not None and self.loop.is_closed() and self._verb_is_over()
 
     cdef int _resume(self) except -1:
         cdef QueuePair handle = self.handle
-        if not gate_close(&self.unended):
+        if not gate_close(&self.end_gate):
             return 0
-        if self.called and not self.error and handle._state == self.before:     # else it has failed since
-            self._note(handle)
-        handle._change = None
+        if self.called and not self.error and handle._state == self.previous_state:  # else it has failed since
+            self._record_success(handle)
+        handle._pending_change = None
         gate_resume(&handle._gate)
-        handle._tell_waiting()
+        handle._notify_resumed()
         return 0
 
 

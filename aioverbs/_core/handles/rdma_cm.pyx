@@ -167,11 +167,11 @@ cdef class EventChannel(Handle):
         self._begin()
         _load_once()
         self._identifiers = {}
-        self._belong(affinity, "rdma_create_event_channel")
+        self._enter_owner(affinity, "rdma_create_event_channel")
         try:
             self._create()
         finally:
-            self._belongs()
+            self._leave_owner()
 
     cdef int _create(self) except -1:
         cdef int error
@@ -203,7 +203,7 @@ cdef class EventChannel(Handle):
         The identifier of a connection that is asked for is a new one, the caller's to destroy.
         """
         cdef rdma_cm_event *event = NULL
-        cdef rdma_cm_id *fresh
+        cdef rdma_cm_id *unclaimed
         cdef Event taken = None
         cdef int failed, error
         self._use("rdma_get_cm_event")
@@ -218,11 +218,11 @@ cdef class EventChannel(Handle):
             try:
                 taken = self._read(event)
             finally:
-                fresh = event.id if event.event == RDMA_CM_EVENT_CONNECT_REQUEST and taken is None else NULL
+                unclaimed = event.id if event.event == RDMA_CM_EVENT_CONNECT_REQUEST and taken is None else NULL
                 with nogil:
                     _table.ack_cm_event(event)
-                    if fresh:
-                        _table.destroy_id(fresh)
+                    if unclaimed:
+                        _table.destroy_id(unclaimed)
             return taken
         finally:
             self._unuse()
@@ -238,7 +238,7 @@ cdef class EventChannel(Handle):
         if event.event == RDMA_CM_EVENT_CONNECT_REQUEST:
             taken.listener = self._identifiers.get(<uintptr_t>event.listen_id)
             taken.identifier = Identifier.__new__(Identifier)
-            taken.identifier._take(self, event.id)      # last: what fails before leaves it nobody's
+            taken.identifier._attach(self, event.id)    # last: what fails before leaves it nobody's
         else:
             taken.identifier = self._identifiers.get(<uintptr_t>event.id)
         return taken
@@ -257,7 +257,7 @@ cdef class Identifier(Handle):
         cdef int failed, error
         cdef rdma_cm_id *pointer = NULL
         self._begin()
-        self._belong(channel.affinity, "rdma_create_id")
+        self._enter_owner(channel.affinity, "rdma_create_id")
         try:
             channel._enter()
             try:
@@ -268,15 +268,15 @@ cdef class Identifier(Handle):
             finally:
                 channel._leave()
             try:
-                self._take(channel, pointer)
+                self._attach(channel, pointer)
             except BaseException:
                 with nogil:
                     _table.destroy_id(pointer)
                 raise
         finally:
-            self._belongs()
+            self._leave_owner()
 
-    cdef int _take(self, EventChannel channel, rdma_cm_id *pointer) except -1:
+    cdef int _attach(self, EventChannel channel, rdma_cm_id *pointer) except -1:
         # It is the caller's still where this fails.
         self.affinity = channel.affinity
         channel._enter()
@@ -308,7 +308,7 @@ cdef class Identifier(Handle):
     cdef void _leave_parents(self) noexcept:
         self.channel._leave()
 
-    cdef int _done(self, int failed, int error, str verb) except -1:
+    cdef int _finish(self, int failed, int error, str verb) except -1:
         # The end of a verb that `_use` began.
         self._unuse()
         return _check(failed, error, verb)
@@ -352,14 +352,14 @@ cdef class Identifier(Handle):
 
     def bind_addr(self, address):
         """Bind it to an address of this machine, or to any: ``rdma_bind_addr``."""
-        cdef sockaddr_storage own
+        cdef sockaddr_storage local
         cdef int failed, error
-        _fill_address(&own, address)
+        _fill_address(&local, address)
         self._use("rdma_bind_addr")
         with nogil:
-            failed = _table.bind_addr(self.pointer, <sockaddr *>&own)
+            failed = _table.bind_addr(self.pointer, <sockaddr *>&local)
             error = errno
-        self._done(failed, error, "rdma_bind_addr")
+        self._finish(failed, error, "rdma_bind_addr")
 
     def listen(self, int backlog):
         """Have connections asked for, that many at once: ``rdma_listen``."""
@@ -368,23 +368,23 @@ cdef class Identifier(Handle):
         with nogil:
             failed = _table.listen(self.pointer, backlog)
             error = errno
-        self._done(failed, error, "rdma_listen")
+        self._finish(failed, error, "rdma_listen")
 
     def resolve_addr(self, address, int timeout_ms, source=None):
         """Find the device by which an address is reached, and bind it to that: ``rdma_resolve_addr``."""
-        cdef sockaddr_storage to
-        cdef sockaddr_storage own
+        cdef sockaddr_storage remote
+        cdef sockaddr_storage local
         cdef sockaddr *start = NULL
         cdef int failed, error
-        _fill_address(&to, address)
+        _fill_address(&remote, address)
         if source is not None:
-            _fill_address(&own, source)
-            start = <sockaddr *>&own
+            _fill_address(&local, source)
+            start = <sockaddr *>&local
         self._use("rdma_resolve_addr")
         with nogil:
-            failed = _table.resolve_addr(self.pointer, start, <sockaddr *>&to, timeout_ms)
+            failed = _table.resolve_addr(self.pointer, start, <sockaddr *>&remote, timeout_ms)
             error = errno
-        self._done(failed, error, "rdma_resolve_addr")
+        self._finish(failed, error, "rdma_resolve_addr")
 
     def resolve_route(self, int timeout_ms):
         """Find the way to the address that was resolved: ``rdma_resolve_route``.
@@ -396,7 +396,7 @@ cdef class Identifier(Handle):
         with nogil:
             failed = _table.resolve_route(self.pointer, timeout_ms)
             error = errno
-        self._done(failed, error, "rdma_resolve_route")
+        self._finish(failed, error, "rdma_resolve_route")
 
     # ---- Connections
 
@@ -421,7 +421,7 @@ cdef class Identifier(Handle):
         with nogil:
             failed = _table.init_qp_attr(self.pointer, &attr, &mask)
             error = errno
-        self._done(failed, error, "rdma_init_qp_attr")
+        self._finish(failed, error, "rdma_init_qp_attr")
         return {name: value for bit, name, value in (
             (v.IBV_QP_ACCESS_FLAGS, "qp_access_flags", AccessFlags(attr.qp_access_flags)),
             (v.IBV_QP_PKEY_INDEX, "pkey_index", attr.pkey_index),
@@ -450,7 +450,7 @@ cdef class Identifier(Handle):
         with nogil:
             failed = _table.connect(self.pointer, &param)
             error = errno
-        self._done(failed, error, "rdma_connect")
+        self._finish(failed, error, "rdma_connect")
 
     def establish(self):
         """Tell the peer, who answered, that the queue pair is ready: ``rdma_establish``."""
@@ -459,7 +459,7 @@ cdef class Identifier(Handle):
         with nogil:
             failed = _table.establish(self.pointer)
             error = errno
-        self._done(failed, error, "rdma_establish")
+        self._finish(failed, error, "rdma_establish")
 
     def accept(self, *, qp_num, private_data=b"", responder_resources=0, initiator_depth=0, rnr_retry_count=0,
                srq=False):
@@ -472,7 +472,7 @@ cdef class Identifier(Handle):
         with nogil:
             failed = _table.accept(self.pointer, &param)
             error = errno
-        self._done(failed, error, "rdma_accept")
+        self._finish(failed, error, "rdma_accept")
 
     def reject(self, private_data=b""):
         """Refuse it: ``rdma_reject``."""
@@ -484,7 +484,7 @@ cdef class Identifier(Handle):
         with nogil:
             failed = _table.reject(self.pointer, start, length)
             error = errno
-        self._done(failed, error, "rdma_reject")
+        self._finish(failed, error, "rdma_reject")
 
     def disconnect(self):
         """End the connection, or say that it was heard that the peer did: ``rdma_disconnect``."""
@@ -493,7 +493,7 @@ cdef class Identifier(Handle):
         with nogil:
             failed = _table.disconnect(self.pointer)
             error = errno
-        self._done(failed, error, "rdma_disconnect")
+        self._finish(failed, error, "rdma_disconnect")
 
 
 cdef int _check(int failed, int error, str verb) except -1:

@@ -32,11 +32,11 @@ cdef class SharedReceiveQueue(Handle):
             if part is not None and (<Handle>part).context is not pd.context:
                 raise ValueError(f"{part!r} is of another context than {pd!r}")
         verb = "ibv_create_srq" if xrc_domain is None else "ibv_create_srq_ex"
-        self._belong(_common((pd, cq), affinity), verb)
+        self._enter_owner(_common_owner((pd, cq), affinity), verb)
         try:
             self._create(pd, max_wr, max_sge, limit, xrc_domain, cq, verb)
         finally:
-            self._belongs()
+            self._leave_owner()
 
     def _create(
         self, ProtectionDomain pd, uint32_t max_wr, uint32_t max_sge, uint32_t limit, xrc_domain, cq, str verb
@@ -53,7 +53,7 @@ cdef class SharedReceiveQueue(Handle):
             else:
                 error = self._create_basic(pd, max_wr, max_sge)
             if not self.pointer:
-                raise self._failed_by(verb, error, pd._take_cause())
+                raise self._verb_error(verb, error, pd._take_cause())
             if limit:                   # to create a queue with one is not for every provider
                 self._modify(v.IBV_SRQ_LIMIT, 0, limit)
             self._opened("")
@@ -100,7 +100,7 @@ cdef class SharedReceiveQueue(Handle):
     cdef str _destroy_name(self):
         return "ibv_destroy_srq"
 
-    cdef bint _has_driver_half(self) noexcept:
+    cdef bint _refuses_overlap(self) noexcept:
         return True
 
     cdef int _destroy_verb(self) except? -1:
@@ -162,7 +162,7 @@ cdef class SharedReceiveQueue(Handle):
         if error:
             cause = self.pd._take_cause()
             if cause is not None:
-                raise self._failed_by("ibv_modify_srq", abs(error), cause)
+                raise self._verb_error("ibv_modify_srq", abs(error), cause)
         self._check("ibv_modify_srq", error)
 
     def query(self):

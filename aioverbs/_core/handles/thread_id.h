@@ -83,9 +83,9 @@ static inline bool affinity_thread_ended(const struct affinity_thread *thread)
 /* One at a time: whether nobody was inside. */
 static inline bool affinity_claim(int *inside)
 {
-    int nobody = 0;
+    int expected = 0;
 
-    return __atomic_compare_exchange_n(inside, &nobody, 1, false, __ATOMIC_ACQUIRE, __ATOMIC_RELAXED);
+    return __atomic_compare_exchange_n(inside, &expected, 1, false, __ATOMIC_ACQUIRE, __ATOMIC_RELAXED);
 }
 
 static inline void affinity_yield(int *inside)

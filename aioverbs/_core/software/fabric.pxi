@@ -65,23 +65,23 @@ cdef object _peer(s.soft_stream_stats *stream):
 cdef tuple _peers(Context context):
     """Who comes while they are counted is left off."""
     cdef s.soft_stream_stats *streams
-    cdef size_t count, room
+    cdef size_t count, capacity
     with nogil:
-        room = s.soft_tell_streams(context.pointer, NULL, 0)
-    if not room:
+        capacity = s.soft_tell_streams(context.pointer, NULL, 0)
+    if not capacity:
         return ()
-    streams = <s.soft_stream_stats *>PyMem_Malloc(room * sizeof(streams[0]))
+    streams = <s.soft_stream_stats *>PyMem_Malloc(capacity * sizeof(streams[0]))
     if not streams:
         raise MemoryError
     try:
         with nogil:
-            count = s.soft_tell_streams(context.pointer, streams, room)
-        return tuple([_peer(&streams[index]) for index in range(min(count, room))])
+            count = s.soft_tell_streams(context.pointer, streams, capacity)
+        return tuple([_peer(&streams[index]) for index in range(min(count, capacity))])
     finally:
         PyMem_Free(streams)
 
 
-cdef object _refusal(s.soft_fabric_event *event):
+cdef object _rejected_peer(s.soft_fabric_event *event):
     seconds, nanoseconds = divmod(event.time_ns, 1_000_000_000)
     moment = datetime.datetime.fromtimestamp(seconds, datetime.UTC).replace(microsecond=nanoseconds // 1000)
     return RejectedPeer(moment, _gid(event.peer), _text(event.reason))
@@ -95,13 +95,13 @@ cdef object _fabric(Context context):
         listening=stats.listening,
         path=stats.path.decode(errors="surrogateescape"),
         address=_text(stats.address),
-        problem=context._problem(),
+        problem=context._unreachable_reason(),
         accepted=stats.accepted,
         connected=stats.connected,
         failed_connections=stats.failed_connects,
         lost=stats.lost,
         refused_peers=stats.refused_peers,
         refused_frames=stats.refused_frames,
-        refusals=tuple([_refusal(&stats.event[index]) for index in range(stats.events)]),
+        refusals=tuple([_rejected_peer(&stats.event[index]) for index in range(stats.events)]),
         peers=_peers(context),
     )

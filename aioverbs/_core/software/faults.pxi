@@ -16,7 +16,7 @@ cdef object _verb_numbers = {
 
 cdef enum:
     RECORD_BATCH = 64
-    KEPT_RECORDS = 4096
+    MAX_RECORDS = 4096
     MILLION = 1000000
     MAX_ERRNO = 4095
 
@@ -161,11 +161,11 @@ cdef class FaultPlan:
 
     def drop_frames(self, kind=None, QueuePair qp=None, *, peer=None, first=1, every=1, times=1):
         """Frames are lost."""
-        _disturb(self, s.SOFT_DROP, kind, qp, peer, 0, _strike(first, every, times))
+        _add_frame_rule(self, s.SOFT_DROP, kind, qp, peer, 0, _strike(first, every, times))
 
     def duplicate_frames(self, kind=None, QueuePair qp=None, *, peer=None, first=1, every=1, times=1):
         """Frames come a second time, soon after the first."""
-        _disturb(self, s.SOFT_DUPLICATE, kind, qp, peer, 0, _strike(first, every, times))
+        _add_frame_rule(self, s.SOFT_DUPLICATE, kind, qp, peer, 0, _strike(first, every, times))
 
     def delay_frames(self, delay_ns, kind=None, QueuePair qp=None, *, peer=None, first=1, every=1, times=1):
         """Frames come so much later; those that follow overtake them.
@@ -173,11 +173,11 @@ cdef class FaultPlan:
         A stream keeps 4 MiB of them; what is more is lost.
         """
         cdef uint64_t delay = _check_range("delay_ns", delay_ns, 0, (1 << 63) - 1)
-        _disturb(self, s.SOFT_DELAY, kind, qp, peer, delay, _strike(first, every, times))
+        _add_frame_rule(self, s.SOFT_DELAY, kind, qp, peer, delay, _strike(first, every, times))
 
     def cut_at_frames(self, kind=None, QueuePair qp=None, *, peer=None, first=1, every=1, times=1):
         """The stream is cut as such a frame comes, which is lost with all that is on its way there."""
-        _disturb(self, s.SOFT_CUT, kind, qp, peer, 0, _strike(first, every, times))
+        _add_frame_rule(self, s.SOFT_CUT, kind, qp, peer, 0, _strike(first, every, times))
 
     def disturb_frames_at_random(self, *, drop=0, duplicate=0, delay=0, cut=0, max_delay_ns=0):
         """Each frame meets with one of these with its chance, delays of up to `max_delay_ns`; without any it ends.
@@ -297,10 +297,10 @@ cdef class FaultPlan:
             while True:
                 memset(records, 0, sizeof(records))
                 total = s.soft_fault_records(self.context.pointer, taken, records, RECORD_BATCH)
-                for i in range(min(min(total, KEPT_RECORDS) - taken, RECORD_BATCH)):
+                for i in range(min(min(total, MAX_RECORDS) - taken, RECORD_BATCH)):
                     found.append(_record(&records[i]))
                 taken += RECORD_BATCH
-                if taken >= min(total, KEPT_RECORDS):
+                if taken >= min(total, MAX_RECORDS):
                     return found
         finally:
             self.context._leave()
@@ -336,7 +336,7 @@ cdef class FaultPlan:
     def break_queue_pair(self, QueuePair qp not None):
         """A queue pair breaks by itself: ``QP_FATAL``."""
         cdef int error
-        self._enter_with(qp)
+        self._enter_own(qp)
         try:
             with nogil:
                 error = s.soft_break_qp(qp.pointer)
@@ -347,7 +347,7 @@ cdef class FaultPlan:
     def break_completion_queue(self, CompletionQueue cq not None):
         """A completion queue breaks, as by an overrun: ``CQ_ERR``."""
         cdef int error
-        self._enter_with(cq)
+        self._enter_own(cq)
         try:
             with nogil:
                 error = s.soft_break_cq(cq.pointer)
@@ -358,7 +358,7 @@ cdef class FaultPlan:
     def break_shared_receive_queue(self, SharedReceiveQueue srq not None):
         """Nothing is taken from a shared receive queue any more: ``SRQ_ERR``."""
         cdef int error
-        self._enter_with(srq)
+        self._enter_own(srq)
         try:
             with nogil:
                 error = s.soft_break_srq(srq.pointer)
@@ -366,7 +366,7 @@ cdef class FaultPlan:
             srq._leave()
         self.context._check("soft_break_srq", error)
 
-    cdef int _enter_with(self, Handle handle) except -1:
+    cdef int _enter_own(self, Handle handle) except -1:
         # As long as it is in use its context cannot be closed.
         handle._enter()
         if handle.context is not self.context:
@@ -378,13 +378,13 @@ cdef class FaultPlan:
         # The number that a rule has it by; 0 is that of all.
         cdef uint32_t number = 0
         if qp is not None:
-            self._enter_with(qp)
+            self._enter_own(qp)
             number = qp.pointer.qp_num
             qp._leave()
         return number
 
 
-cdef int _disturb(
+cdef int _add_frame_rule(
     FaultPlan plan, s.soft_mishap mishap, kind, QueuePair qp, peer, uint64_t delay_ns, s.soft_strike strike
 ) except -1:
     cdef s.soft_frame_fault fault

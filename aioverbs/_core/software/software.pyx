@@ -97,7 +97,7 @@ cdef class Context(handles.Context):
         self.table = s.soft_verbs
         self.software = True
         self.context = self
-        self._describe()
+        self._read_device_fields()
         self._opened("")
         return self
 
@@ -110,7 +110,7 @@ cdef class Context(handles.Context):
             self._leave()
         return 0
 
-    cdef str _problem(self):
+    cdef str _unreachable_reason(self):
         cdef char why[s.SOFT_WHY]
         with nogil:
             s.soft_tell_problem(self.pointer, why)

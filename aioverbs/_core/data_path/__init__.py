@@ -1,1 +1,1 @@
-"""Work requests, their completions, and what awaits them."""
+"""Posting of work requests, their completions, and the operations that callers await."""

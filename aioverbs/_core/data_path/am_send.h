@@ -1,8 +1,8 @@
-/* Lets a type that has `__await__` be awaited by one call in C: Cython has no name for the slot. */
+/* Set the `am_send` slot of a type with `__await__`, so that an await is one call in C: Cython has no name for it. */
 #ifndef AIOVERBS_AWAITING_H
 #define AIOVERBS_AWAITING_H
 
-/* Python.h comes before: every file that Cython makes begins with it. */
+/* Python.h is included before: every file that Cython generates begins with it. */
 
 typedef int (*send_function)(PyObject *, PyObject *, PyObject **);
 

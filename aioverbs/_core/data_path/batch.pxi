@@ -1,26 +1,27 @@
-# Part of work.pyx: many requests with one doorbell and one completion.
+# Part of data_path.pyx: many requests with one doorbell and one completion.
 
 cdef enum:
-    INITIAL_CAPACITY = 64               # for requests at first: few batches need more
+    INITIAL_CAPACITY = 64               # number of requests that most batches do not exceed
 
 
 @cython.final
 cdef class Batch(SendVerbs):
-    """Requests that are posted together: one doorbell, one completion, one await. `QueuePair.batch` makes it.
+    """A batch of requests: one doorbell, one completion, one await. Made by `QueuePair.batch`.
 
-    Its methods are those of the queue pair. What they return tells its result when the batch is done; it is not awaited
-    itself. Nothing is under way, and no memory is kept from being closed, until it is posted.
+    The methods are those of the queue pair. The operations that they return are not awaited themselves: their
+    ``result()`` is valid when the batch is done. Until the batch is posted, no request is in flight and no memory is
+    pinned.
     """
 
     cdef list elements
-    cdef Py_ssize_t count               # of these
-    cdef request *requests              # of these, until they are posted
+    cdef Py_ssize_t count               # number of elements
+    cdef request *requests              # requests of the elements, until the batch is posted
     cdef Py_ssize_t capacity
-    cdef list runs                      # what memory they have
+    cdef list runs                      # memory of the elements, each a _Run
     cdef _Run last_run
     cdef uint64_t bytes
     cdef int scratch
-    cdef Operation operation            # since it was posted
+    cdef Operation operation            # set when the batch is posted
 
     def __init__(self, QueuePairVerbs queue_pair not None):
         cdef section within
@@ -72,7 +73,7 @@ cdef class Batch(SendVerbs):
         operation.phase = IN_BATCH
         if operation.scratch != UNUSED:
             self.scratch = BY_ELEMENTS
-        # Most requests have the memory of those before them.
+        # Most requests use the same memory as the request before them.
         if operation.extra is None and self.last_run is not None and self.last_run.pins is operation.pins:
             self.last_run.count += 1
             return 0
@@ -82,16 +83,21 @@ cdef class Batch(SendVerbs):
         return 0
 
     def post(self):
-        """Post all of it, once; awaiting what this returns waits for all.
+        """Post all requests of the batch, once.
 
-        Where requests failed that raises `BatchError`: which one was the first, and what became of the others.
-
-        :raises ValueError: there is nothing in it, or more than the send queue has places.
+        :returns: an `Operation` that completes when all requests have. Awaiting it raises `BatchError` where requests
+            failed, which names the first failure and the outcome of each request.
+        :raises ValueError: the batch is empty, or has more requests than the send queue has places.
+        :raises RuntimeError: the batch was posted before.
         """
         return self._post(False)
 
     def post_nowait(self):
-        """`post`, where there are places for all; `anyio.WouldBlock` is raised where there are not."""
+        """Do as `post`, but never wait for places in the send queue.
+
+        :returns: the posted `Operation`.
+        :raises anyio.WouldBlock: the send queue lacks places for all requests; nothing was posted.
+        """
         return self._post(True)
 
     cdef Operation _post(self, bint nowait):
@@ -124,7 +130,7 @@ cdef class Batch(SendVerbs):
         return operation
 
     cdef int _pin(self) except -1:
-        # All of it, or nothing.
+        # Pin the memory of all requests, or of none.
         cdef _Run run
         cdef Py_ssize_t pinned = 0
         try:
@@ -153,7 +159,8 @@ cdef int _number_elements(Operation batch) noexcept:
 
 
 cdef int _batch_refused(Operation batch, request *wr, v.ibv_send_wr *bad, int error) noexcept:
-    # The verb refused one in the middle: the last one, which would have told of those before it, is not posted.
+    # The verb refused a request in the middle: the last request, whose completion would have reported the accepted
+    # ones, is not posted.
     cdef Py_ssize_t accepted = _index_of_bad_wr(wr, batch.requests, bad)
     failure = VerbsError("ibv_post_send", abs(error))
     batch.queue.requests._lose_completions(failure)
@@ -166,7 +173,7 @@ cdef int _batch_refused(Operation batch, request *wr, v.ibv_send_wr *bad, int er
 
 
 cdef bint _element_completed(Operation batch, v.ibv_wc *wc) except -1:
-    # Whether that was the last of it.
+    # Return whether this was the completion of the last request.
     cdef _Extra extra = batch.extra
     cdef uint32_t index = slots_element(wc.wr_id)
     cdef Operation element = <Operation>extra.elements[index]
@@ -180,7 +187,7 @@ cdef bint _element_completed(Operation batch, v.ibv_wc *wc) except -1:
 
 
 cdef int _end_elements(Operation batch) except -1:
-    # They are done. What atomics give is in memory that is another one's soon.
+    # Complete the elements. Results of atomics are in scratch memory that is reused soon.
     cdef Operation element
     for each in batch.extra.elements:
         element = <Operation>each

@@ -1,9 +1,9 @@
-# Part of work.pyx: taking completions, and waiting for them.
+# Part of data_path.pyx: polling completion queues, and waiting for completions.
 
 cdef enum model:
-    SLEEPS                              # DEFAULT and HIGH_BANDWIDTH: polls once, then sleeps
-    SPINS                               # LOW_LATENCY: polls for a while, then sleeps
-    POLLS                               # FORCE_LOW_LATENCY: polls for a while, then in each turn of the loop
+    SLEEPS                              # DEFAULT and HIGH_BANDWIDTH: poll once, then sleep
+    SPINS                               # LOW_LATENCY: poll for some time, then sleep
+    POLLS                               # FORCE_LOW_LATENCY: poll for some time, then in each turn of the loop
 
 
 cdef inline bint _is_bound(Affinity owner) noexcept:
@@ -11,59 +11,64 @@ cdef inline bint _is_bound(Affinity owner) noexcept:
 
 
 cdef bint _owner_gone(Handle handle) except -1:
-    # Whether nobody is there any more whom it could be taken from.
+    # Whether the owner that could be disturbed is gone.
     return handle.closed or (handle.affinity is not None and handle.affinity.orphaned)
 
 
 @cython.final
 cdef class CqDispatcher:
-    """Takes what completes in a completion queue, and wakes those who wait for it.
+    """Dispatches the completions of one completion queue: polls the queue, and wakes the tasks that await operations.
 
-    One routine waits, `_turn`. While completions come it is called in each turn of the home loop, and takes them
-    without an event; in a turn that had none it arms the queue, looks once more, and the loop sleeps until the
-    channel's descriptor wakes it. It runs as long as anything is under way, awaited or not: places come back and memory
-    is unpinned without anybody's help.
+    The home loop is the event loop that watches the completion channel. The method `_turn` runs there. While
+    completions arrive, `_turn` runs in every turn of the loop and polls without an event. After a turn without
+    completions `_turn` arms the queue (``ibv_req_notify_cq``), polls once more, and the loop sleeps until the channel's
+    descriptor is readable. This goes on while requests are in flight, awaited or not, so that their places and pins are
+    released:
 
-    Whoever awaits looks for completions first, and spins, as the message model has it.
+        completions found        -> run again in the next turn
+        none found, not armed    -> arm, poll once more
+        none found, armed        -> sleep until the channel is readable
 
-    In the child of a fork a loop of the parent's may run on, as `asyncio.run` lets it after a SystemExit: it calls what
-    the parent asked it to call. Nothing is done there, since all of this is the parent's. Nor is the descriptor taken
-    from that loop: what the kernel watches for it is one set for both processes.
+    A task that awaits an operation polls first, and spins as the message model says.
 
-    :param handle: the completion queue, with a channel.
-    :param loop: the home loop, which the channel wakes.
-    :param home: its affinity.
-    :param model: 0 sleeps, 1 spins, 2 polls.
-    :param spin_ns: how long an await may spin.
+    In the child of a fork, a loop of the parent may continue to run (`asyncio.run` allows that after a SystemExit) and
+    call what the parent scheduled. The dispatcher does nothing there: the objects are the parent's. The dispatcher does
+    not remove the descriptor from the loop either, since parent and child share one epoll set.
+
+    :param handle: the completion queue, with a completion channel.
+    :param loop: the home loop, which watches the channel.
+    :param home: affinity of the home loop.
+    :param model: 0 sleeps, 1 spins, 2 polls; see the enumeration above.
+    :param spin_ns: time in nanoseconds that awaits may spin in one turn of the loop.
     """
 
     cdef readonly CompletionQueue handle
-    cdef readonly object loop           # None: nobody watches the channel any more
+    cdef readonly object loop           # home loop; None: no loop watches the channel any more
     cdef readonly Affinity home
     cdef slots slots
     cdef int model
     cdef readonly uint64_t spin_ns
     cdef bint any_thread                # see `_is_any_thread`
-    cdef bint turn_scheduled            # `_turn` will be called
-    cdef uint64_t turn_number           # in which that was arranged
+    cdef bint turn_scheduled            # whether `_turn` is scheduled
+    cdef uint64_t turn_number           # number of the turn in which it was scheduled
     cdef bint armed
-    cdef int dispatching                # threads that tell of what they took: taken meanwhile, newer would overtake it
-    cdef bint poll_skipped              # somebody looked meanwhile
+    cdef int dispatching                # number of threads inside a dispatch: newer completions must not overtake
+    cdef bint poll_skipped              # whether a poll was skipped during a dispatch
     cdef uint32_t unacknowledged
     cdef readonly Py_ssize_t in_flight
-    cdef Py_ssize_t awaited             # of these: somebody sleeps until they are done
-    cdef list chained                   # queues with something to be posted at the end of the turn
-    cdef list refused                   # operations that the verb then refused
-    cdef list pending_transitions       # Requests that are to be moved to another state
-    cdef list stalled                   # queues whose waiting operations found another thread inside
-    cdef dict srqs                      # queue pair number -> its shared receive queue
-    cdef set users                      # Requests of the queue pairs that complete here, until those are destroyed
-    cdef set receivers                  # shared receive queues of its own, for XRC, until they are destroyed
-    cdef object turn                    # the bound method
-    cdef readonly object error          # that it broke by
-    cdef bint device_removed            # the device is, as DEVICE_FATAL told
+    cdef Py_ssize_t awaited             # number of operations in flight that a task is suspended for
+    cdef list chained                   # work queues with requests to post at the end of the turn
+    cdef list refused                   # operations of these that the verb refused
+    cdef list pending_transitions       # QpWorkStates to move to another state
+    cdef list stalled                   # work queues whose waiting operations met another thread inside a verb
+    cdef dict srqs                      # queue pair number -> WorkQueue of its shared receive queue
+    cdef set users                      # QpWorkStates that complete here, until their queue pairs are destroyed
+    cdef set receivers                  # XRC shared receive queues that complete here, until they are destroyed
+    cdef object turn                    # the bound method `_turn`
+    cdef readonly object error          # error of the completion queue
+    cdef bint device_removed            # whether DEVICE_FATAL reported the device lost
     cdef readonly uint64_t completions
-    cdef readonly uint64_t late         # completions of what is not there any more
+    cdef readonly uint64_t late         # completions of objects that do not exist any more
     cdef readonly uint64_t wakeups
     cdef readonly uint64_t spins
     cdef readonly uint64_t spins_paid
@@ -96,7 +101,7 @@ cdef class CqDispatcher:
     # ---- Waiting
 
     cdef int _need_turn(self) except -1:
-        # In whatever thread. An armed queue wakes its home by itself.
+        # Called by any thread. An armed queue wakes its home loop by an event.
         if self.turn_scheduled or self.loop is None:
             return 0
         if not self.any_thread or self.home.owns():
@@ -104,17 +109,17 @@ cdef class CqDispatcher:
             self.turn_scheduled = True
             self.turn_number = turn_now.number
         elif not self.armed or self.chained or self.refused or self.pending_transitions or self.stalled:
-            self.turn_scheduled = True  # before it does: home may run at once
+            self.turn_scheduled = True  # before the call: the home loop may run at once
             try:
                 self.loop.call_soon_threadsafe(self.turn)
             except RuntimeError:
                 self.turn_scheduled = False
-                if not self.loop.is_closed():   # nobody watches any more: whoever posts or awaits is told
+                if not self.loop.is_closed():   # no loop watches the queue: posting and awaiting raise
                     raise
         return 0
 
     def _turn(self):
-        """At home, once in a turn of the loop."""
+        """Poll and dispatch on the home loop, at most once in a turn of the loop."""
         cdef section within
         section_enter(&within, self._section())
         try:
@@ -129,17 +134,17 @@ cdef class CqDispatcher:
         turn_advance(self.turn_number)
         try:
             self._wait()
-        except ConcurrentAccessError:   # a thread is inside of a domain that any may use: in a moment it is not
+        except ConcurrentAccessError:   # a thread is inside the thread domain, for a short time
             self._need_turn()
         except VerbsError as error:
             self.broke(error)
         except BaseException:
-            self._need_turn()           # others still wait
+            self._need_turn()           # other tasks still wait
             raise
         return 0
 
     def readable(self):
-        """At home: the channel has an event."""
+        """Handle an event of the completion channel, on the home loop."""
         cdef section within
         section_enter(&within, self._section())
         try:
@@ -152,8 +157,8 @@ cdef class CqDispatcher:
             return 0
         self.wakeups += 1
         try:
-            # One is all that an armed queue raises; were there more, the loop would come again. None where what woke
-            # the loop was a peer of the software device, whose request it then did.
+            # An armed queue raises a single event; for further events the loop would call again. There is none where a
+            # peer of the software device woke the loop, whose request was then executed.
             if self.handle.channel.get_event() is None:
                 self.wakeups -= 1
                 return 0
@@ -163,13 +168,13 @@ cdef class CqDispatcher:
         except ConcurrentAccessError:
             return self._need_turn()
         except VerbsError as error:
-            self.loop.remove_reader(self.handle.channel.fileno())   # what cannot be read stays readable
+            self.loop.remove_reader(self.handle.channel.fileno())   # it stays readable
             self.broke(error)
             return 0
         return self._run_turn()
 
     def acknowledge(self):
-        """Acknowledge the events that were taken."""
+        """Acknowledge the events taken so far (``ibv_ack_cq_events``)."""
         if self.unacknowledged:
             self.handle.ack_events(self.unacknowledged)
             self.unacknowledged = 0
@@ -183,7 +188,7 @@ cdef class CqDispatcher:
         if found or (self.model == POLLS and self.awaited):
             return self._need_turn()
         if not self.armed:
-            # What completes from here on is an event; what did before is taken now.
+            # Completions from here on raise an event; earlier ones are polled now.
             self._arm()
             if self._drain(MAX_DRAIN):
                 return self._need_turn()
@@ -209,7 +214,7 @@ cdef class CqDispatcher:
             queue._advance()
         while self.refused:
             operation = self.refused.pop()
-            if operation.state != DONE:         # as where its queue pair was destroyed meanwhile
+            if operation.state != DONE:         # not destroyed with its queue pair meanwhile
                 operation.queue._retire(operation)
         return self._run_transitions()
 
@@ -224,7 +229,8 @@ cdef class CqDispatcher:
         return 0
 
     cdef int _check(self) except -1:
-        # Whether what is posted now would be heard of. A loop that owns the queue runs: its own call came here.
+        # Raise where a completion of work posted now would not be dispatched. Where a loop owns the queue, that loop is
+        # running: its own call came here.
         if (
             self.error is not None
             or self.loop is None
@@ -234,14 +240,14 @@ cdef class CqDispatcher:
             raise self.broken_error()
         return 0
 
-    # ---- Looking
+    # ---- Polling
 
     cdef int _poll_for(self, Operation operation, bint spins) except -1:
-        # Whoever awaits or asks. Whoever may not is told so, even where the answer is known.
+        # A task awaits or inspects the operation. Refuse a caller that is not the owner, even if the outcome is known.
         cdef v.ibv_wc wcs[POLL_BATCH]
         cdef int found
         if operation.state != POSTED and operation.state != WAITING:
-            return _check_owner(self.handle)    # which may be destroyed: what was told stays told
+            return _check_owner(self.handle)    # the handle may be destroyed: a known outcome stays known
         if self.dispatching:
             self.poll_skipped = True
             return _check_owner(self.handle)
@@ -256,13 +262,13 @@ cdef class CqDispatcher:
         return 0
 
     cdef int _poll(self, v.ibv_wc *wcs) noexcept:
-        # Whoever calls has passed the check. No more than what is under way is asked for: that the queue is empty then
-        # need not be asked.
+        # The caller has begun the verb. Ask for no more completions than there are requests in flight, which saves the
+        # poll that would find the queue empty.
         cdef int found, wanted = POLL_BATCH
         if self.in_flight < POLL_BATCH:
             wanted = self.in_flight if self.in_flight > 0 else 1
         if self.handle._resizing:
-            # Whoever resizes may hold the queue's lock while an allocator waits for the GIL.
+            # A thread that resizes may hold the queue's lock while an allocator waits for the GIL.
             self.dispatching += 1
             with nogil:
                 found = poll_take(self.handle.pointer, self.handle.extended_pointer, wanted, wcs)
@@ -271,7 +277,7 @@ cdef class CqDispatcher:
         return poll_take(self.handle.pointer, self.handle.extended_pointer, wanted, wcs)
 
     cdef int _drain(self, int max_completions) except -1:
-        # Until there is nothing, or so many were taken.
+        # Poll and dispatch until the queue is empty, or that many completions were dispatched.
         if self.dispatching:
             self.poll_skipped = True
             return 0
@@ -293,8 +299,9 @@ cdef class CqDispatcher:
         return total
 
     cdef int _spin(self, Operation operation) except -1:
-        # Until it is done, or the turn's time for that is up. Beyond a moment without the GIL; where calls of several
-        # threads must not overlap, only between two polls.
+        # Poll until the operation is done or the turn's spinning time is used up; after a first moment without the GIL.
+        # Where calls of several threads must not overlap (a thread domain of any thread), release the GIL only between
+        # two polls.
         cdef v.ibv_wc wcs[POLL_BATCH]
         cdef uint64_t began = turn_clock(), now = began, until, end
         cdef bint shared = self.handle.affinity is not None and self.handle.affinity._thread == NULL
@@ -305,7 +312,7 @@ cdef class CqDispatcher:
         until = began + self.spin_ns - turn_now.spun
         self.spins += 1
         while operation.state == POSTED and now < until:
-            if self.dispatching:        # another thread: what is waited for may be among that
+            if self.dispatching:        # another thread may be dispatching the completion
                 self.poll_skipped = True
                 with nogil:
                     pass
@@ -329,7 +336,7 @@ cdef class CqDispatcher:
                 PyErr_CheckSignals()
                 if shared:
                     with nogil:
-                        pass            # others' turn
+                        pass            # lets other threads run
             now = turn_clock()
         turn_now.spun += now - began
         if operation.state == DONE:
@@ -337,7 +344,7 @@ cdef class CqDispatcher:
         return 0
 
     cdef int _poll_failed(self, int found) except -1:
-        # The software device tells the error, others just fail.
+        # The software device reports its error; other providers only fail.
         if -found == EBUSY and self.handle.context.software:
             self.handle._check("ibv_poll_cq", EBUSY)
         verb = "ibv_start_poll" if self.handle.extended_pointer != NULL else "ibv_poll_cq"
@@ -345,9 +352,10 @@ cdef class CqDispatcher:
         return 0
 
     cdef int _dispatch_all(self, v.ibv_wc *wcs, int found) except -1:
-        # Threads may overlap here, in any order: only when the last of them is through may somebody look again. Whoever
-        # looked in vain meanwhile, home among them, is made up for then; also where nothing was found, for what came
-        # after that look, and before home armed the queue, is no event.
+        # Threads may dispatch at the same time, in any order. Only when the last of them has finished may a thread poll
+        # again; newer completions would otherwise overtake older ones. A poll skipped meanwhile, the home loop's among
+        # them, is repeated then. That also holds where no completion was found: a completion that came after the
+        # skipped poll and before the home loop armed the queue raises no event.
         if found > 0:
             self.dispatching += 1
             try:
@@ -364,12 +372,13 @@ cdef class CqDispatcher:
 
     cdef inline int _repeat_skipped_poll(self) except -1:
         if self.poll_skipped and self.dispatching == 0:
-            self.poll_skipped = self.armed = False  # home is to come, whether there will be an event or not
+            self.poll_skipped = self.armed = False  # the home loop polls, whether an event will come or not
             self._need_turn()
         return 0
 
     cdef int _dispatch_many(self, v.ibv_wc *wcs, int found) except -1:
-        # They were taken and come no more: what is raised meanwhile, as by a signal's handler, keeps none of them back.
+        # These completions were polled and do not come again: an exception, as of a signal handler, must not lose any
+        # of them.
         cdef int i = 0
         raised = None
         while i < found:
@@ -394,15 +403,15 @@ cdef class CqDispatcher:
             table = queue.slots if queue is not None else NULL
         work = slots_find(table, wc.wr_id) if table != NULL else NULL
         if work == NULL:
-            self.late += 1              # of what was destroyed meanwhile, or of who posts beside this
+            self.late += 1              # of an object destroyed meanwhile, or of requests posted by other code
             return 0
         operation = <Operation>work
         return operation.queue._completed(operation, wc)
 
-    # ---- Its end
+    # ---- The end
 
     def drain(self):
-        """Take all that has completed, even where that overtakes what is being told of: the queue ends."""
+        """Dispatch all completions before the queue ends, even those that overtake a dispatch of another thread."""
         cdef section within
         section_enter(&within, self._section())
         try:
@@ -412,12 +421,13 @@ cdef class CqDispatcher:
             section_leave(&within)
 
     def broke(self, error, bint gone=False):
-        """Nothing completes here any more, by this error: whoever waits is told.
+        """Fail all work that completes in this queue, since no completion will arrive any more.
 
-        First the queue pairs that complete here are reset. Until then the device has the use of what they have under
-        way, which stays pinned: a peer's next message would go to memory that is somebody else's by then.
+        First reset the queue pairs that complete here. Until a queue pair is reset, the device may write to the memory
+        of its requests, which stays pinned: a peer's next message would arrive in memory that has been reused.
 
-        :param gone: so is the device (DEVICE_FATAL), which does nothing any more; it may be told after another error.
+        :param error: the cause.
+        :param gone: whether the device is lost (DEVICE_FATAL) and does nothing any more; may follow another error.
         """
         cdef section within
         section_enter(&within, self._section())
@@ -438,7 +448,7 @@ cdef class CqDispatcher:
             (<QpWorkState>requests)._lose_cq(self)
         try:
             self._run_transitions()
-        except ConcurrentAccessError:   # a thread is inside of a domain that any may use: in a moment it is not
+        except ConcurrentAccessError:   # a thread is inside the thread domain, for a short time
             self._need_turn()
         for index in range(self.slots.size):
             if self.slots.at[index].work != NULL:
@@ -450,19 +460,19 @@ cdef class CqDispatcher:
         return 0
 
     def broken_error(self):
-        """The error for who asks something of it."""
+        """Return the error for callers that use the failed queue."""
         return _broken(f"{self.handle!r} is broken: {self.error or 'no loop watches it any more'}", self.error)
 
     @property
     def watched(self):
-        """Whether a loop still takes what completes."""
+        """Whether a loop still dispatches the completions."""
         return (
             self.error is None and self.loop is not None and self.home.loop is self.loop and not self.home.orphaned
             and not self.handle._is_inherited()
         )
 
     def let_go(self):
-        """At home, or where home is gone: wake up no more."""
+        """Stop waking up. Call on the home loop, or where that loop is gone."""
         self.loop = None
 
 
@@ -475,5 +485,5 @@ cdef int _check_owner(Handle handle) except -1:
 
 
 cdef enum:
-    MOMENT_NS = 2000                    # of spinning with the GIL
-    SLICE_NS = 100000                   # of spinning without: signals are looked for in between
+    MOMENT_NS = 2000                    # time to spin with the GIL
+    SLICE_NS = 100000                   # time to spin without the GIL between two checks for signals

@@ -1,4 +1,4 @@
-/* Taking completions, as much of each as its kind has use for. */
+/* Poll completion queues, reading only the fields that each kind of completion needs. */
 #ifndef AIOVERBS_TAKING_H
 #define AIOVERBS_TAKING_H
 
@@ -10,8 +10,8 @@
 #include "abi/libibverbs.h"
 #include "abi/verbs_ops.h"
 
-/* No Python object is made or dropped between start_poll and end_poll: that could run a finalizer, which may use this
- * queue, or let another thread run, which would wait for the queue's lock while it keeps the GIL from this one. */
+/* No Python object is created or dropped between start_poll and end_poll: that could run a finalizer that uses this
+ * queue, or let another thread run that waits for the queue's lock while it keeps this thread from the GIL. */
 static inline int poll_extended(struct ibv_cq_ex *cq, int wanted, struct ibv_wc *wcs)
 {
     struct ibv_poll_cq_attr attr = {0};
@@ -42,13 +42,13 @@ static inline int poll_extended(struct ibv_cq_ex *cq, int wanted, struct ibv_wc 
     return found;
 }
 
-/* How many were taken, or a negative error number; some devices just say -1. */
+/* Poll once. Return the number of completions, or a negative error number; some devices only return -1. */
 static inline int poll_take(struct ibv_cq *cq, struct ibv_cq_ex *extended, int wanted, struct ibv_wc *wcs)
 {
     return extended ? poll_extended(extended, wanted, wcs) : verbs_poll_cq(cq, wanted, wcs);
 }
 
-/* Until there is something or a moment has come. */
+/* Poll until a completion is found or the time `until` (turn_clock) is reached. */
 static inline int poll_spin(struct ibv_cq *cq, struct ibv_cq_ex *extended, int wanted, struct ibv_wc *wcs,
                             uint64_t until)
 {

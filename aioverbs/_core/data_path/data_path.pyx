@@ -1,21 +1,23 @@
 # cython: language_level=3, freethreading_compatible=True, embedsignature=False
 # cython: auto_pickle=False, autotestdict=False
-"""Work requests: how they are posted, waited for, and end.
+"""Work requests: posting, waiting and completion.
 
-What stands here is the data path: `Operation` is what is awaited, a `WorkQueue` posts and keeps the order, a
-`CqDispatcher` takes completions and gives them to their awaiters. The resources above
-open, own and close the handles.
+This module is the data path: callers await an `Operation`, a `WorkQueue` posts requests in order, and a `CqDispatcher`
+polls a completion queue and passes completions to the awaiting tasks. The resources in the layers above open, own and
+close the handles.
 
-Who may touch what: objects of one owner are touched by its thread alone, which every entry checks. Those that any
-thread may use are touched with the GIL, which is given up only inside of verbs and between two polls; each is whole
-then, and whenever Python code may run. Where there is no GIL, each entry enters the section of all such objects
-(`section.h`), which is given up likewise: see `_section`. Apart from that stand
+Thread safety. Objects with one owner are used by the owner's thread alone, which every entry checks. Objects that any
+thread may use are used with the GIL, which this module releases only inside verbs and between two polls; at these
+points, and whenever Python code may run, each object is in a consistent state. Without a GIL, each entry enters one
+critical section that all such objects share (``critical_section.h``), which is released at the same points: see
+`_section`. Exceptions to this rule:
 
-- `InFlightCount`, which any thread changes, whosever the queues are: each has a section of its own;
-- the order of those that wait for a place, since an operation is dropped in whatever thread forgets it last, a
-  collector's among them: `_Extra`;
-- what has ended, which any thread may look at: what it ended by is written before `state` says so, and stays;
-- `_requests` of who posts, and `QpWorkState.broken`, which change while others look: sections of their own.
+- `InFlightCount`, which any thread changes, whichever thread owns the queue: each counter has a section of its own;
+- the list of operations that wait for a place, since the thread that drops the last reference frees an operation, and
+  a garbage collector runs in any thread: see `_Extra`;
+- completed operations, which any thread may inspect: the outcome is written before `state` says DONE, and stays;
+- `_requests` of an object that posts, and `QpWorkState.broken`, which change while other threads read them: each object
+  has a section of its own.
 """
 
 import asyncio
@@ -131,7 +133,7 @@ cdef extern from "data_path/work_request.h" nogil:
 
     struct request:
         v.ibv_send_wr send
-        v.ibv_recv_wr receive           # which is how the other one begins
+        v.ibv_recv_wr receive           # begins like ibv_send_wr
         v.ibv_sge sge[2]
 
     void request_begin(request *)
@@ -145,35 +147,35 @@ cdef extern from "data_path/am_send.h":
         PYGEN_RETURN
         PYGEN_NEXT
 
-# The software device executes a request in the call that posts it. From this size on that takes longer than giving the
-# GIL away and back, and other threads may want to run meanwhile.
+# The software device executes a request inside the verb that posts it. From this size on that takes longer than
+# releasing and reacquiring the GIL, and other threads may want to run meanwhile.
 cdef uint64_t RELEASE_GIL_BYTES = 1 << 20
 
 _log = logging.getLogger("aioverbs")
 
 cdef enum:
-    POLL_BATCH = 16                 # completions are taken in rounds of so many
-    MAX_DRAIN = 256                 # and not more of them in one go
+    POLL_BATCH = 16                 # completions per poll
+    MAX_DRAIN = 256                 # completions per round of the dispatcher
 
 cdef enum state:
     NEW                             # of an Operation
-    WAITING                         # for a place in its queue
-    CHAINED                         # has a place, to be posted at the end of the turn
+    WAITING                         # waits for a place in its queue
+    CHAINED                         # has a place, and is posted at the end of the turn
     POSTED
     DONE
 
 cdef enum phase:
-    NOT_AWAITED                     # of its await
-    YIELDING                        # it is done, others run first
-    BEGINNING                       # it is about to be suspended
+    NOT_AWAITED                     # phases of an await
+    YIELDING                        # the operation is done; other tasks run first
+    BEGINNING                       # the await is about to suspend
     SUSPENDED
     FINISHED
-    IN_BATCH                        # of a batch, which is awaited instead
+    IN_BATCH                        # part of a batch, which is awaited instead
 
-cdef enum:                          # instead of a place in scratch memory
+cdef enum:                          # values instead of an index in scratch memory
     UNUSED = -1
     WANTED = -2
-    BY_ELEMENTS = -3                # of a batch: some of them want one
+    BY_ELEMENTS = -3                # of a batch: some of its operations want scratch memory
 
 cdef enum:
     SUCCESS = 0                     # enum ibv_wc_status
@@ -182,8 +184,8 @@ cdef enum:
     SOLICITED = 4
     FENCE = 1
     INLINE = 8
-    GRH = 40                        # bytes before a datagram
-    MAX_MESSAGE_BYTES = 0x7FFFFFFF  # of a message
+    GRH = 40                        # bytes of the global routing header, before a datagram
+    MAX_MESSAGE_BYTES = 0x7FFFFFFF  # size limit of a message
 
 cdef class Operation
 cdef class Inbox
@@ -192,19 +194,20 @@ cdef class CqDispatcher
 cdef class QpWorkState
 cdef class SendVerbs
 
-cdef list _of_all = []                  # whose section it is that those enter who use what any thread may
+cdef list _of_all = []                  # the object whose section all users of unbound objects enter
 cdef PyObject *_section_of_all = <PyObject *>_of_all
-Py_INCREF(_of_all)                      # it outlives this module's variables, which go before the last finalizers run
+Py_INCREF(_of_all)                      # outlives the module's variables, which go before the last finalizers run
 
 cdef object _broken(str text, object cause):
-    # The error that says so; whoever catches it is to know a device that is gone from what may be made again on it.
+    # Build the error of a broken object. Its type tells the caller a removed device from an object that can be
+    # recreated.
     kind = DeviceRemovedError if isinstance(cause, DeviceRemovedError) else BrokenResourceError
     broken = kind(text)
     broken.__cause__ = cause
     return broken
 
 
-# One extension, since these use each other's insides; a file per idea.
+# One extension, since the classes use each other's private fields; one file per concept.
 
 include "region_slice.pxi"
 include "operation.pxi"

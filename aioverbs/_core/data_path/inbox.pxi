@@ -1,31 +1,31 @@
-# Part of work.pyx: messages in the order of their arrival, for one who asks for them.
+# Part of data_path.pyx: inboxes, which hand out received messages in the order of their arrival.
 
 cdef extern from "Python.h":
-    Py_ssize_t references "Py_REFCNT"(PyObject *object)  # by its address: an object would be held for the call
+    Py_ssize_t references "Py_REFCNT"(PyObject *object)  # takes an address: an object would be held for the call
 
 
 @cython.final
 cdef class Inbox:
-    """Where receives go when they are done: an asynchronous iterator, for one task at a time.
+    """Destination of completed receives: an asynchronous iterator over messages, for one task at a time.
 
-    It ends when the queue is closed. A receive that failed is raised, once, and nothing comes after it. Who is
-    cancelled loses nothing: the next one gets what came.
+    The iterator ends when the queue is closed. The first failed receive is raised once, and ends the iterator. A
+    cancelled task loses no message: the next await gets it.
 
-    :param queue: that the receives are posted to.
-    :param wrap: makes of what was `Received` what the iterator gives; None where it took that for itself. An error that
-        it raises ends the iterator, and the queue pair, by a `BrokenResourceError`.
-    :param unused: called with the memory of each receive that failed.
+    :param queue: queue that the receives are posted to.
+    :param wrap: callable that turns a `Received` into the item to return; None from it drops the item. An exception
+        from it ends the iterator, and breaks the queue pair by a `BrokenResourceError`.
+    :param unused: called with the memory of each failed receive.
     """
 
     cdef WorkQueue queue
     cdef object wrap
     cdef object unused
-    cdef object ready                   # deque of what came and was not asked for
-    cdef object end                     # what ended it: an exception
-    cdef object end_when_drained        # what ends it when the last of its receives is done: an exception, or None
-    cdef Py_ssize_t posted              # receives that are not done
-    cdef object __weakref__             # its queue's
-    cdef Operation pending_next         # by who waits
+    cdef object ready                   # deque of items that no await has taken yet
+    cdef object end                     # exception that ended the iterator
+    cdef object end_when_drained        # exception that ends the iterator after the last posted receive; or None
+    cdef Py_ssize_t posted              # number of receives in flight
+    cdef object __weakref__             # for the queue's WeakSet
+    cdef Operation pending_next         # the await for the next message; None for none
 
     def __init__(self, WorkQueue queue not None, wrap, unused):
         self.queue = queue
@@ -35,8 +35,8 @@ cdef class Inbox:
         queue._add_inbox(self)
 
     def __len__(self):
-        """How many came and were not asked for."""
-        return len(self.ready)          # a deque, which is whole for any thread
+        """Return the number of messages that no await has taken yet."""
+        return len(self.ready)          # a deque is consistent for every thread
 
     def __aiter__(self):
         return self
@@ -51,10 +51,10 @@ cdef class Inbox:
 
     cdef Operation _begin_next(self):
         cdef Operation operation
-        if self.end is None:            # what came before the end is still given
+        if self.end is None:            # messages from before the end are still returned
             try:
                 self.queue._enter()
-            except BusyResourceError:   # another thread changes the state of what is the caller's: no verb is called
+            except BusyResourceError:   # another thread is changing the state of the caller's queue: no verb is called
                 pass
             else:
                 self.queue.handle._unuse()
@@ -72,7 +72,7 @@ cdef class Inbox:
         return operation
 
     cdef int _drop_abandoned(self) noexcept:
-        # Who asked has dropped that: nobody but this holds it.
+        # Forget the pending await if its caller has dropped it, so that only this reference is left.
         if self.pending_next is not None and references(<PyObject *>self.pending_next) == 1:
             self.pending_next = None
         return 0
@@ -96,7 +96,7 @@ cdef class Inbox:
         return 0
 
     cdef int _receive_done(self, Operation operation, object local) except -1:
-        # A receive is done.
+        # A receive has completed.
         self.posted -= 1
         if not operation.raises and operation.status == SUCCESS:
             try:
@@ -118,7 +118,8 @@ cdef class Inbox:
         return self._deliver_message()
 
     cdef int _wrap_failed(self, object error) except -1:
-        # Raised where completions are taken, it would reach whoever awaits another queue's. It ends this one alone.
+        # An exception raised while completions are dispatched would reach a task that awaits another queue. Fail this
+        # inbox alone.
         cdef QpWorkState requests = self.queue.requests
         broken = BrokenResourceError(f"{self.queue.handle!r} is broken: what arrived could not be taken in: {error!r}")
         broken.__cause__ = error
@@ -130,8 +131,8 @@ cdef class Inbox:
         return self._deliver_message()
 
     cdef int _queue_failed(self, object error) except -1:
-        # Its queue takes no more receives, by that. Those that are posted still end, and the first that failed tells
-        # of it; where there are none, nothing else would.
+        # The queue takes no more receives because of `error`. Receives in flight still complete, and the first that
+        # fails ends the iterator; without any in flight, end the iterator here.
         if self.posted:
             self.end_when_drained = error
         elif self.end is None:
@@ -140,8 +141,9 @@ cdef class Inbox:
         return 0
 
     cdef int _return_message(self, object message) except -1:
-        # Who was given it dropped it, in whatever thread. This is a part of freeing: whoever sleeps for a message is
-        # woken by his own loop. Who does not sleep yet is given it here, and nothing runs for that.
+        # The task that got the message dropped it, in any thread, and this is part of freeing the operation: the loop
+        # of the task that waits for a message must do the waking. An await that is not suspended yet gets the message
+        # here, which runs no other code.
         cdef Operation operation
         self.ready.appendleft(message)
         self._drop_abandoned()
@@ -153,7 +155,7 @@ cdef class Inbox:
             return self._deliver_message()
         try:
             waiter.get_loop().call_soon_threadsafe(self._deliver_message_later)
-        except RuntimeError:            # the loop is closed: nobody sleeps there any more
+        except RuntimeError:            # the loop is closed: no task waits there
             pass
         return 0
 
@@ -161,21 +163,25 @@ cdef class Inbox:
         self._deliver_message()
 
     cdef int _withdraw(self, Operation operation) except -1:
-        # Who asked is cancelled.
+        # The await for a message was cancelled.
         if self.pending_next is operation:
             self.pending_next = None
         elif operation.extra.message is not None:
             self.ready.appendleft(operation.extra.message)
             operation.extra.message = None
-            return self._deliver_message()  # somebody else may have asked meanwhile
+            return self._deliver_message()  # another task may have started an await meanwhile
         return 0
 
 
-# For the resources above, not for users, who have inboxes, too. Whoever closes a queue may be another than its owner,
-# where that is gone.
+# For the resources in the layers above, not for users, which can reach inboxes, too. Where the owner of a queue is
+# gone, another thread or loop may close the queue.
 
 def close_inbox(Inbox inbox not None, error=None):
-    """No more receives will come: the iterator ends after those that did, by that error if there is one."""
+    """End an inbox after the messages that have arrived.
+
+    :param inbox: the inbox.
+    :param error: exception that ends the iterator; None: it ends normally.
+    """
     cdef section within
     section_enter(&within, _section(inbox.queue))
     try:
@@ -187,7 +193,11 @@ def close_inbox(Inbox inbox not None, error=None):
 
 
 def empty_inbox(Inbox inbox not None):
-    """Take what came and was not asked for: a list, which nobody else gets."""
+    """Take the messages that no await has taken.
+
+    :param inbox: the inbox.
+    :returns: the list of messages, which no await will return.
+    """
     cdef section within
     section_enter(&within, _section(inbox.queue))
     ready, inbox.ready = inbox.ready, collections.deque()
@@ -196,7 +206,10 @@ def empty_inbox(Inbox inbox not None):
 
 
 def reopen_inbox(Inbox inbox not None):
-    """Receives come again."""
+    """Let an ended inbox receive again.
+
+    :param inbox: the inbox.
+    """
     cdef section within
     section_enter(&within, _section(inbox.queue))
     inbox.end = inbox.end_when_drained = None
@@ -204,26 +217,35 @@ def reopen_inbox(Inbox inbox not None):
 
 
 def receive_into(requester, Inbox inbox not None, local):
-    """Post a receive whose message goes to an inbox, to a queue pair or shared receive queue that has a place."""
+    """Post a receive whose message goes to an inbox. The caller has made sure that the queue has a place.
+
+    :param requester: queue pair or shared receive queue to post to.
+    :param inbox: where the message goes.
+    :param local: memory for the message, registered with ``LOCAL_WRITE``.
+    :returns: the `Operation` of the receive.
+    """
     return requester._receive_into(inbox, local)
 
 
 def requester_of(QpWorkState requests not None):
-    """What posts to a queue pair apart from the user's object."""
+    """Return verbs that post to a queue pair independently of the user's object.
+
+    :param requests: the queue pair's work state.
+    """
     requester = QueuePairVerbs()
     requester._requests_begin(requests)
     return requester
 
 
 cdef class Message(Received):
-    """What arrived, in memory that goes back to be received into when it is released.
+    """A received message, in memory that is posted again when the message is released.
 
-    Release it, by ``with`` or `release`, when you have read it: what is kept is not received into. Views of `data` that
-    are kept longer show what came later. One that is forgotten is released by and by.
+    Release a message after reading it, by ``with`` or `release`: memory of a message that is kept receives nothing.
+    Views of `data` kept past that point show later messages. A message that is dropped is released eventually.
 
-    :param received: what arrived.
-    :param release: called once with its memory, by `release`.
-    :param forgotten: called with it instead, from whatever thread, where the message is forgotten.
+    :param received: result of the receive.
+    :param release: called once with the memory, by `release`.
+    :param forgotten: called with the memory, by any thread, where the message is dropped unreleased; None: nothing.
     """
 
     cdef object _release
@@ -242,9 +264,9 @@ cdef class Message(Received):
         self._forgotten = forgotten
 
     def release(self):
-        """Give its memory back; once is enough."""
+        """Give the memory back, to be posted again. Further calls do nothing."""
         cdef section within
-        section_enter(&within, <PyObject *>self)        # one thread of several that release it gives it back
+        section_enter(&within, <PyObject *>self)        # of several threads that release it, one gives the memory back
         release, self._release = self._release, None
         section_leave(&within)
         if release is None:

@@ -1,13 +1,13 @@
-/* The turn of a thread's event loop: how much was done in it without going round the loop.
+/* Budget of a turn of a thread's event loop: how much may be done without returning to the loop.
  *
- * An await that is done at once does not let others run. After so much of that, a queue's awaits have to: what it may do
- * in a turn is its share, which is the smaller the more queues were at it in the turn before. It is counted in units of
- * about a quarter of a microsecond: an operation is one, and one more for every so many bytes.
+ * An await that is done at once does not let other tasks run. A queue's awaits may therefore use only a share of each
+ * turn and then yield; the more queues were active in the turn before, the smaller is the share. The unit is about a
+ * quarter of a microsecond: an operation costs one, and one more for each TURN_UNIT_BYTES bytes.
  *
- * Whoever lets the loop go round notes the number of the turn, and the first of them who is called again in a later one
- * begins that: a turn begins once, however many wait for it.
+ * A task that yields remembers the number of the turn. The first of them to run in a later turn advances the number: a
+ * turn begins once, however many tasks wait for it.
  *
- * What else is done at once, by Python code above the queues, has one share of the turn, as if it were a queue. */
+ * Other work that Python code does at once, in the layers above, has one share of the turn, as if it were a queue. */
 #ifndef AIOVERBS_TURN_H
 #define AIOVERBS_TURN_H
 
@@ -16,12 +16,12 @@
 #include <time.h>
 
 #define TURN_UNITS 512
-#define TURN_LARGEST_SHARE 64 /* of one queue alone: going round the loop costs as much as a few awaits */
+#define TURN_LARGEST_SHARE 64 /* of a single queue: going round the loop costs as much as a few awaits */
 #define TURN_SMALLEST_SHARE 24
-#define TURN_SHARE_BESIDE_SLEEPERS 2 /* where others sleep */
+#define TURN_SHARE_BESIDE_SLEEPERS 2 /* the smallest after a turn in which an await slept */
 #define TURN_UNIT_BYTES 8192
 
-/* What a queue did in a turn. */
+/* Budget that a queue has used in a turn. */
 struct turn_share {
     uint64_t number; /* of the turn */
     uint64_t units;
@@ -29,10 +29,10 @@ struct turn_share {
 
 static __attribute__((tls_model("initial-exec"))) _Thread_local struct {
     uint64_t number;
-    uint64_t spun; /* nanoseconds */
+    uint64_t spun; /* spent spinning in this turn, in nanoseconds */
     uint32_t share;
-    uint32_t queues; /* that had a part in it */
-    bool slept;      /* an await had to */
+    uint32_t queues; /* number of queues active in this turn */
+    bool slept;      /* whether an await of this turn had to sleep */
 } turn_now = {.number = 1, .share = TURN_LARGEST_SHARE};
 
 static inline uint64_t turn_clock(void)
@@ -43,7 +43,7 @@ static inline uint64_t turn_clock(void)
     return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
 }
 
-/* The loop went round since the turn of that number. */
+/* Begin a new turn, if `number` is still the current one: the loop went round since. */
 static inline void turn_advance(uint64_t number)
 {
     uint32_t share, least = turn_now.slept ? TURN_SHARE_BESIDE_SLEEPERS : TURN_SMALLEST_SHARE;
@@ -59,8 +59,8 @@ static inline void turn_advance(uint64_t number)
     turn_now.spun = 0;
 }
 
-/* An await of a queue begins. Those that will sleep count, too: a device that works beside this thread is done at once
- * for some, and who has such luck is not to have much more of the turn than the others. */
+/* Count a queue as active in this turn as its await begins. Awaits that will sleep count, too: a device that works
+ * beside this thread completes some at once, and these must not get much more of the turn than the others. */
 static inline void turn_join(struct turn_share *share)
 {
     if (share->number == turn_now.number)
@@ -70,8 +70,8 @@ static inline void turn_join(struct turn_share *share)
     turn_now.queues++;
 }
 
-/* Something else was done at once that took so many units. The turn's number where others are to run before the next is
- * done, else 0. */
+/* Charge `units` of other work to the turn. Return the turn's number where other tasks should run before the next such
+ * work, else 0. */
 static inline uint64_t turn_spend(uint32_t units)
 {
     static __attribute__((tls_model("initial-exec"))) _Thread_local struct turn_share others;
@@ -81,13 +81,13 @@ static inline uint64_t turn_spend(uint32_t units)
     return others.units > turn_now.share ? turn_now.number : 0;
 }
 
-/* An await sleeps. */
+/* Note that an await sleeps. */
 static inline void turn_note_sleep(void)
 {
     turn_now.slept = true;
 }
 
-/* Whether others are to run before an await of a queue is done that could be done at once. It took part. */
+/* Charge an await that could be done at once; turn_join comes before. Return whether other tasks should run first. */
 static inline bool turn_is_over(struct turn_share *share, uint64_t bytes)
 {
     share->units += 1 + bytes / TURN_UNIT_BYTES;

@@ -1,13 +1,17 @@
-# Part of work.pyx: the turn of the loop, for awaits above the queues that are done at once.
+# Part of data_path.pyx: the budget of a loop's turn, for awaits in the layers above that are done at once.
 
 def spend(uint32_t units):
-    """Count what was done without going round the loop: the units of `turn.h`, a quarter of a microsecond each.
+    """Charge work that was done without returning to the event loop to the loop's turn.
 
-    :returns: 0, or the number of the turn where others are to run now: see `aioverbs._lifecycle.turns`.
+    :param units: amount of work in the units of ``loop_budget.h``, about a quarter of a microsecond each.
+    :returns: 0, or the number of the turn where other tasks should run now: see `aioverbs._lifecycle.turns`.
     """
     return turn_spend(units)
 
 
 def went_round(uint64_t number):
-    """The loop has gone round since the turn of that number."""
+    """Note that the event loop has gone round since a turn.
+
+    :param number: number of the turn, as `spend` returned it.
+    """
     turn_advance(number)

@@ -1,4 +1,4 @@
-# Part of work.pyx: what is awaited.
+# Part of data_path.pyx: operations, which callers await.
 
 cdef object _get_running_loop = asyncio._get_running_loop
 cdef object _current_task = asyncio.current_task
@@ -6,32 +6,33 @@ cdef object _current_task = asyncio.current_task
 
 @cython.final
 @cython.freelist(64)
-@cython.no_gc_clear                 # what waits with it is there until it is freed
+@cython.no_gc_clear                 # its references keep alive what waits with it until it is freed
 cdef class _Extra:
-    """What few operations have beside the rest. It comes and goes with its operation.
+    """Fields that few operations need, kept apart so that an `Operation` stays small. Lives as long as its operation.
 
-    An operation that waits for a place is dropped in whatever thread forgets it, and is taken out of the order there.
-    With a GIL that is one step. Without one `WorkQueue.waiting_lock` is taken by everybody who is at the links, and only by
-    them; who looks for the first that waits passes over those that are being freed, which take themselves out.
+    An operation that waits for a place may be dropped by any thread; the thread that frees the operation takes it out
+    of the list of waiting operations. With a GIL that is one step. Without a GIL, `WorkQueue.waiting_lock` protects the
+    links: each thread that reads or changes them holds it, and holds it for nothing else. A thread that looks for the
+    first waiting operation skips the ones that are being freed, which take themselves out.
     """
 
-    cdef v.ibv_sge *sges                # where those of the request are too few
-    cdef request *requests              # of a batch, or of one that waits for a place
+    cdef v.ibv_sge *sges                # scatter/gather list that does not fit into the request
+    cdef request *requests              # requests of a batch, or of an operation that waits for a place
     cdef v.ibv_mw_bind_info bind_info
-    cdef MemoryWindow window            # to be bound
-    cdef list pins                      # of its memory, beyond the first: _Run
-    cdef list unsignaled                # operations that were posted before it without a completion of their own
-    cdef list elements                  # of a batch
-    cdef Inbox inbox                    # where it goes when it is done, of a receive; that it asks, of a message
+    cdef MemoryWindow window            # memory window to bind
+    cdef list pins                      # pins of the memory beyond the first, each a _Run
+    cdef list unsignaled                # operations posted before this one without a completion of their own
+    cdef list elements                  # operations of a batch
+    cdef Inbox inbox                    # inbox that a receive fills, or that an await reads from
     cdef bint awaits_message
-    cdef object message                 # that it was given, and nobody took yet
-    cdef WorkQueue queue                # that it waits in for a place; None: it does not
-    cdef uint32_t places                # that it needs there
-    cdef PyObject *operation            # borrowed
-    cdef object weak                    # to that, since it waits
-    cdef PyObject *earlier              # of those that wait, borrowed: who is dropped takes itself out
+    cdef object message                 # message handed to this operation and not returned to its caller yet
+    cdef WorkQueue queue                # queue in which the operation waits for a place; None: it does not wait
+    cdef uint32_t places                # number of places that the operation needs
+    cdef PyObject *operation            # borrowed reference
+    cdef object weak                    # weak reference to the operation while it waits
+    cdef PyObject *earlier              # neighbours among waiting operations; borrowed, a freed one removes itself
     cdef PyObject *later
-    cdef list pinned                    # to be given back if it is dropped there
+    cdef list pinned                    # pins to release if the operation is freed while it waits
 
     def __dealloc__(self):
         cdef WorkQueue queue = self.queue
@@ -47,43 +48,44 @@ cdef class _Extra:
 
 @cython.final
 @cython.freelist(256)
-@cython.no_gc_clear                 # what pins its memory is there until it is freed
+@cython.no_gc_clear                 # its references keep alive what pins its memory until it is freed
 cdef class Operation:
-    """A work request from its posting to its end. It can be awaited, once, and need not be.
+    """A work request, from its posting to its completion. A caller may await an operation once, and need not.
 
-    It was posted, or stands in the order of those that wait for a place in their queue, when it is handed out. Dropping
-    one that waits for a place withdraws it. One that was posted goes on whatever becomes of who awaits it: cancelled,
-    timed out or forgotten, its memory stays pinned and its place taken until it completes.
+    When a method returns an operation, the request is posted, or waits for a place in its queue. Dropping the operation
+    while it waits withdraws the request. A posted request runs on whatever happens to the awaiting task: after a
+    cancellation, a timeout or a drop its memory stays pinned and its place taken until it completes.
 
-    It is a `collections.abc.Coroutine`: tasks and cancel scopes take it, and so does ``yield from`` its ``__await__``.
-    A second await raises RuntimeError, whatever task, thread or loop it is of, and does not disturb the first; so do
-    `send`, `throw` and `close` of anybody but the task that awaits it. Made by the methods of a queue pair.
+    An operation is a `collections.abc.Coroutine`: tasks, cancel scopes and ``yield from operation.__await__()`` accept
+    it. A second await raises RuntimeError, whatever task, thread or loop makes it, and does not disturb the first; so
+    do `send`, `throw` and `close` when another task than the awaiting one calls them. Operations come from the methods
+    of a queue pair.
     """
 
-    # Few Python objects, since each field for one takes its time in every operation's life.
+    # Few Python objects: each such field takes time in the life of every operation.
     cdef WorkQueue queue
-    cdef _Extra extra                   # None: it has nothing of that
-    cdef InFlightCount pins                      # of its memory
-    cdef object keepalive               # alive as long as it is under way: what it was given
-    cdef object value                   # what it gives, or raises
-    cdef object waiter                  # the future that who awaits waits for
-    cdef PyObject *awaiter              # who awaits: see `_caller`
-    cdef uint64_t wr_id                 # `wr_id` since it has a place
+    cdef _Extra extra                   # None: the operation needs none of these fields
+    cdef InFlightCount pins                      # in-flight counter of its memory
+    cdef object keepalive               # object kept alive while the request is in flight: the caller's `local`
+    cdef object value                   # result to return, or exception to raise
+    cdef object waiter                  # future that the awaiting task waits for
+    cdef PyObject *awaiter              # task that awaits the operation: see `_caller`
+    cdef uint64_t wr_id                 # `wr_id`, valid while the operation has a place
     cdef uint64_t bytes
-    cdef uint64_t turn                  # in which whoever awaits let the loop go round
-    cdef uint32_t requests              # 1, of a batch more
+    cdef uint64_t turn                  # number of the loop's turn in which the awaiting task suspended
+    cdef uint32_t requests              # number of requests: 1, in a batch more
     cdef uint32_t vendor_err
-    cdef uint32_t qp_num                # where it failed, of a shared receive
+    cdef uint32_t qp_num                # queue pair of a failed receive of a shared receive queue
     cdef int status                     # enum ibv_wc_status
-    cdef int scratch                    # its place in the queue's scratch memory; below 0: none
+    cdef int scratch                    # index in the queue's scratch memory; negative: none
     cdef uint8_t opcode                 # enum ibv_wr_opcode, of a send
     cdef uint8_t state
     cdef uint8_t phase
-    cdef bint raises                    # `value`, which it ended by
-    cdef bint atomic                    # gives what was there before, which the device writes to its scratch memory
-    cdef bint held_by_queue             # its queue keeps it while it waits for a place: somebody awaits it
-    cdef bint unpinned                     # a part of a batch, which pins its memory
-    cdef object __weakref__             # see _Extra
+    cdef bint raises                    # whether `value` is an exception to raise
+    cdef bint atomic                    # whether the result is the old value, which the device writes to scratch memory
+    cdef bint held_by_queue             # whether the queue holds a reference, as it waits for a place and is awaited
+    cdef bint unpinned                     # whether the operation is part of a batch, which pins its memory
+    cdef object __weakref__             # see `_Extra`
 
     def __init__(self):
         raise TypeError("operations come from the methods of a queue pair")
@@ -92,7 +94,7 @@ cdef class Operation:
     def __class_getitem__(cls, item):
         return types.GenericAlias(cls, item)
 
-    # ---- Looking
+    # ---- Inspection
 
     def __repr__(self):
         names = {NEW: "new", WAITING: "waits for a place", CHAINED: "to be posted", POSTED: "posted", DONE: "done"}
@@ -105,9 +107,9 @@ cdef class Operation:
         return SendOpcode(self.opcode).name
 
     def done(self):
-        """Whether it has ended, well or not. This looks for completions, and never waits.
+        """Return whether the operation has completed, successfully or not. Poll for completions first; never wait.
 
-        :raises AffinityError: another thread or event loop owns it.
+        :raises AffinityError: the caller is not on the thread and event loop that own the queue.
         """
         cdef section within
         section_enter(&within, _section(self.queue))
@@ -119,17 +121,20 @@ cdef class Operation:
 
     @property
     def ended(self):
-        """Whether it is known to have ended. Unlike `done` this does not look, and any thread may ask."""
+        """Whether the operation is known to have completed. Unlike `done`, this does not poll, and any thread may read
+        it."""
         return self._has_ended()
 
     cdef inline bint _has_ended(self) noexcept:
-        # Whether it has ended, in whatever thread. What it ended by was written before, and stays.
+        # Whether the operation has completed; any thread may ask. The outcome was written before `state`, and does not
+        # change.
         return byte_read(&self.state) == DONE
 
     def result(self):
-        """What awaiting it would give, or raise, where it is done; as often as you like.
+        """Return what awaiting the operation would return, or raise what it would raise; as often as needed.
 
-        :raises asyncio.InvalidStateError: it is not done.
+        :raises asyncio.InvalidStateError: the operation is not done.
+        :raises WorkCompletionError: the request completed with an error status.
         """
         if not self._has_ended():
             raise asyncio.InvalidStateError(f"{self!r} is not done")
@@ -138,7 +143,7 @@ cdef class Operation:
     cdef object _outcome(self):
         cdef section within
         if self.status != SUCCESS:
-            section_enter(&within, <PyObject *>self)    # several threads may ask: one error is given to all of them
+            section_enter(&within, <PyObject *>self)    # concurrent callers get one exception object
             try:
                 if not self.raises:
                     self._fail(self._failure())
@@ -154,7 +159,7 @@ cdef class Operation:
         return 0
 
     cdef object _failure(self):
-        # What it ended by, as an error; None: well.
+        # The exception that the operation ended with; None after a success.
         if self.raises:
             return self.value
         if self.status == SUCCESS:
@@ -165,7 +170,7 @@ cdef class Operation:
         return WorkCompletionError(_status(self.status), opcode, self.vendor_err, self.queue.qp_num or self.qp_num)
 
     cdef inline int _take_old_value(self) except -1:
-        # It succeeded: what an atomic gives lies in its scratch memory, which is another one's soon.
+        # Copy the result of a successful atomic before its scratch memory is reused.
         if self.atomic:
             self.value = (<uint64_t *>self.queue._scratch_of(self))[0]
         return 0
@@ -190,7 +195,7 @@ cdef class Operation:
         return 0
 
     cdef inline int _unpin(self) except -1:
-        # Once; it may run Python code, and is among the last steps therefore.
+        # Release the pins, once. This may run Python code, and is therefore among the last steps.
         if self.extra is not None and self.extra.pins is not None:
             return _discard_runs(self._all_pins(), self.queue.receives)
         return 0 if self.pins is None else self.pins._discard(1, self.queue.receives)
@@ -202,7 +207,7 @@ cdef class Operation:
         return pins
 
     cdef list _take_pins(self):
-        # They are given back by whoever takes them.
+        # Take the pins out of the operation; the caller releases them.
         cdef list pins = self._all_pins()
         self.pins = None
         if self.extra is not None:
@@ -211,9 +216,9 @@ cdef class Operation:
 
     # ---- Awaiting
 
-    # Whoever finds the phase FRESH, with the GIL or in the section, takes it. While it is BEGINNING Python code runs,
-    # and everybody is refused; from then on only the task that awaits goes on or leaves, and that is at one place at a
-    # time.
+    # A thread that finds the phase NOT_AWAITED, with the GIL or in the section, takes the operation. In the phase
+    # BEGINNING Python code may run, and every other await is refused. From then on only the awaiting task continues or
+    # stops the await, and a task runs in one place at a time.
 
     def __await__(self):
         if self.phase != NOT_AWAITED:
@@ -221,16 +226,19 @@ cdef class Operation:
         return self
 
     def __iter__(self):
-        # What `yield from operation.__await__()` asks for.
+        # Called by `yield from operation.__await__()`.
         return self
 
     def __next__(self):
         return self.send(None)
 
     def send(self, value):
-        """As of every coroutine: begin, or go on.
+        """Start or continue the await, as for any coroutine.
 
-        :raises RuntimeError: somebody else awaits it, or it was awaited before.
+        :param value: ignored.
+        :returns: a future to wait for, or None to run again in the loop's next turn.
+        :raises StopIteration: the operation is done; its ``value`` is the result.
+        :raises RuntimeError: another task awaits the operation, or the operation was awaited before.
         """
         cdef PyObject *result = NULL
         cdef int kind = operation_send(<PyObject *>self, <PyObject *>value, &result)
@@ -241,9 +249,12 @@ cdef class Operation:
         return returned
 
     def throw(self, kind, value=None, traceback=None):
-        """As of every coroutine: whoever awaits it is cancelled. What was posted goes on.
+        """Stop awaiting, as for any coroutine: the awaiting task is cancelled. A posted request runs on.
 
-        :raises RuntimeError: somebody else awaits it.
+        :param kind: exception type or exception.
+        :param value: exception, where `kind` is a type.
+        :param traceback: traceback to raise the exception with.
+        :raises RuntimeError: another task awaits the operation.
         """
         cdef section within
         section_enter(&within, _section(self.queue))
@@ -258,22 +269,22 @@ cdef class Operation:
         raise value.with_traceback(traceback) if traceback is not None else value
 
     def close(self):
-        """As of every coroutine: nobody awaits it any more. What was posted goes on.
+        """Stop awaiting, as for any coroutine. A posted request runs on.
 
-        :raises RuntimeError: somebody else awaits it.
+        :raises RuntimeError: another task awaits the operation.
         """
         cdef section within
         section_enter(&within, _section(self.queue))
         try:
             if self._may_stop_awaiting() or self._is_orphaned():
                 self._stop_awaiting()
-            elif self.state != DONE:    # else whoever awaits it is given what it ended by, and has nothing to leave
+            elif self.state != DONE:    # else the awaiting task gets the outcome, and there is nothing to stop
                 self._raise_already_awaited()
         finally:
             section_leave(&within)
 
     cdef bint _may_stop_awaiting(self) except -1:
-        # Whether whoever calls is who awaits it, or may await it.
+        # Whether the caller is the task that awaits the operation, or may become that task.
         if self.phase == NOT_AWAITED:
             if self.queue is not None and not _owner_gone(self.queue.handle):
                 _check_owner(self.queue.handle)
@@ -283,13 +294,13 @@ cdef class Operation:
         return self.phase != BEGINNING
 
     cdef bint _is_orphaned(self) except -1:
-        # Whether who awaits it will never go on: its loop is closed, or is of the process that this one was forked
-        # from. The task is dropped then, and its coroutine closes this, in whatever task or thread that is. Before, the
-        # future that the task waits for keeps the task.
+        # Whether the awaiting task will never continue: its loop is closed, or belongs to the process that this one was
+        # forked from. The task is dropped then, and its coroutine closes this operation from any task or thread. Until
+        # then the future that the task waits for keeps the task alive.
         return self.phase == SUSPENDED and (self.waiter.get_loop().is_closed() or self.queue.handle.closed)
 
     cdef int _raise_already_awaited(self) except -1:
-        # Another one awaits it, or did.
+        # Another task awaits the operation, or awaited it.
         if self.phase == IN_BATCH:
             raise RuntimeError(f"{self!r} is a part of a batch: await what its post() returns")
         if self.phase == FINISHED:
@@ -298,7 +309,7 @@ cdef class Operation:
         raise RuntimeError(f"{self!r} is awaited already: once is all")
 
     cdef int _stop_awaiting(self) except -1:
-        if self.phase == IN_BATCH:      # nobody can await it
+        if self.phase == IN_BATCH:      # a part of a batch cannot be awaited
             return 0
         if self.phase == SUSPENDED:
             self._unsuspend()
@@ -310,8 +321,8 @@ cdef class Operation:
     cdef int _begin(self, PyObject **result) except -1:
         if self.queue is None:
             raise TypeError("operations come from the methods of a queue pair")
-        self.queue._poll_for(self, True)  # who may not is refused by this, before anything has changed
-        if self.phase != NOT_AWAITED:   # meanwhile, by another thread, or by Python code that ran
+        self.queue._poll_for(self, True)  # refuses a wrong caller before anything has changed
+        if self.phase != NOT_AWAITED:   # changed by another thread, or by Python code that ran meanwhile
             self._raise_already_awaited()
         turn_join(&self.queue.share)
         if self.state == DONE and not turn_is_over(&self.queue.share, self.bytes):
@@ -319,7 +330,7 @@ cdef class Operation:
         return self._begin_waiting(result)
 
     cdef int _begin_waiting(self, PyObject **result) except -1:
-        # Where it fails, it can be awaited as if nothing was.
+        # After an error the operation can be awaited as if nothing had happened.
         self.phase = BEGINNING
         try:
             self.awaiter = _caller()
@@ -330,7 +341,7 @@ cdef class Operation:
             raise
 
     cdef int _yield(self, PyObject **result) except -1:
-        # It is done; others run first.
+        # The operation is done; let other tasks run first.
         self.phase = YIELDING
         self.turn = turn_now.number
         Py_INCREF(None)
@@ -343,7 +354,7 @@ cdef class Operation:
             self.queue.dispatcher._check()
         waiter = loop.create_future()
         waiter._asyncio_future_blocking = True
-        if self.state == DONE:          # meanwhile, by another thread or a finalizer: nobody knew of this waiter
+        if self.state == DONE:          # completed by another thread or a finalizer before the waiter was known
             return self._deliver(result)
         self.waiter = waiter
         self.turn = turn_now.number
@@ -359,7 +370,7 @@ cdef class Operation:
         return PYGEN_NEXT
 
     cdef int _unsuspend(self) except -1:
-        # Nobody waits for its future any more.
+        # Nothing waits for the future any more.
         self.waiter = None
         return self.queue._unawaited(self) if self.state != DONE else 0
 
@@ -368,7 +379,7 @@ cdef class Operation:
         if self.waiter is not None:
             self.waiter = None
         if self.extra is not None:
-            self.extra.message = None   # it is taken
+            self.extra.message = None   # the message is delivered
         if self.status != SUCCESS or self.raises:
             self._outcome()
         Py_INCREF(self.value)
@@ -377,7 +388,7 @@ cdef class Operation:
 
 
 cdef int operation_send(PyObject *operation, PyObject *value, PyObject **result) except -1:
-    # The `am_send` of Operation: what `await` calls, first with None and then with what the loop gives it.
+    # The `am_send` slot of Operation: `await` calls it first with None, and then with the value that the loop sends.
     cdef Operation self = <Operation>operation
     cdef PyObject *shared = _section(self.queue)
     cdef section within
@@ -395,24 +406,25 @@ cdef inline int _continue_await(Operation self, PyObject **result) except -1:
     if self.phase == NOT_AWAITED:
         try:
             return self._begin(result)
-        except AffinityError:           # of who may not ask, and has not asked
+        except AffinityError:           # a wrong caller, which has not started an await
             raise
         except BaseException:
             if self.phase == NOT_AWAITED and self.extra is not None and self.extra.awaits_message:
-                self._stop_awaiting()   # another one may ask
+                self._stop_awaiting()   # lets another task wait for the message
             raise
     if (self.phase != SUSPENDED and self.phase != YIELDING) or self.awaiter != _caller():
         self._raise_already_awaited()
-    turn_advance(self.turn)             # the loop calls who let it
-    if self.state != DONE:              # the future was ended by somebody else
+    turn_advance(self.turn)             # the loop has gone round since the task suspended
+    if self.state != DONE:              # the future was completed from outside
         self._unsuspend()
         return self._begin_waiting(result)
     return self._deliver(result)
 
 
 cdef PyObject *_caller() except? NULL:
-    # Who calls, to be compared alone: the running task, or, where there is none, the running loop, or NULL. That is not
-    # held: who awaits lives as long as anybody would be disturbed, and who has its address afterwards disturbs nobody.
+    # The identity of the caller, for comparison only: the running task, or the running loop where no task runs, or
+    # NULL. No reference is held: the awaiting task outlives every caller that could disturb it, and a later object at
+    # the same address disturbs nothing.
     loop = _get_running_loop()
     if loop is None:
         return NULL
@@ -447,7 +459,7 @@ cdef _Run _run(InFlightCount pins):
 
 
 cdef int _discard_runs(list runs, bint receives) except -1:
-    # Each of them, whatever one of them raises.
+    # Release each of the pins, even if one of the releases raises.
     cdef _Run run
     raised = None
     for each in runs:
@@ -482,21 +494,22 @@ cdef dict _wc_opcodes = {
 cdef object _status(int status):
     try:
         return WcStatus(status)
-    except ValueError:                  # newer than this list
+    except ValueError:                  # a status newer than the enumeration
         return status
 
 
 cdef class Received:
-    """What arrived in a receive.
+    """Result of a receive.
 
-    :param local: where, as it was given to `QueuePairVerbs.receive`.
-    :param byte_len: how many bytes; those of a datagram's route do not count.
-    :param written: the sender wrote them where it chose, by a write with immediate data: nothing is in ``local``.
-    :param immediate: the sender's immediate data, 32 bits; None: there were none.
-    :param invalidated_rkey: the key that the sender invalidated; None: it did not.
-    :param qp_num: of the queue pair that it arrived at.
-    :param src_qp: the sender's number, of a datagram.
-    :param route: of a datagram: the 40 bytes of its global routing header; None where it had none.
+    :param local: the memory that was passed to `QueuePairVerbs.receive`.
+    :param byte_len: number of bytes received, without the global routing header of a datagram.
+    :param written: True if the sender wrote the data elsewhere, by an RDMA WRITE with immediate data: ``local`` is
+        unchanged.
+    :param immediate: immediate data of the sender, 0..2**32-1; None for none.
+    :param invalidated_rkey: key that the sender invalidated; None for none.
+    :param qp_num: number of the queue pair that received the message.
+    :param src_qp: queue pair number of the sender of a datagram.
+    :param route: global routing header of a datagram, 40 bytes; None without one.
     """
 
     cdef readonly object local
@@ -516,11 +529,11 @@ cdef class Received:
 
     @property
     def data(self):
-        """What arrived, where it lies: a view of memory that is registered, and used again when you post it again.
+        """A view of the received bytes in registered memory, which is overwritten when the memory is posted again.
 
-        Of a write with immediate data it is empty, whatever ``byte_len`` says: nothing arrived in that memory.
+        The view is empty for an RDMA WRITE with immediate data, whatever ``byte_len`` says: the data is not in `local`.
 
-        :raises ValueError: it was received into several pieces: look there.
+        :raises ValueError: the message was received into several pieces; read these.
         """
         whole = self.local if not self.written else None
         if isinstance(whole, (list, tuple)):

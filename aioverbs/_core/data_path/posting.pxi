@@ -1,4 +1,4 @@
-# Part of work.pyx: what may be asked of a queue pair, checked before it is posted.
+# Part of data_path.pyx: verbs of queue pairs and shared receive queues, checked before they are posted.
 
 cdef enum:
     RDMA_WRITE = 0                      # enum ibv_wr_opcode
@@ -33,12 +33,15 @@ cdef dict _opcodes_of_type = {RC: _reads, UC: _writes, UD: _sends, XRC_SEND: _re
 
 @cython.final
 cdef class Destination:
-    """Where datagrams go: an address handle, a queue pair's number and its key. `AddressHandle.to` makes them.
+    """Destination of datagrams: an address handle, and the queue pair number and key of the peer.
 
-    :param handle: of the address handle.
-    :param pins: of the address handle.
-    :param remote_qpn: the number of the queue pair there, 24 bits.
-    :param remote_qkey: the key that it takes datagrams with, 32 bits.
+    Made by `AddressHandle.to`.
+
+    :param handle: the address handle's handle (``struct ibv_ah``).
+    :param pins: in-flight counter of the address handle, which keeps it open while a datagram is in flight.
+    :param remote_qpn: queue pair number of the peer, 0..2**24-1.
+    :param remote_qkey: Q_Key that the peer's queue pair accepts, 0..2**32-1.
+    :raises ValueError: a number does not fit in its width.
     """
 
     cdef AddressHandle handle
@@ -58,34 +61,35 @@ cdef class Destination:
 
 @cython.final
 cdef class QpWorkState:
-    """What a queue pair has under way in both of its queues, and what it broke by.
+    """State of a queue pair's work: its send and receive queues, and the error that broke the queue pair.
 
     :param handle: the queue pair.
-    :param pd: the protection domain that its memory is of; None: it has no memory.
-    :param sends: where its sends complete; None: it has none.
-    :param receives: where its receives complete; None: it has none.
-    :param send_depth: how many sends may be under way.
-    :param receive_depth: how many receives may.
-    :param chains: its sends are posted at the end of the loop's turn, together.
-    :param most_bytes: of a message that it sends.
-    :param read_sge: how many pieces a read may be scattered to.
-    :param make_scratch: gives a `RegionSlice` of so many bytes, for atomics and the routes of datagrams.
+    :param pd: protection domain of its memory; None for a queue pair without local memory.
+    :param sends: dispatcher of the send completion queue; None without a send queue.
+    :param receives: dispatcher of the receive completion queue; None without a receive queue.
+    :param send_depth: number of sends that may be in flight.
+    :param receive_depth: number of receives that may be in flight.
+    :param chains: post sends together, at the end of the event loop's turn (message model HIGH_BANDWIDTH).
+    :param most_bytes: size limit of a message in bytes.
+    :param read_sge: number of scatter/gather entries that an RDMA READ may use.
+    :param make_scratch: callable that returns a `RegionSlice` of the given number of bytes, for the results of atomics
+        and the global routing headers of datagrams.
     """
 
     cdef readonly QueuePair handle
-    cdef uint32_t qp_num                # which it had, where it is destroyed
+    cdef uint32_t qp_num                # queue pair number; stays valid after the handle is destroyed
     cdef readonly WorkQueue send_queue
     cdef readonly WorkQueue receive_queue
     cdef ProtectionDomain pd
-    cdef uint32_t opcodes               # bits of those that its type has
+    cdef uint32_t opcodes               # bit mask of the opcodes that the queue pair's type supports
     cdef uint32_t read_sge
     cdef object _cause                  # see `broken`
-    cdef bint err_reported              # whoever waits was told that it is in ERR, or it was moved there
+    cdef bint err_reported              # waiters were notified of state ERR, or the user moved the queue pair to ERR
     cdef bint needs_reset               # some queued requests were not posted: no completion reports the rest
-    cdef bint needs_error               # what arrived could not be taken in: it is to be moved to ERR
-    cdef object lost_cq_error           # the error that lost its completions, until it is reset; else None
-    cdef bint device_removed            # its device is: no other error of a verb is proof of that
-    cdef WorkQueue srq                  # the shared receive queue that it takes from; None: it has its own, or none
+    cdef bint needs_error               # an inbox failed: the home loop has to move the queue pair to ERR
+    cdef object lost_cq_error           # error of the completion queue that failed, until the reset; else None
+    cdef bint device_removed            # the device was removed; an error of a verb alone does not prove that
+    cdef WorkQueue srq                  # the shared receive queue that this queue pair receives from; None without one
 
     def __init__(
         self,
@@ -120,7 +124,7 @@ cdef class QpWorkState:
             self.receive_queue.kind = SLOTS_RECEIVE
             self.receive_queue.scratch_bytes = GRH
             if handle._type == UD:
-                self.receive_queue.max_sge -= 1         # the first one is for the route
+                self.receive_queue.max_sge -= 1         # the first entry receives the global routing header
         dispatchers = [dispatcher for dispatcher in (sends, receives) if dispatcher is not None]
         _join(dispatchers)
         section_enter(&within, self._section())
@@ -131,25 +135,25 @@ cdef class QpWorkState:
             section_leave(&within)
 
     cdef PyObject *_section(self) noexcept:
-        # Its queues are in one.
+        # Both queues are in the same section.
         return _section(self.send_queue if self.send_queue is not None else self.receive_queue)
 
     cdef list _parts(self):
-        # What it is used with.
+        # The dispatchers and the shared receive queue that this queue pair is used with.
         parts = [(<WorkQueue>queue).dispatcher for queue in self.queues()]
         if self.srq is not None:
             parts.append(self.srq)
         return parts
 
     def queues(self):
-        """Those that it has of its own."""
+        """Return the work queues that the queue pair owns; a shared receive queue is not among them."""
         return [queue for queue in (self.send_queue, self.receive_queue) if queue is not None]
 
     @property
     def broken(self):
-        """The first cause of its being broken; None: it is not."""
+        """The first error that broke the queue pair; None while the queue pair is not broken."""
         cdef section within
-        section_enter(&within, <PyObject *>self)    # any thread may look
+        section_enter(&within, <PyObject *>self)    # any thread may read this property
         cause = self._cause
         section_leave(&within)
         return cause
@@ -163,16 +167,20 @@ cdef class QpWorkState:
 
     @property
     def in_flight(self):
-        """Requests that have a place in one of its queues."""
+        """Number of posted requests, in both queues, that have not completed."""
         return sum(queue.in_flight for queue in self.queues())
 
     @property
     def watched(self):
-        """Whether loops still take what completes."""
+        """Whether event loops still dispatch the completions of both queues."""
         return all((<WorkQueue>queue).dispatcher.watched for queue in self.queues())
 
     def when_idle(self, callback):
-        """Call this each time that a queue of it has nothing under way any more; None: nothing."""
+        """Set a callback for the moment that a queue becomes idle.
+
+        :param callback: called each time that one of the queues has no request in flight any more; None removes the
+            callback.
+        """
         cdef section within
         section_enter(&within, self._section())
         try:
@@ -182,7 +190,7 @@ cdef class QpWorkState:
             section_leave(&within)
 
     def close(self):
-        """Nothing is posted any more; what waits for a place ends as if it were flushed."""
+        """Post no more requests; requests that wait for a place in a queue end as if they were flushed."""
         cdef section within
         section_enter(&within, self._section())
         try:
@@ -193,12 +201,15 @@ cdef class QpWorkState:
             section_leave(&within)
 
     def reopen(self):
-        """Take `close` back."""
+        """Undo `close`."""
         for queue in self.queues():
             (<WorkQueue>queue).closing = False
 
     def abandon(self, error):
-        """The queue pair was destroyed: what it had under way ends with that error."""
+        """End all work after the queue pair was destroyed.
+
+        :param error: the error that awaiting each request in flight raises.
+        """
         cdef section within
         section_enter(&within, self._section())
         try:
@@ -209,19 +220,20 @@ cdef class QpWorkState:
             section_leave(&within)
 
     cdef int _abandon(self, object error) except -1:
-        # It was destroyed or reset.
+        # Call after the queue pair was destroyed or reset.
         for queue in self.queues():
             (<WorkQueue>queue)._abandon(SUCCESS, error)
         return 0
 
     cdef int _lose_completions(self, object error) except -1:
-        # Requests were posted without a completion, and those refused that would have told of them.
+        # The verb accepted requests that produce no completion of their own, and refused the later request whose
+        # completion would have reported them.
         self._set_cause(error)
         self.needs_reset = True
         return self._queue_transition(self.send_queue.dispatcher)
 
     cdef int _lose_cq(self, CqDispatcher dispatcher) except -1:
-        # That one broke: what completes there is lost.
+        # The dispatcher's completion queue failed: completions of this queue pair are lost.
         error = dispatcher.broken_error()
         if self.broken is None:
             self._set_cause(error)
@@ -236,7 +248,7 @@ cdef class QpWorkState:
         return 0
 
     cdef int _require_error(self, object error) except -1:
-        # What arrived could not be taken in. Nothing is posted from here on, and home moves it to ERR.
+        # An inbox failed to handle a message. Post nothing from here on; the home loop moves the queue pair to ERR.
         if self.handle.closed or self.handle._state == ERR:
             return 0
         self._set_cause(error)
@@ -251,9 +263,10 @@ cdef class QpWorkState:
         return dispatcher._need_turn()
 
     cdef int _run_transition(self) except -1:
-        # At home, by a verb: RESET where what is under way never completes, so that the device has the use of no memory
-        # any more. To ERR once more where receives are under way: they may have been posted between the failure and its
-        # being known, and soft-RoCE flushes such ones only then.
+        # Runs on the home loop. Move the queue pair to RESET where requests in flight will never complete, so that the
+        # device no longer accesses their memory. Move it to ERR, once more, where receives are in flight: they may have
+        # been posted after the failure and before the failure was known here, and soft-RoCE flushes such receives only
+        # on that transition.
         cdef bint to_reset = self.needs_reset
         self.needs_reset = False
         cdef bint to_error = self.needs_error
@@ -265,10 +278,10 @@ cdef class QpWorkState:
         except ConcurrentAccessError:
             self.needs_reset, self.needs_error = to_reset, to_error
             raise
-        except BusyResourceError:       # another thread changes its state: when that is over
+        except BusyResourceError:       # another thread is changing the queue pair's state: retry when that has ended
             self.needs_reset, self.needs_error = to_reset, to_error
             return self._run_transition_when_resumed()
-        except AffinityError:           # of a completion queue that is anybody's
+        except AffinityError:           # this completion queue is used by any thread, the queue pair is not
             self.needs_reset, self.needs_error = to_reset, to_error
             return self._run_transition_at_owner()
         except VerbsError as error:
@@ -278,7 +291,7 @@ cdef class QpWorkState:
                     self.handle, error
                 )
                 return self._abandon_without_reset()
-            # The device does nothing any more.
+            # The device does nothing any more, so that its memory is safe.
         if to_reset:
             by, self.lost_cq_error = self.lost_cq_error or self._unknown_outcome(), None
             self._abandon(by)
@@ -289,7 +302,7 @@ cdef class QpWorkState:
         return 0
 
     cdef int _abandon_without_reset(self) except -1:
-        # What completes is lost, and it cannot be reset.
+        # Completions are lost, and the queue pair cannot be reset.
         for queue in self.queues():
             if (<WorkQueue>queue).dispatcher.error is not None:
                 (<WorkQueue>queue)._abandon_all_still_pinned(self.lost_cq_error)
@@ -298,13 +311,13 @@ cdef class QpWorkState:
         return 0
 
     cdef bint _may_hold_receives(self) noexcept:
-        # In ERR, as far as that is known.
+        # Whether receives are in flight on a queue pair in ERR, as far as the state is known here.
         return self.receive_queue is not None and self.receive_queue.used and self.handle._state == ERR
 
     cdef int _run_transition_at_owner(self) except -1:
         try:
             self.handle.affinity.loop.call_soon_threadsafe(self.run_transition)
-        except RuntimeError:            # that loop is closed: what is under way ends when its device is
+        except RuntimeError:            # the owner's loop is closed: the work in flight ends when its device is closed
             pass
         return 0
 
@@ -315,41 +328,44 @@ cdef class QpWorkState:
         return 0
 
     def resume(self):
-        """At the home of its completion queue: the change of its state that kept others off may be over."""
+        """Schedule the pending state change again, on the home loop: the change by another thread may have ended."""
         self._queue_transition((<WorkQueue>self.queues()[0]).dispatcher)
 
     def end_modification(self, loop=None, callback=None):
-        """For who closes the queue pair: have a change of its state ended that another thread was to make.
+        """End a state change that another thread was to make, so that the queue pair can be closed.
 
-        :returns: whether there is none any more; else the loop, if one is given, calls the callback when it may be so.
+        :param loop: event loop for the callback; None: no callback.
+        :param callback: called on `loop` when the state change may have ended.
+        :returns: whether no state change is in flight any more.
         """
-        if loop is not None:            # before looking: it may be over meanwhile
+        if loop is not None:            # before looking at the change, which may end meanwhile
             self.handle._call_when_resumed(loop, callback)
         return self.handle._end_modification()
 
     def run_transition(self):
-        """On its owner's loop: what its completion queue's loop may not do."""
+        """Make the pending state change on the owner's loop, which the completion queue's loop may not do."""
         cdef section within
         section_enter(&within, self._section())
         try:
             self._run_transition()
-        except ConcurrentAccessError:   # a verb is under way: in a moment it is not
+        except ConcurrentAccessError:   # a verb is running in another thread, for a short time
             self._run_transition_at_owner()
         finally:
             section_leave(&within)
 
     cdef object _unknown_outcome(self):
-        # What became of requests when it was reset.
+        # The error of requests whose outcome the reset hides.
         return _broken(f"{self.handle!r} was reset, by {self.broken}: whether this was done is not known", self.broken)
 
     def recovered(self):
-        """It was reset: it is as new."""
+        """Forget the errors after a reset: the queue pair can be used again."""
         self._set_cause(None)
         self.needs_error = self.err_reported = False
 
     cdef int _work_failed(self, Operation operation) except -1:
-        # A completion had another status than success: the queue pair is in an error state, by this or before. That
-        # `query` has found it there tells of no cause, and tells nobody who waits.
+        # A completion has a status other than success: the queue pair is in an error state, by this completion or an
+        # earlier event. A state that `query` found gives no cause and notifies no waiter, so that this completion still
+        # does.
         cdef int state = self.handle._state
         if state == ERR and (self.err_reported or operation.queue.closing):
             return 0
@@ -387,7 +403,8 @@ cdef class QpWorkState:
         return _broken(f"{self.handle!r} is in state {state}, by: {cause or 'somebody moved it there'}", cause)
 
     def errored(self):
-        """It was moved to ERR: who awaits messages is told where no receive is that would be flushed."""
+        """Note that the user moved the queue pair to ERR, and end inboxes that have no receive in flight to be
+        flushed."""
         self.err_reported = True
         if self.receive_queue is not None:
             self.receive_queue._end_inboxes(self._state_error())
@@ -429,7 +446,7 @@ cdef int _add_piece(Operation operation, request *wr, RegionSlice piece, Protect
         _check_borrowed(piece._handle)
     operation._pin(piece.pins)
     if not piece.length:
-        return 0                            # an entry of no bytes means 2 GiB to some devices
+        return 0                            # devices may read an entry of 0 bytes as one of 2 GiB
     if operation.bytes + piece.length > operation.queue.most_bytes:
         raise ValueError(
             f"a message of {operation.queue.handle!r} has {operation.queue.most_bytes:,} bytes at most: "
@@ -445,7 +462,7 @@ cdef int _add_piece(Operation operation, request *wr, RegionSlice piece, Protect
 
 
 cdef int _gather(Operation operation, request *wr, object local, ProtectionDomain pd, int access) except -1:
-    # Into the list of entries, after those that it has.
+    # Append the pieces of `local` to the request's scatter/gather list.
     cdef int count
     if type(local) is RegionSlice:
         _add_piece(operation, wr, <RegionSlice>local, pd, access)
@@ -460,7 +477,7 @@ cdef int _gather(Operation operation, request *wr, object local, ProtectionDomai
                 "register it by ProtectionDomain.register"
             )
         if type(local) is not list and type(local) is not tuple:
-            local = tuple(local)                # others may say another length than they have
+            local = tuple(local)                # a subclass may report a length that differs from its items
         if len(local) > operation.queue.max_sge:
             raise ValueError(
                 f"{len(local)} pieces are more than the {operation.queue.max_sge} of {operation.queue.handle!r}: "
@@ -483,7 +500,7 @@ cdef int _gather(Operation operation, request *wr, object local, ProtectionDomai
 
 
 cdef inline QpWorkState _requests_of(SendVerbs sending, section *within):
-    # Another thread may open or close it meanwhile.
+    # Another thread may open or close the object meanwhile.
     cdef QpWorkState requests
     section_enter(within, <PyObject *>sending)
     requests = sending._requests
@@ -492,7 +509,7 @@ cdef inline QpWorkState _requests_of(SendVerbs sending, section *within):
 
 
 cdef inline QpWorkState _begin_posting(SendVerbs sending, str verb, section *within):
-    # The check; each success is followed by one `_end_posting`.
+    # Check the caller and begin the verb; pair each success with one `_end_posting`.
     if FREE_THREADED:
         return _begin_posting_in_section(sending, verb, within)
     if sending._requests is None:
@@ -510,7 +527,7 @@ cdef QpWorkState _begin_posting_in_section(SendVerbs sending, str verb, section 
 
 
 cdef inline int _use_within(Handle handle, str verb, section *within, PyObject *of) except -1:
-    # Where it fails, the section is left.
+    # Enter the section and begin the verb; leave the section where the verb is refused.
     cdef bint used = False
     if not FREE_THREADED:
         return handle._use(verb)
@@ -525,7 +542,7 @@ cdef inline int _use_within(Handle handle, str verb, section *within, PyObject *
 
 
 cdef inline int _end_posting(Handle handle, Operation operation, section *within) except -1:
-    # Or not: then what it has is given back.
+    # End the verb. Where the request was not accepted, release what it holds.
     cdef bint refused = operation is not None and operation.state == NEW and not operation.unpinned
     handle._unuse()
     if refused and operation.extra is not None and operation.extra.inbox is not None:
@@ -535,7 +552,7 @@ cdef inline int _end_posting(Handle handle, Operation operation, section *within
 
 
 cdef inline int _check_read_atomic(QpWorkState requests, request *wr) except -1:
-    # A read or an atomic: some devices wait for ever where the ends agreed on none.
+    # RDMA READ and atomics: some devices wait for ever where the two ends have negotiated a depth of 0.
     if requests.handle._max_rd_atomic == 0 and requests.handle._state == RTS:
         raise QueuePairStateError(
             f"{requests.handle!r} may have no reads and atomics under way: connect it with max_rd_atomic, "
@@ -558,25 +575,38 @@ cdef inline WorkQueue _send_queue_for(QpWorkState requests, int opcode):
 
 
 cdef class SendVerbs:
-    """The requests that go into a send queue; base of `Batch`, and with receives of the public queue pair.
+    """Verbs of a send queue: the base class of `Batch`, and, together with receives, of the public queue pair.
 
-    Each method posts at once, in the order of the calls; where the send queue is full the request waits for a place
-    there. It returns the `Operation`: await it, or not. Local memory is a `MemoryRegion`, a slice of one, or a list of
-    these that is gathered or scattered; it stays registered and is kept until the request is done.
+    A method posts its request at once, in the order of the calls; where the send queue is full, the request waits for a
+    place, first come, first served. Each method returns an `Operation`, which the caller may await or drop: the request
+    runs in both cases. Cancelling the await neither stops nor withdraws a posted request.
 
-    What all of them raise, before anything is posted: `ClosedResourceError`; `AffinityError`, `ConcurrentAccessError`;
-    `QueuePairStateError` where the queue pair is not connected; `BrokenResourceError` where it is broken, with the first
-    cause; `ValueError` and `TypeError` for what cannot be; `VerbsError` where the verb fails. Awaiting raises
-    `WorkCompletionError` where the request failed, and then the queue pair is broken.
+    Local memory is a `MemoryRegion`, a slice of one, or a list of these, which is gathered or scattered. The memory
+    stays registered until the request has completed.
+
+    Every method raises, before anything is posted:
+
+    :raises ClosedResourceError: the queue pair, or memory of the request, is closed.
+    :raises AffinityError: the caller is not on the thread and event loop that own the queue pair.
+    :raises ConcurrentAccessError: another thread is inside a verb of the same thread domain.
+    :raises BusyResourceError: another thread is changing the queue pair's state.
+    :raises QueuePairStateError: the queue pair is not connected (not in RTS or SQD).
+    :raises BrokenResourceError: the queue pair is in an error state; ``__cause__`` is the first error.
+    :raises ValueError: an argument is out of range, or not supported by the queue pair's type or limits.
+    :raises TypeError: an argument has the wrong type, or local memory is not registered.
+    :raises VerbsError: ``ibv_post_send`` failed.
+
+    Awaiting the operation raises `WorkCompletionError` where the request completed with an error status, after which
+    the queue pair is broken.
     """
 
     cdef QpWorkState _requests
-    cdef bint _pin_at_post              # memory is pinned when all is posted: of a batch
+    cdef bint _pin_at_post              # in a batch: memory is pinned when the batch is posted, not before
 
-    # ---- What each one has in common
+    # ---- Building requests
 
     cdef request *_place_for(self, request *wr) except NULL:
-        # Where the request is made: there, or where it is kept.
+        # Return where to build the request: in `wr`, or in the memory of a batch.
         request_begin(wr)
         return wr
 
@@ -670,7 +700,7 @@ cdef class SendVerbs:
                 raise ValueError(f"an atomic is of 8 bytes, {remote!r} has {remote.length}: give it a slice of 8")
             if remote.address % 8:
                 raise ValueError(f"an atomic is of 8 bytes at an address that is a multiple of 8: {remote!r} is not")
-            operation.scratch = WANTED         # the old value goes to memory of the queue's own
+            operation.scratch = WANTED         # the device writes the old value to scratch memory of the queue
             operation.bytes = 8
             operation.atomic = True
             wr.send.num_sge = 1
@@ -732,14 +762,20 @@ cdef class SendVerbs:
             _end_posting(requests.handle, operation, &within)
         return operation
 
-    # ---- Their names
+    # ---- Public verbs
 
     def write(self, local, RemoteRegion remote not None, *, bint fence=False, srq_number=None):
-        """Write local memory to a peer's: RDMA WRITE. Done when the peer's device has it.
+        """Write local memory to the peer's memory (RDMA WRITE, ``ibv_post_send``).
 
-        :param remote: as long as `local` is.
-        :param fence: begin only when the reads and atomics before it have ended.
-        :param srq_number: on a queue pair of type XRC_SEND: the peer's shared receive queue.
+        Awaiting the operation returns None when the peer's device has acknowledged the data.
+
+        :param local: registered memory to read from: a `MemoryRegion`, a slice of one, or a list of at most
+            ``max_send_sge`` of these.
+        :param remote: the peer's memory to write to; as many bytes as `local`.
+        :param fence: start only after the earlier RDMA READ and atomic requests of this queue pair have completed.
+        :param srq_number: number of the peer's shared receive queue, 0..2**32-1; for queue pairs of type XRC_SEND,
+            which need it, and for no others.
+        :returns: the `Operation`. See `SendVerbs` for the errors.
         """
         return self._rdma(RDMA_WRITE, local, remote, None, FENCE if fence else 0, srq_number, False)
 
@@ -747,25 +783,54 @@ cdef class SendVerbs:
         self, local, RemoteRegion remote not None, immediate, *, bint fence=False, bint solicited=False,
         srq_number=None,
     ):
-        """Write local memory to a peer's, and have one of its receives complete: RDMA WRITE with immediate data.
+        """Write local memory to the peer's memory and complete one of the peer's receives (RDMA WRITE with immediate
+        data).
 
-        :param immediate: 32 bits that the receive tells.
-        :param solicited: wake a peer that waits for solicited completions only.
+        Awaiting the operation returns None when the peer's device has acknowledged the data. The peer's receive
+        completes with ``written`` set, the number of bytes written, and the immediate data.
+
+        :param local: registered memory to read from; None for a write of 0 bytes.
+        :param remote: the peer's memory to write to; as many bytes as `local`.
+        :param immediate: immediate data for the peer's receive, 0..2**32-1.
+        :param fence: start only after the earlier RDMA READ and atomic requests of this queue pair have completed.
+        :param solicited: raise a solicited event at the peer's completion queue.
+        :param srq_number: number of the peer's shared receive queue; for queue pairs of type XRC_SEND only.
+        :returns: the `Operation`. See `SendVerbs` for the errors.
         """
         flags = (FENCE if fence else 0) | (SOLICITED if solicited else 0)
         return self._rdma(RDMA_WRITE_WITH_IMM, local, remote, immediate, flags, srq_number, False)
 
     def read(self, local, RemoteRegion remote not None, *, bint fence=False, srq_number=None):
-        """Read a peer's memory into local memory, which is registered with ``LOCAL_WRITE``: RDMA READ."""
+        """Read the peer's memory into local memory (RDMA READ, ``ibv_post_send``).
+
+        Awaiting the operation returns None when the data is in `local`.
+
+        :param local: memory to write to, registered with ``LOCAL_WRITE``: a `MemoryRegion`, a slice of one, or a list
+            of these, whose length may be limited further by the device (``max_sge_rd``).
+        :param remote: the peer's memory to read from; as many bytes as `local`.
+        :param fence: start only after the earlier RDMA READ and atomic requests of this queue pair have completed.
+        :param srq_number: number of the peer's shared receive queue; for queue pairs of type XRC_SEND only.
+        :returns: the `Operation`. See `SendVerbs` for the errors.
+        :raises QueuePairStateError: the queue pair was connected with ``max_rd_atomic`` 0.
+        """
         return self._rdma(RDMA_READ, local, remote, None, FENCE if fence else 0, srq_number, False)
 
     def send(
         self, local, *, immediate=None, bint fence=False, bint solicited=False, Destination to=None, srq_number=None
     ):
-        """Send a message, which goes into the peer's next receive: SEND, or SEND with immediate data.
+        """Send a message into the peer's next receive (SEND, or SEND with immediate data).
 
-        :param local: the message; None: one of no bytes.
-        :param to: on a queue pair of type UD: where it goes.
+        Awaiting the operation returns None when the message was sent; on a reliable connection, when the peer's device
+        has acknowledged it.
+
+        :param local: registered memory that holds the message; None for a message of 0 bytes.
+        :param immediate: immediate data for the peer's receive, 0..2**32-1; None for none.
+        :param fence: start only after the earlier RDMA READ and atomic requests of this queue pair have completed.
+        :param solicited: raise a solicited event at the peer's completion queue.
+        :param to: destination of the datagram, from `AddressHandle.to`; for queue pairs of type UD, which need it, and
+            for no others.
+        :param srq_number: number of the peer's shared receive queue; for queue pairs of type XRC_SEND only.
+        :returns: the `Operation`. See `SendVerbs` for the errors.
         """
         flags = (FENCE if fence else 0) | (SOLICITED if solicited else 0)
         opcode = SEND if immediate is None else SEND_WITH_IMM
@@ -774,9 +839,16 @@ cdef class SendVerbs:
     def send_with_invalidate(
         self, local, rkey, *, bint fence=False, bint solicited=False, srq_number=None
     ):
-        """Send a message, and have the peer's device invalidate a key: SEND with invalidate.
+        """Send a message and have the peer's device invalidate a key (SEND with invalidate).
 
-        :param rkey: of a memory window of type 2 of the peer.
+        Awaiting the operation returns None when the peer's device has acknowledged the message.
+
+        :param local: registered memory that holds the message; None for a message of 0 bytes.
+        :param rkey: key of a type 2 memory window that the peer bound, 0..2**32-1.
+        :param fence: start only after the earlier RDMA READ and atomic requests of this queue pair have completed.
+        :param solicited: raise a solicited event at the peer's completion queue.
+        :param srq_number: number of the peer's shared receive queue; for queue pairs of type XRC_SEND only.
+        :returns: the `Operation`. See `SendVerbs` for the errors.
         """
         flags = (FENCE if fence else 0) | (SOLICITED if solicited else 0)
         key = _uint(rkey, 32, "rkey")
@@ -785,52 +857,117 @@ cdef class SendVerbs:
     def compare_and_swap(
         self, RemoteRegion remote not None, compare, swap, *, bint fence=False, srq_number=None
     ):
-        """Put `swap` where `compare` is, in 8 bytes of a peer's, as one step; gives what was there before, an `int`.
+        """Replace 8 bytes of the peer's memory if they equal a value, atomically (ATOMIC CMP AND SWP).
 
-        :param remote: 8 bytes, at a multiple of 8; numbers there are in the host's order.
+        Awaiting the operation returns the old value as an `int`: the swap took place if the old value equals `compare`.
+
+        :param remote: 8 bytes of the peer's memory at an address that is a multiple of 8; an integer in host byte
+            order.
+        :param compare: the expected value, 0..2**64-1.
+        :param swap: the new value, 0..2**64-1.
+        :param fence: start only after the earlier RDMA READ and atomic requests of this queue pair have completed.
+        :param srq_number: number of the peer's shared receive queue; for queue pairs of type XRC_SEND only.
+        :returns: the `Operation`. See `SendVerbs` for the errors.
+        :raises QueuePairStateError: the queue pair was connected with ``max_rd_atomic`` 0.
         """
         return self._atomic(CMP_AND_SWP, remote, compare, swap, FENCE if fence else 0, srq_number, False)
 
     def fetch_and_add(self, RemoteRegion remote not None, add, *, bint fence=False, srq_number=None):
-        """Add to 8 bytes of a peer's, modulo 2**64, as one step; gives what was there before, an `int`."""
+        """Add to 8 bytes of the peer's memory, atomically and modulo 2**64 (ATOMIC FETCH AND ADD).
+
+        Awaiting the operation returns the old value as an `int`.
+
+        :param remote: 8 bytes of the peer's memory at an address that is a multiple of 8; an integer in host byte
+            order.
+        :param add: the value to add, 0..2**64-1.
+        :param fence: start only after the earlier RDMA READ and atomic requests of this queue pair have completed.
+        :param srq_number: number of the peer's shared receive queue; for queue pairs of type XRC_SEND only.
+        :returns: the `Operation`. See `SendVerbs` for the errors.
+        :raises QueuePairStateError: the queue pair was connected with ``max_rd_atomic`` 0.
+        """
         return self._atomic(FETCH_AND_ADD, remote, add, 0, FENCE if fence else 0, srq_number, False)
 
     def invalidate(self, rkey, *, bint fence=False):
-        """Invalidate a key of this side, of a memory window of type 2 that was bound here: LOCAL INVALIDATE."""
+        """Invalidate the key of a type 2 memory window that was bound on this queue pair (LOCAL INVALIDATE).
+
+        Awaiting the operation returns None when peers cannot use the key any more.
+
+        :param rkey: the window's key, 0..2**32-1.
+        :param fence: start only after the earlier RDMA READ and atomic requests of this queue pair have completed.
+        :returns: the `Operation`. See `SendVerbs` for the errors.
+        """
         return self._invalidate(rkey, FENCE if fence else 0, False)
 
 
 cdef class QueuePairVerbs(SendVerbs):
-    """What may be asked of a queue pair: see `SendVerbs`. Forms with ``_nowait`` raise `anyio.WouldBlock` at once,
-    and do nothing, where there is no place in the queue."""
+    """Verbs of a queue pair: those of `SendVerbs`, their ``_nowait`` forms, and receives.
+
+    A ``_nowait`` form raises `anyio.WouldBlock`, and posts nothing, where the queue is full.
+    """
 
     def _requests_begin(self, QpWorkState requests):
-        # From its opening on; None: it is closed.
+        # Called when the queue pair opens, and with None when it closes.
         cdef section within
         section_enter(&within, <PyObject *>self)
         before, self._requests = self._requests, requests
         section_leave(&within)
 
     def write_nowait(self, local, RemoteRegion remote not None, *, bint fence=False, srq_number=None):
-        """`write`, where there is a place."""
+        """Do as `write`, but never wait for a place in the send queue.
+
+        :param local: registered memory to read from.
+        :param remote: the peer's memory to write to; as many bytes as `local`.
+        :param fence: start only after the earlier RDMA READ and atomic requests have completed.
+        :param srq_number: number of the peer's shared receive queue; for queue pairs of type XRC_SEND only.
+        :returns: the posted `Operation`.
+        :raises anyio.WouldBlock: the send queue is full; nothing was posted.
+        """
         return self._rdma(RDMA_WRITE, local, remote, None, FENCE if fence else 0, srq_number, True)
 
     def write_with_immediate_nowait(
         self, local, RemoteRegion remote not None, immediate, *, bint fence=False, bint solicited=False,
         srq_number=None,
     ):
-        """`write_with_immediate`, where there is a place."""
+        """Do as `write_with_immediate`, but never wait for a place in the send queue.
+
+        :param local: registered memory to read from; None for a write of 0 bytes.
+        :param remote: the peer's memory to write to; as many bytes as `local`.
+        :param immediate: immediate data for the peer's receive, 0..2**32-1.
+        :param fence: start only after the earlier RDMA READ and atomic requests have completed.
+        :param solicited: raise a solicited event at the peer's completion queue.
+        :param srq_number: number of the peer's shared receive queue; for queue pairs of type XRC_SEND only.
+        :returns: the posted `Operation`.
+        :raises anyio.WouldBlock: the send queue is full; nothing was posted.
+        """
         flags = (FENCE if fence else 0) | (SOLICITED if solicited else 0)
         return self._rdma(RDMA_WRITE_WITH_IMM, local, remote, immediate, flags, srq_number, True)
 
     def read_nowait(self, local, RemoteRegion remote not None, *, bint fence=False, srq_number=None):
-        """`read`, where there is a place."""
+        """Do as `read`, but never wait for a place in the send queue.
+
+        :param local: memory to write to, registered with ``LOCAL_WRITE``.
+        :param remote: the peer's memory to read from; as many bytes as `local`.
+        :param fence: start only after the earlier RDMA READ and atomic requests have completed.
+        :param srq_number: number of the peer's shared receive queue; for queue pairs of type XRC_SEND only.
+        :returns: the posted `Operation`.
+        :raises anyio.WouldBlock: the send queue is full; nothing was posted.
+        """
         return self._rdma(RDMA_READ, local, remote, None, FENCE if fence else 0, srq_number, True)
 
     def send_nowait(
         self, local, *, immediate=None, bint fence=False, bint solicited=False, Destination to=None, srq_number=None
     ):
-        """`send`, where there is a place."""
+        """Do as `send`, but never wait for a place in the send queue.
+
+        :param local: registered memory that holds the message; None for a message of 0 bytes.
+        :param immediate: immediate data for the peer's receive, 0..2**32-1; None for none.
+        :param fence: start only after the earlier RDMA READ and atomic requests have completed.
+        :param solicited: raise a solicited event at the peer's completion queue.
+        :param to: destination of the datagram; for queue pairs of type UD only.
+        :param srq_number: number of the peer's shared receive queue; for queue pairs of type XRC_SEND only.
+        :returns: the posted `Operation`.
+        :raises anyio.WouldBlock: the send queue is full; nothing was posted.
+        """
         flags = (FENCE if fence else 0) | (SOLICITED if solicited else 0)
         opcode = SEND if immediate is None else SEND_WITH_IMM
         return self._message(opcode, local, immediate, 0, flags, to, srq_number, True)
@@ -838,7 +975,16 @@ cdef class QueuePairVerbs(SendVerbs):
     def send_with_invalidate_nowait(
         self, local, rkey, *, bint fence=False, bint solicited=False, srq_number=None
     ):
-        """`send_with_invalidate`, where there is a place."""
+        """Do as `send_with_invalidate`, but never wait for a place in the send queue.
+
+        :param local: registered memory that holds the message; None for a message of 0 bytes.
+        :param rkey: key of a type 2 memory window that the peer bound, 0..2**32-1.
+        :param fence: start only after the earlier RDMA READ and atomic requests have completed.
+        :param solicited: raise a solicited event at the peer's completion queue.
+        :param srq_number: number of the peer's shared receive queue; for queue pairs of type XRC_SEND only.
+        :returns: the posted `Operation`.
+        :raises anyio.WouldBlock: the send queue is full; nothing was posted.
+        """
         flags = (FENCE if fence else 0) | (SOLICITED if solicited else 0)
         key = _uint(rkey, 32, "rkey")
         return self._message(SEND_WITH_INV, local, None, key, flags, None, srq_number, True)
@@ -846,35 +992,74 @@ cdef class QueuePairVerbs(SendVerbs):
     def compare_and_swap_nowait(
         self, RemoteRegion remote not None, compare, swap, *, bint fence=False, srq_number=None
     ):
-        """`compare_and_swap`, where there is a place."""
+        """Do as `compare_and_swap`, but never wait for a place in the send queue.
+
+        :param remote: 8 bytes of the peer's memory at an address that is a multiple of 8.
+        :param compare: the expected value, 0..2**64-1.
+        :param swap: the new value, 0..2**64-1.
+        :param fence: start only after the earlier RDMA READ and atomic requests have completed.
+        :param srq_number: number of the peer's shared receive queue; for queue pairs of type XRC_SEND only.
+        :returns: the posted `Operation`.
+        :raises anyio.WouldBlock: the send queue is full; nothing was posted.
+        """
         return self._atomic(CMP_AND_SWP, remote, compare, swap, FENCE if fence else 0, srq_number, True)
 
     def fetch_and_add_nowait(self, RemoteRegion remote not None, add, *, bint fence=False, srq_number=None):
-        """`fetch_and_add`, where there is a place."""
+        """Do as `fetch_and_add`, but never wait for a place in the send queue.
+
+        :param remote: 8 bytes of the peer's memory at an address that is a multiple of 8.
+        :param add: the value to add, 0..2**64-1.
+        :param fence: start only after the earlier RDMA READ and atomic requests have completed.
+        :param srq_number: number of the peer's shared receive queue; for queue pairs of type XRC_SEND only.
+        :returns: the posted `Operation`.
+        :raises anyio.WouldBlock: the send queue is full; nothing was posted.
+        """
         return self._atomic(FETCH_AND_ADD, remote, add, 0, FENCE if fence else 0, srq_number, True)
 
     def invalidate_nowait(self, rkey, *, bint fence=False):
-        """`invalidate`, where there is a place."""
+        """Do as `invalidate`, but never wait for a place in the send queue.
+
+        :param rkey: the window's key, 0..2**32-1.
+        :param fence: start only after the earlier RDMA READ and atomic requests have completed.
+        :returns: the posted `Operation`.
+        :raises anyio.WouldBlock: the send queue is full; nothing was posted.
+        """
         return self._invalidate(rkey, FENCE if fence else 0, True)
 
     def _bind_window(self, MemoryWindow window not None, RegionSlice piece not None, access, fence, nowait):
         return self._bind(window, piece, access, FENCE if fence else 0, nowait)
 
     def receive(self, local):
-        """Have the next message that arrives put into local memory, which is registered with ``LOCAL_WRITE``.
+        """Receive the next message into local memory (``ibv_post_recv``).
 
-        Messages go to receives in the order of these. Awaiting gives what was `Received`.
+        Messages fill receives in the order in which the receives were posted; where the receive queue is full, the
+        request waits for a place. Awaiting the operation returns a `Received`, and raises `WorkCompletionError` where
+        the receive was flushed or the message did not fit.
 
-        :param local: where it goes; longer than the message, or as long. None: nowhere, for messages of no bytes.
+        :param local: memory for the message, registered with ``LOCAL_WRITE`` and at least as long as the message: a
+            `MemoryRegion`, a slice of one, or a list of at most ``max_recv_sge`` of these. None for a message of 0
+            bytes.
+        :returns: the `Operation`.
+        :raises ClosedResourceError: the queue pair or the memory is closed.
+        :raises AffinityError: the caller is not on the thread and event loop that own the queue pair.
+        :raises QueuePairStateError: the queue pair is in RESET.
+        :raises BrokenResourceError: the queue pair is in an error state; ``__cause__`` is the first error.
+        :raises ValueError: the queue pair uses a shared receive queue, or the memory does not suit.
+        :raises VerbsError: ``ibv_post_recv`` failed.
         """
         return self._receive(local, False)
 
     def receive_nowait(self, local):
-        """`receive`, where there is a place."""
+        """Do as `receive`, but never wait for a place in the receive queue.
+
+        :param local: memory for the message, registered with ``LOCAL_WRITE``; None for a message of 0 bytes.
+        :returns: the posted `Operation`.
+        :raises anyio.WouldBlock: the receive queue is full; nothing was posted.
+        """
         return self._receive(local, True)
 
     def _receive_into(self, Inbox inbox not None, local):
-        # A receive whose message goes to an inbox; there is a place.
+        # Post a receive whose message goes to an inbox; the caller has made sure that the queue has a place.
         return self._receive(local, True, inbox)
 
     cdef Operation _receive(self, object local, bint nowait, Inbox inbox=None):
@@ -898,7 +1083,7 @@ cdef class QueuePairVerbs(SendVerbs):
 
 
 cdef int _scatter(Operation operation, request *wr, object local, ProtectionDomain pd, bint datagrams) except -1:
-    # The route of a datagram, which comes before it, goes to memory of the queue's own.
+    # The global routing header of a datagram comes before the message, and goes to scratch memory of the queue.
     if datagrams:
         operation.scratch = WANTED
         wr.receive.num_sge = 1
@@ -906,13 +1091,13 @@ cdef int _scatter(Operation operation, request *wr, object local, ProtectionDoma
 
 
 cdef class ReceiveVerbs:
-    """What may be asked of a shared receive queue."""
+    """Verbs of a shared receive queue."""
 
     cdef WorkQueue _queue
     cdef ProtectionDomain _queue_pd
 
     def _receives_begin(self, SharedReceiveQueue handle not None, ProtectionDomain pd not None, max_wr, max_sge, cq):
-        # From its opening on.
+        # Called when the shared receive queue opens.
         cdef section within
         cdef WorkQueue queue = _queue(handle, None, cq, max_wr, max_sge, None)
         queue.receives = True
@@ -929,16 +1114,32 @@ cdef class ReceiveVerbs:
         return queue
 
     def receive(self, local):
-        """Have the next message that arrives, at whichever of its queue pairs, put into local memory: see
-        `QueuePair.receive`."""
+        """Receive the next message of any attached queue pair into local memory (``ibv_post_srq_recv``).
+
+        Awaiting the operation returns a `Received`, whose ``qp_num`` names the queue pair. Where the queue is full, the
+        request waits for a place.
+
+        :param local: memory for the message, as for `QueuePair.receive`; None for a message of 0 bytes.
+        :returns: the `Operation`.
+        :raises ClosedResourceError: the shared receive queue or the memory is closed.
+        :raises AffinityError: the caller is not on the thread and event loop that own the queue.
+        :raises BrokenResourceError: all completion queues that the receives complete in have failed.
+        :raises ValueError: the memory does not suit.
+        :raises VerbsError: ``ibv_post_srq_recv`` failed.
+        """
         return self._receive(local, False)
 
     def receive_nowait(self, local):
-        """`receive`, where there is a place; `anyio.WouldBlock` is raised where there is none."""
+        """Do as `receive`, but never wait for a place in the queue.
+
+        :param local: memory for the message, registered with ``LOCAL_WRITE``; None for a message of 0 bytes.
+        :returns: the posted `Operation`.
+        :raises anyio.WouldBlock: the queue is full; nothing was posted.
+        """
         return self._receive(local, True)
 
     def _receive_into(self, Inbox inbox not None, local):
-        # A receive whose message goes to an inbox; there is a place.
+        # Post a receive whose message goes to an inbox; the caller has made sure that the queue has a place.
         return self._receive(local, True, inbox)
 
     cdef Operation _receive(self, object local, bint nowait, Inbox inbox=None):
@@ -947,7 +1148,7 @@ cdef class ReceiveVerbs:
         cdef request own_wr
         cdef section within
         section_enter(&within, <PyObject *>self)
-        queue = self._queue             # another thread may open it meanwhile
+        queue = self._queue             # another thread may be opening the object
         section_leave(&within)
         if queue is None:
             raise ClosedResourceError(f"{self!r} is not open")
@@ -966,7 +1167,12 @@ cdef class ReceiveVerbs:
 
 
 def attach(WorkQueue queue not None, CqDispatcher dispatcher not None, QpWorkState requests not None):
-    """A queue pair's receives are those of a shared receive queue from here on, and complete there."""
+    """Attach a queue pair to a shared receive queue: its receives come from there, and complete in its own receive CQ.
+
+    :param queue: work queue of the shared receive queue.
+    :param dispatcher: dispatcher of the queue pair's receive completion queue.
+    :param requests: the queue pair's work state.
+    """
     cdef section within
     _join([queue, dispatcher, *requests._parts()])
     section_enter(&within, _section(queue))
@@ -986,7 +1192,12 @@ def attach(WorkQueue queue not None, CqDispatcher dispatcher not None, QpWorkSta
 
 
 def detach(WorkQueue queue not None, CqDispatcher dispatcher not None, QpWorkState requests not None):
-    """Take `attach` back: the queue pair was destroyed."""
+    """Undo `attach` after the queue pair was destroyed.
+
+    :param queue: work queue of the shared receive queue.
+    :param dispatcher: dispatcher of the queue pair's receive completion queue.
+    :param requests: the queue pair's work state.
+    """
     cdef section within
     section_enter(&within, _section(queue))
     try:
@@ -1009,7 +1220,7 @@ cdef bint _serves(CqDispatcher dispatcher, WorkQueue queue) except -1:
 
 
 cdef uint64_t _uint(object value, int bits, str name) except? 0xFFFFFFFFFFFFFFF7:
-    number = PyNumber_Index(value)          # a float would be cut off
+    number = PyNumber_Index(value)          # __index__, since __int__ would truncate a float
     if number < 0 or number >> bits:
         raise ValueError(f"{name} has {bits} bits, and {value} is none of those numbers")
     return number

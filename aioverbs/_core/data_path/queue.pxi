@@ -1,40 +1,40 @@
-# Part of work.pyx: the queues that work requests are posted to, and the order of those that wait for a place.
+# Part of data_path.pyx: work queues, and the order of requests that wait for a place in one.
 
 @cython.final
 cdef class WorkQueue:
-    """The send queue or the receive queue of a queue pair, or a shared receive queue: what is under way in it.
+    """Work queue: the send queue or the receive queue of a queue pair, or a shared receive queue.
 
-    It never has more under way than it has places, so that the device refuses nothing: what finds none waits, first
-    come, first served, and is posted when others complete.
+    A work queue posts no more requests than it has places, so that the device never refuses a request for that reason.
+    A request that finds no place waits, first come, first served, and is posted when earlier requests complete.
     """
 
     cdef readonly Handle handle         # QueuePair or SharedReceiveQueue
-    cdef readonly CqDispatcher dispatcher   # that its requests complete at; None: of a shared receive queue
-    cdef QpWorkState requests              # the queue pair's; None likewise
-    cdef uint32_t qp_num                # of the queue pair, which may be destroyed; 0 likewise
-    cdef list dispatchers               # of a shared receive queue: those of its queue pairs, each once
+    cdef readonly CqDispatcher dispatcher   # of its completions; None: a shared receive queue without a CQ
+    cdef QpWorkState requests              # of the queue pair; None: a shared receive queue
+    cdef uint32_t qp_num                # of the queue pair, valid after it is destroyed; 0: a shared receive queue
+    cdef list dispatchers               # of a shared receive queue: dispatchers of its queue pairs, each once
     cdef slots own_slots                # of a shared receive queue
-    cdef slots *slots                   # that its requests stand in
+    cdef slots *slots                   # slots of its requests
     cdef uint64_t kind                  # SLOTS_*
     cdef bint receives
-    cdef bint chains                    # posts at the end of the loop's turn: HIGH_BANDWIDTH
+    cdef bint chains                    # whether requests are posted at the end of the loop's turn (HIGH_BANDWIDTH)
     cdef bint closing
-    cdef turn_share share               # of the loop's turn
-    cdef uint32_t limit                 # places
+    cdef turn_share share               # share of the loop's turn
+    cdef uint32_t limit                 # number of places
     cdef uint32_t max_sge
     cdef uint32_t max_inline
-    cdef uint32_t most_bytes            # of a message
-    cdef uint32_t used                  # places
-    cdef uint32_t waiting               # requests that wait for one
-    cdef Py_ssize_t awaited             # operations that somebody sleeps for
-    cdef PyObject *first                # _Extra of the operations that wait, borrowed: who is dropped takes itself out
+    cdef uint32_t most_bytes            # size limit of a message
+    cdef uint32_t used                  # number of places in use
+    cdef uint32_t waiting               # number of requests that wait for a place
+    cdef Py_ssize_t awaited             # number of operations that a task is suspended for
+    cdef PyObject *first                # list of waiting operations (_Extra); borrowed, a freed one removes itself
     cdef PyObject *last
-    cdef finalizer_lock waiting_lock    # of these
+    cdef finalizer_lock waiting_lock    # protects the list of waiting operations
     cdef bint any_thread                # of a shared receive queue: see `_is_any_thread`
-    cdef list chain                     # operations to be posted together; None: there are none
-    cdef request *chain_wrs             # their requests: room for CHAIN, or NULL
-    cdef object idle                    # called when nothing is under way any more; None: nobody waits for that
-    cdef object make_scratch            # gives a RegionSlice for `scratch_bytes` a place
+    cdef list chain                     # operations to post together; None for none
+    cdef request *chain_wrs             # their requests, an array of CHAIN; or NULL
+    cdef object idle                    # callback for an empty queue; None for none
+    cdef object make_scratch            # returns a RegionSlice of `scratch_bytes` for each place
     cdef RegionSlice scratch
     cdef list free_scratch
     cdef uint32_t scratch_bytes
@@ -43,9 +43,9 @@ cdef class WorkQueue:
     cdef readonly uint64_t bytes
     cdef readonly uint64_t doorbells
     cdef readonly uint32_t high_water
-    cdef dict errors                    # by status
-    cdef object inboxes                 # its, a weakref.WeakSet; None: it has none
-    cdef list still_pinned              # memory of what was given up and the device may still write to: _Run; or None
+    cdef dict errors                    # number of failed requests by status
+    cdef object inboxes                 # inboxes that it fills, a weakref.WeakSet; None for none
+    cdef list still_pinned              # pins (_Run) of memory that the device may still write after an abandon
 
     def __cinit__(self):
         slots_begin(&self.own_slots)
@@ -55,30 +55,34 @@ cdef class WorkQueue:
         slots_end(&self.own_slots)
         free(self.chain_wrs)
 
-    # ---- Looking
+    # ---- Inspection
 
     @property
     def in_flight(self):
-        """Requests that have a place."""
+        """Number of places in use by requests that have not completed."""
         return self.used
 
     @property
     def queued(self):
-        """Requests that wait for one."""
+        """Number of requests that wait for a place."""
         return self.waiting
 
     @property
     def depth(self):
-        """Places."""
+        """Number of places."""
         return self.limit
 
     @property
     def failed(self):
-        """How many ended with each status but success."""
+        """Number of failed requests by status."""
         return dict(self.errors) if self.errors is not None else {}
 
     def abandon(self, int status, error):
-        """The object was destroyed: what was under way ends with that status or error."""
+        """End all requests after the object was destroyed.
+
+        :param status: ``enum ibv_wc_status`` that the requests end with.
+        :param error: exception that the requests end with; None: only the status.
+        """
         cdef section within
         section_enter(&within, _section(self))
         try:
@@ -99,24 +103,25 @@ cdef class WorkQueue:
         return 0
 
     cdef int _end_inboxes(self, object error) except -1:
-        # It takes no more receives, by that: whoever awaits messages is told.
+        # The queue takes no more receives because of `error`: notify the tasks that await messages.
         if self.inboxes is not None:
             for inbox in tuple(self.inboxes):
                 (<Inbox>inbox)._queue_failed(error)
         return 0
 
-    # ---- Who awaits
+    # ---- Awaiting
 
     cdef object _loop_of_caller(self):
         if _is_bound(self.handle.affinity):
-            return self.handle.affinity.loop    # it passed the check
+            return self.handle.affinity.loop    # the caller passed the owner check
         try:
             return asyncio.get_running_loop()
         except RuntimeError:
             raise RuntimeError("aioverbs needs an asyncio event loop, and none is running here") from None
 
     cdef int _poll_for(self, Operation operation, bint spins) except -1:
-        # Somebody asks whether it is done. Whoever may not is told so, even where it is.
+        # A caller asks whether the operation is done. Refuse a caller that is not the owner, even if the operation is
+        # done.
         cdef CqDispatcher dispatcher = self.dispatcher
         if dispatcher is not None:
             dispatcher._poll_for(operation, spins)
@@ -128,18 +133,18 @@ cdef class WorkQueue:
 
     cdef int _awaited(self, Operation operation) except -1:
         if operation.state == WAITING:
-            operation.held_by_queue = True  # until it has a place
+            operation.held_by_queue = True  # until the operation has a place
             Py_INCREF(operation)
         self._count_awaited(1)
         return self._need_turns()
 
     cdef int _unawaited(self, Operation operation) except -1:
-        # In whatever thread; the operation is not done.
+        # Called by any thread; the operation is not done.
         self._count_awaited(-1)
         return self._unhold(operation)
 
     cdef int _unhold(self, Operation operation) except -1:
-        # Whoever calls holds it.
+        # The caller holds a reference to the operation.
         if operation.held_by_queue:
             operation.held_by_queue = False
             Py_DECREF(operation)
@@ -172,10 +177,10 @@ cdef class WorkQueue:
     cdef tuple _dispatchers(self):
         return (self.dispatcher,) if self.dispatcher is not None else tuple(self.dispatchers)
 
-    # ---- Beginning
+    # ---- Posting
 
     cdef int _submit(self, Operation operation, request *wr, bint nowait) except -1:
-        # Whoever calls has passed the check for `ibv_post_send` or the like, and leaves it afterwards.
+        # The caller has begun the verb (`Handle._use` for `ibv_post_send` or `ibv_post_recv`), and ends it afterwards.
         if self.closing:
             raise ClosedResourceError(f"{self.handle!r} is closed, or about to be")
         if self.dispatcher is not None:
@@ -188,7 +193,7 @@ cdef class WorkQueue:
                 "post fewer at once, or make it with more"
             )
         if operation.scratch != UNUSED and self.scratch is None:
-            self._make_scratch()            # which may let another thread run: places are looked for afterwards
+            self._make_scratch()            # may run another thread: look for a place afterwards
         if self.first != NULL or self.used + operation.requests > self.limit:
             if nowait:
                 raise WouldBlock
@@ -196,7 +201,7 @@ cdef class WorkQueue:
         return self._begin(operation, wr)
 
     cdef bint _all_cqs_failed(self) except -1:
-        # Of a shared receive queue: whether all that it completes at are broken.
+        # Whether all completion queues that a shared receive queue completes in have failed.
         for each in self.dispatchers:
             if (<CqDispatcher>each).error is None:
                 return False
@@ -215,7 +220,7 @@ cdef class WorkQueue:
         extra.queue = self
         operation.state = WAITING
         self._append_waiting(<PyObject *>extra)
-        if not self.used:               # there is a place: those before it are being dropped
+        if not self.used:               # places are free: the operations ahead are being freed
             self._stall()
         return self._need_turns()
 
@@ -232,7 +237,7 @@ cdef class WorkQueue:
         finalizer_lock_release(&self.waiting_lock)
 
     cdef void _remove_waiting(self, PyObject *extra) noexcept:
-        # Whoever calls has `waiting_lock`.
+        # The caller holds `waiting_lock`.
         cdef PyObject *earlier = (<_Extra>extra).earlier
         cdef PyObject *later = (<_Extra>extra).later
         if earlier != NULL:
@@ -247,13 +252,13 @@ cdef class WorkQueue:
         self.waiting -= (<_Extra>extra).places
 
     cdef void _withdraw(self, _Extra extra) noexcept:
-        # It is being freed, in whatever thread.
+        # Called while the operation is being freed, by any thread.
         finalizer_lock_acquire(&self.waiting_lock)
         self._remove_waiting(<PyObject *>extra)
         finalizer_lock_release(&self.waiting_lock)
 
     cdef bint _fits(self) noexcept:
-        # Whether there is a place for the first one.
+        # Whether there are places for the first waiting operation.
         cdef bint fits
         finalizer_lock_acquire(&self.waiting_lock)
         fits = self.first != NULL and self.used + (<_Extra>self.first).places <= self.limit
@@ -261,7 +266,8 @@ cdef class WorkQueue:
         return fits
 
     cdef Operation _take_first(self, uint32_t room):
-        # It waits no more; None: there is none that needs no more room.
+        # Remove and return the first waiting operation; None where none is left, or the first one needs more places
+        # than `room`.
         cdef Operation operation
         cdef PyObject *at
         cdef PyObject *found = NULL
@@ -277,13 +283,13 @@ cdef class WorkQueue:
         if found == NULL:
             return None
         operation = <Operation>found
-        Py_DECREF(operation)            # which `found` was
+        Py_DECREF(operation)            # the reference of `found`
         operation.extra.queue = operation.extra.pinned = operation.extra.weak = None
         operation.state = NEW
         return operation
 
     cdef int _begin(self, Operation operation, request *wr) except -1:
-        # There is a place.
+        # Post an operation; the caller has made sure that there is a place.
         cdef int error
         if operation.scratch != UNUSED:
             self._take_all_scratch(operation, wr)
@@ -292,8 +298,8 @@ cdef class WorkQueue:
         if self.chains and not _is_batch(operation) and not _binds(operation):
             return self._chain(operation, wr)
         if self.chain is not None:
-            self._flush()               # in the order of the calls
-        operation.state = POSTED        # before the verb: it may be done when that returns
+            self._flush()               # keeps the order of the calls
+        operation.state = POSTED        # before the verb: the operation may be done when the verb returns
         error = self._call(operation, wr)
         if error:
             return self._undo_begin(operation, error)
@@ -303,7 +309,7 @@ cdef class WorkQueue:
         return 0
 
     cdef int _undo_begin(self, Operation operation, int error) except -1:
-        # The verb refused it.
+        # The verb refused the request.
         operation.state = NEW
         self._vacate(operation)
         if operation.raises:
@@ -332,14 +338,14 @@ cdef class WorkQueue:
         return 0
 
     cdef int _flush(self) except -1:
-        # Post what was chained, with one doorbell; the last one completes for all of them. Whoever calls has passed the
-        # check. Of one that is refused the others know nothing: those after it are posted again, and tell of those
-        # before it.
+        # Post the chained requests with one doorbell; the last one completes for all of them. The caller has begun the
+        # verb. Where the device refuses a request, post the requests after it in another chain; its completion covers
+        # those before.
         cdef list chain = self.chain
         cdef request *requests = self.chain_wrs
         if chain is None:
             return 0
-        self.chain, self.chain_wrs = None, NULL  # others may begin another one meanwhile
+        self.chain, self.chain_wrs = None, NULL  # other threads may begin another chain meanwhile
         try:
             self._post_chains(chain, requests)
         finally:
@@ -350,7 +356,7 @@ cdef class WorkQueue:
         return 0
 
     cdef int _post_chains(self, list chain, request *requests) except -1:
-        cdef list before = []           # posted without a completion
+        cdef list before = []           # posted without a completion of their own
         cdef Operation refused
         cdef Py_ssize_t accepted
         cdef int error
@@ -366,18 +372,18 @@ cdef class WorkQueue:
             chain = chain[accepted + 1:]
             requests += accepted + 1
             if before and not chain:
-                self.requests._lose_completions(refused.value)  # nothing tells of those that were taken
+                self.requests._lose_completions(refused.value)  # no completion reports the accepted requests
         return 0
 
     cdef int _post_chain(self, list before, list chain, request *requests, Py_ssize_t *accepted) except? -1:
-        # 0, or what the verb answered, and how many it took.
+        # Return 0, or the error of the verb and, in `accepted`, the number of accepted requests.
         cdef Operation last = chain[len(chain) - 1]
         cdef v.ibv_send_wr *bad = NULL
         cdef v.ibv_qp *qp = (<QueuePair>self.handle).pointer
         cdef uint64_t bytes = 0
         cdef int error
         for each in chain:
-            (<Operation>each).state = POSTED    # before the verb: it may be done when that returns
+            (<Operation>each).state = POSTED    # before the verb: the operation may be done when it returns
             bytes += (<Operation>each).bytes
         _link_wrs(requests, len(chain))
         if before or len(chain) > 1:
@@ -400,7 +406,7 @@ cdef class WorkQueue:
             if operation.scratch != UNUSED:
                 self._give_scratch(operation)
             raise MemoryError("no slot for one more request")
-        Py_INCREF(operation)            # the slot's
+        Py_INCREF(operation)            # the slot's reference
         self.used += operation.requests
         if self.used > self.high_water:
             self.high_water = self.used
@@ -408,7 +414,7 @@ cdef class WorkQueue:
         return self._need_turns()
 
     cdef int _vacate(self, Operation operation) except -1:
-        # It has its place no more.
+        # Release the place of an operation.
         slots_give(self.slots, operation.wr_id)
         if operation.scratch != UNUSED:
             self._give_scratch(operation)
@@ -418,7 +424,7 @@ cdef class WorkQueue:
         return 0
 
     cdef int _call(self, Operation operation, request *wr) noexcept:
-        # The verb; 0 or what it answered. Whoever calls has passed the check.
+        # Call the verb, and return 0 or its error. The caller has begun the verb.
         cdef v.ibv_send_wr *bad = NULL
         cdef v.ibv_recv_wr *bad_receive = NULL
         cdef v.ibv_qp *qp
@@ -445,7 +451,7 @@ cdef class WorkQueue:
         return error
 
     cdef int _bind(self, Operation operation, request *wr) noexcept:
-        # The window's new key is good when the request has completed.
+        # The window's new key is valid when the request has completed.
         cdef _Extra extra = operation.extra
         cdef MemoryWindow window = extra.window
         cdef MemoryRegion region = operation.keepalive
@@ -465,7 +471,7 @@ cdef class WorkQueue:
                 window._leave()
             if not error:
                 operation.value = RemoteRegion(extra.bind_info.addr, extra.bind_info.length, window.pointer.rkey)
-        except Exception as raised:     # the window is closed, or of another context
+        except Exception as raised:     # the window is closed, or belongs to another context
             operation._fail(raised)
             return EINVAL
         return error
@@ -477,19 +483,19 @@ cdef class WorkQueue:
         cdef uint32_t key = window.pointer.rkey
         cdef int error
         wr.send.send_flags |= SIGNALED
-        if window.mw_type == <int>v.IBV_MW_TYPE_1:          # it has a verb of its own, and the device chooses the key
+        if window.mw_type == <int>v.IBV_MW_TYPE_1:          # ibv_bind_mw; the device chooses the key
             memset(&bind, 0, sizeof(bind))
             bind.wr_id = wr.send.wr_id
             bind.send_flags = wr.send.send_flags
             bind.bind_info = bind_info[0]
             return v.verbs_bind_mw(qp, window.pointer, &bind)
-        key = (key & 0xffffff00) | ((key + 1) & 0xff)       # the low byte is its owner's to choose
+        key = (key & 0xffffff00) | ((key + 1) & 0xff)       # the owner chooses the low byte
         wr.send.bind_mw.mw = window.pointer
         wr.send.bind_mw.rkey = key
         wr.send.bind_mw.bind_info = bind_info[0]
         error = v.verbs_post_send(qp, &wr.send, &bad)
         if not error:
-            window.pointer.rkey = key   # providers leave this to their callers
+            window.pointer.rkey = key   # providers leave this to the caller
         return error
 
     cdef int _take_all_scratch(self, Operation operation, request *wr) except -1:
@@ -514,7 +520,7 @@ cdef class WorkQueue:
         return 0
 
     cdef int _take_scratch(self, Operation operation, request *wr) except -1:
-        # A piece of memory of its own, for what the device writes beside the caller's memory.
+        # Take a piece of scratch memory for data that the device writes beside the caller's memory.
         cdef uint32_t place = self.free_scratch.pop()
         operation.scratch = place
         wr.send.sg_list[0].addr = self._scratch_of(operation)
@@ -533,7 +539,7 @@ cdef class WorkQueue:
             self._give_scratch(<Operation>each)
         return 0
 
-    # ---- Ending
+    # ---- Completion
 
     cdef int _completed(self, Operation operation, v.ibv_wc *wc) except -1:
         cdef list unsignaled
@@ -563,8 +569,8 @@ cdef class WorkQueue:
         return self._retire(operation)
 
     cdef int _complete_unsignaled(self, list before) except -1:
-        # What was posted without completions of its own is done: a queue completes in order, and what is flushed has a
-        # completion, whatever it asked for.
+        # Complete the requests that were posted without a completion of their own: a queue completes in order, and a
+        # flushed request always has a completion.
         cdef Operation operation
         raised = None
         for each in before:
@@ -590,9 +596,9 @@ cdef class WorkQueue:
         return 0
 
     cdef int _retire(self, Operation operation) except -1:
-        # It is done, and its place is another one's: last steps, which let Python code run, after all others.
+        # Complete an operation and free its place. Steps that may run Python code come last.
         cdef uint32_t requests = operation.requests
-        if operation.state == DONE:     # meanwhile, by what ended the queue while Python code ran
+        if operation.state == DONE:     # ended by Python code that ran meanwhile, or with its queue
             return 0
         byte_write(&operation.state, DONE)
         slots_give(self.slots, operation.wr_id)
@@ -612,11 +618,11 @@ cdef class WorkQueue:
                 if not self.used and self.idle is not None:
                     self.idle()
             finally:
-                Py_DECREF(operation)    # the slot's
+                Py_DECREF(operation)    # the slot's reference
         return 0
 
     cdef int _notify(self, Operation operation) except -1:
-        # Who waits is known before Python code runs, which may end the wait; and is told, whatever that raises.
+        # Read the waiter before Python code runs, which may end the await; wake the waiter even if that code raises.
         if operation.waiter is None and operation.extra is None:
             operation.keepalive = None
             return operation._unpin()
@@ -638,22 +644,22 @@ cdef class WorkQueue:
         return 0
 
     cdef int _advance(self) except -1:
-        # Places came back: those that wait get them, in their order.
+        # Give free places to the waiting operations, in their order.
         cdef Operation operation
         while self._fits():
             refused = None
             try:
                 self._enter()
-            except ConcurrentAccessError:   # a thread is inside of a domain that any may use: in a moment it is not
+            except ConcurrentAccessError:   # a thread is inside the thread domain, for a short time
                 return self._stall()
-            except BusyResourceError:       # another thread changes its state: when that is over
+            except BusyResourceError:       # another thread is changing the state: retry when that has ended
                 return self._stall_until_resumed()
-            except AffinityError:           # of a completion queue that is anybody's, where another loop took this
+            except AffinityError:           # an unbound completion queue: another loop dispatches
                 return self._call_at_owner(self.advance)
             except Exception as error:
                 refused = error
             operation = self._take_first(self.limit - self.used)
-            if operation is None:           # dropped meanwhile
+            if operation is None:           # freed meanwhile
                 if refused is None:
                     self.handle._unuse()
                 return 0
@@ -678,25 +684,26 @@ cdef class WorkQueue:
         return 0
 
     cdef int _stall_until_resumed(self) except -1:
-        if self.requests is None:       # a shared receive queue's is never changed
+        if self.requests is None:       # the state of a shared receive queue never changes
             return self._stall()
         if self.dispatcher.loop is not None:
             self.when_resumed(self.dispatcher.loop, self.resume)
         return 0
 
     cdef int _call_at_owner(self, callback) except -1:
-        # Not where that loop runs in another thread than the owner's: it would be called there again and again.
+        # Do nothing where the owner's loop runs in a thread that does not own the handle: the callback would repeat for
+        # ever.
         loop = self.handle.affinity.loop
         if loop is asyncio._get_running_loop():
             return 0
         try:
             loop.call_soon_threadsafe(callback)
-        except RuntimeError:            # it is closed: what waits ends with the queue
+        except RuntimeError:            # the owner's loop is closed: waiting requests end with the queue
             pass
         return 0
 
     def advance(self):
-        """On its owner's loop: those that wait get the places that came back in another one's."""
+        """Give free places to waiting requests, on the owner's loop, where another loop dispatched the completions."""
         cdef section within
         section_enter(&within, _section(self))
         try:
@@ -705,26 +712,26 @@ cdef class WorkQueue:
             section_leave(&within)
 
     def flush(self):
-        """On its owner's loop: post what was chained, which its completion queue's loop may not do."""
+        """Post the chained requests on the owner's loop, which the completion queue's loop may not do."""
         cdef section within
         section_enter(&within, _section(self))
         try:
             self._flush_chained()
-        except ConcurrentAccessError:   # a thread is inside of a domain that any may use: in a moment it is not
+        except ConcurrentAccessError:   # a thread is inside the thread domain, for a short time
             self.dispatcher._need_turn()
         finally:
             section_leave(&within)
 
     cdef int _flush_chained(self) except -1:
-        # Or by the owner, if that is another one. It is not among `chained` any more, and nobody else has it posted
-        # until it is there again.
-        if self.chain is None:          # it was posted, or will never be
+        # Called by the dispatcher, or by the owner where that is another loop. The queue is not in `chained` any more,
+        # so that only this call posts the chain, until the queue is in `chained` again.
+        if self.chain is None:          # posted, or abandoned
             return 0
         try:
             self._enter()
-        except AffinityError:           # of a completion queue that is anybody's
+        except AffinityError:           # any thread uses the completion queue, the queue pair has an owner
             return self._call_at_owner(self.flush)
-        except BusyResourceError:       # another thread changes its state: when that is over
+        except BusyResourceError:       # another thread is changing the state: retry when that has ended
             if self.dispatcher.loop is not None:
                 self.when_resumed(self.dispatcher.loop, self.flush)
             return 0
@@ -738,11 +745,15 @@ cdef class WorkQueue:
         return 0
 
     def when_resumed(self, loop, callback):
-        """Of a queue pair's: have a loop call this when the change of its state that kept others off may be over."""
+        """Call a callback on an event loop when the queue pair's state change by another thread may have ended.
+
+        :param loop: event loop that calls the callback.
+        :param callback: called without arguments.
+        """
         (<QueuePair>self.handle)._call_when_resumed(loop, callback)
 
     def resume(self):
-        """At home: those that wait get the places that came back meanwhile."""
+        """Schedule waiting requests on the home loop, after another thread's state change."""
         self._stall()
 
     cdef int _enter(self) except -1:
@@ -750,7 +761,7 @@ cdef class WorkQueue:
         return 0
 
     cdef int _finish_unplaced(self, Operation operation) except -1:
-        # It never had a place.
+        # End an operation that never had a place.
         for each in _elements(operation):
             (<Operation>each).status = operation.status
         byte_write(&operation.state, DONE)
@@ -759,7 +770,7 @@ cdef class WorkQueue:
         return self._notify(operation)
 
     cdef int _refuse_waiting(self, int status, object error) except -1:
-        # Nothing is posted here any more.
+        # End all waiting operations: nothing is posted here any more.
         cdef Operation operation
         while True:
             operation = self._take_first(0xFFFFFFFF)
@@ -772,12 +783,12 @@ cdef class WorkQueue:
             self._unhold(operation)
 
     cdef int _unchain(self) noexcept:
-        # What was to be posted together is not.
+        # Drop the chained requests.
         self.chain = None
         return 0
 
     cdef int _abandon(self, int status, object error) except -1:
-        # The object is destroyed: nothing of it completes any more. A completion that comes all the same finds nothing.
+        # The object is destroyed: no request completes any more. A late completion finds an empty slot.
         cdef Operation operation
         cdef uint32_t index
         self._refuse_waiting(status, error)
@@ -794,7 +805,7 @@ cdef class WorkQueue:
         return 0
 
     cdef int _abandon_all_still_pinned(self, object error) except -1:
-        # Whoever waits is told. The device may still write to the memory, which stays pinned until `_abandon`.
+        # Notify the waiters. The device may still write to the memory, which stays pinned until `_abandon`.
         cdef Operation operation
         cdef uint32_t index
         for index in range(self.slots.size):
@@ -805,8 +816,9 @@ cdef class WorkQueue:
         return self._end_inboxes(error)
 
     cdef int _end_if_all_cqs_failed(self) except -1:
-        # Of a shared receive queue: whoever waits is told where nothing completes any more, when all queue pairs that
-        # took from it are reset. As long as one is there that cannot be, the device has the use of its memory.
+        # For a shared receive queue. Notify the waiters when no completion queue works any more and every queue pair
+        # that received from the queue is reset. While a queue pair cannot be reset, the device may still write to the
+        # memory.
         cdef bint in_use = False
         if not self._all_cqs_failed():
             return 0
@@ -814,7 +826,7 @@ cdef class WorkQueue:
             for requests in (<CqDispatcher>dispatcher).users:
                 if (<QpWorkState>requests).lost_cq_error is not None and (<QpWorkState>requests).srq is self:
                     if (<QpWorkState>requests).needs_reset:
-                        return 0            # it is to be reset
+                        return 0            # a reset is pending
                     in_use = True
         error = (<CqDispatcher>self.dispatchers[0]).broken_error()
         if in_use:
@@ -823,8 +835,8 @@ cdef class WorkQueue:
         return self._end_inboxes(error)
 
     cdef int _abandon_still_pinned(self, Operation operation, object error) except -1:
-        # As of a shared receive queue for XRC, which queue pairs of other processes may take from as long as it is
-        # there: its memory stays pinned until then.
+        # For example a receive of an XRC shared receive queue, which queue pairs of other processes use as long as it
+        # exists: its memory stays pinned until then.
         if self.still_pinned is None:
             self.still_pinned = []
         self.still_pinned += operation._take_pins()
@@ -832,7 +844,7 @@ cdef class WorkQueue:
         return self._abandon_operation(operation, SUCCESS, error)
 
     cdef int _abandon_operation(self, Operation operation, int status, object error) except -1:
-        # Its completion comes no more.
+        # End an operation whose completion will not come.
         if operation.extra is not None:
             operation.extra.unsignaled = None
         if not operation.raises:
@@ -843,7 +855,7 @@ cdef class WorkQueue:
 
 
 cdef enum:
-    CHAIN = 64                          # requests are posted together at most
+    CHAIN = 64                          # number of requests that are posted together at most
 
 
 cdef inline list _elements(Operation operation):
@@ -851,9 +863,10 @@ cdef inline list _elements(Operation operation):
 
 
 cdef inline bint _is_any_thread(WorkQueue queue) noexcept:
-    # Whether any thread may be at what the queue is a part of. That is so of a completion queue or a shared receive
-    # queue without an owner, and of all that is used with it, as by a queue pair whose other completion queue has one:
-    # what completes is told of in whatever thread takes it. All else is touched by its owner's thread alone.
+    # Whether any thread may use the objects that the queue belongs to: a completion queue or a shared receive queue
+    # without an owner, and everything that is used with one, such as a queue pair whose other completion queue has an
+    # owner. The thread that polls a completion notifies its waiter. All other objects are used by their owner's thread
+    # alone.
     return queue.dispatcher.any_thread if queue.dispatcher is not None else queue.any_thread
 
 
@@ -862,8 +875,9 @@ cdef inline PyObject *_section(WorkQueue queue) noexcept:
 
 
 cdef int _join(list parts) except -1:
-    # They are used together from here on: where one of them is anybody's, all are, and what they were used with before.
-    # Those that have an owner have one and the same, whose thread this is: nobody else is at them yet.
+    # The parts are used together from here on. Where any thread may use one of them, any thread may use all of them,
+    # and what they are used with. Parts with an owner have the same owner, whose thread calls this: no other thread
+    # uses them.
     for part in parts:
         if (<CqDispatcher>part).any_thread if isinstance(part, CqDispatcher) else (<WorkQueue>part).any_thread:
             for each in parts:
@@ -892,7 +906,7 @@ cdef int _make_any_thread(object part) except -1:
 
 
 cdef int _wake(object waiter, WorkQueue queue) except -1:
-    # Whoever awaits goes on, on its own loop.
+    # Wake the awaiting task on its own loop.
     cdef Affinity owner = queue.handle.affinity
     bound = _is_bound(owner) and not _is_any_thread(queue)
     loop = owner.loop if bound else waiter.get_loop()
@@ -902,7 +916,7 @@ cdef int _wake(object waiter, WorkQueue queue) except -1:
         else:
             loop.call_soon_threadsafe(_set_done, waiter)
     except RuntimeError:
-        if not waiter.get_loop().is_closed():   # then nobody waits any more
+        if not waiter.get_loop().is_closed():   # a closed loop runs no task that could wait
             raise
     return 0
 
@@ -913,7 +927,7 @@ cpdef _set_done(waiter):
 
 
 cdef inline void _link_wrs(request *requests, Py_ssize_t count) noexcept:
-    # What is posted together; only the last one completes, unless one fails.
+    # Link requests that are posted together; only the last one completes, unless one fails.
     cdef Py_ssize_t at
     for at in range(count - 1):
         requests[at].send.next = &requests[at + 1].send
@@ -922,7 +936,7 @@ cdef inline void _link_wrs(request *requests, Py_ssize_t count) noexcept:
 
 
 cdef Py_ssize_t _index_of_bad_wr(request *requests, Py_ssize_t count, v.ibv_send_wr *bad) noexcept:
-    # Which one that is: of a device that does not say, the last one.
+    # Return the index of the refused request; the last one for a device that does not report it.
     cdef Py_ssize_t at = 0
     while at < count - 1 and &requests[at].send != bad:
         at += 1

@@ -1,24 +1,24 @@
-# Part of work.pyx: memory as work requests name it, and what is under way with it.
+# Part of data_path.pyx: memory in work requests, and counters of the requests in flight that use it.
 
-@cython.no_gc_clear                 # what has to be counted back is there until it was
+@cython.no_gc_clear                 # its references are there until everything is counted back
 cdef class InFlightCount:
-    """How many work requests have the use of some memory. They are counted for the memory that it is a part of, too.
+    """Number of work requests in flight that use some memory. The requests also count for the parent memory.
 
-    Any thread counts: the GIL is kept from one line of a method to its last, or this object's section where there is
-    none. Whoever closes it and then looks at the count misses nothing: an addition comes before, and is counted, or
-    after, and is refused.
+    Any thread may count: a method keeps the GIL from its first line to its last, or this object's section where there
+    is no GIL. A thread that closes the counter and then reads it misses nothing: a concurrent `add` either comes before
+    and is counted, or comes after and is refused.
 
-    :param parent: of the memory that this is a part of.
-    :param idle: called each time that nothing is under way any more, in whatever thread that is; it must not raise.
+    :param parent: counter of the memory that this memory is a part of; None for none.
+    :param idle: called each time that the count falls to 0, by any thread; must not raise.
     """
 
     cdef Py_ssize_t _count
-    cdef Py_ssize_t _receives           # of these
+    cdef Py_ssize_t _receives           # number of receives among them
     cdef bint _closed
     cdef object _idle
     cdef object _condition
     cdef readonly InFlightCount parent
-    cdef uint32_t _forks                # when it was made
+    cdef uint32_t _forks                # fork count at its creation
 
     def __init__(self, InFlightCount parent=None, idle=None):
         self.parent = parent
@@ -33,12 +33,12 @@ cdef class InFlightCount:
 
     @property
     def receives(self):
-        """How many of them are receives, which end when a message comes, or when their queue is closed."""
+        """Number of receives in flight. Receives end when a message arrives or their queue is closed."""
         return self._receives
 
     @property
     def condition(self):
-        """Rung each time that nothing is under way any more; None: nobody waits."""
+        """Condition that is notified each time that the count falls to 0; None for none."""
         return self._get_condition()
 
     @condition.setter
@@ -58,38 +58,38 @@ cdef class InFlightCount:
 
     @property
     def inherited(self):
-        """Whether these are of the process that this one was forked from."""
+        """Whether the counter belongs to the process that this one was forked from."""
         return self._forks != Affinity._fork_count()
 
     @property
     def closed(self):
-        """Whether these were closed; the memory that this is a part of may be, without them."""
+        """Whether this counter was closed; the parent may be closed independently."""
         return self._closed
 
     def close(self):
-        """Let no work request have the use of the memory any more, beyond those that have it."""
+        """Refuse further use of the memory; requests in flight continue."""
         self._set_closed(True)
 
     def check(self):
-        """Whether something may be done with the memory.
+        """Check that the memory may be used.
 
-        :raises ClosedResourceError: it is not registered any more, or was given back.
+        :raises ClosedResourceError: the memory is not registered any more, or was released to its pool.
         """
         self._check()
 
     def reopen(self):
-        """Take `close` back."""
+        """Undo `close`."""
         self._set_closed(False)
 
     def add(self):
-        """A work request, or anything else, has the use of the memory.
+        """Count one more user of the memory: a work request or anything else.
 
-        :raises ClosedResourceError: it is closed.
+        :raises ClosedResourceError: the memory is closed.
         """
         self._add(1, 0)
 
     def discard(self):
-        """It is over; once for each `add`."""
+        """Count one user less; call once for each `add`."""
         self._discard(1, 0)
 
     @cython.final
@@ -126,11 +126,11 @@ cdef class InFlightCount:
 
     @cython.final
     cdef int _undo_add(self, Py_ssize_t count, Py_ssize_t receives) except -1:
-        # It was closed meanwhile, by another thread, after the parent counted.
+        # Another thread closed the counter after the parent had counted.
         if self.parent is not None:
             self.parent._discard(count, receives)
         self._check()
-        return self._add(count, receives)   # and opened again
+        return self._add(count, receives)   # reopened meanwhile
 
     @cython.final
     cdef int _discard(self, Py_ssize_t count, Py_ssize_t receives) except -1:
@@ -159,18 +159,19 @@ cdef class InFlightCount:
 
 @cython.final
 cdef class _Run:
-    """So many requests, one after the other, with the use of one piece of memory."""
+    """A number of consecutive requests that use the same memory."""
 
     cdef InFlightCount pins
     cdef Py_ssize_t count
 
 
 cdef class Registered:
-    """Base of what is one registered piece."""
+    """Base class of memory that is registered as one piece."""
 
-    # Not a slice of all of it, which would hold it: whoever forgets it is to be heard at once.
+    # Not a `RegionSlice` of the whole: the slice would keep this object alive, and a dropped region must be noticed at
+    # once.
     cdef InFlightCount _pins
-    cdef MemoryRegion _handle           # from its opening on
+    cdef MemoryRegion _handle           # set when the region opens
     cdef int _access
     cdef uint64_t _address
     cdef Py_ssize_t _length
@@ -179,16 +180,17 @@ cdef class Registered:
 
     @property
     def whole(self):
-        """All of it.
+        """All of the memory.
 
-        :raises ClosedResourceError: it was not opened yet.
+        :raises ClosedResourceError: the region is not open.
         """
         return _whole_of(self)
 
     def __getitem__(self, key):
-        """A part of it, without a copy.
+        """Return a part of the memory, without a copy.
 
-        :raises IndexError: the part does not lie inside.
+        :param key: a slice without a step.
+        :raises IndexError: the part does not lie inside the memory.
         """
         return _whole_of(self)[key]
 
@@ -196,10 +198,11 @@ cdef class Registered:
 cdef class RegionSlice:
     """A part of a memory region, without a copy.
 
-    :param region: the `MemoryRegion` that it is a part of, which is open.
-    :param offset: of its first byte in there.
-    :param length: in bytes.
-    :param pins: what is under way with it; None: those of the region.
+    :param region: the open `MemoryRegion`.
+    :param offset: offset of the first byte in the region, in bytes.
+    :param length: length in bytes.
+    :param pins: counter of the requests in flight that use this part; None: the region's counter.
+    :raises IndexError: the part does not lie inside the region.
     """
 
     cdef readonly object region
@@ -234,7 +237,13 @@ cdef class RegionSlice:
 
     @staticmethod
     def of_all(Registered region not None, MemoryRegion handle not None, InFlightCount pins not None, int access):
-        """All of a region that is being opened."""
+        """Return a slice of all of a region that is being opened.
+
+        :param region: the region.
+        :param handle: handle of the memory region (``struct ibv_mr``).
+        :param pins: counter of the requests in flight that use the region.
+        :param access: access flags that the region was registered with.
+        """
         region._pins = pins
         region._handle = handle
         region._access = access
@@ -265,24 +274,24 @@ cdef class RegionSlice:
 
     @property
     def address(self):
-        """Of its first byte."""
+        """Address of the first byte."""
         self._check_open()
         return self._address
 
     @property
     def sge(self):
-        """Its scatter/gather entry: address, length and lkey."""
+        """Scatter/gather entry (``struct ibv_sge``): address, length in bytes, lkey."""
         self._check_open()
         return self._address, self.length, self._lkey
 
     @property
     def buffer(self):
-        """Its bytes."""
+        """Memory view of the bytes."""
         self._check_open()
         return self.region.buffer[self.offset : self.offset + self.length]
 
     def remote(self):
-        """What a peer needs to reach it, a `RemoteRegion`."""
+        """Return the `RemoteRegion` that a peer needs to access this memory."""
         self._check_open()
         return RemoteRegion(self._address, self.length, self._rkey)
 
@@ -304,22 +313,22 @@ cdef RegionSlice _whole_of(Registered region):
 
 
 cdef int _check_borrowed(MemoryRegion handle) except -1:
-    # A lender's own pointer tells whether he closed it.
+    # The lender's own pointer changes when the lender closes the object.
     if handle._lender_slot != NULL and handle._lender_slot[0] != handle._lent_pointer:
         raise BorrowedObjectClosedError(repr(handle))
     return 0
 
 
 cdef class RemoteRegion:
-    """Memory of a peer: where it is, how long it is, and the key that opens it. Immutable.
+    """Memory of a peer: address, length and remote key. Immutable.
 
-    ``len()`` raises `OverflowError` where `length` exceeds ``sys.maxsize``, as it may: a peer can register all of its
-    address space. Everything else goes by `length`.
+    ``len()`` raises `OverflowError` where `length` exceeds ``sys.maxsize``: a peer can register all of its address
+    space. All other methods use `length`.
 
-    :param address: of its first byte, in the peer's address space.
-    :param length: in bytes.
-    :param rkey: the key of the peer's region or window.
-    :raises ValueError: one of them is no number of its size, or the memory leaves the address space.
+    :param address: address of the first byte in the peer's address space, 0..2**64-1.
+    :param length: length in bytes, 0..2**64-1.
+    :param rkey: remote key of the peer's memory region or memory window, 0..2**32-1.
+    :raises ValueError: a number does not fit in its width, or the memory exceeds the address space.
     """
 
     cdef readonly uint64_t address
@@ -359,9 +368,10 @@ cdef class RemoteRegion:
         return self.length > 0
 
     def __getitem__(self, key):
-        """A part of it.
+        """Return a part of the memory.
 
-        :raises IndexError: the part does not lie inside.
+        :param key: a slice without a step.
+        :raises IndexError: the part does not lie inside the memory.
         """
         cdef uint64_t start = 0, length = 0
         cdef RemoteRegion part = RemoteRegion.__new__(RemoteRegion)
@@ -372,14 +382,15 @@ cdef class RemoteRegion:
         return part
 
     def __bytes__(self):
-        """Its wire form, 20 bytes in network order: address, length, key."""
+        """Return the wire format: 20 bytes in network byte order, that is address, length, key."""
         return _WIRE.pack(self.address, self.length, self.rkey)
 
     @classmethod
     def from_bytes(cls, data):
-        """From its wire form.
+        """Decode the wire format that ``bytes(remote_region)`` returns.
 
-        :raises ValueError: it is none.
+        :param data: 20 bytes, any object with the buffer protocol.
+        :raises ValueError: `data` has another length, or is no valid region.
         """
         view = memoryview(data).cast("B")
         if len(view) != _WIRE.size:
@@ -395,9 +406,9 @@ cdef extern from "Python.h":
 
 
 cdef int _slice_bounds(object key, uint64_t length, object what, uint64_t *start, uint64_t *size) except -1:
-    # What a slice cut off silently would be read or written wrongly: it must lie inside.
+    # A slice that is silently cut off would make the device access the wrong memory: the part must lie inside.
     cdef Py_ssize_t begin, end, step, whole
-    # The usual way: numbers as they should be. What is larger than this type has becomes its largest value.
+    # Fast path: integers in range. PySlice_Unpack clamps a larger one to the largest value of the type.
     if isinstance(key, slice) and length < <uint64_t>PY_SSIZE_T_MAX:
         PySlice_Unpack(key, &begin, &end, &step)
         whole = <Py_ssize_t>length

@@ -1,4 +1,4 @@
-/* A work request as the verbs take it, with the list of its entries in it where two are enough. */
+/* A work request as the verbs take it, with space for two scatter/gather entries, which are enough for most. */
 #ifndef AIOVERBS_REQUEST_H
 #define AIOVERBS_REQUEST_H
 
@@ -13,7 +13,7 @@
 struct request {
     union {
         struct ibv_send_wr send;
-        struct ibv_recv_wr receive; /* which is how the other one begins */
+        struct ibv_recv_wr receive; /* begins like ibv_send_wr */
     };
     struct ibv_sge sge[REQUEST_SGES];
 };
@@ -36,7 +36,7 @@ static inline void request_move(struct request *to, const struct request *from)
         to->send.sg_list = to->sge;
 }
 
-/* A larger array instead of one with `count` requests; NULL, and nothing done, where there is no memory. */
+/* Move `count` requests to a larger array and free the old one; return NULL, and change nothing, without memory. */
 static inline struct request *request_grow(struct request *requests, size_t count, size_t size)
 {
     struct request *larger = malloc(size * sizeof(*larger));

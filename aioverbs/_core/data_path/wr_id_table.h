@@ -1,11 +1,12 @@
-/* How a completion finds what it belongs to: work requests under way stand in slots, and the `wr_id` that the device
- * carries names the slot and its generation. A slot gets a new generation each time that it is given back, so that a
- * completion that comes later than that finds nothing.
+/* Find the operation of a completion: operations in flight stand in slots, and the `wr_id` that the device returns
+ * names the slot and its generation. A slot gets a new generation each time that it is freed, so that a late completion
+ * finds nothing.
  *
  *     63    62       61 .. 32      31 .. 22   21 .. 0
  *     kind of queue  generation    element    slot
  *
- * The element tells apart the requests of a batch, which have one slot. Whoever uses a table has the GIL. */
+ * The element number tells the requests of a batch apart, which share a slot. The caller of these functions holds the
+ * GIL; without a GIL, the rules of data_path.pyx apply. */
 #ifndef AIOVERBS_SLOTS_H
 #define AIOVERBS_SLOTS_H
 
@@ -15,22 +16,22 @@
 
 #define SLOTS_MOST (1u << 22)
 #define SLOTS_ELEMENTS (1u << 10)
-#define SLOTS_RECEIVE (1ull << 62) /* its completion has a length */
-#define SLOTS_SHARED (1ull << 63)  /* the table is a shared receive queue's, found by the queue pair */
+#define SLOTS_RECEIVE (1ull << 62) /* the completion has a length */
+#define SLOTS_SHARED (1ull << 63)  /* the slot is in a shared receive queue's table, found by queue pair */
 
 #define SLOTS_NONE UINT32_MAX
 #define SLOTS_GENERATIONS (1u << 30)
 
 struct slot {
     void *work;          /* NULL: free */
-    uint32_t generation; /* 30 bits, never 0: numbers that others chose are not taken for one of these */
-    uint32_t next;       /* free slot */
+    uint32_t generation; /* 30 bits, never 0: numbers of other code are not mistaken for one of these */
+    uint32_t next;       /* index of the next free slot */
 };
 
 struct slots {
     struct slot *at;
     uint32_t size;
-    uint32_t free; /* the first one */
+    uint32_t free; /* index of the first free slot */
 };
 
 static inline void slots_begin(struct slots *slots)
@@ -61,7 +62,7 @@ static bool slots_grow(struct slots *slots)
     return true;
 }
 
-/* The number of a slot that `work` stands in from here on; 0 where there is no memory, or no slot any more. */
+/* Put `work` into a slot and return its number; 0 without memory, or when all slots are in use. */
 static inline uint64_t slots_take(struct slots *slots, void *work, uint64_t kind)
 {
     struct slot *slot;
@@ -93,7 +94,7 @@ static inline struct slot *slots_at(const struct slots *slots, uint64_t number)
     return index < slots->size ? &slots->at[index] : NULL;
 }
 
-/* What stands in a slot, if it is still what the number was made for. */
+/* Return what stands in the slot of `number`, or NULL where the slot has been freed since. */
 static inline void *slots_find(const struct slots *slots, uint64_t number)
 {
     const struct slot *slot = slots_at(slots, number);
@@ -101,7 +102,7 @@ static inline void *slots_find(const struct slots *slots, uint64_t number)
     return slot && slot->generation == (uint32_t)(number >> 32) % SLOTS_GENERATIONS ? slot->work : NULL;
 }
 
-/* Once for each number that was taken. */
+/* Free the slot of `number`; call once for each number that slots_take returned. */
 static inline void slots_give(struct slots *slots, uint64_t number)
 {
     struct slot *slot = slots_at(slots, number);

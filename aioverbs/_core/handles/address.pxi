@@ -1,11 +1,12 @@
-# Part of handles.pyx: ways to peers.
+# Part of handles.pyx: address handles.
 
 cdef class AddressHandle(Handle):
-    """An address handle, the way that datagrams take: ``ibv_create_ah``.
+    """Address handle, the path of datagrams to a peer: ``ibv_create_ah``.
 
-    :param av: an `AddressVector`; over RoCE it has a `dgid`.
-    :raises ValueError: its `dgid` has other than 16 bytes.
-    :raises VerbsError: with EINVAL where it leads nowhere from this device: another port or GID index, no `dgid`.
+    :param pd: the protection domain.
+    :param av: path to the peer, an `AddressVector`; over RoCE with a `dgid`.
+    :raises ValueError: the `dgid` has another length than 16 bytes.
+    :raises VerbsError: with EINVAL where this device has no such path: a port or GID index that it lacks, or no `dgid`.
     """
 
     def __init__(self, ProtectionDomain pd not None, av):
@@ -44,7 +45,7 @@ cdef class AddressHandle(Handle):
 
     @staticmethod
     cdef object read(v.ibv_ah_attr *av):
-        # The `AddressVector` of a path.
+        # Return the path as an `AddressVector`.
         return AddressVector(
             dgid=(<char *>av.grh.dgid.raw)[:16] if av.is_global else b"",
             sgid_index=av.grh.sgid_index,

@@ -1,6 +1,6 @@
-# Part of handles.pyx: who may call the verbs of an object.
+# Part of handles.pyx: affinity, the thread and event loop that may call the verbs of an object.
 
-cdef object _get_running_loop = None            # asyncio's, imported with the first affinity
+cdef object _get_running_loop = None            # asyncio's function, imported with the first affinity
 
 
 cdef object _running_loop():
@@ -16,8 +16,8 @@ cdef str _name_of_loop(object loop):
 
 @cython.final
 cdef class _ThreadEnd:
-    # In a variable of an owner's thread. These go when the interpreter lets go of the thread, for which Thread.join
-    # waits; before Python 3.13 it does not wait for the end that the system knows.
+    # Stands in a thread-local variable of an owner's thread. Such variables go when the interpreter drops the thread
+    # state, which Thread.join waits for; before Python 3.13 it does not wait for the end of the system's thread.
     cdef affinity_thread *thread
 
     def __dealloc__(self):
@@ -26,7 +26,7 @@ cdef class _ThreadEnd:
             affinity_thread_forget(self.thread)
 
 
-cdef object _ends = threading.local()      # not of the module: it lasts as long as the process
+cdef object _ends = threading.local()      # no module variable: lasts as long as the process
 
 
 cdef int _record_thread_end(affinity_thread *thread) except -1:
@@ -40,14 +40,13 @@ cdef int _record_thread_end(affinity_thread *thread) except -1:
 
 @cython.final
 cdef class Affinity:
-    """Who may call the verbs of the objects that share it, and that one call at a time is under way.
+    """Owner of verbs objects: which thread and event loop may call their verbs, one call at a time.
 
-    `Affinity.of_running_loop` is for objects that take no locks: their verbs are called by the running loop's thread,
-    with that loop running. `Affinity.unbound` leaves the thread open. Both refuse a verb while another one is under
-    way on any of the objects: from another thread, or from within it, as from an allocator's callback.
+    `Affinity.of_running_loop` is for objects that take no locks: the running loop's thread calls their verbs, while
+    that loop runs. `Affinity.unbound` allows any thread. Both refuse a verb while another verb is in flight on any of
+    the objects: from another thread, or from inside the verb, such as an allocator's callback.
 
-    It is given to the handles of a domain when they are made; each of their verbs passes it before anything reaches
-    the provider.
+    The handles of a domain are created with the affinity; each of their verbs checks it before the provider is called.
     """
 
     def __init__(self):
@@ -63,7 +62,7 @@ cdef class Affinity:
 
     @staticmethod
     def of_running_loop():
-        """Of the running loop and its thread.
+        """Return an affinity of the running event loop and its thread.
 
         :raises RuntimeError: no asyncio event loop is running in this thread.
         """
@@ -74,7 +73,7 @@ cdef class Affinity:
 
     @staticmethod
     def unbound():
-        """Of no thread: any may call, one at a time."""
+        """Return an affinity of no thread: any thread may call, one at a time."""
         cdef Affinity self = Affinity.__new__(Affinity)
         self._forks = fork_count
         return self
@@ -102,34 +101,35 @@ cdef class Affinity:
 
     @property
     def bound(self):
-        """Whether one thread and loop own it."""
+        """Whether one thread and event loop own the affinity."""
         return self._thread != NULL
 
     @property
     def thread_number(self):
-        """The number of its owner's thread, which no other thread ever gets; None where it has none."""
+        """Number of the owner's thread, which no other thread ever gets; None without an owner."""
         return (<affinity_thread *>self._thread).number if self._thread else None
 
     @property
     def inherited(self):
-        """Whether it is of the process that this one was forked from."""
+        """Whether the affinity belongs to the process that this one was forked from."""
         return self._forks != fork_count
 
     @property
     def orphaned(self):
-        """Whether its owner is gone: the loop is closed or its thread has ended, so that nobody can be inside."""
+        """Whether the owner is gone, so that no call can be in flight: the loop is closed, or its thread has ended."""
         if not self._thread:
             return False
         return affinity_thread_ended(<affinity_thread *>self._thread) or self.loop.is_closed()
 
     def owns(self):
-        """Whether a verb called here and now would pass, were none under way."""
+        """Return whether the caller may call a verb, if none is in flight."""
         return self._forks == fork_count and (self._thread == NULL or self._is_owner())
 
     def take_over(self):
-        """Make the running loop and its thread the owner, where the old one is gone.
+        """Make the running loop and its thread the owner, after the old owner is gone.
 
         :raises AffinityError: the owner is not gone.
+        :raises RuntimeError: no asyncio event loop is running in this thread.
         """
         if not self.orphaned:
             raise AffinityError(f"{self!r} has a living owner: close what is its own there")
@@ -137,17 +137,19 @@ cdef class Affinity:
         self._inside = 0
 
     def check(self, what, str verb not None):
-        """Raise what a verb that is called here and now on `what` would raise.
+        """Raise the error that a verb called here and now on `what` would raise.
 
-        :raises AffinityError: another thread or loop is the owner.
-        :raises ConcurrentAccessError: a verb is under way.
-        :raises ForkedProcessError: it was made before a fork, in the parent process.
+        :param what: the object, for the message.
+        :param verb: name of the verb, for the message.
+        :raises AffinityError: another thread or event loop is the owner.
+        :raises ConcurrentAccessError: a verb is in flight.
+        :raises ForkedProcessError: the affinity was created before a fork, in the parent process.
         """
         self._enter(what, verb)
         self._leave()
 
-    # Whoever was let in leaves, once. Of a bound affinity only the owner's thread comes as far as `_inside`, which then
-    # tells of re-entry; for the others it is taken atomically.
+    # Pair each success of _enter with one _leave. With a bound affinity only the owner's thread gets as far as
+    # `_inside`, which then detects re-entry; without an owner, threads claim `_inside` atomically.
     cdef int _enter(self, object what, str verb) except -1:
         if self._forks != fork_count:
             raise ForkedProcessError(repr(what))
@@ -178,7 +180,7 @@ cdef class Affinity:
         if _running_loop() is not self.loop:
             return False
         if run:
-            self._run = <object>run                 # kept, so that no other run is ever at its address
+            self._run = <object>run                 # keeps the object alive, so that no other run gets its address
             self._version = running_loop_version()
         return True
 
@@ -214,7 +216,7 @@ cdef class Affinity:
 
 
 cdef inline bint _is_unchanged_owner(void *thread, int inside, uint64_t version) noexcept:
-    # What `_enter` finds where nothing has changed since it last let somebody in, and nobody is inside.
+    # The fast path of `_enter`: nothing has changed since it last succeeded, and no verb is in flight.
     return version and not inside and affinity_thread_self() == thread and running_loop_version() == version
 
 

@@ -1,8 +1,10 @@
 # Part of handles.pyx: completion channels and completion queues.
 
 cdef class CompletionChannel(Handle):
-    """A completion channel: ``ibv_create_comp_channel``. Its descriptor is non-blocking.
+    """Completion channel: ``ibv_create_comp_channel``. Its file descriptor is non-blocking.
 
+    :param context: the device.
+    :param affinity: owner of the channel; None: any thread.
     :raises VerbsError: with EMFILE or ENOMEM.
     """
 
@@ -51,7 +53,7 @@ cdef class CompletionChannel(Handle):
         self.context._leave()
 
     def fileno(self):
-        """The file descriptor, readable while an event waits."""
+        """Return the file descriptor, which is readable while an event waits."""
         self._enter_memory()
         try:
             return self.pointer.fd
@@ -59,9 +61,11 @@ cdef class CompletionChannel(Handle):
             self._leave()
 
     def get_event(self):
-        """Take an event: the completion queue that it is for, or None where none waits: ``ibv_get_cq_event``.
+        """Take an event without waiting: ``ibv_get_cq_event``.
 
-        Each one is to be acknowledged by `CompletionQueue.ack_events` before the queue can be destroyed.
+        Acknowledge each event by `CompletionQueue.ack_events` before the queue is destroyed.
+
+        :returns: the completion queue of the event; None where no event waits.
         """
         cdef ibv_cq *cq = NULL
         cdef void *handle = NULL
@@ -75,8 +79,8 @@ cdef class CompletionChannel(Handle):
                     if error == EAGAIN:
                         return None
                     raise VerbsError("ibv_get_cq_event", error)
-                # The context of a queue is its handle. The ledger keeps it until the verb that destroys the queue has
-                # returned, and that waits for this event.
+                # The cq_context of a queue is its handle. The ledger keeps the handle alive until the destroying verb
+                # has returned, and that verb waits for this event.
                 queue = <CompletionQueue>handle
                 if gate_enter(&queue._gate):  # left by ack_events
                     gate_enter(&queue._unacknowledged)
@@ -87,20 +91,22 @@ cdef class CompletionChannel(Handle):
 
 
 cdef class CompletionQueue(Handle):
-    """A completion queue: ``ibv_create_cq``, or ``ibv_create_cq_ex`` where `extended` or a keyword after it is given.
+    """Completion queue: ``ibv_create_cq``, or ``ibv_create_cq_ex`` where `extended` or a later argument is used.
 
-    A completion that finds no room is lost and breaks the queue for good: that raises ``EventType.CQ_ERR``, and
-    ``EventType.QP_FATAL`` of the queue pair whose completion it was.
+    A completion that finds the queue full is lost and breaks the queue for good: that raises ``EventType.CQ_ERR``, and
+    ``EventType.QP_FATAL`` for the queue pair of the completion.
 
-    :param cqe: how many completions it holds at least; `cqe` tells how many it does.
-    :param channel: where its events arrive.
-    :param comp_vector: which of the context's `num_comp_vectors` raises them.
-    :param extended: it is polled by ``ibv_start_poll`` and its relatives instead of by ``ibv_poll_cq``.
-    :param parent_domain: takes locks and memory from there.
-    :param single_threaded: takes no lock (``IBV_CREATE_CQ_ATTR_SINGLE_THREADED``).
-    :raises ValueError: `cqe` is less than 1, or a part is of another context.
-    :raises VerbsError: with EINVAL where the device has no queue of that size or no such vector, with what a parent
-        domain's allocator led to (what it raised is the cause), with EOPNOTSUPP where the provider lacks something.
+    :param context: the device.
+    :param cqe: minimum capacity in completions; the property `cqe` has the actual one.
+    :param channel: completion channel for its events; None for none.
+    :param comp_vector: completion vector of its events, 0..num_comp_vectors-1.
+    :param extended: poll by ``ibv_start_poll`` and its relatives instead of ``ibv_poll_cq``.
+    :param parent_domain: parent domain that provides locks and memory; None for none.
+    :param single_threaded: take no lock (``IBV_CREATE_CQ_ATTR_SINGLE_THREADED``).
+    :param affinity: owner of the queue; None: the owner of the other arguments, or any thread.
+    :raises ValueError: `cqe` is less than 1, or an argument belongs to another context.
+    :raises VerbsError: with EINVAL where the device has no queue of that size or no such vector; with EOPNOTSUPP where
+        the provider lacks a feature; with the failure of a parent domain's allocator, whose exception is the cause.
     """
 
     def __init__(
@@ -215,7 +221,7 @@ cdef class CompletionQueue(Handle):
 
     @property
     def cqe(self):
-        """How many completions it holds."""
+        """Capacity in completions."""
         self._enter()
         try:
             return self.pointer.cqe
@@ -223,11 +229,12 @@ cdef class CompletionQueue(Handle):
             self._leave()
 
     def resize(self, int cqe):
-        """Change how many completions it holds at least: ``ibv_resize_cq``. Those that are in it stay.
+        """Change the capacity: ``ibv_resize_cq``. Completions in the queue stay.
 
+        :param cqe: minimum capacity in completions.
         :raises ValueError: `cqe` is less than 1.
-        :raises VerbsError: with EINVAL where there are more completions in it than that, or more than the device can
-            have; with what a parent domain's allocator led to (what it raised is the cause). The queue is as it was.
+        :raises VerbsError: with EINVAL where the queue holds more completions, or the device has no queue of that size;
+            with the failure of a parent domain's allocator, whose exception is the cause. The queue is unchanged.
         """
         cdef int error
         if cqe < 1:
@@ -247,14 +254,14 @@ cdef class CompletionQueue(Handle):
         self._check("ibv_resize_cq", error)
 
     def modify(self, uint16_t moderate_count, uint16_t moderate_period_us):
-        """Moderate its events: ``ibv_modify_cq``.
+        """Moderate the events of the queue: ``ibv_modify_cq``.
 
-        An event comes after so many completions, or so long after the first of them. 0 for either ends it.
+        An event is raised after a number of completions, or after a time since the first of them. A 0 ends moderation.
 
-        :param moderate_count: completions, up to 65535.
-        :param moderate_period_us: microseconds, up to 65535.
-        :raises OverflowError: one of them is larger, or negative.
-        :raises VerbsError: with EOPNOTSUPP where the provider cannot.
+        :param moderate_count: number of completions, 0..65535.
+        :param moderate_period_us: time in microseconds, 0..65535.
+        :raises OverflowError: an argument is out of range.
+        :raises VerbsError: with EOPNOTSUPP where the provider does not support moderation.
         """
         cdef v.ibv_modify_cq_attr attr
         cdef int error
@@ -271,9 +278,10 @@ cdef class CompletionQueue(Handle):
         self._check("ibv_modify_cq", error)
 
     def request_notify(self, bint solicited_only=False):
-        """Ask for one event, at the next completion that is added: ``ibv_req_notify_cq``.
+        """Request one event for the next completion that is added: ``ibv_req_notify_cq``.
 
-        :param solicited_only: at the next one that its sender marked by ``SendFlags.SOLICITED``, or that is an error.
+        :param solicited_only: only for the next completion that the sender marked by ``SendFlags.SOLICITED``, or that
+            failed.
         :raises VerbsError: with EINVAL where the queue has no channel.
         """
         self._use("ibv_req_notify_cq")
@@ -285,8 +293,8 @@ cdef class CompletionQueue(Handle):
     def ack_events(self, int count=1):
         """Acknowledge events that `CompletionChannel.get_event` returned: ``ibv_ack_cq_events``.
 
-        :param count: how many of them.
-        :raises ValueError: so many were not taken, or were acknowledged before.
+        :param count: number of events.
+        :raises ValueError: fewer events were taken and not acknowledged.
         """
         self._use_memory("ibv_ack_cq_events")
         try:

@@ -2,9 +2,10 @@
 
 
 def load_libibverbs(library="libibverbs.so.1"):
-    """See that libibverbs is there and has every verb that is needed: `Context.adopt` loads it.
+    """Check that libibverbs can be loaded and has every verb that is needed; `Context.adopt` loads it.
 
-    :raises LibraryNotFoundError: it cannot be loaded, or lacks a verb.
+    :param library: name of the shared library.
+    :raises LibraryNotFoundError: the library cannot be loaded, or lacks a verb.
     """
     cdef v.verbs_table table
     _load(&table, library)
@@ -18,7 +19,7 @@ cdef int _load(v.verbs_table *table, library) except -1:
     return 0
 
 
-# libibverbs' verbs as contexts get them.
+# Exported verbs of libibverbs, copied into each context.
 cdef v.verbs_table _exported
 _exporting = threading.Lock()
 cdef bint _is_exported = False
@@ -43,11 +44,13 @@ cdef uintptr_t _slot(v.verbs_table *table, verb) except 0:
 
 
 def table_slot(verb):
-    """The address from which RDMA contexts opened from here on take their pointer to an exported verb.
+    """Return the address from which contexts opened from here on copy their pointer to an exported verb.
 
-    As `Context.table_slot`, for ``"import_device"``, which comes before there is one.
+    Like `Context.table_slot`, for ``"import_device"``, which is called before there is a context.
 
+    :param verb: name without ``ibv_``.
     :raises LibraryNotFoundError: libibverbs cannot be loaded.
+    :raises ValueError: the table has no such verb.
     """
     cdef v.verbs_table table
     _copy_exported(&table)
@@ -55,10 +58,9 @@ def table_slot(verb):
 
 
 cdef class Context(Handle):
-    """An open device: ``struct ibv_context``. Made by `adopt` or `import_device`.
-    The software device's extension has a class of its own.
+    """Open device: ``struct ibv_context``. Created by `adopt` or `import_device`; the software device has a subclass.
 
-    Any thread may use it, and what is made from it as far as no thread domain is involved.
+    Any thread may use a context, and the objects made from it that belong to no thread domain.
     """
 
     def __cinit__(self, *_, **__):
@@ -69,10 +71,11 @@ cdef class Context(Handle):
 
     @staticmethod
     def adopt(capsule, owner):
-        """Use a context that somebody else opened through libibverbs.
+        """Use a context that other code opened through libibverbs.
 
-        :param capsule: a capsule "ibv_context *", from `pyverbs_bridge`: where the pointer stands while it is open.
-        :param owner: what keeps that place and the context; its ``close()`` is called when the handle was destroyed.
+        :param capsule: capsule "ibv_context *" from `pyverbs_bridge`: the address of the lender's pointer.
+        :param owner: object that contains that pointer and keeps the context open; ``close()`` is called after the
+            handle is destroyed.
         :raises LibraryNotFoundError: libibverbs cannot be loaded.
         """
         cdef Context self = Context.__new__(Context)
@@ -86,27 +89,29 @@ cdef class Context(Handle):
 
     @staticmethod
     def import_device(int cmd_fd):
-        """Open a context over the descriptor of another one, of this process or another one: ``ibv_import_device``.
+        """Open a context over the command descriptor of another context, of this process or another one:
+        ``ibv_import_device``.
 
-        What is made in one of them is known to the other by its number: see `ProtectionDomain.import_pd`.
+        Objects made in one of them are known to the other by their numbers: see `ProtectionDomain.import_pd`.
 
-        :param cmd_fd: what `dup_cmd_fd` returned there; it stays the caller's.
+        :param cmd_fd: descriptor that `dup_cmd_fd` returned there; the caller keeps it.
         :raises LibraryNotFoundError: libibverbs cannot be loaded.
-        :raises VerbsError: with EOPNOTSUPP where the provider has no such contexts, with EINVAL where it is no
-            descriptor of an RDMA device, with ENODEV where that device is not here.
+        :raises VerbsError: with EOPNOTSUPP where the provider does not support it, with EINVAL where `cmd_fd` is no
+            descriptor of an RDMA device, with ENODEV where this machine does not have the device.
         """
         cdef int error, own
         cdef Context self = Context.__new__(Context)
         _copy_exported(&self.table)
-        # Whether a verb that fails has closed its descriptor depends on how far it came. It gets a number that nobody
-        # else is given meanwhile, so that what is there afterwards is either this or nothing.
+        # Whether a failing verb has closed its descriptor depends on how far it came. The duplicate gets a high number
+        # that no other open call is given meanwhile, so that the number afterwards refers to the duplicate or to
+        # nothing.
         lowest = min(512, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
         own = fcntl.fcntl(cmd_fd, fcntl.F_DUPFD_CLOEXEC, lowest)
         with nogil:
             self.pointer = self.table.import_device(own)
             error = errno
         if not self.pointer:
-            with contextlib.suppress(OSError):      # it was closed
+            with contextlib.suppress(OSError):      # closed by the verb
                 if os.path.sameopenfile(own, cmd_fd):
                     os.close(own)
             raise VerbsError("ibv_import_device", error)
@@ -124,7 +129,8 @@ cdef class Context(Handle):
         return "ibv_close_device"
 
     cdef str _unreachable_reason(self):
-        # Why peers do not find the device, where that may be what made a queue pair's way to one fail; None: no reason.
+        # Text that says why peers do not find the device, where that may be why a queue pair was not connected; None
+        # for none.
         return None
 
     cdef int _destroy_verb(self) except? -1:
@@ -137,9 +143,9 @@ cdef class Context(Handle):
         return error
 
     def dup_cmd_fd(self):
-        """A duplicate of the descriptor of this context's commands, for `import_device`; the caller's to close.
+        """Return a duplicate of the context's command descriptor, for `import_device`. The caller closes it.
 
-        :raises VerbsError: with EOPNOTSUPP for the software device, which has none.
+        :raises VerbsError: with EOPNOTSUPP for the software device, which has no such descriptor.
         """
         self._enter()
         try:
@@ -151,7 +157,7 @@ cdef class Context(Handle):
 
     @property
     def address(self):
-        """The address of the ``struct ibv_context``."""
+        """Address of the ``struct ibv_context``."""
         self._enter()
         try:
             return <uintptr_t>self.pointer
@@ -160,7 +166,7 @@ cdef class Context(Handle):
 
     @property
     def extended_address(self):
-        """The address of the ``struct verbs_context`` around it; 0 where there is none."""
+        """Address of the enclosing ``struct verbs_context``; 0 without one."""
         self._enter()
         try:
             return <uintptr_t>v.verbs_context_of(self.pointer)
@@ -168,9 +174,12 @@ cdef class Context(Handle):
             self._leave()
 
     def table_slot(self, verb):
-        """The address at which this context keeps its pointer to an exported verb: ``table_slot("dealloc_pd")``.
+        """Return the address of this context's pointer to an exported verb, for code that intercepts verbs.
 
-        For those who put themselves between aioverbs and a provider. No verb may run meanwhile.
+        No verb may run while the pointer is changed.
+
+        :param verb: name without ``ibv_``, such as ``"dealloc_pd"``.
+        :raises ValueError: the table has no such verb.
         """
         slot = _slot(&self.table, verb)
         self._enter()
@@ -179,9 +188,9 @@ cdef class Context(Handle):
 
     @property
     def attributes(self):
-        """What `query_device` told first: what a device can do does not change while it is open."""
+        """Result of the first `query_device`: the limits of a device do not change while it is open."""
         cdef section within
-        section_enter(&within, <PyObject *>self)    # any thread may ask first
+        section_enter(&within, <PyObject *>self)    # several threads may query first
         attributes = self._attributes
         section_leave(&within)
         if attributes is None:
@@ -193,14 +202,17 @@ cdef class Context(Handle):
         return attributes
 
     def max_message(self, port_num=1):
-        """How many bytes a message by a port has at most; asked once, likewise."""
+        """Return the size limit of a message over a port, in bytes; queried once.
+
+        :param port_num: number of the port, from 1.
+        """
         found = self._ports.get(port_num)
         if found is None:
             found = self._ports[port_num] = self.query_port(port_num).max_msg_sz
         return found
 
     def query_device(self):
-        """The device's limits: ``ibv_query_device``."""
+        """Query the device's limits, a `DeviceAttributes`: ``ibv_query_device``."""
         cdef v.ibv_device_attr attr
         cdef int error
         self._enter()
@@ -241,7 +253,11 @@ cdef class Context(Handle):
         )
 
     def query_port(self, port_num=1):
-        """The state of a port: ``ibv_query_port``."""
+        """Query the state of a port, a `PortAttributes`: ``ibv_query_port``.
+
+        :param port_num: number of the port, from 1.
+        :raises ValueError: `port_num` is not in 0..255.
+        """
         cdef v.ibv_port_attr attr
         cdef int error, port = _byte(port_num, "port_num")
         self._enter()
@@ -269,7 +285,12 @@ cdef class Context(Handle):
         )
 
     def query_gid(self, port_num=1, index=0):
-        """An entry of a port's GID table, 16 bytes: ``ibv_query_gid``."""
+        """Query an entry of a port's GID table, 16 bytes: ``ibv_query_gid``.
+
+        :param port_num: number of the port, from 1.
+        :param index: index in the table.
+        :raises ValueError: `port_num` is not in 0..255.
+        """
         cdef v.ibv_gid gid
         cdef int failed, position = index, port = _byte(port_num, "port_num"), error = 0
         self._enter()
@@ -284,7 +305,12 @@ cdef class Context(Handle):
         return (<char *>gid.raw)[:16]
 
     def query_pkey(self, port_num=1, index=0):
-        """An entry of a port's partition table, in host order: ``ibv_query_pkey``."""
+        """Query an entry of a port's partition key table, in host byte order: ``ibv_query_pkey``.
+
+        :param port_num: number of the port, from 1.
+        :param index: index in the table.
+        :raises ValueError: `port_num` is not in 0..255.
+        """
         cdef uint16_t pkey
         cdef int failed, position = index, port = _byte(port_num, "port_num"), error = 0
         self._enter()
@@ -299,11 +325,13 @@ cdef class Context(Handle):
         return socket.ntohs(pkey)
 
     def get_async_event(self):
-        """Take an asynchronous event, or None where none waits; this never blocks: ``ibv_get_async_event``.
+        """Take an asynchronous event, an `AsyncEvent`, without waiting: ``ibv_get_async_event``.
 
-        `async_fd` is readable while one waits. From the first call on that descriptor is non-blocking. Each event is an
-        `AsyncEvent`, and to be acknowledged before what it is about, or this context, can be destroyed. The software
-        device does not tell twice of one that nobody took yet.
+        `async_fd` is readable while an event waits; the first call makes that descriptor non-blocking. Acknowledge each
+        event before its object, or this context, is destroyed. The software device does not repeat an event that waits
+        already.
+
+        :returns: the event; None where no event waits.
         """
         self._enter()
         try:

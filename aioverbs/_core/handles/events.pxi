@@ -2,7 +2,7 @@
 
 cdef object _event_types = {int(event_type): event_type for event_type in EventType}
 
-# The handle that an event is about, by its type; what stands in neither is about the device.
+# Class of the handle that an event is about, by the event's type. Other events are about a port or the device.
 cdef object _element_kinds = {
     int(EventType.CQ_ERR): CompletionQueue,
     int(EventType.QP_FATAL): QueuePair,
@@ -31,14 +31,14 @@ cdef object _port_events = frozenset(
 
 
 cdef class AsyncEvent:
-    """An asynchronous event that was taken: ``struct ibv_async_event``, from ``ibv_get_async_event``.
+    """Asynchronous event: ``struct ibv_async_event``, taken by ``ibv_get_async_event``.
 
-    It keeps what it is about from being destroyed until it is acknowledged. One that is forgotten acknowledges itself,
-    with a ResourceWarning.
+    Until the event is acknowledged, its object cannot be destroyed. An event that is dropped acknowledges itself, with
+    a ResourceWarning.
 
-    `event_type` is an `EventType`. `element` is the queue pair, completion queue or shared receive queue, `port_num`
-    the port; the other is None, and so are both where the event is about the device, or about an object that was not
-    made here.
+    `event_type` is an `EventType`. `element` is the queue pair, completion queue or shared receive queue of the event,
+    and `port_num` the number of its port. Each is None where it does not apply; both are None where the event is about
+    the device, or about an object without a handle here.
     """
 
     def __init__(self):
@@ -54,10 +54,10 @@ cdef class AsyncEvent:
         return not self._unacknowledged
 
     def ack(self):
-        """Acknowledge it, once and from any thread: ``ibv_ack_async_event``.
+        """Acknowledge the event, once and from any thread: ``ibv_ack_async_event``.
 
-        :raises ValueError: it was acknowledged before.
-        :raises ForkedProcessError: in the child of a fork; it is the parent's to acknowledge.
+        :raises ValueError: the event was acknowledged before.
+        :raises ForkedProcessError: called in the child of a fork; the event is the parent's.
         """
         if self._pinned_handle is not None and self._pinned_handle._forks != fork_count:
             raise ForkedProcessError(repr(self._pinned_handle))
@@ -81,7 +81,7 @@ cdef int _acknowledge(AsyncEvent event) except -1:
 
 
 cdef AsyncEvent _take_event(Context context):
-    cdef AsyncEvent taken = AsyncEvent.__new__(AsyncEvent)  # first: what was taken must not be lost
+    cdef AsyncEvent taken = AsyncEvent.__new__(AsyncEvent)  # created first: a taken event must not be lost
     cdef Handle held
     cdef int error
     while True:
@@ -100,13 +100,13 @@ cdef AsyncEvent _take_event(Context context):
             if <int>taken.event.event_type in _port_events:
                 taken.port_num = taken.event.element.port_num
             return taken
-        # The verb that destroys it waits for this event.
+        # The object is being destroyed: the destroying verb waits for this event.
         context.table.ack_async_event(&taken.event)
 
 
 cdef Handle _element(v.ibv_async_event *event):
-    # The context of an object is its handle, if it is ours: on a context that was adopted others may have made some.
-    # The ledger, which has handles by their address, knows, and keeps each until the verb that destroys it returned.
+    # The context field of an object is its handle, if the object has one: other code may have made objects on an
+    # adopted context. The ledger holds handles by address, and keeps each alive until its destroying verb has returned.
     kind = _element_kinds.get(<int>event.event_type)
     if kind is None:
         return None

@@ -1,4 +1,4 @@
-# What other extensions of the core build on: handles and their pointers.
+# Handles and their pointers, for the other extensions of the core.
 
 from cpython.object cimport PyObject
 from libc.stdint cimport uint8_t, uint16_t, uint32_t, uint64_t
@@ -35,14 +35,14 @@ cdef extern from "handles/handle_gate.h":
 
 
 cdef class Affinity:
-    cdef void *_thread                  # of its owner, remembered; NULL: of no thread
-    cdef readonly object loop           # of its owner, or None
+    cdef void *_thread                  # struct affinity_thread of the owner, with a reference; NULL: any thread
+    cdef readonly object loop           # event loop of the owner; None for none
     cdef readonly str thread_name
-    cdef object _run                    # the run of the loop that was seen last, see handles/running_loop.h
-    cdef uint64_t _version              # of the thread's dictionary then; 0: not known
-    cdef PyObject *_verb                # a str under way, where `_inside`: the caller's
-    cdef int _inside                    # affinity_claim
-    cdef uint32_t _forks                # fork_count when it was made
+    cdef object _run                    # loop run that was seen last, see handles/running_loop.h
+    cdef uint64_t _version              # version of the thread's dictionary then; 0: unknown
+    cdef PyObject *_verb                # name of the verb in flight, a str that the caller keeps; valid while `_inside`
+    cdef int _inside                    # 1 while a verb is in flight, see affinity_claim
+    cdef uint32_t _forks                # fork_count when the affinity was created
 
     @staticmethod
     cdef uint32_t _fork_count() noexcept    # fork_count, for other modules
@@ -57,16 +57,16 @@ cdef class Affinity:
 
 
 cdef class Handle:
-    cdef int _gate                      # handles/handle_gate.h
-    cdef int _constructor_gate          # a gate, too: the constructor closes it
-    cdef int _async_events              # taken and not acknowledged, counted by the functions of handles/handle_gate.h
-    cdef uint32_t _forks                # fork_count when it was made
-    cdef str _label                     # for repr, which must not look at the object itself
+    cdef int _gate                      # calls in flight and open children, see handles/handle_gate.h
+    cdef int _constructor_gate          # a gate that the constructor closes
+    cdef int _async_events              # events taken and not acknowledged, counted by the functions of handle_gate.h
+    cdef uint32_t _forks                # fork_count when the handle was created
+    cdef str _label                     # text for repr, which must not read the object itself
     cdef readonly Context context
-    cdef readonly Affinity affinity     # who may call its verbs; None: anyone
-    cdef void **_lender_slot            # where its lender has the pointer, until it closes it; NULL: it is ours
-    cdef void *_lent_pointer            # that pointer
-    cdef object _lender                 # the lender: the slot is inside of it
+    cdef readonly Affinity affinity     # owner that may call the object's verbs; None: any thread
+    cdef void **_lender_slot            # address of the lender's pointer to the object; NULL: not borrowed
+    cdef void *_lent_pointer            # value of that pointer when it was borrowed
+    cdef object _lender                 # the lender's object, which contains the slot
     cdef object __weakref__
 
     cdef str _name(self)
@@ -102,9 +102,9 @@ cdef class Context(Handle):
     cdef readonly int async_fd
     cdef readonly int num_comp_vectors
     cdef readonly bint software
-    cdef bint _nonblocking              # async_fd was set so
-    cdef object _attributes             # None: not asked for yet
-    cdef dict _ports                    # likewise, by number
+    cdef bint _nonblocking              # whether async_fd was made non-blocking
+    cdef object _attributes             # cached device attributes; None: not queried
+    cdef dict _ports                    # cached port attributes by port number
 
     cdef str _unreachable_reason(self)
 
@@ -114,14 +114,14 @@ cdef class AsyncEvent:
     cdef readonly object event_type
     cdef readonly Handle element
     cdef readonly object port_num
-    cdef Handle _pinned_handle          # the element, else the context: it does not go before the acknowledgement
+    cdef Handle _pinned_handle          # element, or context: not destroyed before the acknowledgement
     cdef int _unacknowledged            # 1 or 0, changed by the functions of handles/handle_gate.h
 
 
 cdef class ProtectionDomain(Handle):
     cdef ibv_pd *pointer
-    cdef bint _shared                   # memory of other instances serves here, too
-    cdef public object lease            # None, or what import_pd says; to be set before anyone else has the domain
+    cdef bint _shared                   # whether memory of other instances may be used here, too
+    cdef public object lease            # argument of import_pd, or None; set before other code has the domain
 
     cdef object _take_cause(self)
 
@@ -165,7 +165,7 @@ cdef class CompletionQueue(Handle):
     cdef readonly CompletionChannel channel
     cdef readonly ProtectionDomain parent_domain
     cdef int _unacknowledged            # events taken, counted by the functions of handles/handle_gate.h
-    cdef int _resizing                  # calls under way, counted likewise
+    cdef int _resizing                  # number of resize calls in flight, counted likewise
 
 
 cdef class SharedReceiveQueue(Handle):
@@ -178,8 +178,8 @@ cdef class SharedReceiveQueue(Handle):
 cdef class QueuePair(Handle):
     cdef ibv_qp *pointer
     cdef int _type
-    cdef int _state                     # that it was last moved to, or is known to be in
-    cdef int _max_rd_atomic             # that it was last given; it has one in RTS
+    cdef int _state                     # state that the queue pair was last moved to, or is known to be in
+    cdef int _max_rd_atomic             # max_rd_atomic that was last set; valid in RTS
     cdef readonly object qp_type
     cdef readonly ProtectionDomain pd
     cdef readonly CompletionQueue send_cq
@@ -187,8 +187,8 @@ cdef class QueuePair(Handle):
     cdef readonly SharedReceiveQueue srq
     cdef readonly XrcDomain xrc_domain
     cdef readonly object capabilities
-    cdef object _pending_change         # a weak reference to the one that suspends the gate; None: there is none
-    cdef list _resume_callbacks         # (loop, callback) of those that met it
+    cdef object _pending_change         # weak reference to the Modification that suspends the gate; None for none
+    cdef list _resume_callbacks         # (loop, callback) to call after that modification
 
     cdef int _call_when_resumed(self, loop, callback) except -1
     cdef int _notify_resumed(self) except -1

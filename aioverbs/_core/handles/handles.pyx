@@ -1,21 +1,30 @@
 # cython: language_level=3, freethreading_compatible=True, embedsignature=False
-"""Thin handles over verbs objects, for any provider.
+"""Thin handles of verbs objects, for any provider.
 
-A handle is one object of the verbs: its constructor creates it, `destroy` destroys it, methods are verbs. Nothing
-here sleeps, and no policy lives here. What it does guarantee is the lifetime of everything: a closed handle raises, a
-parent with open children is refused before the verb, a buffer stays where it is as long as it is registered, and a
-handle that was made before a fork is closed in the child. Addresses given as numbers are the caller's to keep good.
-Some handles stand for what somebody else made and lends: they call no verb at their end. Once the lender closed it,
-they and, where it was the context, all handles of that only come to their end.
+A handle is one object of libibverbs: the constructor creates the object, `destroy` destroys it, and methods are verbs.
+No call sleeps, and no policy is here. Handles guarantee lifetimes: a closed handle raises, a parent with open children
+refuses to be destroyed before the verb is called, a buffer stays in place while it is registered, and a handle that was
+created before a fork is closed in the child. The caller keeps memory valid that is given by address.
 
-Every method of a handle, and every constructor for what it is given, raises `ClosedResourceError` where the handle is
-closed, `BorrowedObjectClosedError` where what was lent is, and `ForkedProcessError` in the child of a fork. Where a verb
-is called, `VerbsError` has its name and errno (EIO for nearly all of them once the software device is lost), and
-`ConcurrentAccessError` tells of another call inside of an object that takes no locks. In each of these cases nothing
-was done. Docstrings say what is particular.
+Some handles borrow an object that other code created and lends: such a handle calls no verb when it is destroyed. After
+the lender has closed the object, the handle, and for a context all handles made from it, can only be destroyed.
 
-An open handle is in the ledger, which keeps it alive: forgetting one leaks it, visibly (`open_handles`), and never
-destroys an object that the hardware still works with.
+Every method, and every constructor for its arguments, raises:
+
+:raises ClosedResourceError: the handle is closed.
+:raises BorrowedObjectClosedError: the lender has closed the object.
+:raises ForkedProcessError: the handle belongs to the parent process.
+
+Methods that call a verb also raise:
+
+:raises VerbsError: the verb failed; the error has the verb's name and errno (EIO for nearly all verbs after the
+    software device is lost).
+:raises ConcurrentAccessError: another call is inside an object that takes no locks.
+
+In each of these cases nothing was done. Docstrings name further errors only.
+
+The ledger refers to every open handle and keeps it alive: dropping a handle leaks it visibly (see `open_handles`), and
+never destroys an object that the hardware still uses.
 """
 
 import contextlib
@@ -111,25 +120,25 @@ cdef extern from "handles/running_loop.h":
 
 # ---------------------------------------------------------------------------------------------------- the ledger
 
-# Open handles by their id, in the order of their making. Changed by single dict operations, which are atomic with and
-# without a GIL.
+# Open handles by id, in the order of their creation. The ledger changes by single dict operations, which are atomic
+# with and without a GIL.
 _ledger = {}
 _inherited = []
 
 
 def is_optimized():
-    """Whether the compiler optimized this extension: CFLAGS that are set take the place of Python's own."""
+    """Return whether this extension was compiled with optimization: a CFLAGS variable replaces Python's own flags."""
     return <bint>AIOVERBS_OPTIMIZED
 
 
 def open_handles():
-    """The handles of this process that are open, oldest first."""
+    """Return the open handles of this process, oldest first."""
     return list(_ledger.values())
 
 
 def _forget_inherited():
-    # In the child of a fork: the objects are the parent's. The handles are kept, since finalising one is not for the
-    # child to do either, but they are not the child's leaks.
+    # Called in the child of a fork: the objects are the parent's. The child keeps the handles alive, since finalizing
+    # them would destroy the parent's objects, but does not count them as leaks of its own.
     _inherited.extend(_ledger.values())
     _ledger.clear()
 
@@ -142,9 +151,9 @@ os.register_at_fork(after_in_child=_forget_inherited)
 # ------------------------------------------------------------------------------------------------------- handles
 
 cdef class Handle:
-    """One verbs object.
+    """Handle of one verbs object.
 
-    The gate counts the calls under way and the open children; a handle is destroyed only when both are none.
+    The gate counts calls in flight and open children; a handle is destroyed only when both are 0.
     """
 
     def __cinit__(self, *_, **__):
@@ -153,21 +162,21 @@ cdef class Handle:
 
     @property
     def closed(self):
-        """Whether it was destroyed, or belongs to the process that this one was forked from."""
+        """Whether the object was destroyed, or belongs to the process that this one was forked from."""
         return gate_holders(&self._gate) == GATE_CLOSED or self._is_inherited()
 
     cdef bint _is_inherited(self) noexcept:
-        # Whether it belongs to the process that this one was forked from.
+        # Whether the handle belongs to the process that this one was forked from.
         return self._forks != fork_count
 
     cdef int _begin(self) except -1:
-        # Each constructor begins here: one that ran twice would lose the object that it made first.
+        # Each constructor begins here: a second call of __init__ would lose the first object.
         if not gate_close(&self._constructor_gate):
             raise RuntimeError(f"{self!r} was made before: a handle is one object, once")
         return 0
 
     cdef int _enter(self) except -1:
-        # Every use passes here; each success is followed by one _leave.
+        # Begin a use that is not a verb call; pair each success with one _leave.
         self._enter_memory()
         if not _is_open_at_lender(self):
             self._leave()
@@ -175,7 +184,8 @@ cdef class Handle:
         return 0
 
     cdef int _enter_memory(self) except -1:
-        # The same for what asks nothing of the provider: the object's memory is there, whatever its lender did.
+        # The same for a use that does not involve the provider: the object's memory is valid, even if its lender has
+        # closed it.
         if self._forks != fork_count:
             raise ForkedProcessError(repr(self))
         if not gate_enter(&self._gate):
@@ -186,7 +196,7 @@ cdef class Handle:
         gate_leave(&self._gate)
 
     cdef object _entry_error(self):
-        # For who is not let in.
+        # The error for a caller that cannot enter the gate.
         if gate_holders(&self._gate) == GATE_CLOSED:
             return ClosedResourceError(f"{self!r} is closed")
         return BusyResourceError(f"{self!r} is in a verb that another thread waits for: await what moves it first")
@@ -194,10 +204,10 @@ cdef class Handle:
     def __repr__(self):
         return f"<{self._name()}{' (closed)' if self.closed else ''}>"
 
-    # Verbs on the object pass here instead, by their names; each success is followed by one _unuse. Who is not let in
-    # leaves no trace: its owner may destroy the object meanwhile.
+    # Begin a verb on the object, named by `verb`; pair each success with one _unuse. A refused call leaves no trace:
+    # the object's owner may be destroying the object.
     cdef int _use(self, str verb) except -1:
-        # The way of nearly every call first: its owner's, in the run of the loop that was seen last, with what is ours.
+        # Fast path of nearly every call: by the owner, in the loop run seen last, on objects that are not borrowed.
         if (
             self._forks == fork_count and self.affinity is not None
             and _is_unchanged_owner(self.affinity._thread, self.affinity._inside, self.affinity._version)
@@ -229,7 +239,7 @@ cdef class Handle:
         if self.affinity is not None:
             self.affinity._leave()
 
-    # A constructor's verb, on behalf of those that it belongs to; each success is followed by one _leave_owner.
+    # Begin the verb of a constructor on behalf of the affinity; pair each success with one _leave_owner.
     cdef int _enter_owner(self, Affinity affinity, str verb) except -1:
         self.affinity = affinity
         if affinity is not None:
@@ -246,8 +256,8 @@ cdef class Handle:
         return f"{type(self).__name__}{label}{device}"
 
     cdef int _opened(self, str label) except -1:
-        # The last step of each constructor, which cannot fail any more after it. Whatever fails between the verb and
-        # here (a signal handler may raise, memory may run out) makes the constructor destroy what the verb made.
+        # The last step of each constructor, which cannot fail afterwards. A failure between the verb and this step (a
+        # signal handler that raises, memory that runs out) makes the constructor destroy the new object.
         self._label = label
         _ledger[id(self)] = self
         gate_reopen(&self._gate)
@@ -257,43 +267,45 @@ cdef class Handle:
         if not error:
             return 0
         if error < 0:
-            error = -error                      # some providers have it so
+            error = -error                      # some providers return it so
         if error == EBUSY and self._refuses_overlap() and self.context is not None and self.context.software:
-            # The software device answers so only to calls that overlap: children were counted before the verb.
+            # The software device returns EBUSY only for overlapping calls: children were counted before the verb.
             raise ConcurrentAccessError(
                 f"{verb} on <{self._name()}>: another call is inside of it or its thread domain; this one was refused"
             )
         raise VerbsError(verb, error)
 
     cdef object _verb_error(self, str verb, int error, object cause):
-        # What is raised for a verb that may have asked an allocator, and failed: its error, by what the allocator
-        # raised, if anything. What is no Exception, as a KeyboardInterrupt, only came by there, and goes on as itself.
+        # Build the error of a verb that may have called an allocator: the verb's error, caused by the allocator's
+        # exception if there is one. An exception that is no Exception, such as KeyboardInterrupt, is returned itself.
         if cause is not None and not isinstance(cause, Exception):
             return cause
         failure = VerbsError(verb, error)
         failure.__cause__ = cause
         return failure
 
-    # ---- What is lent
+    # ---- Borrowed objects
 
     cdef int _borrow(self, capsule, const char *name, owner) except -1:
-        # The lender's own pointer is looked at on every use: it is how the lender's end is seen, which nobody tells.
+        # Each use compares the lender's own pointer: no other sign tells that the lender has closed the object.
         self._lender_slot = <void **>PyCapsule_GetPointer(capsule, name)
         self._lent_pointer = self._lender_slot[0]
         self._lender = owner
         return 0
 
     cdef int _drop_after_lender(self) except -1:
-        # Its end where the lender was first: in the kernel it is gone, and the provider cannot be asked any more.
+        # Destroy the handle after the lender closed the object: the kernel object is gone, and the provider cannot be
+        # called.
         return 0
 
     cdef str _dependants(self):
-        # What keeps the object, where the destroying verb answers EBUSY and no overlapping call can be meant.
+        # Text that names what keeps the object, where the destroying verb returns EBUSY for another reason than an
+        # overlap.
         return None
 
     cdef bint _refuses_overlap(self) noexcept:
-        # Whether calls on it may meet inside of it or its thread domain, which the software device refuses with EBUSY:
-        # so it is with queues. Of all else EBUSY says that something refers to it.
+        # Whether calls on the object can overlap inside it or its thread domain, which the software device refuses with
+        # EBUSY: true for queues. For other objects EBUSY means that something still refers to the object.
         return False
 
     cdef int _destroy_verb(self) except? -1:
@@ -306,20 +318,21 @@ cdef class Handle:
         pass
 
     cdef str _users(self):
-        # Each event holds the gate: the verb would wait for it, for ever where nobody acknowledges.
+        # Each event holds the gate: the destroying verb would wait for its acknowledgement, possibly for ever.
         if self._async_events:
             return f"{self._async_events} of its asynchronous events were not acknowledged"
         return f"{gate_holders(&self._gate)} open objects or calls use it"
 
     def destroy(self):
-        """Destroy the object. Nothing happens where that was done already, or where it belongs to another process.
+        """Destroy the object. Do nothing where it was destroyed before, or belongs to another process.
 
-        It never waits for an acknowledgement: an event that was taken and not acknowledged is a user of the object.
+        The call never waits for an acknowledgement: an event that was taken and not acknowledged is a user of the
+        object.
 
-        :raises BusyResourceError: something made from it is open, a call is under way, or an event of it was not
-            acknowledged; nothing was done.
+        :raises BusyResourceError: a child object is open, a call is in flight, or an event was not acknowledged;
+            nothing was done.
         :raises VerbsError: the verb failed; the object is still open.
-        :raises AffinityError: it belongs to another thread or event loop; nothing was done.
+        :raises AffinityError: the object belongs to another thread or event loop; nothing was done.
         """
         if self.closed:
             return
@@ -358,7 +371,7 @@ cdef class Handle:
 
 
 cdef inline bint _is_open_at_lender(Handle handle) noexcept:
-    # Neither it nor its context was closed by who lent it.
+    # Whether neither the object nor its context was closed by a lender.
     cdef Context context = handle.context
     return (handle._lender_slot == NULL or handle._lender_slot[0] == handle._lent_pointer) and (
         context is None or context._lender_slot == NULL or context._lender_slot[0] == context._lent_pointer
@@ -366,8 +379,9 @@ cdef inline bint _is_open_at_lender(Handle handle) noexcept:
 
 
 cdef Affinity _common_owner(tuple handles, Affinity affinity):
-    # What is made of several handles belongs to the first one's owner among them; those without one are anyone's. Two
-    # domains of one loop have one owner: it alone is ever inside of either.
+    # Return the owner of an object made from several handles: the owner of the first of them that has one. Handles
+    # without an owner may be used by any thread. Two domains of one loop have the same owner, which alone is ever
+    # inside either.
     cdef Affinity other
     for handle in handles:
         other = (<Handle>handle).affinity if handle is not None else None
@@ -398,7 +412,7 @@ cdef void _leave_all(list handles):
         (<Handle>handle)._leave()
 
 
-# One extension, since handles use each other's insides; a file per kind of object.
+# One extension, since handles use each other's private fields; one file per kind of object.
 include "affinity.pxi"
 include "context.pxi"
 include "events.pxi"

@@ -1,8 +1,9 @@
 # Part of handles.pyx: protection domains and memory regions.
 
 cdef class ProtectionDomain(Handle):
-    """A protection domain: ``ibv_alloc_pd``. A parent domain is one, too.
+    """Protection domain: ``ibv_alloc_pd``. A parent domain is a protection domain, too.
 
+    :param context: the device.
     :raises VerbsError: with ENOMEM.
     """
 
@@ -31,13 +32,13 @@ cdef class ProtectionDomain(Handle):
         cdef int error = 0
         cdef bint last
         if self._lender_slot != NULL:
-            return 0                            # it is lent
+            return 0                            # borrowed
         last = self.lease is None or self.lease.is_last()
         if last:
             with nogil:
                 error = self.context.table.dealloc_pd(self.pointer)
-        # Of those that a process made which died, the kernel knows only, until the device's last descriptor is closed.
-        # Until then the domain stays as well; here is nothing left to be done.
+        # Objects that a killed process left in the domain stay known to the kernel until the device's last descriptor
+        # is closed. The kernel's domain stays until then, too, and nothing is left to do here.
         if not last or (self.lease is not None and abs(error) == EBUSY):
             with nogil:
                 self.context.table.unimport_pd(self.pointer)
@@ -51,7 +52,7 @@ cdef class ProtectionDomain(Handle):
 
     @property
     def handle(self):
-        """The number by which the kernel knows it, for `import_pd`."""
+        """Number of the domain in the kernel, for `import_pd`."""
         self._enter()
         try:
             return self.pointer.handle
@@ -60,13 +61,14 @@ cdef class ProtectionDomain(Handle):
 
     @staticmethod
     def import_pd(Context context not None, uint32_t handle, lease):
-        """Open a further instance of a protection domain of the same descriptor: ``ibv_import_pd``.
+        """Open another instance of a protection domain over the same command descriptor: ``ibv_import_pd``.
 
-        :param context: a context over the descriptor of the one that has it, or that one.
+        :param context: a context over the descriptor of the domain's context, or that context.
         :param handle: the domain's `handle` there.
-        :param lease: this instance's part in the domain, from here on. ``is_last()`` tells whether no other instance
-            is left, which is to deallocate it; the others unimport it. ``leave(last, failed)`` is called afterwards.
-        :raises VerbsError: with EOPNOTSUPP where the provider has no such instances.
+        :param lease: this instance's share of the domain. ``is_last()`` returns whether no other instance is left, so
+            that this one deallocates the domain; other instances unimport it. ``leave(last, failed)`` is called
+            afterwards.
+        :raises VerbsError: with EOPNOTSUPP where the provider does not support it.
         """
         cdef int error = 0
         cdef ProtectionDomain self = ProtectionDomain.__new__(ProtectionDomain)
@@ -91,11 +93,12 @@ cdef class ProtectionDomain(Handle):
 
     @staticmethod
     def adopt(Context context not None, capsule, owner):
-        """Use a protection domain that somebody else made, and destroys after the handle.
+        """Use a protection domain that other code created, and destroys after the handle.
 
-        :param capsule: a capsule "ibv_pd *", from `pyverbs_bridge`: where the pointer stands while it is open.
-        :param owner: what keeps that place.
-        :raises ValueError: it is of another context.
+        :param context: the handle of the domain's context.
+        :param capsule: capsule "ibv_pd *" from `pyverbs_bridge`: the address of the lender's pointer.
+        :param owner: object that contains that pointer.
+        :raises ValueError: the domain belongs to another context.
         """
         cdef ProtectionDomain self = ProtectionDomain.__new__(ProtectionDomain)
         self._begin()
@@ -113,22 +116,22 @@ cdef class ProtectionDomain(Handle):
         return self
 
     cdef object _take_cause(self):
-        # What a Python allocator raised while the verb that just failed was under way.
+        # Return and clear the exception that a Python allocator raised during the verb that just failed.
         return None
 
 
 cdef class MemoryRegion(Handle):
-    """A memory region: ``ibv_reg_mr``.
+    """Memory region: ``ibv_reg_mr``.
 
-    :param pd: the protection domain; with a parent domain, the region belongs to its base just the same.
-    :param memory: an object with the buffer protocol, which stays exported until `destroy`, or ``(address, length)``
-        of memory that the caller keeps.
-    :param access: what may be done to it. Writing from afar implies ``LOCAL_WRITE``, as the verbs demand it; with
-        ``MW_BIND``, memory windows may be bound to it, and keep it from being destroyed.
-    :raises TypeError: `memory` is neither.
-    :raises ValueError: there is nothing to register, or ``LOCAL_WRITE`` is missing.
-    :raises VerbsError: with EFAULT where there is no such memory or it may not be written, with EOPNOTSUPP for access
-        that the device does not have (``ON_DEMAND``, ``ZERO_BASED`` on the software device).
+    :param pd: the protection domain; with a parent domain, the region belongs to its base all the same.
+    :param memory: an object with the buffer protocol, which stays exported until `destroy`, or a tuple ``(address,
+        length)`` of memory that the caller keeps valid.
+    :param access: `AccessFlags`. Remote writes and atomics require ``LOCAL_WRITE``, as the verbs do. With ``MW_BIND``
+        memory windows may be bound to the region; a bound window keeps the region from being destroyed.
+    :raises TypeError: `memory` is of another type.
+    :raises ValueError: `memory` has no bytes, or ``LOCAL_WRITE`` is missing.
+    :raises VerbsError: with EFAULT where the memory does not exist or may not be written; with EOPNOTSUPP for access
+        that the device does not support (``ON_DEMAND``, ``ZERO_BASED`` on the software device).
     """
 
     def __init__(self, ProtectionDomain pd not None, memory, access=AccessFlags.LOCAL_WRITE):
@@ -169,12 +172,12 @@ cdef class MemoryRegion(Handle):
 
     @staticmethod
     def adopt(ProtectionDomain pd not None, capsule, owner):
-        """Use a memory region that somebody else registered, and deregisters after the handle was destroyed.
+        """Use a memory region that other code registered, and deregisters after the handle is destroyed.
 
-        :param pd: its protection domain.
-        :param capsule: a capsule "ibv_mr *", from `pyverbs_bridge`: where the pointer stands while it is open.
-        :param owner: what keeps that place.
-        :raises ValueError: it is of another protection domain.
+        :param pd: handle of the region's protection domain.
+        :param capsule: capsule "ibv_mr *" from `pyverbs_bridge`: the address of the lender's pointer.
+        :param owner: object that contains that pointer.
+        :raises ValueError: the region belongs to another protection domain.
         """
         cdef MemoryRegion self = MemoryRegion.__new__(MemoryRegion)
         cdef ibv_pd *lender_pd
@@ -185,7 +188,7 @@ cdef class MemoryRegion(Handle):
         try:
             self._borrow(capsule, "ibv_mr *", owner)
             self.pointer = <ibv_mr *>self._lent_pointer
-            # A parent domain of the lender's has its base's handle, and its regions are the base's.
+            # A parent domain of the lender has the handle number of its base, and its regions belong to the base.
             lender_pd = self.pointer.pd
             if lender_pd == NULL or lender_pd.context != pd.pointer.context or lender_pd.handle != pd.pointer.handle:
                 raise ValueError(f"{owner!r} is of another protection domain than {pd!r}")
@@ -219,22 +222,22 @@ cdef class MemoryRegion(Handle):
 
     @property
     def address(self):
-        """The address of the first byte."""
+        """Address of the first byte."""
         return self._read(0)
 
     @property
     def length(self):
-        """The size in bytes."""
+        """Length in bytes."""
         return self._read(1)
 
     @property
     def lkey(self):
-        """The key for this side's scatter/gather entries."""
+        """Local key, for scatter/gather entries of this side."""
         return self._read(2)
 
     @property
     def rkey(self):
-        """The key that a peer needs."""
+        """Remote key, which a peer needs."""
         return self._read(3)
 
     def _read(self, int field):
@@ -250,10 +253,11 @@ cdef class MemoryRegion(Handle):
 
 
 def span(memory):
-    """Where the bytes of an object with the buffer protocol are, as long as somebody exports them.
+    """Return the address and length in bytes of an object with the buffer protocol. Valid while a buffer stays
+    exported.
 
-    :return: the address of the first one, and how many they are.
-    :raises BufferError: they are not contiguous.
+    :param memory: the object.
+    :raises BufferError: the memory is not contiguous.
     """
     cdef Py_buffer buffer
     PyObject_GetBuffer(memory, &buffer, PyBUF_SIMPLE)

@@ -228,8 +228,7 @@ cdef class QueuePair(Handle):
 
     cdef bint _end_modification(self) except -1:
         # For who closes it: end what its owner need not end any more, as the verb is over, or cannot, as its loop is
-        # closed and will not have the verb called.
-        # False: it is not over.
+        # closed and will not have the verb called. False: it is not over.
         cdef Modification change = self._pending_change() if self._pending_change is not None else None
         if change is not None and change._may_be_ended():
             change._resume()

@@ -1,17 +1,19 @@
 # Part of handles.pyx: shared receive queues.
 
 cdef class SharedReceiveQueue(Handle):
-    """A shared receive queue: ``ibv_create_srq``, or ``ibv_create_srq_ex`` for one that XRC queue pairs reach.
+    """Shared receive queue: ``ibv_create_srq``, or ``ibv_create_srq_ex`` for a queue that XRC queue pairs use.
 
-    :param pd: a protection domain, or a parent domain that it takes locks and memory from.
-    :param max_wr: how many receives it holds at least; `query` tells how many it does.
-    :param max_sge: how many entries a receive's list may have.
+    :param pd: protection domain, or a parent domain that provides locks and memory.
+    :param max_wr: minimum number of receives; `query` has the actual one.
+    :param max_sge: number of scatter/gather entries of a receive.
     :param limit: raise ``EventType.SRQ_LIMIT_REACHED``, once, when fewer receives are left; 0 for never.
-    :param xrc_domain: the XRC domain whose queue pairs fill it; with it goes `cq`.
-    :param cq: where its receives complete. Those of other queues complete where their queue pair says.
-    :raises ValueError: of `xrc_domain` and `cq` one is missing, or a part is of another context.
-    :raises VerbsError: with EINVAL where the device has no queue of that size, or `limit` is more than it holds; with
-        what a parent domain's allocator led to (what it raised is the cause).
+    :param xrc_domain: XRC domain whose queue pairs use the queue; requires `cq`.
+    :param cq: completion queue of the receives of an XRC queue. Receives of other queues complete in the queue pair's
+        CQ.
+    :param affinity: owner of the queue; None: the owner of the other arguments, or any thread.
+    :raises ValueError: only one of `xrc_domain` and `cq` is given, or an argument belongs to another context.
+    :raises VerbsError: with EINVAL where the device has no queue of that size, or `limit` exceeds it; with the failure
+        of a parent domain's allocator, whose exception is the cause.
     """
 
     def __init__(
@@ -54,12 +56,12 @@ cdef class SharedReceiveQueue(Handle):
                 error = self._create_basic(pd, max_wr, max_sge)
             if not self.pointer:
                 raise self._verb_error(verb, error, pd._take_cause())
-            if limit:                   # to create a queue with one is not for every provider
+            if limit:                   # not every provider takes a limit at creation
                 self._modify(v.IBV_SRQ_LIMIT, 0, limit)
             self._opened("")
         except BaseException:
             if self.pointer and self._destroy_verb():
-                self._opened("")        # it is there and cannot go yet: an open handle, for who looks for those
+                self._opened("")        # the queue cannot be destroyed yet: an open handle, visible in the ledger
             else:
                 _leave_all(held)
             raise
@@ -117,9 +119,9 @@ cdef class SharedReceiveQueue(Handle):
 
     @property
     def number(self):
-        """Its number, which XRC peers need: ``ibv_get_srq_num``.
+        """Number of the queue, which XRC peers need: ``ibv_get_srq_num``.
 
-        :raises VerbsError: with EINVAL where it is not for XRC.
+        :raises VerbsError: with EINVAL where the queue is not for XRC.
         """
         cdef uint32_t number = 0
         cdef int error
@@ -132,13 +134,14 @@ cdef class SharedReceiveQueue(Handle):
         return number
 
     def modify(self, max_wr=None, limit=None):
-        """Change its size, or arm its limit; what is given makes up the mask: ``ibv_modify_srq``.
+        """Resize the queue, or arm its limit; the given arguments form the mask: ``ibv_modify_srq``.
 
-        :param max_wr: how many receives it holds at least from here on. Those that are in it stay.
-        :param limit: raise ``EventType.SRQ_LIMIT_REACHED``, once, when fewer receives are left; 0 for never.
-        :raises VerbsError: with EINVAL where more receives are in it, or completed and not polled, than `max_wr`, or
-            `limit` is more than it holds; with what a parent domain's allocator led to (what it raised is the cause).
-            The queue is as it was.
+        :param max_wr: new minimum number of receives; receives in the queue stay. None: unchanged.
+        :param limit: raise ``EventType.SRQ_LIMIT_REACHED``, once, when fewer receives are left; 0 for never. None:
+            unchanged.
+        :raises VerbsError: with EINVAL where more receives than `max_wr` are in the queue, or completed and not polled,
+            or where `limit` exceeds the queue; with the failure of a parent domain's allocator, whose exception is the
+            cause. The queue is unchanged.
         """
         cdef int mask = 0
         if max_wr is not None:
@@ -166,7 +169,7 @@ cdef class SharedReceiveQueue(Handle):
         self._check("ibv_modify_srq", error)
 
     def query(self):
-        """Its size and its limit, a `SrqAttributes`: ``ibv_query_srq``."""
+        """Query the size and the limit, a `SrqAttributes`: ``ibv_query_srq``."""
         cdef v.ibv_srq_attr attr
         cdef int error
         memset(&attr, 0, sizeof(attr))

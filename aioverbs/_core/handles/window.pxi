@@ -1,13 +1,14 @@
 # Part of handles.pyx: memory windows.
 
 cdef class MemoryWindow(Handle):
-    """A memory window: ``ibv_alloc_mw``. A work queue binds it.
+    """Memory window: ``ibv_alloc_mw``. A work queue binds it.
 
-    :param mw_type: a `MwType`. A window of type 1 is bound and unbound by a verb of its own. One of type 2 is bound by
-        a work request, used through that queue pair alone, and unbound by invalidating its key (``LOCAL_INV`` here,
-        ``SEND_WITH_INV`` from the peer). Destroying a window of either type unbinds it, too: ``ibv_dealloc_mw``.
+    :param pd: the protection domain.
+    :param mw_type: a `MwType`. A type 1 window is bound and unbound by a verb of its own. A type 2 window is bound by a
+        work request, usable through that queue pair only, and unbound by invalidating its key (``LOCAL_INV`` here,
+        ``SEND_WITH_INV`` by the peer). Destroying a window of either type unbinds it (``ibv_dealloc_mw``).
     :raises ValueError: there is no such type.
-    :raises VerbsError: with ENOMEM, or with EOPNOTSUPP where the provider has none.
+    :raises VerbsError: with ENOMEM; with EOPNOTSUPP where the provider has no memory windows.
     """
 
     def __init__(self, ProtectionDomain pd not None, mw_type):
@@ -44,7 +45,7 @@ cdef class MemoryWindow(Handle):
 
     @property
     def rkey(self):
-        """The key that a peer needs; it changes with each binding."""
+        """Remote key, which a peer needs; changes with each binding."""
         self._enter()
         try:
             return self.pointer.rkey

@@ -1,19 +1,21 @@
-# Part of handles.pyx: XRC domains. They are `domains.XrcDomain` to their users; queue pairs and shared receive
-# queues, which stand below that module, need their insides.
+# Part of handles.pyx: XRC domains. Exported as `parent_domain.XrcDomain`; queue pairs and shared receive queues, in the
+# layer below that module, use its private fields.
 
 cdef class XrcDomain(Handle):
-    """An XRC domain: ``ibv_open_xrcd``.
+    """XRC domain: ``ibv_open_xrcd``.
 
-    :param fd: a file whose inode it is associated with, or -1 for none. All that name one inode open one domain, in
-        whichever process.
-    :param oflag: ``os.O_CREAT`` makes the domain where there is none yet, with ``os.O_EXCL`` only there.
-    :raises VerbsError: with EINVAL where the domain is there and ``os.O_EXCL`` was given, or for other flags, or for no
-        file without ``os.O_CREAT``; with EAGAIN where the domain is not there and ``os.O_CREAT`` was not given; with
-        EBADF where `fd` is no open file; with EOPNOTSUPP where the provider has none; with ETIMEDOUT where another
-        process of the software device stands still, or a stranger locks what only they should, for ten seconds.
+    `destroy` is ``ibv_close_xrcd``, which fails while a queue pair or a shared receive queue made with this handle
+    exists. The domain ends with its last handle.
 
-    `destroy` is ``ibv_close_xrcd``: busy while a queue pair or a shared receive queue was made with this handle. The
-    domain goes with its last handle.
+    :param context: the device.
+    :param fd: file descriptor whose inode identifies the domain, in all processes that open a file of that inode; -1:
+        none.
+    :param oflag: ``os.O_CREAT`` creates the domain if it does not exist; ``os.O_CREAT | os.O_EXCL`` fails if it exists.
+    :raises VerbsError: with EINVAL where the domain exists and ``os.O_EXCL`` was given, for other flags, and for no
+        file without ``os.O_CREAT``; with EAGAIN where the domain does not exist and ``os.O_CREAT`` was not given; with
+        EBADF where `fd` is no open file; with EOPNOTSUPP where the provider has no XRC domains; with ETIMEDOUT where
+        another process of the software device has stopped, or a foreign process holds the domain's lock, for ten
+        seconds.
     """
 
     def __init__(self, Context context not None, int fd=-1, int oflag=os.O_CREAT):
@@ -56,7 +58,7 @@ cdef class XrcDomain(Handle):
 
     @property
     def address(self):
-        """The address of the ``struct ibv_xrcd``."""
+        """Address of the ``struct ibv_xrcd``."""
         self._enter()
         try:
             return <uintptr_t>self.pointer

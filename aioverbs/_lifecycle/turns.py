@@ -6,7 +6,7 @@ from aioverbs._core.data_path.data_path import spend, went_round
 
 __all__ = ["LIGHT", "OPENING", "spend", "yield_to_loop"]
 
-# Cost of an await that completes without yielding to the loop, in the units of a turn: see `_core/data_path/loop_budget.h`.
+# Cost of an await that completes without yielding to the loop, in the units of `_core/data_path/loop_budget.h`.
 LIGHT = 4
 OPENING = 8
 

@@ -83,7 +83,8 @@ class ResourceDomain(InterchangeableDomain):
         self._parent = parent = ParentDomain(
             self, self._td, self.allocator, self.context, require_native=self._require_native
         )
-        lifecycle_of(parent).close_last = not owns_pd  # a given one has both this domain and its parent domain as children
+        # A given protection domain has both this domain and the parent domain as children.
+        lifecycle_of(parent).close_last = not owns_pd
         open_part_now(parent, keeps_parents=False)
         self._handle = self._parent.handle
 

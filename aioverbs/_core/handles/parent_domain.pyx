@@ -240,7 +240,9 @@ def _unfit(address, size_t size, uint64_t alignment):
 
 cdef extern from *:
     """
-    #include <errno.h> static inline void aioverbs_set_errno(int error) {
+    #include <errno.h>
+    static inline void aioverbs_set_errno(int error)
+    {
         errno = error;
     }
     """

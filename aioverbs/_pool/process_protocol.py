@@ -1,6 +1,7 @@
 """What a pool and a worker that is a process say to each other, over a socket that nobody else has."""
 
 import asyncio
+import contextlib
 import enum
 import errno
 import socket
@@ -95,6 +96,10 @@ class Link(asyncio.Protocol):
             self._received(FrameType(kind), number, payload)
         del buffer[:at]
 
+    def eof_received(self) -> None:
+        """Drop what the other end has not read: nobody reads it any more, and the transport would wait for that."""
+        self.abort()
+
     def connection_lost(self, error: Exception | None) -> None:
         """The other end is gone, or this one was closed."""
         self._transport = None
@@ -110,3 +115,25 @@ class Link(asyncio.Protocol):
         """Say no more, when what was said is sent."""
         if self._transport is not None:
             self._transport.close()
+
+    def abort(self) -> None:
+        """Say no more, and drop what was said and is not sent."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    def finish(self, sock: socket.socket) -> None:
+        """Receive what has arrived, then be lost, though a process may keep the other end open.
+
+        A socket that is shut down for reading gives what it has, and then its end, like one whose peer has closed it.
+
+        :param sock: the socket of this end.
+        """
+        transport = cast(asyncio.ReadTransport | None, self._transport)
+        if transport is None:
+            return
+        with contextlib.suppress(OSError):
+            sock.shutdown(socket.SHUT_RD)
+        # A forked child's copy of the loop may have seen the end before, and have removed the socket from the kernel
+        # object that both loops poll. This adds it again.
+        transport.pause_reading()
+        transport.resume_reading()

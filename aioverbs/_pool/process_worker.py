@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import errno
+import functools
 import itertools
 import multiprocessing.spawn
 import os
@@ -21,6 +22,7 @@ from aioverbs._durations import duration
 from aioverbs._lifecycle.affinity import Affinity
 from aioverbs._lifecycle.cross_loop import ResultSink
 from aioverbs._pool.pickled_errors import unpickled_error
+from aioverbs._pool.process_exit import ExitWatch
 from aioverbs._pool.process_main import ProcessSettings, Ready, Spawned
 from aioverbs._pool.process_protocol import FrameType, Link, send_socket
 from aioverbs._pool.supervisor import Counts, PendingCall, Supervisor, WorkerHandle
@@ -190,10 +192,14 @@ class ProcessWorker(WorkerHandle):
                 self._process = process = self._spawn(theirs, share_theirs, door_theirs)
                 self.process_id = process.pid
             link = self._link = Link(self._received)
+            # A child that the process forked before it was a worker, as its main module may, keeps the link open.
+            watch = ExitWatch(self._home, process, functools.partial(link.finish, ours))
             ours.setblocking(False)
             try:
                 await self._home.create_unix_connection(lambda: link, sock=ours)
                 until_connected.pop_all()  # it is the loop's now
+                if not self.supervisor.inherited:
+                    watch.start()
                 with anyio.move_on_after(_START_S) as starting:
                     await self._begin(share_ours, link)
                 if starting.cancelled_caught:
@@ -205,10 +211,11 @@ class ProcessWorker(WorkerHandle):
             finally:
                 # In a child of a fork the process is the parent's, and so is what the kernel watches for both.
                 if not self.supervisor.inherited:
-                    link.close()
+                    watch.close()
                     if process.poll() is None:
                         process.kill()
                     process.wait()
+                    link.abort()  # closing it would wait until the process has read what was sent
         return f"its process ended {_how(process.returncode)}"
 
     async def _begin(self, share: socket.socket, link: Link) -> None:

@@ -3,7 +3,9 @@
 import asyncio
 import concurrent.futures
 import logging
+import math
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures._base import PENDING, RUNNING
 from typing import TypeVar
@@ -24,23 +26,32 @@ class CallFuture(concurrent.futures.Future[T]):
 
     One that fails and is forgotten is an error in the log, with the logger ``aioverbs.pool``. In the child of a fork
     one that was not over before is the parent's, and nobody is told of its end.
+
+    Where the loop that opened a pool of processes is closed, or its thread has ended, the call ends when a method waits
+    for the call here or asks whether it is over; callbacks, and `concurrent.futures.wait`, do not find that out.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._withdraw: Callable[[], None] | None = None
+        self._withdraw: Callable[[], None] | None = None  # until it is over
+        self._look: Callable[[], float | None] | None = None  # likewise
         self._forks = forks.count
         self._is_asked = False
 
-    def begun(self, withdraw: Callable[[], None]) -> None:
-        """It was sent."""
-        self._withdraw = withdraw
-        if self.done():
-            self._withdraw = None
+    def begun(self, withdraw: Callable[[], None], look: Callable[[], float | None] | None) -> None:
+        """Take note that the call was sent.
+
+        :param withdraw: cancels the call where it runs.
+        :param look: ends the call where nothing tells of its end any more, and returns after how many seconds to look
+            again, None for never; None where its end is told in any case.
+        """
+        self._withdraw, self._look = withdraw, look
+        if super().done():
+            self._withdraw = self._look = None
 
     def settle(self, result: T | None, error: BaseException | None) -> None:
         """It has ended."""
-        self._withdraw = None
+        self._withdraw = self._look = None
         if isinstance(error, asyncio.CancelledError):
             super().cancel()
             self.set_running_or_notify_cancel()
@@ -65,7 +76,23 @@ class CallFuture(concurrent.futures.Future[T]):
 
     def done(self) -> bool:
         """Whether it is over."""
-        return not self._is_the_parents() and super().done()
+        if self._is_the_parents():
+            return False
+        self._look_now()
+        return super().done()
+
+    def _look_now(self) -> float | None:
+        """End the call if nothing tells of its end any more; return the seconds to the next look, None for never."""
+        return look() if (look := self._look) is not None else None
+
+    def _wait_looking(self, timeout: float | None) -> float | None:
+        """Wait as long as there is something to look for; return the timeout for the rest, None for no limit."""
+        until = time.monotonic() + timeout if timeout is not None else math.inf
+        while (look_s := self._look_now()) is not None:
+            if (left := until - time.monotonic()) <= 0:
+                return 0
+            concurrent.futures.wait([self], min(left, look_s))
+        return timeout
 
     def cancel(self) -> bool:
         """Cancel the function where it runs. It may take its time, and may end otherwise.
@@ -86,7 +113,15 @@ class CallFuture(concurrent.futures.Future[T]):
         :raises ForkedProcessError: it was started before a fork, in the parent process, and was not over.
         """
         self._check_process()
-        return await asyncio.wrap_future(self)
+        future = asyncio.wrap_future(self)
+        try:
+            while (look_s := self._look_now()) is not None and not future.done():
+                await asyncio.wait([future], timeout=look_s)
+        except asyncio.CancelledError:
+            if not future.cancel() and not future.cancelled():
+                future.exception()  # or asyncio would log that nobody asked for it
+            raise
+        return await future
 
     def result(self, timeout: float | None = None) -> T:
         """What it returned, or raise what it raised; a thread without an event loop may wait for it.
@@ -95,7 +130,7 @@ class CallFuture(concurrent.futures.Future[T]):
         """
         self._check_process()
         self._is_asked = True
-        return super().result(timeout)
+        return super().result(self._wait_looking(timeout))
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """What it raised; a thread without an event loop may wait for it.
@@ -104,9 +139,10 @@ class CallFuture(concurrent.futures.Future[T]):
         """
         self._check_process()
         self._is_asked = True
-        return super().exception(timeout)
+        return super().exception(self._wait_looking(timeout))
 
     def __del__(self) -> None:
+        self._look = None  # a finalizer looks at no worker
         if self._is_asked or not self.done() or self.cancelled():
             return
         error = super().exception()

@@ -35,6 +35,7 @@ __all__ = ["ProcessWorker", "SocketCall", "pickled_call"]
 _START_S = 60.0
 _EXIT_S = 10.0
 _POLL_S = 0.005
+_LOOK_S = 0.1  # between two looks at the home loop by a caller that waits elsewhere
 _AGAIN_S = 0.01  # after which sockets are sent again that a process had no room for
 
 _numbers = itertools.count(1)  # of calls
@@ -142,7 +143,12 @@ class ProcessWorker(WorkerHandle):
         except RuntimeError:  # closed, just now
             self.look()
 
-    def lost(self, job: _ProcessJob) -> BaseException | None:
+    @property
+    def look_s(self) -> float | None:
+        """Seconds between two looks elsewhere than at home: the end of that loop is told to nobody."""
+        return _LOOK_S if asyncio._get_running_loop() is not self._home else None
+
+    def lost(self, job: PendingCall) -> BaseException | None:
         """Why who waits for a call on another loop than the home waits no longer: nothing comes by one that stands
         still. Where the home is gone, this is the worker's end, which is told."""
         self.look()

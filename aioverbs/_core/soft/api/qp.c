@@ -200,13 +200,11 @@ static void refer(struct soft_qp *qp, int by)
 static void begin_life(struct soft_qp *qp)
 {
     /* Answers to an earlier life, and to other queue pairs that had its number, are none; and nobody guesses it who was
-     * not asked. Interrupted, it is tried again: the device has its GIDs from there, so it works. */
+     * not asked. The device has its GIDs from there, so it works. */
     uint32_t token;
-    ssize_t filled;
 
-    do
-        filled = getrandom(&token, sizeof(token), 0);
-    while (filled != (ssize_t)sizeof(token));
+    while (getentropy(&token, sizeof(token)))
+        ;
     qp->req = (struct soft_requester){.token = token, .deadline = UINT64_MAX};
 }
 

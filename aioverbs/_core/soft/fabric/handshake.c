@@ -2,7 +2,6 @@
 #define _GNU_SOURCE
 #include "soft/fabric/handshake.h"
 
-#include <errno.h>
 #include <stdio.h>
 #include <string.h>
 #include <sys/random.h>
@@ -20,16 +19,6 @@
 #include "soft/fabric/read_cache.h"
 #include "soft/fabric/stream.h"
 #include "soft/objects/device.h"
-
-static bool fill_nonce(uint8_t nonce[SOFT_NONCE])
-{
-    ssize_t filled;
-
-    do
-        filled = getrandom(nonce, SOFT_NONCE, 0);
-    while (filled < 0 && errno == EINTR);
-    return filled == SOFT_NONCE; /* up to 256 bytes come in one piece */
-}
 
 static bool has_secret(const struct soft_stream *stream)
 {
@@ -71,7 +60,7 @@ bool soft_handshake_begin(struct soft_link *link)
     struct soft_stream *stream = &link->stream;
     struct soft_hello hello = {.flags = has_secret(stream) ? SOFT_HELLO_SECRET : 0};
 
-    if (!fill_nonce(hello.nonce))
+    if (getentropy(hello.nonce, SOFT_NONCE))
         return false;
     memcpy(hello.gids, stream->fabric->device->gids, sizeof(hello.gids));
     memcpy(hello.wanted, &link->remote, sizeof(hello.wanted));
@@ -201,7 +190,7 @@ static void welcome_peer(struct soft_stream *stream, const struct soft_hello *he
     struct soft_fabric *fabric = stream->fabric;
     struct soft_welcome welcome = {.flags = has_secret(stream) ? SOFT_HELLO_SECRET : 0};
 
-    if (!fill_nonce(welcome.nonce)) {
+    if (getentropy(welcome.nonce, SOFT_NONCE)) {
         soft_stream_refuse(stream, "no random numbers are to be had");
         return;
     }

@@ -46,7 +46,7 @@ static struct soft_read_cache_page *read_cache_page_map(int fd, int protection)
 
 static bool read_cache_page_fill(struct soft_fabric *fabric, struct soft_read_cache_page *page)
 {
-    if (getrandom(fabric->read_cache_nonce, SOFT_NONCE, 0) != SOFT_NONCE)
+    if (getentropy(fabric->read_cache_nonce, SOFT_NONCE))
         return false;
     memcpy(page->nonce, fabric->read_cache_nonce, SOFT_NONCE);
     page->address = (uintptr_t)fabric->read_cache_nonce;

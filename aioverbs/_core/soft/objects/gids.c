@@ -91,18 +91,6 @@ static void from_address(union ibv_gid *gid, const struct soft_address *address)
     }
 }
 
-static int gids_fill_random(uint8_t *random, size_t size)
-{
-    ssize_t filled;
-
-    do
-        filled = getrandom(random, size, 0);
-    while (filled < 0 && errno == EINTR);
-    if (filled == (ssize_t)size) /* as much as 256 bytes come in one piece */
-        return 0;
-    return filled < 0 ? errno : EIO;
-}
-
 int soft_gid_reserve(const union ibv_gid *gid)
 {
     struct sockaddr_un name = {.sun_family = AF_UNIX};
@@ -132,12 +120,11 @@ static int pick(struct soft_device *device)
 {
     union ibv_gid *gid = &device->gids[1];
     uint8_t random[3];
-    int attempts, error;
+    int attempts;
 
     for (attempts = 0; attempts < 64; attempts++) {
-        error = gids_fill_random(random, sizeof(random));
-        if (error)
-            return error;
+        if (getentropy(random, sizeof(random)))
+            return errno;
         map_ipv4(gid, (uint8_t[4]){127, random[0] ? random[0] : 1, random[1], random[2]});
         device->reserved = soft_gid_reserve(gid);
         if (device->reserved >= 0 || errno != EADDRINUSE)
@@ -151,7 +138,7 @@ static int pick(struct soft_device *device)
 int soft_gids_init(struct soft_device *device)
 {
     uint8_t *own = device->gids[0].raw, random[8];
-    int error = gids_fill_random(random, sizeof(random));
+    int error = getentropy(random, sizeof(random)) ? errno : 0;
 
     if (!error)
         error = soft_descriptors_watch_forks();

@@ -8,11 +8,10 @@ from collections.abc import Callable
 from typing import Any
 
 from aioverbs._lifecycle.affinity import Affinity, running_loop
-from aioverbs._lifecycle.cross_loop import CrossLoopFuture
 from aioverbs._lifecycle.resource import open_part_now
 from aioverbs._pool.process_main import ProcessSettings
 from aioverbs._pool.process_worker import ProcessWorker, SocketCall, pickled_call
-from aioverbs._pool.supervisor import Counts, PendingCall, Supervisor, WorkerHandle
+from aioverbs._pool.supervisor import Counts, Supervisor, WorkerHandle
 from aioverbs._pool.thread_worker import ThreadWorker
 from aioverbs._pool.worker import WorkerSettings
 from aioverbs._verbs.device import Device
@@ -48,9 +47,6 @@ class Threads:
     def prepare(self, function: Callable[..., Any], args: tuple[Any, ...]) -> object:
         """A call as workers take it."""
         return function, args
-
-    def watch(self, awaited: CrossLoopFuture[Any], job: PendingCall) -> None:
-        """See that who waits for a call is told where it cannot come back. A thread's loop tells of its end."""
 
     def socket_call_factory(self, function: Callable[..., Any], args: tuple[Any, ...]) -> SocketCallFactory:
         """What makes calls of a function that get a socket first."""
@@ -93,11 +89,6 @@ class Processes(Threads):
     def prepare(self, function: Callable[..., Any], args: tuple[Any, ...]) -> object:
         """A call as workers take it."""
         return pickled_call(function, args)
-
-    def watch(self, awaited: CrossLoopFuture[Any], job: PendingCall) -> None:
-        """The same. All goes by the loop that opened the pool, whose end tells nobody, and which may stand still."""
-        if running_loop() is not self._home.loop:
-            awaited.watch(lambda: job.handle.lost(job))  # of `ProcessWorker`
 
     def socket_call_factory(self, function: Callable[..., Any], args: tuple[Any, ...]) -> SocketCallFactory:
         """What makes calls of a function that get a socket first."""

@@ -1,6 +1,7 @@
 """Pools of workers: threads or processes, each with an event loop and a resource domain over one protection domain."""
 
 import asyncio
+import functools
 import itertools
 import math
 from collections.abc import Callable, Coroutine, Iterable
@@ -19,7 +20,7 @@ from aioverbs._lifecycle.turns import OPENING, spend, yield_to_loop
 from aioverbs._pool.backends import Processes, SocketCallFactory, Threads
 from aioverbs._pool.call_future import CallFuture
 from aioverbs._pool.placement import Key, PlacementPolicy, RoundRobin
-from aioverbs._pool.supervisor import PendingCall, Supervisor, WorkerStatistics
+from aioverbs._pool.supervisor import PendingCall, Supervisor, WorkerStatistics, look_for_end, look_for_loss
 from aioverbs._pool.worker import LoopFactory, Setup, Worker, WorkerSettings, current_worker, loop_factory
 from aioverbs._verbs.completion_queue import MessageModel
 from aioverbs._verbs.device import Device
@@ -45,7 +46,6 @@ T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
 _CALLS_PER_WORKER = 16
-_LOOK_S = 0.1  # how often who waits looks whether the loop that speaks with processes is gone, which tells nobody
 _serials = itertools.count(1)
 
 
@@ -187,9 +187,7 @@ class WorkerPool(Resource):
         self._check_open()
         self._check_not_inside()
         self._supervisor.drain()
-        await self._supervisor.condition.wait_while(
-            self._supervisor.is_busy, poll_s=_LOOK_S if self.processes else None
-        )
+        await self._supervisor.wait_while(self._supervisor.is_busy)
 
     async def stop(self, deadline_s: float | None = None) -> None:
         """Close it: `drain` it for so long at most, then cancel the calls that are left, which raise
@@ -298,7 +296,8 @@ class WorkerPool(Resource):
         """
         awaited: CrossLoopFuture[Any] = CrossLoopFuture(running_loop())
         job = self._send(function, args, awaited, worker, key)
-        self._kind.watch(awaited, job)
+        if job.handle.look_s is not None:
+            awaited.watch(functools.partial(look_for_loss, job))  # a lambda would cost each call an object
         return await awaited.wait(job.withdraw)
 
     @overload
@@ -327,7 +326,8 @@ class WorkerPool(Resource):
         Its end can be awaited, waited for by a thread without a loop, or forgotten, in which case an error is logged.
         """
         started: CallFuture[Any] = CallFuture()
-        started.begun(self._send(function, args, started, worker, key).withdraw)
+        job = self._send(function, args, started, worker, key)
+        started.begun(job.withdraw, functools.partial(look_for_end, job) if self.processes else None)
         return started
 
     def _send(
@@ -441,7 +441,7 @@ def send_socket_call(pool: WorkerPool, payload: object, outcome: ResultSink[Any]
 
 async def wait_until_over(pool: WorkerPool) -> None:
     """Until a pool takes no more calls."""
-    await pool._supervisor.condition.wait_while(pool._supervisor.takes_calls)
+    await pool._supervisor.wait_while(pool._supervisor.takes_calls)
 
 
 def check_unbroken(pool: WorkerPool) -> None:
@@ -456,14 +456,14 @@ async def _end(supervisor: Supervisor, grace_s: float) -> None:
     """Cancel what is left, and have all workers end."""
     supervisor.cancel()
     with anyio.move_on_after(grace_s):  # without a second cancellation, which may do harm
-        await supervisor.condition.wait_while(supervisor.is_busy)
+        await supervisor.wait_while(supervisor.is_busy)
     supervisor.stop()
     with anyio.move_on_after(grace_s):
-        await supervisor.condition.wait_while(supervisor.is_there)
+        await supervisor.wait_while(supervisor.is_there)
     supervisor.join()
     if left := supervisor.kill():
         raise BusyResourceError(f"{supervisor.name} cannot be closed, these do not end: {', '.join(left)}")
-    await supervisor.condition.wait_while(supervisor.is_there)
+    await supervisor.wait_while(supervisor.is_there)
     supervisor.join()
 
 

@@ -19,7 +19,16 @@ from aioverbs._pool.placement import Key, PlacementPolicy, rendezvous
 from aioverbs._pool.worker import worker_here
 from aioverbs.errors import BrokenResourceError, ClosedResourceError, WorkerDiedError
 
-__all__ = ["Counts", "PendingCall", "Supervisor", "SupervisorState", "WorkerHandle", "WorkerStatistics"]
+__all__ = [
+    "Counts",
+    "PendingCall",
+    "Supervisor",
+    "SupervisorState",
+    "WorkerHandle",
+    "WorkerStatistics",
+    "look_for_end",
+    "look_for_loss",
+]
 
 logger = logging.getLogger("aioverbs.pool")
 
@@ -85,6 +94,19 @@ class PendingCall(Protocol):
         """How it ends where it is cancelled."""
 
 
+def look_for_end(job: PendingCall) -> float | None:
+    """End a call if nothing tells of its worker's end any more; return the seconds to the next look, None for never."""
+    job.handle.look()
+    look_s: float | None = job.handle.look_s
+    return look_s
+
+
+def look_for_loss(job: PendingCall) -> BaseException | None:
+    """Look in the same way at the worker that has the call now; return the error that ends the wait for the call."""
+    error: BaseException | None = job.handle.lost(job)
+    return error
+
+
 class Counts:
     """Of a worker and those that replace it."""
 
@@ -128,8 +150,16 @@ class WorkerHandle:
         """Have it end. From any thread, without the lock; again and again."""
         raise NotImplementedError
 
+    @property
+    def look_s(self) -> float | None:
+        """Seconds between two looks of a caller that waits here for this worker; None where its end is told."""
+        return None
+
     def look(self) -> None:
         """Where what tells of its end is gone, end it. From any thread, without the lock."""
+
+    def lost(self, job: PendingCall) -> BaseException | None:
+        """Look, and return the error that ends the wait for a call here, where nothing else tells of it."""
 
     def kill(self) -> bool:
         """End it, whatever it does; False where nothing can. Without the lock."""
@@ -165,7 +195,7 @@ class WorkerHandle:
         if outcome is not None:
             outcome.settle(result, error)
         if is_last:
-            self.supervisor.condition.notify()
+            self.supervisor._condition.notify()
 
     def statistics(self) -> WorkerStatistics:
         """Its counts."""
@@ -215,7 +245,7 @@ class Supervisor:
         # is looked at by one operation, or is copied by one. In a child of a fork it is a new one.
         self.lock = threading.RLock()
         forks.renew_lock_in_children(self)
-        self.condition = CrossLoopCondition()  # rings when something is over that a stop waits for
+        self._condition = CrossLoopCondition()  # rings when something is over that a stop waits for
         self.stage = SupervisorState.OPEN
         self.broken: WorkerDiedError | None = None
         self._hire = spawn
@@ -341,7 +371,7 @@ class Supervisor:
             self._start(successor)
         if not handle.ready.done():
             handle.ready.set_exception(cause if cause is not None else _died(handle, how, cause))
-        self.condition.notify()
+        self._condition.notify()
 
     def _replace(self, handle: WorkerHandle) -> WorkerHandle:
         """Who takes the place, and the calls that did not begin. Under the lock."""
@@ -380,12 +410,23 @@ class Supervisor:
         with self.lock:
             if self.stage is SupervisorState.OPEN:
                 self.stage = SupervisorState.DRAINING
-        self.condition.notify()
+        self._condition.notify()
+
+    async def wait_while(self, condition: Callable[[], bool]) -> None:
+        """Wait as long as a condition of the crew holds.
+
+        :param condition: `is_busy`, `is_there` or `takes_calls`.
+        """
+
+        def holds() -> bool:
+            for handle in self._living():
+                handle.look()
+            return condition()
+
+        await self._condition.wait_while(holds, poll_s=next((handle.look_s for handle in self._handles), None))
 
     def is_busy(self) -> bool:
         """Whether there are calls."""
-        for handle in self._living():
-            handle.look()
         with self.lock:
             return any(handle.jobs for handle in self._handles)
 
@@ -408,7 +449,7 @@ class Supervisor:
             handle.on_done(job, None, self.stopped())
         for job in jobs:
             job.withdraw()
-        self.condition.notify()
+        self._condition.notify()
 
     def stopped(self) -> ClosedResourceError:
         """Why a call was cancelled."""

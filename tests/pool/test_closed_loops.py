@@ -3,14 +3,21 @@
 import asyncio
 import contextlib
 import gc
+import os
+import signal
 import warnings
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from aioverbs import BrokenResourceError, CallFuture, Device, WorkerDiedError, WorkerPool, open_device
+from tests.connections.serving import served
 from tests.pace import patience
+from tests.pool import handlers
+from tests.pool.processes import processes
 from tests.pool.work import variable
+from tests.waiting import until, wait_until
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -108,3 +115,92 @@ def test_a_pool_of_processes_whose_loop_was_closed_under_calls_is_closed() -> No
         warnings.simplefilter("ignore", ResourceWarning)  # as above
         make_and_close()
         gc.collect()
+
+
+def in_a_pool(scene: Callable[[WorkerPool, asyncio.AbstractEventLoop], None]) -> None:
+    """Call a function with a pool and its loop, which it closes; close the pool on another one."""
+
+    async def close(device: Device, pool: WorkerPool) -> None:
+        async with asyncio.timeout(patience(20)):
+            await pool.aclose()
+            await device.aclose()
+
+    def play() -> None:
+        with contextlib.closing(asyncio.new_event_loop()) as loop:
+            device, pool = loop.run_until_complete(make())
+            scene(pool, loop)
+        asyncio.run(close(device, pool))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)  # as above
+        play()
+        gc.collect()
+
+
+def start_one(pool: WorkerPool, loop: asyncio.AbstractEventLoop) -> CallFuture[None]:
+    started = pool.start_soon(asyncio.sleep, 3600.0)
+    loop.run_until_complete(pool.run(variable))
+    return started
+
+
+def test_a_started_call_is_over_when_the_loop_of_its_processes_is_gone() -> None:
+    def scene(pool: WorkerPool, loop: asyncio.AbstractEventLoop) -> None:
+        started = start_one(pool, loop)
+        assert not started.done()
+        loop.close()
+        assert started.done()
+        assert isinstance(started.exception(0), WorkerDiedError)
+
+    in_a_pool(scene)
+
+
+def test_who_waits_for_a_started_call_is_told_that_the_loop_of_its_processes_is_gone() -> None:
+    async def wait(started: CallFuture[None], loop: asyncio.AbstractEventLoop) -> None:
+        async with asyncio.timeout(patience(20)):
+            tasks = [
+                asyncio.create_task(started.wait()),
+                asyncio.create_task(asyncio.to_thread(started.result, patience(20))),
+                asyncio.create_task(asyncio.to_thread(started.exception, patience(20))),
+            ]
+            with pytest.raises(TimeoutError):
+                await asyncio.to_thread(started.result, 0.01)
+            loop.close()
+            for task in tasks[:2]:
+                with pytest.raises(WorkerDiedError, match="the loop that started it is gone"):
+                    await task
+            assert isinstance(await tasks[2], WorkerDiedError)
+
+    in_a_pool(lambda pool, loop: asyncio.run(wait(start_one(pool, loop), loop)))
+
+
+def test_a_call_that_passed_to_another_worker_ends_when_the_loop_of_its_processes_is_gone() -> None:
+    """Its second worker dies before it is at work, and leaves the call to the third one."""
+
+    async def kill(pool: WorkerPool) -> None:
+        (before,) = processes(pool)
+        os.kill(before, signal.SIGKILL)
+        await until(lambda: processes(pool) not in ([before], []))
+
+    def scene(pool: WorkerPool, loop: asyncio.AbstractEventLoop) -> None:
+        loop.run_until_complete(kill(pool))
+        with ThreadPoolExecutor(1) as thread:
+            call = thread.submit(lambda: asyncio.run(asyncio.wait_for(pool.run(variable), patience(20))))
+            wait_until(lambda: pool.statistics().workers[0].calls)
+            loop.run_until_complete(kill(pool))
+            loop.close()
+            with pytest.raises(WorkerDiedError, match="the loop that started it is gone"):
+                call.result()
+
+    in_a_pool(scene)
+
+
+def test_a_server_stops_when_the_loop_of_its_pool_of_processes_is_gone() -> None:
+    async def serve(pool: WorkerPool, loop: asyncio.AbstractEventLoop) -> None:
+        async with asyncio.timeout(patience(20)), served(pool, handlers.echo) as server:
+            waiting = asyncio.create_task(server.wait_closed())
+            await asyncio.sleep(0)
+            loop.close()
+            with pytest.raises(BrokenResourceError, match="the loop that started it is gone"):
+                await waiting
+
+    in_a_pool(lambda pool, loop: asyncio.run(serve(pool, loop)))

@@ -1,4 +1,4 @@
-"""What a resource is apart from its user's object: where it stands in the tree, its handles, and how it ends."""
+"""Nodes of the resource tree: state, owner, parents, children and handles of a resource, and the order of closing."""
 
 import asyncio
 import contextlib
@@ -40,24 +40,24 @@ __all__ = [
     "reap",
 ]
 
-# How often closing a part is tried again that met another thread inside of its domain, in as many turns of the loop.
+# Number of times, each in a new turn of the loop, that closing a part is tried while another thread is in its domain.
 _CLOSE_ATTEMPTS = 1000
-# Guards children and states of all trees: sections are short, call no verb and wait for nothing. A finalizer may run
-# inside of one, and therefore takes it never.
-_tree = threading.RLock()  # a user's finalizer may open something all the same
+# Guards the children and states of all trees. Critical sections are short, call no verb and wait for nothing. The
+# garbage collector may run a finalizer inside of one, so finalizers of the library never take this lock.
+_tree = threading.RLock()  # reentrant, because a user's finalizer may open a resource
 _serials = itertools.count(1)
 
 
 def _renew_tree_lock() -> None:
     global _tree
-    _tree = threading.RLock()  # who held it is not here
+    _tree = threading.RLock()  # a thread that held the old lock does not exist in the child
 
 
 os.register_at_fork(after_in_child=_renew_tree_lock)
 
 
 class ResourceState(enum.Enum):
-    """Where a resource is in its life."""
+    """State of a resource."""
 
     NEW = "new"
     OPENING = "opening"
@@ -65,30 +65,39 @@ class ResourceState(enum.Enum):
     CLOSING = "closing"
     CLOSED = "closed"
     FAILED = "failed"
-    """Its opening failed, and so did undoing what was made until then. It has no use; closing it tries that again."""
+    """Opening failed, and so did destroying the handles made until then. The resource can only be closed, which tries
+    again to destroy them."""
 
 
-# Looking one up in the enumeration costs as much as a lock.
+# Module-level names, because an attribute lookup in the enumeration costs as much as a lock.
 NEW, OPENING, OPEN, CLOSING, CLOSED, FAILED = ResourceState
 
 
 class Destroyable(Protocol):
-    """A handle, and whatever else a resource is to give back."""
+    """Handle, or another object that a resource releases when it is closed."""
 
     def destroy(self) -> None:
-        """Give it back, once."""
+        """Release the object. Called once, unless it raised."""
 
 
 class User(Protocol):
-    """A user's object."""
+    """Object of the user that a node of the tree belongs to."""
 
     def _drop_parents(self) -> None:
-        """It is closed, and needs its parents no more."""
+        """Drop the references to the parents. Called when the resource is closed."""
 
 
 @dataclass(frozen=True)
 class ResourceInfo:
-    """A resource in the tree of its device, at one moment."""
+    """Snapshot of a resource and of the resources that were made from it.
+
+    :param kind: class name of the resource, such as ``"QueuePair"``.
+    :param label: text that identifies the resource among others of its kind, such as its number; may be empty.
+    :param owner: representation of the owner; None if any loop may use the resource.
+    :param state: state of the resource.
+    :param created: file and line of the user's code that made the resource, as ``"file.py:12"``.
+    :param children: snapshots of the resources that were made from this one.
+    """
 
     kind: str
     label: str
@@ -114,7 +123,7 @@ class ResourceInfo:
         from rich.highlighter import ReprHighlighter
         from rich.tree import Tree
 
-        tree = Tree(ReprHighlighter()(self._text()))  # not markup: a peer's words may be in it
+        tree = Tree(ReprHighlighter()(self._text()))  # not markup, because the text may contain strings of a peer
         for child in self.children:
             tree.add(child.__rich__())
         return tree
@@ -123,14 +132,14 @@ class ResourceInfo:
 _is_closed_last = operator.attrgetter("close_last")
 
 
-# How often who waits for another loop to close something looks whether that loop is still there: its end tells nobody.
+# Interval at which a task that waits for another loop checks that the loop still exists: its end notifies no waiter.
 _POLL_S = 0.1
 
 Site = tuple[CodeType, int]
 
 
 def format_site(site: Site | None) -> str:
-    """The file and line of a piece of code and an instruction in it."""
+    """Return file and line of an instruction, as ``"file.py:12"``; ``"?"`` if unknown."""
     if site is None:
         return "?"
     code, instruction = site
@@ -139,26 +148,28 @@ def format_site(site: Site | None) -> str:
 
 
 class _Closing:
-    """A closing of a resource: what it was before, whose loop and thread do it, and what goes on there.
+    """One attempt to close a resource: the state before, the loop and thread that close it, and their coroutine.
 
-    The tree's lock guards which one a resource has. Who closes goes on only where it is still the resource's: it may
-    have been taken back.
+    `Lifecycle._closing` refers to the current attempt; the tree's lock guards that reference. A closer may go on only
+    while its attempt is the current one: if its loop has ended, another loop aborts the attempt.
+
+    :param before: state of the resource to restore if the attempt fails.
     """
 
     __slots__ = ("_task", "background", "before", "closer", "work")
 
     def __init__(self, before: ResourceState) -> None:
         self.before = before
-        loop = asyncio._get_running_loop()  # None: another library's, which refuses to wait
+        loop = asyncio._get_running_loop()  # None: a loop of another library, on which waiting raises
         self.closer = Affinity.of_running_loop() if loop is not None else None
         task = asyncio.current_task(loop) if loop is not None else None
-        self._task = weakref.ref(task) if task is not None else None  # a user's, which has more than this
+        self._task = weakref.ref(task) if task is not None else None  # weak, as the user's task must not be kept alive
         self.work: Coroutine[Any, Any, None] | None = None
-        self.background: asyncio.Task[None] | None = None  # who closed it was cancelled: what does that now
+        self.background: asyncio.Task[None] | None = None  # task that goes on after the closer was cancelled
 
     @property
     def is_deserted(self) -> bool:
-        """Whether it does not go on: its loop was closed in the middle of it, or the thread of that has ended."""
+        """True if the attempt cannot go on, because its loop was closed or the thread of the loop has ended."""
         return (
             self.closer is not None
             and self.closer.orphaned
@@ -167,25 +178,31 @@ class _Closing:
 
     @property
     def may_never_end(self) -> bool:
-        """Whether it may take for ever: a task does it that it was left to, or another loop, which need not run."""
+        """True if the attempt may take forever: it runs in a background task or on another loop, which may be stopped."""
         return self.background is not None or (self.closer is not None and not self.closer.owns())
 
     def stop_work(self) -> None:
-        """End what does not go on. Nobody is inside of it: its loop does not run."""
+        """Close the coroutine of a deserted attempt. It is not executing, because its loop does not run."""
         if self.background is not None:
             _background_tasks.discard(self.background)
         if self.work is not None:
-            # What the work waited for may be all that holds the task, whose end in the middle of this would end it.
+            # The future that the coroutine awaits may hold the only reference to the task. Keep the task until the
+            # coroutine is closed: its finalizer would otherwise run in the middle of close().
             task = self._task() if self._task is not None else None
-            with contextlib.suppress(RuntimeError):  # of a cancel scope, which only its own task may leave
+            with contextlib.suppress(RuntimeError):  # a cancel scope may be left by its own task only
                 self.work.close()
             del task
 
 
 class Lifecycle:
-    """What a resource is apart from its user's object: handles, parents, children, owner.
+    """Node of the resource tree: the handles, parents, children, owner and state of one resource.
 
-    Parents keep the lives of their children, so that what a user forgets is still known and can be ended.
+    A parent keeps strong references to the nodes of its children. So a resource can still be closed after the user's
+    object was garbage-collected.
+
+    :param kind: class name of the resource.
+    :param site: place in the user's code that made the resource; None if unknown.
+    :param user: weak reference to the user's object.
     """
 
     __slots__ = (
@@ -218,45 +235,47 @@ class Lifecycle:
         self.state = NEW
         self.parents: tuple[Lifecycle, ...] = ()
         self.children: dict[int, Lifecycle] = {}
-        self.stop: Callable[[], None] | None = None  # called first when it is closed
-        self.drain: Callable[[], Coroutine[Any, Any, None]] | None = None
-        self.resume: Callable[[], None] | None = None  # its closing failed: `drain` is taken back
-        self.close_last = False  # its siblings' work needs it: it is closed after them
-        self.must_drain = False  # it is not destroyed before `drain` is done, whoever is cancelled: it may be under DMA
-        self._closing: _Closing | None = None  # as long as it is CLOSING
-        self.opener: asyncio.AbstractEventLoop | None = None  # closes it where it is forgotten and has no parents
-        self.suppress_warning = False  # a part of another resource, or warned of before: nobody left it open
+        self.stop: Callable[[], None] | None = None  # called first when the resource is closed
+        self.drain: Callable[[], Coroutine[Any, Any, None]] | None = None  # waits for work in flight
+        self.resume: Callable[[], None] | None = None  # undoes `drain` after a failed attempt
+        self.close_last = False  # work of its siblings uses the resource, so they are closed first
+        self.must_drain = False  # handles stay until `drain` is done, even if cancelled: memory under DMA
+        self._closing: _Closing | None = None  # current attempt, if the state is CLOSING
+        self.opener: asyncio.AbstractEventLoop | None = None  # closes a device that was garbage-collected
+        self.suppress_warning = False  # part of another resource, or warned of before
         self.user = user
         self._site = site
         self.serial = next(_serials)
-        self.forks = forks.count  # when it was opened
+        self.forks = forks.count  # fork count at the time of opening
         self._handles: list[Destroyable] = []
-        self._condition: CrossLoopCondition | None = None  # made by the first who waits
+        self._condition: CrossLoopCondition | None = None  # made by the first waiter
 
     def __repr__(self) -> str:
         return f"<{self.kind}{f' {self.label}' if self.label else ''} ({self.state.value}), opened at {self.created}>"
 
     @property
     def created(self) -> str:
-        """The line of the user's that made it."""
+        """File and line of the user's code that made the resource, as ``"file.py:12"``."""
         return format_site(self._site)
 
     def inherit_site(self, other: "Lifecycle") -> None:
-        """Nobody's line made it, but that of another one did."""
+        """Report another resource's creation site as this one's."""
         self._site = other._site
 
     @property
     def inherited(self) -> bool:
-        """Whether it was opened in the process that this one was forked from."""
+        """True if the resource was opened in the process that this one was forked from."""
         return self.forks != forks.count and self.state is not NEW
 
-    # ---- Beginning
+    # ---- Opening
 
     def begin(self, parents: "tuple[Lifecycle, ...]", owner: Affinity | None) -> None:
-        """Become a child of its parents, which cannot close without it from here on.
+        """Begin to open: become a child of the parents, which from here on cannot be closed without this resource.
 
-        :raises ClosedResourceError: it was open before, or a parent is not open.
-        :raises ForkedProcessError: so it was in the process that this one was forked from.
+        :param parents: nodes of the parents.
+        :param owner: owner of the resource; None if any loop may use it.
+        :raises ClosedResourceError: the resource was opened before, or a parent is not open.
+        :raises ForkedProcessError: the resource or a parent was opened in the process that this one was forked from.
         """
         with _tree:
             if self.state is not NEW:
@@ -264,7 +283,7 @@ class Lifecycle:
                 raise ClosedResourceError(f"{self!r} cannot be opened again: make a new one")
             for parent in parents:
                 parent._check_process()
-                if parent.state is not OPEN and parent.state is not OPENING:  # this is to be a part of it
+                if parent.state is not OPEN and parent.state is not OPENING:  # OPENING: this one is a part of it
                     raise ClosedResourceError(f"{parent!r} is not open: nothing can be made from it")
             for parent in parents:
                 parent.children[self.serial] = self
@@ -275,39 +294,40 @@ class Lifecycle:
             raise ForkedProcessError(repr(self))
 
     def hold(self, handle: Destroyable) -> None:
-        """Destroy that handle at the end, before those that are held already."""
+        """Add a handle to destroy on closing, before the handles added so far."""
         self._handles.append(handle)
 
     def hold_below(self, handle: Destroyable) -> None:
-        """Destroy that handle at the end, after those that are held already."""
+        """Add a handle to destroy on closing, after the handles added so far."""
         self._handles.insert(0, handle)
 
     def attach(self, handle: Destroyable) -> None:
-        """Destroy something at the end, before what is held, that is not made from it, and may `detach` itself before.
+        """Add an object that is not a part of the open resource, to destroy on closing unless it is detached before.
 
-        :raises ClosedResourceError: it is not open.
-        :raises ForkedProcessError: so it was in the process that this one was forked from.
+        :param handle: object, which is destroyed before the handles added so far.
+        :raises ClosedResourceError: the resource is not open.
+        :raises ForkedProcessError: the resource was opened in the process that this one was forked from.
         """
-        with _tree:  # whoever begins to close it after this finds that
+        with _tree:  # a task that begins to close the resource after this finds the handle
             self._check_process()
             if self.state is not OPEN:
                 raise ClosedResourceError(f"{self!r} is not open")
             self._handles.append(handle)
 
     def detach(self, handle: Destroyable) -> None:
-        """Do not, where it is not being done."""
+        """Remove an attached object, unless the resource is being closed."""
         with _tree:
             if self.state is OPEN and handle in self._handles:
                 self._handles.remove(handle)
 
     def opened(self) -> None:
-        """The end of its making."""
+        """End the opening."""
         self._settle(OPEN)
 
     def undo(self) -> None:
-        """Its making failed: it is as it was before. Its parts had no use yet.
+        """Destroy the handles after a failed opening, and restore the state before it. Parts were not used yet.
 
-        :raises VerbsError: a verb failed; it and its parts have no use any more, and can be closed.
+        :raises VerbsError: a verb failed. The resource and its parts have the state FAILED, and can only be closed.
         """
         try:
             for part in reversed(tuple(self.children.values())):
@@ -319,7 +339,7 @@ class Lifecycle:
             raise
         self._settle(NEW)
 
-    # ---- Who waits for the end of its opening or closing, which others do
+    # ---- Waiting for another task that opens or closes the resource
 
     def _settle(self, state: ResourceState) -> None:
         with _tree:
@@ -333,34 +353,35 @@ class Lifecycle:
             condition.notify()
 
     def condition(self) -> CrossLoopCondition:
-        """What rings when its opening or closing is over."""
-        with _tree:  # whoever settles it after this sees the bell
+        """Return the condition that is notified when opening or closing has ended."""
+        with _tree:  # a later change of the state finds the condition
             if self._condition is None:
                 self._condition = CrossLoopCondition()
             return self._condition
 
     async def wait_settled(self) -> None:
-        """Until nobody opens or closes it; a closing whose loop is gone is taken back."""
+        """Wait until no task opens or closes the resource. An attempt whose loop has ended is aborted."""
         await self.condition().wait_while(self._is_changing, poll_s=_POLL_S)
 
     def _is_changing(self) -> bool:
         self._abort_deserted_closing()
         return self.state is OPENING or self.state is CLOSING
 
-    # ---- Ending
+    # ---- Closing
 
     def check_owner(self, verb: str) -> None:
-        """Check that the owner calls, or that it is gone: then who comes first takes its place.
+        """Check that the caller is the owner. After the end of the owner's loop or thread, any caller is accepted.
 
+        :param verb: name of the verb or method, for the error.
         :raises AffinityError: the owner is another loop.
-        :raises ConcurrentAccessError: a verb is under way.
+        :raises ConcurrentAccessError: a verb is in flight.
         """
         if self.owner is not None and not self.owner.orphaned:
             self.owner.check(self, verb)
 
     def _check_can_close(self) -> None:
-        # Under the tree's lock. Who is not the owner must not close what another thread may be inside of; where the
-        # owner is gone nobody is, and who closes it takes its place.
+        # Call under the tree's lock. Only the owner may close the resource, because the owner's thread may be in one of
+        # its verbs. After the end of that thread none is in a verb, and the closing loop becomes the owner.
         if self.owner is not None and not self.owner.orphaned:
             self.owner.check(self, "aclose")
             if not self.children:
@@ -372,21 +393,21 @@ class Lifecycle:
                     f"{self!r} cannot be closed here: {lifecycle!r} belongs to {owner!r}; close that there first"
                 )
         for _, owner in foreign:
-            if owner.orphaned:  # it may have come more than once
+            if owner.orphaned:  # several parts may have the same owner
                 owner.take_over()
 
     def _foreign_parts(self) -> "list[tuple[Lifecycle, Affinity]]":
-        """Return the parts of its subtree that others own, with their owners. Call under the tree's lock."""
+        """Return the nodes of the subtree that other loops own, with their owners. Call under the tree's lock."""
         owned = ((lifecycle, lifecycle.owner) for lifecycle in self.subtree())
         return [(lifecycle, owner) for lifecycle, owner in owned if owner is not None and not owner.owns()]
 
     def has_foreign_parts(self) -> bool:
-        """Return whether another owner, which is not gone, has to close a part of it first."""
+        """Return whether the subtree has a node that another, living owner has to close first."""
         with _tree:
             return any(not owner.orphaned for _, owner in self._foreign_parts())
 
     def subtree(self) -> "list[Lifecycle]":
-        """It and all that was made from it, parents before children."""
+        """Return the node and its descendants, parents before children."""
         lives = [self]
         for lifecycle in lives:
             if lifecycle.children:
@@ -394,15 +415,15 @@ class Lifecycle:
         return lives
 
     async def close(self) -> None:
-        """End it: first what was made from it, newest first, each with a warning, then its work, then itself.
+        """Close the resource: first its children, newest first and each with a warning, then its work, then itself.
 
-        Cancellation ends waiting for its work, never the rest; nor does a warning that is an error. But where that is
-        work with memory, or another loop's closing, the rest is left to a task, which ends it after that. Where a verb
-        fails it stays open, and can be closed again. What somebody else is opening or closing is waited for; where that
-        one's loop is gone in the middle of it, this goes on with it. What was opened before a fork is not ended in the
-        child.
+        A cancellation interrupts only the wait for work in flight; closing goes on. A warning that is turned into an
+        exception does not interrupt it either. If the wait was for work with memory, or for another loop that closes a
+        child, a background task waits in its place and closes the rest after that. If a verb fails, the resource stays
+        open, and can be closed again. If another task opens or closes the resource, wait for that task; if its loop has
+        ended, take over. A resource that was opened before a fork is not closed in the child.
 
-        :raises BusyResourceError: another owner's object is made from it; nothing was touched.
+        :raises BusyResourceError: another owner's resource is made from this one. Nothing was changed.
         :raises VerbsError: a verb failed.
         """
         interruptions: list[BaseException] = []
@@ -411,7 +432,7 @@ class Lifecycle:
                 await self.wait_settled()
         except Exception as error:
             for each in interruptions:
-                if not isinstance(each, Warning):  # who cancelled is to see that; the error is no cause
+                if not isinstance(each, Warning):  # a cancellation takes precedence over the error
                     each.add_note(f"and closing {self!r} failed: {type(error).__name__}: {error}")
                     raise each  # noqa: B904
                 error.add_note(f"and a warning was an error: {each}")
@@ -420,9 +441,9 @@ class Lifecycle:
             raise min(interruptions, key=lambda each: isinstance(each, Warning))  # a cancellation first
 
     def close_later(self) -> None:
-        """Begin to end it, and leave the rest to a task of the running loop.
+        """Begin to close the resource, and let a background task of the running loop do the rest.
 
-        :raises BusyResourceError: another owner's object is made from it; nothing was touched.
+        :raises BusyResourceError: another owner's resource is made from this one. Nothing was changed.
         """
         closing = self._begin_closing()
         if closing is None:
@@ -430,13 +451,15 @@ class Lifecycle:
         try:
             if self.stop is not None:
                 self.stop()
-        finally:  # a warning that is an error does not keep it open
+        finally:  # `stop` may raise a warning; the resource is closed all the same
             self._finish_in_background(closing)
 
     async def _close(self, interruptions: list[BaseException], in_task: bool = False) -> bool:
-        """Whether it is closed or never was open; if not, somebody else is opening or closing it.
+        """Close the resource, or return False if another task is opening or closing it.
 
-        :param in_task: who awaits it is what others left it to: it stays open where that is cancelled.
+        :param interruptions: list to which cancellations and warnings are appended, to be raised at the end.
+        :param in_task: True in a background task: after a cancellation the resource stays open.
+        :returns: True if the resource is closed now, was closed before or was never open.
         """
         closing = self._begin_closing()
         if closing is None:
@@ -459,7 +482,7 @@ class Lifecycle:
         return True
 
     async def _finish(self, interruptions: list[BaseException], in_task: bool) -> None:
-        # A cancellation that is raised here came while memory was in use, its own or a child's.
+        # A cancellation leaves this method only while memory of the resource or of a child is in use.
         if self.children:
             await self._close_children(interruptions, in_task)
         if self.drain is not None:
@@ -469,12 +492,12 @@ class Lifecycle:
                 if self.must_drain:
                     raise
                 interruptions.append(raised)
-                if raised.__cause__ is not None:  # of `wait_uncancelled`: it is not drained, and stays open
+                if raised.__cause__ is not None:  # set by `wait_uncancelled`: draining failed, the resource stays open
                     raise raised.__cause__  # noqa: B904
         self._destroy_handles()
 
     def _abort_closing(self, closing: _Closing) -> None:
-        """Its closing failed, or was given up; nothing where it was taken back before."""
+        """Restore the state before an attempt to close. Do nothing if the attempt is not the current one any more."""
         with _tree:
             if self._closing is not closing:
                 return
@@ -482,14 +505,14 @@ class Lifecycle:
         self._reopen(closing)
 
     def _abort_deserted_closing(self) -> None:
-        """Where it is being closed by a loop that is gone, it is as it was before that. Of several one does this."""
+        """Abort the current attempt if its loop has ended. If several threads call this, one of them does."""
         with _tree:
             closing = self._closing
             if closing is None or not closing.is_deserted:
                 return
             self._closing = None
-        # It is CLOSING until this is over: nobody else closes it before the work has ended, whose end finds that it is
-        # not the resource's any more.
+        # The state stays CLOSING until `_reopen`, so no other task begins to close the resource before the coroutine is
+        # closed. The end of the coroutine calls `_abort_closing`, which does nothing, as the attempt is not current.
         closing.stop_work()
         self._reopen(closing)
 
@@ -506,7 +529,7 @@ class Lifecycle:
             user._drop_parents()
 
     def _finish_in_background(self, closing: _Closing) -> None:
-        """Leave its closing to a task, which is cancelled only at the end of the loop; it stays open then."""
+        """Go on in a background task. If that is cancelled, as at the end of the loop, the resource stays open."""
         closing.work = self._finish_in_task(closing)
         closing.background = task = asyncio.get_running_loop().create_task(closing.work)
         _background_tasks.add(task)
@@ -521,7 +544,7 @@ class Lifecycle:
         self._closed()
 
     def _begin_closing(self) -> _Closing | None:
-        """What closes it from here on, where there is something to close and nobody else is at it."""
+        """Begin an attempt to close; return None if the resource is not open, or another task opens or closes it."""
         self._abort_deserted_closing()
         with _tree:
             before = self.state
@@ -549,9 +572,9 @@ class Lifecycle:
                         interruptions.append(raised)
 
     async def _close_as_part(self, interruptions: list[BaseException], in_task: bool) -> bool:
-        """As `_close`, and again for a while where another thread is inside of a domain that any may use.
+        """Do the same as `_close`. Retry if another thread is in a verb on the domain, which any thread may use.
 
-        That is for what is part of another resource, of which half would be closed.
+        Only parts of other resources are retried, because a failure would leave their resource closed by half.
         """
         for _ in range(_CLOSE_ATTEMPTS if self.suppress_warning else 0):
             with contextlib.suppress(ConcurrentAccessError):
@@ -565,12 +588,12 @@ class Lifecycle:
         return await self._close(interruptions, in_task)
 
     async def _wait_for_child(self, child: "Lifecycle", interruptions: list[BaseException]) -> None:
-        """Until who closes a child has done so."""
+        """Wait until another task has opened or closed a child."""
         try:
             await child.wait_settled()
         except anyio.get_cancelled_exc_class() as raised:
             closing = child._closing
-            if child.must_drain or (closing is not None and closing.may_never_end):  # it may take for ever
+            if child.must_drain or (closing is not None and closing.may_never_end):
                 raise
             interruptions.append(raised)
             await child._wait_settled_uncancelled(interruptions)
@@ -587,32 +610,35 @@ class Lifecycle:
             self._handles.pop()
 
     def on_user_collected(self) -> None:
-        """Its user's object is garbage: warn, and have somebody close it. For a finalizer: no verb and no lock."""
+        """Warn that the user's object was garbage-collected while open, and schedule the closing.
+
+        Called by a finalizer, so this calls no verb and takes no lock.
+        """
         if self.state not in (OPEN, FAILED) or self.suppress_warning or self.inherited:
             return
         self.suppress_warning = True
-        # Verbs are the owner's to call. Where there is none, or it is gone, the parents' end is also this one's.
+        # Only the owner may call verbs. Without a living owner, the resource is closed together with its parents.
         if self.owner is not None and self.owner.loop is not None and not self.owner.orphaned:
-            with contextlib.suppress(RuntimeError):  # closed meanwhile
+            with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
                 self.owner.loop.call_soon_threadsafe(_close_forgotten, self)
         elif not self.parents:  # a device
             _forgotten.append(self)
             if self.opener is not None:
-                with contextlib.suppress(RuntimeError):  # closed: the next who opens a device closes this
+                with contextlib.suppress(RuntimeError):  # the loop is closed: the next open_device() calls `reap`
                     self.opener.call_soon_threadsafe(reap)
         _warn_open(self, "it was forgotten")
 
-    # ---- Looking
+    # ---- Inspection
 
     def find(self, handle: object) -> User | None:
-        """The user's object that stands for a handle, among it and what was made from it; None if it was forgotten."""
+        """Return the user's object of the node in this subtree that holds a handle; None if not found or collected."""
         for lifecycle in self.subtree():
             if any(held is handle for held in lifecycle._handles):
                 return lifecycle.user()
         return None
 
     def info(self) -> ResourceInfo:
-        """It and what was made from it, as they are now; what was made from several is with the first of them."""
+        """Return a snapshot of the subtree. A resource with several parents is listed under the first of them."""
         children = tuple(child.info() for child in tuple(self.children.values()) if child.parents[:1] == (self,))
         owner = repr(self.owner) if self.owner is not None else None
         return ResourceInfo(self.kind, self.label, owner, self.state, self.created, children)
@@ -622,26 +648,27 @@ def _warn_open(lifecycle: Lifecycle, reason: str) -> None:
     warnings.warn(f"{lifecycle!r} was still open: {reason}", ResourceWarning, stacklevel=2, source=lifecycle)
 
 
-_forgotten: deque[Lifecycle] = deque()  # devices that nobody closes yet
-_background_tasks: set[asyncio.Task[None]] = set()  # loops keep weak references only; touched by single operations
+_forgotten: deque[Lifecycle] = deque()  # garbage-collected devices to close
+_background_tasks: set[asyncio.Task[None]] = set()  # strong references: loops keep weak ones. Only atomic operations
 
 
 def reap() -> None:
-    """Have the running loop close the devices that were forgotten."""
-    with contextlib.suppress(IndexError):  # another loop took the last
-        for _ in range(len(_forgotten)):  # those that cannot be closed yet come back
+    """Close, in tasks of the running loop, the devices whose objects were garbage-collected while open."""
+    with contextlib.suppress(IndexError):  # another thread took the last one
+        for _ in range(len(_forgotten)):  # a fixed count, as devices that cannot be closed yet are appended again
             _close_forgotten(_forgotten.popleft())
 
 
 def _close_forgotten(lifecycle: Lifecycle) -> None:
     if not lifecycle.parents and lifecycle.has_foreign_parts():
-        # The owner of the part reaps when it has closed that. It may have done both since, before this was to be found.
+        # The owner of the part calls `reap` after it has closed the part. It may have done both before the device was
+        # in the queue, so check again after appending it.
         _forgotten.append(lifecycle)
         if lifecycle.has_foreign_parts():
             return
         try:
             _forgotten.remove(lifecycle)
-        except ValueError:  # that owner took it
+        except ValueError:  # the owner of the part took the device
             return
     task = asyncio.get_running_loop().create_task(lifecycle.close())
     _background_tasks.add(task)
@@ -651,18 +678,18 @@ def _close_forgotten(lifecycle: Lifecycle) -> None:
 def _on_forgotten_closed(lifecycle: Lifecycle, task: asyncio.Task[None]) -> None:
     _background_tasks.discard(task)
     if lifecycle.state is CLOSED:
-        reap()  # it may be what kept a device
+        reap()  # this resource may have kept a device from being closed
     elif not lifecycle.parents and not lifecycle.inherited:
         _forgotten.append(lifecycle)
-    with contextlib.suppress(asyncio.CancelledError, BusyResourceError):  # another loop closes what is its own there
+    with contextlib.suppress(asyncio.CancelledError, BusyResourceError):  # its owner's loop closes the part
         task.result()
 
 
 def _on_background_end(lifecycle: Lifecycle, closing: _Closing, task: asyncio.Task[None]) -> None:
     _background_tasks.discard(task)
-    lifecycle._abort_closing(closing)  # where it was cancelled before it began
+    lifecycle._abort_closing(closing)  # if the task was cancelled before its first step
     if not task.cancelled() and (error := task.exception()) is not None:
-        raise error  # nobody awaits it: the loop logs it
+        raise error  # no task awaits this one; the loop logs the exception
 
 
 publish(__name__)

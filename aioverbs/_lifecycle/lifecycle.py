@@ -178,7 +178,7 @@ class _Closing:
 
     @property
     def may_never_end(self) -> bool:
-        """True if the attempt may take forever: it runs in a background task or on another loop, which may be stopped."""
+        """True if the attempt may take forever: it runs in a background task or on another loop, which may stop."""
         return self.background is not None or (self.closer is not None and not self.closer.owns())
 
     def stop_work(self) -> None:

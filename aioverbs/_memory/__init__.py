@@ -1,1 +1,1 @@
-"""Registered memory: regions, buffer pools and the registration cache."""
+"""Registered memory: memory regions, buffer pools and the registration cache."""

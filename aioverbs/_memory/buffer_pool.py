@@ -1,4 +1,4 @@
-"""Registered memory that is leased: who borrows a buffer for a transfer pays for no registration."""
+"""Pools of registered buffers: leasing a buffer for a transfer costs no registration."""
 
 import asyncio
 import contextlib
@@ -38,14 +38,15 @@ __all__ = ["BufferPool", "BufferPoolStatistics", "LeaseContext", "LeasedBuffer"]
 
 @dataclass(frozen=True)
 class BufferPoolStatistics(ResourceStatistics):
-    """What a buffer pool has, at one moment.
+    """Counts of a buffer pool at one moment.
 
-    :param slabs: memory regions that its buffers lie in.
-    :param leased: buffers that somebody has.
-    :param under_dma: those that were released and are still being worked with; they come back by themselves.
-    :param free: those that may be leased.
-    :param waiting: who waits for one.
-    :param high_water: how many were leased at once, at most.
+    :param slabs: number of memory regions that contain the buffers.
+    :param leased: number of buffers leased and not released.
+    :param under_dma: number of buffers that were released while work requests use them; they become free when those
+        complete.
+    :param free: number of buffers that can be leased.
+    :param waiting: number of tasks that wait for a buffer.
+    :param high_water: largest number of buffers that were leased or under DMA at the same time.
     """
 
     slabs: int
@@ -58,7 +59,7 @@ class BufferPoolStatistics(ResourceStatistics):
 
 @dataclass(frozen=True, slots=True)
 class _Lease:
-    """A buffer that is leased: where it goes back to, what is under way with it, who took it."""
+    """Lease of a buffer: its block, the work in flight with it, and the place in the user's code that leased it."""
 
     block: RegionSlice
     pins: WaitableInFlightCount
@@ -66,25 +67,26 @@ class _Lease:
 
 
 class _FreeList:
-    """The buffers of a pool, apart from the user's object: what is forgotten comes back here all the same.
+    """Free and leased buffers of a pool, apart from the user's object, which may be garbage-collected before them.
 
-    Any thread may be here, and a finalizer in the middle of anything. So nobody waits for a lock: what is shared is
-    changed by single operations of deques, dictionaries and sets, which are atomic, with the GIL and without. Only who
-    gives buffers to those that wait is to be alone, and who finds somebody there leaves it to them.
+    Any thread may call the methods, and so may a finalizer that interrupts any of them. Therefore no method waits for a
+    lock: shared state is changed by single operations of deques, dictionaries and sets, which are atomic with the GIL
+    and without it. Only `serve_waiters` needs mutual exclusion; it tries the lock, and if another thread holds the
+    lock, leaves the work to that thread.
     """
 
     def __init__(self, lifecycle: Lifecycle) -> None:
         self._lifecycle = lifecycle
-        self._serving = threading.Lock()  # only ever tried
+        self._serving = threading.Lock()  # acquired without blocking only
         self._numbers = itertools.count()
         self.slabs: list[MemoryRegion] = []
         self.free: deque[RegionSlice] = deque()
         self.leased: dict[int, _Lease] = {}
         self.waiting: deque[_Waiter] = deque()
-        self.leased_counts = {0}  # how many were leased at once: a maximum could not be kept by one operation
+        self.leased_counts = {0}  # all values of len(leased) so far: a maximum cannot be updated atomically
 
     def lease(self, pool: "BufferPool", site: Site | None) -> "LeasedBuffer | None":
-        """A free one, unless somebody waits for it."""
+        """Lease a free buffer. Return None if there is none, or if tasks wait for one."""
         if self.waiting:
             return None
         try:
@@ -101,10 +103,11 @@ class _FreeList:
         return LeasedBuffer(block, pins, pool, self, number)
 
     def return_if_idle(self, number: int) -> None:
-        """A lease is over where it was released and nothing is under way any more; of two that find this, one does it.
+        """Return a buffer to the free list if it was released and no work with it is in flight.
 
-        Who releases closes the pins first and then looks here; who ends the last work does that first and then looks.
-        So whoever comes second sees what the other did.
+        A release closes the count of work in flight and then calls this; the end of the last work decrements the count
+        and then calls this. So at least the later one of the two finds both conditions true. If both do, the atomic
+        `pop` lets only one of them return the buffer.
         """
         lease = self.leased.get(number)
         if lease is None or not lease.pins.closed or len(lease.pins):
@@ -115,10 +118,11 @@ class _FreeList:
                 self.serve_waiters()
 
     def serve_waiters(self) -> None:
-        """Give what is free to those who wait, first come, first served.
+        """Hand free buffers to waiting tasks, first come, first served.
 
-        Called after every change that could let somebody have one. Who fails to get the lock changed something before
-        it failed, and who has it looks once more after it let go: so nothing is overlooked.
+        Call after every change that could make a buffer or a waiter available. A thread that fails to get the lock made
+        its change before that; the thread that holds the lock tests for more work after releasing it. So no change is
+        overlooked.
         """
         while self.free and self.waiting and self._serving.acquire(blocking=False):
             try:
@@ -129,11 +133,11 @@ class _FreeList:
     def _serve_one_waiter(self) -> None:
         try:
             block = self.free.pop()
-        except IndexError:  # taken without waiting, meanwhile
+        except IndexError:  # leased by another thread meanwhile
             return
         try:
             waiter = self.waiting.popleft()
-        except IndexError:  # withdrawn meanwhile
+        except IndexError:  # the waiter was withdrawn meanwhile
             self.free.append(block)
             return
         buffer = self._lease_block(block, waiter.pool, waiter.site)
@@ -141,8 +145,8 @@ class _FreeList:
             buffer.release()
 
     def withdraw(self, waiter: "_Waiter") -> None:
-        """Somebody does not wait any more; on their loop."""
-        waiter.is_withdrawn = True  # what is on its way goes back
+        """Remove a waiter whose task was cancelled, and release a buffer that it has. Call on the waiter's loop."""
+        waiter.is_withdrawn = True  # a buffer that is already on its way is released on arrival
         with contextlib.suppress(ValueError):
             self.waiting.remove(waiter)
         future = waiter.future
@@ -150,23 +154,23 @@ class _FreeList:
             future.result().release()
 
     def fail(self, error: BaseException) -> None:
-        """Tell those who wait now that there will be none."""
-        with contextlib.suppress(IndexError):  # some are withdrawn meanwhile
+        """Raise an error in all tasks that wait now."""
+        with contextlib.suppress(IndexError):  # some waiters are withdrawn meanwhile
             for _ in range(len(self.waiting)):
                 self.waiting.popleft().fail(error)
 
     def count_receives(self) -> tuple[int, int]:
-        """How many receives are posted in its slabs, and how many of these in buffers that were released."""
+        """Return the number of receives posted in the slabs, and the number of those in buffers that were released."""
         in_released = sum(lease.pins.receives for lease in self.leased.copy().values() if lease.pins.closed)
         return sum(slab.pins.receives for slab in self.slabs), in_released
 
     def destroy(self) -> None:
-        """The pool is closed, and so are its slabs: keep no memory."""
+        """Drop all references to memory, after the pool and its slabs were closed."""
         self.free.clear()
         self.slabs.clear()
 
     def stop(self) -> None:
-        """The pool is being closed: nobody gets one any more, and what is leased is left to those who have it."""
+        """Begin to close the pool: fail all waiters, and warn of buffers that were not released."""
         self.fail(ClosedResourceError(f"{self._lifecycle!r} was closed"))
         sites = [lease.site for lease in self.leased.copy().values() if not lease.pins.closed]
         if sites:
@@ -179,38 +183,38 @@ class _FreeList:
 
 
 class _Waiter:
-    """Who waits for a buffer. What does not say otherwise is called on its own loop."""
+    """Task that waits for a buffer. Methods are called on the loop of the task, unless they say otherwise."""
 
     def __init__(self, pool: "BufferPool", site: Site | None) -> None:
         self.pool = pool
         self.site = site
-        self.is_withdrawn = False  # it waits no more
+        self.is_withdrawn = False  # True after the task stopped waiting
         self._loop = running_loop()
         self.future: asyncio.Future[LeasedBuffer] = self._loop.create_future()
 
     def offer(self, buffer: "LeasedBuffer") -> bool:
-        """From anywhere: whether it takes the buffer."""
+        """Offer a buffer. Return False if the task does not wait any more. Call from any thread."""
         if asyncio._get_running_loop() is self._loop:
             if self.is_withdrawn or self.future.done():
                 return False
             self.future.set_result(buffer)
             return True
         try:
-            # A loop that is closed before it comes to this drops it: the buffer was forgotten then, and comes back.
+            # If the loop is closed before the callback runs, the buffer is garbage-collected, which releases it.
             self._loop.call_soon_threadsafe(self._accept, buffer)
-        except RuntimeError:  # it is closed already: nobody waits
+        except RuntimeError:  # the loop is closed already, so no task waits
             return False
         return True
 
     def _accept(self, buffer: "LeasedBuffer") -> None:
-        if self.is_withdrawn or self.future.done():  # withdrawn meanwhile
+        if self.is_withdrawn or self.future.done():  # the waiter was withdrawn meanwhile
             buffer.release()
         else:
             self.future.set_result(buffer)
 
     def fail(self, error: BaseException) -> None:
-        """From anywhere: there will be none."""
-        with contextlib.suppress(RuntimeError):  # its loop is closed: nobody waits
+        """Raise an error in the waiting task. Call from any thread."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed, so no task waits
             self._loop.call_soon_threadsafe(self._fail, error)
 
     def _fail(self, error: BaseException) -> None:
@@ -219,14 +223,14 @@ class _Waiter:
 
 
 class LeasedBuffer(RegionSlice):
-    """A buffer of a pool, until it is released, as the end of its ``with`` block does.
+    """Buffer of a pool, valid until `release` or the end of its ``with`` block.
 
-    It is a part of a memory region, and parts of it are taken as of any region. After the release all of them refuse,
-    with a `ClosedResourceError`; so they do where it was forgotten, and they were not. A memoryview or an array that
-    was made of `buffer` cannot be called back: not to use it after the release is the user's business. Nor is the
-    memory cleared: it has in it what was there before.
+    The buffer is a slice of a memory region, and can be sliced like any region. After the release the buffer and its
+    slices raise `ClosedResourceError`; so do the slices after a buffer was garbage-collected without a release. A
+    memoryview or array made from ``buffer`` cannot be revoked: the caller must not use it after the release. A buffer
+    is not cleared between leases.
 
-    What is under way with it when it is released is finished; only then does somebody else get it.
+    If work requests use the buffer when it is released, the pool leases it again only after they have completed.
     """
 
     __slots__ = ("__weakref__", "_free_list", "_number", "_pool")
@@ -235,7 +239,7 @@ class LeasedBuffer(RegionSlice):
         self, block: RegionSlice, pins: WaitableInFlightCount, pool: "BufferPool", free_list: _FreeList, number: int
     ) -> None:
         super().__init__(block.region, block.offset, block.length, pins)
-        self._pool = pool  # who has a buffer of it has the pool
+        self._pool = pool  # keeps the pool alive as long as the buffer
         self._free_list = free_list
         self._number = number
 
@@ -244,7 +248,7 @@ class LeasedBuffer(RegionSlice):
         return f"<{type(self).__name__} of {self.length} bytes ({state})>"
 
     def release(self) -> None:
-        """Give it back; from any thread. Twice is fine."""
+        """Return the buffer to its pool. Call from any thread; a second call does nothing."""
         self.pins.close()
         self._free_list.return_if_idle(self._number)
 
@@ -260,7 +264,7 @@ class LeasedBuffer(RegionSlice):
             return
         lease = self._free_list.leased.get(self._number)
         self.release()
-        # That of a closed pool was warned of, and the child of a fork has nothing to give back.
+        # No warning if the pool was closed, which warned already, nor in the child of a fork.
         if lease is not None and not self.region.closed:
             warnings.warn(
                 f"{self!r} was leased at {format_site(lease.site)} and forgotten",
@@ -271,9 +275,9 @@ class LeasedBuffer(RegionSlice):
 
 
 class LeaseContext:
-    """What `BufferPool.lease` returns: awaited it gives a buffer, ``async with`` releases that at the end.
+    """Result of `BufferPool.lease`: ``await`` returns a buffer; ``async with`` also releases it at the end.
 
-    Each await gives another buffer; one block at a time has it.
+    Each await leases another buffer. At most one block at a time may use the object.
     """
 
     __slots__ = ("_buffer", "_is_in_use", "_pool", "_site")
@@ -308,21 +312,23 @@ class LeaseContext:
 
 
 class BufferPool(Resource):
-    """Buffers of one size in registered memory, which are leased. Any event loop may use it.
+    """Pool of registered buffers of equal size. Any event loop may use it. Made by `Domain.buffer_pool`.
 
-    Made by `Domain.buffer_pool`. It is registered a slab at a time, the first one when the pool is opened, and
-    the others when somebody finds nothing free. Closing it waits for what is under way, and warns of what was not
-    released, which refuses from then on; who waits for a buffer gets a `ClosedResourceError`. Where closing is
-    cancelled it ends by itself, when nothing is under way any more. So it does where all that is under way are receives
-    in released buffers, as those of `SharedReceiveQueue.messages`: they end with their queue, which nobody waits for.
+    Memory is registered in slabs of ``count`` buffers: the first slab when the pool is opened, further ones, up to
+    ``limit``, when no buffer is free.
 
-    :param pd: the domain that its memory is registered with.
-    :param size: of a buffer, in bytes.
-    :param count: how many buffers a slab has.
-    :param limit: how many buffers there are at most; None: one slab.
-    :param allocator: where to allocate them; None: in pages that a fork does not copy.
-    :param access: what may be done to them, by local work requests and by peers.
-    :param alignment: of each buffer, in bytes: a power of two, a page at most.
+    Closing the pool fails waiting tasks with `ClosedResourceError`, warns of buffers that were not released, and waits
+    for work in flight. After that unreleased buffers raise. If closing is cancelled, a background task closes the pool
+    when no work is in flight any more. The same happens if only receives in released buffers are in flight, such as
+    those of `SharedReceiveQueue.messages`: they end when their queue is closed, so closing does not wait for them.
+
+    :param pd: protection domain that the memory is registered with.
+    :param size: size of a buffer in bytes, at least 1.
+    :param count: number of buffers of a slab, at least 1.
+    :param limit: maximum number of buffers, at least ``count``; None: ``count``, which is one slab.
+    :param allocator: allocator of the memory; None: pages that a fork does not copy.
+    :param access: access rights of the buffers, for local work requests and for peers.
+    :param alignment: alignment of each buffer in bytes: a power of two, at most the page size.
     """
 
     def __init__(
@@ -353,23 +359,25 @@ class BufferPool(Resource):
         self._allocator = allocator
         self._access = AccessFlags(access)
         self._buffers = 0
-        self._growing = threading.Lock()  # only ever tried, as that of the free list
+        self._growing = threading.Lock()  # acquired without blocking only, like the lock of the free list
         self._growth: asyncio.Future[None] | None = None
         self._free_list = _FreeList(self._lifecycle)
 
     def _open(self) -> None:
         self._lifecycle.hold(self._free_list)
         self._lifecycle.stop = self._free_list.stop
-        self._lifecycle.must_drain = True  # as its slabs are
+        self._lifecycle.must_drain = True  # because its slabs may be under DMA
         self._add_slab()
 
     async def open(self) -> Self:
-        """Register the first slab; where it is large, in a thread, so that the loop goes on meanwhile.
+        """Open the pool and register the first slab (``ibv_reg_mr``), in a thread if the slab has 16 MiB or more.
 
-        :raises ClosedResourceError: it was opened before, or its protection domain is closed.
-        :raises ValueError: ``LOCAL_WRITE`` is missing where peers may write.
-        :raises MemoryError: the allocator has none.
-        :raises VerbsError: the device cannot.
+        :returns: the pool itself.
+        :raises ClosedResourceError: the pool was opened before, or its protection domain is closed.
+        :raises ForkedProcessError: the protection domain was opened in the process that this one was forked from.
+        :raises ValueError: peers may write and ``LOCAL_WRITE`` is missing.
+        :raises MemoryError: the allocator returned no memory.
+        :raises VerbsError: the device cannot register the slab.
         """
         if not is_large(self._count * self._stride):
             return await super().open()
@@ -377,13 +385,12 @@ class BufferPool(Resource):
         return self
 
     async def aclose(self) -> None:
-        """Close it.
+        """Close the pool, after the work requests in flight have completed.
 
-        Where nothing is under way but receives in buffers that were released, this returns at once, and it is closed
-        when their queues are.
+        If only receives in released buffers are in flight, return at once; the pool is closed when their queues are.
 
-        :raises BusyResourceError: receives are posted in buffers that were not released; nothing was done.
-        :raises VerbsError: a slab cannot be deregistered; it is still open, and can be closed again.
+        :raises BusyResourceError: receives are posted in buffers that were not released. Nothing was done.
+        :raises VerbsError: a slab cannot be deregistered. The pool is still open, and can be closed again.
         """
         posted, in_released = self._free_list.count_receives()
         if posted > in_released and self.state is ResourceState.OPEN and not self.closed:
@@ -398,16 +405,16 @@ class BufferPool(Resource):
 
     @property
     def size(self) -> int:
-        """Of a buffer, in bytes."""
+        """Size of a buffer in bytes."""
         return self._size
 
     @property
     def access(self) -> AccessFlags:
-        """What may be done to its buffers."""
+        """Access rights of the buffers."""
         return self._access
 
     def statistics(self) -> BufferPoolStatistics:
-        """How many buffers are where."""
+        """Return the current counts of the pool."""
         free_list = self._free_list
         leases = free_list.leased.copy().values()
         released = sum(lease.pins.closed for lease in leases)
@@ -424,24 +431,26 @@ class BufferPool(Resource):
     # ---- Leasing
 
     def lease(self) -> LeaseContext:
-        """A buffer, as soon as there is one: first come, first served, in the order of awaiting.
+        """Lease a buffer, and wait until one is free: first come, first served, in the order of awaiting.
 
-        ``async with pool.lease() as buffer``, or ``buffer = await pool.lease()`` and ``buffer.release()``. Where it is
-        cancelled, nothing is leased.
+        Write ``async with pool.lease() as buffer``, or ``buffer = await pool.lease()`` and ``buffer.release()``. After
+        a cancellation no buffer is leased. The exceptions are raised by the await or by entering the block.
 
-        :raises ClosedResourceError: the pool is not open, or was closed meanwhile; when it is awaited, as the next.
-        :raises MemoryError: nothing is free, and the allocator has no memory for a further slab.
-        :raises VerbsError: nothing is free, and the device cannot register a further slab.
+        :returns: an object for one of the two forms.
+        :raises ClosedResourceError: the pool is not open, or was closed meanwhile.
+        :raises MemoryError: no buffer is free, and the allocator has no memory for a further slab.
+        :raises VerbsError: no buffer is free, and the device cannot register a further slab.
         """
         return LeaseContext(self, creation_site())
 
     def lease_nowait(self) -> LeasedBuffer:
-        """A buffer, if one is there or a slab that is not large can be added for it.
+        """Lease a buffer without waiting. If none is free, a further slab is registered if it has less than 16 MiB.
 
-        :raises anyio.WouldBlock: there is none, or others wait for it.
+        :returns: the buffer.
+        :raises anyio.WouldBlock: no buffer is free, or tasks wait for one.
         :raises ClosedResourceError: the pool is not open.
-        :raises MemoryError: as `lease`.
-        :raises VerbsError: as `lease`.
+        :raises MemoryError: no buffer is free, and the allocator has no memory for a further slab.
+        :raises VerbsError: no buffer is free, and the device cannot register a further slab.
         """
         self._check_open()
         site = creation_site()
@@ -451,7 +460,7 @@ class BufferPool(Resource):
                 self._grow_once()
                 buffer = self._free_list.lease(self, site)
             finally:
-                self._grow()  # for those who came meanwhile
+                self._grow()  # for tasks that began to wait meanwhile
         if buffer is None:
             raise anyio.WouldBlock
         return buffer
@@ -471,7 +480,7 @@ class BufferPool(Resource):
         self._free_list.waiting.append(waiter)
         try:
             self._free_list.serve_waiters()
-            self._check_open()  # looked at last: who closes says so before he tells those who wait
+            self._check_open()  # tested last: closing changes the state before it fails the waiters
             if not waiter.future.done():
                 if is_large(self._next_slab * self._stride):
                     self._growth = running_loop().run_in_executor(None, self._grow)
@@ -486,20 +495,20 @@ class BufferPool(Resource):
 
     @property
     def _next_slab(self) -> int:
-        """How many buffers it would have."""
+        """Number of buffers that the next slab would have; 0 at the limit."""
         return min(self._count, self._limit - self._buffers)
 
     def _grow(self) -> None:
-        """Add slabs for those who wait. They are told of what fails."""
+        """Add slabs as long as tasks wait. An error is raised in the waiting tasks."""
         may_grow = True
         while may_grow and self._free_list.waiting:
-            with contextlib.suppress(Exception):  # who waits now came after those who were told
+            with contextlib.suppress(Exception):  # tasks that wait after an error came later than it
                 may_grow = self._grow_once()
 
     def _grow_once(self) -> bool:
-        """Add a slab, if there may be one, and give it to those who wait; whether it was added.
+        """Add a slab unless the limit is reached, and hand its buffers to waiting tasks. Return whether it was added.
 
-        Who finds somebody else at it leaves it to them: they go on as long as somebody waits.
+        If another thread is adding a slab, leave the work to that thread, which goes on as long as tasks wait.
         """
         if not self._growing.acquire(blocking=False):
             return False
@@ -508,7 +517,7 @@ class BufferPool(Resource):
             if grown:
                 self._add_slab()
         except BaseException as error:
-            self._free_list.fail(error)  # below the limit, all of them wait for this
+            self._free_list.fail(error)  # below the limit, all waiters depend on this slab
             raise
         finally:
             self._growing.release()
@@ -522,12 +531,12 @@ class BufferPool(Resource):
         lifecycle_of(slab).drain = functools.partial(_drain_slab, slab.pins)
         self._buffers += buffers
         self._free_list.slabs.append(slab)
-        starts = range((buffers - 1) * self._stride, -1, -self._stride)  # the last in is the first out
+        starts = range((buffers - 1) * self._stride, -1, -self._stride)  # the last one is leased first
         self._free_list.free.extend([slab[start : start + self._size] for start in starts])
 
 
 async def _drain_slab(pins: WaitableInFlightCount) -> None:
-    """Let nothing more begin in a slab, and wait for what is under way: for receives, too, whose queues end first."""
+    """Let no work begin in a slab, and wait for work in flight, receives too: their queues are closed first."""
     pins.close()
     await pins.wait()
 

@@ -1,4 +1,4 @@
-"""Memory that devices read and write: regions of this process, and what is known of a peer's."""
+"""Memory that devices read and write: memory regions and memory windows."""
 
 import asyncio
 import ctypes
@@ -37,23 +37,24 @@ __all__ = [
     "register_queue_memory",
 ]
 
-# From here on registering, which touches every page, is done beside the loop.
+# Size from which registration, which touches every page, runs in a thread.
 _LARGE_BYTES = 16 << 20
 _HUGE_PAGE = 2 << 20  # bytes
 _MADV_WIPEONFORK = 18  # linux/mman.h; the module mmap has no name for it
 
 
 class WaitableInFlightCount(data_path.InFlightCount):
-    """What is under way with some memory. Any thread adds and discards, any loop waits for the end.
+    """Count of work requests in flight that use some memory. Any thread changes the count, any loop waits for zero.
 
-    :param parent: of the memory that this is a part of: what is under way here is under way there.
-    :param idle: called when nothing is under way any more, by the thread that discards; at times more often than once.
+    :param parent: count of the memory that this memory is a part of: it counts the same work requests.
+    :param idle: function that the thread which decrements the count to zero calls, possibly more than once.
     """
 
     async def wait(self) -> None:
-        """Until nothing is under way.
+        """Wait until no work request is in flight.
 
-        :raises ForkedProcessError: something was when this process was forked, in the parent, which alone is told.
+        :raises ForkedProcessError: work requests of the parent process were in flight at the fork; only the parent
+            receives their completions.
         """
         self._check_process()
         if self.condition is None:
@@ -65,10 +66,10 @@ class WaitableInFlightCount(data_path.InFlightCount):
             raise ForkedProcessError("this memory")
 
     async def close_and_wait(self) -> None:
-        """Let nothing more begin, and wait for what is under way.
+        """Let no work request begin, and wait until none is in flight.
 
-        :raises BusyResourceError: receives are: they may never end by themselves.
-        :raises ForkedProcessError: as `wait`.
+        :raises BusyResourceError: receives are posted, which may never complete.
+        :raises ForkedProcessError: see `wait`.
         """
         self._check_process()
         self.close()
@@ -81,11 +82,13 @@ class WaitableInFlightCount(data_path.InFlightCount):
 
 
 def map_pages(length: int) -> mmap.mmap:
-    """Zeroed pages that no fork copies: a child finds zeros there.
+    """Return zeroed pages whose content no fork copies: a child finds zeros in them.
 
-    With MADV_DONTFORK it would find nothing, map something else there, and lose that by the end of this object. What is
-    as large as a huge page is of such pages where the system has them at hand: devices, and the kernel where it moves
-    memory from one process to another, look up one of them instead of 512.
+    MADV_DONTFORK is not used: the range would be unmapped in a child, which might map something else there and lose it
+    when its copy of this object is collected. A size of a huge page or more uses transparent huge pages if the kernel
+    has them: devices, and the kernel when it copies between processes, look up one huge page instead of 512 pages.
+
+    :param length: size in bytes.
     """
     found = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     found.madvise(_MADV_WIPEONFORK)
@@ -93,13 +96,13 @@ def map_pages(length: int) -> mmap.mmap:
         try:
             found.madvise(mmap.MADV_HUGEPAGE)
         except OSError as error:
-            if error.errno != errno.EINVAL:  # a kernel without them
+            if error.errno != errno.EINVAL:  # EINVAL: the kernel has no huge pages
                 raise
     return found
 
 
 class _QueueMemory(Registered):
-    """Memory that a queue has for itself, registered once."""
+    """Memory of a queue for its own use, registered for the lifetime of the queue."""
 
     def __init__(self, size: int) -> None:
         self.pins = WaitableInFlightCount()
@@ -107,12 +110,12 @@ class _QueueMemory(Registered):
 
     @property
     def buffer(self) -> memoryview:
-        """Its bytes."""
+        """Bytes of the memory."""
         return memoryview(self.pages)
 
 
 def register_queue_memory(lifecycle: Lifecycle, pd: handles.ProtectionDomain, size: int) -> RegionSlice:
-    """Memory for what a queue has the device write, registered for as long as the queue is."""
+    """Allocate memory that the device writes for a queue, and register it until the queue is closed."""
     own = _QueueMemory(size)
     handle = handles.MemoryRegion(pd, own.pages, AccessFlags.LOCAL_WRITE)
     lifecycle.hold_below(handle)
@@ -120,33 +123,33 @@ def register_queue_memory(lifecycle: Lifecycle, pd: handles.ProtectionDomain, si
 
 
 def is_large(length: int) -> bool:
-    """Whether so many bytes are registered beside the loop."""
+    """Return whether memory of this size is registered in a thread."""
     return length >= _LARGE_BYTES
 
 
 async def open_in_thread(resource: Resource) -> None:
-    """Open what takes long in a thread, so that the loop goes on meanwhile. Where that fails it is left as it was."""
+    """Open a resource in a thread, so that the loop goes on meanwhile. If that fails, the resource stays unopened."""
     opening = running_loop().run_in_executor(None, open_now, resource)
     try:
         await wait_uncancelled(opening)
     except asyncio.CancelledError as raised:
-        # The thread cannot be stopped: what it made is undone when it has made it. Where it made nothing, what is open
-        # is open by somebody else.
+        # The thread cannot be stopped, so close the resource after it was opened. If the thread failed to open the
+        # resource, do not close: another task may have opened it.
         if raised.__cause__ is None:
             await resource.aclose()
         raise
 
 
 class _AllocatorMemory:
-    """Memory of an allocator that a region has: it goes back when the region's handle is gone."""
+    """Memory that an allocator provided for a region. It is freed after the handle of the region was destroyed."""
 
     def __init__(self, region: "MemoryRegion", allocator: Allocator, address: int) -> None:
-        self._region = weakref.ref(region)  # which may be forgotten before its memory
+        self._region = weakref.ref(region)  # weak: the region may be collected before its memory is freed
         self._allocator = allocator
         self._address = address
 
     def destroy(self) -> None:
-        """Give it back. Who kept a view of it has one of memory that is somebody else's now."""
+        """Free the memory. Views kept past this point are dangling."""
         region = self._region()
         if region is not None:
             region._memory = None
@@ -154,16 +157,20 @@ class _AllocatorMemory:
 
 
 class MemoryRegion(HandleResource[handles.MemoryRegion], Registered):
-    """A memory region: ``ibv_reg_mr``. Any event loop may use it. Made by `ProtectionDomain.register`.
+    """Memory region: ``ibv_reg_mr``. Any event loop may use it. Made by `ProtectionDomain.register`.
 
-    What is registered stays where it is: a bytearray refuses to be resized, a file mapping to be closed. Closing waits
-    for work requests that use it, and is refused while receives do: close their queue pair before. Where that is
-    cancelled, or takes too long, no work request can begin with it any more, and it is closed when the last has ended.
+    Registered memory cannot move: a bytearray cannot be resized, and an mmap cannot be closed, until the region is
+    closed. Closing waits for work requests that use the region, and raises `BusyResourceError` while receives use it:
+    close their queue pair first. If closing is cancelled, no work request can begin to use the region, and a background
+    task closes it when the last one has completed.
 
-    :param memory: an object with the buffer protocol, contiguous; or how many bytes to allocate, zeroed, in pages that
+    :param pd: protection domain that the region belongs to.
+    :param handle: handle of that protection domain.
+    :param memory: contiguous object with the buffer protocol; or the number of bytes to allocate, zeroed, in pages that
         a fork does not copy.
-    :param access: what may be done to it, by local work requests and by peers.
-    :param allocator: where to allocate those bytes, whole pages; they are given back when it is closed.
+    :param access: access rights of local work requests and of peers.
+    :param allocator: allocator of these bytes, in whole pages, which are freed when the region is closed; only if
+        ``memory`` is a number.
     """
 
     def __init__(
@@ -213,12 +220,15 @@ class MemoryRegion(HandleResource[handles.MemoryRegion], Registered):
         return (ctypes.c_char * self._length).from_address(address)
 
     async def open(self) -> Self:
-        """Register it; where it is large, in a thread, so that the loop goes on meanwhile.
+        """Register the memory (``ibv_reg_mr``), in a thread if it has 16 MiB or more.
 
-        :raises ClosedResourceError: it was opened before, or its protection domain is closed.
-        :raises ValueError: there is nothing to register, or ``LOCAL_WRITE`` is missing where peers may write.
-        :raises BufferError: the memory is not contiguous, or is read-only and to be written.
-        :raises VerbsError: the device cannot.
+        :returns: the region itself.
+        :raises ClosedResourceError: the region was opened before, or its protection domain is closed.
+        :raises ForkedProcessError: the protection domain was opened in the process that this one was forked from.
+        :raises ValueError: the memory has no bytes, or peers may write and ``LOCAL_WRITE`` is missing.
+        :raises BufferError: the memory is not contiguous, or is read-only and ``access`` allows to write.
+        :raises MemoryError: the allocator returned no memory.
+        :raises VerbsError: the device cannot register the memory.
         """
         if not is_large(self._length):
             return await super().open()
@@ -230,48 +240,66 @@ class MemoryRegion(HandleResource[handles.MemoryRegion], Registered):
 
     @property
     def access(self) -> AccessFlags:
-        """What may be done to it."""
+        """Access rights of the region."""
         return self._access
 
     @property
     def address(self) -> int:
-        """Of its first byte."""
+        """Address of the first byte.
+
+        :raises ClosedResourceError: the region is not open.
+        """
         return self.handle.address
 
     @property
     def lkey(self) -> int:
-        """Its key for local work requests."""
+        """Key for local work requests.
+
+        :raises ClosedResourceError: the region is not open.
+        """
         return self.handle.lkey
 
     @property
     def rkey(self) -> int:
-        """Its key for peers."""
+        """Key for work requests of peers.
+
+        :raises ClosedResourceError: the region is not open.
+        """
         return self.handle.rkey
 
     @property
     def buffer(self) -> memoryview:
-        """Its bytes, flat."""
+        """Bytes of the region, as a one-dimensional memoryview.
+
+        :raises ClosedResourceError: the region is not open.
+        """
         self._check_open()
         assert self._memory is not None
         return memoryview(self._memory).cast("B")
 
     def remote(self) -> RemoteRegion:
-        """What a peer needs to reach all of it."""
+        """Return the address, length and rkey of the region, which a peer needs to access it.
+
+        :raises ClosedResourceError: the region is not open.
+        """
         self._check_open()
         return self.whole.remote()
 
 
 class AdoptedMemoryRegion(MemoryRegion):
-    """A memory region that its user registered with pyverbs, keeps, and closes when this is closed.
+    """Memory region that the user registered with pyverbs. The user still owns the pyverbs object and closes it after
+    this region.
 
-    Any event loop may use it. Made by `ProtectionDomain.adopt_memory_region`.
+    Any event loop may use the region. Made by `ProtectionDomain.adopt_memory_region`.
 
-    :param mr: an open `pyverbs.mr.MR` of any kind, of the same protection domain.
-    :param access: what it was registered for, which it does not tell.
+    :param pd: protection domain that the region belongs to.
+    :param handle: handle of that protection domain.
+    :param mr: open `pyverbs.mr.MR` of any kind, of the same protection domain.
+    :param access: access rights that ``mr`` was registered with; the object itself does not provide them.
     """
 
     def __init__(self, pd: Resource, handle: handles.ProtectionDomain, mr: "MR", access: AccessFlags) -> None:
-        super().__init__(pd, handle, b"", access)  # how long it is, it is asked when it is opened
+        super().__init__(pd, handle, b"", access)  # `_open` sets the length
         self._mr = mr
 
     def _open(self) -> None:
@@ -282,21 +310,24 @@ class AdoptedMemoryRegion(MemoryRegion):
             raise ValueError(f"{self._mr!r} is all of the address space: register or adopt the parts that are needed")
         self._begin(handle)
         self._memory = None
-        if self._mr.buf:  # not so of device memory, or of what was imported
+        if self._mr.buf:  # None for device memory and imported regions
             memory = (ctypes.c_char * handle.length).from_address(handle.address)
             self._memory = memory if self._access & AccessFlags.LOCAL_WRITE else memoryview(memory).toreadonly()
 
     def _check_open(self) -> None:
         super()._check_open()
         assert self._handle is not None
-        # Asking the handle is what finds that its user closed it.
+        # Reading the length raises BorrowedObjectClosedError if the user closed the pyverbs object.
         self._handle.length  # noqa: B018
 
     @property
     def buffer(self) -> memoryview:
-        """Its bytes, flat; to be written where it was registered for that. They are gone once its user closes it.
+        """Bytes of the region, as a one-dimensional memoryview, writable if the access rights include ``LOCAL_WRITE``.
 
-        :raises ValueError: they are not in this process's memory.
+        The view is dangling after the user has closed the pyverbs object.
+
+        :raises ValueError: the memory is not mapped in this process.
+        :raises ClosedResourceError: the region is not open, or the pyverbs object was closed.
         """
         self._check_open()
         if self._memory is None:
@@ -305,17 +336,20 @@ class AdoptedMemoryRegion(MemoryRegion):
 
 
 class ImportedMemoryRegion(MemoryRegion):
-    """A memory region of another process, which shares its protection domain: ``ibv_import_mr``.
+    """Memory region of another process that shares its protection domain with this one: ``ibv_import_mr``.
 
-    Any event loop may use it. Made by `ProtectionDomain.import_memory_region`. It serves for as long as that process
-    has it open; work requests fail afterwards, with LOC_PROT_ERR. Closing it leaves that one open.
+    Any event loop may use the region. Made by `ProtectionDomain.import_memory_region`. The region is valid as long as
+    the other process keeps it open; after that work requests fail with LOC_PROT_ERR. Closing the imported region does
+    not close the original one.
 
-    :param key: its lkey, which is its rkey, too.
+    :param pd: protection domain that the region belongs to.
+    :param handle: handle of that protection domain.
+    :param key: lkey of the region, which equals its rkey.
     """
 
     def __init__(self, pd: Resource, handle: handles.ProtectionDomain, key: int) -> None:
-        super().__init__(pd, handle, b"", AccessFlags(0))  # how long it is, it is asked when it is opened
-        self._key = operator.index(key)  # no float, which would be truncated
+        super().__init__(pd, handle, b"", AccessFlags(0))  # `_open` sets the length
+        self._key = operator.index(key)  # raises for a float, which would be truncated
 
     def _open(self) -> None:
         handle = ImportedRegion(self._pd_handle, self._key)
@@ -327,13 +361,15 @@ class ImportedMemoryRegion(MemoryRegion):
 
 
 class MemoryWindow(HandleResource[handles.MemoryWindow]):
-    """A memory window: ``ibv_alloc_mw``. Any event loop may use it. Made by `ProtectionDomain.memory_window`.
+    """Memory window: ``ibv_alloc_mw``. Any event loop may use it. Made by `ProtectionDomain.memory_window`.
 
-    `QueuePair.bind_window` binds it to a part of a region, for as long as that is to be granted to a peer.
+    `QueuePair.bind_window` binds the window to a part of a region, to grant a peer access to that part.
 
-    :param mw_type: of type 1, which is bound and unbound by a verb, or of type 2, which is bound by a work request,
-        used through that queue pair alone, and unbound by invalidating its key. Reset does not unbind it: invalidate
-        or close it before the queue pair is connected to another peer that is not to have what it grants.
+    :param pd: protection domain that the window belongs to.
+    :param handle: handle of that protection domain.
+    :param mw_type: type 1 is bound and unbound by a verb. Type 2 is bound by a work request, usable through that queue
+        pair only, and unbound by invalidating its key. A reset of the queue pair does not unbind the window: invalidate
+        or close the window before the queue pair is connected to a peer that must not have this access.
     """
 
     def __init__(self, pd: Resource, handle: handles.ProtectionDomain, mw_type: MwType) -> None:
@@ -347,7 +383,10 @@ class MemoryWindow(HandleResource[handles.MemoryWindow]):
 
     @property
     def rkey(self) -> int:
-        """The key that a peer needs; each binding changes it."""
+        """Key for work requests of peers. Each binding changes the key.
+
+        :raises ClosedResourceError: the window is not open.
+        """
         return self.handle.rkey
 
 

@@ -1,4 +1,4 @@
-"""Registrations that are kept for buffers that come back."""
+"""Cache of memory registrations, for buffers that are used repeatedly."""
 
 import sys
 import threading
@@ -26,20 +26,21 @@ __all__ = ["RegistrationCache", "RegistrationCacheStatistics"]
 
 _WRITES = AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_WRITE | AccessFlags.REMOTE_ATOMIC
 
-# What a registration is of: the object (its id), the address and length of its bytes, access, and whether it was given
-# to be read only.
+# Key of a registration: id of the exporting object, address and length of the bytes, access rights, and whether the
+# buffer was read-only.
 _Key = tuple[int, int, int, AccessFlags, bool]
 
 
 @dataclass(frozen=True)
 class RegistrationCacheStatistics:
-    """What a registration cache has done, and keeps at one moment.
+    """Counts of a registration cache at one moment.
 
-    :param hits: blocks that hit their memory registered.
-    :param misses: blocks that registered it.
-    :param evictions: registrations that were given up, to make room or because their memory was dropped.
-    :param entries: registrations that are kept.
-    :param bytes: the sum of their lengths.
+    :param hits: number of blocks whose memory was already registered.
+    :param misses: number of blocks that registered their memory.
+    :param evictions: number of registrations evicted, to make room, by `RegistrationCache.drop` or because only the
+        cache held their memory.
+    :param entries: number of registrations in the cache.
+    :param bytes: sum of their lengths.
     """
 
     hits: int
@@ -50,7 +51,7 @@ class RegistrationCacheStatistics:
 
 
 def _export(buffer: "Buffer", access: AccessFlags) -> memoryview:
-    """An export of the bytes that is nobody else's, so that references to their object can be told apart."""
+    """Return a separate export of the bytes, so that the references to the exporting object can be counted."""
     view = memoryview(buffer)
     if view.readonly and access & _WRITES:
         raise BufferError("the memory is read-only, and is to be written")
@@ -61,14 +62,14 @@ def _export(buffer: "Buffer", access: AccessFlags) -> memoryview:
         return view
     whole = memoryview(view.obj)
     start, size = handles.span(whole)
-    if not start <= address <= address + length <= start + size:  # an object that exports something else each time
+    if not start <= address <= address + length <= start + size:  # the object exports other memory each time
         return view
     part = whole.cast("B")[address - start : address - start + length]
     return part.toreadonly() if view.readonly else part
 
 
 def _exporter(view: memoryview) -> object:
-    """The object whose bytes these are; None where it is unknown."""
+    """Return the object that exports the bytes of a view; None if unknown."""
     return view.obj
 
 
@@ -76,43 +77,43 @@ def _references(view: memoryview) -> int:
     return sys.getrefcount(view.obj)
 
 
-_EXPORT_ALONE = _references(memoryview(bytearray(1)))  # where an object has no other reference than its export's
+_EXPORT_ALONE = _references(memoryview(bytearray(1)))  # count of an object that only its export references
 
 
 class _Entry:
-    """A registration that is kept."""
+    """Registration in the cache."""
 
     def __init__(self, key: _Key, region: MemoryRegion) -> None:
         self.key = key
         self.region = region
         self.users: set[object] = set()
         self.opening = True
-        self.condition = CrossLoopCondition()  # it was opened, or was not
+        self.condition = CrossLoopCondition()  # notified when opening succeeded or failed
 
     @property
     def ready(self) -> bool:
-        """Whether it may be used now."""
+        """True if the region is open."""
         return not self.opening and self.region.state is ResourceState.OPEN
 
     async def wait_settled(self) -> None:
-        """Until nobody is opening or closing it."""
+        """Wait until no task opens or closes the region."""
         await self.condition.wait_while(lambda: self.opening)
         await lifecycle_of(self.region).wait_settled()
 
     @property
     def idle(self) -> bool:
-        """Whether nobody is in its block, and no device at its memory."""
+        """True if no task is in a block with the region, and no work request uses it."""
         return not (self.opening or self.users or len(self.region.pins))
 
     @property
     def orphaned(self) -> bool:
-        """Whether its object would be gone by now if it were not for the registration."""
+        """True if only the registration references the exporting object."""
         view = self.region._memory
         return isinstance(view, memoryview) and _references(view) <= _EXPORT_ALONE
 
 
 class _CacheRemoval:
-    """What a region does when its handle is gone, whoever closed it: it leaves the cache, and its memory alone."""
+    """Removal of an entry from the cache, and release of its memory, after the handle of the region was destroyed."""
 
     def __init__(self, cache: "RegistrationCache", entry: _Entry) -> None:
         self._cache = cache
@@ -124,7 +125,7 @@ class _CacheRemoval:
 
 
 class _MemoryRelease:
-    """What a region that is not kept does when its handle is gone: it leaves its memory alone."""
+    """Release of the memory of a region that is not in the cache, after its handle was destroyed."""
 
     def __init__(self, region: MemoryRegion) -> None:
         self._region = region
@@ -134,86 +135,89 @@ class _MemoryRelease:
 
 
 def _release_unopened(region: MemoryRegion) -> None:
-    # Who keeps an error keeps frames, and the region by those, which is not to keep the export, too.
+    # A stored exception references frames, and these the region, which must not keep the export alive.
     if region.state is ResourceState.NEW:
         region._memory = None
 
 
 class RegistrationCache:
-    """Registrations of buffers that come back, kept by a protection domain: `Domain.cache`. Any event loop may use it.
+    """Cache of the registrations of a protection domain: `Domain.cache`. Any event loop may use it.
 
-    Registering costs more than a transfer does; who sends from the same buffers again finds them registered:
+    Registering memory costs more than a transfer. A program that sends from the same buffers repeatedly finds them
+    registered:
 
         async with pd.cache.region(buffer) as region:
             await qp.write(region, remote)
 
-    A registration is never a stale one. It holds an export of the buffer's object, as any `MemoryRegion` does: as long
-    as it is kept, that object is not gone, and its memory is where it was; and it is hit again by that very object,
-    address and length. So a bytearray cannot be resized and an mmap not closed before it is evicted, as `drop` does. A
-    new array object, as each slice of a numpy array is, is another object: take slices of the region instead.
+    A registration is never stale. Like any `MemoryRegion` it holds an export of the buffer's object, so while it is in
+    the cache, that object exists and its memory does not move. A later use finds the registration by the same object,
+    address and length. Until the registration is evicted, as by `drop`, a bytearray cannot be resized and an mmap
+    cannot be closed. A new array object, such as each slice of a numpy array, is another object: slice the region
+    instead.
 
-    Without being asked it evicts what only the cache still holds (at the end of the block, or when the next buffer is
-    registered) and, where there is too much, the longest unused. What is in use, or under DMA, stays. Whom a peer was
-    given the key of, it can reach until then. Closing the protection domain evicts all.
+    The cache evicts registrations whose object only the cache references, at the end of the block or when the next
+    buffer is registered; and if a limit is exceeded, the least recently used ones. Registrations in use or under DMA
+    stay. Peers that hold its key keep access until a registration is evicted. Closing the protection domain evicts all.
 
-    :param pd: the protection domain.
+    :param pd: protection domain that the memory is registered with.
     """
 
-    # A weak reference to the object instead of an export could not say when a bytearray (which takes none) or an array
-    # was moved, or an mmap closed; and the address alone may come back with other pages behind it. With an export the
-    # object cannot die; so its references are counted when something happens here anyway.
+    # The cache holds exports, not weak references: a bytearray has no weak references, and none could tell that an
+    # array was moved or an mmap closed. An address alone may be reused with other pages behind it. With an export the
+    # object cannot be collected, so its references are counted whenever the cache is used.
 
     max_bytes: int
-    """How many bytes may be kept. More than that is registered only as long as it is in use."""
+    """Maximum size of the cache in bytes. A larger buffer is registered only as long as it is in use."""
 
     max_entries: int
-    """How many registrations may be kept."""
+    """Maximum number of registrations in the cache."""
 
     def __init__(self, pd: HandleResource[handles.ProtectionDomain]) -> None:
-        self._pd = weakref.ref(pd)  # which has this
+        self._pd = weakref.ref(pd)  # weak, because the protection domain references the cache
         self.max_bytes = 256 << 20
         self.max_entries = 1024
-        # Guards the entries, their order (the longest unused first), those that go, and the counts. The collector may
-        # end a block inside of it, which takes the lock again, and only ever takes a user away. In a child of a fork it
-        # is a new one.
+        # Guards the entries, their order (least recently used first), the evicted ones and the counts. The garbage
+        # collector may end a block while the lock is held and take it again, therefore a RLock; that only removes a
+        # user. In the child of a fork the lock is replaced.
         self._lifecycle = lifecycle_of(pd)
         self._lock = threading.RLock()
         forks.renew_lock_in_children(self)
         self._entries: dict[_Key, _Entry] = {}
-        self._evicted: set[_Entry] = set()  # those that were given up and are still registered
+        self._evicted: set[_Entry] = set()  # evicted entries that are still registered
         self._bytes = self._hits = self._misses = self._evictions = 0
 
     def _renew_lock(self) -> None:
         self._lock = threading.RLock()
 
     def statistics(self) -> RegistrationCacheStatistics:
-        """What it did, and what it keeps."""
+        """Return the current counts of the cache."""
         return RegistrationCacheStatistics(self._hits, self._misses, self._evictions, len(self._entries), self._bytes)
 
     @asynccontextmanager
     async def region(
         self, buffer: "Buffer", access: AccessFlags = AccessFlags.LOCAL_WRITE
     ) -> AsyncIterator[MemoryRegion]:
-        """A buffer's region, registered now or before. The end of the block leaves it registered: do not close it.
+        """Return the region of a buffer, for an ``async with`` block. Do not close the region.
 
-        :param buffer: an object with the buffer protocol, contiguous. Where it is a memoryview, the object behind it
-            is what counts. What has memory that is not its own, as a ctypes object at an address, is to be dropped
-            before that memory goes.
-        :param access: what may be done to it; what was registered for more or less does not serve.
+        At the end of the block the buffer stays registered.
+
+        :param buffer: contiguous object with the buffer protocol. For a memoryview, the object behind it counts. If the
+            object does not own its memory, as a ctypes object at an address, `drop` it before that memory is freed.
+        :param access: access rights. A registration with other rights is not reused.
         :raises ClosedResourceError: the protection domain is not open.
-        :raises ValueError: there is nothing to register, or ``LOCAL_WRITE`` is missing where peers may write.
-        :raises BufferError: the memory is not contiguous, or is read-only and to be written.
-        :raises VerbsError: the device cannot register it, or cannot give up another one.
+        :raises ValueError: the buffer has no bytes, or peers may write and ``LOCAL_WRITE`` is missing.
+        :raises BufferError: the memory is not contiguous, or is read-only and ``access`` allows to write.
+        :raises VerbsError: the device cannot register the memory, or cannot deregister an evicted region.
         """
         pd = self._pd()
         if pd is None:
             raise ClosedResourceError("the protection domain of this cache is gone")
-        pd.handle  # noqa: B018  that it is open
+        pd.handle  # noqa: B018  checks that the protection domain is open
         access = AccessFlags(access)
         view = _export(buffer, access)
-        del buffer  # a temporary one is gone at the end
+        del buffer  # a temporary object must not live until the end of the block
         if _exporter(view) is None or view.nbytes > self.max_bytes or not self.max_entries:
-            # Too large to be kept, or nobody's memory, of which nothing could tell whether it is still there.
+            # Not cached: the buffer is too large, or no object is known that would keep its memory alive.
             with self._lock:
                 self._misses += 1
             region = MemoryRegion(pd, pd.handle, view, access)
@@ -228,7 +232,7 @@ class RegistrationCache:
         user = object()
         try:
             entry = await self._acquire(pd, view, access, user)
-        finally:  # who keeps an error keeps this frame, too, and would keep the export by it
+        finally:  # a stored exception references this frame, which must not keep the export alive
             del view, pd
         try:
             if turn := spend(LIGHT):
@@ -239,14 +243,16 @@ class RegistrationCache:
             await _close_regions(self._evict_surplus([entry]))
 
     async def drop(self, buffer: "Buffer") -> None:
-        """Evict a buffer's object, so that it can be resized or closed. Work with it is waited for.
+        """Evict all registrations of a buffer's object, so that it can be resized or closed.
 
-        Where that is cancelled the memory stays registered until its work has ended; to drop it once more waits for
-        that, too.
+        Waits for work requests that use them. If the wait is cancelled, the memory stays registered until these have
+        completed; another call of `drop` waits for that as well.
 
-        :raises BusyResourceError: somebody is in a block with it, or receives are posted in it; nothing was done.
+        :param buffer: object with the buffer protocol; for a memoryview, the object behind it counts.
+        :raises BusyResourceError: a task is in a block with the buffer, or receives are posted in it. Nothing was done.
         :raises ForkedProcessError: the protection domain was opened in the process that this one was forked from, which
-            alone can evict it; nothing was done.
+            alone can evict the registrations. Nothing was done.
+        :raises VerbsError: the device cannot deregister the memory.
         """
         if self._lifecycle.inherited:
             raise ForkedProcessError(repr(self._lifecycle))
@@ -266,13 +272,13 @@ class RegistrationCache:
             entries = [entry for entry in self._evicted if entry.key[0] == exporter_id]
         await _close_regions(entries)
 
-    # ---- Coming
+    # ---- Registering
 
     async def _acquire(
         self, pd: HandleResource[handles.ProtectionDomain], view: memoryview, access: AccessFlags, user: object
     ) -> _Entry:
-        """The entry of these bytes, open. `view` keeps their object here: so no other one has its id."""
-        try:  # as above: of this frame, too
+        """Return the open entry of these bytes. `view` keeps their object alive, so no other object has its id."""
+        try:  # a stored exception references this frame, too
             key = (id(_exporter(view)), *handles.span(view), access, view.readonly)
             while True:
                 with self._lock:
@@ -282,7 +288,7 @@ class RegistrationCache:
                         entry = _Entry(key, MemoryRegion(pd, pd.handle, view, access))
                         self._bytes += view.nbytes
                         self._misses += 1
-                    self._entries[key] = entry  # the latest used
+                    self._entries[key] = entry  # now the most recently used
                     entry.users.add(user)
                     if hit and entry.ready:
                         self._hits += 1
@@ -295,15 +301,15 @@ class RegistrationCache:
                 except BaseException:
                     entry.users.discard(user)
                     raise
-                entry.users.discard(user)  # and once more: it is ready now, or is not there any more
+                entry.users.discard(user)  # try again: the entry is ready now, or was removed
         finally:
             del view
 
     async def _register(self, entry: _Entry) -> None:
         region = entry.region
         try:
-            await _close_regions(self._evict_surplus())  # first: the device may have no more room
-            lifecycle_of(region).hold(_CacheRemoval(self, entry))  # before its handle, and so after that at the end
+            await _close_regions(self._evict_surplus())  # first, because the device may be at a limit
+            lifecycle_of(region).hold(_CacheRemoval(self, entry))  # held before the handle, so destroyed after it
             await open_part(region, keeps_parents=False)
         except BaseException:
             self._remove(entry)
@@ -313,7 +319,7 @@ class RegistrationCache:
             entry.opening = False
             entry.condition.notify()
 
-    # ---- Going
+    # ---- Evicting
 
     def _remove(self, entry: _Entry) -> None:
         with self._lock:
@@ -333,8 +339,10 @@ class RegistrationCache:
         self._evictions += len(entries)
 
     def _evict_surplus(self, candidates: Iterable[_Entry] | None = None) -> list[_Entry]:
-        """Give up what is idle and orphaned of those that are looked at, by default all, and the longest unused of all
-        that are idle while there are too many; what is returned is to be closed.
+        """Evict idle registrations that are orphaned or exceed the limits; return them for the caller to close.
+
+        Orphaned ones are evicted if they are among the candidates, by default all. While a limit is exceeded, idle ones
+        are evicted, the least recently used first.
         """
         with self._lock:
             kept = tuple(self._entries.values())
@@ -354,7 +362,7 @@ class RegistrationCache:
 
 
 async def _close_regions(entries: Iterable[_Entry]) -> None:
-    """All of them, whatever fails."""
+    """Close the regions of all entries, even if closing one fails."""
     async with AsyncExitStack() as stack:
         for entry in entries:
             stack.push_async_callback(entry.region.aclose)

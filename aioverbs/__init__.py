@@ -1,7 +1,7 @@
-"""RDMA for asyncio: devices, and the domains that keep what is made on them to one event loop and its thread.
+"""RDMA for asyncio: devices, resource domains, queue pairs, connections and worker pools.
 
-`__init__.pyi` lists the public names. Each is imported when it is first used, and the compiled core (`aioverbs._core`,
-private) with the first that needs it, so that importing the package costs next to nothing.
+`__init__.pyi` lists the public names. Each is imported at its first use, and the compiled core (`aioverbs._core`,
+private) with the first name that needs it, so that importing the package itself is cheap.
 """
 
 from importlib import import_module
@@ -13,7 +13,7 @@ __all__ = sorted(DEFINED_IN)
 
 def __getattr__(name: str) -> object:
     if name == "__version__":
-        from importlib.metadata import version  # here, because it costs more than the package itself
+        from importlib.metadata import version  # imported here, because it takes longer than the package itself
 
         return version("aioverbs")
     if name not in DEFINED_IN:

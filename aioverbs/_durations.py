@@ -1,10 +1,13 @@
-"""PURE: lengths of time as text."""
+"""PURE: durations as text."""
 
 __all__ = ["duration"]
 
 
 def duration(seconds: float) -> str:
-    """Format a length of time with three digits, in the unit that fits it: ``"12.3 µs"``, ``"10 s"``."""
+    """Format a duration with three digits, in the unit that fits best: ``"12.3 µs"``, ``"10 s"``.
+
+    :param seconds: duration in seconds.
+    """
     for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
         if seconds >= 0.9995 * size:
             return f"{_three(seconds / size)} {unit}"

@@ -1,8 +1,9 @@
-"""The names that `aioverbs` exports, and what is exported says of where it is.
+"""Names that `aioverbs` exports, and the ``__module__`` of exported objects.
 
-`__init__.pyi` is the list: each public name, and the module that defines it. Whatever is in it says ``aioverbs`` for
-its module, wherever it was imported from: in representations, tracebacks and pickles. What only a public module beside
-that has (`aioverbs.rdma_cm`, `aioverbs.attributes`) says that one; all else says the module that defines it.
+`__init__.pyi` lists each public name and the module that defines it. Objects in that list have ``aioverbs`` as their
+``__module__``, however they were imported, so representations, tracebacks and pickles name the public module. Objects
+that only another public module has, such as `aioverbs.rdma_cm` or `aioverbs.attributes`, have that module; all others
+have the module that defines them.
 """
 
 import sys
@@ -11,7 +12,7 @@ __all__ = ["DEFINED_IN", "defined_in", "publish"]
 
 
 def _read() -> dict[str, str]:
-    """Each name, and the module that defines it: without a parser, which would take longer than all the rest."""
+    """Read the exported names and their modules, without `ast`: importing it takes longer than all the rest."""
     found, module = {}, ""
     with open(__file__.removesuffix("_exports.py") + "__init__.pyi", encoding="utf-8") as stub:
         for line in stub:
@@ -27,15 +28,17 @@ DEFINED_IN = _read()
 
 
 def defined_in(module: str) -> list[str]:
-    """The exported names that a module defines."""
+    """Return the exported names that a module defines."""
     return [name for name, definer in DEFINED_IN.items() if definer == module]
 
 
 def publish(module: str) -> None:
-    """Have what a module defines and `aioverbs` exports say so. A module calls this at its end, with its name.
+    """Set ``__module__`` to ``aioverbs`` for all exported objects of a module. Called at the end of each module.
 
-    At its end, and not in the bodies of classes: from Python 3.13 on, assigning takes away the line that a class is
-    said to begin at, which would be one of another file now.
+    Not assigned in the class bodies: from Python 3.13 on an assignment there removes ``__firstlineno__``, which would
+    be the line of another file.
+
+    :param module: name of the calling module.
     """
     for name in defined_in(module):
         vars(sys.modules[module])[name].__module__ = "aioverbs"

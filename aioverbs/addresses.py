@@ -1,15 +1,15 @@
-"""PURE: addresses of hosts and ports, as sockets have them, and as people write them."""
+"""PURE: socket addresses, and their notation as text."""
 
 __all__ = ["Address", "written"]
 
 Address = tuple[str, int] | tuple[str, int, int, int]
-"""As those of sockets: host and port, for IPv6 with flow information and scope."""
+"""Socket address: host and port; for IPv6 also flow information and scope ID."""
 
 
 def written(address: Address | None) -> str:
-    """An address as people write it, ``10.0.0.1:7471`` or ``[fd00::1]:7471``.
+    """Format an address as ``10.0.0.1:7471`` or ``[fd00::1]:7471``.
 
-    :param address: None: there is none.
+    :param address: socket address; None is formatted as ``nowhere``.
     """
     if address is None:
         return "nowhere"

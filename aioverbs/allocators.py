@@ -1,12 +1,12 @@
-"""Memory for queues, doorbell records and buffers: what ``ibv_alloc_parent_domain`` calls an allocator.
+"""Allocators of memory for queues, doorbell records and buffers: see ``ibv_alloc_parent_domain``.
 
-Without one, a provider uses its own memory. A user's own is anything with the two methods of `Allocator`; the built-in
-ones work in C without the GIL. What they return is zeroed, aligned and never copied by a fork.
+Without an allocator a provider uses its own memory. Any object with the two methods of `Allocator` can serve as one.
+The built-in allocators work in C without the GIL; their memory is zeroed, aligned and not copied by a fork.
 
     allocator = ArenaAllocator(NumaAllocator(0))
 
-An allocator may serve many parent domains, in many threads, and buffers beside them. Made before a fork, it is empty
-in the child, which can use it as if it were new.
+One allocator may serve many parent domains, in many threads, and buffers as well. In the child of a fork an allocator
+that was made before is empty, and can be used like a new one.
 """
 
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
@@ -49,43 +49,45 @@ __all__ = [
 
 @runtime_checkable
 class Allocator(Protocol):
-    """What gives memory to providers, after the callbacks of ``ibv_alloc_parent_domain``.
+    """Interface of allocators, modelled on the callbacks of ``ibv_alloc_parent_domain``.
 
-    Both methods are called by the thread that calls a verb, in the middle of the verb: one that calls a verb on the
-    same domain is refused where the domain takes no locks.
+    Both methods are called inside of a verb, by the thread that called the verb. If the domain takes no locks, a method
+    that calls a verb on that domain raises `ConcurrentAccessError`.
     """
 
     def allocate(
         self, size: int, alignment: int, resource_type: int, pd: "ParentDomain | None", context: object, /
     ) -> int | UseDefault | None:
-        """Return the address of a piece; `USE_DEFAULT` to let the provider use its own memory; None for none.
+        """Allocate a piece of memory.
 
-        What it raises becomes the cause of the verb's error; what is no `Exception`, as `KeyboardInterrupt`, is raised
-        itself. Anything else that it returns makes the verb fail.
+        If this raises, the exception becomes the cause of the verb's error; one that is no `Exception`, such as
+        `KeyboardInterrupt`, is raised itself. A result of another type makes the verb fail.
 
-        :param size: bytes. They must be zero, and no fork may copy them: shared anonymous memory, or MADV_DONTFORK.
-        :param alignment: bytes; the address must be a multiple of it.
-        :param resource_type: what it is for; `ResourceKind.decode` tells.
-        :param pd: the core's parent domain that it is for (`ParentDomain.handle`); None for a buffer.
-        :param context: that parent domain's, the "user-specified context"; None for a buffer.
+        :param size: size in bytes. The bytes must be zero, and no fork may copy them: use shared anonymous memory, or
+            MADV_DONTFORK.
+        :param alignment: alignment in bytes; the address must be a multiple of it.
+        :param resource_type: purpose of the memory; `ResourceKind.decode` decodes it.
+        :param pd: `ParentDomain.handle` of the parent domain that the memory is for; None for a buffer.
+        :param context: user-specified context of that parent domain; None for a buffer.
+        :returns: the address; or `USE_DEFAULT`, and the provider uses its own memory; or None, and the verb fails.
         """
 
     def free(self, address: int, resource_type: int, pd: "ParentDomain | None", context: object, /) -> object:
-        """Take a piece back, once for each address that `allocate` returned.
+        """Free a piece of memory, once for each address that `allocate` returned.
 
-        What it raises goes to ``sys.unraisablehook``: the verb has succeeded.
+        If this raises, the exception is passed to ``sys.unraisablehook``, because the verb has succeeded.
 
-        :param address: of the piece.
-        :param resource_type: what it was asked for with.
-        :param pd: likewise.
-        :param context: likewise.
+        :param address: address of the piece.
+        :param resource_type: argument of the call of `allocate`.
+        :param pd: argument of the call of `allocate`.
+        :param context: argument of the call of `allocate`.
         """
 
 
 def checked_allocator(allocator: Allocator | None) -> Allocator | None:
-    """Return what a user gave for an allocator.
+    """Return an argument that has to be an allocator or None.
 
-    :raises TypeError: it is neither one nor None.
+    :raises TypeError: the argument is neither.
     """
     if allocator is not None and (isinstance(allocator, type) or not isinstance(allocator, Allocator)):
         raise TypeError(f"allocator must have the methods of aioverbs.Allocator, not be {allocator!r}")

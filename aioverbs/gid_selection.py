@@ -1,4 +1,4 @@
-"""PURE: which of a port's GIDs queue pairs send from where nobody says which."""
+"""PURE: selection of the default source GID of a port."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -12,11 +12,11 @@ _NONE = bytes(16)
 
 @dataclass(frozen=True, slots=True)
 class Gid:
-    """An entry of a port's GID table: ``struct ibv_gid_entry``.
+    """Entry of the GID table of a port: ``struct ibv_gid_entry``.
 
-    :param index: where it stands in the table.
-    :param gid: its 16 bytes.
-    :param gid_type: what packets from it look like.
+    :param index: index in the table.
+    :param gid: GID, 16 bytes.
+    :param gid_type: type of the GID, which decides the format of packets sent from it.
     """
 
     index: int
@@ -25,21 +25,23 @@ class Gid:
 
     @property
     def link_local(self) -> bool:
-        """Whether it is of no use beyond its own link, fe80::/10."""
+        """True if the GID is valid on its own link only: fe80::/10."""
         return self.gid[0] == 0xFE and self.gid[1] & 0xC0 == 0x80
 
     @property
     def ipv4(self) -> bool:
-        """Whether it is made of an IPv4 address; bytes 8 and 9 may be a port, as the software device has it there."""
+        """True if the GID contains an IPv4 address. Bytes 8 and 9 may be a port: the software device puts it there."""
         return not any(self.gid[:8]) and self.gid[10:12] == b"\xff\xff"
 
 
 def preferred(gids: Iterable[Gid]) -> int | None:
-    """The index of the one to send from; None where there is none.
+    """Return the index of the GID to send from; None if the table has no GID.
 
-    RoCE v2, which is routed, comes before RoCE v1, which both ends must then be on one link for; of these one of an
-    IPv4 address before one of a global IPv6 address before one that is link-local; of these the first. InfiniBand's all
-    are of one type, and the first of them is the port's own.
+    RoCE v2, which is routable, is preferred to RoCE v1, for which both ends have to be on one link. Within a version,
+    the order is: IPv4 address, global IPv6 address, link-local address. Among equals the lowest index wins. On
+    InfiniBand all GIDs have one type, and the first one is the port GID.
+
+    :param gids: entries of the GID table of one port.
     """
     found = [each for each in gids if each.gid != _NONE]
     return min(found, key=_rank).index if found else None

@@ -1,4 +1,4 @@
-"""PURE: what the software device tells of its peers in other processes and on other hosts."""
+"""PURE: statistics of the software device about its peers in other processes and on other hosts."""
 
 from dataclasses import dataclass
 from datetime import datetime
@@ -11,23 +11,26 @@ __all__ = ["FabricStatistics", "Peer", "RejectedPeer"]
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """A stream between the software device and one of another process.
+    """Stream between the software device and one of another process.
 
-    Each side sends its requests over a stream that it connected, and answers over the one that the other connected: two
-    devices with requests in both directions have two.
+    Each device sends requests over a stream that it connected, and responses over the stream that the peer connected.
+    So two devices that both send requests have two streams.
 
-    :param gids: the peer's GIDs, 16 bytes each, as in `Endpoint.gid`; before it told them, the one that is looked for.
-    :param connected_by_us: whether it carries our requests; else it carries the peer's.
-    :param connected: whether there is a connection now. One of ours is connected again when there is something to send.
-    :param transport: ``"unix"`` for a socket of this host, ``"tcp"``; None where it never was connected.
-    :param direct: whether data goes from memory to memory, by one of both processes, and not through the socket.
-    :param why_not_direct: why it does not; empty where it does, or is not known yet.
-    :param problem: why the last connection ended, or none was to be had; empty where there was none yet that did.
-    :param process_id: the peer's, where it is on this host.
-    :param user_id: likewise.
-    :param frames_in: how many frames came, in all connections; so are the next three.
-    :param connections: how often it was connected.
-    :param waiting_queue_pairs: how many of ours wait for room in it or for the connection.
+    :param gids: GIDs of the peer, 16 bytes each, as in `Endpoint.gid`; before the handshake only the GID to connect to.
+    :param connected_by_us: True if this device connected the stream, which carries its requests; False if the peer did.
+    :param connected: True if the stream is connected now. A lost stream is connected again when there is data to send.
+    :param transport: ``"unix"`` for a socket on this host, or ``"tcp"``; None before the first connection.
+    :param direct: True if one of the processes copies data from memory to memory, without the socket.
+    :param why_not_direct: reason why data is not copied directly; empty if it is, or before this is known.
+    :param problem: reason why the last connection ended or failed; empty if none has yet.
+    :param process_id: process ID of the peer; None if the peer is on another host.
+    :param user_id: user ID of the peer's process; None if the peer is on another host.
+    :param frames_in: number of frames received, over all connections of the stream.
+    :param frames_out: number of frames sent, over all connections of the stream.
+    :param bytes_in: number of bytes received, over all connections of the stream.
+    :param bytes_out: number of bytes sent, over all connections of the stream.
+    :param connections: number of times that the stream was connected.
+    :param waiting_queue_pairs: number of local queue pairs that wait for buffer space or for the connection.
     """
 
     gids: tuple[bytes, ...]
@@ -49,11 +52,11 @@ class Peer:
 
 @dataclass(frozen=True, slots=True)
 class RejectedPeer:
-    """A peer that the software device turned away, or whose stream it closed for what came over it.
+    """Peer that the software device rejected, or whose stream it closed because of an invalid frame.
 
-    :param time: when, in UTC.
-    :param gid: the peer's first GID, 16 bytes; None where it had told none.
-    :param reason: why.
+    :param time: time of the rejection, in UTC.
+    :param gid: first GID of the peer, 16 bytes; None if the peer sent none.
+    :param reason: reason of the rejection.
     """
 
     time: datetime
@@ -63,21 +66,23 @@ class RejectedPeer:
 
 @dataclass(frozen=True, slots=True)
 class FabricStatistics:
-    """What a software device has to do with others, in all contexts of it that this process has.
+    """Counts of the connections of a software device, over all its contexts in this process.
 
-    :param listening: whether others find it.
-    :param path: of its Unix socket, empty where it has none.
-    :param address: where it listens on the network, as ``"10.0.0.1:7470"``; empty where it does not.
-    :param problem: why it is not found; empty where nothing is wrong.
-    :param accepted: how many streams others connected and were let in, ever in this process; so are the next ones.
-    :param connected: how many it connected itself.
-    :param failed_connections: how often none was to be had.
-    :param lost: how many streams ended by what happened to the connection or the peer.
-    :param refused_peers: how many were turned away before any request: who are not allowed, do not know the secret, or
-        speak something else.
-    :param refused_frames: how many streams were closed for what came over them.
-    :param refusals: the last of both, oldest first.
-    :param peers: the streams that there are.
+    Counts are totals since the start of the process.
+
+    :param listening: True if peers can connect to the device.
+    :param path: path of its Unix socket; empty if there is none.
+    :param address: network address that it listens at, as ``"10.0.0.1:7470"``; empty if there is none.
+    :param problem: reason why peers cannot connect; empty if they can.
+    :param accepted: number of streams that peers connected and the device accepted.
+    :param connected: number of streams that the device connected.
+    :param failed_connections: number of attempts to connect that failed.
+    :param lost: number of streams that ended by an error of the connection or the end of the peer.
+    :param refused_peers: number of peers rejected before any request: not permitted, without the secret, or with
+        another protocol.
+    :param refused_frames: number of streams closed because of an invalid frame.
+    :param refusals: most recent rejections of both kinds, oldest first.
+    :param peers: current streams.
     """
 
     listening: bool

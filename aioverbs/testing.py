@@ -1,8 +1,8 @@
-"""A pytest plugin for those who test what they built on aioverbs; pytest finds it where aioverbs is installed.
+"""Pytest plugin for tests of programs that use aioverbs. pytest finds the plugin if aioverbs is installed.
 
-`aioverbs_device` is a software device, and has each test run twice: requests are executed in the call that posts them,
-and by a thread beside the loop, as a NIC does, so that awaits really sleep. `aioverbs_ledger` fails a test that leaves
-something open. What is to go wrong is planned by `Device.faults`.
+The fixture `aioverbs_device` is a software device. Each test that uses it runs twice: with requests executed in the
+call that posts them, and executed by a thread beside the loop, as a NIC does, so that awaits really suspend. The
+fixture `aioverbs_ledger` fails a test that leaves a resource open. `Device.faults` plans failures.
 
     async def test_my_service(aioverbs_device: aioverbs.Device) -> None:
         async with aioverbs_device as device, MyService(device) as service:
@@ -27,7 +27,7 @@ _passed = pytest.StashKey[bool]()
 
 
 def _acknowledge_all(queue: "handles.CompletionQueue") -> None:
-    """Events that were taken and never acknowledged make a queue refuse to go."""
+    """Acknowledge all events of a completion queue, which cannot be destroyed before that."""
     while True:
         try:
             queue.ack_events(1)
@@ -36,7 +36,7 @@ def _acknowledge_all(queue: "handles.CompletionQueue") -> None:
 
 
 def _acknowledge_async_events() -> None:
-    """The same for asynchronous events, which whoever failed may still hold."""
+    """Acknowledge all asynchronous events, which a failed test may still hold."""
     from aioverbs._core.handles import handles
 
     for event in gc.get_objects():
@@ -45,7 +45,10 @@ def _acknowledge_async_events() -> None:
 
 
 def destroy_all(opened: "Iterable[handles.Handle]") -> None:
-    """Destroy what `aioverbs_ledger` finds, the last one first: parents are made before their children."""
+    """Destroy handles that a test left open, newest first, because parents are made before their children.
+
+    :param opened: open handles, oldest first, as `aioverbs_ledger` finds them.
+    """
     from aioverbs._core.handles import handles
     from aioverbs.errors import BusyResourceError
 
@@ -61,7 +64,7 @@ def destroy_all(opened: "Iterable[handles.Handle]") -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Keep whether the test passed, for who tears down."""
+    """Record whether the test passed, for the teardown of `aioverbs_ledger`."""
     report = yield
     if report.when == "call":
         item.stash[_passed] = report.passed
@@ -70,11 +73,13 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 
 @pytest.fixture
 def aioverbs_ledger(request: pytest.FixtureRequest) -> Iterator[None]:
-    """What is opened from here on is to be closed when the test is over: else the test fails, and says what is open.
+    """Fail a test that leaves handles open, and name them. They are destroyed, so that the next test starts clean.
 
-    It is destroyed then, so that the next test begins with nothing. One that failed by itself is not failed again.
+    A test that failed by itself is not failed again.
+
+    :param request: pytest's request of the fixture.
     """
-    # Not imported before a test asks for it: pytest loads this module everywhere.
+    # Imported only when a test uses the fixture, because pytest loads this module in every session.
     core = importlib.import_module("aioverbs._core.handles.handles")
     before = set(core.open_handles())
     yield
@@ -87,8 +92,14 @@ def aioverbs_ledger(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(params=["inline", "thread"])
 def aioverbs_device(request: pytest.FixtureRequest, aioverbs_ledger: None) -> "Device":
-    """A software device, not opened yet: ``async with aioverbs_device as device``. The test runs once for each way of
-    execution: in the posting call (``inline``) and beside the loop (``thread``)."""
+    """Unopened software device: write ``async with aioverbs_device as device``.
+
+    The test runs once for each value of ``execution``: in the call that posts a request (``inline``), and in a thread
+    beside the loop (``thread``).
+
+    :param request: pytest's request of the fixture.
+    :param aioverbs_ledger: fixture that fails the test if it leaves a resource open.
+    """
     from aioverbs._verbs.device import open_device
 
     return open_device("soft0", execution=request.param)

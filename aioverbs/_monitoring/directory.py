@@ -15,7 +15,7 @@ from pathlib import Path
 __all__ = ["MonitorDirectory", "default_path", "peer_user"]
 
 _NAME = re.compile(r"(\d+)-[0-9a-f]{8}\.sock")
-_SWEEP_S = 0.1  # the longest that one is asked whether it is alive
+_SWEEP_TIMEOUT_S = 0.1  # the longest that one is asked whether it is alive
 _ABANDONED_S = 60.0  # the age of what somebody began to make and did not finish
 _CREDENTIALS = struct.Struct("3i")  # struct ucred: process, user, group
 
@@ -37,8 +37,8 @@ def default_path(environment: Mapping[str, str], user: int) -> Path:
 
 def peer_user(connected: socket.socket) -> int:
     """The number of the user whose process is at the other end: SO_PEERCRED."""
-    told = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    user: int = _CREDENTIALS.unpack(told)[1]
+    credentials = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    user: int = _CREDENTIALS.unpack(credentials)[1]
     return user
 
 
@@ -63,18 +63,18 @@ class MonitorDirectory:
         except OSError as error:
             if error.errno not in (ENOTDIR, ELOOP):
                 raise
-            raise self._refuse("is no directory: remove it, or name another") from None
+            raise self._permission_error("is no directory: remove it, or name another") from None
         found = os.fstat(self._fd)
         try:
             if found.st_uid != os.geteuid():
-                raise self._refuse("is another user's: name one of your own")
+                raise self._permission_error("is another user's: name one of your own")
             if stat.S_IMODE(found.st_mode) & 0o077:
-                raise self._refuse("is open to others: chmod 0700 it, or name another")
+                raise self._permission_error("is open to others: chmod 0700 it, or name another")
         except BaseException:
             os.close(self._fd)
             raise
 
-    def _refuse(self, what: str) -> PermissionError:
+    def _permission_error(self, what: str) -> PermissionError:
         return PermissionError(EACCES, f"{what} by AIOVERBS_MONITOR_DIRECTORY", str(self.path))
 
     def close(self) -> None:
@@ -123,7 +123,7 @@ class MonitorDirectory:
         for pid, name in self.names():
             if not Path(f"/proc/{pid}").exists():  # here; a container may have it
                 with contextlib.suppress(OSError):
-                    alive = self.connect(name, _SWEEP_S)
+                    alive = self.connect(name, _SWEEP_TIMEOUT_S)
                     if alive is not None:
                         alive.close()
 

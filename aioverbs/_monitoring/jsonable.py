@@ -3,27 +3,27 @@
 from dataclasses import is_dataclass
 from enum import Enum
 
-__all__ = ["plain"]
+__all__ = ["to_jsonable"]
 
-_AS_THEY_ARE = frozenset((int, str, bool, float, type(None)))
+_JSON_TYPES = frozenset((int, str, bool, float, type(None)))
 
 
-def plain(value: object) -> object:
+def to_jsonable(value: object) -> object:
     """What JSON has, of anything: dataclasses are objects, members of enumerations their names; sets are sorted.
 
     :raises TypeError: nothing in JSON is like that.
     """
-    if type(value) in _AS_THEY_ARE:  # most are
+    if type(value) in _JSON_TYPES:  # most are
         return value
     match value:
         case Enum():
             return value.name
         case list() | tuple():
-            return [plain(each) for each in value]
+            return [to_jsonable(each) for each in value]
         case dict():
-            return {str(key): plain(each) for key, each in value.items()}
+            return {str(key): to_jsonable(each) for key, each in value.items()}
         case set() | frozenset():
-            return sorted(map(plain, value), key=str)
+            return sorted(map(to_jsonable, value), key=str)
     if is_dataclass(value):
-        return {name: plain(getattr(value, name)) for name in value.__dataclass_fields__}
+        return {name: to_jsonable(getattr(value, name)) for name in value.__dataclass_fields__}
     raise TypeError(f"nothing in JSON is like {value!r}")

@@ -18,21 +18,21 @@ import anyio.to_thread
 from aioverbs._exports import publish
 from aioverbs._monitoring.server import MonitorServer
 
-__all__ = ["Monitor", "monitor", "start_where_wanted"]
+__all__ = ["Monitor", "monitor", "start_if_enabled"]
 
 logger = logging.getLogger("aioverbs")
 
 _lock = threading.Lock()  # of what follows
 _server: MonitorServer | None = None
 _users = 0
-_seen_to = False  # whether the environment was listened to
+_environment_was_read = False  # whether the environment was listened to
 
 
 def _acquire() -> Path:
     global _server, _users
     with _lock:
         if _server is not None and not _server.alive:
-            _server.forget()
+            _server.close_descriptors()
             _server = None
         if _server is None:
             _server = MonitorServer()
@@ -137,13 +137,13 @@ def monitor() -> Monitor:
     return Monitor()
 
 
-def start_where_wanted() -> None:
+def start_if_enabled() -> None:
     """Have this process watched until it ends, where the environment says so. What fails is a warning to the log."""
-    global _seen_to
+    global _environment_was_read
     text = os.environ.get("AIOVERBS_MONITOR", "")
-    if text in ("", "0") or _seen_to:
+    if text in ("", "0") or _environment_was_read:
         return
-    _seen_to = True
+    _environment_was_read = True
     if text != "1":
         logger.warning("AIOVERBS_MONITOR: write 1 for yes or 0 for no, not %r", text)
         return
@@ -154,12 +154,12 @@ def start_where_wanted() -> None:
 
 
 def _forked() -> None:
-    global _lock, _seen_to, _server, _users
-    _lock, _seen_to, _users = threading.Lock(), False, 0
+    global _lock, _environment_was_read, _server, _users
+    _lock, _environment_was_read, _users = threading.Lock(), False, 0
     server, _server = _server, None
     if server is not None:
         atexit.unregister(_at_exit)
-        server.forget()
+        server.close_descriptors()
 
 
 os.register_at_fork(after_in_child=_forked)

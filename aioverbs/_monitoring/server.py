@@ -21,20 +21,21 @@ from pathlib import Path
 
 from aioverbs._durations import duration
 from aioverbs._monitoring.directory import MonitorDirectory, peer_user
-from aioverbs._monitoring.snapshot import encoded, sample
+from aioverbs._monitoring.snapshot import encode, sample
 
 __all__ = ["INTERVALS_S", "VERSION", "MonitorServer"]
 
 logger = logging.getLogger("aioverbs")
 
 VERSION = 1
-INTERVALS_S = (0.05, 3600.0)  # that may be asked for
-_MOST = 8  # who may look at once
-_ASK_S = 5.0  # the longest that one may take to ask
-_LONGEST = 4096  # bytes of a question
-_DEAF_S = 1.0  # after which somebody is let in again, where there was no descriptor for one
-_JOIN_S = 5.0
-_FORK_S = 1.0  # the longest that a fork waits for a sample, which may be waiting for what the forking thread holds
+INTERVALS_S = (0.05, 3600.0)  # that may be requested
+_MAX_VIEWERS = 8  # who may look at once
+_REQUEST_TIMEOUT_S = 5.0  # the longest that one may take to ask
+_MAX_REQUEST_BYTES = 4096  # bytes of a request
+_ACCEPT_PAUSE_S = 1.0  # after which somebody is let in again, where there was no descriptor for one
+_JOIN_TIMEOUT_S = 5.0
+# Maximum time that a fork waits for a sample, which may itself wait for a lock that the forking thread holds.
+_FORK_TIMEOUT_S = 1.0
 
 
 class _Viewer:
@@ -42,9 +43,9 @@ class _Viewer:
 
     def __init__(self, connected: socket.socket, due: float) -> None:
         self.socket = connected
-        self.question = b""
+        self.request = b""
         self.unsent = memoryview(b"")
-        self.interval_s: float | None = None  # None: it has not asked yet
+        self.interval_s: float | None = None  # None: no request yet
         self.due = due  # when it is to be sent a sample, or sent away
 
     def send(self, line: bytes) -> None:
@@ -65,35 +66,35 @@ class _Viewer:
             while self.unsent:
                 self.unsent = self.unsent[self.socket.send(self.unsent) :]
 
-    def hear(self) -> None:
+    def receive_request(self) -> None:
         """Take what it asks for.
 
         :raises OSError: it is gone.
         :raises ValueError: it asked for something else.
         """
         try:
-            heard = self.socket.recv(_LONGEST)
+            received = self.socket.recv(_MAX_REQUEST_BYTES)
         except BlockingIOError:
             return
-        if not heard:
+        if not received:
             raise ConnectionResetError
         if self.interval_s is not None:
             raise ValueError("it asks more than once")
-        self.question += heard
-        line, newline, rest = self.question.partition(b"\n")
+        self.request += received
+        line, newline, rest = self.request.partition(b"\n")
         if newline and not rest:
             self.interval_s = _interval_of(line)
             self.due = time.monotonic()
-        elif newline or len(self.question) > _LONGEST:
+        elif newline or len(self.request) > _MAX_REQUEST_BYTES:
             raise ValueError("it asks for more than one thing")
 
 
 def _interval_of(line: bytes) -> float:
     try:
-        asked = json.loads(line)
+        request = json.loads(line)
     except RecursionError:
         raise ValueError("it asks for no interval") from None
-    interval = asked.get("interval_s") if isinstance(asked, dict) else None
+    interval = request.get("interval_s") if isinstance(request, dict) else None
     least, most = INTERVALS_S
     if isinstance(interval, bool) or not isinstance(interval, (int, float)) or not least <= interval <= most:
         raise ValueError(f"an interval is from {duration(least)} to {duration(most)}")
@@ -112,19 +113,19 @@ class MonitorServer:
         with contextlib.ExitStack() as undo:
             undo.callback(self._directory.close)
             self._directory.sweep()
-            self._listening, self._name = self._directory.listen(_MOST)
+            self._listening, self._name = self._directory.listen(_MAX_VIEWERS)
             undo.callback(self._listening.close)
             undo.callback(self._directory.remove, self._name)
             self._selector = selectors.DefaultSelector()
             undo.callback(self._selector.close)
-            self._wake, self._awake = socket.socketpair()
-            undo.callback(self._wake.close)
-            undo.callback(self._awake.close)
+            self._wake_writer, self._wake_reader = socket.socketpair()
+            undo.callback(self._wake_writer.close)
+            undo.callback(self._wake_reader.close)
             self._viewers: dict[socket.socket, _Viewer] = {}
-            self._deaf_until = 0.0
+            self._accept_after = 0.0
             self._stopping = False
             self._selector.register(self._listening, selectors.EVENT_READ, self._accept)
-            self._selector.register(self._awake, selectors.EVENT_READ)
+            self._selector.register(self._wake_reader, selectors.EVENT_READ)
             self._thread = threading.Thread(target=self._run, name="aioverbs-monitor", daemon=True)
             self._start()
             undo.pop_all()
@@ -151,19 +152,19 @@ class MonitorServer:
         """Be found by nobody any more, and end."""
         self._directory.remove(self._name)
         self._stopping = True
-        self._wake.send(b"!")
+        self._wake_writer.send(b"!")
 
     def join(self) -> None:
         """Wait for its end, and let go of its descriptors."""
-        self._thread.join(_JOIN_S)
+        self._thread.join(_JOIN_TIMEOUT_S)
         if self._thread.is_alive():  # it is in a sample; its descriptors go with the process
             logger.error("the thread that lets others look at this process does not end")
         else:
-            self.forget()
+            self.close_descriptors()
 
-    def forget(self) -> None:
+    def close_descriptors(self) -> None:
         """Let go of its descriptors. Its thread has ended, or is another process's."""
-        for each in (self._listening, self._wake, self._awake, *self._viewers):
+        for each in (self._listening, self._wake_writer, self._wake_reader, *self._viewers):
             each.close()
         self._selector.close()
         self._directory.close()
@@ -173,7 +174,7 @@ class MonitorServer:
     def _run(self) -> None:
         try:
             while not self._stopping:
-                for key, events in self._selector.select(self._rest_s()):
+                for key, events in self._selector.select(self._timeout_s()):
                     if key.data is not None:
                         key.data(events)
                 self._serve()
@@ -184,11 +185,11 @@ class MonitorServer:
             for viewer in tuple(self._viewers.values()):
                 viewer.socket.close()
 
-    def _rest_s(self) -> float | None:
+    def _timeout_s(self) -> float | None:
         """Until there is something to do."""
         times = [viewer.due for viewer in self._viewers.values()]
-        if self._deaf_until:
-            times.append(self._deaf_until)
+        if self._accept_after:
+            times.append(self._accept_after)
         return max(0.0, min(times) - time.monotonic()) if times else None
 
     def _accept(self, events: int) -> None:
@@ -197,9 +198,9 @@ class MonitorServer:
         except BlockingIOError:
             return
         except OSError as error:  # the program may have no descriptor left; that is not to be asked again and again
-            logger.warning("nobody is let in to look at this process for %s: %s", duration(_DEAF_S), error)
+            logger.warning("nobody is let in to look at this process for %s: %s", duration(_ACCEPT_PAUSE_S), error)
             self._selector.unregister(self._listening)
-            self._deaf_until = time.monotonic() + _DEAF_S
+            self._accept_after = time.monotonic() + _ACCEPT_PAUSE_S
             return
         connected.setblocking(False)
         user = peer_user(connected)
@@ -207,23 +208,23 @@ class MonitorServer:
             logger.warning("a process of user %d wanted to look at this process, and may not", user)
             connected.close()
             return
-        viewer = _Viewer(connected, time.monotonic() + _ASK_S)
-        if len(self._viewers) >= _MOST:
+        viewer = _Viewer(connected, time.monotonic() + _REQUEST_TIMEOUT_S)
+        if len(self._viewers) >= _MAX_VIEWERS:
             with contextlib.suppress(OSError):
-                viewer.send(_line({**_greeting(), "refused": f"{_MOST} others look already"}))
+                viewer.send(_line({**_greeting(), "refused": f"{_MAX_VIEWERS} others look already"}))
             connected.close()
             return
         self._viewers[connected] = viewer
-        self._selector.register(connected, selectors.EVENT_READ, lambda events: self._attend(viewer, events))
-        self._try(viewer, lambda: viewer.send(_line(_greeting())))
+        self._selector.register(connected, selectors.EVENT_READ, lambda events: self._on_viewer_ready(viewer, events))
+        self._call_or_drop(viewer, lambda: viewer.send(_line(_greeting())))
 
-    def _attend(self, viewer: _Viewer, events: int) -> None:
+    def _on_viewer_ready(self, viewer: _Viewer, events: int) -> None:
         if events & selectors.EVENT_READ:
-            self._try(viewer, viewer.hear)
+            self._call_or_drop(viewer, viewer.receive_request)
         if events & selectors.EVENT_WRITE and viewer.socket in self._viewers:
-            self._try(viewer, viewer.flush)
+            self._call_or_drop(viewer, viewer.flush)
 
-    def _try(self, viewer: _Viewer, act: Callable[[], None]) -> None:
+    def _call_or_drop(self, viewer: _Viewer, act: Callable[[], None]) -> None:
         """Do something with a viewer, which goes where that fails."""
         try:
             act()
@@ -240,32 +241,32 @@ class MonitorServer:
 
     def _serve(self) -> None:
         now = time.monotonic()
-        if self._deaf_until and now >= self._deaf_until:
-            self._deaf_until = 0.0
+        if self._accept_after and now >= self._accept_after:
+            self._accept_after = 0.0
             self._selector.register(self._listening, selectors.EVENT_READ, self._accept)
         due = [viewer for viewer in self._viewers.values() if viewer.due <= now]
         line = self._sample() if any(viewer.interval_s is not None for viewer in due) else b""
         now = time.monotonic()
         for viewer in due:
             if viewer.interval_s is None:
-                self._try(viewer, _too_late)
+                self._call_or_drop(viewer, _raise_no_request)
                 continue
             viewer.due += viewer.interval_s
             if viewer.due <= now:  # it was not awake in time, or the sample took as long: others have the process first
                 viewer.due = now + viewer.interval_s
-            self._try(viewer, functools.partial(viewer.send, line))
+            self._call_or_drop(viewer, functools.partial(viewer.send, line))
 
     def _sample(self) -> bytes:
         with _sampling:
-            return encoded(sample()).encode() + b"\n"
+            return encode(sample()).encode() + b"\n"
 
 
-def _too_late() -> None:
+def _raise_no_request() -> None:
     raise TimeoutError("it asked for nothing")
 
 
-def _line(told: dict[str, object]) -> bytes:
-    return json.dumps(told, separators=(",", ":")).encode() + b"\n"
+def _line(message: dict[str, object]) -> bytes:
+    return json.dumps(message, separators=(",", ":")).encode() + b"\n"
 
 
 def _greeting() -> dict[str, object]:
@@ -281,7 +282,7 @@ _forker: int | None = None  # the thread that holds it for a fork
 
 def _before_fork() -> None:
     global _forker
-    if _sampling.acquire(timeout=_FORK_S):
+    if _sampling.acquire(timeout=_FORK_TIMEOUT_S):
         _forker = threading.get_ident()
 
 

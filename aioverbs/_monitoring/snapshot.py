@@ -12,18 +12,18 @@ from collections.abc import Iterator
 
 from aioverbs._lifecycle.lifecycle import CLOSED, Lifecycle
 from aioverbs._lifecycle.resource import Resource, lifecycle_of
-from aioverbs._monitoring.jsonable import plain
+from aioverbs._monitoring.jsonable import to_jsonable
 from aioverbs.errors import ClosedResourceError
 
-__all__ = ["MOST", "encoded", "remember", "sample"]
+__all__ = ["MAX_RESOURCES", "encode", "register_device", "sample"]
 
-MOST = 10_000  # resources in a sample
-_BREATH = 32  # resources, after which others are let in who wait for the interpreter
+MAX_RESOURCES = 10_000  # resources in a sample
+_YIELD_INTERVAL = 32  # resources, after which others are let in who wait for the interpreter
 
 _devices: dict[int, weakref.ref[Resource]] = {}  # by their numbers; changed by single operations, which are atomic
 
 
-def remember(device: Resource) -> None:
+def register_device(device: Resource) -> None:
     """Have samples tell of a device, as long as it is open."""
     number = lifecycle_of(device).serial
     _devices[number] = weakref.ref(device, lambda _: _devices.pop(number, None))
@@ -42,42 +42,43 @@ def sample() -> dict[str, object]:
     """The trees of all open devices of this process.
 
     Each resource has a number (``id``), ``kind``, ``label``, ``state``, ``owner``, the line that it was opened at
-    (``created``), whether it is ``native`` where it is of those that may be, its ``statistics`` and its ``children``.
+    (``created``), ``native`` (True or False for resources that can be native, else None), ``statistics`` and
+    ``children``.
 
-    ``time_ns`` is of a clock that never goes back. Where there are more than `MOST` resources the rest is left out, and
-    ``truncated`` is true.
+    ``time_ns`` is a time of a monotonic clock. If there are more than `MAX_RESOURCES` resources, the rest is left out,
+    and ``truncated`` is True.
     """
-    room = _Room(MOST)
-    trees = [_tree(lifecycle_of(device), room) for device in _open_devices()]
-    return {"time_ns": time.monotonic_ns(), "truncated": room.left < 0, "devices": trees}
+    budget = _Budget(MAX_RESOURCES)
+    trees = [_tree(lifecycle_of(device), budget) for device in _open_devices()]
+    return {"time_ns": time.monotonic_ns(), "truncated": budget.left < 0, "devices": trees}
 
 
-def encoded(told: dict[str, object]) -> str:
+def encode(sampled: dict[str, object]) -> str:
     """A sample as JSON, on one line, made in pieces: a large one in one piece would keep all other threads waiting."""
-    trees, number = told["devices"], itertools.count()
+    trees, number = sampled["devices"], itertools.count()
     assert isinstance(trees, list)
-    rest = _dumped({name: value for name, value in told.items() if name != "devices"})
-    return f'{rest[:-1]},"devices":[{",".join(_encoded(tree, number) for tree in trees)}]}}'
+    rest = _dump({name: value for name, value in sampled.items() if name != "devices"})
+    return f'{rest[:-1]},"devices":[{",".join(_encode_tree(tree, number) for tree in trees)}]}}'
 
 
-def _encoded(tree: dict[str, object], number: Iterator[int]) -> str:
-    _let_others(next(number))
+def _encode_tree(tree: dict[str, object], number: Iterator[int]) -> str:
+    _yield_gil(next(number))
     children = tree["children"]
     assert isinstance(children, list)
-    own = _dumped({name: value for name, value in tree.items() if name != "children"})
-    return f'{own[:-1]},"children":[{",".join(_encoded(child, number) for child in children)}]}}'
+    own = _dump({name: value for name, value in tree.items() if name != "children"})
+    return f'{own[:-1]},"children":[{",".join(_encode_tree(child, number) for child in children)}]}}'
 
 
-def _dumped(value: object) -> str:
+def _dump(value: object) -> str:
     return json.dumps(value, separators=(",", ":"))
 
 
-def _let_others(number: int) -> None:
-    if not number % _BREATH:
+def _yield_gil(number: int) -> None:
+    if not number % _YIELD_INTERVAL:
         time.sleep(0)
 
 
-class _Room:
+class _Budget:
     """For so many resources."""
 
     def __init__(self, left: int) -> None:
@@ -88,22 +89,22 @@ class _Room:
         return self.left >= 0
 
 
-def _tree(root: Lifecycle, room: _Room) -> dict[str, object]:
+def _tree(root: Lifecycle, budget: _Budget) -> dict[str, object]:
     # Not recursive: nobody's tree is deep, but the thread's stack is no concern of anybody's either.
-    found, children = _node(root)
-    room.take()
-    waiting = [(root, children)]
-    for lifecycle, branch in waiting:
+    tree, children = _node(root)
+    budget.take()
+    queue = [(root, children)]
+    for lifecycle, branch in queue:
         for child in tuple(lifecycle.children.values()):
             if child.parents[:1] != (lifecycle,) or child.state is CLOSED:  # it is with the first of its parents
                 continue
-            if not room.take():
-                return found
-            _let_others(room.left)
+            if not budget.take():
+                return tree
+            _yield_gil(budget.left)
             node, below = _node(child)
             branch.append(node)
-            waiting.append((child, below))
-    return found
+            queue.append((child, below))
+    return tree
 
 
 def _node(lifecycle: Lifecycle) -> tuple[dict[str, object], list[dict[str, object]]]:
@@ -117,7 +118,7 @@ def _node(lifecycle: Lifecycle) -> tuple[dict[str, object], list[dict[str, objec
         "owner": repr(lifecycle.owner) if lifecycle.owner is not None else None,
         "created": lifecycle.created,
         "native": getattr(user, "native", None),
-        "statistics": plain(_statistics(user)),
+        "statistics": to_jsonable(_statistics(user)),
         "children": children,
     }, children
 

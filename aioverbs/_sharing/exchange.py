@@ -24,22 +24,22 @@ from aioverbs._sharing.shared_pd import (
     SoftShare,
     check_device,
     import_context,
-    other_device,
-    refusal,
+    share_error,
+    wrong_device_error,
 )
 from aioverbs.errors import BrokenResourceError, ClosedResourceError, VerbsError
 
-__all__ = ["Given", "GivenSoft", "answer", "receive"]
+__all__ = ["ReceivedShare", "ReceivedSoftwareShare", "answer", "receive"]
 
 _INT = array.array("i").itemsize
-_MOST = 2  # descriptors of a reply
+_MAX_DESCRIPTORS = 2  # descriptors of a reply
 
 # Of <linux/stat.h> and <linux/fcntl.h>. `struct statx` is the same on all machines.
 _AT_EMPTY_PATH, _AT_STATX_DONT_SYNC, _STATX_TYPE = 0x1000, 0x4000, 0x1
 _STATX_SIZE, _STX_MODE, _STX_RDEV = 256, 28, 128
 
 
-class Given:
+class ReceivedShare:
     """What a process was given: the way into another one's context, and a protection domain there.
 
     :param command: the descriptor of that context's commands; `close` closes it.
@@ -66,7 +66,7 @@ class Given:
         context = import_context(self._command, self._device)
         try:
             check_device(context, self._shared_id)
-            self.share.tell(context)
+            self.share.register(context)
         except BaseException:
             context.destroy()
             raise
@@ -77,7 +77,7 @@ class Given:
         os.close(self._command)
 
 
-class GivenSoft:
+class ReceivedSoftwareShare:
     """What a process was given of a software device: a protection domain, in a file that both have."""
 
     def __init__(self, share: ImportedShare) -> None:
@@ -92,7 +92,7 @@ class GivenSoft:
         :raises VerbsError: it does not open.
         """
         context = software.open_context() if name is None else software.open_context(name)
-        self.share.tell(context)
+        self.share.register(context)
         return context
 
     def close(self) -> None:
@@ -105,15 +105,15 @@ def _descriptors(close: Callable[[int], None]) -> Iterator[list[int]]:
 
     :param close: how: those of a peer by `discard_descriptor`, as their close may take as long as he likes.
     """
-    held: list[int] = []
+    descriptors: list[int] = []
     try:
-        yield held
+        yield descriptors
     finally:
-        for each in held:
+        for each in descriptors:
             close(each)
 
 
-async def receive(sock: socket.socket, shared_id: int, share_key: int) -> Given | GivenSoft:
+async def receive(sock: socket.socket, shared_id: int, share_key: int) -> ReceivedShare | ReceivedSoftwareShare:
     """Ask the process at the other end of a socket, where `answer` is called.
 
     :raises VerbsError: with ENOENT, EACCES or EXDEV where it refuses; with EPROTO or EPROTONOSUPPORT where it says
@@ -126,26 +126,27 @@ async def receive(sock: socket.socket, shared_id: int, share_key: int) -> Given 
     request = Request.make(shared_id, share_key, make_nonce())
     await _send(sock, request.pack(), [])
     with _descriptors(discard_descriptor) as attached:
-        reply = Reply.parse(await _receive(sock, Reply.SIZE, attached, _MOST))
+        reply = Reply.parse(await _receive(sock, Reply.SIZE, attached, _MAX_DESCRIPTORS))
         if reply.status == errno.EXDEV:
-            raise other_device(shared_id, reply.device)
+            raise wrong_device_error(shared_id, reply.device)
         if reply.status:
-            raise refusal(reply.status)
+            raise share_error(reply.status)
         if not reply.proves(share_key, request):
-            raise refusal(errno.EACCES, "the peer does not know the share key")
+            raise share_error(errno.EACCES, "the peer does not know the share key")
         soft = software.is_software(reply.device)
-        due = [_is_memory] if soft else [_is_device, _is_memory]
-        if len(attached) != len(due) or not all(fits(each) for fits, each in zip(due, attached, strict=True)):
+        expected = [_is_memory_file] if soft else [_is_device, _is_memory_file]
+        if len(attached) != len(expected) or not all(fits(each) for fits, each in zip(expected, attached, strict=True)):
             advice = "" if soft else f": {reply.device} may be hidden from this process"
-            raise refusal(
+            raise share_error(
                 errno.EPROTO, f"the peer attached {len(attached)} descriptors, or others than it should have{advice}"
             )
         *commands, file = attached
         attached.clear()
     if soft:
-        return GivenSoft(ImportedShare(shared_id, share_key, file))
+        return ReceivedSoftwareShare(ImportedShare(shared_id, share_key, file))
     (command,) = commands
-    return Given(shared_id, Share(shared_id & 0xFFFFFFFF, share_key, reply.pd_handle, file), command, reply.device)
+    share = Share(shared_id & 0xFFFFFFFF, share_key, reply.pd_handle, file)
+    return ReceivedShare(shared_id, share, command, reply.device)
 
 
 async def answer(sock: socket.socket, context: handles.Context, shared: Share | SoftShare) -> None:
@@ -159,19 +160,19 @@ async def answer(sock: socket.socket, context: handles.Context, shared: Share | 
     _check(sock)
     refused: VerbsError | ClosedResourceError | None = None
     data = await _receive(sock, Request.SIZE, [], 0)
-    with _descriptors(os.close) as given:
+    with _descriptors(os.close) as descriptors:
         try:
             request = Request.parse(data)
             if check_device(context, request.shared_id) != shared.number:
-                raise refusal(errno.ENOENT)
+                raise share_error(errno.ENOENT)
             if not request.proves(shared.share_key):
-                raise refusal(errno.EACCES)
-            shared.attach(context, given)
+                raise share_error(errno.EACCES)
+            shared.attach(context, descriptors)
             reply = Reply.make(request, shared.share_key, context.name, shared.pd_handle)
         except (VerbsError, ClosedResourceError) as error:
             refused = error
             reply = Reply.refuse(error.errno if isinstance(error, VerbsError) else errno.ENOENT, context.name)
-        await _send(sock, reply.pack(), given if refused is None else [])
+        await _send(sock, reply.pack(), descriptors if refused is None else [])
     if refused is not None:
         raise refused
 
@@ -187,31 +188,32 @@ def _check(sock: socket.socket) -> None:
 async def _send(sock: socket.socket, data: bytes, descriptors: Sequence[int]) -> None:
     """All of it, the descriptors with the first byte."""
     rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
-    left = memoryview(data)
-    while left:
+    remaining = memoryview(data)
+    while remaining:
         try:
-            sent = sock.sendmsg([left], rights)
+            sent = sock.sendmsg([remaining], rights)
         except BlockingIOError:
             await wait_socket_ready(sock, writing=True)
         except ConnectionError as error:
             raise BrokenResourceError(f"the peer is gone: {error}") from error
         else:
-            left, rights = left[sent:], []
+            remaining, rights = remaining[sent:], []
 
 
-async def _receive(sock: socket.socket, size: int, descriptors: list[int], most: int) -> bytes:
-    """So many bytes, and not one more; the descriptors that came with them are put into the list, `most` of them.
+async def _receive(sock: socket.socket, size: int, descriptors: list[int], max_descriptors: int) -> bytes:
+    """Receive exactly `size` bytes, and append the descriptors that come with them to a list.
 
-    A piece is looked at before it is taken: taking it would have the kernel close what finds no room, in this thread.
-    And no more are taken than are to come: by a few pieces the peer would have all that this process may have.
+    Data is peeked before it is consumed: consuming would make the kernel close the descriptors that do not fit into the
+    buffer, in this thread, and closing may block. At most `max_descriptors` are taken, because a peer could otherwise
+    use up all descriptors of this process with a few messages.
 
-    :raises VerbsError: with EPROTO where there were more than that, or than this process may have. The socket is closed
-        then, by the thread that closes what is in it.
+    :raises VerbsError: with EPROTO if more descriptors came than that, or than this process may open. The socket is
+        closed then, by the thread that closes the descriptors in it.
     """
     data = b""
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_OOBINLINE, 1)  # else what comes out of band is dropped, and closed
     while len(data) < size:
-        room = socket.CMSG_LEN((most - len(descriptors)) * _INT) if len(descriptors) < most else 0
+        room = socket.CMSG_LEN((max_descriptors - len(descriptors)) * _INT) if len(descriptors) < max_descriptors else 0
         try:
             # Not socket.recv_fds: that one forgets the flags.
             piece, ancillary, flags, _ = sock.recvmsg(size - len(data), room, socket.MSG_PEEK | socket.MSG_CMSG_CLOEXEC)
@@ -225,8 +227,9 @@ async def _receive(sock: socket.socket, size: int, descriptors: list[int], most:
                 descriptors += array.array("i", content[: len(content) - len(content) % _INT])
         if flags & socket.MSG_CTRUNC:
             discard_descriptor(sock.detach())
-            advice = f"the peer attached more than {most} descriptors, or more than this process can take (ulimit -n)"
-            raise refusal(errno.EPROTO, advice)
+            limits = f"more than {max_descriptors} descriptors, or more than this process can open (ulimit -n)"
+            advice = f"the peer attached {limits}"
+            raise share_error(errno.EPROTO, advice)
         if not piece:
             raise BrokenResourceError(f"the peer closed the socket after {len(data)} of {size} bytes")
         data += sock.recv(len(piece))
@@ -248,7 +251,7 @@ def _is_device(descriptor: int) -> bool:
     return is_character_device and struct.unpack_from("II", found, _STX_RDEV) in device_numbers()
 
 
-def _is_memory(descriptor: int) -> bool:
+def _is_memory_file(descriptor: int) -> bool:
     """Return whether it is a memory file. Asking for its kind would wait for the server of a FUSE file."""
     try:
         fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)

@@ -29,9 +29,9 @@ __all__ = [
     "check_share",
     "import_context",
     "open_instance",
-    "other_device",
-    "refusal",
     "share",
+    "share_error",
+    "wrong_device_error",
 ]
 
 _ADVICE = {
@@ -42,19 +42,19 @@ _ADVICE = {
 }
 
 
-def refusal(error: int, advice: str | None = None) -> VerbsError:
+def share_error(error: int, advice: str | None = None) -> VerbsError:
     """Why there is no instance."""
     return VerbsError("ibv_share_pd", error, advice or _ADVICE.get(error))
 
 
-def other_device(shared_id: int, name: str) -> VerbsError:
+def wrong_device_error(shared_id: int, name: str) -> VerbsError:
     """What is said where it is of another device than this one.
 
     :param name: of this one, as a peer says that nobody has proved to be one: in printable characters here.
     """
     name = "".join(each if each.isprintable() else "?" for each in name)
     advice = f"it is shared of the device with GUID {device_of(shared_id)}, and {name} is another one: a protection "
-    return refusal(errno.EXDEV, f"{advice}domain is one device's; import_device() takes that of another process")
+    return share_error(errno.EXDEV, f"{advice}domain is one device's; import_device() takes that of another process")
 
 
 def check_share(shared_id: int, share_key: int) -> None:
@@ -109,11 +109,11 @@ def check_device(context: handles.Context, shared_id: int) -> int:
     """
     number = shared_id & 0xFFFFFFFF
     if shared_id != id_of(context, number):
-        raise other_device(shared_id, context.name)
+        raise wrong_device_error(shared_id, context.name)
     return number
 
 
-class _DeviceLease:
+class _InstanceLock:
     """An instance's part in a protection domain: the last one that is left deallocates it, the others unimport it.
 
     All of them lock a file that has no name, each by an open file description of its own. Who leaves and gets the lock
@@ -124,18 +124,18 @@ class _DeviceLease:
         try:
             self._file = os.open(f"/proc/self/fd/{file}", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
         except BlockingIOError:  # else it would wait for that
-            raise refusal(errno.EPROTO, "another process has a lease (F_SETLEASE) on the file") from None
+            raise share_error(errno.EPROTO, "another process has a lease (F_SETLEASE) on the file") from None
         try:
             fcntl.flock(self._file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            gone = os.fstat(self._file).st_size > 0
+            has_ended = os.fstat(self._file).st_size > 0
         except BlockingIOError:  # the last is just leaving
-            gone = True
+            has_ended = True
         except BaseException:
             os.close(self._file)
             raise
-        if gone:
+        if has_ended:
             os.close(self._file)
-            raise refusal(errno.ENOENT)
+            raise share_error(errno.ENOENT)
 
     def is_last(self) -> bool:
         """Whether no other instance is left; nobody joins any more then. Otherwise it is none any more itself."""
@@ -163,12 +163,12 @@ _shares: weakref.WeakKeyDictionary[handles.Context, "dict[int, Share]"] = weakre
 _sharing = threading.Lock()  # a domain is shared once
 
 
-def _forked() -> None:
+def _renew_lock() -> None:
     global _sharing
     _sharing = threading.Lock()  # who held it is not here
 
 
-os.register_at_fork(after_in_child=_forked)
+os.register_at_fork(after_in_child=_renew_lock)
 
 
 class Share:
@@ -187,18 +187,18 @@ class Share:
         self._lock = threading.Lock()
         self._known: dict[int, Share] = {}
 
-    def tell(self, context: handles.Context) -> None:
+    def register(self, context: handles.Context) -> None:
         """Let a context open instances, until this is destroyed."""
         self._known = _shares.setdefault(context, {})
         self._known[self.number] = self
 
-    def join(self) -> _DeviceLease:
+    def join(self) -> _InstanceLock:
         """The part of a new instance.
 
         :raises VerbsError: with ENOENT where it is too late.
         """
         with self._opened() as file:
-            return _DeviceLease(file)
+            return _InstanceLock(file)
 
     def dup_file(self) -> int:
         """A duplicate of its file's descriptor, the caller's to close; nothing is locked by it.
@@ -220,7 +220,7 @@ class Share:
     def _opened(self) -> Iterator[int]:
         with self._lock:
             if self._file < 0:
-                raise refusal(errno.ENOENT)
+                raise share_error(errno.ENOENT)
             yield self._file
 
     def destroy(self) -> None:
@@ -252,7 +252,7 @@ class SoftShare:
         """
         pd = self._pd
         if pd is None:
-            raise refusal(errno.ENOENT)
+            raise share_error(errno.ENOENT)
         descriptors.append(software.export(pd))
 
     def destroy(self) -> None:
@@ -276,7 +276,7 @@ class ImportedShare:
         self._lock = threading.Lock()
         self._known: dict[int, ImportedShare] = {}
 
-    def tell(self, context: handles.Context) -> None:
+    def register(self, context: handles.Context) -> None:
         """Let a context open instances, until this is destroyed."""
         self._known = _imported.setdefault(context, {})
         self._known[self._id] = self
@@ -289,11 +289,11 @@ class ImportedShare:
         _check_key(self._share_key, share_key)
         with self._lock:
             if self._file < 0:
-                raise refusal(errno.ENOENT)
+                raise share_error(errno.ENOENT)
             try:
                 return software.import_shared(context, self._file, share_key)
             except VerbsError as error:
-                raise refusal(error.errno) from None
+                raise share_error(error.errno) from None
 
     def destroy(self) -> None:
         """Forget it; instances stay."""
@@ -304,9 +304,9 @@ class ImportedShare:
             os.close(file)
 
 
-def _check_key(known: int, given: int) -> None:
-    if not hmac.compare_digest(*(key.to_bytes(KEY_BITS // 8) for key in (known, given))):
-        raise refusal(errno.EACCES)
+def _check_key(expected: int, key: int) -> None:
+    if not hmac.compare_digest(*(each.to_bytes(KEY_BITS // 8) for each in (expected, key))):
+        raise share_error(errno.EACCES)
 
 
 def share(pd: handles.ProtectionDomain, share_key: int) -> tuple[int, Share | SoftShare]:
@@ -324,14 +324,14 @@ def share(pd: handles.ProtectionDomain, share_key: int) -> tuple[int, Share | So
     with _sharing:
         if pd.lease is not None:
             raise VerbsError("ibv_alloc_shpd", errno.EEXIST)
-        made = Share(number, share_key, pd.handle, os.memfd_create("aioverbs-pd", os.MFD_CLOEXEC))
+        shared = Share(number, share_key, pd.handle, os.memfd_create("aioverbs-pd", os.MFD_CLOEXEC))
         try:
-            pd.lease = made.join()
+            pd.lease = shared.join()
         except BaseException:
-            made.destroy()
+            shared.destroy()
             raise
-    made.tell(context)
-    return shared_id, made
+    shared.register(context)
+    return shared_id, shared
 
 
 def open_instance(context: handles.Context, shared_id: int, share_key: int) -> handles.ProtectionDomain:
@@ -344,12 +344,12 @@ def open_instance(context: handles.Context, shared_id: int, share_key: int) -> h
         try:
             return software.open_shared(context, number, share_key)
         except VerbsError as error:
-            raise refusal(error.errno) from None
+            raise share_error(error.errno) from None
     known = _shares.get(context, {}).get(number)
     if known is None:
         _check_import(context)
         advice = "this context does not have it; import_device() makes one that does, from its process or in this one"
-        raise refusal(errno.ENOENT, advice)
+        raise share_error(errno.ENOENT, advice)
     _check_key(known.share_key, share_key)
     lease = known.join()
     try:

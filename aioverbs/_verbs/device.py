@@ -17,8 +17,8 @@ from aioverbs._exports import publish
 from aioverbs._lifecycle.affinity import ThreadModel
 from aioverbs._lifecycle.lifecycle import ResourceInfo, reap
 from aioverbs._lifecycle.resource import HandleResource, Resource, ResourceStatistics
-from aioverbs._monitoring.monitor import start_where_wanted
-from aioverbs._monitoring.snapshot import remember
+from aioverbs._monitoring.monitor import start_if_enabled
+from aioverbs._monitoring.snapshot import register_device
 from aioverbs._providers import hardware, software
 from aioverbs._providers.peer_log import attend, log
 from aioverbs._providers.sysfs import kernel_devices
@@ -239,8 +239,8 @@ class Device(HandleResource[handles.Context]):
             self._lifecycle.opener = asyncio.get_running_loop()
         if self._lifecycle.opener is not None:
             reap()
-        remember(self)
-        start_where_wanted()
+        register_device(self)
+        start_if_enabled()
 
     def _check_open(self) -> None:
         super()._check_open()

@@ -6,7 +6,7 @@ from typing import Self
 from aioverbs._core.handles import handles
 from aioverbs._exports import publish
 from aioverbs._lifecycle.lifecycle import ResourceState
-from aioverbs._sharing.exchange import Given, GivenSoft, receive
+from aioverbs._sharing.exchange import ReceivedShare, ReceivedSoftwareShare, receive
 from aioverbs._sharing.shared_pd import check_share
 from aioverbs._verbs.device import Device
 
@@ -26,7 +26,8 @@ class ImportedDevice(Device):
     ) -> None:
         super().__init__(name, max_native_thread_domains, "inline", 0)
         self._from = socket, shared_id, share_key
-        self._given: list[Given | GivenSoft] = []  # what it may be opened with: one for each who is at that
+        # Shares that the device may be opened with, one for each call of open() in flight.
+        self._given: list[ReceivedShare | ReceivedSoftwareShare] = []
 
     async def open(self) -> Self:
         """Open it; see `import_device` for what that raises."""

@@ -200,7 +200,7 @@ def _shared_memory(handle: handles.ProtectionDomain) -> NativeAllocator:
     except VerbsError as error:
         if error.errno == errno.EINVAL:
             raise VerbsError(error.verb, error.errno, "share() is to come first: it is of this process alone") from None
-        raise shared_pd.refusal(error.errno) from None
+        raise shared_pd.share_error(error.errno) from None
 
 
 class SharedProtectionDomain(Resource):

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import click
 
-from aioverbs._monitoring.jsonable import plain
+from aioverbs._monitoring.jsonable import to_jsonable
 from aioverbs._providers.sysfs import kernel_devices
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ def print_json(value: object, *, one_line: bool = False) -> None:
 
     :param one_line: for commands that print many.
     """
-    click.echo(json.dumps(plain(value), indent=None if one_line else 2))
+    click.echo(json.dumps(to_jsonable(value), indent=None if one_line else 2))
 
 
 # ---- Running

@@ -86,7 +86,7 @@ async def test_every_kind_of_resource(device: Device) -> None:
         WorkerPool(device, 2) as pool,
     ):
         sample = await asyncio.to_thread(snapshot.sample)
-        told = json.loads(snapshot.encoded(sample))
+        told = json.loads(snapshot.encode(sample))
         assert told == sample
         tree = next(each for each in told["devices"] if each["id"] == device._lifecycle.serial)
         found = list(nodes(tree))
@@ -118,7 +118,7 @@ async def test_what_was_closed_is_not_there(device_name: str) -> None:
 
 async def test_a_sample_has_an_end(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     async with device.protection_domain() as pd, pd.register(64), pd.register(64), pd.register(64):
-        monkeypatch.setattr(snapshot, "MOST", 3)
+        monkeypatch.setattr(snapshot, "MAX_RESOURCES", 3)
         told: Any = snapshot.sample()
     assert told["truncated"]
     assert sum(len(list(nodes(each))) for each in told["devices"]) == 3
@@ -297,7 +297,7 @@ async def test_a_fork_waits_for_a_sample(monkeypatch: pytest.MonkeyPatch) -> Non
         forked.wait(patience(20))
 
     monkeypatch.setattr(server, "sample", slow)
-    monkeypatch.setattr(server, "_FORK_S", patience(10))
+    monkeypatch.setattr(server, "_FORK_TIMEOUT_S", patience(10))
     async with monitor() as watched:
         with looking(watched) as viewer:
             await viewer.line()
@@ -313,7 +313,7 @@ async def test_a_fork_waits_for_a_sample(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 async def test_a_fork_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "_FORK_S", 0.05)
+    monkeypatch.setattr(server, "_FORK_TIMEOUT_S", 0.05)
     with server._sampling:
         assert in_child(lambda: server._sampling.locked()) is False
         assert server._sampling.locked()
@@ -324,7 +324,7 @@ async def test_a_fork_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) ->
 
 
 async def test_what_the_environment_says(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(monitor_module, "_seen_to", False)
+    monkeypatch.setattr(monitor_module, "_environment_was_read", False)
     for text, said in (("", ""), ("0", ""), ("yes", "write 1 for yes or 0 for no, not 'yes'")):
         monkeypatch.setenv("AIOVERBS_MONITOR", text)
         async with open_device("soft0"):
@@ -338,7 +338,7 @@ async def test_what_the_environment_says(monkeypatch: pytest.MonkeyPatch, caplog
 async def test_what_fails_is_a_warning(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(monitor_module, "_seen_to", False)
+    monkeypatch.setattr(monitor_module, "_environment_was_read", False)
     monkeypatch.setenv("AIOVERBS_MONITOR", "1")
     os.mknod(folder)
     async with open_device("soft0") as device:

@@ -145,7 +145,7 @@ async def test_what_is_no_question() -> None:
 
 
 async def test_who_asks_for_nothing_is_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "_ASK_S", 0.1)
+    monkeypatch.setattr(server, "_REQUEST_TIMEOUT_S", 0.1)
     async with monitor() as watched:
         with looking(watched) as viewer:
             await viewer.line()
@@ -153,7 +153,7 @@ async def test_who_asks_for_nothing_is_sent_away(monkeypatch: pytest.MonkeyPatch
 
 
 async def test_too_many_look(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "_MOST", 1)
+    monkeypatch.setattr(server, "_MAX_VIEWERS", 1)
     async with monitor() as watched:
         with looking(watched) as first:
             await first.line()
@@ -176,7 +176,7 @@ async def test_there_is_no_descriptor_for_one(
             raise OSError(errno.EMFILE, "too many open files")
 
     deaf_s = 0.2
-    monkeypatch.setattr(server, "_DEAF_S", deaf_s)
+    monkeypatch.setattr(server, "_ACCEPT_PAUSE_S", deaf_s)
     async with monitor() as watched:
         looked_at: Any = monitor_module._server
         listening, looked_at._listening = looked_at._listening, FailsOnce(looked_at._listening)

@@ -37,7 +37,7 @@ from aioverbs import (
 from aioverbs._core.handles import handles
 from aioverbs._core.software.software import Context as SoftwareContext, ImportedRegion
 from aioverbs._lifecycle.turns import OPENING, spend
-from aioverbs._sharing.exchange import Given, GivenSoft, answer, receive
+from aioverbs._sharing.exchange import ReceivedShare, ReceivedSoftwareShare, answer, receive
 from aioverbs._sharing.messages import Reply, Request, device_of, share_id
 from aioverbs._sharing.shared_pd import Share
 from aioverbs.errors import LibraryNotFoundError
@@ -109,7 +109,7 @@ def shared() -> Iterator[Share]:
 Ends = tuple[socket.socket, socket.socket]
 
 
-async def exchange(ends: Ends, stand_in: StandIn, shared: Share, shared_id: int = ID, key: int = KEY) -> Given:
+async def exchange(ends: Ends, stand_in: StandIn, shared: Share, shared_id: int = ID, key: int = KEY) -> ReceivedShare:
     """Both sides; where one is refused, so is the other, for the same reason."""
     answered, received = await asyncio.gather(
         answer(ends[0], stand_in.context, shared), receive(ends[1], shared_id, key), return_exceptions=True
@@ -120,11 +120,11 @@ async def exchange(ends: Ends, stand_in: StandIn, shared: Share, shared_id: int 
             assert answered.errno == received.errno
         raise received
     assert answered is None
-    assert isinstance(received, Given)
+    assert isinstance(received, ReceivedShare)
     return received
 
 
-def close(given: Given | GivenSoft) -> None:
+def close(given: ReceivedShare | ReceivedSoftwareShare) -> None:
     given.share.destroy()
     given.close()
 
@@ -267,7 +267,7 @@ async def test_more_descriptors_than_the_process_may_have(ends: Ends, stand_in: 
     receiving = asyncio.create_task(receive(far, ID, KEY))
     asked = Request.parse(await asyncio.get_running_loop().sock_recv(near, Request.SIZE))
     attach(near, Reply.make(asked, KEY, "mlx5_0", 7).pack(), stand_in.dup_cmd_fd(), shared.dup_file())
-    with one_free_descriptor(), pytest.raises(VerbsError, match=r"EPROTO .*more than this process can take"):
+    with one_free_descriptor(), pytest.raises(VerbsError, match=r"EPROTO .*more than this process can open"):
         await receiving
     assert far.fileno() == -1
     assert not await asyncio.get_running_loop().sock_recv(near, 1)
@@ -368,7 +368,7 @@ async def test_a_descriptor_whose_close_waits_and_that_finds_no_room(
     near, far = ends
     begin = time.monotonic()
     attach(far, Request.make(ID, KEY, bytes(16)).pack(), stand_in.dup_cmd_fd(), stand_in.dup_cmd_fd(), lingering)
-    with one_free_descriptor(), pytest.raises(VerbsError, match=r"EPROTO .*more than this process can take"):
+    with one_free_descriptor(), pytest.raises(VerbsError, match=r"EPROTO .*more than this process can open"):
         await answer(near, stand_in.context, shared)
     assert time.monotonic() - begin < LINGERS / 2
 
@@ -731,7 +731,7 @@ async def test_two_who_open_it_at_once(
     stand_in: StandIn, shared: Share, ends: Ends, monkeypatch: pytest.MonkeyPatch, busy: bool
 ) -> None:
     """Each asks; one of them gets it, and of the other's nothing is left."""
-    monkeypatch.setattr(Given, "open_context", lambda self, name: SoftwareContext.open())
+    monkeypatch.setattr(ReceivedShare, "open_context", lambda self, name: SoftwareContext.open())
     device = import_device(ends[1], ID, KEY)
     before = descriptors_at_first()
 
@@ -749,7 +749,7 @@ async def test_two_who_open_it_at_once(
 
 def two_at_once(
     ends: Ends, stand_in: StandIn, shared: Share, busy: bool
-) -> Callable[..., Awaitable[Given | GivenSoft]]:
+) -> Callable[..., Awaitable[ReceivedShare | ReceivedSoftwareShare]]:
     """`receive`, one after the other on the same socket; both return then.
 
     :param busy: in a turn of the loop that has nothing left for opening: both go on in the next one.
@@ -757,7 +757,7 @@ def two_at_once(
     both = asyncio.Barrier(2)
     turn = asyncio.Lock()
 
-    async def receive_in_turn(*arguments: Any) -> Given | GivenSoft:
+    async def receive_in_turn(*arguments: Any) -> ReceivedShare | ReceivedSoftwareShare:
         async with turn:
             _, given = await asyncio.gather(answer(ends[0], stand_in.context, shared), receive(*arguments))
         await both.wait()

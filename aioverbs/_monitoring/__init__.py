@@ -1,1 +1,1 @@
-"""What a process shows to `aioverbs top` while it runs."""
+"""Snapshots of the resources of a process, for `aioverbs top`."""

@@ -1,4 +1,4 @@
-"""Where the processes that can be watched are found: a private directory with a Unix socket of each."""
+"""Private directory that contains a Unix socket of each process that can be monitored."""
 
 import contextlib
 import os
@@ -15,16 +15,17 @@ from pathlib import Path
 __all__ = ["MonitorDirectory", "default_path", "peer_user"]
 
 _NAME = re.compile(r"(\d+)-[0-9a-f]{8}\.sock")
-_SWEEP_TIMEOUT_S = 0.1  # the longest that one is asked whether it is alive
-_ABANDONED_S = 60.0  # the age of what somebody began to make and did not finish
+_SWEEP_TIMEOUT_S = 0.1  # timeout of a connection that tests whether a process is alive
+_ABANDONED_S = 60.0  # age from which an unfinished socket file is removed
 _CREDENTIALS = struct.Struct("3i")  # struct ucred: process, user, group
 
 
 def default_path(environment: Mapping[str, str], user: int) -> Path:
-    """AIOVERBS_MONITOR_DIRECTORY, else one in XDG_RUNTIME_DIR, else one in /tmp.
+    """Return AIOVERBS_MONITOR_DIRECTORY, else a directory in XDG_RUNTIME_DIR, else one in /tmp.
 
-    :param user: the number of this process's effective user.
-    :raises ValueError: a variable has no absolute path; the error says which.
+    :param environment: environment variables.
+    :param user: effective user ID of this process, for the name in /tmp.
+    :raises ValueError: a variable is not an absolute path; the message names the variable.
     """
     for name, below in (("AIOVERBS_MONITOR_DIRECTORY", ""), ("XDG_RUNTIME_DIR", "aioverbs-monitor")):
         text = environment.get(name)
@@ -36,20 +37,20 @@ def default_path(environment: Mapping[str, str], user: int) -> Path:
 
 
 def peer_user(connected: socket.socket) -> int:
-    """The number of the user whose process is at the other end: SO_PEERCRED."""
+    """Return the user ID of the process at the other end of a Unix socket: SO_PEERCRED."""
     credentials = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     user: int = _CREDENTIALS.unpack(credentials)[1]
     return user
 
 
 class MonitorDirectory:
-    """The directory, open. Nobody but this user can look into it, nor put anything there.
+    """Open directory of the sockets. Only its user can list it or create files in it.
 
-    :param path: where it is; None: see `default_path`.
-    :param make: make it, where it is not there.
-    :raises FileNotFoundError: it is not there.
-    :raises PermissionError: others can look into it, or it is another user's, or no directory; the error says what to
-        do.
+    :param path: path of the directory; None: see `default_path`.
+    :param make: True to create the directory if it does not exist.
+    :raises FileNotFoundError: the directory does not exist.
+    :raises PermissionError: other users can access the directory, or own it, or it is no directory. The message says
+        what to do.
     :raises ValueError: see `default_path`.
     """
 
@@ -78,7 +79,7 @@ class MonitorDirectory:
         return PermissionError(EACCES, f"{what} by AIOVERBS_MONITOR_DIRECTORY", str(self.path))
 
     def close(self) -> None:
-        """Let go of it."""
+        """Close the directory."""
         os.close(self._fd)
 
     def __enter__(self) -> "MonitorDirectory":
@@ -88,19 +89,19 @@ class MonitorDirectory:
         self.close()
 
     def _at(self, name: str) -> str:
-        # As short as the path of a socket has to be, wherever the directory is.
+        # Short enough for the address of a Unix socket (108 bytes), wherever the directory is.
         return f"/proc/self/fd/{self._fd}/{name}"
 
-    # ---- Who is watched
+    # ---- For the monitored process
 
     def listen(self, backlog: int) -> tuple[socket.socket, str]:
-        """A socket of this process that listens, and its name there."""
+        """Return a listening socket of this process, and the name of its file in the directory."""
         name = f"{os.getpid()}-{secrets.token_hex(4)}.sock"
         listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         try:
-            # Whoever finds it by its name finds somebody listening: else it would be taken for a dead one's.
+            # Listen before the file gets its name: a socket that does not listen would be taken for a dead process's.
             hidden = f".{name}"
-            os.fchmod(listening.fileno(), 0o600)  # the mode that its file gets
+            os.fchmod(listening.fileno(), 0o600)  # mode of the file that bind() creates
             listening.bind(self._at(hidden))
             try:
                 listening.listen(backlog)
@@ -114,23 +115,23 @@ class MonitorDirectory:
         return listening, name
 
     def remove(self, name: str) -> None:
-        """Take a socket's name away, if it is there."""
+        """Remove a socket file, if it exists."""
         with contextlib.suppress(FileNotFoundError):
             os.unlink(name, dir_fd=self._fd)
 
     def sweep(self) -> None:
-        """Take away what dead processes left."""
+        """Remove the socket files of processes that have ended."""
         for pid, name in self.names():
-            if not Path(f"/proc/{pid}").exists():  # here; a container may have it
+            if not Path(f"/proc/{pid}").exists():  # may still run in another PID namespace, so connect
                 with contextlib.suppress(OSError):
                     alive = self.connect(name, _SWEEP_TIMEOUT_S)
                     if alive is not None:
                         alive.close()
 
-    # ---- Who watches
+    # ---- For the monitor
 
     def names(self) -> Iterator[tuple[int, str]]:
-        """Numbers of processes and the names of their sockets. What was begun and not finished is taken away."""
+        """Yield process IDs and names of socket files. Files that were left unfinished are removed."""
         for name in sorted(os.listdir(self._fd)):
             found = _NAME.fullmatch(name.removeprefix("."))
             if found is None:
@@ -147,10 +148,12 @@ class MonitorDirectory:
             return 0.0
 
     def connect(self, name: str, timeout_s: float) -> socket.socket | None:
-        """Connect to a process that can be watched; None where it is gone, and its socket is taken away then.
+        """Connect to a monitored process; if it has ended, remove its socket file and return None.
 
-        :raises PermissionError: it is not this user's.
-        :raises TimeoutError: it does not answer.
+        :param name: name of the socket file.
+        :param timeout_s: timeout in seconds.
+        :raises PermissionError: the process belongs to another user.
+        :raises TimeoutError: the process did not answer in time.
         """
         connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:

@@ -1,4 +1,4 @@
-"""PURE: values as JSON has them."""
+"""PURE: conversion of values to types that JSON has."""
 
 from dataclasses import is_dataclass
 from enum import Enum
@@ -9,11 +9,13 @@ _JSON_TYPES = frozenset((int, str, bool, float, type(None)))
 
 
 def to_jsonable(value: object) -> object:
-    """What JSON has, of anything: dataclasses are objects, members of enumerations their names; sets are sorted.
+    """Convert a value to types that JSON has.
 
-    :raises TypeError: nothing in JSON is like that.
+    Dataclasses become objects, enumeration members their names, sets sorted lists.
+
+    :raises TypeError: JSON has no type for the value.
     """
-    if type(value) in _JSON_TYPES:  # most are
+    if type(value) in _JSON_TYPES:  # the most frequent case
         return value
     match value:
         case Enum():

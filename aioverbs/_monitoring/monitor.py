@@ -1,7 +1,7 @@
-"""Letting others look at what is open in this process: `aioverbs top` does, through a private Unix socket.
+"""Monitoring of this process by other processes, such as `aioverbs top`, through a private Unix socket.
 
-A thread answers, so that it does whatever the event loops are at, and asks nothing of them. It sleeps as long as nobody
-looks, takes no signals, keeps no process alive, and is no thread of a child made by fork.
+A thread serves the socket, whatever the event loops do, and needs nothing from them. It sleeps while no monitor is
+connected, handles no signals, does not keep the process alive, and does not exist in the child of a fork.
 """
 
 import atexit
@@ -22,10 +22,10 @@ __all__ = ["Monitor", "monitor", "start_if_enabled"]
 
 logger = logging.getLogger("aioverbs")
 
-_lock = threading.Lock()  # of what follows
+_lock = threading.Lock()  # guards the variables below
 _server: MonitorServer | None = None
 _users = 0
-_environment_was_read = False  # whether the environment was listened to
+_environment_was_read = False  # True after AIOVERBS_MONITOR was read
 
 
 def _acquire() -> Path:
@@ -36,7 +36,7 @@ def _acquire() -> Path:
             _server = None
         if _server is None:
             _server = MonitorServer()
-            atexit.unregister(_at_exit)  # of one before
+            atexit.unregister(_at_exit)  # registered for an earlier server
             atexit.register(_at_exit)
             _at_exit_of_children()
         _users += 1
@@ -44,14 +44,14 @@ def _acquire() -> Path:
 
 
 def _at_exit_of_children() -> None:
-    """Children of `multiprocessing` end without what the interpreter does at its end."""
+    """Register `_at_exit` in a child of `multiprocessing`, which does not run functions of `atexit`."""
     util, process = sys.modules.get("multiprocessing.util"), sys.modules.get("multiprocessing.process")
     if util is not None and process is not None and process.parent_process() is not None:
         util.Finalize(None, _at_exit, exitpriority=0)
 
 
 def _release() -> MonitorServer | None:
-    """The server, where it was the last one's."""
+    """Drop one user; return the stopped server if that was the last one."""
     global _server, _users
     with _lock:
         _users -= 1
@@ -73,20 +73,23 @@ def _at_exit() -> None:
 
 
 class Monitor:
-    """Lets other processes of this user look at what is open in this one, by `aioverbs top`. Made by `monitor`.
+    """Permission for other processes of this user to monitor this one by `aioverbs top`. Made by `monitor`.
 
-    ``async with`` begins and ends that; outside of a block `open` and `aclose` do the same. Any number of them are one.
+    ``async with`` begins and ends the monitoring; outside of a block `open` and `aclose` do the same. All open monitors
+    of a process share one socket.
     """
 
     def __init__(self) -> None:
-        self._process = 0  # in which it is open
+        self._process = 0  # ID of the process that opened it
         self._path: Path | None = None
 
     async def open(self) -> Self:
-        """Begin.
+        """Begin the monitoring.
 
-        :raises OSError: there can be no socket: the error says why, and what to do.
-        :raises RuntimeError: it is open.
+        :returns: the monitor itself.
+        :raises OSError: the socket or its directory cannot be made; the message says what to do.
+        :raises ValueError: AIOVERBS_MONITOR_DIRECTORY or XDG_RUNTIME_DIR is no absolute path.
+        :raises RuntimeError: the monitor is open already, or no thread can be started.
         """
         if self._process == os.getpid():
             raise RuntimeError("it is open: make another one, or close this first")
@@ -96,18 +99,18 @@ class Monitor:
 
     @property
     def path(self) -> Path:
-        """The socket.
+        """Path of the socket.
 
-        :raises RuntimeError: it is not open.
+        :raises RuntimeError: the monitor is not open in this process.
         """
         if self._path is None or self._process != os.getpid():
             raise RuntimeError("it is not open in this process")
         return self._path
 
     async def aclose(self) -> None:
-        """End it. Closing twice is fine."""
+        """End the monitoring. Closing a closed monitor does nothing. A cancellation does not interrupt this."""
         process, self._process, self._path = self._process, 0, None
-        if process != os.getpid():  # it was never open, or is the parent's
+        if process != os.getpid():  # never opened, or opened by the parent process
             return
         server = _release()
         if server is not None:
@@ -124,21 +127,23 @@ class Monitor:
 
 
 def monitor() -> Monitor:
-    """Let other processes of this user look at what is open in this one, by `aioverbs top`: ``async with monitor():``.
+    """Let other processes of this user monitor this one by `aioverbs top`: ``async with monitor():``.
 
-    The environment variable AIOVERBS_MONITOR=1 does so without that, from the first device that is opened to the end of
-    the process. A thread answers them; event loops have nothing to do with it, and are not slowed down but by the
-    moments that a sample takes. In the child of a fork it is not open, but by that variable.
+    The environment variable AIOVERBS_MONITOR=1 has the same effect, from the first device that is opened until the end
+    of the process. A thread serves the monitors; event loops are not involved, and are slowed down only by the moments
+    that a sample takes. In the child of a fork the monitor is not open, unless that variable is set.
 
-    They find it by a socket in AIOVERBS_MONITOR_DIRECTORY, else in ``aioverbs-monitor`` in XDG_RUNTIME_DIR, else in
-    ``/tmp/aioverbs-monitor-`` and the user's number: a directory that only this user can look into. Processes of other
-    users are turned away in any case.
+    Monitors find the process by a socket in AIOVERBS_MONITOR_DIRECTORY, else in ``aioverbs-monitor`` in
+    XDG_RUNTIME_DIR, else in ``/tmp/aioverbs-monitor-`` and the user ID: a directory that only this user can access.
+    Processes of other users are always rejected.
+
+    :returns: an unopened monitor.
     """
     return Monitor()
 
 
 def start_if_enabled() -> None:
-    """Have this process watched until it ends, where the environment says so. What fails is a warning to the log."""
+    """Begin the monitoring, until the process ends, if AIOVERBS_MONITOR is 1. A failure is logged as a warning."""
     global _environment_was_read
     text = os.environ.get("AIOVERBS_MONITOR", "")
     if text in ("", "0") or _environment_was_read:

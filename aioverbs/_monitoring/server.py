@@ -1,9 +1,14 @@
-"""A socket that others look at this process by, and the thread that answers there.
+"""Socket by which other processes monitor this one, and the thread that serves it.
 
-What goes over it are lines of JSON. The first one says who this is, and is sent to whoever connects. The other end asks
-by a line, as ``{"interval_s": 1.0}``, and is sent a sample at once and then one after each interval, as
-`aioverbs._monitoring.snapshot` has them, until it closes its end. A sample that would have to wait for the one before
-is left out.
+The protocol is lines of JSON:
+
+    viewer                              monitored process
+    connect        ------------------>
+                   <------------------  {"aioverbs-monitor": 1, "pid": ..., "program": ...}
+    {"interval_s": 1.0}  ------------>
+                   <------------------  a sample at once, and one after each interval, until the viewer closes
+
+Samples are those of `aioverbs._monitoring.snapshot`. A sample that would have to wait for the one before is skipped.
 """
 
 import contextlib
@@ -28,49 +33,49 @@ __all__ = ["INTERVALS_S", "VERSION", "MonitorServer"]
 logger = logging.getLogger("aioverbs")
 
 VERSION = 1
-INTERVALS_S = (0.05, 3600.0)  # that may be requested
-_MAX_VIEWERS = 8  # who may look at once
-_REQUEST_TIMEOUT_S = 5.0  # the longest that one may take to ask
-_MAX_REQUEST_BYTES = 4096  # bytes of a request
-_ACCEPT_PAUSE_S = 1.0  # after which somebody is let in again, where there was no descriptor for one
+INTERVALS_S = (0.05, 3600.0)  # minimum and maximum of the interval
+_MAX_VIEWERS = 8  # maximum number of connected viewers
+_REQUEST_TIMEOUT_S = 5.0  # maximum time between connecting and the request
+_MAX_REQUEST_BYTES = 4096  # maximum size of a request
+_ACCEPT_PAUSE_S = 1.0  # pause after accept() failed, as without a free descriptor
 _JOIN_TIMEOUT_S = 5.0
 # Maximum time that a fork waits for a sample, which may itself wait for a lock that the forking thread holds.
 _FORK_TIMEOUT_S = 1.0
 
 
 class _Viewer:
-    """Somebody who looks."""
+    """Connection to one viewer."""
 
     def __init__(self, connected: socket.socket, due: float) -> None:
         self.socket = connected
         self.request = b""
         self.unsent = memoryview(b"")
-        self.interval_s: float | None = None  # None: no request yet
-        self.due = due  # when it is to be sent a sample, or sent away
+        self.interval_s: float | None = None  # None before the request
+        self.due = due  # time of the next sample, or of the request timeout
 
     def send(self, line: bytes) -> None:
-        """Send as much as goes at once, and keep the rest. What is sent before that is out is left out.
+        """Send a line as far as possible without waiting, and keep the rest. Skip it if an earlier rest is unsent.
 
-        :raises OSError: it is gone.
+        :raises OSError: the viewer has closed the connection.
         """
         if not self.unsent:
             self.unsent = memoryview(line)
             self.flush()
 
     def flush(self) -> None:
-        """Send what is left, as much of it as goes.
+        """Send the rest of a line, as far as possible without waiting.
 
-        :raises OSError: it is gone.
+        :raises OSError: the viewer has closed the connection.
         """
         with contextlib.suppress(BlockingIOError):
             while self.unsent:
                 self.unsent = self.unsent[self.socket.send(self.unsent) :]
 
     def receive_request(self) -> None:
-        """Take what it asks for.
+        """Receive the request, or a part of it.
 
-        :raises OSError: it is gone.
-        :raises ValueError: it asked for something else.
+        :raises OSError: the viewer has closed the connection.
+        :raises ValueError: the request is invalid.
         """
         try:
             received = self.socket.recv(_MAX_REQUEST_BYTES)
@@ -102,10 +107,10 @@ def _interval_of(line: bytes) -> float:
 
 
 class MonitorServer:
-    """The socket, and the thread that serves it.
+    """Listening socket and the thread that serves it.
 
-    :raises OSError: there can be none.
-    :raises RuntimeError: there can be no thread.
+    :raises OSError: the socket or its directory cannot be made.
+    :raises RuntimeError: no thread can be started.
     """
 
     def __init__(self) -> None:
@@ -131,7 +136,7 @@ class MonitorServer:
             undo.pop_all()
 
     def _start(self) -> None:
-        # Signals are the program's: the thread has this one's mask, from its beginning.
+        # The thread must not handle signals of the program. It inherits the mask of this thread from its start.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         try:
             self._thread.start()
@@ -140,30 +145,30 @@ class MonitorServer:
 
     @property
     def path(self) -> Path:
-        """The socket."""
+        """Path of the socket."""
         return self._directory.path / self._name
 
     @property
     def alive(self) -> bool:
-        """Whether it goes on: an error in its thread ends that."""
+        """True while the thread runs; an error ends it."""
         return self._thread.is_alive()
 
     def stop(self) -> None:
-        """Be found by nobody any more, and end."""
+        """Remove the socket file and make the thread end."""
         self._directory.remove(self._name)
         self._stopping = True
         self._wake_writer.send(b"!")
 
     def join(self) -> None:
-        """Wait for its end, and let go of its descriptors."""
+        """Wait for the end of the thread, and close the descriptors."""
         self._thread.join(_JOIN_TIMEOUT_S)
-        if self._thread.is_alive():  # it is in a sample; its descriptors go with the process
+        if self._thread.is_alive():  # blocked in a sample; the descriptors stay open until the process ends
             logger.error("the thread that lets others look at this process does not end")
         else:
             self.close_descriptors()
 
     def close_descriptors(self) -> None:
-        """Let go of its descriptors. Its thread has ended, or is another process's."""
+        """Close the descriptors, after the end of the thread, or in a child, which does not have the thread."""
         for each in (self._listening, self._wake_writer, self._wake_reader, *self._viewers):
             each.close()
         self._selector.close()
@@ -186,7 +191,7 @@ class MonitorServer:
                 viewer.socket.close()
 
     def _timeout_s(self) -> float | None:
-        """Until there is something to do."""
+        """Return the time until the next event in seconds; None if there is none."""
         times = [viewer.due for viewer in self._viewers.values()]
         if self._accept_after:
             times.append(self._accept_after)
@@ -197,7 +202,7 @@ class MonitorServer:
             connected, _ = self._listening.accept()
         except BlockingIOError:
             return
-        except OSError as error:  # the program may have no descriptor left; that is not to be asked again and again
+        except OSError as error:  # such as EMFILE: pause, as accept() would fail again at once
             logger.warning("nobody is let in to look at this process for %s: %s", duration(_ACCEPT_PAUSE_S), error)
             self._selector.unregister(self._listening)
             self._accept_after = time.monotonic() + _ACCEPT_PAUSE_S
@@ -225,7 +230,7 @@ class MonitorServer:
             self._call_or_drop(viewer, viewer.flush)
 
     def _call_or_drop(self, viewer: _Viewer, act: Callable[[], None]) -> None:
-        """Do something with a viewer, which goes where that fails."""
+        """Call a function of a viewer, and drop the viewer if that fails."""
         try:
             act()
         except (OSError, ValueError) as error:
@@ -252,7 +257,7 @@ class MonitorServer:
                 self._call_or_drop(viewer, _raise_no_request)
                 continue
             viewer.due += viewer.interval_s
-            if viewer.due <= now:  # it was not awake in time, or the sample took as long: others have the process first
+            if viewer.due <= now:  # late, or the sample takes longer than the interval: yield to other threads
                 viewer.due = now + viewer.interval_s
             self._call_or_drop(viewer, functools.partial(viewer.send, line))
 
@@ -276,8 +281,8 @@ def _greeting() -> dict[str, object]:
 
 # ---- Forks
 
-_sampling = threading.Lock()  # a fork waits for the end of a sample, which takes locks
-_forker: int | None = None  # the thread that holds it for a fork
+_sampling = threading.Lock()  # held during a sample, which takes locks, and during a fork
+_forker: int | None = None  # ID of the thread that holds it for a fork
 
 
 def _before_fork() -> None:

@@ -1,7 +1,7 @@
-"""What all open devices of this process are at, at one moment, as values that JSON has.
+"""Snapshots of all open devices of this process and their resources, as values that JSON has.
 
-It is read by a thread that owns nothing. What it reads is anybody's to read: the tree of resources, and statistics,
-which are counts that no verb is called for. No locks but those of statistics are taken, and those for moments only.
+A thread that owns no resource takes the snapshot. It reads only data that any thread may read: the resource tree, and
+statistics that need no verb. It takes no locks but those of statistics, each for a moment.
 """
 
 import itertools
@@ -17,14 +17,14 @@ from aioverbs.errors import ClosedResourceError
 
 __all__ = ["MAX_RESOURCES", "encode", "register_device", "sample"]
 
-MAX_RESOURCES = 10_000  # resources in a sample
-_YIELD_INTERVAL = 32  # resources, after which others are let in who wait for the interpreter
+MAX_RESOURCES = 10_000  # maximum number of resources in a sample
+_YIELD_INTERVAL = 32  # number of resources after which other threads may take the GIL
 
-_devices: dict[int, weakref.ref[Resource]] = {}  # by their numbers; changed by single operations, which are atomic
+_devices: dict[int, weakref.ref[Resource]] = {}  # by serial number; changed by single, atomic operations
 
 
 def register_device(device: Resource) -> None:
-    """Have samples tell of a device, as long as it is open."""
+    """Include a device in samples as long as it is open."""
     number = lifecycle_of(device).serial
     _devices[number] = weakref.ref(device, lambda _: _devices.pop(number, None))
 
@@ -39,7 +39,7 @@ def _open_devices() -> Iterator[Resource]:
 
 
 def sample() -> dict[str, object]:
-    """The trees of all open devices of this process.
+    """Take a snapshot of all open devices of this process.
 
     Each resource has a number (``id``), ``kind``, ``label``, ``state``, ``owner``, the line that it was opened at
     (``created``), ``native`` (True or False for resources that can be native, else None), ``statistics`` and
@@ -54,7 +54,7 @@ def sample() -> dict[str, object]:
 
 
 def encode(sampled: dict[str, object]) -> str:
-    """A sample as JSON, on one line, made in pieces: a large one in one piece would keep all other threads waiting."""
+    """Encode a sample as one line of JSON, in pieces, so that a large one does not hold the GIL for long."""
     trees, number = sampled["devices"], itertools.count()
     assert isinstance(trees, list)
     rest = _dump({name: value for name, value in sampled.items() if name != "devices"})
@@ -79,7 +79,7 @@ def _yield_gil(number: int) -> None:
 
 
 class _Budget:
-    """For so many resources."""
+    """Number of resources that the sample has space for."""
 
     def __init__(self, left: int) -> None:
         self.left = left
@@ -90,13 +90,13 @@ class _Budget:
 
 
 def _tree(root: Lifecycle, budget: _Budget) -> dict[str, object]:
-    # Not recursive: nobody's tree is deep, but the thread's stack is no concern of anybody's either.
+    # Not recursive, so that the depth of the tree does not matter to the stack of the thread.
     tree, children = _node(root)
     budget.take()
     queue = [(root, children)]
     for lifecycle, branch in queue:
         for child in tuple(lifecycle.children.values()):
-            if child.parents[:1] != (lifecycle,) or child.state is CLOSED:  # it is with the first of its parents
+            if child.parents[:1] != (lifecycle,) or child.state is CLOSED:  # listed under its first parent only
                 continue
             if not budget.take():
                 return tree
@@ -124,11 +124,11 @@ def _node(lifecycle: Lifecycle) -> tuple[dict[str, object], list[dict[str, objec
 
 
 def _statistics(user: object) -> object:
-    """None where its user has forgotten it, or it is being closed."""
+    """Return the statistics of a resource; None if its object was garbage-collected, or it is being closed."""
     if not isinstance(user, Resource):
         return None
     try:
-        # A device would ask its verbs object for counts. Who closes that just now must not find somebody inside.
+        # Device.statistics() calls into the device handle, which another thread may be closing; only count children.
         return user.statistics() if lifecycle_of(user).parents else Resource.statistics(user)
     except ClosedResourceError:
         return None

@@ -1,4 +1,11 @@
-"""How another process gets an instance of a protection domain: a request over a socket, a reply with descriptors."""
+"""Transfer of a protection domain to another process: a request over a Unix socket, a reply with descriptors.
+
+The two processes exchange two messages:
+
+    receiver                         owner of the protection domain
+    `receive`  ---- Request ------>  `answer`
+               <--- Reply --------   with descriptors, by SCM_RIGHTS
+"""
 
 import array
 import contextlib
@@ -34,16 +41,18 @@ __all__ = ["ReceivedShare", "ReceivedSoftwareShare", "answer", "receive"]
 _INT = array.array("i").itemsize
 _MAX_DESCRIPTORS = 2  # descriptors of a reply
 
-# Of <linux/stat.h> and <linux/fcntl.h>. `struct statx` is the same on all machines.
+# Constants of <linux/stat.h> and <linux/fcntl.h>. `struct statx` is the same on all machines.
 _AT_EMPTY_PATH, _AT_STATX_DONT_SYNC, _STATX_TYPE = 0x1000, 0x4000, 0x1
 _STATX_SIZE, _STX_MODE, _STX_RDEV = 256, 28, 128
 
 
 class ReceivedShare:
-    """What a process was given: the way into another one's context, and a protection domain there.
+    """Received access to a protection domain of an RDMA device, and to the context that it belongs to.
 
-    :param command: the descriptor of that context's commands; `close` closes it.
-    :param device: what its device is called there.
+    :param shared_id: ID of the protection domain.
+    :param share: the protection domain.
+    :param command: descriptor for the commands of the context (``ibv_context.cmd_fd``); `close` closes it.
+    :param device: name of the device in the other process.
     """
 
     def __init__(self, shared_id: int, share: Share, command: int, device: str) -> None:
@@ -53,13 +62,13 @@ class ReceivedShare:
         self._device = device
 
     def open_context(self, name: str | None) -> handles.Context:
-        """A context over that one, which may open instances.
+        """Import the context (``ibv_import_device``) and let it open instances of the protection domain.
 
-        :param name: None: it is that one's.
-        :raises ValueError: there is a name.
+        :param name: None; a name is for software devices only.
+        :raises ValueError: ``name`` is not None.
         :raises LibraryNotFoundError: libibverbs cannot be loaded.
-        :raises VerbsError: with EOPNOTSUPP where the provider cannot, with EXDEV where it is of another device than it
-            was said to be.
+        :raises VerbsError: EOPNOTSUPP: the provider cannot import contexts; EXDEV: the context belongs to another
+            device than the shared ID.
         """
         if name is not None:
             raise ValueError(f"the device is the peer's, {self._device}: a name is for software devices")
@@ -73,37 +82,41 @@ class ReceivedShare:
         return context
 
     def close(self) -> None:
-        """Its context has a descriptor of its own."""
+        """Close the received descriptor; an imported context has a descriptor of its own."""
         os.close(self._command)
 
 
 class ReceivedSoftwareShare:
-    """What a process was given of a software device: a protection domain, in a file that both have."""
+    """Received access to a protection domain of a software device, in a file that both processes map.
+
+    :param share: the protection domain.
+    """
 
     def __init__(self, share: ImportedShare) -> None:
         self.share = share
 
     def open_context(self, name: str | None) -> handles.Context:
-        """A context of a software device of this process, which may open instances.
+        """Open a context of a software device, and let it open instances of the protection domain.
 
-        :param name: of the device; None: ``"soft0"``.
-        :raises DeviceNotFoundError: it is no software device's.
-        :raises ValueError: the address in it is none.
-        :raises VerbsError: it does not open.
+        :param name: name of the device; None: ``"soft0"``.
+        :raises DeviceNotFoundError: the name is not that of a software device.
+        :raises ValueError: the address in the name is invalid.
+        :raises VerbsError: the device cannot be opened.
         """
         context = software.open_context() if name is None else software.open_context(name)
         self.share.register(context)
         return context
 
     def close(self) -> None:
-        """The file is the share's."""
+        """Do nothing: the share closes its file."""
 
 
 @contextlib.contextmanager
 def _descriptors(close: Callable[[int], None]) -> Iterator[list[int]]:
-    """A list of descriptors; those that are in it at the end are closed.
+    """Provide a list of descriptors for a block. At its end, the descriptors in the list are closed.
 
-    :param close: how: those of a peer by `discard_descriptor`, as their close may take as long as he likes.
+    :param close: function that closes a descriptor; `discard_descriptor` for descriptors of a peer, because closing
+        them may block for as long as the peer likes.
     """
     descriptors: list[int] = []
     try:
@@ -114,12 +127,18 @@ def _descriptors(close: Callable[[int], None]) -> Iterator[list[int]]:
 
 
 async def receive(sock: socket.socket, shared_id: int, share_key: int) -> ReceivedShare | ReceivedSoftwareShare:
-    """Ask the process at the other end of a socket, where `answer` is called.
+    """Request access to a shared protection domain from the process at the other end of a socket.
 
-    :raises VerbsError: with ENOENT, EACCES or EXDEV where it refuses; with EPROTO or EPROTONOSUPPORT where it says
-        something else.
-    :raises BrokenResourceError: it went.
-    :raises ValueError: the socket is none of the Unix domain, no stream, or blocking.
+    The other process calls `answer`.
+
+    :param sock: non-blocking Unix stream socket.
+    :param shared_id: ID of the protection domain, 96 bits.
+    :param share_key: secret of the protection domain, 64 bits.
+    :returns: the received access.
+    :raises VerbsError: ENOENT, EACCES or EXDEV: the peer refused; EPROTO or EPROTONOSUPPORT: the reply is invalid or
+        of another version.
+    :raises BrokenResourceError: the peer closed the socket.
+    :raises ValueError: the socket is not a Unix stream socket, or is blocking.
     :raises RuntimeError: no asyncio event loop is running.
     """
     _check(sock)
@@ -152,9 +171,13 @@ async def receive(sock: socket.socket, shared_id: int, share_key: int) -> Receiv
 async def answer(sock: socket.socket, context: handles.Context, shared: Share | SoftShare) -> None:
     """Answer one request of the process at the other end of a socket, which calls `receive`.
 
-    :raises VerbsError: with ENOENT, EACCES, EXDEV, EPROTO or EPROTONOSUPPORT where it was refused.
-    :raises BrokenResourceError: it went.
-    :raises ValueError: the socket is none of the Unix domain, no stream, or blocking.
+    :param sock: non-blocking Unix stream socket.
+    :param context: context of the protection domain.
+    :param shared: the shared protection domain.
+    :raises VerbsError: the request was refused: ENOENT, EACCES or EXDEV: other ID, key or device; EPROTO or
+        EPROTONOSUPPORT: the request is invalid or of another version.
+    :raises BrokenResourceError: the peer closed the socket.
+    :raises ValueError: the socket is not a Unix stream socket, or is blocking.
     :raises RuntimeError: no asyncio event loop is running.
     """
     _check(sock)
@@ -186,7 +209,7 @@ def _check(sock: socket.socket) -> None:
 
 
 async def _send(sock: socket.socket, data: bytes, descriptors: Sequence[int]) -> None:
-    """All of it, the descriptors with the first byte."""
+    """Send all data, with the descriptors attached to the first byte."""
     rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
     remaining = memoryview(data)
     while remaining:
@@ -211,11 +234,12 @@ async def _receive(sock: socket.socket, size: int, descriptors: list[int], max_d
         closed then, by the thread that closes the descriptors in it.
     """
     data = b""
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_OOBINLINE, 1)  # else what comes out of band is dropped, and closed
+    # Without this the kernel would drop data sent out of band, and close its descriptors.
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_OOBINLINE, 1)
     while len(data) < size:
         room = socket.CMSG_LEN((max_descriptors - len(descriptors)) * _INT) if len(descriptors) < max_descriptors else 0
         try:
-            # Not socket.recv_fds: that one forgets the flags.
+            # socket.recv_fds is not used, because it ignores its flags.
             piece, ancillary, flags, _ = sock.recvmsg(size - len(data), room, socket.MSG_PEEK | socket.MSG_CMSG_CLOEXEC)
         except BlockingIOError:
             await wait_socket_ready(sock)
@@ -237,10 +261,11 @@ async def _receive(sock: socket.socket, size: int, descriptors: list[int], max_d
 
 
 def _is_device(descriptor: int) -> bool:
-    """Return whether it is an RDMA device, open for commands, by the number that ``ibv_import_device`` looks for, too.
+    """Return whether a descriptor is an RDMA device opened for commands, by the device number.
 
-    That is as the kernel remembers it: `os.fstat` would wait for FUSE. A descriptor that is opened as a path alone is
-    none: FUSE can show such a device even where nobody may open it.
+    ``ibv_import_device`` looks for the same number. The kernel's cached attributes are read, because `os.fstat` would
+    wait for the server of a FUSE file. A descriptor opened with O_PATH is rejected: FUSE can present such a device even
+    without the permission to open it.
     """
     if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_PATH:
         return False
@@ -252,7 +277,7 @@ def _is_device(descriptor: int) -> bool:
 
 
 def _is_memory_file(descriptor: int) -> bool:
-    """Return whether it is a memory file. Asking for its kind would wait for the server of a FUSE file."""
+    """Return whether a descriptor is a memory file, by its seals. `os.fstat` would wait for a FUSE server."""
     try:
         fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
     except OSError:

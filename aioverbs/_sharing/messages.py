@@ -1,7 +1,7 @@
-"""What two processes tell each other when one gives the other its way to a protection domain. Pure: no input or output.
+"""PURE: messages by which one process gets access to a protection domain of another one.
 
-The one that wants it sends a `Request`, the other answers with a `Reply`, to which the descriptors are attached. Both
-prove that they know the share key, without telling it.
+The process that wants access sends a `Request`; the other one replies with a `Reply`, with descriptors attached. Both
+prove that they know the share key, without revealing it.
 """
 
 import errno
@@ -16,19 +16,21 @@ from aioverbs.errors import VerbsError
 __all__ = ["ID_BITS", "KEY_BITS", "Reply", "Request", "device_of", "share_id"]
 
 KEY_BITS = 64
-ID_BITS = 96  # the device's GUID, then a number
+ID_BITS = 96  # GUID of the device, then a number of 32 bits
 
 _MAGIC = b"aioverbs"
 _VERSION = 1
 _HEAD = struct.Struct("!8sHH")  # magic, version, status
-_NAME = 64  # as libibverbs has it for the names of devices
+_NAME = 64  # maximum length of device names in libibverbs, bytes
 
 
 def share_id(guid: bytes, name: str, number: int) -> int:
-    """The number by which a protection domain is shared: it tells the device as well.
+    """Return the ID of a shared protection domain, which contains the GUID of its device.
 
-    :param guid: the 8 bytes of the device's node GUID. Virtual functions may have none: then `name` stands for it.
-    :param number: 32 bits, not 0.
+    :param guid: node GUID of the device, 8 bytes. If it is zero, as for some virtual functions, a hash of `name` is
+        used in its place.
+    :param name: name of the device.
+    :param number: number of the protection domain, 1..2**32-1.
     """
     if not any(guid):
         guid = hashlib.blake2b(name.encode(), digest_size=8).digest()
@@ -36,7 +38,7 @@ def share_id(guid: bytes, name: str, number: int) -> int:
 
 
 def device_of(shared_id: int) -> str:
-    """The GUID of the device that something was shared of, as tools print it."""
+    """Return the GUID in a shared ID, in the notation of RDMA tools."""
     digits = f"{shared_id >> 32:016x}"
     return ":".join(digits[place : place + 4] for place in range(0, 16, 4))
 
@@ -46,9 +48,9 @@ def _proofs(share_key: int) -> Proofs:
 
 
 def _parse_head(data: bytes, size: int, kind: str) -> int:
-    """The status of a message.
+    """Check the header of a message and return the status in it.
 
-    :raises VerbsError: with EPROTO where it is none, with EPROTONOSUPPORT where it is of another version.
+    :raises VerbsError: EPROTO: the header is invalid; EPROTONOSUPPORT: the message is of another version.
     """
     if len(data) != size:
         raise VerbsError("ibv_share_pd", errno.EPROTO, f"a {kind} has {size} bytes, not {len(data)}")
@@ -64,11 +66,11 @@ def _parse_head(data: bytes, size: int, kind: str) -> int:
 
 @dataclass(frozen=True)
 class Request:
-    """What the one sends that wants an instance.
+    """Request for access to a shared protection domain.
 
-    :param shared_id: of what.
+    :param shared_id: ID of the protection domain, 96 bits.
     :param nonce: 16 bytes that were never used before.
-    :param proof: that it knows the key.
+    :param proof: proof that the sender knows the share key.
     """
 
     shared_id: int
@@ -79,19 +81,19 @@ class Request:
 
     @classmethod
     def make(cls, shared_id: int, share_key: int, nonce: bytes) -> "Request":
-        """A request with its proof."""
+        """Make a request with its proof."""
         proof = _proofs(share_key).make(b"request", shared_id.to_bytes(ID_BITS // 8), nonce)
         return cls(shared_id, nonce, proof)
 
     def pack(self) -> bytes:
-        """Its bytes."""
+        """Encode the message."""
         return _HEAD.pack(_MAGIC, _VERSION, 0) + self.shared_id.to_bytes(ID_BITS // 8) + self.nonce + self.proof
 
     @classmethod
     def parse(cls, data: bytes) -> "Request":
-        """The request that these bytes are.
+        """Decode a request.
 
-        :raises VerbsError: with EPROTO where they are none, with EPROTONOSUPPORT where it is of another version.
+        :raises VerbsError: EPROTO: the request is invalid; EPROTONOSUPPORT: the request is of another version.
         """
         if _parse_head(data, cls.SIZE, "request"):
             raise VerbsError("ibv_share_pd", errno.EPROTO, "a request has no status")
@@ -100,20 +102,20 @@ class Request:
         return cls(int.from_bytes(shared_id), rest[:NONCE_BYTES], rest[NONCE_BYTES:])
 
     def proves(self, share_key: int) -> bool:
-        """Whether who made it knows the key."""
+        """Return whether the sender of the request knows the share key."""
         return _proofs(share_key).check(self.proof, b"request", self.shared_id.to_bytes(ID_BITS // 8), self.nonce)
 
 
 @dataclass(frozen=True)
 class Reply:
-    """What the one answers that has the protection domain.
+    """Reply to a request for access.
 
-    :param status: 0 where the descriptors are attached: that of the context's commands, and that of the file by which
-        the instances know of each other; of a software device, that of the file that the domain is in. Else the errno
-        of the refusal.
-    :param device: the name of its device.
-    :param pd_handle: the domain's number in the kernel; of a software device, 0.
-    :param proof: that it knows the key, and answers this request.
+    :param status: 0 if descriptors are attached: for an RDMA device those of the context's commands and of the file by
+        which the instances coordinate; for a software device that of the file that contains the protection domain. Else
+        the errno of the refusal.
+    :param device: name of the device.
+    :param pd_handle: number of the protection domain in the kernel; 0 for a software device.
+    :param proof: proof that the sender knows the share key and replies to this request.
     """
 
     status: int
@@ -125,27 +127,31 @@ class Reply:
 
     @classmethod
     def make(cls, request: Request, share_key: int, device: str, pd_handle: int) -> "Reply":
-        """The answer to a request that proved the key."""
+        """Make the reply to a request that proved the key."""
         body = cls(0, device, pd_handle, b"")._body()
         return cls(0, device, pd_handle, _proofs(share_key).make(b"reply", request.nonce, body))
 
     @classmethod
     def refuse(cls, status: int, device: str) -> "Reply":
-        """The answer to one that does not get anything."""
+        """Make the reply to a request that is refused.
+
+        :param status: errno of the refusal.
+        :param device: name of the device.
+        """
         return cls(status, device, 0, bytes(PROOF_BYTES))
 
     def _body(self) -> bytes:
         return self.device.encode()[:_NAME].ljust(_NAME, b"\0") + self.pd_handle.to_bytes(4)
 
     def pack(self) -> bytes:
-        """Its bytes."""
+        """Encode the message."""
         return _HEAD.pack(_MAGIC, _VERSION, self.status) + self._body() + self.proof
 
     @classmethod
     def parse(cls, data: bytes) -> "Reply":
-        """The reply that these bytes are.
+        """Decode a reply.
 
-        :raises VerbsError: with EPROTO where they are none, with EPROTONOSUPPORT where it is of another version.
+        :raises VerbsError: EPROTO: the reply is invalid; EPROTONOSUPPORT: the reply is of another version.
         """
         status = _parse_head(data, cls.SIZE, "reply")
         body = data[_HEAD.size :]
@@ -154,5 +160,5 @@ class Reply:
         return cls(status, device, int.from_bytes(handle), proof)
 
     def proves(self, share_key: int, request: Request) -> bool:
-        """Whether who made it knows the key, and made it for this request."""
+        """Return whether the sender of the reply knows the share key, and replied to this request."""
         return _proofs(share_key).check(self.proof, b"reply", request.nonce, self._body())

@@ -1,9 +1,9 @@
-"""Instances of one protection domain, and how they know of each other.
+"""Instances of one protection domain in several contexts and processes, and their coordination.
 
-Contexts of the software device share by the device itself: inside of one process by numbers, between processes by a
-file that both have mapped. For RDMA devices the verbs are ``ibv_import_device`` and ``ibv_import_pd``: a context over
-the descriptor of another one knows its objects by their numbers. "This is the responsibility of the application to
-coordinate between all ibv_context(s) that use this PD", and this module is where that is done.
+Contexts of the software device share through the device itself: in one process by numbers, between processes by a file
+that both map. RDMA devices have the verbs ``ibv_import_device`` and ``ibv_import_pd``: a context that was imported by
+the descriptor of another one can import its objects by their handles. The manual page says: "This is the responsibility
+of the application to coordinate between all ibv_context(s) that use this PD". This module does that.
 """
 
 import contextlib
@@ -43,14 +43,15 @@ _ADVICE = {
 
 
 def share_error(error: int, advice: str | None = None) -> VerbsError:
-    """Why there is no instance."""
+    """Return the error of a failed `share` or `open_instance`; without advice, with the usual one for its number."""
     return VerbsError("ibv_share_pd", error, advice or _ADVICE.get(error))
 
 
 def wrong_device_error(shared_id: int, name: str) -> VerbsError:
-    """What is said where it is of another device than this one.
+    """Return the error for a shared ID of another device.
 
-    :param name: of this one, as a peer says that nobody has proved to be one: in printable characters here.
+    :param shared_id: ID of the protection domain.
+    :param name: name of this device, or an unverified one that a peer sent; unprintable characters are replaced.
     """
     name = "".join(each if each.isprintable() else "?" for each in name)
     advice = f"it is shared of the device with GUID {device_of(shared_id)}, and {name} is another one: a protection "
@@ -58,27 +59,28 @@ def wrong_device_error(shared_id: int, name: str) -> VerbsError:
 
 
 def check_share(shared_id: int, share_key: int) -> None:
-    """See that an id and a key can be ones.
+    """Check the types and ranges of an ID and a key.
 
-    :raises TypeError: one is no integer; a float would be truncated, to what others may guess.
-    :raises ValueError: one is negative, or has more bits.
+    :raises TypeError: one of them is no integer. A float would be truncated, which makes a key easier to guess.
+    :raises ValueError: one of them is negative, or has too many bits.
     """
     for name, value, bits in (("shared_id", shared_id, ID_BITS), ("share_key", share_key, KEY_BITS)):
-        if not isinstance(value, int):  # which value is not told: a key is a secret
+        if not isinstance(value, int):  # no value in the message, because a key is a secret
             raise TypeError(f"{name} must be an integer of {bits} bits, not of type {type(value).__name__}")
         if not 0 <= value < 1 << bits:
             raise ValueError(f"{name} has {bits} bits")
 
 
 def id_of(context: handles.Context, number: int) -> int:
-    """The id of what has a number on a context's device."""
+    """Return the shared ID for a number on the device of a context."""
     return share_id(context.query_device().node_guid, context.name, number)
 
 
 def import_context(command: int, name: str) -> handles.Context:
-    """A context over the descriptor of another one's commands, which stays the caller's.
+    """Import a context by the descriptor for the commands of another one: ``ibv_import_device``.
 
-    :param name: of its device, for the errors.
+    :param command: descriptor, which the caller still owns.
+    :param name: name of the device, for error messages.
     """
     try:
         return handles.Context.import_device(command)
@@ -91,9 +93,9 @@ def import_context(command: int, name: str) -> handles.Context:
 
 
 def _check_import(context: handles.Context) -> None:
-    """See that other processes can have contexts over this one's descriptor: by trying, as nothing else tells.
+    """Check that other processes can import a context. Importing it is the only way to find out.
 
-    :raises VerbsError: they cannot, with EOPNOTSUPP where the provider does not have it.
+    :raises VerbsError: the context cannot be imported; EOPNOTSUPP: the provider does not support that.
     """
     command = context.dup_cmd_fd()
     try:
@@ -103,9 +105,9 @@ def _check_import(context: handles.Context) -> None:
 
 
 def check_device(context: handles.Context, shared_id: int) -> int:
-    """The number of an id, which is to be of this device.
+    """Return the number in a shared ID after checking that the ID belongs to the device of a context.
 
-    :raises VerbsError: with EXDEV where it is of another one.
+    :raises VerbsError: EXDEV: the ID belongs to another device.
     """
     number = shared_id & 0xFFFFFFFF
     if shared_id != id_of(context, number):
@@ -114,21 +116,29 @@ def check_device(context: handles.Context, shared_id: int) -> int:
 
 
 class _InstanceLock:
-    """An instance's part in a protection domain: the last one that is left deallocates it, the others unimport it.
+    """Lock that counts one instance of a protection domain: the last one deallocates, all others unimport.
 
-    All of them lock a file that has no name, each by an open file description of its own. Who leaves and gets the lock
-    for itself alone is the last, and leaves a byte in the file. The lock of a process that dies goes with it.
+    All instances lock one nameless file, each through an open file description of its own (``flock``):
+
+    - Every open instance holds a shared lock.
+    - An instance that leaves tries to make its lock exclusive. If that succeeds, no other instance is left: the
+      instance deallocates the protection domain, and writes one byte to the file, which marks it as ended.
+    - A new instance that cannot get the shared lock, or finds the byte, fails with ENOENT.
+
+    The kernel releases the lock of a process that dies.
+
+    :param file: descriptor of the file; it is opened again and not closed.
     """
 
     def __init__(self, file: int) -> None:
         try:
             self._file = os.open(f"/proc/self/fd/{file}", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
-        except BlockingIOError:  # else it would wait for that
+        except BlockingIOError:  # without O_NONBLOCK, open() would wait for the lease
             raise share_error(errno.EPROTO, "another process has a lease (F_SETLEASE) on the file") from None
         try:
             fcntl.flock(self._file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             has_ended = os.fstat(self._file).st_size > 0
-        except BlockingIOError:  # the last is just leaving
+        except BlockingIOError:  # the last instance is leaving
             has_ended = True
         except BaseException:
             os.close(self._file)
@@ -138,15 +148,19 @@ class _InstanceLock:
             raise share_error(errno.ENOENT)
 
     def is_last(self) -> bool:
-        """Whether no other instance is left; nobody joins any more then. Otherwise it is none any more itself."""
+        """Return whether no other instance is left. If so, no new one can join; if not, this instance has left."""
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:  # the shared lock was given up for the try
+        except BlockingIOError:  # the kernel released the shared lock before the attempt
             return False
         return True
 
     def leave(self, last: bool, failed: bool) -> None:
-        """After what `is_last` demands; where that failed, it is an instance again."""
+        """End the instance after its verb was called.
+
+        :param last: result of `is_last`.
+        :param failed: True if the verb failed; then this is an instance again.
+        """
         if failed:
             fcntl.flock(self._file, fcntl.LOCK_SH)
             return
@@ -155,28 +169,29 @@ class _InstanceLock:
         self.close()
 
     def close(self) -> None:
-        """Leave without a word."""
+        """Release the lock without a mark in the file."""
         os.close(self._file)
 
 
 _shares: weakref.WeakKeyDictionary[handles.Context, "dict[int, Share]"] = weakref.WeakKeyDictionary()
-_sharing = threading.Lock()  # a domain is shared once
+_sharing = threading.Lock()  # a protection domain is shared at most once
 
 
 def _renew_lock() -> None:
     global _sharing
-    _sharing = threading.Lock()  # who held it is not here
+    _sharing = threading.Lock()  # a thread that held the old lock does not exist in the child
 
 
 os.register_at_fork(after_in_child=_renew_lock)
 
 
 class Share:
-    """A protection domain of an RDMA device as its contexts know it that may open instances.
+    """Shared protection domain of an RDMA device.
 
-    :param number: by which it is known, with the device's GUID.
-    :param pd_handle: its number in the kernel.
-    :param file: the descriptor of the file that its instances lock; this closes it.
+    :param number: number that, with the GUID of the device, identifies the protection domain.
+    :param share_key: secret of the protection domain, 64 bits.
+    :param pd_handle: handle of the protection domain in the kernel.
+    :param file: descriptor of the file that instances lock; `destroy` closes it.
     """
 
     def __init__(self, number: int, share_key: int, pd_handle: int, file: int) -> None:
@@ -188,30 +203,30 @@ class Share:
         self._known: dict[int, Share] = {}
 
     def register(self, context: handles.Context) -> None:
-        """Let a context open instances, until this is destroyed."""
+        """Let a context open instances, until `destroy` is called."""
         self._known = _shares.setdefault(context, {})
         self._known[self.number] = self
 
     def join(self) -> _InstanceLock:
-        """The part of a new instance.
+        """Return the lock of a new instance.
 
-        :raises VerbsError: with ENOENT where it is too late.
+        :raises VerbsError: ENOENT: the last instance was closed.
         """
         with self._opened() as file:
             return _InstanceLock(file)
 
     def dup_file(self) -> int:
-        """A duplicate of its file's descriptor, the caller's to close; nothing is locked by it.
+        """Return a duplicate of the file's descriptor, which the caller closes. The duplicate holds no lock.
 
-        :raises VerbsError: with ENOENT where it is too late.
+        :raises VerbsError: ENOENT: the share was destroyed.
         """
         with self._opened() as file:
             return fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, 0)
 
     def attach(self, context: handles.Context, descriptors: list[int]) -> None:
-        """Add what another process needs to the list, whose owner closes it.
+        """Append the descriptors that another process needs to a list. The caller closes them.
 
-        :raises VerbsError: with ENOENT where it is too late.
+        :raises VerbsError: ENOENT: the share was destroyed.
         """
         descriptors.append(context.dup_cmd_fd())
         descriptors.append(self.dup_file())
@@ -224,7 +239,7 @@ class Share:
             yield self._file
 
     def destroy(self) -> None:
-        """Forget it; instances stay."""
+        """Let no further instances be opened. Open instances stay."""
         with self._lock:
             file, self._file = self._file, -1
         if file >= 0:
@@ -233,9 +248,11 @@ class Share:
 
 
 class SoftShare:
-    """A protection domain of a software device that other processes may open instances of.
+    """Shared protection domain of a software device.
 
-    :param number: by which it is known, with the device's GUID.
+    :param number: number that, with the GUID of the device, identifies the protection domain.
+    :param share_key: secret of the protection domain, 64 bits.
+    :param pd: handle of the protection domain.
     """
 
     pd_handle = 0
@@ -246,9 +263,9 @@ class SoftShare:
         self._pd: handles.ProtectionDomain | None = pd
 
     def attach(self, context: handles.Context, descriptors: list[int]) -> None:
-        """Add what another process needs to the list, whose owner closes it.
+        """Append the descriptor that another process needs to a list. The caller closes it.
 
-        :raises VerbsError: with ENOENT where it is too late, with EMFILE or ENOMEM.
+        :raises VerbsError: ENOENT: the share was destroyed; EMFILE or ENOMEM: no descriptor or memory is left.
         """
         pd = self._pd
         if pd is None:
@@ -256,7 +273,7 @@ class SoftShare:
         descriptors.append(software.export(pd))
 
     def destroy(self) -> None:
-        """Forget it; instances stay."""
+        """Let no further instances be opened. Open instances stay."""
         self._pd = None
 
 
@@ -264,9 +281,11 @@ _imported: weakref.WeakKeyDictionary[handles.Context, "dict[int, ImportedShare]"
 
 
 class ImportedShare:
-    """A protection domain of another process' software device.
+    """Shared protection domain of a software device in another process.
 
-    :param file: the descriptor of the file that it is in; this closes it.
+    :param shared_id: ID of the protection domain.
+    :param share_key: secret of the protection domain, 64 bits.
+    :param file: descriptor of the file that contains the protection domain; `destroy` closes it.
     """
 
     def __init__(self, shared_id: int, share_key: int, file: int) -> None:
@@ -277,14 +296,14 @@ class ImportedShare:
         self._known: dict[int, ImportedShare] = {}
 
     def register(self, context: handles.Context) -> None:
-        """Let a context open instances, until this is destroyed."""
+        """Let a context open instances, until `destroy` is called."""
         self._known = _imported.setdefault(context, {})
         self._known[self._id] = self
 
     def open(self, context: handles.Context, share_key: int) -> handles.ProtectionDomain:
-        """An instance of it in this process.
+        """Open an instance in this process.
 
-        :raises VerbsError: with ENOENT where its last instance went, with EACCES where the key is another one.
+        :raises VerbsError: ENOENT: the last instance was closed; EACCES: the key is wrong.
         """
         _check_key(self._share_key, share_key)
         with self._lock:
@@ -296,7 +315,7 @@ class ImportedShare:
                 raise share_error(error.errno) from None
 
     def destroy(self) -> None:
-        """Forget it; instances stay."""
+        """Let no further instances be opened. Open instances stay."""
         with self._lock:
             file, self._file = self._file, -1
         if file >= 0:
@@ -310,9 +329,12 @@ def _check_key(expected: int, key: int) -> None:
 
 
 def share(pd: handles.ProtectionDomain, share_key: int) -> tuple[int, Share | SoftShare]:
-    """Let other contexts have instances of a protection domain: the id, and what is to be destroyed before the domain.
+    """Let other contexts open instances of a protection domain.
 
-    :raises VerbsError: with EEXIST where it is shared already, with EOPNOTSUPP where the provider cannot.
+    :param pd: handle of the protection domain.
+    :param share_key: secret that other contexts have to know, 64 bits.
+    :returns: the shared ID, and the share, which has to be destroyed before the protection domain.
+    :raises VerbsError: EEXIST: the protection domain is shared already; EOPNOTSUPP: the provider does not support it.
     """
     context = pd.context
     if context.software:
@@ -335,7 +357,7 @@ def share(pd: handles.ProtectionDomain, share_key: int) -> tuple[int, Share | So
 
 
 def open_instance(context: handles.Context, shared_id: int, share_key: int) -> handles.ProtectionDomain:
-    """A further instance of what was shared: see `Device.shared_protection_domain`."""
+    """Open a further instance of a shared protection domain: see `Device.shared_protection_domain`."""
     imported = _imported.get(context, {}).get(shared_id)
     if imported is not None:
         return imported.open(context, share_key)

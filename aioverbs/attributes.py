@@ -124,7 +124,7 @@ class AddressVector:
 
     def __post_init__(self) -> None:
         if len(self.dgid) not in (0, 16):
-            raise ValueError(f"a GID has 16 bytes, this one {len(self.dgid)}")
+            raise ValueError(f"`dgid` must have 16 bytes or none, got {len(self.dgid)}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -301,7 +301,9 @@ class OwnedContext(OwnedBlock[T]):
     async def __aenter__(self) -> T:
         if self._was_entered:
             self._enter("__aenter__")
-            raise RuntimeError(f"{self!r} is for one block, which was begun: make another one for each block")
+            raise RuntimeError(
+                f"{self!r} was entered before, and can be entered only once: make another one for each block"
+            )
         return await super().__aenter__()
 
     async def _begin(self) -> T:
@@ -389,13 +391,13 @@ async def run_on_owner(
     if owner.inherited:
         raise ForkedProcessError(repr(owner))
     if owner.loop is None or owner.orphaned:
-        raise AffinityError(f"{owner!r} is gone: nothing can be called there")
+        raise AffinityError(f"the loop or thread of {owner!r} has ended: nothing can be called there")
     awaited: CrossLoopFuture[object] = CrossLoopFuture(running_loop())
     call = CrossLoopCall(functools.partial(function, **kwargs) if kwargs else function, args, awaited, owner)
     try:
         call.send_to(owner.loop)
     except RuntimeError as error:
-        raise AffinityError(f"{owner!r} is gone: nothing can be called there") from error
+        raise AffinityError(f"the event loop of {owner!r} is closed: nothing can be called there") from error
     awaited.watch(functools.partial(_lost, owner, call))
     return await awaited.wait(call.withdraw)
 
@@ -406,7 +408,7 @@ def _lost(owner: Affinity, call: CrossLoopCall[object]) -> BaseException | None:
     A loop that is closed drops its callbacks without a notification, so the caller polls.
     """
     if owner.orphaned or owner.loop is not call.loop:  # or another loop took over the objects of the owner
-        return AffinityError(f"the owner {call.loop!r} is gone, and with it the call that was carried there")
+        return AffinityError(f"the owner {call.loop!r} has ended, and the call that was sent there is lost")
     if call.is_withdrawn and not call.loop.is_running():
         return asyncio.CancelledError()  # the call will not start; do not wait for a loop that does not run
     return None

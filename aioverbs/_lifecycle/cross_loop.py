@@ -211,10 +211,10 @@ class CrossLoopCall(Generic[T]):
         """Return the error of a call that was cancelled on its loop."""
         if self.is_withdrawn:
             return asyncio.CancelledError()
-        return BrokenResourceError(f"{self.owner!r} cancelled what was called there")
+        return BrokenResourceError(f"{self.owner!r} cancelled the call that was sent there")
 
     def leave(self, error: BaseException) -> None:
         """Settle a call whose function ends the loop by SystemExit or KeyboardInterrupt."""
-        lost = BrokenResourceError(f"what was called there ended {self.owner!r}: {error!r}")
+        lost = BrokenResourceError(f"the call that was sent there ended {self.owner!r}: {error!r}")
         lost.__cause__ = error
         self.settle(None, lost)

@@ -435,7 +435,7 @@ class Lifecycle:
                 if not isinstance(each, Warning):  # a cancellation takes precedence over the error
                     each.add_note(f"and closing {self!r} failed: {type(error).__name__}: {error}")
                     raise each  # noqa: B904
-                error.add_note(f"and a warning was an error: {each}")
+                error.add_note(f"and a warning was raised as an exception: {each}")
             raise
         if interruptions:
             raise min(interruptions, key=lambda each: isinstance(each, Warning))  # a cancellation first
@@ -626,7 +626,7 @@ class Lifecycle:
             if self.opener is not None:
                 with contextlib.suppress(RuntimeError):  # the loop is closed: the next open_device() calls `reap`
                     self.opener.call_soon_threadsafe(reap)
-        _warn_open(self, "it was forgotten")
+        _warn_open(self, "it was forgotten; use `async with`, or await aclose()")
 
     # ---- Inspection
 

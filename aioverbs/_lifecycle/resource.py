@@ -52,7 +52,9 @@ class Resource(anyio.abc.AsyncResource):
     def __init__(self, *parents: "Resource") -> None:
         for parent in parents:
             if not isinstance(parent, Resource):
-                raise TypeError(f"{type(self).__name__} is made from domains, queues and the like, not from {parent!r}")
+                raise TypeError(
+                    f"{type(self).__name__} is made from other resources, such as a domain, not from {parent!r}"
+                )
         self._lifecycle = Lifecycle(type(self).__name__, creation_site(), weakref.ref(self))
         self._parents = parents
 
@@ -132,7 +134,7 @@ class Resource(anyio.abc.AsyncResource):
             try:
                 lifecycle.undo()
             except Exception as another:
-                error.add_note(f"and undoing what was made failed: {another}; {self!r} is to be closed")
+                error.add_note(f"and destroying the handles made so far failed: {another}; close {self!r}")
             raise
         lifecycle.opened()
 

@@ -293,7 +293,7 @@ class LeaseContext:
 
     async def __aenter__(self) -> LeasedBuffer:
         if self._is_in_use:
-            raise RuntimeError("this is in a block already, which releases one buffer: call lease() for each block")
+            raise RuntimeError("this lease is in use by another block: call lease() once for each block")
         self._is_in_use = True
         try:
             self._buffer = await self._pool._lease(self._site)
@@ -344,11 +344,11 @@ class BufferPool(Resource):
     ) -> None:
         for name, value in (("size", size), ("count", count)):
             if value < 1:
-                raise ValueError(f"the {name} of a buffer pool is 1 at least, not {value}")
+                raise ValueError(f"the {name} of a buffer pool must be at least 1, got {value}")
         if limit is not None and limit < count:
-            raise ValueError(f"a limit of {limit} buffers leaves no room for a slab of {count}")
+            raise ValueError(f"a limit of {limit} buffers is less than one slab of {count}: raise limit or lower count")
         if alignment not in (1 << bit for bit in range(mmap.PAGESIZE.bit_length())):
-            raise ValueError(f"buffers are aligned to a power of two of {mmap.PAGESIZE} bytes at most, not {alignment}")
+            raise ValueError(f"`alignment` must be a power of two of at most {mmap.PAGESIZE} bytes, got {alignment}")
         super().__init__(pd)
         self._lifecycle.close_last = True
         self._pd = pd

@@ -75,7 +75,7 @@ class WaitableInFlightCount(data_path.InFlightCount):
         self.close()
         if self.receives:
             raise BusyResourceError(
-                f"{self.receives} receives may still be filled with what arrives: close or reset their queue pair, or "
+                f"{self.receives} receives are posted in this memory: close or reset their queue pair, or "
                 "close their shared receive queue, first"
             )
         await self.wait()
@@ -182,9 +182,9 @@ class MemoryRegion(HandleResource[handles.MemoryRegion], Registered):
         allocator: Allocator | None = None,
     ) -> None:
         if isinstance(memory, int) and memory < 1:
-            raise ValueError(f"a memory region has 1 byte at least, not {memory}")
+            raise ValueError(f"a memory region must have at least 1 byte, got {memory}")
         if allocator is not None and not isinstance(memory, int):
-            raise ValueError("an allocator goes with a number of bytes: memory that is there already needs none")
+            raise ValueError(f"with an allocator, `memory` must be a number of bytes, got {type(memory).__name__}")
         super().__init__(pd)
         self._lifecycle.close_last = True
         self._pd_handle = handle
@@ -213,7 +213,7 @@ class MemoryRegion(HandleResource[handles.MemoryRegion], Registered):
         if self._allocator is not None:
             address = self._allocator.allocate(self._length, mmap.PAGESIZE, 0, None, None)
         if address is None:
-            raise MemoryError(f"{self._allocator!r} has no {self._length} bytes")
+            raise MemoryError(f"{self._allocator!r} returned no memory for {self._length} bytes")
         if self._allocator is None or not isinstance(address, int):
             return map_pages(self._length)
         self._lifecycle.hold(_AllocatorMemory(self, self._allocator, address))
@@ -307,7 +307,9 @@ class AdoptedMemoryRegion(MemoryRegion):
         self._lifecycle.hold(handle)
         self._length = handle.length
         if self._length > sys.maxsize:
-            raise ValueError(f"{self._mr!r} is all of the address space: register or adopt the parts that are needed")
+            raise ValueError(
+                f"{self._mr!r} covers the whole address space: register or adopt the parts that are needed"
+            )
         self._begin(handle)
         self._memory = None
         if self._mr.buf:  # None for device memory and imported regions
@@ -331,7 +333,7 @@ class AdoptedMemoryRegion(MemoryRegion):
         """
         self._check_open()
         if self._memory is None:
-            raise ValueError(f"{self!r} has no memory in this process: it is reached by work requests only")
+            raise ValueError(f"{self!r} has no memory in this process: access it by work requests")
         return super().buffer
 
 

@@ -54,7 +54,7 @@ def _export(buffer: "Buffer", access: AccessFlags) -> memoryview:
     """Return a separate export of the bytes, so that the references to the exporting object can be counted."""
     view = memoryview(buffer)
     if view.readonly and access & _WRITES:
-        raise BufferError("the memory is read-only, and is to be written")
+        raise BufferError("the memory is read-only, but `access` allows to write it")
     address, length = handles.span(view)
     if not length:
         raise ValueError("there is nothing to register: the memory has no bytes")
@@ -211,7 +211,7 @@ class RegistrationCache:
         """
         pd = self._pd()
         if pd is None:
-            raise ClosedResourceError("the protection domain of this cache is gone")
+            raise ClosedResourceError("the protection domain of this cache was garbage-collected")
         pd.handle  # noqa: B018  checks that the protection domain is open
         access = AccessFlags(access)
         view = _export(buffer, access)

@@ -28,4 +28,4 @@ def to_jsonable(value: object) -> object:
             return sorted(map(to_jsonable, value), key=str)
     if is_dataclass(value):
         return {name: to_jsonable(getattr(value, name)) for name in value.__dataclass_fields__}
-    raise TypeError(f"nothing in JSON is like {value!r}")
+    raise TypeError(f"JSON has no type for {value!r}")

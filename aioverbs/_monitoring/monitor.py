@@ -92,7 +92,7 @@ class Monitor:
         :raises RuntimeError: the monitor is open already, or no thread can be started.
         """
         if self._process == os.getpid():
-            raise RuntimeError("it is open: make another one, or close this first")
+            raise RuntimeError("the monitor is open already: make another one, or close this one first")
         self._path = _acquire()
         self._process = os.getpid()
         return self
@@ -104,7 +104,7 @@ class Monitor:
         :raises RuntimeError: the monitor is not open in this process.
         """
         if self._path is None or self._process != os.getpid():
-            raise RuntimeError("it is not open in this process")
+            raise RuntimeError("the monitor is not open in this process")
         return self._path
 
     async def aclose(self) -> None:
@@ -155,7 +155,7 @@ def start_if_enabled() -> None:
     try:
         _acquire()
     except (OSError, RuntimeError, ValueError) as error:
-        logger.warning("AIOVERBS_MONITOR: nobody can look at this process: %s", error)
+        logger.warning("AIOVERBS_MONITOR: this process cannot be monitored: %s", error)
 
 
 def _forked() -> None:

@@ -84,25 +84,25 @@ class _Viewer:
         if not received:
             raise ConnectionResetError
         if self.interval_s is not None:
-            raise ValueError("it asks more than once")
+            raise ValueError("the viewer sent a second request")
         self.request += received
         line, newline, rest = self.request.partition(b"\n")
         if newline and not rest:
             self.interval_s = _interval_of(line)
             self.due = time.monotonic()
         elif newline or len(self.request) > _MAX_REQUEST_BYTES:
-            raise ValueError("it asks for more than one thing")
+            raise ValueError(f"a request is one line of at most {_MAX_REQUEST_BYTES} bytes")
 
 
 def _interval_of(line: bytes) -> float:
     try:
         request = json.loads(line)
     except RecursionError:
-        raise ValueError("it asks for no interval") from None
+        raise ValueError("the request is no JSON object") from None
     interval = request.get("interval_s") if isinstance(request, dict) else None
     least, most = INTERVALS_S
     if isinstance(interval, bool) or not isinstance(interval, (int, float)) or not least <= interval <= most:
-        raise ValueError(f"an interval is from {duration(least)} to {duration(most)}")
+        raise ValueError(f"interval_s must be from {duration(least)} to {duration(most)}, got {interval!r}")
     return float(interval)
 
 
@@ -163,7 +163,7 @@ class MonitorServer:
         """Wait for the end of the thread, and close the descriptors."""
         self._thread.join(_JOIN_TIMEOUT_S)
         if self._thread.is_alive():  # blocked in a sample; the descriptors stay open until the process ends
-            logger.error("the thread that lets others look at this process does not end")
+            logger.error("the thread that serves monitors of this process does not end")
         else:
             self.close_descriptors()
 
@@ -184,7 +184,7 @@ class MonitorServer:
                         key.data(events)
                 self._serve()
         except Exception:
-            logger.exception("nobody can look at this process any more")
+            logger.exception("this process cannot be monitored any more")
             self._directory.remove(self._name)
             self._listening.close()
             for viewer in tuple(self._viewers.values()):
@@ -203,20 +203,20 @@ class MonitorServer:
         except BlockingIOError:
             return
         except OSError as error:  # such as EMFILE: pause, as accept() would fail again at once
-            logger.warning("nobody is let in to look at this process for %s: %s", duration(_ACCEPT_PAUSE_S), error)
+            logger.warning("no monitor is accepted for %s: %s", duration(_ACCEPT_PAUSE_S), error)
             self._selector.unregister(self._listening)
             self._accept_after = time.monotonic() + _ACCEPT_PAUSE_S
             return
         connected.setblocking(False)
         user = peer_user(connected)
         if user != os.geteuid():
-            logger.warning("a process of user %d wanted to look at this process, and may not", user)
+            logger.warning("a process of user %d tried to monitor this process, and was rejected", user)
             connected.close()
             return
         viewer = _Viewer(connected, time.monotonic() + _REQUEST_TIMEOUT_S)
         if len(self._viewers) >= _MAX_VIEWERS:
             with contextlib.suppress(OSError):
-                viewer.send(_line({**_greeting(), "refused": f"{_MAX_VIEWERS} others look already"}))
+                viewer.send(_line({**_greeting(), "refused": f"{_MAX_VIEWERS} others monitor it already"}))
             connected.close()
             return
         self._viewers[connected] = viewer
@@ -234,7 +234,7 @@ class MonitorServer:
         try:
             act()
         except (OSError, ValueError) as error:
-            logger.debug("who looked at this process is gone: %s", error)
+            logger.debug("a monitor of this process is gone: %s", error)
             self._selector.unregister(viewer.socket)
             del self._viewers[viewer.socket]
             viewer.socket.close()
@@ -267,7 +267,7 @@ class MonitorServer:
 
 
 def _raise_no_request() -> None:
-    raise TimeoutError("it asked for nothing")
+    raise TimeoutError("the viewer sent no request in time")
 
 
 def _line(message: dict[str, object]) -> bytes:

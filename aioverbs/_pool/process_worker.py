@@ -98,7 +98,7 @@ class _ProcessJob:
             return self.handle.supervisor.stopped()
         if self.is_withdrawn:
             return asyncio.CancelledError()
-        return BrokenResourceError(f"{self.handle!r} cancelled what was called there")
+        return BrokenResourceError(f"{self.handle!r} cancelled the call that was sent there")
 
 
 class ProcessWorker(WorkerHandle):

@@ -71,7 +71,7 @@ class ReceivedShare:
             device than the shared ID.
         """
         if name is not None:
-            raise ValueError(f"the device is the peer's, {self._device}: a name is for software devices")
+            raise ValueError(f"`name` is for software devices, but the peer shares {self._device}: leave it out")
         context = import_context(self._command, self._device)
         try:
             check_device(context, self._shared_id)
@@ -157,7 +157,7 @@ async def receive(sock: socket.socket, shared_id: int, share_key: int) -> Receiv
         if len(attached) != len(expected) or not all(fits(each) for fits, each in zip(expected, attached, strict=True)):
             advice = "" if soft else f": {reply.device} may be hidden from this process"
             raise share_error(
-                errno.EPROTO, f"the peer attached {len(attached)} descriptors, or others than it should have{advice}"
+                errno.EPROTO, f"the peer attached {len(attached)} descriptors, or not the required ones{advice}"
             )
         *commands, file = attached
         attached.clear()
@@ -203,7 +203,7 @@ async def answer(sock: socket.socket, context: handles.Context, shared: Share | 
 def _check(sock: socket.socket) -> None:
     running_loop()
     if sock.family != socket.AF_UNIX or sock.type != socket.SOCK_STREAM:
-        raise ValueError("descriptors go over stream sockets of the Unix domain: socket.socket(socket.AF_UNIX)")
+        raise ValueError("descriptors need a Unix stream socket: make one by socket.socket(socket.AF_UNIX)")
     if sock.gettimeout() != 0:
         raise ValueError("the socket would block the event loop: call its setblocking(False)")
 

@@ -56,7 +56,7 @@ def _parse_head(data: bytes, size: int, kind: str) -> int:
         raise VerbsError("ibv_share_pd", errno.EPROTO, f"a {kind} has {size} bytes, not {len(data)}")
     magic, version, status = _HEAD.unpack_from(data)
     if magic != _MAGIC:
-        raise VerbsError("ibv_share_pd", errno.EPROTO, f"the peer sent something else than a {kind}")
+        raise VerbsError("ibv_share_pd", errno.EPROTO, f"the peer sent data that is no {kind} of this protocol")
     if version != _VERSION:
         advice = f"the peer shares protection domains by version {version}, this is {_VERSION}: use the same aioverbs"
         raise VerbsError("ibv_share_pd", errno.EPROTONOSUPPORT, advice)

@@ -35,10 +35,10 @@ __all__ = [
 ]
 
 _ADVICE = {
-    errno.ENOMEM: "there is no memory, or no address space for as much as the machine has: see `ulimit -v`",
+    errno.ENOMEM: "memory ran out, or the address space is too small for the machine's memory: check `ulimit -v`",
     errno.EMFILE: "this process has too many files open, or 240 processes have the domain already",
-    errno.EACCES: "the share key is another one",
-    errno.ENOENT: "nothing is shared by that id any more: its last instance was closed, or it never was",
+    errno.EACCES: "the share key is wrong",
+    errno.ENOENT: "nothing is shared by that id: its last instance was closed, or the id is wrong",
 }
 
 
@@ -54,8 +54,8 @@ def wrong_device_error(shared_id: int, name: str) -> VerbsError:
     :param name: name of this device, or an unverified one that a peer sent; unprintable characters are replaced.
     """
     name = "".join(each if each.isprintable() else "?" for each in name)
-    advice = f"it is shared of the device with GUID {device_of(shared_id)}, and {name} is another one: a protection "
-    return share_error(errno.EXDEV, f"{advice}domain is one device's; import_device() takes that of another process")
+    advice = f"the id belongs to the device with GUID {device_of(shared_id)}, and {name} is another one: "
+    return share_error(errno.EXDEV, f"{advice}use import_device() for a device of another process")
 
 
 def check_share(shared_id: int, share_key: int) -> None:
@@ -68,7 +68,7 @@ def check_share(shared_id: int, share_key: int) -> None:
         if not isinstance(value, int):  # no value in the message, because a key is a secret
             raise TypeError(f"{name} must be an integer of {bits} bits, not of type {type(value).__name__}")
         if not 0 <= value < 1 << bits:
-            raise ValueError(f"{name} has {bits} bits")
+            raise ValueError(f"{name} must fit in {bits} bits")
 
 
 def id_of(context: handles.Context, number: int) -> int:
@@ -86,8 +86,8 @@ def import_context(command: int, name: str) -> handles.Context:
         return handles.Context.import_device(command)
     except VerbsError as error:
         advice = {
-            errno.EOPNOTSUPP: f"the provider of {name} does not have it: what is made on {name} stays in one context",
-            errno.ENODEV: f"{name} is not here: it is another machine's, or hidden from this process",
+            errno.EOPNOTSUPP: f"the provider of {name} does not support it: objects of {name} stay in one context",
+            errno.ENODEV: f"{name} does not exist here: it belongs to another machine, or is hidden from this process",
         }.get(error.errno)
         raise VerbsError(error.verb, error.errno, advice) from None
 
@@ -370,7 +370,7 @@ def open_instance(context: handles.Context, shared_id: int, share_key: int) -> h
     known = _shares.get(context, {}).get(number)
     if known is None:
         _check_import(context)
-        advice = "this context does not have it; import_device() makes one that does, from its process or in this one"
+        advice = "this context did not import the domain: make one that did by import_device()"
         raise share_error(errno.ENOENT, advice)
     _check_key(known.share_key, share_key)
     lease = known.join()

@@ -111,7 +111,7 @@ async def test_pages_of_64_kib(pd: ProtectionDomain, monkeypatch: pytest.MonkeyP
     """As they may be on arm64 and POWER: a slab begins with one, so its buffers can be aligned to one."""
     page = 64 << 10
     monkeypatch.setattr(mmap, "PAGESIZE", page)
-    with pytest.raises(ValueError, match=f"power of two of {page} bytes at most, not {2 * page}"):
+    with pytest.raises(ValueError, match=f"power of two of at most {page} bytes, got {2 * page}"):
         pd.buffer_pool(1, 1, alignment=2 * page)
     allocator = RecordingAllocator(SharedPageAllocator())
     async with pd.buffer_pool(100, 2, limit=3, alignment=page, allocator=allocator) as pool:
@@ -148,11 +148,11 @@ async def test_nothing_can_be_done_with_a_released_buffer(pd: ProtectionDomain) 
 
 async def test_what_is_wrong_is_said_at_once(pd: ProtectionDomain) -> None:
     makers: tuple[tuple[Callable[[], BufferPool], str], ...] = (
-        (lambda: pd.buffer_pool(0, 1), "size of a buffer pool is 1 at least, not 0"),
-        (lambda: pd.buffer_pool(1, 0), "count of a buffer pool is 1 at least, not 0"),
-        (lambda: pd.buffer_pool(1, 4, limit=3), "limit of 3 buffers leaves no room for a slab of 4"),
-        (lambda: pd.buffer_pool(1, 1, alignment=48), f"power of two of {mmap.PAGESIZE} bytes at most, not 48"),
-        (lambda: pd.buffer_pool(1, 1, alignment=2 * mmap.PAGESIZE), f"not {2 * mmap.PAGESIZE}"),
+        (lambda: pd.buffer_pool(0, 1), "size of a buffer pool must be at least 1, got 0"),
+        (lambda: pd.buffer_pool(1, 0), "count of a buffer pool must be at least 1, got 0"),
+        (lambda: pd.buffer_pool(1, 4, limit=3), "limit of 3 buffers is less than one slab of 4"),
+        (lambda: pd.buffer_pool(1, 1, alignment=48), f"power of two of at most {mmap.PAGESIZE} bytes, got 48"),
+        (lambda: pd.buffer_pool(1, 1, alignment=2 * mmap.PAGESIZE), f"got {2 * mmap.PAGESIZE}"),
     )
     for make, match in makers:
         with pytest.raises(ValueError, match=match):

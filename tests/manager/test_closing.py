@@ -313,7 +313,7 @@ async def test_a_warning_is_not_lost_in_an_error(device: Device) -> None:
         warnings.simplefilter("error")
         with pytest.raises(VerbsError, match="EIO") as caught:
             await pd.aclose()
-    assert [note for note in caught.value.__notes__ if "a warning was an error: <ParentDomain" in note]
+    assert [note for note in caught.value.__notes__ if "a warning was raised as an exception: <ParentDomain" in note]
     assert child.closed
     await pd.aclose()
 

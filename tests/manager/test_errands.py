@@ -75,7 +75,7 @@ async def test_one_whose_owner_is_replaced_is_an_error() -> None:
     loop.close()
     owner.take_over()
     async with asyncio.timeout(patience(5)):
-        with pytest.raises(AffinityError, match="is gone, and with it the call"):
+        with pytest.raises(AffinityError, match="has ended, and the call"):
             await task
 
 

@@ -95,12 +95,12 @@ async def test_a_block_of_messages_is_begun_once(device: Device) -> None:
         block = srq.messages(pool)
         async with block:
             pass
-        with pytest.raises(RuntimeError, match="is for one block, which was begun: make another one"):
+        with pytest.raises(RuntimeError, match="can be entered only once: make another one"):
             await block.__aenter__()
         failed = srq.messages(pool, low=99)
         with pytest.raises(ValueError, match="low"):
             await failed.__aenter__()
-        with pytest.raises(RuntimeError, match="is for one block, which was begun: make another one"):
+        with pytest.raises(RuntimeError, match="can be entered only once: make another one"):
             await failed.__aenter__()
 
 

@@ -278,7 +278,7 @@ async def test_what_was_half_made_can_only_be_closed(device: Device) -> None:
     faults.fail("dealloc_td", errno.EIO, times=2)
     with pytest.raises(VerbsError, match="ENOMEM") as caught:
         await domain.open()
-    assert any("undoing what was made failed" in note and "EIO" in note for note in caught.value.__notes__)
+    assert any("destroying the handles made so far failed" in note and "EIO" in note for note in caught.value.__notes__)
     assert (domain.state, domain.closed, repr(domain)) == (ResourceState.FAILED, False, "<ResourceDomain (failed)>")
     assert domain.td is not None
     assert (domain.native, domain.td.state, domain.base.state) == (False, ResourceState.FAILED, ResourceState.FAILED)

@@ -192,9 +192,9 @@ async def test_several_are_one() -> None:
             assert first.path == second.path
             assert len(threads()) == 1
         assert first.path.exists()
-        with pytest.raises(RuntimeError, match="it is not open"):
+        with pytest.raises(RuntimeError, match="the monitor is not open"):
             second.path  # noqa: B018
-        with pytest.raises(RuntimeError, match="it is open"):
+        with pytest.raises(RuntimeError, match="the monitor is open already"):
             await first.open()
     await first.aclose()
     assert not threads()
@@ -220,7 +220,7 @@ async def test_a_sample_that_fails_disturbs_nobody(
         async with monitor() as another:
             assert names_in(another.path.parent) == [another.path.name]
     (record,) = [each for each in caplog.records if each.levelno == logging.ERROR]
-    assert "nobody can look at this process any more" in record.getMessage()
+    assert "this process cannot be monitored any more" in record.getMessage()
 
 
 async def test_what_dead_ones_left_is_taken_away(folder: Path) -> None:
@@ -271,7 +271,7 @@ async def test_in_the_child_of_a_fork(folder: Path) -> None:
             return os.getpid(), said, len(theirs & mine), len(theirs), alone, asyncio.run(their_own())
 
         child, said, kept, there, alone, (pid, names) = in_child(in_the_child)
-        assert (said, pid, greeting["pid"]) == ("it is not open in this process", child, os.getpid())
+        assert (said, pid, greeting["pid"]) == ("the monitor is not open in this process", child, os.getpid())
         assert kept < there, "those of the server are closed there"
         assert alone == [watched.path.name]
         assert len(names) == 2
@@ -343,5 +343,5 @@ async def test_what_fails_is_a_warning(
     os.mknod(folder)
     async with open_device("soft0") as device:
         assert device.name == "soft0"
-    assert "AIOVERBS_MONITOR: nobody can look at this process: " in caplog.text
+    assert "AIOVERBS_MONITOR: this process cannot be monitored: " in caplog.text
     assert "is no directory" in caplog.text

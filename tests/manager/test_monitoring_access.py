@@ -47,7 +47,7 @@ async def test_another_user_is_turned_away(monkeypatch: pytest.MonkeyPatch, capl
         with looking(watched) as viewer:
             assert await viewer.gone()
         monkeypatch.undo()
-    assert f"a process of user {os.geteuid() + 1} wanted to look" in caplog.text
+    assert f"a process of user {os.geteuid() + 1} tried to monitor" in caplog.text
 
 
 async def test_who_listens_is_looked_at_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,7 +158,7 @@ async def test_too_many_look(monkeypatch: pytest.MonkeyPatch) -> None:
         with looking(watched) as first:
             await first.line()
             with looking(watched) as second:
-                assert (await second.told())["refused"] == "1 others look already"
+                assert (await second.told())["refused"] == "1 others monitor it already"
                 assert await second.gone()
             first.ask(b'{"interval_s": 1.0}\n')
             await first.told()
@@ -184,7 +184,7 @@ async def test_there_is_no_descriptor_for_one(
         with looking(watched) as viewer:
             assert (await viewer.told())["pid"] == os.getpid()
         assert time.monotonic() - begin >= deaf_s, "it was not tried again and again"
-    assert caplog.text.count("nobody is let in") == 1
+    assert caplog.text.count("no monitor is accepted") == 1
 
 
 JSON = st.recursive(

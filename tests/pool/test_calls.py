@@ -214,7 +214,7 @@ async def test_one_that_something_there_cancels(pool: WorkerPool) -> None:
         task.cancel()
         await asyncio.sleep(30)
 
-    with pytest.raises(BrokenResourceError, match=r"<worker 1 of WorkerPool .* cancelled what was called there"):
+    with pytest.raises(BrokenResourceError, match=r"<worker 1 of WorkerPool .* cancelled the call that was sent there"):
         await pool.run(cancel_myself, worker=1)
 
 

@@ -112,7 +112,7 @@ async def test_cancelled_before_it_began_or_by_itself(pool: WorkerPool, tmp_path
     assert await cancelled_before(partial(work.mark, folder, "go on"), pool, stay)
     await blocking.wait()
     assert not (tmp_path / "begun").exists()
-    with pytest.raises(BrokenResourceError, match="cancelled what was called there"):
+    with pytest.raises(BrokenResourceError, match="cancelled the call that was sent there"):
         await pool.run(work.cancel_myself)
 
 

@@ -19,7 +19,10 @@ NOT_NATIVE = "not native from here on"  # what is said of devices without domain
 CONNECTS = {"arrays", "asgi", "key_value"}  # with `aioverbs.connect`, at an address that they are told
 REFUSED = {
     "custom_allocator": (Capability.PARENT_DOMAINS, "{} does not ask where its memory is to come from"),
-    "shared_pd": (Capability.SHARED_DOMAINS, "ibv_import_device failed: EOPNOTSUPP .* provider of {} does not have it"),
+    "shared_pd": (
+        Capability.SHARED_DOMAINS,
+        "ibv_import_device failed: EOPNOTSUPP .* provider of {} does not support it",
+    ),
     "xrc_domain": (Capability.XRC_DOMAINS, "ibv_open_xrcd failed: EOPNOTSUPP"),
 }
 

@@ -183,7 +183,7 @@ async def write_to(device: Device, pd: ProtectionDomain, other: OtherProcess, te
 async def test_the_provider_has_none(name: str, ends: tuple[socket.socket, socket.socket]) -> None:
     before = descriptors()
     async with open_device(name) as device, device.protection_domain() as pd:
-        said = f"ibv_import_device failed: EOPNOTSUPP .*the provider of {name} does not have it"
+        said = f"ibv_import_device failed: EOPNOTSUPP .*the provider of {name} does not support it"
         with pytest.raises(VerbsError, match=said):
             await pd.share(KEY).open()
         own = int.from_bytes(device.attributes().node_guid) << 32 | 1

@@ -1,12 +1,12 @@
 """PURE: socket addresses, and their notation as text."""
 
-__all__ = ["Address", "written"]
+__all__ = ["Address", "format_address"]
 
 Address = tuple[str, int] | tuple[str, int, int, int]
 """Socket address: host and port; for IPv6 also flow information and scope ID."""
 
 
-def written(address: Address | None) -> str:
+def format_address(address: Address | None) -> str:
     """Format an address as ``10.0.0.1:7471`` or ``[fd00::1]:7471``.
 
     :param address: socket address; None is formatted as ``nowhere``.

@@ -29,7 +29,7 @@ from aioverbs._verbs.completion_queue import CompletionQueue
 from aioverbs._verbs.endpoint import Endpoint
 from aioverbs._verbs.qp_modify import establish_in_time, is_held_up
 from aioverbs._verbs.queue_pair import QueuePair, qp_work_state_of
-from aioverbs.addresses import Address, written
+from aioverbs.addresses import Address, format_address
 from aioverbs.attributes import QpCapabilities
 from aioverbs.errors import (
     BrokenResourceError,
@@ -316,7 +316,7 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         assert self._traffic is not None
         assert self._end is not None
         assert self._peer is not None
-        self._traffic.peer = f"{written(line.address('peername'))} ({self._peer.device})"
+        self._traffic.peer = f"{format_address(line.address('peername'))} ({self._peer.device})"
         self._lifecycle.label = f"with {self._traffic.peer}"
         self._end.begin(line)
         self._came_open = True

@@ -13,7 +13,7 @@ from aioverbs._connection.connection import Connection, ControlChannel
 from aioverbs._connection.handshake import Reason
 from aioverbs._connection.settings import ConnectionSettings
 from aioverbs._verbs.base_domain import Domain
-from aioverbs.addresses import written
+from aioverbs.addresses import format_address
 from aioverbs.errors import BrokenResourceError, HandshakeError, WorkCompletionError
 
 __all__ = ["AcceptSettings", "TlsContext", "answered", "peer_of"]
@@ -93,6 +93,6 @@ def _reason(error: HandshakeError) -> str:
 def peer_of(sock: socket.socket) -> str:
     """Who is at the other end of a TCP connection, for people."""
     try:
-        return written(sock.getpeername())
+        return format_address(sock.getpeername())
     except OSError:
         return "a peer that is gone"

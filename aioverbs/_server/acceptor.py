@@ -24,7 +24,7 @@ from aioverbs._lifecycle.affinity import Affinity, running_loop, wait_socket_rea
 from aioverbs._lifecycle.resource import open_part
 from aioverbs._server.accept import AcceptSettings
 from aioverbs._verbs.base_domain import Domain
-from aioverbs.addresses import Address, written
+from aioverbs.addresses import Address, format_address
 from aioverbs.errors import BrokenResourceError, LibraryNotFoundError
 from aioverbs.rdma_cm import Listener as CmListener
 
@@ -92,7 +92,7 @@ class PendingPeer:
     @property
     def peer(self) -> str:
         """Who it is, for people."""
-        return written(self.address)
+        return format_address(self.address)
 
     async def line(self, terms: AcceptSettings) -> ControlChannel:
         """What is said to it goes by this, on the loop that accepted it. For once."""

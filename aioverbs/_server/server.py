@@ -24,7 +24,7 @@ from aioverbs._server.accept import AcceptSettings, TlsContext, answered
 from aioverbs._server.acceptor import Acceptor, PendingPeer, ServerStatistics
 from aioverbs._server.handler import Handler, HandlerResult, Service, handle, handle_on_worker
 from aioverbs._verbs.base_domain import Domain, check_caller
-from aioverbs.addresses import Address, written
+from aioverbs.addresses import Address
 from aioverbs.errors import BrokenResourceError, ClosedResourceError, WorkerDiedError
 
 __all__ = ["ConnectionListener", "Handler", "Server", "listen", "serve"]
@@ -46,7 +46,7 @@ class _Accepting(anyio.abc.AsyncResource):
         self._over = False  # it was closed
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} at {', '.join(map(written, self.addresses)) or 'no address'}>"
+        return f"<{type(self).__name__} at {', '.join(map(format_address, self.addresses)) or 'no address'}>"
 
     async def open(self) -> Self:
         """Begin to listen.

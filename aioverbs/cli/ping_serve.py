@@ -10,7 +10,7 @@ from aioverbs._server.server import Server, serve
 from aioverbs._verbs.base_domain import Domain
 from aioverbs._verbs.completion_queue import MessageModel
 from aioverbs._verbs.device import open_device
-from aioverbs.addresses import written
+from aioverbs.addresses import format_address
 from aioverbs.cli.ping_request import PingRequest, accepted, refused
 from aioverbs.types import AccessFlags
 
@@ -42,13 +42,13 @@ async def serve_pings(
         opened.resource_domain(message_model=message_model) as domain,
         _server(domain, host, port, transport, tell) as server,
     ):
-        tell("listening", device=opened.name, addresses=[written(address) for address in server.addresses])
+        tell("listening", device=opened.name, addresses=[format_address(address) for address in server.addresses])
         await anyio.sleep_forever()
 
 
 def _server(domain: Domain, host: str | None, port: int, transport: Transport, tell: Tell) -> Server:
     async def handle(connection: Connection) -> None:
-        peer = written(connection.remote_address)
+        peer = format_address(connection.remote_address)
         try:
             request = PingRequest.parse(await connection.receive())
         except ValueError as error:

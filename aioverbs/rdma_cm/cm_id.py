@@ -15,7 +15,7 @@ from aioverbs._verbs.qp_defaults import RETRIES
 from aioverbs._verbs.qp_modify import limits_for
 from aioverbs._verbs.qp_state_machine import QpAttrs
 from aioverbs._verbs.queue_pair import QueuePair
-from aioverbs.addresses import Address, written
+from aioverbs.addresses import Address, format_address
 from aioverbs.errors import QueuePairStateError, UnreachableError, VerbsError
 from aioverbs.rdma_cm.events import CmEventType, EventChannel
 from aioverbs.rdma_cm.negotiation import check_queue_pair
@@ -108,7 +108,7 @@ class Identifier(HandleResource[core.Identifier]):
         self._lifecycle.drain = self._state_machine.drain
         if request is not None:
             self._state_machine.private_data = request.private_data
-            self._lifecycle.label = f"with {written(self._handle.peer_address)}"
+            self._lifecycle.label = f"with {format_address(self._handle.peer_address)}"
 
     def _open_state_machine(self) -> CmStateMachine:
         self._check_open()
@@ -196,7 +196,7 @@ class Identifier(HandleResource[core.Identifier]):
             source_address = await look_up(source, 0) if source is not None else None
             await self._resolve_destination(state_machine, address, source_address)
         self._destination = address, source_address
-        self._lifecycle.label = f"with {written(self.peer_address)}"
+        self._lifecycle.label = f"with {format_address(self.peer_address)}"
 
     async def _resolve_destination(
         self, state_machine: CmStateMachine, address: Address, source_address: Address | None

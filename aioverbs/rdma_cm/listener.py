@@ -9,7 +9,7 @@ from aioverbs._core.handles import rdma_cm as core
 from aioverbs._lifecycle.affinity import Affinity
 from aioverbs._lifecycle.lifecycle import Lifecycle
 from aioverbs._lifecycle.resource import HandleResource, lifecycle_of, open_part_now, suppress_warning
-from aioverbs.addresses import Address, written
+from aioverbs.addresses import Address, format_address
 from aioverbs.errors import ClosedResourceError
 from aioverbs.rdma_cm.cm_id import Identifier, look_up
 from aioverbs.rdma_cm.events import CmEventType, EventChannel
@@ -126,7 +126,7 @@ class Listener(HandleResource[core.Identifier]):
         self._lifecycle.hold(self._requests)
         self._lifecycle.drain = self._requests.drain
         self._handle.listen(self._backlog)
-        self._lifecycle.label = f"at {written(self._handle.local_address)}"
+        self._lifecycle.label = f"at {format_address(self._handle.local_address)}"
 
     @property
     def address(self) -> Address:

@@ -1,8 +1,8 @@
-"""How addresses are written."""
+"""Notation of socket addresses as text."""
 
 import pytest
 
-from aioverbs.addresses import Address, written
+from aioverbs.addresses import Address, format_address
 
 
 @pytest.mark.parametrize(
@@ -14,5 +14,5 @@ from aioverbs.addresses import Address, written
         (None, "nowhere"),
     ],
 )
-def test_written(address: Address | None, text: str) -> None:
-    assert written(address) == text
+def test_format_address(address: Address | None, text: str) -> None:
+    assert format_address(address) == text

@@ -1,13 +1,15 @@
-/* What stands in the GIL's place where there is none.
+/* Critical sections, which replace the GIL where there is none.
  *
- * With a GIL one thread alone is at what any thread may use, until it runs Python code or gives the GIL up: then all of
- * that is whole. Without one a section does the same for those who enter it. One thread at a time has it; it is given
- * up where that thread gives the GIL up, where it waits, and where it enters another section that somebody has. Who has
- * it may enter it again. It is left in the reverse order. With a GIL none of this does anything. */
+ * With a GIL one thread at a time uses the objects that any thread may use, until it runs Python code or releases the
+ * GIL; the objects are consistent at these points. Without a GIL a section gives the same guarantee to the threads that
+ * enter it. One thread at a time holds a section. The section is released where that thread releases the GIL, where it
+ * blocks, and where it enters another section that a thread holds. The holder may enter the section again. Sections are
+ * left in the reverse order. With a GIL these functions do nothing. */
 #ifndef AIOVERBS_SECTION_H
 #define AIOVERBS_SECTION_H
 
-/* Python.h, which says whether there is a GIL, comes before: every file that Cython makes begins with it. */
+/* Python.h, which defines whether there is a GIL, is included before: every file that Cython generates
+ * begins with it. */
 
 #include <stdbool.h>
 #include <stdint.h>
@@ -23,7 +25,7 @@ struct section {
     bool entered;
 };
 
-/* Of an object; NULL: of one that a single thread uses. */
+/* Enter the section of an object; NULL: of an object that a single thread uses, which has none. */
 static inline void section_enter(struct section *section, PyObject *of)
 {
     section->entered = of != NULL;
@@ -37,8 +39,8 @@ static inline void section_leave(struct section *section)
         PyCriticalSection_End(&section->held);
 }
 
-/* A lock of its own for what finalizers touch, in whatever thread those run. Nobody drops an object, runs Python code or
- * waits for anything while he has it, so that it can be waited for anywhere, and is no turn for others. */
+/* Lock for data that finalizers use, in whatever thread they run. Its holder drops no object, runs no Python code and
+ * waits for nothing, so that any thread may wait for it anywhere, without releasing a section. */
 struct finalizer_lock {
     pthread_mutex_t mutex;
 };
@@ -58,13 +60,14 @@ static inline void finalizer_lock_release(struct finalizer_lock *lock)
     pthread_mutex_unlock(&lock->mutex);
 }
 
-/* NULL without an error, or one with it; it has to be dropped. */
+/* Return a new weak reference to the object, or NULL with an exception. */
 static inline PyObject *weak_reference(PyObject *object)
 {
     return PyWeakref_NewRef(object, NULL);
 }
 
-/* A new reference to what `weak` stands for, or NULL where that is being freed. `object` is its address. */
+/* Return a new reference to the object that `weak` refers to, or NULL where it is being freed. `object`
+ * is its address. */
 static inline PyObject *weak_to_strong(PyObject *weak, PyObject *object)
 {
     PyObject *found = NULL;
@@ -73,7 +76,7 @@ static inline PyObject *weak_to_strong(PyObject *weak, PyObject *object)
     return PyWeakref_GetRef(weak, &found) > 0 ? found : NULL;
 }
 
-/* A byte that says that all before it is written, for who reads it in another thread. */
+/* Read a byte whose writer has written all earlier data before it, for readers in another thread. */
 static inline uint8_t byte_read(const uint8_t *byte)
 {
     return __atomic_load_n(byte, __ATOMIC_ACQUIRE);
@@ -121,7 +124,7 @@ static inline void finalizer_lock_release(struct finalizer_lock *lock)
     (void)lock;
 }
 
-/* Not needed: who finds the address of an object with the GIL finds the object. */
+/* With a GIL a weak reference is not needed: a caller that finds the object's address finds the object alive. */
 static inline PyObject *weak_reference(PyObject *object)
 {
     (void)object;

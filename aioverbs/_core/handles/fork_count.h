@@ -1,5 +1,5 @@
-/* How many forks lie between this process and the one that first loaded the extension, so that a handle knows whether
- * it was made before one. Included by one Cython module. */
+/* Number of forks between this process and the one that first loaded the extension: tells a handle whether it was
+ * created before a fork. Included by one Cython module. */
 #ifndef AIOVERBS_FORK_COUNT_H
 #define AIOVERBS_FORK_COUNT_H
 
@@ -13,7 +13,7 @@ static void fork_count_increment(void)
     fork_count++;
 }
 
-/* Once; 0 or an errno. A fork that no interpreter knows of counts, too. */
+/* Count forks from here on; return 0 or an errno. Call once. Forks that no interpreter knows of count, too. */
 static inline int fork_count_begin(void)
 {
     return pthread_atfork(NULL, NULL, fork_count_increment);

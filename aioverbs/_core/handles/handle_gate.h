@@ -1,20 +1,21 @@
-/* Counts what goes on with a handle, so that destroying it can neither pull the object out from under a call nor
- * from under what was made from it: a call under way and an open child each hold the gate.
+/* Count the holders of a handle, so that destroying it pulls the object out from under neither a call nor a child
+ * object: each call in flight and each open child holds the gate.
  *
- * With a GIL the counter changes only while it is held. Without one, the changes are atomic. */
+ * With a GIL the counter changes only while the GIL is held. Without a GIL the changes are atomic. */
 #ifndef AIOVERBS_HANDLE_GATE_H
 #define AIOVERBS_HANDLE_GATE_H
 
 #include <stdbool.h>
 
-/* Python.h, which says whether there is a GIL, comes before: every file that Cython makes begins with it. */
+/* Python.h, which defines whether there is a GIL, is included before: every file that Cython generates
+ * begins with it. */
 
 #define GATE_CLOSED (-1)
-#define GATE_SUSPENDED (-(1 << 30)) /* beside the count of holders, of whom there are always fewer */
+#define GATE_SUSPENDED (-(1 << 30)) /* added to the number of holders, which is always smaller */
 
 #ifdef Py_GIL_DISABLED
 
-/* False: closed, or about to be. */
+/* Enter the gate; return false where it is closed or suspended. */
 static inline bool gate_enter(int *gate)
 {
     int holders = __atomic_load_n(gate, __ATOMIC_RELAXED);
@@ -30,7 +31,7 @@ static inline void gate_leave(int *gate)
     __atomic_fetch_sub(gate, 1, __ATOMIC_RELEASE);
 }
 
-/* As gate_enter, and also where the gate is suspended: for who calls no verb, and only keeps the object. */
+/* Enter the gate even where it is suspended: for callers that call no verb and only keep the object alive. */
 static inline bool gate_hold(int *gate)
 {
     int holders = __atomic_load_n(gate, __ATOMIC_RELAXED);
@@ -41,7 +42,7 @@ static inline bool gate_hold(int *gate)
     return false;
 }
 
-/* True: nobody holds the gate, and nobody gets in any more. */
+/* Close the gate, so that no caller can enter any more; return false, and do nothing, where it has holders. */
 static inline bool gate_close(int *gate)
 {
     int expected = 0;
@@ -49,7 +50,7 @@ static inline bool gate_close(int *gate)
     return __atomic_compare_exchange_n(gate, &expected, GATE_CLOSED, false, __ATOMIC_ACQUIRE, __ATOMIC_RELAXED);
 }
 
-/* Gives back what `count` entries took; false, and nothing, where there were fewer. For counters that are no gates. */
+/* Undo `count` entries; return false, and do nothing, where there were fewer. For counters that are no gates. */
 static inline bool gate_leave_many(int *gate, int count)
 {
     int holders = __atomic_load_n(gate, __ATOMIC_RELAXED);
@@ -70,7 +71,7 @@ static inline int gate_holders(const int *gate)
     return __atomic_load_n(gate, __ATOMIC_ACQUIRE);
 }
 
-/* Of an open gate: nobody gets in or closes it until gate_resume; who is inside may leave. */
+/* Suspend an open gate: until gate_resume no caller can enter or close it; callers inside may leave. */
 static inline void gate_suspend(int *gate)
 {
     __atomic_fetch_add(gate, GATE_SUSPENDED, __ATOMIC_ACQUIRE);

@@ -1,5 +1,5 @@
 # cython: language_level=3, freethreading_compatible=True, embedsignature=False
-"""Handles of thread domains, parent domains with their allocators, and XRC domains."""
+"""Handles of thread domains and of parent domains with their allocators; XRC domains are exported here, too."""
 
 import threading
 
@@ -29,9 +29,11 @@ cdef extern from "handles/pd_allocator.h" nogil:
 
 
 cdef class ThreadDomain(Handle):
-    """A thread domain: ``ibv_alloc_td``. Objects made under it take no locks: one thread at a time may use them all.
+    """Thread domain: ``ibv_alloc_td``. Objects made under it take no locks: one thread at a time may use all of them.
 
-    :raises VerbsError: with EOPNOTSUPP where the provider has none.
+    :param context: the device.
+    :param affinity: owner of the domain; None: any thread.
+    :raises VerbsError: with EOPNOTSUPP where the provider has no thread domains.
     """
 
     cdef v.ibv_td *pointer
@@ -78,21 +80,28 @@ cdef class ThreadDomain(Handle):
 
 
 cdef class ParentDomain(ProtectionDomain):
-    """A parent domain: ``ibv_alloc_parent_domain``. It takes the place of its protection domain everywhere.
+    """Parent domain: ``ibv_alloc_parent_domain``. Replaces its protection domain wherever one is needed.
 
-    :param pd: the protection domain, or a parent domain over it, of which nothing else is taken over.
-    :param td: the thread domain of everything that is made on the parent domain.
-    :param allocator: gives the provider memory for queues and doorbell records. Its
-        ``allocate(size, alignment, resource_type, pd, pd_context)``, the first two in bytes, returns an address of
-        zeroed, aligned memory that a fork does not copy, or `USE_DEFAULT`, or None where it has none;
-        ``free(address, resource_type, pd, pd_context)`` takes it back, once, with the same type. `pd` is this domain,
-        `resource_type` is the provider's number in the upper 32 bits and its own code for a
-        queue pair, a completion queue, a record and so on in the lower ones. What ``allocate`` raises becomes the cause
-        of the verb's error; what is no `Exception`, as `KeyboardInterrupt`, is raised itself. They are called in the
-        thread that calls the verb, and may call verbs themselves. A `NativeAllocator` is asked in C, without the GIL.
-    :param pd_context: anything, for the allocator.
-    :raises ValueError: `td` is of another context, or belongs to another owner.
-    :raises VerbsError: with EOPNOTSUPP where the provider has none, or takes no allocator or thread domain.
+    The allocator provides memory for the queues and doorbell records of the provider:
+
+    - ``allocate(size, alignment, resource_type, pd, pd_context)``, with size and alignment in bytes, returns the
+      address of zeroed, aligned memory that a fork does not copy; or `USE_DEFAULT`; or None where it has no memory.
+    - ``free(address, resource_type, pd, pd_context)`` takes the memory back, once, with the same type.
+
+    `pd` is this domain. `resource_type` has the provider's number in its upper 32 bits, and the provider's code for a
+    queue pair, a completion queue, a record and so on in its lower ones. An exception of ``allocate`` becomes the cause
+    of the verb's error; an exception that is no `Exception`, such as `KeyboardInterrupt`, is raised itself. The thread
+    that calls the verb calls the allocator, which may call verbs, too. A `NativeAllocator` is called in C, without the
+    GIL.
+
+    :param pd: the protection domain; of a parent domain, its base is taken and nothing else.
+    :param td: thread domain of all objects that are made on the parent domain; None for none.
+    :param allocator: the allocator; None: the provider's own memory.
+    :param pd_context: any object, passed to the allocator.
+    :param affinity: owner of the domain; None: the owner of `td`, or any thread.
+    :raises ValueError: `td` belongs to another context, or to another owner.
+    :raises VerbsError: with EOPNOTSUPP where the provider has no parent domains, or supports no allocator or thread
+        domain.
     """
 
     cdef readonly ProtectionDomain base
@@ -100,8 +109,8 @@ cdef class ParentDomain(ProtectionDomain):
     cdef readonly object allocator
     cdef readonly object pd_context
     cdef dict _causes                   # thread ident -> exception, from the callback to the verb around it
-    cdef dict _sizes                    # address -> size of what the provider holds
-    cdef domain_memory _native          # in place of these two, where the allocator works in C
+    cdef dict _sizes                    # address -> size in bytes of memory that the provider holds
+    cdef domain_memory _native          # instead of these two, for an allocator in C
 
     def __init__(
         self,
@@ -113,7 +122,7 @@ cdef class ParentDomain(ProtectionDomain):
         Affinity affinity=None,
     ):
         self._begin()
-        if isinstance(pd, ParentDomain):  # which "can be used as an input argument" here, too
+        if isinstance(pd, ParentDomain):  # ibv_alloc_parent_domain accepts one as well
             pd = (<ParentDomain>pd).base
         if td is not None and td.context is not pd.context:
             raise ValueError(f"{td!r} is of another context than {pd!r}")
@@ -169,7 +178,7 @@ cdef class ParentDomain(ProtectionDomain):
             raise
         return 0
 
-    # The ledger keeps the domain, and the domain its allocator, until the provider has let go of both.
+    # The ledger keeps the domain alive, and the domain its allocator, until the provider has freed all memory.
     cdef int _set_callbacks(self, v.ibv_parent_domain_init_attr *attr) except -1:
         cdef NativeAllocator native
         if isinstance(self.allocator, NativeAllocator) and (<NativeAllocator>self.allocator).alloc:
@@ -204,7 +213,7 @@ cdef class ParentDomain(ProtectionDomain):
 
     @property
     def held(self):
-        """How many pieces of the allocator's memory the provider holds."""
+        """Number of pieces of the allocator's memory that the provider holds."""
         return len(self._sizes) + domain_memory_held(&self._native)
 
     def _allocate(self, size, alignment, resource_type):
@@ -236,7 +245,7 @@ def _unfit(address, size_t size, uint64_t alignment):
     return None
 
 
-# The callbacks come in the thread that calls a verb. The verbs that call them are called without the GIL.
+# A verb calls these callbacks in the thread that called the verb, which has released the GIL.
 
 cdef extern from *:
     """
@@ -255,7 +264,7 @@ cdef void *_allocate(
     cdef int error = 0
     cdef void *address = _allocate_with_gil(pd_context, size, alignment, resource_type, &error)
     if error:
-        aioverbs_set_errno(error)       # last of all: giving the GIL back may change it
+        aioverbs_set_errno(error)       # last: releasing the GIL may change errno
     return address
 
 
@@ -282,6 +291,7 @@ cdef void _free(v.ibv_pd *pd, void *pd_context, void *address, uint64_t resource
     try:
         domain._free(<uintptr_t>address, resource_type)
     except BaseException as error:
-        # The verb around it cannot fail any more, and nobody awaits this: it goes to sys.unraisablehook.
+        # The verb around this call cannot fail any more, and no caller waits for the error: report it to
+        # sys.unraisablehook.
         PyErr_SetObject(type(error), error)
         PyErr_WriteUnraisable(domain)

@@ -1,5 +1,5 @@
-/* What stands between a parent domain's callbacks and an allocator in C: no interpreter, and no lock of ours.
- * Included by one Cython module, whose each thread has a note of its own. */
+/* Callbacks between a parent domain and an allocator in C, without the interpreter and without a lock. Included by one
+ * Cython module; each thread has a variable of its own. */
 #ifndef AIOVERBS_DOMAIN_MEMORY_H
 #define AIOVERBS_DOMAIN_MEMORY_H
 
@@ -10,18 +10,20 @@
 #include "alloc/alloc.h"
 #include "abi/libibverbs.h"
 
-/* A part of the domain's handle, which lives as long as the provider may call. */
+/* A member of the domain's handle, which lives as long as the provider may call. */
 struct domain_memory {
     alloc_function alloc;
     alloc_free_function free;
     void *self;
-    size_t held; /* pieces; changed atomically, since verbs of several threads may ask */
+    size_t held; /* number of pieces; changed atomically, since verbs of several threads may allocate */
 };
 
-/* The domain whose allocator had nothing for this thread's verb; it asks for the reason when the verb has failed. */
+/* The domain whose allocator had no memory for this thread's verb. After the failure the verb's caller asks for the
+ * reason. */
 static _Thread_local const struct domain_memory *domain_memory_failed;
 
-/* What comes is zero, which takes long to check and is each native allocator's duty; its place is checked. */
+/* Allocate for the provider. Check the address only: zeroing takes long to check, and is each
+ * native allocator's duty. */
 static inline void *domain_memory_alloc(struct ibv_pd *pd, void *pd_context, size_t size, size_t alignment,
                                         uint64_t resource_type)
 {
@@ -55,7 +57,7 @@ static inline void domain_memory_free(struct ibv_pd *pd, void *pd_context, void 
     memory->free(memory->self, address, resource_type);
 }
 
-/* Whether this thread's verb failed for want of this domain's memory; once. */
+/* Return whether this thread's verb failed because this domain had no memory, and forget it. */
 static inline int domain_memory_take_failure(const struct domain_memory *memory)
 {
     int failed = domain_memory_failed == memory;

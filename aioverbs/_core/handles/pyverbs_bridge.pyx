@@ -1,10 +1,11 @@
 # cython: language_level=3, freethreading_compatible=True, embedsignature=False
-"""C pointers out of pyverbs objects.
+"""Access to the C pointers of pyverbs objects.
 
-pyverbs ships no declarations, and its own properties for these pointers corrupt them. The pointer stands behind the
-head that all of its objects share; this looks at it there, after checking that the object looks as expected, and that
-what it points to says the same as the object's own attributes. What is given out is the place where the pointer
-stands, as a capsule: it has NULL once the object is closed. pyverbs is not imported here: who has an object of it did.
+pyverbs ships no Cython declarations, and its Python properties for these pointers corrupt them. The pointer stands
+after a head that all pyverbs objects share. This module reads it there, after checking the object's layout, and then
+compares the object that the pointer refers to with the pyverbs object's attributes. The result is a capsule of the
+pointer's address, at which pyverbs stores NULL when the object is closed. This module does not import pyverbs: code
+that has a pyverbs object has imported it.
 """
 
 import sys
@@ -40,10 +41,11 @@ cdef extern from *:
 
 
 def context_capsule(context):
-    """Where an open `pyverbs.device.Context` has its ``struct ibv_context *``, as a capsule "ibv_context *".
+    """Return the address of the ``struct ibv_context *`` of an open pyverbs context, as a capsule "ibv_context *".
 
-    :raises TypeError: it is something else.
-    :raises RuntimeError: this pyverbs lays its objects out in another way; nothing was changed.
+    :param context: a `pyverbs.device.Context`.
+    :raises TypeError: `context` is another object.
+    :raises RuntimeError: this version of pyverbs uses another object layout; nothing was changed.
     :raises ValueError: the context is closed.
     """
     cdef ibv_context *pointer
@@ -53,17 +55,18 @@ def context_capsule(context):
     pointer = <ibv_context *>place[0]
     if pointer == NULL:
         raise ValueError("the pyverbs context is closed")
-    # A first look at what it points to: libibverbs' mark of an extended context, and the device's name.
+    # Check the object behind the pointer: libibverbs' mark of an extended context, and the device's name.
     if <size_t>pointer.abi_compat != <size_t>-1 or pointer.device.name.decode(errors="replace") != _text(context.name):
         raise RuntimeError("what this pyverbs context points to is not the context of its device")
     return PyCapsule_New(place, "ibv_context *", NULL)
 
 
 def pd_capsule(pd):
-    """Where an open `pyverbs.pd.PD` has its ``struct ibv_pd *``, as a capsule "ibv_pd *".
+    """Return the address of the ``struct ibv_pd *`` of an open pyverbs protection domain, as a capsule "ibv_pd *".
 
-    :raises TypeError: it is something else, or a parent domain.
-    :raises RuntimeError: this pyverbs lays its objects out in another way; nothing was changed.
+    :param pd: a `pyverbs.pd.PD`.
+    :raises TypeError: `pd` is another object, or a parent domain.
+    :raises RuntimeError: this version of pyverbs uses another object layout; nothing was changed.
     :raises ValueError: the protection domain is closed.
     """
     cdef void **place
@@ -71,7 +74,7 @@ def pd_capsule(pd):
     if isinstance(pd, sys.modules["pyverbs.pd"].ParentDomain):
         raise TypeError("a pyverbs.pd.ParentDomain is adopted by its PD: make parent domains over that")
     place = &(<aioverbs_pyverbs_object *><void *>pd).pointer
-    if place[0] == NULL:  # its attributes must not be asked for then
+    if place[0] == NULL:  # its attributes must not be read then
         raise ValueError("the pyverbs protection domain is closed")
     if (<ibv_pd *>place[0]).handle != pd.handle:
         raise RuntimeError("what this pyverbs protection domain points to is another one")
@@ -79,10 +82,11 @@ def pd_capsule(pd):
 
 
 def mr_capsule(mr):
-    """Where an open `pyverbs.mr.MR` of any kind has its ``struct ibv_mr *``, as a capsule "ibv_mr *".
+    """Return the address of the ``struct ibv_mr *`` of an open pyverbs memory region, as a capsule "ibv_mr *".
 
-    :raises TypeError: it is something else.
-    :raises RuntimeError: this pyverbs lays its objects out in another way; nothing was changed.
+    :param mr: a `pyverbs.mr.MR` of any kind.
+    :raises TypeError: `mr` is another object.
+    :raises RuntimeError: this version of pyverbs uses another object layout; nothing was changed.
     :raises ValueError: the memory region is closed.
     """
     cdef aioverbs_pyverbs_region *region
@@ -90,7 +94,7 @@ def mr_capsule(mr):
     _check_layout(mr, "pyverbs.mr", "MR", sizeof(aioverbs_pyverbs_region))
     region = <aioverbs_pyverbs_region *><void *>mr
     pointer = <ibv_mr *>region.pointer
-    if pointer == NULL:  # its attributes must not be asked for then
+    if pointer == NULL:  # its attributes must not be read then
         raise ValueError("the pyverbs memory region is closed")
     if (pointer.lkey, pointer.rkey, pointer.length) != (mr.lkey, mr.rkey, mr.length):
         raise RuntimeError("what this pyverbs memory region points to is another one")

@@ -1,20 +1,21 @@
 # Part of handles.pyx: queue pairs.
 
 cdef class QueuePair(Handle):
-    """A queue pair: ``ibv_create_qp``; of type XRC_RECV ``ibv_create_qp_ex``.
+    """Queue pair: ``ibv_create_qp``; for the type XRC_RECV ``ibv_create_qp_ex``.
 
-    :param pd: a protection domain, or a parent domain that it takes locks and memory from. Not for XRC_RECV.
-    :param send_cq: where what it sends completes. Not for XRC_RECV.
-    :param recv_cq: where what it receives completes. Not for XRC_SEND and XRC_RECV.
-    :param capabilities: the depths that are needed; `capabilities` tells those that were granted. Depths of a queue
-        that it does not have are left out of account.
+    :param pd: protection domain, or a parent domain that provides locks and memory. Not for XRC_RECV.
+    :param send_cq: completion queue of its sends. Not for XRC_RECV.
+    :param recv_cq: completion queue of its receives. Not for XRC_SEND and XRC_RECV.
+    :param capabilities: the needed `QpCapabilities`; the property `capabilities` has the granted ones. Depths of a
+        queue that the type does not have are ignored.
     :param qp_type: a `QpType`.
-    :param sq_sig_all: every send work request completes visibly.
-    :param srq: where it takes its receives from, instead of having a receive queue of its own.
-    :param xrc_domain: for XRC_RECV, which has nothing else.
-    :raises ValueError: a part is missing, is none of this type's, or is of another context.
-    :raises VerbsError: with EINVAL where the device has no queues of those depths, with EOPNOTSUPP where it has no such
-        type, with what a parent domain's allocator led to (what it raised is the cause).
+    :param sq_sig_all: whether every send work request produces a completion.
+    :param srq: shared receive queue to receive from, instead of a receive queue of its own; None for none.
+    :param xrc_domain: XRC domain, for XRC_RECV, which takes nothing else.
+    :param affinity: owner of the queue pair; None: the owner of the other arguments, or any thread.
+    :raises ValueError: an argument is missing, not supported by the type, or belongs to another context.
+    :raises VerbsError: with EINVAL where the device has no queues of those depths; with EOPNOTSUPP where the device
+        does not support the type; with the failure of a parent domain's allocator, whose exception is the cause.
     """
 
     def __cinit__(self, *_, **__):
@@ -135,7 +136,7 @@ cdef class QueuePair(Handle):
 
     @property
     def handle(self):
-        """The number by which the kernel knows it, in commands of this context."""
+        """Number of the queue pair in the kernel, in commands of this context."""
         self._enter()
         try:
             return self.pointer.handle
@@ -144,7 +145,7 @@ cdef class QueuePair(Handle):
 
     @property
     def qp_num(self):
-        """Its number, which the peer needs."""
+        """Queue pair number, 0..2**24-1, which the peer needs."""
         self._enter()
         try:
             return self.pointer.qp_num
@@ -152,30 +153,34 @@ cdef class QueuePair(Handle):
             self._leave()
 
     def modify(self, qp_state=None, **attributes):
-        """Change its state or attributes; what is given makes up the mask: ``ibv_modify_qp``.
+        """Change the state or attributes; the given arguments form the mask: ``ibv_modify_qp``.
 
-        Which ones a change of state must and may have depends on the type.
+        The attributes that a state change requires or allows depend on the queue pair's type.
 
-        :param qp_state: a `QpState`; without it, it stays in its state.
-        :param path_mtu: the largest packet, an `Mtu`.
-        :param rq_psn: the sequence number of the first packet that is received, 24 bits.
-        :param sq_psn: the sequence number of the first packet that is sent, 24 bits.
-        :param dest_qp_num: the number of the peer.
-        :param qp_access_flags: which one-sided requests the peer may make at all, `AccessFlags`.
-        :param av: the way to the peer, an `AddressVector`.
-        :param pkey_index: a place in the port's partition table.
-        :param port_num: the port, from 1 on.
-        :param max_rd_atomic: how many reads and atomics may be under way from here.
-        :param max_dest_rd_atomic: how many of the peer's may be.
-        :param min_rnr_timer: the code, 0 to 31, of how long a peer waits when no receive is posted here.
-        :param timeout: how long to wait for an answer, 4.096 us * 2**timeout; 0 for ever.
-        :param retry_cnt: how often to send again what was not answered, 0 to 7.
-        :param rnr_retry: how often to send again where no receive was posted, 0 to 6; 7 without end.
-        :param qkey: what datagrams to it must carry.
-        :param cur_qp_state: the state that it is in; where it is in another one, the verb fails.
-        :param en_sqd_async_notify: raise ``EventType.SQ_DRAINED`` when all that was begun before SQD has ended.
-        :raises VerbsError: with EINVAL where that change is not to be had from this state, an attribute is missing, is
-            none of it, or has a value that cannot be; nothing was changed.
+        :param qp_state: the new `QpState`; None: the state stays.
+        :param attributes: attributes by name, as listed here.
+        :param path_mtu: path MTU, an `Mtu`.
+        :param rq_psn: packet sequence number of the first received packet, 0..2**24-1.
+        :param sq_psn: packet sequence number of the first sent packet, 0..2**24-1.
+        :param dest_qp_num: queue pair number of the peer, 0..2**24-1.
+        :param qp_access_flags: one-sided requests that the peer may make, `AccessFlags`.
+        :param av: path to the peer, an `AddressVector`.
+        :param pkey_index: index in the port's partition key table.
+        :param port_num: number of the port, from 1.
+        :param max_rd_atomic: number of RDMA READ and atomic requests that may be in flight from here.
+        :param max_dest_rd_atomic: number of RDMA READ and atomic requests of the peer that may be in flight.
+        :param min_rnr_timer: code, 0..31, of the time that a peer waits when no receive is posted here.
+        :param timeout: local ACK timeout of 4.096 us * 2**timeout; 0 for no timeout.
+        :param retry_cnt: number of retries without an acknowledgement, 0..7.
+        :param rnr_retry: number of retries where the peer has no receive posted, 0..6; 7 for no limit.
+        :param qkey: Q_Key that datagrams to the queue pair must carry, 0..2**32-1.
+        :param cur_qp_state: the expected current state; the verb fails where the state differs.
+        :param en_sqd_async_notify: raise ``EventType.SQ_DRAINED`` when all requests begun before SQD have ended.
+        :raises TypeError: there is no attribute of that name.
+        :raises VerbsError: with EINVAL where the current state does not allow the change, or an attribute is missing,
+            not part of the change, or out of range; nothing was changed.
+        :raises BusyResourceError: another thread is changing the state.
+        :raises AffinityError: the caller is not the queue pair's owner.
         """
         cdef Modification change = _modification(qp_state, **attributes)
         self._use("ibv_modify_qp")
@@ -187,10 +192,16 @@ cdef class QueuePair(Handle):
         change._record_success(self)
 
     def begin_modify(self, qp_state=None, **attributes):
-        """Begin what `modify` does, for the verb to be called in a thread of its own: on some devices the kernel looks
-        for the neighbour in it, for seconds where nobody answers.
+        """Prepare the change that `modify` makes, for another thread to call the verb.
 
-        :returns: a `Modification`. Until that is ended every other use of the queue pair raises `BusyResourceError`.
+        On some devices the verb resolves the peer's address in the kernel, which takes seconds where the peer does not
+        answer. Until the modification has ended, every other use of the queue pair raises `BusyResourceError`.
+
+        :param qp_state: the new `QpState`; None: the state stays.
+        :param attributes: attributes by name, as for `modify`.
+        :returns: a `Modification`.
+        :raises BusyResourceError: another call is changing the state.
+        :raises AffinityError: the caller is not the queue pair's owner.
         """
         cdef Modification change = _modification(qp_state, **attributes)
         change.loop = _running_loop()
@@ -203,12 +214,17 @@ cdef class QueuePair(Handle):
         self._unuse()
         return change
 
-    # Who meets a modification that is under way is called when it may be over. The list is added to and taken from by
-    # single operations, in any thread: who comes looks at the gate after having added, and who opens it takes after
-    # that, so that one of the two sees the other.
+    # A caller that meets a pending modification registers a callback for its end. Threads append to and pop from the
+    # list by single operations:
+    #
+    #     caller                        thread that ends the modification
+    #     1. append its callback        1. reopen the gate
+    #     2. look at the gate           2. pop the callbacks
+    #
+    # so that at least one of the two sees the other.
 
     cdef int _call_when_resumed(self, loop, callback) except -1:
-        # That loop calls it, once, and soon where nothing is under way any more.
+        # The loop calls `callback` once; soon, where no modification is pending any more.
         self._resume_callbacks.append((loop, callback))
         if gate_holders(&self._gate) >= GATE_CLOSED:
             self._notify_resumed()
@@ -222,13 +238,14 @@ cdef class QueuePair(Handle):
                 break
             try:
                 loop.call_soon_threadsafe(callback)
-            except RuntimeError:            # it is closed, and nobody waits there
+            except RuntimeError:            # the loop is closed, and runs no callback
                 pass
         return 0
 
     cdef bint _end_modification(self) except -1:
-        # For who closes it: end what its owner need not end any more, as the verb is over, or cannot, as its loop is
-        # closed and will not have the verb called. False: it is not over.
+        # For closing the queue pair: end a modification that its owner need not end any more, as the verb has returned,
+        # or cannot end, as the owner's loop is closed and will not have the verb called. Return False where the
+        # modification goes on.
         cdef Modification change = self._pending_change() if self._pending_change is not None else None
         if change is not None and change._may_be_ended():
             change._resume()
@@ -236,11 +253,12 @@ cdef class QueuePair(Handle):
 
     @property
     def state(self):
-        """The `QpState` that it was last moved to, found in by `query`, or is known to have failed into."""
+        """The `QpState` that the queue pair was last moved to, was found in by `query`, or is known to have failed
+        into."""
         return QpState(self._state)
 
     def query(self):
-        """Its state and attributes, a `QpAttributes`: ``ibv_query_qp``."""
+        """Query the state and attributes, a `QpAttributes`: ``ibv_query_qp``."""
         cdef v.ibv_qp_attr attr
         cdef v.ibv_qp_init_attr init
         cdef int error, mask
@@ -292,7 +310,7 @@ cdef class QueuePair(Handle):
         )
 
 cdef object _check_parts(qp_type, dict parts):
-    # What a queue pair is made of depends on its type; the context of its parts is its own.
+    # Check the arguments against the queue pair's type, and return the context that all of them share.
     needed = {QpType.XRC_RECV: ("xrc_domain",), QpType.XRC_SEND: ("pd", "send_cq")}.get(
         qp_type, ("pd", "send_cq", "recv_cq")
     )
@@ -311,25 +329,26 @@ cdef object _check_parts(qp_type, dict parts):
 
 @cython.final
 cdef class Modification:
-    """A change of a queue pair's state or attributes: made by `QueuePair.begin_modify`.
+    """Change of a queue pair's state or attributes, made by `QueuePair.begin_modify`.
 
-    `run` calls the verb, in any thread, once; `end` is for the owner to call when that is over, or will not be. One
-    that is dropped ends by that.
+    Any thread calls `run`, once, which calls the verb. The owner calls `end` when the verb has returned or will not be
+    called. A modification that is dropped ends then.
     """
 
-    # Of those that `begin_modify` makes. What the verb answered is written by who calls it, before `in_flight` is 0,
-    # and read by others after they have seen that. Who closes `unended` alone takes note of it, with the queue pair's
-    # gate suspended: nobody but a completion that failed changes the state that is known meanwhile.
+    # Fields of a modification that `begin_modify` made. The thread that calls the verb writes the result before it sets
+    # `in_flight` to 0; other threads read the result only after they have seen 0. The thread that closes `end_gate`
+    # alone records the result, while the queue pair's gate is suspended: meanwhile only a failed completion changes the
+    # known state.
     cdef v.ibv_qp_attr attr
     cdef int mask
     cdef int error
     cdef str problem
     cdef QueuePair handle
-    cdef object loop                    # that ran where it was made; None: there was none
-    cdef int previous_state             # the state that it was known to be in
-    cdef int call_gate                  # a gate: closed by who calls the verb, or ends it without
-    cdef int in_flight                  # 1: it is to be called, or is being called
-    cdef int end_gate                   # a gate: closed by who ends it
+    cdef object loop                    # event loop that ran at its creation; None for none
+    cdef int previous_state             # the known state at its creation
+    cdef int call_gate                  # a gate: closed by the thread that calls the verb, or that ends without a call
+    cdef int in_flight                  # 1 while the verb is to be called or is running
+    cdef int end_gate                   # a gate: closed by the thread that ends the modification
     cdef bint called
     cdef object __weakref__
 
@@ -340,7 +359,7 @@ cdef class Modification:
         raise TypeError("modifications come from QueuePair.begin_modify")
 
     cdef int _call(self, QueuePair handle) except -1:
-        # The caller is inside of the verb by the handle's gate, or nobody can be, as the gate is suspended.
+        # The caller holds the handle's gate for the verb, or no other thread can, since the gate is suspended.
         with nogil:
             self.error = handle.context.table.modify_qp(handle.pointer, &self.attr, self.mask)
         if self.error not in (0, EINVAL, EBUSY):
@@ -354,7 +373,7 @@ cdef class Modification:
         return 0
 
     cdef int _record_success(self, QueuePair handle) except -1:
-        # It succeeded.
+        # The verb succeeded: record what it changed.
         if self.mask & v.IBV_QP_STATE:
             handle._state = self.attr.qp_state
         if self.mask & v.IBV_QP_MAX_QP_RD_ATOMIC:
@@ -362,7 +381,10 @@ cdef class Modification:
         return 0
 
     def run(self):
-        """Call the verb, for as long as that takes. Nothing happens where the modification was ended before."""
+        """Call the verb, and wait for its result. Do nothing where the modification was ended before.
+
+        :raises RuntimeError: the verb was called before.
+        """
         if not gate_close(&self.call_gate):
             if self.called:
                 raise RuntimeError("the verb was called before")
@@ -372,14 +394,14 @@ cdef class Modification:
             self._call(self.handle)
         finally:
             gate_reopen(&self.in_flight)
-            self.handle._notify_resumed()   # who closes it ends this, where nobody else does
+            self.handle._notify_resumed()   # a thread that closes the queue pair ends this, if no other does
 
     def end(self):
-        """Tell what came of it. From now on the queue pair can be used again.
+        """Report the result, and make the queue pair usable again.
 
         :returns: whether the verb was called.
-        :raises RuntimeError: it is being called.
-        :raises VerbsError: as `QueuePair.modify`.
+        :raises RuntimeError: the verb is running.
+        :raises VerbsError: the verb failed, as for `QueuePair.modify`.
         """
         if not self._verb_is_over():
             raise RuntimeError("the verb is under way")
@@ -393,13 +415,13 @@ cdef class Modification:
             self._resume()
 
     cdef bint _verb_is_over(self) noexcept:
-        # Where the verb was not called, it will not be any more.
+        # Return whether the verb has returned, or was not called and cannot be called any more.
         if gate_close(&self.call_gate):
             gate_reopen(&self.in_flight)
         return gate_holders(&self.in_flight) == 0
 
     cdef bint _may_be_ended(self) except -1:
-        # Whether it is over and need not wait for its owner.
+        # Return whether the modification may be ended without waiting for its owner.
         if gate_holders(&self.in_flight) == 0:
             return True
         return self.loop is not None and self.loop.is_closed() and self._verb_is_over()
@@ -408,7 +430,7 @@ cdef class Modification:
         cdef QueuePair handle = self.handle
         if not gate_close(&self.end_gate):
             return 0
-        if self.called and not self.error and handle._state == self.previous_state:  # else it has failed since
+        if self.called and not self.error and handle._state == self.previous_state:  # else it failed since
             self._record_success(handle)
         handle._pending_change = None
         gate_resume(&handle._gate)

@@ -1,9 +1,9 @@
 # cython: language_level=3, freethreading_compatible=True, embedsignature=False
-"""Handles over librdmacm: event channels and identifiers.
+"""Handles of librdmacm: event channels and identifiers.
 
-No call here waits for a peer: what came of a request is an event, and an event is copied and acknowledged when it is
-taken, so that none is ever in the way of an identifier's end. Queue pairs are none of librdmacm's: it is told their
-numbers, and tells their attributes.
+No call waits for a peer: the result of a request arrives as an event. An event is copied and acknowledged when it is
+taken, so that no event keeps an identifier from being destroyed. librdmacm does not create the queue pairs here:
+callers pass it queue pair numbers, and ask it for queue pair attributes.
 """
 
 import os
@@ -70,7 +70,7 @@ cdef extern from "abi/cm_ops.h" nogil:
         uint8_t rnr_retry_count
         uint8_t srq
         uint32_t qp_num
-    union _rdma_event_param:                # it has no name in C, and is only reached through the event
+    union _rdma_event_param:                # anonymous in C, reached only through the event
         rdma_conn_param conn
     struct rdma_cm_event:
         rdma_cm_id *id
@@ -111,9 +111,10 @@ cdef bint _is_loaded = False
 
 
 def load_librdmacm(library="librdmacm.so.1"):
-    """See that librdmacm is there and has all that is needed.
+    """Check that librdmacm can be loaded and has every function that is needed.
 
-    :raises LibraryNotFoundError: it cannot be loaded, or lacks a function.
+    :param library: name of the shared library.
+    :raises LibraryNotFoundError: the library cannot be loaded, or lacks a function.
     """
     cdef rdma_cm_table table
     _load(&table, library)
@@ -137,9 +138,9 @@ cdef int _load_once() except -1:
 
 
 cdef class Event:
-    """Something that librdmacm told of an identifier: ``struct rdma_cm_event``, copied and acknowledged.
+    """Event of an identifier: ``struct rdma_cm_event``, copied and acknowledged.
 
-    `event_type` and `status` are numbers; `listener` is the one that a connection was asked of, else None.
+    `event_type` and `status` are numbers; `listener` is the listening identifier of a connection request, else None.
     """
 
     cdef readonly int event_type
@@ -153,10 +154,11 @@ cdef class Event:
 
 
 cdef class EventChannel(Handle):
-    """Where librdmacm tells what came of requests: ``rdma_create_event_channel``, non-blocking.
+    """Event channel: ``rdma_create_event_channel``, non-blocking.
 
+    :param affinity: owner of the channel; None: any thread.
     :raises LibraryNotFoundError: librdmacm cannot be loaded.
-    :raises VerbsError: with ENODEV or ENOENT where the kernel's module is not loaded, with EACCES.
+    :raises VerbsError: with ENODEV or ENOENT where the kernel module is not loaded; with EACCES.
     """
 
     cdef rdma_event_channel *pointer
@@ -198,9 +200,12 @@ cdef class EventChannel(Handle):
         return 0
 
     def take_event(self):
-        """Take an `Event` and acknowledge it, or None where none waits: ``rdma_get_cm_event``, ``rdma_ack_cm_event``.
+        """Take and acknowledge an event, without waiting: ``rdma_get_cm_event``, ``rdma_ack_cm_event``.
 
-        The identifier of a connection that is asked for is a new one, the caller's to destroy.
+        The identifier of a connection request is new; the caller destroys it.
+
+        :returns: the `Event`; None where no event waits.
+        :raises VerbsError: ``rdma_get_cm_event`` failed.
         """
         cdef rdma_cm_event *event = NULL
         cdef rdma_cm_id *unclaimed
@@ -238,16 +243,20 @@ cdef class EventChannel(Handle):
         if event.event == RDMA_CM_EVENT_CONNECT_REQUEST:
             taken.listener = self._identifiers.get(<uintptr_t>event.listen_id)
             taken.identifier = Identifier.__new__(Identifier)
-            taken.identifier._attach(self, event.id)    # last: what fails before leaves it nobody's
+            taken.identifier._attach(self, event.id)    # last: a failure before leaves the identifier unclaimed
         else:
             taken.identifier = self._identifiers.get(<uintptr_t>event.id)
         return taken
 
 
 cdef class Identifier(Handle):
-    """What a connection, or a listener, is known by: ``rdma_create_id``, for connected queue pairs (RDMA_PS_TCP).
+    """Identifier of a connection or a listener, for connected queue pairs (RDMA_PS_TCP): ``rdma_create_id``.
 
-    Addresses are as those of sockets: ``(host, port)``, or four values for IPv6. What requests bring comes as events.
+    Addresses are like those of sockets: ``(host, port)``, or four values for IPv6. Results of requests arrive as
+    events. Each method raises `VerbsError` where its function fails.
+
+    :param channel: event channel of the identifier.
+    :raises VerbsError: ``rdma_create_id`` failed.
     """
 
     cdef rdma_cm_id *pointer
@@ -277,7 +286,7 @@ cdef class Identifier(Handle):
             self._leave_owner()
 
     cdef int _attach(self, EventChannel channel, rdma_cm_id *pointer) except -1:
-        # It is the caller's still where this fails.
+        # On a failure the identifier remains the caller's to destroy.
         self.affinity = channel.affinity
         channel._enter()
         try:
@@ -295,7 +304,7 @@ cdef class Identifier(Handle):
         return "rdma_destroy_id"
 
     cdef int _destroy_verb(self) except? -1:
-        # After the verb another identifier may have its address.
+        # After the verb another identifier may get the same address.
         cdef int failed, error
         self.channel._identifiers.pop(<uintptr_t>self.pointer, None)
         with nogil:
@@ -309,7 +318,7 @@ cdef class Identifier(Handle):
         self.channel._leave()
 
     cdef int _finish(self, int failed, int error, str verb) except -1:
-        # The end of a verb that `_use` began.
+        # End a verb that `_use` began.
         self._unuse()
         return _check(failed, error, verb)
 
@@ -317,7 +326,7 @@ cdef class Identifier(Handle):
 
     @property
     def device_name(self):
-        """The device that it is bound to, or None."""
+        """Name of the device that the identifier is bound to; None while unbound."""
         self._enter()
         name = self.pointer.verbs.device.name.decode() if self.pointer.verbs else None
         self._leave()
@@ -325,7 +334,7 @@ cdef class Identifier(Handle):
 
     @property
     def port_num(self):
-        """The port of that device; 0 where it is bound to none."""
+        """Port of that device; 0 while unbound."""
         self._enter()
         port_num = self.pointer.port_num
         self._leave()
@@ -333,12 +342,12 @@ cdef class Identifier(Handle):
 
     @property
     def local_address(self):
-        """Its own address, or None."""
+        """Local address; None while unbound."""
         return self._address(False)
 
     @property
     def peer_address(self):
-        """The peer's address, or None."""
+        """Address of the peer; None for none."""
         return self._address(True)
 
     cdef object _address(self, bint peer):
@@ -351,7 +360,11 @@ cdef class Identifier(Handle):
             self._leave()
 
     def bind_addr(self, address):
-        """Bind it to an address of this machine, or to any: ``rdma_bind_addr``."""
+        """Bind to a local address: ``rdma_bind_addr``.
+
+        :param address: address of this machine, or the wildcard address.
+        :raises VerbsError: ``rdma_bind_addr`` failed.
+        """
         cdef sockaddr_storage local
         cdef int failed, error
         _fill_address(&local, address)
@@ -362,7 +375,11 @@ cdef class Identifier(Handle):
         self._finish(failed, error, "rdma_bind_addr")
 
     def listen(self, int backlog):
-        """Have connections asked for, that many at once: ``rdma_listen``."""
+        """Listen for connection requests: ``rdma_listen``.
+
+        :param backlog: number of connection requests that may wait.
+        :raises VerbsError: ``rdma_listen`` failed.
+        """
         cdef int failed, error
         self._use("rdma_listen")
         with nogil:
@@ -371,7 +388,13 @@ cdef class Identifier(Handle):
         self._finish(failed, error, "rdma_listen")
 
     def resolve_addr(self, address, int timeout_ms, source=None):
-        """Find the device by which an address is reached, and bind it to that: ``rdma_resolve_addr``."""
+        """Find the device by which an address is reached, and bind to that device: ``rdma_resolve_addr``.
+
+        :param address: address of the peer.
+        :param timeout_ms: time limit in milliseconds.
+        :param source: local address to use; None: any.
+        :raises VerbsError: ``rdma_resolve_addr`` failed.
+        """
         cdef sockaddr_storage remote
         cdef sockaddr_storage local
         cdef sockaddr *start = NULL
@@ -387,9 +410,12 @@ cdef class Identifier(Handle):
         self._finish(failed, error, "rdma_resolve_addr")
 
     def resolve_route(self, int timeout_ms):
-        """Find the way to the address that was resolved: ``rdma_resolve_route``.
+        """Find the path to the resolved address: ``rdma_resolve_route``.
 
-        Where the daemon ibacm runs, librdmacm asks it first, and waits for its answer.
+        Where the daemon ibacm runs, librdmacm asks it first, and blocks until it answers.
+
+        :param timeout_ms: time limit in milliseconds.
+        :raises VerbsError: ``rdma_resolve_route`` failed, or no address was resolved.
         """
         cdef int failed, error
         self._use_bound("rdma_resolve_route")
@@ -401,7 +427,7 @@ cdef class Identifier(Handle):
     # ---- Connections
 
     cdef int _use_bound(self, str verb) except -1:
-        # librdmacm looks at the device without looking whether there is one.
+        # librdmacm dereferences the device without checking that there is one.
         self._use(verb)
         if not self.pointer.verbs:
             self._unuse()
@@ -412,7 +438,12 @@ cdef class Identifier(Handle):
         return 0
 
     def init_qp_attr(self, int qp_state):
-        """The attributes that take the connection's queue pair to a state, by name: ``rdma_init_qp_attr``."""
+        """Return the attributes that move the connection's queue pair to a state: ``rdma_init_qp_attr``.
+
+        :param qp_state: number of the `QpState`.
+        :returns: attributes by the names of `QueuePair.modify`.
+        :raises VerbsError: ``rdma_init_qp_attr`` failed.
+        """
         cdef v.ibv_qp_attr attr
         cdef int failed, error, mask = 0
         memset(&attr, 0, sizeof(attr))
@@ -441,7 +472,17 @@ cdef class Identifier(Handle):
 
     def connect(self, *, qp_num, private_data=b"", responder_resources=0, initiator_depth=0, retry_count=0,
                 rnr_retry_count=0, srq=False):
-        """Ask the peer for a connection: ``rdma_connect``, with the members of ``struct rdma_conn_param``."""
+        """Request a connection: ``rdma_connect``, with the members of ``struct rdma_conn_param``.
+
+        :param qp_num: number of the local queue pair.
+        :param private_data: bytes for the peer; the limit is the transport's, 56 bytes.
+        :param responder_resources: number of RDMA READ and atomic requests of the peer that may be in flight.
+        :param initiator_depth: number of RDMA READ and atomic requests that may be in flight from here.
+        :param retry_count: number of retries without an acknowledgement, 0..7.
+        :param rnr_retry_count: number of retries where the peer has no receive posted, 0..7.
+        :param srq: whether the queue pair uses a shared receive queue.
+        :raises VerbsError: ``rdma_connect`` failed, or no address was resolved.
+        """
         cdef rdma_conn_param param
         cdef int failed, error
         cdef bytes data = bytes(private_data)
@@ -453,7 +494,10 @@ cdef class Identifier(Handle):
         self._finish(failed, error, "rdma_connect")
 
     def establish(self):
-        """Tell the peer, who answered, that the queue pair is ready: ``rdma_establish``."""
+        """Confirm to the peer, which has accepted, that the queue pair is ready: ``rdma_establish``.
+
+        :raises VerbsError: ``rdma_establish`` failed.
+        """
         cdef int failed, error
         self._use_bound("rdma_establish")
         with nogil:
@@ -463,7 +507,16 @@ cdef class Identifier(Handle):
 
     def accept(self, *, qp_num, private_data=b"", responder_resources=0, initiator_depth=0, rnr_retry_count=0,
                srq=False):
-        """Give the peer the connection that it asked for: ``rdma_accept``, as `connect`."""
+        """Accept a connection request: ``rdma_accept``.
+
+        :param qp_num: number of the local queue pair.
+        :param private_data: bytes for the peer.
+        :param responder_resources: number of RDMA READ and atomic requests of the peer that may be in flight.
+        :param initiator_depth: number of RDMA READ and atomic requests that may be in flight from here.
+        :param rnr_retry_count: number of retries where the peer has no receive posted, 0..7.
+        :param srq: whether the queue pair uses a shared receive queue.
+        :raises VerbsError: ``rdma_accept`` failed.
+        """
         cdef rdma_conn_param param
         cdef int failed, error
         cdef bytes data = bytes(private_data)
@@ -475,7 +528,11 @@ cdef class Identifier(Handle):
         self._finish(failed, error, "rdma_accept")
 
     def reject(self, private_data=b""):
-        """Refuse it: ``rdma_reject``."""
+        """Reject a connection request: ``rdma_reject``.
+
+        :param private_data: bytes for the peer, at most 255.
+        :raises VerbsError: ``rdma_reject`` failed.
+        """
         cdef int failed, error
         cdef bytes data = bytes(private_data)
         cdef const char *start = data
@@ -487,7 +544,10 @@ cdef class Identifier(Handle):
         self._finish(failed, error, "rdma_reject")
 
     def disconnect(self):
-        """End the connection, or say that it was heard that the peer did: ``rdma_disconnect``."""
+        """End the connection, or confirm that the peer ended it: ``rdma_disconnect``.
+
+        :raises VerbsError: ``rdma_disconnect`` failed.
+        """
         cdef int failed, error
         self._use_bound("rdma_disconnect")
         with nogil:
@@ -505,7 +565,7 @@ cdef int _check(int failed, int error, str verb) except -1:
 cdef int _fill(
     rdma_conn_param *param, bytes data, qp_num, responder_resources, initiator_depth, retry_count, rnr_retry_count, srq
 ) except -1:
-    # `data` is the caller's to keep.
+    # The caller keeps `data` alive.
     memset(param, 0, sizeof(param[0]))
     param.private_data = <const char *>data
     param.private_data_len = len(data)
@@ -548,4 +608,4 @@ cdef object _read_address(const sockaddr *address):
     if address.sa_family == AF_INET6:
         host = socket.inet_ntop(socket.AF_INET6, (<const char *>&six.sin6_addr)[:16])
         return host, ntohs(six.sin6_port), v.ntohl(six.sin6_flowinfo), six.sin6_scope_id
-    return None                                         # none yet, or one of InfiniBand's own
+    return None                                         # not set, or an InfiniBand address

@@ -1,13 +1,14 @@
-/* What tells one run of an event loop from another, without a call into asyncio.
+/* Tell one run of an event loop from another without a call into asyncio.
  *
- * Up to CPython 3.11 asyncio keeps an object in the thread state's dictionary that it makes anew for each run of a loop:
- * whoever holds a reference to it and finds it there again is in the same run. Before that, the dictionary's version
- * tells that nothing in it has changed: no two states of any dictionaries have the same one. Later versions of CPython
- * have nothing of that kind, and need nothing: asking them which loop runs is cheap. */
+ * Up to CPython 3.11 asyncio stores an object in the thread state's dictionary, a new one for each run of a loop: a
+ * caller that holds a reference to the object and finds it there again is in the same run. Before that lookup, the
+ * version of the dictionary shows whether anything in it has changed: no two states of any dictionaries have the same
+ * version. Later versions of CPython have nothing like it and need nothing: asking them for the running
+ * loop is cheap. */
 #ifndef AIOVERBS_RUNNING_LOOP_H
 #define AIOVERBS_RUNNING_LOOP_H
 
-/* Python.h comes before: every file that Cython makes begins with it. */
+/* Python.h is included before: every file that Cython generates begins with it. */
 
 #if PY_VERSION_HEX < 0x030C0000
 
@@ -19,7 +20,8 @@ static int running_loop_prepare(void)
     return running_loop_key ? 0 : -1;
 }
 
-/* Borrowed; NULL where no loop ever ran in this thread. An error is as good as that: the caller asks asyncio then. */
+/* Return the object of the current run, borrowed; NULL where no loop has run in this thread. An error counts as NULL:
+ * the caller then asks asyncio. */
 static inline PyObject *running_loop_run(void)
 {
     PyObject *state = PyThreadState_GetDict();
@@ -30,7 +32,7 @@ static inline PyObject *running_loop_run(void)
     return run;
 }
 
-/* Of the calling thread's dictionary; 0 where it has none. */
+/* Return the version of the calling thread's dictionary; 0 without one. */
 static inline uint64_t running_loop_version(void)
 {
     PyObject *state = _PyThreadState_UncheckedGet()->dict;

@@ -1,9 +1,9 @@
-/* Who a thread is, and whether it still lives.
+/* Identify threads, and notice their end.
  *
- * A thread gets a record when it is first asked, with a number that is never given out again: what the system tells
- * of threads (idents, ids) is reused at once. Who remembers a thread holds a reference to its record, so that the
- * address alone says whether it is the calling one. The record learns of its thread's end. A child of a fork goes on
- * with the record of the thread that forked: who must tell them apart asks for the fork generation, too. */
+ * A thread gets a record on its first call, with a number that is never used again: the system reuses idents and ids at
+ * once. Code that remembers a thread holds a reference to its record, so that comparing addresses tells whether it is
+ * the calling thread. The record is marked when its thread ends. The child of a fork continues with the record of the
+ * thread that forked: code that must tell them apart also compares the fork count. */
 #ifndef AIOVERBS_AFFINITY_THREAD_H
 #define AIOVERBS_AFFINITY_THREAD_H
 
@@ -19,7 +19,7 @@ struct affinity_thread {
     atomic_bool ended;
 };
 
-static pthread_key_t affinity_key; /* its destructor is all that it is for */
+static pthread_key_t affinity_key; /* exists for its destructor only */
 static _Atomic uint64_t affinity_numbers;
 static __attribute__((tls_model("initial-exec"))) _Thread_local struct affinity_thread *affinity_self;
 
@@ -29,8 +29,9 @@ static inline void affinity_thread_forget(struct affinity_thread *thread)
         free(thread);
 }
 
-/* At the thread's end, or as soon as it runs no Python any more, by another thread where it is one that a fork did not
- * copy. Who asks again in the same thread later, such as a destructor, gets a record of its own. */
+/* Mark the end of a thread. Called when the thread ends, or as soon as it runs no Python code any more; by another
+ * thread, for a thread that a fork did not copy. Later calls of affinity_thread_self in the same thread, such as by a
+ * destructor, create a new record. */
 static void affinity_thread_end(void *record)
 {
     struct affinity_thread *thread = record;
@@ -43,7 +44,7 @@ static void affinity_thread_end(void *record)
     }
 }
 
-/* Once, at import. 0 or an errno. */
+/* Prepare the module, once, at import; return 0 or an errno. */
 static int affinity_thread_prepare(void)
 {
     return pthread_key_create(&affinity_key, affinity_thread_end);
@@ -63,7 +64,7 @@ static struct affinity_thread *affinity_thread_begin(void)
     return thread;
 }
 
-/* The calling thread, NULL where memory ran out. */
+/* Return the record of the calling thread; NULL without memory. */
 static inline struct affinity_thread *affinity_thread_self(void)
 {
     return affinity_self ? affinity_self : affinity_thread_begin();
@@ -80,7 +81,7 @@ static inline bool affinity_thread_ended(const struct affinity_thread *thread)
     return atomic_load(&thread->ended);
 }
 
-/* One at a time: whether nobody was inside. */
+/* Claim the affinity for one caller; return false where another caller holds it. */
 static inline bool affinity_claim(int *inside)
 {
     int expected = 0;

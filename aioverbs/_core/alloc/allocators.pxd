@@ -1,4 +1,4 @@
-# Allocators that work in C: what providers are given, and what other extensions of the core need of them.
+# Allocators that work in C, for providers and for other extensions of the core.
 
 from libc.stdint cimport uint64_t
 
@@ -8,9 +8,9 @@ cdef extern from "alloc/alloc.h" nogil:
 
 
 cdef class NativeAllocator:
-    cdef void *source                   # struct alloc_source; for the two functions, where they are there
-    cdef alloc_function alloc        # NULL: only Python's methods are to be called
+    cdef void *source                   # struct alloc_source, the first argument of the two functions
+    cdef alloc_function alloc        # NULL: call the Python methods instead
     cdef alloc_free_function free_piece
 
     cdef int _begin(self, void *source) except -1
-    cdef object _failure(self)          # why this thread's last call failed, an exception; None where it did not
+    cdef object _failure(self)          # reason of this thread's last failure, an exception; None for none

@@ -77,7 +77,7 @@ cdef extern from "alloc/alloc.h" nogil:
 
 cdef enum:
     UNIT_BYTES = 64                     # a cache line: see alloc/arena.c
-    CHUNK_BYTES = 1 << 18               # 10,000 doorbell records take three, with their trees less than a MiB
+    CHUNK_BYTES = 1 << 18               # 10,000 doorbell records take three; with their trees less than 1 MiB
     HUGE_UNIT_BYTES = 1 << 16
     TWO_MIB = 1 << 21
 
@@ -110,17 +110,17 @@ cdef alloc_source *_source_of(NativeAllocator allocator) except NULL:
 
 
 cdef void _warn(size_t pieces) noexcept:
-    # Where warnings are errors, this one ends in sys.unraisablehook. As the interpreter ends, globals become None.
+    # Where warnings are errors, this one ends in sys.unraisablehook. While the interpreter ends, globals become None.
     if warnings is not None:
         count = f"{pieces} pieces" if pieces > 1 else "a piece"
         warnings.warn(f"an allocator was forgotten with {count} out: their memory stays", ResourceWarning)
 
 
 cdef class NativeAllocator:
-    """An allocator whose pieces come from C: providers call it without the GIL.
+    """Allocator whose pieces come from C: providers call it without the GIL.
 
-    A piece that is out keeps what it came from, whatever becomes of the allocator's object. A child of a fork finds
-    the allocator empty, as if it were new, and has none of the parent's pieces.
+    An allocated piece keeps its memory valid, whatever happens to the allocator object. The child of a fork finds the
+    allocator empty, as if it were new, and has none of the parent's pieces.
     """
 
     def __init__(self):
@@ -134,7 +134,7 @@ cdef class NativeAllocator:
                 _warn(kept)
 
     cdef int _begin(self, void *source) except -1:
-        # Each constructor ends here; one that ran twice would lose what it has given out.
+        # Each constructor ends here; a second call of __init__ would lose the pieces that are allocated.
         if not source:
             _raise_failure()
         if self.source:
@@ -150,32 +150,34 @@ cdef class NativeAllocator:
 
     @property
     def native(self):
-        """Whether providers call it in C, without the GIL."""
+        """Whether providers call the allocator in C, without the GIL."""
         return self.alloc != NULL
 
     @property
     def c_functions(self):
-        """The addresses of its ``alloc`` and ``free`` and of their first argument, for native code of others.
+        """Addresses of the C functions ``alloc`` and ``free`` and of their first argument, for other native code.
 
-        ``void *alloc(void *self, size_t size, size_t alignment, uint64_t resource_type)`` answers as the callback of
-        ``ibv_alloc_parent_domain`` does, ``void free(void *self, void *address, uint64_t resource_type)`` likewise.
-        They may be called in any thread, as long as this object lives.
+        ``void *alloc(void *self, size_t size, size_t alignment, uint64_t resource_type)`` and ``void free(void *self,
+        void *address, uint64_t resource_type)`` behave like the callbacks of ``ibv_alloc_parent_domain``. Any thread
+        may call them, as long as this object lives.
+
+        :raises TypeError: the allocator works in Python.
         """
         if not self.alloc:
             raise TypeError(f"{self!r} is an allocator in Python")
         return <uintptr_t>self.alloc, <uintptr_t>self.free_piece, <uintptr_t>self.source
 
     def allocate(self, size, alignment, resource_type=0, pd=None, context=None):
-        """Get a piece of zeroed memory that a fork does not copy.
+        """Allocate a piece of zeroed memory that a fork does not copy.
 
-        :param size: bytes, 1 at least.
-        :param alignment: bytes, a power of two; the address is a multiple of it.
-        :param resource_type: what it is for, as ``ibv_alloc_parent_domain`` has it; 0 for a buffer.
-        :param pd: the parent domain that it is for, which makes no difference here.
-        :param context: that of the parent domain, which makes no difference here.
-        :returns: its address, or `USE_DEFAULT`.
-        :raises ValueError: size or alignment are none.
-        :raises OSError: there is no such memory; it says what to do.
+        :param size: size in bytes, at least 1.
+        :param alignment: alignment in bytes, a power of two; the address is a multiple of it.
+        :param resource_type: resource type of ``ibv_alloc_parent_domain``; 0 for a buffer.
+        :param pd: the parent domain; ignored.
+        :param context: context of the parent domain; ignored.
+        :returns: the address, or `USE_DEFAULT`.
+        :raises ValueError: `size` or `alignment` is invalid.
+        :raises OSError: there is no such memory; the message says what to do.
         """
         _check_request(size, alignment)
         return self._allocate(size, alignment, resource_type)
@@ -192,13 +194,13 @@ cdef class NativeAllocator:
         return <uintptr_t>address
 
     def free(self, address, resource_type=0, pd=None, context=None):
-        """Give a piece back, once.
+        """Free a piece, once.
 
-        :param address: what `allocate` returned.
-        :param resource_type: what it was asked for with.
-        :param pd: likewise.
-        :param context: likewise.
-        :raises ValueError: no piece of this allocator is there.
+        :param address: the address that `allocate` returned.
+        :param resource_type: the resource type that `allocate` was given.
+        :param pd: the parent domain; ignored.
+        :param context: context of the parent domain; ignored.
+        :raises ValueError: this allocator has no allocated piece at `address`.
         """
         self._free(address, resource_type)
 
@@ -212,7 +214,7 @@ cdef class NativeAllocator:
             raise ValueError(f"{address:#x} is no piece of {self!r}: it never was, or was given back")
 
     def statistics(self):
-        """What it has out, and what that takes: an `AllocatorStatistics`."""
+        """Return the number of allocated pieces and the memory they take, an `AllocatorStatistics`."""
         cdef alloc_source *source = _source_of(self)
         cdef alloc_counts counts
         with nogil:

@@ -1,5 +1,6 @@
-/* Memory that processes have together, in chunks that each of them takes for itself: a number for each chunk tells who
- * has it. Pieces of it are given out by alloc/area.c; who made it tells how long it stays. _GNU_SOURCE is needed. */
+/* Memory shared by processes, divided into chunks that a process takes for itself: for each chunk a number names the
+ * process that owns it. alloc/area.c allocates pieces from it; the creator of the area decides how long it lives. Needs
+ * _GNU_SOURCE. */
 #ifndef AIOVERBS_ALLOC_AREA_H
 #define AIOVERBS_ALLOC_AREA_H
 
@@ -11,19 +12,19 @@
 #include <sys/mman.h>
 
 struct alloc_area {
-    char *memory; /* at a multiple of a chunk */
+    char *memory; /* at a multiple of the chunk size */
     size_t bytes, chunk_bytes;
-    _Atomic uint16_t *owners; /* of the chunks; 0: nobody */
-    uint16_t owner;           /* this process */
-    atomic_uint *highest;     /* chunks beyond were never this process' */
-    const atomic_bool *late;  /* somebody may still write to what he has no right to: chunks are not given out again */
-    void *handle;             /* for the next three: the area stays as long as somebody holds it */
+    _Atomic uint16_t *owners; /* owner of each chunk; 0: free */
+    uint16_t owner;           /* number of this process */
+    atomic_uint *highest;     /* this process never owned chunks beyond */
+    const atomic_bool *late;  /* a process may still write to chunks that it lost: reuse none */
+    void *handle;             /* argument of the next three; the area lives while it is held */
     void (*hold)(void *handle);
     void (*drop)(void *handle);
-    void (*reap)(void *handle); /* frees the chunks of processes that are gone */
+    void (*reap)(void *handle); /* frees the chunks of processes that have ended */
 };
 
-/* Chunks come back, their pages to the kernel: they are zero again. */
+/* Free chunks, and give their pages to the kernel: they read as zero afterwards. */
 static inline void alloc_area_put(const struct alloc_area *area, size_t first, size_t count)
 {
     char *at = area->memory + first * area->chunk_bytes;

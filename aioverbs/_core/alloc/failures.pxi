@@ -1,4 +1,4 @@
-# Part of allocators.pyx: why there is no memory, and what to do about it.
+# Part of allocators.pyx: error messages for failed allocations, which say what to do.
 
 def _format_bytes(size):
     for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
@@ -20,7 +20,7 @@ def _default_huge_page_size():
                 if line.startswith("Hugepagesize:"):
                     return int(line.split()[1]) << 10
     except OSError:
-        pass  # a sandbox has none
+        pass  # missing in a sandbox
     return 0
 
 

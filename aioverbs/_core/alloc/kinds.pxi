@@ -1,10 +1,10 @@
-# Part of allocators.pyx: where memory comes from.
+# Part of allocators.pyx: the sources of memory.
 
 @cython.final
 cdef class DefaultAllocator(NativeAllocator):
-    """Leaves all memory to the provider: it answers `USE_DEFAULT`.
+    """Allocator that leaves all memory to the provider: returns `USE_DEFAULT`.
 
-    For a `RecordingAllocator` around it, which tells what a provider asks for.
+    For a `RecordingAllocator` around it, which records what a provider allocates.
     """
 
     def __init__(self):
@@ -13,9 +13,9 @@ cdef class DefaultAllocator(NativeAllocator):
 
 @cython.final
 cdef class SharedPageAllocator(NativeAllocator):
-    """Anonymous shared pages, with ``MADV_DONTFORK``: a mapping for each piece.
+    """Allocator of anonymous shared pages with ``MADV_DONTFORK``: one mapping for each piece.
 
-    The least that a piece takes is a page; `ArenaAllocator` puts small ones together.
+    A piece takes at least one page; an `ArenaAllocator` puts small pieces together.
     """
 
     def __init__(self):
@@ -24,20 +24,20 @@ cdef class SharedPageAllocator(NativeAllocator):
 
 @cython.final
 cdef class SharedMemoryAllocator(NativeAllocator):
-    """Memory of a shared protection domain, which queue pairs of all its processes reach.
+    """Allocator of memory in a shared protection domain, which queue pairs of all its processes reach.
 
-    Made by `ProtectionDomain.shared_memory`. The least that a piece takes of it is 64 KiB of addresses, though no more
-    pages than are touched; `ArenaAllocator` puts small ones together. What a process has out when it dies comes back to
-    the others. A child of a fork has none of it, and cannot allocate: let it import the domain.
+    Made by `ProtectionDomain.shared_memory`. A piece takes at least 64 KiB of addresses, but only the pages that are
+    touched; an `ArenaAllocator` puts small pieces together. Pieces of a process return to the other processes when it
+    dies. The child of a fork has none of the memory and cannot allocate: import the domain there.
 
-    :param area: a capsule, from the protection domain.
+    :param area: capsule from the protection domain.
     """
 
     def __init__(self, area):
         self._begin(alloc_area_create(<const alloc_area *>PyCapsule_GetPointer(area, "aioverbs.alloc_area")))
 
     def close(self):
-        """Give out nothing more, as when the protection domain is closed; the memory goes with the last piece."""
+        """Allocate nothing more, as when the protection domain is closed; the memory goes with its last piece."""
         cdef alloc_source *source = _source_of(self)
         with nogil:
             alloc_area_close(source)
@@ -45,14 +45,14 @@ cdef class SharedMemoryAllocator(NativeAllocator):
 
 @cython.final
 cdef class NumaAllocator(NativeAllocator):
-    """Pages of one NUMA node, as those of `SharedPageAllocator` otherwise.
+    """Allocator of pages of one NUMA node, otherwise like `SharedPageAllocator`.
 
-    Inside of an `ArenaAllocator`, small pieces share pages.
+    Inside an `ArenaAllocator`, small pieces share pages.
 
-    :param node: the number of the node.
-    :param strict: pages come from this node alone, and where the kernel cannot do so, `allocate` raises. Else they
-        come from there as long as the node has some; ``statistics().bound_bytes`` tells whether the kernel agreed.
-    :raises ValueError: no node has that number on any machine.
+    :param node: number of the NUMA node.
+    :param strict: whether `allocate` raises where the kernel cannot take pages from the node alone. Otherwise pages
+        come from the node while it has some; ``statistics().bound_bytes`` tells whether the kernel bound them.
+    :raises ValueError: `node` is out of range.
     """
 
     cdef readonly int node
@@ -68,15 +68,16 @@ cdef class NumaAllocator(NativeAllocator):
 
 @cython.final
 cdef class ArenaAllocator(NativeAllocator):
-    """Many small and large pieces out of few mappings.
+    """Allocator that serves many small and large pieces from few mappings.
 
-    Small pieces share chunks. Each has a power of two of bytes there, a cache line at least: 8-byte doorbell records,
-    which different processors write, do not slow each other down. What needs more than half a chunk has pages of its
-    own. What is given back is used again, zeroed; a chunk without pieces goes, except for one that is kept.
+    Small pieces share chunks. There each takes a power of two of bytes, at least a cache line, so that 8-byte doorbell
+    records that different processors write do not slow each other down. A piece of more than half a chunk has pages of
+    its own. Freed memory is used again, zeroed; a chunk without pieces is freed, except for one.
 
-    :param inner: where chunks and large pieces come from; without it, a `SharedPageAllocator`.
-    :param chunk_bytes: the size of a chunk, a power of two from 4 KiB to 1 GiB.
-    :raises ValueError: a chunk cannot have that size.
+    :param inner: allocator of chunks and large pieces; None: a `SharedPageAllocator`.
+    :param chunk_bytes: size of a chunk, a power of two from 4 KiB to 1 GiB.
+    :raises ValueError: `chunk_bytes` is out of range.
+    :raises TypeError: `inner` works in Python.
     """
 
     cdef readonly NativeAllocator inner
@@ -93,7 +94,7 @@ cdef class ArenaAllocator(NativeAllocator):
 
 
 cdef alloc_source *_arena_over(alloc_source *under, size_t chunk_bytes, size_t unit_bytes) noexcept:
-    # Of a source that nobody else needs; NULL where either could not be made.
+    # Put an arena on a source that has no other user; NULL where either could not be made.
     cdef alloc_source *arena
     if not under:
         return NULL
@@ -103,7 +104,7 @@ cdef alloc_source *_arena_over(alloc_source *under, size_t chunk_bytes, size_t u
 
 
 cdef alloc_source *_huge_tier(size_t page_bytes) noexcept:
-    # Pieces of a few bytes must not make the bookkeeping of a page of a GiB as fine as that all over.
+    # Pieces of a few bytes must not make the bookkeeping of a whole 1 GiB page as fine as their size.
     cdef alloc_source *pages = alloc_pages_create(page_bytes, ALLOC_ANY_NODE, True)
     pages = _arena_over(pages, max(page_bytes, <size_t>TWO_MIB), HUGE_UNIT_BYTES)
     return _arena_over(pages, CHUNK_BYTES, UNIT_BYTES)
@@ -111,14 +112,14 @@ cdef alloc_source *_huge_tier(size_t page_bytes) noexcept:
 
 @cython.final
 cdef class HugePageAllocator(NativeAllocator):
-    """Huge pages (``MAP_HUGETLB``), which pieces share as they do in an `ArenaAllocator`.
+    """Allocator of huge pages (``MAP_HUGETLB``), which pieces share as in an `ArenaAllocator`.
 
-    Few entries of the processor's and the NIC's translation tables then cover much memory.
+    Few entries of the translation tables of processor and NIC then cover much memory.
 
-    :param page_bytes: the size of a page: 2 MiB, 1 GiB, or another that the machine has.
-    :param strict: only such pages; where none is free, `allocate` raises. Else a piece that finds none comes from
-        smaller pages: 2 MiB where 1 GiB was asked for, then base pages; ``statistics().huge_bytes`` tells how much.
-    :raises ValueError: no huge page has that size on any machine.
+    :param page_bytes: size of a page in bytes: 2 MiB, 1 GiB, or another size that the machine has.
+    :param strict: whether `allocate` raises where no huge page is free. Otherwise such a piece comes from smaller
+        pages: 2 MiB instead of 1 GiB, then base pages; ``statistics().huge_bytes`` tells how much is in huge pages.
+    :raises ValueError: no machine has huge pages of that size.
     """
 
     cdef readonly size_t page_bytes

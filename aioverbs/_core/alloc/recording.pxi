@@ -1,10 +1,10 @@
-# Part of allocators.pyx: what was asked for, and is out.
+# Part of allocators.pyx: records of what was allocated.
 
 @cython.final
 cdef class RecordingAllocator(NativeAllocator):
-    """Passes everything on to another allocator, native or Python's, and remembers it by resource type.
+    """Allocator that passes all calls to another allocator, native or in Python, and records them by resource type.
 
-    :param inner: whom it asks. Where that is an allocator in Python, so is this one: `native` is False.
+    :param inner: the allocator to call. Where it works in Python, so does this one: `native` is False.
     """
 
     cdef readonly object inner
@@ -19,15 +19,15 @@ cdef class RecordingAllocator(NativeAllocator):
         self.inner = inner
 
     def allocate(self, size, alignment, resource_type=0, pd=None, context=None):
-        """Ask the inner allocator, and remember what it answers.
+        """Allocate from the inner allocator, and record the result.
 
-        :param size: bytes, 1 at least.
-        :param alignment: bytes, a power of two; the address is a multiple of it.
-        :param resource_type: what it is for, as ``ibv_alloc_parent_domain`` has it; 0 for a buffer.
-        :param pd: for an inner allocator in Python: the parent domain; None for a buffer.
-        :param context: for an inner allocator in Python: that of the parent domain.
-        :returns: the inner allocator's answer.
-        :raises ValueError: size or alignment are none, or the inner allocator answers with a piece that is out.
+        :param size: size in bytes, at least 1.
+        :param alignment: alignment in bytes, a power of two; the address is a multiple of it.
+        :param resource_type: resource type of ``ibv_alloc_parent_domain``; 0 for a buffer.
+        :param pd: the parent domain, for an inner allocator in Python; None for a buffer.
+        :param context: context of the parent domain, for an inner allocator in Python.
+        :returns: the inner allocator's result.
+        :raises ValueError: `size` or `alignment` is invalid, or the inner allocator returns an address that is in use.
         """
         if self.alloc:
             return NativeAllocator.allocate(self, size, alignment, resource_type, pd, context)
@@ -37,7 +37,7 @@ cdef class RecordingAllocator(NativeAllocator):
         except BaseException:
             alloc_recording_without(_source_of(self), resource_type, False)
             raise
-        if not isinstance(address, int) or not 0 < address < 1 << 64:      # None, or nonsense
+        if not isinstance(address, int) or not 0 < address < 1 << 64:      # None, or an invalid value
             alloc_recording_without(_source_of(self), resource_type, address is USE_DEFAULT)
             return address
         error = self._note(address, size, resource_type)
@@ -52,22 +52,22 @@ cdef class RecordingAllocator(NativeAllocator):
         return alloc_recording_note(_source_of(self), <void *>address, size, resource_type)
 
     def free(self, address, resource_type=0, pd=None, context=None):
-        """Give a piece back, once.
+        """Free a piece, once.
 
-        :param address: what `allocate` returned.
-        :param resource_type: what it was asked for with.
-        :param pd: likewise.
-        :param context: likewise.
-        :raises ValueError: no piece is there that came through this allocator.
+        :param address: the address that `allocate` returned.
+        :param resource_type: the resource type that `allocate` was given.
+        :param pd: the parent domain, for an inner allocator in Python.
+        :param context: context of the parent domain, for an inner allocator in Python.
+        :raises ValueError: no allocated piece at `address` came through this allocator.
         """
         self._free(address, resource_type)
         if not self.alloc:
             self.inner.free(address, resource_type, pd, context)
 
     def usage(self):
-        """What is out and what was, by what it was asked for: a mapping of `ResourceKind` to `AllocatorUsage`.
+        """Return current and past use by resource type: a read-only mapping of `ResourceKind` to `AllocatorUsage`.
 
-        It does not change any more; kinds stand in the order in which they were first asked for.
+        The mapping is a snapshot; kinds are in the order in which they were first allocated.
         """
         cdef alloc_source *source = _source_of(self)
         cdef alloc_usage *usages = NULL

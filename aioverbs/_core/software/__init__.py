@@ -1,1 +1,1 @@
-"""What only the software device has: its contexts, shared protection domains, peers and fault plan."""
+"""Features that only the software device has: contexts, shared protection domains, peers, and the fault plan."""

@@ -2,7 +2,7 @@
 
 
 cdef int _fill_address(s.soft_address *out, address) except -1:
-    """From None, or an IP address and a port."""
+    """Fill a struct soft_address from None, or an IP address and a port."""
     cdef bytes host
     memset(out, 0, sizeof(out[0]))
     if address is not None:
@@ -15,7 +15,8 @@ cdef int _fill_address(s.soft_address *out, address) except -1:
 
 
 cdef int _fill_settings(s.soft_settings *out, settings) except -1:
-    """From `SoftSettings`, which keep to these limits where they were read from an environment."""
+    """Fill a struct soft_settings from `SoftSettings`, which keeps these limits when it is read from the
+    environment."""
     cdef bytes directory = settings.directory, secret = settings.secret
     if len(directory) >= s.SOFT_MAX_PATH or len(settings.users) > s.SOFT_MAX_USERS or len(secret) > s.SOFT_MAX_SECRET:
         raise ValueError("the path of the directory, the users or the secret are longer than the software device takes")
@@ -36,7 +37,7 @@ cdef str _text(const char *text):
 
 
 cdef object _gid(const uint8_t *raw):
-    """None where it is zero: there is none."""
+    """Return a GID; None for the zero GID, which means none."""
     cdef bytes gid = (<const char *>raw)[:16]
     return gid if any(gid) else None
 
@@ -63,7 +64,7 @@ cdef object _peer(s.soft_stream_stats *stream):
 
 
 cdef tuple _peers(Context context):
-    """Who comes while they are counted is left off."""
+    """List the peers; a peer that connects while they are counted may be left out."""
     cdef s.soft_stream_stats *streams
     cdef size_t count, capacity
     with nogil:

@@ -22,20 +22,25 @@ cdef enum:
 
 
 cdef class FaultPlan:
-    """What is to go wrong in a context of the software device, and when: `Context.faults`.
+    """Plan of faults that a context of the software device injects: `Context.faults`.
 
-    A plan can be repeated: faults strike by the number of a call or request, chances are drawn from a seed and from
-    such numbers, not from time. Where a rule strikes is told by three numbers, which count from 1 and from the making
-    of the rule: the ``first`` one, from there on each ``every``-th, ``times`` in all (0: without end). Where several
-    rules strike at once the oldest one counts.
+    A plan is reproducible: faults strike by the number of a call or request, and random faults depend on a seed and
+    such numbers, not on time.
 
-    Each method raises ValueError for a number out of its range, a verb that is none or an object of another context,
-    and VerbsError with ENOMEM where there is no memory for a rule; then the plan is as it was. Error numbers are those
-    of `errno`, chances are of 1,000,000, times are in nanoseconds.
+    Three numbers select where a rule strikes. They count from 1, from the creation of the rule: the rule strikes at
+    number `first`, and from there at each `every`-th one, `times` times in all (0: no limit). Where several rules
+    strike at once, only the oldest one does.
 
-    ``verbs`` has the names of the verbs, as ``"create_qp"``; ``frames`` has the kinds of what goes to and fro between a
-    queue pair and its peer in another process: its own requests, ``"request_out"``, and what is answered to these,
-    ``"answer_in"``; the peer's requests and the answers to these, ``"request_in"`` and ``"answer_out"``.
+    Error numbers are those of `errno`, chances are per 1,000,000, and times are in nanoseconds. ``verbs`` lists the
+    names of the verbs, such as ``"create_qp"``. ``frames`` lists the kinds of frames between a queue pair and its peer
+    in another process: the queue pair's requests, ``"request_out"``, and their answers, ``"answer_in"``; the peer's
+    requests, ``"request_in"``, and their answers, ``"answer_out"``.
+
+    Every method raises, and leaves the plan unchanged:
+
+    :raises ValueError: a number is out of range, the verb or frame kind is unknown, or an object belongs to another
+        context.
+    :raises VerbsError: with ENOMEM where there is no memory for a rule.
     """
 
     cdef readonly Context context
@@ -55,7 +60,14 @@ cdef class FaultPlan:
     # ---- verbs
 
     def fail(self, verb, int error, *, first=1, every=1, times=1):
-        """Calls of a verb, or of any where it is None, fail with that error number and do nothing."""
+        """Make calls of a verb fail with an error number, without doing anything.
+
+        :param verb: name of the verb; None for all verbs.
+        :param error: error number, 1..4095.
+        :param first: number of the first call that fails, from 1.
+        :param every: distance between failing calls.
+        :param times: number of failing calls; 0 for no limit.
+        """
         cdef s.soft_strike strike = _strike(first, every, times)
         cdef int number = _verb_number(verb)
         _check_range("error", error, 1, MAX_ERRNO)
@@ -67,7 +79,11 @@ cdef class FaultPlan:
         self.context._check("soft_fault_verb", error)
 
     def fail_at_random(self, per_million, int error):
-        """Each call of any verb fails with that chance; 0 ends it."""
+        """Make each call of any verb fail with a probability.
+
+        :param per_million: chance of a failure, 0..1,000,000; 0 ends it.
+        :param error: error number, 1..4095.
+        """
         cdef uint32_t chance = _check_range("per_million", per_million, 0, MILLION)
         _check_range("error", error, 1, MAX_ERRNO)
         self.context._enter()
@@ -78,13 +94,19 @@ cdef class FaultPlan:
         self.context._check("soft_fault_verbs_at_random", error)
 
     def count_calls(self, bint on=True):
-        """Count the calls of verbs from here on, beginning with none; or end it, and keep what was counted."""
+        """Count calls of verbs, starting from 0.
+
+        :param on: whether to count; False stops and keeps the counts.
+        """
         self.context._enter()
         s.soft_fault_count(self.context.pointer, on)
         self.context._leave()
 
     def calls(self, verb=None):
-        """How many calls of a verb were counted, or of all."""
+        """Return the number of counted calls.
+
+        :param verb: name of the verb; None for all verbs.
+        """
         cdef int number = _verb_number(verb)
         self.context._enter()
         try:
@@ -97,10 +119,16 @@ cdef class FaultPlan:
     def fail_request(
         self, status, QueuePair qp=None, *, bint receives=False, first=1, every=1, times=1, uint32_t vendor_err=0
     ):
-        """Requests of a queue pair, or of any, complete with that `WcStatus`, which breaks the queue pair as it does.
+        """Make requests complete with an error status, which breaks the queue pair as such an error does.
 
-        :param receives: receives instead, as messages come for them. The sender, where it is told, sees REM_OP_ERR;
-            REM_INV_REQ_ERR where the status is LOC_LEN_ERR.
+        :param status: a `WcStatus` other than SUCCESS.
+        :param qp: the queue pair; None for all.
+        :param receives: fail receives instead, as messages arrive for them. A sender that is notified completes with
+            REM_OP_ERR, or with REM_INV_REQ_ERR where `status` is LOC_LEN_ERR.
+        :param first: number of the first request that fails, from 1.
+        :param every: distance between failing requests.
+        :param times: number of failing requests; 0 for no limit.
+        :param vendor_err: vendor error code of the completions.
         """
         cdef s.soft_strike strike = _strike(first, every, times)
         cdef int code = WcStatus(status), error
@@ -118,7 +146,13 @@ cdef class FaultPlan:
         self.context._check("soft_fault_request", error)
 
     def lose_messages(self, QueuePair qp=None, *, first=1, every=1, times=1):
-        """Messages of a queue pair, or of any, are lost on their way; each attempt to send one counts."""
+        """Lose messages on their way; each attempt to send one counts.
+
+        :param qp: the sending queue pair; None for all.
+        :param first: number of the first attempt that is lost, from 1.
+        :param every: distance between lost attempts.
+        :param times: number of lost attempts; 0 for no limit.
+        """
         cdef s.soft_strike strike = _strike(first, every, times)
         cdef int error
         self.context._enter()
@@ -129,7 +163,10 @@ cdef class FaultPlan:
         self.context._check("soft_fault_loss", error)
 
     def lose_messages_at_random(self, per_million):
-        """Each message is lost with that chance: with 1,000,000 the link is cut, with 0 it is whole again."""
+        """Lose each message with a probability.
+
+        :param per_million: chance of a loss, 0..1,000,000; 1,000,000 cuts the link, 0 restores it.
+        """
         cdef uint32_t chance = _check_range("per_million", per_million, 0, MILLION)
         cdef int error
         self.context._enter()
@@ -140,9 +177,10 @@ cdef class FaultPlan:
         self.context._check("soft_fault_loss_at_random", error)
 
     def jitter(self, max_ns):
-        """Each request waits up to that much longer before it is executed; 0 ends it. For contexts with an engine.
+        """Delay the execution of each request by a random time. For contexts with a worker thread.
 
-        :raises VerbsError: with EINVAL where the context has none.
+        :param max_ns: upper limit of the delay in nanoseconds; 0 ends it.
+        :raises VerbsError: with EINVAL for an inline context.
         """
         cdef uint64_t most = _check_range("max_ns", max_ns, 0, (1 << 63) - 1)
         cdef int error
@@ -153,36 +191,52 @@ cdef class FaultPlan:
             self.context._leave()
         self.context._check("soft_fault_jitter", error)
 
-    # ---- frames: what goes between devices of different processes
+    # ---- frames: messages between devices of different processes
     #
-    # A long message goes in several frames; one answer may acknowledge many requests. Rules are about the frames of a
-    # kind, or of all kinds, counted together; of a queue pair, or of all of this context; to and from the device with
-    # the GID `peer`, 16 bytes as in `Endpoint.gid`, or any.
+    # A long message takes several frames; one answer may acknowledge many requests. A rule applies to frames of one
+    # kind, or of all kinds counted together; of a queue pair, or of all queue pairs of this context; to and from the
+    # device with the GID `peer`, 16 bytes as in `Endpoint.gid`, or any.
 
     def drop_frames(self, kind=None, QueuePair qp=None, *, peer=None, first=1, every=1, times=1):
-        """Frames are lost."""
+        """Lose frames.
+
+        :param kind: kind of the frames, one of ``frames``; None for all.
+        :param qp: the queue pair; None for all.
+        :param peer: GID of the peer's device, 16 bytes; None for all.
+        :param first: number of the first frame, from 1.
+        :param every: distance between frames.
+        :param times: number of frames; 0 for no limit.
+        """
         _add_frame_rule(self, s.SOFT_DROP, kind, qp, peer, 0, _strike(first, every, times))
 
     def duplicate_frames(self, kind=None, QueuePair qp=None, *, peer=None, first=1, every=1, times=1):
-        """Frames come a second time, soon after the first."""
+        """Deliver frames a second time, soon after the first. Arguments as for `drop_frames`."""
         _add_frame_rule(self, s.SOFT_DUPLICATE, kind, qp, peer, 0, _strike(first, every, times))
 
     def delay_frames(self, delay_ns, kind=None, QueuePair qp=None, *, peer=None, first=1, every=1, times=1):
-        """Frames come so much later; those that follow overtake them.
+        """Deliver frames later; frames that follow overtake them. Further arguments as for `drop_frames`.
 
-        A stream keeps 4 MiB of them; what is more is lost.
+        A stream keeps at most 4 MiB of delayed frames, and loses more.
+
+        :param delay_ns: delay in nanoseconds.
         """
         cdef uint64_t delay = _check_range("delay_ns", delay_ns, 0, (1 << 63) - 1)
         _add_frame_rule(self, s.SOFT_DELAY, kind, qp, peer, delay, _strike(first, every, times))
 
     def cut_at_frames(self, kind=None, QueuePair qp=None, *, peer=None, first=1, every=1, times=1):
-        """The stream is cut as such a frame comes, which is lost with all that is on its way there."""
+        """Cut the stream when a frame arrives, and lose the frame and all that are in flight. Arguments as for
+        `drop_frames`."""
         _add_frame_rule(self, s.SOFT_CUT, kind, qp, peer, 0, _strike(first, every, times))
 
     def disturb_frames_at_random(self, *, drop=0, duplicate=0, delay=0, cut=0, max_delay_ns=0):
-        """Each frame meets with one of these with its chance, delays of up to `max_delay_ns`; without any it ends.
+        """Disturb each frame with a probability; without chances, stop doing so.
 
-        :raises ValueError: also where the chances are more than 1,000,000 together.
+        :param drop: chance of a loss, per 1,000,000.
+        :param duplicate: chance of a second delivery, per 1,000,000.
+        :param delay: chance of a delay, per 1,000,000.
+        :param cut: chance that the stream is cut, per 1,000,000.
+        :param max_delay_ns: upper limit of the delay in nanoseconds.
+        :raises ValueError: a number is out of range, or the chances exceed 1,000,000 together.
         """
         cdef uint32_t chances[s.SOFT_MISHAPS]
         cdef uint64_t most = _check_range("max_delay_ns", max_delay_ns, 0, (1 << 63) - 1)
@@ -200,9 +254,10 @@ cdef class FaultPlan:
         self.context._check("soft_fault_frames_at_random", error)
 
     def cut_streams(self, peer=None):
-        """Cut all connections of the device with a peer, or with all, as they are now; how many there were.
+        """Cut the device's current connections with peers, for all contexts of the device. They reconnect when needed.
 
-        They are of all contexts of the device. Those that are needed again are connected again.
+        :param peer: GID of the peer's device, 16 bytes; None for all.
+        :returns: the number of connections cut.
         """
         cdef bytes gid = _check_gid(peer)
         cdef uint8_t *where = NULL if gid is None else <uint8_t *><char *>gid
@@ -218,9 +273,11 @@ cdef class FaultPlan:
         return count
 
     def stall_streams(self, peer=None, bint on=True):
-        """Read nothing more of the connections with a peer, or with all, that there are now; how many there were.
+        """Stop reading from the current connections with peers, so that each side finds the other silent.
 
-        That lasts as long as they do, or until it is called with `on` false. To either side the other seems silent.
+        :param peer: GID of the peer's device, 16 bytes; None for all.
+        :param on: whether to stop reading; False resumes.
+        :returns: the number of connections.
         """
         cdef bytes gid = _check_gid(peer)
         cdef uint8_t *where = NULL if gid is None else <uint8_t *><char *>gid
@@ -238,7 +295,10 @@ cdef class FaultPlan:
     # ---- completions
 
     def hold(self, QueuePair qp=None):
-        """Hold the completions of a queue pair, or of all, from here on until `unhold`."""
+        """Hold completions from here on, until `unhold`.
+
+        :param qp: the queue pair; None for all.
+        """
         cdef int error
         self.context._enter()
         try:
@@ -248,7 +308,7 @@ cdef class FaultPlan:
         self.context._check("soft_fault_hold", error)
 
     def held(self):
-        """How many completions are held."""
+        """Return the number of held completions."""
         self.context._enter()
         try:
             return s.soft_fault_held(self.context.pointer)
@@ -256,9 +316,11 @@ cdef class FaultPlan:
             self.context._leave()
 
     def release(self, count=0, *, bint shuffled=False):
-        """Let so many completions go, or all that are held now; how many went.
+        """Release held completions.
 
-        :param shuffled: not in the order in which they came but drawn across queues; those of one keep their order.
+        :param count: number of completions; 0 for all that are held now.
+        :param shuffled: release them in random order across queues; completions of one queue keep their order.
+        :returns: the number of released completions.
         """
         cdef size_t most = _check_range("count", count, 0, (1 << 63) - 1)
         self.context._enter()
@@ -268,7 +330,7 @@ cdef class FaultPlan:
             self.context._leave()
 
     def unhold(self):
-        """Let all completions go, and hold none any more."""
+        """Release all held completions, and hold no more."""
         self.context._enter()
         s.soft_fault_unhold(self.context.pointer)
         self.context._leave()
@@ -276,19 +338,24 @@ cdef class FaultPlan:
     # ---- the plan as a whole
 
     def seed(self, uint64_t seed):
-        """Draw chances from here, as if nothing had been drawn before."""
+        """Restart the random numbers.
+
+        :param seed: the seed, 0..2**64-1.
+        """
         self.context._enter()
         s.soft_fault_seed(self.context.pointer, seed)
         self.context._leave()
 
     def clear(self):
-        """Forget all rules and let all completions go. Calls go on being counted, delayed frames come in their time."""
+        """Remove all rules and release all held completions. Counting of calls continues, and delayed frames still
+        arrive."""
         self.context._enter()
         s.soft_fault_clear(self.context.pointer)
         self.context._leave()
 
     def records(self):
-        """What the plan did so far, a list of `FaultRecord`, oldest first; the first 4096 are kept."""
+        """Return what the plan has done so far, a list of `FaultRecord`, oldest first; only the first 4096 are
+        recorded."""
         cdef s.soft_fault_record records[RECORD_BATCH]
         cdef Py_ssize_t total, taken = 0, i
         found = []
@@ -305,10 +372,13 @@ cdef class FaultPlan:
         finally:
             self.context._leave()
 
-    # ---- what happens to the device
+    # ---- state of the device
 
     def set_port(self, bint up):
-        """Take the device's port down, or up again, for all contexts: ``PORT_ERR``, ``PORT_ACTIVE``."""
+        """Take the device's port down or up, for all contexts, which raises ``PORT_ERR`` or ``PORT_ACTIVE``.
+
+        :param up: whether the port is up.
+        """
         cdef int error
         self.context._enter()
         try:
@@ -319,10 +389,10 @@ cdef class FaultPlan:
         self.context._check("soft_set_port", error)
 
     def lose_device(self):
-        """Take the device away from this context, for good: ``DEVICE_FATAL``.
+        """Remove the device from this context, for good, which raises ``DEVICE_FATAL``.
 
-        Verbs answer EIO from here on, but for those that destroy, or take what is there; nothing completes. A peer that
-        is just at memory of what was under way is waited for, 2 s at most.
+        From here on verbs return EIO, except those that destroy an object or take an event or completion that is there;
+        no request completes. A peer that is accessing memory of a request in flight is waited for, at most 2 s.
         """
         cdef int error
         self.context._enter()
@@ -334,7 +404,10 @@ cdef class FaultPlan:
         self.context._check("soft_lose", error)
 
     def break_queue_pair(self, QueuePair qp not None):
-        """A queue pair breaks by itself: ``QP_FATAL``."""
+        """Break a queue pair, which raises ``QP_FATAL``.
+
+        :param qp: the queue pair.
+        """
         cdef int error
         self._enter_own(qp)
         try:
@@ -345,7 +418,10 @@ cdef class FaultPlan:
         self.context._check("soft_break_qp", error)
 
     def break_completion_queue(self, CompletionQueue cq not None):
-        """A completion queue breaks, as by an overrun: ``CQ_ERR``."""
+        """Break a completion queue as by an overrun, which raises ``CQ_ERR``.
+
+        :param cq: the completion queue.
+        """
         cdef int error
         self._enter_own(cq)
         try:
@@ -356,7 +432,10 @@ cdef class FaultPlan:
         self.context._check("soft_break_cq", error)
 
     def break_shared_receive_queue(self, SharedReceiveQueue srq not None):
-        """Nothing is taken from a shared receive queue any more: ``SRQ_ERR``."""
+        """Break a shared receive queue, so that no receive is taken from it, which raises ``SRQ_ERR``.
+
+        :param srq: the shared receive queue.
+        """
         cdef int error
         self._enter_own(srq)
         try:
@@ -367,7 +446,7 @@ cdef class FaultPlan:
         self.context._check("soft_break_srq", error)
 
     cdef int _enter_own(self, Handle handle) except -1:
-        # As long as it is in use its context cannot be closed.
+        # Keep the object open, and thereby its context, and check that it belongs to the context.
         handle._enter()
         if handle.context is not self.context:
             handle._leave()
@@ -375,7 +454,7 @@ cdef class FaultPlan:
         return 0
 
     cdef uint32_t _number(self, QueuePair qp) except? 0:
-        # The number that a rule has it by; 0 is that of all.
+        # Return the queue pair number that a rule uses; 0 for all queue pairs.
         cdef uint32_t number = 0
         if qp is not None:
             self._enter_own(qp)

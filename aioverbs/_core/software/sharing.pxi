@@ -1,16 +1,17 @@
-# Part of software.pyx: protection domains that several contexts and processes share, and regions of other processes.
+# Part of software.pyx: protection domains that several contexts and processes share, and memory regions of other
+# processes.
 #
-# An instance of a domain is a protection domain as any. What is asked of another device answers EOPNOTSUPP.
+# An instance of a shared domain is a protection domain like any other. Other devices fail with EOPNOTSUPP.
 
 
 def share(ProtectionDomain pd not None, uint64_t share_key):
     """Let other contexts of the device open a protection domain: ``ibv_alloc_shpd``.
 
     :param pd: the domain, or a parent domain of it.
-    :param share_key: a secret of 64 bits that they need, too.
-    :return: the number that `open_shared` takes.
-    :raises OverflowError: the key has more than 64 bits.
-    :raises VerbsError: with EEXIST where it is shared already, with EOPNOTSUPP on other devices.
+    :param share_key: a secret, 0..2**64-1, that the other contexts need.
+    :returns: the number that `open_shared` takes.
+    :raises OverflowError: the key exceeds 64 bits.
+    :raises VerbsError: with EEXIST where the domain is shared already; with EOPNOTSUPP on other devices.
     """
     cdef uint32_t number = 0
     cdef int error = EOPNOTSUPP
@@ -27,14 +28,15 @@ def share(ProtectionDomain pd not None, uint64_t share_key):
 
 
 def open_shared(handles.Context context not None, uint32_t number, uint64_t share_key):
-    """Open a further instance of a protection domain that was shared: ``ibv_share_pd``.
+    """Open another instance of a shared protection domain: ``ibv_share_pd``.
 
-    Any context of the device will do. What is made with an instance is the instance's, and is destroyed before it;
-    regions of one may be used by queue pairs of another. The domain goes with its last instance.
+    Any context of the device can open one. Objects made with an instance belong to the instance and are destroyed
+    before it; queue pairs of one instance may use memory regions of another. The domain ends with its last instance.
 
-    :param number: what `share` returned.
-    :param share_key: the 64 bits that `share` was given.
-    :raises VerbsError: with ENOENT where nothing is shared by that number, with EACCES where the key is another, with
+    :param context: a context of the device.
+    :param number: the number that `share` returned.
+    :param share_key: the key that `share` was given.
+    :raises VerbsError: with ENOENT where no domain is shared by that number; with EACCES where the key differs; with
         EOPNOTSUPP on other devices.
     """
     return _open_instance(context, number, NULL, share_key)
@@ -43,10 +45,11 @@ def open_shared(handles.Context context not None, uint32_t number, uint64_t shar
 def import_shared(handles.Context context not None, int fd, uint64_t share_key):
     """Open an instance of a protection domain of another process.
 
-    :param fd: what `export` returned there; it stays the caller's.
-    :param share_key: for further instances in this process, by `open_shared`.
-    :raises VerbsError: with ENOENT where the last instance went, with EPROTO where it is no such descriptor, with
-        EMFILE where too many processes have it, with ENOMEM, with EOPNOTSUPP on other devices.
+    :param context: a context of the software device.
+    :param fd: descriptor that `export` returned there; the caller keeps it.
+    :param share_key: key for further instances in this process, by `open_shared`.
+    :raises VerbsError: with ENOENT where the last instance is closed; with EPROTO where `fd` is no such descriptor;
+        with EMFILE where too many processes share the domain; with ENOMEM; with EOPNOTSUPP on other devices.
     """
     return _open_instance(context, 0, &fd, share_key)
 
@@ -78,11 +81,14 @@ cdef ProtectionDomain _open_instance(handles.Context context, uint32_t number, i
 
 
 def export(ProtectionDomain pd not None):
-    """A descriptor by which another process can make an instance, with `import_shared`; the caller's to close.
+    """Return a descriptor by which another process opens an instance, with `import_shared`. The caller closes it.
 
-    It is what all processes have of the domain, and memory that regions of it can be of: see `shared_area`.
+    The descriptor refers to the state that all processes share, and to memory for regions of the domain: see
+    `shared_area`.
 
-    :raises VerbsError: with EINVAL where it is not shared, with EOPNOTSUPP on other devices, with EMFILE or ENOMEM.
+    :param pd: an instance of the domain.
+    :raises VerbsError: with EINVAL where the domain is not shared; with EOPNOTSUPP on other devices; with EMFILE or
+        ENOMEM.
     """
     cdef int error = EOPNOTSUPP
     cdef int fd = -1
@@ -98,9 +104,11 @@ def export(ProtectionDomain pd not None):
 
 
 def shared_area(ProtectionDomain pd not None):
-    """The memory that queue pairs of other processes reach, too, as a capsule for `SharedMemoryAllocator`.
+    """Return the memory that queue pairs of all processes of the domain reach, as a capsule for
+    `SharedMemoryAllocator`.
 
-    :raises VerbsError: as `export`.
+    :param pd: an instance of the domain.
+    :raises VerbsError: as for `export`.
     """
     cdef const s.alloc_area *area = NULL
     cdef int error = EOPNOTSUPP
@@ -122,14 +130,15 @@ cdef void _drop_area(object capsule) noexcept:
 
 
 cdef class ImportedRegion(MemoryRegion):
-    """A memory region that another process registered with an instance of the protection domain.
+    """Memory region that another process registered with an instance of the protection domain.
 
-    Its `address` is the one that it has there; `here` is where its memory is in this process, `access` what it was
-    registered for.
+    `address` is the region's address in the process that registered it; `here` is the address of its memory in this
+    process, and `access` the `AccessFlags` of the registration.
 
-    :param key: its ``lkey``, which is its ``rkey``, too.
-    :raises VerbsError: with ENOENT where no region of the domain has that key, with EFAULT where its memory is its
-        process' alone, with EOPNOTSUPP on other devices.
+    :param pd: an instance of the domain.
+    :param key: the region's ``lkey``, which equals its ``rkey``.
+    :raises VerbsError: with ENOENT where no region of the domain has that key; with EFAULT where the memory is private
+        to its process; with EOPNOTSUPP on other devices.
     """
 
     cdef void *_here
@@ -164,7 +173,7 @@ cdef class ImportedRegion(MemoryRegion):
 
     @property
     def here(self):
-        """Where the first byte is in this process."""
+        """Address of the first byte in this process."""
         self._enter()
         try:
             return <uintptr_t>self._here

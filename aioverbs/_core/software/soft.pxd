@@ -1,4 +1,4 @@
-# The C side of the software device for Cython: as much of the headers in soft/ as this extension uses.
+# C declarations of the software device for Cython: the parts of the headers in soft/ that this extension uses.
 
 from libc.stdint cimport uint8_t, uint16_t, uint32_t, uint64_t
 

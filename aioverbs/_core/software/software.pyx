@@ -1,8 +1,9 @@
 # cython: language_level=3, freethreading_compatible=True, embedsignature=False
-"""Handles of what only the software device has: its contexts, shared protection domains, peers and fault plan.
+"""Handles of features that only the software device has: contexts, shared protection domains, peers and fault plan.
 
-The device itself, all of ``soft/``, is compiled into this extension, which alone opens it. Handles and the data path
-reach it as any provider: by the ops of its ``struct ibv_context``, and by the table of verbs that its `Context` has.
+The device itself, all of ``soft/``, is compiled into this extension, and only this extension opens it. Handles and the
+data path use it like any provider: through the ops of its ``struct ibv_context``, and through the table of verbs in its
+`Context`.
 """
 
 import atexit
@@ -36,18 +37,22 @@ from aioverbs._core.handles.handles cimport (
 
 
 def discard_descriptor(int descriptor):
-    """Close a file descriptor that a stranger sent, in a thread: its last close may take as long as he likes."""
+    """Close a file descriptor that a foreign process sent, in a thread: the last close may block as long as that
+    process likes.
+
+    :param descriptor: the file descriptor.
+    """
     s.soft_descriptor_discard(descriptor)
 
 
 def _halt_devices():
-    # The end of the interpreter frees registered memory; the device's threads must not write into it any more.
+    # The end of the interpreter frees registered memory; the device's threads must not write to it any more.
     for handle in open_handles():
         if isinstance(handle, Context):
             try:
                 (<Context>handle)._halt()
             except ClosedResourceError:
-                pass                            # a daemon thread closes it: then nothing is in flight
+                pass                            # a daemon thread closes the context: no request is in flight then
 
 
 if s.soft_watch_forks():
@@ -56,20 +61,21 @@ atexit.register(_halt_devices)
 
 
 cdef class Context(handles.Context):
-    """An open software device: made by `open`."""
+    """Open software device, made by `open`."""
 
     @staticmethod
     def open(*, execution="inline", delay_ns=0, address=None, settings=None):
         """Open a software device.
 
-        :param execution: "inline" executes a request in the call that posts it, "thread" in a thread of the device.
-        :param delay_ns: with "thread" only: the least time from posting to execution, in nanoseconds.
-        :param address: which one: None for "soft0"; else an IP address, 4 or 16 bytes, and a TCP port, by which other
-            hosts find it.
-        :param settings: `SoftSettings` for its peers in other processes, taken over where no other context of it is
-            open; None: as where the environment says nothing of them.
-        :raises ValueError: `delay_ns` is negative, or given with "inline"; `execution` or `address` is none.
-        :raises VerbsError: with EINVAL where no device can have the address; with what listening there answers, as
+        :param execution: "inline" executes a request in the call that posts it, "thread" in a worker thread of the
+            device.
+        :param delay_ns: minimum time from posting to execution, in nanoseconds; with "thread" only.
+        :param address: address of the device: None for "soft0", or a tuple of an IP address (4 or 16 bytes) and a TCP
+            port, by which other hosts find it.
+        :param settings: `SoftSettings` for peers in other processes, which take effect if no other context of the
+            device is open; None: the defaults, as with an empty environment.
+        :raises ValueError: an argument is out of range, or `delay_ns` is given with "inline".
+        :raises VerbsError: with EINVAL where no device can have the address; with the error of listening there, such as
             EADDRINUSE; with EMFILE or ENOMEM.
         """
         cdef s.soft_options options
@@ -117,7 +123,7 @@ cdef class Context(handles.Context):
         return _text(why)
 
     def counts(self):
-        """What is alive in the context, by kind, and how many overlapping calls it refused."""
+        """Count the open objects of the context, by kind, and the overlapping calls that it refused."""
         cdef s.soft_counts counts
         self._enter()
         s.soft_count(self.pointer, &counts)
@@ -138,7 +144,7 @@ cdef class Context(handles.Context):
         }
 
     def fabric(self):
-        """What the device has to do with those of other processes: `FabricStatistics`."""
+        """Return statistics of the device's links to other processes, a `FabricStatistics`."""
         self._enter()
         try:
             return _fabric(self)
@@ -147,7 +153,7 @@ cdef class Context(handles.Context):
 
     @property
     def has_fabric(self):
-        """Whether the device may have peers in other processes: from the first queue pair that has one."""
+        """Whether the device may have peers in other processes: True from the first queue pair with such a peer."""
         self._enter()
         try:
             return s.soft_has_fabric(self.pointer)
@@ -162,14 +168,18 @@ cdef class Context(handles.Context):
         return FaultPlan.__new__(FaultPlan, self)
 
     def set_delay(self, uint64_t delay_ns):
-        """Change how long after its posting the device's engine executes a request, from here on."""
+        """Change the delay of the device's worker thread, from here on.
+
+        :param delay_ns: minimum time from posting to execution, in nanoseconds.
+        :raises VerbsError: with EINVAL for an inline context.
+        """
         self._enter()
         error = s.soft_set_delay(self.pointer, delay_ns)
         self._leave()
         self._check("soft_set_delay", error)
 
 
-# One extension, since only one can have the device; a file for each thing that a context has.
+# One extension, since only one can contain the device; one file for each feature of a context.
 include "fabric.pxi"
 include "sharing.pxi"
 include "faults.pxi"

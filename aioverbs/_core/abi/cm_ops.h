@@ -1,4 +1,4 @@
-/* The functions of librdmacm, found when a channel is first opened: nothing is linked to it. */
+/* Functions of librdmacm, loaded when an event channel is first opened: nothing is linked to the library. */
 #ifndef AIOVERBS_RDMA_CM_TABLE_H
 #define AIOVERBS_RDMA_CM_TABLE_H
 
@@ -6,7 +6,7 @@
 
 #include "abi/librdmacm.h"
 
-/* X(result, name, parameters): the exported function rdma_<name>. Those that return int have -1 and errno. */
+/* X(result, name, parameters): the exported function rdma_<name>. Functions that return int return -1 and set errno. */
 #define RDMA_CM_EXPORTED(X)                                                                                     \
     X(struct rdma_event_channel *, create_event_channel, (void))                                                \
     X(void, destroy_event_channel, (struct rdma_event_channel *))                                               \
@@ -31,11 +31,12 @@ struct rdma_cm_table {
 #undef X
 };
 
-/* Fills `table` from a shared library, "librdmacm.so.1" but for tests. NULL, or why it cannot be: text of the
- * dynamic linker, valid until the thread's next call to it. A library without one of the functions is refused. */
+/* Fill `table` from a shared library: "librdmacm.so.1", except in tests. Return NULL, or the reason of the failure:
+ * text of the dynamic linker, valid until the thread's next call to it. A library that lacks one of the functions is
+ * refused. */
 const char *rdma_cm_table_load(struct rdma_cm_table *table, const char *library);
 
-/* Whether queue pairs on the device of a bound identifier are moved by their user: over iWARP the kernel does that. */
+/* Return whether user space modifies queue pairs on the device of a bound identifier; over iWARP the kernel does. */
 static inline bool rdma_cm_moves_queue_pairs(const struct rdma_cm_id *id)
 {
     return id->verbs->device->transport_type == IBV_TRANSPORT_IB;

@@ -1,16 +1,16 @@
 /*
- * The public ABI of libibverbs, declared once, so that building needs no rdma-core headers.
+ * Public ABI of libibverbs, declared once, so that a build needs no rdma-core headers.
  *
- * Names, order and types are those of <infiniband/verbs.h>, as rdma-core 44 has them: the oldest
- * release that we support, and a subset of every later one. tests/abi compares each declaration
- * here with the installed header.
+ * Names, order and types are those of <infiniband/verbs.h> in rdma-core 44, the oldest supported
+ * release and a subset of every later one. tests/abi compares each declaration with the installed
+ * header.
  *
- * How the ABI grows, and how to read what stands here:
+ * How the ABI grows, and how to read these declarations:
  *   - `struct verbs_context` grows at its FRONT. Only distances from its end are fixed, and an op
  *     exists when its distance fits `sz`: use VERBS_HAS_OP, never an offset from the front.
  *   - Structs marked "grows" get new members at their END in later releases.
- *   - Enums get new values; those that exist never change, but for the *_RESERVED ones and the
- *     sums of others (*_SUPPORTED, *_SUP_WC_FLAGS), which follow what they cover.
+ *   - Enums get new values; existing values never change, except the *_RESERVED ones and the sums
+ *     of other values (*_SUPPORTED, *_SUP_WC_FLAGS), which follow the values they cover.
  *   - Everything else is frozen.
  *
  * __be16, __be32 and __be64 are big-endian on the wire and in memory; no call converts them.
@@ -355,7 +355,7 @@ struct ibv_pci_atomic_caps { /* enum ibv_pci_atomic_op_size each */
     uint16_t compare_swap;
 };
 
-struct ibv_device_attr_ex { /* grows; query_device_ex is told the size */
+struct ibv_device_attr_ex { /* grows; query_device_ex takes the size */
     struct ibv_device_attr orig_attr;
     uint32_t comp_mask;
     struct ibv_odp_caps odp_caps;
@@ -381,7 +381,7 @@ enum ibv_values_mask {
 };
 
 struct ibv_values_ex {  /* grows */
-    uint32_t comp_mask; /* enum ibv_values_mask: in, what is asked for; out, what was told */
+    uint32_t comp_mask; /* enum ibv_values_mask: in, the requested values; out, the returned values */
     struct timespec raw_clock;
 };
 
@@ -450,7 +450,7 @@ enum ibv_port_cap_flags2 {
 /* ibv_port_attr.flags */
 #define IBV_QPF_GRH_REQUIRED (1 << 0)
 
-struct ibv_port_attr { /* grows; query_port is told the size */
+struct ibv_port_attr { /* grows; query_port takes the size */
     enum ibv_port_state state;
     enum ibv_mtu max_mtu;
     enum ibv_mtu active_mtu;
@@ -531,7 +531,7 @@ enum ibv_parent_domain_init_attr_mask {
     IBV_PARENT_DOMAIN_INIT_ATTR_PD_CONTEXT = 1 << 1,
 };
 
-/* An allocator's answer that hands the request to the provider; `free` is not called for it. */
+/* Result of an allocator that leaves the request to the provider; `free` is not called for it. */
 #define IBV_ALLOCATOR_USE_DEFAULT ((void *)-1)
 
 struct ibv_parent_domain_init_attr { /* grows */
@@ -550,7 +550,7 @@ enum ibv_xrcd_init_attr_mask {
 };
 
 struct ibv_xrcd_init_attr { /* grows */
-    uint32_t comp_mask;     /* enum ibv_xrcd_init_attr_mask, both bits demanded */
+    uint32_t comp_mask;     /* enum ibv_xrcd_init_attr_mask, both bits required */
     int fd;                 /* -1: no inode */
     int oflags;             /* 0, O_CREAT, O_CREAT | O_EXCL */
 };
@@ -755,7 +755,7 @@ struct ibv_cq {
     void *cq_context;
     uint32_t handle;
     int cqe;
-    pthread_mutex_t mutex; /* guards the two counters; initialised by the maker of the queue */
+    pthread_mutex_t mutex; /* guards the two counters; initialized by the creator of the queue */
     pthread_cond_t cond;
     uint32_t comp_events_completed;
     uint32_t async_events_completed;
@@ -840,9 +840,9 @@ struct ibv_cq_ex { /* grows; begins as struct ibv_cq does */
     uint32_t async_events_completed;
 
     uint32_t comp_mask;
-    enum ibv_wc_status status; /* of the completion that the poll stands on, as is wr_id */
+    enum ibv_wc_status status; /* of the completion that was polled last, as is wr_id */
     uint64_t wr_id;
-    /* end_poll is due after a start_poll that returned 0, and only then. */
+    /* Call end_poll after a start_poll that returned 0, and only then. */
     int (*start_poll)(struct ibv_cq_ex *current, struct ibv_poll_cq_attr *attr);
     int (*next_poll)(struct ibv_cq_ex *current);
     void (*end_poll)(struct ibv_cq_ex *current);

@@ -1,9 +1,9 @@
-# The C side of the seam for Cython: as much of abi/libibverbs.h and abi/verbs_ops.h as the extensions use.
+# C declarations of the verbs for Cython: the parts of abi/libibverbs.h and abi/verbs_ops.h that the extensions use.
 
 from libc.stdint cimport uint8_t, uint16_t, uint32_t, uint64_t
 
 
-cdef extern from "abi/whole_numbers.h":     # of all extensions, which cimport this
+cdef extern from "abi/whole_numbers.h":     # for all extensions, which cimport this file
     pass
 
 cdef extern from "<arpa/inet.h>" nogil:
@@ -78,7 +78,7 @@ cdef extern from "abi/libibverbs.h" nogil:
     enum ibv_event_type:
         pass
 
-    # Unions and structures inside of others have no names in C; these are only ever reached through those.
+    # Nested unions and structures have no names in C; these names are only reached through their parents.
     union _ibv_event_element:
         ibv_cq *cq
         ibv_qp *qp

@@ -1,8 +1,8 @@
-/* The public ABI of librdmacm, as much of it as aioverbs uses, so that building needs no rdma-core headers.
+/* Public ABI of librdmacm, as far as aioverbs uses it, so that a build needs no rdma-core headers.
  *
- * Names, order and types are those of <rdma/rdma_cma.h>, as rdma-core 44 has them and every later release, too;
- * tests/abi compares each declaration here with the installed header. Identifiers, events and channels are made by
- * librdmacm alone: they are declared up to the last member that is read here. */
+ * Names, order and types are those of <rdma/rdma_cma.h> in rdma-core 44 and later; tests/abi compares each declaration
+ * with the installed header. Only librdmacm creates identifiers, events and channels: their declarations end with the
+ * last member that is read here. */
 #ifndef AIOVERBS_RDMA_CM_ABI_H
 #define AIOVERBS_RDMA_CM_ABI_H
 

@@ -1,9 +1,9 @@
-/* The seam between aioverbs and whoever provides the verbs.
+/* Call verbs of any provider.
  *
- * libibverbs has verbs of two kinds. Those that it inlines into its callers go through public structures: the
- * wrappers `verbs_...` below do the same for any provider, and answer EOPNOTSUPP where an op is absent. Those that
- * it exports as functions work on private tables of libibverbs and crash on a context that it did not make: they
- * are reached through a `struct verbs_table`, filled from libibverbs.so.1 or by the software device. */
+ * libibverbs has verbs of two kinds. Inline verbs go through public structures: the wrappers `verbs_...` below do the
+ * same for any provider, and fail with EOPNOTSUPP where the provider lacks an op. Exported verbs use private tables of
+ * libibverbs and crash on a context that libibverbs did not create: they are called through a `struct verbs_table`,
+ * which libibverbs.so.1 or the software device fills. */
 #ifndef AIOVERBS_VERBS_TABLE_H
 #define AIOVERBS_VERBS_TABLE_H
 
@@ -57,11 +57,13 @@ struct verbs_table {
 #undef X
 };
 
-/* Fills `table` from a shared library, "libibverbs.so.1" but for tests. NULL, or why it cannot be: text of the
- * dynamic linker, valid until the thread's next call to it. A library without one of the verbs is refused. */
+/* Fill `table` from a shared library: "libibverbs.so.1", except in tests. Return NULL, or the reason of the failure:
+ * text of the dynamic linker, valid until the thread's next call to it. A library that lacks one of the verbs is
+ * refused. */
 const char *verbs_table_load(struct verbs_table *table, const char *library);
 
-/* Where `table` keeps the exported verb ibv_<name>, or NULL. For who stands between us and a provider, as tests do. */
+/* Return the address of the pointer to the exported verb ibv_<name> in `table`, or NULL. For code that intercepts
+ * verbs, such as tests. */
 void **verbs_table_slot(struct verbs_table *table, const char *name);
 
 /* ---- Inline verbs, for any provider ---------------------------------------------------------------------- */
@@ -86,7 +88,7 @@ static inline int verbs_post_recv(struct ibv_qp *qp, struct ibv_recv_wr *wr, str
     return qp->context->ops.post_recv(qp, wr, bad);
 }
 
-/* The extended op of a context, or a return of `absent` from the calling function with errno EOPNOTSUPP. */
+/* Use an extended op of a context; without it, return `absent` from the calling function, with errno EOPNOTSUPP. */
 #define VERBS_REQUIRE(vctx, op, absent) \
     do {                                \
         if (!VERBS_HAS_OP(vctx, op)) {  \
@@ -189,7 +191,7 @@ static inline int verbs_get_srq_num(struct ibv_srq *srq, uint32_t *number)
     return vctx->get_srq_num(srq, number);
 }
 
-/* Not for attributes that ibv_create_qp takes: libibverbs answers those itself. */
+/* Not for attributes that ibv_create_qp takes: libibverbs handles those itself. */
 static inline struct ibv_qp *verbs_create_qp_ex(struct ibv_context *context, struct ibv_qp_init_attr_ex *attr)
 {
     struct verbs_context *vctx = verbs_context_of(context);
@@ -198,8 +200,8 @@ static inline struct ibv_qp *verbs_create_qp_ex(struct ibv_context *context, str
     return vctx->create_qp_ex(context, attr);
 }
 
-/* Whoever fills create_cq_ex (libibverbs around its providers, or the software device) initialises the queue's
- * mutex and condition. */
+/* The provider of create_cq_ex (libibverbs around its providers, or the software device) initializes the queue's mutex
+ * and condition. */
 static inline struct ibv_cq_ex *verbs_create_cq_ex(struct ibv_context *context, struct ibv_cq_init_attr_ex *attr)
 {
     struct verbs_context *vctx = verbs_context_of(context);

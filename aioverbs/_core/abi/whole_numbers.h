@@ -1,12 +1,12 @@
-/* What is to be a C integer is a Python one, or has `__index__`: everywhere in what Cython makes of this project.
+/* Convert Python objects to C integers by `__index__` only, in all code that Cython generates for this project.
  *
- * Where an argument is no `int`, Cython's conversion calls `__int__`, which cuts a float off: 1.5 places would be 1. It
- * asks for that by the slot's name in one function, which this makes take the other slot. What has none is refused, with
- * a TypeError. */
+ * For an argument that is no `int`, Cython's conversion calls `__int__`, which truncates a float: 1.5 would become 1.
+ * Cython's conversion function reads the type slot nb_int by its name; this macro makes it read nb_index instead. An
+ * object without `__index__` is refused, with a TypeError. */
 #ifndef AIOVERBS_WHOLE_NUMBERS_H
 #define AIOVERBS_WHOLE_NUMBERS_H
 
-/* Python.h, which declares the slots, comes before: every file that Cython makes begins with it. */
+/* Python.h, which declares the slots, is included before: every file that Cython generates begins with it. */
 #define nb_int nb_index
 
 #endif

@@ -96,7 +96,7 @@ class RemoteRegion:
     def __getitem__(self, key: slice, /) -> RemoteRegion: ...
     def __bytes__(self) -> bytes: ...
 
-# ---- What is awaited
+# ---- Operations and messages
 
 @final
 class Operation(Coroutine[Any, Any, _T], Generic[_T]):
@@ -120,7 +120,7 @@ class Operation(Coroutine[Any, Any, _T], Generic[_T]):
     def close(self) -> None: ...
 
 class _Requested(Protocol[_T_co]):
-    # Of a batch, which is awaited as a whole: `Operation`, but not to be awaited.
+    # An `Operation` of a batch: not awaited itself, since the batch is awaited as a whole.
     def done(self) -> bool: ...
     def result(self) -> _T_co: ...
 
@@ -182,7 +182,7 @@ class Destination:
     @property
     def remote_qkey(self) -> int: ...
 
-# ---- What may be asked of a queue
+# ---- Verbs of work queues
 
 @disjoint_base
 class SendVerbs:
@@ -342,7 +342,7 @@ class Batch(SendVerbs):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None: ...
 
-# ---- For the resources above
+# ---- For the resources in the layers above
 
 @final
 class CqDispatcher:
@@ -454,7 +454,7 @@ class QpWorkState:
 def attach(queue: WorkQueue, dispatcher: CqDispatcher, requests: QpWorkState) -> None: ...
 def detach(queue: WorkQueue, dispatcher: CqDispatcher, requests: QpWorkState) -> None: ...
 
-# ---- The turn of the loop
+# ---- Budget of the loop's turn
 
 def spend(units: int) -> int: ...
 def went_round(number: int) -> None: ...

@@ -1,4 +1,4 @@
-"""Address handles: the ways that datagrams take."""
+"""Address handles: paths of datagrams to a port."""
 
 import asyncio
 from typing import Self
@@ -18,11 +18,16 @@ __all__ = ["AddressHandle", "Destination"]
 
 
 class AddressHandle(HandleResource[handles.AddressHandle]):
-    """The way to a port: ``ibv_create_ah``. Any event loop may use it. Made by `ProtectionDomain.address_handle`.
+    """A path to a port: ``ibv_create_ah``. Any event loop may use it. Made by `ProtectionDomain.address_handle`.
 
-    Closing waits for datagrams that are on their way by it; where it is cancelled, it is closed after them.
+    Closing waits for datagrams in flight that use the address handle. If closing is cancelled, the address handle is
+    closed once they have completed.
 
-    :param to: a queue pair's endpoint, whose number and key then need not be said, or just a path.
+    :param pd: protection domain of the address handle.
+    :param handle: verbs object of the protection domain.
+    :param to: endpoint of a UD queue pair, which also gives the default queue pair number and key; or a path.
+    :param port: number of the device port to send from; used if `to` is an endpoint.
+    :param index: index of the port's GID to send from; used if `to` is an endpoint. None: see `QueuePair`.
     """
 
     def __init__(
@@ -37,14 +42,15 @@ class AddressHandle(HandleResource[handles.AddressHandle]):
         self.pins = WaitableInFlightCount()
 
     async def open(self) -> Self:
-        """Make it.
+        """Open the address handle: ``ibv_create_ah``.
 
-        On RDMA devices the kernel looks for the neighbour that it leads to, for seconds where nobody answers. A helper
-        thread calls that verb, one of those of `QueuePair.establish`; a cancellation waits for its end.
+        On RDMA devices the kernel resolves the address of the next hop, which takes seconds if the next hop does not
+        answer. One of the helper threads of `QueuePair.establish` calls the verb. A cancellation is raised only after
+        the verb ended.
 
-        :raises ClosedResourceError: it was opened before, or its protection domain is closed.
-        :raises ValueError: the port has no GID, or no path leads there from it.
-        :raises VerbsError: the device refuses, as where it finds no neighbour.
+        :raises ClosedResourceError: the address handle was opened before, or its protection domain is closed.
+        :raises ValueError: the port has no GID, or no path leads to the endpoint from this port.
+        :raises VerbsError: the verb failed, for example because the next hop did not answer.
         """
         if not neighbour_lookup.may_block(self._pd_handle.context):
             return await super().open()
@@ -72,11 +78,12 @@ class AddressHandle(HandleResource[handles.AddressHandle]):
         self._lifecycle.resume = self.pins.reopen
 
     def to(self, qp_num: int | None = None, qkey: int | None = None) -> Destination:
-        """Where datagrams go by it: what `QueuePair.send` takes as ``to``.
+        """Return the destination of datagrams, which `QueuePair.send` takes as ``to``.
 
-        :param qp_num: of the queue pair there; None: that of the endpoint that it was made for.
-        :param qkey: that it takes datagrams with; None: that of the endpoint.
-        :raises ValueError: there is no endpoint to take them from.
+        :param qp_num: number of the remote queue pair, 0..2**24-1; None: that of the endpoint.
+        :param qkey: key of the remote queue pair, 0..2**32-1; None: that of the endpoint.
+        :raises ValueError: `qp_num` or `qkey` is None, and the address handle was made from a path.
+        :raises ClosedResourceError: the address handle is not open.
         """
         if isinstance(self._to, Endpoint):
             qp_num = self._to.qp_num if qp_num is None else qp_num

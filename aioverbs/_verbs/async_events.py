@@ -1,4 +1,4 @@
-"""Asynchronous events of a device, for who wants to hear of them."""
+"""Asynchronous events of a device, distributed to listeners on several event loops."""
 
 import asyncio
 import contextlib
@@ -21,17 +21,17 @@ from aioverbs.types import EventType
 
 __all__ = ["AsyncEventSource", "DeviceEvent", "EventPump"]
 
-_KEPT = 1024  # events that nobody heard of yet, at most; then the oldest are forgotten
+_KEPT = 1024  # maximum number of events queued without a listener; the oldest are dropped
 
 
 @dataclass(frozen=True)
 class DeviceEvent:
-    """Something that happened to a device, a port of it, or an object: ``ibv_get_async_event``, acknowledged.
+    """An asynchronous event of a device, a port or a queue: ``ibv_get_async_event``, already acknowledged.
 
-    :param event_type: what happened.
-    :param resource: the queue pair, completion queue or shared receive queue that it happened to; None for those of the
-        device and of ports, and where nobody has the object any more.
-    :param port_num: the port that it happened to, or None.
+    :param event_type: type of the event.
+    :param resource: queue pair, completion queue or shared receive queue that the event concerns; None for an event of
+        the device or a port, and if the resource was garbage collected.
+    :param port_num: number of the port that the event concerns; None for other events.
     """
 
     event_type: EventType
@@ -40,7 +40,7 @@ class DeviceEvent:
 
 
 class _Unheard:
-    """An event that nobody listened for. It keeps no object open that its user forgot."""
+    """An event without a listener so far. The reference to its resource is weak, so that the event keeps none alive."""
 
     def __init__(self, event: DeviceEvent) -> None:
         self._type = event.event_type
@@ -52,7 +52,7 @@ class _Unheard:
 
 
 class _Listener:
-    """Who waits in one loop, for events of everything or of one object."""
+    """A listener on one event loop, for all events or those of one resource."""
 
     def __init__(self, resource: Resource | None) -> None:
         self.loop = running_loop()
@@ -60,13 +60,13 @@ class _Listener:
         self._events: deque[DeviceEvent | None] = deque()
         self._condition = (
             lifecycle_of(resource).condition() if resource is not None else CrossLoopCondition()
-        )  # that rings when it is closed
+        )  # notified when the resource is closed
 
     def concerns(self, event: DeviceEvent) -> bool:
         return self._resource is None or self._resource is event.resource
 
     def tell(self, event: DeviceEvent | None) -> None:
-        """From any thread; None: there are no more."""
+        """Pass an event to the listener, from any thread; None ends the iteration."""
         self._events.append(event)
         self._condition.notify()
 
@@ -79,22 +79,24 @@ class _Listener:
 
 
 class _Watcher:
-    """Who is to be told in one loop that something is broken: the device, or a completion queue."""
+    """A watcher on one event loop, called when the device is lost or a completion queue fails."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, broken: Callable[[handles.Handle | None], None]) -> None:
         self.loop = loop
         self._broken = broken
 
     def tell(self, element: handles.Handle | None) -> None:
-        """From any thread."""
-        with contextlib.suppress(RuntimeError):  # its loop is closed
+        """Call the watcher on its loop, from any thread."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed
             self.loop.call_soon_threadsafe(self._broken, element)
 
 
 class _Waker:
-    """Wakes a loop, by a descriptor of its own: who closes the context, on whatever loop, closes none that is polled.
+    """Wakes one event loop when events are available, through a duplicate of the context's descriptor.
 
-    A loop that polls what was closed misses what has the number next; libuv ends the process.
+    The context may be closed on another loop while this one polls. With the duplicate, the polled descriptor stays
+    open. A loop that polls a closed descriptor would miss events of the next file with that number, and libuv ends the
+    process.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, fd: int, readable: Callable[[], None]) -> None:
@@ -102,64 +104,76 @@ class _Waker:
         self._forks = forks.count
         self._fd = os.dup(fd)
         self._close = weakref.finalize(self, os.close, self._fd)
-        self._close.atexit = False  # a daemon thread's loop may poll it until the process ends
+        self._close.atexit = False  # the loop of a daemon thread may poll the descriptor until the process ends
         loop.add_reader(self._fd, readable)
 
     def stop(self) -> None:
-        """From any thread, once."""
+        """Stop watching, from any thread, once."""
         if asyncio._get_running_loop() is self._loop:
             self._stop()
             return
         try:
             self._loop.call_soon_threadsafe(self._stop)
-        except RuntimeError:  # closed: it polls nothing
+        except RuntimeError:  # the loop is closed and polls nothing
             self._close()
 
     def _stop(self) -> None:
-        if self._forks != forks.count:  # what the kernel watches for a loop is one set for it and its copy in a child
+        # The kernel's poll set is shared with the parent process: removing the descriptor would affect the parent's
+        # loop.
+        if self._forks != forks.count:
             return
         self._loop.remove_reader(self._fd)
         self._close()
 
 
 class EventPump:
-    """Takes the events of a context on the loops of those who listen or watch, and tells all of them.
+    """Receives the events of a context and passes them to all listeners and watchers.
 
-    Whichever loop is woken first takes what there is: the others find nothing, and are told by it. There is one for
-    each context: `EventPump.of`.
+        device descriptor readable
+          -> loop A and loop B wake up
+          -> loop A: get_async_event, ack, notify all listeners and watchers (also those on loop B)
+          -> loop B: get_async_event returns nothing
+
+    Each context has one pump: `EventPump.of`.
     """
 
     _of: ClassVar[weakref.WeakKeyDictionary[handles.Context, "EventPump"]] = weakref.WeakKeyDictionary()
 
     @classmethod
     def of(cls, context: handles.Context) -> "EventPump":
-        """The pump of a context. Who opens the context asks first, before any other thread knows it."""
+        """Return the pump of a context.
+
+        The opener of a context calls this first, before any other thread can know the context, so that the pump is made
+        once.
+        """
         pump = cls._of.get(context)
         if pump is None:
             pump = cls._of[context] = cls(context)
         return pump
 
     def __init__(self, context: handles.Context) -> None:
-        # Weakly, or no pump would ever go: what listens and watches keeps the context.
+        # A weak reference: the registry of pumps is keyed by the context, and listeners and watchers keep the context
+        # alive.
         self._context = weakref.ref(context)
         self._forks = forks.count
         self._fd = context.async_fd
         self._lock = threading.Lock()
-        self._wakers: dict[asyncio.AbstractEventLoop, _Waker] = {}  # each loop adds its own
-        # Both are replaced, never changed: read by all threads, replaced under the lock.
+        self._wakers: dict[asyncio.AbstractEventLoop, _Waker] = {}  # each loop adds its own waker
+        # Immutable tuples: any thread reads them without the lock, and replaces them under the lock.
         self._listeners: tuple[_Listener, ...] = ()
         self._watchers: tuple[_Watcher, ...] = ()
         self._unheard: deque[_Unheard] = deque(maxlen=_KEPT)  # under the lock
-        self.find: Callable[[handles.Handle], object] = lambda _: None  # the user's object for a handle
+        self.find: Callable[[handles.Handle], object] = lambda _: None  # returns the user's object of a handle
 
     def listen(self, resource: Resource | None = None) -> AsyncGenerator[DeviceEvent, None]:
-        """Events of everything, or of one object until it is closed, from those on that nobody heard of.
+        """Iterate over events, beginning with those queued without a listener.
 
-        Any event loop may begin to listen, and is the only one to go on with that.
+        Any event loop may request the first event; that loop then owns the iterator.
 
-        :raises AffinityError: another event loop began it; nothing was done.
+        :param resource: yield only events of this resource, until it is closed; None: yield all events.
+        :raises AffinityError: another event loop owns the iterator; nothing was done.
         :raises ForkedProcessError: the context was opened before a fork, in the parent process.
-        :raises OSError: there are no more descriptors.
+        :raises OSError: the process has no file descriptors left.
         """
         name = f"events of {self._context() if resource is None else resource}"
         return OwnedIterator(name, self._listen(resource), lambda: None)
@@ -183,7 +197,7 @@ class EventPump:
                 yield event
                 self._check_process()
         finally:
-            if self._forks == forks.count:  # else who held the lock at the fork is not in this process
+            if self._forks == forks.count:  # otherwise the lock's holder is not in this process
                 with self._lock:
                     self._listeners = tuple(other for other in self._listeners if other is not listener)
                 self._let_sleep_unheeded(listener.loop)
@@ -193,11 +207,14 @@ class EventPump:
             raise ForkedProcessError(f"{self._context() or 'its device'}")
 
     def watch(self, broken: Callable[[handles.Handle | None], None]) -> "_Watcher":
-        """Have a function called on the running loop when the device is lost, or a completion queue of it broke, which
-        raises no event for those who wait there; until `unwatch` there.
+        """Call a function on the running loop when the device is lost or one of its completion queues fails, until
+        `unwatch`.
 
-        :param broken: is told which completion queue, or None where it is the device.
-        :raises OSError: there are no more descriptors.
+        Tasks that await completions get no event in these cases.
+
+        :param broken: called with the handle of the completion queue, or with None if the device is lost.
+        :returns: the watcher, to be passed to `unwatch`.
+        :raises OSError: the process has no file descriptors left.
         """
         watcher = _Watcher(running_loop(), broken)
         with self._lock:
@@ -210,23 +227,23 @@ class EventPump:
         return watcher
 
     def unwatch(self, watcher: "_Watcher") -> None:
-        """Do not. On the watcher's loop."""
+        """Stop watching. Call on the watcher's loop."""
         with self._lock:
             self._watchers = tuple(other for other in self._watchers if other is not watcher)
         self._let_sleep_unheeded(watcher.loop)
 
     async def drain(self) -> None:
-        """The device is about to be closed."""
+        """Stop, as the first step of closing the device."""
         self.stop()
 
     def stop(self) -> None:
-        """There are no more events."""
+        """End all iterations and stop waking loops."""
         for listener in self._listeners:
             listener.tell(None)
         for loop in tuple(self._wakers):
             self._let_sleep(loop)
 
-    # ---- Loops that are woken when there are events
+    # ---- Event loops to wake up
 
     def _wake(self, loop: asyncio.AbstractEventLoop) -> None:
         if loop not in self._wakers:
@@ -243,7 +260,8 @@ class EventPump:
             self._let_sleep(loop)
 
     def _forget_closed_loops(self) -> None:
-        # Who listened on a loop that was closed in the middle does not leave, and would keep events from others.
+        # A listener on a loop that was closed during its iteration cannot unregister itself, and would still get
+        # events.
         with self._lock:
             self._listeners = tuple(listener for listener in self._listeners if not listener.loop.is_closed())
         for loop in tuple(self._wakers):
@@ -260,12 +278,12 @@ class EventPump:
                 element = taken.element
                 taken.ack()
                 self._tell(event, element)
-        except VerbsError:  # as of a device that was unplugged: nobody will hear of anything any more
+        except VerbsError:  # for example the device was unplugged: no further events will arrive
             self._tell_watchers(None)
             self.stop()
-        except ForkedProcessError:  # the parent's loop runs on in a child: these are the parent's events
+        except ForkedProcessError:  # in a child, a copy of the parent's loop runs: the events are the parent's
             return
-        except ClosedResourceError:  # by another loop, meanwhile
+        except ClosedResourceError:  # another loop has closed the context
             self.stop()
 
     def _tell_watchers(self, element: handles.Handle | None) -> None:
@@ -275,7 +293,7 @@ class EventPump:
     def _tell(self, event: DeviceEvent, element: handles.Handle | None) -> None:
         if event.event_type is EventType.DEVICE_FATAL:
             self._tell_watchers(None)
-        elif event.event_type is EventType.CQ_ERR and element is not None:  # else it is of somebody beside us
+        elif event.event_type is EventType.CQ_ERR and element is not None:  # otherwise not made by this library
             self._tell_watchers(element)
         self._forget_closed_loops()
         with self._lock:
@@ -290,15 +308,15 @@ H = TypeVar("H", bound=handles.Handle)
 
 
 class AsyncEventSource(HandleResource[H]):
-    """What asynchronous events happen to: queue pairs, completion queues and shared receive queues."""
+    """Base class of resources with asynchronous events: queue pairs, completion queues and shared receive queues."""
 
     def events(self) -> AsyncGenerator[DeviceEvent, None]:
-        """Asynchronous events that happen to it: ``async for``, on any asyncio event loop, until it is closed.
+        """Iterate over asynchronous events of this resource, until it is closed: ``ibv_get_async_event``.
 
-        Those that nobody heard of yet come first. `Device.events` has those of everything. The event loop that asks for
-        the first event owns the iterator.
+        Use ``async for`` on any asyncio event loop; the loop that requests the first event owns the iterator. Events
+        that occurred without a listener come first. `Device.events` iterates over the events of all resources.
 
-        :raises ClosedResourceError: it is not open.
+        :raises ClosedResourceError: the resource is not open.
         """
         return EventPump.of(self.handle.context).listen(self)
 

@@ -1,4 +1,4 @@
-"""PURE: whether a device has queues as deep, and lists of pieces as long, as were asked for."""
+"""PURE: checks that a device supports the depths and scatter/gather lists of queues that are to be made."""
 
 from aioverbs.attributes import DeviceAttributes, QpCapabilities
 from aioverbs.types import QpType
@@ -14,11 +14,16 @@ def check_queue_pair(
     *,
     receives: bool = True,
 ) -> None:
-    """What a queue pair is asked for. The most that can go inline is told by no attribute of a device.
+    """Check the capabilities of a queue pair against the limits of the device.
 
-    :param name: of the device.
-    :param receives: it has a receive queue of its own.
-    :raises ValueError: it is more than the device has, or a negative number; all that is wrong is said.
+    The maximum of ``max_inline_data`` is unknown: no device attribute reports it.
+
+    :param name: name of the device, for the error.
+    :param device: attributes of the device.
+    :param wanted: capabilities to check.
+    :param qp_type: type of the queue pair.
+    :param receives: whether the queue pair has a receive queue of its own.
+    :raises ValueError: a value is negative or exceeds the limit; the message lists all such values.
     """
     asked: list[tuple[str, int, int | None]] = [
         ("max_send_wr", wanted.max_send_wr, device.max_qp_wr),
@@ -26,7 +31,7 @@ def check_queue_pair(
         ("max_inline_data", wanted.max_inline_data, None),
     ]
     if receives:
-        route = qp_type is QpType.UD  # of a datagram, which is received into a piece of its own
+        route = qp_type is QpType.UD  # route (GRH) of a datagram, received into an entry of its own
         asked += [
             ("max_recv_wr", wanted.max_recv_wr, device.max_qp_wr),
             ("max_recv_sge", wanted.max_recv_sge, device.max_sge - route),
@@ -37,18 +42,26 @@ def check_queue_pair(
 def check_completion_queue(
     name: str, device: DeviceAttributes, depth: int, comp_vector: int = 0, comp_vectors: int = 1
 ) -> None:
-    """What a completion queue is asked for.
+    """Check the depth and completion vector of a completion queue against the limits of the device.
 
-    :param comp_vectors: how many interrupt vectors the context has.
-    :raises ValueError: it is more than the device has.
+    :param name: name of the device, for the error.
+    :param device: attributes of the device.
+    :param depth: number of completions that must fit.
+    :param comp_vector: index of the completion vector.
+    :param comp_vectors: number of completion vectors of the context.
+    :raises ValueError: a value is negative or exceeds the limit; the message lists all such values.
     """
     _check(name, ("depth", depth, device.max_cqe), ("comp_vector", comp_vector, max(comp_vectors, 1) - 1))
 
 
 def check_shared_receive_queue(name: str, device: DeviceAttributes, max_wr: int, max_sge: int) -> None:
-    """What a shared receive queue is asked for.
+    """Check the sizes of a shared receive queue against the limits of the device.
 
-    :raises ValueError: it is more than the device has.
+    :param name: name of the device, for the error.
+    :param device: attributes of the device.
+    :param max_wr: number of receives that can be posted at once.
+    :param max_sge: number of scatter/gather entries of a receive.
+    :raises ValueError: a value is negative or exceeds the limit; the message lists all such values.
     """
     _check(name, ("max_wr", max_wr, device.max_srq_wr), ("max_sge", max_sge, device.max_srq_sge))
 

@@ -27,19 +27,21 @@ T = TypeVar("T")
 
 
 class ResourceDomain(InterchangeableDomain):
-    """A resource domain: the threads and messages of what is made on it, as ``ibv_exp_create_res_domain`` had it.
+    """A resource domain: declares how threads use its resources and how awaits wait, like
+    ``ibv_exp_create_res_domain``.
 
-    It is made of a thread domain (for the thread models SINGLE and UNSAFE), a parent domain and, where none is given, a
-    protection domain; `td`, `parent` and `pd` are these.
+    It consists of a thread domain (for the thread models SINGLE and UNSAFE), a parent domain and a protection domain,
+    which are the attributes `td`, `parent` and `pd`. Made by `Device.resource_domain`.
 
-    Made by `Device.resource_domain`.
-
-    :param pd: the protection domain, or a parent domain over it; None: one of its own.
-    :param thread_model: who may use what is made on it.
-    :param message_model: what its queues are good at.
-    :param allocator: where the provider takes memory from; None: from its own.
-    :param context: anything, which the allocator is given back.
-    :param require_native: raise where the provider cannot drop its locks, instead of going on with them.
+    :param device: device of the domain.
+    :param of_device: open context of the device.
+    :param budget: budget of native thread domains of the device.
+    :param pd: protection domain, or parent domain over one; None: make a new protection domain.
+    :param thread_model: threads that may use the resources of the domain.
+    :param message_model: how awaits on the completion queues of the domain wait.
+    :param allocator: allocator of the memory of queues; None: the provider's own.
+    :param context: opaque user data, passed to the allocator.
+    :param require_native: raise on opening if the provider cannot drop its locks, instead of continuing with them.
     """
 
     def __init__(
@@ -90,21 +92,21 @@ class ResourceDomain(InterchangeableDomain):
 
     @property
     def base(self) -> ProtectionDomain:
-        """Its protection domain."""
+        """Protection domain that memory is registered on."""
         return self._pd
 
     pd = base
 
     @property
     def td(self) -> ThreadDomain | None:
-        """Its thread domain; None for the thread model SAFE, or where it is not open."""
+        """Thread domain; None for the thread model SAFE, or if the domain is not open."""
         return self._td
 
     @property
     def parent(self) -> ParentDomain:
-        """Its parent domain.
+        """Parent domain.
 
-        :raises ClosedResourceError: it is not open.
+        :raises ClosedResourceError: the domain is not open.
         """
         self._check_open()
         assert self._parent is not None
@@ -115,7 +117,7 @@ class ResourceDomain(InterchangeableDomain):
 
     @property
     def native(self) -> bool:
-        """Whether it is open and the provider takes no locks for what is made on it."""
+        """Whether the domain is open and the provider takes no locks for resources made on it."""
         return self._td is not None and self._td.native and self._parent is not None and self._parent.native
 
     @overload
@@ -123,17 +125,24 @@ class ResourceDomain(InterchangeableDomain):
     @overload
     async def run(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T: ...
     async def run(self, function: Callable[P, object], /, *args: P.args, **kwargs: P.kwargs) -> object:
-        """Call a function on the loop that owns the domain, from any asyncio event loop; its result comes back.
+        """Call a function on the event loop that owns the domain, from any asyncio event loop, and return its result.
 
-        Context variables go with it. A plain function is called between the owner's tasks, a coroutine function is
-        awaited in one of its own. Without an owner, or by the owner itself, it is called at once. A cancellation goes
-        there, too, once, and is raised here when the function has ended, or what that raised on its way out.
+        A plain function is called between the tasks of the owner's loop; a coroutine function is awaited in a task of
+        its own. The function runs with the caller's context variables. If the domain has no owner, or the
+        caller is the owner, the function is called directly. A cancellation of the caller is forwarded to the function
+        once; when the function has ended, the cancellation, or the exception that the function raised because of it, is
+        raised here.
 
-        :raises AffinityError: the owner is gone.
-        :raises RuntimeError: it is called from elsewhere than an asyncio event loop.
-        :raises ForkedProcessError: the owner is of the process that this one was forked from.
+        :param function: function or coroutine function to call.
+        :param args: positional arguments of the function.
+        :param kwargs: keyword arguments of the function.
+        :returns: the result of the function.
+        :raises AffinityError: the owner's loop is closed.
+        :raises RuntimeError: no asyncio event loop is running.
+        :raises ForkedProcessError: the owner belongs to the parent process of a fork.
         :raises BrokenResourceError: the owner's loop cancelled the function, as it does when it ends; or the function
-            ended that loop, by a SystemExit.
+            ended that loop by SystemExit.
+        :raises ClosedResourceError: the domain is not open.
         """
         self._check_open()
         return await run_on_owner(self.owner, function, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""Thread domains, whose thread takes no locks, and how many of them a device may give."""
+"""Thread domains, whose resources are used by one thread without locks, and the budget of native ones per device."""
 
 import errno
 import logging
@@ -15,16 +15,18 @@ __all__ = ["ThreadDomain", "ThreadDomainBudget"]
 
 logger = logging.getLogger("aioverbs")
 
-# What a provider says that has no thread domains, or no more of them: registers of the device run out.
+# Errors of providers without thread domains, or without any left: they use up registers of the device.
 _NO_THREAD_DOMAIN = {errno.EOPNOTSUPP, errno.ENOSPC, errno.ENOMEM}
 
 
 class ThreadDomainBudget:
-    """How many native thread domains a device may give at once: on NICs each takes a register that others need, too.
+    """Budget of the native thread domains of a device. Thread-safe.
 
-    Thread-safe. With it is remembered what was said once for the device.
+    On a NIC each native thread domain takes a hardware register that other objects need as well. The budget also
+    remembers which warnings were logged for the device.
 
-    :param limit: None for as many as the provider has.
+    :param limit: maximum number of native thread domains in use at once; None: no limit.
+    :raises ValueError: the limit is negative.
     """
 
     def __init__(self, limit: int | None = None) -> None:
@@ -36,7 +38,7 @@ class ThreadDomainBudget:
         self._lock = threading.Lock()
 
     def take(self) -> bool:
-        """Take one, if there is one."""
+        """Take one thread domain from the budget, and return whether there was one."""
         with self._lock:
             if self.limit is not None and self.used >= self.limit:
                 return False
@@ -44,12 +46,12 @@ class ThreadDomainBudget:
             return True
 
     def destroy(self) -> None:
-        """Give one back. It is named as what a `Lifecycle` does to its handles."""
+        """Return one thread domain to the budget. `Lifecycle` calls this as it does for handles."""
         with self._lock:
             self.used -= 1
 
     def say_once(self, what: str, message: str, *arguments: object) -> None:
-        """Log a warning, the first time only."""
+        """Log a warning, unless one with the same key was logged before."""
         with self._lock:
             first = what not in self._said
             self._said.add(what)
@@ -58,13 +60,12 @@ class ThreadDomainBudget:
 
 
 class ThreadDomain(Resource):
-    """A thread domain: ``ibv_alloc_td``, of the running event loop and its thread.
+    """A thread domain: ``ibv_alloc_td``, owned by the running event loop and its thread. Made by
+    `Device.thread_domain`.
 
-    "Any objects created under this thread domain will disable internal locking": so they are touched by the thread of
-    the loop that opens it and by no other, which is checked at every call. Where the provider has no thread domains,
-    or no more of them, the checks stay and so do the provider's locks.
-
-    Made by `Device.thread_domain`.
+    "Any objects created under this thread domain will disable internal locking": only the thread of the event loop that
+    opens the thread domain may use these objects, and every call checks this. If the provider has no thread domains
+    left, the checks are the same, but the provider keeps its locks.
     """
 
     def __init__(
@@ -110,14 +111,14 @@ class ThreadDomain(Resource):
 
     @property
     def native(self) -> bool:
-        """Whether it is open and the provider drops its locks for what is made on it."""
+        """Whether the domain is open and the provider takes no locks for resources made on it."""
         return self._handle is not None and self.state is ResourceState.OPEN
 
     @property
     def handle(self) -> core.ThreadDomain | None:
-        """The verbs object, None where it is not native.
+        """Verbs object of the thread domain; None if it is not native.
 
-        :raises ClosedResourceError: it is not open.
+        :raises ClosedResourceError: the domain is not open.
         """
         self._check_open()
         return self._handle

@@ -1,4 +1,4 @@
-"""XRC domains: what lets one shared receive queue serve the queue pairs of many processes."""
+"""XRC domains, through which one shared receive queue serves the queue pairs of many processes."""
 
 import os
 
@@ -13,21 +13,23 @@ __all__ = ["XrcDomain"]
 
 
 class XrcDomain(HandleResource[handles.XrcDomain]):
-    """An XRC domain: ``ibv_open_xrcd``. Any event loop may use it.
+    """An XRC domain: ``ibv_open_xrcd``. Any event loop may use it. Made by `Device.xrc_domain`.
 
-    Made by `Device.xrc_domain`.
+    An inode identifies at most one domain, regardless of the process that opens it and of the name or inherited
+    descriptor used. The domain is destroyed when the last process closes it or ends. Receives of a shared receive queue
+    are processed by the process that made the queue.
 
-    An inode has one domain, whichever process opens it, by whatever name or inherited descriptor. It ends when the last
-    process closes it; one that ends, or is killed, has closed it. A shared receive queue is served by the process that
-    made it. On the software device that holds among the processes that have AIOVERBS_SOFT_DIRECTORY in common, and the
-    child of a fork counts by what it opens itself, not by what its parent has. Where that directory cannot be made, or
-    is not to be trusted, as where other users can write to it and AIOVERBS_SOFT_USERS names none, a process knows of
-    its own domains only.
+    On the software device, this holds among processes with the same AIOVERBS_SOFT_DIRECTORY, and a forked child counts
+    as a user only of the domains that it opens itself. If that directory cannot be created or is not trusted, for
+    example because other users can write to it while AIOVERBS_SOFT_USERS is empty, a process sees only its own domains.
 
-    :param fd: "the file descriptor to associate with the XRCD": who opens one with the same inode opens the same; -1:
-        no inode is associated, and nobody else opens it.
-    :param oflag: ``os.O_CREAT``: it is created where it does not exist; with ``os.O_EXCL`` opening fails where it does.
-        Without ``os.O_CREAT`` opening fails where it does not exist.
+    :param device: device of the domain.
+    :param context: open context of the device.
+    :param fd: "the file descriptor to associate with the XRCD": processes that open the same inode open the same
+        domain; -1: no inode, so no other process can open the domain.
+    :param oflag: ``os.O_CREAT``: create the domain if it does not exist; with ``os.O_EXCL``, opening fails if it
+        exists. Without ``os.O_CREAT``, opening fails if it does not exist.
+    :raises VerbsError: on opening: the verb failed.
     """
 
     def __init__(self, device: Resource, context: handles.Context, fd: int = -1, oflag: int = os.O_CREAT) -> None:
@@ -41,19 +43,22 @@ class XrcDomain(HandleResource[handles.XrcDomain]):
         self._lifecycle.hold(self._handle)
 
     def queue_pair(self, *, port: int = 1, gid_index: int | None = None) -> QueuePair:
-        """A queue pair of type XRC_RECV, to be opened. It has nothing but the domain: what arrives goes to the shared
-        receive queues that its peers name.
+        """Return an XRC_RECV queue pair of this domain, to be opened.
 
-        :param port: the device's port that it answers from.
-        :param gid_index: which of the port's GIDs it answers from; None: see `QueuePair`.
+        The queue pair has no queues: messages go to the shared receive queues whose numbers the peer gives.
+
+        :param port: number of the device port to respond from.
+        :param gid_index: index of the port's GID to respond from; None: see `QueuePair`.
         """
         return QueuePair(self, None, None, qp_type=QpType.XRC_RECV, xrc_domain=self, port=port, gid_index=gid_index)
 
     async def aclose(self) -> None:
-        """Close it: ``ibv_close_xrcd``. In the child of a fork nothing is done: it is the parent's.
+        """Close the domain: ``ibv_close_xrcd``. In the child of a fork this does nothing, because the parent owns the
+        domain.
 
-        :raises BusyResourceError: something is still associated with it, which the verb refuses, too; nothing was done.
-        :raises VerbsError: the verb failed; it is still open, and can be closed again.
+        :raises BusyResourceError: a queue is still associated with the domain, and the verb would fail; nothing was
+            done.
+        :raises VerbsError: the verb failed; the domain is still open and can be closed again.
         """
         if self._lifecycle.children and not self._lifecycle.inherited:
             first = next(iter(self._lifecycle.children.values()))

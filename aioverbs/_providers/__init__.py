@@ -1,4 +1,4 @@
-"""Where verbs contexts come from: `software` in this process, `hardware` through libibverbs and pyverbs.
+"""Providers of verbs contexts: `software` in this process, `hardware` through libibverbs and pyverbs.
 
-Both have ``names()``, the devices that are there, ``open_context(name)`` and ``gid_table(context, port)``.
+Both have ``names()``, which lists the devices, ``open_context(name)`` and ``gid_table(context, port)``.
 """

@@ -1,4 +1,4 @@
-"""RDMA devices of this machine: pyverbs lists and opens them, every other verb goes through the core's own table."""
+"""RDMA devices of this machine. pyverbs lists and opens them; the core calls all other verbs through its own table."""
 
 import contextlib
 import errno
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 __all__ = ["adopt_context", "adopt_memory_region", "adopt_protection_domain", "gid_table", "names", "open_context"]
 
-# What a context was made from, for the verbs that pyverbs is asked for. Imported ones are made from nothing of its.
+# The pyverbs context of each context, for the verbs called through pyverbs. Imported contexts have none.
 _pyverbs_contexts: "weakref.WeakKeyDictionary[handles.Context, PyverbsContext]" = weakref.WeakKeyDictionary()
 
 
 def _pyverbs_device() -> ModuleType:
-    """``pyverbs.device``, imported when a device is first asked for: nothing else needs it."""
+    """Return ``pyverbs.device``, imported when a device is first needed, because nothing else needs pyverbs."""
     handles.load_libibverbs()
-    # Its import calls logging.basicConfig, which does nothing where the root logger has a handler.
+    # Its import calls logging.basicConfig, which has no effect if the root logger has a handler.
     root, handler = logging.getLogger(), logging.NullHandler()
     root.addHandler(handler)
     try:
@@ -43,21 +43,21 @@ def _pyverbs_device() -> ModuleType:
 
 @contextlib.contextmanager
 def _as_verbs_error(verb: str) -> Iterator[None]:
-    """What pyverbs raises is no OSError, and means one."""
+    """Convert a PyverbsError, which is not an OSError, to a VerbsError."""
     from pyverbs.pyverbs_error import PyverbsError
 
     try:
         yield
     except PyverbsError as error:
-        number = getattr(error, "error_code", -1)  # pyverbs' own -1 is not EPERM; some verbs return theirs negative
+        number = getattr(error, "error_code", -1)  # pyverbs' -1 does not mean EPERM; some verbs negate errno
         raise VerbsError(verb, errno.EIO if number == -1 else abs(number)) from error
 
 
 def names() -> list[str]:
-    """The RDMA devices of this machine.
+    """Return the names of the RDMA devices of this machine.
 
-    :raises LibraryNotFoundError: pyverbs or the libibverbs that it was built for is not installed.
-    :raises VerbsError: they cannot be listed.
+    :raises LibraryNotFoundError: pyverbs, or the libibverbs that pyverbs was built for, is not installed.
+    :raises VerbsError: ``ibv_get_device_list`` failed.
     """
     device = _pyverbs_device()
     with _as_verbs_error("ibv_get_device_list"):
@@ -68,9 +68,9 @@ def names() -> list[str]:
 def open_context(name: str) -> handles.Context:
     """Open an RDMA device.
 
-    :raises DeviceNotFoundError: there is no such device.
-    :raises LibraryNotFoundError: pyverbs or libibverbs is not installed, or not laid out in a way that is known.
-    :raises VerbsError: it cannot be opened, as with EACCES.
+    :raises DeviceNotFoundError: there is no device of that name.
+    :raises LibraryNotFoundError: pyverbs or libibverbs is not installed, or its objects have an unknown layout.
+    :raises VerbsError: the device cannot be opened, for example with EACCES.
     """
     available = names()
     if name not in available:
@@ -78,7 +78,7 @@ def open_context(name: str) -> handles.Context:
     context = _open(name)
     try:
         return _adopt(context, context)
-    except RuntimeError as error:  # its objects are not what the bridge knows
+    except RuntimeError as error:  # the layout of the pyverbs objects is unknown to the bridge
         context.close()
         raise LibraryNotFoundError("pyverbs", str(error)) from error
 
@@ -101,9 +101,9 @@ def _adopt(context: "PyverbsContext", owner: "PyverbsContext | _Lent") -> handle
 
 
 def gid_table(context: handles.Context, port: int) -> list[Gid]:
-    """The GIDs that a port has: ``ibv_query_gid_table``.
+    """Return the GIDs of a port: ``ibv_query_gid_table``.
 
-    :raises VerbsError: the device does not tell.
+    :raises VerbsError: the verb failed.
     """
     ports = range(1, context.attributes.phys_port_cnt + 1)
     most = sum(context.query_port(each).gid_tbl_len for each in ports)
@@ -122,25 +122,25 @@ def gid_table(context: handles.Context, port: int) -> list[Gid]:
 
 
 def _bytes(half: int) -> bytes:
-    """Of a half of a GID, which pyverbs gives as it stands in memory."""
+    """Return the bytes of half a GID, which pyverbs gives as an integer read from memory in native byte order."""
     return half.to_bytes(8, sys.byteorder)
 
 
 class _Lent:
-    """A pyverbs context that its user closes: here it is only kept."""
+    """Keeps a pyverbs context that the user owns, and does not close it."""
 
     def __init__(self, context: object) -> None:
         self.context = context
 
     def close(self) -> None:
-        """Nothing."""
+        """Do nothing: the user closes the context."""
 
 
 def adopt_context(context: "PyverbsContext") -> handles.Context:
-    """Use an open `pyverbs.device.Context`, which its user keeps and closes afterwards.
+    """Use an open `pyverbs.device.Context`, which the user continues to own and closes later.
 
-    :raises TypeError: it is something else.
-    :raises ValueError: it is closed.
+    :raises TypeError: `context` is something else.
+    :raises ValueError: `context` is closed.
     :raises LibraryNotFoundError: pyverbs or libibverbs is not installed.
     """
     _pyverbs_device()
@@ -148,18 +148,18 @@ def adopt_context(context: "PyverbsContext") -> handles.Context:
 
 
 def adopt_protection_domain(context: handles.Context, pd: "PD") -> handles.ProtectionDomain:
-    """Use an open `pyverbs.pd.PD` of an adopted context, which its user keeps and closes afterwards.
+    """Use an open `pyverbs.pd.PD` of an adopted context, which the user continues to own and closes later.
 
-    :raises TypeError: it is something else.
-    :raises ValueError: it is closed, or of another context.
+    :raises TypeError: `pd` is something else.
+    :raises ValueError: `pd` is closed or belongs to another context.
     """
     return handles.ProtectionDomain.adopt(context, pyverbs_bridge.pd_capsule(pd), pd)
 
 
 def adopt_memory_region(pd: handles.ProtectionDomain, mr: "MR") -> handles.MemoryRegion:
-    """Use an open `pyverbs.mr.MR` of an adopted protection domain, which its user keeps and closes afterwards.
+    """Use an open `pyverbs.mr.MR` of an adopted protection domain, which the user continues to own and closes later.
 
-    :raises TypeError: it is something else.
-    :raises ValueError: it is closed, or of another protection domain.
+    :raises TypeError: `mr` is something else.
+    :raises ValueError: `mr` is closed or belongs to another protection domain.
     """
     return handles.MemoryRegion.adopt(pd, pyverbs_bridge.mr_capsule(mr), mr)

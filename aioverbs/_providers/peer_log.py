@@ -1,4 +1,4 @@
-"""Peers that the software device refused go to the log: on a loop of those who use it, or when they are asked for."""
+"""Logging of the peers that the software device rejected, by an event loop that uses the device or when queried."""
 
 import asyncio
 import contextlib
@@ -18,27 +18,27 @@ logger = logging.getLogger("aioverbs.fabric")
 
 EVERY_S = 1.0
 
-_lock = threading.RLock()  # a handler of signals may ask in the middle of a section
-_logged: dict[tuple[int, str], int] = {}  # by process and device: how many of its refusals
+_lock = threading.RLock()  # reentrant: a signal handler may log in the middle of a section
+_logged: dict[tuple[int, str], int] = {}  # number of rejections already logged, by process and device
 _attended: weakref.WeakKeyDictionary[handles.Context, asyncio.AbstractEventLoop] = weakref.WeakKeyDictionary()
 
 
 def _forked() -> None:
     global _lock
-    _lock = threading.RLock()  # who held it is not here
+    _lock = threading.RLock()  # the holder of the lock does not exist in the child
 
 
 os.register_at_fork(after_in_child=_forked)
 
 
 def log(context: software.Context) -> FabricStatistics:
-    """Log what a software device refused that was not logged yet, and return what it tells."""
+    """Log rejections of a software device that were not logged yet, and return the statistics of its fabric."""
     told = context.fabric()
     count = told.refused_peers + told.refused_frames
     key = os.getpid(), context.name
     with _lock:
         fresh = count - _logged.get(key, 0)
-        if fresh > 0:  # else another thread was told later, and was faster
+        if fresh > 0:  # otherwise another thread read the count later and logged first
             _logged[key] = count
     known = told.refusals[-fresh:] if fresh > 0 else ()
     if fresh > len(known):
@@ -50,7 +50,7 @@ def log(context: software.Context) -> FabricStatistics:
 
 
 def attend(context: handles.Context) -> None:
-    """See that refusals are logged by the running loop about once a second, as long as it runs, if there can be any."""
+    """Have the running loop log rejections about once a second while it runs, if the device can have peers."""
     loop = asyncio._get_running_loop()
     if loop is None or not isinstance(context, software.Context) or not context.has_fabric:
         return
@@ -66,6 +66,6 @@ def _look(loop: asyncio.AbstractEventLoop, reference: weakref.ref[software.Conte
     context = reference()
     if context is None or context.closed:
         return
-    with contextlib.suppress(ClosedResourceError, VerbsError):  # by another thread, just now
+    with contextlib.suppress(ClosedResourceError, VerbsError):  # another thread has just closed the context
         log(context)
         loop.call_later(EVERY_S, _look, loop, reference)

@@ -1,4 +1,4 @@
-"""The software devices: a verbs provider in this process, always there."""
+"""The software devices: a verbs provider in this process, available on every machine."""
 
 import os
 
@@ -17,20 +17,20 @@ _NAME = "soft0"
 
 
 def names() -> list[str]:
-    """The software device that is there without anybody's word; each address makes one more."""
+    """Return the name of the software device that exists by default; each address makes one more device."""
     return [_NAME]
 
 
 def open_context(name: str = _NAME, *, execution: Execution = "inline", delay_ns: int = 0) -> Context:
     """Open a software device.
 
-    :param name: ``"soft0"``: the one that the environment variable AIOVERBS_SOFT_ADDRESS tells, else the one without an
-        address; or with an address, as in ``"soft0@10.0.0.1:7470"``.
+    :param name: ``"soft0"``: the device with the address in the environment variable AIOVERBS_SOFT_ADDRESS, or without
+        an address if that is not set; or a name with an address, such as ``"soft0@10.0.0.1:7470"``.
     :param execution: ``"inline"`` executes a request in the call that posts it, ``"thread"`` in a thread of the device.
-    :param delay_ns: with ``"thread"`` only: the least time from posting to execution, in nanoseconds.
-    :raises DeviceNotFoundError: it is no software device's name.
-    :raises ValueError: the address is none, or an environment variable cannot be understood: see `SoftSettings`.
-    :raises VerbsError: it does not open, or nobody can connect to its address: the error says why.
+    :param delay_ns: with ``"thread"`` only: minimum time from posting to execution, in nanoseconds.
+    :raises DeviceNotFoundError: `name` is not that of a software device.
+    :raises ValueError: the address or an environment variable is invalid: see `SoftSettings`.
+    :raises VerbsError: the device cannot be opened or cannot accept connections at its address: the error says why.
     """
     if not is_software(name):
         raise DeviceNotFoundError(name, names())
@@ -41,6 +41,6 @@ def open_context(name: str = _NAME, *, execution: Execution = "inline", delay_ns
 
 
 def gid_table(context: handles.Context, port: int) -> list[Gid]:
-    """The GIDs of a port; they are as those of RoCE v2."""
+    """Return the GIDs of a port; all have the type RoCE v2."""
     length = context.query_port(port).gid_tbl_len
     return [Gid(index, context.query_gid(port, index), GidType.ROCE_V2) for index in range(length)]

@@ -14,36 +14,39 @@ _UNSPECIFIC = "it is no address that one host has: give one of this host's netwo
 
 @dataclass(frozen=True, slots=True)
 class SoftAddress:
-    """Where other hosts find a software device.
+    """Address at which other hosts reach a software device.
 
-    :param host: an address of this host that others reach.
-    :param port: of TCP, from 1 to 65535. All devices that reach each other by IPv6 have the same one.
+    :param host: address of this host that other hosts can reach.
+    :param port: TCP port, 1..65535. Devices that reach each other by IPv6 must all have the same port.
     """
 
     host: IPv4Address | IPv6Address
     port: int = DEFAULT_PORT
 
     def __post_init__(self) -> None:
-        """:raises ValueError: no device can be there."""
+        """Check the address.
+
+        :raises ValueError: no device can have this address.
+        """
         if problem := _problem(self.host):
             raise ValueError(f"{self.host} cannot be a software device's address: {problem}")
         if not 1 <= self.port <= 65535:
             raise ValueError(f"a port is a number from 1 to 65535, not {self.port}")
 
     def __str__(self) -> str:
-        """As `parse` reads it."""
+        """Format the address as `parse` reads it."""
         return f"[{self.host}]:{self.port}" if self.host.version == 6 else f"{self.host}:{self.port}"
 
     @property
     def name(self) -> str:
-        """Of the device."""
+        """Name of the device with this address."""
         return f"{_DEVICE}@{self}"
 
     @classmethod
     def parse(cls, text: str) -> "SoftAddress":
-        """From ``10.0.0.1``, ``10.0.0.1:7470``, ``[fd00::1]`` or ``[fd00::1]:7470``.
+        """Parse ``10.0.0.1``, ``10.0.0.1:7470``, ``[fd00::1]`` or ``[fd00::1]:7470``.
 
-        :raises ValueError: it is something else; the error says what to write.
+        :raises ValueError: `text` is something else; the error says what to write.
         """
         if not text:
             raise ValueError(f"there is no address: {_HINT}")
@@ -85,14 +88,14 @@ def _problem(host: IPv4Address | IPv6Address) -> str | None:
 
 
 def is_software(name: str) -> bool:
-    """Whether a device's name is a software device's, a good one or not."""
+    """Return whether a name is that of a software device, with a valid address or not."""
     return name.partition("@")[0] == _DEVICE
 
 
 def parse_name(name: str) -> SoftAddress | None:
-    """The address in a software device's name; None where it is the name alone.
+    """Return the address in the name of a software device; None if the name has no address.
 
-    :raises ValueError: what follows the name is no address; the error says what to write.
+    :raises ValueError: the name or the address is invalid; the error says what to write.
     """
     plain, at, text = name.partition("@")
     if not at and plain == _DEVICE:

@@ -1,4 +1,4 @@
-"""PURE: what the environment says of the software device and of its peers in other processes."""
+"""PURE: settings of the software device and of its peers in other processes, read from environment variables."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -13,7 +13,7 @@ T = TypeVar("T")
 U = TypeVar("U")
 
 SPIN_US = 50
-MAX_DIRECTORY = 74  # bytes: a slash and the 32 digits of a GID follow, and sun_path of a Unix socket has 108
+MAX_DIRECTORY = 74  # bytes: a slash and a GID of 32 digits follow; sun_path has 108
 MAX_USERS = 64
 MAX_SECRET = 256
 MAX_SPIN_US = 1_000_000
@@ -22,18 +22,18 @@ _NOBODY = 0xFFFFFFFF  # (uid_t)-1
 
 @dataclass(frozen=True, slots=True)
 class SoftSettings:
-    """How software devices of this process are found, and by whom.
+    """Settings of the software devices of this process.
 
-    :param directory: AIOVERBS_SOFT_DIRECTORY, where devices of this host find each other; without it a private one of
-        this user, in XDG_RUNTIME_DIR or else in /tmp. With `users`, it needs the sticky bit where several can write.
-        Processes that have it in common have the XRC domains of inodes in common.
-    :param address: AIOVERBS_SOFT_ADDRESS, of the device that is named by ``"soft0"`` alone; None: it has none.
-    :param users: AIOVERBS_SOFT_USERS, the numbers of the users whose processes may be peers, beside this one's.
-    :param secret: AIOVERBS_SOFT_SECRET, what a peer has to know; empty: nothing. It is not shown. A random one of 32
-        bytes is not guessed, a word is: who is connected to can try secrets on what he is told.
-    :param direct: AIOVERBS_SOFT_DIRECT, whether data may go from one process's memory to another's.
-    :param spin_us: AIOVERBS_SOFT_SPIN, how many microseconds the thread that serves peers looks for what comes next
-        before it sleeps.
+    :param directory: AIOVERBS_SOFT_DIRECTORY, directory in which devices of this host find each other. By default a
+        private directory of the user, in XDG_RUNTIME_DIR or else in /tmp. With `users`, a directory that several users
+        can write to needs the sticky bit. XRC domains of inodes are shared by the processes with the same directory.
+    :param address: AIOVERBS_SOFT_ADDRESS, address of the device with the name ``"soft0"``; None: the device has none.
+    :param users: AIOVERBS_SOFT_USERS, IDs of the users whose processes are accepted as peers, in addition to this user.
+    :param secret: AIOVERBS_SOFT_SECRET, secret that a peer must know; empty: none. Not part of the repr. Use 32 random
+        bytes: a peer that accepts a connection can try secrets against the messages that it receives, and would find a
+        word.
+    :param direct: AIOVERBS_SOFT_DIRECT, whether data may be copied directly between the memory of two processes.
+    :param spin_us: AIOVERBS_SOFT_SPIN, time that the thread serving peers polls before it sleeps, in microseconds.
     """
 
     directory: bytes
@@ -45,10 +45,11 @@ class SoftSettings:
 
     @classmethod
     def read(cls, environment: Mapping[str, str], user: int) -> "SoftSettings":
-        """From environment variables; one that is empty is as if it was not there.
+        """Read the settings from environment variables. An empty variable counts as not set.
 
-        :param user: the number of this process's effective user.
-        :raises ValueError: one cannot be understood; the error says which, and what to write.
+        :param environment: environment variables.
+        :param user: ID of the effective user of this process.
+        :raises ValueError: a variable is invalid; the error says which, and what to write.
         """
         private = _parse(environment, "XDG_RUNTIME_DIR", _runtime_directory, b"/tmp/aioverbs-%d" % user)
         settings = cls(
@@ -107,7 +108,7 @@ def _number(text: str, most: int, what: str) -> int:
 
 def _secret(text: str) -> bytes:
     secret = os.fsencode(text)
-    if len(secret) > MAX_SECRET:  # and no word of what it is
+    if len(secret) > MAX_SECRET:  # the message must not reveal the secret
         raise ValueError(f"a secret has {MAX_SECRET} bytes at most, not {len(secret)}")
     return secret
 

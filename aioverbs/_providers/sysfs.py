@@ -1,4 +1,4 @@
-"""The RDMA devices that the kernel knows, and the files by which programs reach them; no library need be asked."""
+"""RDMA devices that the kernel knows, and their device files, read from sysfs without any library."""
 
 import contextlib
 import errno
@@ -13,18 +13,18 @@ _FOLDER = Path("/sys/class/infiniband")
 
 
 def kernel_devices() -> list[str]:
-    """Their names, whether or not a program can use them."""
+    """Return the names of the kernel's RDMA devices, whether or not this process can use them."""
     return sorted(path.name for path in _FOLDER.iterdir()) if _FOLDER.is_dir() else []
 
 
 def device_nodes(root: Path = Path("/")) -> dict[str, Path]:
-    """The file below /dev of each device, by the device's name, where the kernel offers one.
+    """Return the device file below /dev of each RDMA device that has one, by the name of the device.
 
-    :param root: where the machine's files are.
+    :param root: root folder of the file system.
     """
     nodes = {}
     for path in (root / "sys/class/infiniband_verbs").glob("*/ibdev"):
-        with contextlib.suppress(OSError):  # it went meanwhile
+        with contextlib.suppress(OSError):  # the device was removed in between
             nodes[path.read_text().strip()] = root / "dev/infiniband" / path.parent.name
     return nodes
 
@@ -43,7 +43,7 @@ def device_numbers(root: Path = Path("/")) -> set[tuple[int, int]]:
 
 
 def try_open(path: Path) -> int:
-    """The error number of opening a device's file, 0 where that works."""
+    """Return the error number of opening a device file, 0 on success."""
     try:
         os.close(os.open(path, os.O_RDWR | os.O_CLOEXEC))
     except OSError as error:
@@ -52,13 +52,14 @@ def try_open(path: Path) -> int:
 
 
 def check_node(verb: str, node: Path) -> None:
-    """See that a device's file opens, after a verb that opens it failed.
+    """Check that a device file can be opened, after a verb that opens it has failed.
 
-    The libraries of rdma-core look for a file elsewhere when it does not open, and report how that search ended:
-    ENOENT, even where the process may not open the file.
+    The libraries of rdma-core search for the file elsewhere if it cannot be opened, and report the result of that
+    search: ENOENT, even if the process lacks the permission to open the file.
 
-    :param verb: the verb's name, for the error.
-    :raises VerbsError: the file is there and does not open, as with EACCES.
+    :param verb: name of the verb, for the error.
+    :param node: device file.
+    :raises VerbsError: the file exists and cannot be opened, for example with EACCES.
     """
     number = try_open(node)
     if number not in (0, errno.ENOENT):

@@ -1,4 +1,4 @@
-"""PURE: what the two ends of a connection know of each other."""
+"""PURE: endpoints, the addressing information that two queue pairs exchange to connect."""
 
 import struct
 from dataclasses import dataclass, field
@@ -20,17 +20,19 @@ _BITS = {"qp_num": 24, "psn": 24, "qkey": 32, "lid": 16, "max_rd_atomic": 8, "ma
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """One end of a connection, or where datagrams go: what a peer needs to know of a queue pair.
+    """Addressing information of a queue pair, which a peer needs to connect to it or to send datagrams to it.
 
-    :param gid: of its port, 16 bytes.
-    :param qp_num: its number, 24 bits.
-    :param psn: the sequence number of the first packet that it sends, 24 bits.
-    :param mtu: the largest packet that its port takes.
-    :param qp_type: its type: those of type XRC_SEND and XRC_RECV talk to each other, any other to its like.
-    :param max_rd_atomic: how many reads and atomics it can have under way.
-    :param max_dest_rd_atomic: how many of its peer's it can serve at once.
-    :param qkey: what datagrams to it must bear, 32 bits; of type UD.
-    :param lid: of its port, on InfiniBand; 0 over Ethernet.
+    :param gid: GID of the port, 16 bytes.
+    :param qp_num: queue pair number, 0..2**24-1.
+    :param psn: sequence number of the first packet that the queue pair sends, 0..2**24-1.
+    :param mtu: active MTU of the port.
+    :param qp_type: type of the queue pair. XRC_SEND and XRC_RECV connect to each other, other types to the same type.
+    :param max_rd_atomic: maximum number of reads and atomics that the queue pair can have in flight, 0..255.
+    :param max_dest_rd_atomic: maximum number of the peer's reads and atomics that the queue pair can respond to at
+        once, 0..255.
+    :param qkey: key that datagrams to a UD queue pair must carry, 0..2**32-1.
+    :param lid: LID of the port on InfiniBand, 0..2**16-1; 0 over Ethernet.
+    :raises ValueError: a value is out of range.
     """
 
     gid: bytes
@@ -53,7 +55,7 @@ class Endpoint:
         QpType(self.qp_type)
 
     def __bytes__(self) -> bytes:
-        """Its wire form, 35 bytes in network order, of which the first is the version of that form."""
+        """Encode the endpoint as 35 bytes in network byte order, of which the first is the version of the encoding."""
         return _WIRE.pack(
             _VERSION,
             self.qp_type,
@@ -69,9 +71,10 @@ class Endpoint:
 
     @classmethod
     def from_bytes(cls, data: "Buffer") -> Self:
-        """From its wire form.
+        """Decode an endpoint.
 
-        :raises ValueError: it is none, or one of another version.
+        :param data: 35 bytes that ``bytes(endpoint)`` returned.
+        :raises ValueError: the version or the length of `data` is wrong, or a value is out of range.
         """
         view = memoryview(data).cast("B")
         if len(view) and view[0] != _VERSION:
@@ -92,11 +95,15 @@ class Endpoint:
         )
 
     def path_to(self, remote: "Endpoint", *, port_num: int, sgid_index: int) -> AddressVector:
-        """The way from here to another one: by GID over Ethernet and to other subnets, by LID alone within one.
+        """Return the path from this endpoint to another one.
 
-        :param port_num: the port of this one.
-        :param sgid_index: where its GID stands in that port's table.
-        :raises ValueError: one is on InfiniBand and the other on Ethernet, or the other one has no GID.
+        The path uses the GID over Ethernet and to another InfiniBand subnet, and the LID alone within one subnet.
+
+        :param remote: endpoint that the path leads to.
+        :param port_num: number of the local port, from 1.
+        :param sgid_index: index of this endpoint's GID in the GID table of that port.
+        :raises ValueError: one endpoint is on InfiniBand and the other on Ethernet, or `remote` has no GID over
+            Ethernet.
         """
         if bool(self.lid) != bool(remote.lid):
             raise ValueError(f"one of these has a LID, as on InfiniBand, and one has none: {self}, {remote}")

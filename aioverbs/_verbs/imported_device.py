@@ -1,4 +1,4 @@
-"""Devices whose context is another one's, of this process or another: for what is shared between them."""
+"""Devices over the context of another process, to open the protection domains that it shares."""
 
 import socket
 from typing import Self
@@ -14,7 +14,7 @@ __all__ = ["ImportedDevice", "import_device"]
 
 
 class ImportedDevice(Device):
-    """A device for what another process shares: ``ibv_import_device``. Made by `import_device`."""
+    """A device that opens what another process shares: ``ibv_import_device``. Made by `import_device`."""
 
     def __init__(
         self,
@@ -30,15 +30,18 @@ class ImportedDevice(Device):
         self._given: list[ReceivedShare | ReceivedSoftwareShare] = []
 
     async def open(self) -> Self:
-        """Open it; see `import_device` for what that raises."""
+        """Open the device: ask the process at the other end of the socket for what it shares.
+
+        See `import_device` for the exceptions.
+        """
         if self.state is not ResourceState.NEW:
-            return await super().open()  # which says why it cannot be
+            return await super().open()  # raises the reason why it cannot be opened
         given = await receive(*self._from)
         self._given.append(given)
         try:
             return await super().open()
         finally:
-            if given in self._given:  # and not taken, for this call or for one that came before
+            if given in self._given:  # not taken by _make_context: opening failed
                 self._given.remove(given)
                 given.share.destroy()
             given.close()
@@ -57,26 +60,30 @@ def import_device(
     name: str | None = None,
     max_native_thread_domains: int | None = None,
 ) -> Device:
-    """A device to be opened, for a protection domain of the process at the other end of a socket.
+    """Return a device that can open a protection domain of the process at the other end of a socket, to be opened.
 
-    That process calls `SharedProtectionDomain.send`. `Device.shared_protection_domain` then opens an instance of what
-    it shares, and everything else is made as on any device.
+    That process calls `SharedProtectionDomain.send`. After opening the device, `Device.shared_protection_domain`
+    returns an instance of the shared domain; other resources are made as on any device.
 
-    An RDMA device is over the context of that process. To the kernel both are one, which ends with the last of its
-    descriptors: what a process leaves open when it dies stays until then. A software device is this process' own, with
-    its own address and queue pairs, and a process that dies takes its own with it, not more.
+    An RDMA device uses the context of that process. The kernel sees one context, which ends with its last file
+    descriptor: resources that a process leaves open when it dies exist until then. A software device belongs to this
+    process, with an address and queue pairs of its own; a process that dies loses only its own resources.
 
-    Opening raises `VerbsError`: with ENOENT, EACCES or EXDEV where nothing is shared by that id, with that key, or on
-    that device; with EOPNOTSUPP where the provider has no ``ibv_import_device``; with EPROTO or EPROTONOSUPPORT where
-    the peer says something else. It raises `BrokenResourceError` where the peer is gone, and `LibraryNotFoundError`;
-    and what `open_device` raises of a software device.
-
-    :param socket: a connected stream socket of the Unix domain, not blocking; it stays the caller's, and is read and
-        written by nobody else meanwhile.
-    :param shared_id: `SharedProtectionDomain.id`.
-    :param share_key: the key that it was shared with, 64 bits.
-    :param name: which software device of this process, as for `open_device`, where it is one; None: ``"soft0"``.
+    :param socket: connected non-blocking stream socket of the Unix domain. The caller continues to own the socket and
+        must not read or write it while the device is being opened.
+    :param shared_id: `SharedProtectionDomain.id`, 0..2**96-1.
+    :param share_key: the key that the domain was shared with, 0..2**64-1.
+    :param name: name of the software device of this process to use, as for `open_device`, if the shared device is a
+        software device; None: ``"soft0"``.
     :param max_native_thread_domains: as for `open_device`.
+    :raises TypeError: `shared_id` or `share_key` is not an integer.
+    :raises ValueError: `shared_id` or `share_key` does not fit in its bits.
+    :raises VerbsError: on opening: with ENOENT, EACCES or EXDEV, no domain is shared by that id, with that key, or on
+        that device; with EOPNOTSUPP, the provider does not implement ``ibv_import_device``; with EPROTO or
+        EPROTONOSUPPORT, the peer does not speak the protocol, or another version. For a software device also as for
+        `open_device`.
+    :raises BrokenResourceError: on opening: the peer closed the connection.
+    :raises LibraryNotFoundError: on opening: libibverbs is missing.
     """
     check_share(shared_id, share_key)
     return ImportedDevice(socket, shared_id, share_key, name, max_native_thread_domains)

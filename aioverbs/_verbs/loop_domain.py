@@ -1,4 +1,4 @@
-"""The one resource domain of an event loop, which blocks on it share."""
+"""The resource domain of an event loop, shared by blocks on it."""
 
 import asyncio
 from collections.abc import Callable
@@ -14,7 +14,10 @@ __all__ = ["LoopDomain", "SharedByBlocks"]
 
 
 class SharedByBlocks:
-    """The resource domain of a loop, and how many blocks have it."""
+    """Resource domain of an event loop and the number of blocks that use it.
+
+    :param domain: the open domain.
+    """
 
     def __init__(self, domain: ResourceDomain) -> None:
         self.domain = domain
@@ -22,12 +25,13 @@ class SharedByBlocks:
 
 
 class LoopDomain(OwnedBlock[ResourceDomain]):
-    """What `Device.loop_domain` returns.
+    """Async context manager that `Device.loop_domain` returns.
 
-    It is no generator: those that are open are closed by the end of their loop, in the middle of an await, too.
+    A class instead of an async generator, because the end of an event loop closes its open generators, even in the
+    middle of an await.
 
     :param make: makes a resource domain.
-    :param domains: those of the device, by their loops.
+    :param domains: shared resource domains of the device, by event loop.
     """
 
     def __init__(
@@ -42,12 +46,12 @@ class LoopDomain(OwnedBlock[ResourceDomain]):
         loop = running_loop()
         if turn := spend(LIGHT):
             await yield_to_loop(turn)
-        # From here on there is no await, in which another one could come in.
+        # No await from here on, during which another task could enter.
         for other in tuple(self._domains):
             if other.is_closed():
                 self._domains.pop(other, None)
         shared = self._domains.get(loop)
-        if shared is None or shared.domain.state is not ResourceState.OPEN:  # somebody closed it
+        if shared is None or shared.domain.state is not ResourceState.OPEN:  # a block has closed it
             domain = self._make()
             open_now(domain)
             shared = self._domains[loop] = SharedByBlocks(domain)

@@ -1,4 +1,4 @@
-"""Verbs in which the kernel looks for a peer's neighbour: they are called in threads, and the event loop goes on."""
+"""Calling verbs that wait for address resolution in helper threads, so that the event loop is not blocked."""
 
 import asyncio
 import contextlib
@@ -15,14 +15,15 @@ from aioverbs.errors import VerbsError
 
 __all__ = ["in_helper", "may_block"]
 
-# Threads of a loop in which such verbs are called. The kernel gives up after a second, and a server that many knock at
-# lets go of each of the 128 on their way after half a second: so 256 verbs of peers that nobody answers for are under
-# way at once, and another peer's is not to wait for theirs. With 64 threads half of the others had no connection.
+# Maximum number of helper threads of a loop. The kernel gives up on a peer that does not answer after a second. A
+# server under many connection attempts abandons each of its 128 handshakes after half a second. So verbs for up to 256
+# silent peers are in progress at once, and verbs for other peers must not wait for them. In a test with 64 threads,
+# half of the other peers got no connection.
 _HELPERS = 256
 
 
 def may_block(context: handles.Context) -> bool:
-    """Whether its verbs may wait for other machines."""
+    """Return whether verbs of a device may wait for other machines."""
     return not context.software
 
 
@@ -30,13 +31,14 @@ _limiter: RunVar[anyio.CapacityLimiter] = RunVar("helpers that look for neighbou
 
 
 async def in_helper(verb: str, function: Callable[[], object]) -> None:
-    """Call a function in a thread. The running loop has so many at once, whatever peers make their verbs wait.
+    """Call a function in a helper thread; each loop has a limited number of them, see `_HELPERS`.
 
-    Once it was begun a cancellation is raised after its end. What is waited for is no task: a loop that ends cancels
-    those, too. What the function raises is raised here.
+    Once the function is called, a cancellation is raised only after it has returned. The function is awaited through a
+    future, not a task, because a loop that ends would cancel a task. Exceptions of the function are raised here.
 
-    :param verb: what it calls.
-    :raises VerbsError: with EAGAIN: the process can have no more threads; nothing was called.
+    :param verb: name of the verb that the function calls, for the error.
+    :param function: function to call.
+    :raises VerbsError: with EAGAIN, no thread can be started; the function was not called.
     """
     try:
         limiter = _limiter.get()
@@ -54,12 +56,12 @@ async def in_helper(verb: str, function: Callable[[], object]) -> None:
             except BaseException as error:
                 failures.append(error)
             finally:
-                with contextlib.suppress(RuntimeError):  # that loop is closed: nobody waits
+                with contextlib.suppress(RuntimeError):  # the loop is closed, no task waits
                     loop.call_soon_threadsafe(wake, over)
 
         try:
             threading.Thread(target=call, name="aioverbs: looks for a neighbour").start()
-        except RuntimeError as error:  # at a limit of processes, such as `ulimit -u` or a container's
+        except RuntimeError as error:  # the process limit is reached: `ulimit -u` or that of a container
             raise VerbsError(verb, errno.EAGAIN, f"no thread could be started for it: {error}") from error
         await wait_uncancelled(over)
         if failures:

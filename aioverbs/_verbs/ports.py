@@ -1,4 +1,4 @@
-"""What a port has: its GID table, from which of it is sent, its limits."""
+"""Ports of a device: GID table, choice of the source GID, and limits."""
 
 from aioverbs._core.handles import handles
 from aioverbs._providers import hardware, software
@@ -7,13 +7,13 @@ from aioverbs.gid_selection import Gid, preferred
 
 __all__ = ["check_port", "gid_index", "gid_table", "limits_of"]
 
-_MOST_GIDS = 1 << 8  # the indices that ``sgid_index`` of ``ibv_global_route`` can have
+_MOST_GIDS = 1 << 8  # range of ``sgid_index`` in ``ibv_global_route``
 
 
 def gid_table(context: handles.Context, port: int) -> list[Gid]:
-    """The GIDs that a port has: ``ibv_query_gid_table``.
+    """Return the GIDs of a port: ``ibv_query_gid_table``.
 
-    :raises VerbsError: the device does not tell.
+    :raises VerbsError: the verb failed.
     """
     if context.software:
         return software.gid_table(context, port)
@@ -21,10 +21,13 @@ def gid_table(context: handles.Context, port: int) -> list[Gid]:
 
 
 def check_port(context: handles.Context, port: int, gid_index: int | None = None) -> None:
-    """See that the device has that port, and the port a GID at that index, if one is given.
+    """Check that the device has a port, and that the port's GID table has an index.
 
-    :raises ValueError: it has not.
-    :raises VerbsError: the device does not tell.
+    :param context: context of the device.
+    :param port: number of the port.
+    :param gid_index: index in the GID table; None: check the port only.
+    :raises ValueError: the port or the index does not exist.
+    :raises VerbsError: the port cannot be queried.
     """
     count = context.attributes.phys_port_cnt
     if not 1 <= port <= count:
@@ -39,18 +42,18 @@ def check_port(context: handles.Context, port: int, gid_index: int | None = None
 
 
 def limits_of(context: handles.Context, port: int) -> Limits:
-    """What a device and its port allow queue pairs.
+    """Return the limits of queue pairs on a port.
 
-    :raises VerbsError: the device does not tell, or has no such port.
+    :raises VerbsError: the port does not exist or cannot be queried.
     """
     return Limits.of(context.attributes, context.query_port(port))
 
 
 def gid_index(context: handles.Context, port: int) -> int:
-    """The index of the GID to send from, of those that the port has now: see `gids.preferred`.
+    """Return the index of the GID to send from: see `preferred` of `aioverbs.gid_selection`.
 
-    :raises ValueError: it has none, or the device no such port.
-    :raises VerbsError: the device does not tell.
+    :raises ValueError: the port does not exist or has no GID.
+    :raises VerbsError: the GID table cannot be queried.
     """
     check_port(context, port)
     found = preferred(gid_table(context, port))

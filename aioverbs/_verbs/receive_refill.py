@@ -1,4 +1,4 @@
-"""Receive queues that are kept full: messages come one by one, each in memory that goes back when it is read."""
+"""Refilling of receive queues: messages are delivered one by one, and released memory is posted again."""
 
 import asyncio
 import contextlib
@@ -30,17 +30,17 @@ __all__ = ["Refiller"]
 
 
 class Refiller:
-    """Keeps receives posted, and their memory.
+    """Keeps receives posted to a queue, and owns their memory.
 
-    What was released is posted again at once. What was forgotten is posted again by the loop that opened the queue: a
-    finalizer calls no verbs.
+    Released memory is posted again at once. Memory of a message that was garbage collected unreleased is posted again
+    by the event loop that opened the queue, because a finalizer must not call verbs.
 
-    :param life: of the queue, as long as which the memory is registered.
-    :param pd: the protection domain of the memory.
-    :param queue: that the receives go to.
-    :param requester: what posts them, apart from the user's object.
-    :param depth: how many.
-    :param size: bytes of each.
+    :param lifecycle: lifecycle of the queue, with which the memory is deregistered.
+    :param pd: protection domain of the memory.
+    :param queue: receive queue.
+    :param requester: object that posts the receives; it does not keep the user's object alive.
+    :param depth: number of receives to keep posted.
+    :param size: size of each receive, in bytes.
     """
 
     def __init__(
@@ -56,24 +56,25 @@ class Refiller:
         self._queue = queue
         self._requester = requester
         self._loop = asyncio.get_running_loop()
-        # Taken from and added to by single operations, whatever the thread.
+        # Any thread takes and adds elements, by single atomic operations.
         self._free = deque(whole[each * size : (each + 1) * size] for each in range(depth))
         self.inbox = Inbox(queue, self._message, self._free.append)
 
     def fill(self) -> None:
-        """Post what is free; nothing where the queue is in a state that takes none."""
+        """Post all free memory, until the queue pair is in a state that accepts no receives."""
         while True:
             try:
                 local = self._free.popleft()
             except IndexError:
                 return
             try:
-                _ = receive_into(self._requester, self.inbox, local)  # which goes to the inbox
+                _ = receive_into(self._requester, self.inbox, local)  # its result goes to the inbox
             except BaseException as error:
                 self._free.appendleft(local)
                 if isinstance(error, BrokenResourceError):
                     close_inbox(self.inbox, error)
-                if isinstance(error, BusyResourceError):  # another thread changes its state: when that is over
+                # Another thread is changing the state of the queue pair: fill when that has ended.
+                if isinstance(error, BusyResourceError):
                     self._queue.when_resumed(self._loop, self._fill_by_and_by)
                     return
                 if isinstance(error, QueuePairStateError | ClosedResourceError | BrokenResourceError):
@@ -90,7 +91,7 @@ class Refiller:
         except BaseException:
             try:
                 self._free.remove(local)
-            except ValueError:  # it was posted, which must not be done twice: another one was not
+            except ValueError:  # this memory was posted, and must not be posted twice: some other memory was not
                 self._call_later()
             else:
                 raise
@@ -100,13 +101,13 @@ class Refiller:
         self._call_later()
 
     def _call_later(self) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed, and nobody fills it any more
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the queue is not filled any more
             self._loop.call_soon_threadsafe(self._fill_by_and_by)
 
     def _fill_by_and_by(self) -> None:
         try:
             self.fill()
-        except ConcurrentAccessError:  # a thread is inside of a domain that any may use
+        except ConcurrentAccessError:  # another thread is inside the domain
             self._loop.call_soon(self._fill_by_and_by)
-        except AffinityError:  # somebody took over what the loop owned
+        except AffinityError:  # the loop's ownership was taken over
             return

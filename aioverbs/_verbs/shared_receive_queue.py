@@ -1,4 +1,4 @@
-"""Shared receive queues: receives that several queue pairs take from."""
+"""Shared receive queues: receives used by several queue pairs."""
 
 import asyncio
 import contextlib
@@ -38,13 +38,13 @@ __all__ = ["ReceiveVerbs", "SharedReceiveQueue", "SharedReceiveQueueStatistics"]
 
 @dataclass(frozen=True)
 class SharedReceiveQueueStatistics(ResourceStatistics):
-    """What a shared receive queue is at.
+    """Current depth and lifetime counters of a shared receive queue.
 
-    :param depth: receives that it holds.
-    :param in_flight: receives that were posted and are not done.
-    :param queued: receives that wait for a place.
-    :param posted: receives that were.
-    :param completed: receives that are done.
+    :param depth: number of slots of the queue.
+    :param in_flight: number of slots in use: by receives that are posted or about to be posted.
+    :param queued: number of receives waiting for a slot.
+    :param posted: number of receives posted so far.
+    :param completed: number of receives completed so far, successfully or not.
     """
 
     depth: int
@@ -57,14 +57,18 @@ class SharedReceiveQueueStatistics(ResourceStatistics):
 class SharedReceiveQueue(AsyncEventSource[handles.SharedReceiveQueue], ReceiveVerbs):
     """A shared receive queue: ``ibv_create_srq``; ``ibv_create_srq_ex`` for XRC.
 
-    Made by the ``shared_receive_queue`` of a domain. What queue pairs of type UD receive from it begins with the 40
-    bytes of its route.
+    Made by the ``shared_receive_queue`` of a domain. Datagrams that a UD queue pair receives from it begin with the 40
+    bytes of their route (GRH).
 
-    :param max_wr: how many receives it holds at least.
-    :param max_sge: how many entries a receive's list may have.
-    :param limit: raise ``EventType.SRQ_LIMIT_REACHED``, once, when fewer receives are left; 0 for never.
-    :param xrc_domain: the XRC domain whose queue pairs fill it; with it goes `cq`.
-    :param cq: where its receives complete.
+    :param domain: domain that the queue belongs to.
+    :param placement: location in which the domain makes queues.
+    :param max_wr: minimum number of receives that can be posted at once.
+    :param max_sge: maximum number of scatter/gather entries of a receive.
+    :param limit: raise ``EventType.SRQ_LIMIT_REACHED`` once when fewer posted receives than this are left; 0: never.
+    :param xrc_domain: XRC domain whose queue pairs use the queue; requires `cq`. None for an ordinary queue.
+    :param cq: completion queue of the receives of an XRC queue; None for an ordinary queue.
+    :raises ValueError: only one of `xrc_domain` and `cq` is given, or the message model of `cq` differs from that of
+        the resource domain.
     """
 
     def __init__(
@@ -88,7 +92,7 @@ class SharedReceiveQueue(AsyncEventSource[handles.SharedReceiveQueue], ReceiveVe
         self._xrc_domain = xrc_domain
         self._cq = cq
         self._work: WorkQueue | None = None
-        self._served: dict[CompletionQueue, int] = {}  # how many of its queue pairs complete there
+        self._served: dict[CompletionQueue, int] = {}  # number of queue pairs that complete there
         self._serving = threading.Lock()
 
     def _owner(self) -> Affinity | None:
@@ -118,18 +122,21 @@ class SharedReceiveQueue(AsyncEventSource[handles.SharedReceiveQueue], ReceiveVe
 
     @property
     def _receive_queue(self) -> WorkQueue:
-        """Its receives.
+        """Work queue of the receives.
 
-        :raises ClosedResourceError: it is not open.
+        :raises ClosedResourceError: the queue is not open.
         """
         self._check_open()
         assert self._work is not None
         return self._work
 
     def _serve(self, cq: CompletionQueue, requests: QpWorkState) -> Callable[[], None]:
-        """A queue pair takes receives from it, which complete in a completion queue; what is returned ends that.
+        """Register a queue pair that takes receives from this queue.
 
-        :raises ValueError: the completion queue has no room for all of them.
+        :param cq: completion queue in which the receives of the queue pair complete.
+        :param requests: work request state of the queue pair.
+        :returns: a function that unregisters the queue pair.
+        :raises ValueError: the completion queue has no room for all receives of this queue.
         """
         work, dispatcher = self._receive_queue, cq._cq_dispatcher
         with self._serving:
@@ -151,18 +158,24 @@ class SharedReceiveQueue(AsyncEventSource[handles.SharedReceiveQueue], ReceiveVe
     def messages(
         self, pool: BufferPool, low: int | None = None
     ) -> AbstractAsyncContextManager[AsyncIterator[Message], None]:
-        """What arrives at its queue pairs, in the order of completion: ``async for`` in an ``async with``, by one task.
+        """Return an async context manager of an iterator over messages that arrive at the queue pairs, in order of
+        completion.
 
-        Inside of it the queue is kept filled with buffers of a pool: all of it at first, and again whenever the device
-        says that fewer than `low` are left (``EventType.SRQ_LIMIT_REACHED``). A message that is released gives its
-        buffer back to the pool. Those that are posted when the block ends stay posted, until the queue is closed, and
-        what arrives in them is lost, as is what nobody has asked for; the pool may be closed before the queue. The
-        block belongs to the event loop that enters it, whoever may use the queue.
+            async with srq.messages(pool) as messages:
+                async for message in messages: ...
 
-        :param pool: where the memory of the receives comes from; where it has none, senders wait until it has.
-        :param low: how many receives are few; None: half of them.
-        :raises AffinityError: another event loop owns it, or entered the block; nothing was done.
-        :raises ValueError: `low` is not from 1 to one less than its depth.
+        Inside the block, the queue is kept filled with buffers of the pool: it is filled when the block is entered, and
+        again whenever the device reports that fewer than `low` receives are left (``EventType.SRQ_LIMIT_REACHED``).
+        Releasing a message returns its buffer to the pool. Only one task may iterate at a time.
+
+        After the block, receives that are still posted remain posted until the queue is closed. Messages that arrive in
+        them are dropped, as are messages that were not iterated over. The pool may be closed before the queue. The
+        event loop that enters the block owns it, even if any thread may use the queue.
+
+        :param pool: pool of the buffers to receive into; while it is empty, senders wait.
+        :param low: refill the queue when fewer receives than this are left; None: half of the depth.
+        :raises AffinityError: another event loop owns the queue, or entered the block; nothing was done.
+        :raises ValueError: on entering: `low` is not in 1..depth-1.
         """
         name = f"messages of {self!r}"
         return OwnedContext(name, self._messages(pool, low), lambda: self._lifecycle.check_owner("messages"))
@@ -181,10 +194,10 @@ class SharedReceiveQueue(AsyncEventSource[handles.SharedReceiveQueue], ReceiveVe
             try:
                 yield inbox
             finally:
-                if filler.get_loop() is asyncio.get_running_loop():  # else that one is gone: the task does not go on
+                if filler.get_loop() is asyncio.get_running_loop():  # otherwise that loop ended, and the task with it
                     filler.cancel()
                     await wait_uncancelled(asyncio.wait([filler]))
-        finally:  # without an await: whoever is cancelled gives back what nobody has asked for, too
+        finally:  # no await: a cancelled task must also release messages that were not iterated over
             posted.release()
             close_inbox(inbox)
             for message in empty_inbox(inbox):
@@ -200,9 +213,9 @@ class SharedReceiveQueue(AsyncEventSource[handles.SharedReceiveQueue], ReceiveVe
                         try:
                             await self._fill(pool, inbox, posted, low)
                             break
-                        except ConcurrentAccessError:  # a thread is inside of a domain that any may use
+                        except ConcurrentAccessError:  # another thread is inside the domain
                             await asyncio.sleep(0)
-        except Exception as error:  # as of a pool that was closed: whoever reads messages is told
+        except Exception as error:  # for example the pool was closed: the reader of messages gets the error
             close_inbox(inbox, error)
 
     async def _fill(self, pool: BufferPool, inbox: Inbox, posted: "_Posted", low: int) -> None:
@@ -210,8 +223,8 @@ class SharedReceiveQueue(AsyncEventSource[handles.SharedReceiveQueue], ReceiveVe
             buffer = await pool.lease()
             posted.add(buffer)  # before anything can arrive in it
             try:
-                _ = self._receive_into(inbox, buffer)  # which goes to the inbox
-            except anyio.WouldBlock:  # somebody else posts, too
+                _ = self._receive_into(inbox, buffer)  # its result goes to the inbox
+            except anyio.WouldBlock:  # another task posts to the queue, too
                 posted.unused(buffer)
                 break
             except BaseException:
@@ -221,64 +234,64 @@ class SharedReceiveQueue(AsyncEventSource[handles.SharedReceiveQueue], ReceiveVe
 
     @property
     def depth(self) -> int:
-        """How many receives it holds."""
+        """Minimum number of receives that can be posted at once."""
         return self._sizes[0]
 
     @property
     def number(self) -> int:
-        """Its number, which XRC peers need: ``ibv_get_srq_num``."""
+        """Number of the shared receive queue, which XRC peers address, 0..2**24-1: ``ibv_get_srq_num``."""
         return self.handle.number
 
     def query(self) -> SrqAttributes:
-        """Its sizes and its limit: ``ibv_query_srq``."""
+        """Return the sizes and the limit of the queue: ``ibv_query_srq``."""
         return self.handle.query()
 
     def statistics(self) -> SharedReceiveQueueStatistics:
-        """What it is at."""
+        """Return the current depth and the lifetime counters."""
         of = self._work
         seen = (of.in_flight, of.queued, of.posted, of.completed) if of is not None else (0,) * 4
         return SharedReceiveQueueStatistics(len(self._lifecycle.children), self.depth, *seen)
 
 
 class _Posted:
-    """The buffers that a queue is kept filled with, until something arrives in them.
+    """Buffers posted to a shared receive queue, until a message arrives in them.
 
-    Any thread may be here: what is shared is changed by single operations.
+    Any thread may call the methods: shared state is changed by single atomic operations only.
     """
 
     def __init__(self) -> None:
         self._buffers: dict[int, LeasedBuffer] = {}  # by `id`
-        self._over = False  # nobody asks for messages any more
+        self._over = False  # the block has ended, arriving messages are dropped
 
     def add(self, buffer: LeasedBuffer) -> None:
-        """It is about to be posted."""
+        """Record a buffer that is about to be posted."""
         self._buffers[id(buffer)] = buffer
 
     def message(self, received: Received) -> Message | None:
-        """What arrived, for who asks; None where nobody does: then its buffer was released."""
+        """Return the message that arrived; None if the block has ended: its buffer was already released then."""
         self._buffers.pop(id(received.local), None)
         return None if self._over else Message(received, LeasedBuffer.release, None)
 
     def unused(self, buffer: LeasedBuffer) -> None:
-        """Nothing arrives in it any more."""
+        """Release a buffer that no message will arrive in."""
         self._buffers.pop(id(buffer), None)
         buffer.release()
 
     def release(self) -> None:
-        """Nobody asks any more: each goes back to the pool when its receive ends, whatever arrives."""
+        """Drop messages from now on: each buffer returns to the pool when its receive ends, whatever arrives in it."""
         self._over = True
         for buffer in tuple(self._buffers.values()):
             buffer.release()
 
 
 class _End:
-    """The end of its receives, after the verb."""
+    """Ending of the receives of a shared receive queue, after it is destroyed."""
 
     def __init__(self) -> None:
         self.work: WorkQueue | None = None
 
     def destroy(self) -> None:
-        """Nobody receives into them any more: they end as if they were flushed."""
+        """Complete the remaining receives as if they were flushed: the device does not use them any more."""
         if self.work is not None:
             self.work.abandon(WcStatus.WR_FLUSH_ERR, None)
 

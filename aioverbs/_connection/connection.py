@@ -27,7 +27,7 @@ from aioverbs._memory.region import MemoryRegion
 from aioverbs._verbs.base_domain import Domain, queue_location_of
 from aioverbs._verbs.completion_queue import CompletionQueue
 from aioverbs._verbs.endpoint import Endpoint
-from aioverbs._verbs.qp_modify import establish_in_time, is_held_up
+from aioverbs._verbs.qp_modify import establish_cancellable, is_modify_pending
 from aioverbs._verbs.queue_pair import QueuePair, qp_work_state_of
 from aioverbs.addresses import Address, format_address
 from aioverbs.attributes import QpCapabilities
@@ -292,7 +292,7 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
             here = self._endpoint(qp)
             attributes = self._settings.repetitions(software=qp.handle.context.software)
             attributes["av"] = here.path_to(peer.endpoint, port_num=self._settings.port, sgid_index=qp.gid_index)
-            await establish_in_time(qp, peer.endpoint, attributes)
+            await establish_cancellable(qp, peer.endpoint, attributes)
         except (BrokenResourceError, TransitionError, ValueError, VerbsError) as error:
             may_pass = isinstance(error, BrokenResourceError) or (
                 isinstance(error, VerbsError) and error.errno not in _STAYS
@@ -309,7 +309,7 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
     @property
     def _is_held_up(self) -> bool:
         """Whether its closing may take long, as a thread is in a verb for its queue pair."""
-        return self._traffic is not None and is_held_up(self._traffic.qp)
+        return self._traffic is not None and is_modify_pending(self._traffic.qp)
 
     def _begin(self, line: ControlChannel) -> None:
         """Both are through with the handshake."""

@@ -8,7 +8,7 @@ from aioverbs._lifecycle.lifecycle import ResourceState
 from aioverbs._lifecycle.resource import lifecycle_of, open_part, open_part_now
 from aioverbs._memory.buffer_pool import BufferPool, LeasedBuffer
 from aioverbs._memory.region import is_large
-from aioverbs._verbs.base_domain import Domain, common_of
+from aioverbs._verbs.base_domain import Domain, shared_resources_of
 from aioverbs._verbs.completion_queue import CompletionQueue, dispatcher_of
 from aioverbs.errors import AffinityError, ConcurrentAccessError
 
@@ -28,7 +28,7 @@ async def lease_block(domain: Domain, settings: ConnectionSettings) -> LeasedBuf
     """
     size = settings.block_size
     key = "buffers of connections", size
-    pool = common_of(domain.base).get(key)
+    pool = shared_resources_of(domain.base).get(key)
     if pool is None:
         count = max(1, min(_BLOCKS, _SLAB // size))
         made = domain.buffer_pool(size, count, limit=_ANY_NUMBER)
@@ -36,7 +36,7 @@ async def lease_block(domain: Domain, settings: ConnectionSettings) -> LeasedBuf
             await open_part(made)  # meanwhile others come, and make one each
         else:
             open_part_now(made)
-        pool = common_of(domain.base).setdefault(key, made)
+        pool = shared_resources_of(domain.base).setdefault(key, made)
         if pool is not made:
             await made.aclose()
     assert isinstance(pool, BufferPool)
@@ -90,7 +90,9 @@ async def completion_queue_for(domain: Domain, settings: ConnectionSettings) -> 
     :raises VerbsError: the device has no more.
     """
     needed = settings.completions
-    queues = common_of(domain).setdefault(("completions of connections", settings.spin_ns, running_loop()), _Queues())
+    queues = shared_resources_of(domain).setdefault(
+        ("completions of connections", settings.spin_ns, running_loop()), _Queues()
+    )
     assert isinstance(queues, _Queues)
     found = queues.find(needed)
     if found is not None:

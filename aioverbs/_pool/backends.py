@@ -15,7 +15,7 @@ from aioverbs._pool.supervisor import Counts, Supervisor, WorkerHandle
 from aioverbs._pool.thread_worker import ThreadWorker
 from aioverbs._pool.worker import WorkerSettings
 from aioverbs._verbs.device import Device
-from aioverbs._verbs.protection_domain import ProtectionDomain, SharedProtectionDomain, goes_to_processes
+from aioverbs._verbs.protection_domain import ProtectionDomain, SharedProtectionDomain, can_send_to_processes
 from aioverbs.errors import VerbsError
 
 __all__ = ["Processes", "SocketCallFactory", "Threads"]
@@ -79,7 +79,7 @@ class Processes(Threads):
                 raise
         else:
             # What is shared inside of one process only has nothing to be sent.
-            self._shared = shared if goes_to_processes(shared) else None
+            self._shared = shared if can_send_to_processes(shared) else None
         self._sent = ProcessSettings.of(self._device, self._settings, (shared.id, key) if self._shared else None)
 
     def spawn(self, supervisor: Supervisor, number: int, counts: Counts) -> WorkerHandle:

@@ -24,7 +24,7 @@ from aioverbs._pool.supervisor import PendingCall, Supervisor, WorkerStatistics,
 from aioverbs._pool.worker import LoopFactory, Setup, Worker, WorkerSettings, current_worker, loop_factory
 from aioverbs._verbs.completion_queue import MessageModel
 from aioverbs._verbs.device import Device
-from aioverbs._verbs.protection_domain import InterchangeableDomain, ProtectionDomain, base_of
+from aioverbs._verbs.protection_domain import InterchangeableDomain, ProtectionDomain, base_protection_domain
 from aioverbs.allocators import Allocator, checked_allocator
 from aioverbs.errors import BusyResourceError
 
@@ -120,7 +120,7 @@ class WorkerPool(Resource):
         loop_factory(loop)
         self._device = device
         self._is_own_pd = pd is None
-        self._pd = base_of("worker pool", pd) if pd is not None else device.protection_domain()
+        self._pd = base_protection_domain("worker pool", pd) if pd is not None else device.protection_domain()
         super().__init__(pd if pd is not None else self._pd)
         self._lifecycle.label = str(next(_serials))
         settings = WorkerSettings(

@@ -16,7 +16,7 @@ from aioverbs._lifecycle.cross_loop import CrossLoopCall
 from aioverbs._pool.pickled_errors import pickled_error
 from aioverbs._pool.process_protocol import FrameType, Link, frame, receive_socket
 from aioverbs._pool.worker import Worker, WorkerSettings, loop_factory, working
-from aioverbs._verbs.device import Device, open_device, opening_of
+from aioverbs._verbs.device import Device, open_arguments, open_device
 from aioverbs._verbs.imported_device import import_device
 from aioverbs._verbs.protection_domain import ProtectionDomain
 from aioverbs.attributes import Execution
@@ -42,7 +42,7 @@ class ProcessSettings:
     @staticmethod
     def of(device: Device, worker: WorkerSettings, shared: tuple[int, int] | None) -> "ProcessSettings":
         """For workers of a pool on an open device."""
-        execution, delay_ns, limit = opening_of(device)
+        execution, delay_ns, limit = open_arguments(device)
         name = device.name.partition("@")[0] if device.software else device.name  # its address is this process's
         return ProcessSettings(name, execution, delay_ns, limit, shared, worker)
 

@@ -94,7 +94,7 @@ def _open(name: str) -> "PyverbsContext":
     return context
 
 
-def _adopt(context: "PyverbsContext", owner: "PyverbsContext | _Lent") -> handles.Context:
+def _adopt(context: "PyverbsContext", owner: "PyverbsContext | _UserOwned") -> handles.Context:
     adopted = handles.Context.adopt(pyverbs_bridge.context_capsule(context), owner)
     _pyverbs_contexts[adopted] = context
     return adopted
@@ -106,14 +106,14 @@ def gid_table(context: handles.Context, port: int) -> list[Gid]:
     :raises VerbsError: the verb failed.
     """
     ports = range(1, context.attributes.phys_port_cnt + 1)
-    most = sum(context.query_port(each).gid_tbl_len for each in ports)
-    theirs = _pyverbs_contexts.get(context)
+    max_entries = sum(context.query_port(each).gid_tbl_len for each in ports)
+    pyverbs_context = _pyverbs_contexts.get(context)
     with contextlib.ExitStack() as stack:
-        if theirs is None:
-            theirs = _open(context.name)
-            stack.callback(theirs.close)
+        if pyverbs_context is None:
+            pyverbs_context = _open(context.name)
+            stack.callback(pyverbs_context.close)
         with _as_verbs_error("ibv_query_gid_table"):
-            found = theirs.query_gid_table(most)
+            found = pyverbs_context.query_gid_table(max_entries)
     return [
         Gid(each.gid_index, _bytes(each.gid_subnet_prefix) + _bytes(each.gid_interface_id), GidType(each.gid_type))
         for each in found
@@ -126,7 +126,7 @@ def _bytes(half: int) -> bytes:
     return half.to_bytes(8, sys.byteorder)
 
 
-class _Lent:
+class _UserOwned:
     """Keeps a pyverbs context that the user owns, and does not close it."""
 
     def __init__(self, context: object) -> None:
@@ -144,7 +144,7 @@ def adopt_context(context: "PyverbsContext") -> handles.Context:
     :raises LibraryNotFoundError: pyverbs or libibverbs is not installed.
     """
     _pyverbs_device()
-    return _adopt(context, _Lent(context))
+    return _adopt(context, _UserOwned(context))
 
 
 def adopt_protection_domain(context: handles.Context, pd: "PD") -> handles.ProtectionDomain:

@@ -17,7 +17,7 @@ MAX_DIRECTORY = 74  # bytes: a slash and a GID of 32 digits follow; sun_path has
 MAX_USERS = 64
 MAX_SECRET = 256
 MAX_SPIN_US = 1_000_000
-_NOBODY = 0xFFFFFFFF  # (uid_t)-1
+_INVALID_UID = 0xFFFFFFFF  # (uid_t)-1
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ def _runtime_directory(text: str) -> bytes:
 
 
 def _users(text: str) -> tuple[int, ...]:
-    users = tuple(_number(each, _NOBODY - 1, "the number of a user") for each in text.split(","))
+    users = tuple(_number(each, _INVALID_UID - 1, "the number of a user") for each in text.split(","))
     if len(users) > MAX_USERS:
         raise ValueError(f"{MAX_USERS} users at most, not {len(users)}")
     return users

@@ -55,7 +55,7 @@ class AddressHandle(HandleResource[handles.AddressHandle]):
         if not neighbour_lookup.may_block(self._pd_handle.context):
             return await super().open()
         try:
-            await neighbour_lookup.in_helper("ibv_create_ah", self._open_now)
+            await neighbour_lookup.run_in_helper_thread("ibv_create_ah", self._open_now)
         except asyncio.CancelledError:
             await self.aclose()
             raise

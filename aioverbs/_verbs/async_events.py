@@ -21,7 +21,7 @@ from aioverbs.types import EventType
 
 __all__ = ["AsyncEventSource", "DeviceEvent", "EventPump"]
 
-_KEPT = 1024  # maximum number of events queued without a listener; the oldest are dropped
+_MAX_UNDELIVERED = 1024  # maximum number of events queued without a listener; the oldest are dropped
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class DeviceEvent:
     port_num: int | None
 
 
-class _Unheard:
+class _UndeliveredEvent:
     """An event without a listener so far. The reference to its resource is weak, so that the event keeps none alive."""
 
     def __init__(self, event: DeviceEvent) -> None:
@@ -65,16 +65,16 @@ class _Listener:
     def concerns(self, event: DeviceEvent) -> bool:
         return self._resource is None or self._resource is event.resource
 
-    def tell(self, event: DeviceEvent | None) -> None:
+    def notify(self, event: DeviceEvent | None) -> None:
         """Pass an event to the listener, from any thread; None ends the iteration."""
         self._events.append(event)
         self._condition.notify()
 
     async def next(self) -> DeviceEvent | None:
-        await self._condition.wait_while(lambda: not self._events and not self._is_over())
+        await self._condition.wait_while(lambda: not self._events and not self._has_ended())
         return self._events.popleft() if self._events else None
 
-    def _is_over(self) -> bool:
+    def _has_ended(self) -> bool:
         return self._resource is not None and self._resource.closed
 
 
@@ -85,7 +85,7 @@ class _Watcher:
         self.loop = loop
         self._broken = broken
 
-    def tell(self, element: handles.Handle | None) -> None:
+    def notify(self, element: handles.Handle | None) -> None:
         """Call the watcher on its loop, from any thread."""
         with contextlib.suppress(RuntimeError):  # the loop is closed
             self.loop.call_soon_threadsafe(self._broken, element)
@@ -162,7 +162,7 @@ class EventPump:
         # Immutable tuples: any thread reads them without the lock, and replaces them under the lock.
         self._listeners: tuple[_Listener, ...] = ()
         self._watchers: tuple[_Watcher, ...] = ()
-        self._unheard: deque[_Unheard] = deque(maxlen=_KEPT)  # under the lock
+        self._undelivered: deque[_UndeliveredEvent] = deque(maxlen=_MAX_UNDELIVERED)  # under the lock
         self.find: Callable[[handles.Handle], object] = lambda _: None  # returns the user's object of a handle
 
     def listen(self, resource: Resource | None = None) -> AsyncGenerator[DeviceEvent, None]:
@@ -180,27 +180,27 @@ class EventPump:
 
     async def _listen(self, resource: Resource | None) -> AsyncGenerator[DeviceEvent, None]:
         self._check_process()
-        self._forget_closed_loops()
+        self._drop_closed_loops()
         listener = _Listener(resource)
         with self._lock:
             self._listeners += (listener,)
-            unheard = tuple(self._unheard)
-            self._unheard.clear()
-            for kept in unheard:
-                if listener.concerns(known := kept.event()):
-                    listener.tell(known)
+            undelivered = tuple(self._undelivered)
+            self._undelivered.clear()
+            for each in undelivered:
+                if listener.concerns(event := each.event()):
+                    listener.notify(event)
                 else:
-                    self._unheard.append(kept)
+                    self._undelivered.append(each)
         try:
-            self._wake(listener.loop)
-            while (event := await listener.next()) is not None:
-                yield event
+            self._start_waking(listener.loop)
+            while (received := await listener.next()) is not None:
+                yield received
                 self._check_process()
         finally:
             if self._forks == forks.count:  # otherwise the lock's holder is not in this process
                 with self._lock:
                     self._listeners = tuple(other for other in self._listeners if other is not listener)
-                self._let_sleep_unheeded(listener.loop)
+                self._stop_waking_if_unused(listener.loop)
 
     def _check_process(self) -> None:
         if self._forks != forks.count:
@@ -220,7 +220,7 @@ class EventPump:
         with self._lock:
             self._watchers += (watcher,)
         try:
-            self._wake(watcher.loop)
+            self._start_waking(watcher.loop)
         except BaseException:
             self.unwatch(watcher)
             raise
@@ -230,7 +230,7 @@ class EventPump:
         """Stop watching. Call on the watcher's loop."""
         with self._lock:
             self._watchers = tuple(other for other in self._watchers if other is not watcher)
-        self._let_sleep_unheeded(watcher.loop)
+        self._stop_waking_if_unused(watcher.loop)
 
     async def drain(self) -> None:
         """Stop, as the first step of closing the device."""
@@ -239,69 +239,69 @@ class EventPump:
     def stop(self) -> None:
         """End all iterations and stop waking loops."""
         for listener in self._listeners:
-            listener.tell(None)
+            listener.notify(None)
         for loop in tuple(self._wakers):
-            self._let_sleep(loop)
+            self._stop_waking(loop)
 
     # ---- Event loops to wake up
 
-    def _wake(self, loop: asyncio.AbstractEventLoop) -> None:
+    def _start_waking(self, loop: asyncio.AbstractEventLoop) -> None:
         if loop not in self._wakers:
             self._wakers[loop] = _Waker(loop, self._fd, functools.partial(self._readable, loop))
 
-    def _let_sleep(self, loop: asyncio.AbstractEventLoop) -> None:
+    def _stop_waking(self, loop: asyncio.AbstractEventLoop) -> None:
         waker = self._wakers.pop(loop, None)
         if waker is not None:
             waker.stop()
 
-    def _let_sleep_unheeded(self, loop: asyncio.AbstractEventLoop) -> None:
+    def _stop_waking_if_unused(self, loop: asyncio.AbstractEventLoop) -> None:
         loops = [listener.loop for listener in self._listeners] + [watcher.loop for watcher in self._watchers]
         if loop not in loops:
-            self._let_sleep(loop)
+            self._stop_waking(loop)
 
-    def _forget_closed_loops(self) -> None:
+    def _drop_closed_loops(self) -> None:
         # A listener on a loop that was closed during its iteration cannot unregister itself, and would still get
         # events.
         with self._lock:
             self._listeners = tuple(listener for listener in self._listeners if not listener.loop.is_closed())
         for loop in tuple(self._wakers):
             if loop.is_closed():
-                self._let_sleep_unheeded(loop)
+                self._stop_waking_if_unused(loop)
 
     def _readable(self, loop: asyncio.AbstractEventLoop) -> None:
         context = self._context()
         try:
-            while context is not None and loop in self._wakers and (taken := context.get_async_event()) is not None:
-                found = self.find(taken.element) if taken.element is not None else None
+            while context is not None and loop in self._wakers and (received := context.get_async_event()) is not None:
+                found = self.find(received.element) if received.element is not None else None
                 resource = found if isinstance(found, Resource) else None
-                event = DeviceEvent(taken.event_type, resource, taken.port_num)
-                element = taken.element
-                taken.ack()
-                self._tell(event, element)
+                event = DeviceEvent(received.event_type, resource, received.port_num)
+                element = received.element
+                received.ack()
+                self._dispatch(event, element)
         except VerbsError:  # for example the device was unplugged: no further events will arrive
-            self._tell_watchers(None)
+            self._notify_watchers(None)
             self.stop()
         except ForkedProcessError:  # in a child, a copy of the parent's loop runs: the events are the parent's
             return
         except ClosedResourceError:  # another loop has closed the context
             self.stop()
 
-    def _tell_watchers(self, element: handles.Handle | None) -> None:
+    def _notify_watchers(self, element: handles.Handle | None) -> None:
         for watcher in self._watchers:
-            watcher.tell(element)
+            watcher.notify(element)
 
-    def _tell(self, event: DeviceEvent, element: handles.Handle | None) -> None:
+    def _dispatch(self, event: DeviceEvent, element: handles.Handle | None) -> None:
         if event.event_type is EventType.DEVICE_FATAL:
-            self._tell_watchers(None)
+            self._notify_watchers(None)
         elif event.event_type is EventType.CQ_ERR and element is not None:  # otherwise not made by this library
-            self._tell_watchers(element)
-        self._forget_closed_loops()
+            self._notify_watchers(element)
+        self._drop_closed_loops()
         with self._lock:
             listeners = [listener for listener in self._listeners if listener.concerns(event)]
             if not listeners:
-                self._unheard.append(_Unheard(event))
+                self._undelivered.append(_UndeliveredEvent(event))
         for listener in listeners:
-            listener.tell(event)
+            listener.notify(event)
 
 
 H = TypeVar("H", bound=handles.Handle)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pyverbs.mr import MR
     from typing_extensions import Buffer
 
-__all__ = ["Domain", "check_caller", "common_of", "queue_location_of"]
+__all__ = ["Domain", "check_caller", "queue_location_of", "shared_resources_of"]
 
 
 class Domain(HandleResource[handles.ProtectionDomain]):
@@ -47,7 +47,7 @@ class Domain(HandleResource[handles.ProtectionDomain]):
         raise NotImplementedError
 
     @functools.cached_property
-    def _common(self) -> dict[object, object]:
+    def _shared_resources(self) -> dict[object, object]:
         """Resources of this domain that its users share, by their purpose; closed together with the domain."""
         return {}
 
@@ -225,8 +225,8 @@ def queue_location_of(domain: Domain) -> QueueLocation:
     return domain._queue_location()
 
 
-def common_of(domain: Domain) -> dict[object, object]:
+def shared_resources_of(domain: Domain) -> dict[object, object]:
     """Return the resources of a domain that its users share, by their purpose; they are closed together with the
     domain.
     """
-    return domain._common
+    return domain._shared_resources

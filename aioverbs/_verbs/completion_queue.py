@@ -30,9 +30,9 @@ __all__ = [
 ]  # fmt: skip
 
 # Longest time that another event loop may take to stop watching a queue's descriptor, in seconds.
-_STOP_S = 10.0
+_UNWATCH_S = 10.0
 # Number of times that a verb is retried while another thread is inside the same domain.
-_TRIES = 1000
+_MAX_ATTEMPTS = 1000
 # Default polling time of an await before it sleeps: about the time that a sleeping peer needs to wake up and answer.
 _SPIN_NS = 100_000
 # Completion moderation for HIGH_BANDWIDTH: one event for this many completions, or this many microseconds after the
@@ -136,7 +136,7 @@ class CompletionQueueStatistics(ResourceStatistics):
     spins_paid: int
 
 
-class _Watch:
+class _ChannelWatcher:
     """Watcher of a completion channel and of the device's events, on the event loop that opened the queue.
 
     It does not refer to the `CompletionQueue`, which may be garbage collected.
@@ -148,11 +148,11 @@ class _Watch:
         self._loop = asyncio.get_running_loop()
         self._fd = channel.fileno()
         self._pump = EventPump.of(dispatcher.handle.context)
-        self._watcher = self._pump.watch(self._broken)
+        self._watcher = self._pump.watch(self._on_failure)
         self._loop.add_reader(self._fd, dispatcher.readable)
         self._watching = True
 
-    def _broken(self, element: handles.Handle | None) -> None:
+    def _on_failure(self, element: handles.Handle | None) -> None:
         # The device was lost or this completion queue failed: no request still in flight will complete, except for
         # completions that are already in the queue. Polling such a queue fails on some devices and succeeds on others.
         if not self._watching or (element is not None and element is not self._dispatcher.handle):
@@ -160,7 +160,7 @@ class _Watch:
         try:
             self._dispatcher.drain()
         except ConcurrentAccessError:
-            self._loop.call_soon(self._broken, element)
+            self._loop.call_soon(self._on_failure, element)
             return
         except VerbsError as error:
             if element is not None:
@@ -173,11 +173,11 @@ class _Watch:
 
     async def stop(self) -> None:
         """Stop watching the descriptor, and acknowledge the events received from the channel."""
-        await wait_uncancelled(self._let_go())
+        await wait_uncancelled(self._unwatch())
         await retry_while_busy(self._dispatcher.acknowledge)
 
-    async def _let_go(self) -> None:
-        with anyio.move_on_after(_STOP_S) as scope:
+    async def _unwatch(self) -> None:
+        with anyio.move_on_after(_UNWATCH_S) as scope:
             try:
                 await run_on_owner(self._home, self._remove)
             except AffinityError:  # the owning loop is closed
@@ -204,7 +204,7 @@ class CompletionQueue(AsyncEventSource[handles.CompletionQueue]):
     cannot overflow. Made by the ``completion_queue`` of a domain.
 
     :param domain: domain that the completion queue belongs to.
-    :param placement: location in which the domain makes queues.
+    :param location: location in which the domain makes queues.
     :param depth: minimum number of completions that fit.
     :param comp_vector: index of the device's completion vector (interrupt) that signals the queue.
     :param message_model: how awaits of this queue wait; None: as the resource domain says, else DEFAULT. Queue pairs of
@@ -217,7 +217,7 @@ class CompletionQueue(AsyncEventSource[handles.CompletionQueue]):
     def __init__(
         self,
         domain: Resource,
-        placement: QueueLocation,
+        location: QueueLocation,
         depth: int,
         comp_vector: int = 0,
         message_model: MessageModel | None = None,
@@ -225,22 +225,22 @@ class CompletionQueue(AsyncEventSource[handles.CompletionQueue]):
     ) -> None:
         if depth < 1:
             raise ValueError(f"a completion queue holds 1 completion at least, not {depth}")
-        model = MessageModel(message_model or placement.message_model or MessageModel.DEFAULT)
+        model = MessageModel(message_model or location.message_model or MessageModel.DEFAULT)
         if spin_ns is not None and not _MODELS[model]:
             raise ValueError(f"spin_ns is for awaits that poll, and {model.name} has none of those: leave it out")
         if spin_ns is not None and not 0 <= spin_ns <= 10**9:
             raise ValueError(f"spin_ns is from 0 to 1,000,000,000 nanoseconds, not {spin_ns}")
         super().__init__(domain)
-        self._queue_location = placement
+        self._queue_location = location
         self._depth = depth
         self._comp_vector = comp_vector
         self._spin_ns = spin_ns if spin_ns is not None else _SPIN_NS
         self._dispatcher: CqDispatcher | None = None
-        # Guards `_reserved`, `_shrinking` and the update of `_depth`. No section under this lock calls a verb, and so
+        # Guards `_reserved`, `_resizing_to` and the update of `_depth`. No section under this lock calls a verb, and so
         # none calls an allocator. Reentrant, because a signal handler may interrupt a section and enter another one.
-        self._reserving = threading.RLock()
+        self._reservation_lock = threading.RLock()
         self._reserved = 0
-        self._shrinking: list[int] = []  # depths of resizes in progress: the queue may hold no more than these
+        self._resizing_to: list[int] = []  # depths of resizes in progress: the queue may hold no more than these
         self._moderated = False
         self.message_model = model
 
@@ -254,14 +254,14 @@ class CompletionQueue(AsyncEventSource[handles.CompletionQueue]):
         home = owner if owner is not None and owner.bound else Affinity.of_running_loop()
         channel = handles.CompletionChannel(pd.context, affinity=owner)
         self._lifecycle.hold(channel)
-        alone = self._queue_location.native and owner is not None and owner.bound
+        single_threaded = self._queue_location.native and owner is not None and owner.bound
         self._handle = handles.CompletionQueue(
             pd.context,
             self._depth,
             channel,
             comp_vector=self._comp_vector,
-            extended=alone,
-            single_threaded=alone,
+            extended=single_threaded,
+            single_threaded=single_threaded,
             parent_domain=pd if self._queue_location.native else None,
             affinity=owner,
         )
@@ -271,7 +271,7 @@ class CompletionQueue(AsyncEventSource[handles.CompletionQueue]):
             self._moderate(self._handle)
         loop = asyncio.get_running_loop()
         self._dispatcher = CqDispatcher(self._handle, loop, home, _MODELS[self.message_model], self._spin_ns)
-        self._lifecycle.drain = _Watch(self._dispatcher, channel).stop
+        self._lifecycle.drain = _ChannelWatcher(self._dispatcher, channel).stop
 
     def _check(self, context: handles.Context, depth: int) -> None:
         check_completion_queue(context.name, context.attributes, depth, self._comp_vector, context.num_comp_vectors)
@@ -302,9 +302,10 @@ class CompletionQueue(AsyncEventSource[handles.CompletionQueue]):
 
     def statistics(self) -> CompletionQueueStatistics:
         """Return the current depth and the lifetime counters."""
-        of = self._dispatcher
-        seen = (of.in_flight, of.completions, of.late, of.wakeups, of.spins, of.spins_paid) if of else (0,) * 6
-        return CompletionQueueStatistics(len(self._lifecycle.children), self._depth, self._reserved, *seen)
+        counts = (0,) * 6
+        if (cq := self._dispatcher) is not None:
+            counts = (cq.in_flight, cq.completions, cq.late, cq.wakeups, cq.spins, cq.spins_paid)
+        return CompletionQueueStatistics(len(self._lifecycle.children), self._depth, self._reserved, *counts)
 
     def resize(self, depth: int) -> None:
         """Change the minimum number of completions that fit: ``ibv_resize_cq``. Completions in the queue are kept.
@@ -319,16 +320,16 @@ class CompletionQueue(AsyncEventSource[handles.CompletionQueue]):
         handle, owner = self.handle, self._lifecycle.owner
         if owner is not None:
             owner.check(handle, "ibv_resize_cq")
-        with self._reserving:
+        with self._reservation_lock:
             if depth < max(self._reserved, 1):
                 raise ValueError(f"the queue pairs on {self!r} need {self._reserved} completions, and {depth} are less")
-            self._shrinking.append(depth)
+            self._resizing_to.append(depth)
         try:  # outside the lock: the verb may call an allocator
             self._check(handle.context, depth)
             handle.resize(depth)
         finally:
-            with self._reserving:
-                self._shrinking.remove(depth)
+            with self._reservation_lock:
+                self._resizing_to.remove(depth)
                 self._depth = handle.cqe  # concurrent resizes each store the depth as of now
 
     def _reserve(self, completions: int) -> None:
@@ -337,8 +338,8 @@ class CompletionQueue(AsyncEventSource[handles.CompletionQueue]):
         :param completions: number of entries.
         :raises ValueError: fewer entries are unreserved.
         """
-        with self._reserving:
-            if self._reserved + completions > min([self._depth, *self._shrinking]):
+        with self._reservation_lock:
+            if self._reserved + completions > min([self._depth, *self._resizing_to]):
                 raise ValueError(
                     f"{self!r} holds {self._depth} completions, {self._reserved} of them for others, and {completions} "
                     "more could come: make it deeper, resize() it, or ask for fewer (QpCapabilities)"
@@ -347,7 +348,7 @@ class CompletionQueue(AsyncEventSource[handles.CompletionQueue]):
 
     def _release(self, completions: int) -> None:
         """Release reserved entries."""
-        with self._reserving:
+        with self._reservation_lock:
             self._reserved -= completions
 
 
@@ -379,7 +380,7 @@ async def retry_while_busy(verb: Callable[[], object]) -> bool:
 
     :returns: whether the verb was executed; False after 1,000 attempts.
     """
-    for _ in range(_TRIES):
+    for _ in range(_MAX_ATTEMPTS):
         with contextlib.suppress(ConcurrentAccessError):
             verb()
             return True

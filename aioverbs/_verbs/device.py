@@ -20,12 +20,12 @@ from aioverbs._lifecycle.resource import HandleResource, Resource, ResourceStati
 from aioverbs._monitoring.monitor import start_if_enabled
 from aioverbs._monitoring.snapshot import register_device
 from aioverbs._providers import hardware, software
-from aioverbs._providers.peer_log import attend, log
+from aioverbs._providers.peer_log import log_periodically, log_rejections
 from aioverbs._providers.sysfs import kernel_devices
 from aioverbs._sharing.shared_pd import check_share
 from aioverbs._verbs.async_events import DeviceEvent, EventPump
 from aioverbs._verbs.completion_queue import MessageModel
-from aioverbs._verbs.loop_domain import LoopDomain, SharedByBlocks
+from aioverbs._verbs.loop_domain import LoopDomain, SharedDomain
 from aioverbs._verbs.ports import gid_table
 from aioverbs._verbs.protection_domain import InterchangeableDomain, ProtectionDomain
 from aioverbs._verbs.resource_domain import ResourceDomain
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from pyverbs.pd import PD
 
 
-__all__ = ["Device", "DeviceInfo", "DeviceStatistics", "PortInfo", "devices", "open_device", "opening_of"]
+__all__ = ["Device", "DeviceInfo", "DeviceStatistics", "PortInfo", "devices", "open_arguments", "open_device"]
 
 logger = logging.getLogger("aioverbs")
 
@@ -117,7 +117,7 @@ def devices() -> list[DeviceInfo]:
         names = hardware.names()
     except OSError:  # includes LibraryNotFoundError: libibverbs or pyverbs is missing
         names = []
-    return [_look_at(name) for name in (*names, *software.names())]
+    return [_query_info(name) for name in (*names, *software.names())]
 
 
 def _provider_of(name: str) -> str:
@@ -138,7 +138,7 @@ def _open_context(name: str, *, execution: Execution = "inline", delay_ns: int =
         raise DeviceNotFoundError(name, (*error.available, *software.names())) from None
 
 
-def _look_at(name: str) -> DeviceInfo:
+def _query_info(name: str) -> DeviceInfo:
     try:
         context = _open_context(name)
     except (OSError, DeviceNotFoundError, ValueError) as error:  # NotFound: removed after being listed
@@ -195,8 +195,8 @@ class Device(HandleResource[handles.Context]):
         self._execution = execution
         self._delay_ns = delay_ns
         self._budget = ThreadDomainBudget(max_native_thread_domains)
-        self._lent: PyverbsContext | None = None  # pyverbs context owned by the user
-        self._loop_domains: dict[asyncio.AbstractEventLoop, SharedByBlocks] = {}
+        self._user_context: PyverbsContext | None = None  # pyverbs context owned by the user
+        self._loop_domains: dict[asyncio.AbstractEventLoop, SharedDomain] = {}
 
     @staticmethod
     def from_pyverbs(context: "PyverbsContext", *, max_native_thread_domains: int | None = None) -> "Device":
@@ -216,12 +216,12 @@ class Device(HandleResource[handles.Context]):
         :raises LibraryNotFoundError: on opening: libibverbs or pyverbs is missing.
         """
         device = Device(None, max_native_thread_domains, "inline", 0)
-        device._lent = context
+        device._user_context = context
         return device
 
     def _make_context(self) -> handles.Context:
-        if self._lent is not None:
-            return hardware.adopt_context(self._lent)
+        if self._user_context is not None:
+            return hardware.adopt_context(self._user_context)
         name = self._name or os.environ.get("AIOVERBS_DEVICE") or _first_active()
         return _open_context(name, execution=self._execution, delay_ns=self._delay_ns)
 
@@ -234,7 +234,7 @@ class Device(HandleResource[handles.Context]):
         self._pump.find = self._lifecycle.find
         # The drain callback must not refer to the device itself, or the device could never be garbage collected.
         self._lifecycle.drain = functools.partial(_drain, context, self._pump)
-        attend(context)
+        log_periodically(context)
         with contextlib.suppress(RuntimeError):  # no asyncio loop is running, for example in a trio task
             self._lifecycle.opener = asyncio.get_running_loop()
         if self._lifecycle.opener is not None:
@@ -244,7 +244,7 @@ class Device(HandleResource[handles.Context]):
 
     def _check_open(self) -> None:
         super()._check_open()
-        if self._lent is not None:
+        if self._user_context is not None:
             assert self._handle is not None
             # Reading the address raises if the user closed the context, and with it the descriptor of its events.
             self._handle.address  # noqa: B018
@@ -403,7 +403,7 @@ class Device(HandleResource[handles.Context]):
 
         :returns: an empty tuple for an RDMA device.
         """
-        return log(context).peers if isinstance(context := self.handle, SoftwareContext) else ()
+        return log_rejections(context).peers if isinstance(context := self.handle, SoftwareContext) else ()
 
     def refusals(self) -> tuple[RejectedPeer, ...]:
         """Return the peers that the software device rejected most recently, or disconnected because of the data they
@@ -414,7 +414,7 @@ class Device(HandleResource[handles.Context]):
 
         :returns: an empty tuple for an RDMA device.
         """
-        return log(context).refusals if isinstance(context := self.handle, SoftwareContext) else ()
+        return log_rejections(context).refusals if isinstance(context := self.handle, SoftwareContext) else ()
 
     def statistics(self) -> DeviceStatistics:
         """Return counts of the open objects. Counts by object type exist for software devices only."""
@@ -427,7 +427,7 @@ class Device(HandleResource[handles.Context]):
 
 async def _drain(context: handles.Context, pump: EventPump) -> None:
     if isinstance(context, SoftwareContext) and context.has_fabric:
-        log(context)
+        log_rejections(context)
     await pump.drain()
 
 
@@ -469,7 +469,7 @@ def _first_active() -> str:
         if kernel_devices():  # without a kernel device, installing the libraries would not help
             reasons.append(str(error))
     for name in names:
-        found = _look_at(name)
+        found = _query_info(name)
         if found.active:
             return name
         why = f"{name} cannot be opened: {found.problem}" if found.problem else f"no port of {name} is active"
@@ -479,7 +479,7 @@ def _first_active() -> str:
     return fallback
 
 
-def opening_of(device: Device) -> tuple[Execution, int, int | None]:
+def open_arguments(device: Device) -> tuple[Execution, int, int | None]:
     """Return the ``execution``, ``delay_ns`` and ``max_native_thread_domains`` that a device was made with."""
     return device._execution, device._delay_ns, device._budget.limit
 

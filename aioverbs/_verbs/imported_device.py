@@ -25,9 +25,9 @@ class ImportedDevice(Device):
         max_native_thread_domains: int | None,
     ) -> None:
         super().__init__(name, max_native_thread_domains, "inline", 0)
-        self._from = socket, shared_id, share_key
+        self._exchange_arguments = socket, shared_id, share_key
         # Shares that the device may be opened with, one for each call of open() in flight.
-        self._given: list[ReceivedShare | ReceivedSoftwareShare] = []
+        self._received: list[ReceivedShare | ReceivedSoftwareShare] = []
 
     async def open(self) -> Self:
         """Open the device: ask the process at the other end of the socket for what it shares.
@@ -36,20 +36,20 @@ class ImportedDevice(Device):
         """
         if self.state is not ResourceState.NEW:
             return await super().open()  # raises the reason why it cannot be opened
-        given = await receive(*self._from)
-        self._given.append(given)
+        received = await receive(*self._exchange_arguments)
+        self._received.append(received)
         try:
             return await super().open()
         finally:
-            if given in self._given:  # not taken by _make_context: opening failed
-                self._given.remove(given)
-                given.share.destroy()
-            given.close()
+            if received in self._received:  # not taken by _make_context: opening failed
+                self._received.remove(received)
+                received.share.destroy()
+            received.close()
 
     def _make_context(self) -> handles.Context:
-        given = self._given.pop()
-        self._lifecycle.hold(given.share)
-        return given.open_context(self._name)
+        received = self._received.pop()
+        self._lifecycle.hold(received.share)
+        return received.open_context(self._name)
 
 
 def import_device(

@@ -10,10 +10,10 @@ from aioverbs._lifecycle.resource import open_now
 from aioverbs._lifecycle.turns import LIGHT, spend, yield_to_loop
 from aioverbs._verbs.resource_domain import ResourceDomain
 
-__all__ = ["LoopDomain", "SharedByBlocks"]
+__all__ = ["LoopDomain", "SharedDomain"]
 
 
-class SharedByBlocks:
+class SharedDomain:
     """Resource domain of an event loop and the number of blocks that use it.
 
     :param domain: the open domain.
@@ -35,12 +35,12 @@ class LoopDomain(OwnedBlock[ResourceDomain]):
     """
 
     def __init__(
-        self, make: Callable[[], ResourceDomain], domains: dict[asyncio.AbstractEventLoop, SharedByBlocks]
+        self, make: Callable[[], ResourceDomain], domains: dict[asyncio.AbstractEventLoop, SharedDomain]
     ) -> None:
         super().__init__("loop_domain()", running_loop)
         self._make = make
         self._domains = domains
-        self._entered: tuple[asyncio.AbstractEventLoop, SharedByBlocks] | None = None
+        self._entered: tuple[asyncio.AbstractEventLoop, SharedDomain] | None = None
 
     async def _begin(self) -> ResourceDomain:
         loop = running_loop()
@@ -54,7 +54,7 @@ class LoopDomain(OwnedBlock[ResourceDomain]):
         if shared is None or shared.domain.state is not ResourceState.OPEN:  # a block has closed it
             domain = self._make()
             open_now(domain)
-            shared = self._domains[loop] = SharedByBlocks(domain)
+            shared = self._domains[loop] = SharedDomain(domain)
         shared.blocks += 1
         self._entered = loop, shared
         return shared.domain

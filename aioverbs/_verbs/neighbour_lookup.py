@@ -13,13 +13,13 @@ from aioverbs._core.handles import handles
 from aioverbs._lifecycle.affinity import running_loop, wait_uncancelled, wake
 from aioverbs.errors import VerbsError
 
-__all__ = ["in_helper", "may_block"]
+__all__ = ["may_block", "run_in_helper_thread"]
 
 # Maximum number of helper threads of a loop. The kernel gives up on a peer that does not answer after a second. A
 # server under many connection attempts abandons each of its 128 handshakes after half a second. So verbs for up to 256
 # silent peers are in progress at once, and verbs for other peers must not wait for them. In a test with 64 threads,
 # half of the other peers got no connection.
-_HELPERS = 256
+_MAX_HELPERS = 256
 
 
 def may_block(context: handles.Context) -> bool:
@@ -27,11 +27,11 @@ def may_block(context: handles.Context) -> bool:
     return not context.software
 
 
-_limiter: RunVar[anyio.CapacityLimiter] = RunVar("helpers that look for neighbours")
+_limiter: RunVar[anyio.CapacityLimiter] = RunVar("helper threads")
 
 
-async def in_helper(verb: str, function: Callable[[], object]) -> None:
-    """Call a function in a helper thread; each loop has a limited number of them, see `_HELPERS`.
+async def run_in_helper_thread(verb: str, function: Callable[[], object]) -> None:
+    """Call a function in a helper thread; each loop has a limited number of them, see `_MAX_HELPERS`.
 
     Once the function is called, a cancellation is raised only after it has returned. The function is awaited through a
     future, not a task, because a loop that ends would cancel a task. Exceptions of the function are raised here.
@@ -43,26 +43,26 @@ async def in_helper(verb: str, function: Callable[[], object]) -> None:
     try:
         limiter = _limiter.get()
     except LookupError:
-        limiter = anyio.CapacityLimiter(_HELPERS)
+        limiter = anyio.CapacityLimiter(_MAX_HELPERS)
         _limiter.set(limiter)
     async with limiter:
         loop = running_loop()
-        over: asyncio.Future[None] = loop.create_future()
+        ended: asyncio.Future[None] = loop.create_future()
         failures: list[BaseException] = []
 
-        def call() -> None:
+        def run() -> None:
             try:
                 function()
             except BaseException as error:
                 failures.append(error)
             finally:
                 with contextlib.suppress(RuntimeError):  # the loop is closed, no task waits
-                    loop.call_soon_threadsafe(wake, over)
+                    loop.call_soon_threadsafe(wake, ended)
 
         try:
-            threading.Thread(target=call, name="aioverbs: looks for a neighbour").start()
+            threading.Thread(target=run, name="aioverbs: address resolution").start()
         except RuntimeError as error:  # the process limit is reached: `ulimit -u` or that of a container
             raise VerbsError(verb, errno.EAGAIN, f"no thread could be started for it: {error}") from error
-        await wait_uncancelled(over)
+        await wait_uncancelled(ended)
         if failures:
             raise failures.pop()

@@ -7,7 +7,7 @@ from aioverbs.gid_selection import Gid, preferred
 
 __all__ = ["check_port", "gid_index", "gid_table", "limits_of"]
 
-_MOST_GIDS = 1 << 8  # range of ``sgid_index`` in ``ibv_global_route``
+_MAX_GIDS = 1 << 8  # range of ``sgid_index`` in ``ibv_global_route``
 
 
 def gid_table(context: handles.Context, port: int) -> list[Gid]:
@@ -33,7 +33,7 @@ def check_port(context: handles.Context, port: int, gid_index: int | None = None
     if not 1 <= port <= count:
         raise ValueError(f"{context.name} has the ports 1 to {count}, and not {port}")
     if gid_index is not None:
-        gids = min(context.query_port(port).gid_tbl_len, _MOST_GIDS)
+        gids = min(context.query_port(port).gid_tbl_len, _MAX_GIDS)
         if not 0 <= gid_index < gids:
             raise ValueError(
                 f"port {port} of {context.name} has GIDs at the indices 0 to {gids - 1}, and none at {gid_index}: give"

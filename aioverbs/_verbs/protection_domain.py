@@ -34,8 +34,8 @@ __all__ = [
     "ParentDomain",
     "ProtectionDomain",
     "SharedProtectionDomain",
-    "base_of",
-    "goes_to_processes",
+    "base_protection_domain",
+    "can_send_to_processes",
     "with_base",
 ]
 
@@ -120,7 +120,7 @@ class InterchangeableDomain(Domain):
         return ParentDomain(self, td, allocator, context, require_native=require_native)
 
 
-def base_of(what: str, pd: object) -> "ProtectionDomain":
+def base_protection_domain(what: str, pd: object) -> "ProtectionDomain":
     """Return the protection domain under a domain.
 
     :param what: name of the resource being made, for the error.
@@ -158,13 +158,13 @@ class ProtectionDomain(InterchangeableDomain):
         self._context = context
         self._budget = budget
         self._shared = shared
-        self._lent = lent  # pyverbs PD owned by the user
+        self._user_pd = lent  # pyverbs PD owned by the user
         self._cache = RegistrationCache(self)
         self._allocators = _Allocators()
 
     def _open(self) -> None:
-        if self._lent is not None:
-            self._handle = hardware.adopt_protection_domain(self._context, self._lent)
+        if self._user_pd is not None:
+            self._handle = hardware.adopt_protection_domain(self._context, self._user_pd)
         elif self._shared is not None:
             self._handle = shared_pd.open_instance(self._context, *self._shared)
         else:
@@ -308,7 +308,7 @@ class ParentDomain(InterchangeableDomain):
         *,
         require_native: bool = False,
     ) -> None:
-        base = base_of("parent domain", pd)
+        base = base_protection_domain("parent domain", pd)
         if td is not None and not isinstance(td, ThreadDomain):
             raise TypeError(f"td must be a ThreadDomain or None, not {td!r}")
         super().__init__(*with_base(pd), *([] if td is None else [td]))
@@ -333,12 +333,12 @@ class ParentDomain(InterchangeableDomain):
                 self._pd.handle, td, self.allocator, self.context, affinity=self._lifecycle.owner
             )
         except VerbsError as error:
-            of_allocator = error.__cause__ is not None  # the allocator raised, or returned unusable memory
-            if error.errno not in _NO_PARENT_DOMAIN or of_allocator or self._require_native:
+            from_allocator = error.__cause__ is not None  # the allocator raised, or returned unusable memory
+            if error.errno not in _NO_PARENT_DOMAIN or from_allocator or self._require_native:
                 raise
             message = "%s: parent domains are not native from here on, their protection domains stand for them: %s"
             # A string, so that the log record keeps no frames alive.
-            self._budget.say_once("parent domain", message, self._context.name, str(error))
+            self._budget.warn_once("parent domain", message, self._context.name, str(error))
             self._handle = self._pd.handle
             return
         self._lifecycle.hold(handle)
@@ -371,7 +371,7 @@ class ParentDomain(InterchangeableDomain):
         return self.native and self.allocator is not None
 
 
-def goes_to_processes(shared: SharedProtectionDomain) -> bool:
+def can_send_to_processes(shared: SharedProtectionDomain) -> bool:
     """Return whether a domain can be sent to other processes, not only opened on other contexts of this process."""
     return shared._share is not None
 

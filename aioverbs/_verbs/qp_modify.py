@@ -10,19 +10,19 @@ from aioverbs._core.handles import handles
 from aioverbs._lifecycle.affinity import running_loop
 from aioverbs._lifecycle.lifecycle import OPEN
 from aioverbs._lifecycle.resource import Resource
-from aioverbs._providers.peer_log import attend
+from aioverbs._providers.peer_log import log_periodically
 from aioverbs._verbs import neighbour_lookup, qp_state_machine
 from aioverbs._verbs.async_events import AsyncEventSource
 from aioverbs._verbs.endpoint import Endpoint
 from aioverbs._verbs.ports import gid_index, limits_of
 from aioverbs._verbs.qp_defaults import RETRIES
 from aioverbs._verbs.qp_state_machine import Limits, QpAttrs
-from aioverbs._verbs.quirks import without_growth
+from aioverbs._verbs.quirks import cap_max_dest_rd_atomic
 from aioverbs.attributes import AddressVector, QpAttributes
 from aioverbs.errors import BrokenResourceError, BusyResourceError, TransitionError, VerbsError
 from aioverbs.types import AccessFlags, LinkLayer, QpState, QpType
 
-__all__ = ["Connectable", "establish_in_time", "is_held_up", "limits_for", "move_in_time"]
+__all__ = ["Connectable", "establish_cancellable", "is_modify_pending", "limits_for", "move_cancellable"]
 
 _INIT, _RTR, _RTS = QpState.INIT, QpState.RTR, QpState.RTS
 
@@ -45,17 +45,17 @@ class Connectable(AsyncEventSource[handles.QueuePair]):
         self._qkey = random.getrandbits(31)  # the upper half of the range is for privileged users
         self._qp_state = QpState.RESET
         self._remote: Endpoint | None = None
-        self._served: int | None = None  # max_dest_rd_atomic as last passed to the device
-        self._follows: asyncio.Task[None] | None = None  # connect task, which outlives a cancelled caller
+        self._max_dest_rd_atomic: int | None = None  # max_dest_rd_atomic as last passed to the device
+        self._connect_task: asyncio.Task[None] | None = None  # connect task, which outlives a cancelled caller
 
     def _in_flight(self) -> int:
         """Return the number of work requests in flight."""
         raise NotImplementedError
 
-    def _moved(self, state: QpState) -> None:
+    def _on_transition(self, state: QpState) -> None:
         """React to a transition of the queue pair to `state`."""
 
-    def _broken_by(self) -> BaseException | None:
+    def _breaking_error(self) -> BaseException | None:
         """Return the error that broke the queue pair since it was last reset; None if there is none."""
         raise NotImplementedError
 
@@ -151,8 +151,8 @@ class Connectable(AsyncEventSource[handles.QueuePair]):
             which is connectionless.
         :raises VerbsError: ``ibv_modify_qp`` failed; the queue pair stays in the last state that it reached.
         """
-        for wanted, changes in self._way_to(remote, access, attributes):
-            self._step(wanted, changes, remote)
+        for wanted, changes in self._plan_connect(remote, access, attributes):
+            self._transition(wanted, changes, remote)
 
     async def establish(
         self, remote: Endpoint, access: AccessFlags | None = None, **attributes: Unpack[QpAttrs]
@@ -173,9 +173,9 @@ class Connectable(AsyncEventSource[handles.QueuePair]):
         :raises VerbsError: as for `connect`; with EAGAIN, no helper thread can be started.
         :raises BrokenResourceError: the completion queue failed or a receive failed while connecting.
         """
-        await self._follow(self._way_to(remote, access, attributes), remote)
+        await self._run_plan(self._plan_connect(remote, access, attributes), remote)
 
-    def _way_to(
+    def _plan_connect(
         self, remote: Endpoint, access: AccessFlags | None, attributes: QpAttrs
     ) -> list[tuple[QpState, QpAttrs]]:
         found = self.query().qp_state
@@ -200,7 +200,7 @@ class Connectable(AsyncEventSource[handles.QueuePair]):
         if self.qp_type is not QpType.UD:
             raise ValueError(f"{self!r} is of type {self.qp_type.name}: connect() it with a remote endpoint")
         states = qp_state_machine.path(self.qp_type, _INIT if found is _INIT else QpState.RESET, _RTS)
-        self._move(found, states, attributes)
+        self._transition_to(found, states, attributes)
 
     # ---- Single transitions
 
@@ -211,7 +211,7 @@ class Connectable(AsyncEventSource[handles.QueuePair]):
         :raises TransitionError: the transition is not possible from the current state or with these attributes.
         :raises VerbsError: the verb failed; nothing was changed.
         """
-        self._move(self.query().qp_state, (_INIT,), attributes)
+        self._transition_to(self.query().qp_state, (_INIT,), attributes)
 
     def to_rtr(self, remote: Endpoint | None = None, **attributes: Unpack[QpAttrs]) -> None:
         """Move to RTR, in which the queue pair receives: ``ibv_modify_qp``.
@@ -222,7 +222,7 @@ class Connectable(AsyncEventSource[handles.QueuePair]):
         :raises ValueError: the peer's type does not match, or no path leads to the peer.
         :raises VerbsError: the verb failed; nothing was changed.
         """
-        self._move(self.query().qp_state, (_RTR,), attributes, remote)
+        self._transition_to(self.query().qp_state, (_RTR,), attributes, remote)
 
     def to_rts(self, **attributes: Unpack[QpAttrs]) -> None:
         """Move to RTS, in which the queue pair also sends: ``ibv_modify_qp``.
@@ -233,7 +233,7 @@ class Connectable(AsyncEventSource[handles.QueuePair]):
         :raises TransitionError: the transition is not possible from the current state or with these attributes.
         :raises VerbsError: the verb failed; nothing was changed.
         """
-        self._move(self.query().qp_state, (_RTS,), attributes)
+        self._transition_to(self.query().qp_state, (_RTS,), attributes)
 
     def to_sqd(self, **attributes: Unpack[QpAttrs]) -> None:
         """Move to SQD, in which requests already started finish and no new ones start: ``ibv_modify_qp``.
@@ -247,7 +247,7 @@ class Connectable(AsyncEventSource[handles.QueuePair]):
         :raises VerbsError: the verb failed; nothing was changed.
         """
         found = self.query()
-        self._move(found.qp_state, (QpState.SQD,), attributes, draining=found.sq_draining)
+        self._transition_to(found.qp_state, (QpState.SQD,), attributes, draining=found.sq_draining)
 
     def to_error(self) -> None:
         """Move to ERR, in which all requests, posted now or later, are flushed with an error: ``ibv_modify_qp``.
@@ -255,7 +255,7 @@ class Connectable(AsyncEventSource[handles.QueuePair]):
         :raises TransitionError: the queue pair is in RESET, with nothing to flush.
         :raises VerbsError: the verb failed; nothing was changed.
         """
-        self._move(self.query().qp_state, (QpState.ERR,), QpAttrs())
+        self._transition_to(self.query().qp_state, (QpState.ERR,), QpAttrs())
 
     def to_reset(self) -> None:
         """Move to RESET, from which the queue pair can be connected again: ``ibv_modify_qp``.
@@ -270,7 +270,7 @@ class Connectable(AsyncEventSource[handles.QueuePair]):
             raise BusyResourceError(
                 f"{self!r} has {count} work requests under way, which would be forgotten: to_error() and wait for them"
             )
-        self._move(found, (QpState.RESET,), QpAttrs())
+        self._transition_to(found, (QpState.RESET,), QpAttrs())
         self._remote = None
         self._psn = random.getrandbits(24)  # late packets of the old connection are then out of sequence
 
@@ -310,7 +310,7 @@ class Connectable(AsyncEventSource[handles.QueuePair]):
             defaults["path_mtu"] = min(limits.mtu, remote.mtu)
         return defaults
 
-    def _move(
+    def _transition_to(
         self,
         found: QpState,
         states: Iterable[QpState],
@@ -320,7 +320,7 @@ class Connectable(AsyncEventSource[handles.QueuePair]):
         draining: bool = False,
     ) -> None:
         for wanted, changes in self._plan(found, states, attributes, remote, draining=draining):
-            self._step(wanted, changes, remote)
+            self._transition(wanted, changes, remote)
 
     def _plan(
         self,
@@ -334,8 +334,8 @@ class Connectable(AsyncEventSource[handles.QueuePair]):
         if remote is not None:
             self._check_peer(remote)
         context = self.handle.context
-        of_device = limits_of(context, self._port)
-        limits = without_growth(of_device, context, self._served)
+        port_limits = limits_of(context, self._port)
+        limits = cap_max_dest_rd_atomic(port_limits, context, self._max_dest_rd_atomic)
         defaults = self._defaults(limits, remote if remote is not None else self._remote)
         if remote is not None and "av" not in attributes:
             defaults["av"] = self.path_to(remote)
@@ -345,28 +345,28 @@ class Connectable(AsyncEventSource[handles.QueuePair]):
             )
         except TransitionError as error:
             error.subject = repr(self)
-            if limits != of_device and "max_dest_rd_atomic" in error.wrong:
+            if limits != port_limits and "max_dest_rd_atomic" in error.wrong:
                 error.wrong["max_dest_rd_atomic"] += ": with soft-RoCE never more than at first, make a new queue pair"
             raise
 
-    async def _follow(self, plan: Iterable[tuple[QpState, QpAttrs]], remote: Endpoint | None = None) -> None:
+    async def _run_plan(self, plan: Iterable[tuple[QpState, QpAttrs]], remote: Endpoint | None = None) -> None:
         """Carry out planned transitions without blocking the event loop."""
         for wanted, changes in plan:
             if wanted is _RTR and neighbour_lookup.may_block(self.handle.context):
-                await self._step_elsewhere(wanted, changes, remote)
+                await self._transition_in_helper(wanted, changes, remote)
             else:
-                self._step(wanted, changes, remote)
+                self._transition(wanted, changes, remote)
 
-    async def _follow_in_time(self, plan: list[tuple[QpState, QpAttrs]], remote: Endpoint | None = None) -> None:
+    async def _run_plan_cancellable(self, plan: list[tuple[QpState, QpAttrs]], remote: Endpoint | None = None) -> None:
         """Carry out planned transitions without blocking the event loop, and raise a cancellation at once.
 
-        A verb in progress then ends later, on its own. Until then, `is_held_up` returns True.
+        A verb in progress then ends later, on its own. Until then, `is_modify_pending` returns True.
         """
         if not neighbour_lookup.may_block(self.handle.context):
-            await self._follow(plan, remote)
+            await self._run_plan(plan, remote)
             return
-        self._follows = task = running_loop().create_task(self._follow(plan, remote))
-        task.add_done_callback(_look_at)
+        self._connect_task = task = running_loop().create_task(self._run_plan(plan, remote))
+        task.add_done_callback(_retrieve_exception)
         try:
             await asyncio.wait([task])
         except asyncio.CancelledError:
@@ -374,68 +374,70 @@ class Connectable(AsyncEventSource[handles.QueuePair]):
             raise
         task.result()
 
-    def _step(self, wanted: QpState, changes: QpAttrs, remote: Endpoint | None) -> None:
-        self._served = changes.get("max_dest_rd_atomic", self._served)  # a verb that fails may have applied it
+    def _transition(self, wanted: QpState, changes: QpAttrs, remote: Endpoint | None) -> None:
+        self._max_dest_rd_atomic = changes.get(
+            "max_dest_rd_atomic", self._max_dest_rd_atomic
+        )  # a verb that fails may have applied it
         self.handle.modify(wanted, **changes)
-        self._stepped(wanted, changes, remote)
+        self._transition_done(wanted, changes, remote)
 
-    async def _step_elsewhere(self, wanted: QpState, changes: QpAttrs, remote: Endpoint | None) -> None:
-        self._served = changes.get("max_dest_rd_atomic", self._served)
-        before = self._broken_by()
+    async def _transition_in_helper(self, wanted: QpState, changes: QpAttrs, remote: Endpoint | None) -> None:
+        self._max_dest_rd_atomic = changes.get("max_dest_rd_atomic", self._max_dest_rd_atomic)
+        before = self._breaking_error()
         change = self.handle.begin_modify(wanted, **changes)
         try:
-            await neighbour_lookup.in_helper("ibv_modify_qp", change.run)
+            await neighbour_lookup.run_in_helper_thread("ibv_modify_qp", change.run)
         except GeneratorExit:  # the loop was closed in between: closing the queue pair ends the change
             raise
         except BaseException:  # a cancellation, or no thread could be started
             with contextlib.suppress(VerbsError):
                 if change.end():
-                    self._stepped(wanted, changes, remote)
+                    self._transition_done(wanted, changes, remote)
             raise
         change.end()
-        self._stepped(wanted, changes, remote)
+        self._transition_done(wanted, changes, remote)
         self._check_open()
-        broken = self._broken_by()
+        broken = self._breaking_error()
         if broken is not None and broken is not before:
             raise BrokenResourceError(f"{self!r} broke while it was connected: {broken}") from broken
 
-    def _stepped(self, wanted: QpState, changes: QpAttrs, remote: Endpoint | None) -> None:
+    def _transition_done(self, wanted: QpState, changes: QpAttrs, remote: Endpoint | None) -> None:
         self._qp_state = wanted
-        self._moved(wanted)
+        self._on_transition(wanted)
         self._psn = changes.get("sq_psn", self._psn)
         self._qkey = changes.get("qkey", self._qkey)
         if wanted is _RTR:
             self._remote = remote
             if self.state is OPEN:  # otherwise the queue pair is being closed
-                attend(self.handle.context)
+                log_periodically(self.handle.context)
 
 
-def _look_at(task: asyncio.Task[None]) -> None:
+def _retrieve_exception(task: asyncio.Task[None]) -> None:
     """Retrieve the exception of a task, so that asyncio does not log it as never retrieved."""
     if not task.cancelled():
         task.exception()
 
 
-async def establish_in_time(qp: Connectable, remote: Endpoint, attributes: QpAttrs) -> None:
+async def establish_cancellable(qp: Connectable, remote: Endpoint, attributes: QpAttrs) -> None:
     """Connect a queue pair as `Connectable.establish` does, but raise a cancellation at once, for callers with a
     deadline.
 
-    A verb in progress then ends later, on its own. Until then, `is_held_up` returns True for the queue pair.
+    A verb in progress then ends later, on its own. Until then, `is_modify_pending` returns True for the queue pair.
     """
-    await qp._follow_in_time(qp._way_to(remote, None, attributes), remote)
+    await qp._run_plan_cancellable(qp._plan_connect(remote, None, attributes), remote)
 
 
-async def move_in_time(qp: Connectable, state: QpState, attributes: QpAttrs) -> None:
-    """Move a queue pair to the next state, and raise a cancellation at once, as `establish_in_time` does."""
-    await qp._follow_in_time(qp._plan(qp.query().qp_state, (state,), attributes, None))
+async def move_cancellable(qp: Connectable, state: QpState, attributes: QpAttrs) -> None:
+    """Move a queue pair to the next state, and raise a cancellation at once, as `establish_cancellable` does."""
+    await qp._run_plan_cancellable(qp._plan(qp.query().qp_state, (state,), attributes, None))
 
 
-def is_held_up(qp: Connectable) -> bool:
+def is_modify_pending(qp: Connectable) -> bool:
     """Return whether a helper thread may still be inside a verb of the queue pair, for an unknown time."""
-    return qp._follows is not None and not qp._follows.done()
+    return qp._connect_task is not None and not qp._connect_task.done()
 
 
 def limits_for(qp: Connectable, port: int) -> Limits:
     """Return the limits of a queue pair: those of its device port, and those set by its earlier connections."""
     context = qp.handle.context
-    return without_growth(limits_of(context, port), context, qp._served)
+    return cap_max_dest_rd_atomic(limits_of(context, port), context, qp._max_dest_rd_atomic)

@@ -159,7 +159,7 @@ def _table(qp_type: QpType) -> dict[tuple[QpState, QpState], TransitionRule]:
 _TABLE = {qp_type: _table(qp_type) for qp_type in COUNTERPART}
 
 
-def _of(qp_type: QpType) -> dict[tuple[QpState, QpState], TransitionRule]:
+def _table_of(qp_type: QpType) -> dict[tuple[QpState, QpState], TransitionRule]:
     if qp_type not in _TABLE:
         names = ", ".join(each.name for each in _TABLE)
         raise ValueError(f"nothing is known of the states of type {qp_type.name}; of these it is: {names}")
@@ -178,7 +178,7 @@ def reachable(qp_type: QpType, state: QpState) -> tuple[QpState, ...]:
     :param state: current state.
     :raises ValueError: there is no table for the type.
     """
-    return tuple(after for after in QpState if (state, after) in _of(qp_type))
+    return tuple(after for after in QpState if (state, after) in _table_of(qp_type))
 
 
 def transition_rule(qp_type: QpType, state: QpState, wanted: QpState) -> TransitionRule:
@@ -187,7 +187,7 @@ def transition_rule(qp_type: QpType, state: QpState, wanted: QpState) -> Transit
     :raises TransitionError: there is no such transition; its `reachable` lists the states that can be reached.
     :raises ValueError: there is no table for the type.
     """
-    found = _of(qp_type).get((state, wanted))
+    found = _table_of(qp_type).get((state, wanted))
     if found is None:
         raise TransitionError(qp_type, state, wanted, reachable=reachable(qp_type, state))
     return found
@@ -200,17 +200,17 @@ def path(qp_type: QpType, state: QpState, wanted: QpState) -> tuple[QpState, ...
     :raises TransitionError: there is no such sequence, for example to SQE, which a queue pair only enters by itself.
     :raises ValueError: there is no table for the type.
     """
-    ways: dict[QpState, tuple[QpState, ...]] = {state: ()}
-    ahead = deque([state])
-    while ahead and wanted not in ways:
-        here = ahead.popleft()
+    paths: dict[QpState, tuple[QpState, ...]] = {state: ()}
+    remaining = deque([state])
+    while remaining and wanted not in paths:
+        here = remaining.popleft()
         for after in reachable(qp_type, here):
-            if after not in ways:
-                ways[after] = (*ways[here], after)
-                ahead.append(after)
-    if wanted not in ways:
+            if after not in paths:
+                paths[after] = (*paths[here], after)
+                remaining.append(after)
+    if wanted not in paths:
         raise TransitionError(qp_type, state, wanted, reachable=reachable(qp_type, state))
-    return ways[wanted]
+    return paths[wanted]
 
 
 def transition(
@@ -240,7 +240,7 @@ def transition(
     chosen.update(attributes)
     missing = tuple(sorted(required - chosen.keys()))
     unexpected = tuple(sorted(chosen.keys() - required - optional))
-    wrong = dict(_wrong(chosen, state, limits or Limits()))
+    wrong = dict(_invalid_values(chosen, state, limits or Limits()))
     if draining and state is wanted is QpState.SQD:
         wrong["sq_draining"] = "what is under way must end first: wait for EventType.SQ_DRAINED"
     if missing or unexpected or wrong:
@@ -265,12 +265,12 @@ def plan(
     :raises TransitionError: see `transition`; an attribute that no transition accepts is unexpected in the last one.
     :raises ValueError: there is no table for the type.
     """
-    ahead = tuple(states)
+    remaining = tuple(states)
     left: dict[str, object] = dict(attributes)
     steps: list[tuple[QpState, QpAttrs]] = []
-    for number, wanted in enumerate(ahead, 1):
+    for number, wanted in enumerate(remaining, 1):
         takes = transition_rule(qp_type, state, wanted)
-        names = left.keys() if number == len(ahead) else left.keys() & (takes.required | takes.optional)
+        names = left.keys() if number == len(remaining) else left.keys() & (takes.required | takes.optional)
         given = cast(QpAttrs, {name: left.pop(name) for name in tuple(names)})
         steps.append(
             (wanted, transition(qp_type, state, wanted, given, defaults=defaults, limits=limits, draining=draining))
@@ -316,28 +316,28 @@ def _path_ranges(limits: Limits) -> dict[str, tuple[int, int]]:
     }
 
 
-def _wrong(attributes: Mapping[str, object], state: QpState, limits: Limits) -> Iterable[tuple[str, str]]:
+def _invalid_values(attributes: Mapping[str, object], state: QpState, limits: Limits) -> Iterable[tuple[str, str]]:
     """Yield the name of each attribute with an invalid value, and the reason."""
     for name, ends in _ranges(limits).items():
         if name in attributes:
-            yield from _outside(name, attributes[name], ends)
+            yield from _check_range(name, attributes[name], ends)
     av = attributes.get("av")
     if isinstance(av, AddressVector):
         for name, ends in _path_ranges(limits).items():
-            yield from _outside(f"av.{name}", getattr(av, name), ends)
+            yield from _check_range(f"av.{name}", getattr(av, name), ends)
         if limits.needs_gid and not av.dgid:
             yield "av.dgid", "over Ethernet a path has the GID of its end"
     elif "av" in attributes:
         yield "av", f"an AddressVector, not {av!r}"
-    believed = attributes.get("cur_qp_state", state)
-    if believed != state:
-        yield "cur_qp_state", f"{QpState(cast(int, believed)).name}, but it is in {state.name}"
+    assumed = attributes.get("cur_qp_state", state)
+    if assumed != state:
+        yield "cur_qp_state", f"{QpState(cast(int, assumed)).name}, but it is in {state.name}"
     access = index(cast(int, attributes.get("qp_access_flags", 0)))
     if access & ~int(_ACCESS):  # compared as integers: AccessFlags drops unknown bits
         yield "qp_access_flags", f"{access:#x}, but a queue pair has only those of {_ACCESS!r}"
 
 
-def _outside(name: str, value: object, ends: tuple[int, int]) -> Iterable[tuple[str, str]]:
+def _check_range(name: str, value: object, ends: tuple[int, int]) -> Iterable[tuple[str, str]]:
     low, high = ends
     if not low <= index(cast(int, value)) <= high:
         yield name, f"{index(cast(int, value))}, which is not from {low} to {high}"

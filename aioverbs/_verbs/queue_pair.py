@@ -134,7 +134,7 @@ class QueuePair(Connectable, QueuePairVerbs):
     or not the result is awaited.
 
     :param domain: domain that the queue pair belongs to.
-    :param placement: location in which the domain makes queues; None for XRC_RECV.
+    :param location: location in which the domain makes queues; None for XRC_RECV.
     :param send_cq: completion queue of the send queue.
     :param recv_cq: completion queue of the receive queue; None: `send_cq`.
     :param capabilities: depths and sizes of the queues; None: the defaults of `QpCapabilities`. The completion queues
@@ -155,7 +155,7 @@ class QueuePair(Connectable, QueuePairVerbs):
     def __init__(
         self,
         domain: Resource,
-        placement: QueueLocation | None,
+        location: QueueLocation | None,
         send_cq: CompletionQueue | None,
         recv_cq: CompletionQueue | None = None,
         capabilities: QpCapabilities | None = None,
@@ -180,10 +180,10 @@ class QueuePair(Connectable, QueuePairVerbs):
             recv_cq = send_cq
         parents = dict.fromkeys(part for part in (domain, send_cq, recv_cq, srq) if part is not None)
         super().__init__(*parents)
-        if placement is not None:
+        if location is not None:
             for cq in filter(None, (send_cq, recv_cq)):
-                placement.check_message_model("queue pair", cq)
-        self._queue_location = placement
+                location.check_message_model("queue pair", cq)
+        self._queue_location = location
         self._send_cq = send_cq
         self._recv_cq = recv_cq
         self._wanted = wanted
@@ -204,22 +204,22 @@ class QueuePair(Connectable, QueuePairVerbs):
     def _open(self) -> None:
         wanted = self._wanted
         self._check(wanted)
-        room = CqReservation()
-        self._lifecycle.hold(room)
-        room.reserve(self._send_cq, wanted.max_send_wr)
+        reservation = CqReservation()
+        self._lifecycle.hold(reservation)
+        reservation.reserve(self._send_cq, wanted.max_send_wr)
         if self._srq is None:
-            room.reserve(self._recv_cq, wanted.max_recv_wr)
-        end = _End()
-        self._lifecycle.hold(end)
+            reservation.reserve(self._recv_cq, wanted.max_recv_wr)
+        flusher = _Flusher()
+        self._lifecycle.hold(flusher)
         if self.qp_type is QpType.UD:
             wanted = replace(wanted, max_recv_sge=wanted.max_recv_sge + 1)  # one more entry for the route (GRH)
         handle = self._make(wanted)
         self._handle = handle
         self._lifecycle.hold(handle)
         self._lifecycle.label = str(handle.qp_num)
-        work = self._begin(handle, wanted, end)
+        work = self._begin(handle, wanted, flusher)
         if self._srq is not None and self._recv_cq is not None:
-            end.share(self._srq._serve(self._recv_cq, work), self._recv_cq._cq_dispatcher.drain)
+            flusher.use_srq(self._srq._attach_queue_pair(self._recv_cq, work), self._recv_cq._cq_dispatcher.drain)
 
     def _check(self, wanted: QpCapabilities) -> None:
         if self._queue_location is None:  # an XRC_RECV queue pair has no queues
@@ -251,11 +251,11 @@ class QueuePair(Connectable, QueuePairVerbs):
             affinity=self._lifecycle.owner,
         )
 
-    def _begin(self, handle: handles.QueuePair, wanted: QpCapabilities, end: "_End") -> QpWorkState:
-        lifecycle, placement = self._lifecycle, self._queue_location
+    def _begin(self, handle: handles.QueuePair, wanted: QpCapabilities, flusher: "_Flusher") -> QpWorkState:
+        lifecycle, location = self._lifecycle, self._queue_location
         work = QpWorkState(
             handle,
-            placement.base if placement is not None else None,
+            location.base if location is not None else None,
             self._send_cq._cq_dispatcher if self._send_cq is not None else None,
             self._recv_cq._cq_dispatcher if self._recv_cq is not None and self._srq is None else None,
             send_depth=wanted.max_send_wr,
@@ -263,18 +263,18 @@ class QueuePair(Connectable, QueuePairVerbs):
             chains=self._send_cq is not None and self._send_cq.message_model is MessageModel.HIGH_BANDWIDTH,
             most_bytes=handle.context.max_message(self._port),
             read_sge=handle.context.attributes.max_sge_rd or 0xFFFFFFFF,  # some devices report no limit
-            make_scratch=lambda size: _scratch(lifecycle, placement, size),
+            make_scratch=lambda size: _scratch(lifecycle, location, size),
         )
-        end.begin(handle, work)
+        flusher.begin(handle, work)
         self._work = work
         self._requests_begin(work)
-        if self._receive_depth and work.receive_queue is not None and placement is not None:
+        if self._receive_depth and work.receive_queue is not None and location is not None:
             poster = requester_of(work)
             self._refiller = Refiller(
-                lifecycle, placement.base, work.receive_queue, poster, self._receive_depth, self._receive_size
+                lifecycle, location.base, work.receive_queue, poster, self._receive_depth, self._receive_size
             )
-            end.inbox = self._refiller.inbox
-        lifecycle.drain = end.flush
+            flusher.inbox = self._refiller.inbox
+        lifecycle.drain = flusher.flush
         lifecycle.resume = work.reopen
         return work
 
@@ -295,17 +295,17 @@ class QueuePair(Connectable, QueuePairVerbs):
 
     def statistics(self) -> QueuePairStatistics:
         """Return the current depth and the lifetime counters."""
-        of = self._work
-        queues = (of.send_queue, of.receive_queue) if of is not None else (None, None)
+        work = self._work
+        queues = (work.send_queue, work.receive_queue) if work is not None else (None, None)
         return QueuePairStatistics(len(self._lifecycle.children), *map(WorkQueueStatistics.of, queues))
 
     def _in_flight(self) -> int:
         return self._work.in_flight if self._work is not None else 0
 
-    def _broken_by(self) -> BaseException | None:
+    def _breaking_error(self) -> BaseException | None:
         return self._work.broken if self._work is not None else None
 
-    def _moved(self, state: QpState) -> None:
+    def _on_transition(self, state: QpState) -> None:
         if state in (QpState.RESET, QpState.RTS) and self._work is not None:
             self._work.recovered()
         if state is QpState.ERR and self._work is not None:
@@ -377,13 +377,13 @@ def _slice(local: RegionSlice | MemoryRegion) -> RegionSlice:
     return local[:] if isinstance(local, MemoryRegion) else local
 
 
-def _scratch(lifecycle: Lifecycle, placement: QueueLocation | None, size: int) -> RegionSlice:
+def _scratch(lifecycle: Lifecycle, location: QueueLocation | None, size: int) -> RegionSlice:
     """Return registered memory that lives as long as the queue pair.
 
     The device writes old values of atomics and routes of datagrams to it.
     """
-    assert placement is not None
-    return register_queue_memory(lifecycle, placement.base, size)
+    assert location is not None
+    return register_queue_memory(lifecycle, location.base, size)
 
 
 def qp_work_state_of(qp: QueuePair) -> QpWorkState | None:
@@ -391,7 +391,7 @@ def qp_work_state_of(qp: QueuePair) -> QpWorkState | None:
     return qp._work
 
 
-class _End:
+class _Flusher:
     """Ending of the work requests of a queue pair when it is closed.
 
     The lifecycle keeps this object, so that it does not keep the user's object alive.
@@ -401,19 +401,19 @@ class _End:
         self._handle: handles.QueuePair | None = None
         self._work: QpWorkState | None = None
         self.inbox: Inbox | None = None
-        self._leave: Callable[[], None] | None = None
-        self._take: Callable[[], None] | None = None
+        self._leave_srq: Callable[[], None] | None = None
+        self._poll_recv_cq: Callable[[], None] | None = None
 
     def begin(self, handle: handles.QueuePair, work: QpWorkState) -> None:
         self._handle, self._work = handle, work
 
-    def share(self, leave: Callable[[], None], take: Callable[[], None]) -> None:
+    def use_srq(self, leave_srq: Callable[[], None], poll_recv_cq: Callable[[], None]) -> None:
         """Use a shared receive queue, until the queue pair is destroyed.
 
-        :param leave: unregisters the queue pair from the shared receive queue.
-        :param take: polls the completion queue in which the receives complete.
+        :param leave_srq: unregisters the queue pair from the shared receive queue.
+        :param poll_recv_cq: polls the completion queue in which the receives complete.
         """
-        self._leave, self._take = leave, take
+        self._leave_srq, self._poll_recv_cq = leave_srq, poll_recv_cq
 
     async def flush(self) -> None:
         """Have work requests in flight complete with an error; those that do not are abandoned with the queue pair."""
@@ -422,8 +422,8 @@ class _End:
         assert work is not None
         await self._wait_for_modification(work)
         work.close()
-        if self._take is not None and await self._to_error():
-            await retry_while_busy(self._take)  # their completions would be lost together with the queue pair
+        if self._poll_recv_cq is not None and await self._to_error():
+            await retry_while_busy(self._poll_recv_cq)  # their completions would be lost together with the queue pair
         if not work.in_flight or not await self._to_error() or not work.watched:
             return
         condition = CrossLoopCondition()
@@ -448,9 +448,9 @@ class _End:
             return
         loop = running_loop()
         cancelled: asyncio.CancelledError | None = None
-        while not work.end_modification(loop, functools.partial(wake, over := loop.create_future())):
+        while not work.end_modification(loop, functools.partial(wake, ended := loop.create_future())):
             try:
-                await wait_uncancelled(over)
+                await wait_uncancelled(ended)
             except asyncio.CancelledError as error:
                 cancelled = error
         if cancelled is not None:
@@ -473,8 +473,8 @@ class _End:
             self._work.abandon(BrokenResourceError(f"{self._handle!r} was closed before this was done"))
         if self.inbox is not None:
             close_inbox(self.inbox)
-        if self._leave is not None:
-            self._leave()
+        if self._leave_srq is not None:
+            self._leave_srq()
 
 
 publish(__name__)

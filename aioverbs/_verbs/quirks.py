@@ -5,7 +5,7 @@ from dataclasses import replace
 from aioverbs._core.handles import handles
 from aioverbs._verbs.qp_state_machine import Limits
 
-__all__ = ["is_soft_roce", "without_growth"]
+__all__ = ["cap_max_dest_rd_atomic", "is_soft_roce"]
 
 _VENDOR_ID = 0xFFFFFF
 
@@ -15,7 +15,7 @@ def is_soft_roce(context: handles.Context) -> bool:
     return context.attributes.vendor_id == _VENDOR_ID
 
 
-def without_growth(limits: Limits, context: handles.Context, served: int | None) -> Limits:
+def cap_max_dest_rd_atomic(limits: Limits, context: handles.Context, previous: int | None) -> Limits:
     """Return limits that keep soft-RoCE from growing the responder resources of a queue pair.
 
     When ``max_dest_rd_atomic`` changes, soft-RoCE clears as many entries as the new value says in the table allocated
@@ -25,8 +25,8 @@ def without_growth(limits: Limits, context: handles.Context, served: int | None)
 
     :param limits: limits of the device port.
     :param context: context of the device.
-    :param served: ``max_dest_rd_atomic`` that was last set for the queue pair; None: never set.
+    :param previous: ``max_dest_rd_atomic`` that was last set for the queue pair; None: never set.
     """
-    if served is None or not is_soft_roce(context):
+    if previous is None or not is_soft_roce(context):
         return limits
-    return replace(limits, max_dest_rd_atomic=min(limits.max_dest_rd_atomic, served))
+    return replace(limits, max_dest_rd_atomic=min(limits.max_dest_rd_atomic, previous))

@@ -52,12 +52,12 @@ class Refiller:
         depth: int,
         size: int,
     ) -> None:
-        whole = register_queue_memory(lifecycle, pd, depth * size)
+        memory = register_queue_memory(lifecycle, pd, depth * size)
         self._queue = queue
         self._requester = requester
         self._loop = asyncio.get_running_loop()
         # Any thread takes and adds elements, by single atomic operations.
-        self._free = deque(whole[each * size : (each + 1) * size] for each in range(depth))
+        self._free = deque(memory[each * size : (each + 1) * size] for each in range(depth))
         self.inbox = Inbox(queue, self._message, self._free.append)
 
     def fill(self) -> None:
@@ -75,14 +75,14 @@ class Refiller:
                     close_inbox(self.inbox, error)
                 # Another thread is changing the state of the queue pair: fill when that has ended.
                 if isinstance(error, BusyResourceError):
-                    self._queue.when_resumed(self._loop, self._fill_by_and_by)
+                    self._queue.when_resumed(self._loop, self._fill_or_retry)
                     return
                 if isinstance(error, QueuePairStateError | ClosedResourceError | BrokenResourceError):
                     return
                 raise
 
     def _message(self, received: Received) -> Message:
-        return Message(received, self._release, self._forgotten)
+        return Message(received, self._release, self._collected)
 
     def _release(self, local: RegionSlice) -> None:
         self._free.append(local)
@@ -92,22 +92,22 @@ class Refiller:
             try:
                 self._free.remove(local)
             except ValueError:  # this memory was posted, and must not be posted twice: some other memory was not
-                self._call_later()
+                self._schedule_fill()
             else:
                 raise
 
-    def _forgotten(self, local: RegionSlice) -> None:
+    def _collected(self, local: RegionSlice) -> None:
         self._free.append(local)
-        self._call_later()
+        self._schedule_fill()
 
-    def _call_later(self) -> None:
+    def _schedule_fill(self) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: the queue is not filled any more
-            self._loop.call_soon_threadsafe(self._fill_by_and_by)
+            self._loop.call_soon_threadsafe(self._fill_or_retry)
 
-    def _fill_by_and_by(self) -> None:
+    def _fill_or_retry(self) -> None:
         try:
             self.fill()
         except ConcurrentAccessError:  # another thread is inside the domain
-            self._loop.call_soon(self._fill_by_and_by)
+            self._loop.call_soon(self._fill_or_retry)
         except AffinityError:  # the loop's ownership was taken over
             return

@@ -14,7 +14,7 @@ from aioverbs._verbs.protection_domain import (
     InterchangeableDomain,
     ParentDomain,
     ProtectionDomain,
-    base_of,
+    base_protection_domain,
     with_base,
 )
 from aioverbs._verbs.thread_domain import ThreadDomain, ThreadDomainBudget
@@ -34,7 +34,7 @@ class ResourceDomain(InterchangeableDomain):
     which are the attributes `td`, `parent` and `pd`. Made by `Device.resource_domain`.
 
     :param device: device of the domain.
-    :param of_device: open context of the device.
+    :param device_context: open context of the device.
     :param budget: budget of native thread domains of the device.
     :param pd: protection domain, or parent domain over one; None: make a new protection domain.
     :param thread_model: threads that may use the resources of the domain.
@@ -47,7 +47,7 @@ class ResourceDomain(InterchangeableDomain):
     def __init__(
         self,
         device: Resource,
-        of_device: handles.Context,
+        device_context: handles.Context,
         budget: ThreadDomainBudget,
         pd: InterchangeableDomain | None = None,
         *,
@@ -58,10 +58,14 @@ class ResourceDomain(InterchangeableDomain):
         require_native: bool = False,
     ) -> None:
         super().__init__(*with_base(pd if pd is not None else device))
-        self._context = of_device
+        self._context = device_context
         self._budget = budget
         self._require_native = require_native
-        self._pd = base_of("resource domain", pd) if pd is not None else ProtectionDomain(self, of_device, budget)
+        self._pd = (
+            base_protection_domain("resource domain", pd)
+            if pd is not None
+            else ProtectionDomain(self, device_context, budget)
+        )
         self._td: ThreadDomain | None = None
         self._parent: ParentDomain | None = None
         self.thread_model = ThreadModel(thread_model)

@@ -61,7 +61,7 @@ class SharedReceiveQueue(AsyncEventSource[handles.SharedReceiveQueue], ReceiveVe
     bytes of their route (GRH).
 
     :param domain: domain that the queue belongs to.
-    :param placement: location in which the domain makes queues.
+    :param location: location in which the domain makes queues.
     :param max_wr: minimum number of receives that can be posted at once.
     :param max_sge: maximum number of scatter/gather entries of a receive.
     :param limit: raise ``EventType.SRQ_LIMIT_REACHED`` once when fewer posted receives than this are left; 0: never.
@@ -74,7 +74,7 @@ class SharedReceiveQueue(AsyncEventSource[handles.SharedReceiveQueue], ReceiveVe
     def __init__(
         self,
         domain: Resource,
-        placement: QueueLocation,
+        location: QueueLocation,
         max_wr: int,
         max_sge: int = 1,
         limit: int = 0,
@@ -86,14 +86,14 @@ class SharedReceiveQueue(AsyncEventSource[handles.SharedReceiveQueue], ReceiveVe
             raise ValueError("a shared receive queue for XRC takes both xrc_domain and cq, any other neither")
         super().__init__(*(parent for parent in (domain, xrc_domain, cq) if parent is not None))
         if cq is not None:
-            placement.check_message_model("shared receive queue", cq)
-        self._queue_location = placement
+            location.check_message_model("shared receive queue", cq)
+        self._queue_location = location
         self._sizes = max_wr, max_sge, limit
         self._xrc_domain = xrc_domain
         self._cq = cq
         self._work: WorkQueue | None = None
-        self._served: dict[CompletionQueue, int] = {}  # number of queue pairs that complete there
-        self._serving = threading.Lock()
+        self._queue_pairs_by_cq: dict[CompletionQueue, int] = {}  # number of queue pairs that complete there
+        self._attach_lock = threading.Lock()
 
     def _owner(self) -> Affinity | None:
         return self._queue_location.owner_with(self._cq)
@@ -102,11 +102,11 @@ class SharedReceiveQueue(AsyncEventSource[handles.SharedReceiveQueue], ReceiveVe
         max_wr, max_sge, _ = self._sizes
         context = self._queue_location.pd.context
         check_shared_receive_queue(context.name, context.attributes, max_wr, max_sge)
-        room = CqReservation()
-        self._lifecycle.hold(room)
-        room.reserve(self._cq, max_wr)
-        end = _End()
-        self._lifecycle.hold(end)
+        reservation = CqReservation()
+        self._lifecycle.hold(reservation)
+        reservation.reserve(self._cq, max_wr)
+        cleanup = _ReceiveCleanup()
+        self._lifecycle.hold(cleanup)
         self._handle = handles.SharedReceiveQueue(
             self._queue_location.pd,
             *self._sizes,
@@ -116,7 +116,7 @@ class SharedReceiveQueue(AsyncEventSource[handles.SharedReceiveQueue], ReceiveVe
         )
         self._lifecycle.hold(self._handle)
         dispatcher = self._cq._cq_dispatcher if self._cq is not None else None
-        self._work = end.work = self._receives_begin(
+        self._work = cleanup.work = self._receives_begin(
             self._handle, self._queue_location.base, max_wr, max_sge, dispatcher
         )
 
@@ -130,7 +130,7 @@ class SharedReceiveQueue(AsyncEventSource[handles.SharedReceiveQueue], ReceiveVe
         assert self._work is not None
         return self._work
 
-    def _serve(self, cq: CompletionQueue, requests: QpWorkState) -> Callable[[], None]:
+    def _attach_queue_pair(self, cq: CompletionQueue, requests: QpWorkState) -> Callable[[], None]:
         """Register a queue pair that takes receives from this queue.
 
         :param cq: completion queue in which the receives of the queue pair complete.
@@ -139,21 +139,21 @@ class SharedReceiveQueue(AsyncEventSource[handles.SharedReceiveQueue], ReceiveVe
         :raises ValueError: the completion queue has no room for all receives of this queue.
         """
         work, dispatcher = self._receive_queue, cq._cq_dispatcher
-        with self._serving:
-            if cq not in self._served:
+        with self._attach_lock:
+            if cq not in self._queue_pairs_by_cq:
                 cq._reserve(self.depth)
-            self._served[cq] = self._served.get(cq, 0) + 1
+            self._queue_pairs_by_cq[cq] = self._queue_pairs_by_cq.get(cq, 0) + 1
         attach(work, dispatcher, requests)
 
-        def leave() -> None:
+        def detach_queue_pair() -> None:
             detach(work, dispatcher, requests)
-            with self._serving:
-                self._served[cq] -= 1
-                if not self._served[cq]:
-                    del self._served[cq]
+            with self._attach_lock:
+                self._queue_pairs_by_cq[cq] -= 1
+                if not self._queue_pairs_by_cq[cq]:
+                    del self._queue_pairs_by_cq[cq]
                     cq._release(self.depth)
 
-        return leave
+        return detach_queue_pair
 
     def messages(
         self, pool: BufferPool, low: int | None = None
@@ -248,9 +248,9 @@ class SharedReceiveQueue(AsyncEventSource[handles.SharedReceiveQueue], ReceiveVe
 
     def statistics(self) -> SharedReceiveQueueStatistics:
         """Return the current depth and the lifetime counters."""
-        of = self._work
-        seen = (of.in_flight, of.queued, of.posted, of.completed) if of is not None else (0,) * 4
-        return SharedReceiveQueueStatistics(len(self._lifecycle.children), self.depth, *seen)
+        work = self._work
+        counts = (work.in_flight, work.queued, work.posted, work.completed) if work is not None else (0,) * 4
+        return SharedReceiveQueueStatistics(len(self._lifecycle.children), self.depth, *counts)
 
 
 class _Posted:
@@ -261,7 +261,7 @@ class _Posted:
 
     def __init__(self) -> None:
         self._buffers: dict[int, LeasedBuffer] = {}  # by `id`
-        self._over = False  # the block has ended, arriving messages are dropped
+        self._ended = False  # the block has ended, arriving messages are dropped
 
     def add(self, buffer: LeasedBuffer) -> None:
         """Record a buffer that is about to be posted."""
@@ -270,7 +270,7 @@ class _Posted:
     def message(self, received: Received) -> Message | None:
         """Return the message that arrived; None if the block has ended: its buffer was already released then."""
         self._buffers.pop(id(received.local), None)
-        return None if self._over else Message(received, LeasedBuffer.release, None)
+        return None if self._ended else Message(received, LeasedBuffer.release, None)
 
     def unused(self, buffer: LeasedBuffer) -> None:
         """Release a buffer that no message will arrive in."""
@@ -279,12 +279,12 @@ class _Posted:
 
     def release(self) -> None:
         """Drop messages from now on: each buffer returns to the pool when its receive ends, whatever arrives in it."""
-        self._over = True
+        self._ended = True
         for buffer in tuple(self._buffers.values()):
             buffer.release()
 
 
-class _End:
+class _ReceiveCleanup:
     """Ending of the receives of a shared receive queue, after it is destroyed."""
 
     def __init__(self) -> None:

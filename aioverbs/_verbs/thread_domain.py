@@ -34,7 +34,7 @@ class ThreadDomainBudget:
             raise ValueError(f"max_native_thread_domains is 0 or more, or None for no limit, not {limit}")
         self.limit = limit
         self.used = 0
-        self._said: set[str] = set()
+        self._warned: set[str] = set()
         self._lock = threading.Lock()
 
     def take(self) -> bool:
@@ -50,11 +50,11 @@ class ThreadDomainBudget:
         with self._lock:
             self.used -= 1
 
-    def say_once(self, what: str, message: str, *arguments: object) -> None:
+    def warn_once(self, what: str, message: str, *arguments: object) -> None:
         """Log a warning, unless one with the same key was logged before."""
         with self._lock:
-            first = what not in self._said
-            self._said.add(what)
+            first = what not in self._warned
+            self._warned.add(what)
         if first:
             logger.warning(message, *arguments)
 
@@ -81,11 +81,11 @@ class ThreadDomain(Resource):
         self._context = context
         self._budget = budget
         self._require_native = require_native
-        self._given_owner = owner
+        self._explicit_owner = owner
         self._handle: core.ThreadDomain | None = None
 
     def _owner(self) -> Affinity | None:
-        return self._given_owner or owner_for(ThreadModel.SINGLE)
+        return self._explicit_owner or owner_for(ThreadModel.SINGLE)
 
     def _open(self) -> None:
         if not self._budget.take():
@@ -107,7 +107,7 @@ class ThreadDomain(Resource):
 
     def _degrade(self, reason: str) -> None:
         message = "%s: thread domains are not native from here on, the provider keeps its locks: %s"
-        self._budget.say_once("td", message, self._context.name, reason)
+        self._budget.warn_once("td", message, self._context.name, reason)
 
     @property
     def native(self) -> bool:

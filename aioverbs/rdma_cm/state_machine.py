@@ -17,7 +17,7 @@ from aioverbs._core.handles import rdma_cm as core
 from aioverbs._durations import duration
 from aioverbs._lifecycle.affinity import CrossLoopCondition
 from aioverbs._verbs import qp_state_machine
-from aioverbs._verbs.qp_modify import limits_for, move_in_time
+from aioverbs._verbs.qp_modify import limits_for, move_cancellable
 from aioverbs._verbs.qp_state_machine import QpAttrs
 from aioverbs._verbs.queue_pair import QueuePair, qp_work_state_of
 from aioverbs.errors import (
@@ -272,7 +272,7 @@ class CmStateMachine:
             applicable = cast(QpAttrs, {name: value for name, value in overrides.items() if name in names})
             changes = negotiate(proposed, applicable, limits)
             self._timeout_cause = "the device did not find the peer's neighbour"
-            await move_in_time(qp, after, changes)
+            await move_cancellable(qp, after, changes)
             self._timeout_cause = _NO_ANSWER
             self._check_usable("ibv_modify_qp")
             applied.update(changes)

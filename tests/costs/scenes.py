@@ -241,7 +241,7 @@ def scenes(loop: str) -> dict[str, AbstractAsyncContextManager[Scene]]:
 
 async def main(loop: str, counting: Counting) -> dict[str, Counted]:
     """Count all that is done on a loop of that kind."""
-    peer_log.EVERY_S = 3600.0  # nothing is done by the clock meanwhile
+    peer_log.INTERVAL_S = 3600.0  # nothing is done by the clock meanwhile
     counted = {}
     for name, scene in scenes(loop).items():
         async with scene as entered:

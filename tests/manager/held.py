@@ -47,13 +47,13 @@ class Helpers:
 def helpers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Helpers]:
     """The software device takes its time."""
     held = Helpers()
-    in_helper = neighbour_lookup.in_helper
+    run_in_helper_thread = neighbour_lookup.run_in_helper_thread
     monkeypatch.setattr(neighbour_lookup, "may_block", lambda _: True)
 
     def hold(verb: str, run: Callable[[], object]) -> Coroutine[Any, Any, None]:
-        return in_helper(verb, functools.partial(held.hold, run))
+        return run_in_helper_thread(verb, functools.partial(held.hold, run))
 
-    monkeypatch.setattr(neighbour_lookup, "in_helper", hold)
+    monkeypatch.setattr(neighbour_lookup, "run_in_helper_thread", hold)
     yield held
     held.release()
 

@@ -402,7 +402,7 @@ async def test_writes_keep_their_memory_where_destroying_fails(device: Device, m
 
 @pytest.mark.every_way
 async def test_a_queue_whose_loop_stands_still_is_busy(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("aioverbs._verbs.completion_queue._STOP_S", 0.05)
+    monkeypatch.setattr("aioverbs._verbs.completion_queue._UNWATCH_S", 0.05)
     pd = await device.protection_domain().open()
     loop = asyncio.new_event_loop()
     cq = pd.completion_queue(64)

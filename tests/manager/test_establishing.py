@@ -92,7 +92,7 @@ async def test_one_that_is_answered_waits_for_none_of_a_servers_others(device: D
 
 
 async def test_so_many_at_once(device: Device, helpers: Helpers, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(neighbour_lookup, "_HELPERS", 8)
+    monkeypatch.setattr(neighbour_lookup, "_MAX_HELPERS", 8)
     async with device.resource_domain() as domain, domain.completion_queue(1024) as cq:
         queue_pairs = [await domain.queue_pair(cq).open() for _ in range(12)]
         all_of_them = asyncio.gather(*(qp.establish(qp.local_endpoint(), ACCESS) for qp in queue_pairs))

@@ -45,7 +45,7 @@ def port() -> int:
 @pytest.fixture
 async def found(directory: Path, port: int, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Device]:
     """A device that others find. What it refuses is logged when it is asked, and not by the loop meanwhile."""
-    monkeypatch.setattr(peer_log, "EVERY_S", 3600.0)
+    monkeypatch.setattr(peer_log, "INTERVAL_S", 3600.0)
     async with open_device(f"soft0@{own_address()}:{port}") as device:
         yield device
 
@@ -119,7 +119,7 @@ async def test_more_than_are_kept(found: Device, port: int, caplog: pytest.LogCa
 async def test_the_loop_logs_by_itself(
     monkeypatch: pytest.MonkeyPatch, directory: Path, port: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(peer_log, "EVERY_S", 0.01)
+    monkeypatch.setattr(peer_log, "INTERVAL_S", 0.01)
     async with (
         open_device(f"soft0@{own_address()}:{port}"),
         open_device(f"soft0@{own_address()}:{port}"),
@@ -146,10 +146,10 @@ async def test_another_loop_takes_over(directory: Path, port: int) -> None:
     thread.start()
     await asyncio.to_thread(thread.join)
     try:
-        before = peer_log._attended[device.handle]
+        before = peer_log._logging_loops[device.handle]
         assert before.is_closed()
-        peer_log.attend(device.handle)
-        assert peer_log._attended[device.handle] is asyncio.get_running_loop()
+        peer_log.log_periodically(device.handle)
+        assert peer_log._logging_loops[device.handle] is asyncio.get_running_loop()
     finally:
         await device.aclose()
 

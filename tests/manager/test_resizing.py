@@ -68,7 +68,7 @@ async def test_by_its_allocator_where_anybody_may(device: Device) -> None:
 
 async def test_by_a_handler_of_signals(device: Device) -> None:
     async with device.resource_domain() as domain, domain.completion_queue(64) as cq:
-        with cq._reserving:
+        with cq._reservation_lock:
             cq.resize(128)
             cq._reserve(100)
         assert (cq.statistics().depth, cq.statistics().reserved) == (cq.handle.cqe, 100)

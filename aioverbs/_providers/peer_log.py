@@ -42,10 +42,10 @@ def log_rejections(context: software.Context) -> FabricStatistics:
             _logged[key] = count
     recent = statistics.refusals[-unlogged:] if unlogged > 0 else ()
     if unlogged > len(recent):
-        logger.warning("%s refused %d more peers, before these", context.name, unlogged - len(recent))
+        logger.warning("%s rejected %d more peers before these", context.name, unlogged - len(recent))
     for refusal in recent:
         peer = f"peer {refusal.gid.hex()}" if refusal.gid is not None else "a peer"
-        logger.warning("%s refused %s: %s", context.name, peer, refusal.reason)
+        logger.warning("%s rejected %s: %s", context.name, peer, refusal.reason)
     return statistics
 
 

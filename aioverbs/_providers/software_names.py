@@ -9,7 +9,7 @@ _DEVICE = "soft0"
 DEFAULT_PORT = 7470
 
 _HINT = "write 10.0.0.1:7470, or [fd00::1]:7470"
-_UNSPECIFIC = "it is no address that one host has: give one of this host's network interfaces"
+_UNSPECIFIC = "it is not the address of one host: give one of a network interface of this host"
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class SoftAddress:
         if problem := _problem(self.host):
             raise ValueError(f"{self.host} cannot be a software device's address: {problem}")
         if not 1 <= self.port <= 65535:
-            raise ValueError(f"a port is a number from 1 to 65535, not {self.port}")
+            raise ValueError(f"`port` must be 1 to 65535, got {self.port}")
 
     def __str__(self) -> str:
         """Format the address as `parse` reads it."""
@@ -49,17 +49,17 @@ class SoftAddress:
         :raises ValueError: `text` is something else; the error says what to write.
         """
         if not text:
-            raise ValueError(f"there is no address: {_HINT}")
+            raise ValueError(f"the address is empty: {_HINT}")
         if text.startswith("["):
             literal, bracket, rest = text[1:].partition("]")
             if not bracket or (rest and not rest.startswith(":")):
-                raise ValueError(f"{text!r} is no address: {_HINT}")
+                raise ValueError(f"{text!r} is not an address: {_HINT}")
             host = _host(literal, text)
             if host.version == 4:
                 raise ValueError(f"brackets are for IPv6: write {host}{rest}")
             return cls(host, _port(rest[1:], text) if rest else DEFAULT_PORT)
         if text.count(":") > 1:
-            raise ValueError(f"an IPv6 address stands in brackets, as in [fd00::1]:{DEFAULT_PORT}: {text!r} does not")
+            raise ValueError(f"an IPv6 address must be in brackets, as in [fd00::1]:{DEFAULT_PORT}, got {text!r}")
         literal, colon, rest = text.partition(":")
         return cls(_host(literal, text), _port(rest, text) if colon else DEFAULT_PORT)
 
@@ -68,22 +68,22 @@ def _host(literal: str, text: str) -> IPv4Address | IPv6Address:
     try:
         return ip_address(literal)
     except ValueError:
-        raise ValueError(f"{literal!r} in {text!r} is no IP address, and names are not looked up: {_HINT}") from None
+        raise ValueError(f"{literal!r} in {text!r} is not an IP address, and names are not resolved: {_HINT}") from None
 
 
 def _port(digits: str, text: str) -> int:
     if not (digits.isascii() and digits.isdecimal() and len(digits) <= 5):
-        raise ValueError(f"{digits!r} in {text!r} is no port: {_HINT}")
+        raise ValueError(f"{digits!r} in {text!r} is not a port: {_HINT}")
     return int(digits)
 
 
 def _problem(host: IPv4Address | IPv6Address) -> str | None:
     if host.is_link_local or (isinstance(host, IPv6Address) and host.scope_id is not None):
-        return "what is of one link or network interface says nothing beyond it: give a wider one"
+        return "it is valid on one link only: give an address that other hosts can reach"
     if isinstance(host, IPv4Address):
         return None if 0 < host.packed[0] < 224 else _UNSPECIFIC
     if not any(host.packed[:8]) and host.packed[10:12] == b"\xff\xff":
-        return f"it stands for an address of IPv4: write {IPv4Address(host.packed[12:])}"
+        return f"it maps an IPv4 address: write {IPv4Address(host.packed[12:])}"
     return _UNSPECIFIC if host.is_multicast or (not any(host.packed[:12]) and not host.is_loopback) else None
 
 
@@ -105,4 +105,4 @@ def parse_name(name: str) -> SoftAddress | None:
             raise ValueError(f"the software device's name is {_DEVICE}")
         return SoftAddress.parse(text)
     except ValueError as error:
-        raise ValueError(f"{name!r} is no software device's name: {error}") from None
+        raise ValueError(f"{name!r} is not the name of a software device: {error}") from None

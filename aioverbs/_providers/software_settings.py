@@ -62,8 +62,8 @@ class SoftSettings:
         )
         if settings.users and settings.directory == private:
             raise ValueError(
-                "AIOVERBS_SOFT_USERS: the private directory is no other user's: name one that all of them can write in"
-                " AIOVERBS_SOFT_DIRECTORY"
+                "AIOVERBS_SOFT_USERS: other users cannot use the private directory: set AIOVERBS_SOFT_DIRECTORY to one"
+                " that all of them can write to"
             )
         return settings
 
@@ -79,9 +79,9 @@ def _parse(environment: Mapping[str, str], name: str, parse: Callable[[str], T],
 def _directory(text: str) -> bytes:
     path = os.fsencode(text)
     if not path.startswith(b"/"):
-        raise ValueError(f"a path that begins with / is needed, not {text!r}")
+        raise ValueError(f"a path must begin with /, got {text!r}")
     if len(path) > MAX_DIRECTORY:
-        raise ValueError(f"a path has {MAX_DIRECTORY} bytes at most, since sockets are named in it, not {len(path)}")
+        raise ValueError(f"a path must have at most {MAX_DIRECTORY} bytes, so that sockets fit in it, got {len(path)}")
     return path
 
 
@@ -89,35 +89,35 @@ def _runtime_directory(text: str) -> bytes:
     try:
         return _directory(f"{text.rstrip('/')}/aioverbs")
     except ValueError as error:
-        raise ValueError(f"{error}: or name one by AIOVERBS_SOFT_DIRECTORY") from None
+        raise ValueError(f"{error}; or set AIOVERBS_SOFT_DIRECTORY") from None
 
 
 def _users(text: str) -> tuple[int, ...]:
-    users = tuple(_number(each, _INVALID_UID - 1, "the number of a user") for each in text.split(","))
+    users = tuple(_number(each, _INVALID_UID - 1, "a user ID") for each in text.split(","))
     if len(users) > MAX_USERS:
-        raise ValueError(f"{MAX_USERS} users at most, not {len(users)}")
+        raise ValueError(f"at most {MAX_USERS} users are allowed, got {len(users)}")
     return users
 
 
 def _number(text: str, most: int, what: str) -> int:
     digits = text.strip()
     if not (digits.isascii() and digits.isdecimal()) or len(digits) > 10 or int(digits) > most:
-        raise ValueError(f"{text!r} is not {what}, from 0 to {most}")
+        raise ValueError(f"{what} must be 0 to {most}, got {text!r}")
     return int(digits)
 
 
 def _secret(text: str) -> bytes:
     secret = os.fsencode(text)
     if len(secret) > MAX_SECRET:  # the message must not reveal the secret
-        raise ValueError(f"a secret has {MAX_SECRET} bytes at most, not {len(secret)}")
+        raise ValueError(f"a secret must have at most {MAX_SECRET} bytes, got {len(secret)}")
     return secret
 
 
 def _direct(text: str) -> bool:
     if text not in ("0", "1"):
-        raise ValueError(f"write 1 for yes or 0 for no, not {text!r}")
+        raise ValueError(f"write 1 for yes or 0 for no, got {text!r}")
     return text == "1"
 
 
 def _spin(text: str) -> int:
-    return _number(text, MAX_SPIN_US, "a number of microseconds")
+    return _number(text, MAX_SPIN_US, "a time in microseconds")

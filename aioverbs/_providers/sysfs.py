@@ -64,5 +64,5 @@ def check_node(verb: str, node: Path) -> None:
     number = try_open(node)
     if number not in (0, errno.ENOENT):
         raise VerbsError(
-            verb, number, f"{node} does not open for this process: see its permissions and `aioverbs doctor`"
+            verb, number, f"this process cannot open {node}: check its permissions and run `aioverbs doctor`"
         )

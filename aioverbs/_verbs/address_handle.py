@@ -89,7 +89,7 @@ class AddressHandle(HandleResource[handles.AddressHandle]):
             qp_num = self._to.qp_num if qp_num is None else qp_num
             qkey = self._to.qkey if qkey is None else qkey
         if qp_num is None or qkey is None:
-            raise ValueError(f"{self!r} was made for a path alone: say qp_num and qkey of the queue pair there")
+            raise ValueError(f"{self!r} was made from a path: give qp_num and qkey of the remote queue pair")
         return Destination(self.handle, self.pins, qp_num, qkey)
 
 

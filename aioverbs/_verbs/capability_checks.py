@@ -68,9 +68,9 @@ def check_shared_receive_queue(name: str, device: DeviceAttributes, max_wr: int,
 
 def _check(name: str, *asked: tuple[str, int, int | None]) -> None:
     wrong = [
-        f"{what} is {value:,} and {name} has {'0 or more' if most is None or value < 0 else f'at most {most:,}'}"
+        f"`{what}` must be {'0 or more' if value < 0 else f'at most {most:,}'} for {name}, got {value:,}"
         for what, value, most in asked
         if value < 0 or (most is not None and value > most)
     ]
     if wrong:
-        raise ValueError(f"{'; '.join(wrong)}: ask for less")
+        raise ValueError("; ".join(wrong))

@@ -169,7 +169,7 @@ class _ChannelWatcher:
         if element is None:
             self._dispatcher.broke(DeviceRemovedError("the device was lost (DEVICE_FATAL)"), gone=True)
         else:
-            self._dispatcher.broke(VerbsError("ibv_get_async_event", errno.EIO, "it has lost completions (CQ_ERR)"))
+            self._dispatcher.broke(VerbsError("ibv_get_async_event", errno.EIO, "the queue lost completions (CQ_ERR)"))
 
     async def stop(self) -> None:
         """Stop watching the descriptor, and acknowledge the events received from the channel."""
@@ -184,7 +184,7 @@ class _ChannelWatcher:
                 self._remove()
         if scope.cancelled_caught:
             raise BusyResourceError(
-                f"{self._dispatcher.handle!r} is watched by {self._loop!r}, which does not answer: run or close that"
+                f"{self._dispatcher.handle!r} is watched by {self._loop!r}, which does not respond: run or close it"
             )
 
     def _remove(self) -> None:
@@ -224,12 +224,12 @@ class CompletionQueue(AsyncEventSource[handles.CompletionQueue]):
         spin_ns: int | None = None,
     ) -> None:
         if depth < 1:
-            raise ValueError(f"a completion queue holds 1 completion at least, not {depth}")
+            raise ValueError(f"`depth` must be at least 1, got {depth}")
         model = MessageModel(message_model or location.message_model or MessageModel.DEFAULT)
         if spin_ns is not None and not _MODELS[model]:
-            raise ValueError(f"spin_ns is for awaits that poll, and {model.name} has none of those: leave it out")
+            raise ValueError(f"`spin_ns` requires awaits that poll, but those of {model.name} do not: leave it out")
         if spin_ns is not None and not 0 <= spin_ns <= 10**9:
-            raise ValueError(f"spin_ns is from 0 to 1,000,000,000 nanoseconds, not {spin_ns}")
+            raise ValueError(f"`spin_ns` must be 0 to 1,000,000,000, got {spin_ns}")
         super().__init__(domain)
         self._queue_location = location
         self._depth = depth
@@ -322,7 +322,9 @@ class CompletionQueue(AsyncEventSource[handles.CompletionQueue]):
             owner.check(handle, "ibv_resize_cq")
         with self._reservation_lock:
             if depth < max(self._reserved, 1):
-                raise ValueError(f"the queue pairs on {self!r} need {self._reserved} completions, and {depth} are less")
+                raise ValueError(
+                    f"`depth` must be at least {max(self._reserved, 1)} for the queues on {self!r}, got {depth}"
+                )
             self._resizing_to.append(depth)
         try:  # outside the lock: the verb may call an allocator
             self._check(handle.context, depth)
@@ -341,8 +343,8 @@ class CompletionQueue(AsyncEventSource[handles.CompletionQueue]):
         with self._reservation_lock:
             if self._reserved + completions > min([self._depth, *self._resizing_to]):
                 raise ValueError(
-                    f"{self!r} holds {self._depth} completions, {self._reserved} of them for others, and {completions} "
-                    "more could come: make it deeper, resize() it, or ask for fewer (QpCapabilities)"
+                    f"{self!r} holds {self._depth} completions, {self._reserved} of them reserved; {completions} more "
+                    "do not fit: make it deeper, resize() it, or ask for fewer requests (QpCapabilities)"
                 )
             self._reserved += completions
 

@@ -270,7 +270,7 @@ class Device(HandleResource[handles.Context]):
         """
         context = self.handle
         if not isinstance(context, SoftwareContext):
-            raise ValueError(f"{context!r} is not of the software device: only that one fails as planned")
+            raise ValueError(f"{context!r} is an RDMA device: only a software device has a fault plan")
         return context.faults
 
     def attributes(self) -> DeviceAttributes:

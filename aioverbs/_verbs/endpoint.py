@@ -47,10 +47,10 @@ class Endpoint:
 
     def __post_init__(self) -> None:
         if len(self.gid) != 16:
-            raise ValueError(f"a GID has 16 bytes, not {len(self.gid)}")
+            raise ValueError(f"`gid` must have 16 bytes, got {len(self.gid)}")
         for name, bits in _BITS.items():
             if not 0 <= getattr(self, name) < 1 << bits:
-                raise ValueError(f"{name} has {bits} bits, and {getattr(self, name)} is none of those numbers")
+                raise ValueError(f"`{name}` must fit in {bits} bits, got {getattr(self, name)}")
         Mtu(self.mtu)
         QpType(self.qp_type)
 
@@ -78,9 +78,11 @@ class Endpoint:
         """
         view = memoryview(data).cast("B")
         if len(view) and view[0] != _VERSION:
-            raise ValueError(f"this is version {view[0]} of an endpoint's wire form, and here only {_VERSION} is known")
+            raise ValueError(
+                f"an encoded endpoint must have version {_VERSION}, got {view[0]}: use one release on both ends"
+            )
         if len(view) != _WIRE.size:
-            raise ValueError(f"an endpoint is {_WIRE.size} bytes on the wire, not {len(view)}")
+            raise ValueError(f"an encoded endpoint must have {_WIRE.size} bytes, got {len(view)}")
         _, kind, gid, qp_num, psn, qkey, lid, mtu, reads, served = _WIRE.unpack(view)
         return cls(
             gid,
@@ -106,9 +108,9 @@ class Endpoint:
             Ethernet.
         """
         if bool(self.lid) != bool(remote.lid):
-            raise ValueError(f"one of these has a LID, as on InfiniBand, and one has none: {self}, {remote}")
+            raise ValueError(f"one endpoint has a LID (InfiniBand), the other has none (Ethernet): {self}, {remote}")
         if not self.lid and not any(remote.gid):
-            raise ValueError(f"{remote} has no GID: over Ethernet it needs one")
+            raise ValueError(f"{remote} has no GID, which a path over Ethernet requires")
         near = self.lid and (remote.gid[:8] == self.gid[:8] or not any(remote.gid))
         dgid = b"" if near else remote.gid
         return AddressVector(dgid=dgid, sgid_index=sgid_index, port_num=port_num, dlid=remote.lid)

@@ -62,7 +62,7 @@ async def run_in_helper_thread(verb: str, function: Callable[[], object]) -> Non
         try:
             threading.Thread(target=run, name="aioverbs: address resolution").start()
         except RuntimeError as error:  # the process limit is reached: `ulimit -u` or that of a container
-            raise VerbsError(verb, errno.EAGAIN, f"no thread could be started for it: {error}") from error
+            raise VerbsError(verb, errno.EAGAIN, f"no helper thread can be started: {error}") from error
         await wait_uncancelled(ended)
         if failures:
             raise failures.pop()

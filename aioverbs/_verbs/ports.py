@@ -31,13 +31,13 @@ def check_port(context: handles.Context, port: int, gid_index: int | None = None
     """
     count = context.attributes.phys_port_cnt
     if not 1 <= port <= count:
-        raise ValueError(f"{context.name} has the ports 1 to {count}, and not {port}")
+        raise ValueError(f"`port` must be 1 to {count} for {context.name}, got {port}")
     if gid_index is not None:
         gids = min(context.query_port(port).gid_tbl_len, _MAX_GIDS)
         if not 0 <= gid_index < gids:
             raise ValueError(
-                f"port {port} of {context.name} has GIDs at the indices 0 to {gids - 1}, and none at {gid_index}: give"
-                " no gid_index to have one chosen"
+                f"`gid_index` must be 0 to {gids - 1} for port {port} of {context.name}, got {gid_index}: leave it"
+                " out to have one chosen"
             )
 
 

@@ -128,7 +128,7 @@ def base_protection_domain(what: str, pd: object) -> "ProtectionDomain":
     :raises TypeError: `pd` is something else.
     """
     if not isinstance(pd, InterchangeableDomain):
-        raise TypeError(f"a {what} is made from a protection domain, and {pd!r} is none")
+        raise TypeError(f"a {what} requires a protection domain, got {pd!r}")
     return pd.base
 
 
@@ -199,7 +199,7 @@ def _shared_memory(handle: handles.ProtectionDomain) -> NativeAllocator:
         return SharedMemoryAllocator(software.shared_area(handle))
     except VerbsError as error:
         if error.errno == errno.EINVAL:
-            raise VerbsError(error.verb, error.errno, "share() is to come first: it is of this process alone") from None
+            raise VerbsError(error.verb, error.errno, "the domain is not shared: open share() first") from None
         raise shared_pd.share_error(error.errno) from None
 
 

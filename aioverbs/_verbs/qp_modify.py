@@ -103,8 +103,8 @@ class Connectable(AsyncEventSource[handles.QueuePair]):
         gid = context.query_gid(self._port, self.gid_index)
         if port.link_layer is not LinkLayer.INFINIBAND and not any(gid):
             raise ValueError(
-                f"port {self._port} of {context.name} has no GID at index {self.gid_index}: give its queue pairs the"
-                " gid_index of one that it has, or none, to have it chosen"
+                f"port {self._port} of {context.name} has no GID at index {self.gid_index}: give the `gid_index`"
+                " of an existing GID, or leave it out to have one chosen"
             )
         limits = limits_for(self, self._port)
         requests = "max_rd_atomic" in qp_state_machine.transition_rule(self.qp_type, _RTR, _RTS).required
@@ -268,7 +268,7 @@ class Connectable(AsyncEventSource[handles.QueuePair]):
         found = self.query().qp_state
         if count := self._in_flight():
             raise BusyResourceError(
-                f"{self!r} has {count} work requests under way, which would be forgotten: to_error() and wait for them"
+                f"{self!r} has {count} work requests in flight, which would never complete: to_error() and wait"
             )
         self._transition_to(found, (QpState.RESET,), QpAttrs())
         self._remote = None
@@ -278,7 +278,9 @@ class Connectable(AsyncEventSource[handles.QueuePair]):
 
     def _check_peer(self, remote: Endpoint) -> None:
         if self.qp_type is QpType.UD:
-            raise ValueError(f"{self!r} is of type UD: its datagrams go by address handles; activate() it")
+            raise ValueError(
+                f"{self!r} is of type UD, which is connectionless: activate() it and send to address handles"
+            )
         other = qp_state_machine.COUNTERPART[self.qp_type]
         if remote.qp_type != other:
             raise ValueError(
@@ -346,7 +348,7 @@ class Connectable(AsyncEventSource[handles.QueuePair]):
         except TransitionError as error:
             error.subject = repr(self)
             if limits != port_limits and "max_dest_rd_atomic" in error.wrong:
-                error.wrong["max_dest_rd_atomic"] += ": with soft-RoCE never more than at first, make a new queue pair"
+                error.wrong["max_dest_rd_atomic"] += "; soft-RoCE cannot exceed the first value: make a new queue pair"
             raise
 
     async def _run_plan(self, plan: Iterable[tuple[QpState, QpAttrs]], remote: Endpoint | None = None) -> None:
@@ -399,7 +401,7 @@ class Connectable(AsyncEventSource[handles.QueuePair]):
         self._check_open()
         broken = self._breaking_error()
         if broken is not None and broken is not before:
-            raise BrokenResourceError(f"{self!r} broke while it was connected: {broken}") from broken
+            raise BrokenResourceError(f"{self!r} failed while connecting: {broken}") from broken
 
     def _transition_done(self, wanted: QpState, changes: QpAttrs, remote: Endpoint | None) -> None:
         self._qp_state = wanted

@@ -162,7 +162,7 @@ _TABLE = {qp_type: _table(qp_type) for qp_type in COUNTERPART}
 def _table_of(qp_type: QpType) -> dict[tuple[QpState, QpState], TransitionRule]:
     if qp_type not in _TABLE:
         names = ", ".join(each.name for each in _TABLE)
-        raise ValueError(f"nothing is known of the states of type {qp_type.name}; of these it is: {names}")
+        raise ValueError(f"there is no transition table for type {qp_type.name}: use one of {names}")
     return _TABLE[qp_type]
 
 
@@ -242,7 +242,7 @@ def transition(
     unexpected = tuple(sorted(chosen.keys() - required - optional))
     wrong = dict(_invalid_values(chosen, state, limits or Limits()))
     if draining and state is wanted is QpState.SQD:
-        wrong["sq_draining"] = "what is under way must end first: wait for EventType.SQ_DRAINED"
+        wrong["sq_draining"] = "requests in flight must complete first: wait for EventType.SQ_DRAINED"
     if missing or unexpected or wrong:
         raise TransitionError(qp_type, state, wanted, missing, unexpected, wrong, reachable(qp_type, state))
     return cast(QpAttrs, chosen)
@@ -326,18 +326,18 @@ def _invalid_values(attributes: Mapping[str, object], state: QpState, limits: Li
         for name, ends in _path_ranges(limits).items():
             yield from _check_range(f"av.{name}", getattr(av, name), ends)
         if limits.needs_gid and not av.dgid:
-            yield "av.dgid", "over Ethernet a path has the GID of its end"
+            yield "av.dgid", "must be the GID of the peer's port over Ethernet, got none"
     elif "av" in attributes:
-        yield "av", f"an AddressVector, not {av!r}"
+        yield "av", f"must be an AddressVector, got {av!r}"
     assumed = attributes.get("cur_qp_state", state)
     if assumed != state:
-        yield "cur_qp_state", f"{QpState(cast(int, assumed)).name}, but it is in {state.name}"
+        yield "cur_qp_state", f"{QpState(cast(int, assumed)).name}, but the queue pair is in {state.name}"
     access = index(cast(int, attributes.get("qp_access_flags", 0)))
     if access & ~int(_ACCESS):  # compared as integers: AccessFlags drops unknown bits
-        yield "qp_access_flags", f"{access:#x}, but a queue pair has only those of {_ACCESS!r}"
+        yield "qp_access_flags", f"must be a combination of {_ACCESS!r}, got {access:#x}"
 
 
 def _check_range(name: str, value: object, ends: tuple[int, int]) -> Iterable[tuple[str, str]]:
     low, high = ends
     if not low <= index(cast(int, value)) <= high:
-        yield name, f"{index(cast(int, value))}, which is not from {low} to {high}"
+        yield name, f"must be {low} to {high}, got {index(cast(int, value))}"

@@ -171,9 +171,14 @@ class QueuePair(Connectable, QueuePairVerbs):
         self.qp_type = QpType(qp_type)
         wanted = capabilities if capabilities is not None else QpCapabilities()
         if (receive_depth > 0) != (receive_size > 0) or receive_depth < 0 or receive_size < 0:
-            raise ValueError("receive_depth receives of receive_size bytes: give both, or neither")
+            raise ValueError(
+                f"`receive_depth` and `receive_size` must both be positive or both be 0, got {receive_depth} and"
+                f" {receive_size}"
+            )
         if receive_depth and (srq is not None or self.qp_type in (QpType.XRC_SEND, QpType.XRC_RECV)):
-            raise ValueError("receive_depth is for a receive queue of its own, which this queue pair has not")
+            raise ValueError(
+                "`receive_depth` requires a receive queue of its own: leave it out with `srq` or an XRC type"
+            )
         if receive_depth > max(wanted.max_recv_wr, 0):
             wanted = replace(wanted, max_recv_wr=receive_depth)
         if recv_cq is None and self.qp_type not in (QpType.XRC_SEND, QpType.XRC_RECV):
@@ -236,7 +241,7 @@ class QueuePair(Connectable, QueuePairVerbs):
             if error.errno != errno.EINVAL or not wanted.max_inline_data:
                 raise
             # The device reports no limit for max_inline_data, so `_check` cannot have checked this value.
-            advice = f"max_inline_data of {wanted.max_inline_data:,} bytes may be more than it has: ask for less"
+            advice = f"max_inline_data of {wanted.max_inline_data:,} bytes may exceed its limit: ask for less"
             raise VerbsError(error.verb, error.errno, advice) from error
 
     def _make_handle(self, wanted: QpCapabilities) -> handles.QueuePair:
@@ -433,7 +438,7 @@ class _Flusher:
         work.when_idle(None)
         if scope.cancelled_caught:
             logger.warning(
-                "%r: %d requests were not flushed within %s, and end with it",
+                "%r: %d work requests were not flushed within %s and are abandoned",
                 handle,
                 work.in_flight,
                 duration(_FLUSH_S),
@@ -470,7 +475,7 @@ class _Flusher:
         The device may access their memory until the queue pair is destroyed, so the requests are held until this call.
         """
         if self._work is not None:
-            self._work.abandon(BrokenResourceError(f"{self._handle!r} was closed before this was done"))
+            self._work.abandon(BrokenResourceError(f"{self._handle!r} was closed before this request completed"))
         if self.inbox is not None:
             close_inbox(self.inbox)
         if self._leave_srq is not None:

@@ -83,7 +83,7 @@ class SharedReceiveQueue(AsyncEventSource[handles.SharedReceiveQueue], ReceiveVe
         cq: CompletionQueue | None = None,
     ) -> None:
         if (xrc_domain is None) != (cq is None):
-            raise ValueError("a shared receive queue for XRC takes both xrc_domain and cq, any other neither")
+            raise ValueError("`xrc_domain` and `cq` go together, for XRC: give both or neither")
         super().__init__(*(parent for parent in (domain, xrc_domain, cq) if parent is not None))
         if cq is not None:
             location.check_message_model("shared receive queue", cq)
@@ -184,7 +184,7 @@ class SharedReceiveQueue(AsyncEventSource[handles.SharedReceiveQueue], ReceiveVe
     async def _messages(self, pool: BufferPool, low: int | None) -> AsyncIterator[AsyncIterator[Message]]:
         low = max(self.depth // 2, 1) if low is None else low
         if not 1 <= low < self.depth:
-            raise ValueError(f"low is from 1 to {self.depth - 1}, of {self.depth} receives, not {low}")
+            raise ValueError(f"`low` must be 1 to {self.depth - 1} for {self.depth} receives, got {low}")
         posted = _Posted()
         inbox = Inbox(self._receive_queue, posted.message, posted.unused)
         events = self.events()

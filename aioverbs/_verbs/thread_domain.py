@@ -31,7 +31,7 @@ class ThreadDomainBudget:
 
     def __init__(self, limit: int | None = None) -> None:
         if limit is not None and limit < 0:
-            raise ValueError(f"max_native_thread_domains is 0 or more, or None for no limit, not {limit}")
+            raise ValueError(f"`max_native_thread_domains` must be 0 or more, or None for no limit, got {limit}")
         self.limit = limit
         self.used = 0
         self._warned: set[str] = set()
@@ -89,9 +89,9 @@ class ThreadDomain(Resource):
 
     def _open(self) -> None:
         if not self._budget.take():
-            reason = f"{self._budget.limit} are in use, which is max_native_thread_domains"
+            reason = f"all {self._budget.limit} native ones are in use (max_native_thread_domains)"
             if self._require_native:
-                raise VerbsError("ibv_alloc_td", errno.ENOSPC, f"of the device's native thread domains {reason}")
+                raise VerbsError("ibv_alloc_td", errno.ENOSPC, reason)
             self._degrade(reason)
             return
         try:

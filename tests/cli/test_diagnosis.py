@@ -185,9 +185,9 @@ def test_change(
 @pytest.mark.parametrize(
     ("name", "text", "says", "command"),
     [
-        ("AIOVERBS_SOFT_USERS", "root", "'root' is not the number of a user", "unset AIOVERBS_SOFT_USERS"),
-        ("AIOVERBS_SOFT_ADDRESS", "localhost", "names are not looked up", "unset AIOVERBS_SOFT_ADDRESS"),
-        ("XDG_RUNTIME_DIR", "run", "begins with /", "export AIOVERBS_SOFT_DIRECTORY=/tmp/aioverbs-$(id -u)"),
+        ("AIOVERBS_SOFT_USERS", "root", "got 'root'", "unset AIOVERBS_SOFT_USERS"),
+        ("AIOVERBS_SOFT_ADDRESS", "localhost", "names are not resolved", "unset AIOVERBS_SOFT_ADDRESS"),
+        ("XDG_RUNTIME_DIR", "run", "must begin with /", "export AIOVERBS_SOFT_DIRECTORY=/tmp/aioverbs-$(id -u)"),
     ],
 )
 def test_settings_of_the_software_device(tree: Tree, name: str, text: str, says: str, command: str) -> None:

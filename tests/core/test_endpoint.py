@@ -40,12 +40,12 @@ def test_its_wire_form_is_fixed() -> None:
 @pytest.mark.parametrize(
     ("data", "text"),
     [
-        (b"", "35 bytes on the wire, not 0"),
-        (b"\1" + bytes(35), "35 bytes on the wire, not 36"),
-        (b"\2" + bytes(60), "version 2 of an endpoint's wire form, and here only 1"),
+        (b"", "must have 35 bytes, got 0"),
+        (b"\1" + bytes(35), "must have 35 bytes, got 36"),
+        (b"\2" + bytes(60), "must have version 1, got 2"),
         (b"\1\2" + bytes(33), "0 is not a valid Mtu"),
         (b"\1\1" + bytes(30) + b"\3\0\0", "1 is not a valid QpType"),
-        (b"\1\2" + GID + b"\1" + bytes(13) + b"\3\0\0", "qp_num has 24 bits"),
+        (b"\1\2" + GID + b"\1" + bytes(13) + b"\3\0\0", "`qp_num` must fit in 24 bits"),
     ],
 )
 def test_what_is_none_on_the_wire(data: bytes, text: str) -> None:
@@ -56,13 +56,13 @@ def test_what_is_none_on_the_wire(data: bytes, text: str) -> None:
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (lambda: Endpoint(b"", 1, 1, Mtu.MTU_256), "a GID has 16 bytes, not 0"),
-        (lambda: Endpoint(GID, 1 << 24, 1, Mtu.MTU_256), "qp_num has 24 bits, and 16777216 is none"),
-        (lambda: Endpoint(GID, 1, -1, Mtu.MTU_256), "psn has 24 bits, and -1 is none"),
-        (lambda: Endpoint(GID, 1, 1, Mtu.MTU_256, qkey=1 << 32), "qkey has 32 bits"),
-        (lambda: Endpoint(GID, 1, 1, Mtu.MTU_256, lid=1 << 16), "lid has 16 bits"),
-        (lambda: Endpoint(GID, 1, 1, Mtu.MTU_256, max_rd_atomic=256), "max_rd_atomic has 8 bits"),
-        (lambda: Endpoint(GID, 1, 1, Mtu.MTU_256, max_dest_rd_atomic=-1), "max_dest_rd_atomic has 8 bits"),
+        (lambda: Endpoint(b"", 1, 1, Mtu.MTU_256), "`gid` must have 16 bytes, got 0"),
+        (lambda: Endpoint(GID, 1 << 24, 1, Mtu.MTU_256), "`qp_num` must fit in 24 bits, got 16777216"),
+        (lambda: Endpoint(GID, 1, -1, Mtu.MTU_256), "`psn` must fit in 24 bits, got -1"),
+        (lambda: Endpoint(GID, 1, 1, Mtu.MTU_256, qkey=1 << 32), "`qkey` must fit in 32 bits"),
+        (lambda: Endpoint(GID, 1, 1, Mtu.MTU_256, lid=1 << 16), "`lid` must fit in 16 bits"),
+        (lambda: Endpoint(GID, 1, 1, Mtu.MTU_256, max_rd_atomic=256), "`max_rd_atomic` must fit in 8 bits"),
+        (lambda: Endpoint(GID, 1, 1, Mtu.MTU_256, max_dest_rd_atomic=-1), "`max_dest_rd_atomic` must fit in 8 bits"),
     ],
 )
 def test_what_is_none(make: Callable[[], Endpoint], text: str) -> None:
@@ -93,7 +93,7 @@ def test_the_way(local: Endpoint, remote: Endpoint, dgid: bytes, dlid: int) -> N
 
 def test_no_way() -> None:
     for local, remote in ((end(), end(lid=4)), (end(lid=3), end())):
-        with pytest.raises(ValueError, match="one of these has a LID"):
+        with pytest.raises(ValueError, match="one endpoint has a LID"):
             local.path_to(remote, port_num=1, sgid_index=0)
-    with pytest.raises(ValueError, match="has no GID: over Ethernet it needs one"):
+    with pytest.raises(ValueError, match="has no GID, which a path over Ethernet requires"):
         end().path_to(end(bytes(16)), port_num=1, sgid_index=0)

@@ -67,28 +67,28 @@ def test_addresses(text: str, host: str, port: int) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", r"there is no address: write 10\.0\.0\.1:7470, or \[fd00::1\]:7470"),
-        ("fd00::1", r"stands in brackets, as in \[fd00::1\]:7470: 'fd00::1' does not"),
+        ("", r"the address is empty: write 10\.0\.0\.1:7470, or \[fd00::1\]:7470"),
+        ("fd00::1", r"must be in brackets, as in \[fd00::1\]:7470, got 'fd00::1'"),
         ("[10.0.0.1]:7", "brackets are for IPv6: write 10.0.0.1:7"),
-        ("[fd00::1", "is no address: write"),
-        ("host:7470", "'host' in 'host:7470' is no IP address, and names are not looked up: write"),
-        ("10.0.0.1:", "'' in '10.0.0.1:' is no port: write"),
-        ("10.0.0.1:\u0667", "is no port"),
-        ("10.0.0.1:0", "a port is a number from 1 to 65535, not 0"),
-        ("10.0.0.1:65536", "not 65536"),
-        ("0.0.0.0:7470", "no address that one host has: give one of this host's"),
-        ("[::]", "no address that one host has"),
-        ("239.1.2.3", "no address that one host has"),
-        ("[fe80::1]", "of one link or network interface"),
-        ("[fd00::1%eth0]", "of one link or network interface"),
-        ("[::ffff:10.0.0.1]", "stands for an address of IPv4: write 10.0.0.1"),
-        ("[::1d2e:ffff:a00:1]", "stands for an address of IPv4: write 10.0.0.1"),
+        ("[fd00::1", "is not an address: write"),
+        ("host:7470", "'host' in 'host:7470' is not an IP address, and names are not resolved: write"),
+        ("10.0.0.1:", "'' in '10.0.0.1:' is not a port: write"),
+        ("10.0.0.1:\u0667", "is not a port"),
+        ("10.0.0.1:0", "`port` must be 1 to 65535, got 0"),
+        ("10.0.0.1:65536", "got 65536"),
+        ("0.0.0.0:7470", "not the address of one host: give one of a network"),
+        ("[::]", "not the address of one host"),
+        ("239.1.2.3", "not the address of one host"),
+        ("[fe80::1]", "valid on one link only"),
+        ("[fd00::1%eth0]", "valid on one link only"),
+        ("[::ffff:10.0.0.1]", "maps an IPv4 address: write 10.0.0.1"),
+        ("[::1d2e:ffff:a00:1]", "maps an IPv4 address: write 10.0.0.1"),
     ],
 )
 def test_what_is_no_address(text: str, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         SoftAddress.parse(text)
-    with pytest.raises(ValueError, match="is no software device's name: .*" + said):
+    with pytest.raises(ValueError, match="is not the name of a software device: .*" + said):
         software.open_context(f"soft0@{text}")
 
 

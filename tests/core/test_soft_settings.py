@@ -39,17 +39,17 @@ def test_all_is_said() -> None:
 @pytest.mark.parametrize(
     ("name", "text", "said"),
     [
-        ("ADDRESS", "localhost", "AIOVERBS_SOFT_ADDRESS: 'localhost' .* is no IP address"),
-        ("DIRECTORY", "peers", "AIOVERBS_SOFT_DIRECTORY: a path that begins with / is needed, not 'peers'"),
-        ("DIRECTORY", "/" + 74 * "p", "AIOVERBS_SOFT_DIRECTORY: a path has 74 bytes at most, .* not 75"),
-        ("DIRECTORY", "/" + 37 * "ö", "AIOVERBS_SOFT_DIRECTORY: a path has 74 bytes at most, .* not 75"),
-        ("USERS", "root", "AIOVERBS_SOFT_USERS: 'root' is not the number of a user, from 0 to 4294967294"),
-        ("USERS", "1,", "AIOVERBS_SOFT_USERS: '' is not the number of a user"),
-        ("USERS", "4294967295", "AIOVERBS_SOFT_USERS: '4294967295' is not the number of a user"),
-        ("USERS", 65 * "1," + "1", "AIOVERBS_SOFT_USERS: 64 users at most, not 66"),
-        ("USERS", "1", "AIOVERBS_SOFT_USERS: .* name one that all of them can write in AIOVERBS_SOFT_DIRECTORY"),
-        ("DIRECT", "no", "AIOVERBS_SOFT_DIRECT: write 1 for yes or 0 for no, not 'no'"),
-        ("SPIN", "1000001", "AIOVERBS_SOFT_SPIN: '1000001' is not a number of microseconds, from 0 to 1000000"),
+        ("ADDRESS", "localhost", "AIOVERBS_SOFT_ADDRESS: 'localhost' .* is not an IP address"),
+        ("DIRECTORY", "peers", "AIOVERBS_SOFT_DIRECTORY: a path must begin with /, got 'peers'"),
+        ("DIRECTORY", "/" + 74 * "p", "AIOVERBS_SOFT_DIRECTORY: a path must have at most 74 bytes, .* got 75"),
+        ("DIRECTORY", "/" + 37 * "ö", "AIOVERBS_SOFT_DIRECTORY: a path must have at most 74 bytes, .* got 75"),
+        ("USERS", "root", "AIOVERBS_SOFT_USERS: a user ID must be 0 to 4294967294, got 'root'"),
+        ("USERS", "1,", "AIOVERBS_SOFT_USERS: a user ID must be 0 to 4294967294, got ''"),
+        ("USERS", "4294967295", "AIOVERBS_SOFT_USERS: a user ID must be 0 to 4294967294, got '4294967295'"),
+        ("USERS", 65 * "1," + "1", "AIOVERBS_SOFT_USERS: at most 64 users are allowed, got 66"),
+        ("USERS", "1", "AIOVERBS_SOFT_USERS: .* set AIOVERBS_SOFT_DIRECTORY to one that all"),
+        ("DIRECT", "no", "AIOVERBS_SOFT_DIRECT: write 1 for yes or 0 for no, got 'no'"),
+        ("SPIN", "1000001", "AIOVERBS_SOFT_SPIN: a time in microseconds must be 0 to 1000000, got '1000001'"),
     ],
 )
 def test_what_is_wrong(name: str, text: str, said: str) -> None:
@@ -58,8 +58,8 @@ def test_what_is_wrong(name: str, text: str, said: str) -> None:
 
 
 def test_a_runtime_directory_of_no_use() -> None:
-    for path, said in (("run", "begins with /"), ("/" + 70 * "r", "74 bytes at most")):
-        with pytest.raises(ValueError, match=f"XDG_RUNTIME_DIR: .*{said}.*: or name one by AIOVERBS_SOFT_DIRECTORY"):
+    for path, said in (("run", "must begin with /"), ("/" + 70 * "r", "at most 74 bytes")):
+        with pytest.raises(ValueError, match=f"XDG_RUNTIME_DIR: .*{said}.*; or set AIOVERBS_SOFT_DIRECTORY"):
             SoftSettings.read({"XDG_RUNTIME_DIR": path}, 7)
 
 
@@ -79,6 +79,6 @@ def test_a_secret_is_not_shown(secret: str) -> None:
         assert settings.secret == os.fsencode(secret)
         assert secret not in repr(settings)
         return
-    with pytest.raises(ValueError, match="AIOVERBS_SOFT_SECRET: a secret has 256 bytes at most, not") as caught:
+    with pytest.raises(ValueError, match="AIOVERBS_SOFT_SECRET: a secret must have at most 256 bytes, got") as caught:
         SoftSettings.read(said, 7)
     assert secret not in f"{caught.value!r} {caught.value.__cause__}"

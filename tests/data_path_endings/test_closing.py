@@ -89,7 +89,7 @@ async def test_what_is_not_flushed_in_time_ends_with_it(
         await asyncio.sleep(0)
         with caplog.at_level(logging.WARNING, "aioverbs"):
             await asyncio.wait_for(pair.near.aclose(), patience(5))
-        assert "2 requests were not flushed within 20 ms" in caplog.text
+        assert "2 work requests were not flushed within 20 ms" in caplog.text
         first, second, queued = await waiting
         assert isinstance(first, BrokenResourceError)
         assert isinstance(second, BrokenResourceError)

@@ -408,7 +408,7 @@ async def test_a_queue_whose_loop_stands_still_is_busy(device: Device, monkeypat
     cq = pd.completion_queue(64)
     await asyncio.to_thread(loop.run_until_complete, cq.open())
     async with asyncio.timeout(patience(5)):
-        with pytest.raises(BusyResourceError, match="does not answer"):
+        with pytest.raises(BusyResourceError, match="does not respond"):
             await cq.aclose()
         assert cq.state is ResourceState.OPEN
         loop.close()

@@ -413,7 +413,7 @@ async def test_infiniband_and_a_port_without_a_gid(device: Device) -> None:
     assert (told.gid, told.lid, told.qp_num) == (gid, 7, 5)
     way = there.path_to(replace(told, lid=9, gid=gid[:8] + bytes(8)))
     assert way == AddressVector(dlid=9, sgid_index=1, port_num=1)
-    with pytest.raises(ValueError, match=r"port 1 of port of no device has no GID at index 1: give .* gid_index"):
+    with pytest.raises(ValueError, match=r"port 1 of port of no device has no GID at index 1: give the `gid_index`"):
         OnPort(Port(bytes(16), 0, LinkLayer.ETHERNET, device.handle)).local_endpoint()
     assert OnPort(Port(bytes(16), 7, LinkLayer.INFINIBAND, device.handle)).local_endpoint().lid == 7
 
@@ -446,10 +446,12 @@ MISTAKES = [
     Mistake(
         UD, RESET, lambda qp: qp.to_init(qp_access_flags=READ), r"not allowed in this transition: qp_access_flags$"
     ),
-    Mistake(UD, RESET, lambda qp: qp.to_init(qkey=1 << 32), r"qkey: 4294967296, which is not from 0 to 4294967295$"),
-    Mistake(RC, RESET, lambda qp: qp.to_init(port_num=2), r"port_num: 2, which is not from 1 to 1$"),
-    Mistake(RC, RESET, lambda qp: qp.to_init(pkey_index=1), r"pkey_index: 1, which is not from 0 to 0$"),
-    Mistake(RC, RESET, lambda qp: qp.to_init(qp_access_flags=AccessFlags.MW_BIND), r"qp_access_flags: 0x10, but"),
+    Mistake(UD, RESET, lambda qp: qp.to_init(qkey=1 << 32), r"qkey: must be 0 to 4294967295, got 4294967296$"),
+    Mistake(RC, RESET, lambda qp: qp.to_init(port_num=2), r"port_num: must be 1 to 1, got 2$"),
+    Mistake(RC, RESET, lambda qp: qp.to_init(pkey_index=1), r"pkey_index: must be 0 to 0, got 1$"),
+    Mistake(
+        RC, RESET, lambda qp: qp.to_init(qp_access_flags=AccessFlags.MW_BIND), r"qp_access_flags: must be .*, got 0x10"
+    ),
     Mistake(
         RC, INIT, lambda qp: qp.to_rtr(), r"missing: av, dest_qp_num, path_mtu, rq_psn \(passing a remote endpoint sets"
     ),
@@ -457,24 +459,38 @@ MISTAKES = [
     Mistake(
         XRC_SEND, INIT, lambda qp: qp.to_rtr(replace(ELSEWHERE, qp_type=XRC_RECV), min_rnr_timer=1), r"not allowed in"
     ),
-    Mistake(RC, INIT, lambda qp: qp.to_rtr(ELSEWHERE, min_rnr_timer=32), r"min_rnr_timer: 32, which is not from 0 to"),
-    Mistake(RC, INIT, lambda qp: qp.to_rtr(ELSEWHERE, max_dest_rd_atomic=17), r"max_dest_rd_atomic: 17, .* 0 to 16$"),
-    Mistake(RC, INIT, lambda qp: qp.to_rtr(ELSEWHERE, av=replace(WAY, dgid=b"")), r"av.dgid: over Ethernet a path"),
-    Mistake(RC, INIT, lambda qp: qp.to_rtr(ELSEWHERE, av=replace(WAY, sgid_index=2)), r"av.sgid_index: 2, .* 0 to 1$"),
+    Mistake(RC, INIT, lambda qp: qp.to_rtr(ELSEWHERE, min_rnr_timer=32), r"min_rnr_timer: must be 0 to 31, got 32"),
+    Mistake(
+        RC,
+        INIT,
+        lambda qp: qp.to_rtr(ELSEWHERE, max_dest_rd_atomic=17),
+        r"max_dest_rd_atomic: must be 0 to 16, got 17$",
+    ),
+    Mistake(
+        RC, INIT, lambda qp: qp.to_rtr(ELSEWHERE, av=replace(WAY, dgid=b"")), r"av.dgid: must be the GID of the peer"
+    ),
+    Mistake(
+        RC,
+        INIT,
+        lambda qp: qp.to_rtr(ELSEWHERE, av=replace(WAY, sgid_index=2)),
+        r"av.sgid_index: must be 0 to 1, got 2$",
+    ),
     Mistake(RC, INIT, lambda qp: qp.to_rts(), r"from INIT to RTS: there is no such transition; .* INIT, RTR, ERR$"),
-    Mistake(UD, INIT, lambda qp: qp.to_rtr(replace(ELSEWHERE, qp_type=UD)), r"by address handles", ValueError),
-    Mistake(RC, RTR, lambda qp: qp.to_rts(retry_cnt=8), r"retry_cnt: 8, which is not from 0 to 7$"),
-    Mistake(RC, RTR, lambda qp: qp.to_rts(rnr_retry=8, timeout=32), r"timeout: 32, .* 31; rnr_retry: 8, .* 7$"),
+    Mistake(UD, INIT, lambda qp: qp.to_rtr(replace(ELSEWHERE, qp_type=UD)), r"which is connectionless", ValueError),
+    Mistake(RC, RTR, lambda qp: qp.to_rts(retry_cnt=8), r"retry_cnt: must be 0 to 7, got 8$"),
+    Mistake(RC, RTR, lambda qp: qp.to_rts(rnr_retry=8, timeout=32), r"timeout: .*, got 32; rnr_retry: .*, got 8$"),
     Mistake(UC, RTR, lambda qp: qp.to_rts(timeout=4), r"not allowed in this transition: timeout$"),
-    Mistake(UD, RTR, lambda qp: qp.to_rts(sq_psn=1 << 24), r"sq_psn: 16777216, which is not from 0 to 16777215$"),
+    Mistake(UD, RTR, lambda qp: qp.to_rts(sq_psn=1 << 24), r"sq_psn: must be 0 to 16777215, got 16777216$"),
     Mistake(RC, RTS, lambda qp: qp.to_init(), r"from RTS to INIT: there is no such .* RESET, RTS, SQD, ERR$"),
     Mistake(RC, RTS, lambda qp: qp.to_rts(timeout=3), r"not allowed in this transition: timeout$"),
-    Mistake(RC, RTS, lambda qp: qp.to_rts(cur_qp_state=SQD), r"cur_qp_state: SQD, but it is in RTS$"),
+    Mistake(RC, RTS, lambda qp: qp.to_rts(cur_qp_state=SQD), r"cur_qp_state: SQD, but the queue pair is in RTS$"),
     Mistake(RC, RTS, lambda qp: qp.connect(ELSEWHERE), r"from RTS to INIT: there is no such transition"),
     Mistake(UD, RTS, lambda qp: qp.activate(), r"from RTS to INIT: there is no such transition"),
     Mistake(UC, SQD, lambda qp: qp.to_sqd(timeout=3), r"not allowed in this transition: timeout$"),
     Mistake(RC, ERR, lambda qp: qp.to_rts(), r"from ERR to RTS: there is no such transition; .* RESET, ERR$"),
-    Mistake(RC, RESET, lambda qp: qp.connect(ELSEWHERE, timeout=99), r"from RTR to RTS: timeout: 99"),
+    Mistake(
+        RC, RESET, lambda qp: qp.connect(ELSEWHERE, timeout=99), r"from RTR to RTS: timeout: must be 0 to 31, got 99"
+    ),
     Mistake(
         UC, RESET, lambda qp: qp.connect(replace(ELSEWHERE, qp_type=UC), rnr_retry=1), r"not allowed .*: rnr_retry$"
     ),
@@ -482,10 +498,12 @@ MISTAKES = [
     Mistake(RC, RESET, lambda qp: qp.connect(replace(ELSEWHERE, qp_type=UC)), r"talks to type RC, not UC$", ValueError),
     Mistake(XRC_SEND, RESET, lambda qp: qp.connect(ELSEWHERE), r"talks to type XRC_RECV, not RC$", ValueError),
     Mistake(XRC_RECV, RESET, lambda qp: qp.connect(ELSEWHERE), r"talks to type XRC_SEND, not RC$", ValueError),
-    Mistake(UD, RESET, lambda qp: qp.connect(qp.local_endpoint()), r"is of type UD: its datagrams go by", ValueError),
+    Mistake(
+        UD, RESET, lambda qp: qp.connect(qp.local_endpoint()), r"is of type UD, which is connectionless", ValueError
+    ),
     Mistake(RC, RESET, lambda qp: qp.activate(), r"of type RC: connect\(\) it with a remote endpoint$", ValueError),
-    Mistake(RC, RESET, lambda qp: qp.connect(replace(ELSEWHERE, lid=3)), r"one of these has a LID", ValueError),
-    Mistake(RC, RESET, lambda qp: qp.connect(replace(ELSEWHERE, gid=bytes(16))), r"needs one$", ValueError),
+    Mistake(RC, RESET, lambda qp: qp.connect(replace(ELSEWHERE, lid=3)), r"one endpoint has a LID", ValueError),
+    Mistake(RC, RESET, lambda qp: qp.connect(replace(ELSEWHERE, gid=bytes(16))), r"requires$", ValueError),
 ]
 
 
@@ -546,7 +564,7 @@ async def test_no_reset_under_work(device: Device) -> None:
         hold(device, of.near)
         writing = asyncio.ensure_future(of.near.write(of.region[:8], of.region.remote()[8:16]))
         await asyncio.sleep(0)
-        with pytest.raises(BusyResourceError, match=r"1 work requests under way, .* to_error\(\) and wait"):
+        with pytest.raises(BusyResourceError, match=r"1 work requests in flight, .* to_error\(\) and wait"):
             of.near.to_reset()
         assert of.near.query().qp_state in (RTS, SQD)
         unhold(device, of.near)

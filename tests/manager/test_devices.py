@@ -67,10 +67,12 @@ async def test_queue_pairs_are_found_by_the_address(no_hardware: None) -> None:
 
 
 async def test_an_address_that_is_none(no_hardware: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match=r"'soft0@localhost' is no software device's name: 'localhost' in .* write"):
+    with pytest.raises(
+        ValueError, match=r"'soft0@localhost' is not the name of a software device: 'localhost' in .* write"
+    ):
         await open_device("soft0@localhost").open()
     monkeypatch.setenv("AIOVERBS_SOFT_ADDRESS", "::1")
-    with pytest.raises(ValueError, match=r"AIOVERBS_SOFT_ADDRESS: an IPv6 address stands in brackets"):
+    with pytest.raises(ValueError, match=r"AIOVERBS_SOFT_ADDRESS: an IPv6 address must be in brackets"):
         await open_device("soft0").open()
     (found,) = devices()
     assert found.problem is not None
@@ -184,7 +186,7 @@ async def test_attributes_and_statistics() -> None:
 
 
 def test_a_budget_is_a_number_of_things() -> None:
-    with pytest.raises(ValueError, match="max_native_thread_domains is 0 or more"):
+    with pytest.raises(ValueError, match="`max_native_thread_domains` must be 0 or more"):
         open_device(max_native_thread_domains=-1)
 
 

@@ -137,7 +137,7 @@ async def test_no_thread_can_be_started(device: Device, helpers: Helpers, monkey
         with monkeypatch.context() as patched:
             patched.setattr(threading, "Thread", NoMoreThreads)
             with pytest.raises(
-                VerbsError, match=r"ibv_modify_qp failed: EAGAIN .*: no thread could be started"
+                VerbsError, match=r"ibv_modify_qp failed: EAGAIN .*: no helper thread can be started"
             ) as caught:
                 await qp.establish(qp.local_endpoint())
         assert caught.value.errno == errno.EAGAIN

@@ -100,7 +100,7 @@ async def test_who_does_not_speak_the_language_is_refused(
     assert told.refusals == (first, second)
     logged = [(each.name, each.levelno, each.getMessage()) for each in caplog.records]
     assert logged == [
-        ("aioverbs.fabric", logging.WARNING, f"{found.name} refused a peer: {each.reason}") for each in (first, second)
+        ("aioverbs.fabric", logging.WARNING, f"{found.name} rejected a peer: {each.reason}") for each in (first, second)
     ]
     found.refusals()
     assert len(caplog.records) == 2, "each is told once"
@@ -112,7 +112,7 @@ async def test_more_than_are_kept(found: Device, port: int, caplog: pytest.LogCa
             peer.sendall(WRONG)
             await until_closed(peer)
     assert len(found.refusals()) == 16
-    assert caplog.records[0].getMessage() == f"{found.name} refused 4 more peers, before these"
+    assert caplog.records[0].getMessage() == f"{found.name} rejected 4 more peers before these"
     assert len(caplog.records) == 17
 
 

@@ -657,7 +657,7 @@ async def test_another_software_device_of_this_process(device: Device, ends: End
 @software
 async def test_memory_that_there_is_not(device: Device) -> None:
     async with device.protection_domain() as pd:
-        with pytest.raises(VerbsError, match=r"EINVAL .*share\(\) is to come first"):
+        with pytest.raises(VerbsError, match=r"EINVAL .*open share\(\) first"):
             pd.shared_memory  # noqa: B018
         async with pd.share(KEY):
             memory = pd.shared_memory

@@ -188,7 +188,7 @@ async def test_a_queue_that_was_let_go_of_is_not_looked_into(device: Device) -> 
             assert faults.calls("poll_cq") == faults.calls("req_notify_cq") == 0
             faults.count_calls(False)
             await near.aclose()
-            with pytest.raises(BrokenResourceError, match="was closed before this was done"):
+            with pytest.raises(BrokenResourceError, match="was closed before this request completed"):
                 await write
         await cq.aclose()
 

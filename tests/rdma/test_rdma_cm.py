@@ -366,7 +366,7 @@ async def test_bad_input_is_told_before_the_peer_is(channel: Channel, listener: 
             await asking.connect(uc)
         with pytest.raises(ValueError, match="56 bytes at most here, not 57"):
             await asking.connect(qp, private_data=bytes(57))
-        with pytest.raises(TransitionError, match="retry_cnt: 8, which is not from 0 to 7"):
+        with pytest.raises(TransitionError, match="retry_cnt: must be 0 to 7, got 8"):
             await asking.connect(qp, retry_cnt=8)
         with pytest.raises(TransitionError, match="not allowed in this transition: qkey"):
             await asking.connect(qp, qkey=1)

@@ -110,7 +110,7 @@ async def test_a_parent_domain_is_shared(device: Device) -> None:
 
 async def test_the_protection_domain_cannot_be_null(device: Device) -> None:
     """ "reference to a protection domain, can't be NULL" """
-    with pytest.raises(TypeError, match="is made from a protection domain, and None is none"):
+    with pytest.raises(TypeError, match="requires a protection domain, got None"):
         ParentDomain(None)  # type: ignore[arg-type]
 
 

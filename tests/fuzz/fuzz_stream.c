@@ -88,7 +88,7 @@ static bool is_expected(const struct soft_stream *from)
 
 static const struct soft_fabric_user user = {on_request, on_response, on_batch, on_kick, is_expected};
 
-/* The fabric without its thread: soft_fabric_look is called from here. */
+/* The fabric without its thread: soft_fabric_poll_locked is called from here. */
 int LLVMFuzzerInitialize(int *argc, char ***argv)
 {
     struct soft_fabric *fabric;
@@ -122,7 +122,7 @@ static void look(int peer)
 {
     static uint8_t said[1 << 18];
 
-    while (soft_fabric_look(device.fabric, true))
+    while (soft_fabric_poll_locked(device.fabric, true))
         while (read(peer, said, sizeof(said)) > 0)
             ;
 }
@@ -200,7 +200,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
         look(fds[1]);
     }
     close(fds[1]);
-    while (fabric->streams && soft_fabric_look(fabric, true))
+    while (fabric->streams && soft_fabric_poll_locked(fabric, true))
         ;
     REQUIRE(!fabric->streams && !fabric->handshakes && !fabric->stream_count);
     if (the_link) {

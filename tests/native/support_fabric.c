@@ -312,11 +312,11 @@ int raw_connect(const struct node *node)
     return fd;
 }
 
-int listen_by_hand(const struct node *node, struct soft_entry *entry)
+int listen_by_hand(const struct node *node, struct soft_directory_entry *entry)
 {
     char why[256];
 
-    REQUIRE_EQ(soft_directory_enter(&settings, node->device.gids, entry, why, sizeof(why)), 0);
+    REQUIRE_EQ(soft_directory_register(&settings, node->device.gids, entry, why, sizeof(why)), 0);
     return entry->fd;
 }
 

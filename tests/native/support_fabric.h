@@ -81,7 +81,7 @@ bool last_reason_is(struct node *node, const char *part);
 int raw_connect(const struct node *node);
 
 /* A listener by hand, at which a node's GIDs lead: what follows HELLO is the test's to say. */
-int listen_by_hand(const struct node *node, struct soft_entry *entry);
+int listen_by_hand(const struct node *node, struct soft_directory_entry *entry);
 int accept_by_hand(int listener, uint8_t hello[SOFT_HELLO_SIZE]);
 
 /* Says HELLO as an honest peer of these GIDs would, without an offer to move directly. */

@@ -201,7 +201,7 @@ static void a_peer_that_does_not_read_is_waited_for(void)
 {
     struct soft_stream_stats stats;
     uint8_t *frame = malloc(SOFT_FRAME_SIZE + SOFT_FRAGMENT);
-    struct soft_entry entry;
+    struct soft_directory_entry entry;
     struct sender sender;
     unsigned int i, stuck;
     int listener, fd;
@@ -231,7 +231,7 @@ static void a_peer_that_does_not_read_is_waited_for(void)
     sender_close(&sender);
     node_close(a);
     close(fd);
-    soft_directory_leave(&entry);
+    soft_directory_unregister(&entry);
     free(frame);
     CHECK_EQ(rmdir(directory()), 0);
 }
@@ -411,7 +411,7 @@ static void who_polls_reads(void)
 {
     struct sender sender;
     uint64_t end = now_ns() + WAIT_S * 1000000000ull;
-    bool stood_back;
+    bool thread_yields;
     unsigned int i;
 
     open_both();
@@ -419,12 +419,12 @@ static void who_polls_reads(void)
     for (i = 1; i <= 500; i++) {
         sender_want(&sender, IBV_WR_RDMA_WRITE, 1, 8);
         while (a->responses < i && now_ns() < end)
-            soft_fabric_progress(&a->device, false);
+            soft_fabric_poll(&a->device, false);
         CHECK_EQ(a->responses, i);
     }
-    while (!(stood_back = atomic_load(&a->device.fabric->stood_back)) && now_ns() < end)
-        soft_fabric_progress(&a->device, false); /* without a pause: the thread would not see that somebody polls */
-    CHECK(stood_back);
+    while (!(thread_yields = atomic_load(&a->device.fabric->thread_yields)) && now_ns() < end)
+        soft_fabric_poll(&a->device, false); /* without a pause: the thread would not see that somebody polls */
+    CHECK(thread_yields);
     /* Without a word he polls no more: soon the thread is back. */
     sender_want(&sender, IBV_WR_RDMA_WRITE, 1, 8);
     EVENTUALLY(a->responses == i);
@@ -447,18 +447,18 @@ static void answers_to_messages_wait(void)
         uint64_t end = now_ns() + WAIT_S * 1000000000ull;
 
         do
-            soft_fabric_progress(&b->device, false);
-        while (!atomic_load(&b->device.fabric->stood_back) && now_ns() < end);
+            soft_fabric_poll(&b->device, false);
+        while (!atomic_load(&b->device.fabric->thread_yields) && now_ns() < end);
         sender_want(&sender, opcode, 1, 8);
         while (b->requests < i && now_ns() < end)
-            soft_fabric_progress(&b->device, false);
+            soft_fabric_poll(&b->device, false);
         REQUIRE_EQ(b->requests, i);
         if (opcode == IBV_WR_SEND)
-            waited += atomic_load(&b->device.fabric->owing) != NULL;
+            waited += atomic_load(&b->device.fabric->deferred) != NULL;
         else
-            CHECK(!atomic_load(&b->device.fabric->owing));
+            CHECK(!atomic_load(&b->device.fabric->deferred));
         if (i % 4 == 1)
-            soft_fabric_progress(&b->device, false);
+            soft_fabric_poll(&b->device, false);
         EVENTUALLY(a->responses == i);
     }
     CHECK(waited > 0);
@@ -475,10 +475,10 @@ static void who_goes_to_sleep_says_so(void)
     sender_open(&sender, a, &b->device.gids[0], 5);
     for (i = 1; i <= SCALED(400); i++) {
         for (n = 0; n < 40; n++)
-            soft_fabric_progress(&a->device, false);
+            soft_fabric_poll(&a->device, false);
         sender_want(&sender, IBV_WR_RDMA_WRITE, 1, 8);
-        soft_fabric_rest(&a->device, NULL);
-        soft_fabric_progress(&a->device, false); /* once more, as who arms does */
+        soft_fabric_stop_polling(&a->device, NULL);
+        soft_fabric_poll(&a->device, false); /* once more, as who arms does */
         EVENTUALLY(a->responses == i);
     }
     sender_close(&sender);
@@ -495,9 +495,9 @@ static void poll_on(void *argument)
     unsigned int n = 0;
 
     while (!atomic_load(poller->stop)) {
-        soft_fabric_progress(&a->device, false);
+        soft_fabric_poll(&a->device, false);
         if (++n % 64 == 0)
-            soft_fabric_rest(&a->device, NULL);
+            soft_fabric_stop_polling(&a->device, NULL);
         if (n % 1024 == 0)
             sleep_us(2000);
     }
@@ -685,11 +685,11 @@ static void a_stop_is_left_to_the_thread(void)
     fabric->wake.fd = wake.fd;
     soft_mutex_take(&fabric->progress);
     soft_fabric_wake(fabric);
-    soft_fabric_look_at(fabric, &event, 1);
+    soft_fabric_handle_events(fabric, &event, 1);
     CHECK(!is_readable(wake.fd));
     soft_fabric_wake(fabric);
     atomic_store(&fabric->stop, true);
-    soft_fabric_look_at(fabric, &event, 1);
+    soft_fabric_handle_events(fabric, &event, 1);
     CHECK(is_readable(wake.fd));
     atomic_store(&fabric->stop, false);
     soft_mutex_give(&fabric->progress);

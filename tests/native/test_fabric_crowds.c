@@ -149,7 +149,7 @@ static void silent_peers_of_the_network(void)
 }
 
 /* One listener under very many names, which says nothing to anybody. */
-static void add_name(const struct soft_entry *entry, const union ibv_gid *gid, char path[SOFT_MAX_PATH])
+static void add_name(const struct soft_directory_entry *entry, const union ibv_gid *gid, char path[SOFT_MAX_PATH])
 {
     char name[SOFT_GID_NAME];
 
@@ -165,7 +165,7 @@ static void silent_peers_that_are_looked_for(void)
     struct sender *silent = calloc(CROWD, sizeof(*silent)), honest;
     union ibv_gid gid = {.raw = {0xfe, 0x80}};
     struct node *nobody;
-    struct soft_entry entry;
+    struct soft_directory_entry entry;
     unsigned int i;
     int fd;
 
@@ -199,7 +199,7 @@ static void silent_peers_that_are_looked_for(void)
         CHECK_EQ(unlink(paths[i]), 0);
     }
     close(fd);
-    soft_directory_leave(&entry);
+    soft_directory_unregister(&entry);
     node_close(nobody);
     close_both();
     free(silent);

@@ -74,7 +74,7 @@ static void strangers(void)
     hello[8] = hello[9] = 255;
     CHECK_EQ(send(fd, hello, SOFT_HEAD_SIZE, MSG_NOSIGNAL), SOFT_HEAD_SIZE);
     CHECK(raw_read(fd, bytes, sizeof(bytes)));
-    CHECK(soft_welcome_parse(bytes, &welcome) == soft_refused_text(SOFT_REFUSED_VERSION));
+    CHECK(soft_welcome_parse(bytes, &welcome) == soft_refusal_text(SOFT_REFUSED_VERSION));
     expect_refused(fd, "protocol version 65535, not 1: use the same release of aioverbs on both sides", 2, 0, HERE);
 
     /* Who looks for somebody else, too. */
@@ -83,7 +83,7 @@ static void strangers(void)
     soft_hello_pack(&said, hello);
     CHECK_EQ(send(fd, hello, sizeof(hello), MSG_NOSIGNAL), SOFT_HELLO_SIZE);
     CHECK(raw_read(fd, bytes, sizeof(bytes)));
-    CHECK(soft_welcome_parse(bytes, &welcome) == soft_refused_text(SOFT_REFUSED_GID));
+    CHECK(soft_welcome_parse(bytes, &welcome) == soft_refusal_text(SOFT_REFUSED_GID));
     expect_refused(fd, "the GID that is looked for", 3, 0, HERE);
 
     /* A proof that is none. */
@@ -251,7 +251,7 @@ static void descriptors_whose_close_waits(void)
     static const union ibv_gid stranger = {.raw = {7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7}}; /* raw_hello's */
     struct soft_hello said = {.flags = 0};
     uint8_t hello[SOFT_HELLO_SIZE];
-    struct soft_entry listener;
+    struct soft_directory_entry listener;
     struct node *nobody;
     unsigned int before, way;
     int fd, passed, other;
@@ -295,7 +295,7 @@ static void descriptors_whose_close_waits(void)
     CHECK(send_with_descriptors(fd, hello, passed, 1));
     close(passed);
     begin = now_ns();
-    soft_directory_leave(&listener);
+    soft_directory_unregister(&listener);
     CHECK(now_ns() - begin < 2 * WAIT_S * 1000000000ull);
     close(fd);
     close(other);
@@ -339,7 +339,7 @@ static void descriptors_that_find_no_room(void)
 static void descriptors_that_are_not_accepted(void)
 {
     struct rlimit before, none;
-    struct soft_entry listener;
+    struct soft_directory_entry listener;
     unsigned int open;
     struct node *node;
     uint8_t byte = 0;
@@ -358,7 +358,7 @@ static void descriptors_that_are_not_accepted(void)
     none = (struct rlimit){3, before.rlim_max};
     REQUIRE_EQ(setrlimit(RLIMIT_NOFILE, &none), 0);
     begin = now_ns();
-    soft_directory_leave(&listener);
+    soft_directory_unregister(&listener);
     CHECK(now_ns() - begin < 2 * WAIT_S * 1000000000ull);
     REQUIRE_EQ(setrlimit(RLIMIT_NOFILE, &before), 0);
     close(fd);
@@ -515,7 +515,7 @@ int connect(int fd, const struct sockaddr *address, socklen_t size)
 
 static void who_is_found_listening_holds_up_nobody(void)
 {
-    struct soft_entry listening, none;
+    struct soft_directory_entry listening, none;
     unsigned int open;
     char why[256];
     uint64_t begin;
@@ -528,12 +528,12 @@ static void who_is_found_listening_holds_up_nobody(void)
     sent_at_once = lingering(&other);
     listener = listening.fd;
     begin = now_ns();
-    CHECK_EQ(soft_directory_enter(&settings, a->device.gids, &none, why, sizeof(why)), EADDRINUSE);
+    CHECK_EQ(soft_directory_register(&settings, a->device.gids, &none, why, sizeof(why)), EADDRINUSE);
     CHECK(now_ns() - begin < 2 * WAIT_S * 1000000000ull);
     CHECK_EQ(listener, -1);
     EVENTUALLY(open_descriptors() == open + 1);
     close(other);
-    soft_directory_leave(&listening);
+    soft_directory_unregister(&listening);
     node_close(a);
     CHECK_EQ(rmdir(directory()), 0);
 }
@@ -783,7 +783,7 @@ static void who_connects_proves_first(void)
 
 /* One sender, which looks for a node whose GIDs lead to a listener by hand. */
 static struct sender looking;
-static struct soft_entry entry;
+static struct soft_directory_entry entry;
 
 static int be_found(const char *secret, uint8_t hello[SOFT_HELLO_SIZE])
 {
@@ -802,7 +802,7 @@ static void be_lost(int fd)
     sender_close(&looking);
     node_close(a);
     node_close(b);
-    soft_directory_leave(&entry);
+    soft_directory_unregister(&entry);
     CHECK_EQ(rmdir(directory()), 0);
 }
 

@@ -198,7 +198,7 @@ static bool is_welcome(const struct node *node, const union ibv_gid *gid)
     REQUIRE(raw_read(fd, bytes, sizeof(bytes)));
     close(fd);
     wrong = soft_welcome_parse(bytes, &welcome);
-    CHECK(!wrong || wrong == soft_refused_text(SOFT_REFUSED_CLAIM));
+    CHECK(!wrong || wrong == soft_refusal_text(SOFT_REFUSED_CLAIM));
     return !wrong;
 }
 

@@ -21,7 +21,7 @@ struct scene {
     struct home home;
     struct end end;
     struct node *peer;
-    struct soft_entry entry;
+    struct soft_directory_entry entry;
     int stream; /* the peer's side of the connection */
 };
 
@@ -46,7 +46,7 @@ static void close_scene(struct scene *scene)
 {
     home_close(&scene->home);
     close(scene->stream);
-    soft_directory_leave(&scene->entry);
+    soft_directory_unregister(&scene->entry);
     node_close(scene->peer);
     CHECK_EQ(rmdir(directory()), 0);
 }
@@ -297,7 +297,7 @@ static void restart_timer(struct soft_link *link, uint64_t ns)
 {
     soft_mutex_take(&link->stream.tx);
     CHECK_EQ(link->stream.stage, SOFT_CLOSED);
-    link->again_at = now_ns() + ns;
+    link->retry_at = now_ns() + ns;
     soft_mutex_give(&link->stream.tx);
 }
 
@@ -307,7 +307,7 @@ static void sent_just_after_the_peer_came_back(void)
     struct scene scene = {0};
 
     open_scene(&scene, IBV_QPT_RC);
-    soft_directory_leave(&scene.entry);
+    soft_directory_unregister(&scene.entry);
     REQUIRE_EQ(soft_fabric_listen(&scene.peer->device), 0);
     make_ready(&scene, &scene.peer->device.gids[0]);
     CHECK_EQ(post_nothing(scene.end.qp, 1), 0);
@@ -339,7 +339,7 @@ static void sent_while_an_attempt_to_connect_fails(void)
     accept_silently(&scene);
     CHECK_EQ(post_nothing(other.end.qp, 2), 0);
     EVENTUALLY(waits_for(&other));
-    soft_directory_leave(&scene.entry);
+    soft_directory_unregister(&scene.entry);
     REQUIRE_EQ(soft_fabric_listen(&scene.peer->device), 0);
     shutdown(scene.stream, SHUT_RDWR);
     EXPECT(other.end.send_cq, 2, IBV_WC_SUCCESS);
@@ -384,7 +384,7 @@ static void sent_into_a_connection_that_breaks(void)
 
     open_scene(&scene, IBV_QPT_RC);
     TYPED_OPEN(&other.end, &scene.home, .type = IBV_QPT_RC);
-    soft_directory_leave(&scene.entry);
+    soft_directory_unregister(&scene.entry);
     REQUIRE_EQ(soft_fabric_listen(&scene.peer->device), 0);
     make_ready(&scene, &scene.peer->device.gids[0]);
     make_ready(&other, &scene.peer->device.gids[0]);

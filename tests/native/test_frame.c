@@ -412,7 +412,7 @@ static void handshake_messages(void)
     CHECK(soft_hello_parse(hello_bytes, &hello_back) != NULL);
     welcome_bytes[10] = 0;
     welcome_bytes[12] = SOFT_REFUSED_GID;
-    CHECK(soft_welcome_parse(welcome_bytes, &welcome_back) == soft_refused_text(SOFT_REFUSED_GID));
+    CHECK(soft_welcome_parse(welcome_bytes, &welcome_back) == soft_refusal_text(SOFT_REFUSED_GID));
     welcome_bytes[12] = 99;
     CHECK(soft_welcome_parse(welcome_bytes, &welcome_back) != NULL);
     welcome_bytes[12] = 0;

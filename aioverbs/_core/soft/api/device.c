@@ -65,10 +65,10 @@ static int open_directory_locks(const struct soft_device *device)
 }
 
 static const struct soft_hooks device_hooks = {
-    .poll_peers = soft_fabric_progress,
-    .stop_polling = soft_fabric_rest,
-    .is_wakeup_channel = soft_fabric_leads,
-    .drop_wakeup_channel = soft_fabric_resign,
+    .poll_peers = soft_fabric_poll,
+    .stop_polling = soft_fabric_stop_polling,
+    .is_wakeup_channel = soft_fabric_is_wakeup_channel,
+    .drop_wakeup_channel = soft_fabric_drop_wakeup_channel,
     .open_directory_locks = open_directory_locks,
     .invalidate_key = soft_read_cache_invalidate_key,
     .invalidate_all = soft_read_cache_invalidate_all,

@@ -349,7 +349,7 @@ static bool empty(int fd)
     return !unwanted;
 }
 
-void soft_descriptor_hang_up(int fd)
+void soft_descriptor_close_socket(int fd)
 {
     if (fd < 0)
         return;

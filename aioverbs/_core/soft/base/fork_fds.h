@@ -43,7 +43,7 @@ ssize_t soft_descriptors_receive_all(int fd, void *to, size_t size, bool *unwant
 void soft_descriptor_discard(int fd);
 
 /* Closes a Unix socket to a stranger. Nothing is sent or comes any more after it. */
-void soft_descriptor_hang_up(int fd);
+void soft_descriptor_close_socket(int fd);
 
 /* Whether so many wait to be closed that no more should come: the thread waits for one of them. */
 bool soft_descriptors_are_stuck(void);

@@ -41,7 +41,7 @@ enum soft_rank {
     SOFT_RANK_TX,          /* stream->tx */
     SOFT_RANK_FRAMES,      /* the fault plan's of frames */
     SOFT_RANK_HELD,        /* fabric->held */
-    SOFT_RANK_LEADING,     /* fabric->leading */
+    SOFT_RANK_WAKEUP,      /* fabric->wakeup_lock */
     SOFT_RANK_WAITED,      /* for how long co-owners were waited for */
     SOFT_RANK_TABLE,       /* of numbers */
     SOFT_RANK_DESCRIPTORS, /* held over a fork */

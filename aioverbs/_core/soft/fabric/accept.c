@@ -18,8 +18,8 @@
 #include "soft/fabric/stream.h"
 
 enum {
-    AT_ONCE = 16, /* in one turn */
-    ASKED = 8,    /* how many queue pairs are looked for, to find one stream that may give way */
+    MAX_ACCEPTS = 16, /* in one turn */
+    MAX_CHECKED = 8,  /* how many queue pairs are looked for, to find one stream that may give way */
 };
 
 void soft_tcp_options(int fd)
@@ -60,24 +60,24 @@ static struct soft_watch *listener_of(struct soft_fabric *fabric, enum soft_kind
     return kind == SOFT_SERVED_UNIX ? &fabric->unix_watch : &fabric->tcp_watch;
 }
 
-static void set_rest(struct soft_fabric *fabric, enum soft_kind kind, bool rest)
+static void set_listener_paused(struct soft_fabric *fabric, enum soft_kind kind, bool rest)
 {
     struct soft_watch *listener = listener_of(fabric, kind);
     struct epoll_event event = {.events = rest ? 0 : EPOLLIN, .data.ptr = listener};
 
-    if (fabric->rests[kind] != rest && listener->fd >= 0)
+    if (fabric->listener_paused[kind] != rest && listener->fd >= 0)
         epoll_ctl(fabric->epoll, EPOLL_CTL_MOD, listener->fd, &event);
-    fabric->rests[kind] = rest;
+    fabric->listener_paused[kind] = rest;
 }
 
-void soft_listeners_wake(struct soft_fabric *fabric)
+void soft_listeners_resume(struct soft_fabric *fabric)
 {
-    set_rest(fabric, SOFT_SERVED_UNIX, false);
-    set_rest(fabric, SOFT_SERVED_TCP, false);
+    set_listener_paused(fabric, SOFT_SERVED_UNIX, false);
+    set_listener_paused(fabric, SOFT_SERVED_TCP, false);
 }
 
 /* Whether it has a descriptor of its peer's process, too, or may come to have one. */
-static bool has_two(const struct soft_stream *stream, enum soft_stage stage)
+static bool uses_two_descriptors(const struct soft_stream *stream, enum soft_stage stage)
 {
     return stream->is_unix && (is_unfinished(stage) || (stage == SOFT_OPEN && stream->pidfd >= 0));
 }
@@ -91,24 +91,25 @@ void soft_handshake_count(struct soft_stream *stream, enum soft_stage stage)
 
     fabric->handshakes += (uint32_t)change;
     fabric->handshakes_of[kind] += (uint32_t)change;
-    fabric->two_of[kind] += (uint32_t)(has_two(stream, stage) - has_two(stream, stream->stage));
+    fabric->two_descriptors_of[kind] +=
+        (uint32_t)(uses_two_descriptors(stream, stage) - uses_two_descriptors(stream, stream->stage));
     if (change >= 0)
         return;
     if (kind != SOFT_OUTGOING)
-        set_rest(fabric, kind, false);
+        set_listener_paused(fabric, kind, false);
     else if (was_full)
         soft_fabric_wake(fabric); /* who reads connects the next one */
 }
 
 /* Which of two that may give way does so. */
-static bool goes_first(const struct soft_stream *one, const struct soft_stream *other)
+static bool is_evicted_before(const struct soft_stream *one, const struct soft_stream *other)
 {
     if ((one->stage == SOFT_PROVING) != (other->stage == SOFT_PROVING))
         return other->stage == SOFT_PROVING;
     return one->deadline < other->deadline;
 }
 
-bool soft_handshake_make_place(struct soft_fabric *fabric, enum soft_kind kind)
+bool soft_handshake_reserve(struct soft_fabric *fabric, enum soft_kind kind)
 {
     uint64_t all = kind == SOFT_OUTGOING ? SOFT_CONNECT_NS : SOFT_HANDSHAKE_NS;
     uint64_t latest = soft_now_ns() + all - SOFT_PATIENCE_NS;
@@ -119,7 +120,7 @@ bool soft_handshake_make_place(struct soft_fabric *fabric, enum soft_kind kind)
         return true;
     for (stream = fabric->streams; stream; stream = stream->next)
         if (is_unfinished(stream->stage) && soft_stream_kind(stream) == kind && stream->deadline <= latest &&
-            (!first || goes_first(stream, first)))
+            (!first || is_evicted_before(stream, first)))
             first = stream;
     if (first)
         soft_stream_close(first, first->is_link ? SOFT_END_CONNECT : SOFT_END_REFUSED_PEER,
@@ -137,7 +138,7 @@ static bool is_full(const struct soft_fabric *fabric, enum soft_kind kind)
 
     if (!streams || getrlimit(RLIMIT_NOFILE, &limit))
         return streams >= SOFT_MAX_SERVED;
-    return streams >= SOFT_MAX_SERVED || streams + fabric->two_of[kind] >= limit.rlim_cur / 4;
+    return streams >= SOFT_MAX_SERVED || streams + fabric->two_descriptors_of[kind] >= limit.rlim_cur / 4;
 }
 
 /* The stream of this kind whose time has been over for longest. */
@@ -160,35 +161,35 @@ static struct soft_stream *find_overdue(struct soft_fabric *fabric, enum soft_ki
  * had a single descriptor; its peer connects again when it has something to send. One that a queue pair is connected to
  * has as much time again before it is asked about anew. Where they have all places, who waits does so for as long as
  * they stay, which is said once. */
-static bool accept_make_room(struct soft_fabric *fabric, enum soft_kind kind)
+static bool accept_reserve(struct soft_fabric *fabric, enum soft_kind kind)
 {
     static const char crowded[] =
         "connected peers have all places, a quarter of `ulimit -n` (4096 at most): raise that limit";
     uint64_t now = soft_now_ns();
     struct soft_stream *stream;
-    unsigned int asked;
+    unsigned int checked;
 
-    for (asked = 0; is_full(fabric, kind); asked++) {
+    for (checked = 0; is_full(fabric, kind); checked++) {
         struct grace_reader *grace;
         bool expected;
 
-        stream = asked < ASKED ? find_overdue(fabric, kind, now) : NULL;
+        stream = checked < MAX_CHECKED ? find_overdue(fabric, kind, now) : NULL;
         if (!stream) {
-            if (asked && !fabric->is_crowded[kind]) {
-                fabric->is_crowded[kind] = true;
-                soft_fabric_note(fabric, SOFT_END_REFUSED_PEER, NULL, crowded);
+            if (checked && !fabric->crowding_recorded[kind]) {
+                fabric->crowding_recorded[kind] = true;
+                soft_fabric_record_end(fabric, SOFT_END_REFUSED_PEER, NULL, crowded);
             }
             return false;
         }
         grace = grace_enter();
-        expected = stream->stage == SOFT_OPEN && fabric->user->expects(stream);
+        expected = stream->stage == SOFT_OPEN && fabric->user->is_connected_to_peer(stream);
         grace_leave(grace);
         if (expected)
             stream->deadline = now + SOFT_HANDSHAKE_NS;
         else
             soft_stream_close(stream, SOFT_END_REFUSED_PEER, "no queue pair is connected to it, and another one waits");
     }
-    fabric->is_crowded[kind] = false;
+    fabric->crowding_recorded[kind] = false;
     return true;
 }
 
@@ -206,7 +207,7 @@ static const char *check_peer(struct soft_fabric *fabric, int fd, bool is_unix, 
     return NULL;
 }
 
-static void serve(struct soft_fabric *fabric, int fd, bool is_unix)
+static void accept_stream(struct soft_fabric *fabric, int fd, bool is_unix)
 {
     struct ucred peer = {.uid = (uid_t)-1};
     const char *wrong = check_peer(fabric, fd, is_unix, &peer);
@@ -218,10 +219,10 @@ static void serve(struct soft_fabric *fabric, int fd, bool is_unix)
     }
     if (wrong) {
         if (is_unix)
-            soft_descriptor_hang_up(fd);
+            soft_descriptor_close_socket(fd);
         else
             soft_descriptor_close(fd);
-        soft_fabric_note(fabric, SOFT_END_REFUSED_PEER, NULL, wrong);
+        soft_fabric_record_end(fabric, SOFT_END_REFUSED_PEER, NULL, wrong);
         return;
     }
     if (!is_unix)
@@ -231,12 +232,12 @@ static void serve(struct soft_fabric *fabric, int fd, bool is_unix)
     if (soft_stream_begin(stream, fd, is_unix, SOFT_GREETING)) {
         soft_stream_destroy(stream);
         free(stream);
-        soft_fabric_note(fabric, SOFT_END_REFUSED_PEER, NULL, "no memory for another peer");
+        soft_fabric_record_end(fabric, SOFT_END_REFUSED_PEER, NULL, "no memory for another peer");
     }
 }
 
 /* Whether somebody waits there: nobody gives way for the sake of one who went away, or was let in by another thread. */
-static bool is_waited_at(const struct soft_watch *listener)
+static bool has_pending_connection(const struct soft_watch *listener)
 {
     struct pollfd ready = {.fd = listener->fd, .events = POLLIN};
 
@@ -249,32 +250,34 @@ void soft_fabric_accept(struct soft_fabric *fabric, const struct soft_watch *lis
     int count, fd;
 
     assert_held(&fabric->progress);
-    for (count = 0; count < AT_ONCE; count++) {
-        if ((is_full(fabric, kind) || fabric->handshakes_of[kind] >= SOFT_MAX_HANDSHAKES) && !is_waited_at(listener))
+    for (count = 0; count < MAX_ACCEPTS; count++) {
+        if ((is_full(fabric, kind) || fabric->handshakes_of[kind] >= SOFT_MAX_HANDSHAKES) &&
+            !has_pending_connection(listener))
             return;
         /* Even to turn one away may leave a socket to be closed. */
         if (kind == SOFT_SERVED_UNIX && soft_descriptors_are_stuck()) {
-            if (is_waited_at(listener))
-                soft_fabric_note(fabric, SOFT_END_REFUSED_PEER, NULL, "descriptors that a peer sent cannot be closed");
-            set_rest(fabric, kind, true);
+            if (has_pending_connection(listener))
+                soft_fabric_record_end(fabric, SOFT_END_REFUSED_PEER, NULL,
+                                       "descriptors that a peer sent cannot be closed");
+            set_listener_paused(fabric, kind, true);
             return;
         }
-        if (!soft_handshake_make_place(fabric, kind) || !accept_make_room(fabric, kind)) {
-            set_rest(fabric, kind, true);
+        if (!soft_handshake_reserve(fabric, kind) || !accept_reserve(fabric, kind)) {
+            set_listener_paused(fabric, kind, true);
             return;
         }
         soft_descriptors_hold();
         fd = soft_descriptor_own(accept4(listener->fd, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK));
         soft_descriptors_release();
         if (fd >= 0) {
-            serve(fabric, fd, kind == SOFT_SERVED_UNIX);
+            accept_stream(fabric, fd, kind == SOFT_SERVED_UNIX);
             continue;
         }
         /* Who waits goes on waiting: the listener would be ready for ever. */
         if (errno == EMFILE || errno == ENFILE || errno == ENOMEM || errno == ENOBUFS) {
-            soft_fabric_note(fabric, SOFT_END_REFUSED_PEER, NULL, "no descriptors are left for another peer");
-            set_rest(fabric, SOFT_SERVED_UNIX, true);
-            set_rest(fabric, SOFT_SERVED_TCP, true);
+            soft_fabric_record_end(fabric, SOFT_END_REFUSED_PEER, NULL, "no descriptors are left for another peer");
+            set_listener_paused(fabric, SOFT_SERVED_UNIX, true);
+            set_listener_paused(fabric, SOFT_SERVED_TCP, true);
         }
         return; /* none is left, or one went away meanwhile: then epoll tells of the others */
     }

@@ -8,10 +8,10 @@
 
 /* Those that wait there, as far as there are places for their handshakes; may close others of the same kind. */
 void soft_fabric_accept(struct soft_fabric *fabric, const struct soft_watch *listener);
-void soft_listeners_wake(struct soft_fabric *fabric); /* those that rest */
+void soft_listeners_resume(struct soft_fabric *fabric); /* those that rest */
 
 /* Whether one more handshake of this kind may begin, for which somebody waits: another one may have to be given up. */
-bool soft_handshake_make_place(struct soft_fabric *fabric, enum soft_kind kind);
+bool soft_handshake_reserve(struct soft_fabric *fabric, enum soft_kind kind);
 
 /* The stream is about to go over to `stage`: counts handshakes, and lets those in that wait for a place. */
 void soft_handshake_count(struct soft_stream *stream, enum soft_stage stage);

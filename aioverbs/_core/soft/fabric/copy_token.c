@@ -84,13 +84,13 @@ void soft_copy_tokens_destroy(struct soft_link *link)
 
 const char *soft_copy_tokens_map(struct soft_stream *stream)
 {
-    if (stream->came_fd < 0)
+    if (stream->received_fd < 0)
         return "no copy tokens came with the offer of direct copies";
-    if (soft_sealed_bytes(stream->came_fd) != (off_t)sizeof(*stream->copy_tokens))
+    if (soft_sealed_bytes(stream->received_fd) != (off_t)sizeof(*stream->copy_tokens))
         return "the file of copy tokens is not sealed or has another size"; /* it could be cut short under our hands */
-    stream->copy_tokens = copy_token_page_map(stream->came_fd);
-    soft_descriptor_close(stream->came_fd);
-    stream->came_fd = -1;
+    stream->copy_tokens = copy_token_page_map(stream->received_fd);
+    soft_descriptor_close(stream->received_fd);
+    stream->received_fd = -1;
     return stream->copy_tokens ? NULL : "the file of copy tokens cannot be mapped";
 }
 
@@ -99,8 +99,8 @@ void soft_copy_tokens_unmap(struct soft_stream *stream)
     if (stream->copy_tokens)
         munmap(stream->copy_tokens, sizeof(*stream->copy_tokens));
     stream->copy_tokens = NULL;
-    soft_descriptor_close(stream->came_fd);
-    stream->came_fd = -1;
+    soft_descriptor_close(stream->received_fd);
+    stream->received_fd = -1;
 }
 
 /* ---- The requester ------------------------------------------------------------------------------------------- */
@@ -140,7 +140,7 @@ bool soft_copy_token_close(struct soft_link *link, uint16_t copy_token, uint32_t
     bool busy = !atomic_compare_exchange_strong(at, &found, word(FREE, serial)) && found == word(BUSY, serial);
 
     soft_mutex_take(&link->stream.tx);
-    if (busy && (link->overdue || soft_process_gone(link->stream.pidfd)))
+    if (busy && (link->overdue || soft_process_has_exited(link->stream.pidfd)))
         busy = false;
     if (!busy)
         copy_token_put_back(link, copy_token);
@@ -170,7 +170,7 @@ void soft_copy_tokens_give_up(struct soft_link *link)
 {
     soft_mutex_take(&link->stream.tx);
     link->overdue = true;
-    soft_direct_shut(link);
+    soft_direct_close_gate(link);
     if (link->stream.stage != SOFT_CLOSED && !link->stream.broken)
         soft_stream_break(&link->stream);
     soft_mutex_give(&link->stream.tx);
@@ -208,7 +208,7 @@ bool soft_copy_tokens_revoke_all(struct soft_link *link)
 
     soft_mutex_take(&link->stream.tx);
     page = link->stream.copy_tokens;
-    soft_direct_shut(link);
+    soft_direct_close_gate(link);
     for (i = 0; page && i < SOFT_COPY_TOKENS; i++) {
         uint64_t found = atomic_load(&page->words[i]);
 
@@ -216,7 +216,7 @@ bool soft_copy_tokens_revoke_all(struct soft_link *link)
             atomic_compare_exchange_strong(&page->words[i], &found, word(FREE, (uint32_t)found));
         left = left && found >> 32 != BUSY;
     }
-    left = left || link->overdue || soft_process_gone(link->stream.pidfd);
+    left = left || link->overdue || soft_process_has_exited(link->stream.pidfd);
     soft_mutex_give(&link->stream.tx);
     return left;
 }

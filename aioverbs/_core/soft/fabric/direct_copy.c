@@ -38,7 +38,7 @@ int soft_process_open(uint32_t pid)
     return fd;
 }
 
-bool soft_process_gone(int pidfd)
+bool soft_process_has_exited(int pidfd)
 {
     struct pollfd ended = {.fd = pidfd, .events = POLLIN};
 
@@ -48,7 +48,7 @@ bool soft_process_gone(int pidfd)
 /* ---- Finding out what works ---------------------------------------------------------------------------------- */
 
 /* Yama lets only a process's ancestors in, unless it says otherwise. */
-void soft_direct_invite(void)
+void soft_direct_allow_ptrace(void)
 {
     char scope = '0';
     int fd = open("/proc/sys/kernel/yama/ptrace_scope", O_RDONLY | O_CLOEXEC);
@@ -60,7 +60,7 @@ void soft_direct_invite(void)
     close(fd);
 }
 
-static void no(struct soft_stream *stream, const char *what, int error)
+static void set_not_direct(struct soft_stream *stream, const char *what, int error)
 {
     atomic_store(&stream->direct, false);
     snprintf(stream->why_not_direct, sizeof(stream->why_not_direct), "%s%s%s", what, error ? ": " : "",
@@ -99,16 +99,16 @@ bool soft_direct_has_probed(struct soft_link *link, const uint8_t nonce[SOFT_NON
     return found;
 }
 
-void soft_direct_shut(struct soft_link *link)
+void soft_direct_close_gate(struct soft_link *link)
 {
     if (link->gate)
         mprotect(link->gate, sizeof(*link->gate), PROT_NONE);
 }
 
 /* Nobody gets the address of a gate that was shut while the process is there that may still come to it. */
-void soft_direct_end(struct soft_link *link)
+void soft_direct_destroy(struct soft_link *link)
 {
-    if (link->gate && (!link->overdue || soft_process_gone(link->stream.pidfd)))
+    if (link->gate && (!link->overdue || soft_process_has_exited(link->stream.pidfd)))
         munmap(link->gate, sizeof(*link->gate));
     link->gate = NULL;
 }
@@ -119,29 +119,29 @@ void soft_direct_offer(struct soft_link *link, struct soft_hello *hello)
     int error;
 
     if (!stream->is_unix) {
-        no(stream, "it is over TCP", 0);
+        set_not_direct(stream, "it is over TCP", 0);
         return;
     }
     if (!stream->fabric->settings.direct) {
-        no(stream, "AIOVERBS_SOFT_DIRECT is 0", 0);
+        set_not_direct(stream, "AIOVERBS_SOFT_DIRECT is 0", 0);
         return;
     }
     if (stream->uid != geteuid()) {
-        no(stream, "the peer is another user's", 0);
+        set_not_direct(stream, "the peer is another user's", 0);
         return;
     }
     if (soft_copy_tokens_are_overdue(link)) {
-        no(stream, "the peer kept memory that was taken back", 0);
+        set_not_direct(stream, "the peer kept memory that was taken back", 0);
         return;
     }
     error = soft_copy_tokens_create(link);
     if (!error)
         error = put_nonce(link, hello->nonce);
     if (error) {
-        no(stream, "no memory for copy tokens", error);
+        set_not_direct(stream, "no memory for copy tokens", error);
         return;
     }
-    soft_direct_invite();
+    soft_direct_allow_ptrace();
     hello->flags |= SOFT_HELLO_DIRECT;
     hello->pid = (uint32_t)getpid();
     hello->probe = (uintptr_t)link->gate->probe;
@@ -171,31 +171,31 @@ void soft_direct_probe(struct soft_stream *stream, const struct soft_hello *hell
     const char *why;
 
     if (!(hello->flags & SOFT_HELLO_DIRECT)) {
-        no(stream, "the peer does not offer it", 0);
+        set_not_direct(stream, "the peer does not offer it", 0);
         return;
     }
     if (!stream->is_unix || !stream->fabric->settings.direct) {
-        no(stream, stream->is_unix ? "AIOVERBS_SOFT_DIRECT is 0" : "it is over TCP", 0);
+        set_not_direct(stream, stream->is_unix ? "AIOVERBS_SOFT_DIRECT is 0" : "it is over TCP", 0);
         return;
     }
     /* With another user's rights we might be able to, on behalf of who is not. */
     if (stream->uid != geteuid()) {
-        no(stream, "the peer is another user's", 0);
+        set_not_direct(stream, "the peer is another user's", 0);
         return;
     }
     stream->pidfd = soft_process_open(stream->pid);
     if (stream->pidfd < 0) {
-        no(stream, "the peer's process is not seen from here", stream->pid ? errno : 0);
+        set_not_direct(stream, "the peer's process is not seen from here", stream->pid ? errno : 0);
         return;
     }
     why = soft_copy_tokens_map(stream);
     if (why) {
-        no(stream, why, 0);
+        set_not_direct(stream, why, 0);
         return;
     }
     why = probe(stream, hello, nonce);
     if (why) {
-        no(stream, why, errno);
+        set_not_direct(stream, why, errno);
         return;
     }
     stream->gate = hello->probe + offsetof(struct soft_gate, byte);
@@ -227,8 +227,8 @@ static void advance(struct iovec **at, unsigned int *count, size_t moved)
 /* It may stop where a page is missing, and then go on, or fail. The requester's gate comes first, at here[-1] and
  * there[-1], each time: the kernel reaches memory in this order, and stops where it may not. So where the gate is shut
  * when a system call begins, that moves nothing, however long ago it was decided on. */
-static int move(struct soft_stream *stream, struct iovec *here, unsigned int here_count, struct iovec *there,
-                unsigned int there_count, size_t left, bool pull)
+static int copy_through_gate(struct soft_stream *stream, struct iovec *here, unsigned int here_count,
+                             struct iovec *there, unsigned int there_count, size_t left, bool is_read)
 {
     pid_t pid = (pid_t)stream->pid;
     uint8_t byte = 0;
@@ -238,8 +238,8 @@ static int move(struct soft_stream *stream, struct iovec *here, unsigned int her
 
         here[-1] = (struct iovec){&byte, sizeof(byte)};
         there[-1] = (struct iovec){(void *)(uintptr_t)stream->gate, sizeof(byte)};
-        moved = pull ? process_vm_readv(pid, here - 1, here_count + 1, there - 1, there_count + 1, 0)
-                     : process_vm_writev(pid, here - 1, here_count + 1, there - 1, there_count + 1, 0);
+        moved = is_read ? process_vm_readv(pid, here - 1, here_count + 1, there - 1, there_count + 1, 0)
+                        : process_vm_writev(pid, here - 1, here_count + 1, there - 1, there_count + 1, 0);
         if (moved <= (ssize_t)sizeof(byte))
             return moved < 0 && errno ? errno : EFAULT;
         moved -= (ssize_t)sizeof(byte);
@@ -251,7 +251,7 @@ static int move(struct soft_stream *stream, struct iovec *here, unsigned int her
 }
 
 int soft_direct_move(struct soft_stream *stream, const struct soft_frame *frame, const uint8_t *payload,
-                     const struct iovec *local, unsigned int count, bool pull)
+                     const struct iovec *local, unsigned int count, bool is_read)
 {
     struct soft_frame_segment segments[SOFT_FRAME_SEGMENTS];
     struct iovec here_and_gate[1 + SOFT_FRAME_SEGMENTS + 1], there_and_gate[1 + SOFT_FRAME_SEGMENTS];
@@ -276,10 +276,10 @@ int soft_direct_move(struct soft_stream *stream, const struct soft_frame *frame,
     if (left)
         return EMSGSIZE;
     /* The number of a process that ended may be another's. */
-    if (soft_process_gone(stream->pidfd) ||
+    if (soft_process_has_exited(stream->pidfd) ||
         !soft_copy_token_enter(stream->copy_tokens, frame->copy_token, frame->serial))
         return ESTALE;
-    error = move(stream, here, i, there, frame->segments, frame->part, pull);
+    error = copy_through_gate(stream, here, i, there, frame->segments, frame->part, is_read);
     soft_copy_token_leave(stream->copy_tokens, frame->copy_token, frame->serial);
     return error;
 }

@@ -14,10 +14,10 @@ struct soft_stream;
 void soft_direct_offer(struct soft_link *link, struct soft_hello *hello);
 void soft_direct_probe(struct soft_stream *stream, const struct soft_hello *hello, const uint8_t nonce[SOFT_NONCE]);
 bool soft_direct_has_probed(struct soft_link *link, const uint8_t nonce[SOFT_NONCE]); /* whether it wrote that */
-void soft_direct_shut(struct soft_link *link); /* under tx: from here on it begins to move nothing */
-void soft_direct_end(struct soft_link *link);  /* the link is freed */
-void soft_direct_invite(void);                 /* others of this user, where the system wants that to be said */
-bool soft_process_gone(int pidfd);
+void soft_direct_close_gate(struct soft_link *link); /* under tx: from here on it begins to move nothing */
+void soft_direct_destroy(struct soft_link *link);    /* the link is freed */
+void soft_direct_allow_ptrace(void);                 /* others of this user, where the system wants that to be said */
+bool soft_process_has_exited(int pidfd);
 int soft_process_open(uint32_t pid); /* a descriptor that is owned, or -1 */
 
 #endif

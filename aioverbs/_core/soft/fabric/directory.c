@@ -13,7 +13,7 @@
 #include "soft/base/settings.h"
 
 /* A path in the directory. The settings leave room for a GID's name, which is the longest. */
-static void path_of(const struct soft_settings *settings, const char *name, char path[SOFT_MAX_PATH])
+static void directory_path(const struct soft_settings *settings, const char *name, char path[SOFT_MAX_PATH])
 {
     size_t length = strlen(settings->directory), more = strlen(name);
 
@@ -81,7 +81,7 @@ static bool is_alive(const char *path)
     soft_descriptors_release();
     alive = fd < 0 || !connect(fd, (struct sockaddr *)&address, sizeof(address)) ||
             (errno != ECONNREFUSED && errno != ENOENT);
-    soft_descriptor_hang_up(fd); /* who listens there may have sent something by now */
+    soft_descriptor_close_socket(fd); /* who listens there may have sent something by now */
     return alive;
 }
 
@@ -94,7 +94,7 @@ static int directory_clear_stale(const struct soft_settings *settings, const cha
     if (is_alive(path))
         return EADDRINUSE;
     snprintf(name, sizeof(name), ".stale.%x", (unsigned int)getpid());
-    path_of(settings, name, aside);
+    directory_path(settings, name, aside);
     if (rename(path, aside))
         return errno == ENOENT ? 0 : errno;
     if (is_alive(aside) && !link(aside, path)) {
@@ -106,7 +106,7 @@ static int directory_clear_stale(const struct soft_settings *settings, const cha
 }
 
 /* Gives the socket at `from` the name `to`, which nobody who lives may have. */
-static int name_it(const struct soft_settings *settings, const char *from, const char *to)
+static int link_name(const struct soft_settings *settings, const char *from, const char *to)
 {
     int attempts, error = EADDRINUSE;
 
@@ -124,7 +124,7 @@ static int name_it(const struct soft_settings *settings, const char *from, const
 
 /* The file of the socket that `fd` leads to, by O_PATH: no name is looked up again, as the directory's owner may put
  * something else in its place at any moment. EEXIST: he has. */
-static int take_file(int fd, mode_t mode, struct soft_entry *entry)
+static int check_socket_file(int fd, mode_t mode, struct soft_directory_entry *entry)
 {
     struct stat made;
     char name[32];
@@ -141,7 +141,7 @@ static int take_file(int fd, mode_t mode, struct soft_entry *entry)
     return 0;
 }
 
-static int listen_at(const char *path, mode_t mode, struct soft_entry *entry)
+static int listen_at(const char *path, mode_t mode, struct soft_directory_entry *entry)
 {
     struct sockaddr_un address = {.sun_family = AF_UNIX};
     int fd, error;
@@ -156,15 +156,15 @@ static int listen_at(const char *path, mode_t mode, struct soft_entry *entry)
     error = fd < 0 ? errno : 0;
     soft_descriptors_release();
     if (!error)
-        error = take_file(fd, mode, entry);
+        error = check_socket_file(fd, mode, entry);
     soft_descriptor_close(fd);
     if (!error && listen(entry->fd, SOMAXCONN))
         error = errno;
     return error;
 }
 
-int soft_directory_enter(const struct soft_settings *settings, const union ibv_gid gids[2], struct soft_entry *entry,
-                         char *why, size_t size)
+int soft_directory_register(const struct soft_settings *settings, const union ibv_gid gids[2],
+                            struct soft_directory_entry *entry, char *why, size_t size)
 {
     char name[SOFT_GID_NAME], path[SOFT_MAX_PATH];
     int error, i;
@@ -180,15 +180,15 @@ int soft_directory_enter(const struct soft_settings *settings, const union ibv_g
     soft_descriptors_release();
     /* Nobody sees it under its names before it listens. */
     snprintf(name, sizeof(name), ".new.%x.%02x%02x", (unsigned int)getpid(), gids[0].raw[14], gids[0].raw[15]);
-    path_of(settings, name, path);
+    directory_path(settings, name, path);
     if (!error)
         error = listen_at(path, settings->user_count ? 0666 : 0600, entry);
     for (i = 0; i < 2 && !error; i++) {
         char to[SOFT_MAX_PATH];
 
         soft_gid_name(&gids[i], name);
-        path_of(settings, name, to);
-        error = name_it(settings, path, to);
+        directory_path(settings, name, to);
+        error = link_name(settings, path, to);
         if (!error)
             strcpy(entry->names[i], to);
     }
@@ -199,14 +199,14 @@ int soft_directory_enter(const struct soft_settings *settings, const union ibv_g
                  : error == EEXIST   ? "%s/%s: another file took its place: name a directory whose owner is trusted"
                                      : "%s/%s: %s",
                  settings->directory, name, strerror(error));
-        soft_directory_leave(entry);
+        soft_directory_unregister(entry);
     }
     return error;
 }
 
 /* Those that connected and were not accepted: what they sent is not the kernel's to close, either, in this thread.
  * Where no descriptors are left to accept them by, another thread closes them with the listener. */
-static void hang_up_all(int listener)
+static void close_listener(int listener)
 {
     int fd;
 
@@ -217,7 +217,7 @@ static void hang_up_all(int listener)
         soft_descriptors_hold();
         fd = soft_descriptor_own(accept4(listener, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK));
         soft_descriptors_release();
-        soft_descriptor_hang_up(fd);
+        soft_descriptor_close_socket(fd);
     } while (fd >= 0);
     if (errno == EMFILE || errno == ENFILE)
         soft_descriptor_discard(listener);
@@ -225,7 +225,7 @@ static void hang_up_all(int listener)
         soft_descriptor_close(listener);
 }
 
-void soft_directory_leave(struct soft_entry *entry)
+void soft_directory_unregister(struct soft_directory_entry *entry)
 {
     struct stat found;
     int i;
@@ -234,7 +234,7 @@ void soft_directory_leave(struct soft_entry *entry)
         if (entry->names[i][0] && !lstat(entry->names[i], &found) && found.st_dev == entry->device &&
             found.st_ino == entry->inode)
             unlink(entry->names[i]);
-    hang_up_all(entry->fd);
+    close_listener(entry->fd);
     memset(entry, 0, sizeof(*entry));
     entry->fd = -1;
 }
@@ -247,7 +247,7 @@ bool soft_directory_permits(const struct soft_settings *settings, const union ib
     if (!settings->user_count) /* nobody else could have put something there */
         return true;
     soft_gid_name(gid, name);
-    path_of(settings, name, path);
+    directory_path(settings, name, path);
     return lstat(path, &found) ? errno == ENOENT : found.st_uid == user;
 }
 
@@ -258,7 +258,7 @@ int soft_directory_find(const struct soft_settings *settings, const union ibv_gi
     memset(address, 0, sizeof(*address));
     address->sun_family = AF_UNIX;
     soft_gid_name(gid, name);
-    path_of(settings, name, address->sun_path);
+    directory_path(settings, name, address->sun_path);
     if (directory_open(settings, why, sizeof(why)) || access(address->sun_path, F_OK))
         return ENOENT;
     return 0;

@@ -8,7 +8,7 @@
 #include "soft/base/settings.h"
 #include "abi/libibverbs.h"
 
-struct soft_entry {
+struct soft_directory_entry {
     int fd; /* the listening socket; -1: there is no entry */
     char names[2][SOFT_MAX_PATH];
     dev_t device; /* of the socket's file, like the next one: what else has its name is not ours to remove */
@@ -18,9 +18,9 @@ struct soft_entry {
 /* Makes the directory where it is missing, and a listening socket in it. 0 or an errno, which `why` explains:
  * EADDRINUSE: another device that lives has one of the GIDs; EACCES: others could replace what is ours in the directory;
  * EEXIST: another file took the place of the socket. */
-int soft_directory_enter(const struct soft_settings *settings, const union ibv_gid gids[2], struct soft_entry *entry,
-                         char *why, size_t size);
-void soft_directory_leave(struct soft_entry *entry);
+int soft_directory_register(const struct soft_settings *settings, const union ibv_gid gids[2],
+                            struct soft_directory_entry *entry, char *why, size_t size);
+void soft_directory_unregister(struct soft_directory_entry *entry);
 
 /* Whether a device of this user may say that it has the GID: not where the directory lists it for another user's. That
  * is the file's owner, whom the system names and nobody chooses; who lives or not is not looked at. */

@@ -55,7 +55,7 @@ int soft_fabric_new(struct soft_device *device, const struct soft_fabric_user *u
     if (!error)
         error = soft_mutex_init(&fabric->links, SOFT_RANK_LINKS);
     if (!error)
-        error = soft_mutex_init(&fabric->leading, SOFT_RANK_LEADING);
+        error = soft_mutex_init(&fabric->wakeup_lock, SOFT_RANK_WAKEUP);
     if (error)
         free(fabric);
     else
@@ -231,7 +231,7 @@ static int listen_tcp(struct soft_fabric *fabric)
 
 static void close_listeners(struct soft_fabric *fabric)
 {
-    soft_directory_leave(&fabric->entry);
+    soft_directory_unregister(&fabric->entry);
     soft_descriptor_close(fabric->tcp_watch.fd);
     fabric->unix_watch.fd = fabric->tcp_watch.fd = -1;
     fabric->listening = false;
@@ -243,8 +243,8 @@ static int listen_all(struct soft_fabric *fabric)
 
     assert_held(&fabric->setup);
     if (!error)
-        error = soft_directory_enter(&fabric->settings, fabric->device->gids, &fabric->entry, fabric->error,
-                                     sizeof(fabric->error));
+        error = soft_directory_register(&fabric->settings, fabric->device->gids, &fabric->entry, fabric->error,
+                                        sizeof(fabric->error));
     if (!error)
         error = fabric_watch(fabric, &fabric->unix_watch, fabric->entry.fd);
     fabric->listening = !error;
@@ -295,7 +295,7 @@ static void fabric_close_all(struct soft_fabric *fabric)
     for (; (link = fabric->first_todo); fabric->first_todo = link->next_todo) {
         link->todo = false;
         soft_mutex_take(&link->stream.tx);
-        link->wanted = false;
+        link->connect_requested = false;
         soft_mutex_give(&link->stream.tx);
     }
     for (i = 0; i < sizeof(fabric->table) / sizeof(fabric->table[0]); i++)
@@ -317,7 +317,7 @@ static void stop(struct soft_fabric *fabric, bool for_good)
         pthread_join(fabric->thread, NULL);
         soft_mutex_take(&fabric->progress);
         atomic_store_explicit(&fabric->active, false, memory_order_release);
-        soft_lead_depose(fabric, NULL); /* after that nobody begins to lead */
+        soft_wakeup_channel_clear(fabric, NULL); /* after that nobody begins to lead */
         if (for_good || grace_ready())
             fabric_close_all(fabric);
         drop_descriptors(fabric);

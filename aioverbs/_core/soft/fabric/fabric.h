@@ -36,11 +36,11 @@ union ibv_gid;
 struct soft_fabric_user {
     bool (*request)(struct soft_stream *from, const struct soft_frame *frame, const uint8_t *payload);
     bool (*response)(struct soft_link *by, const struct soft_frame *frame, const uint8_t *payload);
-    void (*batch_ends)(struct soft_stream *from);
+    void (*batch_end)(struct soft_stream *from);
     /* It waited for room or for the connection, and waits no more: it tries again. */
     void (*kick)(struct soft_qp *qp);
     /* In a grace section: whether a queue pair is connected to the peer. */
-    bool (*expects)(const struct soft_stream *from);
+    bool (*is_connected_to_peer)(const struct soft_stream *from);
 };
 
 /* ---- A device's fabric -------------------------------------------------------------------------------------- */
@@ -74,17 +74,17 @@ void soft_fabric_error(struct soft_device *device, char *text, size_t size);
 /* Handles what there is, if nobody else does so just now: with no device lock held, outside of grace sections. Never
  * waits. Whether there was something. Who asks again and again, from poll_cq, need not ask for all: a look is cheaper
  * then, and finds within a few times what there is. */
-bool soft_fabric_progress(struct soft_device *device, bool all);
+bool soft_fabric_poll(struct soft_device *device, bool all);
 
 /* Who polled goes to sleep (req_notify_cq), on that channel or, if that is NULL, for good: the thread takes over, unless
  * a channel leads. */
-void soft_fabric_rest(struct soft_device *device, struct soft_channel *channel);
+void soft_fabric_stop_polling(struct soft_device *device, struct soft_channel *channel);
 
 /* Whether who sleeps on the channel is woken by peers, too (soft/fabric/wakeup.c). Without a lock: he asks about his own. */
-bool soft_fabric_leads(const struct soft_device *device, const struct soft_channel *channel);
+bool soft_fabric_is_wakeup_channel(const struct soft_device *device, const struct soft_channel *channel);
 
 /* It leads no more, or, if that is NULL, nobody does: the thread takes over. */
-void soft_fabric_resign(struct soft_device *device, const struct soft_channel *channel);
+void soft_fabric_drop_wakeup_channel(struct soft_device *device, const struct soft_channel *channel);
 
 /* From the inside of the fabric. The thread runs: 0, or an errno: ECANCELED at the end of the process. Any lock but a
  * stream's and the fabric's may be held. */
@@ -100,12 +100,12 @@ void soft_link_put(struct soft_link *link);
 
 /* Under qp->sq_lock. 0: it is on its way. EAGAIN: `qp` waits for room, or for others whose turn comes first. ENOTCONN:
  * `qp` waits for the connection, and is kicked when there is one, or none. EHOSTUNREACH: there was none to be had just
- * now, and none is tried before SOFT_CONNECT_AGAIN_NS have passed since the last one ended. `qp->waiter.again_at` is the
+ * now, and none is tried before SOFT_CONNECT_RETRY_NS have passed since the last one ended. `qp->waiter.again_at` is the
  * end of that time where no attempt was made since `qp` asked for one, as others did or a connection was just lost; else
  * it is 0. `data` is as long as `frame->size`, in SOFT_FRAME_SEGMENTS pieces at most; so is that of an answer. */
 int soft_link_send(struct soft_link *link, struct soft_qp *qp, const struct soft_frame *frame, const struct iovec *data,
                    unsigned int count);
-#define SOFT_CONNECT_AGAIN_NS 10000000u
+#define SOFT_CONNECT_RETRY_NS 10000000u
 
 /* It waits no more. A kick that is on its way is over after grace_wait(). */
 void soft_link_forget(struct soft_link *link, struct soft_qp *qp);
@@ -114,7 +114,7 @@ void soft_link_forget(struct soft_link *link, struct soft_qp *qp);
 bool soft_link_direct(const struct soft_link *link);
 
 /* Whether the fault plan has something to say of its device's frames. */
-bool soft_link_is_disturbed(const struct soft_link *link);
+bool soft_link_has_frame_faults(const struct soft_link *link);
 
 /* Whether it leads to this GID: answers are only from there. */
 bool soft_link_is_to(const struct soft_link *link, const union ibv_gid *gid);
@@ -177,7 +177,7 @@ bool soft_stream_has_read_cache(const struct soft_stream *stream);
  * was given up, so there is nobody to answer; another errno: it does not work, and nothing else is to be done than to
  * refuse the stream or NAK. */
 int soft_direct_move(struct soft_stream *stream, const struct soft_frame *frame, const uint8_t *payload,
-                     const struct iovec *local, unsigned int count, bool pull);
+                     const struct iovec *local, unsigned int count, bool is_read);
 
 /* ---- What networks do ---------------------------------------------------------------------------------------- */
 

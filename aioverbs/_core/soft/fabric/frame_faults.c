@@ -33,7 +33,7 @@ struct soft_held_frame {
 
 /* ---- Connections ----------------------------------------------------------------------------------------- */
 
-bool soft_stream_concerns(const struct soft_stream *stream, const union ibv_gid *gid)
+bool soft_stream_matches_gid(const struct soft_stream *stream, const union ibv_gid *gid)
 {
     return soft_stream_is_from(stream, gid) ||
            (stream->is_link && soft_link_is_to(container_of(stream, struct soft_link, stream), gid));
@@ -47,7 +47,7 @@ unsigned int soft_fabric_cut(struct soft_device *device, const union ibv_gid *pe
 
     soft_mutex_take(&fabric->progress);
     for (stream = fabric->streams; stream; stream = stream->next) {
-        if (peer && !soft_stream_concerns(stream, peer))
+        if (peer && !soft_stream_matches_gid(stream, peer))
             continue;
         soft_mutex_take(&stream->tx);
         soft_stream_break(stream);
@@ -69,7 +69,7 @@ unsigned int soft_fabric_stall(struct soft_device *device, const union ibv_gid *
 
     soft_mutex_take(&fabric->progress);
     for (stream = fabric->streams; stream; stream = stream->next) {
-        if (stream->stage != SOFT_OPEN || (peer && !soft_stream_concerns(stream, peer)))
+        if (stream->stage != SOFT_OPEN || (peer && !soft_stream_matches_gid(stream, peer)))
             continue;
         soft_mutex_take(&stream->tx);
         stream->stalled = stall;
@@ -90,7 +90,7 @@ unsigned int soft_fabric_stall(struct soft_device *device, const union ibv_gid *
 /* ---- Frames that come later ------------------------------------------------------------------------------ */
 
 /* Under `held`: the timer comes then, whoever reads; it keeps the first of several times. */
-static void set(struct soft_fabric *fabric, uint64_t due)
+static void arm_timer(struct soft_fabric *fabric, uint64_t due)
 {
     struct itimerspec when = {.it_value = {(time_t)(due / 1000000000u), (long)(due % 1000000000u)}};
 
@@ -99,11 +99,11 @@ static void set(struct soft_fabric *fabric, uint64_t due)
     timerfd_settime(fabric->timer.fd, TFD_TIMER_ABSTIME, &when, NULL); /* it has been made, and this is a time */
 }
 
-static void expect(struct soft_fabric *fabric, uint64_t due)
+static void arm_timer_before(struct soft_fabric *fabric, uint64_t due)
 {
     soft_mutex_take(&fabric->held);
     if (due < fabric->held_at)
-        set(fabric, due);
+        arm_timer(fabric, due);
     soft_mutex_give(&fabric->held);
 }
 
@@ -129,13 +129,13 @@ static bool frame_hold(struct soft_stream *stream, bool in, const struct soft_fr
     held->next = *place;
     *place = held;
     stream->held_bytes += size;
-    expect(stream->fabric, due);
+    arm_timer_before(stream->fabric, due);
     return true;
 }
 
 /* What the plan has for it: whether it goes on now. */
-static bool disturb(struct soft_stream *stream, enum soft_frame_kind kind, const struct soft_frame *frame,
-                    const struct iovec *data, unsigned int count)
+static bool apply_fault(struct soft_stream *stream, enum soft_frame_kind kind, const struct soft_frame *frame,
+                        const struct iovec *data, unsigned int count)
 {
     bool in = kind == SOFT_ANSWER_IN || kind == SOFT_REQUEST_IN;
     struct soft_qp *qp = soft_table_find(&stream->fabric->device->qps, in ? frame->to : frame->from);
@@ -161,19 +161,19 @@ static bool disturb(struct soft_stream *stream, enum soft_frame_kind kind, const
     }
 }
 
-bool soft_disturb_out(struct soft_stream *stream, const struct soft_frame *frame, const struct iovec *data,
-                      unsigned int count)
+bool soft_frame_fault_out(struct soft_stream *stream, const struct soft_frame *frame, const struct iovec *data,
+                          unsigned int count)
 {
-    return disturb(stream, stream->is_link ? SOFT_REQUEST_OUT : SOFT_ANSWER_OUT, frame, data, count);
+    return apply_fault(stream, stream->is_link ? SOFT_REQUEST_OUT : SOFT_ANSWER_OUT, frame, data, count);
 }
 
-bool soft_disturb_in(struct soft_stream *stream, const struct soft_frame *frame, const uint8_t *payload)
+bool soft_frame_fault_in(struct soft_stream *stream, const struct soft_frame *frame, const uint8_t *payload)
 {
     struct iovec data = {(void *)(uintptr_t)payload, frame->size};
     bool goes_on;
 
     soft_mutex_take(&stream->tx);
-    goes_on = disturb(stream, stream->is_link ? SOFT_ANSWER_IN : SOFT_REQUEST_IN, frame, &data, 1);
+    goes_on = apply_fault(stream, stream->is_link ? SOFT_ANSWER_IN : SOFT_REQUEST_IN, frame, &data, 1);
     soft_mutex_give(&stream->tx);
     return goes_on;
 }
@@ -187,7 +187,7 @@ static void drop_first(struct soft_stream *stream)
     free(held);
 }
 
-void soft_disturb_forget(struct soft_stream *stream)
+void soft_frames_drop_held(struct soft_stream *stream)
 {
     assert_held(&stream->tx);
     while (stream->held)
@@ -222,7 +222,7 @@ static void release(struct soft_stream *stream, uint64_t now)
         if (held->in) { /* others may be held meanwhile, and none goes but here */
             stream->held = held->next;
             soft_mutex_give(&stream->tx);
-            gone = soft_stream_handle_late(stream, &held->frame, held->payload);
+            gone = soft_stream_handle_delayed(stream, &held->frame, held->payload);
             soft_mutex_take(&stream->tx);
             held->next = stream->held;
             stream->held = held;
@@ -233,13 +233,13 @@ static void release(struct soft_stream *stream, uint64_t now)
             drop_first(stream);
     }
     if (held)
-        expect(fabric, gone ? held->due : now + AGAIN_NS);
+        arm_timer_before(fabric, gone ? held->due : now + AGAIN_NS);
     soft_mutex_give(&stream->tx);
     if (stream->refusal)
         soft_stream_close(stream, stream->refused_as, stream->refusal);
 }
 
-void soft_disturb_release(struct soft_fabric *fabric, uint64_t now)
+void soft_frames_release_due(struct soft_fabric *fabric, uint64_t now)
 {
     struct soft_stream *stream, *next;
 

@@ -9,24 +9,24 @@
 #include "soft/fabric/stream.h"
 
 /* Whether the peer has this GID, or is looked for by it. Under progress, or under tx of one that is open. */
-bool soft_stream_concerns(const struct soft_stream *stream, const union ibv_gid *gid);
+bool soft_stream_matches_gid(const struct soft_stream *stream, const union ibv_gid *gid);
 
 /* In a grace section, under tx, where there is room for a frame; under progress: whether it is to go on now. Else it is
  * lost, or comes later. */
-bool soft_disturb_out(struct soft_stream *stream, const struct soft_frame *frame, const struct iovec *data,
-                      unsigned int count);
-bool soft_disturb_in(struct soft_stream *stream, const struct soft_frame *frame, const uint8_t *payload);
+bool soft_frame_fault_out(struct soft_stream *stream, const struct soft_frame *frame, const struct iovec *data,
+                          unsigned int count);
+bool soft_frame_fault_in(struct soft_stream *stream, const struct soft_frame *frame, const uint8_t *payload);
 
 /* Under progress, not in a grace section: those that are due. */
-void soft_disturb_release(struct soft_fabric *fabric, uint64_t now);
+void soft_frames_release_due(struct soft_fabric *fabric, uint64_t now);
 
 /* Under tx: what is on its way is lost. */
-void soft_disturb_forget(struct soft_stream *stream);
+void soft_frames_drop_held(struct soft_stream *stream);
 
 /* Relaxed, as SOFT_SPECIAL_FAULTS is looked for. */
-static inline bool soft_is_disturbed(const struct soft_stream *stream)
+static inline bool soft_has_frame_faults(const struct soft_stream *stream)
 {
-    return atomic_load_explicit(&stream->fabric->disturbed, memory_order_relaxed);
+    return atomic_load_explicit(&stream->fabric->frame_fault_plans, memory_order_relaxed);
 }
 
 #endif

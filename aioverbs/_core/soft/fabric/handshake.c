@@ -33,12 +33,12 @@ static void prove(const struct soft_stream *stream, enum soft_role role, uint8_t
     soft_prove(role, settings->secret, settings->secret_size, stream->hello, stream->welcome, proof);
 }
 
-static bool say_proof(struct soft_stream *stream, const uint8_t proof[SOFT_DIGEST])
+static bool send_proof(struct soft_stream *stream, const uint8_t proof[SOFT_DIGEST])
 {
     uint8_t message[SOFT_PROOF_SIZE];
 
     soft_proof_pack(proof, message);
-    return soft_stream_say(stream, message, sizeof(message), -1);
+    return soft_stream_send_message(stream, message, sizeof(message), -1);
 }
 
 /* NULL, or what is wrong with the peer's proof. */
@@ -66,15 +66,15 @@ bool soft_handshake_begin(struct soft_link *link)
     memcpy(hello.wanted, &link->remote, sizeof(hello.wanted));
     soft_direct_offer(link, &hello);
     soft_hello_pack(&hello, stream->hello);
-    return soft_stream_say(stream, stream->hello, sizeof(stream->hello),
-                           hello.flags & SOFT_HELLO_DIRECT ? link->tokens_fd : -1);
+    return soft_stream_send_message(stream, stream->hello, sizeof(stream->hello),
+                                    hello.flags & SOFT_HELLO_DIRECT ? link->tokens_fd : -1);
 }
 
 /* Whether the peer can write to this process's memory, for which its word is not enough. An offer has HELLO's nonce
  * stand at the probe, and nothing but a write from outside of the process puts another one there. So a peer that has
  * not written can name what stands there by HELLO's nonce only, and that does not count. Where nothing was offered,
  * over TCP for one, nobody was told where the probe is, and nothing counts. */
-static bool has_written(struct soft_link *link, const struct soft_welcome *welcome)
+static bool can_write_probe(struct soft_link *link, const struct soft_welcome *welcome)
 {
     struct soft_hello hello;
 
@@ -89,7 +89,7 @@ static void open_link(struct soft_link *link)
     struct soft_stream *stream = &link->stream;
     struct soft_welcome welcome;
 
-    if (!soft_welcome_parse(stream->welcome, &welcome) && has_written(link, &welcome)) {
+    if (!soft_welcome_parse(stream->welcome, &welcome) && can_write_probe(link, &welcome)) {
         stream->why_not_direct[0] = 0;
         atomic_store(&stream->direct, true);
     } else if (!stream->why_not_direct[0]) {
@@ -108,7 +108,7 @@ static const char *check_welcome(struct soft_link *link, const struct soft_welco
     if (!soft_stream_is_from(stream, &link->remote))
         return "the peer has other GIDs than the one that is looked for";
     if (!(welcome->flags & SOFT_HELLO_SECRET) == has_secret(stream))
-        return soft_refused_text(SOFT_REFUSED_SECRET);
+        return soft_refusal_text(SOFT_REFUSED_SECRET);
     return NULL;
 }
 
@@ -125,7 +125,7 @@ static void handle_welcome(struct soft_link *link, const uint8_t *bytes)
     if (!wrong)
         wrong = check_welcome(link, &welcome);
     prove(stream, SOFT_ROLE_CONNECTING, proof);
-    if (!wrong && !say_proof(stream, proof))
+    if (!wrong && !send_proof(stream, proof))
         wrong = "the peer takes no proof";
     if (wrong)
         soft_stream_refuse(stream, wrong);
@@ -136,7 +136,7 @@ static void handle_welcome(struct soft_link *link, const uint8_t *bytes)
 }
 
 /* Only with a secret. */
-static void handle_their_proof(struct soft_link *link, const uint8_t *bytes)
+static void handle_peer_proof(struct soft_link *link, const uint8_t *bytes)
 {
     const char *wrong = check_proof(&link->stream, SOFT_ROLE_ACCEPTING, bytes);
 
@@ -148,7 +148,7 @@ static void handle_their_proof(struct soft_link *link, const uint8_t *bytes)
 
 /* ---- Who accepts --------------------------------------------------------------------------------------------- */
 
-static bool is_ours(const struct soft_device *device, const uint8_t gid[16])
+static bool is_own_gid(const struct soft_device *device, const uint8_t gid[16])
 {
     return !memcmp(&device->gids[0], gid, 16) || !memcmp(&device->gids[1], gid, 16);
 }
@@ -162,30 +162,30 @@ static bool is_ours(const struct soft_device *device, const uint8_t gid[16])
  * - who is let in has the same GIDs for as long as the stream lasts, and queue pairs take requests over streams of the
  *   GID only that they were connected to.
  */
-static bool claims_anothers(const struct soft_stream *stream)
+static bool claims_foreign_gid(const struct soft_stream *stream)
 {
     const struct soft_fabric *fabric = stream->fabric;
     unsigned int i;
 
     for (i = 0; i < 2; i++)
-        if (is_ours(fabric->device, stream->peer[i].raw) ||
+        if (is_own_gid(fabric->device, stream->peer[i].raw) ||
             (stream->is_unix && !soft_directory_permits(&fabric->settings, &stream->peer[i], stream->uid)))
             return true;
     return false;
 }
 
 /* Tells the peer why, as far as that goes. The reason is kept here, too. */
-static void turn_away(struct soft_stream *stream, enum soft_refused refused, const char *reason)
+static void reject_peer(struct soft_stream *stream, enum soft_refused refused, const char *reason)
 {
     struct soft_welcome welcome = {.flags = has_secret(stream) ? SOFT_HELLO_SECRET : 0, .refused = refused};
     uint8_t message[SOFT_WELCOME_SIZE];
 
     soft_welcome_pack(&welcome, message);
-    soft_stream_say(stream, message, sizeof(message), -1);
+    soft_stream_send_message(stream, message, sizeof(message), -1);
     soft_stream_refuse(stream, reason);
 }
 
-static void welcome_peer(struct soft_stream *stream, const struct soft_hello *hello)
+static void accept_peer(struct soft_stream *stream, const struct soft_hello *hello)
 {
     struct soft_fabric *fabric = stream->fabric;
     struct soft_welcome welcome = {.flags = has_secret(stream) ? SOFT_HELLO_SECRET : 0};
@@ -201,7 +201,7 @@ static void welcome_peer(struct soft_stream *stream, const struct soft_hello *he
     else
         soft_copy_tokens_unmap(stream);
     soft_welcome_pack(&welcome, stream->welcome);
-    if (!soft_stream_say(stream, stream->welcome, sizeof(stream->welcome), soft_read_cache_offer(stream)))
+    if (!soft_stream_send_message(stream, stream->welcome, sizeof(stream->welcome), soft_read_cache_offer(stream)))
         soft_stream_refuse(stream, "the peer takes no answer");
     soft_stream_set_stage(stream, SOFT_PROVING);
 }
@@ -218,16 +218,16 @@ static void handle_hello(struct soft_stream *stream, const uint8_t *bytes)
     }
     memcpy(stream->hello, bytes, sizeof(stream->hello));
     memcpy(stream->peer, hello.gids, sizeof(stream->peer));
-    if (!is_ours(stream->fabric->device, hello.wanted))
+    if (!is_own_gid(stream->fabric->device, hello.wanted))
         refused = SOFT_REFUSED_GID;
     else if (!(hello.flags & SOFT_HELLO_SECRET) == has_secret(stream))
         refused = SOFT_REFUSED_SECRET;
-    else if (claims_anothers(stream))
+    else if (claims_foreign_gid(stream))
         refused = SOFT_REFUSED_CLAIM;
     if (refused)
-        turn_away(stream, refused, soft_refused_text(refused));
+        reject_peer(stream, refused, soft_refusal_text(refused));
     else
-        welcome_peer(stream, &hello);
+        accept_peer(stream, &hello);
 }
 
 /* The peer is let in where it has proved that it knows the secret; what was told to it so far proves nothing. */
@@ -238,7 +238,7 @@ static void handle_proof(struct soft_stream *stream, const uint8_t *bytes)
 
     if (!wrong)
         prove(stream, SOFT_ROLE_ACCEPTING, proof);
-    if (has_secret(stream) && !say_proof(stream, proof) && !wrong)
+    if (has_secret(stream) && !send_proof(stream, proof) && !wrong)
         wrong = "the peer takes no proof";
     if (wrong) {
         soft_stream_refuse(stream, wrong);
@@ -255,7 +255,7 @@ static void handle_proof(struct soft_stream *stream, const uint8_t *bytes)
 
 /* Whether it is a device that speaks as we do, which is seen before all of its message is there: that of another
  * version may be shorter. Else the stream is refused. */
-static bool is_understood(struct soft_stream *stream, const uint8_t *head)
+static bool check_version(struct soft_stream *stream, const uint8_t *head)
 {
     uint16_t version;
     const char *wrong = soft_head_parse(head, &version);
@@ -266,7 +266,7 @@ static bool is_understood(struct soft_stream *stream, const uint8_t *head)
                  (unsigned int)version, SOFT_VERSION);
         wrong = stream->refusal_text;
         if (!stream->is_link)
-            turn_away(stream, SOFT_REFUSED_VERSION, wrong);
+            reject_peer(stream, SOFT_REFUSED_VERSION, wrong);
     }
     if (wrong)
         soft_stream_refuse(stream, wrong);
@@ -285,12 +285,12 @@ uint32_t soft_handshake_handle(struct soft_stream *stream, const uint8_t *bytes,
     bool is_proof = stream->stage == SOFT_PROVING;
     uint32_t wanted = size_of_next(stream);
 
-    if (!is_proof && size >= SOFT_HEAD_SIZE && !is_understood(stream, bytes))
+    if (!is_proof && size >= SOFT_HEAD_SIZE && !check_version(stream, bytes))
         return 0;
     if (size < wanted)
         return 0;
     if (stream->is_link && is_proof)
-        handle_their_proof(container_of(stream, struct soft_link, stream), bytes);
+        handle_peer_proof(container_of(stream, struct soft_link, stream), bytes);
     else if (stream->is_link)
         handle_welcome(container_of(stream, struct soft_link, stream), bytes);
     else if (is_proof)

@@ -108,7 +108,7 @@ const char *soft_welcome_parse(const uint8_t in[SOFT_WELCOME_SIZE], struct soft_
     welcome->refused = soft_get32(in + WELCOME_AT_REFUSED);
     memcpy(welcome->gids, in + AT_GIDS, sizeof(welcome->gids));
     memcpy(welcome->nonce, in + WELCOME_AT_NONCE, sizeof(welcome->nonce));
-    return soft_refused_text(welcome->refused);
+    return soft_refusal_text(welcome->refused);
 }
 
 void soft_proof_pack(const uint8_t proof[SOFT_DIGEST], uint8_t out[SOFT_PROOF_SIZE])
@@ -123,7 +123,7 @@ const char *soft_proof_parse(const uint8_t in[SOFT_PROOF_SIZE], uint8_t proof[SO
     return memcmp(in + AT_MAGIC, magic, sizeof(magic)) ? no_peer : NULL;
 }
 
-const char *soft_refused_text(uint32_t refused)
+const char *soft_refusal_text(uint32_t refused)
 {
     switch (refused) {
     case SOFT_WELCOMED:

@@ -66,7 +66,7 @@ extern const char soft_other_version[];
 /* Judges a head, from which other versions can be told whatever the size of their messages: NULL, soft_other_version,
  * or that it is no device of aioverbs. `version` is what is spoken, where it is one. */
 const char *soft_head_parse(const uint8_t in[SOFT_HEAD_SIZE], uint16_t *version);
-const char *soft_refused_text(uint32_t refused);
+const char *soft_refusal_text(uint32_t refused);
 
 /* The proof of one side, over all that was said before it but the reserved end of WELCOME. Zeroes without a secret. */
 enum soft_role { SOFT_ROLE_ACCEPTING = 'A', SOFT_ROLE_CONNECTING = 'C' };

@@ -104,7 +104,7 @@ static void free_link(struct soft_link *link)
         soft_stream_close(&link->stream, SOFT_END_UNUSED, "nobody uses it");
     soft_read_cache_drop(link, true);
     soft_copy_tokens_destroy(link);
-    soft_direct_end(link);
+    soft_direct_destroy(link);
     soft_stream_destroy(&link->stream);
     free(link);
 }
@@ -183,7 +183,7 @@ void soft_links_revoke_tokens(struct soft_fabric *fabric)
 
 /* ---- Connecting, under progress ------------------------------------------------------------------------------ */
 
-static void failed(struct soft_link *link, const char *reason)
+static void connect_failed(struct soft_link *link, const char *reason)
 {
     struct soft_stream *stream = &link->stream;
     struct grace_reader *grace;
@@ -192,11 +192,11 @@ static void failed(struct soft_link *link, const char *reason)
         soft_stream_close(stream, SOFT_END_CONNECT, reason);
         return;
     }
-    soft_fabric_note(stream->fabric, SOFT_END_CONNECT, link->remote.raw, reason);
+    soft_fabric_record_end(stream->fabric, SOFT_END_CONNECT, link->remote.raw, reason);
     snprintf(stream->reason, sizeof(stream->reason), "%s", reason);
     soft_mutex_take(&stream->tx);
-    link->wanted = false;
-    link->again_at = soft_now_ns() + SOFT_CONNECT_AGAIN_NS;
+    link->connect_requested = false;
+    link->retry_at = soft_now_ns() + SOFT_CONNECT_RETRY_NS;
     soft_mutex_give(&stream->tx);
     grace = grace_enter();
     soft_link_kick(link, true);
@@ -253,16 +253,16 @@ static void connect_link(struct soft_link *link)
     if (error == ENOENT || error == ECONNREFUSED) {
         size = soft_gid_address(&link->remote, fabric->port, &address);
         if (size && !fabric->port) {
-            failed(link, "it is at an address, and this device has none: AIOVERBS_SOFT_ADDRESS gives it one");
+            connect_failed(link, "it is at an address, and this device has none: AIOVERBS_SOFT_ADDRESS gives it one");
             return;
         }
         error = size ? connect_to(link, (struct sockaddr *)&address, size) : ENOENT;
     }
     if (error)
-        failed(link, error == ENOENT ? "no device with this GID is to be found" : strerror(error));
+        connect_failed(link, error == ENOENT ? "no device with this GID is to be found" : strerror(error));
 }
 
-static bool is_one_to_do(struct soft_fabric *fabric)
+static bool has_todo(struct soft_fabric *fabric)
 {
     bool found;
 
@@ -288,12 +288,12 @@ static struct soft_link *take_todo(struct soft_fabric *fabric)
 void soft_links_connect(struct soft_fabric *fabric)
 {
     assert_held(&fabric->progress);
-    while (is_one_to_do(fabric) && soft_handshake_make_place(fabric, SOFT_OUTGOING))
+    while (has_todo(fabric) && soft_handshake_reserve(fabric, SOFT_OUTGOING))
         connect_link(take_todo(fabric));
 }
 
 /* The kernel's word for who listens there. */
-static bool knows_peer(struct soft_stream *stream)
+static bool check_peer_process(struct soft_stream *stream)
 {
     struct ucred peer;
     socklen_t size = sizeof(peer);
@@ -305,7 +305,7 @@ static bool knows_peer(struct soft_stream *stream)
     stream->uid = peer.uid;
     pidfd = soft_process_open(stream->pid);
     soft_mutex_take(&stream->tx);
-    if (soft_process_gone(stream->pidfd)) /* what it was in the middle of, nobody can ask for any more */
+    if (soft_process_has_exited(stream->pidfd)) /* what it was in the middle of, nobody can ask for any more */
         soft_copy_tokens_free_busy(container_of(stream, struct soft_link, stream));
     soft_descriptor_close(stream->pidfd);
     stream->pidfd = pidfd;
@@ -322,10 +322,10 @@ void soft_link_connected(struct soft_link *link)
     assert_held(&link->stream.fabric->progress);
     getsockopt(stream->watch.fd, SOL_SOCKET, SO_ERROR, &error, &size);
     if (error) {
-        failed(link, strerror(error));
+        connect_failed(link, strerror(error));
         return;
     }
-    if (stream->is_unix && !knows_peer(stream)) {
+    if (stream->is_unix && !check_peer_process(stream)) {
         soft_stream_close(stream, SOFT_END_REFUSED_PEER,
                           "the peer is of a user that is not allowed: AIOVERBS_SOFT_USERS names others");
         return;
@@ -333,7 +333,7 @@ void soft_link_connected(struct soft_link *link)
     soft_stream_set_stage(stream, SOFT_GREETING);
     stream->why_not_direct[0] = 0;
     if (!soft_handshake_begin(link))
-        failed(link, "the peer takes no greeting");
+        connect_failed(link, "the peer takes no greeting");
 }
 
 void soft_link_opened(struct soft_link *link)
@@ -423,28 +423,28 @@ void soft_link_forget(struct soft_link *link, struct soft_qp *qp)
 /* Under tx: there is no connection. Whether one is to be made is told to who reads. An attempt that had begun before
  * `waiter` asked may have gone to what the peer was before: that it failed says nothing of the peer that there is. Nor
  * does one that did not fail, whose connection ended before it was `waiter`'s turn. */
-static int unconnected(struct soft_link *link, struct soft_waiter *waiter, bool *make)
+static int wait_for_connection(struct soft_link *link, struct soft_waiter *waiter, bool *make)
 {
-    bool failed = waiter->attempt > link->opened && waiter->attempt <= link->attempts;
+    bool attempt_failed = waiter->attempt > link->opened && waiter->attempt <= link->attempts;
 
     assert_held(&link->stream.tx);
     if (waiter->attempt <= link->opened)
         waiter->attempt = link->attempts + 1;
     if (link->stream.stage == SOFT_CLOSED) {
-        if (link->again_at && link->again_at > soft_now_ns()) {
-            waiter->again_at = failed ? 0 : link->again_at;
-            if (failed)
+        if (link->retry_at && link->retry_at > soft_now_ns()) {
+            waiter->retry_at = attempt_failed ? 0 : link->retry_at;
+            if (attempt_failed)
                 waiter->attempt = 0;
             return EHOSTUNREACH;
         }
-        *make = !link->wanted;
-        link->wanted = true;
+        *make = !link->connect_requested;
+        link->connect_requested = true;
     }
     link_wait(link, waiter);
     return ENOTCONN;
 }
 
-static void ask_for_connection(struct soft_link *link)
+static void request_connection(struct soft_link *link)
 {
     struct soft_fabric *fabric = link->stream.fabric;
 
@@ -470,10 +470,10 @@ int soft_link_send(struct soft_link *link, struct soft_qp *qp, const struct soft
     if (stream->stage == SOFT_OPEN)
         waiter->attempt = 0;
     if (stream->stage != SOFT_OPEN) {
-        error = unconnected(link, waiter, &make);
+        error = wait_for_connection(link, waiter, &make);
     } else if (waiter->link || stream->blocked || stream->broken || (link->first && waiter->allowance <= 0)) {
         error = EAGAIN;
-    } else if (soft_is_disturbed(stream) && !soft_disturb_out(stream, frame, data, count)) {
+    } else if (soft_has_frame_faults(stream) && !soft_frame_fault_out(stream, frame, data, count)) {
         error = 0; /* as far as its sender can tell, it is on its way */
     } else if (soft_stream_write(stream, frame, data, count)) {
         error = EAGAIN; /* it broke: who closes it kicks those who wait */
@@ -491,7 +491,7 @@ int soft_link_send(struct soft_link *link, struct soft_qp *qp, const struct soft
     }
     soft_mutex_give(&stream->tx);
     if (make)
-        ask_for_connection(link);
+        request_connection(link);
     return error;
 }
 
@@ -500,9 +500,9 @@ bool soft_link_is_to(const struct soft_link *link, const union ibv_gid *gid)
     return !memcmp(&link->remote, gid, sizeof(*gid));
 }
 
-bool soft_link_is_disturbed(const struct soft_link *link)
+bool soft_link_has_frame_faults(const struct soft_link *link)
 {
-    return soft_is_disturbed(&link->stream);
+    return soft_has_frame_faults(&link->stream);
 }
 
 struct soft_stream *soft_link_stream(struct soft_link *link)

@@ -22,7 +22,7 @@ void soft_links_revoke_tokens(struct soft_fabric *fabric);
 void soft_link_kick(struct soft_link *link, bool all);
 
 /* Under tx: whether EPOLLOUT is wanted for the sake of those who wait. */
-static inline bool soft_link_waited_for(const struct soft_link *link)
+static inline bool soft_link_has_waiters(const struct soft_link *link)
 {
     return link->first != NULL;
 }

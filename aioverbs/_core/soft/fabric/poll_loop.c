@@ -25,11 +25,11 @@
 #include "soft/objects/device.h"
 
 enum {
-    EVENTS = 32,       /* of epoll at once */
-    HOT_LOOKS = 8,     /* at the last stream that had something, for one look at all */
-    POLLING = 16,      /* so many polls since the last rest make somebody who polls */
-    STAND_BACK_MS = 1, /* between two looks whether he is still there */
-    LUCK = 4,          /* how often looking on may have been in vain before it is given up */
+    EVENTS = 32,         /* of epoll at once */
+    HOT_POLLS = 8,       /* at the last stream that had something, for one look at all */
+    POLLS_TO_YIELD = 16, /* so many polls since the last rest make somebody who polls */
+    YIELD_MS = 1,        /* between two looks whether he is still there */
+    SPIN_CREDIT = 4,     /* how often looking on may have been in vain before it is given up */
 };
 #define SWEEP_NS 50000000u /* while there are handshakes; else a second */
 
@@ -66,7 +66,7 @@ static void handle_stream(struct soft_stream *stream, uint32_t events)
 }
 
 /* Who had more at hand than fits into a turn has the next one. */
-static void go_on(struct soft_fabric *fabric)
+static void resume_unfinished(struct soft_fabric *fabric)
 {
     struct soft_stream *stream, *next;
 
@@ -77,10 +77,10 @@ static void go_on(struct soft_fabric *fabric)
     }
 }
 
-void soft_fabric_look_at(struct soft_fabric *fabric, const struct epoll_event *events, int count)
+void soft_fabric_handle_events(struct soft_fabric *fabric, const struct epoll_event *events, int count)
 {
     const struct soft_watch *listeners[2];
-    bool late = false, wanted = false;
+    bool timer_expired = false, woken = false;
     int i, listener_count = 0;
     eventfd_t value;
 
@@ -93,14 +93,14 @@ void soft_fabric_look_at(struct soft_fabric *fabric, const struct epoll_event *e
             (void)eventfd_read(watch->fd, &value);
             if (atomic_load(&fabric->stop)) /* that was for the thread */
                 soft_fabric_wake(fabric);
-            wanted = true;
+            woken = true;
             break;
         case SOFT_WATCH_UNIX:
         case SOFT_WATCH_TCP:
             listeners[listener_count++] = watch;
             break;
         case SOFT_WATCH_TIMER:
-            late = read(watch->fd, &value, sizeof(value)) > 0 || late;
+            timer_expired = read(watch->fd, &value, sizeof(value)) > 0 || timer_expired;
             break;
         case SOFT_WATCH_STREAM:
             if (count == 1)
@@ -112,15 +112,15 @@ void soft_fabric_look_at(struct soft_fabric *fabric, const struct epoll_event *e
     /* After the others, of which these may close some. */
     for (i = 0; i < listener_count; i++)
         soft_fabric_accept(fabric, listeners[i]);
-    if (wanted) {
-        go_on(fabric);
+    if (woken) {
+        resume_unfinished(fabric);
         soft_links_connect(fabric);
     }
-    if (late)
-        soft_disturb_release(fabric, soft_now_ns());
+    if (timer_expired)
+        soft_frames_release_due(fabric, soft_now_ns());
 }
 
-bool soft_fabric_look(struct soft_fabric *fabric, bool all)
+bool soft_fabric_poll_locked(struct soft_fabric *fabric, bool all)
 {
     struct epoll_event events[EVENTS];
     struct soft_stream *hot = fabric->hot;
@@ -129,11 +129,11 @@ bool soft_fabric_look(struct soft_fabric *fabric, bool all)
     assert_held(&fabric->progress);
     /* A round trip is over one stream: asking it saves asking for who has something. */
     if (!all && hot && hot->stage == SOFT_OPEN && !hot->paused && !hot->stalled && !hot->unfinished &&
-        ++fabric->looks % HOT_LOOKS)
+        ++fabric->hot_polls % HOT_POLLS)
         return soft_stream_receive(hot);
     count = epoll_wait(fabric->epoll, events, EVENTS, 0);
     if (count > 0)
-        soft_fabric_look_at(fabric, events, count);
+        soft_fabric_handle_events(fabric, events, count);
     return count > 0;
 }
 
@@ -151,14 +151,14 @@ void soft_fabric_sweep(struct soft_fabric *fabric, uint64_t now)
                               "the peer did not say who it is in time");
     }
     soft_links_sweep(fabric, now);
-    soft_listeners_wake(fabric);
+    soft_listeners_resume(fabric);
     soft_links_connect(fabric);
     atomic_store(&fabric->sweep_at, now + (fabric->handshakes ? SWEEP_NS : 20ull * SWEEP_NS));
 }
 
 /* ---- By who polls -------------------------------------------------------------------------------------------- */
 
-bool soft_fabric_progress(struct soft_device *device, bool all)
+bool soft_fabric_poll(struct soft_device *device, bool all)
 {
     struct soft_fabric *fabric = device->fabric;
     bool something = false;
@@ -169,69 +169,70 @@ bool soft_fabric_progress(struct soft_device *device, bool all)
     if (!grace_ready() || !soft_mutex_try(&fabric->progress))
         return false;
     if (atomic_load_explicit(&fabric->active, memory_order_relaxed)) {
-        soft_stream_settle(fabric); /* he has nothing to do any more */
-        something = soft_fabric_look(fabric, all);
+        soft_stream_send_deferred(fabric); /* he has nothing to do any more */
+        something = soft_fabric_poll_locked(fabric, all);
     }
     soft_mutex_give(&fabric->progress);
     return something;
 }
 
-void soft_fabric_rest(struct soft_device *device, struct soft_channel *channel)
+void soft_fabric_stop_polling(struct soft_device *device, struct soft_channel *channel)
 {
     struct soft_fabric *fabric = device->fabric;
 
-    if (!atomic_load_explicit(&fabric->active, memory_order_acquire) || (channel && soft_lead(fabric, channel)))
+    if (!atomic_load_explicit(&fabric->active, memory_order_acquire) ||
+        (channel && soft_wakeup_channel_set(fabric, channel)))
         return;
     atomic_store(&fabric->polls, 0);
-    if (atomic_load(&fabric->stood_back))
+    if (atomic_load(&fabric->thread_yields))
         soft_fabric_wake(fabric);
 }
 
 /* ---- By the thread ------------------------------------------------------------------------------------------- */
 
 /* From here on nobody leaves answers to it any more: those that somebody left go out. */
-static void come_back(struct soft_fabric *fabric)
+static void resume_thread(struct soft_fabric *fabric)
 {
-    atomic_store(&fabric->stood_back, false);
-    if (!atomic_load(&fabric->owing))
+    atomic_store(&fabric->thread_yields, false);
+    if (!atomic_load(&fabric->deferred))
         return;
     soft_mutex_take(&fabric->progress);
-    soft_stream_settle(fabric);
+    soft_stream_send_deferred(fabric);
     soft_mutex_give(&fabric->progress);
 }
 
-static bool somebody_polls(struct soft_fabric *fabric)
+static bool is_polled(struct soft_fabric *fabric)
 {
-    return atomic_load(&fabric->polls) >= POLLING;
+    return atomic_load(&fabric->polls) >= POLLS_TO_YIELD;
 }
 
 /* While somebody polls: only the clock, and who asks for the thread, wake it up. */
-static void stand_back(struct soft_fabric *fabric)
+static void yield_to_poller(struct soft_fabric *fabric)
 {
     struct pollfd wake = {.fd = fabric->wake.fd, .events = POLLIN};
-    unsigned int seen = atomic_load(&fabric->polls);
+    unsigned int polls = atomic_load(&fabric->polls);
 
-    atomic_store(&fabric->stood_back, true);
-    if (somebody_polls(fabric) && !atomic_load(&fabric->stop)) /* he may have gone to rest just now */
-        poll(&wake, 1, STAND_BACK_MS);
-    come_back(fabric);
-    if (wake.revents || atomic_load(&fabric->polls) == seen)
+    atomic_store(&fabric->thread_yields, true);
+    if (is_polled(fabric) && !atomic_load(&fabric->stop)) /* he may have gone to rest just now */
+        poll(&wake, 1, YIELD_MS);
+    resume_thread(fabric);
+    if (wake.revents || atomic_load(&fabric->polls) == polls)
         atomic_store(&fabric->polls, 0); /* he went away without a word */
 }
 
 /* There is something. Whether the leader takes it: he has a moment for that. */
-static bool leader_takes_it(struct soft_fabric *fabric)
+static bool poller_takes_over(struct soft_fabric *fabric)
 {
     struct pollfd wake = {.fd = fabric->wake.fd, .events = POLLIN};
-    unsigned int seen = atomic_load(&fabric->polls);
+    unsigned int polls = atomic_load(&fabric->polls);
 
-    atomic_store(&fabric->stood_back, true);
-    if (atomic_load(&fabric->leader)) /* he may have resigned just now */
-        poll(&wake, 1, STAND_BACK_MS);
-    come_back(fabric);
-    if (wake.revents || !atomic_load(&fabric->leader))
+    atomic_store(&fabric->thread_yields, true);
+    if (atomic_load(&fabric->wakeup_channel)) /* he may have resigned just now */
+        poll(&wake, 1, YIELD_MS);
+    resume_thread(fabric);
+    if (wake.revents || !atomic_load(&fabric->wakeup_channel))
         return false;
-    return atomic_load(&fabric->polls) != seen || !soft_lead_depose(fabric, NULL);
+    return atomic_load(&fabric->polls) != polls || !soft_wakeup_channel_clear(fabric, NULL);
 }
 
 /* Until there is something, or something is due. */
@@ -243,7 +244,7 @@ static int sleep_for_events(struct soft_fabric *fabric, struct epoll_event *even
 }
 
 /* Looks again and again, and stops when nothing came for a while, when somebody else polls, or something is due. */
-static void look_on(struct soft_fabric *fabric)
+static void spin(struct soft_fabric *fabric)
 {
     uint64_t until = soft_now_ns() + fabric->settings.spin_ns, now;
 
@@ -251,23 +252,23 @@ static void look_on(struct soft_fabric *fabric)
         bool something;
 
         soft_mutex_take(&fabric->progress);
-        something = soft_fabric_look(fabric, false);
+        something = soft_fabric_poll_locked(fabric, false);
         soft_mutex_give(&fabric->progress);
         if (something)
             until = soft_now_ns() + fabric->settings.spin_ns;
         now = soft_now_ns();
-    } while (!somebody_polls(fabric) && !atomic_load(&fabric->stop) && now < until &&
-             now < atomic_load(&fabric->sweep_at));
+    } while (!is_polled(fabric) && !atomic_load(&fabric->stop) && now < until && now < atomic_load(&fabric->sweep_at));
 }
 
 /* What epoll told while nobody had the lock. */
-static void look_once(struct soft_fabric *fabric, const struct epoll_event *events, int count, uint32_t closes)
+static void handle_unlocked_events(struct soft_fabric *fabric, const struct epoll_event *events, int count,
+                                   uint32_t closes)
 {
     uint64_t now = soft_now_ns();
 
     soft_mutex_take(&fabric->progress);
     if (fabric->closes == closes) /* else one of them may be gone: epoll tells again of the others */
-        soft_fabric_look_at(fabric, events, count);
+        soft_fabric_handle_events(fabric, events, count);
     if (now >= atomic_load(&fabric->sweep_at))
         soft_fabric_sweep(fabric, now);
     soft_mutex_give(&fabric->progress);
@@ -286,7 +287,7 @@ static uint32_t count_closes(struct soft_fabric *fabric)
 void *soft_fabric_main(void *argument)
 {
     struct soft_fabric *fabric = argument;
-    int luck = 0;
+    int spin_credit = 0;
 
     prctl(PR_SET_TIMERSLACK, 1000);
     while (!grace_ready())
@@ -298,26 +299,26 @@ void *soft_fabric_main(void *argument)
         uint32_t closes;
         int count;
 
-        if (somebody_polls(fabric) && slept < atomic_load(&fabric->sweep_at)) {
-            stand_back(fabric);
+        if (is_polled(fabric) && slept < atomic_load(&fabric->sweep_at)) {
+            yield_to_poller(fabric);
             continue;
         }
         closes = count_closes(fabric);
         count = sleep_for_events(fabric, events);
-        if (somebody_polls(fabric) && soft_now_ns() < atomic_load(&fabric->sweep_at))
+        if (is_polled(fabric) && soft_now_ns() < atomic_load(&fabric->sweep_at))
             continue; /* he reads it */
-        if (count > 0 && atomic_load(&fabric->leader) && leader_takes_it(fabric))
+        if (count > 0 && atomic_load(&fabric->wakeup_channel) && poller_takes_over(fabric))
             continue;
-        look_once(fabric, events, count, closes);
+        handle_unlocked_events(fabric, events, count, closes);
         if (count <= 0)
             continue;
         /* What comes so soon was worth looking on for. */
         if (soft_now_ns() - slept < fabric->settings.spin_ns)
-            luck = LUCK;
-        else if (luck)
-            luck--;
-        if (luck && fabric->settings.spin_ns)
-            look_on(fabric);
+            spin_credit = SPIN_CREDIT;
+        else if (spin_credit)
+            spin_credit--;
+        if (spin_credit && fabric->settings.spin_ns)
+            spin(fabric);
     }
     return NULL;
 }

@@ -84,7 +84,7 @@ int soft_read_cache_offer(struct soft_stream *stream)
 
     if (!stream->is_unix || !fabric->settings.direct || stream->uid != geteuid() || !make_page(fabric))
         return -1;
-    soft_direct_invite();
+    soft_direct_allow_ptrace();
     stream->has_read_cache = true;
     return fabric->read_cache_fd;
 }
@@ -106,7 +106,7 @@ bool soft_read_cache_grant(const struct soft_qp *qp, uint32_t key, uint64_t *add
 
     /* Faults are planned for requests, and frames: where there are none they cannot happen. */
     if (!found || qp->qp.qp_type != IBV_QPT_RC || atomic_load(&qp->context->special) ||
-        atomic_load(&device->fabric->disturbed))
+        atomic_load(&device->fabric->frame_fault_plans))
         return false;
     if (found->is_window) {
         const struct soft_mw *mw = container_of(found, struct soft_mw, key);
@@ -218,10 +218,10 @@ void soft_read_cache_accept(struct soft_link *link)
     struct soft_stream *stream = &link->stream;
     struct soft_read_cache_owner *owner = NULL, *before = link->read_cache_owners;
 
-    if (stream->came_fd >= 0 && stream->fabric->settings.direct && stream->uid == geteuid())
-        owner = make_owner(stream, stream->came_fd);
-    soft_descriptor_close(stream->came_fd);
-    stream->came_fd = -1;
+    if (stream->received_fd >= 0 && stream->fabric->settings.direct && stream->uid == geteuid())
+        owner = make_owner(stream, stream->received_fd);
+    soft_descriptor_close(stream->received_fd);
+    stream->received_fd = -1;
     if (!owner)
         return;
     if (before && !memcmp(before->page->nonce, owner->page->nonce, SOFT_NONCE)) {

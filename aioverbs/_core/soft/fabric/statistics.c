@@ -12,7 +12,7 @@
 #include "soft/fabric/stream.h"
 #include "soft/objects/device.h"
 
-static void tell_address(const struct soft_fabric *fabric, char *text, size_t size)
+static void format_address(const struct soft_fabric *fabric, char *text, size_t size)
 {
     struct sockaddr_storage address;
     char host[INET6_ADDRSTRLEN] = "";
@@ -37,7 +37,7 @@ void soft_fabric_get_stats(struct soft_device *device, struct soft_fabric_stats 
     stats->streams = fabric->stream_count;
     stats->listening = fabric->listening;
     memcpy(stats->path, fabric->entry.names[0], sizeof(stats->path));
-    tell_address(fabric, stats->address, sizeof(stats->address));
+    format_address(fabric, stats->address, sizeof(stats->address));
     first = fabric->event_count > SOFT_FABRIC_EVENTS ? fabric->event_count - SOFT_FABRIC_EVENTS : 0;
     for (; first + stats->events < fabric->event_count; stats->events++)
         stats->event[stats->events] = fabric->stats.event[(first + stats->events) % SOFT_FABRIC_EVENTS];

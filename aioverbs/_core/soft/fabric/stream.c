@@ -28,7 +28,7 @@
 int soft_stream_init(struct soft_stream *stream, struct soft_fabric *fabric, bool is_link)
 {
     stream->watch.what = SOFT_WATCH_STREAM;
-    stream->watch.fd = stream->came_fd = stream->pidfd = -1;
+    stream->watch.fd = stream->received_fd = stream->pidfd = -1;
     stream->fabric = fabric;
     stream->is_link = is_link;
     stream->stage = SOFT_CLOSED;
@@ -54,10 +54,10 @@ void soft_stream_set_stage(struct soft_stream *stream, enum soft_stage stage)
     soft_mutex_give(&stream->tx);
 }
 
-static void hang_up(int fd, bool is_unix)
+static void close_socket(int fd, bool is_unix)
 {
     if (is_unix)
-        soft_descriptor_hang_up(fd);
+        soft_descriptor_close_socket(fd);
     else
         soft_descriptor_close(fd);
 }
@@ -74,7 +74,7 @@ int soft_stream_begin(struct soft_stream *stream, int fd, bool is_unix, enum sof
     stream->deadline = now + (stream->is_link ? SOFT_CONNECT_NS : SOFT_HANDSHAKE_NS);
     stream->in_begin = stream->in_end = 0;
     stream->refusal = NULL;
-    stream->rights = SOFT_RIGHTS_COME;
+    stream->rights = SOFT_RIGHTS_HANDSHAKE;
     stream->discarded = false;
     if (!stream->in)
         stream->in = malloc(SOFT_IN_SIZE);
@@ -85,7 +85,7 @@ int soft_stream_begin(struct soft_stream *stream, int fd, bool is_unix, enum sof
     if (!stream->in || !stream->out || epoll_ctl(fabric->epoll, EPOLL_CTL_ADD, fd, &event)) {
         int error = stream->in && stream->out ? errno : ENOMEM;
 
-        hang_up(fd, is_unix);
+        close_socket(fd, is_unix);
         return error;
     }
     if (is_unix) { /* TCP finds out by itself what it needs */
@@ -113,7 +113,7 @@ int soft_stream_begin(struct soft_stream *stream, int fd, bool is_unix, enum sof
 
 /* ---- Ending -------------------------------------------------------------------------------------------------- */
 
-void soft_fabric_note(struct soft_fabric *fabric, enum soft_end end, const uint8_t *peer, const char *reason)
+void soft_fabric_record_end(struct soft_fabric *fabric, enum soft_end end, const uint8_t *peer, const char *reason)
 {
     struct soft_fabric_event *event;
     struct timespec now;
@@ -156,7 +156,7 @@ static void set_events(struct soft_stream *stream, uint32_t events)
         atomic_fetch_sub(&fabric->outgoing, 1);
     if (events & ~before & EPOLLOUT) {
         atomic_fetch_add(&fabric->outgoing, 1);
-        soft_fabric_resign(fabric->device, NULL);
+        soft_fabric_drop_wakeup_channel(fabric->device, NULL);
     }
 }
 
@@ -167,7 +167,7 @@ void soft_stream_close(struct soft_stream *stream, enum soft_end end, const char
     int fd = stream->watch.fd;
 
     assert_held(&stream->fabric->progress);
-    soft_fabric_note(fabric, end, stream->peer[0].raw, reason);
+    soft_fabric_record_end(fabric, end, stream->peer[0].raw, reason);
     snprintf(stream->reason, sizeof(stream->reason), "%s", reason);
     *stream->place = stream->next;
     if (stream->next)
@@ -177,28 +177,28 @@ void soft_stream_close(struct soft_stream *stream, enum soft_end end, const char
     fabric->closes++;
     if (fabric->hot == stream)
         fabric->hot = NULL;
-    if (atomic_load(&fabric->owing) == stream)
-        atomic_store(&fabric->owing, NULL);
+    if (atomic_load(&fabric->deferred) == stream)
+        atomic_store(&fabric->deferred, NULL);
     soft_handshake_count(stream, SOFT_CLOSED);
     atomic_store(&stream->direct, false);
     stream->has_read_cache = false;
     if (link)
         soft_read_cache_suspend(link, true);
-    soft_descriptor_close(stream->came_fd);
-    stream->came_fd = -1;
+    soft_descriptor_close(stream->received_fd);
+    stream->received_fd = -1;
     soft_mutex_take(&stream->tx);
     stream->stage = SOFT_CLOSED;
     stream->watch.fd = -1;
     stream->out_begin = stream->out_end = 0;
-    soft_disturb_forget(stream);
+    soft_frames_drop_held(stream);
     set_events(stream, 0);
     if (link) {
-        link->wanted = false;
-        link->again_at = end == SOFT_END_UNUSED ? 0 : soft_now_ns() + SOFT_CONNECT_AGAIN_NS;
+        link->connect_requested = false;
+        link->retry_at = end == SOFT_END_UNUSED ? 0 : soft_now_ns() + SOFT_CONNECT_RETRY_NS;
     }
     soft_mutex_give(&stream->tx);
     epoll_ctl(fabric->epoll, EPOLL_CTL_DEL, fd, NULL);
-    hang_up(fd, stream->is_unix);
+    close_socket(fd, stream->is_unix);
     if (link && atomic_load(&fabric->halted)) /* whose memory goes: nothing is executed for them any more */
         return;
     if (link) {
@@ -230,7 +230,7 @@ void soft_stream_watch(struct soft_stream *stream)
     assert_held(&stream->tx);
     if (stream->stage == SOFT_CONNECTING || stream->blocked ||
         (stream->is_link && stream->stage == SOFT_OPEN &&
-         soft_link_waited_for(container_of(stream, struct soft_link, stream))))
+         soft_link_has_waiters(container_of(stream, struct soft_link, stream))))
         events |= EPOLLOUT;
     if (events == stream->events)
         return;
@@ -249,7 +249,7 @@ void soft_stream_break(struct soft_stream *stream)
 }
 
 /* How many bytes went out; -1: the stream is broken. */
-static ssize_t push(struct soft_stream *stream, struct iovec *pieces, unsigned int count)
+static ssize_t try_send(struct soft_stream *stream, struct iovec *pieces, unsigned int count)
 {
     struct msghdr message = {.msg_iov = pieces, .msg_iovlen = count};
     ssize_t sent;
@@ -267,7 +267,7 @@ static ssize_t push(struct soft_stream *stream, struct iovec *pieces, unsigned i
 }
 
 /* Keeps what of the pieces did not go out; there is room. */
-static void stream_keep(struct soft_stream *stream, const struct iovec *pieces, unsigned int count, size_t sent)
+static void queue_unsent(struct soft_stream *stream, const struct iovec *pieces, unsigned int count, size_t sent)
 {
     assert_held(&stream->tx);
     if (stream->out_begin == stream->out_end)
@@ -291,7 +291,7 @@ void soft_stream_flush(struct soft_stream *stream)
     assert_held(&stream->tx);
     if (!rest.iov_len || stream->broken)
         return;
-    sent = push(stream, &rest, 1);
+    sent = try_send(stream, &rest, 1);
     if (sent < 0)
         return;
     stream->bytes_out += (uint64_t)sent;
@@ -317,19 +317,19 @@ int soft_stream_write(struct soft_stream *stream, const struct soft_frame *frame
     for (i = 0; i < count; i++)
         pieces[1 + i] = data[i];
     if (!soft_stream_pending(stream))
-        sent = push(stream, pieces, 1 + count);
+        sent = try_send(stream, pieces, 1 + count);
     if (sent < 0)
         return EPIPE;
     stream->frames_out++;
     stream->bytes_out += (uint64_t)sent;
     if ((size_t)sent < sizeof(header) + frame->size) {
-        stream_keep(stream, pieces, 1 + count, (size_t)sent);
+        queue_unsent(stream, pieces, 1 + count, (size_t)sent);
         stream->blocked = true;
     }
     return 0;
 }
 
-bool soft_stream_say(struct soft_stream *stream, const void *message, size_t size, int fd)
+bool soft_stream_send_message(struct soft_stream *stream, const void *message, size_t size, int fd)
 {
     union {
         struct cmsghdr header;
@@ -352,15 +352,15 @@ bool soft_stream_say(struct soft_stream *stream, const void *message, size_t siz
 /* ---- Answers ------------------------------------------------------------------------------------------------- */
 
 /* Small ones are gathered, and go out together when the batch ends. */
-static void gather(struct soft_stream *stream, const struct soft_frame *frame, const struct iovec *data,
-                   unsigned int count)
+static void queue_answer(struct soft_stream *stream, const struct soft_frame *frame, const struct iovec *data,
+                         unsigned int count)
 {
     uint8_t header[SOFT_FRAME_SIZE];
     struct iovec first = {header, sizeof(header)};
 
     soft_frame_pack(frame, header);
-    stream_keep(stream, &first, 1, 0);
-    stream_keep(stream, data, count, 0);
+    queue_unsent(stream, &first, 1, 0);
+    queue_unsent(stream, data, count, 0);
     stream->frames_out++;
 }
 
@@ -376,14 +376,14 @@ void soft_stream_answer(struct soft_stream *stream, const struct soft_frame *fra
     }
     if (size > 4096 && !stream->blocked)
         soft_stream_flush(stream);
-    if (soft_is_disturbed(stream) && !soft_disturb_out(stream, frame, data, count)) {
+    if (soft_has_frame_faults(stream) && !soft_frame_fault_out(stream, frame, data, count)) {
         soft_mutex_give(&stream->tx);
         return;
     }
     if (size > stream->out_size - stream->out_end) /* the answers that were promised room for have it */
         soft_stream_refuse(stream, "more was answered than was asked for");
     else if (size <= 4096 || stream->blocked)
-        gather(stream, frame, data, count);
+        queue_answer(stream, frame, data, count);
     else
         soft_stream_write(stream, frame, data, count);
     soft_mutex_give(&stream->tx);

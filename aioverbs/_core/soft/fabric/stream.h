@@ -81,7 +81,7 @@ struct soft_stream {
     uint64_t deadline;                 /* of the handshake; served and open: till then it gives way to nobody */
     union ibv_gid peer[2];
     uint32_t pid, uid;
-    int came_fd;         /* came beside the first bytes: served: of copy tokens; link: of licences; or -1 */
+    int received_fd;     /* came beside the first bytes: served: of copy tokens; link: of licences; or -1 */
     bool discarded;      /* one came that is none of these: no other one may */
     bool has_read_cache; /* served: it gives licences. Link: it has them */
     uint8_t hello[SOFT_HELLO_SIZE], welcome[SOFT_WELCOME_SIZE];
@@ -96,7 +96,13 @@ struct soft_stream {
     bool unfinished;       /* both: its turn was over before all frames were handled that are at hand */
     /* Progress. Descriptors may come over a Unix socket; the kernel cannot refuse them, from others or from a peer of
      * this user; it does; none is left. */
-    enum { SOFT_RIGHTS_COME, SOFT_RIGHTS_STAY, SOFT_RIGHTS_OURS, SOFT_RIGHTS_END, SOFT_RIGHTS_ENDED } rights;
+    enum {
+        SOFT_RIGHTS_HANDSHAKE,
+        SOFT_RIGHTS_REJECT,
+        SOFT_RIGHTS_CLOSE,
+        SOFT_RIGHTS_DRAIN,
+        SOFT_RIGHTS_REFUSED
+    } rights;
     atomic_bool direct; /* written under progress; read by who sends */
     char why_not_direct[64];
     char reason[96]; /* progress: why it ended last */
@@ -126,8 +132,8 @@ struct soft_link {
     uint64_t unused_since;
     bool is_found; /* in the table */
 
-    bool wanted;                                   /* tx, like the next seven: it is to be connected, and not begun */
-    uint64_t again_at;                             /* no attempt to connect before */
+    bool connect_requested;                        /* tx, like the next seven: it is to be connected, and not begun */
+    uint64_t retry_at;                             /* no attempt to connect before */
     uint64_t attempts;                             /* to connect that were begun */
     uint64_t opened;                               /* the last of them that led to a connection */
     struct soft_waiter *first, *last;              /* queue pairs that wait, in the order of their tickets */
@@ -152,39 +158,39 @@ struct soft_fabric {
     struct soft_settings settings;
     uint16_t port; /* const: of TCP; 0: the device has no address */
 
-    struct soft_mutex setup; /* starting, listening, stopping */
-    bool running;            /* setup: the thread runs */
-    bool listening;          /* setup */
-    atomic_bool halted;      /* written under setup: for good */
-    char error[256];         /* setup: why listening failed */
-    pthread_t thread;        /* setup */
-    struct soft_entry entry; /* setup; its socket is watched by unix_watch */
+    struct soft_mutex setup;           /* starting, listening, stopping */
+    bool running;                      /* setup: the thread runs */
+    bool listening;                    /* setup */
+    atomic_bool halted;                /* written under setup: for good */
+    char error[256];                   /* setup: why listening failed */
+    pthread_t thread;                  /* setup */
+    struct soft_directory_entry entry; /* setup; its socket is watched by unix_watch */
 
     int epoll; /* const while it runs */
     struct soft_watch wake, unix_watch, tcp_watch;
     struct soft_watch timer; /* of frames that come later; a timerfd, set under `held` */
     atomic_bool stop;
-    atomic_bool active;     /* it runs: there may be something to look at */
-    atomic_uint polls;      /* by others than the thread, since the last rest */
-    atomic_uint disturbed;  /* contexts whose fault plan has something to say of frames */
-    atomic_bool stood_back; /* the thread leaves the reading to who polls */
+    atomic_bool active;            /* it runs: there may be something to look at */
+    atomic_uint polls;             /* by others than the thread, since the last rest */
+    atomic_uint frame_fault_plans; /* contexts whose fault plan has something to say of frames */
+    atomic_bool thread_yields;     /* the thread leaves the reading to who polls */
 
-    struct soft_mutex leading;           /* see soft/fabric/wakeup.c */
-    atomic_uint outgoing;                /* streams that wait for room in their sockets: changed under their tx */
-    struct soft_channel *_Atomic leader; /* written under leading */
+    struct soft_mutex wakeup_lock; /* see soft/fabric/wakeup.c */
+    atomic_uint outgoing;          /* streams that wait for room in their sockets: changed under their tx */
+    struct soft_channel *_Atomic wakeup_channel; /* written under leading */
 
     struct soft_mutex progress;
     struct soft_stream *streams;
     struct soft_coalesced_ack ack;
-    struct soft_stream *hot;           /* the last one that had something */
-    struct soft_stream *_Atomic owing; /* written under progress: its answers wait, see soft_stream_settle */
-    uint32_t looks;
+    struct soft_stream *hot;              /* the last one that had something */
+    struct soft_stream *_Atomic deferred; /* written under progress: its answers wait, see soft_stream_send_deferred */
+    uint32_t hot_polls;
     uint32_t stream_count, handshakes;
     uint32_t streams_of[SOFT_KINDS], handshakes_of[SOFT_KINDS];
-    uint32_t two_of[SOFT_KINDS];    /* that count as two descriptors */
-    atomic_ullong sweep_at;         /* written under progress: when deadlines are looked at again, CLOCK_MONOTONIC */
-    bool rests[SOFT_OUTGOING];      /* nobody is accepted there: until the next sweep, or until a place is free */
-    bool is_crowded[SOFT_OUTGOING]; /* it was said that one waits there for which no other one gives way */
+    uint32_t two_descriptors_of[SOFT_KINDS]; /* that count as two descriptors */
+    atomic_ullong sweep_at; /* written under progress: when deadlines are looked at again, CLOCK_MONOTONIC */
+    bool listener_paused[SOFT_OUTGOING]; /* nobody is accepted there: until the next sweep, or until a place is free */
+    bool crowding_recorded[SOFT_OUTGOING]; /* it was said that one waits there for which no other one gives way */
     uint32_t closes;                /* streams that were closed, ever: what epoll told before may be of one of them */
     struct soft_fabric_stats stats; /* what is counted of them, and `event` as a ring */
     uint64_t event_count;
@@ -214,14 +220,14 @@ void soft_stream_set_stage(struct soft_stream *stream, enum soft_stage stage);
 void soft_stream_close(struct soft_stream *stream, enum soft_end end, const char *reason);
 
 /* Under progress: keeps and counts why a peer was refused; `peer` may be NULL. */
-void soft_fabric_note(struct soft_fabric *fabric, enum soft_end end, const uint8_t *peer, const char *reason);
+void soft_fabric_record_end(struct soft_fabric *fabric, enum soft_end end, const uint8_t *peer, const char *reason);
 
 /* Under tx: 0, or EPIPE and it is broken. What the socket does not take is kept, for which there must be room. */
 int soft_stream_write(struct soft_stream *stream, const struct soft_frame *frame, const struct iovec *data,
                       unsigned int count);
 
 /* Under progress, while nobody else sends: a message of the handshake, with a descriptor or -1. False: it did not go. */
-bool soft_stream_say(struct soft_stream *stream, const void *message, size_t size, int fd);
+bool soft_stream_send_message(struct soft_stream *stream, const void *message, size_t size, int fd);
 
 /* Under tx: nothing goes over it any more. Who reads finds it, and closes it. */
 void soft_stream_break(struct soft_stream *stream);

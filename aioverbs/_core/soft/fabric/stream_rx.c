@@ -48,14 +48,14 @@ static bool refuse_rights(int fd)
  * its way, until nothing is left to read once: sending looks at the option and queues under the lock under which
  * reading finds the queue empty. Elsewhere they may come at any time, and looking before each read takes as long as
  * reading a small message. A peer of this user, who could stop the process as well, is spared that. */
-static void end_rights(struct soft_stream *stream)
+static void stop_rights(struct soft_stream *stream)
 {
-    if (stream->rights != SOFT_RIGHTS_COME)
+    if (stream->rights != SOFT_RIGHTS_HANDSHAKE)
         return;
     if (refuse_rights(stream->watch.fd))
-        stream->rights = SOFT_RIGHTS_END;
+        stream->rights = SOFT_RIGHTS_DRAIN;
     else
-        stream->rights = stream->uid == geteuid() ? SOFT_RIGHTS_OURS : SOFT_RIGHTS_STAY;
+        stream->rights = stream->uid == geteuid() ? SOFT_RIGHTS_CLOSE : SOFT_RIGHTS_REJECT;
 }
 
 /* Of a Unix socket. A page may come beside the first bytes, and nothing at any other time: recv() would have the kernel
@@ -63,21 +63,21 @@ static void end_rights(struct soft_stream *stream)
  * a file that may be larger than what is asked for: the last close of one of gigabytes takes a second. */
 static ssize_t receive_with_descriptors(struct soft_stream *stream, void *to, size_t size)
 {
-    int *kept = stream->stage == SOFT_GREETING && !stream->discarded ? &stream->came_fd : NULL;
+    int *kept = stream->stage == SOFT_GREETING && !stream->discarded ? &stream->received_fd : NULL;
     bool unwanted = false;
     ssize_t got;
 
     if (stream->stage == SOFT_OPEN)
-        end_rights(stream);
-    got = stream->rights == SOFT_RIGHTS_OURS ? soft_descriptors_receive_all(stream->watch.fd, to, size, &unwanted)
-                                             : soft_descriptors_receive(stream->watch.fd, to, size, kept, &unwanted);
+        stop_rights(stream);
+    got = stream->rights == SOFT_RIGHTS_CLOSE ? soft_descriptors_receive_all(stream->watch.fd, to, size, &unwanted)
+                                              : soft_descriptors_receive(stream->watch.fd, to, size, kept, &unwanted);
     if (kept && *kept >= 0 && !soft_sealed_is_small(*kept)) {
         soft_descriptor_discard(*kept);
         *kept = -1;
         stream->discarded = true;
     }
-    if (got < 0 && (errno == EAGAIN || errno == EWOULDBLOCK) && stream->rights == SOFT_RIGHTS_END)
-        stream->rights = SOFT_RIGHTS_ENDED;
+    if (got < 0 && (errno == EAGAIN || errno == EWOULDBLOCK) && stream->rights == SOFT_RIGHTS_DRAIN)
+        stream->rights = SOFT_RIGHTS_REFUSED;
     if (unwanted)
         soft_stream_refuse(stream, "descriptors came that nobody asked for, or that find no room (ulimit -n)");
     return got;
@@ -90,8 +90,8 @@ static ssize_t receive(struct soft_stream *stream)
     ssize_t got;
 
     do
-        got = stream->is_unix && stream->rights != SOFT_RIGHTS_ENDED ? receive_with_descriptors(stream, to, room)
-                                                                     : recv(stream->watch.fd, to, room, MSG_DONTWAIT);
+        got = stream->is_unix && stream->rights != SOFT_RIGHTS_REFUSED ? receive_with_descriptors(stream, to, room)
+                                                                       : recv(stream->watch.fd, to, room, MSG_DONTWAIT);
     while (got < 0 && errno == EINTR);
     if (got > 0) {
         stream->in_end += (uint32_t)got;
@@ -120,7 +120,7 @@ static bool has_room(struct soft_stream *stream)
 }
 
 /* In a grace section. */
-static void use(struct soft_stream *stream, const struct soft_frame *frame, const uint8_t *payload)
+static void dispatch(struct soft_stream *stream, const struct soft_frame *frame, const uint8_t *payload)
 {
     const struct soft_fabric_user *user = stream->fabric->user;
 
@@ -139,28 +139,28 @@ static void send_answers(struct soft_stream *stream)
     soft_mutex_give(&stream->tx);
 }
 
-void soft_stream_settle(struct soft_fabric *fabric)
+void soft_stream_send_deferred(struct soft_fabric *fabric)
 {
-    struct soft_stream *stream = atomic_load(&fabric->owing);
+    struct soft_stream *stream = atomic_load(&fabric->deferred);
 
     assert_held(&fabric->progress);
     if (!stream)
         return;
-    atomic_store(&fabric->owing, NULL);
+    atomic_store(&fabric->deferred, NULL);
     send_answers(stream);
 }
 
 /* They go out when somebody settles. The thread puts `stood_back` down before it looks for who owes, so that one of the
  * two sees the other. */
-static void owe(struct soft_stream *stream)
+static void defer_answers(struct soft_stream *stream)
 {
     struct soft_fabric *fabric = stream->fabric;
 
-    if (atomic_load(&fabric->owing) != stream)
-        soft_stream_settle(fabric);
-    atomic_store(&fabric->owing, stream);
-    if (!atomic_load(&fabric->stood_back))
-        soft_stream_settle(fabric);
+    if (atomic_load(&fabric->deferred) != stream)
+        soft_stream_send_deferred(fabric);
+    atomic_store(&fabric->deferred, stream);
+    if (!atomic_load(&fabric->thread_yields))
+        soft_stream_send_deferred(fabric);
 }
 
 /* What was handled of what is at hand. */
@@ -201,8 +201,8 @@ static uint32_t handle_frame(struct soft_stream *stream, const uint8_t *bytes, u
         return 0;
     stream->frames_in++;
     bytes += SOFT_FRAME_SIZE;
-    if (!soft_is_disturbed(stream) || soft_disturb_in(stream, &frame, bytes))
-        use(stream, &frame, bytes);
+    if (!soft_has_frame_faults(stream) || soft_frame_fault_in(stream, &frame, bytes))
+        dispatch(stream, &frame, bytes);
     handled->moved += frame.part;
     *left -= FRAME_COST + (stream->is_link ? frame.size : frame.part); /* to a link, the peer moves what is direct */
     handled->answers |= !stream->is_link;
@@ -248,7 +248,7 @@ static void handle(struct soft_stream *stream, int64_t *left)
         if (stream->stage == SOFT_OPEN) {
             done = handle_frame(stream, bytes, size, &handled, left);
             if (handled.answers && handled.moved >= ANSWER_BYTES) {
-                stream->fabric->user->batch_ends(stream);
+                stream->fabric->user->batch_end(stream);
                 send_answers(stream);
                 handled = (struct handled){0};
             }
@@ -258,12 +258,12 @@ static void handle(struct soft_stream *stream, int64_t *left)
         stream->in_begin += done;
     } while (done && *left > 0 && !stream->refusal);
     if (handled.answers) /* refused or not: what was gathered for this stream goes out over no other */
-        stream->fabric->user->batch_ends(stream);
+        stream->fabric->user->batch_end(stream);
     grace_leave(grace);
     if (handled.answers && (handled.urgent || stream->refusal))
         send_answers(stream);
     else if (handled.answers)
-        owe(stream);
+        defer_answers(stream);
     /* The next frame fits behind what is there already, or what is there moves to the front. */
     if (stream->in_begin == stream->in_end) {
         stream->in_begin = stream->in_end = 0;
@@ -275,7 +275,7 @@ static void handle(struct soft_stream *stream, int64_t *left)
     set_unfinished(stream, *left <= 0 && !stream->refusal && is_frame_at_hand(stream));
 }
 
-bool soft_stream_handle_late(struct soft_stream *stream, const struct soft_frame *frame, const uint8_t *payload)
+bool soft_stream_handle_delayed(struct soft_stream *stream, const struct soft_frame *frame, const uint8_t *payload)
 {
     struct grace_reader *grace;
 
@@ -283,9 +283,9 @@ bool soft_stream_handle_late(struct soft_stream *stream, const struct soft_frame
     if (stream->stalled || (!stream->is_link && !has_room(stream)))
         return false;
     grace = grace_enter();
-    use(stream, frame, payload);
+    dispatch(stream, frame, payload);
     if (!stream->is_link)
-        stream->fabric->user->batch_ends(stream);
+        stream->fabric->user->batch_end(stream);
     grace_leave(grace);
     if (!stream->is_link)
         send_answers(stream);
@@ -322,7 +322,7 @@ bool soft_stream_receive(struct soft_stream *stream)
         if (stream->refusal)
             break; /* for what came beside the bytes */
         handle(stream, &left);
-        if ((uint32_t)got < room && stream->rights != SOFT_RIGHTS_END)
+        if ((uint32_t)got < room && stream->rights != SOFT_RIGHTS_DRAIN)
             break; /* there was no more */
     }
     if (stream->refusal) {

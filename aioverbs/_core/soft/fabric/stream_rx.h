@@ -15,9 +15,9 @@ bool soft_stream_receive(struct soft_stream *stream);
 /* Sends the answers that wait, if there are some. Answers to messages are not urgent for who polls: his own next message
  * goes first, and they when he finds nothing more to do, or rests. Only while the thread stands back, which comes by
  * within STAND_BACK_MS and sees to it. */
-void soft_stream_settle(struct soft_fabric *fabric);
+void soft_stream_send_deferred(struct soft_fabric *fabric);
 
 /* A frame that came before: false where it has to wait for room, or since nothing is read. */
-bool soft_stream_handle_late(struct soft_stream *stream, const struct soft_frame *frame, const uint8_t *payload);
+bool soft_stream_handle_delayed(struct soft_stream *stream, const struct soft_frame *frame, const uint8_t *payload);
 
 #endif

@@ -16,47 +16,47 @@
 #include "soft/objects/comp_channel.h"
 #include "soft/objects/device.h"
 
-bool soft_lead(struct soft_fabric *fabric, struct soft_channel *channel)
+bool soft_wakeup_channel_set(struct soft_fabric *fabric, struct soft_channel *channel)
 {
     struct epoll_event event = {.events = EPOLLIN};
 
-    if (atomic_load(&fabric->leader))
+    if (atomic_load(&fabric->wakeup_channel))
         return true;
     if (atomic_load(&fabric->outgoing))
         return false;
-    soft_mutex_take(&fabric->leading);
-    if (!atomic_load(&fabric->leader) && atomic_load(&fabric->active) && !atomic_load(&fabric->outgoing) &&
+    soft_mutex_take(&fabric->wakeup_lock);
+    if (!atomic_load(&fabric->wakeup_channel) && atomic_load(&fabric->active) && !atomic_load(&fabric->outgoing) &&
         !epoll_ctl(channel->channel.fd, EPOLL_CTL_ADD, fabric->epoll, &event))
-        atomic_store(&fabric->leader, channel);
-    soft_mutex_give(&fabric->leading);
-    return atomic_load(&fabric->leader);
+        atomic_store(&fabric->wakeup_channel, channel);
+    soft_mutex_give(&fabric->wakeup_lock);
+    return atomic_load(&fabric->wakeup_channel);
 }
 
-bool soft_lead_depose(struct soft_fabric *fabric, const struct soft_channel *channel)
+bool soft_wakeup_channel_clear(struct soft_fabric *fabric, const struct soft_channel *channel)
 {
-    struct soft_channel *leader;
-    bool led;
+    struct soft_channel *wakeup_channel;
+    bool cleared;
 
-    if (!atomic_load(&fabric->leader))
+    if (!atomic_load(&fabric->wakeup_channel))
         return false;
-    soft_mutex_take(&fabric->leading);
-    leader = atomic_load(&fabric->leader);
-    led = leader && (!channel || leader == channel);
-    if (led) {
-        epoll_ctl(leader->channel.fd, EPOLL_CTL_DEL, fabric->epoll, NULL);
-        atomic_store(&fabric->leader, NULL);
+    soft_mutex_take(&fabric->wakeup_lock);
+    wakeup_channel = atomic_load(&fabric->wakeup_channel);
+    cleared = wakeup_channel && (!channel || wakeup_channel == channel);
+    if (cleared) {
+        epoll_ctl(wakeup_channel->channel.fd, EPOLL_CTL_DEL, fabric->epoll, NULL);
+        atomic_store(&fabric->wakeup_channel, NULL);
     }
-    soft_mutex_give(&fabric->leading);
-    return led;
+    soft_mutex_give(&fabric->wakeup_lock);
+    return cleared;
 }
 
-bool soft_fabric_leads(const struct soft_device *device, const struct soft_channel *channel)
+bool soft_fabric_is_wakeup_channel(const struct soft_device *device, const struct soft_channel *channel)
 {
-    return atomic_load_explicit(&device->fabric->leader, memory_order_relaxed) == channel;
+    return atomic_load_explicit(&device->fabric->wakeup_channel, memory_order_relaxed) == channel;
 }
 
-void soft_fabric_resign(struct soft_device *device, const struct soft_channel *channel)
+void soft_fabric_drop_wakeup_channel(struct soft_device *device, const struct soft_channel *channel)
 {
-    if (soft_lead_depose(device->fabric, channel))
-        soft_fabric_rest(device, NULL);
+    if (soft_wakeup_channel_clear(device->fabric, channel))
+        soft_fabric_stop_polling(device, NULL);
 }

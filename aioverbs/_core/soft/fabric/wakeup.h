@@ -8,9 +8,9 @@ struct soft_channel;
 struct soft_fabric;
 
 /* Whether it, or another one, leads from here on. */
-bool soft_lead(struct soft_fabric *fabric, struct soft_channel *channel);
+bool soft_wakeup_channel_set(struct soft_fabric *fabric, struct soft_channel *channel);
 
 /* The channel leads no more, or, if that is NULL, nobody does: whether one did. */
-bool soft_lead_depose(struct soft_fabric *fabric, const struct soft_channel *channel);
+bool soft_wakeup_channel_clear(struct soft_fabric *fabric, const struct soft_channel *channel);
 
 #endif

@@ -78,7 +78,7 @@ struct soft_faults {
     /* All that follows under `frames`: the last of all locks, for frames come and go under any. What is above and it
      * reads, `seed`, `epoch` and `first_serial`, is written under both. */
     struct soft_mutex frames;
-    bool disturbs; /* it counts among fabric->disturbed */
+    bool counted; /* it counts among fabric->disturbed */
     struct soft_fault_rule *frame_rules;
     uint32_t mishaps_per_million[SOFT_MISHAPS];
     uint64_t max_delay_ns;

@@ -28,16 +28,16 @@ static bool has_chances(const struct soft_faults *plan)
 static void settle(struct soft_context *context)
 {
     struct soft_faults *plan = context->faults;
-    bool disturbs = plan->frame_rules || has_chances(plan);
+    bool counted = plan->frame_rules || has_chances(plan);
 
     assert_held(&plan->frames);
-    if (disturbs && !plan->disturbs) {
-        atomic_fetch_add(&context->device->fabric->disturbed, 1);
+    if (counted && !plan->counted) {
+        atomic_fetch_add(&context->device->fabric->frame_fault_plans, 1);
         soft_read_cache_invalidate_all(context->device);
-    } else if (!disturbs && plan->disturbs) {
-        atomic_fetch_sub(&context->device->fabric->disturbed, 1);
+    } else if (!counted && plan->counted) {
+        atomic_fetch_sub(&context->device->fabric->frame_fault_plans, 1);
     }
-    plan->disturbs = disturbs;
+    plan->counted = counted;
 }
 
 void soft_fault_drop_frame_rules(struct soft_context *context)
@@ -154,7 +154,7 @@ static struct verdict frame_rules_consult(struct soft_faults *plan, const struct
 
     while ((rule = *link)) {
         if (rule->kinds >> kind & 1 && (!rule->which || rule->which == qp->qp.qp_num) &&
-            (!rule->of_peer || soft_stream_concerns(stream, &rule->gid)) && soft_fault_strikes(rule) &&
+            (!rule->of_peer || soft_stream_matches_gid(stream, &rule->gid)) && soft_fault_strikes(rule) &&
             verdict.mishap == SOFT_MISHAPS)
             verdict = (struct verdict){(enum soft_mishap)rule->value, rule->seen, rule->delay_ns};
         if (soft_fault_is_spent(rule)) {

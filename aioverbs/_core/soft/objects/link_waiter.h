@@ -13,7 +13,7 @@ struct soft_waiter {
     uint64_t ticket;   /* its place among those who wait; kept until its turn is over */
     int64_t allowance; /* bytes that it may still send in its turn */
     uint64_t attempt;  /* of the link to connect: the first one that begins since it asked; 0: it asks for none */
-    uint64_t again_at; /* when it may ask for one; 0: its attempt was made, and failed. Under sq_lock */
+    uint64_t retry_at; /* when it may ask for one; 0: its attempt was made, and failed. Under sq_lock */
 };
 
 #endif

@@ -52,7 +52,7 @@ bool soft_cached_read_may(struct soft_qp *qp, const struct soft_wqe *wqe, uint32
     return wqe->opcode == IBV_WR_RDMA_READ && entry->owner_serial && entry->key == wqe->rkey &&
            length - 1 < SOFT_CACHED_READ_BYTES && offset <= entry->length && length <= entry->length - offset &&
            soft_port_works(qp) && !atomic_load_explicit(&qp->context->special, memory_order_relaxed) &&
-           !soft_link_is_disturbed(qp->link);
+           !soft_link_has_frame_faults(qp->link);
 }
 
 /* Reads that are done together. */

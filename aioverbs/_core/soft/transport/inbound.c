@@ -52,7 +52,7 @@ static struct soft_frame response_to(const struct soft_frame *frame, uint8_t opc
 
 /* The coalesced acknowledgement goes out, over the stream that asked: the fabric ends a batch before it reads from
  * another one, and also where it refuses the stream. A frame that went out over another one would be believed there. */
-static void batch_ends(struct soft_stream *stream)
+static void batch_end(struct soft_stream *stream)
 {
     struct soft_coalesced_ack *ack = soft_stream_coalesced_ack(stream);
 
@@ -68,7 +68,7 @@ static void inbound_acknowledge(struct soft_stream *stream, const struct soft_fr
 
     if (ack->stream &&
         (ack->frame.to != frame->from || ack->frame.from != frame->to || ack->frame.token != frame->token))
-        batch_ends(stream);
+        batch_end(stream);
     ack->stream = stream;
     ack->frame = response_to(frame, SOFT_FRAME_ACK);
     ack->frame.psn = psn;
@@ -77,7 +77,7 @@ static void inbound_acknowledge(struct soft_stream *stream, const struct soft_fr
 static void inbound_answer(struct soft_stream *stream, const struct soft_frame *frame, const struct iovec *data,
                            unsigned int count)
 {
-    batch_ends(stream);
+    batch_end(stream);
     soft_stream_answer(stream, frame, data, count);
 }
 
@@ -316,5 +316,5 @@ static bool is_connected_to_peer(const struct soft_stream *stream)
     return found;
 }
 
-const struct soft_fabric_user soft_remote_user = {request, soft_handle_response, batch_ends, soft_kick,
+const struct soft_fabric_user soft_remote_user = {request, soft_handle_response, batch_end, soft_kick,
                                                   is_connected_to_peer};

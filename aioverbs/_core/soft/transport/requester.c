@@ -493,8 +493,8 @@ static bool send_remote(struct soft_qp *qp, const struct soft_request *request, 
     }
     if (soft_is_reliable(qp) || (error ? error != EHOSTUNREACH : qp->req.window.offset)) {
         requester_wait(qp);
-        if (error == EHOSTUNREACH && soft_is_reliable(qp) && qp->waiter.again_at)
-            *again = qp->waiter.again_at;
+        if (error == EHOSTUNREACH && soft_is_reliable(qp) && qp->waiter.retry_at)
+            *again = qp->waiter.retry_at;
         return !error || !qp->req.waiting; /* else it is kicked, or repeats in its time */
     }
     requester_drop(qp, wqe, request->length); /* or it arrives */

@@ -29,7 +29,7 @@
 #define DOOR(result, failed, name, from, arguments, ...)                                 \
     __attribute__((noinline, cold)) static result ask_##name(__VA_ARGS__)                \
     {                                                                                    \
-        int error = soft_fault_refusal(to_soft_context(from), SOFT_VERB_##name);         \
+        int error = soft_fault_verb_error(to_soft_context(from), SOFT_VERB_##name);      \
                                                                                          \
         return error ? (failed) : soft_##name arguments;                                 \
     }                                                                                    \

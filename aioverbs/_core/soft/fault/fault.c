@@ -57,7 +57,7 @@ void soft_faults_free(struct soft_context *context)
     struct soft_faults *plan = context->faults;
 
     drop_rules(context);
-    soft_fault_let_go(context);
+    soft_fault_release_all(context);
     free(plan->records);
     soft_mutex_destroy(&plan->frames);
     soft_mutex_destroy(&plan->lock);
@@ -207,7 +207,8 @@ static int add_rule(struct ibv_context *ibv_context, const struct soft_fault_rul
 
 int soft_fault_verb(struct ibv_context *context, enum soft_verb verb, struct soft_strike strike, int error)
 {
-    struct soft_fault_rule rule = {.subject = SOFT_OF_CALLS, .which = verb, .any = SOFT_ANY_VERB, .strike = strike};
+    struct soft_fault_rule rule = {
+        .subject = SOFT_SUBJECT_CALLS, .which = verb, .any = SOFT_ANY_VERB, .strike = strike};
 
     if (verb > SOFT_ANY_VERB || error <= 0)
         return EINVAL;
@@ -219,7 +220,7 @@ int soft_fault_request(struct ibv_context *context, uint32_t qp_num, bool receiv
                        enum ibv_wc_status status, uint32_t vendor_err)
 {
     struct soft_fault_rule rule = {
-        .subject = receives ? SOFT_OF_RECEIVES : SOFT_OF_REQUESTS,
+        .subject = receives ? SOFT_SUBJECT_RECEIVES : SOFT_SUBJECT_REQUESTS,
         .which = qp_num,
         .strike = strike,
         .value = status,
@@ -233,7 +234,7 @@ int soft_fault_request(struct ibv_context *context, uint32_t qp_num, bool receiv
 
 int soft_fault_loss(struct ibv_context *context, uint32_t qp_num, struct soft_strike strike)
 {
-    struct soft_fault_rule rule = {.subject = SOFT_OF_LOSSES, .which = qp_num, .strike = strike};
+    struct soft_fault_rule rule = {.subject = SOFT_SUBJECT_LOSSES, .which = qp_num, .strike = strike};
 
     return add_rule(context, &rule);
 }
@@ -318,7 +319,7 @@ void soft_fault_clear(struct ibv_context *ibv_context)
     if (!plan)
         return;
     drop_rules(context);
-    soft_fault_let_go(context);
+    soft_fault_release_all(context);
     soft_fault_leave(context);
 }
 
@@ -368,15 +369,15 @@ size_t soft_fault_records(struct ibv_context *ibv_context, size_t from, struct s
 {
     struct soft_context *context = to_soft_context(ibv_context);
     struct soft_faults *plan = soft_fault_enter(context);
-    size_t count, kept;
+    size_t count, kept_count;
 
     if (!plan)
         return 0;
     soft_mutex_take(&plan->frames);
     count = plan->record_count;
-    kept = count < SOFT_FAULT_RECORDS ? count : SOFT_FAULT_RECORDS;
-    if (from < kept && room)
-        memcpy(records, &plan->records[from], (room < kept - from ? room : kept - from) * sizeof(*records));
+    kept_count = count < SOFT_FAULT_RECORDS ? count : SOFT_FAULT_RECORDS;
+    if (from < kept_count && room)
+        memcpy(records, &plan->records[from], (room < kept_count - from ? room : kept_count - from) * sizeof(*records));
     soft_mutex_give(&plan->frames);
     soft_fault_leave(context);
     return count;
@@ -385,7 +386,7 @@ size_t soft_fault_records(struct ibv_context *ibv_context, size_t from, struct s
 /* ---- What the device asks -------------------------------------------------------------------------------- */
 
 /* A device that is gone lets its user put away what is left of it and take what had come before. */
-static bool outlives_the_device(enum soft_verb verb)
+static bool works_on_lost_device(enum soft_verb verb)
 {
     switch (verb) {
     case SOFT_VERB_close_device:
@@ -409,19 +410,19 @@ static bool outlives_the_device(enum soft_verb verb)
     }
 }
 
-int soft_fault_refusal(struct soft_context *context, enum soft_verb verb)
+int soft_fault_verb_error(struct soft_context *context, enum soft_verb verb)
 {
     struct soft_faults *plan;
     struct verdict verdict;
 
     if (soft_stale(context)) /* the verb itself says so */
         return 0;
-    if ((atomic_load(&context->special) & SOFT_SPECIAL_LOST) && !outlives_the_device(verb))
+    if ((atomic_load(&context->special) & SOFT_SPECIAL_LOST) && !works_on_lost_device(verb))
         return EIO;
     plan = soft_fault_enter(context);
     if (plan->counting)
         plan->calls[verb]++;
-    verdict = fault_rules_consult(plan, SOFT_OF_CALLS, verb);
+    verdict = fault_rules_consult(plan, SOFT_SUBJECT_CALLS, verb);
     if (plan->verbs_per_million) {
         uint64_t ordinal = ++plan->drawn[verb];
 
@@ -438,7 +439,8 @@ int soft_fault_refusal(struct soft_context *context, enum soft_verb verb)
 enum ibv_wc_status soft_fault_status(struct soft_qp *qp, bool receive, uint32_t *vendor_err)
 {
     struct soft_faults *plan = soft_fault_enter(qp->context);
-    struct verdict verdict = fault_rules_consult(plan, receive ? SOFT_OF_RECEIVES : SOFT_OF_REQUESTS, qp->qp.qp_num);
+    struct verdict verdict =
+        fault_rules_consult(plan, receive ? SOFT_SUBJECT_RECEIVES : SOFT_SUBJECT_REQUESTS, qp->qp.qp_num);
 
     if (verdict.struck)
         soft_fault_note(plan, (struct soft_fault_record){receive ? SOFT_RECORD_RECEIVE : SOFT_RECORD_REQUEST,
@@ -451,7 +453,7 @@ enum ibv_wc_status soft_fault_status(struct soft_qp *qp, bool receive, uint32_t 
 bool soft_fault_loses(struct soft_qp *qp)
 {
     struct soft_faults *plan = soft_fault_enter(qp->context);
-    struct verdict verdict = fault_rules_consult(plan, SOFT_OF_LOSSES, qp->qp.qp_num);
+    struct verdict verdict = fault_rules_consult(plan, SOFT_SUBJECT_LOSSES, qp->qp.qp_num);
 
     if (plan->loss_per_million) {
         uint64_t ordinal = ++counts_of(plan, qp)->attempts;

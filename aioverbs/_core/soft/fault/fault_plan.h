@@ -18,7 +18,13 @@
 #define SOFT_MILLION 1000000u
 
 /* What a rule is about, and to whom it happened: an `enum soft_verb` or a queue pair's number, or `any`. */
-enum soft_fault_subject { SOFT_OF_CALLS, SOFT_OF_REQUESTS, SOFT_OF_RECEIVES, SOFT_OF_LOSSES, SOFT_OF_FRAMES };
+enum soft_fault_subject {
+    SOFT_SUBJECT_CALLS,
+    SOFT_SUBJECT_REQUESTS,
+    SOFT_SUBJECT_RECEIVES,
+    SOFT_SUBJECT_LOSSES,
+    SOFT_SUBJECT_FRAMES
+};
 
 struct soft_fault_rule {
     struct soft_fault_rule *next;
@@ -29,7 +35,7 @@ struct soft_fault_rule {
     uint32_t value, vendor_err; /* errno, status or enum soft_mishap */
 
     unsigned int kinds; /* of frames, like the next three */
-    bool of_peer;
+    bool has_gid;
     union ibv_gid gid;
     uint64_t delay_ns;
 };
@@ -78,7 +84,7 @@ struct soft_faults {
     /* All that follows under `frames`: the last of all locks, for frames come and go under any. What is above and it
      * reads, `seed`, `epoch` and `first_serial`, is written under both. */
     struct soft_mutex frames;
-    bool counted; /* it counts among fabric->disturbed */
+    bool has_frame_faults; /* it counts among fabric->disturbed */
     struct soft_fault_rule *frame_rules;
     uint32_t mishaps_per_million[SOFT_MISHAPS];
     uint64_t max_delay_ns;
@@ -121,6 +127,6 @@ void soft_fault_note_frame(struct soft_faults *plan, struct soft_fault_record wh
 void soft_fault_drop_frame_rules(struct soft_context *context);
 
 /* Under the lock: nothing is held from here on. */
-void soft_fault_let_go(struct soft_context *context);
+void soft_fault_release_all(struct soft_context *context);
 
 #endif

@@ -25,19 +25,19 @@ static bool has_chances(const struct soft_faults *plan)
 }
 
 /* Under `frames`, when something changed: whether the device asks at all. */
-static void settle(struct soft_context *context)
+static void update_frame_faults(struct soft_context *context)
 {
     struct soft_faults *plan = context->faults;
-    bool counted = plan->frame_rules || has_chances(plan);
+    bool has_frame_faults = plan->frame_rules || has_chances(plan);
 
     assert_held(&plan->frames);
-    if (counted && !plan->counted) {
+    if (has_frame_faults && !plan->has_frame_faults) {
         atomic_fetch_add(&context->device->fabric->frame_fault_plans, 1);
         soft_read_cache_invalidate_all(context->device);
-    } else if (!counted && plan->counted) {
+    } else if (!has_frame_faults && plan->has_frame_faults) {
         atomic_fetch_sub(&context->device->fabric->frame_fault_plans, 1);
     }
-    plan->counted = counted;
+    plan->has_frame_faults = has_frame_faults;
 }
 
 void soft_fault_drop_frame_rules(struct soft_context *context)
@@ -51,7 +51,7 @@ void soft_fault_drop_frame_rules(struct soft_context *context)
         free(rule);
     }
     memset(plan->mishaps_per_million, 0, sizeof(plan->mishaps_per_million));
-    settle(context);
+    update_frame_faults(context);
 }
 
 /* ---- What others call ------------------------------------------------------------------------------------ */
@@ -70,20 +70,20 @@ int soft_fault_frames(struct ibv_context *ibv_context, const struct soft_frame_f
         return ENODEV;
     rule = soft_fault_make_records(plan) ? NULL : calloc(1, sizeof(*rule));
     if (rule) {
-        rule->subject = SOFT_OF_FRAMES;
+        rule->subject = SOFT_SUBJECT_FRAMES;
         rule->which = fault->qp_num;
         rule->strike = fault->strike;
         rule->value = fault->mishap;
         rule->kinds = fault->kinds;
         rule->delay_ns = fault->delay_ns;
-        rule->of_peer = fault->gid;
+        rule->has_gid = fault->gid;
         if (fault->gid)
             memcpy(&rule->gid, fault->gid, sizeof(rule->gid));
         soft_mutex_take(&plan->frames);
         for (link = &plan->frame_rules; *link; link = &(*link)->next)
             ;
         *link = rule;
-        settle(context);
+        update_frame_faults(context);
         soft_mutex_give(&plan->frames);
     }
     soft_fault_leave(context);
@@ -111,7 +111,7 @@ int soft_fault_frames_at_random(struct ibv_context *ibv_context, const uint32_t 
         soft_mutex_take(&plan->frames);
         memcpy(plan->mishaps_per_million, per_million, sizeof(plan->mishaps_per_million));
         plan->max_delay_ns = max_delay_ns;
-        settle(context);
+        update_frame_faults(context);
         soft_mutex_give(&plan->frames);
     }
     soft_fault_leave(context);
@@ -154,7 +154,7 @@ static struct verdict frame_rules_consult(struct soft_faults *plan, const struct
 
     while ((rule = *link)) {
         if (rule->kinds >> kind & 1 && (!rule->which || rule->which == qp->qp.qp_num) &&
-            (!rule->of_peer || soft_stream_matches_gid(stream, &rule->gid)) && soft_fault_strikes(rule) &&
+            (!rule->has_gid || soft_stream_matches_gid(stream, &rule->gid)) && soft_fault_strikes(rule) &&
             verdict.mishap == SOFT_MISHAPS)
             verdict = (struct verdict){(enum soft_mishap)rule->value, rule->seen, rule->delay_ns};
         if (soft_fault_is_spent(rule)) {
@@ -171,20 +171,21 @@ static struct verdict frame_rules_consult(struct soft_faults *plan, const struct
 static struct verdict draw(struct soft_faults *plan, struct soft_qp *qp, enum soft_frame_kind kind)
 {
     struct soft_frame_counts *counts = &qp->frame_counts;
-    uint64_t drawn, of = soft_fault_index(plan, qp) * SOFT_FRAME_KINDS + kind;
+    uint64_t drawn, queue_id = soft_fault_index(plan, qp) * SOFT_FRAME_KINDS + kind;
     struct verdict verdict = {SOFT_MISHAPS, 0, 0};
     uint32_t most = 0;
 
     if (counts->epoch != plan->epoch)
         *counts = (struct soft_frame_counts){.epoch = plan->epoch};
     verdict.ordinal = ++counts->frames[kind];
-    drawn = soft_fault_draw(plan, SOFT_CHANCE_FRAME, of, verdict.ordinal);
+    drawn = soft_fault_draw(plan, SOFT_CHANCE_FRAME, queue_id, verdict.ordinal);
     for (verdict.mishap = 0; verdict.mishap < SOFT_MISHAPS; verdict.mishap++) {
         most += plan->mishaps_per_million[verdict.mishap];
         if (soft_fault_happens(drawn, most))
             break;
     }
-    verdict.delay_ns = soft_fault_draw(plan, SOFT_CHANCE_FRAME_DELAY, of, verdict.ordinal) % (plan->max_delay_ns + 1);
+    verdict.delay_ns =
+        soft_fault_draw(plan, SOFT_CHANCE_FRAME_DELAY, queue_id, verdict.ordinal) % (plan->max_delay_ns + 1);
     return verdict;
 }
 
@@ -204,7 +205,7 @@ enum soft_mishap soft_fault_frame(struct soft_qp *qp, enum soft_frame_kind kind,
     if (verdict.mishap != SOFT_MISHAPS)
         soft_fault_note_frame(
             plan, (struct soft_fault_record){SOFT_RECORD_DROP + verdict.mishap, qp->qp.qp_num, verdict.ordinal, kind});
-    settle(qp->context);
+    update_frame_faults(qp->context);
     soft_mutex_give(&plan->frames);
     *delay_ns = verdict.delay_ns;
     return verdict.mishap;

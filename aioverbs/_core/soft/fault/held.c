@@ -77,7 +77,7 @@ static struct soft_fault_queue *held_queue_make(struct soft_faults *plan, const 
 }
 
 /* False where there is no memory for it; then nothing has changed. */
-static bool hold_back(struct soft_faults *plan, struct soft_cq *cq, const struct soft_cqe *cqe)
+static bool hold_completion(struct soft_faults *plan, struct soft_cq *cq, const struct soft_cqe *cqe)
 {
     struct held *held = malloc(sizeof(*held));
     struct soft_fault_queue *queue;
@@ -114,7 +114,7 @@ static void remove_queue(struct soft_faults *plan, struct soft_fault_queue *queu
 
 /* The first of a queue, which goes with its last. Where it finds no room its completion queue says so, and the queue
  * pair hears of that with its next completion. From a device that is gone nothing comes any more. */
-static void release_first(struct soft_context *context, struct soft_fault_queue *queue)
+static void release_oldest_of(struct soft_context *context, struct soft_fault_queue *queue)
 {
     struct held *held = queue->first;
 
@@ -129,7 +129,7 @@ static void release_first(struct soft_context *context, struct soft_fault_queue 
     free(held);
 }
 
-static struct soft_fault_queue *oldest(const struct soft_faults *plan)
+static struct soft_fault_queue *oldest_queue(const struct soft_faults *plan)
 {
     struct soft_fault_queue *queue, *found = plan->queues;
 
@@ -139,7 +139,7 @@ static struct soft_fault_queue *oldest(const struct soft_faults *plan)
     return found;
 }
 
-static struct soft_fault_queue *drawn(struct soft_faults *plan)
+static struct soft_fault_queue *drawn_queue(struct soft_faults *plan)
 {
     struct soft_fault_queue *queue;
     uint64_t count = 0;
@@ -152,7 +152,7 @@ static struct soft_fault_queue *drawn(struct soft_faults *plan)
     return queue;
 }
 
-void soft_fault_let_go(struct soft_context *context)
+void soft_fault_release_all(struct soft_context *context)
 {
     struct soft_faults *plan = context->faults;
 
@@ -164,7 +164,7 @@ void soft_fault_let_go(struct soft_context *context)
         free(hold);
     }
     while (plan->queues)
-        release_first(context, oldest(plan));
+        release_oldest_of(context, oldest_queue(plan));
 }
 
 /* ---- What others call ------------------------------------------------------------------------------------ */
@@ -215,7 +215,7 @@ size_t soft_fault_release(struct ibv_context *ibv_context, size_t count, bool sh
     if (!plan)
         return 0;
     for (; plan->queues && (!count || released < count); released++)
-        release_first(context, shuffled ? drawn(plan) : oldest(plan));
+        release_oldest_of(context, shuffled ? drawn_queue(plan) : oldest_queue(plan));
     soft_fault_leave(context);
     return released;
 }
@@ -226,7 +226,7 @@ void soft_fault_unhold(struct ibv_context *ibv_context)
 
     if (!soft_fault_enter(context))
         return;
-    soft_fault_let_go(context);
+    soft_fault_release_all(context);
     soft_fault_leave(context);
 }
 
@@ -236,10 +236,10 @@ bool soft_fault_complete(struct soft_context *context, struct soft_cq *cq, const
     struct soft_fault_queue *queue;
     bool held = is_held(plan, cqe->qp_num);
 
-    if (held && !hold_back(plan, cq, cqe)) {
+    if (held && !hold_completion(plan, cq, cqe)) {
         /* Without memory it comes now, behind those that it must not overtake. */
         while ((queue = held_queue_find(plan, cqe)))
-            release_first(context, queue);
+            release_oldest_of(context, queue);
         held = false;
     }
     soft_fault_leave(context);

@@ -19,7 +19,7 @@ struct soft_stream;
 
 struct soft_faults *soft_faults_new(uint64_t first_serial); /* of the queue pairs to come */
 void soft_faults_free(struct soft_context *context);
-int soft_fault_refusal(struct soft_context *context, enum soft_verb verb); /* see soft_refusal */
+int soft_fault_verb_error(struct soft_context *context, enum soft_verb verb); /* see soft_refusal */
 
 /* These are asked only while SOFT_SPECIAL_FAULTS is set, under whatever lock of the queue pair: once for each request
  * or receive, and the first time that it is tried; for each attempt to deliver a message; for each request that is

@@ -1,10 +1,10 @@
-/* The fabric: what carries frames between the devices of processes and hosts, as the execution of queue pairs sees it.
+/* The fabric: carries frames between devices of different processes and hosts. This header is the interface that the
+ * transport layer sees.
  *
- * A device sends requests over streams that it connected (links) and answers over streams that it accepted (served
- * ones). Bytes are read under fabric->progress, by one thread of the device or by who polls; each stream's sending
- * side has a lock of its own. A peer is never trusted: what no honest one sends closes its stream, with a reason that
- * is counted and kept.
- */
+ * A device sends requests over the streams that it connected (links), and answers requests over the streams that it
+ * accepted (served streams). One thread at a time reads: it holds fabric->progress, and is the device's fabric thread
+ * or a thread that polls. The sending side of each stream has a lock of its own (stream->tx). A peer is never trusted:
+ * a frame that no honest peer sends closes its stream, and the reason is counted and recorded. */
 #ifndef AIOVERBS_SOFT_FABRIC_FABRIC_H
 #define AIOVERBS_SOFT_FABRIC_FABRIC_H
 
@@ -25,207 +25,223 @@ struct soft_fabric;
 struct soft_settings;
 union ibv_gid;
 
-/* ---- What the queue pairs do (soft/transport/inbound.c) --------------------------------------------------------------- */
+/* ---- Callbacks of the transport (soft/transport/inbound.c) --------------------------------------------------- */
 
-/* All of these are called by who reads: under fabric->progress, in a grace section, with no other lock held. The
- * payload is good until they return. False: no honest peer sends this; soft_stream_refuse() has said why.
+/* The thread that reads calls these: under fabric->progress, in a grace section, holding no other lock. The payload is
+ * valid until the callback returns. A callback returns false when no honest peer sends the frame; it has then given the
+ * reason to soft_stream_refuse().
  *
- * A request arrives while there is room for its answer, of one fragment at most, by soft_stream_answer() from inside
- * the call or from the `batch_ends` that follows, when no further frame is at hand; and for one answer without data
- * for each request since the last `batch_ends`. */
+ * The fabric calls `request` only while there is room for the answers: one answer of at most one fragment, by
+ * soft_stream_answer() from inside of the call or from the next `batch_end`; and one answer without data for each
+ * request since the last `batch_end`. `batch_end` follows when no further frame is at hand. */
 struct soft_fabric_user {
     bool (*request)(struct soft_stream *from, const struct soft_frame *frame, const uint8_t *payload);
     bool (*response)(struct soft_link *by, const struct soft_frame *frame, const uint8_t *payload);
     void (*batch_end)(struct soft_stream *from);
-    /* It waited for room or for the connection, and waits no more: it tries again. */
+    /* Retry sending: the queue pair no longer waits for room or for the connection. */
     void (*kick)(struct soft_qp *qp);
-    /* In a grace section: whether a queue pair is connected to the peer. */
+    /* Return whether a queue pair is connected to the peer. In a grace section. */
     bool (*is_connected_to_peer)(const struct soft_stream *from);
 };
 
 /* ---- A device's fabric -------------------------------------------------------------------------------------- */
 
-/* Before the device is handed out, its GIDs known: 0 or an errno. It does nothing yet. */
+/* Create the fabric of a device, before the device is handed out and after its GIDs are known. Return 0 or an errno.
+ * The fabric does nothing until soft_fabric_listen() or soft_link_get(). */
 int soft_fabric_new(struct soft_device *device, const struct soft_fabric_user *user);
 
-/* The last context closes: no streams, no thread, nothing in the directory any more. Outside of grace sections; no
- * queue pair is left. */
+/* Stop the fabric when the last context closes: close all streams, end the thread, remove the directory entry. No queue
+ * pair may be left. Call outside of grace sections. */
 void soft_fabric_stop(struct soft_device *device);
 
-/* The same at the end of the process: queue pairs may be left, which are not served any more, and whose memory no peer
- * writes to from here on; a peer that is just at it is waited for, SOFT_COPY_TIMEOUT_NS at most. Until it is stopped it does
- * not start again. */
+/* Stop the fabric for good, at the end of the process. Queue pairs may be left: they are not served any more, and no
+ * peer writes to their memory after this returns. A peer that is copying at this moment is waited for,
+ * SOFT_COPY_TIMEOUT_NS at most. The fabric does not start again before soft_fabric_stop(). */
 void soft_fabric_halt(struct soft_device *device);
 
-/* The settings from here on, unless it has begun. */
+/* Replace the settings, unless the fabric has started. */
 void soft_fabric_configure(struct soft_device *device, const struct soft_settings *settings);
 
-/* Those that it has. They are const while a context is open, which the caller's is. */
+/* Return the settings. They are constant while a context is open, so the caller must have one open. */
 const struct soft_settings *soft_fabric_settings(const struct soft_device *device);
 bool soft_fabric_has_begun(const struct soft_device *device);
 
-/* Peers find the device from here on: 0 or an errno, which soft_fabric_error() explains. Outside of grace sections,
- * no device lock held; again as often as one likes. */
+/* Listen for peers. Return 0 or an errno, which soft_fabric_error() explains. Call outside of grace sections, holding
+ * no device lock; further calls do nothing. */
 int soft_fabric_listen(struct soft_device *device);
 
-/* Why the last soft_fabric_listen failed: copied to `text`, "" where it did not. */
+/* Copy to `text` why the last soft_fabric_listen() failed, or "" if it succeeded. */
 void soft_fabric_error(struct soft_device *device, char *text, size_t size);
 
-/* Handles what there is, if nobody else does so just now: with no device lock held, outside of grace sections. Never
- * waits. Whether there was something. Who asks again and again, from poll_cq, need not ask for all: a look is cheaper
- * then, and finds within a few times what there is. */
+/* Handle what peers sent, unless another thread is doing so. Never waits. Call outside of grace sections, holding no
+ * device lock. Return whether there was anything to handle.
+ *
+ * Callers that call again and again (poll_cq) pass false as `all`: most calls then look at one stream only, which is
+ * cheaper; within a few calls every stream is looked at. */
 bool soft_fabric_poll(struct soft_device *device, bool all);
 
-/* Who polled goes to sleep (req_notify_cq), on that channel or, if that is NULL, for good: the thread takes over, unless
- * a channel leads. */
+/* Stop polling (req_notify_cq): the caller is about to sleep on `channel`, or, if that is NULL, polls no more. The
+ * fabric thread reads from here on, unless a channel is the wakeup channel. */
 void soft_fabric_stop_polling(struct soft_device *device, struct soft_channel *channel);
 
-/* Whether who sleeps on the channel is woken by peers, too (soft/fabric/wakeup.c). Without a lock: he asks about his own. */
+/* Return whether peers wake a thread that sleeps on this channel (soft/fabric/wakeup.c). Takes no lock: the caller asks
+ * about a channel of its own. */
 bool soft_fabric_is_wakeup_channel(const struct soft_device *device, const struct soft_channel *channel);
 
-/* It leads no more, or, if that is NULL, nobody does: the thread takes over. */
+/* Drop `channel` as the wakeup channel, or any channel if NULL. The fabric thread reads from here on. */
 void soft_fabric_drop_wakeup_channel(struct soft_device *device, const struct soft_channel *channel);
 
-/* From the inside of the fabric. The thread runs: 0, or an errno: ECANCELED at the end of the process. Any lock but a
- * stream's and the fabric's may be held. */
+/* Start the fabric's thread, from inside of the fabric. Return 0 or an errno: ECANCELED at the end of the process. Any
+ * locks but those of streams and of the fabric may be held. */
 int soft_fabric_start(struct soft_fabric *fabric);
 void soft_fabric_wake(struct soft_fabric *fabric);
 
-/* ---- Links: the way to a remote GID -------------------------------------------------------------------------- */
+/* ---- Links: connections to remote GIDs ----------------------------------------------------------------------- */
 
-/* Finds or makes it, and counts the caller; any lock but a stream's may be held. Nothing is connected before the first
- * send. NULL and errno: ENOMEM, or why the thread does not start. */
+/* Find or create the link to a remote GID, and add a reference. Nothing is connected before the first send. Any lock
+ * but those of streams may be held. Return NULL and errno: ENOMEM, or why the thread does not start. */
 struct soft_link *soft_link_get(struct soft_device *device, const union ibv_gid *remote);
 void soft_link_put(struct soft_link *link);
 
-/* Under qp->sq_lock. 0: it is on its way. EAGAIN: `qp` waits for room, or for others whose turn comes first. ENOTCONN:
- * `qp` waits for the connection, and is kicked when there is one, or none. EHOSTUNREACH: there was none to be had just
- * now, and none is tried before SOFT_CONNECT_RETRY_NS have passed since the last one ended. `qp->waiter.again_at` is the
- * end of that time where no attempt was made since `qp` asked for one, as others did or a connection was just lost; else
- * it is 0. `data` is as long as `frame->size`, in SOFT_FRAME_SEGMENTS pieces at most; so is that of an answer. */
+/* Send a frame. Under qp->sq_lock. Return:
+ *
+ * - 0: the frame is sent, or queued for sending;
+ * - EAGAIN: `qp` waits for room, or for other queue pairs whose turn comes first;
+ * - ENOTCONN: `qp` waits for the connection, and is kicked when the attempt to connect succeeds or fails;
+ * - EHOSTUNREACH: the last attempt failed, and none is made before SOFT_CONNECT_RETRY_NS have passed since its end.
+ *
+ * After EHOSTUNREACH, `qp->waiter.retry_at` is the end of that time if no attempt was made since `qp` asked for one
+ * (others asked before, or a connection was just lost); else it is 0. `data` has `frame->size` bytes in at most
+ * SOFT_FRAME_SEGMENTS pieces; so has the data of an answer. */
 int soft_link_send(struct soft_link *link, struct soft_qp *qp, const struct soft_frame *frame, const struct iovec *data,
                    unsigned int count);
 #define SOFT_CONNECT_RETRY_NS 10000000u
 
-/* It waits no more. A kick that is on its way is over after grace_wait(). */
+/* Cancel the wait of a queue pair. A kick that has begun is over after grace_wait(). */
 void soft_link_forget(struct soft_link *link, struct soft_qp *qp);
 
-/* Whether data may be moved directly on the connection that there is now. */
+/* Return whether the current connection allows direct copies. */
 bool soft_link_direct(const struct soft_link *link);
 
-/* Whether the fault plan has something to say of its device's frames. */
+/* Return whether a fault plan may affect frames of the link's device. */
 bool soft_link_has_frame_faults(const struct soft_link *link);
 
-/* Whether it leads to this GID: answers are only from there. */
+/* Return whether the link's remote GID is `gid`: answers come only from there. */
 bool soft_link_is_to(const struct soft_link *link, const union ibv_gid *gid);
 
-/* ---- Leases: the requester's word that a direct request may still touch its memory --------------------------- */
+/* ---- Copy tokens: permissions of the requester to copy from or to its memory --------------------------------- */
 
-/* For one direct request: 0 with `*copy_token` and `*serial` for its frame; EAGAIN: all are in use. Under qp->sq_lock. */
+/* Open a copy token for one direct request. Return 0, with `*copy_token` and `*serial` for the frame, or EAGAIN if all
+ * are in use. Under qp->sq_lock. */
 int soft_copy_token_open(struct soft_link *link, uint16_t *copy_token, uint32_t *serial);
 
-/* It is answered, or given up. True: from here on the peer moves nothing of it, and the copy token is another request's.
- * False: the peer is just moving bytes; to be asked again, as long as soft_copy_token_may_wait. Never waits; any lock but a
- * stream's may be held, like the next two. */
+/* Close a copy token: its request was answered, or is given up. Return true if the peer copies nothing for the request
+ * from here on; the token may be reused. Return false if the peer is copying right now: call again, as long as
+ * soft_copy_token_may_wait() allows. Never waits. Any lock but those of streams may be held, as with the next two
+ * functions. */
 bool soft_copy_token_close(struct soft_link *link, uint16_t copy_token, uint32_t serial);
 
-/* Its frame did not go out, so whatever the peer wrote there, it knows no memory by it. */
+/* Cancel a copy token of which the frame was not sent: whatever the peer wrote to the token's word, it was told of no
+ * memory. */
 void soft_copy_token_cancel(struct soft_link *link, uint16_t copy_token, uint32_t serial);
 
-/* The peer is waited for, since `begin`, to leave memory. False: it had SOFT_COPY_TIMEOUT_NS for that, in this wait and those
- * before (soft/base/wait_budget.h), and is given up. */
+/* Return whether the peer may be waited for any longer; the wait began at `begin`. False once waits have taken
+ * SOFT_COPY_TIMEOUT_NS, this one alone or with earlier ones (soft/base/wait_budget.h). */
 bool soft_copy_token_may_wait(struct soft_link *link, uint64_t begin);
 
-/* The peer was waited for as long as it may take: the link is torn, and has no more copy tokens. */
+/* Give the peer up: it was waited for as long as allowed. Shut the gate, break the stream, and use no copy tokens on
+ * this link any more. */
 void soft_copy_tokens_give_up(struct soft_link *link);
 
-/* How long a system call that moves SOFT_DIRECT_FRAGMENT bytes takes at most, on a machine that is as busy as can be,
- * where the kernel has to wait for none of their pages. */
+/* Upper bound, on the busiest machine, for the time of a system call that copies SOFT_DIRECT_FRAGMENT bytes, if the
+ * kernel has to wait for none of their pages. */
 #define SOFT_COPY_TIMEOUT_NS 2000000000u
 
 /* ---- Streams ------------------------------------------------------------------------------------------------- */
 
-/* From inside of `request` or `batch_ends` of this stream. */
+/* Answer a request. Call from inside of `request` or `batch_end` of this stream. */
 void soft_stream_answer(struct soft_stream *stream, const struct soft_frame *frame, const struct iovec *data,
                         unsigned int count);
 
-/* Closes it, counts and keeps the reason, which stays until then. From inside of a callback of this stream. */
+/* Have the stream closed, and the reason counted and recorded. `reason` must stay valid until then. Call from inside of
+ * a callback of this stream. */
 void soft_stream_refuse(struct soft_stream *stream, const char *reason);
-struct soft_stream *soft_link_stream(struct soft_link *link); /* to refuse it */
+struct soft_stream *soft_link_stream(struct soft_link *link); /* for soft_stream_refuse() */
 
-/* Whether the peer has this GID, and which GIDs it has: index 0 or 1. It says so, and soft/fabric/handshake.c says what that
- * is worth; it does not change. */
+/* Return whether `gid` is one of the peer's two GIDs, or the one at `index` (0 or 1). The peer states its GIDs;
+ * soft/fabric/handshake.c says how far they are verified. They do not change while the stream lasts. */
 bool soft_stream_is_from(const struct soft_stream *stream, const union ibv_gid *gid);
 const union ibv_gid *soft_stream_gid(const struct soft_stream *stream, unsigned int index);
 
 struct soft_device *soft_stream_device(const struct soft_stream *stream);
 
-/* The last of a run of acknowledgements to one queue pair, which tells of all of them. */
+/* A coalesced acknowledgement: the last one of a run to one queue pair acknowledges all before it. */
 struct soft_coalesced_ack {
-    const struct soft_stream *stream; /* that asked, or NULL: there is none */
+    const struct soft_stream *stream; /* stream of the requests, or NULL: there is no acknowledgement to send */
     struct soft_frame frame;
 };
 
-/* That of the stream's device, for who reads. */
+/* Return the coalesced acknowledgement of the stream's device. Under fabric->progress. */
 struct soft_coalesced_ack *soft_stream_coalesced_ack(struct soft_stream *stream);
 
-/* Whether who is there was shown what it takes to read without asking (soft/fabric/read_cache.h). */
+/* Return whether the peer was given the page that it needs to read without asking (soft/fabric/read_cache.h). */
 bool soft_stream_has_read_cache(const struct soft_stream *stream);
 
-/* Moves `frame->part` bytes between the requester's segments and `local` memory, as the copy token allows: `pull` brings
- * them here, else they go there. From inside of `request`, the local memory checked. 0; ESTALE: the request
- * was given up, so there is nobody to answer; another errno: it does not work, and nothing else is to be done than to
- * refuse the stream or NAK. */
+/* Copy `frame->part` bytes between the requester's segments and `local` memory, if the frame's copy token is still
+ * open: from the requester if `is_read`, else to it. Call from inside of `request`, after the local memory was checked.
+ * Return 0, or ESTALE: the request was given up, so it needs no answer; or another errno: the copy failed, and the
+ * caller only refuses the stream or sends a NAK. */
 int soft_direct_move(struct soft_stream *stream, const struct soft_frame *frame, const uint8_t *payload,
                      const struct iovec *local, unsigned int count, bool is_read);
 
-/* ---- What networks do ---------------------------------------------------------------------------------------- */
+/* ---- Faults of networks -------------------------------------------------------------------------------------- */
 
-/* Ends all connections with the device of this GID (NULL: with all), as if they were cut; they may be made anew.
- * Outside of grace sections, no device lock held, like the next one. How many there were. */
+/* Break all connections with the device of this GID (NULL: all), as if the network failed. They may be made anew.
+ * Return their number. Call outside of grace sections, holding no device lock, as with the next function. */
 unsigned int soft_fabric_cut(struct soft_device *device, const union ibv_gid *peer);
 
-/* Reads nothing of those that there are now, until they are told otherwise or end: the peer seems to be silent. */
+/* Stop or resume reading from the current connections with the device of this GID (NULL: all): such a peer seems to be
+ * silent. Return their number. */
 unsigned int soft_fabric_stall(struct soft_device *device, const union ibv_gid *peer, bool stall);
 
 /* ---- Statistics ---------------------------------------------------------------------------------------------- */
 
 struct soft_stream_stats {
-    uint8_t own[16], peer[2][16]; /* GIDs; of a link that was never connected: peer[0] is the one that is looked for */
-    bool is_link;                 /* requests go out; else they come in */
+    uint8_t own[16], peer[2][16]; /* GIDs; of a link that was never connected, peer[0] is the GID to connect to */
+    bool is_link;                 /* true: this device sends requests; false: it receives them */
     bool connected, is_unix, direct;
     uint32_t pid, uid;       /* Unix sockets */
-    char why_not_direct[64]; /* "" where it is */
-    char reason[96];         /* why the last connection ended, or none was to be had */
+    char why_not_direct[64]; /* "" if direct */
+    char reason[96];         /* why the last connection ended, or could not be made */
     uint64_t frames_in, frames_out, bytes_in, bytes_out;
     uint64_t connected_times;
-    uint32_t waiting; /* queue pairs */
+    uint32_t waiting; /* number of waiting queue pairs */
 };
 
 struct soft_fabric_event {
     uint64_t time_ns; /* CLOCK_REALTIME */
-    uint8_t peer[16]; /* its GID, or zeroes: it had told none yet */
+    uint8_t peer[16]; /* GID, or zeroes if the peer had sent none yet */
     char reason[96];
 };
 
 enum { SOFT_FABRIC_EVENTS = 16 };
 
 struct soft_fabric_stats {
-    uint64_t accepted, connected; /* streams, ever */
-    uint64_t refused_peers;       /* turned away before any frame: credentials, versions, secrets, too late */
-    uint64_t refused_frames;      /* streams closed because of what came over them */
-    uint64_t lost;                /* streams that ended otherwise */
+    uint64_t accepted, connected; /* streams since the fabric exists */
+    uint64_t refused_peers;       /* rejected before any frame: credentials, versions, secrets, timeouts */
+    uint64_t refused_frames;      /* streams closed because of a frame */
+    uint64_t lost;                /* streams that ended for any other reason */
     uint64_t failed_connects;
-    uint32_t streams; /* now */
+    uint32_t streams; /* current number */
     bool listening;
-    char path[108], address[64]; /* of the listening sockets, "" */
-    uint32_t events;             /* of `event`, oldest first: the last refusals */
+    char path[108], address[64]; /* addresses of the listening sockets, or "" */
+    uint32_t events;             /* number of valid entries of `event`: the last refusals, oldest first */
     struct soft_fabric_event event[SOFT_FABRIC_EVENTS];
 };
 
 void soft_fabric_get_stats(struct soft_device *device, struct soft_fabric_stats *stats);
 
-/* How many streams there are; the first `room` of them are described. Waits for who reads just now. */
+/* Describe the first `room` streams, and return the number of all streams. Waits for the thread that reads. */
 size_t soft_fabric_get_streams(struct soft_device *device, struct soft_stream_stats *streams, size_t room);
 
 #endif

@@ -1,4 +1,4 @@
-/* Peers that connect: who may, and how many at a time. All under progress. */
+/* Peers that connect: check them, and limit their number. All under progress. */
 #define _GNU_SOURCE
 #include "soft/fabric/accept.h"
 
@@ -18,8 +18,8 @@
 #include "soft/fabric/stream.h"
 
 enum {
-    MAX_ACCEPTS = 16, /* in one turn */
-    MAX_CHECKED = 8,  /* how many queue pairs are looked for, to find one stream that may give way */
+    MAX_ACCEPTS = 16, /* accepted connections per turn */
+    MAX_CHECKED = 8,  /* streams that are checked for connected queue pairs, to find one to evict */
 };
 
 void soft_tcp_options(int fd)
@@ -34,20 +34,21 @@ void soft_tcp_options(int fd)
     setsockopt(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, &unacknowledged_ms, sizeof(unacknowledged_ms));
 }
 
-/* ---- Places -------------------------------------------------------------------------------------------------- */
+/* ---- Limits -------------------------------------------------------------------------------------------------- */
 
-/* A peer that connects and says nothing costs it next to nothing, so there may be very many of them. Streams of each
- * kind have SOFT_MAX_HANDSHAKES places for handshakes; who finds none waits, in the listener's backlog or among the
- * links that are to be connected, and whoever ends a handshake makes room for him. Nobody is turned away for want of
- * one.
+/* A peer that connects and sends nothing spends next to nothing, so there may be very many of them. Each kind of
+ * streams has SOFT_MAX_HANDSHAKES places for handshakes. A connection that finds no place waits, in the listener's
+ * backlog or in the queue of links to be connected; the end of a handshake makes room for it. No connection is rejected
+ * for want of a place.
  *
- * Where somebody waits and no handshake ends, the oldest one gives way that has had SOFT_PATIENCE_NS, one that has said
- * nothing at all before one whose HELLO came. Whether he who waits will answer cannot be known before he has a place.
- * So peers that are silent hold honest ones up for SOFT_PATIENCE_NS for each SOFT_MAX_HANDSHAKES of them that came
- * before, and keep none out; and a handshake that goes on is never given up, unless it takes as long as that.
+ * If a connection waits and no handshake ends, the oldest handshake is evicted that has had SOFT_PATIENCE_NS; one that
+ * sent nothing at all goes before one that sent HELLO. Whether the waiting connection will answer cannot be known
+ * before it has a place. So silent peers delay honest ones by SOFT_PATIENCE_NS for each SOFT_MAX_HANDSHAKES of them
+ * that came before, and keep none out; and a handshake that makes progress is never given up, unless it takes that
+ * long.
  *
- * Who waits in a backlog has SOMAXCONN before him at most, and silent ones that come again are behind him: his turn
- * comes within the SOFT_CONNECT_NS that he waits. */
+ * A connection in a backlog has at most SOMAXCONN before it, and silent peers that connect again are behind it: its
+ * turn comes within the SOFT_CONNECT_NS for which it waits. */
 _Static_assert(SOMAXCONN / SOFT_MAX_HANDSHAKES < SOFT_CONNECT_NS / SOFT_PATIENCE_NS, "");
 
 static bool is_unfinished(enum soft_stage stage)
@@ -76,7 +77,7 @@ void soft_listeners_resume(struct soft_fabric *fabric)
     set_listener_paused(fabric, SOFT_SERVED_TCP, false);
 }
 
-/* Whether it has a descriptor of its peer's process, too, or may come to have one. */
+/* Return whether the stream also has a pidfd of its peer's process, or may get one. */
 static bool uses_two_descriptors(const struct soft_stream *stream, enum soft_stage stage)
 {
     return stream->is_unix && (is_unfinished(stage) || (stage == SOFT_OPEN && stream->pidfd >= 0));
@@ -98,10 +99,10 @@ void soft_handshake_count(struct soft_stream *stream, enum soft_stage stage)
     if (kind != SOFT_OUTGOING)
         set_listener_paused(fabric, kind, false);
     else if (was_full)
-        soft_fabric_wake(fabric); /* who reads connects the next one */
+        soft_fabric_wake(fabric); /* the thread that reads connects the next link */
 }
 
-/* Which of two that may give way does so. */
+/* Return whether `one` is evicted before `other`. */
 static bool is_evicted_before(const struct soft_stream *one, const struct soft_stream *other)
 {
     if ((one->stage == SOFT_PROVING) != (other->stage == SOFT_PROVING))
@@ -128,9 +129,9 @@ bool soft_handshake_reserve(struct soft_fabric *fabric, enum soft_kind kind)
     return first;
 }
 
-/* Half of the descriptors that the process may have are for streams that are served, a quarter for each kind, and the
- * others are the application's. One over a Unix socket has two where its peer moves data itself, and is counted so
- * until that is known. */
+/* Return whether there is no room for another served stream of this kind. Served streams may use half of the process's
+ * descriptors, a quarter for each kind; the others are the application's. A stream over a Unix socket uses two if its
+ * peer makes direct copies, and counts as two until that is known. */
 static bool is_full(const struct soft_fabric *fabric, enum soft_kind kind)
 {
     uint32_t streams = fabric->streams_of[kind];
@@ -141,7 +142,7 @@ static bool is_full(const struct soft_fabric *fabric, enum soft_kind kind)
     return streams >= SOFT_MAX_SERVED || streams + fabric->two_descriptors_of[kind] >= limit.rlim_cur / 4;
 }
 
-/* The stream of this kind whose time has been over for longest. */
+/* Return the stream of this kind whose time has been over for longest, or NULL. */
 static struct soft_stream *find_overdue(struct soft_fabric *fabric, enum soft_kind kind, uint64_t now)
 {
     struct soft_stream *stream, *first = NULL;
@@ -156,11 +157,12 @@ static struct soft_stream *find_overdue(struct soft_fabric *fabric, enum soft_ki
     return first;
 }
 
-/* Whether one more stream of this kind may be served, for which somebody waits. Where there are as many as may be, one
- * gives way that no queue pair is connected to, and that has had SOFT_HANDSHAKE_NS, or another one as well, where it
- * had a single descriptor; its peer connects again when it has something to send. One that a queue pair is connected to
- * has as much time again before it is asked about anew. Where they have all places, who waits does so for as long as
- * they stay, which is said once. */
+/* Make room for one more served stream of this kind, which is waiting. Return whether there is room.
+ *
+ * If there are as many as may be, evict a stream to which no queue pair is connected, and which has had
+ * SOFT_HANDSHAKE_NS. Evict one more if the first had a single descriptor. The evicted peer connects again when it has
+ * something to send. A stream to which a queue pair is connected has as much time again before it is checked anew. If
+ * such streams have all places, the connection waits for as long as they stay; that is recorded once. */
 static bool accept_reserve(struct soft_fabric *fabric, enum soft_kind kind)
 {
     static const char crowded[] =
@@ -193,9 +195,9 @@ static bool accept_reserve(struct soft_fabric *fabric, enum soft_kind kind)
     return true;
 }
 
-/* ---- Who may ------------------------------------------------------------------------------------------------- */
+/* ---- Credentials --------------------------------------------------------------------------------------------- */
 
-/* NULL, or why the peer may not be one. */
+/* Return NULL, or why the peer is rejected. */
 static const char *check_peer(struct soft_fabric *fabric, int fd, bool is_unix, struct ucred *peer)
 {
     socklen_t size = sizeof(*peer);
@@ -236,7 +238,7 @@ static void accept_stream(struct soft_fabric *fabric, int fd, bool is_unix)
     }
 }
 
-/* Whether somebody waits there: nobody gives way for the sake of one who went away, or was let in by another thread. */
+/* Return whether a connection waits. No stream is evicted for one that was closed, or accepted by another thread. */
 static bool has_pending_connection(const struct soft_watch *listener)
 {
     struct pollfd ready = {.fd = listener->fd, .events = POLLIN};
@@ -254,7 +256,7 @@ void soft_fabric_accept(struct soft_fabric *fabric, const struct soft_watch *lis
         if ((is_full(fabric, kind) || fabric->handshakes_of[kind] >= SOFT_MAX_HANDSHAKES) &&
             !has_pending_connection(listener))
             return;
-        /* Even to turn one away may leave a socket to be closed. */
+        /* Even a rejected connection may leave a socket to be closed. */
         if (kind == SOFT_SERVED_UNIX && soft_descriptors_are_stuck()) {
             if (has_pending_connection(listener))
                 soft_fabric_record_end(fabric, SOFT_END_REFUSED_PEER, NULL,
@@ -273,12 +275,12 @@ void soft_fabric_accept(struct soft_fabric *fabric, const struct soft_watch *lis
             accept_stream(fabric, fd, kind == SOFT_SERVED_UNIX);
             continue;
         }
-        /* Who waits goes on waiting: the listener would be ready for ever. */
+        /* The connection stays in the backlog, and the listener would be ready for ever. */
         if (errno == EMFILE || errno == ENFILE || errno == ENOMEM || errno == ENOBUFS) {
             soft_fabric_record_end(fabric, SOFT_END_REFUSED_PEER, NULL, "no descriptors are left for another peer");
             set_listener_paused(fabric, SOFT_SERVED_UNIX, true);
             set_listener_paused(fabric, SOFT_SERVED_TCP, true);
         }
-        return; /* none is left, or one went away meanwhile: then epoll tells of the others */
+        return; /* no connection is left, or one was closed meanwhile: epoll reports the others */
     }
 }

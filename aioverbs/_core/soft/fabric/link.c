@@ -1,4 +1,4 @@
-/* Links: finding them by GID, connecting them, sending over them, and who waits for them. */
+/* Links: find them by GID, connect them, send over them, and queue the queue pairs that wait for them. */
 #define _GNU_SOURCE
 #include "soft/fabric/link.h"
 
@@ -109,7 +109,7 @@ static void free_link(struct soft_link *link)
     free(link);
 }
 
-/* One at a time: closing wants fabric->links to be free. */
+/* Remove one unused link from the table. One at a time, since closing a link needs fabric->links to be free. */
 static struct soft_link *take_unused(struct soft_fabric *fabric, uint64_t now)
 {
     struct soft_link **place, *link = NULL;
@@ -127,7 +127,7 @@ static struct soft_link *take_unused(struct soft_fabric *fabric, uint64_t now)
     return link;
 }
 
-/* One that has licences of processes to which it is not connected any more. */
+/* Return a link that has read cache pages of processes to which it is not connected any more, or NULL. */
 static struct soft_link *find_outdated(struct soft_fabric *fabric)
 {
     struct soft_link *link, *found = NULL;
@@ -148,11 +148,11 @@ void soft_links_sweep(struct soft_fabric *fabric, uint64_t now)
     assert_held(&fabric->progress);
     while ((link = take_unused(fabric, now)))
         free_link(link);
-    while ((link = find_outdated(fabric))) /* only here links are freed */
+    while ((link = find_outdated(fabric))) /* links are freed only here, so `link` stays valid */
         soft_read_cache_drop(link, false);
 }
 
-/* `last`: those that have not left are waited for no longer. */
+/* Revoke the copy tokens of all links. Return whether no peer is copying. With `last`, give up peers that are. */
 static bool links_revoke_tokens(struct soft_fabric *fabric, bool last)
 {
     struct soft_link *link;
@@ -215,7 +215,7 @@ static int new_socket(int family)
     return fd;
 }
 
-/* 0: it is connected, or will be; else an errno. */
+/* Begin to connect. Return 0 or an errno. */
 static int connect_to(struct soft_link *link, const struct sockaddr *address, socklen_t size)
 {
     struct soft_stream *stream = &link->stream;
@@ -230,12 +230,13 @@ static int connect_to(struct soft_link *link, const struct sockaddr *address, so
     }
     error = soft_stream_begin(stream, fd, address->sa_family == AF_UNIX, SOFT_CONNECTING);
     if (!error && stream->is_unix)
-        soft_link_connected(link); /* it is, or connect would have failed */
+        soft_link_connected(link); /* a Unix socket connects at once, or connect() fails */
     return error;
 }
 
-/* Over TCP only where this device has an address itself: whoever tells us a GID, as an offer does, would else have any
- * process connect to where he likes. */
+/* Connect a link: over the directory's Unix socket, or else over TCP. TCP is used only if this device has an address
+ * itself: otherwise a peer that names a GID (as an offer does) could have any process connect to an address of that
+ * peer's choice. */
 static void connect_link(struct soft_link *link)
 {
     struct soft_fabric *fabric = link->stream.fabric;
@@ -272,7 +273,7 @@ static bool has_todo(struct soft_fabric *fabric)
     return found;
 }
 
-/* There is one, and stays there: only who has progress takes one away. */
+/* Remove the first link of the todo queue. There is one: links are removed under progress only. */
 static struct soft_link *take_todo(struct soft_fabric *fabric)
 {
     struct soft_link *link;
@@ -292,7 +293,7 @@ void soft_links_connect(struct soft_fabric *fabric)
         connect_link(take_todo(fabric));
 }
 
-/* The kernel's word for who listens there. */
+/* Ask the kernel for the process that listens there. Return whether its user is allowed. */
 static bool check_peer_process(struct soft_stream *stream)
 {
     struct ucred peer;
@@ -305,7 +306,7 @@ static bool check_peer_process(struct soft_stream *stream)
     stream->uid = peer.uid;
     pidfd = soft_process_open(stream->pid);
     soft_mutex_take(&stream->tx);
-    if (soft_process_has_exited(stream->pidfd)) /* what it was in the middle of, nobody can ask for any more */
+    if (soft_process_has_exited(stream->pidfd)) /* copies of a process that has exited cannot be waited for */
         soft_copy_tokens_free_busy(container_of(stream, struct soft_link, stream));
     soft_descriptor_close(stream->pidfd);
     stream->pidfd = pidfd;
@@ -346,12 +347,13 @@ void soft_link_opened(struct soft_link *link)
     stream->connected_times++;
     link->opened = link->attempts;
     soft_mutex_give(&stream->tx);
-    soft_stream_set_stage(stream, SOFT_OPEN); /* there is room: those who wait are kicked */
+    soft_stream_set_stage(stream, SOFT_OPEN); /* there is room: waiting queue pairs are kicked */
 }
 
 /* ---- Waiting, under tx --------------------------------------------------------------------------------------- */
 
-/* In the order of tickets. A new one is the last; whose turn is not over still has his old one. */
+/* Insert a waiter in the order of tickets. A new ticket is the last; a queue pair whose turn is not over keeps its
+ * ticket. */
 static void link_wait(struct soft_link *link, struct soft_waiter *waiter)
 {
     struct soft_waiter *before = link->last;
@@ -390,14 +392,15 @@ void soft_link_kick(struct soft_link *link, bool all)
 
     assert_held(&link->stream.fabric->progress);
     soft_mutex_take(&stream->tx);
-    limit = all ? link->waiting : 16; /* the rest in the next turn: where an engine executes, there is room for long */
+    /* the rest follow in the next turn: when another thread executes them, there is room for long */
+    limit = all ? link->waiting : 16;
     for (kicked = 0; kicked < limit && link->first && (all || !(stream->blocked || stream->broken)); kicked++) {
         struct soft_waiter *waiter = link->first;
 
         link_stop_waiting(link, waiter);
-        if (waiter->allowance <= 0) /* what he sent beyond his last turn counts */
+        if (waiter->allowance <= 0) /* bytes sent beyond the last turn count */
             waiter->allowance += SOFT_TURN_BYTES;
-        /* Before the lock is given back it is in our grace section: who forgets it waits for that. */
+        /* The queue pair cannot be freed: soft_link_forget() needs this lock, and then waits for this grace section. */
         soft_mutex_give(&stream->tx);
         stream->fabric->user->kick(container_of(waiter, struct soft_qp, waiter));
         soft_mutex_take(&stream->tx);
@@ -420,9 +423,9 @@ void soft_link_forget(struct soft_link *link, struct soft_qp *qp)
 
 /* ---- Sending ------------------------------------------------------------------------------------------------- */
 
-/* Under tx: there is no connection. Whether one is to be made is told to who reads. An attempt that had begun before
- * `waiter` asked may have gone to what the peer was before: that it failed says nothing of the peer that there is. Nor
- * does one that did not fail, whose connection ended before it was `waiter`'s turn. */
+/* Wait for a connection. Under tx. Set `*make` if one is to be requested. If an attempt had begun before `waiter`
+ * asked, its failure says nothing about the peer: the attempt may have gone to a previous process. Nor does an attempt
+ * that succeeded, if its connection ended before it was the turn of `waiter`. */
 static int wait_for_connection(struct soft_link *link, struct soft_waiter *waiter, bool *make)
 {
     bool attempt_failed = waiter->attempt > link->opened && waiter->attempt <= link->attempts;
@@ -474,9 +477,9 @@ int soft_link_send(struct soft_link *link, struct soft_qp *qp, const struct soft
     } else if (waiter->link || stream->blocked || stream->broken || (link->first && waiter->allowance <= 0)) {
         error = EAGAIN;
     } else if (soft_has_frame_faults(stream) && !soft_frame_fault_out(stream, frame, data, count)) {
-        error = 0; /* as far as its sender can tell, it is on its way */
+        error = 0; /* to the sender, the frame is on its way */
     } else if (soft_stream_write(stream, frame, data, count)) {
-        error = EAGAIN; /* it broke: who closes it kicks those who wait */
+        error = EAGAIN; /* the stream broke: closing it kicks the waiters */
     } else {
         if (waiter->allowance > 0)
             waiter->allowance -= SOFT_FRAME_SIZE + frame->size;

@@ -1,4 +1,4 @@
-/* Links, from the inside of the fabric. */
+/* Links, as other parts of the fabric use them. */
 #ifndef AIOVERBS_SOFT_FABRIC_LINK_H
 #define AIOVERBS_SOFT_FABRIC_LINK_H
 
@@ -9,19 +9,21 @@
 #include "soft/fabric/stream.h"
 
 /* Under progress. */
-void soft_links_connect(struct soft_fabric *fabric); /* those that want to be; may close others, as accepting does */
-void soft_link_connected(struct soft_link *link);    /* the socket is, or failed */
-void soft_link_opened(struct soft_link *link);       /* the handshake is over */
+/* connect links of the todo queue; may close other links, as accepting may */
+void soft_links_connect(struct soft_fabric *fabric);
+void soft_link_connected(struct soft_link *link); /* the socket connected, or failed to */
+void soft_link_opened(struct soft_link *link);    /* the handshake succeeded */
 void soft_links_sweep(struct soft_fabric *fabric, uint64_t now);
 
-/* Halted, all streams closed, under setup, which keeps links from being freed: waits until no peer moves anything any
- * more, SOFT_COPY_TIMEOUT_NS at most. */
+/* Revoke all copy tokens, and wait until no peer copies any more, SOFT_COPY_TIMEOUT_NS at most. The fabric is halted
+ * and all streams are closed. Under setup, which keeps links from being freed. */
 void soft_links_revoke_tokens(struct soft_fabric *fabric);
 
-/* Under progress, in a grace section: those who wait are kicked, as long as there is room; or each once. */
+/* Kick waiting queue pairs: as long as there is room, or, with `all`, each one once. Under progress, in a grace
+ * section. */
 void soft_link_kick(struct soft_link *link, bool all);
 
-/* Under tx: whether EPOLLOUT is wanted for the sake of those who wait. */
+/* Return whether queue pairs wait, so that EPOLLOUT is to be watched. Under tx. */
 static inline bool soft_link_has_waiters(const struct soft_link *link)
 {
     return link->first != NULL;

@@ -1,10 +1,11 @@
-/* What the parts of the fabric know of each other. Rules beside fields, as in soft/objects/device.h, and beyond:
+/* Structures that the parts of the fabric share. The comment of a field names its lock, as in soft/objects/device.h,
+ * and also:
  *
- *   progress  under fabric->progress
- *   tx        under stream->tx
- *   both      written under progress and tx, read under either
- *   links     under fabric->links
- */
+ *
+ *    progress  under fabric->progress
+ *    tx        under stream->tx
+ *    both      written under progress and tx, read under either
+ *    links     under fabric->links */
 #ifndef AIOVERBS_SOFT_FABRIC_STREAM_H
 #define AIOVERBS_SOFT_FABRIC_STREAM_H
 
@@ -17,58 +18,60 @@
 #include "soft/base/lock_order.h"
 #include "soft/base/wait_budget.h"
 
-#define SOFT_IN_SIZE (SOFT_FRAGMENT + (64u << 10)) /* of what was received and not handled */
-#define SOFT_SMALL_ANSWERS (32u << 10)             /* are gathered until the batch ends */
-/* What answers may need at worst: they are begun when no more than the small ones wait; then comes one with a
- * fragment, and then one without data for each frame that was at hand. */
+#define SOFT_IN_SIZE (SOFT_FRAGMENT + (64u << 10)) /* bytes received and not yet handled */
+#define SOFT_SMALL_ANSWERS (32u << 10)             /* bytes of small answers that are queued until the batch ends */
+/* Worst case for queued answers: a request is handled only while no more than the small answers are queued; then may
+ * come an answer with a fragment, and one without data for each frame that was at hand. */
 #define SOFT_OUT_ANSWERS (SOFT_SMALL_ANSWERS + SOFT_FRAME_SIZE + SOFT_FRAGMENT + SOFT_IN_SIZE)
 #define SOFT_OUT_REQUEST (SOFT_FRAME_SIZE + SOFT_FRAGMENT)
-/* So a link costs 320 KiB at most and a served stream 544 KiB, of which the kernel gives pages when they are used first:
- * a few, where messages are small. */
+/* Memory of buffers: 320 KiB at most for a link, 544 KiB for a served stream. The kernel provides pages on first use: a
+ * few, while messages are small. */
 _Static_assert(SOFT_IN_SIZE + SOFT_OUT_REQUEST < 321u << 10 && SOFT_IN_SIZE + SOFT_OUT_ANSWERS < 545u << 10, "");
-#define SOFT_SOCKET_ROOM (1 << 19)    /* that a Unix socket is asked to have; the system gives what it allows */
-#define SOFT_HANDSHAKE_NS 2000000000u /* of a peer that is served, from when it is accepted */
-/* The same of a link, which may wait in its peer's backlog first, behind as many silent ones as that holds: one that
- * gave up before they are worked off would begin again behind those that came meanwhile, for ever. That takes
- * SOFT_PATIENCE_NS for each SOFT_MAX_HANDSHAKES of SOMAXCONN, 8 s, and longer where the peer's `ulimit -n`, or those
- * that are connected to it, leave it fewer places. */
+#define SOFT_SOCKET_ROOM (1 << 19)    /* requested send buffer of a Unix socket; the system may allow less */
+#define SOFT_HANDSHAKE_NS 2000000000u /* time limit for the handshake of a served stream, from accept() on */
+/* Time limit for the handshake of a link. The link may first wait in its peer's backlog, behind as many silent
+ * connections as the backlog holds. A link that gave up before they are worked off would start again behind connections
+ * that came meanwhile, for ever. Working off a backlog takes SOFT_PATIENCE_NS for each SOFT_MAX_HANDSHAKES of
+ * SOMAXCONN, 8 s; and longer if the peer's `ulimit -n`, or its connected peers, leave it fewer places. */
 #define SOFT_CONNECT_NS 30000000000ull
-#define SOFT_PATIENCE_NS 500000000u /* that a handshake has for itself, however many others wait for its place */
-#define SOFT_MAX_HANDSHAKES 256u    /* of each kind of streams at a time, like the next one */
-#define SOFT_MAX_SERVED 4096u       /* and as many as find room in a quarter of the process's descriptors */
-#define SOFT_LINGER_NS 1000000000u  /* how long a link stays connected that nobody uses */
+#define SOFT_PATIENCE_NS 500000000u /* time that a handshake has before a waiting connection may evict it */
+#define SOFT_MAX_HANDSHAKES 256u    /* handshakes at a time, for each enum soft_kind */
+/* served streams at a time, for each kind; also limited to a quarter of the process's descriptors */
+#define SOFT_MAX_SERVED 4096u
+#define SOFT_LINGER_NS 1000000000u /* time for which an unused link stays connected */
 #define SOFT_TURN_BYTES SOFT_OUT_REQUEST
 
-/* What epoll tells of; embedded first. */
+/* Descriptor that epoll watches. Embedded as the first member. */
 struct soft_watch {
     enum { SOFT_WATCH_WAKE, SOFT_WATCH_UNIX, SOFT_WATCH_TCP, SOFT_WATCH_TIMER, SOFT_WATCH_STREAM } what; /* const */
-    int fd; /* progress; a stream's: both */
+    int fd; /* progress; of a stream: both */
 };
 
 enum soft_stage {
-    SOFT_CLOSED,     /* a link only: others are gone then */
-    SOFT_CONNECTING, /* link: the socket is being connected */
-    SOFT_GREETING,   /* link: waits for WELCOME; served: for HELLO */
-    SOFT_PROVING,    /* waits for PROOF; a link only with a secret */
+    SOFT_CLOSED,     /* links only: a served stream is freed when it closes */
+    SOFT_CONNECTING, /* link: the socket connects */
+    SOFT_GREETING,   /* link: waits for WELCOME; served: waits for HELLO */
+    SOFT_PROVING,    /* waits for PROOF; of a link: with a secret only */
     SOFT_OPEN,
 };
 
-/* Each has places of its own for handshakes: who fills those of one kind keeps nobody out of the others. */
+/* Kinds of streams. Each kind has its own limit of handshakes, so that peers which use up one limit keep nobody out of
+ * the others. */
 enum soft_kind { SOFT_SERVED_UNIX, SOFT_SERVED_TCP, SOFT_OUTGOING, SOFT_KINDS };
 
-/* What a stream's end counts as. */
+/* Statistics counter that the end of a stream adds to. */
 enum soft_end { SOFT_END_LOST, SOFT_END_REFUSED_PEER, SOFT_END_REFUSED_FRAME, SOFT_END_CONNECT, SOFT_END_UNUSED };
 
-/* Where a link's peer begins with each system call that moves data: the first memory that it reaches. In a page of its
- * own, and shut by taking all rights to that page. */
+/* Gate of a link: the first memory that the peer touches with each system call that copies data. The gate is a page of
+ * its own; it is closed by removing all access rights to that page. */
 struct soft_gate {
-    uint8_t probe[SOFT_NONCE]; /* the peer writes its nonce here, once, from outside of the process */
-    uint8_t byte;              /* that it brings or takes along, with any value */
+    uint8_t probe[SOFT_NONCE]; /* the peer writes its nonce here once, from its own process */
+    uint8_t byte;              /* read or written first by each copy, with any value */
 };
 
-/* One page of words that a link shares with its peer: what each direct request may still do. */
+/* Page of words that a link shares with its peer: the state of the copy token of each direct request. */
 struct soft_copy_token_page {
-    _Atomic uint64_t words[SOFT_COPY_TOKENS]; /* the peer may write anything here */
+    _Atomic uint64_t words[SOFT_COPY_TOKENS]; /* untrusted: the peer may write any value */
 };
 
 struct soft_stream {
@@ -76,26 +79,30 @@ struct soft_stream {
     struct soft_fabric *fabric;        /* const */
     bool is_link;                      /* const */
     enum soft_stage stage;             /* both */
-    bool is_unix;                      /* progress, like the next eleven */
-    struct soft_stream *next, **place; /* of fabric->streams */
-    uint64_t deadline;                 /* of the handshake; served and open: till then it gives way to nobody */
+    bool is_unix;                      /* progress, like the next fourteen */
+    struct soft_stream *next, **place; /* list of fabric->streams */
+    /* end of the handshake's time; served and open: the stream is not evicted before */
+    uint64_t deadline;
     union ibv_gid peer[2];
     uint32_t pid, uid;
-    int received_fd;     /* came beside the first bytes: served: of copy tokens; link: of licences; or -1 */
-    bool discarded;      /* one came that is none of these: no other one may */
-    bool has_read_cache; /* served: it gives licences. Link: it has them */
+    /* descriptor that came with the first bytes, or -1. Served: copy tokens; link: page of the read cache */
+    int received_fd;
+    bool discarded;      /* a descriptor of another kind came and was discarded: no further one is accepted */
+    bool has_read_cache; /* served: this device grants reads; link: the peer does */
     uint8_t hello[SOFT_HELLO_SIZE], welcome[SOFT_WELCOME_SIZE];
-    uint8_t *in; /* SOFT_IN_SIZE bytes, of which [in_begin, in_end) are to be handled */
+    uint8_t *in; /* buffer of SOFT_IN_SIZE bytes; [in_begin, in_end) is not handled yet */
     uint32_t in_begin, in_end;
     uint64_t frames_in, bytes_in;
-    const char *refusal; /* it is to be closed */
+    const char *refusal; /* the stream is to be closed for this reason; or NULL */
     enum soft_end refused_as;
-    char refusal_text[96]; /* where `refusal` is no constant */
-    bool paused;           /* both. Served: no room for answers, so no requests are taken */
-    bool stalled;          /* both: nothing is read, by order */
-    bool unfinished;       /* both: its turn was over before all frames were handled that are at hand */
-    /* Progress. Descriptors may come over a Unix socket; the kernel cannot refuse them, from others or from a peer of
-     * this user; it does; none is left. */
+    char refusal_text[96]; /* text of a `refusal` that is not a constant */
+    bool paused;           /* both. Served: no requests are handled, since there is no room for answers */
+    bool stalled;          /* both: nothing is read, by soft_fabric_stall() */
+    bool unfinished;       /* both: complete frames were left when the stream's turn was over */
+    /* Progress. State of descriptor passing over a Unix socket. In the handshake a descriptor may come. Then either the
+     * kernel cannot refuse descriptors, and they are rejected (peer of another user) or closed in this thread (peer of
+     * this user); or the kernel refuses new ones, and the ones sent before are drained; or it refuses them and none is
+     * left. */
     enum {
         SOFT_RIGHTS_HANDSHAKE,
         SOFT_RIGHTS_REJECT,
@@ -103,48 +110,50 @@ struct soft_stream {
         SOFT_RIGHTS_DRAIN,
         SOFT_RIGHTS_REFUSED
     } rights;
-    atomic_bool direct; /* written under progress; read by who sends */
+    atomic_bool direct; /* written under progress; read by senders */
     char why_not_direct[64];
-    char reason[96]; /* progress: why it ended last */
-    int pidfd;       /* served: progress; links: both. The peer's process, or -1; a link keeps it until the next one */
+    char reason[96]; /* progress: why the stream last ended */
+    /* served: progress; links: both. pidfd of the peer's process, or -1; a link keeps it until the next connection */
+    int pidfd;
     struct soft_copy_token_page
-        *copy_tokens; /* served: progress. Links: const since the first connection, written under tx */
-    uint64_t gate;    /* served: progress: where the byte of its gate is in the peer's memory */
+        *copy_tokens; /* served: progress. Links: const after the first connection, written under tx */
+    uint64_t gate;    /* served: progress: address of the gate's byte in the peer's memory */
 
     struct soft_mutex tx;
-    uint8_t *out; /* tx, like all that follows: [out_begin, out_end) of it waits for room in the socket */
+    uint8_t *out; /* tx, like all that follows: [out_begin, out_end) waits for room in the socket */
     uint32_t out_begin, out_end, out_size;
-    bool blocked;    /* the socket took not all: EPOLLOUT tells when it goes on */
-    bool broken;     /* ... or nothing any more: it was shut down, and who reads closes it */
-    uint32_t events; /* that epoll watches for */
+    bool blocked;    /* the socket is full: EPOLLOUT reports when there is room */
+    bool broken;     /* the socket was shut down; the thread that reads closes the stream */
+    uint32_t events; /* events that epoll watches */
     uint64_t frames_out, bytes_out, connected_times;
-    struct soft_held_frame *held; /* frames that the fault plan has come later, the next one first */
+    struct soft_held_frame *held; /* frames that the fault plan delays, in order of their time */
     uint32_t held_bytes;
 };
 
 struct soft_link {
     struct soft_stream stream;
     union ibv_gid remote;        /* const */
-    struct soft_link *next;      /* links, like the next five */
-    struct soft_link *next_todo; /* to be connected */
+    struct soft_link *next;      /* links, like the next five: chain of the hash table */
+    struct soft_link *next_todo; /* queue of links to be connected */
     bool todo;
     uint32_t references;
     uint64_t unused_since;
-    bool is_found; /* in the table */
+    bool is_found; /* in fabric->table */
 
-    bool connect_requested;                        /* tx, like the next seven: it is to be connected, and not begun */
-    uint64_t retry_at;                             /* no attempt to connect before */
-    uint64_t attempts;                             /* to connect that were begun */
-    uint64_t opened;                               /* the last of them that led to a connection */
-    struct soft_waiter *first, *last;              /* queue pairs that wait, in the order of their tickets */
-    uint32_t waiting;                              /* how many */
-    uint64_t tickets;                              /* the last one that was given */
-    uint64_t tokens_in_use[SOFT_COPY_TOKENS / 64]; /* tx: a bit for each copy token that is in use */
-    uint32_t serials[SOFT_COPY_TOKENS];            /* tx: the last one of each */
-    struct soft_waited waited;                     /* tx: for the peer to leave memory */
-    bool overdue;           /* tx: the peer kept memory that it was to leave: there are no copy tokens any more */
-    int tokens_fd;          /* progress: to be sent with HELLO, or -1 */
-    struct soft_gate *gate; /* tx: NULL before the first offer; not to be touched when the peer is overdue */
+    /* tx, like the next seven: a connection was requested, and the attempt has not begun */
+    bool connect_requested;
+    uint64_t retry_at;                             /* earliest time of the next attempt to connect */
+    uint64_t attempts;                             /* number of attempts to connect that have begun */
+    uint64_t opened;                               /* number of the last attempt that led to a connection */
+    struct soft_waiter *first, *last;              /* waiting queue pairs, in the order of their tickets */
+    uint32_t waiting;                              /* number of waiting queue pairs */
+    uint64_t tickets;                              /* last ticket that was given */
+    uint64_t tokens_in_use[SOFT_COPY_TOKENS / 64]; /* tx: a bit for each copy token in use */
+    uint32_t serials[SOFT_COPY_TOKENS];            /* tx: last serial number of each copy token */
+    struct soft_waited waited;                     /* tx: time spent waiting for the peer to finish copies */
+    bool overdue;           /* tx: the peer did not finish a copy in time: the link has no copy tokens any more */
+    int tokens_fd;          /* progress: descriptor of `copy_tokens`, sent with HELLO, or -1 */
+    struct soft_gate *gate; /* tx: NULL before the first offer; not to be accessed once `overdue` */
 
     /* Owner of the memory that reads on this link may copy. Written under progress; read in grace sections. */
     struct soft_read_cache_owner *_Atomic read_cache_owner;
@@ -156,55 +165,60 @@ struct soft_fabric {
     struct soft_device *device; /* const, like the next two */
     const struct soft_fabric_user *user;
     struct soft_settings settings;
-    uint16_t port; /* const: of TCP; 0: the device has no address */
+    uint16_t port; /* const: TCP port; 0: the device has no address */
 
-    struct soft_mutex setup;           /* starting, listening, stopping */
-    bool running;                      /* setup: the thread runs */
+    struct soft_mutex setup;           /* starts, listens, stops */
+    bool running;                      /* setup: the thread exists */
     bool listening;                    /* setup */
-    atomic_bool halted;                /* written under setup: for good */
+    atomic_bool halted;                /* written under setup: stopped at the end of the process */
     char error[256];                   /* setup: why listening failed */
     pthread_t thread;                  /* setup */
-    struct soft_directory_entry entry; /* setup; its socket is watched by unix_watch */
+    struct soft_directory_entry entry; /* setup; unix_watch watches its socket */
 
-    int epoll; /* const while it runs */
+    int epoll; /* const while the thread runs */
     struct soft_watch wake, unix_watch, tcp_watch;
-    struct soft_watch timer; /* of frames that come later; a timerfd, set under `held` */
+    struct soft_watch timer; /* timerfd for delayed frames, set under `held` */
     atomic_bool stop;
-    atomic_bool active;            /* it runs: there may be something to look at */
-    atomic_uint polls;             /* by others than the thread, since the last rest */
-    atomic_uint frame_fault_plans; /* contexts whose fault plan has something to say of frames */
-    atomic_bool thread_yields;     /* the thread leaves the reading to who polls */
+    atomic_bool active;            /* the thread runs: there may be something to read */
+    atomic_uint polls;             /* polls by other threads since soft_fabric_stop_polling() */
+    atomic_uint frame_fault_plans; /* contexts whose fault plan may affect frames */
+    atomic_bool thread_yields;     /* the thread leaves reading to threads that poll */
 
-    struct soft_mutex wakeup_lock; /* see soft/fabric/wakeup.c */
+    struct soft_mutex wakeup_lock; /* protects `wakeup_channel`, see soft/fabric/wakeup.c */
     atomic_uint outgoing;          /* streams that wait for room in their sockets: changed under their tx */
-    struct soft_channel *_Atomic wakeup_channel; /* written under leading */
+    struct soft_channel *_Atomic wakeup_channel; /* written under wakeup_lock */
 
     struct soft_mutex progress;
     struct soft_stream *streams;
     struct soft_coalesced_ack ack;
-    struct soft_stream *hot;              /* the last one that had something */
-    struct soft_stream *_Atomic deferred; /* written under progress: its answers wait, see soft_stream_send_deferred */
+    struct soft_stream *hot; /* stream that last had something to read */
+    /* written under progress: stream with queued answers, see soft_stream_send_deferred */
+    struct soft_stream *_Atomic deferred;
     uint32_t hot_polls;
     uint32_t stream_count, handshakes;
     uint32_t streams_of[SOFT_KINDS], handshakes_of[SOFT_KINDS];
-    uint32_t two_descriptors_of[SOFT_KINDS]; /* that count as two descriptors */
-    atomic_ullong sweep_at; /* written under progress: when deadlines are looked at again, CLOCK_MONOTONIC */
-    bool listener_paused[SOFT_OUTGOING]; /* nobody is accepted there: until the next sweep, or until a place is free */
-    bool crowding_recorded[SOFT_OUTGOING]; /* it was said that one waits there for which no other one gives way */
-    uint32_t closes;                /* streams that were closed, ever: what epoll told before may be of one of them */
-    struct soft_fabric_stats stats; /* what is counted of them, and `event` as a ring */
+    uint32_t two_descriptors_of[SOFT_KINDS]; /* streams that count as two descriptors */
+    atomic_ullong sweep_at;                  /* written under progress: next check of deadlines, CLOCK_MONOTONIC */
+    bool listener_paused[SOFT_OUTGOING]; /* no peer is accepted there until the next sweep, or until a place is free */
+    /* an event says that a connection waits and no stream may be evicted for it */
+    bool crowding_recorded[SOFT_OUTGOING];
+    /* streams closed so far: events that epoll returned before may be of a closed stream */
+    uint32_t closes;
+    struct soft_fabric_stats stats; /* counters, and `event` as a ring */
     uint64_t event_count;
 
-    struct soft_read_cache_page *_Atomic read_cache_page; /* that this device shows its peers; written under progress */
-    int read_cache_fd;                                    /* progress: of it, or -1 */
-    uint8_t read_cache_nonce[SOFT_NONCE];                 /* progress: peers read it from outside of the process */
+    /* page that this device shares with its peers; written under progress */
+    struct soft_read_cache_page *_Atomic read_cache_page;
+    int read_cache_fd;                    /* progress: descriptor of read_cache_page, or -1 */
+    uint8_t read_cache_nonce[SOFT_NONCE]; /* progress: peers read it from their own processes */
 
     struct soft_mutex held;
-    uint64_t held_at; /* held: when the timer comes; UINT64_MAX: never */
+    uint64_t held_at; /* held: time at which the timer expires; UINT64_MAX: it is not armed */
 
     struct soft_mutex links;
     struct soft_link *table[64];
-    struct soft_link *first_todo, *last_todo; /* to be connected, in this order; the last one only if there is one */
+    /* queue of links to be connected; `last_todo` is valid only if there is a first one */
+    struct soft_link *first_todo, *last_todo;
 };
 
 /* ---- Functions ------------------------------------------------------------------------------------------------ */
@@ -212,27 +226,30 @@ struct soft_fabric {
 int soft_stream_init(struct soft_stream *stream, struct soft_fabric *fabric, bool is_link); /* 0 or an errno */
 void soft_stream_destroy(struct soft_stream *stream);
 
-/* Under progress. The socket, which is owned, is the stream's from here on, also where this fails. 0 or an errno. */
+/* Begin a connection. Under progress. The stream takes ownership of the socket, also if this fails. Return 0 or an
+ * errno. */
 int soft_stream_begin(struct soft_stream *stream, int fd, bool is_unix, enum soft_stage stage);
 void soft_stream_set_stage(struct soft_stream *stream, enum soft_stage stage);
 
-/* Under progress, outside of its own callbacks. A served stream is freed. */
+/* Close a stream. Under progress, not from its own callbacks. A served stream is freed. */
 void soft_stream_close(struct soft_stream *stream, enum soft_end end, const char *reason);
 
-/* Under progress: keeps and counts why a peer was refused; `peer` may be NULL. */
+/* Count the end of a stream, and record why a peer was refused. Under progress. `peer` may be NULL. */
 void soft_fabric_record_end(struct soft_fabric *fabric, enum soft_end end, const uint8_t *peer, const char *reason);
 
-/* Under tx: 0, or EPIPE and it is broken. What the socket does not take is kept, for which there must be room. */
+/* Send a frame. Under tx. Return 0, or EPIPE if the stream is broken. Bytes that the socket does not take are queued;
+ * there must be room for them. */
 int soft_stream_write(struct soft_stream *stream, const struct soft_frame *frame, const struct iovec *data,
                       unsigned int count);
 
-/* Under progress, while nobody else sends: a message of the handshake, with a descriptor or -1. False: it did not go. */
+/* Send a message of the handshake, with descriptor `fd` or -1. Under progress, while no frames are sent. Return false
+ * if the message was not sent. */
 bool soft_stream_send_message(struct soft_stream *stream, const void *message, size_t size, int fd);
 
-/* Under tx: nothing goes over it any more. Who reads finds it, and closes it. */
+/* Shut the connection down. Under tx. The thread that reads notices, and closes the stream. */
 void soft_stream_break(struct soft_stream *stream);
 
-/* Under tx: sends what waits, as far as it goes; watches for what there is to watch for. */
+/* Send queued bytes as far as the socket takes them; update the events that epoll watches. Under tx. */
 void soft_stream_flush(struct soft_stream *stream);
 void soft_stream_watch(struct soft_stream *stream);
 

@@ -1,23 +1,36 @@
-/* Copy tokens. A word of the shared page is FREE, OPEN or BUSY, with the serial number of its request. The requester opens
- * it; the peer makes it BUSY around each system call that moves bytes; the requester frees it, when it is not BUSY. So
- * no byte is moved for a request that is over, whatever became of the connection.
+/* Copy tokens. A word of the shared page has a state, FREE, OPEN or BUSY, and the serial number of its request.
  *
- * Nobody waits in here. A copy token that is BUSY stays the queue pair's, which asks for it again: from its timer, while it
- * sends nothing (soft/transport/requester.c), or from the verb that wants its memory back, with no lock of a device half held, outside
- * of grace sections. Destroying or resetting a queue pair does so inside of its driver half and those of its completion
- * queues. So a peer that keeps a word BUSY holds up that queue pair, that verb and who polls these queues, nobody else.
+ *             requester opens               peer begins a system call
+ *      FREE ------------------------> OPEN ------------------------> BUSY
+ *           <------------------------      <------------------------
+ *             requester closes              peer ends the system call
  *
- * And not for ever. The word is the peer's to write, so it may stay BUSY, or become BUSY again: a peer that has kept
- * others waiting for SOFT_COPY_TIMEOUT_NS, in one wait or in all (soft/base/wait_budget.h), is overdue. Then its gate is shut,
- * so that no system call that it begins from then on moves anything, though it may have been stopped right before that;
- * the link is torn, so that no answer to what was asked on it is ever heard; all copy tokens of it count as taken back, which
- * the caller rests on; and no copy token is opened on it again, so data goes over the stream. What is left is a system call
- * that has gone through the gate: one that moves SOFT_DIRECT_FRAGMENT bytes is over long before SOFT_COPY_TIMEOUT_NS are,
- * where all pages are there. Pages that the kernel has to wait for longer than that, in the middle of the system call,
- * are not covered: nobody can call it off, and to look for them before each one costs too much.
+ * The requester opens the token of a direct request. The peer makes it BUSY around each system call that copies bytes.
+ * The requester closes it, when it is not BUSY. So no byte is copied for a request that is over, whatever became of the
+ * connection.
  *
- * That holds for an honest peer. One that is not honest needs neither copy token nor gate to write to this process's memory:
- * it is of this user, or it would have none, and the kernel lets it. */
+ * No function in this file waits. A token that is BUSY remains in use by its queue pair, which tries to close it again:
+ * from its timer, while it sends nothing (soft/transport/requester.c), or from the verb that takes its memory back,
+ * with no device half's lock held and outside of grace sections. Destroying or resetting a queue pair does so inside of
+ * its driver half and those of its completion queues. So a peer that keeps a word BUSY delays that queue pair, that
+ * verb and threads that poll these completion queues, and nothing else.
+ *
+ * The delay is bounded. The peer can write to the word, so it may stay BUSY, or become BUSY again. A peer that was
+ * waited for for SOFT_COPY_TIMEOUT_NS, in one wait or in all (soft/base/wait_budget.h), is overdue. Then:
+ *
+ * - the gate is closed: no system call that the peer begins from then on copies anything, even if the peer was stopped
+ *   right before it;
+ * - the stream is broken: no answer to a request that was sent on it is handled any more;
+ * - all tokens of the link count as closed, which callers rely on;
+ * - no token is opened on the link again: data goes over the stream.
+ *
+ * What remains is a system call that has passed the gate. One that copies SOFT_DIRECT_FRAGMENT bytes is over long
+ * before SOFT_COPY_TIMEOUT_NS, if all pages are present. Pages that the kernel has to wait for longer than that, in the
+ * middle of the system call, are not covered: the system call cannot be cancelled, and checking for such pages before
+ * each call costs too much.
+ *
+ * All this holds for an honest peer. A dishonest one needs neither token nor gate to write to this process's memory: it
+ * runs as this user, or direct copies would not be offered, and the kernel lets it. */
 #define _GNU_SOURCE
 #include "soft/fabric/copy_token.h"
 
@@ -87,7 +100,8 @@ const char *soft_copy_tokens_map(struct soft_stream *stream)
     if (stream->received_fd < 0)
         return "no copy tokens came with the offer of direct copies";
     if (soft_sealed_bytes(stream->received_fd) != (off_t)sizeof(*stream->copy_tokens))
-        return "the file of copy tokens is not sealed or has another size"; /* it could be cut short under our hands */
+        /* a file that can shrink would make accesses fail */
+        return "the file of copy tokens is not sealed or has another size";
     stream->copy_tokens = copy_token_page_map(stream->received_fd);
     soft_descriptor_close(stream->received_fd);
     stream->received_fd = -1;
@@ -127,7 +141,7 @@ int soft_copy_token_open(struct soft_link *link, uint16_t *copy_token, uint32_t 
     return error;
 }
 
-/* Under tx: it may be opened again. */
+/* Make the token available again. Under tx. */
 static void copy_token_put_back(struct soft_link *link, uint16_t copy_token)
 {
     link->tokens_in_use[copy_token / 64] &= ~(1ull << copy_token % 64);
@@ -198,8 +212,9 @@ void soft_copy_tokens_free_busy(struct soft_link *link)
     }
 }
 
-/* No copy token is opened any more whose request leaves: the stream was closed before. The gate is shut at the first look:
- * what has gone through it is over by the last one, and a peer that was stopped before it moves nothing. */
+/* No token that is opened from here on leads to a request: the stream was closed before. The gate is closed at the
+ * first call: a copy that had passed it is over by the last call, and a peer that was stopped before it copies
+ * nothing. */
 bool soft_copy_tokens_revoke_all(struct soft_link *link)
 {
     struct soft_copy_token_page *page;

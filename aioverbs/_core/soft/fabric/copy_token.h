@@ -9,18 +9,21 @@ struct soft_copy_token_page;
 struct soft_link;
 struct soft_stream;
 
-int soft_copy_tokens_create(struct soft_link *link); /* the page: 0 or an errno */
+int soft_copy_tokens_create(struct soft_link *link); /* create the page; return 0 or an errno */
 void soft_copy_tokens_destroy(struct soft_link *link);
-const char *soft_copy_tokens_map(struct soft_stream *stream); /* maps the page that came: NULL, or why not */
+const char *soft_copy_tokens_map(struct soft_stream *stream); /* map the page that came; return NULL, or why not */
 void soft_copy_tokens_unmap(struct soft_stream *stream);
 
-bool soft_copy_tokens_are_overdue(struct soft_link *link); /* the peer kept memory that it was to leave */
-void soft_copy_tokens_free_busy(struct soft_link *link);   /* under tx: its process is gone, and another one's comes */
+bool soft_copy_tokens_are_overdue(struct soft_link *link); /* the peer did not end a copy in time */
+/* under tx: the peer's process has exited, and another one connects */
+void soft_copy_tokens_free_busy(struct soft_link *link);
 
-/* The link is closed, and for good. Whether the peer moves nothing any more, of whatever request; else ask again. */
+/* Revoke all tokens of a link that is closed for good. Return whether the peer copies nothing any more; if not, call
+ * again. */
 bool soft_copy_tokens_revoke_all(struct soft_link *link);
 
-/* The peer's side: whether the request is still wanted, and is not given up until it is left. */
+/* The peer's side: mark the token BUSY before a copy, and OPEN after it. Return false if the request was given up.
+ * While the token is BUSY the requester does not give the request up. */
 bool soft_copy_token_enter(struct soft_copy_token_page *page, uint16_t copy_token, uint32_t serial);
 void soft_copy_token_leave(struct soft_copy_token_page *page, uint16_t copy_token, uint32_t serial);
 

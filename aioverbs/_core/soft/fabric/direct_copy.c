@@ -1,5 +1,5 @@
-/* Data that goes from the memory of one process to that of another in one copy: the owner of a region moves it, after
- * its own checks, by process_vm_readv and process_vm_writev. */
+/* Direct copies: data goes from the memory of one process to that of another in one copy. The owner of the memory
+ * region makes the copy, after its own checks, by process_vm_readv and process_vm_writev. */
 #define _GNU_SOURCE
 #include "soft/fabric/direct_copy.h"
 
@@ -28,7 +28,7 @@ int soft_process_open(uint32_t pid)
 {
     int fd = -1;
 
-    if (!pid) /* it is of another namespace */
+    if (!pid) /* the process is of another namespace */
         return -1;
     soft_descriptors_hold();
 #ifdef SYS_pidfd_open
@@ -47,7 +47,7 @@ bool soft_process_has_exited(int pidfd)
 
 /* ---- Finding out what works ---------------------------------------------------------------------------------- */
 
-/* Yama lets only a process's ancestors in, unless it says otherwise. */
+/* Allow any process to trace this one: Yama allows only ancestors by default. */
 void soft_direct_allow_ptrace(void)
 {
     char scope = '0';
@@ -67,7 +67,8 @@ static void set_not_direct(struct soft_stream *stream, const char *what, int err
              error ? strerror(error) : "");
 }
 
-/* The nonce stands at the probe; 0 or an errno. A mapping of its own, so that its rights can always be changed. */
+/* Write HELLO's nonce to the gate. Return 0 or an errno. The gate is a mapping of its own, so that its access rights
+ * can always be removed. */
 static int put_nonce(struct soft_link *link, const uint8_t nonce[SOFT_NONCE])
 {
     struct soft_gate *gate;
@@ -105,7 +106,8 @@ void soft_direct_close_gate(struct soft_link *link)
         mprotect(link->gate, sizeof(*link->gate), PROT_NONE);
 }
 
-/* Nobody gets the address of a gate that was shut while the process is there that may still come to it. */
+/* Unmap the gate, unless it was closed and the peer's process still exists: then the peer may still come to that
+ * address, so nothing else may be mapped there. */
 void soft_direct_destroy(struct soft_link *link)
 {
     if (link->gate && (!link->overdue || soft_process_has_exited(link->stream.pidfd)))
@@ -147,7 +149,8 @@ void soft_direct_offer(struct soft_link *link, struct soft_hello *hello)
     hello->probe = (uintptr_t)link->gate->probe;
 }
 
-/* The pid is what the kernel says, not what the peer says. */
+/* Read HELLO's nonce from the peer's memory, and write `nonce` there. Return NULL, or what failed. The process number
+ * is the one that the kernel reports, not the peer. */
 static const char *probe(struct soft_stream *stream, const struct soft_hello *hello, const uint8_t *nonce)
 {
     uint8_t found[SOFT_NONCE];
@@ -178,7 +181,7 @@ void soft_direct_probe(struct soft_stream *stream, const struct soft_hello *hell
         set_not_direct(stream, stream->is_unix ? "AIOVERBS_SOFT_DIRECT is 0" : "it is over TCP", 0);
         return;
     }
-    /* With another user's rights we might be able to, on behalf of who is not. */
+    /* A process with more rights than the peer could copy on behalf of a peer that may not. */
     if (stream->uid != geteuid()) {
         set_not_direct(stream, "the peer is another user's", 0);
         return;
@@ -208,9 +211,9 @@ bool soft_link_direct(const struct soft_link *link)
     return atomic_load_explicit(&link->stream.direct, memory_order_relaxed);
 }
 
-/* ---- Moving -------------------------------------------------------------------------------------------------- */
+/* ---- Copying ------------------------------------------------------------------------------------------------- */
 
-/* Steps over what was moved. */
+/* Skip the bytes that were copied. */
 static void advance(struct iovec **at, unsigned int *count, size_t moved)
 {
     while (*count && moved >= (*at)->iov_len) {
@@ -224,9 +227,10 @@ static void advance(struct iovec **at, unsigned int *count, size_t moved)
     }
 }
 
-/* It may stop where a page is missing, and then go on, or fail. The requester's gate comes first, at here[-1] and
- * there[-1], each time: the kernel reaches memory in this order, and stops where it may not. So where the gate is shut
- * when a system call begins, that moves nothing, however long ago it was decided on. */
+/* Copy `left` bytes. The system call may stop at a missing page, and then go on or fail. The requester's gate comes
+ * first, at here[-1] and there[-1], each time: the kernel accesses memory in this order, and stops where it may not. So
+ * if the gate is closed when a system call begins, that call copies nothing, however long ago the caller decided to
+ * make it. */
 static int copy_through_gate(struct soft_stream *stream, struct iovec *here, unsigned int here_count,
                              struct iovec *there, unsigned int there_count, size_t left, bool is_read)
 {
@@ -275,7 +279,7 @@ int soft_direct_move(struct soft_stream *stream, const struct soft_frame *frame,
     }
     if (left)
         return EMSGSIZE;
-    /* The number of a process that ended may be another's. */
+    /* The number of a process that exited may be reused. */
     if (soft_process_has_exited(stream->pidfd) ||
         !soft_copy_token_enter(stream->copy_tokens, frame->copy_token, frame->serial))
         return ESTALE;

@@ -12,7 +12,7 @@
 #include "soft/base/fork_fds.h"
 #include "soft/base/settings.h"
 
-/* A path in the directory. The settings leave room for a GID's name, which is the longest. */
+/* Build a path in the directory. The settings leave room for the name of a GID, which is the longest name. */
 static void directory_path(const struct soft_settings *settings, const char *name, char path[SOFT_MAX_PATH])
 {
     size_t length = strlen(settings->directory), more = strlen(name);
@@ -22,7 +22,8 @@ static void directory_path(const struct soft_settings *settings, const char *nam
     memcpy(path + length + 1, name, more + 1);
 }
 
-/* Whether nobody but us could have put something there; or, where it is shared with others, replaced what is ours. */
+/* Check that no other user could have put a file into the directory; or, if it is shared, that no other user could have
+ * replaced a file of this one. Return 0, or an errno, which `why` explains. */
 static int directory_check(const struct soft_settings *settings, const struct stat *found, char *why, size_t size)
 {
     if (!S_ISDIR(found->st_mode)) {
@@ -30,7 +31,7 @@ static int directory_check(const struct soft_settings *settings, const struct st
                  settings->directory);
         return ENOTDIR;
     }
-    if (settings->user_count) { /* its owner is the users' affair, and whether all of them may write there */
+    if (settings->user_count) { /* its owner, and whether all users may write there, are up to them */
         if (!(found->st_mode & 022) || found->st_mode & S_ISVTX)
             return 0;
         snprintf(why, size, "%s has no sticky bit, so that its users could replace each other's sockets: chmod +t it",
@@ -68,7 +69,7 @@ static int directory_make(const struct soft_settings *settings, char *why, size_
     return directory_open(settings, why, size);
 }
 
-/* Whether somebody listens there. Where it cannot be told, somebody does. */
+/* Return whether a process listens at the path; true if that cannot be found out. */
 static bool is_alive(const char *path)
 {
     struct sockaddr_un address = {.sun_family = AF_UNIX};
@@ -81,12 +82,12 @@ static bool is_alive(const char *path)
     soft_descriptors_release();
     alive = fd < 0 || !connect(fd, (struct sockaddr *)&address, sizeof(address)) ||
             (errno != ECONNREFUSED && errno != ENOENT);
-    soft_descriptor_close_socket(fd); /* who listens there may have sent something by now */
+    soft_descriptor_close_socket(fd); /* the listener may have sent descriptors by now */
     return alive;
 }
 
-/* Takes away what a process that is gone has left. Another one may put its own there at any moment: so it is taken
- * aside and looked at once more. 0, or EADDRINUSE. */
+/* Remove the socket of a process that has exited. Another process may put its own socket there at any moment: so the
+ * file is renamed first, and then checked once more. Return 0 or an errno: EADDRINUSE if a process listens there. */
 static int directory_clear_stale(const struct soft_settings *settings, const char *path)
 {
     char name[SOFT_GID_NAME], aside[SOFT_MAX_PATH];
@@ -105,7 +106,7 @@ static int directory_clear_stale(const struct soft_settings *settings, const cha
     return 0;
 }
 
-/* Gives the socket at `from` the name `to`, which nobody who lives may have. */
+/* Link the socket at `from` to the name `to`, unless a running device has that name. Return 0 or an errno. */
 static int link_name(const struct soft_settings *settings, const char *from, const char *to)
 {
     int attempts, error = EADDRINUSE;
@@ -122,8 +123,9 @@ static int link_name(const struct soft_settings *settings, const char *from, con
     return EADDRINUSE;
 }
 
-/* The file of the socket that `fd` leads to, by O_PATH: no name is looked up again, as the directory's owner may put
- * something else in its place at any moment. EEXIST: he has. */
+/* Check the socket's file, set its mode and note its identity. `fd` was opened with O_PATH: names are not looked up
+ * again, since the directory's owner may replace the file at any moment. Return 0 or an errno: EEXIST if the file was
+ * replaced. */
 static int check_socket_file(int fd, mode_t mode, struct soft_directory_entry *entry)
 {
     struct stat made;
@@ -134,7 +136,7 @@ static int check_socket_file(int fd, mode_t mode, struct soft_directory_entry *e
     if (!S_ISSOCK(made.st_mode) || made.st_uid != geteuid())
         return EEXIST;
     snprintf(name, sizeof(name), "/proc/self/fd/%d", fd);
-    if ((made.st_mode & 07777) != mode && chmod(name, mode)) /* the umask took something away */
+    if ((made.st_mode & 07777) != mode && chmod(name, mode)) /* the umask removed some bits */
         return errno;
     entry->device = made.st_dev;
     entry->inode = made.st_ino;
@@ -147,8 +149,8 @@ static int listen_at(const char *path, mode_t mode, struct soft_directory_entry 
     int fd, error;
 
     strcpy(address.sun_path, path);
-    unlink(path); /* of an earlier process with our number */
-    /* The file gets the mode that the socket has. */
+    unlink(path); /* left by an earlier process with this process number */
+    /* The file gets the mode of the socket. */
     if (fchmod(entry->fd, mode) || bind(entry->fd, (struct sockaddr *)&address, sizeof(address)))
         return errno;
     soft_descriptors_hold();
@@ -178,7 +180,7 @@ int soft_directory_register(const struct soft_settings *settings, const union ib
     entry->fd = soft_descriptor_own(socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
     error = entry->fd < 0 ? errno : 0;
     soft_descriptors_release();
-    /* Nobody sees it under its names before it listens. */
+    /* Peers must not see the socket under its names before it listens. */
     snprintf(name, sizeof(name), ".new.%x.%02x%02x", (unsigned int)getpid(), gids[0].raw[14], gids[0].raw[15]);
     directory_path(settings, name, path);
     if (!error)
@@ -204,15 +206,16 @@ int soft_directory_register(const struct soft_settings *settings, const union ib
     return error;
 }
 
-/* Those that connected and were not accepted: what they sent is not the kernel's to close, either, in this thread.
- * Where no descriptors are left to accept them by, another thread closes them with the listener. */
+/* Close the listener and the connections that were not accepted. Descriptors that these peers sent must not be closed
+ * by the kernel in this thread, either. If no descriptors are left to accept the connections, another thread closes
+ * them with the listener. */
 static void close_listener(int listener)
 {
     int fd;
 
     if (listener < 0)
         return;
-    shutdown(listener, SHUT_RDWR); /* nobody connects any more */
+    shutdown(listener, SHUT_RDWR); /* no further connections */
     do {
         soft_descriptors_hold();
         fd = soft_descriptor_own(accept4(listener, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK));
@@ -244,7 +247,7 @@ bool soft_directory_permits(const struct soft_settings *settings, const union ib
     char name[SOFT_GID_NAME], path[SOFT_MAX_PATH];
     struct stat found;
 
-    if (!settings->user_count) /* nobody else could have put something there */
+    if (!settings->user_count) /* no other user can write there */
         return true;
     soft_gid_name(gid, name);
     directory_path(settings, name, path);
@@ -264,7 +267,7 @@ int soft_directory_find(const struct soft_settings *settings, const union ibv_gi
     return 0;
 }
 
-/* An owned descriptor, or -1 and errno. */
+/* Open a file in a directory. Return an owned descriptor, or -1 and errno. */
 static int open_at(int directory, const char *name, int flags)
 {
     int fd, error;
@@ -286,7 +289,7 @@ int soft_directory_locks(const struct soft_settings *settings)
     if (mkdir(settings->directory, 0700) && errno != EEXIST)
         return -1;
     directory = open_at(AT_FDCWD, settings->directory, O_RDONLY | O_DIRECTORY);
-    if (directory < 0 || fstat(directory, &found)) /* what was opened is looked at: the name may be another's by now */
+    if (directory < 0 || fstat(directory, &found)) /* the open file is checked: the name may lead elsewhere by now */
         error = errno;
     if (!error)
         error = directory_check(settings, &found, why, sizeof(why));
@@ -294,7 +297,7 @@ int soft_directory_locks(const struct soft_settings *settings)
         return directory;
     if (!error) {
         fd = open_at(directory, "locks", O_RDWR | O_CREAT);
-        error = fd < 0 || fchmod(fd, 0600) ? errno : 0; /* the umask may have taken something away */
+        error = fd < 0 || fchmod(fd, 0600) ? errno : 0; /* the umask may have removed some bits */
     }
     if (error) {
         soft_descriptor_close(fd);

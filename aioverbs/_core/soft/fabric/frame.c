@@ -8,7 +8,7 @@
 #include "abi/libibverbs.h"
 #include "soft/base/endian.h"
 
-/* Where each field stands. */
+/* Offsets of the fields. */
 enum {
     AT_KIND = 0,
     AT_OPCODE = 1,
@@ -33,7 +33,7 @@ enum {
     AT_SRQN = 60,
     AT_READS = 64,
     AT_FLOW_LABEL = 68,
-    AT_DGID = 72, /* or the operands of an atomic */
+    AT_DGID = 72, /* datagram; else the operands of an atomic */
     AT_COPY_TOKEN = 88,
     AT_SEGMENTS = 90,
     AT_SERIAL = 92,
@@ -119,11 +119,11 @@ static void unpack(const uint8_t in[SOFT_FRAME_SIZE], struct soft_frame *frame)
     }
 }
 
-/* ---- What a request may look like ------------------------------------------------------------------------ */
+/* ---- Checks of requests ---------------------------------------------------------------------------------- */
 
 #define BIT(opcode) (1u << (opcode))
 
-/* The opcodes of a transport. */
+/* Return the opcodes of a transport, as bits. */
 static uint32_t transport_opcodes(uint8_t transport)
 {
     const uint32_t sends = BIT(IBV_WR_SEND) | BIT(IBV_WR_SEND_WITH_IMM);
@@ -149,7 +149,7 @@ static uint32_t transport_opcodes(uint8_t transport)
 #define ANSWERED (BIT(IBV_WR_RDMA_READ) | BIT(IBV_WR_ATOMIC_CMP_AND_SWP) | BIT(IBV_WR_ATOMIC_FETCH_AND_ADD))
 #define WITH_IMM (BIT(IBV_WR_RDMA_WRITE_WITH_IMM) | BIT(IBV_WR_SEND_WITH_IMM) | BIT(IBV_WR_SEND_WITH_INV))
 
-/* The part, in the message. */
+/* Check that the part lies in its message. */
 static const char *check_part(const struct soft_frame *frame)
 {
     uint32_t limit = frame->flags & SOFT_FRAME_DIRECT ? SOFT_DIRECT_FRAGMENT : SOFT_FRAGMENT;
@@ -198,7 +198,7 @@ static const char *check_payload(const struct soft_frame *frame, uint32_t opcode
     return NULL;
 }
 
-/* What only some opcodes and transports have. */
+/* Check fields that only some opcodes and transports have. */
 static const char *check_reserved(const struct soft_frame *frame, uint32_t opcode)
 {
     bool datagram = frame->transport == IBV_QPT_UD;
@@ -238,7 +238,7 @@ static const char *check_request(const struct soft_frame *frame)
     return wrong ? wrong : check_reserved(frame, opcode);
 }
 
-/* ---- What a response may look like ----------------------------------------------------------------------- */
+/* ---- Checks of responses --------------------------------------------------------------------------------- */
 
 static const char *check_response(const struct soft_frame *frame)
 {

@@ -1,7 +1,6 @@
 /* Structures that the parts of the fabric share. The comment of a field names its lock, as in soft/objects/device.h,
  * and also:
  *
- *
  *    progress  under fabric->progress
  *    tx        under stream->tx
  *    both      written under progress and tx, read under either

@@ -1,4 +1,4 @@
-/* The handshake of a stream: who is there, whether it may be, and how data can be moved. All under progress. */
+/* Handshake of a stream: verify the peer, and find out how data can be copied. All under progress. */
 #define _GNU_SOURCE
 #include "soft/fabric/handshake.h"
 
@@ -25,7 +25,7 @@ static bool has_secret(const struct soft_stream *stream)
     return stream->fabric->settings.secret_size;
 }
 
-/* What was said before is kept, and is what both sides prove. */
+/* Compute the proof of one side over HELLO and WELCOME. */
 static void prove(const struct soft_stream *stream, enum soft_role role, uint8_t proof[SOFT_DIGEST])
 {
     const struct soft_settings *settings = &stream->fabric->settings;
@@ -41,7 +41,7 @@ static bool send_proof(struct soft_stream *stream, const uint8_t proof[SOFT_DIGE
     return soft_stream_send_message(stream, message, sizeof(message), -1);
 }
 
-/* NULL, or what is wrong with the peer's proof. */
+/* Return NULL, or what is wrong with the peer's proof. */
 static const char *check_proof(const struct soft_stream *stream, enum soft_role role, const uint8_t *bytes)
 {
     uint8_t proof[SOFT_DIGEST], expected[SOFT_DIGEST];
@@ -53,7 +53,7 @@ static const char *check_proof(const struct soft_stream *stream, enum soft_role 
     return wrong;
 }
 
-/* ---- Who connects -------------------------------------------------------------------------------------------- */
+/* ---- Connecting side ----------------------------------------------------------------------------------------- */
 
 bool soft_handshake_begin(struct soft_link *link)
 {
@@ -70,10 +70,10 @@ bool soft_handshake_begin(struct soft_link *link)
                                     hello.flags & SOFT_HELLO_DIRECT ? link->tokens_fd : -1);
 }
 
-/* Whether the peer can write to this process's memory, for which its word is not enough. An offer has HELLO's nonce
- * stand at the probe, and nothing but a write from outside of the process puts another one there. So a peer that has
- * not written can name what stands there by HELLO's nonce only, and that does not count. Where nothing was offered,
- * over TCP for one, nobody was told where the probe is, and nothing counts. */
+/* Return whether the peer can write to this process's memory; its claim alone does not count. An offer of direct copies
+ * puts HELLO's nonce at the probe, and only a write by another process replaces that. A peer that has not written can
+ * name only HELLO's nonce, which does not count. If nothing was offered (over TCP, for one), no peer was told where the
+ * probe is, and nothing counts. */
 static bool can_write_probe(struct soft_link *link, const struct soft_welcome *welcome)
 {
     struct soft_hello hello;
@@ -83,7 +83,7 @@ static bool can_write_probe(struct soft_link *link, const struct soft_welcome *w
            soft_direct_has_probed(link, welcome->nonce);
 }
 
-/* The peer is who it should be. */
+/* Open the link: the peer is verified. */
 static void open_link(struct soft_link *link)
 {
     struct soft_stream *stream = &link->stream;
@@ -99,7 +99,7 @@ static void open_link(struct soft_link *link)
     soft_link_opened(link);
 }
 
-/* NULL, or why the peer is not the one. */
+/* Return NULL, or why this is not the peer that the link is for. */
 static const char *check_welcome(struct soft_link *link, const struct soft_welcome *welcome)
 {
     struct soft_stream *stream = &link->stream;
@@ -112,8 +112,8 @@ static const char *check_welcome(struct soft_link *link, const struct soft_welco
     return NULL;
 }
 
-/* Who is asked for a proof gets it, whoever he is: who is connected to under a GID that is not his can have one, and
- * try secrets on it for as long as he likes. Only one that nobody guesses is worth anything. */
+/* Send the proof. Any accepting peer gets it: a peer under a forged GID can have one, and try secrets on it for as long
+ * as it likes. Only a secret that cannot be guessed protects. */
 static void handle_welcome(struct soft_link *link, const uint8_t *bytes)
 {
     struct soft_stream *stream = &link->stream;
@@ -135,7 +135,7 @@ static void handle_welcome(struct soft_link *link, const uint8_t *bytes)
         open_link(link);
 }
 
-/* Only with a secret. */
+/* Check the accepting side's proof. With a secret only. */
 static void handle_peer_proof(struct soft_link *link, const uint8_t *bytes)
 {
     const char *wrong = check_proof(&link->stream, SOFT_ROLE_ACCEPTING, bytes);
@@ -146,22 +146,22 @@ static void handle_peer_proof(struct soft_link *link, const uint8_t *bytes)
         open_link(link);
 }
 
-/* ---- Who accepts --------------------------------------------------------------------------------------------- */
+/* ---- Accepting side ------------------------------------------------------------------------------------------ */
 
 static bool is_own_gid(const struct soft_device *device, const uint8_t gid[16])
 {
     return !memcmp(&device->gids[0], gid, 16) || !memcmp(&device->gids[1], gid, 16);
 }
 
-/* A GID is a name and proves nothing: whom the user's number and the secret let in may say that it has any, and is
- * believed. So those who are let in are trusted not to speak for each other. What does not rest on that:
+/* Return whether the peer claims a GID of another device. A GID is a name and proves nothing: a peer that user and
+ * secret let in may claim any GID. So peers that are let in are trusted not to impersonate each other. The following
+ * holds without that trust:
  *
- * - nobody has a GID of this device: what comes from one of these comes from its own process;
- * - over a Unix socket nobody has a GID that the directory lists for a device of another user, whom the kernel tells
- *   apart; over TCP nothing does;
- * - who is let in has the same GIDs for as long as the stream lasts, and queue pairs take requests over streams of the
- *   GID only that they were connected to.
- */
+ * - no peer can claim a GID of this device: frames from these GIDs come from this process;
+ * - over a Unix socket no peer can claim a GID that the directory lists for a device of another user, since the kernel
+ *   reports the peer's user; over TCP nothing is checked;
+ * - a peer keeps its GIDs as long as the stream lasts, and a queue pair takes requests only over streams of the GID to
+ *   which it is connected. */
 static bool claims_foreign_gid(const struct soft_stream *stream)
 {
     const struct soft_fabric *fabric = stream->fabric;
@@ -174,7 +174,7 @@ static bool claims_foreign_gid(const struct soft_stream *stream)
     return false;
 }
 
-/* Tells the peer why, as far as that goes. The reason is kept here, too. */
+/* Send WELCOME with the reason of the refusal, and refuse the stream. */
 static void reject_peer(struct soft_stream *stream, enum soft_refused refused, const char *reason)
 {
     struct soft_welcome welcome = {.flags = has_secret(stream) ? SOFT_HELLO_SECRET : 0, .refused = refused};
@@ -230,11 +230,11 @@ static void handle_hello(struct soft_stream *stream, const uint8_t *bytes)
         accept_peer(stream, &hello);
 }
 
-/* The peer is let in where it has proved that it knows the secret; what was told to it so far proves nothing. */
+/* Accept the peer if its proof is right. WELCOME, which it has received before, helps nobody to guess the secret. */
 static void handle_proof(struct soft_stream *stream, const uint8_t *bytes)
 {
     const char *wrong = check_proof(stream, SOFT_ROLE_CONNECTING, bytes);
-    uint8_t proof[SOFT_DIGEST] = {0}; /* which is none */
+    uint8_t proof[SOFT_DIGEST] = {0}; /* never a right proof */
 
     if (!wrong)
         prove(stream, SOFT_ROLE_ACCEPTING, proof);
@@ -251,10 +251,10 @@ static void handle_proof(struct soft_stream *stream, const uint8_t *bytes)
     soft_stream_set_stage(stream, SOFT_OPEN);
 }
 
-/* ---- Either -------------------------------------------------------------------------------------------------- */
+/* ---- Both sides ---------------------------------------------------------------------------------------------- */
 
-/* Whether it is a device that speaks as we do, which is seen before all of its message is there: that of another
- * version may be shorter. Else the stream is refused. */
+/* Return whether the peer is a device that speaks this version; refuse the stream if not. This is checked before the
+ * message is complete: one of another version may be shorter. */
 static bool check_version(struct soft_stream *stream, const uint8_t *head)
 {
     uint16_t version;

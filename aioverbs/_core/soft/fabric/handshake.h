@@ -8,9 +8,9 @@
 struct soft_link;
 struct soft_stream;
 
-bool soft_handshake_begin(struct soft_link *link); /* HELLO; false: it does not go out */
+bool soft_handshake_begin(struct soft_link *link); /* send HELLO; return false if it was not sent */
 
-/* The next message, where all of it is at hand: how many bytes it was, or 0. Where it is wrong the stream is refused. */
+/* Handle the next message, if it is complete. Return its size in bytes, or 0. A wrong message refuses the stream. */
 uint32_t soft_handshake_handle(struct soft_stream *stream, const uint8_t *bytes, uint32_t size);
 
 #endif

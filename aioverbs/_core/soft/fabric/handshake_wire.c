@@ -8,7 +8,7 @@
 
 static const uint8_t magic[8] = {'a', 'i', 'o', 'v', 'e', 'r', 'b', 's'};
 
-/* Where the fields stand; both messages begin alike, so that another version can be told apart. */
+/* Offsets of fields. Both messages begin alike in all versions, so that another version can be recognized. */
 enum {
     AT_MAGIC = 0,
     AT_VERSION = 8,

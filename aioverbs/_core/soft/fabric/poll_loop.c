@@ -1,8 +1,9 @@
-/* Reading: who does it, when he sleeps, and when he looks again without sleeping.
+/* Reading: which thread does it, when that thread sleeps, and when it polls again without sleeping.
  *
- * Whoever sleeps on a completion channel may lead: see soft/fabric/wakeup.c. Whoever polls a completion queue reads by himself, and then the thread stands back: it only looks now and then
- * whether he is still there. Else the thread sleeps in epoll_wait; after it had something to do it looks on for a
- * while, as long as that has been worth it lately. */
+ * A thread that sleeps on a completion channel may be woken by peers and read: see soft/fabric/wakeup.c. A thread that
+ * polls a completion queue reads too; then the fabric thread yields, and only checks now and then whether that thread
+ * still polls. Otherwise the fabric thread sleeps in epoll_wait. After it has handled something it polls for a while
+ * (spins), as long as that has paid off lately. */
 #define _GNU_SOURCE
 #include "soft/fabric/poll_loop.h"
 
@@ -25,15 +26,15 @@
 #include "soft/objects/device.h"
 
 enum {
-    EVENTS = 32,         /* of epoll at once */
-    HOT_POLLS = 8,       /* at the last stream that had something, for one look at all */
-    POLLS_TO_YIELD = 16, /* so many polls since the last rest make somebody who polls */
-    YIELD_MS = 1,        /* between two looks whether he is still there */
-    SPIN_CREDIT = 4,     /* how often looking on may have been in vain before it is given up */
+    EVENTS = 32,         /* events per epoll_wait() */
+    HOT_POLLS = 8,       /* polls of the last active stream for each poll of all streams */
+    POLLS_TO_YIELD = 16, /* polls by other threads after which the fabric thread yields */
+    YIELD_MS = 1,        /* interval at which the fabric thread checks that the poller still polls */
+    SPIN_CREDIT = 4,     /* sleeps longer than the spin time after which the fabric thread spins no more */
 };
-#define SWEEP_NS 50000000u /* while there are handshakes; else a second */
+#define SWEEP_NS 50000000u /* interval while there are handshakes; else a second */
 
-/* ---- What there is, under progress --------------------------------------------------------------------------- */
+/* ---- Handling events, under progress ------------------------------------------------------------------------- */
 
 static void handle_stream(struct soft_stream *stream, uint32_t events)
 {
@@ -56,7 +57,7 @@ static void handle_stream(struct soft_stream *stream, uint32_t events)
             grace_leave(grace);
         }
     }
-    /* One that is paused is not read, but its end is noticed. */
+    /* A paused or stalled stream is not read, but its end is noticed. */
     if ((stream->paused || stream->stalled) && events & (EPOLLHUP | EPOLLERR)) {
         soft_stream_close(stream, SOFT_END_LOST, "the peer closed the connection");
         return;
@@ -65,7 +66,7 @@ static void handle_stream(struct soft_stream *stream, uint32_t events)
         soft_stream_receive(stream);
 }
 
-/* Who had more at hand than fits into a turn has the next one. */
+/* Give streams another turn that had more frames at hand than fit into one. */
 static void resume_unfinished(struct soft_fabric *fabric)
 {
     struct soft_stream *stream, *next;
@@ -91,7 +92,7 @@ void soft_fabric_handle_events(struct soft_fabric *fabric, const struct epoll_ev
         switch (watch->what) {
         case SOFT_WATCH_WAKE:
             (void)eventfd_read(watch->fd, &value);
-            if (atomic_load(&fabric->stop)) /* that was for the thread */
+            if (atomic_load(&fabric->stop)) /* the wakeup was for the fabric thread */
                 soft_fabric_wake(fabric);
             woken = true;
             break;
@@ -109,7 +110,7 @@ void soft_fabric_handle_events(struct soft_fabric *fabric, const struct epoll_ev
             break;
         }
     }
-    /* After the others, of which these may close some. */
+    /* After the other events: accepting may close other streams. */
     for (i = 0; i < listener_count; i++)
         soft_fabric_accept(fabric, listeners[i]);
     if (woken) {
@@ -127,7 +128,7 @@ bool soft_fabric_poll_locked(struct soft_fabric *fabric, bool all)
     int count;
 
     assert_held(&fabric->progress);
-    /* A round trip is over one stream: asking it saves asking for who has something. */
+    /* A round trip is over one stream: reading from it is cheaper than asking epoll. */
     if (!all && hot && hot->stage == SOFT_OPEN && !hot->paused && !hot->stalled && !hot->unfinished &&
         ++fabric->hot_polls % HOT_POLLS)
         return soft_stream_receive(hot);
@@ -137,8 +138,8 @@ bool soft_fabric_poll_locked(struct soft_fabric *fabric, bool all)
     return count > 0;
 }
 
-/* Handshakes that take too long; links that nobody uses; who waits for a place, as places are taken from who has had
- * his for long enough. */
+/* Handle deadlines: end handshakes that take too long, free unused links, and let waiting connections in, for which
+ * streams past their time may be closed. */
 void soft_fabric_sweep(struct soft_fabric *fabric, uint64_t now)
 {
     struct soft_stream *stream, *next;
@@ -156,7 +157,7 @@ void soft_fabric_sweep(struct soft_fabric *fabric, uint64_t now)
     atomic_store(&fabric->sweep_at, now + (fabric->handshakes ? SWEEP_NS : 20ull * SWEEP_NS));
 }
 
-/* ---- By who polls -------------------------------------------------------------------------------------------- */
+/* ---- Threads that poll --------------------------------------------------------------------------------------- */
 
 bool soft_fabric_poll(struct soft_device *device, bool all)
 {
@@ -169,7 +170,7 @@ bool soft_fabric_poll(struct soft_device *device, bool all)
     if (!grace_ready() || !soft_mutex_try(&fabric->progress))
         return false;
     if (atomic_load_explicit(&fabric->active, memory_order_relaxed)) {
-        soft_stream_send_deferred(fabric); /* he has nothing to do any more */
+        soft_stream_send_deferred(fabric); /* the poller has found nothing more to do */
         something = soft_fabric_poll_locked(fabric, all);
     }
     soft_mutex_give(&fabric->progress);
@@ -188,9 +189,9 @@ void soft_fabric_stop_polling(struct soft_device *device, struct soft_channel *c
         soft_fabric_wake(fabric);
 }
 
-/* ---- By the thread ------------------------------------------------------------------------------------------- */
+/* ---- Fabric thread ------------------------------------------------------------------------------------------- */
 
-/* From here on nobody leaves answers to it any more: those that somebody left go out. */
+/* Stop yielding. From here on no thread defers answers; answers deferred before are sent. */
 static void resume_thread(struct soft_fabric *fabric)
 {
     atomic_store(&fabric->thread_yields, false);
@@ -206,28 +207,28 @@ static bool is_polled(struct soft_fabric *fabric)
     return atomic_load(&fabric->polls) >= POLLS_TO_YIELD;
 }
 
-/* While somebody polls: only the clock, and who asks for the thread, wake it up. */
+/* Sleep while another thread polls: only the timeout and requests for this thread wake it. */
 static void yield_to_poller(struct soft_fabric *fabric)
 {
     struct pollfd wake = {.fd = fabric->wake.fd, .events = POLLIN};
     unsigned int polls = atomic_load(&fabric->polls);
 
     atomic_store(&fabric->thread_yields, true);
-    if (is_polled(fabric) && !atomic_load(&fabric->stop)) /* he may have gone to rest just now */
+    if (is_polled(fabric) && !atomic_load(&fabric->stop)) /* the poller may have stopped just now */
         poll(&wake, 1, YIELD_MS);
     resume_thread(fabric);
     if (wake.revents || atomic_load(&fabric->polls) == polls)
-        atomic_store(&fabric->polls, 0); /* he went away without a word */
+        atomic_store(&fabric->polls, 0); /* the poller stopped without soft_fabric_stop_polling() */
 }
 
-/* There is something. Whether the leader takes it: he has a moment for that. */
+/* Return whether the thread that sleeps on the wakeup channel handles the events; it has YIELD_MS to begin. */
 static bool poller_takes_over(struct soft_fabric *fabric)
 {
     struct pollfd wake = {.fd = fabric->wake.fd, .events = POLLIN};
     unsigned int polls = atomic_load(&fabric->polls);
 
     atomic_store(&fabric->thread_yields, true);
-    if (atomic_load(&fabric->wakeup_channel)) /* he may have resigned just now */
+    if (atomic_load(&fabric->wakeup_channel)) /* the channel may have been dropped just now */
         poll(&wake, 1, YIELD_MS);
     resume_thread(fabric);
     if (wake.revents || !atomic_load(&fabric->wakeup_channel))
@@ -235,7 +236,7 @@ static bool poller_takes_over(struct soft_fabric *fabric)
     return atomic_load(&fabric->polls) != polls || !soft_wakeup_channel_clear(fabric, NULL);
 }
 
-/* Until there is something, or something is due. */
+/* Sleep until there is an event or a deadline. */
 static int sleep_for_events(struct soft_fabric *fabric, struct epoll_event *events)
 {
     uint64_t now = soft_now_ns(), sweep_at = atomic_load(&fabric->sweep_at), left = sweep_at > now ? sweep_at - now : 0;
@@ -243,7 +244,7 @@ static int sleep_for_events(struct soft_fabric *fabric, struct epoll_event *even
     return epoll_wait(fabric->epoll, events, EVENTS, (int)(left / 1000000u) + 1);
 }
 
-/* Looks again and again, and stops when nothing came for a while, when somebody else polls, or something is due. */
+/* Poll again and again (spin). Stop when nothing came for a while, when another thread polls, or at a deadline. */
 static void spin(struct soft_fabric *fabric)
 {
     uint64_t until = soft_now_ns() + fabric->settings.spin_ns, now;
@@ -260,14 +261,14 @@ static void spin(struct soft_fabric *fabric)
     } while (!is_polled(fabric) && !atomic_load(&fabric->stop) && now < until && now < atomic_load(&fabric->sweep_at));
 }
 
-/* What epoll told while nobody had the lock. */
+/* Handle events that epoll returned while this thread did not hold the lock. */
 static void handle_unlocked_events(struct soft_fabric *fabric, const struct epoll_event *events, int count,
                                    uint32_t closes)
 {
     uint64_t now = soft_now_ns();
 
     soft_mutex_take(&fabric->progress);
-    if (fabric->closes == closes) /* else one of them may be gone: epoll tells again of the others */
+    if (fabric->closes == closes) /* otherwise a stream may be freed: epoll reports the other events again */
         soft_fabric_handle_events(fabric, events, count);
     if (now >= atomic_load(&fabric->sweep_at))
         soft_fabric_sweep(fabric, now);
@@ -291,7 +292,7 @@ void *soft_fabric_main(void *argument)
 
     prctl(PR_SET_TIMERSLACK, 1000);
     while (!grace_ready())
-        sched_yield(); /* memory for one record: peers wait until there is some */
+        sched_yield(); /* out of memory for one record: peers wait until there is some */
     prctl(PR_SET_NAME, "aioverbs-fabric");
     while (!atomic_load(&fabric->stop)) {
         struct epoll_event events[EVENTS];
@@ -306,13 +307,13 @@ void *soft_fabric_main(void *argument)
         closes = count_closes(fabric);
         count = sleep_for_events(fabric, events);
         if (is_polled(fabric) && soft_now_ns() < atomic_load(&fabric->sweep_at))
-            continue; /* he reads it */
+            continue; /* the poller reads it */
         if (count > 0 && atomic_load(&fabric->wakeup_channel) && poller_takes_over(fabric))
             continue;
         handle_unlocked_events(fabric, events, count, closes);
         if (count <= 0)
             continue;
-        /* What comes so soon was worth looking on for. */
+        /* Spinning pays off if events come within the spin time. */
         if (soft_now_ns() - slept < fabric->settings.spin_ns)
             spin_credit = SPIN_CREDIT;
         else if (spin_credit)

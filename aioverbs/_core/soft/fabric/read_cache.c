@@ -26,11 +26,11 @@
 #include "soft/objects/read_cache_entry.h"
 #include "soft/objects/shared_keys.h"
 
-enum { WORDS = 251 }; /* prime: numbers that are given out one after the other have words of their own */
+enum { WORDS = 251 }; /* prime, so that consecutive numbers have different versions */
 
 struct soft_read_cache_page {
-    uint64_t address;          /* const, like the nonce: where that stands in the owner's memory, too */
-    uint8_t nonce[SOFT_NONCE]; /* nobody else's page has it */
+    uint64_t address;          /* const, like the nonce: address of the nonce in the owner's memory */
+    uint8_t nonce[SOFT_NONCE]; /* unique to this page */
     _Atomic uint64_t all, keys[WORDS], qps[WORDS];
 };
 _Static_assert(sizeof(struct soft_read_cache_page) <= 4096, "one page");
@@ -53,7 +53,7 @@ static bool read_cache_page_fill(struct soft_fabric *fabric, struct soft_read_ca
     return true;
 }
 
-/* Under progress. */
+/* Create the page. Under progress. */
 static bool make_page(struct soft_fabric *fabric)
 {
     struct soft_read_cache_page *page;
@@ -65,7 +65,7 @@ static bool make_page(struct soft_fabric *fabric)
     fd = soft_sealed_make("aioverbs-read-cache", sizeof(*page), 0);
     if (fd < 0)
         return false;
-    /* Mapped before it is sealed against that: nobody else can map it to be written. */
+    /* Mapped before the seal: no other process can map it for writing. */
     page = read_cache_page_map(fd, PROT_READ | PROT_WRITE);
     if (!page || !read_cache_page_fill(fabric, page) || fcntl(fd, F_ADD_SEALS, F_SEAL_FUTURE_WRITE | F_SEAL_SEAL)) {
         if (page)
@@ -104,7 +104,7 @@ bool soft_read_cache_grant(const struct soft_qp *qp, uint32_t key, uint64_t *add
     struct soft_device *device = qp->context->device;
     const struct soft_key *found = soft_table_find(&device->keys, key >> 8);
 
-    /* Faults are planned for requests, and frames: where there are none they cannot happen. */
+    /* Fault plans apply to requests and frames: a read without either would escape them. */
     if (!found || qp->qp.qp_type != IBV_QPT_RC || atomic_load(&qp->context->special) ||
         atomic_load(&device->fabric->frame_fault_plans))
         return false;
@@ -122,11 +122,12 @@ bool soft_read_cache_grant(const struct soft_qp *qp, uint32_t key, uint64_t *add
     return true;
 }
 
-/* The caller has a context of the device, so the page stays.
+/* Increment a version. The caller has a context of the device, so the page stays.
  *
- * The fence, and that of soft_read_cache_copy: a reader that copied a byte that its owner stored after the recall is to
- * find the word counted up. The counting alone does not promise that. It is a release for what comes before it, and on
- * ARMv8.0, a loop of exclusive loads and stores, what comes behind may be seen by others before its store is. */
+ * The fence pairs with the one in soft_read_cache_copy(): a reader that copied a byte which the owner stored after this
+ * call must find the version incremented. The increment alone does not guarantee that. It is a release for stores
+ * before it; on ARMv8.0, where it is a loop of exclusive loads and stores, later stores may become visible before its
+ * own. */
 static void read_cache_invalidate(struct soft_device *device, size_t offset)
 {
     struct soft_read_cache_page *page = atomic_load(&device->fabric->read_cache_page);
@@ -158,7 +159,7 @@ void soft_read_cache_invalidate_all(struct soft_device *device)
 struct soft_read_cache_owner {
     struct soft_read_cache_owner *next; /* of link->read_cache_owners */
     const struct soft_read_cache_page *page;
-    int memory; /* of the process that the page came from */
+    int memory; /* /proc/PID/mem of the process that sent the page */
     uint32_t pid;
     uint64_t serial;
 };
@@ -183,7 +184,7 @@ static int open_memory(uint32_t pid)
     return fd;
 }
 
-/* Whether that is the memory of the page's owner. */
+/* Return whether `memory` is that of the process that owns the page. */
 static bool is_memory_of_owner(const struct soft_read_cache_owner *owner)
 {
     uint8_t found[SOFT_NONCE];
@@ -225,7 +226,7 @@ void soft_read_cache_accept(struct soft_link *link)
     if (!owner)
         return;
     if (before && !memcmp(before->page->nonce, owner->page->nonce, SOFT_NONCE)) {
-        free_owner(owner); /* a new connection to the same process: what it allowed holds */
+        free_owner(owner); /* a new connection to the same process: its grants remain valid */
         owner = before;
     } else {
         owner->next = before;
@@ -257,7 +258,7 @@ void soft_read_cache_drop(struct soft_link *link, bool all)
         return;
     owner = *place;
     *place = NULL;
-    grace_wait(); /* who read by them has done so */
+    grace_wait(); /* readers that used them have finished */
     while (owner) {
         struct soft_read_cache_owner *next = owner->next;
 
@@ -313,8 +314,8 @@ static bool read_cache_holds(const struct soft_read_cache_owner *owner, uint32_t
     return true;
 }
 
-/* One by the file, which is the owner's memory and that of nobody who gets its number, or of a program that it became:
- * nothing is there then. */
+/* Copy one read through the file, which is tied to the owner's memory: it does not lead to a process that reuses the
+ * number, or to a program that the owner executes; reads from the file fail then. */
 static bool copy_one(const struct soft_read_cache_owner *owner, const struct soft_read_cache_read *read,
                      const struct iovec *pieces, unsigned int piece_count)
 {
@@ -322,8 +323,8 @@ static bool copy_one(const struct soft_read_cache_owner *owner, const struct sof
            preadv(owner->memory, pieces, (int)piece_count, (off_t)read->address) == (ssize_t)read->length;
 }
 
-/* Several by one system call, which knows the owner by its number: so it brings the nonce as well, out of the same
- * memory. */
+/* Copy several reads by one system call. That names the owner by its process number, so it also reads the nonce, out of
+ * the same memory. */
 static bool copy_all(const struct soft_read_cache_owner *owner, const struct soft_read_cache_read *reads,
                      unsigned int count, const struct iovec *pieces, unsigned int piece_count)
 {
@@ -348,11 +349,11 @@ bool soft_read_cache_copy(const struct soft_link *link, uint32_t qp_num, const s
 {
     const struct soft_read_cache_owner *owner = atomic_load(&link->read_cache_owner);
 
-    if (!owner || !read_cache_holds(owner, qp_num, reads, count)) /* what was copied would be worth nothing */
+    if (!owner || !read_cache_holds(owner, qp_num, reads, count)) /* the copy would be discarded anyway */
         return false;
     if (!(count == 1 ? copy_one(owner, reads, pieces, piece_count)
                      : copy_all(owner, reads, count, pieces, piece_count)))
         return false;
-    atomic_thread_fence(memory_order_seq_cst); /* the words are looked at after the last byte */
+    atomic_thread_fence(memory_order_seq_cst); /* compare the versions after the last byte was copied */
     return read_cache_holds(owner, qp_num, reads, count);
 }

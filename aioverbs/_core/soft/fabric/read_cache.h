@@ -1,17 +1,17 @@
-/* Licences: reads of another process's memory that its device is not asked about again.
+/* Read cache: reads of another process's memory that the requester makes without asking the owner again.
  *
- * Who owns memory and answers a read says beside the data from where to where the key leads, for this queue pair: a
- * licence. The requester may read there by itself, by what the kernel lets processes of one user read of each other, as
- * long as nothing was taken back. Whatever may take something back (a region or window that goes, a queue pair that
- * changes, a port that goes down, a fault plan) counts a word of a page up that the owner shows his peers. The requester
- * notes the words before he asks; a read counts where they are still the same after the last byte was copied. Else what
- * was copied is worth nothing, and the owner is asked, who answers, or refuses, as ever.
+ * The owner of memory that answers a read may grant more: which range the key leads to, for this queue pair. While the
+ * grant holds, the requester reads there by itself, since the kernel lets processes of one user read each other's
+ * memory. An event that may end a grant (a region or window is deregistered, a queue pair changes, a port goes down, a
+ * fault plan becomes active) increments a version in a page that the owner shares with its peers. The requester notes
+ * the versions before it asks. A read is valid if the versions are still the same after the last byte was copied.
+ * Otherwise the copied data is discarded, and the owner is asked, and answers or refuses as usual.
  *
- * Why that is enough: words are counted up after nobody can be given that licence any more, and before the verb returns
- * that takes it back, so before the memory becomes anything else. A licence is given for words that were noted before
- * the request left. So where the words are the same after the copy, all of the copy was made while the owner's answer
- * held. The page says nothing else, and only its owner can write it; who reads memory of a peer who lies about it reads
- * what that peer could have answered as well. */
+ * Why that suffices: a version is incremented after the grant cannot be given any more, and before the verb that ends
+ * it returns, so before the memory is used for anything else. A grant is stored with versions that were noted before
+ * the request was sent. So if the versions are the same after the copy, all of the copy was made while the owner's
+ * answer held. The page contains nothing else, and only its owner can write it; a peer that lies in the page lets the
+ * requester read memory of which that peer could have sent anything as well. */
 #ifndef AIOVERBS_SOFT_FABRIC_READ_CACHE_H
 #define AIOVERBS_SOFT_FABRIC_READ_CACHE_H
 
@@ -28,49 +28,49 @@ struct soft_link;
 struct soft_qp;
 struct soft_stream;
 
-#define SOFT_CACHED_READ_BYTES (16u << 10) /* of a read: larger data is moved by its owner, in one copy */
-#define SOFT_CACHED_RUN_BYTES (128u << 10) /* of several that are done together */
-enum { SOFT_CACHED_RUN_READS = 32, SOFT_CACHED_RUN_PIECES = 64 }; /* likewise */
+#define SOFT_CACHED_READ_BYTES (16u << 10) /* bytes of one read: larger data is copied by its owner, in one copy */
+#define SOFT_CACHED_RUN_BYTES (128u << 10) /* bytes of several reads that are copied together */
+enum { SOFT_CACHED_RUN_READS = 32, SOFT_CACHED_RUN_PIECES = 64 }; /* limits of reads that are copied together */
 
 /* ---- The requester, in a grace section ----------------------------------------------------------------------- */
 
-/* Notes the words for `key` and the queue pair that it is told to, before the owner is asked. False: the link has no
- * licences. */
+/* Note the versions for `key` and the queue pair `qp_num`, before the owner is asked. Return false if the link has no
+ * page of the read cache. */
 bool soft_read_cache_note(const struct soft_link *link, uint32_t key, uint32_t qp_num,
                           struct soft_read_cache_entry *entry);
 
 struct soft_read_cache_read {
-    const struct soft_read_cache_entry *entry; /* which covers it */
+    const struct soft_read_cache_entry *entry; /* entry that covers the read */
     uint64_t address;
     uint32_t length;
 };
 
-/* Reads into the pieces, one read after the other. False: a licence does not hold any more, and the pieces may have any
- * content. */
+/* Copy the reads into the pieces, one after the other. Return false if an entry is not valid any more; the pieces may
+ * have any content then. */
 bool soft_read_cache_copy(const struct soft_link *link, uint32_t qp_num, const struct soft_read_cache_read *reads,
                           unsigned int count, const struct iovec *pieces, unsigned int piece_count);
 
 /* ---- The owner ----------------------------------------------------------------------------------------------- */
 
-/* From where to where the key leads for a peer who was just allowed to read there. Under rq_lock, and the lock of the
- * key's window. False: no licence is given. */
+/* Return the range that the key leads to, for a peer that was just allowed to read there. Under rq_lock, and the lock
+ * of the key's window. Return false if no grant is given. */
 bool soft_read_cache_grant(const struct soft_qp *qp, uint32_t key, uint64_t *address, uint64_t *length);
 
-/* What was allowed by the key (its number), by the queue pair, or at all, is not any more. After that has become so:
- * nobody is allowed it any more, and who was asked has answered. Any locks may be held. */
+/* End grants: those of a key (by its number), of a queue pair, or all. Call after the change: when no new grant can be
+ * given, and every request that was allowed before is answered. Any locks may be held. */
 void soft_read_cache_invalidate_key(struct soft_device *device, uint32_t number);
 void soft_read_cache_invalidate_qp(const struct soft_qp *qp);
 void soft_read_cache_invalidate_all(struct soft_device *device);
 
 /* ---- From the inside of the fabric, under progress ------------------------------------------------------------ */
 
-/* Served: the page's descriptor, to be shown with WELCOME, or -1. */
+/* Served stream: return the page's descriptor, to be sent with WELCOME, or -1. */
 int soft_read_cache_offer(struct soft_stream *stream);
-/* When the last context is closed: nobody is left who could take something back. */
+/* Free the page, when the last context is closed and nothing is left that could end a grant. */
 void soft_read_cache_destroy(struct soft_fabric *fabric);
 
-/* Link: what came with WELCOME; the stream counts as silent, or not any more; what is not used any more is given back,
- * or all is (outside of grace sections). */
+/* Link: accept the page that came with WELCOME; suspend or resume its use, while the stream counts as silent; return
+ * whether pages of earlier connections are left; free these, or all (outside of grace sections). */
 void soft_read_cache_accept(struct soft_link *link);
 void soft_read_cache_suspend(struct soft_link *link, bool suspend);
 bool soft_read_cache_is_outdated(const struct soft_link *link);

@@ -1,4 +1,4 @@
-/* What the fabric tells of itself. */
+/* Statistics of the fabric. */
 #define _GNU_SOURCE
 #include <arpa/inet.h>
 #include <netinet/in.h>
@@ -69,7 +69,7 @@ static void stream_stats_fill(struct soft_stream *stream, struct soft_stream_sta
     soft_mutex_give(&stream->tx);
 }
 
-/* Served streams, as long as they are there; links, connected or not. */
+/* Describe served streams while they exist, and links whether connected or not. */
 size_t soft_fabric_get_streams(struct soft_device *device, struct soft_stream_stats *streams, size_t room)
 {
     struct soft_fabric *fabric = device->fabric;

@@ -1,10 +1,12 @@
-/* Whose waiting for completions is waiting for peers, too.
+/* The wakeup channel: a completion channel on which waiting for completions is also waiting for peers.
  *
- * Who arms a queue and sleeps on its channel's descriptor would be woken by the thread, which was woken by the socket:
- * one hop too many. So one channel leads: the fabric's epoll descriptor is in its own, and who sleeps there wakes up
- * when a peer sends something, reads it in get_cq_event, and finds his event. A leader that was woken for nothing of
- * his own resigns, and one that does not come in time is deposed, as are all where a socket is full: then the thread
- * reads and sends, as where nobody leads. */
+ * A thread that arms a completion queue and sleeps on its channel's descriptor would be woken by the fabric thread,
+ * which was woken by the socket: one context switch too many. So one channel may be the wakeup channel: the fabric's
+ * epoll descriptor is added to that channel's. A thread that sleeps there wakes up when a peer sends something, reads
+ * it in get_cq_event, and finds its event.
+ *
+ * The channel is dropped when its thread was woken for nothing of its own, when the thread does not read in time, and
+ * when a socket is full. Then the fabric thread reads and sends, as without a wakeup channel. */
 #define _GNU_SOURCE
 #include "soft/fabric/wakeup.h"
 

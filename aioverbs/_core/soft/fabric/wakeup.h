@@ -1,4 +1,4 @@
-/* The channel whose sleeper is woken by peers. */
+/* The wakeup channel: a thread that sleeps on it is woken by peers. */
 #ifndef AIOVERBS_SOFT_FABRIC_WAKEUP_H
 #define AIOVERBS_SOFT_FABRIC_WAKEUP_H
 
@@ -7,10 +7,10 @@
 struct soft_channel;
 struct soft_fabric;
 
-/* Whether it, or another one, leads from here on. */
+/* Make `channel` the wakeup channel if there is none. Return whether there is one now. */
 bool soft_wakeup_channel_set(struct soft_fabric *fabric, struct soft_channel *channel);
 
-/* The channel leads no more, or, if that is NULL, nobody does: whether one did. */
+/* Clear the wakeup channel if it is `channel`, or any one if NULL. Return whether it was cleared. */
 bool soft_wakeup_channel_clear(struct soft_fabric *fabric, const struct soft_channel *channel);
 
 #endif

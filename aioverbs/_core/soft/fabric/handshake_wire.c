@@ -144,7 +144,7 @@ const char *soft_refusal_text(uint32_t refused)
 void soft_prove(enum soft_role role, const void *secret, size_t size, const uint8_t hello[SOFT_HELLO_SIZE],
                 const uint8_t welcome[SOFT_WELCOME_SIZE], uint8_t proof[SOFT_DIGEST])
 {
-    uint8_t who = (uint8_t)role;
+    uint8_t side = (uint8_t)role;
     struct soft_hmac hmac;
 
     if (!size) {
@@ -152,7 +152,7 @@ void soft_prove(enum soft_role role, const void *secret, size_t size, const uint
         return;
     }
     soft_hmac_begin(&hmac, secret, size);
-    soft_hmac_add(&hmac, &who, 1);
+    soft_hmac_add(&hmac, &side, 1);
     soft_hmac_add(&hmac, hello, SOFT_HELLO_SIZE);
     soft_hmac_add(&hmac, welcome, WELCOME_AT_RESERVED);
     soft_hmac_end(&hmac, proof);

@@ -1,4 +1,4 @@
-/* Leases: the pages in which a link and its peer agree on what may still be moved. */
+/* Copy tokens: a page shared by a link and its peer, in which they agree on the copies that may still be made. */
 #ifndef AIOVERBS_SOFT_FABRIC_COPY_TOKEN_H
 #define AIOVERBS_SOFT_FABRIC_COPY_TOKEN_H
 

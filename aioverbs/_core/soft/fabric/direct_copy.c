@@ -150,7 +150,7 @@ void soft_direct_offer(struct soft_link *link, struct soft_hello *hello)
 }
 
 /* Read HELLO's nonce from the peer's memory, and write `nonce` there. Return NULL, or what failed. The process number
- * is the one that the kernel reports, not the peer. */
+ * comes from the kernel, not from the peer. */
 static const char *probe(struct soft_stream *stream, const struct soft_hello *hello, const uint8_t *nonce)
 {
     uint8_t found[SOFT_NONCE];

@@ -120,14 +120,15 @@ static void drop_descriptors(struct soft_fabric *fabric)
     fabric->held_at = UINT64_MAX;
 }
 
-/* When nobody sends any more: whoever does may write to it at any time, whether or not the thread is there. */
+/* Close the eventfd, when no thread sends any more: any sender may write to it at any time, whether or not the fabric
+ * thread exists. */
 static void drop_wake(struct soft_fabric *fabric)
 {
     soft_descriptor_close(fabric->wake.fd);
     fabric->wake.fd = -1;
 }
 
-/* Signals are for the user's threads. */
+/* Start the fabric thread, with all signals blocked: they are for the application's threads. */
 static int start_thread(struct soft_fabric *fabric)
 {
     sigset_t all, before;
@@ -142,7 +143,7 @@ static int start_thread(struct soft_fabric *fabric)
 
 void soft_fabric_wake(struct soft_fabric *fabric)
 {
-    (void)eventfd_write(fabric->wake.fd, 1); /* it is never so full that this fails */
+    (void)eventfd_write(fabric->wake.fd, 1); /* cannot fail: the counter is never full */
 }
 
 static int fabric_start(struct soft_fabric *fabric)
@@ -164,7 +165,7 @@ static int fabric_start(struct soft_fabric *fabric)
     }
     fabric->running = true;
     atomic_store_explicit(&fabric->active, true, memory_order_release);
-    soft_fabric_wake(fabric); /* links may have been asked for while nobody was there */
+    soft_fabric_wake(fabric); /* connections may have been requested before the thread existed */
     return 0;
 }
 
@@ -172,9 +173,10 @@ int soft_fabric_start(struct soft_fabric *fabric)
 {
     int error;
 
-    /* A datagram's execution has a sq_lock, and is in a grace section. Whoever has `setup` may wait for `progress`, and
-     * who has that for this sq_lock: so `setup` is not waited for. Who begins to listen is active before he waits; who
-     * halts says so at once; who stops does so when there is no queue pair; all others have it for a moment. */
+    /* Executing a datagram holds a sq_lock, in a grace section. A thread that has `setup` may wait for `progress`, and
+     * the owner of that for this sq_lock: so this thread must not wait for `setup`. It need not: a thread that begins
+     * to listen sets `active` before it waits; one that halts sets `halted` at once; one that stops does so when no
+     * queue pair is left; all others hold `setup` briefly. */
     for (;;) {
         if (atomic_load_explicit(&fabric->active, memory_order_acquire))
             return 0;
@@ -201,7 +203,7 @@ static int tcp_socket(const struct sockaddr_storage *address, socklen_t size)
     soft_descriptors_release();
     if (fd < 0)
         return -1;
-    setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &one, sizeof(one)); /* connections of before may linger */
+    setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &one, sizeof(one)); /* earlier connections may linger */
     if (address->ss_family == AF_INET6)
         setsockopt(fd, IPPROTO_IPV6, IPV6_V6ONLY, &one, sizeof(one));
     if (!bind(fd, (const struct sockaddr *)address, size) && !listen(fd, SOMAXCONN))
@@ -212,7 +214,7 @@ static int tcp_socket(const struct sockaddr_storage *address, socklen_t size)
     return -1;
 }
 
-/* A device with an address is reached over the network as well. */
+/* Listen on TCP, if the device has an address. */
 static int listen_tcp(struct soft_fabric *fabric)
 {
     struct sockaddr_storage address;
@@ -261,7 +263,7 @@ int soft_fabric_listen(struct soft_device *device)
     if (error)
         snprintf(fabric->error, sizeof(fabric->error), "the thread does not start: %s", strerror(error));
     if (!error && !fabric->listening) {
-        soft_mutex_take(&fabric->progress); /* who reads looks at the listeners */
+        soft_mutex_take(&fabric->progress); /* the thread that reads uses the listeners */
         fabric->error[0] = 0;
         error = listen_all(fabric);
         if (error)
@@ -281,7 +283,7 @@ void soft_fabric_error(struct soft_device *device, char *text, size_t size)
 
 /* ---- Stopping ------------------------------------------------------------------------------------------------ */
 
-/* Under progress, the thread gone. */
+/* Close all streams. Under progress, after the thread ended. */
 static void fabric_close_all(struct soft_fabric *fabric)
 {
     struct soft_link *link;
@@ -304,20 +306,20 @@ static void fabric_close_all(struct soft_fabric *fabric)
     soft_mutex_give(&fabric->links);
 }
 
-/* For good: the process ends, beside threads that may be sending. So nobody waits for sections here, nor for a sq_lock,
- * and those that wait for a way are not kicked. The links, which wait for sections before they go, stay until there are
- * no queue pairs any more, and so does what wakes the thread. */
+/* Stop the fabric. `for_good`: the process ends, while other threads may be sending. So grace sections and sq_locks are
+ * not waited for, and queue pairs that wait for a link are not kicked. Links, which are freed only after a grace
+ * period, stay until no queue pair is left, and so does the eventfd that wakes the thread. */
 static void stop(struct soft_fabric *fabric, bool for_good)
 {
     soft_mutex_take(&fabric->setup);
-    atomic_store(&fabric->halted, for_good); /* before it is seen that nothing is active */
+    atomic_store(&fabric->halted, for_good); /* before other threads can see that `active` is false */
     if (fabric->running) {
         atomic_store(&fabric->stop, true);
         soft_fabric_wake(fabric);
         pthread_join(fabric->thread, NULL);
         soft_mutex_take(&fabric->progress);
         atomic_store_explicit(&fabric->active, false, memory_order_release);
-        soft_wakeup_channel_clear(fabric, NULL); /* after that nobody begins to lead */
+        soft_wakeup_channel_clear(fabric, NULL); /* from here on no channel becomes the wakeup channel */
         if (for_good || grace_ready())
             fabric_close_all(fabric);
         drop_descriptors(fabric);

@@ -1,4 +1,4 @@
-/* What a network does to connections and to single frames, on demand. */
+/* Faults of a network, on demand: of connections and of single frames. */
 #define _GNU_SOURCE
 #include "soft/fabric/frame_faults.h"
 
@@ -20,7 +20,7 @@
 #include "soft/objects/hooks.h"
 #include "soft/objects/qp.h"
 
-/* A frame that comes later: on its way out, or read and not handled. */
+/* A delayed frame: one to be sent, or one received and not yet handled. */
 struct soft_held_frame {
     struct soft_held_frame *next;
     uint64_t due; /* CLOCK_MONOTONIC */
@@ -29,7 +29,7 @@ struct soft_held_frame {
     uint8_t payload[];
 };
 
-#define AGAIN_NS 500000u /* where there is no room for it when it is due */
+#define AGAIN_NS 500000u /* delay after which a due frame is tried again that found no room */
 
 /* ---- Connections ----------------------------------------------------------------------------------------- */
 
@@ -79,24 +79,25 @@ unsigned int soft_fabric_stall(struct soft_device *device, const union ibv_gid *
             soft_read_cache_suspend(container_of(stream, struct soft_link, stream), stall);
         count++;
     }
-    if (stall) /* those who are not answered any more */
+    if (stall) /* peers that get no answers any more */
         soft_read_cache_invalidate_all(device);
     else
-        soft_fabric_wake(fabric); /* they may have had more at hand than fitted into a turn */
+        soft_fabric_wake(fabric); /* streams may have had more at hand than fitted into a turn */
     soft_mutex_give(&fabric->progress);
     return count;
 }
 
-/* ---- Frames that come later ------------------------------------------------------------------------------ */
+/* ---- Delayed frames -------------------------------------------------------------------------------------- */
 
-/* Under `held`: the timer comes then, whoever reads; it keeps the first of several times. */
+/* Arm the timer. Under `held`. Any thread that reads handles the timer. */
 static void arm_timer(struct soft_fabric *fabric, uint64_t due)
 {
     struct itimerspec when = {.it_value = {(time_t)(due / 1000000000u), (long)(due % 1000000000u)}};
 
     assert_held(&fabric->held);
     fabric->held_at = due;
-    timerfd_settime(fabric->timer.fd, TFD_TIMER_ABSTIME, &when, NULL); /* it has been made, and this is a time */
+    /* Cannot fail: the timer exists and the time is valid */
+    timerfd_settime(fabric->timer.fd, TFD_TIMER_ABSTIME, &when, NULL);
 }
 
 static void arm_timer_before(struct soft_fabric *fabric, uint64_t due)
@@ -107,7 +108,8 @@ static void arm_timer_before(struct soft_fabric *fabric, uint64_t due)
     soft_mutex_give(&fabric->held);
 }
 
-/* Under tx: a copy of it, behind those that come before it. False: it has no room, or there is no memory for it. */
+/* Hold a copy of a frame, behind the frames due before it. Under tx. Return false if it has no room, or there is no
+ * memory. */
 static bool frame_hold(struct soft_stream *stream, bool in, const struct soft_frame *frame, const struct iovec *data,
                        unsigned int count, uint64_t due)
 {
@@ -133,7 +135,7 @@ static bool frame_hold(struct soft_stream *stream, bool in, const struct soft_fr
     return true;
 }
 
-/* What the plan has for it: whether it goes on now. */
+/* Apply the fault that the plan has for a frame. Return whether the frame is to be handled or sent now. Under tx. */
 static bool apply_fault(struct soft_stream *stream, enum soft_frame_kind kind, const struct soft_frame *frame,
                         const struct iovec *data, unsigned int count)
 {
@@ -194,7 +196,7 @@ void soft_frames_drop_held(struct soft_stream *stream)
         drop_first(stream);
 }
 
-/* Under tx: whether it went, or never will. */
+/* Send a delayed frame. Under tx. Return whether it was sent, or never will be. */
 static bool held_frame_send(struct soft_stream *stream, const struct soft_held_frame *held)
 {
     struct iovec data = {(void *)(uintptr_t)held->payload, held->frame.size};
@@ -209,7 +211,7 @@ static bool held_frame_send(struct soft_stream *stream, const struct soft_held_f
     return true;
 }
 
-/* Those of a stream that are due, as far as they can go; it may be closed by that. */
+/* Handle or send the due frames of a stream, as far as there is room. The stream may be closed by that. */
 static void release(struct soft_stream *stream, uint64_t now)
 {
     struct soft_fabric *fabric = stream->fabric;
@@ -219,7 +221,7 @@ static void release(struct soft_stream *stream, uint64_t now)
     assert_held(&stream->fabric->progress);
     soft_mutex_take(&stream->tx);
     while ((held = stream->held) && held->due <= now && gone && !stream->refusal) {
-        if (held->in) { /* others may be held meanwhile, and none goes but here */
+        if (held->in) { /* other frames may be added meanwhile; frames are removed only here */
             stream->held = held->next;
             soft_mutex_give(&stream->tx);
             gone = soft_stream_handle_delayed(stream, &held->frame, held->payload);

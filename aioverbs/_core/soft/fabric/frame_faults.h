@@ -1,4 +1,4 @@
-/* What is done to frames by a fault plan: while fabric->disturbed is not 0. */
+/* Faults of frames and connections, as a fault plan orders them: while fabric->frame_fault_plans is not 0. */
 #ifndef AIOVERBS_SOFT_FABRIC_FRAME_FAULTS_H
 #define AIOVERBS_SOFT_FABRIC_FRAME_FAULTS_H
 
@@ -8,19 +8,20 @@
 
 #include "soft/fabric/stream.h"
 
-/* Whether the peer has this GID, or is looked for by it. Under progress, or under tx of one that is open. */
+/* Return whether the peer has this GID, or the link is for it. Under progress, or under tx of an open stream. */
 bool soft_stream_matches_gid(const struct soft_stream *stream, const union ibv_gid *gid);
 
-/* In a grace section, under tx, where there is room for a frame; under progress: whether it is to go on now. Else it is
- * lost, or comes later. */
+/* Apply the fault plan to a frame. Return whether the frame is to be handled or sent now; otherwise it is lost or
+ * delayed. In a grace section; for a frame to send, under tx and with room for it; for a received one, under
+ * progress. */
 bool soft_frame_fault_out(struct soft_stream *stream, const struct soft_frame *frame, const struct iovec *data,
                           unsigned int count);
 bool soft_frame_fault_in(struct soft_stream *stream, const struct soft_frame *frame, const uint8_t *payload);
 
-/* Under progress, not in a grace section: those that are due. */
+/* Handle or send the delayed frames that are due. Under progress, not in a grace section. */
 void soft_frames_release_due(struct soft_fabric *fabric, uint64_t now);
 
-/* Under tx: what is on its way is lost. */
+/* Drop the delayed frames of a stream. Under tx. */
 void soft_frames_drop_held(struct soft_stream *stream);
 
 /* Relaxed, as SOFT_SPECIAL_FAULTS is looked for. */

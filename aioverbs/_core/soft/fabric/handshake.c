@@ -230,7 +230,8 @@ static void handle_hello(struct soft_stream *stream, const uint8_t *bytes)
         accept_peer(stream, &hello);
 }
 
-/* Accept the peer if its proof is right. WELCOME, which it has received before, helps nobody to guess the secret. */
+/* Accept the peer if its proof is right. WELCOME, which the peer has received before, contains nothing that helps to
+ * guess the secret. */
 static void handle_proof(struct soft_stream *stream, const uint8_t *bytes)
 {
     const char *wrong = check_proof(stream, SOFT_ROLE_CONNECTING, bytes);

@@ -1,4 +1,4 @@
-/* One stream: how it begins and ends, and its sending side. */
+/* A stream: its begin and end, and its sending side. */
 #define _GNU_SOURCE
 #include "soft/fabric/stream.h"
 
@@ -88,7 +88,7 @@ int soft_stream_begin(struct soft_stream *stream, int fd, bool is_unix, enum sof
         close_socket(fd, is_unix);
         return error;
     }
-    if (is_unix) { /* TCP finds out by itself what it needs */
+    if (is_unix) { /* TCP tunes its buffers itself */
         setsockopt(fd, SOL_SOCKET, SO_SNDBUF, &room, sizeof(room));
         soft_descriptors_expect(fd);
     }
@@ -144,7 +144,8 @@ void soft_fabric_record_end(struct soft_fabric *fabric, enum soft_end end, const
     snprintf(event->reason, sizeof(event->reason), "%s", reason);
 }
 
-/* Whoever leads waits for answers: to send on is the thread's. */
+/* Update the events that epoll watches. A thread on the wakeup channel waits for answers, so the fabric thread sends
+ * when a full socket has room again. */
 static void set_events(struct soft_stream *stream, uint32_t events)
 {
     struct soft_fabric *fabric = stream->fabric;
@@ -199,7 +200,8 @@ void soft_stream_close(struct soft_stream *stream, enum soft_end end, const char
     soft_mutex_give(&stream->tx);
     epoll_ctl(fabric->epoll, EPOLL_CTL_DEL, fd, NULL);
     close_socket(fd, stream->is_unix);
-    if (link && atomic_load(&fabric->halted)) /* whose memory goes: nothing is executed for them any more */
+    /* Their memory is going away: nothing is executed for waiting queue pairs any more */
+    if (link && atomic_load(&fabric->halted))
         return;
     if (link) {
         struct grace_reader *grace = grace_enter();
@@ -248,7 +250,7 @@ void soft_stream_break(struct soft_stream *stream)
     shutdown(stream->watch.fd, SHUT_RDWR);
 }
 
-/* How many bytes went out; -1: the stream is broken. */
+/* Send as many bytes as the socket takes. Return their number, or -1 if the stream is broken. */
 static ssize_t try_send(struct soft_stream *stream, struct iovec *pieces, unsigned int count)
 {
     struct msghdr message = {.msg_iov = pieces, .msg_iovlen = count};
@@ -266,7 +268,7 @@ static ssize_t try_send(struct soft_stream *stream, struct iovec *pieces, unsign
     return -1;
 }
 
-/* Keeps what of the pieces did not go out; there is room. */
+/* Queue the bytes of the pieces that were not sent; there is room for them. */
 static void queue_unsent(struct soft_stream *stream, const struct iovec *pieces, unsigned int count, size_t sent)
 {
     assert_held(&stream->tx);
@@ -351,7 +353,7 @@ bool soft_stream_send_message(struct soft_stream *stream, const void *message, s
 
 /* ---- Answers ------------------------------------------------------------------------------------------------- */
 
-/* Small ones are gathered, and go out together when the batch ends. */
+/* Queue an answer: small ones are sent together when the batch ends. */
 static void queue_answer(struct soft_stream *stream, const struct soft_frame *frame, const struct iovec *data,
                          unsigned int count)
 {
@@ -380,7 +382,7 @@ void soft_stream_answer(struct soft_stream *stream, const struct soft_frame *fra
         soft_mutex_give(&stream->tx);
         return;
     }
-    if (size > stream->out_size - stream->out_end) /* the answers that were promised room for have it */
+    if (size > stream->out_size - stream->out_end) /* answers within the promised limits have room */
         soft_stream_refuse(stream, "more was answered than was asked for");
     else if (size <= 4096 || stream->blocked)
         queue_answer(stream, frame, data, count);
@@ -389,7 +391,7 @@ void soft_stream_answer(struct soft_stream *stream, const struct soft_frame *fra
     soft_mutex_give(&stream->tx);
 }
 
-/* ---- What queue pairs ask ------------------------------------------------------------------------------------ */
+/* ---- Queries of the transport -------------------------------------------------------------------------------- */
 
 bool soft_stream_is_from(const struct soft_stream *stream, const union ibv_gid *gid)
 {

@@ -54,8 +54,7 @@ enum soft_stage {
     SOFT_OPEN,
 };
 
-/* Kinds of streams. Each kind has its own limit of handshakes, so that peers which use up one limit keep nobody out of
- * the others. */
+/* Kinds of streams. Each kind has its own limit of handshakes: peers that use up one limit do not affect the others. */
 enum soft_kind { SOFT_SERVED_UNIX, SOFT_SERVED_TCP, SOFT_OUTGOING, SOFT_KINDS };
 
 /* Statistics counter that the end of a stream adds to. */

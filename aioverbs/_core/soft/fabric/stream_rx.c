@@ -1,4 +1,4 @@
-/* The receiving side of a stream: bytes become messages of the handshake, then frames. All under progress. */
+/* Receiving side of a stream: bytes become messages of the handshake, and then frames. All under progress. */
 #define _GNU_SOURCE
 #include "soft/fabric/stream_rx.h"
 
@@ -19,19 +19,19 @@
 #include "soft/fabric/handshake.h"
 #include "soft/fabric/stream.h"
 
-#define ANSWER_BYTES (512u << 10) /* after so many that were moved, answers wait no longer */
+#define ANSWER_BYTES (512u << 10) /* copied bytes after which queued answers are sent */
 
-/* One stream's turn, in bytes that are moved, where a frame counts for its data and for FRAME_COST: whatever a peer
- * sends over its stream, the others and who waits for a grace period are kept no longer than by a turn and its last
- * frame. How many bytes come over the stream says little: a frame of a hundred bytes may have 4 MiB moved. */
+/* Turn of one stream, in bytes of data; each frame also counts as FRAME_COST. Whatever a peer sends, other streams and
+ * threads that wait for a grace period are delayed only by a turn and its last frame. The number of bytes on the stream
+ * says little: a frame of a hundred bytes may have 4 MiB copied. */
 #define TURN_BYTES (1 << 20)
 #define FRAME_COST 4096
 
-#if !defined(SO_PASSRIGHTS) && defined(SO_ZEROCOPY) && SO_ZEROCOPY == 60 /* the numbers of most architectures */
+#if !defined(SO_PASSRIGHTS) && defined(SO_ZEROCOPY) && SO_ZEROCOPY == 60 /* numbers of most architectures */
 #define SO_PASSRIGHTS 83
 #endif
 
-/* Has the kernel refuse descriptors that are sent from here on: false where it cannot, before 6.16. */
+/* Have the kernel refuse descriptors that are sent from here on. Return false if it cannot, before Linux 6.16. */
 static bool refuse_rights(int fd)
 {
 #ifdef SO_PASSRIGHTS
@@ -44,10 +44,11 @@ static bool refuse_rights(int fd)
 #endif
 }
 
-/* After the handshake no descriptors are to come. Where the kernel refuses them, what was sent before may still be on
- * its way, until nothing is left to read once: sending looks at the option and queues under the lock under which
- * reading finds the queue empty. Elsewhere they may come at any time, and looking before each read takes as long as
- * reading a small message. A peer of this user, who could stop the process as well, is spared that. */
+/* Stop accepting descriptors, after the handshake. If the kernel refuses them, descriptors sent before may still be
+ * queued, until a read finds the socket empty: sending checks the option and queues under the lock under which reading
+ * finds the queue empty. If the kernel cannot refuse them, descriptors may come at any time, and checking before each
+ * read takes as long as reading a small message. A peer of this user is not checked, since it could stop the process as
+ * well. */
 static void stop_rights(struct soft_stream *stream)
 {
     if (stream->rights != SOFT_RIGHTS_HANDSHAKE)
@@ -58,9 +59,9 @@ static void stop_rights(struct soft_stream *stream)
         stream->rights = stream->uid == geteuid() ? SOFT_RIGHTS_CLOSE : SOFT_RIGHTS_REJECT;
 }
 
-/* Of a Unix socket. A page may come beside the first bytes, and nothing at any other time: recv() would have the kernel
- * close what comes nevertheless, in this thread. What is refused stays in the socket, for another thread to close. So is
- * a file that may be larger than what is asked for: the last close of one of gigabytes takes a second. */
+/* Read from a Unix socket. A memory file may come with the first bytes, and no descriptor at any other time: recv()
+ * would have the kernel close it in this thread. A rejected descriptor stays in the socket, for another thread to
+ * close. So does a file that may be larger than asked for: the last close of a file of gigabytes takes a second. */
 static ssize_t receive_with_descriptors(struct soft_stream *stream, void *to, size_t size)
 {
     int *kept = stream->stage == SOFT_GREETING && !stream->discarded ? &stream->received_fd : NULL;
@@ -102,7 +103,7 @@ static ssize_t receive(struct soft_stream *stream)
 
 /* ---- Handling ------------------------------------------------------------------------------------------------ */
 
-/* Whether a request may be handled: its answer finds room. Else nothing is read until there is. */
+/* Return whether there is room for the answer to a request. If not, pause: nothing is read until there is. */
 static bool has_room(struct soft_stream *stream)
 {
     bool room;
@@ -119,7 +120,7 @@ static bool has_room(struct soft_stream *stream)
     return room;
 }
 
-/* In a grace section. */
+/* Pass a frame to the transport. In a grace section. */
 static void dispatch(struct soft_stream *stream, const struct soft_frame *frame, const uint8_t *payload)
 {
     const struct soft_fabric_user *user = stream->fabric->user;
@@ -129,7 +130,7 @@ static void dispatch(struct soft_stream *stream, const struct soft_frame *frame,
         soft_stream_refuse(stream, "a frame was refused");
 }
 
-/* The answers to what was handled go out. */
+/* Send queued answers. */
 static void send_answers(struct soft_stream *stream)
 {
     soft_mutex_take(&stream->tx);
@@ -150,8 +151,8 @@ void soft_stream_send_deferred(struct soft_fabric *fabric)
     send_answers(stream);
 }
 
-/* They go out when somebody settles. The thread puts `stood_back` down before it looks for who owes, so that one of the
- * two sees the other. */
+/* Defer the answers of the stream to the next soft_stream_send_deferred(). The fabric thread clears `thread_yields`
+ * before it checks for deferred answers, so one of the two threads sees the other's store. */
 static void defer_answers(struct soft_stream *stream)
 {
     struct soft_fabric *fabric = stream->fabric;
@@ -163,21 +164,22 @@ static void defer_answers(struct soft_stream *stream)
         soft_stream_send_deferred(fabric);
 }
 
-/* What was handled of what is at hand. */
+/* Summary of the frames handled in a turn. */
 struct handled {
-    bool answers; /* are to go out */
-    bool urgent;  /* somebody may wait for one of them */
+    bool answers; /* there are answers to send */
+    bool urgent;  /* the peer may wait for one of the answers */
     uint64_t moved;
 };
 
-/* A message is for who polls, and his to answer. What is done in his memory he never hears of. */
+/* Return whether a request is a message, which the polling thread itself receives and answers. Other requests complete
+ * without that thread. */
 static bool is_message(uint8_t opcode)
 {
     return opcode == IBV_WR_SEND || opcode == IBV_WR_SEND_WITH_IMM || opcode == IBV_WR_RDMA_WRITE_WITH_IMM;
 }
 
-/* In a grace section: one frame. How many bytes it had; 0: it is not all there, has to wait, or is refused. What it
- * took comes off what is left of the turn. */
+/* Handle one frame. In a grace section. Return its size in bytes, or 0 if it is incomplete, has to wait, or is refused.
+ * Its cost is subtracted from `*left` of the turn. */
 static uint32_t handle_frame(struct soft_stream *stream, const uint8_t *bytes, uint32_t size, struct handled *handled,
                              int64_t *left)
 {
@@ -204,13 +206,14 @@ static uint32_t handle_frame(struct soft_stream *stream, const uint8_t *bytes, u
     if (!soft_has_frame_faults(stream) || soft_frame_fault_in(stream, &frame, bytes))
         dispatch(stream, &frame, bytes);
     handled->moved += frame.part;
-    *left -= FRAME_COST + (stream->is_link ? frame.size : frame.part); /* to a link, the peer moves what is direct */
+    /* Direct data of a link's request is copied by the peer */
+    *left -= FRAME_COST + (stream->is_link ? frame.size : frame.part);
     handled->answers |= !stream->is_link;
     handled->urgent |= !is_message(frame.opcode);
     return SOFT_FRAME_SIZE + frame.size;
 }
 
-/* Whether the next one of an open stream is all there. */
+/* Return whether the next frame of an open stream is complete. */
 static bool is_frame_at_hand(const struct soft_stream *stream)
 {
     uint32_t size = stream->in_end - stream->in_begin;
@@ -220,7 +223,7 @@ static bool is_frame_at_hand(const struct soft_stream *stream)
            (soft_frame_parse(stream->in + stream->in_begin, &frame) || size - SOFT_FRAME_SIZE >= frame.size);
 }
 
-/* It has another turn when those have had theirs that epoll tells of before `wake`. */
+/* Set whether the stream needs another turn. It gets one after the streams whose events epoll reports before `wake`. */
 static void set_unfinished(struct soft_stream *stream, bool unfinished)
 {
     if (unfinished)
@@ -233,8 +236,8 @@ static void set_unfinished(struct soft_stream *stream, bool unfinished)
     soft_mutex_give(&stream->tx);
 }
 
-/* All that is at hand, or as much as fits into what is left of the turn. Answers go out together, but do not wait for
- * large data of others to be moved: the peer goes on meanwhile. */
+/* Handle the frames at hand, or as many as fit into the turn. Answers are sent together, but do not wait until large
+ * data of later frames is copied: the peer goes on meanwhile. */
 static void handle(struct soft_stream *stream, int64_t *left)
 {
     struct grace_reader *grace = grace_enter();
@@ -257,14 +260,14 @@ static void handle(struct soft_stream *stream, int64_t *left)
         }
         stream->in_begin += done;
     } while (done && *left > 0 && !stream->refusal);
-    if (handled.answers) /* refused or not: what was gathered for this stream goes out over no other */
+    if (handled.answers) /* even if refused: the coalesced acknowledgement must not go out over another stream */
         stream->fabric->user->batch_end(stream);
     grace_leave(grace);
     if (handled.answers && (handled.urgent || stream->refusal))
         send_answers(stream);
     else if (handled.answers)
         defer_answers(stream);
-    /* The next frame fits behind what is there already, or what is there moves to the front. */
+    /* Make room for the next frame: if it does not fit behind the bytes at hand, move them to the front. */
     if (stream->in_begin == stream->in_end) {
         stream->in_begin = stream->in_end = 0;
     } else if (stream->in_begin && SOFT_IN_SIZE - stream->in_begin < SOFT_FRAME_SIZE + SOFT_FRAGMENT) {
@@ -289,7 +292,7 @@ bool soft_stream_handle_delayed(struct soft_stream *stream, const struct soft_fr
     grace_leave(grace);
     if (!stream->is_link)
         send_answers(stream);
-    set_unfinished(stream, !stream->refusal && is_frame_at_hand(stream)); /* it may have been paused */
+    set_unfinished(stream, !stream->refusal && is_frame_at_hand(stream)); /* the stream may have been paused */
     return true;
 }
 
@@ -301,7 +304,7 @@ bool soft_stream_receive(struct soft_stream *stream)
     assert_held(&stream->fabric->progress);
     if (stream->stalled)
         return false;
-    if (stream->unfinished || (stream->paused && has_room(stream))) { /* what had to wait comes first */
+    if (stream->unfinished || (stream->paused && has_room(stream))) { /* frames that had to wait come first */
         something = true;
         handle(stream, &left);
     }
@@ -320,10 +323,10 @@ bool soft_stream_receive(struct soft_stream *stream)
             return true;
         }
         if (stream->refusal)
-            break; /* for what came beside the bytes */
+            break; /* for a descriptor that came with the bytes */
         handle(stream, &left);
         if ((uint32_t)got < room && stream->rights != SOFT_RIGHTS_DRAIN)
-            break; /* there was no more */
+            break; /* the socket was empty */
     }
     if (stream->refusal) {
         soft_stream_close(stream, stream->refused_as, stream->refusal);

@@ -1,4 +1,4 @@
-/* The receiving side of streams. All under progress. */
+/* Receiving side of streams. All under progress. */
 #ifndef AIOVERBS_SOFT_FABRIC_STREAM_RX_H
 #define AIOVERBS_SOFT_FABRIC_STREAM_RX_H
 
@@ -9,15 +9,16 @@ struct soft_fabric;
 struct soft_frame;
 struct soft_stream;
 
-/* Reads and handles; false where there was nothing. The stream may be closed, and a served one freed, after that. */
+/* Read and handle frames. Return false if there was nothing to read. The stream may be closed after that, and a served
+ * one freed. */
 bool soft_stream_receive(struct soft_stream *stream);
 
-/* Sends the answers that wait, if there are some. Answers to messages are not urgent for who polls: his own next message
- * goes first, and they when he finds nothing more to do, or rests. Only while the thread stands back, which comes by
- * within STAND_BACK_MS and sees to it. */
+/* Send deferred answers, if there are any. Answers to messages are not urgent for a thread that polls: its own next
+ * message is sent first, and the answers when it finds nothing more to do, or stops polling. Answers are deferred only
+ * while the fabric thread yields, which comes back within YIELD_MS and sends them. */
 void soft_stream_send_deferred(struct soft_fabric *fabric);
 
-/* A frame that came before: false where it has to wait for room, or since nothing is read. */
+/* Handle a frame that was delayed. Return false if it has to wait for room, or because nothing is read. */
 bool soft_stream_handle_delayed(struct soft_stream *stream, const struct soft_frame *frame, const uint8_t *payload);
 
 #endif

@@ -1,4 +1,4 @@
-/* The place of a queue pair among those who wait for a link. */
+/* Place of a queue pair in the queue of a link. */
 #ifndef AIOVERBS_SOFT_OBJECTS_LINK_WAITER_H
 #define AIOVERBS_SOFT_OBJECTS_LINK_WAITER_H
 
@@ -6,14 +6,16 @@
 
 struct soft_link;
 
-/* Embedded in struct soft_qp. Under the sending lock of the link that it waits for. */
+/* Embedded in struct soft_qp. Under the tx lock of the link for which the queue pair waits. */
 struct soft_waiter {
-    struct soft_link *link; /* or NULL: it does not wait */
+    struct soft_link *link; /* link for which the queue pair waits, or NULL */
     struct soft_waiter *next, *before;
-    uint64_t ticket;   /* its place among those who wait; kept until its turn is over */
-    int64_t allowance; /* bytes that it may still send in its turn */
-    uint64_t attempt;  /* of the link to connect: the first one that begins since it asked; 0: it asks for none */
-    uint64_t retry_at; /* when it may ask for one; 0: its attempt was made, and failed. Under sq_lock */
+    uint64_t ticket;   /* place in the queue of the link; valid until the turn is over; 0: none */
+    int64_t allowance; /* bytes that the queue pair may still send in its turn */
+    /* Number of the link's first attempt to connect after the queue pair asked for one; 0: it asked for none */
+    uint64_t attempt;
+    /* When a connection may be requested again; 0: the attempt was made, and failed. Under sq_lock */
+    uint64_t retry_at;
 };
 
 #endif

@@ -209,7 +209,7 @@ async def test_who_does_not_leave_loses_the_link(held: Held) -> None:
         assert not asked.direct
         await held.say(asked.done())
         assert await outcomes([write]) == [WcStatus.SUCCESS]
-        assert held.link().why_not_direct == "the peer kept memory that was taken back"
+        assert held.link().why_not_direct == "the peer did not end a copy within 2 s"
 
 
 @inline

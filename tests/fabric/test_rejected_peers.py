@@ -21,9 +21,9 @@ from tests.waiting import until
 
 QUICK: dict[str, Any] = {"timeout": 14, "retry_cnt": 2}  # 67 ms, three times
 SOMEBODY = 54321  # the number of a user; nobody needs to know it
-OTHERS_SECRET = "the peer does not know the secret: AIOVERBS_SOFT_SECRET is to be the same on both sides"
-ONE_SECRET = "the peer wants a secret, or has none: AIOVERBS_SOFT_SECRET is to be the same on both sides"
-NOT_ALLOWED = "the peer is of a user that is not allowed: AIOVERBS_SOFT_USERS names others"
+OTHERS_SECRET = "the peer has another secret: set AIOVERBS_SOFT_SECRET to the same value on both sides"
+ONE_SECRET = "one side has no secret: set AIOVERBS_SOFT_SECRET to the same value on both sides"
+NOT_ALLOWED = "the peer's user is not allowed: add it to AIOVERBS_SOFT_USERS"
 
 
 async def is_refused(here: End, there: Other, caplog: pytest.LogCaptureFixture) -> tuple[list[str], str]:
@@ -155,4 +155,4 @@ async def test_a_private_directory_hides_from_others(monkeypatch: pytest.MonkeyP
             await qp.write(here.region[:8], there.region[:8])
         assert caught.value.status is WcStatus.RETRY_EXC_ERR
         (peer,) = (each for each in here.device.peers() if each.connected_by_us and each.problem)
-        assert peer.problem == "no device with this GID is to be found"
+        assert peer.problem == "no device with this GID was found"

@@ -196,7 +196,7 @@ async def test_an_address_that_is_taken(directory: Path, port: int) -> None:
 
 async def test_a_directory_of_others(directory: Path, port: int) -> None:
     os.chmod(directory, 0o777)
-    with pytest.raises(VerbsError, match=r"can be written by others: chmod 0700 it"):
+    with pytest.raises(VerbsError, match=r"is writable by other users: chmod 0700 it"):
         await open_device(f"soft0@{own_address()}:{port}").open()
     os.chmod(directory, 0o700)
 

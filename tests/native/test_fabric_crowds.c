@@ -60,7 +60,7 @@ static void silent_peers_keep_nobody_out(void)
     CHECK(now_ns() - begin >= SOFT_PATIENCE_NS); /* nobody gave way before */
     CHECK(stats_of(b).refused_peers >= CROWD - SOFT_MAX_HANDSHAKES + 1);
     EVENTUALLY(stats_of(b).refused_peers == CROWD);
-    CHECK(last_reason_is(b, "did not say who it is in time"));
+    CHECK(last_reason_is(b, "did not complete the handshake in time"));
     CHECK_EQ(stats_of(b).streams, 1);
     for (i = 0; i < CROWD; i++) {
         CHECK(raw_is_closed(fds[i]));
@@ -140,7 +140,7 @@ static void silent_peers_of_the_network(void)
     sender_want(&sender, IBV_WR_SEND, 1, 8);
     EVENTUALLY(b->responses == 1);
     EVENTUALLY(stats_of(b).accepted == 1);
-    CHECK(!last_reason_is(b, "another one waits"));
+    CHECK(!last_reason_is(b, "another connection waits"));
     sender_close(&sender);
     close(fd);
     for (i = 0; i < COUNT_OF(fds); i++)
@@ -296,12 +296,12 @@ static void idle_peers_leave_descriptors(void)
     fd = raw_connect(b);
     accept_late(b);
     CHECK_EQ(stats_of(b).streams, MOST); /* queue pairs are connected to all of them */
-    CHECK(last_reason_is(b, "`ulimit -n` (4096 at most): raise that limit"));
+    CHECK(last_reason_is(b, "`ulimit -n` (or 4096 streams): raise that limit"));
     accept_late(b);
     CHECK_EQ(stats_of(b).refused_peers, 1); /* which is said once */
     atomic_store(&b->expects, false);
     accept_late(b);
-    CHECK(last_reason_is(b, "no queue pair is connected to it, and another one waits"));
+    CHECK(last_reason_is(b, "no queue pair is connected to the peer, and another connection waits"));
     CHECK_EQ(stats_of(b).refused_peers, 2);
     CHECK_EQ(stats_of(b).streams, MOST);
     close(fd);

@@ -65,7 +65,7 @@ static void strangers(void)
     open_all();
     fd = raw_connect(b);
     CHECK_EQ(send(fd, "GET / HTTP/1.1\r\n", 16, MSG_NOSIGNAL), 16); /* nobody waits for the rest */
-    expect_refused(fd, "no device of aioverbs", 1, 0, HERE);
+    expect_refused(fd, "not a device of aioverbs", 1, 0, HERE);
 
     /* Another version is told so, and is named; its HELLO may be shorter than ours. */
     fd = raw_connect(b);
@@ -84,7 +84,7 @@ static void strangers(void)
     CHECK_EQ(send(fd, hello, sizeof(hello), MSG_NOSIGNAL), SOFT_HELLO_SIZE);
     CHECK(raw_read(fd, bytes, sizeof(bytes)));
     CHECK(soft_welcome_parse(bytes, &welcome) == soft_refusal_text(SOFT_REFUSED_GID));
-    expect_refused(fd, "the GID that is looked for", 3, 0, HERE);
+    expect_refused(fd, "the GID to connect to", 3, 0, HERE);
 
     /* A proof that is none. */
     fd = raw_connect(b);
@@ -92,7 +92,7 @@ static void strangers(void)
     CHECK(raw_read(fd, bytes, sizeof(bytes)));
     memset(bytes, 9, SOFT_PROOF_SIZE);
     CHECK_EQ(send(fd, bytes, SOFT_PROOF_SIZE, MSG_NOSIGNAL), SOFT_PROOF_SIZE);
-    expect_refused(fd, "no device of aioverbs", 4, 0, HERE);
+    expect_refused(fd, "not a device of aioverbs", 4, 0, HERE);
 
     /* Who hangs up in the middle is nobody's fault. */
     fd = raw_connect(b);
@@ -181,7 +181,7 @@ static void descriptors_that_nobody_asked_for(void)
         fd = raw_connect(b);
         CHECK(send_with_descriptors(fd, hello, fd, each));
         CHECK(raw_is_closed(fd));
-        CHECK(last_reason_is(b, "descriptors came that nobody asked for"));
+        CHECK(last_reason_is(b, "unexpected descriptors came"));
         close(fd);
         EVENTUALLY(open_descriptors() == before);
         fd = raw_open(b);
@@ -405,7 +405,7 @@ static void descriptors_that_wait_to_be_closed_keep_peers_waiting(void)
     CHECK_EQ(open_descriptors(), open + 1);
     close(other);
     CHECK(raw_is_closed(fd)); /* its turn has come */
-    CHECK(last_reason_is(b, "descriptors came that nobody asked for"));
+    CHECK(last_reason_is(b, "unexpected descriptors came"));
     close(fd);
     EVENTUALLY(open_descriptors() == before);
     close_all();
@@ -452,7 +452,7 @@ static void a_large_file_keeps_nobody_waiting(void)
     passed = memfd_create("unsealed", MFD_CLOEXEC | MFD_ALLOW_SEALING);
     for (i = 0; i < 2; i++)
         CHECK(send_with_descriptors(fd, hello + i, passed, 1));
-    EVENTUALLY(last_reason_is(b, "descriptors came that nobody asked for")); /* one of them is enough */
+    EVENTUALLY(last_reason_is(b, "unexpected descriptors came")); /* one of them is enough */
     close(fd);
     close(passed);
     close(other);
@@ -601,7 +601,7 @@ static void frames_that_are_none(void)
     fd = raw_open(b); /* an answer, where requests come */
     frame = (struct soft_frame){.kind = SOFT_FRAME_RESPONSE, .to = 5, .from = 6};
     send_frame(fd, &frame);
-    expect_refused(fd, "the wrong way", 0, 3, HERE);
+    expect_refused(fd, "does not belong on this side", 0, 3, HERE);
 
     fd = raw_open(b); /* directly, which was not agreed on */
     frame = request_frame(IBV_WR_RDMA_WRITE, 6, 0, 100);
@@ -609,7 +609,7 @@ static void frames_that_are_none(void)
     frame.segments = 1;
     frame.size = SOFT_SEGMENT_SIZE;
     send_frame(fd, &frame);
-    expect_refused(fd, "not agreed on", 0, 4, HERE);
+    expect_refused(fd, "not negotiated", 0, 4, HERE);
 
     fd = raw_open(b); /* what a queue pair finds wrong */
     frame = request_frame(IBV_WR_SEND_WITH_INV, 6, 0, 0);
@@ -732,7 +732,7 @@ static void meet(const char *of_a, const char *of_b, const char *reason_a, const
 static void secrets(void)
 {
     meet("open sesame", "open sesame", NULL, NULL);
-    meet("open sesame", "open Sesame", "does not know the secret", "does not know the secret");
+    meet("open sesame", "open Sesame", "has another secret", "has another secret");
     meet("open sesame", NULL, "AIOVERBS_SOFT_SECRET", "AIOVERBS_SOFT_SECRET");
     meet(NULL, "open sesame", "AIOVERBS_SOFT_SECRET", "AIOVERBS_SOFT_SECRET");
 }
@@ -771,7 +771,7 @@ static void who_connects_proves_first(void)
         } else {
             CHECK(raw_read(fd, message, SOFT_PROOF_SIZE));
             CHECK(!soft_proof_parse(message, proof) && soft_digest_equal(proof, zeroes));
-            expect_refused(fd, "does not know the secret", 1, 0, HERE);
+            expect_refused(fd, "has another secret", 1, 0, HERE);
             CHECK_EQ(b->requests, 0);
         }
     }
@@ -854,7 +854,7 @@ static void a_peer_that_does_not_prove(void)
             CHECK_EQ(stats_of(a).connected, 1);
         } else {
             EVENTUALLY(looking.error == EHOSTUNREACH);
-            CHECK(last_reason_is(a, "does not know the secret"));
+            CHECK(last_reason_is(a, "has another secret"));
             CHECK(!raw_read(fd, message, 1));
         }
         be_lost(fd);
@@ -908,7 +908,7 @@ static void a_peer_that_has_not_written(void)
     say_welcome(fd, &welcome, bytes);
     EVENTUALLY(soft_fabric_get_streams(&a->device, &stream, 1) == 1 && stream.connected);
     CHECK(!stream.direct);
-    CHECK(strstr(stream.why_not_direct, "cannot reach") != NULL);
+    CHECK(strstr(stream.why_not_direct, "cannot access") != NULL);
     be_lost(fd);
 }
 

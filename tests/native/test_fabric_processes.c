@@ -636,7 +636,7 @@ static void directly_can_be_switched_off(void)
         link = connect_directly();
         CHECK(!soft_link_direct(link));
         CHECK_EQ(soft_fabric_get_streams(own, &stream, 1), 1);
-        CHECK(strstr(stream.why_not_direct, here ? "AIOVERBS_SOFT_DIRECT" : "cannot reach") != NULL);
+        CHECK(strstr(stream.why_not_direct, here ? "AIOVERBS_SOFT_DIRECT" : "cannot access") != NULL);
         end_directly(link);
         end(child);
         finish();

@@ -125,7 +125,7 @@ bool soft_handshake_reserve(struct soft_fabric *fabric, enum soft_kind kind)
             first = stream;
     if (first)
         soft_stream_close(first, first->is_link ? SOFT_END_CONNECT : SOFT_END_REFUSED_PEER,
-                          "the peer did not say who it is in time, and another one waits");
+                          "the peer did not complete the handshake in time, and another connection waits");
     return first;
 }
 
@@ -165,8 +165,7 @@ static struct soft_stream *find_overdue(struct soft_fabric *fabric, enum soft_ki
  * such streams have all places, the connection waits for as long as they stay; that is recorded once. */
 static bool accept_reserve(struct soft_fabric *fabric, enum soft_kind kind)
 {
-    static const char crowded[] =
-        "connected peers have all places, a quarter of `ulimit -n` (4096 at most): raise that limit";
+    static const char crowded[] = "connected peers use a quarter of `ulimit -n` (or 4096 streams): raise that limit";
     uint64_t now = soft_now_ns();
     struct soft_stream *stream;
     unsigned int checked;
@@ -189,7 +188,8 @@ static bool accept_reserve(struct soft_fabric *fabric, enum soft_kind kind)
         if (expected)
             stream->deadline = now + SOFT_HANDSHAKE_NS;
         else
-            soft_stream_close(stream, SOFT_END_REFUSED_PEER, "no queue pair is connected to it, and another one waits");
+            soft_stream_close(stream, SOFT_END_REFUSED_PEER,
+                              "no queue pair is connected to the peer, and another connection waits");
     }
     fabric->crowding_recorded[kind] = false;
     return true;
@@ -203,9 +203,9 @@ static const char *check_peer(struct soft_fabric *fabric, int fd, bool is_unix, 
     socklen_t size = sizeof(*peer);
 
     if (is_unix && getsockopt(fd, SOL_SOCKET, SO_PEERCRED, peer, &size))
-        return "the peer's user cannot be told";
+        return "the kernel does not report the peer's user";
     if (is_unix && !soft_settings_allow(&fabric->settings, peer->uid))
-        return "the peer is of a user that is not allowed: AIOVERBS_SOFT_USERS names others";
+        return "the peer's user is not allowed: add it to AIOVERBS_SOFT_USERS";
     return NULL;
 }
 

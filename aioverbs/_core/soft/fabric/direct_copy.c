@@ -121,7 +121,7 @@ void soft_direct_offer(struct soft_link *link, struct soft_hello *hello)
     int error;
 
     if (!stream->is_unix) {
-        set_not_direct(stream, "it is over TCP", 0);
+        set_not_direct(stream, "the connection is over TCP", 0);
         return;
     }
     if (!stream->fabric->settings.direct) {
@@ -129,11 +129,11 @@ void soft_direct_offer(struct soft_link *link, struct soft_hello *hello)
         return;
     }
     if (stream->uid != geteuid()) {
-        set_not_direct(stream, "the peer is another user's", 0);
+        set_not_direct(stream, "the peer runs as another user", 0);
         return;
     }
     if (soft_copy_tokens_are_overdue(link)) {
-        set_not_direct(stream, "the peer kept memory that was taken back", 0);
+        set_not_direct(stream, "the peer did not end a copy within 2 s", 0);
         return;
     }
     error = soft_copy_tokens_create(link);
@@ -162,7 +162,7 @@ static const char *probe(struct soft_stream *stream, const struct soft_hello *he
         return "process_vm_readv";
     errno = 0;
     if (memcmp(found, hello->nonce, sizeof(found)))
-        return "the probe is not where the peer says";
+        return "the peer's probe does not contain its nonce";
     here.iov_base = (void *)(uintptr_t)nonce;
     if (process_vm_writev(pid, &here, 1, &there, 1, 0) != (ssize_t)sizeof(found))
         return "process_vm_writev";
@@ -174,21 +174,21 @@ void soft_direct_probe(struct soft_stream *stream, const struct soft_hello *hell
     const char *why;
 
     if (!(hello->flags & SOFT_HELLO_DIRECT)) {
-        set_not_direct(stream, "the peer does not offer it", 0);
+        set_not_direct(stream, "the peer does not offer direct copies", 0);
         return;
     }
     if (!stream->is_unix || !stream->fabric->settings.direct) {
-        set_not_direct(stream, stream->is_unix ? "AIOVERBS_SOFT_DIRECT is 0" : "it is over TCP", 0);
+        set_not_direct(stream, stream->is_unix ? "AIOVERBS_SOFT_DIRECT is 0" : "the connection is over TCP", 0);
         return;
     }
     /* A process with more rights than the peer could copy on behalf of a peer that may not. */
     if (stream->uid != geteuid()) {
-        set_not_direct(stream, "the peer is another user's", 0);
+        set_not_direct(stream, "the peer runs as another user", 0);
         return;
     }
     stream->pidfd = soft_process_open(stream->pid);
     if (stream->pidfd < 0) {
-        set_not_direct(stream, "the peer's process is not seen from here", stream->pid ? errno : 0);
+        set_not_direct(stream, "the peer's process is not visible from this one", stream->pid ? errno : 0);
         return;
     }
     why = soft_copy_tokens_map(stream);
@@ -260,7 +260,7 @@ int soft_direct_move(struct soft_stream *stream, const struct soft_frame *frame,
     struct soft_frame_segment segments[SOFT_FRAME_SEGMENTS];
     struct iovec here_and_gate[1 + SOFT_FRAME_SEGMENTS + 1], there_and_gate[1 + SOFT_FRAME_SEGMENTS];
     struct iovec *here = here_and_gate + 1, *there = there_and_gate + 1;
-    const char *wrong = "data is to be moved directly, which was not agreed on";
+    const char *wrong = "a frame asks for a direct copy, which was not negotiated";
     size_t left = frame->part;
     unsigned int i;
     int error;

@@ -27,7 +27,7 @@ static void directory_path(const struct soft_settings *settings, const char *nam
 static int directory_check(const struct soft_settings *settings, const struct stat *found, char *why, size_t size)
 {
     if (!S_ISDIR(found->st_mode)) {
-        snprintf(why, size, "%s is no directory: remove it, or name another by AIOVERBS_SOFT_DIRECTORY",
+        snprintf(why, size, "%s is not a directory: remove it, or set AIOVERBS_SOFT_DIRECTORY to another path",
                  settings->directory);
         return ENOTDIR;
     }
@@ -39,12 +39,12 @@ static int directory_check(const struct soft_settings *settings, const struct st
         return EACCES;
     }
     if (found->st_uid != geteuid()) {
-        snprintf(why, size, "%s is another user's: name one of your own by AIOVERBS_SOFT_DIRECTORY",
+        snprintf(why, size, "%s belongs to another user: set AIOVERBS_SOFT_DIRECTORY to a directory of your own",
                  settings->directory);
         return EACCES;
     }
     if (found->st_mode & 022) {
-        snprintf(why, size, "%s can be written by others: chmod 0700 it", settings->directory);
+        snprintf(why, size, "%s is writable by other users: chmod 0700 it", settings->directory);
         return EACCES;
     }
     return 0;
@@ -63,7 +63,7 @@ static int directory_open(const struct soft_settings *settings, char *why, size_
 static int directory_make(const struct soft_settings *settings, char *why, size_t size)
 {
     if (mkdir(settings->directory, 0700) && errno != EEXIST) {
-        snprintf(why, size, "%s cannot be made: %s", settings->directory, strerror(errno));
+        snprintf(why, size, "%s cannot be created: %s", settings->directory, strerror(errno));
         return errno;
     }
     return directory_open(settings, why, size);
@@ -198,8 +198,9 @@ int soft_directory_register(const struct soft_settings *settings, const union ib
     if (error) {
         snprintf(why, size,
                  error == EADDRINUSE ? "%s: another device of this host has the GID %s"
-                 : error == EEXIST   ? "%s/%s: another file took its place: name a directory whose owner is trusted"
-                                     : "%s/%s: %s",
+                 : error == EEXIST
+                     ? "%s/%s: another file replaced the socket: set AIOVERBS_SOFT_DIRECTORY to a trusted directory"
+                     : "%s/%s: %s",
                  settings->directory, name, strerror(error));
         soft_directory_unregister(entry);
     }

@@ -261,7 +261,7 @@ int soft_fabric_listen(struct soft_device *device)
     soft_mutex_take(&fabric->setup);
     error = fabric_start(fabric);
     if (error)
-        snprintf(fabric->error, sizeof(fabric->error), "the thread does not start: %s", strerror(error));
+        snprintf(fabric->error, sizeof(fabric->error), "the fabric thread does not start: %s", strerror(error));
     if (!error && !fabric->listening) {
         soft_mutex_take(&fabric->progress); /* the thread that reads uses the listeners */
         fabric->error[0] = 0;

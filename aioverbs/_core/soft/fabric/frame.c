@@ -160,11 +160,11 @@ static const char *check_part(const struct soft_frame *frame)
     if (frame->part > limit)
         return "a part is too long";
     if (frame->offset > frame->total || frame->part > frame->total - frame->offset)
-        return "a part leaves its message";
+        return "a part exceeds its message";
     if (first != !frame->offset || last != (frame->offset + frame->part == frame->total))
-        return "a part is not where its flags say";
+        return "a part's offset does not match its flags";
     if (frame->offset % SOFT_FRAME_PIECE || (!last && frame->part % SOFT_FRAME_PIECE))
-        return "a part is no whole number of pieces";
+        return "a part's offset or size is not a multiple of 4096";
     if (!frame->part && frame->total)
         return "a part is empty";
     return NULL;
@@ -177,7 +177,8 @@ static const char *check_packets(const struct soft_frame *frame)
 
     if (frame->transport == IBV_QPT_UD)
         most = least = 1;
-    return frame->packets < least || frame->packets > most ? "a number of packets is impossible" : NULL;
+    return frame->packets < least || frame->packets > most ? "a number of packets does not match the part's size"
+                                                           : NULL;
 }
 
 static const char *check_payload(const struct soft_frame *frame, uint32_t opcode)
@@ -185,14 +186,14 @@ static const char *check_payload(const struct soft_frame *frame, uint32_t opcode
     if (frame->flags & SOFT_FRAME_DIRECT) {
         if (frame->transport == IBV_QPT_UD || frame->transport == IBV_QPT_UC ||
             opcode & (BIT(IBV_WR_ATOMIC_CMP_AND_SWP) | BIT(IBV_WR_ATOMIC_FETCH_AND_ADD)))
-            return "what is moved directly cannot be";
+            return "a direct frame has an opcode or transport that cannot be copied directly";
         if (!frame->part || !frame->segments || frame->segments > SOFT_FRAME_SEGMENTS ||
             frame->size != frame->segments * SOFT_SEGMENT_SIZE || frame->copy_token >= SOFT_COPY_TOKENS)
-            return "a list of segments is impossible";
+            return "a list of segments is invalid";
         return NULL;
     }
     if (frame->copy_token || frame->segments || frame->serial)
-        return "a reserved field is used";
+        return "a reserved field is not zero";
     if (frame->size != (opcode & ANSWERED ? 0 : frame->part))
         return "a payload has another size than its part";
     return NULL;
@@ -209,15 +210,15 @@ static const char *check_reserved(const struct soft_frame *frame, uint32_t opcod
         (!datagram && (frame->flow_label || frame->hop_limit || frame->traffic_class)) ||
         (!datagram && !is_atomic(frame->opcode) && (frame->compare_add || frame->swap)) ||
         (frame->opcode == IBV_WR_ATOMIC_FETCH_AND_ADD && frame->swap))
-        return "a reserved field is used";
+        return "a reserved field is not zero";
     if (frame->flow_label >> 20 || frame->srqn >> 24 || frame->sgid_index > 1)
         return "a number is out of range";
     if (opcode & ANSWERED && (!frame->reads || frame->reads > 255))
-        return "a number of reads is impossible";
+        return "a number of reads is not between 1 and 255";
     if (datagram && frame->total > 4096)
-        return "a datagram is too long";
+        return "a datagram is longer than 4096 bytes";
     if (is_atomic(frame->opcode) && frame->total != 8)
-        return "an atomic is not of 8 bytes";
+        return "an atomic is not 8 bytes long";
     return NULL;
 }
 
@@ -249,7 +250,7 @@ static const char *check_response(const struct soft_frame *frame)
         (frame->compare_add && !grants_read_cache) || frame->swap || frame->copy_token || frame->segments ||
         frame->serial || (frame->opcode != SOFT_FRAME_NAK && frame->status) ||
         (frame->opcode != SOFT_FRAME_RNR && !grants_read_cache && frame->address))
-        return "a reserved field is used";
+        return "a reserved field is not zero";
     if (frame->flags & ~(SOFT_FRAME_DIRECT | SOFT_FRAME_READ_CACHE) ||
         ((direct || grants_read_cache) && frame->opcode != SOFT_FRAME_ACK))
         return "a flag is unknown";
@@ -259,7 +260,7 @@ static const char *check_response(const struct soft_frame *frame)
     if (frame->part > (direct ? SOFT_DIRECT_FRAGMENT : SOFT_FRAGMENT) || frame->size != (direct ? 0 : frame->part))
         return "a payload has another size than its part";
     if (frame->part && frame->opcode != SOFT_FRAME_ACK)
-        return "a refusal has data";
+        return "a NAK has data";
     switch (frame->opcode) {
     case SOFT_FRAME_ACK:
         return NULL;
@@ -311,9 +312,9 @@ const char *soft_segments_parse(const struct soft_frame *frame, const uint8_t *p
         segments[i].address = soft_get64(payload);
         segments[i].length = soft_get32(payload + 8);
         if (soft_get32(payload + 12))
-            return "a reserved field is used";
+            return "a reserved field is not zero";
         if (!segments[i].length || segments[i].address > UINT64_MAX - segments[i].length)
-            return "a segment is impossible";
+            return "a segment is empty or exceeds the address space";
         total += segments[i].length;
     }
     return total == frame->part ? NULL : "segments have another size than their part";

@@ -49,7 +49,7 @@ static const char *check_proof(const struct soft_stream *stream, enum soft_role 
 
     prove(stream, role, expected);
     if (!wrong && !soft_digest_equal(proof, expected))
-        wrong = "the peer does not know the secret: AIOVERBS_SOFT_SECRET is to be the same on both sides";
+        wrong = "the peer has another secret: set AIOVERBS_SOFT_SECRET to the same value on both sides";
     return wrong;
 }
 
@@ -93,7 +93,7 @@ static void open_link(struct soft_link *link)
         stream->why_not_direct[0] = 0;
         atomic_store(&stream->direct, true);
     } else if (!stream->why_not_direct[0]) {
-        strcpy(stream->why_not_direct, "the peer cannot reach this process's memory");
+        strcpy(stream->why_not_direct, "the peer cannot access this process's memory");
     }
     soft_read_cache_accept(link);
     soft_link_opened(link);
@@ -106,7 +106,7 @@ static const char *check_welcome(struct soft_link *link, const struct soft_welco
 
     memcpy(stream->peer, welcome->gids, sizeof(stream->peer));
     if (!soft_stream_is_from(stream, &link->remote))
-        return "the peer has other GIDs than the one that is looked for";
+        return "the peer has other GIDs than the one to connect to";
     if (!(welcome->flags & SOFT_HELLO_SECRET) == has_secret(stream))
         return soft_refusal_text(SOFT_REFUSED_SECRET);
     return NULL;
@@ -126,7 +126,7 @@ static void handle_welcome(struct soft_link *link, const uint8_t *bytes)
         wrong = check_welcome(link, &welcome);
     prove(stream, SOFT_ROLE_CONNECTING, proof);
     if (!wrong && !send_proof(stream, proof))
-        wrong = "the peer takes no proof";
+        wrong = "the proof could not be sent to the peer";
     if (wrong)
         soft_stream_refuse(stream, wrong);
     else if (has_secret(stream))
@@ -191,7 +191,7 @@ static void accept_peer(struct soft_stream *stream, const struct soft_hello *hel
     struct soft_welcome welcome = {.flags = has_secret(stream) ? SOFT_HELLO_SECRET : 0};
 
     if (getentropy(welcome.nonce, SOFT_NONCE)) {
-        soft_stream_refuse(stream, "no random numbers are to be had");
+        soft_stream_refuse(stream, "the system provides no random numbers");
         return;
     }
     memcpy(welcome.gids, fabric->device->gids, sizeof(welcome.gids));
@@ -202,7 +202,7 @@ static void accept_peer(struct soft_stream *stream, const struct soft_hello *hel
         soft_copy_tokens_unmap(stream);
     soft_welcome_pack(&welcome, stream->welcome);
     if (!soft_stream_send_message(stream, stream->welcome, sizeof(stream->welcome), soft_read_cache_offer(stream)))
-        soft_stream_refuse(stream, "the peer takes no answer");
+        soft_stream_refuse(stream, "WELCOME could not be sent to the peer");
     soft_stream_set_stage(stream, SOFT_PROVING);
 }
 
@@ -240,7 +240,7 @@ static void handle_proof(struct soft_stream *stream, const uint8_t *bytes)
     if (!wrong)
         prove(stream, SOFT_ROLE_ACCEPTING, proof);
     if (has_secret(stream) && !send_proof(stream, proof) && !wrong)
-        wrong = "the peer takes no proof";
+        wrong = "the proof could not be sent to the peer";
     if (wrong) {
         soft_stream_refuse(stream, wrong);
         return;

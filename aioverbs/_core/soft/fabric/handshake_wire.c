@@ -31,7 +31,7 @@ _Static_assert(PROOF_AT_PROOF + SOFT_DIGEST == SOFT_PROOF_SIZE, "");
 
 const char soft_other_version[] = "the peer speaks another version";
 
-static const char *const no_peer = "what connected is no device of aioverbs";
+static const char *const no_peer = "the peer is not a device of aioverbs";
 
 static void pack_head(uint8_t *out, uint16_t flags, uint32_t fourth, const uint8_t gids[2][16])
 {
@@ -58,7 +58,7 @@ static const char *check_head(const uint8_t *in)
     if (wrong)
         return wrong;
     if (soft_get16(in + AT_FLAGS) & ~(SOFT_HELLO_SECRET | SOFT_HELLO_DIRECT))
-        return "the peer says what no peer says";
+        return "the peer sent an invalid message";
     return NULL;
 }
 
@@ -84,7 +84,7 @@ const char *soft_hello_parse(const uint8_t in[SOFT_HELLO_SIZE], struct soft_hell
     memcpy(hello->wanted, in + HELLO_AT_WANTED, sizeof(hello->wanted));
     memcpy(hello->nonce, in + HELLO_AT_NONCE, sizeof(hello->nonce));
     if (soft_get64(in + HELLO_AT_RESERVED) || (!(hello->flags & SOFT_HELLO_DIRECT) && (hello->pid || hello->probe)))
-        return "the peer says what no peer says";
+        return "the peer sent an invalid message";
     return NULL;
 }
 
@@ -103,7 +103,7 @@ const char *soft_welcome_parse(const uint8_t in[SOFT_WELCOME_SIZE], struct soft_
     if (wrong)
         return wrong;
     if (memcmp(in + WELCOME_AT_RESERVED, zeroes, sizeof(zeroes)))
-        return "the peer says what no peer says";
+        return "the peer sent an invalid message";
     welcome->flags = soft_get16(in + AT_FLAGS);
     welcome->refused = soft_get32(in + WELCOME_AT_REFUSED);
     memcpy(welcome->gids, in + AT_GIDS, sizeof(welcome->gids));
@@ -131,13 +131,13 @@ const char *soft_refusal_text(uint32_t refused)
     case SOFT_REFUSED_VERSION:
         return soft_other_version;
     case SOFT_REFUSED_GID:
-        return "the peer does not have the GID that is looked for";
+        return "the peer does not have the GID to connect to";
     case SOFT_REFUSED_SECRET:
-        return "the peer wants a secret, or has none: AIOVERBS_SOFT_SECRET is to be the same on both sides";
+        return "one side has no secret: set AIOVERBS_SOFT_SECRET to the same value on both sides";
     case SOFT_REFUSED_CLAIM:
-        return "the one that connects says it has a GID that is another device's";
+        return "the connecting side claims a GID of another device";
     default:
-        return "the peer says what no peer says";
+        return "the peer sent an invalid message";
     }
 }
 

@@ -101,7 +101,7 @@ void soft_link_put(struct soft_link *link)
 static void free_link(struct soft_link *link)
 {
     if (link->stream.stage != SOFT_CLOSED)
-        soft_stream_close(&link->stream, SOFT_END_UNUSED, "nobody uses it");
+        soft_stream_close(&link->stream, SOFT_END_UNUSED, "the link is not used");
     soft_read_cache_drop(link, true);
     soft_copy_tokens_destroy(link);
     soft_direct_destroy(link);
@@ -254,13 +254,13 @@ static void connect_link(struct soft_link *link)
     if (error == ENOENT || error == ECONNREFUSED) {
         size = soft_gid_address(&link->remote, fabric->port, &address);
         if (size && !fabric->port) {
-            connect_failed(link, "it is at an address, and this device has none: AIOVERBS_SOFT_ADDRESS gives it one");
+            connect_failed(link, "the GID is an IP address, and this device has none: set AIOVERBS_SOFT_ADDRESS");
             return;
         }
         error = size ? connect_to(link, (struct sockaddr *)&address, size) : ENOENT;
     }
     if (error)
-        connect_failed(link, error == ENOENT ? "no device with this GID is to be found" : strerror(error));
+        connect_failed(link, error == ENOENT ? "no device with this GID was found" : strerror(error));
 }
 
 static bool has_todo(struct soft_fabric *fabric)
@@ -328,13 +328,13 @@ void soft_link_connected(struct soft_link *link)
     }
     if (stream->is_unix && !check_peer_process(stream)) {
         soft_stream_close(stream, SOFT_END_REFUSED_PEER,
-                          "the peer is of a user that is not allowed: AIOVERBS_SOFT_USERS names others");
+                          "the peer's user is not allowed: add it to AIOVERBS_SOFT_USERS");
         return;
     }
     soft_stream_set_stage(stream, SOFT_GREETING);
     stream->why_not_direct[0] = 0;
     if (!soft_handshake_begin(link))
-        connect_failed(link, "the peer takes no greeting");
+        connect_failed(link, "HELLO could not be sent to the peer");
 }
 
 void soft_link_opened(struct soft_link *link)

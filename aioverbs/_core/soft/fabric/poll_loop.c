@@ -149,7 +149,7 @@ void soft_fabric_sweep(struct soft_fabric *fabric, uint64_t now)
         next = stream->next;
         if (stream->stage != SOFT_OPEN && stream->deadline <= now)
             soft_stream_close(stream, stream->is_link ? SOFT_END_CONNECT : SOFT_END_REFUSED_PEER,
-                              "the peer did not say who it is in time");
+                              "the peer did not complete the handshake in time");
     }
     soft_links_sweep(fabric, now);
     soft_listeners_resume(fabric);

@@ -383,7 +383,7 @@ void soft_stream_answer(struct soft_stream *stream, const struct soft_frame *fra
         return;
     }
     if (size > stream->out_size - stream->out_end) /* answers within the promised limits have room */
-        soft_stream_refuse(stream, "more was answered than was asked for");
+        soft_stream_refuse(stream, "more was answered than was requested");
     else if (size <= 4096 || stream->blocked)
         queue_answer(stream, frame, data, count);
     else

@@ -80,7 +80,7 @@ static ssize_t receive_with_descriptors(struct soft_stream *stream, void *to, si
     if (got < 0 && (errno == EAGAIN || errno == EWOULDBLOCK) && stream->rights == SOFT_RIGHTS_DRAIN)
         stream->rights = SOFT_RIGHTS_REFUSED;
     if (unwanted)
-        soft_stream_refuse(stream, "descriptors came that nobody asked for, or that find no room (ulimit -n)");
+        soft_stream_refuse(stream, "unexpected descriptors came, or too many for `ulimit -n`");
     return got;
 }
 
@@ -190,9 +190,9 @@ static uint32_t handle_frame(struct soft_stream *stream, const uint8_t *bytes, u
         return 0;
     wrong = soft_frame_parse(bytes, &frame);
     if (!wrong && frame.kind != (stream->is_link ? SOFT_FRAME_RESPONSE : SOFT_FRAME_REQUEST))
-        wrong = "a frame goes the wrong way";
+        wrong = "a frame of this kind does not belong on this side";
     if (!wrong && frame.flags & SOFT_FRAME_DIRECT && !atomic_load(&stream->direct))
-        wrong = "data is to be moved directly, which was not agreed on";
+        wrong = "a frame asks for a direct copy, which was not negotiated";
     if (wrong) {
         soft_stream_refuse(stream, wrong);
         return 0;

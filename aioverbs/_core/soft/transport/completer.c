@@ -172,6 +172,6 @@ bool soft_handle_response(struct soft_link *by, const struct soft_frame *frame, 
     if (more)
         soft_kick(qp);
     if (!honest)
-        soft_stream_refuse(soft_link_stream(by), "an answer has more data than was asked for");
+        soft_stream_refuse(soft_link_stream(by), "a response has more data than was requested");
     return honest;
 }

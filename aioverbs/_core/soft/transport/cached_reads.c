@@ -55,7 +55,7 @@ bool soft_cached_read_may(struct soft_qp *qp, const struct soft_wqe *wqe, uint32
            !soft_link_has_frame_faults(qp->link);
 }
 
-/* Reads that are done together. */
+/* Reads that are made together. */
 struct read_run {
     struct soft_read_cache_read reads[SOFT_CACHED_RUN_READS];
     struct iovec pieces[SOFT_CACHED_RUN_PIECES];
@@ -75,7 +75,7 @@ static void read_run_add(struct soft_qp *qp, struct read_run *run, const struct 
     run->bytes += request->length;
 }
 
-/* Those that are posted behind the first one, as far as they are of its kind. */
+/* Add the reads behind the first one, up to the first request of another kind. */
 static void read_run_add_others(struct soft_qp *qp, struct read_run *run)
 {
     uint32_t at;
@@ -106,7 +106,7 @@ bool soft_cached_read(struct soft_qp *qp, const struct soft_wqe *wqe, const stru
         cache_entry_of(qp, wqe->rkey)->owner_serial = 0;
         return false;
     }
-    if (qp->req.waiting) /* for its way, that is: nothing is under way */
+    if (qp->req.waiting) /* the queue pair waits for the connection: nothing is in flight */
         soft_reset_retries(qp);
     for (i = 0; i < run.count && atomic_load(&qp->state) == IBV_QPS_RTS; i++) {
         soft_end_request(qp, soft_request_at(qp, qp->req.window.taken), IBV_WC_SUCCESS, 0, run.reads[i].length, 0);

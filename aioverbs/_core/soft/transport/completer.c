@@ -1,5 +1,4 @@
-/* The completer: what the answers of remote peers do to the requests that are in flight. All under sq_lock and in a
- * grace section. */
+/* Completer: applies responses of remote peers to the requests in flight. All under sq_lock and in a grace section. */
 #include "soft/transport/completer.h"
 
 #include <string.h>
@@ -20,22 +19,23 @@
 #include "soft/transport/request_frames.h"
 #include "soft/transport/requester.h"
 
-/* What is left has all its time again. An answer gives it only where it tells of more than any one since what is in
- * flight left: else a peer that repeats itself would keep a request from ending for as long as it likes. */
+/* Give the requests in flight the whole timeout again. Only a response that acknowledges more than any other since
+ * these requests were sent does so: otherwise a peer that repeats itself could keep a request from ending for ever. */
 static void restart_timer(struct soft_qp *qp)
 {
     qp->req.deadline = UINT64_MAX;
     soft_await_response(qp);
 }
 
-/* Complete the request at window.taken, which left whole, and was done. */
+/* Complete the oldest request in flight: all of it was sent, and the peer has executed it. */
 static void completer_complete(struct soft_qp *qp, const struct soft_wqe *wqe, uint32_t length)
 {
     soft_window_acknowledge(&qp->req.window, soft_packets(qp, length), soft_returns_data(wqe->opcode));
     soft_complete_request(qp, wqe, IBV_WC_SUCCESS, 0, length);
 }
 
-/* Bytes of an answer go to the memory of the request, from `offset` on. It may have gone meanwhile. */
+/* Copy response data to the memory of the request, from `offset` on. The memory may have been deregistered
+ * meanwhile. */
 static enum ibv_wc_status completer_copy_response(struct soft_qp *qp, const struct soft_wqe *wqe, uint32_t offset,
                                                   const uint8_t *data, uint32_t length)
 {
@@ -53,8 +53,8 @@ static enum ibv_wc_status completer_copy_response(struct soft_qp *qp, const stru
     return IBV_WC_SUCCESS;
 }
 
-/* Complete the requests whose packets are all among the oldest in flight, so many, up to the first that needs data.
- * What is left is at window.taken. */
+/* Complete the requests whose packets are all among the `packets` oldest in flight, up to the first request that needs
+ * data. That one is at window.taken afterwards. */
 static void completer_acknowledge(struct soft_qp *qp, uint32_t packets)
 {
     bool some = false;
@@ -63,21 +63,22 @@ static void completer_acknowledge(struct soft_qp *qp, uint32_t packets)
         const struct soft_wqe *wqe = soft_request_at(qp, qp->req.window.taken);
         uint32_t length = soft_request_length(wqe), count = soft_packets(qp, length);
 
-        /* A read of no bytes is acknowledged as all others are. */
+        /* A read of no bytes is acknowledged like requests without data. */
         if ((soft_returns_data(wqe->opcode) && length) || count > packets)
             break;
         packets -= count;
         completer_complete(qp, wqe, length);
         some = true;
         if (atomic_load(&qp->state) == IBV_QPS_ERR)
-            return; /* its completion found no room */
+            return; /* the completion queue was full */
     }
     if (some)
         soft_reset_retries(qp);
 }
 
-/* Take an answer with data: it is that of the next part of the read or atomic at window.taken, or none at all. The
- * packet that it ends with is in flight, so the whole answer can only come for a request that left whole. */
+/* Handle a response with data: the next part of the read or atomic at window.taken, or nothing that is expected. The
+ * packet that the response ends with is in flight, so the whole response can only belong to a request that was sent
+ * completely. */
 static bool completer_response(struct soft_qp *qp, const struct soft_frame *frame, const uint8_t *payload)
 {
     uint32_t packets = soft_window_locate(&qp->req.window, frame->psn), length;
@@ -92,7 +93,7 @@ static bool completer_response(struct soft_qp *qp, const struct soft_frame *fram
         return true;
     length = soft_request_length(wqe);
     if (soft_packets(qp, qp->req.window.received + frame->part) !=
-        packets) /* one before it was lost, or it is repeated */
+        packets) /* an earlier response was lost, or this one is a repetition */
         return true;
     if (frame->part > length - qp->req.window.received)
         return false;
@@ -103,7 +104,7 @@ static bool completer_response(struct soft_qp *qp, const struct soft_frame *fram
         if (soft_direct_revoke(qp))
             soft_requester_fail(qp, status);
         else
-            qp->req.rewind = true; /* it fails when it is to be sent again */
+            qp->req.rewind = true; /* the request fails when it would be sent again */
         return true;
     }
     more = soft_window_receive(&qp->req.window, frame->part);
@@ -115,9 +116,9 @@ static bool completer_response(struct soft_qp *qp, const struct soft_frame *fram
     return true;
 }
 
-/* Do what an answer tells, under sq_lock. One to a packet that is not in flight is about what is over, or about
- * nothing, and is dropped; so is one with data for more packets than are in flight. So is one that comes while the peer
- * is at memory that it would set free: then all is asked again, when the peer has left it. */
+/* Handle a response, under sq_lock. It is dropped if its packet is not in flight (its request is finished, or never
+ * existed), or if it has data for more packets than are in flight. It is also dropped if the peer is still copying from
+ * or to memory that the response would release: then all is sent again when the peer has finished. */
 static bool handle_response(struct soft_qp *qp, const struct soft_frame *frame, const uint8_t *payload)
 {
     uint32_t packets = soft_window_locate(&qp->req.window, frame->psn);
@@ -131,7 +132,7 @@ static bool handle_response(struct soft_qp *qp, const struct soft_frame *frame, 
         return true;
     }
     if (soft_window_hear(&qp->req.window, packets))
-        restart_timer(qp); /* of a long message, each part has all the time */
+        restart_timer(qp); /* each part of a long message has the whole timeout */
     if (data) {
         completer_acknowledge(qp, packets - data);
         return atomic_load(&qp->state) == IBV_QPS_ERR || completer_response(qp, frame, payload);
@@ -145,8 +146,8 @@ static bool handle_response(struct soft_qp *qp, const struct soft_frame *frame, 
     return true;
 }
 
-/* Return whether the queue pair awaits answers. One that broke does not, even before its requests are flushed: they are
- * neither done nor refused any more. Whoever broke it has it flushed. */
+/* Return whether the queue pair awaits responses. A broken one does not, even before its requests are flushed: they are
+ * neither executed nor refused any more. The code that broke the queue pair has it flushed. */
 static bool awaits_responses(const struct soft_qp *qp)
 {
     unsigned int state = atomic_load(&qp->state);
@@ -161,7 +162,7 @@ bool soft_handle_response(struct soft_link *by, const struct soft_frame *frame, 
     bool honest = true, more = false;
 
     if (!qp)
-        return true; /* it was destroyed */
+        return true; /* the queue pair was destroyed */
     soft_lock_take(&qp->sq_lock);
     if (qp->link == by && qp->req.token == frame->token && awaits_responses(qp)) {
         honest = handle_response(qp, frame, payload);

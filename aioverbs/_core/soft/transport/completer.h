@@ -1,4 +1,4 @@
-/* The completer: what the answers of remote peers do to the requests that are in flight. */
+/* Completer: applies responses of remote peers to the requests in flight. */
 #ifndef AIOVERBS_SOFT_TRANSPORT_COMPLETER_H
 #define AIOVERBS_SOFT_TRANSPORT_COMPLETER_H
 
@@ -8,7 +8,7 @@
 struct soft_frame;
 struct soft_link;
 
-/* An answer came by a link. False: no honest peer gives it. */
+/* Handle a response that came over a link. Return false if no honest peer sends it. */
 bool soft_handle_response(struct soft_link *by, const struct soft_frame *frame, const uint8_t *payload);
 
 #endif

@@ -1,10 +1,11 @@
-/* Direct requests: the memory that a remote peer moves bytes of by itself, and how it is taken back.
+/* Direct requests: memory from or to which a remote peer copies by itself, and how that permission is revoked.
  *
- * The user may use memory of a request again when it completes, and memory of a region when that was given back. So
- * the copy token of each part is taken back before: that of an acknowledged request before it completes, and all of them
- * before anything is refused, flushed, repeated (which may move the same memory), reset or destroyed. Where the peer
- * has not left the memory, none of that happens yet, and nothing has changed but copy tokens that were taken back: the
- * requester looks again later. An honest peer never makes it wait for an answer, since it leaves before it answers. */
+ * The application may reuse the memory of a request when the request completes, and the memory of a region when the
+ * region is deregistered. So the copy token of each part is revoked before that: those of an acknowledged request
+ * before it completes, and all of them before a request is refused, flushed or repeated (repeating may copy the same
+ * memory), and before the queue pair is reset or destroyed. If the peer is still copying, none of these happens yet;
+ * only the tokens that could be revoked are. The requester checks again later. An honest peer never delays a response
+ * in this way, since it ends its copies before it responds. */
 #include "soft/transport/direct_requests.h"
 
 #include <time.h>
@@ -22,7 +23,7 @@
 #include "soft/objects/work_queue.h"
 #include "soft/transport/requester.h"
 
-/* How often it is looked at most seldom whether a peer has left memory. */
+/* Longest interval between two checks whether a peer has ended its copies. */
 #define LOOK_AGAIN_NS 10000000u
 
 static struct soft_direct_part *direct_part_at(struct soft_requester *req, uint32_t at)
@@ -30,7 +31,8 @@ static struct soft_direct_part *direct_part_at(struct soft_requester *req, uint3
     return &req->direct_parts[at % SOFT_DIRECT_PARTS];
 }
 
-/* Take back the copy tokens of so many parts, from the oldest one on; those stay that the peer is just at. */
+/* Revoke the copy tokens of the `count` oldest parts. Parts that the peer is copying remain. Return whether none
+ * does. */
 static bool try_revoke(struct soft_qp *qp, uint32_t count)
 {
     struct soft_requester *req = &qp->req;
@@ -52,7 +54,7 @@ static bool try_revoke(struct soft_qp *qp, uint32_t count)
     return left == end;
 }
 
-/* Since when the peer has been waited for, of which at least one copy token was asked back. */
+/* Return when the wait for the peer began. At least one token was revoked in vain. */
 static uint64_t revoked_since(struct soft_qp *qp)
 {
     struct soft_requester *req = &qp->req;
@@ -68,7 +70,8 @@ static uint64_t revoked_since(struct soft_qp *qp)
     return first;
 }
 
-/* The same. True: the peer has left the memory of all these parts, or had the time that it may take. */
+/* Revoke the copy tokens of the `count` oldest parts. Return true if the peer has ended the copies of all these parts,
+ * or has had the time allowed for that. */
 static bool revoke_oldest(struct soft_qp *qp, uint32_t count)
 {
     uint32_t others = qp->req.direct_count - count;
@@ -133,9 +136,9 @@ static bool request_uses_mr(const struct soft_qp *qp, const struct soft_mr *mr)
     return false;
 }
 
-/* Take back the copy tokens of a queue pair of the context, or, where that is NULL, of one that uses the region, in a grace
- * section. False: its peer is just at some of that memory; `last`: it is waited for no longer. It sends nothing more
- * before the peer has left, so who asks again and again has nothing new to wait for. */
+/* Revoke the copy tokens of a queue pair of the context, or, if that is NULL, of a queue pair that uses the region. In
+ * a grace section. Return false if the peer is still copying; with `last`, give the peer up instead. The queue pair
+ * sends nothing more before the peer has ended its copies, so repeated calls have nothing new to wait for. */
 static bool qp_release_mr(struct soft_qp *qp, const struct soft_context *context, const struct soft_mr *mr, bool last)
 {
     bool left = true, kick = false;
@@ -151,7 +154,7 @@ static bool qp_release_mr(struct soft_qp *qp, const struct soft_context *context
         qp->req.rewind |= kick;
     }
     soft_lock_give(&qp->sq_lock);
-    if (kick) /* from here on its own timer looks for when it may go on */
+    if (kick) /* from here on the queue pair's own timer checks when it may go on */
         soft_kick(qp);
     return left;
 }
@@ -166,7 +169,7 @@ static void wait_for_peers(struct soft_device *device, const struct soft_context
 
         left = true;
         for (number = SOFT_FIRST_QPN; number < soft_table_end(&device->qps); number++) {
-            struct grace_reader *grace = grace_enter(); /* one at a time: others wait for grace periods */
+            struct grace_reader *grace = grace_enter(); /* one section for each: other threads wait for grace periods */
             struct soft_qp *qp = soft_table_find(&device->qps, number);
 
             if (qp && !qp_release_mr(qp, context, mr, last))

@@ -1,4 +1,4 @@
-/* Direct requests: memory that a remote peer moves bytes of by itself (soft/transport/direct_requests.c). */
+/* Direct requests: memory from or to which a remote peer copies by itself (soft/transport/direct_requests.c). */
 #ifndef AIOVERBS_SOFT_TRANSPORT_DIRECT_REQUESTS_H
 #define AIOVERBS_SOFT_TRANSPORT_DIRECT_REQUESTS_H
 
@@ -10,26 +10,27 @@ struct soft_device;
 struct soft_mr;
 struct soft_qp;
 
-/* Under sq_lock: take back all memory that the peer may move bytes of. True: the peer has left it, or had the time that
- * it may take. */
+/* Revoke the copy tokens of all direct parts. Under sq_lock. Return true if the peer has ended its copies, or has had
+ * the time allowed for that. */
 bool soft_direct_revoke(struct soft_qp *qp);
 
-/* The same for what was sent up to this sequence number, which was answered. */
+/* The same for the parts up to sequence number `psn`, which was acknowledged. */
 bool soft_direct_revoke_up_to(struct soft_qp *qp, uint32_t psn);
 
-/* Under sq_lock: when the peer may have left the memory that it is waited for to leave: soon, and then less and less
- * often. */
+/* Return when to check next whether the peer has ended its copies: soon at first, and then less and less often. Under
+ * sq_lock. */
 uint64_t soft_direct_next_check(struct soft_qp *qp);
 
-/* In a state in which nothing is sent, outside of grace sections, no lock held but driver halves: waits until the peer
- * moves no byte of it any more, which takes SOFT_COPY_TIMEOUT_NS at most. Whoever comes to these halves waits as long. */
+/* Wait until the peer copies nothing for this queue pair any more, SOFT_COPY_TIMEOUT_NS at most. The queue pair is in a
+ * state in which nothing is sent. Call outside of grace sections, holding no lock but driver halves: threads that enter
+ * these halves wait as long. */
 void soft_direct_wait(struct soft_qp *qp);
 
-/* A region is given back, and cannot be found any more: no peer moves bytes of it from here on. What was under way with
- * it fails when it is repeated. Waits as soft_direct_wait does, in the same place: once for all queue pairs. */
+/* Wait until no peer copies from or to a region that is being deregistered, and cannot be found any more. Requests in
+ * flight that use the region fail when they are repeated. Waits like soft_direct_wait(), once for all queue pairs. */
 void soft_direct_release_mr(struct soft_device *device, const struct soft_mr *mr);
 
-/* The context is lost, so its queue pairs send nothing: no peer moves bytes for them from here on. Waits likewise. */
+/* Wait until no peer copies for the queue pairs of a lost context, which send nothing any more. Waits likewise. */
 void soft_direct_release_context(const struct soft_context *context);
 
 #endif

@@ -1,7 +1,7 @@
-/* Requests of remote peers: who may do what is found out as for those of this device, by the owner of the memory. The
+/* Requests of remote peers. Permissions are checked as for requests of this device, by the owner of the memory. The
  * peer is never trusted. All under fabric->progress and in a grace section.
  *
- * Acknowledgements are coalesced: the last of a run of them tells of all. */
+ * Acknowledgements are coalesced: the last one of a run acknowledges all. */
 #include "soft/transport/inbound.h"
 
 #include <assert.h>
@@ -26,14 +26,14 @@
 #include "soft/transport/requester.h"
 #include "soft/transport/responder.h"
 
-/* What one request needs beside what those of this device do. */
+/* State of a remote request, beyond that of a local one. */
 struct remote {
     struct soft_carrier carrier;
     struct soft_stream *stream;
-    struct soft_qp *peer; /* who is asked */
+    struct soft_qp *peer; /* queue pair that the request is for */
     const struct soft_frame *frame;
     const uint8_t *payload;
-    bool answered; /* with data */
+    bool answered; /* a response with data was sent */
 };
 
 /* ---- Answers ----------------------------------------------------------------------------------------------- */
@@ -50,8 +50,9 @@ static struct soft_frame response_to(const struct soft_frame *frame, uint8_t opc
     };
 }
 
-/* The coalesced acknowledgement goes out, over the stream that asked: the fabric ends a batch before it reads from
- * another one, and also where it refuses the stream. A frame that went out over another one would be believed there. */
+/* Send the coalesced acknowledgement, over the stream of the requests: the fabric ends a batch before it reads from
+ * another stream, and also when it refuses a stream. Another peer would believe an acknowledgement that was sent to
+ * it. */
 static void batch_end(struct soft_stream *stream)
 {
     struct soft_coalesced_ack *ack = soft_stream_coalesced_ack(stream);
@@ -109,7 +110,7 @@ static int carrier_read(struct soft_carrier *carrier, const struct soft_segment 
     return soft_direct_move(remote->stream, remote->frame, remote->payload, here, count, true);
 }
 
-/* Of atomics: what is answered is kept, since they cannot be done a second time. */
+/* Save the response to an atomic, which cannot be executed a second time. */
 static void atomic_replay_save(struct soft_qp *peer, const struct soft_frame *frame, const struct soft_segment *from)
 {
     struct soft_atomic_replay *replay = &peer->atomic_replays[peer->atomic_replays_next++ % SOFT_MAX_RD_ATOMIC];
@@ -118,7 +119,8 @@ static void atomic_replay_save(struct soft_qp *peer, const struct soft_frame *fr
     memcpy(&replay->value, from->address, sizeof(replay->value));
 }
 
-/* Further reads there the peer may do alone. */
+/* Add a read cache grant to the response, if the peer may have one: further reads of this range then need no
+ * request. */
 static void grant_read_cache(const struct remote *remote, struct soft_frame *made)
 {
     if (remote->frame->opcode == IBV_WR_RDMA_READ && made->part && soft_stream_has_read_cache(remote->stream) &&
@@ -155,7 +157,7 @@ static int carrier_write(struct soft_carrier *carrier, const struct soft_segment
 
 /* ---- Requests ---------------------------------------------------------------------------------------------- */
 
-/* As the local ones are written down. */
+/* Make a work request like that of a local queue pair. */
 static struct soft_wqe wqe_of(const struct soft_frame *frame)
 {
     struct soft_wqe wqe = {
@@ -180,7 +182,7 @@ static struct soft_wqe wqe_of(const struct soft_frame *frame)
     return wqe;
 }
 
-/* Whether it is for this queue pair at all. */
+/* Return whether the frame is addressed to this queue pair. */
 static bool is_addressed_to(const struct soft_qp *peer, const struct soft_stream *stream,
                             const struct soft_frame *frame)
 {
@@ -197,7 +199,7 @@ static bool is_addressed_to(const struct soft_qp *peer, const struct soft_stream
            soft_stream_is_from(stream, &peer->attr.ah_attr.grh.dgid);
 }
 
-/* Does it, under rq_lock. */
+/* Execute the request, under rq_lock. */
 static void inbound_execute(struct remote *remote, struct soft_reply *reply, bool again)
 {
     const struct soft_frame *frame = remote->frame;
@@ -224,7 +226,8 @@ static void inbound_execute(struct remote *remote, struct soft_reply *reply, boo
     soft_respond(remote->peer, &request, reply);
 }
 
-/* It was done before, and the answer was lost: reads are done again, and others not. */
+/* Answer a request that was executed before: the response was lost. Reads are executed again; others are only
+ * acknowledged, and atomics get the saved response. */
 static void execute_repeated(struct remote *remote, struct soft_reply *reply)
 {
     const struct soft_frame *frame = remote->frame;
@@ -251,7 +254,8 @@ static void execute_repeated(struct remote *remote, struct soft_reply *reply)
     }
 }
 
-/* An unreliable connection takes up the sequence with each message, and drops one of which a part is missing. */
+/* Return whether the frame is next in sequence. An unreliable connection adopts the sequence number of each message's
+ * first frame, and drops a message of which a part is missing. */
 static bool is_next(struct soft_qp *peer, const struct soft_frame *frame)
 {
     if (frame->transport == IBV_QPT_UC && (frame->flags & SOFT_FRAME_FIRST))

@@ -1,4 +1,4 @@
-/* What the fabric calls: requests and responses of remote peers. */
+/* Callbacks of the fabric: requests and responses of remote peers. */
 #ifndef AIOVERBS_SOFT_TRANSPORT_INBOUND_H
 #define AIOVERBS_SOFT_TRANSPORT_INBOUND_H
 

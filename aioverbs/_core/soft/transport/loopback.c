@@ -1,4 +1,4 @@
-/* Delivery to peers of this device: finds the peer of a queue pair and has a request done there. */
+/* Delivery to peers of this device: find the peer of a queue pair, and execute a request there. */
 #include "soft/transport/loopback.h"
 
 #include "soft/base/id_table.h"
@@ -10,7 +10,6 @@
 #include "soft/transport/request.h"
 #include "soft/transport/responder.h"
 
-/* Whether it receives at all. */
 bool soft_can_receive(const struct soft_qp *peer)
 {
     unsigned int state = atomic_load(&peer->state);
@@ -19,7 +18,7 @@ bool soft_can_receive(const struct soft_qp *peer)
            (state == IBV_QPS_RTR || state == IBV_QPS_RTS || state == IBV_QPS_SQD || state == IBV_QPS_SQE);
 }
 
-/* A datagram comes from anywhere, with the right key. One that is sent with the highest bit set bears the key of its
+/* Return whether a datagram has the right Q_Key. A work request whose Q_Key has the highest bit set uses that of its
  * queue pair instead. */
 static bool accepts_datagram(const struct soft_qp *peer, const struct soft_request *request)
 {
@@ -30,8 +29,8 @@ static bool accepts_datagram(const struct soft_qp *peer, const struct soft_reque
     return peer->qp.qp_type == IBV_QPT_UD && peer->attr.qkey == qkey;
 }
 
-/* Connected to somebody else, or out of sequence: such packets are dropped. An unreliable connection takes up the
- * sequence with each message. */
+/* Return whether the peer is connected to the sender, and the request is in sequence. Other packets are dropped. An
+ * unreliable connection adopts the sequence number of each message. */
 static bool accepts_connected(const struct soft_qp *peer, const struct soft_request *request)
 {
     enum ibv_qp_type from = request->from->qp.qp_type;

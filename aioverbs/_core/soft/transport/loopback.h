@@ -12,18 +12,18 @@
 struct soft_reply;
 struct soft_request;
 
-/* In a grace section. Finds the peer of `request->from` and executes the request there; where there is none that takes
- * it, the reply stays as it is. */
+/* Find the peer of `request->from`, and execute the request there. If no peer accepts the request, the reply is not
+ * changed. In a grace section. */
 void soft_loopback_deliver(const struct soft_request *request, struct soft_reply *reply);
 
-/* In a grace section. Whether the queue pair's device and its port work. Both loads are sequentially consistent, for
- * soft_set_port and soft_lose: see there. */
+/* Return whether the queue pair's device and port work. In a grace section. Both loads are sequentially consistent:
+ * soft_set_port() and soft_lose() rely on that. */
 static inline bool soft_port_works(const struct soft_qp *qp)
 {
     return !atomic_load(&qp->context->device->port_down) && !(atomic_load(&qp->context->special) & SOFT_SPECIAL_LOST);
 }
 
-/* Whether it receives at all. */
+/* Return whether the state of a queue pair lets it receive. */
 bool soft_can_receive(const struct soft_qp *peer);
 
 #endif

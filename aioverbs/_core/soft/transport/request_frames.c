@@ -15,7 +15,8 @@
 #include "soft/transport/request.h"
 #include "soft/transport/requester.h"
 
-/* From here on the peer moves the bytes itself where it can: one copy, but a system call and a list more. */
+/* Size from which on the peer copies the bytes itself, if it can: one copy less, but one more system call and a
+ * list. */
 #define DIRECT_BYTES 8192u
 
 void soft_slice(struct soft_outgoing *part, const struct soft_request *request, uint32_t offset)
@@ -39,7 +40,7 @@ void soft_slice(struct soft_outgoing *part, const struct soft_request *request, 
     }
 }
 
-/* What stands in every part of a request. */
+/* Set the fields that are the same in every part of a request. */
 static void part_fill(struct soft_outgoing *part, const struct soft_qp *qp, const struct soft_request *request)
 {
     const struct soft_wqe *wqe = request->wqe;
@@ -73,7 +74,7 @@ static void fill_datagram_destination(struct soft_frame *frame, const struct sof
     memcpy(frame->dgid, wqe->dgid.raw, sizeof(frame->dgid));
 }
 
-/* Where to. */
+/* Set the destination. */
 static void fill_destination(struct soft_frame *frame, const struct soft_qp *qp, const struct soft_wqe *wqe)
 {
     if (qp->qp.qp_type == IBV_QPT_UD) {
@@ -97,7 +98,8 @@ static void fill_destination(struct soft_frame *frame, const struct soft_qp *qp,
         frame->srqn = wqe->remote_srqn;
 }
 
-/* Whether some of its memory is another process's, which takes back what its threads are at, but no copy tokens. */
+/* Return whether some of the request's memory belongs to another process. That process cannot revoke copy tokens when
+ * it takes the memory back: it waits for threads that access the memory only. */
 static bool wqe_uses_shared_memory(const struct soft_qp *qp, const struct soft_wqe *wqe)
 {
     const struct ibv_sge *sge = (const struct ibv_sge *)(wqe + 1);
@@ -109,8 +111,9 @@ static bool wqe_uses_shared_memory(const struct soft_qp *qp, const struct soft_w
     return false;
 }
 
-/* Has the peer move it: false where all copy tokens are in use, or it cannot; or where it was sent before: its parts are to
- * be no larger than they were, for the peer may have done some of them. */
+/* Try to make a direct part, which the peer copies. Return false if all copy tokens are in use or direct copies are not
+ * possible; or if the request was sent before: its parts must not be larger than they were, since the peer may have
+ * executed some of them. */
 static bool try_direct_part(struct soft_qp *qp, struct soft_outgoing *part, const struct soft_request *request)
 {
     struct soft_frame_segment segments[SOFT_MAX_SGE];
@@ -136,7 +139,7 @@ static bool try_direct_part(struct soft_qp *qp, struct soft_outgoing *part, cons
     return true;
 }
 
-/* Its bytes go over the stream; a read's come back there. */
+/* Make a part whose bytes go over the stream; those of a read come back over it. */
 static void fill_stream_part(struct soft_outgoing *part, const struct soft_wqe *wqe, const struct soft_request *request)
 {
     struct soft_frame *frame = &part->frame;

@@ -11,21 +11,21 @@
 struct soft_qp;
 struct soft_request;
 
-/* A part of a request, as it is to be sent. */
+/* Part of a request, ready to be sent. */
 struct soft_outgoing {
     struct soft_frame frame;
     struct iovec data[SOFT_MAX_SGE];
     unsigned int count;
-    uint8_t list[SOFT_MAX_SGE * SOFT_SEGMENT_SIZE]; /* a direct one has `data` in there */
+    uint8_t list[SOFT_MAX_SGE * SOFT_SEGMENT_SIZE]; /* list of segments that `data` of a direct part refers to */
 };
 
-/* The part of the request that begins at `request->offset`. */
+/* Make the part of the request that begins at `request->offset`. */
 void soft_outgoing_make(struct soft_qp *qp, struct soft_outgoing *part, const struct soft_request *request);
 
-/* It left, or, with an error, could not. */
+/* Note that the part was sent, or, with an error, that it could not be. */
 void soft_outgoing_sent(struct soft_qp *qp, const struct soft_outgoing *part, int error);
 
-/* `frame.part` bytes of the request's memory, from `offset` on, become `data`. */
+/* Make `data` refer to `frame.part` bytes of the request's memory, from `offset` on. */
 void soft_slice(struct soft_outgoing *part, const struct soft_request *request, uint32_t offset);
 
 #endif

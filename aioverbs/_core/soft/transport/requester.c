@@ -1,14 +1,14 @@
-/* The requester of a queue pair: how its requests are sent, repeated and completed, in whichever thread it is done.
+/* Requester of a queue pair: sends, repeats and completes its requests, in the posting thread or in the worker thread.
  *
- * There is one for all peers, local or remote, which differ where a request leaves (requester_transmit). A peer of this
- * device answers in the same call, so that its requests go one by one. To a remote one they leave one after the other
- * without waiting for answers (soft/transport/completer.c), and are repeated from the oldest one on where answers do
- * not come (go-back-N), as by reliable connections of the architecture.
+ * The same code serves local and remote peers, which differ only in requester_transmit(). A peer of this device answers
+ * in the same call, so requests to it go one by one. Requests to a remote peer are sent one after the other without
+ * waiting for responses (soft/transport/completer.c handles these), and are repeated from the oldest one on if
+ * responses do not come (go-back-N), as reliable connections of the architecture do.
  *
- * All under sq_lock and in a grace section, but for what says that it waits. The peer's rq_lock is taken inside of it,
- * but no other sq_lock: a peer that breaks is kicked when all locks were given back. Which requests are in flight is
- * said by the queue pair's window, and its counters move by the functions of soft/objects/psn_window.h alone: what an
- * answer tells is first looked up there. */
+ * All functions run under sq_lock and in a grace section, unless noted otherwise. The peer's rq_lock is taken inside of
+ * it, but no other sq_lock: a peer that breaks is kicked after all locks were released. The queue pair's window says
+ * which requests are in flight. Its counters change only by the functions of soft/objects/psn_window.h: responses are
+ * first looked up there. */
 #include "soft/transport/requester.h"
 
 #include <assert.h>
@@ -38,7 +38,7 @@
 #include "soft/transport/request_frames.h"
 #include "soft/transport/responder.h"
 
-/* How long what nobody answers waits for its way before it is dropped. */
+/* Time for which an unreliable request waits for a connection before it is dropped. */
 #define UNRELIABLE_NS 200000000u
 
 /* ---- Completions ----------------------------------------------------------------------------------------- */
@@ -64,7 +64,7 @@ static uint8_t completion_opcode(uint8_t opcode)
     }
 }
 
-/* Under sq_lock: what an error does to the state. Where nobody is connected reliably, only the send queue stops. */
+/* Change the state after an error, under sq_lock. If the queue pair is not reliable, only the send queue stops. */
 static void fail_sender(struct soft_qp *qp)
 {
     unsigned int from = IBV_QPS_RTS;
@@ -75,7 +75,7 @@ static void fail_sender(struct soft_qp *qp)
         soft_read_cache_invalidate_qp(qp);
         return;
     }
-    /* What flushes finds it in SQE; a peer may have broken it meanwhile. */
+    /* Flushing expects SQE; a peer may have broken the queue pair meanwhile. */
     atomic_compare_exchange_strong(&qp->state, &from, IBV_QPS_SQE);
 }
 
@@ -103,7 +103,7 @@ void soft_complete_request(struct soft_qp *qp, const struct soft_wqe *wqe, enum 
     };
     if (soft_complete(qp->context, qp->send_cq, &cqe))
         return;
-    /* What is flushed in ERR tells its user nothing new. */
+    /* A lost flush completion in ERR is no news to the application: no event. */
     if (atomic_exchange(&qp->state, IBV_QPS_ERR) != IBV_QPS_ERR || status != IBV_WC_WR_FLUSH_ERR)
         soft_raise(qp->context, &qp->events, IBV_EVENT_QP_FATAL);
     soft_read_cache_invalidate_qp(qp);
@@ -147,7 +147,7 @@ enum ibv_wc_status soft_resolve(struct soft_qp *qp, const struct soft_wqe *wqe, 
     }
     if (length > SOFT_MAX_MESSAGE || (soft_is_atomic(wqe->opcode) && length != 8))
         return IBV_WC_LOC_LEN_ERR;
-    if (answer && !qp->attr.max_rd_atomic) /* no reads in flight were agreed on: it could never be sent */
+    if (answer && !qp->attr.max_rd_atomic) /* max_rd_atomic is 0: it could never be sent */
         return IBV_WC_LOC_QP_OP_ERR;
     request->length = (uint32_t)length;
     return IBV_WC_SUCCESS;
@@ -168,14 +168,14 @@ uint32_t soft_request_length(const struct soft_wqe *wqe)
 
 uint32_t soft_packets(const struct soft_qp *qp, uint32_t length)
 {
-    unsigned int shift = 7 + qp->attr.path_mtu; /* of the MTU */
+    unsigned int shift = 7 + qp->attr.path_mtu; /* log2 of the MTU */
 
     if (qp->qp.qp_type == IBV_QPT_UD || !length)
         return 1;
     return (length + (1u << shift) - 1) >> shift;
 }
 
-/* Requests that no peer hears of. */
+/* Execute a request that does not involve the peer. */
 static enum ibv_wc_status execute_locally(struct soft_qp *qp, const struct soft_wqe *wqe)
 {
     if (wqe->opcode == IBV_WR_BIND_MW)
@@ -183,7 +183,7 @@ static enum ibv_wc_status execute_locally(struct soft_qp *qp, const struct soft_
     return soft_mw_invalidate(qp, qp->pd, wqe->imm_data) ? IBV_WC_SUCCESS : IBV_WC_LOC_QP_OP_ERR;
 }
 
-/* What the fault plan makes of a request, the first time that it is tried; else whether it can be sent at all. */
+/* Apply the fault plan to a request that is tried for the first time, then check it. Return its status. */
 static enum ibv_wc_status begin_request(struct soft_qp *qp, const struct soft_wqe *wqe, struct soft_segment *segments,
                                         struct soft_request *request, uint32_t *vendor_err)
 {
@@ -213,7 +213,8 @@ void soft_await_response(struct soft_qp *qp)
         qp->req.deadline = timeout_from_now(qp);
 }
 
-/* Return whether the worker thread comes back for the queue pair. With a remote peer it runs since the path was set. */
+/* Return whether the worker thread can handle the queue pair's timer. With a remote peer it has run since the path was
+ * set. */
 static bool can_start_timer(struct soft_qp *qp)
 {
     return soft_is_remote(qp) || !soft_engine_start(qp->context);
@@ -245,7 +246,7 @@ void soft_requester_stop(struct soft_qp *qp)
     assert_held(&qp->sq_lock);
     soft_requester_go_back(qp);
     soft_window_undo(
-        &qp->req.window); /* what is posted from here on is new, also where the peer saw a part of a message */
+        &qp->req.window); /* requests posted from here on are new, even if the peer saw a part of a message */
     qp->req.refused = false;
     qp->req.pause = 0;
     qp->req.waiting = false;
@@ -253,7 +254,7 @@ void soft_requester_stop(struct soft_qp *qp)
         soft_link_forget(qp->link, qp);
 }
 
-/* Nobody will tell what became of an unreliable connection's request, or of a datagram. */
+/* Complete an unreliable request or datagram: there is no response to wait for. */
 static void requester_drop(struct soft_qp *qp, const struct soft_wqe *wqe, uint32_t length)
 {
     soft_requester_go_back(qp);
@@ -261,7 +262,7 @@ static void requester_drop(struct soft_qp *qp, const struct soft_wqe *wqe, uint3
     soft_end_request(qp, wqe, IBV_WC_SUCCESS, 0, length, soft_packets(qp, length));
 }
 
-/* The request at window.taken is tried no more. The peer has left all memory. */
+/* Give up the request at window.taken. The peer has ended all copies. */
 static void requester_give_up(struct soft_qp *qp, enum ibv_wc_status status)
 {
     const struct soft_wqe *wqe = soft_request_at(qp, qp->req.window.taken);
@@ -275,7 +276,7 @@ static void requester_give_up(struct soft_qp *qp, enum ibv_wc_status status)
     requester_drop(qp, wqe, soft_request_length(wqe));
 }
 
-/* Nobody answered in time, and the peer has left all memory. */
+/* Handle a timeout. The peer has ended all copies. */
 static void requester_timeout(struct soft_qp *qp)
 {
     if (soft_is_reliable(qp) && qp->req.retries_left) {
@@ -286,11 +287,11 @@ static void requester_timeout(struct soft_qp *qp)
     }
 }
 
-/* The peer has no receive for the request at window.taken: that one, and what came after it, is to be sent again. It
- * did nothing of all that. */
+/* Handle an RNR NAK: the peer has no receive for the request at window.taken. That request and all after it are sent
+ * again; the peer executed none of them. */
 static void requester_rnr(struct soft_qp *qp, uint64_t delay_ns)
 {
-    if (qp->attr.rnr_retry != 7) { /* 7: without end */
+    if (qp->attr.rnr_retry != 7) { /* 7: retry without limit */
         if (!qp->req.rnr_left) {
             soft_requester_fail(qp, IBV_WC_RNR_RETRY_EXC_ERR);
             return;
@@ -324,20 +325,20 @@ void soft_reset_retries(struct soft_qp *qp)
     if (soft_is_in_flight(qp))
         soft_await_response(qp);
     else
-        qp->req.rewind = false; /* nothing is left to send again */
+        qp->req.rewind = false; /* nothing to send again */
 }
 
 /* ---- Sending --------------------------------------------------------------------------------------------- */
 
-/* Return whether the request at `sent` left before, if not whole, or in vain: where the queue drains, it is brought to
- * its end. */
+/* Return whether the request at `sent` was sent before, in part or in vain: while the queue drains, such a request is
+ * finished. */
 static bool has_left_before(const struct soft_qp *qp)
 {
     return qp->req.window.offset || soft_window_repeats(&qp->req.window) || qp->req.refused;
 }
 
-/* Return whether the request at `sent` may leave before all before it are answered. A peer of this device answers at
- * once, so what it did not answer is lost, and so would be all behind it. */
+/* Return whether the request at `sent` may be sent before all requests before it are acknowledged. A peer of this
+ * device answers at once, so a request that it did not answer is lost, and all behind it would be, too. */
 static bool may_leave(const struct soft_qp *qp, const struct soft_wqe *wqe)
 {
     unsigned int state = atomic_load(&qp->state);
@@ -354,8 +355,8 @@ static bool may_leave(const struct soft_qp *qp, const struct soft_wqe *wqe)
     return !soft_returns_data(wqe->opcode) || qp->req.window.reads < qp->attr.max_rd_atomic;
 }
 
-/* Return whether the window has room for the next part of the request at `sent`, however large that part becomes. Else
- * the answers to what is in flight make room. */
+/* Return whether the window has room for the next part of the request at `sent`, however large that part becomes. If
+ * not, responses to requests in flight make room. */
 static bool fits_window(const struct soft_qp *qp, uint32_t length)
 {
     uint32_t part = length - qp->req.window.offset;
@@ -365,7 +366,8 @@ static bool fits_window(const struct soft_qp *qp, uint32_t length)
     return soft_window_has_room(&qp->req.window, soft_packets(qp, part));
 }
 
-/* The last way of a datagram is kept: most queues send to one place for a while. That of a connection is its path. */
+/* Return the link for a request. That of the last datagram is reused, since most queues send to one place for a while.
+ * That of a connected queue pair is fixed. */
 static struct soft_link *find_link(struct soft_qp *qp, const struct soft_wqe *wqe)
 {
     if (qp->qp.qp_type != IBV_QPT_UD)
@@ -380,7 +382,7 @@ static struct soft_link *find_link(struct soft_qp *qp, const struct soft_wqe *wq
     return qp->link;
 }
 
-/* Return whether the peer that a request goes to is of another device. */
+/* Return whether the destination of a request is on another device. */
 static bool has_remote_peer(const struct soft_qp *qp, const struct soft_wqe *wqe)
 {
     if (qp->qp.qp_type == IBV_QPT_UD)
@@ -388,9 +390,9 @@ static bool has_remote_peer(const struct soft_qp *qp, const struct soft_wqe *wqe
     return qp->link;
 }
 
-/* The one place where requests leave: `part` over the link, to a remote peer, whose answer comes later; else, to the
- * responder of a peer of this device, which answers at once in `reply`. 0, or why not now, as soft_link_send. What is
- * lost on its way has left. */
+/* Send a request, in the one place that does: over the link as `part` to a remote peer, whose response comes later; or
+ * to the responder of a peer of this device, which answers in `reply` at once. Return 0, or an errno as
+ * soft_link_send(). A request that is lost on its way counts as sent. */
 static inline int requester_transmit(struct soft_qp *qp, const struct soft_request *request,
                                      const struct soft_outgoing *part, struct soft_reply *reply)
 {
@@ -405,7 +407,7 @@ static inline int requester_transmit(struct soft_qp *qp, const struct soft_reque
     return 0;
 }
 
-/* The request at window.taken is tried now, if not well, and waits for an answer, or for its way. */
+/* Wait for a response to the request at window.taken, or for the connection. */
 static void requester_wait(struct soft_qp *qp)
 {
     soft_await_response(qp);
@@ -413,8 +415,8 @@ static void requester_wait(struct soft_qp *qp)
         requester_give_up(qp, IBV_WC_GENERAL_ERR);
 }
 
-/* With this read or atomic, how many the queue pair would have in flight, were its peer not to answer at once: those
- * that are posted behind it, as many as it was told to have, up to the first that is fenced. */
+/* Return how many reads and atomics the queue pair would have in flight, with this one, if the local peer did not
+ * answer at once: count those posted behind it, up to max_rd_atomic, and up to the first that is fenced. */
 static uint32_t reads_in_flight(const struct soft_qp *qp)
 {
     uint32_t next, count = 1;
@@ -433,8 +435,8 @@ static uint32_t reads_in_flight(const struct soft_qp *qp)
     return count;
 }
 
-/* Send the request at `sent`, as a whole, to a peer of this device: it is in flight only where that does not answer.
- * Return a peer that it broke, or NULL. */
+/* Send the whole request at `sent` to a peer of this device. The request is in flight only if the peer does not answer.
+ * Return a peer that the request broke, or NULL. */
 static struct soft_qp *send_local(struct soft_qp *qp, struct soft_request *request)
 {
     struct soft_reply reply = {.kind = SOFT_SILENT};
@@ -448,9 +450,9 @@ static struct soft_qp *send_local(struct soft_qp *qp, struct soft_request *reque
         request->reads = reads_in_flight(qp);
     requester_transmit(qp, request, NULL, &reply);
     if (!soft_is_reliable(qp)) {
-        requester_drop(qp, wqe, request->length); /* or it arrived */
+        requester_drop(qp, wqe, request->length); /* or it arrived: the sender cannot tell */
     } else if (reply.kind == SOFT_ACK) {
-        if (qp->req.waiting) /* else no attempt was in vain */
+        if (qp->req.waiting) /* an earlier attempt was in vain */
             soft_reset_retries(qp);
         soft_end_request(qp, wqe, IBV_WC_SUCCESS, 0, request->length, request->packets);
     } else if (reply.kind == SOFT_SILENT) {
@@ -462,19 +464,20 @@ static struct soft_qp *send_local(struct soft_qp *qp, struct soft_request *reque
     return reply.broken;
 }
 
-/* Send what comes next of the request at `sent` to a remote peer, or do without. Return whether more may follow at
- * once. `*again` is when a connection may be asked for, where no attempt was made for this request: one that came while
- * the last connection or attempt had just ended does not lose the time of an answer by that. */
+/* Send the next part of the request at `sent` to a remote peer, or make the read without asking. Return whether more
+ * may follow at once. `*again` is set to the time at which a connection may be requested, if no attempt to connect was
+ * made for this request: so a request that came just after the last connection or attempt ended does not lose a whole
+ * timeout. */
 static bool send_remote(struct soft_qp *qp, const struct soft_request *request, int64_t *left, uint64_t *again)
 {
     const struct soft_wqe *wqe = request->wqe;
     struct soft_outgoing part;
     int error = EHOSTUNREACH;
 
-    /* Not where it was sent before: the peer counts it as one of the sequence, or refused it. */
+    /* Not if the request was sent before: then the peer counts it in the sequence, or refused it. */
     if (!request->offset && !has_left_before(qp) && soft_cached_read_may(qp, wqe, request->length)) {
         if (qp->req.window.reads && qp->req.window.sent - qp->req.window.taken == qp->req.window.reads)
-            return false; /* it comes sooner when those before it, which are like it, are answered */
+            return false; /* waiting for the reads before it, which are alike, is quicker */
         if (!soft_is_in_flight(qp) && soft_cached_read(qp, wqe, request, left))
             return true;
     }
@@ -495,14 +498,15 @@ static bool send_remote(struct soft_qp *qp, const struct soft_request *request, 
         requester_wait(qp);
         if (error == EHOSTUNREACH && soft_is_reliable(qp) && qp->waiter.retry_at)
             *again = qp->waiter.retry_at;
-        return !error || !qp->req.waiting; /* else it is kicked, or repeats in its time */
+        return !error || !qp->req.waiting; /* otherwise the queue pair is kicked, or repeats after the timeout */
     }
-    requester_drop(qp, wqe, request->length); /* or it arrives */
+    requester_drop(qp, wqe, request->length); /* or it will arrive: the sender cannot tell */
     return true;
 }
 
-/* Sends until something speaks against it; `*again` is when that ends by itself. False: the turn is over, at the latest
- * where a peer of this device broke, which is to be kicked first: the next datagram may break another one. */
+/* Send requests while possible. `*again` is set to the time at which the obstacle ends by itself. Return false if the
+ * turn is over. It ends at the latest when a peer of this device broke, which must be kicked first: the next datagram
+ * may break another one. */
 static bool requester_send(struct soft_qp *qp, uint64_t *again, struct soft_qp **broken)
 {
     struct soft_window *window = &qp->req.window;
@@ -531,14 +535,15 @@ static bool requester_send(struct soft_qp *qp, uint64_t *again, struct soft_qp *
                                 : begin_request(qp, wqe, segments, &request, &vendor_err);
         if (status != IBV_WC_SUCCESS && soft_is_in_flight(qp)) {
             if (request.offset)
-                qp->req.rewind = true; /* its memory went in the middle; else those before are answered first */
+                /* Its memory was deregistered in between; otherwise the requests before it complete first */
+                qp->req.rewind = true;
             return true;
         }
         left -= SOFT_REQUEST_COST;
         if (status != IBV_WC_SUCCESS || soft_is_local_op(wqe->opcode)) {
             soft_end_request(qp, wqe, status, vendor_err, 0, 0);
         } else if (qp->qp.qp_type == IBV_QPT_UD && request.length > SOFT_MTU) {
-            requester_drop(qp, wqe, request.length); /* it goes nowhere, which is no error (C10-93.1.1) */
+            requester_drop(qp, wqe, request.length); /* it is dropped, which is no error */
         } else if (!has_remote_peer(qp, wqe)) {
             struct soft_qp *peer = send_local(qp, &request);
 
@@ -556,7 +561,7 @@ static bool requester_send(struct soft_qp *qp, uint64_t *again, struct soft_qp *
     return left > 0;
 }
 
-/* In ERR and SQE. */
+/* Flush posted requests, in ERR and SQE. */
 static uint64_t flush_sends(struct soft_qp *qp)
 {
     int64_t left = SOFT_QUEUE_TURN;
@@ -573,7 +578,7 @@ static uint64_t flush_sends(struct soft_qp *qp)
     return UINT64_MAX;
 }
 
-/* Under sq_lock, in SQD with no request under way. */
+/* Report that the send queue is drained. Under sq_lock, in SQD with no request in flight. */
 static void sq_drained(struct soft_qp *qp)
 {
     assert_held(&qp->sq_lock);
@@ -582,7 +587,7 @@ static void sq_drained(struct soft_qp *qp)
     qp->req.drain_notify = false;
 }
 
-/* What was waited for may be over. Return 0: go on; else when to come again. */
+/* Check whether the reason of the wait is over. Return 0 to go on; else the time of the next check. */
 static uint64_t requester_resume(struct soft_qp *qp)
 {
     struct soft_requester *req = &qp->req;
@@ -618,7 +623,7 @@ static uint64_t requester_run(struct soft_qp *qp, struct soft_qp **broken)
         if (!requester_send(qp, &again, broken))
             return 0;
         if (atomic_load(&qp->state) != state)
-            continue; /* it failed */
+            continue; /* a request failed */
         if (!qp->req.waiting && state == IBV_QPS_RTS)
             return again;
         if (req->rewind)
@@ -626,7 +631,8 @@ static uint64_t requester_run(struct soft_qp *qp, struct soft_qp **broken)
         if (req->pause)
             return req->pause;
         if (state == IBV_QPS_SQD && !soft_is_in_flight(qp) && !has_left_before(qp)) {
-            /* What waits for its way has not begun: it does so anew, with all its time, and perhaps by another way. */
+            /* A request that waits for its connection was not sent: it starts again later, with the whole timeout, and
+             * perhaps over another link. */
             soft_requester_stop(qp);
             sq_drained(qp);
         }
@@ -656,12 +662,12 @@ static void flush_receives(struct soft_qp *qp)
 
         qp->rq.taken++;
         soft_complete(qp->context, qp->recv_cq,
-                      &cqe); /* where it finds no room the queue is lost as a whole, and says so */
+                      &cqe); /* if the completion queue is full, it breaks as a whole, and reports that */
     }
 }
 
-/* A shared receive queue has nothing to flush: its user is told that this queue pair takes nothing from it any more.
- * Under rq_lock, in ERR. */
+/* Report that this queue pair takes nothing from its shared receive queue any more, which has nothing to flush. Under
+ * rq_lock, in ERR. */
 static void last_wqe_reached(struct soft_qp *qp)
 {
     assert_held(&qp->rq_lock);
@@ -682,15 +688,15 @@ uint64_t soft_execute(struct soft_qp *qp)
     soft_lock_give(&qp->sq_lock);
     if (atomic_load(&qp->state) == IBV_QPS_ERR) {
         soft_lock_take(&qp->rq_lock);
-        /* Once more, now that it cannot change: a queue pair that was reset has new receives. */
+        /* Check once more, now that the state cannot change: a queue pair that was reset has new receives. */
         if (atomic_load(&qp->state) == IBV_QPS_ERR) {
             flush_receives(qp);
             last_wqe_reached(qp);
         }
         soft_lock_give(&qp->rq_lock);
     }
-    /* Only now, with no lock held: the peer's turn may need its own send queue. Flushing breaks nobody else, so
-	 * this goes one level deep. */
+    /* Only now, with no lock held: the peer's turn may need its own send queue. Flushing breaks no other queue pair, so
+     * the recursion is one level deep. */
     if (broken && broken != qp)
         soft_kick(broken);
     return again;
@@ -706,7 +712,7 @@ void soft_kick(struct soft_qp *qp)
     }
     do
         again = soft_execute(qp);
-    while (!again); /* nobody else goes on with it; what was posted is no more than the queue holds */
+    while (!again); /* no other thread continues; the number of posted requests is bounded by the queue */
     if (again != UINT64_MAX)
         soft_engine_timer(qp->context, &qp->timer, again);
 }

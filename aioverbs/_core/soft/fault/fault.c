@@ -1,4 +1,4 @@
-/* The fault plan: its rules, and what they make of the calls and requests that they see. */
+/* Fault plan: rules, and their effect on calls and requests. */
 #include "soft/fault/fault.h"
 
 #include <stdlib.h>
@@ -51,7 +51,7 @@ static void drop_rules(struct soft_context *context)
     soft_mutex_give(&plan->frames);
 }
 
-/* When no queue is left in the context, and so nothing is held. */
+/* Free the plan, when no queue is left in the context, and so no completion is held. */
 void soft_faults_free(struct soft_context *context)
 {
     struct soft_faults *plan = context->faults;
@@ -105,7 +105,7 @@ uint64_t soft_fault_draw(const struct soft_faults *plan, enum soft_fault_chance 
     return mix(mix(mix(mix(plan->seed) ^ chance) ^ which) ^ ordinal);
 }
 
-/* What this queue pair was drawn for since the last seed. */
+/* Return the counts of draws for a queue pair since the last seed. */
 static struct soft_fault_counts *counts_of(const struct soft_faults *plan, struct soft_qp *qp)
 {
     if (qp->fault_counts.epoch != plan->epoch)
@@ -115,7 +115,7 @@ static struct soft_fault_counts *counts_of(const struct soft_faults *plan, struc
 
 /* ---- Rules ----------------------------------------------------------------------------------------------- */
 
-/* A rule without `every` is gone after its first strike, and asked no more. */
+/* A rule without `every` is removed after its first strike, and not consulted again. */
 bool soft_fault_strikes(struct soft_fault_rule *rule)
 {
     const struct soft_strike *strike = &rule->strike;
@@ -135,7 +135,7 @@ struct verdict {
     uint64_t ordinal;
 };
 
-/* All rules about this count it; the oldest of those that strike decides. */
+/* Consult the rules: all rules of this subject count it; the oldest of those that strike decides. */
 static struct verdict fault_rules_consult(struct soft_faults *plan, enum soft_fault_subject subject, uint32_t which)
 {
     struct soft_fault_rule **link = &plan->rules, *rule;
@@ -383,9 +383,9 @@ size_t soft_fault_records(struct ibv_context *ibv_context, size_t from, struct s
     return count;
 }
 
-/* ---- What the device asks -------------------------------------------------------------------------------- */
+/* ---- Queries of the device ------------------------------------------------------------------------------- */
 
-/* A device that is gone lets its user put away what is left of it and take what had come before. */
+/* Return whether a verb works on a lost device: verbs that release objects, or return what came before the loss. */
 static bool works_on_lost_device(enum soft_verb verb)
 {
     switch (verb) {
@@ -415,7 +415,7 @@ int soft_fault_verb_error(struct soft_context *context, enum soft_verb verb)
     struct soft_faults *plan;
     struct verdict verdict;
 
-    if (soft_stale(context)) /* the verb itself says so */
+    if (soft_stale(context)) /* the verb itself reports that */
         return 0;
     if ((atomic_load(&context->special) & SOFT_SPECIAL_LOST) && !works_on_lost_device(verb))
         return EIO;

@@ -1,5 +1,5 @@
-/* The fault plan of a context: what is to go wrong, when. A plan repeats itself: a fault strikes the n-th call of a
- * verb or the n-th request of a queue pair, and chances are drawn from a seed and such numbers, not from time, so
+/* Fault plan of a context: the faults to inject, and when. A plan is repeatable: a fault strikes the n-th call of a
+ * verb or the n-th request of a queue pair, and random faults are drawn from a seed and such numbers, not from time. So
  * the same program meets the same faults again. */
 #ifndef AIOVERBS_SOFT_FAULT_FAULT_H
 #define AIOVERBS_SOFT_FAULT_FAULT_H
@@ -16,8 +16,8 @@
 
 const char *soft_verb_name(enum soft_verb verb);
 
-/* Which ones of a sequence that counts from 1: the first, then each `every`-th after it (0: no more), `times` at
- * most (0: without end). */
+/* Elements of a sequence, counted from 1, that a fault strikes: the first, then each `every`-th after it (0: no further
+ * one), at most `times` in all (0: no limit). */
 struct soft_strike {
     uint64_t first, every, times;
 };
@@ -28,86 +28,90 @@ struct soft_fault_record {
         SOFT_RECORD_REQUEST,
         SOFT_RECORD_RECEIVE,
         SOFT_RECORD_LOSS,
-        SOFT_RECORD_DROP, /* of a frame, like the next three; in the order of enum soft_mishap */
+        SOFT_RECORD_DROP, /* frames, like the next three; in the order of enum soft_mishap */
         SOFT_RECORD_DUPLICATE,
         SOFT_RECORD_DELAY,
         SOFT_RECORD_CUT,
     } what;
-    uint32_t which;   /* enum soft_verb, or a queue pair's number */
-    uint64_t ordinal; /* of the call, request or frame, as the rule counts them; what its chance was drawn for */
-    uint32_t value;   /* errno or status; enum soft_frame_kind */
+    uint32_t which; /* enum soft_verb, or a queue pair's number */
+    /* Number of the call, request or frame, as the rule counts them, or as its chance was drawn for */
+    uint64_t ordinal;
+    uint32_t value; /* errno or status; enum soft_frame_kind */
 };
 
-/* All of these take a lock of their own; any thread may call them, not from an allocator. 0, or an errno: EINVAL,
- * ENOMEM (the plan is as it was), ENODEV (after a fork). Counting begins when the rule is made. Each rule counts all
- * that it is about; where several strike at once, the oldest one decides. A rule that can strike no more is gone. */
+/* Functions of this header take a lock of their own. Any thread may call them, but not an allocator. They return 0 or
+ * an errno: EINVAL, ENOMEM (the plan is unchanged), ENODEV (after a fork). A rule counts from its creation. Each rule
+ * counts all its subjects; if several strike at once, the oldest one decides. A rule that can strike no more is
+ * removed. */
 
-/* Calls of a verb (SOFT_ANY_VERB: of all, counted together) fail with `error` and do nothing. */
+/* Make calls of a verb (SOFT_ANY_VERB: of all verbs, counted together) fail with `error` and do nothing. */
 int soft_fault_verb(struct ibv_context *context, enum soft_verb verb, struct soft_strike strike, int error);
 
-/* Each call of any verb fails with a chance of `per_million`; 0 ends that. */
+/* Make each call of any verb fail with a chance of `per_million`; 0 ends that. */
 int soft_fault_verbs_at_random(struct ibv_context *context, uint32_t per_million, int error);
 
-/* Requests of a queue pair (0: of all, counted together) complete with `status` and do nothing else but break the
- * queue pair, as that status does. `receives`: receives, counted as messages come for them, which break their queue
- * pair. The sender sees what such a receive makes of its request: a remote operational error; where the status is
- * IBV_WC_LOC_LEN_ERR, that the request is invalid; nothing at all where its queue pair is unreliable. */
+/* Make requests of a queue pair (0: of all, counted together) complete with `status` and do nothing else but break the
+ * queue pair, as that status does. With `receives`, the same for receives, counted as messages arrive for them, which
+ * break their queue pair. The sender gets a remote operational error for such a receive; for IBV_WC_LOC_LEN_ERR, an
+ * invalid request; if its queue pair is unreliable, nothing. */
 int soft_fault_request(struct ibv_context *context, uint32_t qp_num, bool receives, struct soft_strike strike,
                        enum ibv_wc_status status, uint32_t vendor_err);
 
-/* Messages of a queue pair (0: of all) are lost on their way: counted by attempts, or at random. `per_million` of
- * 1,000,000 is a link that is cut. */
+/* Lose messages of a queue pair (0: of all): counted by attempts, or at random. A chance of 1,000,000 is a link that is
+ * cut. */
 int soft_fault_loss(struct ibv_context *context, uint32_t qp_num, struct soft_strike strike);
 int soft_fault_loss_at_random(struct ibv_context *context, uint32_t per_million);
 
-/* Each request waits up to `max_ns` longer before it is executed, in engine mode; EINVAL in inline mode. */
+/* Delay each request by up to `max_ns` before it is executed, in the worker thread. EINVAL if requests are executed
+ * inline. */
 int soft_fault_jitter(struct ibv_context *context, uint64_t max_ns);
 
-/* Completions of a queue pair (0: of all) are held back from here on, until they are released: `count` of them
- * (0: all that are held). It is the context of the completion queue that holds them, also where an XRC target of
- * another one received. In the order in which they came, or, `shuffled`, drawn across queue pairs, where those of
- * one queue keep their order. What is held stays held for later releases, and new ones are held, too, until
- * soft_fault_unhold, which releases all. */
+/* Hold completions of a queue pair (0: of all) back, until they are released. soft_fault_release() releases `count` of
+ * them (0: all): in the order in which they came, or, with `shuffled`, in an order drawn across queue pairs, in which
+ * completions of one queue keep their order. The context of the completion queue holds them, also if an XRC target of
+ * another context received. Completions that are not released stay held, and new ones are held, too, until
+ * soft_fault_unhold(), which releases all. */
 int soft_fault_hold(struct ibv_context *context, uint32_t qp_num);
 size_t soft_fault_held(struct ibv_context *context);
 size_t soft_fault_release(struct ibv_context *context, size_t count, bool shuffled);
 void soft_fault_unhold(struct ibv_context *context);
 
-/* ---- Frames: what a network does between devices of different processes ------------------------------------ */
+/* ---- Frames: faults of a network between devices of different processes ------------------------------------ */
 
 struct soft_frame_fault {
     enum soft_mishap mishap;
-    unsigned int kinds; /* a bit for each enum soft_frame_kind */
-    uint32_t qp_num;    /* 0: of all */
-    const uint8_t *gid; /* of the peer's device; NULL: of any */
+    unsigned int kinds; /* bit set of enum soft_frame_kind */
+    uint32_t qp_num;    /* 0: of all queue pairs */
+    const uint8_t *gid; /* GID of the peer's device; NULL: any */
     uint64_t delay_ns;
     struct soft_strike strike;
 };
 
 int soft_fault_frames(struct ibv_context *context, const struct soft_frame_fault *fault);
 
-/* Each frame meets with one of these with its chance; delays are drawn up to `max_delay_ns`. EINVAL: chances of more
- * than a million together. */
+/* Apply each fault to frames at random, with its chance; delays are drawn up to `max_delay_ns`. EINVAL if the chances
+ * add up to more than a million. */
 int soft_fault_frames_at_random(struct ibv_context *context, const uint32_t per_million[SOFT_MISHAPS],
                                 uint64_t max_delay_ns);
 
-/* All streams of the device with that of a GID (NULL: with all), for all of its contexts: they are cut, or nothing more
- * is read of them until they are told otherwise, or end. 0 or ENODEV; how many there were. */
+/* Break all streams between the device and that of a GID (NULL: any), for all contexts of the device; or stop or resume
+ * reading from them. `*count` is their number. Return 0 or ENODEV. */
 int soft_fault_cut(struct ibv_context *context, const uint8_t *gid, unsigned int *count);
 int soft_fault_stall(struct ibv_context *context, const uint8_t *gid, bool stall, unsigned int *count);
 
-/* Where chances are drawn from; also begins the count of what random rules saw anew. */
+/* Set the seed of random faults, and restart the counts of random rules. */
 void soft_fault_seed(struct ibv_context *context, uint64_t seed);
 
-/* No rule is left; everything is released. Calls go on being counted, delayed frames come in their time. */
+/* Remove all rules and release all completions. Calls go on being counted; delayed frames come at their time. */
 void soft_fault_clear(struct ibv_context *context);
 
-/* From soft_fault_count(true) on, calls of verbs are counted, `verb` or all; for who wants to fail each in turn. */
+/* Count calls of verbs from soft_fault_count(true) on, and return those of `verb` or of all; for tests that fail each
+ * call in turn. */
 void soft_fault_count(struct ibv_context *context, bool on);
 uint64_t soft_fault_calls(struct ibv_context *context, enum soft_verb verb);
 
-/* What was done so far, oldest first: copies up to `room` records from `from` on and returns how many there were in
- * all. The oldest 4096 are kept. */
+/* Copy up to `room` records of faults from index `from` on, oldest first, and return the number of all. The oldest 4096
+ * are kept. */
 size_t soft_fault_records(struct ibv_context *context, size_t from, struct soft_fault_record *records, size_t room);
 
 #endif

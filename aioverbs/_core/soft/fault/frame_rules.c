@@ -1,4 +1,4 @@
-/* The fault plan and frames: what a network does to them, by rules and by chance. */
+/* Faults of frames, by rules and by chance. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -24,7 +24,7 @@ static bool has_chances(const struct soft_faults *plan)
     return false;
 }
 
-/* Under `frames`, when something changed: whether the device asks at all. */
+/* Update whether the device consults the plan for frames, after a change. Under `frames`. */
 static void update_frame_faults(struct soft_context *context)
 {
     struct soft_faults *plan = context->faults;
@@ -54,7 +54,7 @@ void soft_fault_drop_frame_rules(struct soft_context *context)
     update_frame_faults(context);
 }
 
-/* ---- What others call ------------------------------------------------------------------------------------ */
+/* ---- Public functions ------------------------------------------------------------------------------------ */
 
 int soft_fault_frames(struct ibv_context *ibv_context, const struct soft_frame_fault *fault)
 {
@@ -138,14 +138,14 @@ int soft_fault_stall(struct ibv_context *ibv_context, const uint8_t *gid, bool s
     return 0;
 }
 
-/* ---- What the device asks, under `frames` ------------------------------------------------------------------ */
+/* ---- Queries of the device, under `frames` ----------------------------------------------------------------- */
 
 struct verdict {
     enum soft_mishap mishap;
     uint64_t ordinal, delay_ns;
 };
 
-/* All rules about it count it; the oldest of those that strike decides. */
+/* Consult the rules: all rules that match the frame count it; the oldest of those that strike decides. */
 static struct verdict frame_rules_consult(struct soft_faults *plan, const struct soft_qp *qp, enum soft_frame_kind kind,
                                           const struct soft_stream *stream)
 {
@@ -167,7 +167,7 @@ static struct verdict frame_rules_consult(struct soft_faults *plan, const struct
     return verdict;
 }
 
-/* One number decides between all that may happen. */
+/* Draw a random fault: one number decides between all faults. */
 static struct verdict draw(struct soft_faults *plan, struct soft_qp *qp, enum soft_frame_kind kind)
 {
     struct soft_frame_counts *counts = &qp->frame_counts;

@@ -1,4 +1,4 @@
-/* Completions that the fault plan holds back, and in which order it lets them go. */
+/* Completions that the fault plan holds, and the order in which it releases them. */
 #include <stdlib.h>
 
 #include "soft/base/lock_order.h"
@@ -11,7 +11,7 @@
 #include "soft/objects/qp.h"
 #include "soft/objects/srq.h"
 
-/* A queue pair whose completions are held, where not all are. */
+/* A queue pair whose completions are held, unless all are. */
 struct soft_fault_hold {
     struct soft_fault_hold *next;
     uint32_t qp_num;
@@ -20,22 +20,23 @@ struct soft_fault_hold {
 struct held {
     struct held *next;
     uint64_t arrival;
-    struct soft_cq *cq; /* good as long as this is in the list: who destroys what refers to it purges first */
+    struct soft_cq *cq; /* valid while this is in the list: destroying an object that it refers to purges first */
     struct soft_cqe cqe;
 };
 
-/* The send or the receive queue of a queue pair: what is held of it keeps its order. The list of them is in the order
- * of the queue pairs' creation, so that the same draws hit the same queues. */
+/* Held completions of a send or receive queue, in their order. The list of queues is in the order in which the queue
+ * pairs were created, so that the same draws hit the same queues. */
 struct soft_fault_queue {
     struct soft_fault_queue *next;
     uint32_t qp_num;
     bool is_send;
-    uint64_t index; /* of the queue pair; of an XRC shared receive queue's completions, its number */
+    /* Index of the queue pair; for completions of an XRC shared receive queue, the queue pair's number */
+    uint64_t index;
     struct held *first, *last;
 };
 
-/* All of this under the plan's lock, to which "released" means that the completion is where pollers find it: so none
- * overtakes those that were held before it, nor do those of queues that are being destroyed come late. */
+/* All functions run under the plan's lock. A completion is pushed to its completion queue under that lock: so none
+ * overtakes those that were held before it, and none comes late for a queue that is being destroyed. */
 
 static bool is_held(const struct soft_faults *plan, uint32_t qp_num)
 {
@@ -46,7 +47,7 @@ static bool is_held(const struct soft_faults *plan, uint32_t qp_num)
     return plan->hold_all || hold;
 }
 
-/* ---- Taking in ------------------------------------------------------------------------------------------- */
+/* ---- Holding --------------------------------------------------------------------------------------------- */
 
 static struct soft_fault_queue *held_queue_find(const struct soft_faults *plan, const struct soft_cqe *cqe)
 {
@@ -76,7 +77,7 @@ static struct soft_fault_queue *held_queue_make(struct soft_faults *plan, const 
     return queue;
 }
 
-/* False where there is no memory for it; then nothing has changed. */
+/* Hold a completion. Return false if there is no memory for it; then nothing has changed. */
 static bool hold_completion(struct soft_faults *plan, struct soft_cq *cq, const struct soft_cqe *cqe)
 {
     struct held *held = malloc(sizeof(*held));
@@ -100,7 +101,7 @@ static bool hold_completion(struct soft_faults *plan, struct soft_cq *cq, const 
     return true;
 }
 
-/* ---- Letting go ------------------------------------------------------------------------------------------ */
+/* ---- Releasing ------------------------------------------------------------------------------------------- */
 
 static void remove_queue(struct soft_faults *plan, struct soft_fault_queue *queue)
 {
@@ -112,8 +113,8 @@ static void remove_queue(struct soft_faults *plan, struct soft_fault_queue *queu
     free(queue);
 }
 
-/* The first of a queue, which goes with its last. Where it finds no room its completion queue says so, and the queue
- * pair hears of that with its next completion. From a device that is gone nothing comes any more. */
+/* Release the first completion of a queue; an empty queue is freed. If the completion queue is full, it reports that,
+ * and the queue pair learns of it with its next completion. A lost device delivers no completion. */
 static void release_oldest_of(struct soft_context *context, struct soft_fault_queue *queue)
 {
     struct held *held = queue->first;
@@ -167,7 +168,7 @@ void soft_fault_release_all(struct soft_context *context)
         release_oldest_of(context, oldest_queue(plan));
 }
 
-/* ---- What others call ------------------------------------------------------------------------------------ */
+/* ---- Public functions ------------------------------------------------------------------------------------ */
 
 int soft_fault_hold(struct ibv_context *ibv_context, uint32_t qp_num)
 {
@@ -237,7 +238,7 @@ bool soft_fault_complete(struct soft_context *context, struct soft_cq *cq, const
     bool held = is_held(plan, cqe->qp_num);
 
     if (held && !hold_completion(plan, cq, cqe)) {
-        /* Without memory it comes now, behind those that it must not overtake. */
+        /* Without memory, release it now, behind those that it must not overtake. */
         while ((queue = held_queue_find(plan, cqe)))
             release_oldest_of(context, queue);
         held = false;
@@ -246,7 +247,7 @@ bool soft_fault_complete(struct soft_context *context, struct soft_cq *cq, const
     return held || soft_cq_push(cq, cqe);
 }
 
-/* What is forgotten of a queue; its memory goes with the last of it. */
+/* Drop matching completions of a queue; an empty queue is freed. */
 static void purge_queue(struct soft_faults *plan, struct soft_fault_queue *queue, const struct soft_cq *cq,
                         const struct soft_qp *qp, const struct soft_srq *srq)
 {

@@ -1,4 +1,4 @@
-/* The fault plan from the device's side: what is asked before something is done. */
+/* Fault plan, as the device consults it before an action. */
 #ifndef AIOVERBS_SOFT_FAULT_INJECTION_H
 #define AIOVERBS_SOFT_FAULT_INJECTION_H
 
@@ -17,27 +17,29 @@ struct soft_qp;
 struct soft_srq;
 struct soft_stream;
 
-struct soft_faults *soft_faults_new(uint64_t first_serial); /* of the queue pairs to come */
+struct soft_faults *soft_faults_new(uint64_t first_serial); /* serial number of the next queue pair */
 void soft_faults_free(struct soft_context *context);
-int soft_fault_verb_error(struct soft_context *context, enum soft_verb verb); /* see soft_refusal */
+int soft_fault_verb_error(struct soft_context *context, enum soft_verb verb); /* return the errno of a call that is to fail, or 0 */
 
-/* These are asked only while SOFT_SPECIAL_FAULTS is set, under whatever lock of the queue pair: once for each request
- * or receive, and the first time that it is tried; for each attempt to deliver a message; for each request that is
- * posted. SUCCESS: nothing happens. */
+/* Fault of a request or receive, loss of a message, delay of a request. Call only while SOFT_SPECIAL_FAULTS is set,
+ * under any lock of the queue pair: soft_fault_status() once for each request or receive, when it is first tried;
+ * soft_fault_loses() for each attempt to deliver a message; soft_fault_delay() for each posted request. IBV_WC_SUCCESS:
+ * no fault. */
 enum ibv_wc_status soft_fault_status(struct soft_qp *qp, bool receive, uint32_t *vendor_err);
 bool soft_fault_loses(struct soft_qp *qp);
 uint64_t soft_fault_delay(struct soft_qp *qp);
 
-/* Asked while fabric->disturbed is not 0, for each frame of this kind that goes over this stream, which is open; under
- * whatever lock. SOFT_MISHAPS: nothing happens. */
+/* Fault of a frame. Call while fabric->frame_fault_plans is not 0, for each frame of this kind on the stream, which is
+ * open; under any lock. SOFT_MISHAPS: no fault. */
 enum soft_mishap soft_fault_frame(struct soft_qp *qp, enum soft_frame_kind kind, const struct soft_stream *stream,
                                   uint64_t *delay_ns);
 
-/* In place of soft_cq_push. */
+/* Add a completion, or hold it. Used in place of soft_cq_push(). */
 bool soft_fault_complete(struct soft_context *context, struct soft_cq *cq, const struct soft_cqe *cqe);
 
-/* Forgets what is held of a queue pair or shared receive queue, and gives credits back, as soft_cq_purge does, which
- * calls it before it looks at the ring: what is being released meanwhile must be in there when this returns. */
+/* Drop held completions of a queue pair or shared receive queue, and return credits, like soft_cq_purge(). That calls
+ * this function before it purges the ring: a completion that is being released meanwhile must be in the ring when this
+ * returns. */
 void soft_fault_purge(struct soft_context *context, const struct soft_cq *cq, const struct soft_qp *qp,
                       const struct soft_srq *srq);
 

@@ -1,4 +1,4 @@
-/* Completer: applies responses of remote peers to the requests in flight. All under sq_lock and in a grace section. */
+/* Apply responses of remote peers to the requests in flight. All under sq_lock and in a grace section. */
 #include "soft/transport/completer.h"
 
 #include <string.h>

@@ -1,4 +1,4 @@
-/* Completer: applies responses of remote peers to the requests in flight. */
+/* Apply responses of remote peers to the requests in flight. */
 #ifndef AIOVERBS_SOFT_TRANSPORT_COMPLETER_H
 #define AIOVERBS_SOFT_TRANSPORT_COMPLETER_H
 

@@ -1,5 +1,5 @@
-/* The responder: what a queue pair does with a request of its peer, as the architecture has it. Everything here runs
- * in a grace section and under the responder's rq_lock. */
+/* Responder: executes the requests of a queue pair's peer, as the architecture specifies. All functions run in a grace
+ * section and under the responder's rq_lock. */
 #include "soft/transport/responder.h"
 
 #include <assert.h>
@@ -50,7 +50,8 @@ static void copy_pieces(const struct soft_segment *to, const struct soft_segment
     }
 }
 
-/* Both lists hold `length` bytes at least. Buffers of one process may overlap. Most messages are one piece. */
+/* Copy `length` bytes; both lists have at least as many. Buffers of one process may overlap. Most messages have one
+ * piece. */
 static inline void copy(const struct soft_segment *to, const struct soft_segment *from, uint64_t length)
 {
     if (length && length <= to->length && length <= from->length)
@@ -59,7 +60,8 @@ static inline void copy(const struct soft_segment *to, const struct soft_segment
         copy_pieces(to, from, length);
 }
 
-/* Bytes of a request to memory here that was checked, and those of an answer from there: 0 or an errno. */
+/* Copy the payload of a request to local memory that was checked, or the data of a response from there. Return 0 or an
+ * errno. */
 static inline int payload_read(const struct soft_request *request, const struct soft_segment *to,
                                const struct soft_segment *from, uint32_t length)
 {
@@ -77,7 +79,7 @@ static inline int payload_write(const struct soft_request *request, const struct
     return 0;
 }
 
-/* From `offset` on. */
+/* Skip `offset` bytes of the segments. */
 static void skip(struct soft_segment *segments, uint32_t offset)
 {
     unsigned int i = 0;
@@ -99,8 +101,8 @@ static void break_peer(struct soft_qp *peer, struct soft_reply *reply)
     reply->broken = peer;
 }
 
-/* The requester is told, and the responder's queue pair breaks; where no completion tells its user so, an event does.
- * An unreliable connection drops what it refuses, and goes on. */
+/* Refuse a request: the reply is a NAK, and the responder's queue pair breaks. If no completion reports that, an event
+ * does. An unreliable connection drops what it refuses, and goes on. */
 static void responder_refuse(struct soft_qp *peer, struct soft_reply *reply, enum ibv_wc_status status, bool completed)
 {
     if (!soft_is_reliable(peer) && !completed)
@@ -113,7 +115,7 @@ static void responder_refuse(struct soft_qp *peer, struct soft_reply *reply, enu
                    status == IBV_WC_REM_ACCESS_ERR ? IBV_EVENT_QP_ACCESS_ERR : IBV_EVENT_QP_REQ_ERR);
 }
 
-/* Encoded in 5 bits, in units of 10 us; 0 is the longest. */
+/* Decode an RNR timer of 5 bits. The table is in units of 10 us; 0 is the longest. */
 static uint64_t rnr_delay_ns(uint8_t timer)
 {
     static const uint32_t units[32] = {65536, 1,    2,    3,    4,    6,     8,     12,    16,    24,   32,
@@ -125,12 +127,12 @@ static uint64_t rnr_delay_ns(uint8_t timer)
 
 /* ---- Receives -------------------------------------------------------------------------------------------- */
 
-/* Where the receives of a request come from, and whose memory it may reach. */
+/* Queues and protection domain that a request is executed with. */
 struct responder {
     struct soft_qp *peer;
-    struct soft_srq *srq;     /* NULL: the queue pair's own queue */
-    struct soft_cq *cq;       /* where receives complete */
-    const struct soft_pd *pd; /* of what keys name; a shared queue's receives are of its own */
+    struct soft_srq *srq;     /* shared receive queue; NULL: the queue pair's own */
+    struct soft_cq *cq;       /* completion queue of receives */
+    const struct soft_pd *pd; /* domain of remote keys; the receives of a shared queue belong to its own domain */
     struct soft_reply *reply;
 };
 
@@ -141,7 +143,7 @@ static bool has_posted_receive(const struct responder *at)
     return at->peer->rq.taken != atomic_load_explicit(at->peer->rq.posted, memory_order_acquire);
 }
 
-/* It is the message's until it completes or is given back. */
+/* Take a receive for the message, until it completes or is returned. Return false if there is none. */
 static bool take_recv_wqe(const struct responder *at)
 {
     struct soft_inbound *in = &at->peer->in;
@@ -152,11 +154,11 @@ static bool take_recv_wqe(const struct responder *at)
     assert(!in->has_recv_wqe);
     if (at->srq) {
         if (!soft_srq_take(at->srq, &recv_wqe->copy))
-            return false; /* there is none, or another queue pair was faster */
+            return false; /* none is posted, or another queue pair took it */
         recv_wqe->wr_id = recv_wqe->copy.wr_id;
         recv_wqe->num_sge = recv_wqe->copy.num_sge;
         recv_wqe->sges = recv_wqe->copy.sges;
-        recv_wqe->index = 0; /* credits count there, not places */
+        recv_wqe->index = 0; /* shared queues count credits, not indices */
     } else {
         if (!has_posted_receive(at))
             return false;
@@ -171,7 +173,8 @@ static bool take_recv_wqe(const struct responder *at)
     return true;
 }
 
-/* Nothing of the message came, or nothing counts: the next one gets its receive. */
+/* Return the receive to its queue: no data of the message arrived, or the message is discarded. The next message gets
+ * it. */
 static void return_recv_wqe(struct soft_qp *peer)
 {
     struct soft_inbound *in = &peer->in;
@@ -181,7 +184,7 @@ static void return_recv_wqe(struct soft_qp *peer)
     if (in->srq) {
         soft_srq_give_back(in->srq, &in->recv_wqe.copy);
     } else {
-        assert(in->recv_wqe.index + 1 == peer->rq.taken); /* nobody takes one while a message is under way */
+        assert(in->recv_wqe.index + 1 == peer->rq.taken); /* no other message takes a receive meanwhile */
         peer->rq.taken--;
     }
 }
@@ -204,7 +207,7 @@ static uint64_t room_of(const struct ibv_sge *sges, uint32_t count)
     return room;
 }
 
-/* Where a message of `length` bytes goes in a receive. */
+/* Find the memory of the receive for a message of `length` bytes. */
 static enum ibv_wc_status resolve_receive(const struct responder *at, uint64_t length, struct soft_segment *segments)
 {
     const struct soft_recv_wqe *recv_wqe = &at->peer->in.recv_wqe;
@@ -261,14 +264,14 @@ static void complete_receive(const struct responder *at, const struct soft_reque
         cqe.wc_flags = IBV_WC_WITH_INV;
     if (at->peer->qp.qp_type == IBV_QPT_UD)
         cqe.wc_flags |= IBV_WC_GRH;
-    /* By the plan of the completion queue's context, which need not be the XRC target's. */
+    /* Use the fault plan of the completion queue's context, which may differ from the XRC target's. */
     if (soft_complete(to_soft_context(at->cq->ex.context), at->cq, &cqe))
         return;
     responder_refuse(at->peer, at->reply, IBV_WC_REM_OP_ERR, true);
     soft_raise(at->peer->context, &at->peer->events, IBV_EVENT_QP_FATAL);
 }
 
-/* What the fault plan makes of a receive, before anything is done with it. */
+/* Return the status that the fault plan has for a receive, before the receive is used. */
 static enum ibv_wc_status planned_status(const struct responder *at, uint32_t *vendor_err)
 {
     *vendor_err = 0;
@@ -284,7 +287,7 @@ static enum ibv_wc_status remote_status(enum ibv_wc_status receive)
     return receive == IBV_WC_LOC_LEN_ERR ? IBV_WC_REM_INV_REQ_ERR : IBV_WC_REM_OP_ERR;
 }
 
-/* A message, or a part of one, with what stands before its data. */
+/* Execute a send, or a part of one. `from` has the data, with a GRH before it for datagrams. */
 static void respond_message(const struct responder *at, const struct soft_request *request,
                             const struct soft_segment *from, uint32_t length)
 {
@@ -298,11 +301,12 @@ static void respond_message(const struct responder *at, const struct soft_reques
         responder_rnr(at);
         return;
     }
-    if (!at->peer->in.has_recv_wqe) { /* its shared receive queue was destroyed; or, unreliable, it is too long */
+    /* Its shared receive queue was destroyed; or an unreliable message was too long */
+    if (!at->peer->in.has_recv_wqe) {
         responder_refuse(at->peer, at->reply, IBV_WC_REM_INV_REQ_ERR, false);
         return;
     }
-    assert(at->peer->in.srq == at->srq); /* all parts name the same, and it cannot go without its receive */
+    assert(at->peer->in.srq == at->srq); /* all parts name the same queue, and destroying that drops the receive */
     at->reply->kind = SOFT_ACK;
     if (first)
         status = planned_status(at, &vendor_err);
@@ -318,7 +322,7 @@ static void respond_message(const struct responder *at, const struct soft_reques
             skip(segments, request->offset);
         error = payload_read(request, segments, from, length);
     }
-    if (error == ESTALE) { /* the part is as good as never sent: it, or nothing, comes again */
+    if (error == ESTALE) { /* the part counts as never sent: it is sent again, or nothing is */
         if (first)
             return_recv_wqe(at->peer);
         at->reply->kind = SOFT_SILENT;
@@ -358,13 +362,13 @@ static void put16(uint8_t *to, uint32_t value)
     to[1] = (uint8_t)value;
 }
 
-/* The route as RoCE v2 delivers it: for IPv4 an IP header in the last 20 bytes, else an IPv6-shaped GRH. */
+/* Write the route as RoCE v2 delivers it: for IPv4 an IP header in the last 20 bytes, else an IPv6-shaped GRH. */
 static void write_grh(uint8_t *grh, const struct soft_request *request)
 {
     const struct soft_wqe *wqe = request->wqe;
     const union ibv_gid *from = request->sgid, *to = &wqe->dgid;
     const uint8_t *source = from->raw, *open_target = to->raw;
-    /* What follows: a UDP header, a base and a datagram transport header, an immediate, the data padded to 4, and a
+    /* Payload size: UDP header, base and datagram transport headers, immediate data, data padded to 4 bytes,
      * checksum. */
     uint32_t payload = 8 + 12 + 8 + (carries_imm(request) ? 4 : 0) + ((request->length + 3) & ~3u) + 4;
 
@@ -375,7 +379,7 @@ static void write_grh(uint8_t *grh, const struct soft_request *request)
         ip[0] = 0x45;
         ip[1] = wqe->path.traffic_class;
         put16(ip + 2, 20 + payload);
-        ip[6] = 0x40; /* not to be fragmented */
+        ip[6] = 0x40; /* don't fragment */
         ip[8] = wqe->path.hop_limit;
         ip[9] = 17; /* UDP */
         memcpy(ip + 12, source + 12, 4);
@@ -408,8 +412,8 @@ static void respond_datagram(const struct responder *at, const struct soft_reque
 
 /* ---- One-sided requests ---------------------------------------------------------------------------------- */
 
-/* What the queue pair does not allow at all is an invalid request, however short; what the key does not allow is
- * an access error. */
+/* Check the queue pair's access flags. A request that they do not allow is an invalid request, however short; one that
+ * the key does not allow is an access error. */
 static bool check_access(const struct responder *at, int access)
 {
     bool allowed = at->peer->attr.qp_access_flags & (unsigned int)access;
@@ -419,8 +423,8 @@ static bool check_access(const struct responder *at, int access)
     return allowed;
 }
 
-/* Reads and atomics in flight take resources of the responder, as many as it was told to keep. How many they are the
- * requester says; here they take none, so one that says too little has nothing of it. */
+/* Check the number of reads and atomics in flight against the resources that the responder was told to keep. The
+ * requester states the number. Here they take no resources, so a requester that states too few gains nothing. */
 static bool check_rd_atomic(const struct responder *at, const struct soft_request *request)
 {
     bool enough = request->reads <= at->peer->attr.max_dest_rd_atomic;
@@ -430,8 +434,8 @@ static bool check_rd_atomic(const struct responder *at, const struct soft_reques
     return enough;
 }
 
-/* The memory that a request names, or NULL: then it is refused. Of one in parts, all that is still to come must be
- * allowed, as its first packet says how much that is. */
+/* Return the memory that a request names, or NULL: then the request is refused. For a request in parts, access to all
+ * parts still to come is checked, as the first packet states their total. */
 static inline uint8_t *open_target(const struct responder *at, const struct soft_request *request,
                                    struct soft_remote *remote, int access)
 {
@@ -443,14 +447,15 @@ static inline uint8_t *open_target(const struct responder *at, const struct soft
     return address;
 }
 
-/* Where bytes could not be moved: the peer gave its request up, and nobody is answered; or that is an error. */
+/* Handle an error of a copy: nothing if the peer gave its request up, since no response is expected; else refuse the
+ * request. */
 static void refuse_copy_error(const struct responder *at, int error)
 {
     if (error != ESTALE)
         responder_refuse(at->peer, at->reply, IBV_WC_REM_OP_ERR, false);
 }
 
-/* Without a byte to write, the key is not looked at. */
+/* Execute an RDMA write. The key of a write of no bytes is not checked. */
 static void respond_write(const struct responder *at, const struct soft_request *request)
 {
     struct soft_segment to = {.length = request->length};
@@ -472,7 +477,7 @@ static void respond_write(const struct responder *at, const struct soft_request 
         at->reply->kind = SOFT_ACK;
 }
 
-/* The last part of it. The receive is recv_wqe when nothing speaks against the write any more. */
+/* Execute the last part of an RDMA write with immediate. The receive is taken only after all checks. */
 static void respond_write_with_imm(const struct responder *at, const struct soft_request *request)
 {
     struct soft_segment to = {.length = request->length};
@@ -551,19 +556,19 @@ static void respond_atomic(const struct responder *at, const struct soft_request
     if (request->wqe->opcode == IBV_WR_ATOMIC_FETCH_AND_ADD) {
         value = __atomic_fetch_add(address, request->wqe->compare_add, __ATOMIC_SEQ_CST);
     } else {
-        value = request->wqe->compare_add; /* becomes what was found, where that is another value */
+        value = request->wqe->compare_add; /* the comparison stores the found value here if it differs */
         __atomic_compare_exchange_n(address, &value, request->wqe->swap, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
     }
     soft_remote_close(&remote);
     original.address = (uint8_t *)&value;
-    payload_write(request, &original, 8); /* eight bytes are always to be had */
+    payload_write(request, &original, 8); /* cannot fail for eight bytes */
     at->reply->kind = SOFT_ACK;
 }
 
 /* ---- Any request ----------------------------------------------------------------------------------------- */
 
-/* A target of XRC has no receives of its own and no protection domain: every request names the shared receive queue
- * that lends it both, which must be of the same XRC domain. */
+/* Find the shared receive queue that the request names. An XRC target has no receives and no protection domain of its
+ * own: the shared queue provides both. It must be of the same XRC domain. */
 static bool find_xrc_srq(struct responder *at, const struct soft_request *request)
 {
     struct soft_srq *srq = soft_table_find(&at->peer->context->device->srqs, request->wqe->remote_srqn);
@@ -573,7 +578,7 @@ static bool find_xrc_srq(struct responder *at, const struct soft_request *reques
         return false;
     }
     if (atomic_load(&srq->context->special) & SOFT_SPECIAL_LOST)
-        return false; /* where the queue is, nobody answers any more */
+        return false; /* the device of the queue's context is lost: no response */
     at->srq = srq;
     at->cq = srq->cq;
     at->pd = srq->pd;
@@ -597,8 +602,8 @@ static struct soft_part part_of(const struct soft_request *request)
     };
 }
 
-/* Whether the part is the next one of its message. With an unreliable connection one that is not ends the message under
- * way, of which nothing counts; and then it may begin another one. */
+/* Return whether the part is the next one of its message. On an unreliable connection a part out of order aborts the
+ * message in progress, all of which is discarded; the part may then begin another message. */
 static bool accept_in_order(struct soft_qp *peer, const struct soft_part *part)
 {
     if (soft_message_fits(&peer->in.message, part))
@@ -621,7 +626,7 @@ void soft_respond(struct soft_qp *peer, const struct soft_request *request, stru
     }
     if (peer->qp.qp_type == IBV_QPT_XRC_RECV && !find_xrc_srq(&at, request))
         return;
-    /* The first message reaches a peer that is not told yet that the connection stands. */
+    /* The first message arrives before the application knows that the connection is established. */
     if (peer->qp.qp_type != IBV_QPT_UD && !peer->established && atomic_load(&peer->state) == IBV_QPS_RTR) {
         peer->established = true;
         soft_raise(peer->context, &peer->events, IBV_EVENT_COMM_EST);

@@ -24,7 +24,7 @@ void soft_frames_release_due(struct soft_fabric *fabric, uint64_t now);
 /* Drop the delayed frames of a stream. Under tx. */
 void soft_frames_drop_held(struct soft_stream *stream);
 
-/* Relaxed, as SOFT_SPECIAL_FAULTS is looked for. */
+/* Return whether a fault plan may affect frames. The load may be relaxed, like that of SOFT_SPECIAL_FAULTS. */
 static inline bool soft_has_frame_faults(const struct soft_stream *stream)
 {
     return atomic_load_explicit(&stream->fabric->frame_fault_plans, memory_order_relaxed);

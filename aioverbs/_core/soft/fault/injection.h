@@ -19,7 +19,8 @@ struct soft_stream;
 
 struct soft_faults *soft_faults_new(uint64_t first_serial); /* serial number of the next queue pair */
 void soft_faults_free(struct soft_context *context);
-int soft_fault_verb_error(struct soft_context *context, enum soft_verb verb); /* return the errno of a call that is to fail, or 0 */
+/* Return the errno of a call that is to fail, or 0. */
+int soft_fault_verb_error(struct soft_context *context, enum soft_verb verb);
 
 /* Fault of a request or receive, loss of a message, delay of a request. Call only while SOFT_SPECIAL_FAULTS is set,
  * under any lock of the queue pair: soft_fault_status() once for each request or receive, when it is first tried;

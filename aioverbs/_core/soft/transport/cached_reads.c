@@ -43,7 +43,7 @@ void soft_cached_read_answered(struct soft_qp *qp, const struct soft_frame *fram
     pending->owner_serial = 0;
 }
 
-/* What is planned at `special` and for frames may be looked at relaxed: see enum soft_special. */
+/* The loads of `special` and of the number of frame fault plans may be relaxed: see enum soft_special. */
 bool soft_cached_read_may(struct soft_qp *qp, const struct soft_wqe *wqe, uint32_t length)
 {
     const struct soft_read_cache_entry *entry = cache_entry_of(qp, wqe->rkey);

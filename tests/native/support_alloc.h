@@ -1,4 +1,4 @@
-/* For tests of allocators: pages that can run out, and looks at memory. */
+/* Helpers for tests of allocators: pages that can run out, and checks of memory. */
 #ifndef AIOVERBS_TESTS_SUPPORT_ALLOC_H
 #define AIOVERBS_TESTS_SUPPORT_ALLOC_H
 
@@ -17,14 +17,14 @@
 struct alloc_source *base_pages(void);
 struct alloc_counts counts_of(struct alloc_source *source);
 
-/* Base pages, of which no more than `*left` pieces are to be had. */
+/* Return a source of base pages that fails after `*left` pieces. */
 struct alloc_source *limited_pages(size_t *left);
 
 bool is_zero(const void *memory, size_t size);
 bool is_mapped(const void *memory);
 bool is_aligned(const void *memory, size_t alignment);
 
-/* A piece that is as it must be, written all over; NULL where a check failed. */
+/* Allocate a piece, check it and write all of it. NULL if a check failed. */
 void *sound_piece(struct alloc_source *source, size_t size, size_t alignment);
 
 #endif

@@ -21,9 +21,9 @@ const struct check_variant *variant = &variants[0];
 
 static const char *case_name = "";
 static atomic_uint failures;
-static bool has_cases; /* a benchmark has none */
+static bool has_cases; /* a benchmark has no cases */
 static pthread_t main_thread;
-static pid_t main_process; /* a child of it runs no further cases */
+static pid_t main_process; /* a child of the case runs no further cases */
 static jmp_buf case_end;
 
 static bool fail(struct check_place place, const char *text)
@@ -77,7 +77,8 @@ unsigned int check_failures(void)
     return atomic_load(&failures);
 }
 
-/* A case that hangs is a failure with a name, not a silent time limit of whoever runs the program. */
+/* Limit the time of a case: a hanging case fails under its own name, instead of at the time limit of the whole
+ * program. */
 static void on_alarm(int number)
 {
     static const char text[] = ": hangs\n";

@@ -1,5 +1,5 @@
-/* Named cases and checks. Each case runs once in every variant: in both execution modes of the device, the engine
- * with and without a delay, each with locked queues and with queues on a thread domain. */
+/* Named cases and checks. Each case runs once in every variant: with requests executed inline, and by the worker thread
+ * with and without a delay; each with locked queues and with queues on a thread domain. */
 #ifndef AIOVERBS_TESTS_SUPPORT_CHECK_H
 #define AIOVERBS_TESTS_SUPPORT_CHECK_H
 
@@ -17,7 +17,7 @@ struct check_variant {
     bool thread_domain;
 };
 
-/* Of the case that is running. */
+/* Variant of the running case. */
 extern const struct check_variant *variant;
 
 struct check_case {
@@ -27,7 +27,7 @@ struct check_case {
 
 #define CASE(function) {#function, function}
 
-/* Runs what the command line asks for (`--case NAME`, `--variant NAME`, `-v`); the exit status. */
+/* Run the cases that the command line selects (`--case NAME`, `--variant NAME`, `-v`). Return the exit status. */
 int check_main(int argc, char **argv, const struct check_case *cases, size_t count, bool once);
 
 #define CHECK_MAIN_OF(once, ...)                                                      \
@@ -39,10 +39,10 @@ int check_main(int argc, char **argv, const struct check_case *cases, size_t cou
     }
 #define CHECK_MAIN(...) CHECK_MAIN_OF(false, __VA_ARGS__)
 
-/* For cases that open no context: each runs in one variant. */
+/* The same for cases that open no context: each runs in one variant. */
 #define CHECK_MAIN_ONCE(...) CHECK_MAIN_OF(true, __VA_ARGS__)
 
-/* Where a check stands, for helpers that check on behalf of their caller. */
+/* Source line of a check, for helpers that check on behalf of their caller. */
 struct check_place {
     const char *file;
     int line;
@@ -55,13 +55,13 @@ bool check_equal(long long actual, long long expected, struct check_place place,
                  const char *expected_text);
 bool check_refused(const void *made, int error, int expected, struct check_place place, const char *what);
 
-/* Ends the case; the thread where it is not the main one; the process where it is a child, or has no cases. */
+/* End the case: its thread, if that is not the main one; the process, if it is a child or has no cases. */
 _Noreturn void check_stop(void);
 
-/* How many checks of this process failed; a child of a fork counts on from its parent. */
+/* Return the number of failed checks of this process; a child of fork() counts on from its parent's. */
 unsigned int check_failures(void);
 
-/* A CHECK that fails is reported and the case goes on; a REQUIRE ends it. */
+/* A failed CHECK is reported and the case goes on; a failed REQUIRE ends the case. */
 #define CHECK(condition) check_true(condition, HERE, #condition)
 #define CHECK_EQ(actual, expected) check_equal((long long)(actual), (long long)(expected), HERE, #actual, #expected)
 #define REQUIRE(condition)     \
@@ -75,7 +75,7 @@ unsigned int check_failures(void);
             check_stop();                \
     } while (0)
 
-/* A verb that makes an object answers NULL and this errno. */
+/* Check that a verb that creates an object returns NULL with this errno. */
 #define CHECK_REFUSED(pointer, expected)                       \
     do {                                                       \
         const void *made_;                                     \

@@ -61,7 +61,7 @@ static bool on_request(struct soft_stream *from, const struct soft_frame *frame,
     static _Thread_local uint8_t data[SOFT_FRAGMENT];
     struct iovec piece = {data, frame->part};
 
-    if (frame->opcode == IBV_WR_SEND_WITH_INV) { /* what nobody here is to send */
+    if (frame->opcode == IBV_WR_SEND_WITH_INV) { /* a value that no node sends */
         soft_stream_refuse(from, "nobody here invalidates");
         return false;
     }
@@ -121,7 +121,7 @@ struct node *node_open_at(const union ibv_gid gids[2], uint16_t port)
     node->next = nodes;
     nodes = node;
     memcpy(node->device.gids, gids, sizeof(node->device.gids));
-    if (port) /* by its second GID */
+    if (port) /* the second GID leads to TCP */
         node->device.address = (struct soft_address){AF_INET, port, {127, 0, 0, 1}};
     REQUIRE_EQ(soft_fabric_new(&node->device, &user), 0);
     soft_fabric_configure(&node->device, &settings);

@@ -1,5 +1,5 @@
-/* What kernels do, and emulators of processors that stand in for one (qemu-user) do not. Each asks the kernel, once,
- * and prints what is not there: cases that are about that are skipped, or leave out a part. */
+/* Features of kernels that emulators of processors (qemu-user) may lack. Each function asks the kernel once, and prints
+ * a missing feature: cases that need it are skipped, or leave out a part. */
 #ifndef AIOVERBS_TESTS_SUPPORT_KERNEL_H
 #define AIOVERBS_TESTS_SUPPORT_KERNEL_H
 
@@ -8,19 +8,19 @@
 /* madvise(MADV_DONTFORK) keeps pages from children. */
 bool kernel_keeps_pages_from_children(void);
 
-/* madvise(MADV_POPULATE_READ) fails where nothing is mapped, be it that the kernel does not know it. */
+/* madvise(MADV_POPULATE_READ) fails where nothing is mapped, also if the kernel does not know it. */
 bool kernel_tells_what_is_mapped(void);
 
-/* There is process_vm_readv, whether or not this process may use it on others. */
+/* process_vm_readv exists, whether or not this process may use it on others. */
 bool kernel_reads_other_processes(void);
 
-/* Descriptors that recvmsg has no room for are closed. */
+/* recvmsg closes descriptors for which there is no room. */
 bool kernel_closes_what_finds_no_room(void);
 
-/* madvise(MADV_REMOVE) takes pages back, or fails. */
+/* madvise(MADV_REMOVE) frees pages, or fails. */
 bool kernel_takes_pages_back(void);
 
-/* mmap looks at the size of huge pages that it is asked for: there are none of 1 MiB. */
+/* mmap checks the size of huge pages: there are none of 1 MiB. */
 bool kernel_knows_sizes_of_pages(void);
 
 #endif

@@ -1,6 +1,6 @@
 #include "support.h"
 
-/* Sequence numbers begin shortly before their end, so that every test passes it. */
+/* Sequence numbers begin shortly before their end, so that every test wraps them. */
 const struct ibv_qp_attr default_link = {
     .qp_access_flags = REMOTE_ALL,
     .path_mtu = IBV_MTU_1024,
@@ -131,7 +131,7 @@ void end_open(struct end *end, struct home *home, const struct pair_options *opt
     REQUIRE(end->mr != NULL);
 }
 
-/* What a test has taken out of it before is NULL. */
+/* Objects that the test destroyed itself are NULL. */
 void end_close(struct end *end)
 {
     if (end->qp)

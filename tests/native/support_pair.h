@@ -1,4 +1,4 @@
-/* Two queue pairs that are connected to each other, with queues and memory. */
+/* Pair: two queue pairs that are connected to each other, with queues and memory. */
 #ifndef AIOVERBS_TESTS_SUPPORT_PAIR_H
 #define AIOVERBS_TESTS_SUPPORT_PAIR_H
 
@@ -14,27 +14,27 @@
 #define MASK_RTS \
     (IBV_QP_STATE | IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY | IBV_QP_SQ_PSN | IBV_QP_MAX_QP_RD_ATOMIC)
 
-/* What a queue pair is connected with, its state and destination but for. */
+/* Attributes for connecting a queue pair, except state and destination. */
 extern const struct ibv_qp_attr default_link;
 
-/* The path to the device itself, by GID index 1. */
+/* Return the path to the device itself, by GID index 1. */
 struct ibv_ah_attr path_to_self(struct ibv_context *context);
 
-/* One change of state, with exactly the attributes that it needs; the verb's answer. */
+/* Change the state once, with exactly the required attributes. Return the verb's result. */
 int qp_to_init(struct ibv_qp *qp, const struct ibv_qp_attr *link);
 int qp_to_rtr(struct ibv_qp *qp, const struct ibv_qp_attr *link, uint32_t dest_qp_num);
 int qp_to_rts(struct ibv_qp *qp, const struct ibv_qp_attr *link);
 int qp_to(struct ibv_qp *qp, enum ibv_qp_state state);
 
-/* From RESET to RTS. */
+/* Move a queue pair from RESET to RTS. */
 void qp_connect(struct ibv_qp *qp, const struct ibv_qp_attr *link, uint32_t dest_qp_num);
 
 enum ibv_qp_state qp_state(struct ibv_qp *qp);
 
-/* A queue pair for `depth` requests each way, with both queues on `cq`. */
+/* Create a queue pair for `depth` requests each way, with both queues on `cq`. */
 struct ibv_qp *make_qp(struct ibv_pd *pd, struct ibv_cq *cq, uint32_t depth);
 
-/* The same connected to itself: what it sends, it receives. */
+/* The same, connected to itself. */
 struct ibv_qp *make_loop(struct ibv_pd *pd, struct ibv_cq *cq, uint32_t depth);
 
 struct end {
@@ -46,19 +46,19 @@ struct end {
 };
 
 struct pair {
-    struct home own; /* where no other was given */
+    struct home own; /* created if no other was given */
     struct end a, b;
 };
 
-/* A field that is 0 stands for the default. */
+/* Options of a pair. A field that is 0 stands for the default. */
 struct pair_options {
     struct home *homes[2];
     struct ibv_qp_cap cap;          /* 16 requests each way, 4 entries, 64 bytes inline */
     int cqe;                        /* 64 */
-    size_t memory;                  /* bytes of each end: 64 KiB */
+    size_t memory;                  /* bytes of each end */
     const struct ibv_qp_attr *link; /* default_link */
     bool sig_all;
-    bool one_cq; /* of each end, for sends and receives */
+    bool one_cq; /* capacities of each end, for sends and receives */
     bool unconnected;
 };
 

@@ -38,7 +38,7 @@ static void take_back(struct ibv_pd *pd, void *pd_context, void *address, uint64
     for (i = 0; i < scene->piece_count; i++)
         if (scene->pieces[i].memory == address && !scene->pieces[i].freed)
             break;
-    if (!CHECK(i < scene->piece_count)) /* it was given back before, or never given */
+    if (!CHECK(i < scene->piece_count)) /* it was returned before, or never allocated */
         return;
     CHECK_EQ(type, scene->pieces[i].type);
     scene->pieces[i].freed = true;
@@ -66,7 +66,7 @@ GIVES_BACK(srq, soft_verbs.destroy_srq, struct ibv_srq)
 GIVES_BACK(qp, soft_verbs.destroy_qp, struct ibv_qp)
 GIVES_BACK(ah, soft_verbs.destroy_ah, struct ibv_ah)
 
-/* Remembers what a verb made; its errno where that is nothing. */
+/* Note an object that a verb created. Return the errno if there is none. */
 static int keep(struct scene *scene, void *object, int (*give_back)(void *))
 {
     if (!object)
@@ -78,7 +78,7 @@ static int keep(struct scene *scene, void *object, int (*give_back)(void *))
 
 #define MAKE(scene, field, call, give) ((scene)->field = (call), keep(scene, (scene)->field, give))
 
-/* The first thing that fails ends a step. */
+/* Return from the step at the first failure. */
 #define TRY(call)          \
     do {                   \
         int error_ = call; \
@@ -135,7 +135,7 @@ static int make_domains(struct scene *scene)
     return MAKE(scene, xrcd, verbs_open_xrcd(scene->context, &xrcd_attr), give_xrcd);
 }
 
-/* Without a verb, which might be the one that fails. */
+/* Change the state without a verb, which might be the one that fails. */
 static struct ibv_ah_attr own_path(struct ibv_context *context)
 {
     const union ibv_gid *gids = to_soft_context(context)->device->gids;
@@ -232,7 +232,7 @@ static int connect_all(struct scene *scene)
     return 0;
 }
 
-/* Waits without a verb, so that the same calls are made whenever completions come. */
+/* Wait without a verb, so that the same calls are made whenever completions come. */
 static void wait_present(struct ibv_cq *ibv_cq, uint32_t count)
 {
     const struct soft_cq *cq = to_soft_cq(ibv_cq);
@@ -244,7 +244,7 @@ static void wait_present(struct ibv_cq *ibv_cq, uint32_t count)
     }
 }
 
-/* So many successes, by one session. */
+/* Take `count` successful completions in one session. */
 static int take_extended(struct scene *scene, uint32_t count)
 {
     struct ibv_poll_cq_attr attr = {0};
@@ -281,7 +281,7 @@ static struct ibv_sge entry(struct scene *scene, size_t offset, uint32_t length)
     return (struct ibv_sge){(uintptr_t)scene->memory + offset, length, scene->mr->lkey};
 }
 
-/* A post that is refused says which request it was. */
+/* A refused post reports its request. */
 static int post_to(struct ibv_qp *qp, struct ibv_send_wr *wr)
 {
     struct ibv_send_wr *bad = NULL;
@@ -353,7 +353,7 @@ static int send_datagram(struct scene *scene)
     return take_extended(scene, 2);
 }
 
-/* Of the limit that the datagram reached, and of a queue that is drained. */
+/* Take the events of a reached limit and of a drained queue. */
 static int take_async(struct scene *scene, enum ibv_event_type type, const void *element)
 {
     struct ibv_async_event event;

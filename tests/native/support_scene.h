@@ -1,5 +1,5 @@
-/* A program that calls every verb of the device but close_device: the same calls each time, whenever completions come.
- */
+/* Scene: a program that calls every verb of the device but close_device, with the same calls each time, whenever
+ * completions come. */
 #ifndef AIOVERBS_TESTS_SUPPORT_SCENE_H
 #define AIOVERBS_TESTS_SUPPORT_SCENE_H
 
@@ -7,7 +7,7 @@
 
 enum { SCENE_MADE = 32, SCENE_PIECES = 32 };
 
-/* What an allocator gave; each piece comes back once, by its own type, and not after its domain. */
+/* Memory that an allocator returned. Each piece is freed once, with its own type, and not after its domain. */
 struct scene_piece {
     void *memory;
     uint64_t type;
@@ -19,7 +19,7 @@ struct scene_made {
     int (*give_back)(void *);
 };
 
-/* A program with one of everything, as far as it got. */
+/* Objects of a scene: one of each kind, as far as it got. */
 struct scene {
     struct ibv_context *context;
     struct scene_made made[SCENE_MADE];
@@ -38,12 +38,12 @@ struct scene {
     struct ibv_cq_ex *ex;
     struct ibv_srq *srq, *xrc_srq;
     uint32_t xrc_number;
-    struct ibv_qp *qp, *ud, *from, *to; /* one connected to itself, one for datagrams, two ends of XRC */
+    struct ibv_qp *qp, *ud, *from, *to; /* connected to itself; for datagrams; two ends of XRC */
     struct ibv_ah *ah;
     uint8_t memory[256];
 };
 
-/* Makes one of everything and uses it, up to the first verb that fails: its errno, or 0. */
+/* Create and use one object of each kind, up to the first verb that fails. Return its errno, or 0. */
 int scene_run(struct scene *scene);
 
 #endif

@@ -1,11 +1,12 @@
-/* Threads that begin together. */
+/* Helpers for threads that start together. */
 #ifndef AIOVERBS_TESTS_SUPPORT_THREADS_H
 #define AIOVERBS_TESTS_SUPPORT_THREADS_H
 
 #include <stddef.h>
 
-/* Counts of a stress test. The thread sanitizer sees a race whenever both sides come by, the address sanitizer a use of
- * what is gone whenever it happens; elsewhere only what a race has broken shows: a short form that all sides take. */
+/* Choose the count of a stress test. ThreadSanitizer sees a race whenever both sides are executed, and AddressSanitizer
+ * every use of freed memory; without them only the effect of a race shows, so the short count suffices, which all sides
+ * execute. */
 #if defined __SANITIZE_THREAD__
 #define SCALED(count) ((count) / 2)
 #elif defined __SANITIZE_ADDRESS__
@@ -14,11 +15,11 @@
 #define SCALED(count) ((count) / 10)
 #endif
 
-/* Calls `function` in `count` threads, in the n-th one with the n-th of `arguments`, which have `size` bytes each;
- * returns when all have ended. */
+/* Call `function` in `count` threads, the n-th with the n-th of `arguments`, which have `size` bytes each. Return when
+ * all have ended. */
 void run_threads(size_t count, void (*function)(void *), void *arguments, size_t size);
 
-/* The next of a row of numbers that look random, below `limit`; the row goes on in `state`. */
+/* Return the next pseudo-random number below `limit`; `state` is the state of the generator. */
 unsigned int next_random(unsigned int *state, unsigned int limit);
 
 #endif

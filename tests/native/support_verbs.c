@@ -119,7 +119,7 @@ bool verb_destroys(enum soft_verb verb)
     }
 }
 
-/* What a verb made, or errno. */
+/* Return 0 if the verb created an object, else errno. */
 #define MAKES(call, destroy)        \
     do {                            \
         errno = 0;                  \
@@ -188,7 +188,7 @@ static int make(struct world *world, enum soft_verb verb)
     case SOFT_VERB_create_ah:
         MAKES(make_ah(world), soft_verbs.destroy_ah);
     default:
-        return -1; /* it makes nothing */
+        return -1; /* the verb creates nothing */
     }
 }
 
@@ -211,7 +211,7 @@ static int destroy(struct world *world, enum soft_verb verb)
 
     switch (verb) {
     case SOFT_VERB_close_device:
-        error = soft_verbs.close_device(context); /* in use: it is refused, whatever else */
+        error = soft_verbs.close_device(context); /* in use: refused, whatever else is wrong */
         return error == EBUSY ? 0 : error;
     case SOFT_VERB_dealloc_pd:
         DESTROYS(soft_verbs.alloc_pd(context), soft_verbs.dealloc_pd);
@@ -236,7 +236,8 @@ static int destroy(struct world *world, enum soft_verb verb)
     }
 }
 
-/* As the queries of tables and those that take events answer: -1, where that nothing waits is as good as an event. */
+/* Convert the result of queries of tables and of verbs that take events: -1; that no event is pending counts as
+ * success. */
 static int minus_one(int answer)
 {
     if (answer != -1)
@@ -291,11 +292,11 @@ static int query(struct world *world, enum soft_verb verb)
     case SOFT_VERB_query_qp:
         return soft_verbs.query_qp(world->qp, &qp, IBV_QP_STATE, &init_attr);
     default:
-        return -1; /* it asks for nothing */
+        return -1; /* nothing is requested */
     }
 }
 
-/* Completions that come by it are taken at once, so that the queues never fill. */
+/* Take completions that come meanwhile, so that the queues never fill. */
 static int drained(struct world *world, int error)
 {
     struct ibv_wc wc;
@@ -359,7 +360,7 @@ static int use(struct world *world, enum soft_verb verb)
         CHECK(!error || bad_recv == &recv);
         return error;
     default:
-        return -1; /* unknown here: its caller expects something else */
+        return -1; /* unknown verb: its caller expects something else */
     }
 }
 

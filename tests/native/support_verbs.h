@@ -1,4 +1,4 @@
-/* Each verb of the device, called with what it needs. */
+/* Calls of each verb of the device, with valid arguments. */
 #ifndef AIOVERBS_TESTS_SUPPORT_VERBS_H
 #define AIOVERBS_TESTS_SUPPORT_VERBS_H
 
@@ -25,11 +25,12 @@ struct world {
 void world_open(struct world *world);
 void world_close(struct world *world);
 
-/* Calls the verb once: 0, or the errno that it answers in its manner. What it makes is destroyed; what it is to
- * destroy is made before, and where it refuses that, it is asked again and must not. */
+/* Call the verb once. Return 0, or the errno that the verb reports in its own way. An object that the verb creates is
+ * destroyed; an object that it is to destroy is created first, and if it refuses, it is called again and must
+ * succeed. */
 int call_verb(struct world *world, enum soft_verb verb);
 
-/* Whether it destroys something. */
+/* Return whether the verb destroys an object. */
 bool verb_destroys(enum soft_verb verb);
 
 #endif

@@ -29,7 +29,7 @@ void sleep_us(unsigned int microseconds)
     nanosleep(&time, NULL);
 }
 
-/* Whether a context's thread has nothing to do before that moment, and sleeps. */
+/* Return whether a context's thread has nothing to do before `moment`, and sleeps. */
 static bool is_quiet(struct soft_context *context, uint64_t until)
 {
     struct soft_engine *engine = &context->engine;
@@ -49,7 +49,7 @@ void settle(struct ibv_context *of)
     uint64_t until = now_ns() + 10000000 + variant->options.delay_ns;
     unsigned int passes = 0;
 
-    while (passes < 2 && now_ns() < until) { /* one thread may have given another one something to do */
+    while (passes < 2 && now_ns() < until) { /* one thread may have given work to another one */
         struct soft_context *context;
         bool quiet = true;
 

@@ -39,7 +39,7 @@ void deliver(struct watched *watched, bool solicited)
     wr.send_flags |= solicited ? IBV_SEND_SOLICITED : 0;
     CHECK_EQ(verbs_post_recv(watched->receiver, &recv, &bad), 0);
     CHECK_EQ(post(watched->sender, &wr), 0);
-    EXPECT(watched->silent, 1, IBV_WC_SUCCESS); /* the sender is told after the receiver */
+    EXPECT(watched->silent, 1, IBV_WC_SUCCESS); /* the sender's completion comes after the receiver's */
 }
 
 int take_event(struct watched *watched)

@@ -1,10 +1,10 @@
-/* Queues whose completions are told to a channel. */
+/* Watched queue: a completion queue with a channel. */
 #ifndef AIOVERBS_TESTS_SUPPORT_WATCHED_H
 #define AIOVERBS_TESTS_SUPPORT_WATCHED_H
 
 #include "support_home.h"
 
-/* A pair whose receiving end has its receives told to a channel. */
+/* A pair whose receives complete on a watched queue. */
 struct watched {
     struct home home;
     struct ibv_comp_channel *channel;
@@ -12,14 +12,14 @@ struct watched {
     struct ibv_qp *sender, *receiver;
 };
 
-/* `blocking`: what its descriptor is. */
+/* Open a watched pair, whose channel is blocking or not. */
 void open_watched(struct watched *watched, bool blocking);
 void close_watched(struct watched *watched);
 
-/* One message, which completes on the watched queue by the time this returns. */
+/* Send one message, which is complete on the watched queue on return. */
 void deliver(struct watched *watched, bool solicited);
 
-/* Takes an event of the watched queue and acknowledges it; get_cq_event's answer. */
+/* Take and acknowledge an event of the watched queue. Return the result of get_cq_event. */
 int take_event(struct watched *watched);
 
 void check_no_event(struct watched *watched);

@@ -258,7 +258,7 @@ static void pages_run_out(void)
 }
 
 /* What is under it leaves it to the provider: so does the arena, for what it would have needed pages for. */
-static void nothing_under_it(void)
+static void without_a_source_of_pages(void)
 {
     struct alloc_source *arena = arena_over(alloc_default_create());
 
@@ -353,4 +353,4 @@ static void forks(void)
 }
 
 CHECK_MAIN(CASE(blocks), CASE(doorbell_records), CASE(at_random), CASE(large_pieces), CASE(arenas_on_arenas),
-           CASE(pages_run_out), CASE(nothing_under_it), CASE(wrong_sizes), CASE(threads), CASE(forks))
+           CASE(pages_run_out), CASE(without_a_source_of_pages), CASE(wrong_sizes), CASE(threads), CASE(forks))

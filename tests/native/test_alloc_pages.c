@@ -88,7 +88,7 @@ static void nothing_and_nonsense(void)
 }
 
 /* Many pieces, given back in another order: the table of addresses grows and shrinks. */
-static void many(void)
+static void many_pieces(void)
 {
     enum { COUNT = 1000, STEP = 389 };
     static void *piece[COUNT];
@@ -224,7 +224,7 @@ static void nodes(void)
 
 /* ---- Life ------------------------------------------------------------------------------------------------ */
 
-static void the_provider_s_own(void)
+static void providers_own_memory(void)
 {
     struct alloc_source *source = alloc_default_create();
 
@@ -287,5 +287,5 @@ static void forks(void)
     alloc_release(inherited.source);
 }
 
-CHECK_MAIN(CASE(pieces), CASE(alignments), CASE(nothing_and_nonsense), CASE(many), CASE(huge_pages), CASE(falling_back),
-           CASE(nodes), CASE(the_provider_s_own), CASE(a_piece_outlives_its_maker), CASE(forks))
+CHECK_MAIN(CASE(pieces), CASE(alignments), CASE(nothing_and_nonsense), CASE(many_pieces), CASE(huge_pages),
+           CASE(falling_back), CASE(nodes), CASE(providers_own_memory), CASE(a_piece_outlives_its_maker), CASE(forks))

@@ -65,7 +65,7 @@ static void by_type(void)
     alloc_release(recording);
 }
 
-static void answers_without_memory(void)
+static void out_of_memory(void)
 {
     size_t left = 1;
     struct alloc_source *recording = recording_of(limited_pages(&left));
@@ -104,7 +104,7 @@ static void many_types(void)
     alloc_release(recording);
 }
 
-static void a_ledger_only(void)
+static void counts_without_allocating(void)
 {
     struct alloc_source *recording = recording_of(NULL);
     char memory[2];
@@ -246,5 +246,5 @@ static void queues(void)
     queues_in(pages);
 }
 
-CHECK_MAIN(CASE(by_type), CASE(answers_without_memory), CASE(many_types), CASE(a_ledger_only), CASE(threads),
+CHECK_MAIN(CASE(by_type), CASE(out_of_memory), CASE(many_types), CASE(counts_without_allocating), CASE(threads),
            CASE(forks), CASE(queues))

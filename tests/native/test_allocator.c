@@ -462,7 +462,7 @@ static void refused_memory_of_shared_queues(void)
 }
 
 /* A failure of our own after the memory was had gives it back, too: here none is asked for. */
-static void wrong_attributes_ask_for_nothing(void)
+static void wrong_attributes_allocate_nothing(void)
 {
     struct ibv_qp_cap cap = usual_cap;
     struct home home, with_pool;
@@ -607,5 +607,5 @@ static void working_connection(void)
 
 CHECK_MAIN(CASE(sizes_and_alignments), CASE(memory_is_used), CASE(default_memory), CASE(refused_memory),
            CASE(shared_receive_queues), CASE(default_memory_of_shared_queues), CASE(refused_memory_of_shared_queues),
-           CASE(wrong_attributes_ask_for_nothing), CASE(only_this_domain), CASE(attributes),
+           CASE(wrong_attributes_allocate_nothing), CASE(only_this_domain), CASE(attributes),
            CASE(allocators_may_call_verbs), CASE(working_connection))

@@ -40,7 +40,7 @@ static void open_quiet(struct home *home)
 
 /* ---- One at a time ---------------------------------------------------------------------------------------- */
 
-static void nothing_waits(void)
+static void no_pending_event(void)
 {
     struct home home;
 
@@ -53,7 +53,7 @@ static void nothing_waits(void)
 }
 
 /* Each type tells of its object, and of the port where there is none. */
-static void each_type_and_its_element(void)
+static void each_type_with_its_object(void)
 {
     static const enum ibv_event_type of_qp[] = {
         IBV_EVENT_QP_FATAL, IBV_EVENT_QP_REQ_ERR, IBV_EVENT_QP_ACCESS_ERR,
@@ -153,7 +153,7 @@ static void raised_again(void)
 }
 
 /* Objects take turns, so that none that is loud keeps the others from being heard. */
-static void in_turn(void)
+static void events_keep_their_order(void)
 {
     struct ibv_qp *a, *b;
     struct ibv_cq *cq;
@@ -183,7 +183,7 @@ static void in_turn(void)
 }
 
 /* What nobody took goes with its object, wherever that stands among others, whose events stay. */
-static void forgotten_with_their_object(void)
+static void destroying_an_object_drops_its_events(void)
 {
     enum { PAIRS = 4 };
     static const int removed[][3] = {{0, 1, -1}, {1, 2, -1}, {3, 2, -1}, {0, 3, -1}, {1, 3, 0}, {2, 0, 3}};
@@ -470,7 +470,7 @@ static void contexts_come_and_go(void)
 }
 
 /* The loss of the device is told once, to the context that lost it; what waits can still be taken. */
-static void lost(void)
+static void device_is_lost(void)
 {
     struct home homes[2];
 
@@ -623,7 +623,8 @@ static void racing(void)
     home_close(&home);
 }
 
-CHECK_MAIN(CASE(nothing_waits), CASE(each_type_and_its_element), CASE(broken_objects), CASE(raised_again),
-           CASE(in_turn), CASE(forgotten_with_their_object), CASE(blocking), CASE(interrupted), CASE(destroying_waits),
-           CASE(acknowledged_before), CASE(closing), CASE(port_goes_down_and_up), CASE(contexts_come_and_go),
-           CASE(lost), CASE(after_a_fork), CASE(racing))
+CHECK_MAIN(CASE(no_pending_event), CASE(each_type_with_its_object), CASE(broken_objects), CASE(raised_again),
+           CASE(events_keep_their_order), CASE(destroying_an_object_drops_its_events), CASE(blocking),
+           CASE(interrupted), CASE(destroying_waits), CASE(acknowledged_before), CASE(closing),
+           CASE(port_goes_down_and_up), CASE(contexts_come_and_go), CASE(device_is_lost), CASE(after_a_fork),
+           CASE(racing))

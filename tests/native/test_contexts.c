@@ -148,7 +148,7 @@ static void keys_do_not_cross(void)
 }
 
 /* One context goes while the other still talks to what was in it. */
-static void one_goes_first(void)
+static void one_context_closes_first(void)
 {
     struct ibv_qp_attr link = default_link;
     struct bridge bridge;
@@ -199,7 +199,7 @@ static void many(void)
 }
 
 /* Numbers of queue pairs are the device's, not a context's: a peer is found by number alone. */
-static void numbers_are_the_devices(void)
+static void numbers_are_unique_per_device(void)
 {
     struct bridge bridge;
 
@@ -209,5 +209,5 @@ static void numbers_are_the_devices(void)
     close_bridge(&bridge);
 }
 
-CHECK_MAIN(CASE(connected), CASE(not_ready), CASE(broken), CASE(keys_do_not_cross), CASE(one_goes_first), CASE(many),
-           CASE(numbers_are_the_devices))
+CHECK_MAIN(CASE(connected), CASE(not_ready), CASE(broken), CASE(keys_do_not_cross), CASE(one_context_closes_first),
+           CASE(many), CASE(numbers_are_unique_per_device))

@@ -217,7 +217,7 @@ static void play(void *argument)
     mark(scene, BUSY, OPEN);
 }
 
-static void memory_is_taken_back_when_the_peer_has_left(void)
+static void memory_is_released_after_the_peers_copy(void)
 {
     unsigned int verb;
 
@@ -236,7 +236,7 @@ static void memory_is_taken_back_when_the_peer_has_left(void)
 }
 
 /* It is waited for once, however many copy tokens and queue pairs there are, and has none after that. */
-static void a_peer_that_does_not_leave_is_waited_for_once(void)
+static void a_peer_that_does_not_end_its_copy_is_given_up(void)
 {
     struct scene scene;
     uint64_t begin = now_ns();
@@ -297,7 +297,7 @@ static void leave_one_by_one(void *argument)
 }
 
 /* Each queue pair is waited for a bit less than what a peer may take at most: all in all that is as much as for one. */
-static void a_peer_that_leaves_just_in_time_is_not_waited_for_again_and_again(void)
+static void waits_for_a_slow_peer_are_limited_in_sum(void)
 {
     struct scene scene;
     struct part parts[2] = {{&scene, reset_one_by_one}, {&scene, NULL}};
@@ -364,7 +364,7 @@ static void leave_at_the_end(void *argument)
 }
 
 /* When it is halted no peer begins to move anything, and who was just at it has left. */
-static void nothing_moves_after_the_end(void)
+static void nothing_is_copied_after_the_end(void)
 {
     struct scene scene;
     struct part parts[2] = {{&scene, halt}, {&scene, NULL}};
@@ -387,7 +387,7 @@ static void nothing_moves_after_the_end(void)
 }
 
 /* Who has left is not waited for, whether or not the peer is there. */
-static void nobody_waits_for_who_has_left(void)
+static void a_peer_that_exited_is_not_waited_for(void)
 {
     struct scene scene;
     struct soft_link *link;
@@ -401,6 +401,6 @@ static void nobody_waits_for_who_has_left(void)
     close_scene(&scene);
 }
 
-CHECK_MAIN_ONCE(CASE(memory_is_taken_back_when_the_peer_has_left), CASE(a_peer_that_does_not_leave_is_waited_for_once),
-                CASE(a_peer_that_leaves_just_in_time_is_not_waited_for_again_and_again),
-                CASE(nothing_moves_after_the_end), CASE(nobody_waits_for_who_has_left))
+CHECK_MAIN_ONCE(CASE(memory_is_released_after_the_peers_copy), CASE(a_peer_that_does_not_end_its_copy_is_given_up),
+                CASE(waits_for_a_slow_peer_are_limited_in_sum), CASE(nothing_is_copied_after_the_end),
+                CASE(a_peer_that_exited_is_not_waited_for))

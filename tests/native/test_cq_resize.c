@@ -30,7 +30,7 @@ static void take(struct ibv_cq *cq, uint64_t *seen, int count)
 }
 
 /* Larger and smaller, with completions in it, from every position of the ring. */
-static void back_and_forth(void)
+static void grown_and_shrunk(void)
 {
     static const int sizes[] = {64, 8, 32, 1, 128, 16, 9, 200, 2, 33};
     uint64_t sent = 0, seen = 0;
@@ -378,7 +378,7 @@ static void be_busy(void *argument)
         } while (!atomic_load(&bustle->done) && goes_on(bustle, end));
 }
 
-static void among_others(void)
+static void other_queues_are_not_affected(void)
 {
     struct bustle bustle = {0};
     struct busy busy[PUSHERS + 2];
@@ -433,5 +433,5 @@ static void purged_afterwards(void)
     home_close(&home);
 }
 
-CHECK_MAIN(CASE(back_and_forth), CASE(overrun_at_the_new_size), CASE(refused_sizes), CASE(in_a_session),
-           CASE(memory_of_an_allocator), CASE(among_others), CASE(purged_afterwards))
+CHECK_MAIN(CASE(grown_and_shrunk), CASE(overrun_at_the_new_size), CASE(refused_sizes), CASE(in_a_session),
+           CASE(memory_of_an_allocator), CASE(other_queues_are_not_affected), CASE(purged_afterwards))

@@ -186,7 +186,7 @@ static void controlled_key(void)
 }
 
 /* Posting took of the handle what it needs. */
-static void handle_gone(void)
+static void destroyed_address_handle(void)
 {
     struct soft_counts counts;
     struct office office;
@@ -238,7 +238,7 @@ static void shared_queue(void)
 enum loss { OTHER_KEY, NOBODY, OTHER_TYPE, NOT_READY, RECEIVE_TOO_SMALL, TOO_LARGE, LOSSES };
 
 /* The sender cannot tell, and the receive that is posted waits for the next. */
-static void silence(void)
+static void datagrams_lost_without_error(void)
 {
     struct office office;
     struct end unconnected, raw;
@@ -348,7 +348,7 @@ static void foreign_handle(void)
     office_close(&office);
 }
 
-static void sender_memory(void)
+static void unreadable_send_memory(void)
 {
     struct ibv_send_wr wrs[2];
     struct office office;
@@ -365,7 +365,7 @@ static void sender_memory(void)
 }
 
 /* One turn of a sender breaks several peers: each of them hears of it and flushes what it has. */
-static void receivers_memory(void)
+static void unwritable_receive_memory(void)
 {
     enum { PEERS = 4 };
     struct ibv_send_wr wrs[PEERS];
@@ -526,6 +526,7 @@ static void several_senders(void)
     home_close(&home);
 }
 
-CHECK_MAIN(CASE(arrivals), CASE(scattered_inline), CASE(controlled_key), CASE(handle_gone), CASE(shared_queue),
-           CASE(silence), CASE(no_receive), CASE(foreign_handle), CASE(sender_memory), CASE(receivers_memory),
-           CASE(refused_at_post), CASE(wrong_handles), CASE(several_senders))
+CHECK_MAIN(CASE(arrivals), CASE(scattered_inline), CASE(controlled_key), CASE(destroyed_address_handle),
+           CASE(shared_queue), CASE(datagrams_lost_without_error), CASE(no_receive), CASE(foreign_handle),
+           CASE(unreadable_send_memory), CASE(unwritable_receive_memory), CASE(refused_at_post), CASE(wrong_handles),
+           CASE(several_senders))

@@ -158,7 +158,7 @@ static enum ibv_port_state port_state(const struct home *home)
     return attr.state;
 }
 
-static void a_port_each(void)
+static void every_device_has_a_port(void)
 {
     struct home plain, named, again;
 
@@ -194,7 +194,7 @@ static void a_domain_is_one_device_s(void)
 }
 
 /* Their numbers are the same: what is sent to the other device does not arrive at the own queue pair. */
-static void apart(void)
+static void devices_are_separate(void)
 {
     struct ibv_qp_attr attr = default_link;
     struct home plain, named;
@@ -222,5 +222,5 @@ static void apart(void)
     home_close(&named);
 }
 
-CHECK_MAIN(CASE(names_and_gids), CASE(refused), CASE(one_for_each_address), CASE(a_port_each),
-           CASE(a_domain_is_one_device_s), CASE(apart))
+CHECK_MAIN(CASE(names_and_gids), CASE(refused), CASE(one_for_each_address), CASE(every_device_has_a_port),
+           CASE(a_domain_is_one_device_s), CASE(devices_are_separate))

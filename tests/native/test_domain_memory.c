@@ -24,7 +24,7 @@ static void other_free(void *self, void *address, uint64_t resource_type)
     other.freed++;
 }
 
-static void answers(void)
+static void results_of_callbacks(void)
 {
     static _Alignas(64) char memory[200];
     struct domain_memory domain = {other_alloc, other_free, &other, 0}, another = domain;
@@ -93,4 +93,4 @@ static void threads(void)
     alloc_release(pages);
 }
 
-CHECK_MAIN(CASE(answers), CASE(threads))
+CHECK_MAIN(CASE(results_of_callbacks), CASE(threads))

@@ -44,7 +44,7 @@ static void begin_send(struct pair *pair, uint64_t wr_id)
 
 /* ---- An idle queue ----------------------------------------------------------------------------------------- */
 
-static void idle(void)
+static void idle_queue_drains_at_once(void)
 {
     static const enum ibv_qp_type types[] = {IBV_QPT_RC, IBV_QPT_UC, IBV_QPT_UD};
     struct pair pair;
@@ -68,7 +68,7 @@ static void idle(void)
     }
 }
 
-static void not_asked_for(void)
+static void no_event_without_request(void)
 {
     struct pair pair;
 
@@ -121,7 +121,7 @@ static void broken_meanwhile(void)
 
 /* ---- A queue with work under way --------------------------------------------------------------------------- */
 
-static void under_way(void)
+static void in_flight_requests_finish(void)
 {
     struct pair pair;
 
@@ -163,7 +163,7 @@ static void attributes(void)
 }
 
 /* Whoever leaves before it is drained is told nothing. */
-static void left_early(void)
+static void leaving_sqd_early(void)
 {
     static const enum ibv_qp_state ways[] = {IBV_QPS_RTS, IBV_QPS_ERR, IBV_QPS_RESET};
     struct pair pair;
@@ -187,7 +187,7 @@ static void left_early(void)
 }
 
 /* What is under way may fail: then the queue pair breaks, and was never drained. */
-static void fails_meanwhile(void)
+static void request_fails_while_draining(void)
 {
     struct ibv_qp_attr link = default_link;
     struct pair pair;
@@ -207,5 +207,6 @@ static void fails_meanwhile(void)
     pair_close(&pair);
 }
 
-CHECK_MAIN(CASE(idle), CASE(not_asked_for), CASE(posted_meanwhile), CASE(broken_meanwhile), CASE(under_way),
-           CASE(attributes), CASE(left_early), CASE(fails_meanwhile))
+CHECK_MAIN(CASE(idle_queue_drains_at_once), CASE(no_event_without_request), CASE(posted_meanwhile),
+           CASE(broken_meanwhile), CASE(in_flight_requests_finish), CASE(attributes), CASE(leaving_sqd_early),
+           CASE(request_fails_while_draining))

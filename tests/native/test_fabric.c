@@ -96,7 +96,7 @@ static void frames_go_both_ways(void)
 }
 
 /* Both connect to each other: there are two streams, and no request meets an answer. */
-static void both_sides_ask(void)
+static void requests_in_both_directions(void)
 {
     struct sender from_a, from_b;
 
@@ -162,7 +162,7 @@ static void a_peer_may_go_and_come_back(void)
 }
 
 /* Who is forgotten while he waits is not kicked. */
-static void who_is_forgotten_is_not_kicked(void)
+static void a_cancelled_waiter_is_not_kicked(void)
 {
     struct sender sender;
 
@@ -197,7 +197,7 @@ static int welcome_by_hand(struct node *node, int listener)
     return fd;
 }
 
-static void a_peer_that_does_not_read_is_waited_for(void)
+static void sending_waits_for_a_peer_that_does_not_read(void)
 {
     struct soft_stream_stats stats;
     uint8_t *frame = malloc(SOFT_FRAME_SIZE + SOFT_FRAGMENT);
@@ -275,7 +275,7 @@ static void a_peer_that_does_not_take_answers_is_not_served(void)
 }
 
 /* The same with the peer gone in the middle: nothing goes on waiting for it. */
-static void a_peer_that_goes_while_it_is_waited_for(void)
+static void a_peer_exits_while_senders_wait(void)
 {
     uint8_t header[SOFT_FRAME_SIZE];
     struct soft_frame frame = request_frame(IBV_WR_RDMA_READ, 5, 0, SOFT_FRAGMENT);
@@ -333,7 +333,7 @@ static void small_messages_take_turns(void)
     send_in_turns(16, 2000, 1000, 4 * SOFT_TURN_BYTES / 1096);
 }
 
-static void very_many_take_turns(void)
+static void very_many_senders_take_turns(void)
 {
     send_in_turns(64, 10, 50000, 6);
 }
@@ -407,7 +407,7 @@ static void threads_send_over_one_link(void)
 /* ---- Who reads ------------------------------------------------------------------------------------------- */
 
 /* Who polls brings everything forward by himself: the thread stands back. */
-static void who_polls_reads(void)
+static void polling_threads_read(void)
 {
     struct sender sender;
     uint64_t end = now_ns() + WAIT_S * 1000000000ull;
@@ -434,7 +434,7 @@ static void who_polls_reads(void)
 
 /* Who polls answers messages with his own first; then, or soon without a word of his, they are acknowledged. What is
  * written to his memory is at once. */
-static void answers_to_messages_wait(void)
+static void answers_to_messages_are_deferred(void)
 {
     uint64_t enough = now_ns() + WAIT_S * 1000000000ull; /* fewer, where others want the processor as well */
     struct sender sender;
@@ -466,7 +466,7 @@ static void answers_to_messages_wait(void)
     close_both();
 }
 
-static void who_goes_to_sleep_says_so(void)
+static void the_thread_reads_after_polling_stops(void)
 {
     struct sender sender;
     unsigned int i, n;
@@ -527,7 +527,7 @@ static void poll_or_send_and_stop(void *argument)
     atomic_store(&polled_enough, true);
 }
 
-static void many_read_at_once(void)
+static void many_threads_poll_at_once(void)
 {
     struct poller pollers[4] = {{NULL}, {&polled_enough}, {&polled_enough}, {&polled_enough}};
 
@@ -645,7 +645,7 @@ static void *ask_for_a_way(void *argument)
     return argument;
 }
 
-static void who_halts_waits_for_no_sender(void)
+static void halting_does_not_wait_for_senders(void)
 {
     struct sender sender;
     pthread_t thread;
@@ -673,7 +673,7 @@ static void who_halts_waits_for_no_sender(void)
 /* ---- Who is told -------------------------------------------------------------------------------------------- */
 
 /* Who reads takes away what others were waked for, but not what has the thread stop. */
-static void a_stop_is_left_to_the_thread(void)
+static void polling_leaves_the_stop_request_to_the_thread(void)
 {
     struct soft_watch wake = {.what = SOFT_WATCH_WAKE};
     struct epoll_event event = {.events = EPOLLIN, .data.ptr = &wake};
@@ -699,7 +699,7 @@ static void a_stop_is_left_to_the_thread(void)
 }
 
 /* Who asks whether there was something knows whether to look on; also where a turn ended in what had been read. */
-static void something_came_or_nothing_did(void)
+static void polling_reports_whether_anything_came(void)
 {
     enum { FRAMES = 600 };
     struct soft_frame frame = request_frame(IBV_WR_SEND, 6, 0, 0);
@@ -734,7 +734,7 @@ static void something_came_or_nothing_did(void)
 }
 
 /* A socket that cannot be watched is closed, and is no stream's. */
-static void what_cannot_be_watched_is_no_stream(void)
+static void a_socket_that_cannot_be_watched_is_refused(void)
 {
     struct soft_stream *stream = calloc(1, sizeof(*stream));
     struct soft_fabric *fabric;
@@ -757,12 +757,13 @@ static void what_cannot_be_watched_is_no_stream(void)
     close_both();
 }
 
-CHECK_MAIN_ONCE(CASE(a_stop_is_left_to_the_thread), CASE(something_came_or_nothing_did),
-                CASE(what_cannot_be_watched_is_no_stream), CASE(frames_go_both_ways), CASE(both_sides_ask),
-                CASE(a_peer_may_come_later), CASE(a_peer_may_go_and_come_back), CASE(who_is_forgotten_is_not_kicked),
-                CASE(a_peer_that_does_not_read_is_waited_for), CASE(a_peer_that_does_not_take_answers_is_not_served),
-                CASE(a_peer_that_goes_while_it_is_waited_for), CASE(large_messages_take_turns),
-                CASE(small_messages_take_turns), CASE(very_many_take_turns), CASE(peers_take_turns),
-                CASE(threads_send_over_one_link), CASE(who_polls_reads), CASE(answers_to_messages_wait),
-                CASE(who_goes_to_sleep_says_so), CASE(many_read_at_once), CASE(unused_links_are_closed),
-                CASE(connections_are_cut), CASE(a_peer_falls_silent), CASE(who_halts_waits_for_no_sender))
+CHECK_MAIN_ONCE(CASE(polling_leaves_the_stop_request_to_the_thread), CASE(polling_reports_whether_anything_came),
+                CASE(a_socket_that_cannot_be_watched_is_refused), CASE(frames_go_both_ways),
+                CASE(requests_in_both_directions), CASE(a_peer_may_come_later), CASE(a_peer_may_go_and_come_back),
+                CASE(a_cancelled_waiter_is_not_kicked), CASE(sending_waits_for_a_peer_that_does_not_read),
+                CASE(a_peer_that_does_not_take_answers_is_not_served), CASE(a_peer_exits_while_senders_wait),
+                CASE(large_messages_take_turns), CASE(small_messages_take_turns), CASE(very_many_senders_take_turns),
+                CASE(peers_take_turns), CASE(threads_send_over_one_link), CASE(polling_threads_read),
+                CASE(answers_to_messages_are_deferred), CASE(the_thread_reads_after_polling_stops),
+                CASE(many_threads_poll_at_once), CASE(unused_links_are_closed), CASE(connections_are_cut),
+                CASE(a_peer_falls_silent), CASE(halting_does_not_wait_for_senders))

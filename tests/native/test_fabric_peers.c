@@ -55,7 +55,7 @@ static void expect_refused(int fd, const char *reason, uint64_t peers, uint64_t 
 
 /* ---- The handshake --------------------------------------------------------------------------------------- */
 
-static void strangers(void)
+static void peers_that_do_not_speak_the_protocol(void)
 {
     uint8_t hello[SOFT_HELLO_SIZE], bytes[SOFT_WELCOME_SIZE];
     struct soft_hello said = {.flags = 0};
@@ -104,7 +104,7 @@ static void strangers(void)
 }
 
 /* However it comes in pieces. */
-static void slow_talkers(void)
+static void handshake_in_small_pieces(void)
 {
     uint8_t hello[SOFT_HELLO_SIZE], welcome[SOFT_WELCOME_SIZE], rest[SOFT_PROOF_SIZE + SOFT_FRAME_SIZE + 50];
     static const uint8_t none[SOFT_DIGEST];
@@ -164,7 +164,7 @@ static bool send_with_descriptors(int fd, void *byte, int passed, unsigned int c
 
 /* All that come where none is asked for are closed, and the stream with them: in HELLO, behind it, and in what nobody
  * reads any more. */
-static void descriptors_that_nobody_asked_for(void)
+static void unexpected_descriptors(void)
 {
     unsigned int before, each;
     uint8_t hello[SOFT_HELLO_SIZE];
@@ -193,7 +193,7 @@ static void descriptors_that_nobody_asked_for(void)
 }
 
 /* What a socket that comes has in it is closed with it, also what came there beside no byte. */
-static void descriptors_beside_no_byte(void)
+static void descriptors_without_data(void)
 {
     static const int types[] = {SOCK_STREAM, SOCK_DGRAM, SOCK_SEQPACKET};
     struct soft_hello said = {.flags = 0};
@@ -382,7 +382,7 @@ static void hold_up_closing(int *other)
 }
 
 /* While the thread that closes them waits, nobody who comes can bring another one. */
-static void descriptors_that_wait_to_be_closed_keep_peers_waiting(void)
+static void accepting_pauses_while_descriptors_wait_to_be_closed(void)
 {
     int other, fd;
     uint8_t byte = 0;
@@ -413,7 +413,7 @@ static void descriptors_that_wait_to_be_closed_keep_peers_waiting(void)
 
 /* It gives all of its pages back when it is closed, also those behind its end: another thread waits for that. Which
  * waits for another one here, so that the file stays. */
-static void a_large_file_keeps_nobody_waiting(void)
+static void closing_a_large_file_does_not_delay_peers(void)
 {
     static const struct {
         off_t pages; /* bytes of them */
@@ -513,7 +513,7 @@ int connect(int fd, const struct sockaddr *address, socklen_t size)
     return 0;
 }
 
-static void who_is_found_listening_holds_up_nobody(void)
+static void probing_a_live_listener_does_not_block(void)
 {
     struct soft_directory_entry listening, none;
     unsigned int open;
@@ -580,7 +580,7 @@ static void send_frame(int fd, const struct soft_frame *frame)
     CHECK_EQ(send(fd, bytes, sizeof(bytes), MSG_NOSIGNAL), SOFT_FRAME_SIZE);
 }
 
-static void frames_that_are_none(void)
+static void invalid_frames(void)
 {
     struct soft_frame frame;
     uint8_t garbage[1000];
@@ -738,7 +738,7 @@ static void secrets(void)
 }
 
 /* Who connects proves first, and is told nothing before that he could try secrets on. */
-static void who_connects_proves_first(void)
+static void the_connecting_side_proves_first(void)
 {
     uint8_t hello[SOFT_HELLO_SIZE], bytes[SOFT_WELCOME_SIZE], proof[SOFT_DIGEST], expected[SOFT_DIGEST];
     uint8_t message[SOFT_PROOF_SIZE + SOFT_FRAME_SIZE];
@@ -943,13 +943,14 @@ static void a_peer_that_cannot_write(void)
     CHECK_EQ(rmdir(directory()), 0);
 }
 
-CHECK_MAIN_ONCE(CASE(strangers), CASE(slow_talkers), CASE(descriptors_that_nobody_asked_for),
-                CASE(descriptors_beside_no_byte), CASE(descriptors_whose_close_waits),
+CHECK_MAIN_ONCE(CASE(peers_that_do_not_speak_the_protocol), CASE(handshake_in_small_pieces),
+                CASE(unexpected_descriptors), CASE(descriptors_without_data), CASE(descriptors_whose_close_waits),
                 CASE(descriptors_that_find_no_room), CASE(descriptors_that_are_not_accepted),
-                CASE(descriptors_that_wait_to_be_closed_keep_peers_waiting), CASE(a_large_file_keeps_nobody_waiting),
-                CASE(descriptors_of_one_message_at_a_time), CASE(who_is_found_listening_holds_up_nobody),
-                CASE(a_child_closes_what_waits_to_be_closed), CASE(frames_that_are_none),
-                CASE(a_batch_ends_where_its_stream_is_refused), CASE(half_frames), CASE(reasons_are_kept),
-                CASE(secrets), CASE(who_connects_proves_first), CASE(a_peer_of_another_version),
-                CASE(a_peer_that_does_not_prove), CASE(the_process_of_a_peer_has_the_first_number),
-                CASE(a_peer_that_has_not_written), CASE(a_peer_that_cannot_write))
+                CASE(accepting_pauses_while_descriptors_wait_to_be_closed),
+                CASE(closing_a_large_file_does_not_delay_peers), CASE(descriptors_of_one_message_at_a_time),
+                CASE(probing_a_live_listener_does_not_block), CASE(a_child_closes_what_waits_to_be_closed),
+                CASE(invalid_frames), CASE(a_batch_ends_where_its_stream_is_refused), CASE(half_frames),
+                CASE(reasons_are_kept), CASE(secrets), CASE(the_connecting_side_proves_first),
+                CASE(a_peer_of_another_version), CASE(a_peer_that_does_not_prove),
+                CASE(the_process_of_a_peer_has_the_first_number), CASE(a_peer_that_has_not_written),
+                CASE(a_peer_that_cannot_write))

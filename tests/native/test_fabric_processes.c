@@ -375,7 +375,7 @@ static void end_directly(struct soft_link *link)
     soft_fabric_stop(own);
 }
 
-static void data_moves_directly(void)
+static void direct_copies(void)
 {
     uint8_t *data = malloc(LARGE), *expected = malloc(LARGE);
     struct soft_frame_segment segments[4];
@@ -453,7 +453,7 @@ static void data_moves_directly(void)
 }
 
 /* A peer that was stopped before the system call, for longer than it is waited for, moves nothing when it goes on. */
-static void nothing_moves_after_the_peer_was_given_up(void)
+static void nothing_is_copied_after_the_peer_was_given_up(void)
 {
     enum ibv_wr_opcode opcodes[2] = {IBV_WR_RDMA_READ, IBV_WR_RDMA_WRITE};
     uint8_t *data = calloc(1, LARGE);
@@ -620,7 +620,7 @@ static void serve_without(void)
     serve_directly();
 }
 
-static void directly_can_be_switched_off(void)
+static void direct_copies_can_be_disabled(void)
 {
     struct soft_stream_stats stream;
     struct soft_link *link;
@@ -712,8 +712,8 @@ static void nothing_is_copied_without_a_token(void)
     soft_mutex_destroy(&scene.link.stream.tx);
 }
 
-CHECK_MAIN_ONCE(CASE(a_peer_is_killed), CASE(clients_are_killed), CASE(data_moves_directly),
-                CASE(nothing_moves_after_the_peer_was_given_up),
+CHECK_MAIN_ONCE(CASE(a_peer_is_killed), CASE(clients_are_killed), CASE(direct_copies),
+                CASE(nothing_is_copied_after_the_peer_was_given_up),
                 CASE(a_socket_that_its_sender_reads_keeps_no_fork_waiting), CASE(all_copy_tokens_can_be_used),
-                CASE(directly_can_be_switched_off), CASE(nothing_is_copied_without_a_token),
+                CASE(direct_copies_can_be_disabled), CASE(nothing_is_copied_without_a_token),
                 CASE(a_fork_keeps_no_sockets))

@@ -71,7 +71,7 @@ static void held_and_released(void)
 }
 
 /* Sends and receives of one queue pair, while others' come through. */
-static void of_one_queue_pair(void)
+static void held_for_one_queue_pair(void)
 {
     struct pair pair;
 
@@ -205,7 +205,7 @@ static void shuffled(void)
 /* ---- What goes meanwhile ------------------------------------------------------------------------------------ */
 
 /* A queue pair takes what is held of it along, when it is destroyed and when it is reset. */
-static void gone_with_their_queue_pair(void)
+static void dropped_with_their_queue_pair(void)
 {
     struct ibv_cq *cq;
     struct home home;
@@ -290,7 +290,7 @@ static void credits_of_shared_receives(void)
 }
 
 /* Released into a queue that has no room, a completion breaks it as any other does. */
-static void no_room(void)
+static void full_completion_queue(void)
 {
     struct ibv_cq *cq;
     struct home home;
@@ -421,6 +421,6 @@ static void racing(void)
 #define MEMORY_CASE
 #endif
 
-CHECK_MAIN(CASE(held_and_released), CASE(of_one_queue_pair), CASE(flushed), CASE(events_come_with_the_release),
-           CASE(shuffled), CASE(gone_with_their_queue_pair), CASE(credits_of_shared_receives), CASE(no_room),
-           MEMORY_CASE CASE(racing))
+CHECK_MAIN(CASE(held_and_released), CASE(held_for_one_queue_pair), CASE(flushed), CASE(events_come_with_the_release),
+           CASE(shuffled), CASE(dropped_with_their_queue_pair), CASE(credits_of_shared_receives),
+           CASE(full_completion_queue), MEMORY_CASE CASE(racing))

@@ -204,7 +204,7 @@ static void lost_and_tried_again(void)
 }
 
 /* A link that is cut: nobody answers. */
-static void cut(void)
+static void cut_link(void)
 {
     struct pair pair;
 
@@ -294,7 +294,7 @@ static void lost_at_random(void)
 /* ---- Delays ------------------------------------------------------------------------------------------------ */
 
 /* Requests come late, by as much as the seed says, and still in their order. */
-static void late(void)
+static void delayed_requests(void)
 {
     struct pair pair;
     uint64_t begin, i;
@@ -320,7 +320,7 @@ static void late(void)
 }
 
 /* As late as can be is never, however late it would be anyway. */
-static void late_beyond_measure(void)
+static void delays_beyond_the_limit(void)
 {
     struct pair pair;
     uint64_t i;
@@ -345,5 +345,5 @@ static void late_beyond_measure(void)
 }
 
 CHECK_MAIN(CASE(request_with_status), CASE(unsignalled_request), CASE(requests_of_all), CASE(retries_are_not_requests),
-           CASE(receive_with_status), CASE(receiver_not_ready), CASE(lost_and_tried_again), CASE(cut), CASE(port_down),
-           CASE(lost_at_random), CASE(late), CASE(late_beyond_measure))
+           CASE(receive_with_status), CASE(receiver_not_ready), CASE(lost_and_tried_again), CASE(cut_link),
+           CASE(port_down), CASE(lost_at_random), CASE(delayed_requests), CASE(delays_beyond_the_limit))

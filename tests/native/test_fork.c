@@ -173,7 +173,7 @@ static void close_inherited(struct inherited *inherited)
 }
 
 /* The fork comes in the middle of everything: of a poll, with an event that waits, with requests in flight. */
-static void in_the_middle(void)
+static void fork_with_work_in_flight(void)
 {
     struct inherited inherited;
     struct ibv_cq *cq;
@@ -426,5 +426,5 @@ static void memory_that_is_shared(void)
     allocator_memory(true);
 }
 
-CHECK_MAIN(CASE(in_the_middle), CASE(grandchildren), CASE(forks_are_counted), CASE(while_other_threads_are_inside),
-           CASE(memory_that_is_not_inherited), CASE(memory_that_is_shared))
+CHECK_MAIN(CASE(fork_with_work_in_flight), CASE(grandchildren), CASE(forks_are_counted),
+           CASE(while_other_threads_are_inside), CASE(memory_that_is_not_inherited), CASE(memory_that_is_shared))

@@ -138,7 +138,7 @@ static const char *parsed(const struct soft_frame *frame)
         check_true(parsed(&frame) != NULL, HERE, #change); \
     } while (0)
 
-static void all_kinds_come_through(void)
+static void every_kind_of_frame_is_parsed_as_packed(void)
 {
     struct soft_frame frames[] = {a_write(),    a_send(),   a_read(),    an_atomic(),
                                   a_datagram(), a_direct(), an_answer(), a_read_cache_grant()};
@@ -149,7 +149,7 @@ static void all_kinds_come_through(void)
 }
 
 /* So that both ends agree, whatever they are compiled for. */
-static void a_frame_is_these_bytes(void)
+static void layout_of_a_frame(void)
 {
     static const uint8_t expected[SOFT_FRAME_SIZE] = {
         1,    IBV_WR_RDMA_WRITE,
@@ -343,7 +343,7 @@ static void direct_frames(void)
 }
 
 /* Whatever the bytes are, a header that is taken for good is within the bounds that memory is kept for. */
-static void noise(void)
+static void random_bytes(void)
 {
     uint8_t bytes[SOFT_FRAME_SIZE];
     struct soft_frame seeds[] = {a_write(),    a_send(),   a_read(),    an_atomic(),
@@ -457,6 +457,6 @@ static void proofs_depend_on_all(void)
     }
 }
 
-CHECK_MAIN_ONCE(CASE(all_kinds_come_through), CASE(a_frame_is_these_bytes), CASE(numbers_out_of_range),
+CHECK_MAIN_ONCE(CASE(every_kind_of_frame_is_parsed_as_packed), CASE(layout_of_a_frame), CASE(numbers_out_of_range),
                 CASE(parts_that_do_not_fit), CASE(fields_without_a_meaning), CASE(answers_of_each_kind),
-                CASE(direct_frames), CASE(noise), CASE(handshake_messages), CASE(proofs_depend_on_all))
+                CASE(direct_frames), CASE(random_bytes), CASE(handshake_messages), CASE(proofs_depend_on_all))

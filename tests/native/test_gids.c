@@ -31,7 +31,7 @@ static uint8_t draw(struct soft_device *device, const uint8_t *bytes)
     return device->gids[1].raw[13];
 }
 
-static void of_one_process(void)
+static void gids_of_one_process(void)
 {
     struct soft_device first = {0}, second = {0}, third = {0};
 
@@ -43,7 +43,7 @@ static void of_one_process(void)
     soft_descriptor_close(third.reserved);
 }
 
-static void of_two_processes(void)
+static void gids_of_two_processes(void)
 {
     struct soft_device ours = {0}, theirs = {0};
     int status;
@@ -61,7 +61,7 @@ static void of_two_processes(void)
     soft_descriptor_close(ours.reserved);
 }
 
-static void where_all_are_taken(void)
+static void all_gids_in_use(void)
 {
     struct soft_device first = {0}, second = {0};
     uint8_t same[80];
@@ -75,4 +75,4 @@ static void where_all_are_taken(void)
     soft_descriptor_close(first.reserved);
 }
 
-CHECK_MAIN_ONCE(CASE(of_one_process), CASE(of_two_processes), CASE(where_all_are_taken))
+CHECK_MAIN_ONCE(CASE(gids_of_one_process), CASE(gids_of_two_processes), CASE(all_gids_in_use))

@@ -408,7 +408,7 @@ static void reads_may_be_repeated(void)
 /* ---- Messages that are not finished ------------------------------------------------------------------------ */
 
 /* The queue pair goes, or begins again: what is shared is there for others. */
-static void unfinished_messages_give_back(void)
+static void unfinished_messages_return_their_receive(void)
 {
     static const enum kind kinds[] = {RC_SHARED, UC_SHARED, XRC};
     struct scene scene;
@@ -443,7 +443,7 @@ static void unfinished_messages_give_back(void)
 }
 
 /* The queue that a message took its receive from goes before the rest of the message comes. */
-static void a_shared_queue_goes_in_the_middle(void)
+static void shared_queue_destroyed_during_a_message(void)
 {
     struct scene scene;
     struct soft_frame rest;
@@ -512,7 +512,7 @@ static int respond(struct scene *scene, struct reluctant *reluctant, struct ibv_
     return reply.kind;
 }
 
-static void parts_that_are_given_up(void)
+static void parts_given_up_by_the_sender(void)
 {
     static const struct piece begin = {IBV_WR_SEND, 8192, 0, 4096}, end = {IBV_WR_SEND, 8192, 4096, 4096};
     struct reluctant reluctant = {{carrier_read, NULL}, 0};
@@ -616,7 +616,7 @@ static void receives_come_back_while_others_are_posted(void)
 }
 
 /* A queue pair may be destroyed while its peer still sends: that is no reason to hang up. */
-static void parts_for_nobody(void)
+static void parts_for_unknown_queue_pairs(void)
 {
     struct piece piece = {IBV_WR_SEND, 4096, 0, 4096};
     struct soft_frame stray;
@@ -635,6 +635,7 @@ static void parts_for_nobody(void)
     close_scene(&scene);
 }
 
-CHECK_MAIN(CASE(parts_for_nobody), CASE(any_order_of_parts), CASE(parts_make_a_message), CASE(parts_out_of_order),
-           CASE(reads_may_be_repeated), CASE(unfinished_messages_give_back), CASE(a_shared_queue_goes_in_the_middle),
-           CASE(parts_that_are_given_up), CASE(receives_come_back_while_others_are_posted))
+CHECK_MAIN(CASE(parts_for_unknown_queue_pairs), CASE(any_order_of_parts), CASE(parts_make_a_message),
+           CASE(parts_out_of_order), CASE(reads_may_be_repeated), CASE(unfinished_messages_return_their_receive),
+           CASE(shared_queue_destroyed_during_a_message), CASE(parts_given_up_by_the_sender),
+           CASE(receives_come_back_while_others_are_posted))

@@ -43,7 +43,7 @@ static void error_from_early_states(void)
 }
 
 /* A flush does not wait for the delay of the engine. */
-static void flush_comes_at_once(void)
+static void flushing_completes_at_once(void)
 {
     struct pair pair;
     uint64_t i;
@@ -257,7 +257,7 @@ static void reset_right_after_error(void)
 }
 
 /* Work that is still to be done goes with its queue pair, too, whatever it waits for. */
-static void destroyed_with_work(void)
+static void destroyed_with_posted_requests(void)
 {
     struct ibv_qp_attr link = default_link;
     struct pair pair;
@@ -300,7 +300,7 @@ static void destroyed_while_retrying(void)
     home_close(&home);
 }
 
-CHECK_MAIN(CASE(posting_in_error), CASE(error_from_early_states), CASE(flush_comes_at_once),
+CHECK_MAIN(CASE(posting_in_error), CASE(error_from_early_states), CASE(flushing_completes_at_once),
            CASE(receiving_before_sending), CASE(drained), CASE(drained_while_retrying), CASE(destroying_purges),
            CASE(resetting_purges), CASE(reset_and_connect_again), CASE(reset_right_after_error),
-           CASE(destroyed_with_work), CASE(destroyed_while_retrying))
+           CASE(destroyed_with_posted_requests), CASE(destroyed_while_retrying))

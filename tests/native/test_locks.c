@@ -121,7 +121,7 @@ static void shared_receives(void)
 /* ---- The list of what the engine is to execute --------------------------------------------------------------- */
 
 /* Queue pairs are destroyed and reset while they stand on the engine's list, between others that go on. */
-static void leaving_the_list(void)
+static void removing_a_queue_from_a_list(void)
 {
     enum { QUEUE_PAIRS = 8, DEPTH = 4 };
     struct ibv_qp *qps[QUEUE_PAIRS];
@@ -158,4 +158,4 @@ static void leaving_the_list(void)
     home_close(&home);
 }
 
-CHECK_MAIN(CASE(sends), CASE(extended_polling), CASE(shared_receives), CASE(leaving_the_list))
+CHECK_MAIN(CASE(sends), CASE(extended_polling), CASE(shared_receives), CASE(removing_a_queue_from_a_list))

@@ -527,7 +527,7 @@ static void drive(void *argument)
         }
 }
 
-static void nobody_oversleeps(void)
+static void no_lost_wakeups(void)
 {
     struct driver drivers[SENDERS + 2];
     struct traffic traffic = {0};
@@ -548,4 +548,4 @@ static void nobody_oversleeps(void)
 
 CHECK_MAIN(CASE(by_count), CASE(by_period), CASE(from_the_first_one), CASE(earlier_alarms), CASE(switched_off),
            CASE(changed_while_some_wait), CASE(solicited_ones), CASE(errors), CASE(armed_again), CASE(broken_queue),
-           CASE(refused), CASE(without_a_channel), CASE(expiry_against_destruction), CASE(nobody_oversleeps))
+           CASE(refused), CASE(without_a_channel), CASE(expiry_against_destruction), CASE(no_lost_wakeups))

@@ -143,7 +143,7 @@ static int lines_about(const char *text, const char *kind, uint32_t number, pid_
     return count;
 }
 
-static void refused_and_told_once(void)
+static void refused_and_reported_once(void)
 {
     struct unlocked unlocked;
     struct intruder intruder = {.unlocked = &unlocked};
@@ -217,7 +217,7 @@ static void enter_again(void *argument)
 }
 
 /* The same object once more is refused even from the thread that is inside, locked or not: never a deadlock. */
-static void entering_again(void)
+static void nested_calls(void)
 {
     struct unlocked unlocked;
     int thread_domain;
@@ -416,5 +416,5 @@ static void locked_objects(void)
     close_unlocked(&unlocked);
 }
 
-CHECK_MAIN(CASE(refused_and_told_once), CASE(posting_while_polling), CASE(entering_again), CASE(other_domains_are_free),
-           CASE(peers_do_not_overlap), CASE(single_threaded_queue), CASE(locked_objects))
+CHECK_MAIN(CASE(refused_and_reported_once), CASE(posting_while_polling), CASE(nested_calls),
+           CASE(other_domains_are_free), CASE(peers_do_not_overlap), CASE(single_threaded_queue), CASE(locked_objects))

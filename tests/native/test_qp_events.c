@@ -114,7 +114,7 @@ static void check_refusal(struct pair *pair, enum refusal refusal)
 }
 
 /* The responder's user has no other way to learn it; again after each reset. */
-static void refusals(void)
+static void refused_requests(void)
 {
     struct pair pair;
     int refusal;
@@ -133,7 +133,7 @@ static void refusals(void)
 }
 
 /* Here a receive tells it. */
-static void completions_tell(void)
+static void errors_reported_by_completions(void)
 {
     struct pair pair;
 
@@ -245,7 +245,7 @@ static void no_room_for_receives(void)
 }
 
 /* Nobody who sent hears of it where he does not wait for answers. */
-static void no_room_where_nobody_answers(void)
+static void full_queue_without_a_response(void)
 {
     static const enum ibv_qp_type types[] = {IBV_QPT_UC, IBV_QPT_UD};
     struct ibv_cq *small;
@@ -452,7 +452,7 @@ static void wait_leaving(struct ibv_qp *qp)
 }
 
 /* What he does with it meanwhile is refused, and leaves neither a completion nor an event of what is gone. */
-static void used_while_it_goes(void)
+static void used_while_it_is_destroyed(void)
 {
     struct ibv_recv_wr recv = {.wr_id = 2}, *bad;
     struct ibv_async_event event;
@@ -486,7 +486,7 @@ static void used_while_it_goes(void)
 }
 
 /* What nobody took goes with it. */
-static void untaken(void)
+static void event_never_taken(void)
 {
     struct pair pair;
 
@@ -499,7 +499,7 @@ static void untaken(void)
     pair_close(&pair);
 }
 
-CHECK_MAIN(CASE(established), CASE(not_established), CASE(refusals), CASE(completions_tell), CASE(no_room_for_sends),
-           CASE(no_room_for_an_error), CASE(no_room_for_receives), CASE(no_room_where_nobody_answers),
-           CASE(broken_by_itself), CASE(last_wqe), CASE(last_wqe_of_each_type), CASE(no_last_wqe),
-           CASE(destruction_waits), CASE(used_while_it_goes), CASE(untaken))
+CHECK_MAIN(CASE(established), CASE(not_established), CASE(refused_requests), CASE(errors_reported_by_completions),
+           CASE(no_room_for_sends), CASE(no_room_for_an_error), CASE(no_room_for_receives),
+           CASE(full_queue_without_a_response), CASE(broken_by_itself), CASE(last_wqe), CASE(last_wqe_of_each_type),
+           CASE(no_last_wqe), CASE(destruction_waits), CASE(used_while_it_is_destroyed), CASE(event_never_taken))

@@ -379,7 +379,7 @@ static void commit(void *argument)
     run_threads(OFFENDERS, offend, offenders, sizeof(offenders[0]));
 }
 
-static void misused_thread_domain(void)
+static void thread_domain_used_by_two_threads(void)
 {
     struct check_variant like = *variant;
     struct crime *crime = calloc(1, sizeof(*crime));
@@ -416,4 +416,4 @@ static void misused_thread_domain(void)
 }
 
 CHECK_MAIN(CASE(deregistered_remote_memory), CASE(deregistered_local_memory), CASE(destroyed_peers),
-           CASE(peers_in_error), CASE(misused_thread_domain))
+           CASE(peers_in_error), CASE(thread_domain_used_by_two_threads))

@@ -77,14 +77,14 @@ static void check_chain(struct limits limits, const char *letters, int failing, 
     check_chain((struct limits){out, in}, letters, failing, IBV_WC_REM_INV_REQ_ERR)
 
 /* Without any, the requester cannot send them. */
-static void none_out(void)
+static void no_reads_allowed_by_the_requester(void)
 {
     check_chain((struct limits){0, 16}, "r", 0, IBV_WC_LOC_QP_OP_ERR);
     check_chain((struct limits){0, 16}, "wa", 1, IBV_WC_LOC_QP_OP_ERR);
     GOOD(0, 16, "ww");
 }
 
-static void none_in(void)
+static void no_reads_allowed_by_the_responder(void)
 {
     REFUSED(1, 0, "r", 0);
     REFUSED(1, 0, "wa", 1);
@@ -138,4 +138,5 @@ static void changed(void)
     pair_close(&pair);
 }
 
-CHECK_MAIN(CASE(none_out), CASE(none_in), CASE(one_at_a_time), CASE(in_a_chain), CASE(fenced), CASE(changed))
+CHECK_MAIN(CASE(no_reads_allowed_by_the_requester), CASE(no_reads_allowed_by_the_responder), CASE(one_at_a_time),
+           CASE(in_a_chain), CASE(fenced), CASE(changed))

@@ -266,7 +266,7 @@ static void arrange(struct pair *pair, enum silence why, const struct ibv_qp_att
 }
 
 /* The first attempt and each retry wait for the whole timeout, 4.096 us * 2^code. */
-static void nobody_answers(void)
+static void no_response(void)
 {
     static const struct {
         uint8_t timeout, retries;
@@ -378,5 +378,5 @@ static void timeout_zero(void)
 
 CHECK_MAIN(CASE(receive_posted_late), CASE(write_with_imm_waits_too), CASE(rnr_retries_run_out), CASE(rnr_timer_codes),
            CASE(rnr_retries_are_per_message), CASE(endless_rnr_retries), CASE(many_timers),
-           CASE(rnr_wait_ends_with_the_state), CASE(nobody_answers), CASE(peer_comes_up), CASE(retries_are_per_request),
+           CASE(rnr_wait_ends_with_the_state), CASE(no_response), CASE(peer_comes_up), CASE(retries_are_per_request),
            CASE(timeout_zero))

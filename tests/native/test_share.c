@@ -245,7 +245,7 @@ static void plain_domains_keep_memory(void)
 }
 
 /* Regions are dead at once, as source and as target; their handles are good for being given back. */
-static void regions_die(void)
+static void regions_end_with_their_instance(void)
 {
     struct ibv_mr *dying[2], *living;
     struct soft_counts counts;
@@ -300,7 +300,7 @@ static void bind_window(struct ibv_qp *qp, struct ibv_cq *cq, struct ibv_mw *mw,
 
 /* Of a window and its region either may be of the instance that goes: a second one in the queue pair's context, since
  * a binding is of things of one context. */
-static void windows_die(void)
+static void windows_end_with_their_instance(void)
 {
     struct ibv_mr *regions[2], *source;
     uint64_t words[2] = {1, 2}, from = 9;
@@ -412,7 +412,7 @@ static void take_part(void *argument)
         write_there(firing->fire);
 }
 
-static void instances_go_under_fire(void)
+static void instances_closed_under_load(void)
 {
     struct fire *fire = calloc(1, sizeof(*fire));
     struct firing firings[2] = {{fire, false}, {fire, true}};
@@ -501,5 +501,6 @@ static void stale_after_fork(void)
 }
 
 CHECK_MAIN(CASE(identifiers), CASE(planned_failure), CASE(one_domain), CASE(busy_instance),
-           CASE(plain_domains_keep_memory), CASE(regions_die), CASE(windows_die), CASE(instances_go_under_fire),
-           CASE(both_end_at_once), CASE(stale_after_fork))
+           CASE(plain_domains_keep_memory), CASE(regions_end_with_their_instance),
+           CASE(windows_end_with_their_instance), CASE(instances_closed_under_load), CASE(both_end_at_once),
+           CASE(stale_after_fork))

@@ -122,7 +122,7 @@ static void reconnect(struct ibv_qp *qp)
 
 /* ---- Access -------------------------------------------------------------------------------------------------- */
 
-static void one_serves_what_the_other_registered(void)
+static void regions_of_another_process_are_served(void)
 {
     struct ibv_mr *source, *target, *own, *private;
     uint64_t *words, *far, alone = 7;
@@ -168,7 +168,7 @@ static void one_serves_what_the_other_registered(void)
 }
 
 /* They serve where they were made, their numbers included. */
-static void windows_stay_at_home(void)
+static void windows_are_not_shared(void)
 {
     struct ibv_mw *windows[2];
     struct ibv_mr *regions[2];
@@ -220,7 +220,7 @@ static void windows_stay_at_home(void)
 }
 
 /* Instances take their regions with them, for the other process, too. */
-static void an_instance_goes(void)
+static void an_instance_closes(void)
 {
     struct sharing sharing;
     struct ibv_mr *dying, *own;
@@ -417,7 +417,7 @@ static void others_go_on_while_a_process_joins(void)
     join_beside_a_stuck_process(false);
 }
 
-static void so_they_do_where_only_the_slots_of_the_dead_are_left(void)
+static void others_go_on_when_only_dead_processes_slots_are_left(void)
 {
     join_beside_a_stuck_process(true);
 }
@@ -529,7 +529,7 @@ static void fire_close(struct fire *fire)
     sharing_close(&fire->sharing);
 }
 
-static void regions_go_under_fire(void)
+static void regions_deregistered_under_load(void)
 {
     struct fire *fire = calloc(1, sizeof(*fire));
     struct firing firings[2] = {{fire, false}, {fire, true}};
@@ -561,7 +561,7 @@ static uint64_t odd_number(unsigned int *seed, uint64_t near)
 
 /* Whatever another process writes about its regions: a request succeeds or is refused, and nothing outside of the
  * memory is touched. */
-static void nothing_there_is_believed(void)
+static void shared_memory_is_not_trusted(void)
 {
     struct fire *fire = calloc(1, sizeof(*fire));
     unsigned int i, seed = 5, good = 0;
@@ -603,7 +603,7 @@ static void nothing_there_is_believed(void)
     free(fire);
 }
 
-CHECK_MAIN(CASE(one_serves_what_the_other_registered), CASE(windows_stay_at_home), CASE(an_instance_goes),
+CHECK_MAIN(CASE(regions_of_another_process_are_served), CASE(windows_are_not_shared), CASE(an_instance_closes),
            CASE(slots_are_used_again_but_no_keys), CASE(a_slot_passes_on_without_the_keys_of_windows),
-           CASE(others_go_on_while_a_process_joins), CASE(so_they_do_where_only_the_slots_of_the_dead_are_left),
-           CASE(regions_outlive_the_domain), CASE(regions_go_under_fire), CASE(nothing_there_is_believed))
+           CASE(others_go_on_while_a_process_joins), CASE(others_go_on_when_only_dead_processes_slots_are_left),
+           CASE(regions_outlive_the_domain), CASE(regions_deregistered_under_load), CASE(shared_memory_is_not_trusted))

@@ -98,7 +98,7 @@ static int likeness(const struct shared *shared, off_t size, size_t head, int se
     return fd;
 }
 
-static void files_that_are_none(void)
+static void invalid_files(void)
 {
     const int seals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
     struct shared shared;
@@ -197,7 +197,7 @@ static void files_of_huge_pages(void)
     close(fd);
 }
 
-static void it_cannot_be_cut_short(void)
+static void the_file_cannot_be_truncated(void)
 {
     struct shared shared;
 
@@ -282,7 +282,7 @@ static void no_memory_is_left(void)
 }
 
 /* The memory stays for a piece that is out, and goes with it. */
-static void closed_with_a_piece_out(void)
+static void closed_with_an_allocated_piece(void)
 {
     struct alloc_source *source;
     struct shared shared;
@@ -355,7 +355,7 @@ static bool has_files(struct soft_device *device)
 
 /* The memory is given back when its last user ends, which takes as long as there is memory: not under the lock of
  * descriptors, for which forks and all streams wait. */
-static void memory_is_given_back_under_no_lock(void)
+static void memory_is_freed_without_locks(void)
 {
     struct soft_device *device;
     struct ending ending = {0};
@@ -421,7 +421,7 @@ static uint32_t key_of(uint32_t slot)
     return (SOFT_MAX_NUMBER + slot * SOFT_SHARED_KEYS) << 8 | 1;
 }
 
-static void what_they_leave_is_cleared(void)
+static void remains_of_dead_processes_are_cleared(void)
 {
     struct soft_device *other = calloc(1, sizeof(*other));
     struct soft_shared *file;
@@ -465,7 +465,7 @@ static void what_they_leave_is_cleared(void)
 }
 
 /* A process that is in the middle of an access is waited for; not for ever, and not when it is dead. */
-static void nobody_waits_for_ever(void)
+static void waits_for_stopped_processes_are_limited(void)
 {
     struct alloc_source *source;
     struct shared shared;
@@ -575,7 +575,7 @@ static void play(void *argument)
     part->play(part->stall);
 }
 
-static void who_leaves_just_in_time_is_not_waited_for_again_and_again(void)
+static void waits_for_a_slow_process_are_limited_in_sum(void)
 {
     static struct stall stall;
     struct stall_part parts[2] = {{&stall, give_back}, {&stall, stay_and_leave}};
@@ -647,7 +647,7 @@ static bool met_often(struct signals *signals)
 }
 
 /* When a region was given back, no other process writes to its memory any more. */
-static void regions_go_under_fire(void)
+static void regions_deregistered_under_load(void)
 {
     struct signals *signals = mmap(NULL, sizeof(*signals), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     struct alloc_source *source;
@@ -712,7 +712,7 @@ static void in_the_child(void *argument)
     CHECK_EQ(alloc_release(source), 0);
 }
 
-static void a_child_has_none_of_it(void)
+static void a_child_does_not_inherit_the_file(void)
 {
     struct alloc_source *source;
     struct shared shared;
@@ -730,9 +730,9 @@ static void a_child_has_none_of_it(void)
     shared_close(&shared);
 }
 
-CHECK_MAIN_ONCE(CASE(files_that_are_none), CASE(files_of_more_memory_than_there_is), CASE(a_file_with_a_lease),
-                CASE(files_of_huge_pages), CASE(it_cannot_be_cut_short), CASE(no_slot_is_left), CASE(no_key_is_left),
-                CASE(no_memory_is_left), CASE(closed_with_a_piece_out), CASE(memory_is_given_back_under_no_lock),
-                CASE(what_they_leave_is_cleared), CASE(nobody_waits_for_ever),
-                CASE(who_leaves_just_in_time_is_not_waited_for_again_and_again), CASE(regions_go_under_fire),
-                CASE(a_child_has_none_of_it))
+CHECK_MAIN_ONCE(CASE(invalid_files), CASE(files_of_more_memory_than_there_is), CASE(a_file_with_a_lease),
+                CASE(files_of_huge_pages), CASE(the_file_cannot_be_truncated), CASE(no_slot_is_left),
+                CASE(no_key_is_left), CASE(no_memory_is_left), CASE(closed_with_an_allocated_piece),
+                CASE(memory_is_freed_without_locks), CASE(remains_of_dead_processes_are_cleared),
+                CASE(waits_for_stopped_processes_are_limited), CASE(waits_for_a_slow_process_are_limited_in_sum),
+                CASE(regions_deregistered_under_load), CASE(a_child_does_not_inherit_the_file))

@@ -5,7 +5,7 @@
 
 static int works[64];
 
-static void a_number_finds_what_was_put_there(void)
+static void a_number_finds_its_work(void)
 {
     struct slots slots;
     uint64_t numbers[40];
@@ -48,7 +48,7 @@ static void a_slot_that_is_used_again_has_another_number(void)
     slots_end(&slots);
 }
 
-static void the_last_one_given_back_is_taken_first(void)
+static void the_slot_freed_last_is_reused_first(void)
 {
     struct slots slots;
     uint64_t numbers[16], again;
@@ -109,7 +109,7 @@ static void generations_begin_anew_and_are_never_zero(void)
     slots_end(&slots);
 }
 
-static void numbers_that_others_chose_find_nothing(void)
+static void foreign_numbers_find_nothing(void)
 {
     struct slots slots;
     uint64_t number;
@@ -125,7 +125,7 @@ static void numbers_that_others_chose_find_nothing(void)
     slots_end(&slots);
 }
 
-static void there_is_an_end_to_growing(void)
+static void growth_is_limited(void)
 {
     struct slots slots;
     uint64_t number, last = 0;
@@ -145,7 +145,6 @@ static void there_is_an_end_to_growing(void)
     slots_end(&slots);
 }
 
-CHECK_MAIN(CASE(a_number_finds_what_was_put_there), CASE(a_slot_that_is_used_again_has_another_number),
-           CASE(the_last_one_given_back_is_taken_first), CASE(the_kind_and_the_element_do_not_change_what_is_found),
-           CASE(generations_begin_anew_and_are_never_zero), CASE(numbers_that_others_chose_find_nothing),
-           CASE(there_is_an_end_to_growing))
+CHECK_MAIN(CASE(a_number_finds_its_work), CASE(a_slot_that_is_used_again_has_another_number),
+           CASE(the_slot_freed_last_is_reused_first), CASE(the_kind_and_the_element_do_not_change_what_is_found),
+           CASE(generations_begin_anew_and_are_never_zero), CASE(foreign_numbers_find_nothing), CASE(growth_is_limited))

@@ -202,7 +202,7 @@ static void numbers(void)
 }
 
 /* What an XRC queue completed goes with it; what another one completed stays. */
-static void completions_go(void)
+static void completions_are_dropped(void)
 {
     struct soft_cqe cqe = {.status = IBV_WC_SUCCESS, .opcode = IBV_WC_RECV};
     struct ibv_srq *srq, *other;
@@ -645,7 +645,7 @@ static void take_part(void *argument)
 }
 
 /* Two take, one posts, one resizes: each receive is taken once. */
-static void crowd_at_one_queue(void)
+static void many_threads_at_one_queue(void)
 {
     struct crowd crowd = {.total = SCALED(20000)};
     struct member members[4] = {{&crowd, TAKER, 1}, {&crowd, TAKER, 2}, {&crowd, POSTER, 3}, {&crowd, RESIZER, 4}};
@@ -711,6 +711,6 @@ static void stale_after_fork(void)
 }
 
 CHECK_MAIN(CASE(granted_sizes), CASE(wrong_sizes), CASE(extended_attributes), CASE(parents_are_busy), CASE(numbers),
-           CASE(completions_go), CASE(order_and_lists), CASE(wrong_requests), CASE(depth_is_of_unpolled_receives),
-           CASE(broken), CASE(limit_disarms_itself), CASE(resize_keeps_receives), CASE(refused_changes),
-           CASE(overlaps_are_refused), CASE(crowd_at_one_queue), CASE(stale_after_fork))
+           CASE(completions_are_dropped), CASE(order_and_lists), CASE(wrong_requests),
+           CASE(depth_is_of_unpolled_receives), CASE(broken), CASE(limit_disarms_itself), CASE(resize_keeps_receives),
+           CASE(refused_changes), CASE(overlaps_are_refused), CASE(many_threads_at_one_queue), CASE(stale_after_fork))

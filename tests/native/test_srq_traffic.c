@@ -148,7 +148,7 @@ static void sender_waits_for_receives(void)
 }
 
 /* Completions that go with a queue pair give their places back; receives that were not taken stay for the others. */
-static void places_of_a_queue_pair_that_goes(void)
+static void places_of_a_destroyed_queue_pair(void)
 {
     struct lines lines;
     uint64_t i;
@@ -388,5 +388,5 @@ static void storm_on_one_queue(void)
     free(storm);
 }
 
-CHECK_MAIN(CASE(receives_are_shared), CASE(sender_waits_for_receives), CASE(places_of_a_queue_pair_that_goes),
+CHECK_MAIN(CASE(receives_are_shared), CASE(sender_waits_for_receives), CASE(places_of_a_destroyed_queue_pair),
            CASE(limit_event), CASE(destruction_waits_for_events), CASE(broken_queue), CASE(storm_on_one_queue))

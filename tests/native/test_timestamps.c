@@ -28,7 +28,7 @@ static uint64_t wallclock_ns(void)
 }
 
 /* The time is that at which it came, however late it is polled. */
-static void when_it_came(void)
+static void completion_time(void)
 {
     struct ibv_cq_ex *ex;
     struct home home;
@@ -58,7 +58,7 @@ static void when_it_came(void)
 }
 
 /* Receives and errors have one, too. */
-static void of_each_kind(void)
+static void timestamps_of_each_kind(void)
 {
     uint64_t last, before = now_ns();
     struct ibv_recv_wr recv = {.wr_id = 1}, *bad;
@@ -210,5 +210,5 @@ static void polled_the_basic_way(void)
     home_close(&home);
 }
 
-CHECK_MAIN(CASE(when_it_came), CASE(of_each_kind), CASE(in_order), CASE(wallclock), CASE(wallclock_alone),
+CHECK_MAIN(CASE(completion_time), CASE(timestamps_of_each_kind), CASE(in_order), CASE(wallclock), CASE(wallclock_alone),
            CASE(polled_the_basic_way))

@@ -60,7 +60,7 @@ static void send_lands_in_the_receive(void)
     }
 }
 
-static void write_is_not_noticed(void)
+static void write_consumes_no_receive(void)
 {
     struct ibv_send_wr wr;
     struct ibv_sge sge;
@@ -104,7 +104,7 @@ static void write_with_imm_takes_a_receive(void)
     pair_close(&pair);
 }
 
-static void read_brings_it_here(void)
+static void read(void)
 {
     struct ibv_send_wr wr;
     struct ibv_sge sge;
@@ -435,7 +435,7 @@ static void overlapping_and_large(void)
     pair_close(&pair);
 }
 
-CHECK_MAIN(CASE(send_lands_in_the_receive), CASE(write_is_not_noticed), CASE(write_with_imm_takes_a_receive),
-           CASE(read_brings_it_here), CASE(fetch_and_add), CASE(compare_and_swap), CASE(nothing_to_transfer),
-           CASE(scatter_and_gather), CASE(longest_lists), CASE(inline_data), CASE(too_much_inline),
-           CASE(unsupported_requests), CASE(overlapping_and_large))
+CHECK_MAIN(CASE(send_lands_in_the_receive), CASE(write_consumes_no_receive), CASE(write_with_imm_takes_a_receive),
+           CASE(read), CASE(fetch_and_add), CASE(compare_and_swap), CASE(nothing_to_transfer), CASE(scatter_and_gather),
+           CASE(longest_lists), CASE(inline_data), CASE(too_much_inline), CASE(unsupported_requests),
+           CASE(overlapping_and_large))

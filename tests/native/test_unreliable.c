@@ -128,7 +128,7 @@ static void no_sequence(void)
 
 enum absence { NOBODY, OF_ANOTHER, IN_INIT, IN_RESET, IN_ERR, OTHER_TYPE, ABSENCES };
 
-static void nobody_there(void)
+static void no_peer(void)
 {
     int absence;
 
@@ -229,5 +229,5 @@ static void receiver_memory(void)
     pair_close(&pair);
 }
 
-CHECK_MAIN(CASE(messages), CASE(dropped), CASE(no_sequence), CASE(nobody_there), CASE(refused_at_post),
-           CASE(local_error), CASE(receiver_memory))
+CHECK_MAIN(CASE(messages), CASE(dropped), CASE(no_sequence), CASE(no_peer), CASE(refused_at_post), CASE(local_error),
+           CASE(receiver_memory))

@@ -263,7 +263,7 @@ static void begin(struct soft_window *window, struct model *model)
     model->heard = model->reached = 0;
 }
 
-static void whatever_happens(void)
+static void random_operations_match_the_model(void)
 {
     unsigned int full = 0, round, step;
 
@@ -313,7 +313,7 @@ static void a_window(struct soft_window *window, uint32_t psn, uint32_t posted)
 }
 
 /* A refusal, and behind it what a peer says to requests that were behind it. */
-static void nothing_is_answered_behind_a_refusal(void)
+static void no_answers_after_a_refusal(void)
 {
     struct soft_window window;
     uint32_t psn, i;
@@ -403,7 +403,7 @@ static void taken_back(struct soft_window *window)
 }
 
 /* These programs are built with assertions: what would bring the counters out of their order ends a process. */
-static void misuse_does_not_pass(void)
+static void wrong_calls_end_the_process(void)
 {
     static void (*const misuses[])(struct soft_window *) = {answered_twice, passed_in_flight, refused_and_answered,
                                                             sent_before_it_was_posted, taken_back};
@@ -428,5 +428,5 @@ static void misuse_does_not_pass(void)
     }
 }
 
-CHECK_MAIN_ONCE(CASE(whatever_happens), CASE(nothing_is_answered_behind_a_refusal), CASE(a_part_is_refused),
-                CASE(a_full_window), CASE(misuse_does_not_pass))
+CHECK_MAIN_ONCE(CASE(random_operations_match_the_model), CASE(no_answers_after_a_refusal), CASE(a_part_is_refused),
+                CASE(a_full_window), CASE(wrong_calls_end_the_process))

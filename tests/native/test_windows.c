@@ -397,7 +397,7 @@ static void check_breach(enum ibv_mw_type type, enum breach breach)
     field_close(&field);
 }
 
-static void breaches(void)
+static void refused_access(void)
 {
     int breach;
 
@@ -491,7 +491,7 @@ static void region_is_held(void)
 }
 
 /* The key of a window that is gone meets nothing, nor does the binding that comes late. */
-static void window_gone(void)
+static void deallocated_window(void)
 {
     struct field field;
     uint32_t rkey;
@@ -551,7 +551,7 @@ static void a_region_has_no_key_that_a_window_was_bound_by(void)
     }
 }
 
-static void so_it_is_with_windows_that_count_themselves(void)
+static void regions_get_no_key_of_a_type_1_window(void)
 {
     struct field field;
     uint32_t key = 0, i;
@@ -664,7 +664,7 @@ static void race_once(struct race *race, struct home *home, enum end_of_window h
 }
 
 /* Unreliable: a write that was refused is complete, too; so `written` is what was sent, and the memory tells. */
-static void shut_under_fire(void)
+static void unbound_under_load(void)
 {
     struct race race;
     struct home home;
@@ -682,7 +682,7 @@ static void shut_under_fire(void)
 }
 
 CHECK_MAIN(CASE(type_1), CASE(rights), CASE(type_2), CASE(no_empty_binding), CASE(send_with_invalidate),
-           CASE(another_queue_pair), CASE(reset_ends_no_binding), CASE(nothing_to_invalidate), CASE(breaches),
-           CASE(foreign_window), CASE(refused_at_post), CASE(region_is_held), CASE(window_gone),
-           CASE(a_region_has_no_key_that_a_window_was_bound_by), CASE(so_it_is_with_windows_that_count_themselves),
-           CASE(shut_under_fire))
+           CASE(another_queue_pair), CASE(reset_ends_no_binding), CASE(nothing_to_invalidate), CASE(refused_access),
+           CASE(foreign_window), CASE(refused_at_post), CASE(region_is_held), CASE(deallocated_window),
+           CASE(a_region_has_no_key_that_a_window_was_bound_by), CASE(regions_get_no_key_of_a_type_1_window),
+           CASE(unbound_under_load))

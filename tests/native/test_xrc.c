@@ -264,7 +264,7 @@ static void check_misfit(enum misfit misfit)
     net_close(&net);
 }
 
-static void misfits(void)
+static void mismatched_types(void)
 {
     int misfit;
 
@@ -419,7 +419,7 @@ static void no_room(void)
 
 /* ---- Lives ------------------------------------------------------------------------------------------------- */
 
-static void who_holds_whom(void)
+static void references_between_objects(void)
 {
     struct net net;
 
@@ -546,6 +546,6 @@ static void wrong_parts(void)
     net_close(&net);
 }
 
-CHECK_MAIN(CASE(sends), CASE(one_sided), CASE(two_targets), CASE(two_queues), CASE(not_ready), CASE(misfits),
+CHECK_MAIN(CASE(sends), CASE(one_sided), CASE(two_targets), CASE(two_queues), CASE(not_ready), CASE(mismatched_types),
            CASE(no_such_queue), CASE(receive_error), CASE(established), CASE(limit), CASE(drained), CASE(no_room),
-           CASE(who_holds_whom), CASE(completions_stay), CASE(across_contexts), CASE(wrong_parts))
+           CASE(references_between_objects), CASE(completions_stay), CASE(across_contexts), CASE(wrong_parts))

@@ -210,7 +210,7 @@ static void check_record_lock(void *argument)
 }
 
 /* Pipes end and locks go when their owner says so, and not before. */
-static void holds_no_file_open(void)
+static void keeps_no_file_open(void)
 {
     struct flock lock = {.l_type = F_WRLCK, .l_whence = SEEK_SET};
     int file = make_file(), again, pipes[2];
@@ -576,5 +576,5 @@ static void stale_after_fork(void)
 }
 
 CHECK_MAIN(CASE(wrong_attributes), CASE(flags), CASE(without_an_inode), CASE(one_domain_per_inode), CASE(inode_stays),
-           CASE(holds_no_file_open), CASE(no_descriptors_left), CASE(busy_handles), CASE(message_reaches_its_domain),
+           CASE(keeps_no_file_open), CASE(no_descriptors_left), CASE(busy_handles), CASE(message_reaches_its_domain),
            CASE(domains_are_apart), CASE(unpolled_completions_go), CASE(two_threads_one_inode), CASE(stale_after_fork))

@@ -135,7 +135,7 @@ static void find_and_keep(void)
     home_close(&home);
 }
 
-static void the_last_close_ends_it(void)
+static void the_last_close_ends_the_domain(void)
 {
     struct ibv_xrcd *made;
     struct home home;
@@ -180,7 +180,7 @@ static void open_and_fork(void)
         pause();
 }
 
-static void a_killed_process_has_closed_it(void)
+static void a_killed_process_releases_the_domain(void)
 {
     struct home home;
     pid_t child;
@@ -230,7 +230,7 @@ static void make_in_child(void)
     make_again_and_again(1);
 }
 
-static void one_of_two_makes_it(void)
+static void one_of_two_processes_creates_the_domain(void)
 {
     int status = -1;
     pid_t child;
@@ -280,7 +280,7 @@ static void open_here(void (*in_the_child)(void *))
 }
 
 /* Others may look into the directory, and lock that; the file is for its user alone. */
-static void strangers_lock_nothing(void)
+static void other_users_cannot_lock(void)
 {
     mode_t mask = umask(0777);
     struct stat found;
@@ -366,5 +366,6 @@ static void without_a_directory(void)
     finish();
 }
 
-CHECK_MAIN_ONCE(CASE(the_last_close_ends_it), CASE(a_killed_process_has_closed_it), CASE(one_of_two_makes_it),
-                CASE(strangers_lock_nothing), CASE(several_users), CASE(another_device), CASE(without_a_directory))
+CHECK_MAIN_ONCE(CASE(the_last_close_ends_the_domain), CASE(a_killed_process_releases_the_domain),
+                CASE(one_of_two_processes_creates_the_domain), CASE(other_users_cannot_lock), CASE(several_users),
+                CASE(another_device), CASE(without_a_directory))

@@ -18,7 +18,7 @@ static unsigned int wait_ms(struct soft_waited *waited, uint64_t begin, unsigned
     return at;
 }
 
-static void one_that_stays_is_waited_for_to_the_limit(void)
+static void a_wait_ends_at_the_limit(void)
 {
     struct soft_waited waited = {0};
 
@@ -26,7 +26,7 @@ static void one_that_stays_is_waited_for_to_the_limit(void)
     CHECK(wait_ms(&waited, BEGIN + 2100 * MS, 10000) < 100); /* and after that for what is free */
 }
 
-static void one_that_goes_just_before_is_not_waited_for_again_and_again(void)
+static void waits_add_up_to_the_limit(void)
 {
     struct soft_waited waited = {0};
     uint64_t now = BEGIN, rounds;
@@ -39,7 +39,7 @@ static void one_that_goes_just_before_is_not_waited_for_again_and_again(void)
     CHECK(wait_ms(&waited, BEGIN + 1920 * MS, 1900) <= 220);
 }
 
-static void what_an_honest_one_takes_is_not_counted(void)
+static void short_waits_are_not_counted(void)
 {
     struct soft_waited waited = {0};
     uint64_t now = BEGIN, end = BEGIN + 1000 * LIMIT;
@@ -61,7 +61,7 @@ static void the_sum_shrinks_with_time(void)
 }
 
 /* Threads that wait for the same one at the same time wait once. */
-static void waits_at_once_count_once(void)
+static void concurrent_waits_count_once(void)
 {
     struct soft_waited waited = {0};
     uint64_t at;
@@ -75,7 +75,7 @@ static void waits_at_once_count_once(void)
 }
 
 /* Nor is what passed after the other one was last seen: who waited may have been stopped. */
-static void only_what_was_seen_counts(void)
+static void only_observed_time_counts(void)
 {
     struct soft_waited waited = {0};
 
@@ -83,7 +83,5 @@ static void only_what_was_seen_counts(void)
     CHECK_EQ(wait_ms(&waited, BEGIN + 10 * LIMIT, 10000), 2000);
 }
 
-CHECK_MAIN_ONCE(CASE(one_that_stays_is_waited_for_to_the_limit),
-                CASE(one_that_goes_just_before_is_not_waited_for_again_and_again),
-                CASE(what_an_honest_one_takes_is_not_counted), CASE(the_sum_shrinks_with_time),
-                CASE(waits_at_once_count_once), CASE(only_what_was_seen_counts))
+CHECK_MAIN_ONCE(CASE(a_wait_ends_at_the_limit), CASE(waits_add_up_to_the_limit), CASE(short_waits_are_not_counted),
+                CASE(the_sum_shrinks_with_time), CASE(concurrent_waits_count_once), CASE(only_observed_time_counts))

@@ -66,7 +66,7 @@ static void the_directory_is_made_and_left_empty(void)
     CHECK_EQ(rmdir(directory()), 0);
 }
 
-static void directories_that_are_not_ours_alone(void)
+static void directories_that_others_can_write(void)
 {
     struct node *shared;
     struct stat found;
@@ -203,7 +203,7 @@ static bool is_welcome(const struct node *node, const union ibv_gid *gid)
 }
 
 /* The kernel tells users apart: what one of them has listed no other one speaks for. */
-static void a_gid_that_is_listed_for_a_user_is_no_other_users(void)
+static void a_gid_of_another_user_cannot_be_claimed(void)
 {
     union ibv_gid gid = {.raw = {0xfe, 0x80, [15] = 77}};
     char path[SOFT_MAX_PATH];
@@ -258,7 +258,7 @@ static void leave_stale(const union ibv_gid *gid, char path[SOFT_MAX_PATH])
     strcpy(path, address.sun_path);
 }
 
-static void what_the_dead_left_is_replaced(void)
+static void stale_sockets_are_replaced(void)
 {
     struct node *first, *second, *third;
     struct sender sender;
@@ -291,7 +291,7 @@ static void what_the_dead_left_is_replaced(void)
 }
 
 /* What has our name by now is another's. */
-static void what_is_not_ours_is_left(void)
+static void foreign_files_are_kept(void)
 {
     struct node *node;
     char path[SOFT_MAX_PATH];
@@ -413,7 +413,7 @@ static void an_address_is_listened_at_when_it_is_opened(void)
     CHECK_REFUSED(soft_open(&options), EADDRNOTAVAIL);
 }
 
-static void gids_that_lead_nowhere(void)
+static void unknown_gids(void)
 {
     static const char *const nowhere[] = {"fe80::1",        "ff02::1",          "::",         "::ffff:127.5.6.7",
                                           "::ffff:0.1.2.3", "::ffff:224.0.0.1", "febf::1:2:3"};
@@ -437,9 +437,8 @@ static void gids_that_lead_nowhere(void)
     CHECK_EQ(ntohl(((struct sockaddr_in *)&address)->sin_addr.s_addr), 0x0a000001);
 }
 
-CHECK_MAIN_ONCE(CASE(the_directory_is_made_and_left_empty), CASE(defaults), CASE(what_the_dead_left_is_replaced),
-                CASE(what_is_not_ours_is_left), CASE(over_tcp), CASE(without_an_address_nothing_is_connected_over_tcp),
-                CASE(an_address_is_listened_at_when_it_is_opened), CASE(gids_that_lead_nowhere),
-                CASE(directories_that_are_not_ours_alone), CASE(a_shared_directory_keeps_each_users_sockets),
-                CASE(a_link_in_the_sockets_place_is_not_followed),
-                CASE(a_gid_that_is_listed_for_a_user_is_no_other_users))
+CHECK_MAIN_ONCE(CASE(the_directory_is_made_and_left_empty), CASE(defaults), CASE(stale_sockets_are_replaced),
+                CASE(foreign_files_are_kept), CASE(over_tcp), CASE(without_an_address_nothing_is_connected_over_tcp),
+                CASE(an_address_is_listened_at_when_it_is_opened), CASE(unknown_gids),
+                CASE(directories_that_others_can_write), CASE(a_shared_directory_keeps_each_users_sockets),
+                CASE(a_link_in_the_sockets_place_is_not_followed), CASE(a_gid_of_another_user_cannot_be_claimed))

@@ -37,7 +37,7 @@ static void raise_limit(struct rlimit *limit)
 }
 
 /* They have all places, and more of them wait in front of an honest one: it waits until so many have had their time. */
-static void silent_peers_keep_nobody_out(void)
+static void silent_peers_do_not_keep_honest_ones_out(void)
 {
     static int fds[CROWD];
     unsigned int i;
@@ -71,7 +71,7 @@ static void silent_peers_keep_nobody_out(void)
 }
 
 /* Whoever gave way comes again, behind those that wait: so many that the others take longer than a handshake may. */
-static void silent_peers_that_come_again_keep_nobody_out(void)
+static void silent_peers_that_reconnect_do_not_keep_honest_ones_out(void)
 {
     static struct pollfd silent[6 * SOFT_MAX_HANDSHAKES];
     uint64_t end = now_ns() + WAIT_S * 1000000000ull;
@@ -159,7 +159,7 @@ static void add_name(const struct soft_directory_entry *entry, const union ibv_g
 }
 
 /* Of those that a device connects to: they keep out neither who connects to it, nor others that it connects to. */
-static void silent_peers_that_are_looked_for(void)
+static void links_to_silent_peers(void)
 {
     static char paths[CROWD][SOFT_MAX_PATH];
     struct sender *silent = calloc(CROWD, sizeof(*silent)), honest;
@@ -385,7 +385,7 @@ static void direct_peers_leave_descriptors(void)
     REQUIRE_EQ(setrlimit(RLIMIT_NOFILE, &before), 0);
 }
 
-CHECK_MAIN_ONCE(CASE(silent_peers_keep_nobody_out), CASE(silent_peers_that_come_again_keep_nobody_out),
-                CASE(silent_peers_of_the_network), CASE(silent_peers_that_are_looked_for),
-                CASE(honest_peers_wait_and_all_get_in), CASE(idle_peers_leave_descriptors),
+CHECK_MAIN_ONCE(CASE(silent_peers_do_not_keep_honest_ones_out),
+                CASE(silent_peers_that_reconnect_do_not_keep_honest_ones_out), CASE(silent_peers_of_the_network),
+                CASE(links_to_silent_peers), CASE(honest_peers_wait_and_all_get_in), CASE(idle_peers_leave_descriptors),
                 CASE(direct_peers_leave_descriptors))

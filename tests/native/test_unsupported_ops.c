@@ -27,7 +27,7 @@ static void no_op_is_missing(void)
 }
 
 /* The objects that these would work on cannot be made, so there are none to give. */
-static void each_says_so(void)
+static void every_unsupported_op_returns_eopnotsupp(void)
 {
     struct ibv_ops_wr *no_ops = (struct ibv_ops_wr *)(void *)&no_ops, *bad = NULL;
     struct ibv_alloc_dm_attr dm_attr = {.length = 64};
@@ -100,7 +100,7 @@ static void optional_features(void)
 }
 
 /* What it has instead, it says, too. */
-static void what_is_there(void)
+static void supported_ops(void)
 {
     const unsigned int flags = IBV_DEVICE_MEM_WINDOW | IBV_DEVICE_MEM_WINDOW_TYPE_2B | IBV_DEVICE_XRC |
                                IBV_DEVICE_SRQ_RESIZE | IBV_DEVICE_RC_RNR_NAK_GEN | IBV_DEVICE_MEM_MGT_EXTENSIONS;
@@ -143,4 +143,5 @@ static void the_clock(void)
     home_close(&home);
 }
 
-CHECK_MAIN(CASE(no_op_is_missing), CASE(each_says_so), CASE(optional_features), CASE(what_is_there), CASE(the_clock))
+CHECK_MAIN(CASE(no_op_is_missing), CASE(every_unsupported_op_returns_eopnotsupp), CASE(optional_features),
+           CASE(supported_ops), CASE(the_clock))

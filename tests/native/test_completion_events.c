@@ -13,7 +13,7 @@
 #include "soft/objects/worker_thread.h"
 
 /* An event that nobody took goes with its queue, and so does the readiness of the descriptor. */
-static void events_go_with_their_queue(void)
+static void destroying_a_queue_drops_its_events(void)
 {
     struct watched watched;
 
@@ -287,5 +287,5 @@ static void acknowledged_together(void)
     close_watched(&watched);
 }
 
-CHECK_MAIN(CASE(events_go_with_their_queue), CASE(events_of_others_stay), CASE(blocking), CASE(interrupted),
+CHECK_MAIN(CASE(destroying_a_queue_drops_its_events), CASE(events_of_others_stay), CASE(blocking), CASE(interrupted),
            CASE(destroying_waits), CASE(polling_before_acknowledging), CASE(acknowledged_together))

@@ -107,7 +107,7 @@ static int modify(struct scene *scene, enum ibv_qp_state state, int mask, const 
 }
 
 /* A request that had not begun stands on no list of its old way, wherever it is to go then, and has all its time. */
-static void drained_before_it_began(void)
+static void drained_before_the_request_was_sent(void)
 {
     struct scene scene = {0};
     const union ibv_gid *gid;
@@ -468,7 +468,7 @@ static void halted_while_datagrams_wait(void)
 }
 
 /* A way to a peer that a queue pair does not take is given back. */
-static void refused_with_a_way(void)
+static void refused_while_connected(void)
 {
     struct scene scene = {0};
     const union ibv_gid *gid;
@@ -543,7 +543,7 @@ static void plan(struct scene *scene, enum soft_mishap mishap, enum soft_frame_k
 }
 
 /* One frame is lost, one comes later, one comes twice and one never: each is kept, and said, as long as it has to. */
-static void frames_that_meet_with_something(void)
+static void frames_with_faults(void)
 {
     struct soft_fault_record records[8];
     struct scene scene = {0};
@@ -575,7 +575,8 @@ static void frames_that_meet_with_something(void)
     close_unanswered(&scene);
 }
 
-CHECK_MAIN(CASE(refused_with_a_way), CASE(parts_of_a_long_message), CASE(frames_that_meet_with_something),
-           CASE(drained_before_it_began), CASE(repeated_while_it_drains), CASE(a_read_is_refused_while_it_drains),
-           CASE(sent_just_after_the_peer_came_back), CASE(sent_while_an_attempt_to_connect_fails),
-           CASE(sent_into_a_connection_that_breaks), CASE(halted_while_datagrams_wait))
+CHECK_MAIN(CASE(refused_while_connected), CASE(parts_of_a_long_message), CASE(frames_with_faults),
+           CASE(drained_before_the_request_was_sent), CASE(repeated_while_it_drains),
+           CASE(a_read_is_refused_while_it_drains), CASE(sent_just_after_the_peer_came_back),
+           CASE(sent_while_an_attempt_to_connect_fails), CASE(sent_into_a_connection_that_breaks),
+           CASE(halted_while_datagrams_wait))

@@ -48,7 +48,7 @@ static void *use(void *argument)
     return uses >= 0 ? argument : NULL;
 }
 
-static void closing_waits_for_nobody_and_lets_nobody_in(void)
+static void closing_does_not_wait_and_refuses_entry(void)
 {
     pthread_t users[USERS];
     int round, i;
@@ -71,7 +71,7 @@ static void closing_waits_for_nobody_and_lets_nobody_in(void)
     }
 }
 
-static void a_suspended_gate_lets_out_and_not_in(void)
+static void a_suspended_gate_allows_leaving_only(void)
 {
     int gate = 0;
 
@@ -93,4 +93,4 @@ static void a_suspended_gate_lets_out_and_not_in(void)
     CHECK(!gate_hold(&gate));
 }
 
-CHECK_MAIN(CASE(counts), CASE(a_suspended_gate_lets_out_and_not_in), CASE(closing_waits_for_nobody_and_lets_nobody_in))
+CHECK_MAIN(CASE(counts), CASE(a_suspended_gate_allows_leaving_only), CASE(closing_does_not_wait_and_refuses_entry))

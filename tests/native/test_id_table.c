@@ -42,12 +42,12 @@ static void a_key_comes_again_after_131072_others(void)
     a_key_comes_again_late(0);
 }
 
-static void so_it_does_beside_regions_that_stay(void)
+static void a_key_comes_again_beside_permanent_regions(void)
 {
     a_key_comes_again_late(100);
 }
 
-static void where_all_are_used_the_oldest_is_given_out_again(void)
+static void when_all_are_used_the_oldest_is_reused(void)
 {
     struct soft_table table;
     uint32_t numbers[4], number, i;
@@ -65,5 +65,5 @@ static void where_all_are_used_the_oldest_is_given_out_again(void)
     soft_table_destroy(&table);
 }
 
-CHECK_MAIN(CASE(a_key_comes_again_after_131072_others), CASE(so_it_does_beside_regions_that_stay),
-           CASE(where_all_are_used_the_oldest_is_given_out_again))
+CHECK_MAIN(CASE(a_key_comes_again_after_131072_others), CASE(a_key_comes_again_beside_permanent_regions),
+           CASE(when_all_are_used_the_oldest_is_reused))

@@ -1,4 +1,4 @@
-/* The arena: blocks of a chunk, chunks, large pieces, and what is left when pages run out. */
+/* Tests of the arena: blocks of a chunk, chunks, large pieces, and its state after pages ran out. */
 #include "support.h"
 #include "support_alloc.h"
 #include "support_fork.h"
@@ -25,7 +25,7 @@ static struct alloc_source *arena_over(struct alloc_source *pages)
 #define ORDER 7
 #define UNITS (1u << ORDER)
 
-/* The tree against a plain map of the units: the order of the block that begins there, or no block. */
+/* Compare the tree with a plain map of units: the order of the block that begins there, or no block. */
 struct model {
     uint8_t tree[2 * UNITS];
     int begins[UNITS]; /* -1: none does */
@@ -153,7 +153,7 @@ static size_t some_size(unsigned int *state)
     return 1 + next_random(state, (unsigned int)most);
 }
 
-/* Takes and returns at random; each piece keeps what was written there. */
+/* Allocate and free at random; each piece keeps its content. */
 static void use_at_random(struct alloc_source *arena, unsigned int state, size_t rounds)
 {
     struct held held[40] = {0};
@@ -192,7 +192,7 @@ static void at_random(void)
     alloc_release(arena);
 }
 
-/* Half a chunk is a block; more has pages of its own, which go when it goes. */
+/* Half a chunk is a block; a larger piece has pages of its own, which are freed with it. */
 static void large_pieces(void)
 {
     struct alloc_source *arena = arena_over(base_pages());
@@ -229,7 +229,7 @@ static void arenas_on_arenas(void)
     alloc_release(arena);
 }
 
-/* Whatever request finds no pages, nothing is left of it, and the rest goes on. */
+/* A request that finds no pages leaves nothing behind, and other requests succeed. */
 static void pages_run_out(void)
 {
     static const size_t sizes[] = {8, 3000, CHUNK / 2, CHUNK / 2, CHUNK, 8, 100000, CHUNK / 2};
@@ -257,7 +257,7 @@ static void pages_run_out(void)
     }
 }
 
-/* What is under it leaves it to the provider: so does the arena, for what it would have needed pages for. */
+/* If the source of pages defers to the provider, the arena does so, too, for pieces that need pages. */
 static void without_a_source_of_pages(void)
 {
     struct alloc_source *arena = arena_over(alloc_default_create());
@@ -337,7 +337,7 @@ static void fork_or_use(void *argument)
             use_at_random(forker->arena, (unsigned int)i + 20, SCALED(200));
 }
 
-/* Children of forks beside threads in the arena find it whole, and empty. */
+/* A child of a fork finds the arena whole and empty, even if threads were inside of it. */
 static void forks(void)
 {
     struct alloc_source *arena = arena_over(base_pages());

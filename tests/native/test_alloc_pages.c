@@ -1,4 +1,4 @@
-/* Allocators whose pieces are mappings: base pages, huge pages, pages of a NUMA node; and what falls back. */
+/* Tests of allocators whose pieces are mappings: base pages, huge pages, pages of a NUMA node; and their fallbacks. */
 #include "support.h"
 #include "support_alloc.h"
 #include "support_fork.h"
@@ -38,7 +38,7 @@ static void pieces(void)
     alloc_release(source);
 }
 
-/* What was mapped for the alignment's sake does not stay. */
+/* Pages that were mapped for the alignment only are unmapped. */
 static void alignments(void)
 {
     struct alloc_source *source = base_pages();
@@ -87,7 +87,7 @@ static void nothing_and_nonsense(void)
     CHECK_REFUSED(alloc_pages_create(ALLOC_BASE_PAGES, ALLOC_MAX_NODES, true), EINVAL);
 }
 
-/* Many pieces, given back in another order: the table of addresses grows and shrinks. */
+/* Many pieces, freed in another order: the table of addresses grows and shrinks. */
 static void many_pieces(void)
 {
     enum { COUNT = 1000, STEP = 389 };
@@ -188,7 +188,7 @@ static void falling_back(void)
 
 /* ---- Nodes ----------------------------------------------------------------------------------------------- */
 
-/* Where the kernel binds, it does; where it cannot, strict pages are refused, and others come from wherever. */
+/* If the kernel can bind pages to a node, they are bound; if not, strict requests fail, and others use any node. */
 static void nodes(void)
 {
     static const int numbers[] = {0, 63, 64, ALLOC_MAX_NODES - 1};
@@ -235,7 +235,7 @@ static void providers_own_memory(void)
     alloc_release(source);
 }
 
-/* Who has a piece may give it back, and write there before, when nobody else remembers the source. */
+/* A piece can be written and freed after the last reference to its source was dropped. */
 static void a_piece_outlives_its_maker(void)
 {
     struct alloc_source *source = base_pages();

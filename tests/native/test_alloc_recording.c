@@ -1,4 +1,5 @@
-/* The recording wrapper: what is out, by resource type; and queues of the device in an allocator's memory. */
+/* Tests of the recording wrapper: allocated memory by resource type; and queues of the device in an allocator's
+ * memory. */
 #include "support.h"
 #include "support_alloc.h"
 #include "support_fork.h"

@@ -1,4 +1,4 @@
-/* A parent domain whose queues live in memory of the caller's: asked for as mlx5 asks, used, and given back. */
+/* Tests of a parent domain whose queues are in memory of the caller: requested as mlx5 does, used, and freed. */
 #include "support.h"
 #include "support_srq.h"
 
@@ -100,7 +100,7 @@ static void pool_free(struct ibv_pd *pd, void *pd_context, void *address, uint64
     CHECK(!"memory was given back that was not taken, or twice");
 }
 
-/* Replaces the home's domain for queues by one with the allocator. */
+/* Replace the home's domain for queues by one with the allocator. */
 static void pool_open(struct pool *pool, struct home *home, struct home *with_pool)
 {
     struct ibv_parent_domain_init_attr attr = {
@@ -223,7 +223,7 @@ static uint32_t counter(const struct block *record, unsigned int index)
     return ((const uint32_t *)record->address)[index];
 }
 
-/* The queues really are in that memory: requests, completions, and the counters of the doorbell records. */
+/* The queues are in that memory: requests, completions, and the counters of the doorbell records. */
 static void memory_is_used(void)
 {
     const uint64_t send_id = 0x5e5e111122223333, recv_id = 0x4ece444455556666;
@@ -272,7 +272,7 @@ static void memory_is_used(void)
     pool_close(&pool, &home);
 }
 
-/* Where the allocator leaves it to the device, its free is not called for that memory. */
+/* If the allocator defers to the device, its free function is not called for that memory. */
 static void default_memory(void)
 {
     struct home home, with_pool;
@@ -299,7 +299,7 @@ static void default_memory(void)
     }
 }
 
-/* What an allocator answers wrongly is refused, given back, and nothing is left of the object. */
+/* Wrong memory from an allocator is refused and freed, and no object is left. */
 static void refused_memory(void)
 {
     static const struct {
@@ -347,7 +347,8 @@ static void refused_memory(void)
 }
 
 /* An entry of a shared receive queue has 16 bytes and 16 for each scatter entry, rounded to a power of two and 32 at
- * least; the whole is not rounded, but begins a page. Of another size it is asked for anew, its record is not. */
+ * least; the whole is not rounded, but begins a page. A resized queue requests new memory for its ring, but not for its
+ * record. */
 static void shared_receive_queues(void)
 {
     static const struct {
@@ -394,7 +395,8 @@ static void shared_receive_queues(void)
     pool_close(&pool, &home);
 }
 
-/* What the allocator leaves to the device is not given to it; this may change with each size. */
+/* Memory that the device provided itself is not passed to the allocator; a resize may change which of them provides
+ * it. */
 static void default_memory_of_shared_queues(void)
 {
     struct home home, with_pool;
@@ -419,7 +421,7 @@ static void default_memory_of_shared_queues(void)
     }
 }
 
-/* What is refused leaves no queue behind, or the queue as it was. */
+/* A refused creation leaves no queue, a refused resize the queue as it was. */
 static void refused_memory_of_shared_queues(void)
 {
     static const struct {
@@ -461,7 +463,7 @@ static void refused_memory_of_shared_queues(void)
     pool_close(&pool, &home);
 }
 
-/* A failure of our own after the memory was had gives it back, too: here none is asked for. */
+/* A creation that fails for another reason frees the memory, too: here none is requested. */
 static void wrong_attributes_allocate_nothing(void)
 {
     struct ibv_qp_cap cap = usual_cap;
@@ -479,7 +481,7 @@ static void wrong_attributes_allocate_nothing(void)
     pool_close(&pool, &home);
 }
 
-/* Other domains of the same base are not concerned, nor are regions. */
+/* Other domains of the same base are not affected, nor are regions. */
 static void only_this_domain(void)
 {
     struct home home, with_pool;
@@ -582,7 +584,7 @@ static void allocators_may_call_verbs(void)
     pool_close(&pool, &home);
 }
 
-/* A whole connection on such memory, both ways. */
+/* A connection on such memory works both ways. */
 static void working_connection(void)
 {
     struct home home, with_pool;

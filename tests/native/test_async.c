@@ -1,4 +1,4 @@
-/* Asynchronous events: raised, taken, acknowledged, or gone with their object. */
+/* Tests of asynchronous events: raised, taken, acknowledged, or dropped with their object. */
 #include "support.h"
 #include "support_async.h"
 #include "support_fork.h"
@@ -52,7 +52,7 @@ static void no_pending_event(void)
     home_close(&home);
 }
 
-/* Each type tells of its object, and of the port where there is none. */
+/* Each type of event names its object, or the port if there is none. */
 static void each_type_with_its_object(void)
 {
     static const enum ibv_event_type of_qp[] = {
@@ -122,7 +122,7 @@ static void broken_objects(void)
 
 /* ---- Several ---------------------------------------------------------------------------------------------- */
 
-/* Raised again while it waits, an event becomes the latest of its object; once it was taken, it waits anew. */
+/* An event that is raised again while pending becomes its object's latest; after it was taken, it is pending anew. */
 static void raised_again(void)
 {
     struct ibv_cq *cq;
@@ -152,7 +152,7 @@ static void raised_again(void)
     home_close(&home);
 }
 
-/* Objects take turns, so that none that is loud keeps the others from being heard. */
+/* Objects take turns, so that one with many events does not delay those of the others. */
 static void events_keep_their_order(void)
 {
     struct ibv_qp *a, *b;
@@ -182,7 +182,7 @@ static void events_keep_their_order(void)
     home_close(&home);
 }
 
-/* What nobody took goes with its object, wherever that stands among others, whose events stay. */
+/* Events that were not taken are dropped with their object, wherever that is in the list; others stay. */
 static void destroying_an_object_drops_its_events(void)
 {
     enum { PAIRS = 4 };
@@ -250,7 +250,7 @@ static void wait_for(atomic_bool *flag)
         sleep_us(100);
 }
 
-/* On a descriptor that blocks, the call waits for the event. */
+/* On a blocking descriptor the call waits for the event. */
 static void blocking(void)
 {
     struct taker taker = {0};
@@ -318,7 +318,7 @@ static void *destroy_in_thread(void *argument)
     return NULL;
 }
 
-/* Who took an event may still look at its object: the destruction waits until each one taken is acknowledged. */
+/* A handler that took an event may still use its object: destruction waits until each taken event is acknowledged. */
 static void check_that_it_waits(struct home *home, struct destroyer *destroyer, struct ibv_async_event *events,
                                 int count)
 {
@@ -360,7 +360,7 @@ static void destroying_waits(void)
     home_close(&home);
 }
 
-/* Who acknowledged, in whatever order and however often, is not kept waiting. */
+/* Destruction does not wait for acknowledged events, whatever their order and number. */
 static void acknowledged_before(void)
 {
     struct ibv_async_event events[3];
@@ -385,7 +385,7 @@ static void acknowledged_before(void)
     home_close(&home);
 }
 
-/* A context goes with events of its port that wait, or were taken and never acknowledged. */
+/* A context can be closed while events of its port are pending, or were taken and never acknowledged. */
 static void closing(void)
 {
     struct ibv_async_event event;
@@ -409,7 +409,7 @@ static void check_port(struct home *home, enum ibv_port_state state, int phys_st
     CHECK_EQ(attr.phys_state, phys_state);
 }
 
-/* It is the device's: each context hears of it and sees it, but only of a change. */
+/* The port is the device's: each context gets an event, but only of a change. */
 static void port_goes_down_and_up(void)
 {
     struct home homes[2], later;
@@ -446,7 +446,7 @@ static void port_goes_down_and_up(void)
     home_close(&homes[1]);
 }
 
-/* Contexts in the list go in any order. */
+/* Contexts can be closed in any order. */
 static void contexts_come_and_go(void)
 {
     static const int orders[][3] = {{0, 1, 2}, {2, 1, 0}, {1, 0, 2}, {1, 2, 0}};
@@ -469,7 +469,7 @@ static void contexts_come_and_go(void)
     }
 }
 
-/* The loss of the device is told once, to the context that lost it; what waits can still be taken. */
+/* The loss of the device is reported once, to the context that lost it; pending events can still be taken. */
 static void device_is_lost(void)
 {
     struct home homes[2];
@@ -515,7 +515,7 @@ static void in_the_child(void *argument)
     CHECK_EQ(soft_verbs.close_device(inherited->home.context), ENODEV);
 }
 
-/* A child of a fork has a device of its own: what it does with its parent's events changes nothing. */
+/* A child of a fork has a device of its own: using its parent's events changes nothing. */
 static void after_a_fork(void)
 {
     struct inherited inherited;
@@ -541,7 +541,7 @@ struct racer {
     bool takes;
 };
 
-/* As who handles an event may do before he acknowledges it, while another thread destroys what it is about. */
+/* Use the object of an event before acknowledging, while another thread destroys that object. */
 static void handle(const struct ibv_async_event *event)
 {
     struct ibv_recv_wr recv = {.wr_id = 1}, *bad;
@@ -610,7 +610,7 @@ static void race(void *argument)
     atomic_store(racer->stop, true);
 }
 
-/* Objects that raise events and are destroyed, while others take them, handle them and acknowledge. */
+/* Objects raise events and are destroyed while other threads take, handle and acknowledge them. */
 static void racing(void)
 {
     atomic_bool stop = false;

@@ -1,7 +1,7 @@
-/* Attributes of queue pairs and completion queues: what is refused, what is granted, what is told. */
+/* Tests of attributes of queue pairs and completion queues: refused, granted and reported values. */
 #include "support.h"
 
-/* One way to spoil an otherwise good change of state. */
+/* One way to make a valid change of state invalid. */
 struct spoiled {
     const char *what;
     enum ibv_qp_state to;
@@ -164,7 +164,7 @@ static void sequence_numbers(void)
     pair_close(&pair);
 }
 
-/* A change while it runs is seen by what comes after it. */
+/* A change of access flags in RTS affects later requests. */
 static void access_changes(void)
 {
     struct ibv_qp_attr attr = {.qp_access_flags = IBV_ACCESS_REMOTE_READ};
@@ -270,7 +270,7 @@ static void extended_queue_pair_creation(void)
     home_close(&home);
 }
 
-/* A queue pair with no queue of one kind has no place in it. */
+/* A queue pair without a send or receive queue has no capacity there. */
 static void empty_queues(void)
 {
     struct ibv_send_wr send = request(IBV_WR_SEND, 1, NULL, 0);
@@ -368,7 +368,7 @@ static void extended_completion_queue_creation(void)
     home_close(&home);
 }
 
-/* A number that was given back rests, so that a stale one meets nothing rather than a stranger. */
+/* A freed number is not reused soon, so that a stale one does not reach a new object. */
 static void numbers_rest(void)
 {
     enum { ROUNDS = 300 };

@@ -1,10 +1,11 @@
-/* Completion channels: when an event comes, and when none does. */
+/* Tests of completion channels: when an event comes, and when none does. */
 #include "support.h"
 #include "support_watched.h"
 
 #include <fcntl.h>
 
-/* One event per arming, whatever comes; the descriptor is readable exactly while it waits. */
+/* One event per arming, whatever the number of completions; the descriptor is readable exactly while the event is
+ * pending. */
 static void one_shot(void)
 {
     struct watched watched;
@@ -29,7 +30,7 @@ static void one_shot(void)
     close_watched(&watched);
 }
 
-/* Armings are not counted: twice is as good as once. */
+/* Arming twice is the same as arming once. */
 static void armed_twice(void)
 {
     struct watched watched;
@@ -77,8 +78,8 @@ static void solicited_only(void)
     close_watched(&watched);
 }
 
-/* Solicited is what the other side sends so: a message, or a write that tells of itself. What one has sent oneself
- * never is, unless it failed. */
+/* A completion is solicited if the other side sent a message, or a write with immediate, as solicited. Completions of
+ * own requests are not, unless they failed. */
 static void what_is_solicited(void)
 {
     struct ibv_send_wr wr = request(IBV_WR_RDMA_WRITE_WITH_IMM, 1, NULL, 0);
@@ -110,7 +111,7 @@ static void what_is_solicited(void)
     close_watched(&watched);
 }
 
-/* An error is worth an event, asked for or not. */
+/* An error raises an event, solicited or not. */
 static void errors_are_solicited(void)
 {
     struct ibv_recv_wr recv = {.wr_id = 2}, *bad;
@@ -127,7 +128,7 @@ static void errors_are_solicited(void)
     close_watched(&watched);
 }
 
-/* A send's completion, too, arms off. */
+/* The completion of a send disarms the queue, too. */
 static void sends_raise_events(void)
 {
     struct ibv_send_wr wr = request(IBV_WR_RDMA_WRITE, 5, NULL, 0);
@@ -151,7 +152,7 @@ static void queue_without_channel(void)
     close_watched(&watched);
 }
 
-/* Several queues on one channel: each event names its own, first come first served. */
+/* Several queues on one channel: each event names its queue, in the order of the completions. */
 static void several_queues(void)
 {
     enum { QUEUES = 4 };
@@ -201,7 +202,7 @@ static void several_queues(void)
     pair_close(&pair);
 }
 
-/* A queue that overran wakes who sleeps on it: there may be nothing else to come. */
+/* A queue that overruns wakes a sleeping thread: no further completion may come. */
 static void overrun_raises_an_event(void)
 {
     struct ibv_send_wr wr = request(IBV_WR_RDMA_WRITE, 1, NULL, 0);

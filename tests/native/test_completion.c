@@ -1,4 +1,4 @@
-/* Completion queues: capacity, overrun, and the extended way of polling. */
+/* Tests of completion queues: capacity, overrun, and extended polling. */
 #include "support.h"
 
 #include <arpa/inet.h>
@@ -7,7 +7,7 @@
 #include "soft/objects/device.h"
 #include "soft/objects/hooks.h"
 
-/* As many as were granted, over and over, in batches of all sizes. */
+/* The granted number of completions fits, again and again, in batches of all sizes. */
 static void capacity(void)
 {
     struct ibv_wc wcs[32];
@@ -43,8 +43,8 @@ static void capacity(void)
     home_close(&home);
 }
 
-/* One completion too many: what is there is handed out, then the queue says that it lost some, for good. Whoever
- * completed into it is broken. */
+/* One completion too many: existing completions can be polled, then the queue reports for good that some were lost.
+ * Queue pairs that complete into the queue break. */
 static void overrun(void)
 {
     struct ibv_wc wc;
@@ -234,7 +234,7 @@ static void extended_fields(void)
     pair_close(&pair);
 }
 
-/* Who did not ask for a field has no function to read it; the others are there. */
+/* Only requested fields have a function to read them. */
 static void fields_by_request(void)
 {
     const uint64_t all = (uint64_t)IBV_WC_STANDARD_FLAGS | IBV_WC_EX_WITH_COMPLETION_TIMESTAMP |
@@ -266,7 +266,7 @@ static void fields_by_request(void)
     home_close(&home);
 }
 
-/* A queue takes completions of queue pairs of all kinds of domains. */
+/* One queue serves queue pairs of all kinds of domains. */
 static void shared_queue(void)
 {
     enum { QPS = 5, ROUNDS = 20 };
@@ -307,8 +307,8 @@ static bool count_look(struct soft_device *device, bool all)
     return false;
 }
 
-/* Who finds nothing looks whether a peer has said something, at the stream that had something last; who finds something
- * asks nobody. */
+/* Polling an empty queue also reads from peers, at the stream that was last active; polling a queue with completions
+ * does not. */
 static void an_empty_queue_asks_peers(void)
 {
     struct soft_device *device;

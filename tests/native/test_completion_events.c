@@ -1,4 +1,4 @@
-/* Events of completion channels once they are there: taken, waited for, acknowledged, or gone with their queue. */
+/* Tests of pending events of completion channels: taken, waited for, acknowledged, or dropped with their queue. */
 #include "support.h"
 #include "support_watched.h"
 
@@ -12,7 +12,7 @@
 #include "soft/objects/cq.h"
 #include "soft/objects/worker_thread.h"
 
-/* An event that nobody took goes with its queue, and so does the readiness of the descriptor. */
+/* An event that was not taken is dropped with its queue, and the descriptor becomes unreadable. */
 static void destroying_a_queue_drops_its_events(void)
 {
     struct watched watched;
@@ -29,7 +29,7 @@ static void destroying_a_queue_drops_its_events(void)
     close_watched(&watched);
 }
 
-/* The same in the midst of others, whose events stay, each in its turn. */
+/* The same among events of other queues, which stay in their order. */
 static void events_of_others_stay(void)
 {
     enum { QUEUES = 4 };
@@ -91,7 +91,7 @@ static void *take_in_thread(void *argument)
     return NULL;
 }
 
-/* On a descriptor that blocks, the call waits for the event. */
+/* On a blocking descriptor the call waits for the event. */
 static void blocking(void)
 {
     struct watched watched;
@@ -166,7 +166,7 @@ static void *destroy_in_thread(void *argument)
     return NULL;
 }
 
-/* Who took an event may still look at the queue: destroying it waits for the acknowledgement. */
+/* A handler that took an event may still use the queue: destroying it waits for the acknowledgement. */
 static void destroying_waits(void)
 {
     struct destroyer destroyer = {0};
@@ -216,7 +216,7 @@ static int moderate(void *argument)
     return verbs_modify_cq(argument, &attr);
 }
 
-/* That whoever destroys it has been inside of it for that, and has left it to wait for the acknowledgement. */
+/* Wait until the destroying thread has left the queue and waits for the acknowledgement. */
 static void wait_leaving(struct ibv_cq *cq)
 {
     struct soft_engine *engine = &to_soft_context(cq->context)->engine;
@@ -233,8 +233,7 @@ static void wait_leaving(struct ibv_cq *cq)
     wait_left(&to_soft_cq(cq)->half);
 }
 
-/* What it waits for may be a handler that took the event and polls before he acknowledges it: with locks, that works;
- * without, it is refused at worst. */
+/* The handler may poll before it acknowledges the event: with locks that works; without, it is refused at worst. */
 static void polling_before_acknowledging(void)
 {
     struct destroyer destroyer = {0};

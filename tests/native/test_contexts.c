@@ -1,4 +1,4 @@
-/* Several contexts at once, of one mode or of different ones, connected to each other. */
+/* Tests of several contexts at once, with the same or different execution modes, connected to each other. */
 #include "support.h"
 
 static const struct check_variant others[] = {
@@ -66,7 +66,7 @@ static void connected(void)
     }
 }
 
-/* A send that comes before its receive, each way: who retries is the sender's device. */
+/* A send before its receive, each way: the sender's device retries. */
 static void not_ready(void)
 {
     struct ibv_sge a, b;
@@ -125,7 +125,7 @@ static void broken(void)
     }
 }
 
-/* Domains of two contexts are two: neither serves the other's queue pairs. */
+/* Keys of one context's domain do not serve queue pairs of another's. */
 static void keys_do_not_cross(void)
 {
     struct bridge bridge;
@@ -147,7 +147,7 @@ static void keys_do_not_cross(void)
     close_bridge(&bridge);
 }
 
-/* One context goes while the other still talks to what was in it. */
+/* One context is closed while the other still sends to it. */
 static void one_context_closes_first(void)
 {
     struct ibv_qp_attr link = default_link;
@@ -172,7 +172,7 @@ static void one_context_closes_first(void)
     }
 }
 
-/* Many at a time, each with its own thread where it has one. */
+/* Many contexts at a time, each with its own thread if it has one. */
 static void many(void)
 {
     struct home homes[12];

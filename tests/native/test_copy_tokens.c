@@ -1,5 +1,5 @@
-/* A peer that is at memory when that is taken back: who takes it back waits until the peer has left, or has had all the
- * time that it may take; and nobody else waits. */
+/* Tests of memory that is taken back while a peer copies from or to it: the owner waits until the peer has ended the
+ * copy, or has had the time allowed for it; no other thread waits. */
 #include "support.h"
 #include "support_fabric.h"
 #include "support_kernel.h"
@@ -16,7 +16,7 @@
 enum { OPEN = 1, BUSY = 2 }; /* states of a word of the page */
 enum { ENDS = 3 };
 
-/* Queue pairs of a device, each with a write under way that the peer, who is told of it and says nothing, is to do. */
+/* Queue pairs of a device, each with a write in flight that the peer is to copy directly; the peer does not answer. */
 struct scene {
     struct home home;
     struct ibv_cq *cq;
@@ -42,7 +42,7 @@ static unsigned int moving(struct scene *scene)
     return atomic_load(&device_of(scene)->direct_parts);
 }
 
-/* The peer's words, of those that are in one of these states. */
+/* Change the state of the peer's tokens that are in one of these states. */
 static void mark(struct scene *scene, unsigned int from, unsigned int to)
 {
     struct soft_copy_token_page *page = qp_of(scene, 0)->link->stream.copy_tokens;
@@ -157,7 +157,7 @@ static void destroy(struct scene *scene)
     CHECK_EQ(moving(scene), 0);
 }
 
-/* Who hears of it uses the memory for other things. */
+/* The application reuses the memory as soon as the loss is reported. */
 static void lose(struct scene *scene)
 {
     CHECK_EQ(soft_lose(scene->home.context), 0);
@@ -172,7 +172,7 @@ static bool is_lost(const struct scene *scene)
 
 static void (*const verbs[])(struct scene *) = {deregister, reset, destroy, lose};
 
-/* Whether it was found out that the peer is at the memory of that queue pair, by a copy token. */
+/* Return whether the requester has found that the peer copies memory of that queue pair, and by which copy token. */
 static bool is_waited_for(struct scene *scene, unsigned int index, uint16_t *copy_token)
 {
     struct soft_qp *qp = qp_of(scene, index);
@@ -187,7 +187,7 @@ static bool is_waited_for(struct scene *scene, unsigned int index, uint16_t *cop
     return waited_for;
 }
 
-/* One thread takes something back, the other one does what has nothing to do with that, and then leaves the memory. */
+/* One thread takes memory back; another one does unrelated work, and then ends the copy. */
 struct part {
     struct scene *scene;
     void (*verb)(struct scene *); /* or NULL */
@@ -235,7 +235,7 @@ static void memory_is_released_after_the_peers_copy(void)
     }
 }
 
-/* It is waited for once, however many copy tokens and queue pairs there are, and has none after that. */
+/* The peer is waited for once, however many copy tokens and queue pairs there are; afterwards it gets none. */
 static void a_peer_that_does_not_end_its_copy_is_given_up(void)
 {
     struct scene scene;
@@ -296,7 +296,7 @@ static void leave_one_by_one(void *argument)
     }
 }
 
-/* Each queue pair is waited for a bit less than what a peer may take at most: all in all that is as much as for one. */
+/* Each wait is a bit shorter than the limit for one: in sum they take no longer than one. */
 static void waits_for_a_slow_peer_are_limited_in_sum(void)
 {
     struct scene scene;
@@ -331,7 +331,7 @@ static void halt(struct scene *scene)
     soft_halt(scene->home.context);
 }
 
-/* As the kernel tells a peer that reaches for the gate. */
+/* Check the gate, as the kernel does for a peer's system call. */
 static bool gate_is_shut(struct scene *scene)
 {
     struct soft_link *link = qp_of(scene, 0)->link;
@@ -363,7 +363,7 @@ static void leave_at_the_end(void *argument)
     mark(scene, BUSY, OPEN);
 }
 
-/* When it is halted no peer begins to move anything, and who was just at it has left. */
+/* Once the device is halted, no peer begins a copy, and the one in progress has ended. */
 static void nothing_is_copied_after_the_end(void)
 {
     struct scene scene;
@@ -386,7 +386,7 @@ static void nothing_is_copied_after_the_end(void)
     close_scene(&scene);
 }
 
-/* Who has left is not waited for, whether or not the peer is there. */
+/* A peer that has ended its copy is not waited for, whether or not its process exists. */
 static void a_peer_that_exited_is_not_waited_for(void)
 {
     struct scene scene;

@@ -1,4 +1,4 @@
-/* Completion queues of another size: nothing is lost or displaced, and the memory goes where it came from. */
+/* Tests of resizing completion queues: no completion is lost or reordered, and memory returns to its allocator. */
 #include "support.h"
 #include "support_threads.h"
 
@@ -9,13 +9,13 @@
 #define TYPE_CQ (1ull << 32 | 5)
 #define MAX_CQE (1 << 22)
 
-/* What a queue grants for `cqe`: at least that, and less than twice. */
+/* Check the granted size: at least `cqe`, and less than twice. */
 static void check_size(const struct ibv_cq *cq, int cqe)
 {
     CHECK(cq->cqe >= cqe && cq->cqe < 2 * cqe);
 }
 
-/* Fills up what is free: exactly as many as the queue says that it has. */
+/* Fill the queue: it takes exactly as many completions as it reports. */
 static void fill(struct ibv_cq *cq, struct ibv_qp *qp, uint64_t *sent, uint64_t seen)
 {
     while (*sent - seen < (uint64_t)cq->cqe)
@@ -61,7 +61,7 @@ static void grown_and_shrunk(void)
     home_close(&home);
 }
 
-/* It overruns where it is full now, not where it was full before. */
+/* A resized queue overruns at its new size. */
 static void overrun_at_the_new_size(void)
 {
     struct ibv_cq *cq;
@@ -86,7 +86,7 @@ static void overrun_at_the_new_size(void)
     home_close(&home);
 }
 
-/* A size that cannot be, or that is too small for what is there, changes nothing. */
+/* An invalid size, or one too small for the completions in the queue, changes nothing. */
 static void refused_sizes(void)
 {
     static const int impossible[] = {0, -1, INT32_MIN, MAX_CQE + 1, INT32_MAX};
@@ -128,7 +128,7 @@ static void resize_in_session(void *argument)
     ex->end_poll(ex);
 }
 
-/* Not in the midst of a poll, whose entry is in the ring. */
+/* Resizing is refused during a poll session, which refers to an entry of the ring. */
 static void in_a_session(void)
 {
     struct soft_counts counts;
@@ -154,7 +154,7 @@ static void in_a_session(void)
 
 /* ---- Memory ------------------------------------------------------------------------------------------------ */
 
-/* The memory that a parent domain's allocator gave for rings. */
+/* Ring memory that a parent domain's allocator returned. */
 struct store {
     struct ibv_cq *cq; /* while it is resized: not inside of it when the allocator is called */
     void *live[8];
@@ -216,7 +216,7 @@ static void store_free(struct ibv_pd *pd, void *pd_context, void *address, uint6
     free((void *)((uintptr_t)address & ~(uintptr_t)(sysconf(_SC_PAGESIZE) - 1))); /* before it was misaligned */
 }
 
-/* Asked for once, with the old memory given back once it is out of use; where it is refused, all is as it was. */
+/* New memory is allocated once, and the old one freed when it is unused; a failed allocation changes nothing. */
 static void memory_of_an_allocator(void)
 {
     struct store store = {0};
@@ -403,7 +403,7 @@ static void other_queues_are_not_affected(void)
     home_close(&bustle.home);
 }
 
-/* Queue pairs that go take their completions with them, wherever these are by then. */
+/* Destroying a queue pair removes its completions, also from a resized queue. */
 static void purged_afterwards(void)
 {
     struct ibv_qp *stays, *goes;

@@ -1,4 +1,4 @@
-/* Unreliable datagrams: what arrives and with which header, what is lost in silence, and what stops a sender. */
+/* Tests of unreliable datagrams: delivery and headers, silent losses, and errors that stop a sender. */
 #include "support.h"
 #include "support_srq.h"
 #include "support_threads.h"
@@ -25,14 +25,14 @@ static void office_close(struct office *office)
     pair_close(&office->pair);
 }
 
-/* From a to b, of the first bytes of a's memory. */
+/* Make a datagram from a to b, of the first bytes of a's memory. */
 static struct ibv_send_wr letter(struct office *office, uint64_t wr_id, struct ibv_sge *sge, uint32_t length)
 {
     *sge = span(&office->pair.a, 0, length);
     return datagram(IBV_WR_SEND, wr_id, sge, 1, office->ah, office->pair.b.qp->qp_num);
 }
 
-/* A datagram that arrives in the receive that was posted first. */
+/* Check that a datagram arrives in the receive that was posted first. */
 static void check_works(struct office *office, uint64_t receive)
 {
     struct ibv_sge sge;
@@ -52,7 +52,7 @@ static uint32_t get16(const uint8_t *at)
     return (uint32_t)at[0] << 8 | at[1];
 }
 
-/* UDP, base and datagram header, checksum, the data padded, an immediate. */
+/* Length of UDP, base and datagram headers, checksum, padded data and immediate data. */
 static uint32_t transport_length(uint32_t length, bool immediate)
 {
     return 8 + 12 + 8 + 4 + (length + 3) / 4 * 4 + (immediate ? 4 : 0);
@@ -161,7 +161,7 @@ static void scattered_inline(void)
     office_close(&office);
 }
 
-/* With the highest bit set, a request bears the key of its own queue pair. */
+/* A Q_Key with the highest bit set stands for that of the sending queue pair. */
 static void controlled_key(void)
 {
     struct ibv_qp_attr attr = {.qkey = 77};
@@ -185,7 +185,7 @@ static void controlled_key(void)
     office_close(&office);
 }
 
-/* Posting took of the handle what it needs. */
+/* Posting copies what it needs from the address handle. */
 static void destroyed_address_handle(void)
 {
     struct soft_counts counts;
@@ -237,7 +237,7 @@ static void shared_queue(void)
 
 enum loss { OTHER_KEY, NOBODY, OTHER_TYPE, NOT_READY, RECEIVE_TOO_SMALL, TOO_LARGE, LOSSES };
 
-/* The sender cannot tell, and the receive that is posted waits for the next. */
+/* The sender sees no error, and the posted receive waits for the next datagram. */
 static void datagrams_lost_without_error(void)
 {
     struct office office;
@@ -279,7 +279,7 @@ static void datagrams_lost_without_error(void)
     office_close(&office);
 }
 
-/* A datagram that finds no receive is not kept for one. */
+/* A datagram without a receive is dropped. */
 static void no_receive(void)
 {
     struct office office;
@@ -298,7 +298,7 @@ static void no_receive(void)
 
 /* ---- Errors ------------------------------------------------------------------------------------------------ */
 
-/* The send queue alone stops; receives go on, and sends after its way back to RTS. */
+/* Only the send queue stops; receives go on, and sends after its way back to RTS. */
 static void check_stopped(struct office *office, enum ibv_wc_status status)
 {
     struct pair *pair = &office->pair;
@@ -364,7 +364,7 @@ static void unreadable_send_memory(void)
     office_close(&office);
 }
 
-/* One turn of a sender breaks several peers: each of them hears of it and flushes what it has. */
+/* One turn of a sender breaks several peers: each gets its event, and flushes. */
 static void unwritable_receive_memory(void)
 {
     enum { PEERS = 4 };
@@ -493,7 +493,7 @@ static void send_all(void *argument)
     home_close(&home);
 }
 
-/* None is lost where there is room for all, and those of one sender stay in order. */
+/* No datagram is lost if there is room for all, and those of one sender keep their order. */
 static void several_senders(void)
 {
     struct sender senders[SENDERS];

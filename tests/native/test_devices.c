@@ -1,4 +1,4 @@
-/* Devices of one process: one without an address, and one for each address. */
+/* Tests of the devices of one process: one without an address, and one for each address. */
 #include "support.h"
 
 #include "soft/api/device.h"
@@ -20,7 +20,7 @@ static struct soft_address address_of(int family, const char *text, uint16_t por
     return address;
 }
 
-/* An address of the loopback network that no other process of the tests uses. */
+/* Return a loopback address that no other process of the tests uses. */
 static struct soft_address own_address(uint16_t port)
 {
     uint32_t process = (uint32_t)getpid();
@@ -193,7 +193,8 @@ static void a_domain_is_one_device_s(void)
     home_close(&named);
 }
 
-/* Their numbers are the same: what is sent to the other device does not arrive at the own queue pair. */
+/* Queue pair numbers of both devices are the same, but a message to the other device does not reach this device's queue
+ * pair. */
 static void devices_are_separate(void)
 {
     struct ibv_qp_attr attr = default_link;

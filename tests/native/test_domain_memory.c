@@ -1,4 +1,4 @@
-/* What stands between a parent domain's callbacks and an allocator, as in the extension that uses it. */
+/* Tests of the code between a parent domain's callbacks and an allocator, as the extension module uses it. */
 #include "handles/pd_allocator.h"
 
 #include "support.h"

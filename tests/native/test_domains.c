@@ -1,7 +1,7 @@
-/* Protection, thread and parent domains; and that no parent goes while a child is there. */
+/* Tests of protection, thread and parent domains; a parent object cannot be destroyed while it has children. */
 #include "support.h"
 
-/* One of everything, with the thread domain whatever the variant. */
+/* One object of each kind, with a thread domain in all variants. */
 struct tree {
     struct ibv_context *context;
     struct ibv_pd *pd, *parent;
@@ -56,7 +56,7 @@ static void plant(struct tree *tree)
 
 enum node { PD, TD, PARENT, MR, PARENT_MR, CHANNEL, CQ, PARENT_CQ, QP, PARENT_QP, CONTEXT, NODES };
 
-/* For each node, the nodes that must be gone before. */
+/* For each node, the nodes that must be destroyed before. */
 #define BIT(node) (1u << (node))
 static const unsigned int children[NODES] = {
     [PD] = BIT(PARENT) | BIT(MR) | BIT(QP),
@@ -96,8 +96,8 @@ static int fell(struct tree *tree, enum node node)
     }
 }
 
-/* Walks all objects round and round from a different beginning each time, and destroys what it can: each attempt
- * is EBUSY exactly while a child is alive. */
+/* Try to destroy all objects again and again, each time from a different start: an attempt fails with EBUSY exactly
+ * while a child exists. */
 static void busy_in_every_order(void)
 {
     unsigned int start, stride;

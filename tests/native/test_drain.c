@@ -1,4 +1,4 @@
-/* Draining a send queue: what was begun is brought to its end, what was not waits, and who asked is told. */
+/* Tests of draining a send queue: requests that were sent finish, others wait, and an event is raised if requested. */
 #include "support.h"
 #include "support_async.h"
 #include "support_srq.h"
@@ -27,14 +27,14 @@ static void pair_of(struct pair *pair, enum ibv_qp_type type)
     async_nonblocking(pair->own.context);
 }
 
-/* An SQ_DRAINED that must not be raised would be by then. */
+/* Wait long enough for an SQ_DRAINED that must not be raised. */
 static void expect_silence(struct ibv_context *context)
 {
     settle(context);
     EXPECT_NO_ASYNC(context);
 }
 
-/* A send that finds no receive, and has begun, since the peer heard of it, before another one. */
+/* Post a send that finds no receive and counts as sent, since the peer received it, before another one. */
 static void begin_send(struct pair *pair, uint64_t wr_id)
 {
     CHECK_EQ(post_send(&pair->a, wr_id, 8), 0);
@@ -81,7 +81,7 @@ static void no_event_without_request(void)
     pair_close(&pair);
 }
 
-/* What is posted waits for RTS; receives go on. */
+/* New requests wait for RTS; receives go on. */
 static void posted_meanwhile(void)
 {
     static const enum ibv_qp_type types[] = {IBV_QPT_RC, IBV_QPT_UC};
@@ -106,7 +106,7 @@ static void posted_meanwhile(void)
     }
 }
 
-/* From there a queue pair breaks as from anywhere. */
+/* A queue pair breaks in SQD as in other states. */
 static void broken_meanwhile(void)
 {
     struct pair pair;
@@ -143,7 +143,7 @@ static void in_flight_requests_finish(void)
     pair_close(&pair);
 }
 
-/* Attributes are changed by who waited; the request goes by those that it began with. */
+/* Attributes change after draining; a request that was sent before uses the old ones. */
 static void attributes(void)
 {
     struct ibv_qp_attr attr = {.qp_access_flags = 0, .timeout = 9};
@@ -162,7 +162,7 @@ static void attributes(void)
     pair_close(&pair);
 }
 
-/* Whoever leaves before it is drained is told nothing. */
+/* Leaving SQD before the queue is drained raises no event. */
 static void leaving_sqd_early(void)
 {
     static const enum ibv_qp_state ways[] = {IBV_QPS_RTS, IBV_QPS_ERR, IBV_QPS_RESET};
@@ -186,7 +186,7 @@ static void leaving_sqd_early(void)
     }
 }
 
-/* What is under way may fail: then the queue pair breaks, and was never drained. */
+/* A request in flight may fail: then the queue pair breaks, and no event is raised. */
 static void request_fails_while_draining(void)
 {
     struct ibv_qp_attr link = default_link;

@@ -1,4 +1,4 @@
-/* What breaks a connection: with which status, which side, and what becomes of all that was posted. */
+/* Tests of errors that break a connection: status, side, and the outcome of all posted requests. */
 #include "support.h"
 
 #include <sys/mman.h>
@@ -59,7 +59,7 @@ static struct ibv_qp_attr link_of(enum fault fault, bool of_the_peer)
     return link;
 }
 
-/* The request that fails. */
+/* Make the request that fails. */
 static struct ibv_send_wr spoiled(enum fault fault, struct pair *pair, struct ibv_sge *list, const struct ibv_mr *big)
 {
     struct ibv_send_wr wr = request_to(IBV_WR_RDMA_WRITE, 1, list, 1, &pair->b, 0);
@@ -121,7 +121,7 @@ static void post_receives(struct pair *pair, enum fault fault)
     CHECK_EQ(post_receive(&pair->b, 21, 8), 0);
 }
 
-/* After RESET both ends serve as if they were new. */
+/* After RESET both ends work like new ones. */
 static void check_recovery(struct pair *pair)
 {
     CHECK_EQ(qp_to(pair->a.qp, IBV_QPS_RESET), 0);
@@ -218,7 +218,7 @@ static void every_fault(void)
     munmap(memory, BIG);
 }
 
-/* An unsignalled request that fails completes all the same, and frees the places of those before it. */
+/* An unsignalled request that fails completes, and frees the places of those before it. */
 static void unsignalled_failure(void)
 {
     struct ibv_send_wr wr;
@@ -240,7 +240,7 @@ static void unsignalled_failure(void)
     pair_close(&pair);
 }
 
-/* Nothing of a failed message is left half done: it is checked before its first byte moves. */
+/* A failed message writes nothing: it is checked before its first byte is copied. */
 static void failed_scatter_writes_nothing(void)
 {
     struct ibv_sge list[2], target[2];

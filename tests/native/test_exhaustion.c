@@ -1,5 +1,5 @@
-/* When memory, descriptors or threads run out: an errno, and nothing half made. The functions that give them are
- * defined here once more, in front of the C library's. */
+/* Tests of running out of memory, descriptors or threads: an errno, and no object half made. This program defines the
+ * allocating functions itself, in front of the C library's. */
 #include "support.h"
 #include "support_fork.h"
 #include "support_srq.h"
@@ -141,7 +141,7 @@ static void engine_thread(void)
     home_close(&home);
 }
 
-/* In inline mode a wait needs somebody who ends it: without a thread it is an error instead. */
+/* With inline execution a retry needs the worker thread: without it the request fails instead. */
 static void waking_thread(void)
 {
     struct pair pair;
@@ -170,7 +170,7 @@ static int moderate(struct ibv_cq *cq)
     return verbs_modify_cq(cq, &attr);
 }
 
-/* Whether the queue still tells of each completion at once. */
+/* Check that the queue still raises an event for each completion. */
 static void check_unmoderated(const struct home *home, struct ibv_cq *cq)
 {
     struct ibv_qp *qp = make_loop(home->pd, cq, 4);
@@ -186,7 +186,7 @@ static void check_unmoderated(const struct home *home, struct ibv_cq *cq)
     CHECK_EQ(soft_verbs.destroy_qp(qp), 0);
 }
 
-/* A queue is not moderated where nobody would wake up for it. */
+/* A queue is not moderated if no thread could run its timer. */
 static void moderating_thread(void)
 {
     struct ibv_comp_channel *channel;
@@ -208,7 +208,7 @@ static void moderating_thread(void)
 }
 
 #if OWN_MEMORY
-/* Changes of a queue that fail, and change nothing. */
+/* Changes of a queue that fail change nothing. */
 static void memory_for_changes(void)
 {
     struct ibv_comp_channel *channel;
@@ -246,7 +246,7 @@ struct makings {
     char memory[64];
 };
 
-/* Each verb that makes something, and the verb that unmakes it. */
+/* Each verb that creates an object, and the verb that destroys it. */
 static void *make(struct makings *makings, unsigned int what)
 {
     struct ibv_td_init_attr td_attr = {0};
@@ -325,7 +325,7 @@ static int unmake(void *made, unsigned int what)
     }
 }
 
-/* Fails the first allocation of each verb, then the second one, and so on until it succeeds. */
+/* Fail the first allocation of each verb, then the second one, and so on until the verb succeeds. */
 static void memory(void)
 {
     struct soft_counts before, after;
@@ -401,8 +401,7 @@ static void let_one_come(void *argument)
     pair_close(&pair);
 }
 
-/* A thread's first request takes some memory of the device, or what a thread that ended has left: in a child, there
- * is none of that. */
+/* A thread's first request allocates memory, or reuses that of a thread that ended: a child process has none. */
 static void first_request_of_a_thread(void)
 {
     in_child(let_one_come, NULL);

@@ -1,4 +1,5 @@
-/* The fabric between devices of one process: frames both ways, slow readers, fair turns, who reads. */
+/* Tests of the fabric between devices of one process: frames both ways, slow readers, fair turns, and the thread that
+ * reads. */
 #include "support.h"
 #include "support_fabric.h"
 #include "support_threads.h"
@@ -19,7 +20,7 @@
 static struct node *a, *b;
 static unsigned int open_before;
 
-/* Memory that peers may write to from outside of the process, each piece a mapping of its own. */
+/* Count the gates: memory that peers may write to, each piece a mapping of its own. */
 static unsigned int count_gates(void)
 {
     FILE *maps = fopen("/proc/self/maps", "r");
@@ -95,7 +96,7 @@ static void frames_go_both_ways(void)
     close_both();
 }
 
-/* Both connect to each other: there are two streams, and no request meets an answer. */
+/* Both devices connect to each other: there are two streams, and requests and answers are not mixed up. */
 static void requests_in_both_directions(void)
 {
     struct sender from_a, from_b;
@@ -114,7 +115,7 @@ static void requests_in_both_directions(void)
     close_both();
 }
 
-/* Nobody listens there: waiting ends, and goes well later. */
+/* No device listens there: waiting ends, and a later attempt succeeds. */
 static void a_peer_may_come_later(void)
 {
     struct sender sender;
@@ -135,7 +136,7 @@ static void a_peer_may_come_later(void)
     close_both();
 }
 
-/* A device that was stopped and listens again is reached again; what waited meanwhile is kicked. */
+/* A device that was stopped and listens again is reached again; senders that waited are kicked. */
 static void a_peer_may_go_and_come_back(void)
 {
     struct soft_stream_stats stream;
@@ -161,7 +162,7 @@ static void a_peer_may_go_and_come_back(void)
     close_both();
 }
 
-/* Who is forgotten while he waits is not kicked. */
+/* A queue pair whose wait is cancelled is not kicked. */
 static void a_cancelled_waiter_is_not_kicked(void)
 {
     struct sender sender;
@@ -183,7 +184,7 @@ static void a_cancelled_waiter_is_not_kicked(void)
 
 /* ---- Slow readers ---------------------------------------------------------------------------------------- */
 
-/* A peer that listens by hand, so that it can do what no device does. */
+/* A peer by hand, which can do what no device does. */
 static int welcome_by_hand(struct node *node, int listener)
 {
     uint8_t hello[SOFT_HELLO_SIZE], bytes[SOFT_WELCOME_SIZE], proof[SOFT_PROOF_SIZE];
@@ -236,7 +237,7 @@ static void sending_waits_for_a_peer_that_does_not_read(void)
     CHECK_EQ(rmdir(directory()), 0);
 }
 
-/* Asks for much and reads nothing: the owner of the data keeps no more than one answer. */
+/* A peer that requests much and reads nothing: the device queues no more than one answer. */
 static void a_peer_that_does_not_take_answers_is_not_served(void)
 {
     enum { READS = 200 };
@@ -274,7 +275,7 @@ static void a_peer_that_does_not_take_answers_is_not_served(void)
     close_both();
 }
 
-/* The same with the peer gone in the middle: nothing goes on waiting for it. */
+/* The same with a peer that exits meanwhile: senders do not wait for it any more. */
 static void a_peer_exits_while_senders_wait(void)
 {
     uint8_t header[SOFT_FRAME_SIZE];
@@ -338,7 +339,7 @@ static void very_many_senders_take_turns(void)
     send_in_turns(64, 10, 50000, 6);
 }
 
-/* Two peers have much to be done, each with few bytes: none keeps the other one waiting for all of it. */
+/* Two peers request much copying with few bytes: neither delays the other until all of it is done. */
 static void peers_take_turns(void)
 {
     enum { FRAMES = 300 };
@@ -406,7 +407,7 @@ static void threads_send_over_one_link(void)
 
 /* ---- Who reads ------------------------------------------------------------------------------------------- */
 
-/* Who polls brings everything forward by himself: the thread stands back. */
+/* A polling thread reads by itself: the fabric thread yields. */
 static void polling_threads_read(void)
 {
     struct sender sender;
@@ -432,8 +433,8 @@ static void polling_threads_read(void)
     close_both();
 }
 
-/* Who polls answers messages with his own first; then, or soon without a word of his, they are acknowledged. What is
- * written to his memory is at once. */
+/* A polling thread sends its own messages before acknowledgements; these follow later, or soon without a call of that
+ * thread. Writes are acknowledged at once. */
 static void answers_to_messages_are_deferred(void)
 {
     uint64_t enough = now_ns() + WAIT_S * 1000000000ull; /* fewer, where others want the processor as well */
@@ -537,7 +538,7 @@ static void many_threads_poll_at_once(void)
     close_both();
 }
 
-/* A link that nobody uses is closed after a while, and made anew. */
+/* An unused link is closed after a while, and connected again when needed. */
 static void unused_links_are_closed(void)
 {
     struct sender sender;
@@ -628,7 +629,7 @@ static struct {
     int error;
 } asked;
 
-/* As who sends datagrams does, in the middle of the end: another queue pair's way leads elsewhere. */
+/* Look for another link, as a sender of datagrams does, while the device is halted. */
 static void *ask_for_a_way(void *argument)
 {
     uint64_t end = now_ns() + WAIT_S * 1000000000ull;
@@ -672,7 +673,7 @@ static void halting_does_not_wait_for_senders(void)
 
 /* ---- Who is told -------------------------------------------------------------------------------------------- */
 
-/* Who reads takes away what others were waked for, but not what has the thread stop. */
+/* A thread that polls consumes wakeups for other reasons, but not the request that the fabric thread stop. */
 static void polling_leaves_the_stop_request_to_the_thread(void)
 {
     struct soft_watch wake = {.what = SOFT_WATCH_WAKE};
@@ -698,7 +699,8 @@ static void polling_leaves_the_stop_request_to_the_thread(void)
     close_both();
 }
 
-/* Who asks whether there was something knows whether to look on; also where a turn ended in what had been read. */
+/* soft_fabric_poll() returns whether there was anything, so that the caller can poll again; also if a turn ended among
+ * frames that had been read. */
 static void polling_reports_whether_anything_came(void)
 {
     enum { FRAMES = 600 };
@@ -733,7 +735,7 @@ static void polling_reports_whether_anything_came(void)
     close_both();
 }
 
-/* A socket that cannot be watched is closed, and is no stream's. */
+/* A socket that cannot be watched is closed, and makes no stream. */
 static void a_socket_that_cannot_be_watched_is_refused(void)
 {
     struct soft_stream *stream = calloc(1, sizeof(*stream));

@@ -1,4 +1,4 @@
-/* Where devices are found: the directory, names in it, what others left there, TCP. */
+/* Tests of finding devices: the directory, its names, foreign files in it, and TCP. */
 #include "support.h"
 #include "support_fabric.h"
 
@@ -106,7 +106,7 @@ static void directories_that_others_can_write(void)
     CHECK_EQ(rmdir(directory()), 0);
 }
 
-/* With several users in a directory that all of them write to: it must be sticky. */
+/* A directory that several users can write to must be sticky. */
 static void a_shared_directory_keeps_each_users_sockets(void)
 {
     mode_t masks[] = {0, 022, 077, 0777};
@@ -139,7 +139,7 @@ static void a_shared_directory_keeps_each_users_sockets(void)
     CHECK_EQ(rmdir(directory()), 0);
 }
 
-/* Another user's move, between bind() and whatever comes after it: the socket's file is this link from then on. */
+/* Another user replaces the socket's file by this link, right after bind(). */
 static const char *replaced_by;
 
 int bind(int fd, const struct sockaddr *address, socklen_t size)
@@ -182,7 +182,7 @@ static void a_link_in_the_sockets_place_is_not_followed(void)
 
 static void leave_stale(const union ibv_gid *gid, char path[SOFT_MAX_PATH]);
 
-/* Whether a peer that says it has this GID is welcome. */
+/* Return whether a peer that claims this GID is accepted. */
 static bool is_welcome(const struct node *node, const union ibv_gid *gid)
 {
     struct soft_hello said = {.flags = 0};
@@ -202,7 +202,7 @@ static bool is_welcome(const struct node *node, const union ibv_gid *gid)
     return !wrong;
 }
 
-/* The kernel tells users apart: what one of them has listed no other one speaks for. */
+/* The kernel reports a peer's user: a GID that is listed for one user cannot be claimed by another. */
 static void a_gid_of_another_user_cannot_be_claimed(void)
 {
     union ibv_gid gid = {.raw = {0xfe, 0x80, [15] = 77}};
@@ -228,7 +228,7 @@ static void a_gid_of_another_user_cannot_be_claimed(void)
     CHECK_EQ(rmdir(directory()), 0);
 }
 
-/* Everybody who is told nothing finds the same. */
+/* Without settings all devices use the same directory. */
 static void defaults(void)
 {
     struct soft_settings usual;
@@ -243,7 +243,7 @@ static void defaults(void)
     CHECK(soft_settings_allow(&usual, geteuid()) && !soft_settings_allow(&usual, geteuid() + 1));
 }
 
-/* A socket's file that nobody listens at; its path. */
+/* Leave a socket's file without a listener; return its path. */
 static void leave_stale(const union ibv_gid *gid, char path[SOFT_MAX_PATH])
 {
     struct sockaddr_un address = {.sun_family = AF_UNIX};
@@ -290,7 +290,7 @@ static void stale_sockets_are_replaced(void)
     CHECK_EQ(rmdir(directory()), 0);
 }
 
-/* What has our name by now is another's. */
+/* A file that replaced the device's own socket is not removed. */
 static void foreign_files_are_kept(void)
 {
     struct node *node;
@@ -353,7 +353,7 @@ static void over_tcp(void)
     CHECK_EQ(rmdir(first), 0);
 }
 
-/* Whoever tells it a GID cannot have it connect to where he likes. */
+/* A GID from another peer cannot make the device connect to an arbitrary address. */
 static void without_an_address_nothing_is_connected_over_tcp(void)
 {
     struct node *near, *far;
@@ -381,7 +381,7 @@ static void without_an_address_nothing_is_connected_over_tcp(void)
     CHECK_EQ(rmdir(first), 0);
 }
 
-/* Somebody else's port is an error of opening; nothing is left of the attempt. */
+/* A port in use is an error of opening; nothing is left of the attempt. */
 static void an_address_is_listened_at_when_it_is_opened(void)
 {
     struct soft_options options = {.address = {AF_INET, free_port(), {127, 0, 0, 1}}, .settings = &settings};

@@ -1,4 +1,4 @@
-/* Very many peers at once: silent ones keep nobody out, and honest ones all get in. */
+/* Tests of very many peers at once: silent ones do not keep honest ones out, and all honest ones are accepted. */
 #include "support.h"
 #include "support_fabric.h"
 #include "support_kernel.h"
@@ -36,7 +36,8 @@ static void raise_limit(struct rlimit *limit)
     REQUIRE_EQ(setrlimit(RLIMIT_NOFILE, limit), 0);
 }
 
-/* They have all places, and more of them wait in front of an honest one: it waits until so many have had their time. */
+/* Silent peers have all places, and more of them wait before an honest one: it waits until these have had their
+ * time. */
 static void silent_peers_do_not_keep_honest_ones_out(void)
 {
     static int fds[CROWD];
@@ -70,7 +71,7 @@ static void silent_peers_do_not_keep_honest_ones_out(void)
     close_both();
 }
 
-/* Whoever gave way comes again, behind those that wait: so many that the others take longer than a handshake may. */
+/* Evicted peers connect again, behind those that wait: so many that the others take longer than a handshake may. */
 static void silent_peers_that_reconnect_do_not_keep_honest_ones_out(void)
 {
     static struct pollfd silent[6 * SOFT_MAX_HANDSHAKES];
@@ -118,8 +119,8 @@ static int raw_connect_tcp(const struct node *node)
     return fd;
 }
 
-/* Those on the network have nothing to do with those of this host, nor with whom the device connects to itself. Nobody
- * gives way, as nobody of the same kind waits. */
+/* Silent peers on the network do not affect those of this host, nor the device's own links. None is evicted, as no peer
+ * of the same kind waits. */
 static void silent_peers_of_the_network(void)
 {
     static int fds[SOFT_MAX_HANDSHAKES];
@@ -148,7 +149,7 @@ static void silent_peers_of_the_network(void)
     close_both();
 }
 
-/* One listener under very many names, which says nothing to anybody. */
+/* Add one more name of a listener that answers no peer. */
 static void add_name(const struct soft_directory_entry *entry, const union ibv_gid *gid, char path[SOFT_MAX_PATH])
 {
     char name[SOFT_GID_NAME];
@@ -158,7 +159,7 @@ static void add_name(const struct soft_directory_entry *entry, const union ibv_g
     REQUIRE_EQ(link(entry->names[0], path), 0);
 }
 
-/* Of those that a device connects to: they keep out neither who connects to it, nor others that it connects to. */
+/* Silent peers to which a device connects keep out neither peers that connect to it, nor its other links. */
 static void links_to_silent_peers(void)
 {
     static char paths[CROWD][SOFT_MAX_PATH];
@@ -205,7 +206,7 @@ static void links_to_silent_peers(void)
     free(silent);
 }
 
-/* As many as may be, and both ends of each are this process's. */
+/* Number of allowed streams, both ends of which are in this process. */
 static unsigned int allowed_pairs(unsigned int most)
 {
     struct rlimit limit;
@@ -214,7 +215,7 @@ static unsigned int allowed_pairs(unsigned int most)
     return limit.rlim_cur < 4 * most ? (unsigned int)limit.rlim_cur / 4 : most; /* that are served */
 }
 
-/* All of them come while nobody is let in, and none is turned away. */
+/* All peers connect while none is accepted, and none is refused. */
 static void honest_peers_wait_and_all_get_in(void)
 {
     static int fds[1000];
@@ -248,7 +249,7 @@ static void honest_peers_wait_and_all_get_in(void)
     close_both();
 }
 
-/* Those that are served are old, and another one waits. */
+/* Let the served streams grow old while another connection waits. */
 static void accept_late(struct node *node)
 {
     struct soft_fabric *fabric = node->device.fabric;
@@ -261,8 +262,8 @@ static void accept_late(struct node *node)
     soft_mutex_give(&fabric->progress);
 }
 
-/* Two devices of a process that may have so many descriptors, where queue pairs are connected to all peers. Return what
- * the limit was. */
+/* Open two devices in a process with a limit of descriptors, whose queue pairs are connected to all peers. Return the
+ * former limit. */
 static struct rlimit open_both_within(rlim_t most)
 {
     struct rlimit before, limit;
@@ -278,9 +279,8 @@ static struct rlimit open_both_within(rlim_t most)
     return before;
 }
 
-/* Those who have said who they are, and nothing more, leave most of the process's descriptors to it. Who comes after
- * them waits, of which the user is told where it does not end by itself, and is let in by the first one that no queue
- * pair is connected to. */
+/* Idle peers that completed the handshake leave most descriptors to the process. A later connection waits, which is
+ * recorded if the wait does not end by itself; it is accepted once a stream has no connected queue pair. */
 static void idle_peers_leave_descriptors(void)
 {
     enum { LIMIT = 200, MOST = LIMIT / 4, HIGHEST = 2 * MOST + 100 };
@@ -311,7 +311,7 @@ static void idle_peers_leave_descriptors(void)
     REQUIRE_EQ(setrlimit(RLIMIT_NOFILE, &before), 0);
 }
 
-/* All of the handshake, as a peer whose memory the other side may reach. */
+/* Complete the handshake as a peer that offers direct copies. */
 static int raw_open_directly(const struct node *to)
 {
     static const uint8_t none[SOFT_DIGEST];
@@ -344,7 +344,7 @@ static int raw_open_directly(const struct node *to)
     return fd;
 }
 
-/* A peer whose memory is reached takes two descriptors, and so does one of which that is not known yet. */
+/* A peer with direct copies uses two descriptors, and so does one of which that is not known yet. */
 static void direct_peers_leave_descriptors(void)
 {
     enum { LIMIT = 200, MOST = LIMIT / 4 / 2 };

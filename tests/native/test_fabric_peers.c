@@ -1,4 +1,4 @@
-/* Peers that are not what they should be: each is turned away, counted and its reason kept; the others go on. */
+/* Tests of faulty and hostile peers: each is refused, counted, and its reason recorded; others are not affected. */
 #include "support.h"
 #include "support_fabric.h"
 #include "support_fork.h"
@@ -103,7 +103,7 @@ static void peers_that_do_not_speak_the_protocol(void)
     close_all();
 }
 
-/* However it comes in pieces. */
+/* The handshake may arrive in any pieces. */
 static void handshake_in_small_pieces(void)
 {
     uint8_t hello[SOFT_HELLO_SIZE], welcome[SOFT_WELCOME_SIZE], rest[SOFT_PROOF_SIZE + SOFT_FRAME_SIZE + 50];
@@ -136,8 +136,8 @@ static void handshake_in_small_pieces(void)
     close_all();
 }
 
-/* Beside one byte, or beside none where `byte` is NULL. Whether they went: the kernel may know that the other side
- * takes none. */
+/* Send descriptors with one byte, or with none if `byte` is NULL. Return whether they were sent: the kernel may refuse
+ * them for the receiver. */
 static bool send_with_descriptors_as(int flags, int fd, void *byte, int passed, unsigned int count)
 {
     union {
@@ -162,8 +162,8 @@ static bool send_with_descriptors(int fd, void *byte, int passed, unsigned int c
     return send_with_descriptors_as(0, fd, byte, passed, count);
 }
 
-/* All that come where none is asked for are closed, and the stream with them: in HELLO, behind it, and in what nobody
- * reads any more. */
+/* Unexpected descriptors are closed, and the stream with them: in HELLO, after it, and in data that is not read any
+ * more. */
 static void unexpected_descriptors(void)
 {
     unsigned int before, each;
@@ -192,7 +192,7 @@ static void unexpected_descriptors(void)
     close_all();
 }
 
-/* What a socket that comes has in it is closed with it, also what came there beside no byte. */
+/* A received socket is closed with all descriptors queued in it, also those without data. */
 static void descriptors_without_data(void)
 {
     static const int types[] = {SOCK_STREAM, SOCK_DGRAM, SOCK_SEQPACKET};
@@ -244,7 +244,7 @@ static int lingering(int *other)
     return fd;
 }
 
-/* Whose last close waits keeps nobody waiting, wherever it comes. */
+/* Descriptors whose last close blocks delay no other peer, wherever they come. */
 static void descriptors_whose_close_waits(void)
 {
     enum { GREETING, SEVERAL, OUT_OF_BAND, OPEN, UNREAD, WAYS };
@@ -304,7 +304,7 @@ static void descriptors_whose_close_waits(void)
     close_all();
 }
 
-/* What finds no room in the process is closed by the kernel, where it is taken out of the socket. */
+/* Descriptors beyond the process's limit are closed by the kernel, when their message is read. */
 static void descriptors_that_find_no_room(void)
 {
     struct rlimit before, none;
@@ -335,7 +335,7 @@ static void descriptors_that_find_no_room(void)
     close_all();
 }
 
-/* Nor is what was not accepted, where the process has no descriptors left to accept it by when it stops to listen. */
+/* The same for connections that cannot be accepted for want of descriptors when the device stops listening. */
 static void descriptors_that_are_not_accepted(void)
 {
     struct rlimit before, none;
@@ -368,7 +368,7 @@ static void descriptors_that_are_not_accepted(void)
     close_all();
 }
 
-/* Has the thread that closes descriptors wait, until the other end is closed. */
+/* Make the thread that closes descriptors wait until the other end is closed. */
 static void hold_up_closing(int *other)
 {
     int ends[2], passed = lingering(other);
@@ -381,7 +381,7 @@ static void hold_up_closing(int *other)
     EVENTUALLY(fcntl(ends[1], F_GETFD) < 0);
 }
 
-/* While the thread that closes them waits, nobody who comes can bring another one. */
+/* While the closing thread waits, no new connection can add another descriptor. */
 static void accepting_pauses_while_descriptors_wait_to_be_closed(void)
 {
     int other, fd;
@@ -411,8 +411,8 @@ static void accepting_pauses_while_descriptors_wait_to_be_closed(void)
     close_all();
 }
 
-/* It gives all of its pages back when it is closed, also those behind its end: another thread waits for that. Which
- * waits for another one here, so that the file stays. */
+/* The last close of a large file frees its pages, also those behind its end: another thread does that. That thread is
+ * blocked here, so that the file stays. */
 static void closing_a_large_file_does_not_delay_peers(void)
 {
     static const struct {
@@ -460,7 +460,7 @@ static void closing_a_large_file_does_not_delay_peers(void)
     close_all();
 }
 
-/* What waits in a socket that is to be closed is not open all at once. */
+/* Descriptors queued in a socket that is being closed are not all open at once. */
 static void descriptors_of_one_message_at_a_time(void)
 {
     enum { MESSAGES = 5, EACH = 8 };
@@ -492,7 +492,7 @@ static void descriptors_of_one_message_at_a_time(void)
 
 /* ---- Who looks whether somebody listens ------------------------------------------------------------------ */
 
-/* A listener that has sent this by the time that who connects to it goes on. */
+/* A listener that has sent a descriptor by the time the connecting side continues. */
 static int listener = -1, sent_at_once;
 
 int connect(int fd, const struct sockaddr *address, socklen_t size)
@@ -544,7 +544,7 @@ static void is_not_stuck(void *argument)
     EVENTUALLY(!soft_descriptors_are_stuck());
 }
 
-/* The thread that closes them is in the middle of that in the parent; the child, to which they came, too, has none. */
+/* The parent's closing thread is busy; the child, which inherited the descriptors, has no such thread. */
 static void a_child_closes_what_waits_to_be_closed(void)
 {
     int ends[2], other, passed, fd;
@@ -619,7 +619,7 @@ static void invalid_frames(void)
     close_all();
 }
 
-/* What was gathered for it is not left for the next stream: the batch of one that is refused ends, too. */
+/* The batch of a refused stream ends, too: its coalesced acknowledgement is not sent on the next stream. */
 static void a_batch_ends_where_its_stream_is_refused(void)
 {
     struct soft_frame frame = request_frame(IBV_WR_SEND, 6, 0, 0);
@@ -638,7 +638,7 @@ static void a_batch_ends_where_its_stream_is_refused(void)
     close_all();
 }
 
-/* Frames that are cut off by the peer's end are not handled. */
+/* An incomplete frame is not handled when the peer closes the connection. */
 static void half_frames(void)
 {
     struct soft_frame frame = request_frame(IBV_WR_SEND, 6, 0, 5000);
@@ -659,7 +659,7 @@ static void half_frames(void)
     close_all();
 }
 
-/* The last reasons are kept, the oldest first; all are counted. */
+/* The last reasons are recorded, the oldest first; all are counted. */
 static void reasons_are_kept(void)
 {
     struct soft_fabric_stats stats;
@@ -737,7 +737,7 @@ static void secrets(void)
     meet(NULL, "open sesame", "AIOVERBS_SOFT_SECRET", "AIOVERBS_SOFT_SECRET");
 }
 
-/* Who connects proves first, and is told nothing before that he could try secrets on. */
+/* The connecting side proves first, and learns nothing before that would help to guess the secret. */
 static void the_connecting_side_proves_first(void)
 {
     uint8_t hello[SOFT_HELLO_SIZE], bytes[SOFT_WELCOME_SIZE], proof[SOFT_DIGEST], expected[SOFT_DIGEST];
@@ -781,7 +781,7 @@ static void the_connecting_side_proves_first(void)
 
 /* ---- Who is connected to --------------------------------------------------------------------------------- */
 
-/* One sender, which looks for a node whose GIDs lead to a listener by hand. */
+/* A sender for a node whose GIDs lead to a listener by hand. */
 static struct sender looking;
 static struct soft_directory_entry entry;
 
@@ -813,7 +813,7 @@ static void say_welcome(int fd, struct soft_welcome *welcome, uint8_t bytes[SOFT
     CHECK_EQ(send(fd, bytes, SOFT_WELCOME_SIZE, MSG_NOSIGNAL), SOFT_WELCOME_SIZE);
 }
 
-/* Its message may have any size, but begins as those of all versions do. */
+/* A message of another version may have any size, but begins like that of all versions. */
 static void a_peer_of_another_version(void)
 {
     uint8_t hello[SOFT_HELLO_SIZE], bytes[SOFT_WELCOME_SIZE];
@@ -830,7 +830,7 @@ static void a_peer_of_another_version(void)
     be_lost(fd);
 }
 
-/* Nothing is sent to who was given a proof and has given none. */
+/* Nothing is sent to a peer that got a proof and has sent none. */
 static void a_peer_that_does_not_prove(void)
 {
     uint8_t hello[SOFT_HELLO_SIZE], bytes[SOFT_WELCOME_SIZE], message[SOFT_PROOF_SIZE], proof[SOFT_DIGEST];
@@ -861,7 +861,7 @@ static void a_peer_that_does_not_prove(void)
     }
 }
 
-/* The first descriptor has a number as good as any. */
+/* Descriptor 0 is valid. */
 static void the_process_of_a_peer_has_the_first_number(void)
 {
     uint8_t hello[SOFT_HELLO_SIZE], welcome[SOFT_WELCOME_SIZE];
@@ -893,8 +893,8 @@ static void the_process_of_a_peer_has_the_first_number(void)
     CHECK_EQ(rmdir(directory()), 0);
 }
 
-/* It says that data can be moved directly, and has not written to our memory: it answers with the nonce that was there
- * before. */
+/* The peer claims that direct copies work, and has not written to this process's memory: it sends the nonce that was
+ * there before. */
 static void a_peer_that_has_not_written(void)
 {
     uint8_t hello[SOFT_HELLO_SIZE], bytes[SOFT_WELCOME_SIZE];
@@ -912,7 +912,7 @@ static void a_peer_that_has_not_written(void)
     be_lost(fd);
 }
 
-/* Over TCP nothing was offered: zeroes are in the place of a nonce. */
+/* Over TCP direct copies were not offered: zeroes are in the place of the nonce. */
 static void a_peer_that_cannot_write(void)
 {
     struct sockaddr_in address = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};

@@ -1,4 +1,4 @@
-/* The fabric between processes: peers that are killed, forks, memory that is reached directly, copy tokens. */
+/* Tests of the fabric between processes: killed peers, forks, direct copies, copy tokens. */
 #include "support.h"
 #include "support_fabric.h"
 #include "support_kernel.h"
@@ -20,7 +20,7 @@
 #include "soft/fabric/stream.h"
 #include "soft/fabric/copy_token.h"
 
-/* What a test and its child share. */
+/* Memory that a test and its child share. */
 struct shared {
     atomic_uint ready, go;
     atomic_int error;
@@ -44,7 +44,7 @@ static void unshare_it(void)
     munmap(shared, sizeof(*shared));
 }
 
-/* Before the test has threads. The child ends itself, or is killed. */
+/* Start a child, before the test has threads. The child ends itself, or is killed. */
 static pid_t start(void (*function)(void))
 {
     pid_t child;
@@ -102,7 +102,7 @@ static void finish(void)
     unshare_it();
 }
 
-/* The survivor's link ends, who waits is kicked, and whoever comes with the same GIDs is found again. */
+/* The survivor's link ends, waiting queue pairs are kicked, and a new process with the same GIDs is found again. */
 static void a_peer_is_killed(void)
 {
     struct sender sender;
@@ -144,7 +144,7 @@ static void ask_on(void)
         pause();
 }
 
-/* Who serves forgets a client that is killed. */
+/* The serving device drops a client that is killed. */
 static void clients_are_killed(void)
 {
     enum { CLIENTS = 4 };
@@ -187,7 +187,7 @@ static void clients_are_killed(void)
     finish();
 }
 
-/* A child of a fork has none of its parent's sockets: the parent's end is its peers' end. */
+/* A child of a fork has none of its parent's sockets: if the parent closes a connection, the peer sees its end. */
 static void a_fork_keeps_no_sockets(void)
 {
     unsigned int before = 0, after = 0;
@@ -238,7 +238,7 @@ enum { LARGE = 3000000 };
 
 static uint8_t *region; /* the owner's */
 
-/* The owner's side, which moves the data: writes are pulled, reads are pushed. */
+/* The owner's side makes the copies: it reads the data of writes, and writes the data of reads. */
 static bool move_request(struct soft_stream *from, const struct soft_frame *frame, const uint8_t *payload)
 {
     struct soft_frame answer = {.kind = SOFT_FRAME_RESPONSE,
@@ -452,7 +452,7 @@ static void direct_copies(void)
     free(expected);
 }
 
-/* A peer that was stopped before the system call, for longer than it is waited for, moves nothing when it goes on. */
+/* A peer that was stopped before the system call, for longer than the limit, copies nothing when it goes on. */
 static void nothing_is_copied_after_the_peer_was_given_up(void)
 {
     enum ibv_wr_opcode opcodes[2] = {IBV_WR_RDMA_READ, IBV_WR_RDMA_WRITE};
@@ -492,7 +492,7 @@ static void nothing_is_copied_after_the_peer_was_given_up(void)
     free(data);
 }
 
-/* Tells of pages that are missed there, and brings them: -1 where the kernel does not let this user do so. */
+/* Handle page faults by userfaultfd; return -1 if the kernel does not allow that. */
 static int bring_by_hand(void *address, size_t size)
 {
     struct uffdio_api api = {.api = UFFD_API};
@@ -532,7 +532,7 @@ static void *read_one(void *argument)
     return NULL;
 }
 
-/* As a fork does. */
+/* Take the lock as a fork does, again and again. */
 static void *hold_again_and_again(void *done)
 {
     int i;
@@ -546,7 +546,8 @@ static void *hold_again_and_again(void *done)
     return NULL;
 }
 
-/* Who sends a socket and has it, too, can read from it into memory whose pages do not come: whoever else reads waits. */
+/* A sender that keeps a copy of a socket can read from it into memory whose pages do not come: other readers of that
+ * socket wait. */
 static void a_socket_that_its_sender_reads_keeps_no_fork_waiting(void)
 {
     int trial = bring_by_hand(NULL, 0), ends[2], fd;
@@ -645,7 +646,7 @@ static void direct_copies_can_be_disabled(void)
 
 /* ---- Leases and memory ------------------------------------------------------------------------------------ */
 
-/* Who moves, in another thread: only while he is inside may he touch `bytes`. */
+/* Another thread makes copies: it may access `bytes` only between enter and leave. */
 static struct {
     struct soft_copy_token_page page;
     struct soft_link link;
@@ -699,7 +700,7 @@ static void own_or_move(void *argument)
         move_bytes(NULL);
 }
 
-/* The thread sanitizer sees whoever touches them when he should not. */
+/* ThreadSanitizer reports accesses outside of that. */
 static void nothing_is_copied_without_a_token(void)
 {
     int roles[2] = {0, 1};

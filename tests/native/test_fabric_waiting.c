@@ -1,5 +1,5 @@
-/* Queue pairs that wait for their way to a peer, or for its answer, when they are drained and led elsewhere, and when the
- * process ends. */
+/* Tests of queue pairs that wait for their link, or for an answer, while they are drained and connected elsewhere, and
+ * while the process ends. */
 #include "support.h"
 #include "support_fabric.h"
 #include "support_types.h"
@@ -16,7 +16,7 @@
 #include "soft/objects/fault_counts.h"
 #include "soft/transport/completer.h"
 
-/* A device, and a peer whose listener lets in and says nothing: who sends waits for the connection. */
+/* A device, and a peer whose listener accepts and sends nothing: senders wait for the connection. */
 struct scene {
     struct home home;
     struct end end;
@@ -59,7 +59,7 @@ static void accept_silently(struct scene *scene)
     REQUIRE(scene->stream >= 0);
 }
 
-/* What it waits for; NULL: it waits for no way. */
+/* Return the link for which the queue pair waits, or NULL. */
 static struct soft_link *waits_for(struct scene *scene)
 {
     struct soft_qp *qp = qp_of(scene);
@@ -75,7 +75,7 @@ static struct soft_link *waits_for(struct scene *scene)
     return link;
 }
 
-/* Whether nothing is left of what it waited for, nor of the time that this had. */
+/* Return whether the wait and its timeout are over. */
 static bool is_drained(struct scene *scene)
 {
     struct soft_qp *qp = qp_of(scene);
@@ -106,7 +106,8 @@ static int modify(struct scene *scene, enum ibv_qp_state state, int mask, const 
     return soft_verbs.modify_qp(scene->end.qp, &attr, IBV_QP_STATE | mask);
 }
 
-/* A request that had not begun stands on no list of its old way, wherever it is to go then, and has all its time. */
+/* A request that was not sent waits for no link after draining, wherever it is to go then, and has its whole
+ * timeout. */
 static void drained_before_the_request_was_sent(void)
 {
     struct scene scene = {0};
@@ -141,7 +142,7 @@ static void drained_before_the_request_was_sent(void)
     close_scene(&scene);
 }
 
-/* A queue pair in RTS whose peer hears requests, and answers none as long as it is deaf. */
+/* A queue pair in RTS whose peer receives requests, and answers none while it is silent. */
 static bool indirect; /* all data goes over the stream */
 
 static void open_unanswered(struct scene *scene)
@@ -163,7 +164,7 @@ static void open_unanswered(struct scene *scene)
     REQUIRE_EQ(modify(scene, IBV_QPS_RTS, rts_mask(IBV_QPT_RC), gid), 0);
 }
 
-/* Once its queue pair is closed. */
+/* Close the scene after its queue pair. */
 static void close_unanswered(struct scene *scene)
 {
     home_close(&scene->home);
@@ -171,7 +172,7 @@ static void close_unanswered(struct scene *scene)
     CHECK_EQ(rmdir(directory()), 0);
 }
 
-/* The answer is lost while the queue drains: what had begun is sent again, and the queue is drained by its answer. */
+/* The answer is lost while the queue drains: the request is sent again, and its answer ends the draining. */
 static void repeated_while_it_drains(void)
 {
     struct scene scene = {0};
@@ -209,7 +210,7 @@ static void post_read(struct scene *scene, struct ibv_mr *mr, uint64_t id)
     CHECK_EQ(post(scene->end.qp, &wr), 0);
 }
 
-/* As the peer would answer the oldest read: with its data and a read cache grant, or by an RNR NAK without a delay. */
+/* Answer the oldest read like the peer: with data and a read cache grant, or by an RNR NAK without a delay. */
 static void answer_read(struct scene *scene, bool well)
 {
     struct soft_qp *qp = qp_of(scene);
@@ -232,7 +233,7 @@ static void answer_read(struct scene *scene, bool well)
     grace_leave(grace);
 }
 
-/* Although the peer let it read without asking meanwhile, what was refused is asked for again, and that ends. */
+/* A read that was refused is requested again, even if the peer granted reads without asking meanwhile, and finishes. */
 static void a_read_is_refused_while_it_drains(void)
 {
     struct scene scene = {0};
@@ -269,7 +270,7 @@ static void a_read_is_refused_while_it_drains(void)
 
 /* ---- A peer that comes back --------------------------------------------------------------------------------- */
 
-/* In RTS, with no time in which answers are to come: nothing is sent because such a time passed. */
+/* Move the queue pair to RTS without a timeout: nothing is sent because of one. */
 static void make_ready(struct scene *scene, const union ibv_gid *gid)
 {
     struct soft_qp *qp = qp_of(scene);
@@ -292,7 +293,7 @@ static enum soft_stage stage_of(struct soft_link *link)
     return stage;
 }
 
-/* No attempt to connect is made for so long: as where the connection ended just now, however long ago that was. */
+/* Allow no attempt to connect for `ns`, as if the connection had ended just now. */
 static void restart_timer(struct soft_link *link, uint64_t ns)
 {
     soft_mutex_take(&link->stream.tx);
@@ -301,7 +302,7 @@ static void restart_timer(struct soft_link *link, uint64_t ns)
     soft_mutex_give(&link->stream.tx);
 }
 
-/* What is sent while no attempt to connect is made goes out when one is. */
+/* A request that is posted while no attempt to connect is allowed is sent after the next attempt. */
 static void sent_just_after_the_peer_came_back(void)
 {
     struct scene scene = {0};
@@ -323,8 +324,8 @@ static void sent_just_after_the_peer_came_back(void)
     close_scene(&scene);
 }
 
-/* An attempt fails that had begun before, with what the peer was before: another one is made for what came since, and
- * none for what it was made for. */
+/* An attempt fails that had begun before the request, with a former process of the peer: another one is made for that
+ * request, and none for the requests before the attempt. */
 static void sent_while_an_attempt_to_connect_fails(void)
 {
     struct scene scene = {0}, other = {0};
@@ -365,7 +366,7 @@ static void *keep_from_reading(void *context)
     return NULL;
 }
 
-/* As if it had sent nothing since it asked for the connection that there is. */
+/* Make the queue pair look as if it had sent nothing since it asked for the current connection. */
 static void forget_sending(struct scene *scene, struct soft_link *link)
 {
     soft_mutex_take(&link->stream.tx);
@@ -373,7 +374,7 @@ static void forget_sending(struct scene *scene, struct soft_link *link)
     soft_mutex_give(&link->stream.tx);
 }
 
-/* The connection for which requests waited breaks at the first of them, before the turn of the second: another one is
+/* The connection for which requests waited breaks at the first request, before the turn of the second: another one is
  * made for both, at once. */
 static void sent_into_a_connection_that_breaks(void)
 {
@@ -431,7 +432,7 @@ static struct ibv_ah *ah_to(struct scene *scene, const union ibv_gid *gid)
     return ah;
 }
 
-/* Who halts does not execute what waits: the next datagram wants another way, which is not to be had any more. */
+/* Halting does not execute waiting requests: the next datagram needs another link, which cannot be had any more. */
 static void halted_while_datagrams_wait(void)
 {
     struct scene scene = {0};
@@ -467,7 +468,7 @@ static void halted_while_datagrams_wait(void)
     close_scene(&scene);
 }
 
-/* A way to a peer that a queue pair does not take is given back. */
+/* A link that a refused change of state looked up is released. */
 static void refused_while_connected(void)
 {
     struct scene scene = {0};
@@ -495,7 +496,7 @@ static uint64_t deadline_of(struct scene *scene)
     return deadline;
 }
 
-/* Each part says where it goes; and the answer to one gives the next ones all the time that the first had. */
+/* Each part names its address; and the answer to one gives the next ones the whole timeout. */
 static void parts_of_a_long_message(void)
 {
     struct soft_frame frame = {.kind = SOFT_FRAME_RESPONSE, .opcode = SOFT_FRAME_ACK, .from = 17};
@@ -542,7 +543,7 @@ static void plan(struct scene *scene, enum soft_mishap mishap, enum soft_frame_k
     CHECK_EQ(soft_fault_frames(scene->home.context, &fault), 0);
 }
 
-/* One frame is lost, one comes later, one comes twice and one never: each is kept, and said, as long as it has to. */
+/* One frame is lost, one delayed, one duplicated and one never delivered: each is recorded. */
 static void frames_with_faults(void)
 {
     struct soft_fault_record records[8];

@@ -1,4 +1,4 @@
-/* The fault plan and verbs: which calls it refuses, that a refused one did nothing, and a device that is lost. */
+/* Tests of fault plans for verbs: the calls that fail, which then do nothing, and a lost device. */
 #include "support.h"
 #include "support_async.h"
 #include "support_fork.h"
@@ -14,7 +14,7 @@
 #define FIRST(n) ((struct soft_strike){.first = (n)})
 #define ALWAYS ((struct soft_strike){.first = 1, .every = 1})
 
-/* Whether the device is to ask the plan at all. */
+/* Return whether the device consults the plan. */
 static bool is_asked(struct ibv_context *context)
 {
     return atomic_load(&to_soft_context(context)->special) & SOFT_SPECIAL_FAULTS;
@@ -41,7 +41,7 @@ static void names(void)
     CHECK(!soft_verb_name(SOFT_ANY_VERB));
 }
 
-/* Each verb fails when it is to, in its own manner, does nothing, and works again. */
+/* Each verb fails as planned, in its own way, does nothing, and works again. */
 static void each_verb(void)
 {
     struct soft_fault_record record;
@@ -75,7 +75,7 @@ static void each_verb(void)
     world_close(&world);
 }
 
-/* Refused, the last verb of all leaves the context as it was. */
+/* If the last verb fails, the context is unchanged. */
 static void closing(void)
 {
     struct home home;
@@ -148,7 +148,7 @@ static void all_verbs_together(void)
     home_close(&home);
 }
 
-/* Each rule counts for itself, from when it was made; where two strike at once the older one decides. */
+/* Each rule counts from its creation; if two strike at once, the older one decides. */
 static void several_rules(void)
 {
     struct home home;
@@ -196,7 +196,7 @@ static void bad_arguments(void)
 
 enum { DRAWN = 200 };
 
-/* A row of calls of two verbs, in an order that differs: what became of each verb's n-th call. */
+/* Call two verbs in an order that differs: note the result of each verb's n-th call. */
 static void draw(struct ibv_context *context, uint64_t seed, bool in_turn, bool refused[2][DRAWN])
 {
     union ibv_gid gid;
@@ -220,7 +220,7 @@ static int count_true(const bool *drawn)
     return count;
 }
 
-/* The same seed refuses the same calls, in whatever order verbs take turns; another one others. */
+/* The same seed makes the same calls fail, in whatever order verbs are called; another seed other calls. */
 static void at_random(void)
 {
     bool first[2][DRAWN], again[2][DRAWN], other[2][DRAWN];
@@ -317,7 +317,7 @@ static void records(void)
 
 /* ---- Each in turn ------------------------------------------------------------------------------------------ */
 
-/* What a careful user does, who gives back what he has when a verb fails: the first errno. */
+/* Work like a careful program, which frees what it has when a verb fails. Return the first errno. */
 static int work(struct ibv_context *context)
 {
     struct ibv_qp_init_attr attr = {.cap = {.max_send_wr = 2, .max_recv_wr = 2, .max_send_sge = 1, .max_recv_sge = 1},
@@ -393,7 +393,7 @@ static bool takes_what_is_there(enum soft_verb verb)
            verb == SOFT_VERB_start_poll;
 }
 
-/* Verbs answer EIO, but for those that take what is there or destroy: nothing is left, nor does anything hang. */
+/* Verbs fail with EIO, except those that take what is there or destroy objects: nothing is left, and nothing hangs. */
 static void lost(void)
 {
     struct ibv_recv_wr recv = {.wr_id = 5}, *bad;
@@ -424,7 +424,7 @@ static void lost(void)
     world_close(&world);
 }
 
-/* What waits to be tried again when the device goes is not, and goes with its queue. */
+/* Requests that wait for a retry when the device is lost are not retried, and are dropped with their queue. */
 static void lost_with_work_under_way(void)
 {
     struct ibv_qp_attr link = default_link;
@@ -443,7 +443,7 @@ static void lost_with_work_under_way(void)
     pair_close(&pair);
 }
 
-/* One context's loss is not the other's: it sees a peer that does not answer. */
+/* The loss affects one context only: the other sees a peer that does not answer. */
 static void lost_by_one(void)
 {
     struct pair pair;

@@ -1,18 +1,18 @@
-/* Every verb, and every call of it in a scene that calls them all: where it fails as planned its caller is told at that
- * call, and nothing is left behind once he has given back what he had. */
+/* Tests that fail every call of every verb in a scene that calls them all: the caller gets the error at that call, and
+ * nothing is left after it has freed its objects. */
 #include "support.h"
 #include "support_scene.h"
 
 #define FIRST(n) ((struct soft_strike){.first = (n)})
 
-/* What is to fail in a play: the `k`-th call of `verb`. Nothing where `error` is 0. */
+/* Fault of a run: the `k`-th call of `verb` fails. No fault if `error` is 0. */
 struct fault {
     enum soft_verb verb;
     uint64_t k;
     int error;
 };
 
-/* The caller heard of it at that very call and at no other; told once. */
+/* Check that the caller got the error at that call and at no other. */
 static void check_told(struct scene *scene, const struct fault *fault, int error, int *told)
 {
     if (!error)
@@ -22,7 +22,7 @@ static void check_told(struct scene *scene, const struct fault *fault, int error
     ++*told;
 }
 
-/* An object that a verb did not destroy is still there, and goes at the second time. */
+/* An object that a failed verb did not destroy still exists, and can be destroyed at the second attempt. */
 static void give_back(struct scene *scene, const struct fault *fault, const struct scene_made *made, int *told)
 {
     unsigned int live = scene->pieces_live;
@@ -40,8 +40,8 @@ static void give_back(struct scene *scene, const struct fault *fault, const stru
     CHECK_EQ(made->give_back(made->object), 0);
 }
 
-/* As a careful program does: where a verb fails, it gives back all it has, the last one first. How often it was told
- * of a failure. */
+/* Run the scene like a careful program: if a verb fails, it frees all it has, the last object first. Return the number
+ * of failures. */
 static int play(struct ibv_context *context, const struct fault *fault)
 {
     struct scene *scene = calloc(1, sizeof(*scene));
@@ -75,7 +75,7 @@ static void check_empty(struct ibv_context *context)
 
 static const struct fault none = {SOFT_ANY_VERB, 0, 0};
 
-/* How often the scene calls each verb: the same each time, and each at least once, but for the last of all. */
+/* Count the calls of each verb: the same in each run, and at least one each, except the last verb. */
 static void count_calls(struct ibv_context *context, uint64_t calls[SOFT_VERB_COUNT])
 {
     unsigned int round, verb;
@@ -112,8 +112,8 @@ static void play_with(struct ibv_context *context, const struct fault *fault)
     check_empty(context);
 }
 
-/* After each failure the device works: the next play begins as if nothing had been, and after each verb's last one a
- * play goes through. */
+/* After each failure the device works: the next run is not affected, and after each verb's last call a run without
+ * faults succeeds. */
 static void every_call_of_every_verb(void)
 {
     static const int errors[] = {ENOMEM, EBUSY, EIO};
@@ -137,7 +137,7 @@ static void every_call_of_every_verb(void)
     CHECK_EQ(soft_verbs.close_device(context), 0);
 }
 
-/* The verb that no scene can call on its way: refused, it leaves a device that works. */
+/* The verb that no scene can call: if it fails, the device still works. */
 static void closing_the_device(void)
 {
     static const int errors[] = {ENOMEM, EBUSY, EIO};

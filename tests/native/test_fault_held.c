@@ -1,4 +1,4 @@
-/* Completions that the fault plan holds back: none is lost, and none of a queue overtakes another of it. */
+/* Tests of held completions: none is lost, and none overtakes another one of its queue. */
 #include "support.h"
 #include "support_async.h"
 #include "support_threads.h"
@@ -70,7 +70,7 @@ static void held_and_released(void)
     pair_close(&pair);
 }
 
-/* Sends and receives of one queue pair, while others' come through. */
+/* Completions of one queue pair are held; others are delivered. */
 static void held_for_one_queue_pair(void)
 {
     struct pair pair;
@@ -91,7 +91,7 @@ static void held_for_one_queue_pair(void)
     pair_close(&pair);
 }
 
-/* What is flushed is held like the rest, behind what was held before. */
+/* Flushed completions are held, too, behind those that were held before. */
 static void flushed(void)
 {
     struct pair pair;
@@ -109,7 +109,7 @@ static void flushed(void)
     pair_close(&pair);
 }
 
-/* A channel hears of a completion when it is released. */
+/* The event of a held completion is raised when it is released. */
 static void events_come_with_the_release(void)
 {
     struct ibv_comp_channel *channel;
@@ -143,7 +143,7 @@ static void events_come_with_the_release(void)
 
 enum { QPS = 4, EACH = 8 };
 
-/* The order in which the completions of some queue pairs on one queue come, by queue pair; each one's own is checked. */
+/* Release completions of several queue pairs; return their order by queue pair, and check that of each queue pair. */
 static void shuffle(struct home *home, uint64_t seed, int order[QPS * EACH])
 {
     struct ibv_cq *cq = home_cq(home, QPS * EACH, NULL);
@@ -204,7 +204,7 @@ static void shuffled(void)
 
 /* ---- What goes meanwhile ------------------------------------------------------------------------------------ */
 
-/* A queue pair takes what is held of it along, when it is destroyed and when it is reset. */
+/* Held completions are dropped when their queue pair is destroyed or reset. */
 static void dropped_with_their_queue_pair(void)
 {
     struct ibv_cq *cq;
@@ -239,7 +239,7 @@ static void dropped_with_their_queue_pair(void)
     home_close(&home);
 }
 
-/* Receives of a shared queue are its own again when the completions that told of them are gone. */
+/* Dropping completions of receives returns the credits of the shared queue. */
 static void credits_of_shared_receives(void)
 {
     struct ibv_srq_init_attr srq_attr = {.attr = {.max_wr = 4, .max_sge = 1}};
@@ -289,7 +289,7 @@ static void credits_of_shared_receives(void)
     home_close(&home);
 }
 
-/* Released into a queue that has no room, a completion breaks it as any other does. */
+/* A completion that is released into a full queue breaks the queue as any other does. */
 static void full_completion_queue(void)
 {
     struct ibv_cq *cq;
@@ -320,7 +320,7 @@ static void full_completion_queue(void)
 }
 
 #if OWN_MEMORY
-/* What cannot be kept comes at once, and what was held of its queue before it. */
+/* Without memory a completion is delivered at once, after those of its queue that were held. */
 static void without_memory(void)
 {
     struct ibv_cq *cq;
@@ -376,7 +376,7 @@ static void hold_and_release(struct racer *racer)
     }
 }
 
-/* Each completion comes once and in its turn, whatever is held meanwhile, and queue pairs go in the midst of it. */
+/* Each completion comes once and in order, while others are held and queue pairs are destroyed. */
 static void race(void *argument)
 {
     struct racer *racer = argument;

@@ -1,5 +1,4 @@
-/* The fault plan and what is under way: requests and receives that complete with a status, messages that are lost or
- * late. */
+/* Tests of fault plans for messages: requests and receives that complete with a status, lost and delayed messages. */
 #include "support.h"
 
 #include "soft/api/device.h"
@@ -18,7 +17,7 @@ static struct soft_fault_record only_record(struct ibv_context *context)
     return record;
 }
 
-/* Brings a broken queue pair back, to go on with the other, which is brought back with it. */
+/* Reconnect a broken queue pair and its peer. */
 static void reconnect(struct pair *pair)
 {
     REQUIRE_EQ(qp_to(pair->a.qp, IBV_QPS_RESET), 0);
@@ -29,7 +28,8 @@ static void reconnect(struct pair *pair)
 
 /* ---- Requests ---------------------------------------------------------------------------------------------- */
 
-/* The n-th one completes with the status and does nothing; those behind it are flushed. The peer hears nothing. */
+/* The n-th request completes with the status and does nothing; those behind it are flushed. The peer receives
+ * nothing. */
 static void request_with_status(void)
 {
     static const enum ibv_wc_status statuses[] = {IBV_WC_LOC_QP_OP_ERR, IBV_WC_RETRY_EXC_ERR, IBV_WC_REM_ACCESS_ERR,
@@ -73,7 +73,7 @@ static void request_with_status(void)
     pair_close(&pair);
 }
 
-/* One that was not asked to complete does, with an error. */
+/* An unsignalled request completes, too, with an error. */
 static void unsignalled_request(void)
 {
     struct ibv_send_wr wr;
@@ -88,7 +88,7 @@ static void unsignalled_request(void)
     pair_close(&pair);
 }
 
-/* Of all queue pairs together. */
+/* Rules for all queue pairs count them together. */
 static void requests_of_all(void)
 {
     struct pair pair;
@@ -105,7 +105,7 @@ static void requests_of_all(void)
     pair_close(&pair);
 }
 
-/* A request that is tried again counts once. */
+/* A retried request counts once. */
 static void retries_are_not_requests(void)
 {
     struct pair pair;
@@ -125,7 +125,7 @@ static void retries_are_not_requests(void)
 
 /* ---- Receives ---------------------------------------------------------------------------------------------- */
 
-/* Counted as messages come for them: the receiver sees the status, the sender that it went wrong over there. */
+/* Receives count as messages arrive for them: the receiver gets the status, the sender a remote error. */
 static void receive_with_status(void)
 {
     struct soft_fault_record record;
@@ -159,7 +159,7 @@ static void receive_with_status(void)
     pair_close(&pair);
 }
 
-/* A message that finds none has not come for one. */
+/* A message without a receive does not count. */
 static void receiver_not_ready(void)
 {
     struct pair pair;
@@ -177,7 +177,7 @@ static void receiver_not_ready(void)
 
 /* ---- Losses ------------------------------------------------------------------------------------------------ */
 
-/* Lost attempts are made again, as long as retries are left. */
+/* Lost attempts are repeated, as long as retries are left. */
 static void lost_and_tried_again(void)
 {
     struct soft_fault_record records[4];
@@ -203,7 +203,7 @@ static void lost_and_tried_again(void)
     pair_close(&pair);
 }
 
-/* A link that is cut: nobody answers. */
+/* On a cut link no peer answers. */
 static void cut_link(void)
 {
     struct pair pair;
@@ -220,7 +220,7 @@ static void cut_link(void)
     pair_close(&pair);
 }
 
-/* The port is down: the same, for all contexts; up again, requests go on. */
+/* If the port is down, the same happens for all contexts; when it is up again, requests go on. */
 static void port_down(void)
 {
     struct pair pair;
@@ -238,7 +238,7 @@ static void port_down(void)
 
 enum { REQUESTS = 60 };
 
-/* What is lost at random of two pairs' requests: for each one's n-th attempt whether it was. */
+/* Return which attempts of two pairs' requests are lost at random. */
 static size_t lose_some(struct pair *pair, uint64_t seed, uint64_t ordinals[2][REQUESTS])
 {
     static struct soft_fault_record records[4096];
@@ -264,7 +264,7 @@ static size_t lose_some(struct pair *pair, uint64_t seed, uint64_t ordinals[2][R
     return count;
 }
 
-/* The same seed loses the same ones, in the same context and in another. */
+/* The same seed loses the same attempts, in the same context and in another one. */
 static void lost_at_random(void)
 {
     uint64_t first[2][REQUESTS], again[2][REQUESTS];
@@ -293,7 +293,7 @@ static void lost_at_random(void)
 
 /* ---- Delays ------------------------------------------------------------------------------------------------ */
 
-/* Requests come late, by as much as the seed says, and still in their order. */
+/* Requests are delayed as the seed determines, and keep their order. */
 static void delayed_requests(void)
 {
     struct pair pair;
@@ -319,7 +319,7 @@ static void delayed_requests(void)
     pair_close(&pair);
 }
 
-/* As late as can be is never, however late it would be anyway. */
+/* The longest delay means never, whatever delay is added to it. */
 static void delays_beyond_the_limit(void)
 {
     struct pair pair;

@@ -1,4 +1,5 @@
-/* The fault plan and receives: what each status makes of the two ends, by every way on which a message comes for one. */
+/* Tests of fault plans for receives: the effect of each status on both ends, for every kind of message that uses a
+ * receive. */
 #include "support.h"
 #include "support_async.h"
 #include "support_srq.h"
@@ -10,7 +11,7 @@
 
 #define FIRST(n) ((struct soft_strike){.first = (n)})
 
-/* Two ends, and where the receives of the second are posted and complete. */
+/* Two ends, and the queues where the receives of the second are posted and complete. */
 struct road {
     struct home home, far; /* of the shared queue; only an XRC road across contexts has `far` */
     struct end from, to, room;
@@ -38,7 +39,8 @@ static struct ibv_xrcd *open_by(struct ibv_context *context, int fd)
     return xrcd;
 }
 
-/* The target in one context, the shared queue with its domain, memory and completions in the same or in another. */
+/* Open a target in one context, and the shared queue with its domain, memory and completions in the same or in another
+ * one. */
 static void open_xrc(struct road *road, bool across)
 {
     int fd = memfd_create("domain", MFD_CLOEXEC);
@@ -137,7 +139,8 @@ static void reconnect(struct road *road)
     connect_ends(road);
 }
 
-/* As the architecture has it for receives that went wrong so: a message that is too long is an invalid request. */
+/* Return the sender's status for a failed receive, as the architecture specifies: a message that is too long is an
+ * invalid request. */
 static enum ibv_wc_status sender_sees(enum way way, enum ibv_wc_status status)
 {
     if (!is_told(way))
@@ -145,7 +148,8 @@ static enum ibv_wc_status sender_sees(enum way way, enum ibv_wc_status status)
     return status == IBV_WC_LOC_LEN_ERR ? IBV_WC_REM_INV_REQ_ERR : IBV_WC_REM_OP_ERR;
 }
 
-/* One message with each status: no byte arrives, the receiver breaks, the sender only where it is told. */
+/* Send one message for each status: no byte arrives, the receiver breaks, and the sender gets an error if its
+ * connection is reliable. */
 static void each_status(struct road *road, enum way way, enum ibv_wr_opcode opcode)
 {
     struct end *room = room_of(road);
@@ -196,7 +200,7 @@ static void statuses(void)
     }
 }
 
-/* Where nobody is connected reliably, a request that fails stops the send queue alone. */
+/* If the connection is not reliable, a failed request stops only the send queue. */
 static void unreliable_requests(void)
 {
     static const enum way ways[] = {UC, UD};
@@ -234,7 +238,8 @@ static bool wait_held(struct ibv_context *context, size_t count)
     return soft_fault_held(context) == count;
 }
 
-/* Completions are held where their queue is, and go with it; the target's context has nothing to do with them. */
+/* The context of the completion queue holds completions, and drops them with the queue; the target's context does
+ * not. */
 static void held_across_contexts(void)
 {
     struct ibv_context *near, *far;
@@ -267,7 +272,7 @@ static void held_across_contexts(void)
     road_close(&road);
 }
 
-/* The device is lost where the shared queue is: nothing completes there, and nobody answers. */
+/* The device of the shared queue's context is lost: nothing completes there, and no response is sent. */
 static void lost_across_contexts(void)
 {
     struct road road;

@@ -1,4 +1,4 @@
-/* A child of a fork finds the device closed; the parent does not notice it. */
+/* Tests of forks: the child finds the device closed; the parent is not affected. */
 #include "support.h"
 #include "support_fork.h"
 
@@ -9,7 +9,7 @@
 
 #include "soft/base/epoch.h"
 
-/* What the child inherits. */
+/* Objects that the child inherits. */
 struct inherited {
     struct home home;
     struct pair pair;
@@ -112,7 +112,7 @@ static void check_verbs_that_destroy(const struct inherited *inherited)
     CHECK_EQ(soft_verbs.close_device(inherited->home.context), ENODEV);
 }
 
-/* The child has a device of its own, in any mode, that is found by other GIDs. */
+/* The child can open a device of its own, in any mode, with other GIDs. */
 static void work_anew(const struct inherited *inherited)
 {
     union ibv_gid gid;
@@ -172,7 +172,7 @@ static void close_inherited(struct inherited *inherited)
     home_close(&inherited->home);
 }
 
-/* The fork comes in the middle of everything: of a poll, with an event that waits, with requests in flight. */
+/* The fork happens during a poll session, with a pending event and requests in flight. */
 static void fork_with_work_in_flight(void)
 {
     struct inherited inherited;
@@ -227,7 +227,7 @@ static void check_both_generations(void *argument)
     work_anew(&generations->own);
 }
 
-/* The child's own device is closed to its child in turn. */
+/* The child's own device is closed in its child in turn. */
 static void fork_again(void *argument)
 {
     struct generations *generations = argument;
@@ -269,7 +269,7 @@ struct busy {
     atomic_ullong done, registered;
 };
 
-/* A thread that posts and polls without a break, so that a fork finds every lock held now and then. */
+/* Post and poll without a break, so that a fork finds every lock held now and then. */
 static void *keep_busy(void *argument)
 {
     struct busy *busy = argument;
@@ -335,7 +335,7 @@ static void while_other_threads_are_inside(void)
     close_inherited(&inherited);
 }
 
-/* What the documents ask of an allocator: memory that is not there in a child, or is shared with it. */
+/* Memory as the documentation requires of allocators: not inherited by a child, or shared with it. */
 struct arena {
     bool shared;
     size_t sizes[64];

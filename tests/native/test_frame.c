@@ -1,4 +1,5 @@
-/* Frames and the handshake's messages as bytes: what is packed is parsed, and what holds not together is refused. */
+/* Tests of packing and parsing frames and messages of the handshake: packed frames are parsed, inconsistent ones
+ * refused. */
 #include "support.h"
 
 #include "soft/fabric/frame.h"
@@ -148,7 +149,7 @@ static void every_kind_of_frame_is_parsed_as_packed(void)
         GOOD(frames[i]);
 }
 
-/* So that both ends agree, whatever they are compiled for. */
+/* Check the layout, so that both ends agree whatever they are compiled for. */
 static void layout_of_a_frame(void)
 {
     static const uint8_t expected[SOFT_FRAME_SIZE] = {
@@ -342,7 +343,7 @@ static void direct_frames(void)
     CHECK(soft_segments_parse(&frame, payload, back) != NULL);
 }
 
-/* Whatever the bytes are, a header that is taken for good is within the bounds that memory is kept for. */
+/* A header that is accepted is within the bounds for which memory is reserved, whatever its bytes. */
 static void random_bytes(void)
 {
     uint8_t bytes[SOFT_FRAME_SIZE];
@@ -427,7 +428,7 @@ static void handshake_messages(void)
     CHECK(soft_head_parse(hello_bytes, &version) == soft_hello_parse(hello_bytes, &hello_back));
 }
 
-/* A proof depends on the role, the secret and each byte that was said before it. */
+/* A proof depends on the role, the secret and each byte of the messages before it. */
 static void proofs_depend_on_all(void)
 {
     uint8_t hello[SOFT_HELLO_SIZE] = {0}, welcome[SOFT_WELCOME_SIZE] = {0};

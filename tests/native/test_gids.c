@@ -1,4 +1,4 @@
-/* GIDs of devices without an address: few random bits, and yet nobody has another's. */
+/* Tests of GIDs of devices without an address: few random bits, and yet unique on the host. */
 #define _GNU_SOURCE
 #include "support.h"
 
@@ -11,7 +11,7 @@
 #include "soft/objects/gids.h"
 #include "soft/base/fork_fds.h"
 
-/* What is drawn, one byte for all of a call; then bytes that are. */
+/* Random bytes to return: one byte for all of a call, then real ones. */
 static const uint8_t *script;
 
 int getentropy(void *to, size_t size)

@@ -1,4 +1,4 @@
-/* The gate of a Python handle as it is where there is no GIL. */
+/* Tests of the gate of a Python handle, as it works without the GIL. */
 #define Py_GIL_DISABLED 1
 #include "handles/handle_gate.h"
 

@@ -1,4 +1,4 @@
-/* SHA-256 and HMAC, against what other implementations say. */
+/* Tests of SHA-256 and HMAC, against values of other implementations. */
 #include "support.h"
 
 #include "soft/base/hmac.h"
@@ -19,7 +19,7 @@ static void expect_digest(const uint8_t digest[SOFT_DIGEST], const char *expecte
     check_true(!strcmp(text, expected), place, expected);
 }
 
-/* Lengths on both sides of where the padding takes another block; bytes are 7 * n. */
+/* Lengths around those at which the padding needs another block; bytes are 7 * n. */
 static const struct {
     unsigned int length;
     const char *digest;
@@ -68,7 +68,7 @@ static void expect_hmac(const void *key, size_t key_size, const char *text, cons
     expect_digest(digest, expected, place);
 }
 
-/* RFC 4231: the first, second and sixth. */
+/* RFC 4231: test cases 1, 2 and 6. */
 static void macs_match_the_standard(void)
 {
     uint8_t key[131];

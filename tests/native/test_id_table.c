@@ -1,4 +1,4 @@
-/* The table of queue pair numbers and memory keys: what is promised of a number that was given back. */
+/* Tests of the table of queue pair numbers and memory keys: when a freed number may be reused. */
 #include "soft/base/id_table.h"
 
 #include <errno.h>
@@ -10,7 +10,7 @@
 #define NUMBERS 1024u
 #define USES 256u
 
-/* As a program that registers and deregisters for ever, beside regions that stay. */
+/* Work like a program that registers and deregisters for ever, beside permanent regions. */
 static void a_key_comes_again_late(unsigned int live)
 {
     bool (*seen)[USES] = calloc(NUMBERS, sizeof(*seen));

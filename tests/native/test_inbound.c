@@ -1,5 +1,5 @@
-/* Messages that come in parts: in order, or not at all; and no receive is lost with one that ends before all of it
- * came. The peer speaks the fabric's language by hand. */
+/* Tests of messages that come in parts: only in order, and no receive is lost if a message ends early. The peer sends
+ * frames by hand. */
 #include "support.h"
 #include "support_fabric.h"
 #include "support_srq.h"
@@ -49,7 +49,7 @@ static bool is_reliable(const struct scene *scene)
     return type_of(scene) != IBV_QPT_UC;
 }
 
-/* To RTR, with the peer that raw_open says it is. */
+/* Move the queue pair to RTR, with the peer that raw_open() claims to be. */
 static void connect_end(struct scene *scene)
 {
     struct ibv_qp *qp = scene->end.qp;
@@ -189,7 +189,7 @@ static void say(struct scene *scene, const struct piece *piece)
 
 #define SAY(scene, ...) say(scene, &(struct piece){__VA_ARGS__})
 
-/* The next answer that is no acknowledgement. */
+/* Return the next answer that is not an acknowledgement. */
 static struct soft_frame hear_refusal(const struct scene *scene)
 {
     uint8_t bytes[SOFT_FRAME_SIZE];
@@ -222,7 +222,7 @@ static void expect_bytes(const struct scene *scene, uint32_t place, uint32_t len
     CHECK_EQ(wrong, 0);
 }
 
-/* Those from this one on are there, and each gets a message of its own. */
+/* Check that the receives from this one on are posted: each gets a message of its own. */
 static void use_up(struct scene *scene, uint64_t wr_id)
 {
     for (; wr_id < FIRST_RECEIVE + 2; wr_id++) {
@@ -234,7 +234,8 @@ static void use_up(struct scene *scene, uint64_t wr_id)
 
 /* ---- The rule by itself ------------------------------------------------------------------------------------ */
 
-/* Whatever comes: what fits is what continues the message, and one that is over came as a whole, each byte once. */
+/* For all sequences of parts: the part that fits is the one that continues the message, and a finished message arrived
+ * as a whole, each byte once. */
 static void any_order_of_parts(void)
 {
     struct soft_message message = {.in_flight = false};
@@ -327,7 +328,7 @@ static const struct violation violations[] = {
     {A_SEND, {IBV_WR_SEND, ROOM, 4096, 16384}, false, true},
 };
 
-/* A connection that is reliable breaks, and an unreliable one drops the message. Each receive completes or is there. */
+/* A reliable connection breaks, and an unreliable one drops the message. Each receive completes or is still posted. */
 static void check_violation(struct scene *scene, const struct violation *violation)
 {
     struct soft_frame then, refusal;
@@ -380,7 +381,7 @@ static void parts_out_of_order(void)
     }
 }
 
-/* The sequence of a connection tells where a part belongs, too: reads that are asked again are answered again. */
+/* The sequence number tells where a part belongs, too: repeated reads are answered again. */
 static void reads_may_be_repeated(void)
 {
     uint8_t answer[SOFT_FRAME_SIZE + 4096];
@@ -407,7 +408,7 @@ static void reads_may_be_repeated(void)
 
 /* ---- Messages that are not finished ------------------------------------------------------------------------ */
 
-/* The queue pair goes, or begins again: what is shared is there for others. */
+/* The queue pair is destroyed or reset: a receive of a shared queue becomes available to others. */
 static void unfinished_messages_return_their_receive(void)
 {
     static const enum kind kinds[] = {RC_SHARED, UC_SHARED, XRC};
@@ -442,7 +443,7 @@ static void unfinished_messages_return_their_receive(void)
     }
 }
 
-/* The queue that a message took its receive from goes before the rest of the message comes. */
+/* The shared queue of a message's receive is destroyed before the rest of the message comes. */
 static void shared_queue_destroyed_during_a_message(void)
 {
     struct scene scene;
@@ -471,7 +472,7 @@ static void shared_queue_destroyed_during_a_message(void)
 
 /* ---- Parts that the peer gives up -------------------------------------------------------------------------- */
 
-/* Moves nothing for so long. */
+/* A peer that delays its copies. */
 struct reluctant {
     struct soft_carrier carrier;
     int refusals;
@@ -552,7 +553,8 @@ static void parts_given_up_by_the_sender(void)
 
 /* ---- Receives that come back ------------------------------------------------------------------------------- */
 
-/* Who posts at the same time finds no place that a receive comes back to: as many as are posted are there. */
+/* A thread that posts meanwhile does not overwrite a receive that is returned: the number of posted receives is
+ * right. */
 struct posting {
     struct ibv_srq *srq;
     atomic_bool *over;
@@ -615,7 +617,7 @@ static void receives_come_back_while_others_are_posted(void)
     home_close(&home);
 }
 
-/* A queue pair may be destroyed while its peer still sends: that is no reason to hang up. */
+/* A queue pair may be destroyed while its peer still sends: the connection stays. */
 static void parts_for_unknown_queue_pairs(void)
 {
     struct piece piece = {IBV_WR_SEND, 4096, 0, 4096};

@@ -1,8 +1,8 @@
-/* Queue pairs as they leave RTS: held, flushed, reset, destroyed. */
+/* Tests of queue pairs that leave RTS: drained, flushed, reset, destroyed. */
 #include "support.h"
 #include "support_threads.h"
 
-/* In ERR everything that is posted is flushed, in order, at once. */
+/* In ERR all posted requests are flushed, in order, at once. */
 static void posting_in_error(void)
 {
     struct pair pair;
@@ -22,7 +22,7 @@ static void posting_in_error(void)
     pair_close(&pair);
 }
 
-/* ERR from INIT and RTR flushes what was posted there. */
+/* ERR from INIT and RTR flushes the posted requests. */
 static void error_from_early_states(void)
 {
     struct pair pair;
@@ -42,7 +42,7 @@ static void error_from_early_states(void)
     }
 }
 
-/* A flush does not wait for the delay of the engine. */
+/* Flushing does not wait for the delay of the worker thread. */
 static void flushing_completes_at_once(void)
 {
     struct pair pair;
@@ -60,7 +60,7 @@ static void flushing_completes_at_once(void)
     pair_close(&pair);
 }
 
-/* A queue pair in RTR receives, and does not send yet. */
+/* A queue pair in RTR receives, but does not send. */
 static void receiving_before_sending(void)
 {
     struct pair pair;
@@ -80,7 +80,7 @@ static void receiving_before_sending(void)
     pair_close(&pair);
 }
 
-/* SQD: posted sends are held, receiving goes on; RTS sets them free, in order. */
+/* In SQD posted sends wait, receiving goes on; RTS sends them, in order. */
 static void drained(void)
 {
     struct pair pair;
@@ -104,7 +104,7 @@ static void drained(void)
     pair_close(&pair);
 }
 
-/* A send that waits for its receiver was begun and is brought to its end; the one behind it is held. */
+/* A send that waits for a receive was sent before, and finishes; the one behind it waits. */
 static void drained_while_retrying(void)
 {
     struct ibv_qp_init_attr init_attr;
@@ -133,7 +133,7 @@ static void drained_while_retrying(void)
     pair_close(&pair);
 }
 
-/* What a queue pair completed and nobody polled goes with it; the others' completions on the queue stay. */
+/* Completions that were not polled are removed with their queue pair; those of others stay. */
 static void purge(bool destroy)
 {
     enum { QPS = 3, EACH = 4 };
@@ -187,7 +187,7 @@ static void resetting_purges(void)
     purge(false);
 }
 
-/* A queue pair that was reset is as good as new: its queues are empty, and it can be connected to another. */
+/* A reset queue pair is like a new one: its queues are empty, and it can be connected to another peer. */
 static void reset_and_connect_again(void)
 {
     struct pair pair, other;
@@ -224,7 +224,7 @@ static void reset_and_connect_again(void)
     pair_close(&pair);
 }
 
-/* Lets some time go by, another one with each call, with the processor kept. */
+/* Spin for a time that differs with each call. */
 static void spin(unsigned int *seed, unsigned int below_ns)
 {
     uint64_t until;
@@ -235,7 +235,7 @@ static void spin(unsigned int *seed, unsigned int below_ns)
         ;
 }
 
-/* Receives that are posted after a reset belong to the new life: a flush of the old one must not reach them. */
+/* Receives that are posted after a reset must not be flushed by the error before it. */
 static void reset_right_after_error(void)
 {
     unsigned int seed = 1;
@@ -256,7 +256,7 @@ static void reset_right_after_error(void)
     pair_close(&pair);
 }
 
-/* Work that is still to be done goes with its queue pair, too, whatever it waits for. */
+/* Posted requests are dropped with their queue pair, whatever they wait for. */
 static void destroyed_with_posted_requests(void)
 {
     struct ibv_qp_attr link = default_link;
@@ -281,7 +281,7 @@ static void destroyed_with_posted_requests(void)
     }
 }
 
-/* The same while the device is at it: it tries again every 10 us. */
+/* The same while the device retries every 10 us. */
 static void destroyed_while_retrying(void)
 {
     unsigned int seed = 1;

@@ -1,4 +1,4 @@
-/* The order of locks, and who holds them, are checked: whoever gets them wrong ends with both names. */
+/* Tests of the checks of lock order and lock ownership: a violation ends the process, and names both locks. */
 #include "support.h"
 
 #include <signal.h>
@@ -17,7 +17,7 @@ static struct soft_mutex domains, progress, links, other_links;
 static struct soft_lock sq, rq;
 static struct soft_half halves[2], queue_pair;
 
-/* Some of a ring of locks, as a context that is not looked at has them. */
+/* Prepare a ring of locks. */
 static void prepare(void)
 {
     size_t i;
@@ -34,7 +34,7 @@ static void prepare(void)
     CHECK_EQ(soft_half_init(&queue_pair, NULL, SOFT_RANK_HALF, "queue pair", 1, NULL), 0);
 }
 
-/* Calls it in a child, which is to end by abort(), having said this; NULL: it is to do neither. */
+/* Call the function in a child, which must abort with this message; NULL: it must not abort. */
 static void check_end(void (*function)(void), const char *text, struct check_place place)
 {
     char printed[1024] = "";

@@ -1,5 +1,5 @@
-/* What takes locks, counted: `build.py` has this program's calls of pthread's locks, the device's among them, go by way
- * of the functions below. On a thread domain posting and polling take none, whoever executes. */
+/* Tests that count locks: `build.py` routes this program's calls of pthread's locks, those of the device included,
+ * through the functions below. On a thread domain posting and polling take no lock, whichever thread executes. */
 #include "support.h"
 #include "support_srq.h"
 
@@ -8,7 +8,7 @@
 
 #define COUNT 200u
 
-/* Of this thread: others may take what they like. */
+/* Locks of this thread only. */
 static _Thread_local unsigned int calls;
 
 #define COUNTED(name, parameters, arguments) \
@@ -31,7 +31,7 @@ COUNTED(pthread_cond_timedwait, (pthread_cond_t * cond, pthread_mutex_t *mutex, 
 COUNTED(pthread_cond_signal, (pthread_cond_t * cond), (cond))
 COUNTED(pthread_cond_broadcast, (pthread_cond_t * cond), (cond))
 
-/* `times` verbs were called since `calls` was `before`. */
+/* Check the locks taken by `times` verbs since `calls` was `before`. */
 static void check_calls(unsigned int before, unsigned int times, struct check_place place, const char *what)
 {
     unsigned int count = calls - before;
@@ -120,7 +120,7 @@ static void shared_receives(void)
 
 /* ---- The list of what the engine is to execute --------------------------------------------------------------- */
 
-/* Queue pairs are destroyed and reset while they stand on the engine's list, between others that go on. */
+/* Queue pairs are destroyed and reset while they are on the worker thread's list, between others that go on. */
 static void removing_a_queue_from_a_list(void)
 {
     enum { QUEUE_PAIRS = 8, DEPTH = 4 };

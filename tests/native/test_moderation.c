@@ -1,4 +1,4 @@
-/* Moderation: one event for several completions, or once the first of them has waited long enough. */
+/* Tests of moderation: one event for several completions, or when the first of them has waited for the period. */
 #include "support.h"
 #include "support_threads.h"
 #include "support_watched.h"
@@ -31,7 +31,7 @@ static void poll_all(struct watched *watched)
         ;
 }
 
-/* There is an event, at the latest before the deadline; there is no second one. */
+/* Check that there is an event before the deadline, and no second one. */
 static void expect_event(struct watched *watched)
 {
     REQUIRE(wait_readable(watched->channel->fd));
@@ -40,7 +40,7 @@ static void expect_event(struct watched *watched)
     poll_all(watched);
 }
 
-/* There is none yet, unless the time is over within which there can be none. */
+/* Check that there is no event yet, unless the time is over within which there can be none. */
 static void expect_none_before(struct watched *watched, uint64_t time_ns)
 {
     bool readable = is_readable(watched->channel->fd);
@@ -54,7 +54,7 @@ static uint64_t after_us(uint64_t microseconds)
     return now_ns() + 1000 * microseconds;
 }
 
-/* At the last one that it takes, not before; and after the event from the beginning. */
+/* The event comes with the last completion of the count, not before; and counting starts again after the event. */
 static void by_count(void)
 {
     static const unsigned int counts[] = {2, 3, 8};
@@ -84,7 +84,7 @@ static void by_count(void)
     close_watched(&watched);
 }
 
-/* The first one waits for the period, and no longer. */
+/* The first completion waits for the period, and no longer. */
 static void by_period(void)
 {
     static const unsigned int periods_us[] = {1, 500, 5000, LONG_US};
@@ -108,8 +108,8 @@ static void by_period(void)
     close_watched(&watched);
 }
 
-/* Counted from the first completion: a later one does not make it wait longer. The machine may take its time in
- * between, but not each time. */
+/* The period begins with the first completion: a later one does not prolong it. A slow machine may exceed the period,
+ * but not each time. */
 static void from_the_first_one(void)
 {
     enum { PERIOD_US = 30000 };
@@ -135,7 +135,7 @@ static void from_the_first_one(void)
     close_watched(&watched);
 }
 
-/* The alarm that was set for a count that was reached in time does not cut the next one short. */
+/* The timer of a count that was reached in time does not shorten the next period. */
 static void earlier_alarms(void)
 {
     enum { PERIOD_US = 20000 };
@@ -164,7 +164,7 @@ static void earlier_alarms(void)
     close_watched(&watched);
 }
 
-/* No moderation: the first completion is told at once. */
+/* Without moderation the first completion raises an event at once. */
 static void switched_off(void)
 {
     static const unsigned int off[][2] = {{0, 0}, {0, LONG_US}, {1, LONG_US}, {100, 0}, {1, 0}};
@@ -183,7 +183,7 @@ static void switched_off(void)
     close_watched(&watched);
 }
 
-/* What waits is measured by what holds from now on. */
+/* New limits apply to completions that wait already. */
 static void changed_while_some_wait(void)
 {
     static const unsigned int enough[][2] = {{0, 0}, {1, 100}, {100, 0}, {3, LONG_US}, {2, LONG_US}, {100, 1}};
@@ -228,7 +228,7 @@ static void changed_while_some_wait(void)
     close_watched(&watched);
 }
 
-/* Only those count that would have been told of one by one. */
+/* Only completions count that would raise an event without moderation. */
 static void solicited_ones(void)
 {
     struct watched watched;
@@ -262,7 +262,7 @@ static void solicited_ones(void)
     close_watched(&watched);
 }
 
-/* An error counts as one, on each kind of arming; it is no more urgent than others. */
+/* An error counts like another completion, on each kind of arming. */
 static void errors(void)
 {
     struct ibv_recv_wr recv = {.wr_id = 2}, *bad;
@@ -288,7 +288,7 @@ static void errors(void)
     close_watched(&watched);
 }
 
-/* Who arms once more while some are counted takes nothing from who armed before: he may be asleep. */
+/* Arming again while completions are counted does not reset the count: a thread may sleep on the first arming. */
 static void armed_again(void)
 {
     struct watched watched;
@@ -312,7 +312,7 @@ static void armed_again(void)
     close_watched(&watched);
 }
 
-/* Who sleeps on a queue that breaks hears of it at once, and of what was counted. */
+/* A thread that sleeps on a queue that breaks is woken at once, also for counted completions. */
 static void broken_queue(void)
 {
     struct watched watched;
@@ -384,7 +384,7 @@ static void refused(void)
     close_watched(&watched);
 }
 
-/* A queue that nobody can sleep on takes it without a difference. */
+/* A queue without a channel accepts moderation, which has no effect. */
 static void without_a_channel(void)
 {
     struct watched watched;
@@ -401,7 +401,7 @@ static void without_a_channel(void)
 
 /* ---- Races ------------------------------------------------------------------------------------------------- */
 
-/* The period ends about when the queue is destroyed: before, meanwhile or never. */
+/* The period ends before, while or after the queue is destroyed. */
 static void expiry_against_destruction(void)
 {
     struct watched watched;
@@ -436,7 +436,7 @@ static void expiry_against_destruction(void)
 #define SENDERS 2
 #define MESSAGES SCALED(1000u)
 
-/* Threads complete into a queue; one sleeps on it, and polls; another one moderates it all the time. */
+/* Threads complete into a queue; one sleeps on it and polls; another one changes the moderation all the time. */
 struct traffic {
     struct watched watched;
     struct ibv_qp *qps[SENDERS];
@@ -490,7 +490,7 @@ static unsigned int take_completions(struct traffic *traffic)
     return count;
 }
 
-/* Arms, polls what came before, and sleeps: whatever comes after the arming ends the sleep. */
+/* Arm, poll earlier completions, and sleep: a completion after the arming ends the sleep. */
 static void sleep_and_poll(struct traffic *traffic)
 {
     unsigned int left = SENDERS * MESSAGES, seed = 1;

@@ -1,4 +1,4 @@
-/* A completion queue that breaks says so once, as an asynchronous event, and for good. */
+/* Tests of completion queues that break: one asynchronous event, and errors for good. */
 #include "support.h"
 #include "support_threads.h"
 
@@ -22,7 +22,7 @@ static void expect_no_event(const struct home *home)
     CHECK_EQ(errno, EAGAIN);
 }
 
-/* The next CQ_ERR, which must be this queue's; what else comes (queue pairs break, too) is acknowledged. */
+/* Take the next CQ_ERR, which must be of this queue; other events (queue pairs break, too) are acknowledged. */
 static struct ibv_async_event take_error(const struct home *home, const struct ibv_cq *cq)
 {
     struct ibv_async_event event;
@@ -38,7 +38,7 @@ static struct ibv_async_event take_error(const struct home *home, const struct i
     return event;
 }
 
-/* Takes all events and acknowledges them; how many of them were CQ_ERR. */
+/* Take and acknowledge all events. Return the number of CQ_ERR. */
 static int drain_events(const struct home *home)
 {
     struct ibv_async_event event;
@@ -60,7 +60,7 @@ static void overflow(struct ibv_qp *qp, const struct ibv_cq *cq)
     CHECK(wait_state(qp, IBV_QPS_ERR));
 }
 
-/* Not when it becomes full, but when it overruns; and never again. */
+/* A queue breaks when it overruns, not when it becomes full; one event is raised. */
 static void raised_once(void)
 {
     struct ibv_async_event event;
@@ -99,7 +99,7 @@ static void raised_once(void)
     home_close(&home);
 }
 
-/* Each queue has its own. */
+/* Each queue has an event of its own. */
 static void of_each_queue(void)
 {
     enum { QUEUES = 3 };
@@ -128,7 +128,7 @@ static void of_each_queue(void)
     home_close(&home);
 }
 
-/* Broken on demand, without having been full: what is in it comes out, nothing comes in. */
+/* A queue that is broken on demand, without being full: its completions can be polled, and no further ones come. */
 static void broken_on_demand(void)
 {
     struct ibv_comp_channel *channel;
@@ -163,7 +163,7 @@ static void broken_on_demand(void)
     home_close(&home);
 }
 
-/* An event that nobody took goes with its queue. */
+/* An event that was not taken is dropped with its queue. */
 static void goes_with_its_queue(void)
 {
     struct ibv_cq *cq, *other;
@@ -196,7 +196,7 @@ static void *destroy_in_thread(void *argument)
     return NULL;
 }
 
-/* An event of either kind that was taken holds the queue until it is acknowledged. */
+/* A taken event of either kind delays destruction until it is acknowledged. */
 static void destroying_waits(void)
 {
     struct destroyer destroyer = {0};

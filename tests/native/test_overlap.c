@@ -1,12 +1,12 @@
-/* Two threads inside of what takes no locks: seen, refused, counted, told once, never executed. And that the same
- * calls are fine where there are locks. */
+/* Tests of two threads in objects that take no locks: detected, refused, counted, reported once, never executed. The
+ * same calls work on objects with locks. */
 #include "support.h"
 
 #include <pthread.h>
 #include <stdatomic.h>
 #include <unistd.h>
 
-/* Whatever the variant: a home on a thread domain, with an extended queue to stand in. */
+/* In all variants: a home on a thread domain, with an extended queue for a poll session. */
 struct unlocked {
     struct check_variant like;
     struct home home;
@@ -14,7 +14,7 @@ struct unlocked {
     struct ibv_qp *qp, *other; /* each its own peer, both on `cq` */
 };
 
-/* This thread stands inside of the queue, at a completion with the id 1, when it returns. */
+/* Open a poll session at a completion with id 1: this thread is inside of the queue on return. */
 static void open_inside(struct unlocked *unlocked, bool thread_domain)
 {
     unlocked->like = *variant;
@@ -28,7 +28,7 @@ static void open_inside(struct unlocked *unlocked, bool thread_domain)
     CHECK_EQ(unlocked->cq->wr_id, 1);
 }
 
-/* Everything still works, from any one thread at a time. */
+/* Check that all objects still work, from one thread at a time. */
 static int use_it(void *argument)
 {
     struct unlocked *unlocked = argument;
@@ -77,7 +77,7 @@ struct intruder {
     int attempts; /* how many were made */
 };
 
-/* Each verb on a driver half of the domain, from a thread that is not inside. */
+/* Call each verb on a driver half of the domain, from a thread that is not inside. */
 static int intrude(void *argument)
 {
     struct intruder *intruder = argument;
@@ -120,7 +120,7 @@ static void intrude_elsewhere(void *argument)
     CHECK_EQ(call_elsewhere(intrude, argument), 0);
 }
 
-/* The number of lines that name this queue pair's number or queue, both threads, and that it was refused. */
+/* Return the number of lines that name this queue pair or queue and both threads, and say that the call was refused. */
 static int lines_about(const char *text, const char *kind, uint32_t number, pid_t one, pid_t two)
 {
     char object[64], first[32], second[32];
@@ -177,7 +177,7 @@ static void refused_and_reported_once(void)
     close_unlocked(&unlocked);
 }
 
-/* The thread that is inside may work on the domain's other objects: post while it polls. */
+/* The thread that is inside may use the domain's other objects: post while it polls. */
 static void posting_while_polling(void)
 {
     struct ibv_send_wr wr = request(IBV_WR_RDMA_WRITE, 2, NULL, 0);
@@ -216,7 +216,8 @@ static void enter_again(void *argument)
     CHECK_EQ(qp_state(unlocked->qp), IBV_QPS_RTS);
 }
 
-/* The same object once more is refused even from the thread that is inside, locked or not: never a deadlock. */
+/* A nested call on the same object is refused even from the thread that is inside, locked or not: it never
+ * deadlocks. */
 static void nested_calls(void)
 {
     struct unlocked unlocked;
@@ -234,7 +235,7 @@ static void nested_calls(void)
     }
 }
 
-/* Another thread domain is another thread's business. */
+/* Another thread may use another thread domain. */
 static int use_other_domain(void *argument)
 {
     struct unlocked inner;
@@ -283,7 +284,7 @@ static void other_domains_are_free(void)
     close_unlocked(&unlocked);
 }
 
-/* The device half is not the driver half: peers write to an object while its thread is inside. */
+/* The device half is separate: peers write to an object while its thread is inside of the driver half. */
 static int write_to_it(void *argument)
 {
     struct pair *pair = argument;
@@ -323,7 +324,7 @@ static void peers_do_not_overlap(void)
     close_unlocked(&unlocked);
 }
 
-/* A single-threaded queue without a thread domain is watched alone; the queue pairs on it are locked. */
+/* A single-threaded queue without a thread domain is checked alone; the queue pairs on it have locks. */
 static int poll_single(void *argument)
 {
     struct unlocked *unlocked = argument;
@@ -369,7 +370,7 @@ static void single_threaded_queue(void)
     close_unlocked(&unlocked);
 }
 
-/* With locks: other threads post, ask and change at once, and poll when the one inside has left. */
+/* With locks, other threads post, query and modify at once, and poll when the thread inside has left. */
 static int use_locked(void *argument)
 {
     struct unlocked *unlocked = argument;

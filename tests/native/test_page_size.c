@@ -1,5 +1,5 @@
-/* With pages of 64 KiB the kernel is asked for whole pages on behalf of queues, and what comes back of one piece takes
- * nothing of another one along. */
+/* Tests with pages of 64 KiB: queues request whole pages from the kernel, and freeing one piece does not affect
+ * others. */
 #include "support.h"
 #include "support_alloc.h"
 #include "support_kernel.h"
@@ -11,7 +11,7 @@
 #include "soft/objects/pd_share.h"
 #include "soft/objects/shared.h"
 
-/* All objects of this program call these, see WRAPPED in build.py. */
+/* All objects of this program call these functions, see WRAPPED in build.py. */
 #define REAL(name) __real_##name
 #define WIDE(name) __wrap_##name
 #define REFUSED() atomic_fetch_add(&refused, 1)
@@ -178,7 +178,7 @@ static void an_arena_takes_whole_pages(void)
     alloc_release(arena);
 }
 
-/* Of 2 MiB, as there are on such a kernel, too; where none are left, base pages take their place. */
+/* Huge pages of 2 MiB, which such a kernel has, too; if none is left, base pages are used. */
 static void huge_pages_fall_back_to_whole_pages(void)
 {
     struct alloc_source *tiers[] = {alloc_pages_create(2 * MIB, ALLOC_ANY_NODE, true), base_pages()};
@@ -200,7 +200,7 @@ static void huge_pages_fall_back_to_whole_pages(void)
     alloc_release(source);
 }
 
-/* The memory of a domain that processes share: what is given back is zero again, and nothing beside it is touched. */
+/* Memory of a domain that processes share: freed memory becomes zero, and memory beside it is not touched. */
 static void shared_memory_comes_back_by_whole_pages(void)
 {
     struct alloc_source *source;

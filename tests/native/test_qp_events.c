@@ -1,4 +1,4 @@
-/* What queue pairs tell their user unasked: once each, and only where no completion does. */
+/* Tests of asynchronous events of queue pairs: once each, and only if no completion reports the same. */
 #include "support.h"
 #include "support_async.h"
 #include "support_srq.h"
@@ -26,7 +26,7 @@ static void expect_silence(struct ibv_context *context)
 
 /* ---- COMM_EST ---------------------------------------------------------------------------------------------- */
 
-/* b is left in RTR; a sends. */
+/* Leave b in RTR; a sends. */
 static void half_connect(struct pair *pair)
 {
     type_connect(pair->a.qp, &default_link, pair->b.qp->qp_num);
@@ -61,7 +61,7 @@ static void established(void)
     }
 }
 
-/* Who is in RTS knows; a datagram makes no connection. */
+/* No event in RTS, where the application knows that the connection is established; none for datagrams. */
 static void not_established(void)
 {
     struct ibv_send_wr wr;
@@ -113,7 +113,7 @@ static void check_refusal(struct pair *pair, enum refusal refusal)
     EXPECT_ASYNC(pair->own.context, access ? IBV_EVENT_QP_ACCESS_ERR : IBV_EVENT_QP_REQ_ERR, pair->b.qp);
 }
 
-/* The responder's user has no other way to learn it; again after each reset. */
+/* The responder's application has no other way to learn of the refusal; the event is raised again after each reset. */
 static void refused_requests(void)
 {
     struct pair pair;
@@ -132,7 +132,7 @@ static void refused_requests(void)
     pair_close(&pair);
 }
 
-/* Here a receive tells it. */
+/* Here a receive reports it. */
 static void errors_reported_by_completions(void)
 {
     struct pair pair;
@@ -149,7 +149,7 @@ static void errors_reported_by_completions(void)
 
 /* ---- QP_FATAL ---------------------------------------------------------------------------------------------- */
 
-/* A completion that found no room is lost: both the queue and who completed into it say so. */
+/* A completion for a full queue is lost: events of the queue and of its queue pair report that. */
 static void no_room_for_sends(void)
 {
     struct ibv_cq *small;
@@ -177,7 +177,7 @@ static void no_room_for_sends(void)
     home_close(&home);
 }
 
-/* The same where it would have told of an error, and nothing else does. */
+/* The same for a lost completion with an error, which only the event reports. */
 static void no_room_for_an_error(void)
 {
     struct ibv_cq *small;
@@ -244,7 +244,7 @@ static void no_room_for_receives(void)
     home_close(&home);
 }
 
-/* Nobody who sent hears of it where he does not wait for answers. */
+/* A sender that expects no response does not notice. */
 static void full_queue_without_a_response(void)
 {
     static const enum ibv_qp_type types[] = {IBV_QPT_UC, IBV_QPT_UD};
@@ -327,7 +327,7 @@ static void fall(struct end *a, struct end *b, enum fall how)
     }
 }
 
-/* Nothing is flushed of a shared queue: instead, this. */
+/* Receives of a shared queue are not flushed: this event is raised instead. */
 static void last_wqe(void)
 {
     struct ibv_srq *srq;
@@ -360,7 +360,7 @@ static void last_wqe(void)
     home_close(&home);
 }
 
-/* Each type that receives from one says so. */
+/* Each type that receives from a shared queue raises the event. */
 static void last_wqe_of_each_type(void)
 {
     static const enum ibv_qp_type types[] = {IBV_QPT_RC, IBV_QPT_UC, IBV_QPT_UD};
@@ -385,7 +385,7 @@ static void last_wqe_of_each_type(void)
     home_close(&home);
 }
 
-/* Who has receives of his own sees them flushed, and hears nothing. */
+/* A queue pair with receives of its own flushes them, and raises no such event. */
 static void no_last_wqe(void)
 {
     struct pair pair;
@@ -412,7 +412,7 @@ static void *destroy(void *argument)
     return NULL;
 }
 
-/* A queue pair stays for who took its event, until he acknowledges. */
+/* A queue pair exists until its taken events are acknowledged. */
 static void destruction_waits(void)
 {
     struct ibv_async_event event;
@@ -438,7 +438,7 @@ static void destruction_waits(void)
     pair_close(&pair);
 }
 
-/* That whoever destroys it is past all that others could meet: he waits for the acknowledgement, or soon will. */
+/* Wait until the destroying thread has left the queue pair, and waits for the acknowledgement or soon will. */
 static void wait_leaving(struct ibv_qp *qp)
 {
     struct soft_table *qps = &to_soft_context(qp->context)->device->qps;
@@ -451,7 +451,7 @@ static void wait_leaving(struct ibv_qp *qp)
     wait_left(&to_soft_qp(qp)->half); /* its thread domain's, which its completion queues share */
 }
 
-/* What he does with it meanwhile is refused, and leaves neither a completion nor an event of what is gone. */
+/* Calls on the queue pair meanwhile are refused, and leave neither a completion nor an event of a freed object. */
 static void used_while_it_is_destroyed(void)
 {
     struct ibv_recv_wr recv = {.wr_id = 2}, *bad;
@@ -485,7 +485,7 @@ static void used_while_it_is_destroyed(void)
     pair_close(&pair);
 }
 
-/* What nobody took goes with it. */
+/* An event that was not taken is dropped with the queue pair. */
 static void event_never_taken(void)
 {
     struct pair pair;

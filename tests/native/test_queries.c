@@ -1,4 +1,4 @@
-/* What the device tells of itself, and the verbs that it does not have. */
+/* Tests of queries of the device, and of verbs that it does not have. */
 #include "support.h"
 
 static void opening(void)
@@ -174,7 +174,7 @@ static void tables(void)
     home_close(&home);
 }
 
-/* A context that knows fewer ops than we do: its `sz` decides, not what lies in front of it. */
+/* A context with fewer ops than this library's: its `sz` decides, not the memory before it. */
 static void short_context(void)
 {
     struct ibv_td_init_attr td_attr = {0};

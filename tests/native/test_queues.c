@@ -1,4 +1,4 @@
-/* Work queues as queues: places, chains, signalling and order. */
+/* Tests of work queues: capacity, chains, signalling and order. */
 #include "support.h"
 
 #include <sched.h>
@@ -8,7 +8,7 @@
 #include "soft/base/settings.h"
 #include "soft/objects/qp.h"
 
-/* Sends until there is no room; how many went in. The requests are signalled where `signalled` is true. */
+/* Post sends until the queue is full; return their number. They are signalled if `signalled`. */
 static int fill_send_queue(struct pair *pair, bool signalled)
 {
     struct ibv_send_wr wr = request(IBV_WR_RDMA_WRITE, 1, NULL, 0);
@@ -30,7 +30,7 @@ static int granted_sends(struct pair *pair)
     return (int)granted.cap.max_send_wr;
 }
 
-/* A place is taken until its completion is polled, not only until it is executed. */
+/* A request occupies its place until its completion is polled, not only until it is executed. */
 static void signalled_places(void)
 {
     struct pair pair;
@@ -121,7 +121,7 @@ static void receive_places(void)
     pair_close(&pair);
 }
 
-/* A chain goes in up to the request that cannot, which the call names. */
+/* A chain is posted up to the first invalid request, which the call returns. */
 static void chains(void)
 {
     struct ibv_send_wr wrs[5], *bad;
@@ -179,7 +179,7 @@ static void chain_into_a_full_queue(void)
     pair_close(&pair);
 }
 
-/* One after the other: each request finds what those before it have done, reads and atomics with the fence. */
+/* Requests are executed in order: each one sees the effects of those before it; of reads and atomics with the fence. */
 static void order(void)
 {
     enum { ROUNDS = 200 };
@@ -214,7 +214,7 @@ static void order(void)
     pair_close(&pair);
 }
 
-/* Many messages, both ways at once, over rings that turn around many times: none is lost, doubled or displaced. */
+/* Many messages, both ways at once, over rings that wrap many times: none is lost, duplicated or reordered. */
 static void both_ways(void)
 {
     enum { MESSAGES = 1000, DEPTH = 8 };
@@ -268,7 +268,7 @@ static void both_ways(void)
     pair_close(&pair);
 }
 
-/* In engine mode a request is executed by the device, not in the call, and not before its time. */
+/* With a worker thread a request is executed by that thread, not in the call, and not before its time. */
 static void execution_mode(void)
 {
     uint64_t delay_ns = 50000000, begin;
@@ -294,8 +294,8 @@ static void execution_mode(void)
     pair_close(&pair);
 }
 
-/* A queue with much to do does not keep the others waiting until it is done: they take turns. None of it is
- * executed until all is posted, and it completes into one queue, which shows the order of execution. */
+/* Queues take turns: a queue with much to do does not delay the others until it is done. Execution begins after all is
+ * posted, and all completes into one queue, which shows the order. */
 static void taking_turns(void)
 {
     enum { REQUESTS = 15, QUICK = 99 };
@@ -339,7 +339,7 @@ static void taking_turns(void)
     pair_close(&pair);
 }
 
-/* No request is executed once the device's thread is stopped; what is there can still be destroyed. */
+/* No request is executed after the worker thread was stopped; objects can still be destroyed. */
 static void halted(void)
 {
     struct ibv_wc wc;

@@ -1,4 +1,5 @@
-/* Objects that go while others use them, and threads that use what is not theirs: only what is expected happens. */
+/* Tests of objects that are destroyed while other threads use them, and of threads that use objects of other threads:
+ * only expected results occur. */
 #include "support.h"
 #include "support_threads.h"
 
@@ -8,8 +9,8 @@
 
 /* ---- Memory that is deregistered under fire ---------------------------------------------------------------- */
 
-/* One thread registers memory, tells its key, deregisters it in the midst of it all and frees it. The other writes
- * to it, or reads into it, and finds its queue pair broken now and then. */
+/* One thread registers memory, publishes its key, deregisters and frees it at any time. The other one writes to it, or
+ * reads into it, and finds its queue pair broken now and then. */
 struct range {
     struct home shared; /* of the memory, and of the writer's queue pairs */
     struct pair pair;   /* the writer's, both ends */
@@ -174,7 +175,7 @@ static const struct ibv_qp_attr impatient = {
     .rnr_retry = 1,
 };
 
-/* For a peer that comes anew, the writer's numbers begin anew, too: he reconnects whenever he is not answered. */
+/* When a peer reconnects, the writer's sequence numbers start anew, too: it reconnects whenever it gets no response. */
 static void come_anew(struct duel *duel)
 {
     struct pair_options options = {.memory = 64};
@@ -270,8 +271,8 @@ static void peers_in_error(void)
 
 /* ---- Misuse ------------------------------------------------------------------------------------------------ */
 
-/* Several threads on one thread domain at once, which is forbidden: whatever is refused has not happened, and
- * whatever was accepted has happened once. */
+/* Several threads use one thread domain at once, which is forbidden: a refused call has done nothing, and an accepted
+ * one is executed once. */
 #define OFFENDERS 3u
 #define OFFENCES SCALED(20000u)
 

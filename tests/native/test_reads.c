@@ -1,4 +1,4 @@
-/* How many reads and atomics a connection may have in flight, on either side. */
+/* Tests of the number of reads and atomics that a connection may have in flight, on either side. */
 #include "support.h"
 #include "support_async.h"
 #include "support_types.h"
@@ -26,7 +26,7 @@ struct chain {
     struct ibv_sge sges[MOST];
 };
 
-/* One request for each letter: r(ead), a(tomic), w(rite); upper case: with a fence. */
+/* Post one request for each letter: r(ead), a(tomic), w(rite); upper case: with a fence. */
 static int post_chain(struct pair *pair, const char *letters)
 {
     struct chain chain;
@@ -76,7 +76,7 @@ static void check_chain(struct limits limits, const char *letters, int failing, 
 #define REFUSED(out, in, letters, failing) \
     check_chain((struct limits){out, in}, letters, failing, IBV_WC_REM_INV_REQ_ERR)
 
-/* Without any, the requester cannot send them. */
+/* Without reads in flight the requester cannot send any. */
 static void no_reads_allowed_by_the_requester(void)
 {
     check_chain((struct limits){0, 16}, "r", 0, IBV_WC_LOC_QP_OP_ERR);
@@ -91,7 +91,7 @@ static void no_reads_allowed_by_the_responder(void)
     GOOD(1, 0, "ww");
 }
 
-/* One after the other is one at a time, whatever is posted. */
+/* Requests executed one after the other count as one at a time, whatever is posted. */
 static void one_at_a_time(void)
 {
     GOOD(1, 1, "rrrr");
@@ -108,7 +108,7 @@ static void in_a_chain(void)
     REFUSED(16, 1, "wwrwr", 2); /* writes between them free nothing */
 }
 
-/* Who is fenced waits for all reads before him. */
+/* A fenced request waits for all reads before it. */
 static void fenced(void)
 {
     GOOD(16, 1, "rRRA");
@@ -118,7 +118,7 @@ static void fenced(void)
     REFUSED(16, 1, "rRr", 1);
 }
 
-/* The limits are of a connection's two ends each; changed in SQD. */
+/* Each end of a connection has its limit; both can be changed in SQD. */
 static void changed(void)
 {
     struct ibv_qp_attr attr = {.max_rd_atomic = 1};

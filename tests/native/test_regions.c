@@ -1,4 +1,4 @@
-/* Memory regions: keys, rights and bounds, checked at registration and at every access. */
+/* Tests of memory regions: keys, rights and bounds, checked at registration and at every access. */
 #include "support.h"
 #include "support_kernel.h"
 
@@ -47,7 +47,7 @@ static void registration(void)
     home_close(&home);
 }
 
-/* A NIC pins what it is told of, and finds out that it is not there. */
+/* Unmapped memory cannot be registered: a NIC pins pages. */
 static void unmapped_memory(void)
 {
     size_t page = (size_t)sysconf(_SC_PAGESIZE);
@@ -69,7 +69,7 @@ static void unmapped_memory(void)
     munmap(memory, 2 * page);
 }
 
-/* It asks for the pages as it will use them: what cannot be written is no target of writes. */
+/* Registration checks page protection: read-only memory cannot be registered for writes. */
 static void protected_memory(void)
 {
     size_t page = (size_t)sysconf(_SC_PAGESIZE);
@@ -91,7 +91,7 @@ static void protected_memory(void)
     munmap(memory, page);
 }
 
-/* One write with the given target, which either works or is refused as an access error. */
+/* Make one write to the given target, which either works or is refused as an access error. */
 static void try_write(uint64_t address, uint32_t rkey, uint32_t length, bool works)
 {
     struct ibv_send_wr wr;
@@ -108,7 +108,7 @@ static void try_write(uint64_t address, uint32_t rkey, uint32_t length, bool wor
     pair_close(&pair);
 }
 
-/* The same with the region's pair: `offset` counts from the beginning of the peer's region. */
+/* The same with the region's pair: `offset` is relative to the peer's region. */
 static void try_remote(enum ibv_wr_opcode opcode, int64_t offset, uint32_t length, bool works)
 {
     struct ibv_send_wr wr;
@@ -162,7 +162,7 @@ static void wild_remote_addresses(void)
     try_write(begin, 0x7fffff00, 1, false);
 }
 
-/* The local side: a span that leaves the region breaks the sender itself. */
+/* The local side: a range that exceeds the region breaks the sender itself. */
 static void try_local(int64_t offset, uint32_t length, bool works)
 {
     struct ibv_send_wr wr;
@@ -191,7 +191,7 @@ static void local_bounds(void)
     try_local(16, UINT32_MAX, false);
 }
 
-/* What a region's rights allow, from afar. The queue pairs allow everything. */
+/* Rights of a region for remote access. The queue pairs allow everything. */
 static void remote_rights(void)
 {
     static const struct {
@@ -237,7 +237,8 @@ static void remote_rights(void)
     }
 }
 
-/* What the queue pair does not allow is an invalid request, whatever the key allows, and however long it is. */
+/* A request that the queue pair does not allow is an invalid request, whatever the key allows and however long it
+ * is. */
 static void queue_pair_rights(void)
 {
     static const enum ibv_wr_opcode opcodes[] = {
@@ -271,7 +272,7 @@ static void queue_pair_rights(void)
     }
 }
 
-/* What lands in local memory needs the right to write there. */
+/* Data written to local memory needs the local write right. */
 static void local_rights(void)
 {
     static const enum ibv_wr_opcode opcodes[] = {IBV_WR_SEND, IBV_WR_RDMA_WRITE, IBV_WR_RDMA_READ,
@@ -297,7 +298,7 @@ static void local_rights(void)
     }
 }
 
-/* The receive's memory must be writable: the receiver has a protection error, the sender's peer failed. */
+/* The receive's memory must be writable: the receiver gets a protection error, the sender a remote error. */
 static void receive_rights(void)
 {
     struct pair pair;
@@ -355,7 +356,7 @@ static void foreign_domain(void)
     }
 }
 
-/* A key is checked when the request is executed: one that is gone by then, or was before, is not accepted. */
+/* A key is checked when the request is executed: one that was deregistered before is refused. */
 static void deregistered(void)
 {
     struct ibv_send_wr wr;
@@ -385,7 +386,7 @@ static void deregistered(void)
     pair_close(&pair);
 }
 
-/* Many registrations in a row: no key comes again soon, not even where the number behind it does. */
+/* Many registrations in a row: no key is reused soon, even if its number is. */
 static void keys_rest(void)
 {
     enum { ROUNDS = 4000 };
@@ -415,7 +416,7 @@ static void keys_rest(void)
     home_close(&home);
 }
 
-/* More at a time than any table starts with, some of them given back before: each has a key of its own that works. */
+/* More regions at a time than the table's initial size, some freed before: each has a working key of its own. */
 static void many_regions(void)
 {
     enum { REGIONS = 3000 };

@@ -1,4 +1,4 @@
-/* Receivers that are not ready and peers that do not answer. */
+/* Tests of receivers that are not ready, and of peers that do not answer. */
 #include "support.h"
 #include "support_threads.h"
 
@@ -6,7 +6,7 @@ static const uint64_t rnr_units_us[32] = {
     655360, 10,   20,   30,   40,    60,    80,    120,   160,   240,   320,   480,    640,    960,    1280,   1920,
     2560,   3840, 5120, 7680, 10240, 15360, 20480, 30720, 40960, 61440, 81920, 122880, 163840, 245760, 327680, 491520};
 
-/* The sender tries again until a receive is there. */
+/* The sender retries until a receive is posted. */
 static void receive_posted_late(void)
 {
     struct ibv_qp_attr link = default_link;
@@ -29,7 +29,7 @@ static void receive_posted_late(void)
     pair_close(&pair);
 }
 
-/* The same for the other request that takes a receive; nothing is written before there is one. */
+/* The same for a write with immediate; nothing is written before there is a receive. */
 static void write_with_imm_waits_too(void)
 {
     struct ibv_send_wr wr;
@@ -49,7 +49,7 @@ static void write_with_imm_waits_too(void)
     pair_close(&pair);
 }
 
-/* rnr_retry more attempts, each after the time that the receiver asked for; then it is an error. */
+/* rnr_retry more attempts, each after the time that the receiver requested; then an error. */
 static void rnr_retries_run_out(void)
 {
     static const struct {
@@ -100,7 +100,7 @@ static void rnr_timer_codes(void)
     }
 }
 
-/* A message that goes through gives the next one all of its retries again. */
+/* A delivered message resets the RNR retries. */
 static void rnr_retries_are_per_message(void)
 {
     struct ibv_qp_attr link = default_link;
@@ -134,7 +134,8 @@ static void endless_rnr_retries(void)
     pair_close(&pair);
 }
 
-/* Many wait at once, each for its own time, and some are gone before: the others are waked in time and in order. */
+/* Many queue pairs wait at once, each for its own time, and some are destroyed before: the others are woken in time and
+ * in order. */
 static void many_timers(void)
 {
     enum { WAITING = 1000 };
@@ -189,7 +190,7 @@ static void many_timers(void)
     home_close(&home);
 }
 
-/* Waiting for a receiver ends with the state, too. */
+/* Leaving RTS ends the wait for a receiver. */
 static void rnr_wait_ends_with_the_state(void)
 {
     struct ibv_qp_attr link = default_link;
@@ -204,7 +205,7 @@ static void rnr_wait_ends_with_the_state(void)
     pair_close(&pair);
 }
 
-/* Why nobody answers, as seen from a queue pair in RTS. */
+/* Reason why a queue pair in RTS gets no response. */
 enum silence {
     NO_SUCH_NUMBER,
     DESTROYED,
@@ -300,7 +301,7 @@ static void no_response(void)
     }
 }
 
-/* A peer that comes up in time is as good as one that was there. */
+/* A peer that becomes ready in time answers. */
 static void peer_comes_up(void)
 {
     struct ibv_qp_attr link = default_link;
@@ -318,7 +319,7 @@ static void peer_comes_up(void)
     pair_close(&pair);
 }
 
-/* An answer gives the next request all of its retries again. */
+/* A response resets the retries. */
 static void retries_are_per_request(void)
 {
     struct ibv_qp_attr link = default_link, next = default_link;

@@ -1,5 +1,5 @@
-/* Protection domains that several contexts share: what one may reach the others may, and an instance takes its memory
- * with it when it goes. */
+/* Tests of protection domains shared by contexts: all may reach their memory, and closing an instance ends its
+ * regions. */
 #include "support.h"
 #include "support_fork.h"
 #include "support_srq.h"
@@ -30,7 +30,7 @@ static void sharing_open(struct sharing *sharing)
     REQUIRE(sharing->pds[1] != NULL);
 }
 
-/* What the test gave back itself is NULL. */
+/* Objects that the test destroyed itself are NULL. */
 static void sharing_close(struct sharing *sharing)
 {
     int i;
@@ -49,7 +49,7 @@ static void give_back(struct sharing *sharing, int which)
     sharing->pds[which] = NULL;
 }
 
-/* A queue pair on an instance, connected to itself. */
+/* Create a queue pair on an instance, connected to itself. */
 static struct ibv_qp *loop_on(struct sharing *sharing, int which, struct ibv_cq *cq)
 {
     return make_loop(sharing->pds[which], cq, 8);
@@ -128,7 +128,7 @@ static void identifiers(void)
     home_close(&home);
 }
 
-/* The fault plan's errno is the verb's, and nothing is left. */
+/* The verb fails with the fault plan's errno, and nothing is left. */
 static void planned_failure(void)
 {
     const struct soft_strike once = {1, 0, 1};
@@ -152,7 +152,7 @@ static void planned_failure(void)
 
 /* ---- Access ------------------------------------------------------------------------------------------------ */
 
-/* A queue pair reaches memory of each instance, on both sides; a stranger's it does not. */
+/* A queue pair reaches memory of each instance, on both sides; memory of another domain it does not. */
 static void one_domain(void)
 {
     uint64_t from = 42, to = 0, secret = 0;
@@ -184,7 +184,7 @@ static void one_domain(void)
 
 /* ---- An instance goes --------------------------------------------------------------------------------------- */
 
-/* Anything but regions and windows keeps it, and it is whole afterwards. */
+/* An instance with objects other than regions and windows is busy, and unchanged afterwards. */
 static void busy_instance(void)
 {
     struct ibv_pd *parent;
@@ -244,7 +244,7 @@ static void plain_domains_keep_memory(void)
     home_close(&home);
 }
 
-/* Regions are dead at once, as source and as target; their handles are good for being given back. */
+/* Regions end at once, as source and as target; their handles can still be freed. */
 static void regions_end_with_their_instance(void)
 {
     struct ibv_mr *dying[2], *living;
@@ -285,7 +285,7 @@ static void regions_end_with_their_instance(void)
     sharing_close(&sharing);
 }
 
-/* Binds a window of type 1 to one word, and waits for it. */
+/* Bind a window of type 1 to one word, and wait for it. */
 static void bind_window(struct ibv_qp *qp, struct ibv_cq *cq, struct ibv_mw *mw, struct ibv_mr *mr)
 {
     struct ibv_mw_bind bind = {
@@ -298,8 +298,8 @@ static void bind_window(struct ibv_qp *qp, struct ibv_cq *cq, struct ibv_mw *mw,
     EXPECT(cq, 90, IBV_WC_SUCCESS);
 }
 
-/* Of a window and its region either may be of the instance that goes: a second one in the queue pair's context, since
- * a binding is of things of one context. */
+/* Either a window or its region may be of the closed instance: a second instance in the queue pair's context, since a
+ * binding is within one context. */
 static void windows_end_with_their_instance(void)
 {
     struct ibv_mr *regions[2], *source;
@@ -349,7 +349,7 @@ static void windows_end_with_their_instance(void)
 
 /* ---- Threads and forks --------------------------------------------------------------------------------------- */
 
-/* One context's instances come and go with their memory while the other writes there. */
+/* One context's instances are opened and closed with their memory while the other one writes there. */
 struct fire {
     struct sharing sharing;
     struct ibv_cq *cq;
@@ -431,7 +431,7 @@ static void instances_closed_under_load(void)
     free(fire);
 }
 
-/* One thread gives the instance back while another gives back its memory. */
+/* One thread closes the instance while another one deregisters its memory. */
 struct ending {
     struct ibv_pd *pd;
     struct ibv_mr *mrs[8];

@@ -1,5 +1,6 @@
-/* Protection domains that processes share, by two devices of one process, which are to each other what those of two
- * processes are: what one registered the other serves, until it is taken back; whatever stands in their file. */
+/* Tests of protection domains that processes share, by two devices of one process, which are to each other like those
+ * of two processes: regions that one registered serve the other, until they are deregistered; whatever is in their
+ * file. */
 #define _GNU_SOURCE
 #include "support.h"
 #include "support_fabric.h"
@@ -24,7 +25,7 @@
 #define SIZE (64u << 10)
 #define LAST (SIZE / 8 - 1)
 
-/* One device that shares a domain, and one that has an instance of it, with a queue pair connected to itself. */
+/* One device that shares a domain, and one with an instance of it and a queue pair connected to itself. */
 struct sharing {
     struct home homes[2];
     struct ibv_pd *pds[2];
@@ -85,7 +86,7 @@ static void sharing_close(struct sharing *sharing)
     }
 }
 
-/* What another process would find of a region: where it is mapped there. */
+/* Return the address where another process has mapped a region. */
 static uint8_t *seen_by_other(struct sharing *sharing, const void *address)
 {
     const struct alloc_area *areas[2];
@@ -167,7 +168,7 @@ static void regions_of_another_process_are_served(void)
     sharing_close(&sharing);
 }
 
-/* They serve where they were made, their numbers included. */
+/* Windows serve only in the process that made them, their numbers included. */
 static void windows_are_not_shared(void)
 {
     struct ibv_mw *windows[2];
@@ -219,7 +220,7 @@ static void windows_are_not_shared(void)
     sharing_close(&sharing);
 }
 
-/* Instances take their regions with them, for the other process, too. */
+/* Closing an instance ends its regions, for the other process, too. */
 static void an_instance_closes(void)
 {
     struct sharing sharing;
@@ -251,7 +252,7 @@ static void an_instance_closes(void)
     sharing_close(&sharing);
 }
 
-/* Whoever gets the slot of a process that is gone gives none of its keys. */
+/* A process that gets the slot of an exited one uses none of that one's keys. */
 static void slots_are_used_again_but_no_keys(void)
 {
     struct sharing sharing;
@@ -282,7 +283,7 @@ static void slots_are_used_again_but_no_keys(void)
     sharing_close(&sharing);
 }
 
-/* A window's bindings count there, too, and at once: its process may be killed. */
+/* Bindings of windows count, too, and at once: the process may be killed. */
 static void a_slot_passes_on_without_the_keys_of_windows(void)
 {
     struct sharing sharing;
@@ -352,7 +353,7 @@ static void join(struct joining *joining)
     REQUIRE(sharing->pds[1] != NULL);
 }
 
-/* As soon as what the dead process left is being cleared; which waits for the stuck one. */
+/* Work while the remains of a dead process are cleared, which waits for a stuck one. */
 static void do_other_things(struct joining *joining)
 {
     struct ibv_context *context = joining->sharing.homes[1].context;
@@ -378,7 +379,7 @@ static void play(void *argument)
     part->play(part->joining);
 }
 
-/* `full`: but for the dead one's, all slots are other processes'. */
+/* `full`: all slots but those of dead processes are used by other processes. */
 static void join_beside_a_stuck_process(bool full)
 {
     static struct joining joining;
@@ -422,7 +423,7 @@ static void others_go_on_when_only_dead_processes_slots_are_left(void)
     join_beside_a_stuck_process(true);
 }
 
-/* What is left of an instance keeps the file, not the domain. */
+/* Remaining objects of an instance keep the file open, not the domain. */
 static void regions_outlive_the_domain(void)
 {
     struct sharing sharing;
@@ -559,8 +560,8 @@ static uint64_t odd_number(unsigned int *seed, uint64_t near)
     }
 }
 
-/* Whatever another process writes about its regions: a request succeeds or is refused, and nothing outside of the
- * memory is touched. */
+/* Whatever another process writes into the shared pages: a request succeeds or is refused, and no memory outside is
+ * touched. */
 static void shared_memory_is_not_trusted(void)
 {
     struct fire *fire = calloc(1, sizeof(*fire));

@@ -1,4 +1,5 @@
-/* The file of a protection domain that processes share: what is taken for one, who is in it, and what the dead leave. */
+/* Tests of the file of a protection domain that processes share: valid files, its users, and remains of dead
+ * processes. */
 #define _GNU_SOURCE
 #include "support.h"
 #include "support_fabric.h"
@@ -57,7 +58,7 @@ static void shared_close(struct shared *shared)
     home_close(&shared->home);
 }
 
-/* Another process, as far as the kernel tells: the slot's byte is locked by another description. */
+/* Look like another process to the kernel: lock the slot's byte by another description. */
 static int lock_slots(const struct shared *shared, short type, uint32_t first, uint32_t count)
 {
     struct flock what = {.l_type = type, .l_whence = SEEK_SET, .l_start = first, .l_len = count};
@@ -86,7 +87,7 @@ static void expect_refused(struct shared *shared, int fd, struct check_place pla
     close(fd);
 }
 
-/* Of that size, with so much of a domain's own beginning, sealed or not. */
+/* Make a file of that size, with so many bytes of a domain's own beginning, sealed or not. */
 static int likeness(const struct shared *shared, off_t size, size_t head, int seals)
 {
     int fd = memfd_create("likeness", MFD_CLOEXEC | MFD_ALLOW_SEALING);
@@ -130,7 +131,7 @@ static void invalid_files(void)
     shared_close(&shared);
 }
 
-/* A file that is right, of so much memory. */
+/* Make a valid file of so much memory. */
 static int file_of(const struct shared *shared, uint64_t bytes)
 {
     const size_t step = (size_t)2 << 20, head = sizeof(struct soft_shared_page) + bytes / SOFT_SHARED_CHUNK * 2;
@@ -144,7 +145,7 @@ static int file_of(const struct shared *shared, uint64_t bytes)
     return fd;
 }
 
-/* To clear what the dead left there would take as long as its maker likes. */
+/* Clearing the remains of dead processes in such a file would take as long as its maker likes. */
 static void files_of_more_memory_than_there_is(void)
 {
     struct shared shared;
@@ -160,7 +161,7 @@ static void files_of_more_memory_than_there_is(void)
     shared_close(&shared);
 }
 
-/* Another process has a lease on it: opening it would wait until that is given back, 45 s at most. */
+/* Another process has a lease (F_SETLEASE) on the file: opening it would wait until that ends, 45 s at most. */
 static void a_file_with_a_lease(void)
 {
     struct shared shared;
@@ -182,7 +183,7 @@ static void a_file_with_a_lease(void)
     shared_close(&shared);
 }
 
-/* Its size is settled, but its memory is not: none may be left when it is touched. */
+/* The size of such a file is fixed, but no memory may be left when a page is touched. */
 static void files_of_huge_pages(void)
 {
     int fd = memfd_create("likeness", MFD_CLOEXEC | MFD_ALLOW_SEALING | MFD_HUGETLB);
@@ -281,7 +282,7 @@ static void no_memory_is_left(void)
     shared_close(&shared);
 }
 
-/* The memory stays for a piece that is out, and goes with it. */
+/* The memory stays mapped while a piece is allocated, and is unmapped with it. */
 static void closed_with_an_allocated_piece(void)
 {
     struct alloc_source *source;
@@ -320,7 +321,7 @@ static void *end_of(void *argument)
     return NULL;
 }
 
-/* The lock of descriptors, from one to the other meeting. */
+/* Hold the lock of descriptors, from one meeting to the other. */
 static void *holder(void *barrier)
 {
     soft_descriptors_hold();
@@ -353,8 +354,8 @@ static bool has_files(struct soft_device *device)
     return has;
 }
 
-/* The memory is given back when its last user ends, which takes as long as there is memory: not under the lock of
- * descriptors, for which forks and all streams wait. */
+/* The memory is freed when its last user closes the file, which takes the longer the more there is: not under the lock
+ * of descriptors, for which forks and all streams wait. */
 static void memory_is_freed_without_locks(void)
 {
     struct soft_device *device;
@@ -387,7 +388,7 @@ static void memory_is_freed_without_locks(void)
 
 /* ---- The dead ---------------------------------------------------------------------------------------------------- */
 
-/* A process that was here once, with a region and two chunks of memory, and in the middle of an access. */
+/* Leave traces of a process, with a region and two chunks of memory, and in the middle of an access. */
 static void leave_traces(struct shared *shared, uint32_t slot)
 {
     struct soft_shared_page *page = shared->file->page;
@@ -464,7 +465,7 @@ static void remains_of_dead_processes_are_cleared(void)
     shared_close(&shared);
 }
 
-/* A process that is in the middle of an access is waited for; not for ever, and not when it is dead. */
+/* A process in the middle of an access is waited for; not for ever, and not if it is dead. */
 static void waits_for_stopped_processes_are_limited(void)
 {
     struct alloc_source *source;
@@ -514,8 +515,8 @@ static void waits_for_stopped_processes_are_limited(void)
     shared_close(&shared);
 }
 
-/* Two threads: one gives regions back, the other one is a process that is inside each time, and leaves just before it
- * has been waited for to the end. */
+/* Two threads: one deregisters regions, the other one acts as a process that is accessing each, and leaves just before
+ * the end of the wait. */
 struct stall {
     struct shared shared;
     atomic_uint begun, done; /* rounds */
@@ -524,7 +525,7 @@ struct stall {
 enum { ROUNDS = 3 };
 #define STAY_NS 1900000000ull
 
-/* Of a slot of its own in each round but the last: it may have several, as its own or by others like it. */
+/* Use a new slot in each round but the last: a process may have several, of its own or by accomplices. */
 static atomic_uint *word_of_round(struct stall *stall, unsigned int round)
 {
     return &stall->shared.file->page->words[5 + round % 2][round].inside;
@@ -592,7 +593,7 @@ static void waits_for_a_slow_process_are_limited_in_sum(void)
 
 #define SIZE (1u << 20)
 
-/* What both see. */
+/* Memory that both processes see. */
 struct signals {
     atomic_uint key;
     atomic_ullong address;
@@ -640,13 +641,13 @@ static void write_from_there(const struct shared *shared, struct signals *signal
     home_close(&home);
 }
 
-/* Whether the other one came with the region there, and with the region gone; it may begin late. */
+/* Return whether the other process came both with the region and without it; it may start late. */
 static bool met_often(struct signals *signals)
 {
     return atomic_load(&signals->written) > 10 && atomic_load(&signals->refused) > 10;
 }
 
-/* When a region was given back, no other process writes to its memory any more. */
+/* After a region was deregistered, no other process writes to its memory. */
 static void regions_deregistered_under_load(void)
 {
     struct signals *signals = mmap(NULL, sizeof(*signals), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);

@@ -1,4 +1,4 @@
-/* The table by which completions find what they belong to. */
+/* Tests of the table by which completions find their work. */
 #include "data_path/wr_id_table.h"
 
 #include "support_check.h"

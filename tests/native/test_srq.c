@@ -1,5 +1,5 @@
-/* Shared receive queues by themselves: what is posted is there once, in order, across changes of their size. Queue
- * pairs that take from them are in test_srq_traffic.c. */
+/* Tests of shared receive queues alone: receives are taken once, in order, also after resizing. test_srq_traffic.c has
+ * tests of queue pairs that take from them. */
 #include "support.h"
 #include "support_fork.h"
 #include "support_srq.h"
@@ -15,7 +15,7 @@
 
 /* ---- Creation ---------------------------------------------------------------------------------------------- */
 
-/* At least what was asked for is granted, and told. */
+/* At least the requested size is granted, and reported. */
 static void granted_sizes(void)
 {
     static const struct {
@@ -59,7 +59,7 @@ static void wrong_sizes(void)
     home_close(&home);
 }
 
-/* Each way to be wrong about an extended queue, beginning with a good one. */
+/* Each way to make valid attributes of an extended queue invalid. */
 static void extended_attributes(void)
 {
     const uint32_t pd_bit = IBV_SRQ_INIT_ATTR_PD, type_bit = IBV_SRQ_INIT_ATTR_TYPE;
@@ -133,7 +133,7 @@ static void extended_attributes(void)
     home_close(&home);
 }
 
-/* What a queue is made of stays while it lives. */
+/* Objects that a queue is created on cannot be destroyed before it. */
 static void parents_are_busy(void)
 {
     struct soft_counts counts;
@@ -163,7 +163,7 @@ static void parents_are_busy(void)
     home_close(&home);
 }
 
-/* XRC queues are told by number, from all contexts of the device; nobody is told a basic one's. */
+/* XRC queues have numbers, valid in all contexts of the device; a basic queue has none. */
 static void numbers(void)
 {
     uint32_t first = 0, second = 0, none = 77;
@@ -201,7 +201,7 @@ static void numbers(void)
     home_close(&home);
 }
 
-/* What an XRC queue completed goes with it; what another one completed stays. */
+/* Completions of an XRC queue are removed with it; those of another one stay. */
 static void completions_are_dropped(void)
 {
     struct soft_cqe cqe = {.status = IBV_WC_SUCCESS, .opcode = IBV_WC_RECV};
@@ -237,7 +237,7 @@ static void completions_are_dropped(void)
 
 /* ---- Posting and taking ------------------------------------------------------------------------------------- */
 
-/* A chain is taken in its order, many times around the ring, each with its list. */
+/* A chain is taken in order, many times around the ring, each receive with its list. */
 static void order_and_lists(void)
 {
     uint64_t posted = 0, taken = 0;
@@ -288,7 +288,7 @@ static void order_and_lists(void)
     home_close(&home);
 }
 
-/* The first wrong request of a chain is pointed at; those before it are posted. */
+/* The first invalid request of a chain is returned; those before it are posted. */
 static void wrong_requests(void)
 {
     struct ibv_sge sges[5] = {{0}};
@@ -344,7 +344,7 @@ static void depth_is_of_unpolled_receives(void)
     home_close(&home);
 }
 
-/* A queue that broke gives nothing, but takes and goes like any other. */
+/* A broken queue provides no receives, but accepts posts, and can be destroyed like any other. */
 static void broken(void)
 {
     struct soft_receive receive;
@@ -370,7 +370,7 @@ static void broken(void)
 
 /* ---- The limit ---------------------------------------------------------------------------------------------- */
 
-/* It is reached when fewer than so many are left after one was taken, once. */
+/* The limit is reached when fewer receives than that are left after one was taken; its event comes once. */
 static void limit_disarms_itself(void)
 {
     struct ibv_srq *srq;
@@ -403,7 +403,7 @@ static void limit_disarms_itself(void)
 
 /* ---- Resizing ----------------------------------------------------------------------------------------------- */
 
-/* What waits is kept, in order, though it stood across the end of the ring. */
+/* Posted receives are kept, in order, even if they wrapped around the end of the ring. */
 static void resize_keeps_receives(void)
 {
     static const uint32_t sizes[] = {64, 8, 16, 5, 1024, 6};
@@ -445,7 +445,7 @@ static void expect_unchanged(struct ibv_srq *srq, uint32_t max_wr, uint32_t limi
     CHECK_EQ(attr.srq_limit, limit);
 }
 
-/* If one attribute is wrong, none is changed. */
+/* If one attribute is invalid, none is changed. */
 static void refused_changes(void)
 {
     struct soft_receive receive;
@@ -532,7 +532,8 @@ static void overlap(void *argument)
     soft_half_leave(&to_soft_srq(srq)->half);
 }
 
-/* On a thread domain who comes while another is inside is refused, and counted; who rearms the limit is not. */
+/* On a thread domain a thread that enters while another one is inside is refused and counted; one that rearms the limit
+ * is not. */
 static void overlaps_are_refused(void)
 {
     struct soft_counts counts;
@@ -609,7 +610,7 @@ static void resize_at_random(struct ibv_srq *srq, unsigned int *seed)
     CHECK(error == 0 || error == EINVAL);
 }
 
-/* On a thread domain it is this thread that resizes, too. */
+/* On a thread domain this thread resizes the queue, too. */
 static void post_all(struct crowd *crowd, unsigned int seed)
 {
     uint64_t wr_id = 1;
@@ -644,7 +645,7 @@ static void take_part(void *argument)
             resize_at_random(crowd->srq, &member->seed), sleep_us(20);
 }
 
-/* Two take, one posts, one resizes: each receive is taken once. */
+/* Two threads take, one posts, one resizes: each receive is taken once. */
 static void many_threads_at_one_queue(void)
 {
     struct crowd crowd = {.total = SCALED(20000)};

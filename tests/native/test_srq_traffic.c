@@ -1,5 +1,5 @@
-/* Queue pairs that take from a shared receive queue: who polls gives places back, the limit tells, and nobody gets
- * another's message. */
+/* Tests of queue pairs that take from a shared receive queue: polling frees places, the limit event is raised, and each
+ * message reaches its receiver. */
 #include "support.h"
 #include "support_srq.h"
 #include "support_threads.h"
@@ -10,7 +10,7 @@
 
 #define LINES 2
 
-/* Each line is a sender and a receiver, with queues of their own; the receivers share their receives. */
+/* Lines: pairs of a sender and a receiver, with queues of their own; the receivers share their receives. */
 struct lines {
     struct home home;        /* of the receivers and the shared queue */
     struct home ends[LINES]; /* of the senders and of both ends' completions, so that each has a thread to itself */
@@ -58,7 +58,7 @@ static void lines_open(struct lines *lines, uint32_t depth)
     }
 }
 
-/* What the test destroyed itself is NULL. */
+/* Objects that the test destroyed itself are NULL. */
 static void lines_close(struct lines *lines)
 {
     int i;
@@ -79,7 +79,7 @@ static void lines_close(struct lines *lines)
     home_close(&lines->home);
 }
 
-/* For one word, to the place that goes with the number. */
+/* Post a receive for one word, at the place of its number. */
 static int post_one(struct lines *lines, uint64_t wr_id)
 {
     struct ibv_sge sge = {(uintptr_t)&lines->memory[wr_id % COUNT_OF(lines->memory)], 8, lines->mr->lkey};
@@ -99,7 +99,7 @@ static int send_word(struct lines *lines, int line, uint64_t wr_id, uint64_t wor
 
 /* ---- One thread -------------------------------------------------------------------------------------------- */
 
-/* Receives go to whoever needs one next; each receiver's queue tells of its own. */
+/* Receives go to the receiver that needs one next; each receiver's completion queue reports its own. */
 static void receives_are_shared(void)
 {
     struct lines lines;
@@ -130,7 +130,7 @@ static void receives_are_shared(void)
     lines_close(&lines);
 }
 
-/* A message that finds nothing waits until something is posted; the queue pair has no receives of its own. */
+/* A message without a receive waits until one is posted; the queue pair has no receives of its own. */
 static void sender_waits_for_receives(void)
 {
     struct ibv_recv_wr wr = {0}, *bad;
@@ -147,7 +147,8 @@ static void sender_waits_for_receives(void)
     lines_close(&lines);
 }
 
-/* Completions that go with a queue pair give their places back; receives that were not taken stay for the others. */
+/* Completions that are removed with a queue pair free their places; receives that were not taken stay for the
+ * others. */
 static void places_of_a_destroyed_queue_pair(void)
 {
     struct lines lines;
@@ -186,7 +187,7 @@ static void expect_event(struct lines *lines, enum ibv_event_type type, struct i
         CHECK(event->element.srq == lines->srq);
 }
 
-/* Connections that stand before their first message raise nothing here: all of them are in RTS. */
+/* The established connections raise no event here: all of them are in RTS. */
 static void limit_event(void)
 {
     struct ibv_async_event event;
@@ -257,7 +258,7 @@ static void destruction_waits_for_events(void)
     lines_close(&lines);
 }
 
-/* A queue that breaks tells, once, and gives nothing any more. */
+/* A queue that breaks raises one event, and provides no receives any more. */
 static void broken_queue(void)
 {
     struct ibv_qp_attr link = default_link;
@@ -302,7 +303,7 @@ struct part {
     unsigned int seed;
 };
 
-/* Sends and receives on one line, with as many under way as its send queue takes. */
+/* Send and receive on one line, with as many requests in flight as its send queue takes. */
 static void run_line(struct part *part)
 {
     uint64_t end = now_ns() + 4 * WAIT_S * 1000000000ull, sent = 0, done = 0, received = 0;
@@ -367,7 +368,7 @@ static void take_part(void *argument)
         feed(part);
 }
 
-/* Two queue pairs on two threads drain what a third posts and resizes. */
+/* Two queue pairs on two threads take receives that a third thread posts and resizes. */
 static void storm_on_one_queue(void)
 {
     struct storm *storm = calloc(1, sizeof(*storm));

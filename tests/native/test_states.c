@@ -1,5 +1,5 @@
-/* The state machine of each type of queue pair, against the tables of the architecture written down once more: here
- * type by type, as the kernel has them. */
+/* Tests of the state machine of each type of queue pair, against the tables of the architecture written down once more:
+ * here by type, as the kernel has them. */
 #include "support.h"
 #include "support_srq.h"
 #include "support_types.h"
@@ -30,7 +30,7 @@ static const enum ibv_qp_type types[TYPES] = {
 #define RETRIES (IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY | IBV_QP_MAX_QP_RD_ATOMIC)
 #define LINK (AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN | IBV_QP_RQ_PSN)
 
-/* Alternate paths are nowhere: the device has no path migration. */
+/* No state allows alternate paths: the device has no path migration. */
 static const struct {
     enum ibv_qp_state from, to;
     int required[TYPES], optional[TYPES];
@@ -109,13 +109,13 @@ static const struct {
 static const enum ibv_qp_state states[] = {IBV_QPS_RESET, IBV_QPS_INIT, IBV_QPS_RTR, IBV_QPS_RTS,
                                            IBV_QPS_SQD,   IBV_QPS_SQE,  IBV_QPS_ERR};
 
-/* Only where nobody is connected reliably does a send queue stop alone. */
+/* Only the send queue of an unreliable type stops alone. */
 static bool is_reachable(int type, enum ibv_qp_state state)
 {
     return state != IBV_QPS_SQE || type == UC || type == UD;
 }
 
-/* A queue pair goes to RESET from everywhere and to ERR from everywhere but RESET, both with the state alone. */
+/* Every state allows RESET, and every state but RESET allows ERR, both with the state alone. */
 static struct rule rule_of(int type, enum ibv_qp_state from, enum ibv_qp_state to)
 {
     struct rule rule = {to == IBV_QPS_RESET || (to == IBV_QPS_ERR && from != IBV_QPS_RESET), 0, 0};
@@ -127,7 +127,7 @@ static struct rule rule_of(int type, enum ibv_qp_state from, enum ibv_qp_state t
     return rule;
 }
 
-/* What queue pairs of all types are made of. */
+/* Objects that queue pairs of all types are created on. */
 struct stock {
     struct home home;
     struct ibv_cq *cq;
@@ -168,7 +168,7 @@ static struct ibv_qp *make_of(const struct stock *stock, int type)
     return qp;
 }
 
-/* A request with a key of nothing. */
+/* Post a request with an invalid key. */
 static void stop_sending(const struct stock *stock, struct ibv_qp *qp)
 {
     struct ibv_sge sge = {.addr = 4096, .length = 1, .lkey = 0xffffff00};
@@ -180,7 +180,7 @@ static void stop_sending(const struct stock *stock, struct ibv_qp *qp)
     EXPECT(stock->cq, 1, IBV_WC_LOC_PROT_ERR);
 }
 
-/* A queue pair of this state that is its own peer. */
+/* Create a queue pair in this state, connected to itself. */
 static struct ibv_qp *make(const struct stock *stock, int type, enum ibv_qp_state state)
 {
     struct ibv_qp *qp = make_of(stock, type);
@@ -197,7 +197,7 @@ static struct ibv_qp *make(const struct stock *stock, int type, enum ibv_qp_stat
     return qp;
 }
 
-/* Good values for all attributes at once; the mask says which are looked at. */
+/* Return valid values of all attributes; the mask selects those that are used. */
 static struct ibv_qp_attr good_attr(struct ibv_qp *qp, enum ibv_qp_state from, enum ibv_qp_state to)
 {
     struct ibv_qp_attr attr = default_link;
@@ -211,7 +211,7 @@ static struct ibv_qp_attr good_attr(struct ibv_qp *qp, enum ibv_qp_state from, e
     return attr;
 }
 
-/* One change with this mask: as expected, or refused with nothing changed. */
+/* Make one change with this mask: it works as expected, or is refused with nothing changed. */
 static bool try_change(const struct stock *stock, int type, enum ibv_qp_state from, enum ibv_qp_state to, int mask,
                        int expected)
 {
@@ -277,7 +277,7 @@ static void every_transition(void)
     stock_close(&stock);
 }
 
-/* Without IBV_QP_STATE a queue pair stays where it is, and takes what it may take there. */
+/* Without IBV_QP_STATE a queue pair keeps its state, and accepts attributes that it may change there. */
 static void without_state(void)
 {
     struct stock stock;
@@ -300,7 +300,7 @@ static void without_state(void)
     stock_close(&stock);
 }
 
-/* cur_qp_state is what the caller believes; where he is wrong, nothing is done. */
+/* cur_qp_state is the state that the caller expects; if it is wrong, nothing is changed. */
 static void current_state(void)
 {
     struct ibv_qp_attr attr;
@@ -326,7 +326,7 @@ static void current_state(void)
     stock_close(&stock);
 }
 
-/* What each state makes of a send and of a receive. */
+/* Check the effect of each state on a send and a receive. */
 static void check_posting(const struct stock *stock, int type, enum ibv_qp_state state)
 {
     bool sends = type != XRC_RECV &&

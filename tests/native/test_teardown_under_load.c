@@ -1,5 +1,5 @@
-/* Two threads that send to each other and take everything down in the middle of it, for each type of queue pair. What
- * this shows is for the sanitizers to see: that nobody is met who is gone. */
+/* Tests of two threads that send to each other and destroy all objects meanwhile, for each type of queue pair.
+ * Sanitizers detect accesses to freed objects. */
 #include "support.h"
 #include "support_srq.h"
 #include "support_threads.h"
@@ -13,11 +13,11 @@
 
 enum { ROUNDS = UNDER_TSAN ? 40 : 120, POSTS = 12 };
 
-/* Where in its memory a side keeps what it sends, what it reads, what the other one may reach, and what it receives: no
- * two threads touch the same bytes but by the device's order. */
+/* Offsets in the memory of a side: data to send, data to read, memory for the other side, received data. Two threads
+ * touch the same bytes only in an order that the device establishes. */
 enum { SENT = 0, READ = 8 << 10, REACHED = 16 << 10, RECEIVED = 32 << 10 };
 
-/* What a side tells the other one, which may be of an earlier round by the time it is read. */
+/* Data that one side publishes for the other one; it may be of an earlier round when it is read. */
 struct card {
     atomic_uint qp_num, srq_num, rkey;
     atomic_ullong address;
@@ -88,7 +88,7 @@ static void side_open(struct side *side, bool shared)
     atomic_store(&side->own->rkey, side->mw ? side->mw->rkey ^ 1 : side->receiver.mr->rkey);
 }
 
-/* An XRC initiator sends to its own side's target, and names there the other side's shared queue. */
+/* An XRC initiator sends to its own side's target, and names the other side's shared queue. */
 static void side_connect(struct side *side)
 {
     uint32_t dest = atomic_load(&side->other->qp_num);
@@ -184,7 +184,7 @@ static void destroy_queue_pair(struct end *end)
     end->qp = NULL;
 }
 
-/* Memory goes while it is written to, and takes a window with it. */
+/* Deregister memory while it is being written to, and its window with it. */
 static void destroy_memory(struct side *side, struct end *end)
 {
     if (side->mw)

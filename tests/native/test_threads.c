@@ -1,4 +1,5 @@
-/* Many threads at work as they should be: each on a thread domain of its own, or together on what has locks. */
+/* Tests of many threads that use objects correctly: each on a thread domain of its own, or together on objects with
+ * locks. */
 #include "support.h"
 #include "support_threads.h"
 
@@ -11,7 +12,8 @@
 
 /* ---- Loops of their own ------------------------------------------------------------------------------------ */
 
-/* Each thread has queues of its own and writes to its neighbour in the ring, over contexts of both modes. */
+/* Each thread has queues of its own and writes to its neighbour in the ring, over contexts with both execution
+ * modes. */
 struct worker {
     struct home home;
     struct end left, right; /* towards the one before, and the one after */
@@ -91,7 +93,7 @@ static void ring_of_threads(void)
 
 /* ---- Many to one ------------------------------------------------------------------------------------------- */
 
-/* All add to one word by queue pairs of their own: no addition is lost. */
+/* All threads add to one word, over queue pairs of their own: no addition is lost. */
 struct adder {
     struct pair pair;
     const struct end *target;
@@ -159,7 +161,7 @@ struct member {
     unsigned int number;
 };
 
-/* Posts on the shared queue pair, and polls for all; also asks and changes what does not disturb. */
+/* Post on the shared queue pair, and poll for all; also query and change harmless attributes. */
 static void crowd_in(void *argument)
 {
     struct member *member = argument;
@@ -227,8 +229,7 @@ static void shared_queue_pair(void)
 
 /* ---- Posting while polling, against resets ------------------------------------------------------------------ */
 
-/* Who polls the extended way holds its queue, and may post; who resets needs both: they must not wait for each
- * other for ever. */
+/* A poll session holds its queue, and its thread may post; a reset needs both: they must not deadlock. */
 struct tangle {
     struct home home;
     struct ibv_cq_ex *cq;
@@ -293,7 +294,7 @@ static void resets_against_polling(void)
 #define EVENT_SENDERS 3u
 #define EVENT_MESSAGES SCALED(1000u)
 
-/* One thread sleeps on a channel for what the others send it; a wake-up that is lost would never end. */
+/* One thread sleeps on a channel while others send to it; a lost wakeup would hang the test. */
 struct party {
     struct home home;
     struct ibv_comp_channel *channel;

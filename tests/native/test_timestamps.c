@@ -1,4 +1,4 @@
-/* When a completion came, for queues that ask. */
+/* Tests of completion timestamps. */
 #include "support.h"
 
 #include <time.h>
@@ -27,7 +27,7 @@ static uint64_t wallclock_ns(void)
     return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
 }
 
-/* The time is that at which it came, however late it is polled. */
+/* A timestamp is the time of the completion, however late it is polled. */
 static void completion_time(void)
 {
     struct ibv_cq_ex *ex;
@@ -57,7 +57,7 @@ static void completion_time(void)
     home_close(&home);
 }
 
-/* Receives and errors have one, too. */
+/* Receives and errors have timestamps, too. */
 static void timestamps_of_each_kind(void)
 {
     uint64_t last, before = now_ns();
@@ -93,8 +93,8 @@ static void timestamps_of_each_kind(void)
     home_close(&home);
 }
 
-/* Completions that queue pairs add in turn: times never go back, on either clock, and the clocks keep their distance
- * while one polls. */
+/* Completions of alternating queue pairs: times never go back, on either clock, and the difference of the clocks is
+ * constant during a poll session. */
 static void in_order(void)
 {
     enum { COUNT = 30 };
@@ -129,8 +129,8 @@ static void in_order(void)
     home_close(&home);
 }
 
-/* The wallclock's time is that of the clock on the wall. That may be set at any moment, and a thread loses its
- * processor at any other: of many attempts, one is good to a millisecond. */
+/* The wallclock timestamp is that of CLOCK_REALTIME. That clock may be set at any moment, and a thread may lose its
+ * processor: of many attempts, one is right to a millisecond. */
 static void wallclock(void)
 {
     struct ibv_cq_ex *ex;
@@ -158,7 +158,7 @@ static void wallclock(void)
     home_close(&home);
 }
 
-/* It does without the other one. */
+/* The wallclock timestamp works without the other one. */
 static void wallclock_alone(void)
 {
     struct ibv_cq_ex *ex;
@@ -188,7 +188,7 @@ static void wallclock_alone(void)
     home_close(&home);
 }
 
-/* The basic way of polling does not show it, and is as it was. */
+/* Basic polling does not show timestamps, and is not affected. */
 static void polled_the_basic_way(void)
 {
     struct ibv_cq_ex *ex;

@@ -1,4 +1,4 @@
-/* Each operation of a reliable connection, its data and what its completions tell. */
+/* Tests of each operation of a reliable connection: its data and its completions. */
 #include "support.h"
 
 #include <arpa/inet.h>
@@ -190,7 +190,7 @@ static void compare_and_swap(void)
     pair_close(&pair);
 }
 
-/* Zero bytes are a message, too; keys and addresses are not looked at. */
+/* A message of zero bytes works; its keys and addresses are not checked. */
 static void nothing_to_transfer(void)
 {
     static const enum ibv_wr_opcode opcodes[] = {IBV_WR_SEND, IBV_WR_SEND_WITH_IMM, IBV_WR_RDMA_WRITE,
@@ -222,7 +222,7 @@ static void nothing_to_transfer(void)
     pair_close(&pair);
 }
 
-/* Uneven lists on both sides, with entries of no length in between. */
+/* Different lists on both sides, with empty entries in between. */
 static void scatter_and_gather(void)
 {
     static const uint32_t from[] = {0, 1, 700, 0, 13, 2000}, to[] = {999, 0, 1, 2, 0, 3000};
@@ -304,7 +304,7 @@ static void longest_lists(void)
     home_close(&home);
 }
 
-/* Inline bytes are taken in the call: they need no region, and may change at once. */
+/* Inline data is copied in the call: it needs no region, and may change at once. */
 static void inline_data(void)
 {
     static const enum ibv_wr_opcode opcodes[] = {IBV_WR_SEND, IBV_WR_SEND_WITH_IMM, IBV_WR_RDMA_WRITE,

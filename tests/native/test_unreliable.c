@@ -1,4 +1,4 @@
-/* Unreliable connections: the sender is told nothing of the other side, which drops what it cannot take. */
+/* Tests of unreliable connections: the sender does not learn of errors of the receiver, which drops messages. */
 #include "support.h"
 #include "support_types.h"
 
@@ -72,7 +72,7 @@ static struct ibv_send_wr lost_request(struct pair *pair, enum loss loss, struct
     return wr;
 }
 
-/* The peer goes on, nothing was written, no receive was used. */
+/* Check that a message was dropped: the peer goes on, nothing was written, no receive was used. */
 static void dropped(void)
 {
     int loss;
@@ -106,7 +106,7 @@ static void dropped(void)
     }
 }
 
-/* Where the sequence is, a message takes it up: after any loss the next one is good. */
+/* Each message sets the sequence number: after any loss the next one is delivered. */
 static void no_sequence(void)
 {
     struct ibv_qp_attr link = default_link;
@@ -178,7 +178,7 @@ static void refused_at_post(void)
     pair_close(&pair);
 }
 
-/* The send queue alone stops; the other way goes on. */
+/* Only the send queue stops; the other direction goes on. */
 static void local_error(void)
 {
     struct ibv_send_wr wrs[2];
@@ -207,7 +207,7 @@ static void local_error(void)
     pair_close(&pair);
 }
 
-/* What the receiver's user did wrong breaks the receiver, unknown to the sender. */
+/* Invalid memory of a receive breaks the receiver; the sender does not notice. */
 static void receiver_memory(void)
 {
     struct ibv_sge bad;

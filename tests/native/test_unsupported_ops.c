@@ -1,4 +1,4 @@
-/* What the device does not have: each such op is there and answers EOPNOTSUPP, whatever it is called with. */
+/* Tests of ops that the device does not support: each exists and fails with EOPNOTSUPP, whatever its arguments. */
 #include "support.h"
 
 static void no_op_is_missing(void)
@@ -26,7 +26,7 @@ static void no_op_is_missing(void)
     home_close(&home);
 }
 
-/* The objects that these would work on cannot be made, so there are none to give. */
+/* Objects of these ops cannot be created, so no valid ones can be passed. */
 static void every_unsupported_op_returns_eopnotsupp(void)
 {
     struct ibv_ops_wr *no_ops = (struct ibv_ops_wr *)(void *)&no_ops, *bad = NULL;
@@ -71,7 +71,7 @@ static void every_unsupported_op_returns_eopnotsupp(void)
     pair_close(&pair);
 }
 
-/* Features that are asked for by flags: on-demand paging, and what extended objects could have. */
+/* Features that flags request: on-demand paging, and features of extended objects. */
 static void optional_features(void)
 {
     struct ibv_cq_init_attr_ex cq_attr = {.cqe = 4, .wc_flags = IBV_WC_EX_WITH_CVLAN};
@@ -99,7 +99,7 @@ static void optional_features(void)
     pair_close(&pair);
 }
 
-/* What it has instead, it says, too. */
+/* Supported features are reported, too. */
 static void supported_ops(void)
 {
     const unsigned int flags = IBV_DEVICE_MEM_WINDOW | IBV_DEVICE_MEM_WINDOW_TYPE_2B | IBV_DEVICE_XRC |

@@ -1,4 +1,4 @@
-/* For how long one is waited for, all in all. The times are given, so that none passes. */
+/* Tests of the limit of all waits for a peer. The times are arguments, so the tests do not wait. */
 #include "soft/base/wait_budget.h"
 
 #include "support_check.h"
@@ -7,7 +7,7 @@
 #define LIMIT (2000 * MS)
 #define BEGIN (1000000 * MS)
 
-/* A wait for one that is there for so many ms, looked at every 10 ms; for how many ms it is waited. */
+/* Simulate a wait for a peer that stays so many ms, checked every 10 ms. Return for how many ms it was waited for. */
 static unsigned int wait_ms(struct soft_waited *waited, uint64_t begin, unsigned int stays)
 {
     unsigned int at;
@@ -60,7 +60,7 @@ static void the_sum_shrinks_with_time(void)
     CHECK_EQ(wait_ms(&waited, now + 4 * LIMIT, 10000), 2000);
 }
 
-/* Threads that wait for the same one at the same time wait once. */
+/* Threads that wait for the same peer at the same time count once. */
 static void concurrent_waits_count_once(void)
 {
     struct soft_waited waited = {0};
@@ -74,7 +74,7 @@ static void concurrent_waits_count_once(void)
     }
 }
 
-/* Nor is what passed after the other one was last seen: who waited may have been stopped. */
+/* Time after the last check does not count: the waiting thread may have been stopped. */
 static void only_observed_time_counts(void)
 {
     struct soft_waited waited = {0};

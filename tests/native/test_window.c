@@ -1,5 +1,5 @@
-/* The send window: against a model that keeps a list of what is in flight, whatever is sent, answered and lost, and
- * whatever a peer claims was answered. */
+/* Tests of the send window, against a model that lists what is in flight, for all sequences of sends, answers and
+ * losses, and all claims of a peer. */
 #include <signal.h>
 #include <string.h>
 #include <sys/wait.h>
@@ -23,7 +23,7 @@ struct flying {
     bool last;
 };
 
-/* What a window says, said at length. */
+/* State of a window, in full. */
 struct model {
     struct request requests[REQUESTS]; /* of the one with number n at n % REQUESTS */
     uint64_t posted, sent, taken;
@@ -77,7 +77,7 @@ static uint64_t reads_of(const struct model *model)
     return reads;
 }
 
-/* By looking at each part: how many packets there are up to this one. */
+/* Count packets up to this one, by looking at each part. */
 static uint32_t located(const struct model *model, uint32_t psn)
 {
     uint32_t before = 0;
@@ -112,7 +112,7 @@ static void check_same(const struct soft_window *window, const struct model *mod
 
 /* ---- What happens, to both ------------------------------------------------------------------------------------- */
 
-/* Now and then so large that a few of them fill the window. */
+/* Draw a number of packets, now and then so large that a few requests fill the window. */
 static uint32_t some_packets(void)
 {
     return 1 + below(below(4) ? 40 : SOFT_WINDOW_PACKETS / 6);
@@ -162,7 +162,7 @@ static void rewind_model(struct model *model)
     model->sent = model->taken;
 }
 
-/* The oldest request is over, with all its parts. */
+/* Finish the oldest request, with all its parts. */
 static void take_first(struct model *model)
 {
     unsigned int parts = 0;
@@ -175,8 +175,8 @@ static void take_first(struct model *model)
     model->received = model->reached = 0;
 }
 
-/* A peer claims that all up to some packet was done, which need not be in flight, nor ever have been: as the requester
- * does it, requests are over as long as the claim is about packets that left. */
+/* Apply the claim of a peer that all up to some packet was executed; the packet need not be in flight, nor ever have
+ * been sent. As in the requester, requests are finished as long as the claim is about packets that were sent. */
 static void answer(struct soft_window *window, struct model *model)
 {
     uint32_t psn = below(3) ? (uint32_t)(model->psn + below(window->packets + 2)) : below(1u << 30), packets;
@@ -312,7 +312,7 @@ static void a_window(struct soft_window *window, uint32_t psn, uint32_t posted)
     CHECK_EQ(soft_window_post(window, posted), posted != 0);
 }
 
-/* A refusal, and behind it what a peer says to requests that were behind it. */
+/* A refusal, and after it answers of the peer to requests behind the refused one. */
 static void no_answers_after_a_refusal(void)
 {
     struct soft_window window;
@@ -335,7 +335,7 @@ static void no_answers_after_a_refusal(void)
     CHECK(!soft_window_post(&window, 4));
 }
 
-/* Of a message of which a part left, too. */
+/* The same for a message of which a part was sent. */
 static void a_part_is_refused(void)
 {
     struct soft_window window;
@@ -353,7 +353,7 @@ static void a_part_is_refused(void)
     CHECK_EQ(window.reads, 0);
 }
 
-/* All sequence numbers that may be in flight are told from those of before; with one more they would not be. */
+/* All sequence numbers that may be in flight can be told from earlier ones; with one more they could not. */
 static void a_full_window(void)
 {
     struct soft_window window;
@@ -402,7 +402,7 @@ static void taken_back(struct soft_window *window)
     soft_window_post(window, 0);
 }
 
-/* These programs are built with assertions: what would bring the counters out of their order ends a process. */
+/* These programs are built with assertions: a call that would make the counters inconsistent aborts. */
 static void wrong_calls_end_the_process(void)
 {
     static void (*const misuses[])(struct soft_window *) = {answered_twice, passed_in_flight, refused_and_answered,

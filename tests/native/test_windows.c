@@ -1,4 +1,5 @@
-/* Memory windows: keys that lead to a part of a region, bound and unbound by work requests, and refused after. */
+/* Tests of memory windows: keys for a part of a region, bound and invalidated by work requests, and refused
+ * afterwards. */
 #include "support.h"
 #include "support_types.h"
 
@@ -11,7 +12,7 @@
 #define WINDOW 4096u
 #define WINDOW_ALL (IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ | IBV_ACCESS_REMOTE_ATOMIC)
 
-/* The windows are a's, b is who comes by them. */
+/* The windows belong to a; b accesses memory through them. */
 struct field {
     struct pair pair;
     struct ibv_mw *mw;
@@ -38,7 +39,7 @@ static void field_close(struct field *field)
     pair_close(&field->pair);
 }
 
-/* Both ends as new: an error broke them. */
+/* Reset both ends after an error broke them. */
 static void revive(struct pair *pair)
 {
     CHECK_EQ(qp_to(pair->a.qp, IBV_QPS_RESET), 0);
@@ -59,7 +60,7 @@ static struct ibv_mw_bind_info part_of(const struct end *end, size_t offset, uin
 
 /* ---- Requests ---------------------------------------------------------------------------------------------- */
 
-/* A type 1 binding; the completion's status. */
+/* Bind a window of type 1. Return the completion's status. */
 static enum ibv_wc_status bind1(struct end *end, struct ibv_mw *mw, struct ibv_mw_bind_info info)
 {
     struct ibv_mw_bind bind = {.wr_id = 70, .send_flags = IBV_SEND_SIGNALED, .bind_info = info};
@@ -108,7 +109,7 @@ static enum ibv_wc_status invalidate(struct end *end, uint32_t rkey)
     return run(end, &wr);
 }
 
-/* One byte to that place of a's memory, by this key; the status that b sees. */
+/* Write one byte to that place of a's memory, by this key. Return b's status. */
 static enum ibv_wc_status poke(struct pair *pair, uint32_t rkey, size_t offset, uint8_t value)
 {
     struct ibv_sge sge = span(&pair->b, 0, 1);
@@ -168,7 +169,7 @@ static void type_1(void)
     field_close(&field);
 }
 
-/* The window's rights are its own: less than the region's, or more. */
+/* A window has rights of its own: less than the region's, or more. */
 static void rights(void)
 {
     struct ibv_mw_bind_info info;
@@ -233,7 +234,7 @@ static void type_2(void)
     field_close(&field);
 }
 
-/* It is unbound by being invalidated, not by a binding to nothing. */
+/* A window is unbound by invalidation, not by a binding of no bytes. */
 static void no_empty_binding(void)
 {
     struct field field;
@@ -243,7 +244,7 @@ static void no_empty_binding(void)
     field_close(&field);
 }
 
-/* The peer gives it back with its message. */
+/* The peer invalidates the window with its message. */
 static void send_with_invalidate(void)
 {
     struct ibv_send_wr wr;
@@ -275,7 +276,7 @@ static void send_with_invalidate(void)
     field_close(&field);
 }
 
-/* A window of type 2 is the queue pair's on which it was bound; the region's key is not. */
+/* A window of type 2 belongs to the queue pair on which it was bound; the region's key does not. */
 static void another_queue_pair(void)
 {
     struct field field;
@@ -311,8 +312,8 @@ static void another_queue_pair(void)
     field_close(&field);
 }
 
-/* What a window grants does not end with a connection: ibv_alloc_mw(3) says what it ends by, and RESET is not among
- * that. So the queue pair's next peer has it, until the window is invalidated there, or goes. */
+/* A binding does not end with a connection: ibv_alloc_mw(3) lists what ends it, and RESET is not in the list. So the
+ * queue pair's next peer can use it, until the window is invalidated there, or deallocated. */
 static void reset_ends_no_binding(void)
 {
     struct field field;
@@ -336,7 +337,7 @@ static void reset_ends_no_binding(void)
     field_close(&field);
 }
 
-/* Keys that are not a bound window's. */
+/* Keys that are not those of a bound window. */
 static void nothing_to_invalidate(void)
 {
     struct field field;
@@ -426,7 +427,7 @@ static void foreign_window(void)
     field_close(&field);
 }
 
-/* What the verbs refuse before anything is posted. */
+/* Requests that are refused when posted. */
 static void refused_at_post(void)
 {
     struct ibv_mw_bind bind = {.wr_id = 1};
@@ -490,7 +491,7 @@ static void region_is_held(void)
     field_close(&field);
 }
 
-/* The key of a window that is gone meets nothing, nor does the binding that comes late. */
+/* The key of a deallocated window is refused, and so is a later binding. */
 static void deallocated_window(void)
 {
     struct field field;
@@ -509,7 +510,7 @@ static void deallocated_window(void)
 
 /* ---- Keys ---------------------------------------------------------------------------------------------------- */
 
-/* The key of the next region that has the window's number. */
+/* Return the key of the next region with the window's number. */
 static uint32_t next_of(struct ibv_pd *pd, uint32_t number)
 {
     static uint8_t memory[8];
@@ -526,7 +527,7 @@ static uint32_t next_of(struct ibv_pd *pd, uint32_t number)
     return key;
 }
 
-/* Whoever kept one of the keys that a window had does not reach what is registered next. */
+/* Old keys of a window do not reach regions registered later. */
 static void a_region_has_no_key_that_a_window_was_bound_by(void)
 {
     static const uint8_t steps[][4] = {{1, 1, 1, 1}, {1}, {7, 100, 3}, {255, 2}, {0}};
@@ -578,7 +579,7 @@ struct race {
     atomic_ullong written;
 };
 
-/* Writes by whatever key there is, and begins anew when it is refused. */
+/* Write by the current key, and reconnect after a refusal. */
 static void *keep_writing(void *argument)
 {
     struct race *race = argument;
@@ -616,8 +617,8 @@ static void race_close(struct race *race, struct home *home)
     home_close(home);
 }
 
-/* After the window is shut not one byte is written by its key. The memory is touched without a lock: what happens
- * before is ordered by the device, and that is what ThreadSanitizer looks at here. */
+/* Check that nothing is written by a window's key after it was invalidated. The memory is accessed without a lock: the
+ * device orders the accesses, which ThreadSanitizer verifies here. */
 static void check_quiet(struct race *race)
 {
     size_t i;
@@ -663,7 +664,8 @@ static void race_once(struct race *race, struct home *home, enum end_of_window h
         CHECK_EQ(verbs_dealloc_mw(mw), 0);
 }
 
-/* Unreliable: a write that was refused is complete, too; so `written` is what was sent, and the memory tells. */
+/* Unreliable: a refused write completes, too; so `written` counts posted writes, and the memory shows which were
+ * executed. */
 static void unbound_under_load(void)
 {
     struct race race;

@@ -1,4 +1,5 @@
-/* Extended reliable connections: targets without receives, which every request tells what shared queue to take. */
+/* Tests of extended reliable connections: targets without receives, where each request names the shared queue to
+ * use. */
 #include "support.h"
 #include "support_async.h"
 #include "support_srq.h"
@@ -100,7 +101,7 @@ static void sends(void)
     net_close(&net);
 }
 
-/* The shared queue's domain is what keys are checked against. */
+/* Keys are checked against the shared queue's domain. */
 static void one_sided(void)
 {
     struct ibv_sge sge;
@@ -156,7 +157,7 @@ static void one_sided(void)
     net_close(&net);
 }
 
-/* Two connections take from one queue, and the completions say by which one each message came. */
+/* Two connections take from one queue, and completions name the connection of each message. */
 static void two_targets(void)
 {
     struct end from, to;
@@ -201,7 +202,7 @@ static void two_queues(void)
     net_close(&net);
 }
 
-/* An empty queue is waited for. */
+/* The sender retries while the queue is empty. */
 static void not_ready(void)
 {
     struct ibv_qp_attr link = default_link;
@@ -272,7 +273,7 @@ static void mismatched_types(void)
         check_misfit((enum misfit)misfit);
 }
 
-/* Each type has its queues and no others. */
+/* Each type has only its own queues. */
 static void no_such_queue(void)
 {
     struct ibv_recv_wr recv = {.wr_id = 1}, *bad;
@@ -316,7 +317,7 @@ static void receive_error(void)
 
 /* ---- Events ------------------------------------------------------------------------------------------------ */
 
-/* A target often stays in RTR: its first message tells of the connection, once. */
+/* A target often stays in RTR: its first message raises COMM_EST, once. */
 static void established(void)
 {
     struct net net;
@@ -341,7 +342,7 @@ static void established(void)
     net_close(&net);
 }
 
-/* What messages of all targets take from a queue counts towards its limit. */
+/* Receives taken by messages of all targets count towards the queue's limit. */
 static void limit(void)
 {
     struct net net;
@@ -384,7 +385,7 @@ static void drained(void)
     net_close(&net);
 }
 
-/* Where the shared queue's completions find no room, the target of that message breaks; the next one, too. */
+/* If the shared queue's completion queue is full, the target of the message breaks; so does the next one. */
 static void no_room(void)
 {
     struct end from, to;
@@ -434,7 +435,7 @@ static void references_between_objects(void)
     net_close(&net);
 }
 
-/* Completions of a shared queue are not the target's: they outlive it, and go with the queue. */
+/* Completions of a shared queue outlive the target, and are removed with the queue. */
 static void completions_stay(void)
 {
     struct net net;
@@ -469,7 +470,7 @@ static struct ibv_xrcd *open_by(struct ibv_context *context, int fd)
     return xrcd;
 }
 
-/* One domain by its inode: the shared queue in one context, target and initiator in the other. */
+/* One domain, found by its inode: the shared queue in one context, target and initiator in the other. */
 static void across_contexts(void)
 {
     int fd = memfd_create("domain", MFD_CLOEXEC);
@@ -512,7 +513,7 @@ static void across_contexts(void)
     close(fd);
 }
 
-/* What such queue pairs are not made of. */
+/* Objects on which such queue pairs cannot be created. */
 static void wrong_parts(void)
 {
     struct ibv_qp_init_attr_ex attr;

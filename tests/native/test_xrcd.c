@@ -1,4 +1,4 @@
-/* XRC domains: one for each inode of the device, however and by whom it is opened, and gone with its last handle. */
+/* Tests of XRC domains: one for each inode, however it is opened, until its last handle is closed. */
 #include "support.h"
 #include "support_fork.h"
 #include "support_srq.h"
@@ -14,7 +14,7 @@
 
 #include "soft/objects/xrcd.h"
 
-/* NULL and errno, as the verb answers. */
+/* Open a domain; return NULL and errno as the verb does. */
 static struct ibv_xrcd *try_open(struct ibv_context *context, int fd, int oflags)
 {
     struct ibv_xrcd_init_attr attr = {
@@ -34,7 +34,7 @@ static struct ibv_xrcd *must_open(struct ibv_context *context, int fd, int oflag
     return xrcd;
 }
 
-/* A file of its own, in memory. */
+/* Create a file in memory. */
 static int make_file(void)
 {
     int fd = memfd_create("xrcd", MFD_CLOEXEC);
@@ -134,7 +134,7 @@ static void without_an_inode(void)
     home_close(&home);
 }
 
-/* The inode counts: not the descriptor, its name, or the context. */
+/* The inode identifies a domain, not the descriptor, the name or the context. */
 static void one_domain_per_inode(void)
 {
     char name[] = "/tmp/xrcdXXXXXX", link_name[40];
@@ -172,7 +172,7 @@ static void one_domain_per_inode(void)
 
 /* ---- What a domain holds ------------------------------------------------------------------------------------ */
 
-/* No other file can come to be the domain's while it lives. */
+/* The domain keeps its inode, so that no other file can get the same number. */
 static void inode_stays(void)
 {
     char name[] = "/tmp/xrcdXXXXXX";
@@ -209,7 +209,7 @@ static void check_record_lock(void *argument)
     CHECK_EQ(lock.l_type, F_WRLCK); /* the parent's */
 }
 
-/* Pipes end and locks go when their owner says so, and not before. */
+/* The domain does not keep the file open: pipes end and locks are released when their owner closes them. */
 static void keeps_no_file_open(void)
 {
     struct flock lock = {.l_type = F_WRLCK, .l_whence = SEEK_SET};
@@ -246,7 +246,7 @@ static void keeps_no_file_open(void)
     home_close(&home);
 }
 
-/* Without a descriptor to spare there is no domain, and nothing is left of it. */
+/* Without a free descriptor opening fails, and nothing is left. */
 static void no_descriptors_left(void)
 {
     struct rlimit usual, none;
@@ -268,7 +268,7 @@ static void no_descriptors_left(void)
 
 /* ---- What holds a domain ------------------------------------------------------------------------------------- */
 
-/* A handle is busy with what was made by it, and by it alone. */
+/* A handle is busy with objects created by it, and by no other handle. */
 static void busy_handles(void)
 {
     struct ibv_qp_init_attr_ex qp_attr = {.qp_type = IBV_QPT_XRC_RECV, .comp_mask = IBV_QP_INIT_ATTR_XRCD};
@@ -302,7 +302,8 @@ static void busy_handles(void)
 
 /* ---- Messages ------------------------------------------------------------------------------------------------ */
 
-/* An initiator in one context, a target in another: with its queue pair by one handle, its receives by a second. */
+/* Line: an initiator in one context, a target in another, whose queue pair and receives are created by different
+ * handles. */
 struct line {
     struct home homes[2];
     struct ibv_cq *send_cq, *recv_cq;
@@ -340,7 +341,7 @@ static void line_open(struct line *line, struct ibv_xrcd *(*open_domain)(struct 
     REQUIRE(line->mr != NULL);
 }
 
-/* XRC's initiator has no responder's attributes, its target no requester's. */
+/* An XRC initiator has no attributes of a responder, and a target none of a requester. */
 static void line_connect(struct line *line)
 {
     struct ibv_qp_attr attr = default_link;
@@ -399,8 +400,8 @@ static struct ibv_xrcd *open_own(struct ibv_context *context, void *unused)
     return must_open(context, -1, O_CREAT);
 }
 
-/* A message reaches any receive queue of the target's domain, by whichever handle it was made; the queue's own
- * completion queue tells. */
+/* A message reaches any receive queue of the target's domain, by whichever handle it was created; it completes on that
+ * queue's completion queue. */
 static void message_reaches_its_domain(void)
 {
     struct ibv_xrcd *of_target, *of_srqs;
@@ -433,7 +434,7 @@ static void message_reaches_its_domain(void)
     close(file);
 }
 
-/* What another domain has is as if it were not there. */
+/* Queues of another domain are not found. */
 static void domains_are_apart(void)
 {
     struct ibv_xrcd *of_target, *stranger;
@@ -456,7 +457,7 @@ static void domains_are_apart(void)
     line_close(&line, of_target);
 }
 
-/* Completions that nobody polled go with the queue that made them, and it does not wait for anybody. */
+/* Unpolled completions are removed with their queue, without waiting. */
 static void unpolled_completions_go(void)
 {
     struct ibv_srq *srqs[2];
@@ -545,7 +546,7 @@ struct inherited {
     int file;
 };
 
-/* A child has a device of its own, and the inode the domain that it has in the parent. */
+/* A child opens a device of its own, and gets the same domain for the inode as its parent. */
 static void open_in_child(void *argument)
 {
     struct inherited *inherited = argument;

@@ -1,4 +1,4 @@
-/* XRC domains between processes: an inode has one, whoever opened it, until the last of them has closed it or is gone. */
+/* Tests of XRC domains between processes: an inode has one domain, until the last process has closed it or exited. */
 #include "support.h"
 #include "support_fabric.h"
 #include "support_fork.h"
@@ -19,7 +19,7 @@ enum {
     ANOTHER = 65534,
 };
 
-/* What a case and its children share. */
+/* Memory that a case and its children share. */
 struct shared {
     atomic_uint step;
     atomic_int grandchild;
@@ -31,7 +31,7 @@ static struct shared *shared;
 static struct check_variant like;
 static int file;
 
-/* A directory of its own with this mode. */
+/* Make a directory with this mode. */
 static void begin(mode_t mode)
 {
     new_directory();
@@ -55,7 +55,7 @@ static void finish(void)
     close(file);
 }
 
-/* Before the case has threads. The child ends itself, or is killed. */
+/* Start a child, before the case has threads. The child ends itself, or is killed. */
 static pid_t start(void (*function)(void))
 {
     unsigned int before = check_failures();
@@ -160,7 +160,7 @@ static void the_last_close_ends_the_domain(void)
     finish();
 }
 
-/* It opens a domain, and has a child of its own that inherits all of it. */
+/* Open a domain, and fork a child that inherits it. */
 static void open_and_fork(void)
 {
     struct home home;
@@ -200,7 +200,7 @@ static void a_killed_process_releases_the_domain(void)
 
 /* ---- Both at once -------------------------------------------------------------------------------------------- */
 
-/* Whoever makes the domain keeps it until the other one has tried to. */
+/* The process that creates the domain keeps it until the other one has tried to. */
 static void make_again_and_again(unsigned int self)
 {
     unsigned int other = 1 - self, i, seen;
@@ -279,7 +279,7 @@ static void open_here(void (*in_the_child)(void *))
     home_close(&home);
 }
 
-/* Others may look into the directory, and lock that; the file is for its user alone. */
+/* Other users may read the directory, and lock it; the lock file is for its owner alone. */
 static void other_users_cannot_lock(void)
 {
     mode_t mask = umask(0777);
@@ -301,7 +301,7 @@ static void other_users_cannot_lock(void)
     finish();
 }
 
-/* As another user, where this one can become him. */
+/* Open the domain as another user, if this one may change users. */
 static void find_as_another(void *unused)
 {
     if (!geteuid()) {
@@ -313,7 +313,7 @@ static void find_as_another(void *unused)
     find_in_child(unused);
 }
 
-/* Where several users write, a file could be anybody's: there is none. */
+/* If several users can write to the directory, no lock file is used. */
 static void several_users(void)
 {
     char path[80];
@@ -351,7 +351,7 @@ static void another_device(void)
     finish();
 }
 
-/* Then a process knows of its own domains. */
+/* Without a directory a process knows only its own domains. */
 static void without_a_directory(void)
 {
     char path[80];

@@ -706,7 +706,7 @@ int main(int argc, char **argv)
     }
     seed = argc > 3 ? strtoull(argv[3], NULL, 0) : now_ns();
     seed_thread();
-    open_all(strcmp(argv[1], "inline") ? SOFT_ENGINE : SOFT_INLINE);
+    open_all(strcmp(argv[1], "inline") ? SOFT_THREAD : SOFT_INLINE);
     for (i = 0; i < ASKERS; i++)
         open_asker(&askers[i], i);
     REQUIRE_EQ(soft_fabric_listen(&askers[0].node->device), 0);

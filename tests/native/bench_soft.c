@@ -51,7 +51,7 @@ static void *idle(void *argument)
 
 static const struct check_variant with_domain = {"inline-td", {.mode = SOFT_INLINE}, true};
 static const struct check_variant locked = {"inline", {.mode = SOFT_INLINE}, false};
-static const struct check_variant engine = {"engine-td", {.mode = SOFT_ENGINE}, true};
+static const struct check_variant threaded = {"thread-td", {.mode = SOFT_THREAD}, true};
 
 /* Posts one signalled write and polls until it is done, over and over; nanoseconds for each. */
 static double write_and_poll(struct pair *pair, uint32_t length, unsigned int count)
@@ -201,16 +201,16 @@ static void many_pairs(void)
     home_close(&home);
 }
 
-/* ---- By the engine ------------------------------------------------------------------------------------------ */
+/* ---- By the worker thread ------------------------------------------------------------------------------------- */
 
-static void engine_round_trips(void)
+static void threaded_round_trips(void)
 {
     static double trip_ns[ROUNDS];
     struct home home;
     struct pair pair;
     size_t i;
 
-    home_open_like(&home, &engine);
+    home_open_like(&home, &threaded);
     PAIR_OPEN(&pair, .homes = {&home, &home});
     write_and_poll(&pair, 8, 1000);
     for (i = 0; i < ROUNDS; i++)
@@ -228,6 +228,6 @@ int main(void)
     many_pairs(); /* first: they are to find no memory that was freed before */
     small_writes();
     large_writes();
-    engine_round_trips();
+    threaded_round_trips();
     return check_failures() > 0;
 }

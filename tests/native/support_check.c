@@ -11,10 +11,10 @@
 static const struct check_variant variants[] = {
     {"inline", {.mode = SOFT_INLINE}, false},
     {"inline-td", {.mode = SOFT_INLINE}, true},
-    {"engine", {.mode = SOFT_ENGINE}, false},
-    {"engine-td", {.mode = SOFT_ENGINE}, true},
-    {"delayed", {.mode = SOFT_ENGINE, .delay_ns = DELAY_NS}, false},
-    {"delayed-td", {.mode = SOFT_ENGINE, .delay_ns = DELAY_NS}, true},
+    {"thread", {.mode = SOFT_THREAD}, false},
+    {"thread-td", {.mode = SOFT_THREAD}, true},
+    {"delayed", {.mode = SOFT_THREAD, .delay_ns = DELAY_NS}, false},
+    {"delayed-td", {.mode = SOFT_THREAD, .delay_ns = DELAY_NS}, true},
 };
 
 const struct check_variant *variant = &variants[0];

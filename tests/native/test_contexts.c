@@ -4,9 +4,9 @@
 static const struct check_variant others[] = {
     {"inline", {.mode = SOFT_INLINE}, false},
     {"inline-td", {.mode = SOFT_INLINE}, true},
-    {"engine", {.mode = SOFT_ENGINE}, false},
-    {"engine-td", {.mode = SOFT_ENGINE}, true},
-    {"delayed", {.mode = SOFT_ENGINE, .delay_ns = 300000}, true},
+    {"thread", {.mode = SOFT_THREAD}, false},
+    {"thread-td", {.mode = SOFT_THREAD}, true},
+    {"delayed", {.mode = SOFT_THREAD, .delay_ns = 300000}, true},
 };
 
 /* A home of the running variant and one of another, with a pair across them. */

@@ -115,7 +115,7 @@ static void descriptors(void)
     home_close(&home);
 }
 
-static void engine_thread(void)
+static void no_worker_thread(void)
 {
     struct ibv_qp_init_attr attr = {.qp_type = IBV_QPT_RC};
     struct soft_counts counts;
@@ -126,7 +126,7 @@ static void engine_thread(void)
     attr.send_cq = attr.recv_cq = home_cq(&home, 4, NULL);
     no_threads = true;
     qp = soft_verbs.create_qp(home.pd, &attr);
-    if (variant->options.mode == SOFT_ENGINE) { /* a queue pair that nobody executes is none */
+    if (variant->options.mode == SOFT_THREAD) { /* a queue pair that nobody executes is none */
         CHECK(!qp && errno == EAGAIN);
         soft_count(home.context, &counts);
         CHECK_EQ(counts.qps, 0);
@@ -408,7 +408,7 @@ static void first_request_of_a_thread(void)
 }
 #endif
 
-CHECK_MAIN(CASE(descriptors), CASE(engine_thread), CASE(waking_thread), CASE(moderating_thread),
+CHECK_MAIN(CASE(descriptors), CASE(no_worker_thread), CASE(waking_thread), CASE(moderating_thread),
 #if OWN_MEMORY
            CASE(memory_for_changes), CASE(memory), CASE(first_request_of_a_thread)
 #endif

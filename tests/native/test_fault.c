@@ -185,7 +185,7 @@ static void bad_arguments(void)
     CHECK_EQ(soft_fault_loss(context, 0, FIRST(0)), EINVAL);
     CHECK_EQ(soft_fault_loss_at_random(context, 1000001), EINVAL);
     CHECK_EQ(soft_fault_jitter(context, UINT64_MAX), EINVAL);
-    CHECK_EQ(soft_fault_jitter(context, 1), variant->options.mode == SOFT_ENGINE ? 0 : EINVAL);
+    CHECK_EQ(soft_fault_jitter(context, 1), variant->options.mode == SOFT_THREAD ? 0 : EINVAL);
     CHECK_EQ(soft_fault_calls(context, (enum soft_verb)(SOFT_ANY_VERB + 1)), 0);
     soft_fault_clear(context);
     CHECK(!is_asked(context));
@@ -477,7 +477,7 @@ static void in_the_child(void *argument)
     CHECK_EQ(soft_fault_request(context, 0, false, FIRST(1), IBV_WC_GENERAL_ERR, 0), ENODEV);
     CHECK_EQ(soft_fault_loss(context, 0, FIRST(1)), ENODEV);
     CHECK_EQ(soft_fault_loss_at_random(context, 1), ENODEV);
-    if (variant->options.mode == SOFT_ENGINE)
+    if (variant->options.mode == SOFT_THREAD)
         CHECK_EQ(soft_fault_jitter(context, 1), ENODEV);
     CHECK_EQ(soft_fault_hold(context, 0), ENODEV);
     CHECK_EQ(soft_fault_held(context), 0);

@@ -15,7 +15,7 @@
 struct road {
     struct home home, far; /* of the shared queue; only an XRC road across contexts has `far` */
     struct end from, to, room;
-    struct ibv_xrcd *xrcd, *far_xrcd;
+    struct ibv_xrcd *xrcd, *other_xrcd;
     struct ibv_srq *srq;
     uint32_t srq_number; /* XRC */
     struct ibv_cq *recv_cq;
@@ -53,10 +53,10 @@ static void open_xrc(struct road *road, bool across)
         async_nonblocking(far->context);
     }
     road->xrcd = open_by(road->home.context, fd);
-    road->far_xrcd = open_by(far->context, fd);
+    road->other_xrcd = open_by(far->context, fd);
     close(fd);
     road->recv_cq = home_cq(far, 16, NULL);
-    road->srq = try_xrc_srq(far, road->far_xrcd, road->recv_cq, 16);
+    road->srq = try_xrc_srq(far, road->other_xrcd, road->recv_cq, 16);
     REQUIRE(road->srq != NULL);
     REQUIRE_EQ(verbs_get_srq_num(road->srq, &road->srq_number), 0);
     TYPED_OPEN(&road->room, far, .type = IBV_QPT_RC);
@@ -103,7 +103,7 @@ static void road_close(struct road *road)
     if (road->xrcd) {
         end_close(&road->room);
         CHECK_EQ(soft_verbs.destroy_cq(road->recv_cq), 0);
-        CHECK_EQ(verbs_close_xrcd(road->far_xrcd), 0);
+        CHECK_EQ(verbs_close_xrcd(road->other_xrcd), 0);
         CHECK_EQ(verbs_close_xrcd(road->xrcd), 0);
     }
     if (road->far.context)

@@ -186,7 +186,7 @@ static void fork_with_work_in_flight(void)
         CHECK_EQ(post_nothing(inherited.qp, i), 0);
     start_poll(inherited.cq);
     wait_executed(inherited.qp, 3);
-    if (variant->options.mode == SOFT_ENGINE)
+    if (variant->options.mode == SOFT_THREAD)
         CHECK_EQ(soft_set_delay(inherited.home.context, 30000000), 0);
     memset(inherited.pair.a.memory, 9, 64);
     CHECK_EQ(post_write(&inherited.pair.a, &inherited.pair.b, 5, 64), 0);

@@ -49,7 +49,7 @@ static void flushing_completes_at_once(void)
     uint64_t i;
 
     PAIR_OPEN(&pair, 0);
-    if (variant->options.mode == SOFT_ENGINE)
+    if (variant->options.mode == SOFT_THREAD)
         CHECK_EQ(soft_set_delay(pair.own.context, UINT64_MAX), 0); /* never */
     CHECK_EQ(qp_to(pair.b.qp, IBV_QPS_ERR), 0);
     for (i = 0; i < 3; i++)
@@ -267,7 +267,7 @@ static void destroyed_with_posted_requests(void)
     for (why = 0; why < 4; why++) {
         link.min_rnr_timer = 12;
         PAIR_OPEN(&pair, .link = &link);
-        if (why == 0 && variant->options.mode == SOFT_ENGINE)
+        if (why == 0 && variant->options.mode == SOFT_THREAD)
             CHECK_EQ(soft_set_delay(pair.own.context, 3600ull * 1000000000u), 0);
         if (why == 2)
             CHECK_EQ(qp_to(pair.a.qp, IBV_QPS_SQD), 0);

@@ -30,7 +30,7 @@ static void delay(void)
     struct home home;
 
     home_open(&home);
-    CHECK_EQ(soft_set_delay(home.context, 5), variant->options.mode == SOFT_ENGINE ? 0 : EINVAL);
+    CHECK_EQ(soft_set_delay(home.context, 5), variant->options.mode == SOFT_THREAD ? 0 : EINVAL);
     home_close(&home);
 }
 

@@ -299,7 +299,7 @@ static void execution_mode(void)
 static void taking_turns(void)
 {
     enum { REQUESTS = 15, QUICK = 99 };
-    bool engine = variant->options.mode == SOFT_ENGINE;
+    bool threaded = variant->options.mode == SOFT_THREAD;
     struct ibv_qp *near, *far;
     struct soft_lock *busy;
     struct pair pair;
@@ -314,7 +314,7 @@ static void taking_turns(void)
     qp_connect(far, &default_link, near->qp_num);
     quick = pair.a;
     quick.qp = near;
-    if (engine) {
+    if (threaded) {
         CHECK_EQ(soft_set_delay(pair.own.context, 0), 0);
         while (atomic_exchange(&busy->held, 1)) /* as another thread's: who posts may not hold it */
             sched_yield();
@@ -322,7 +322,7 @@ static void taking_turns(void)
     for (i = 0; i < REQUESTS; i++)
         CHECK_EQ(post_write(&pair.a, &pair.b, (uint64_t)i, 2 << 20), 0);
     CHECK_EQ(post_write(&quick, &pair.b, QUICK, 8), 0);
-    if (engine)
+    if (threaded)
         atomic_store(&busy->held, 0);
     for (i = 0; i <= REQUESTS; i++) {
         struct ibv_wc wc;
@@ -333,7 +333,7 @@ static void taking_turns(void)
             place = i;
     }
     /* In the call that posts, there is nobody to take turns with. */
-    CHECK(engine ? place >= 0 && place < REQUESTS : place == REQUESTS);
+    CHECK(threaded ? place >= 0 && place < REQUESTS : place == REQUESTS);
     CHECK_EQ(soft_verbs.destroy_qp(near), 0);
     CHECK_EQ(soft_verbs.destroy_qp(far), 0);
     pair_close(&pair);

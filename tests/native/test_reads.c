@@ -56,7 +56,7 @@ static void check_chain(struct limits limits, const char *letters, int failing, 
     struct pair pair;
 
     limited_open(&pair, limits);
-    if (variant->options.mode == SOFT_ENGINE) /* all of it is there before any is due */
+    if (variant->options.mode == SOFT_THREAD) /* all of it is there before any is due */
         CHECK_EQ(soft_set_delay(pair.own.context, 20 * 1000 * 1000), 0);
     CHECK_EQ(post_chain(&pair, letters), 0);
     for (i = 0; i < count; i++)

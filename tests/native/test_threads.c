@@ -54,8 +54,8 @@ static void ring_of_threads(void)
     enum { WORKERS = 4 };
     static const struct check_variant like[] = {
         {"inline-td", {.mode = SOFT_INLINE}, true},
-        {"engine-td", {.mode = SOFT_ENGINE}, true},
-        {"engine", {.mode = SOFT_ENGINE}, false},
+        {"thread-td", {.mode = SOFT_THREAD}, true},
+        {"thread", {.mode = SOFT_THREAD}, false},
     };
     const struct pair_options options = {.cap = {DEPTH, DEPTH, 1, 1, 0}, .memory = 4096};
     struct worker workers[WORKERS];
@@ -201,7 +201,7 @@ static void shared_queue_pair(void)
 {
     static const struct check_variant locked[2] = {
         {"inline", {.mode = SOFT_INLINE}, false},
-        {"engine", {.mode = SOFT_ENGINE}, false},
+        {"thread", {.mode = SOFT_THREAD}, false},
     };
     struct crowd *crowd = calloc(1, sizeof(*crowd));
     struct member members[4];
@@ -209,7 +209,7 @@ static void shared_queue_pair(void)
     unsigned int i, j;
 
     REQUIRE(crowd != NULL);
-    home_open_like(&crowd->home, &locked[variant->options.mode == SOFT_ENGINE]);
+    home_open_like(&crowd->home, &locked[variant->options.mode == SOFT_THREAD]);
     PAIR_OPEN(&crowd->pair, .homes = {&crowd->home, &crowd->home}, .cap = {8, 8, 1, 1, 0});
     crowd->threads = 4;
     for (i = 0; i < crowd->threads; i++)

@@ -51,7 +51,7 @@ void *beyond_the_seam(const char *name)
 
 struct ibv_context *open_again(void)
 {
-    const struct soft_options options = {.mode = strchr(device_name, ':') ? SOFT_ENGINE : SOFT_INLINE};
+    const struct soft_options options = {.mode = strchr(device_name, ':') ? SOFT_THREAD : SOFT_INLINE};
 
     return on_soft_device() ? soft_open(&options) : open_device(device);
 }

@@ -16,7 +16,7 @@ from aioverbs._core.abi.libibverbs cimport (
 cdef extern from "soft/base/settings.h" nogil:
     enum soft_mode:
         SOFT_INLINE
-        SOFT_ENGINE
+        SOFT_THREAD
 
     struct soft_address:
         int family

@@ -87,7 +87,7 @@ cdef class Context(handles.Context):
             raise ValueError(f"`execution` must be 'inline' or 'thread', got {execution!r}")
         if delay_ns < 0 or (delay_ns and execution == "inline"):
             raise ValueError(f"`delay_ns` must be 0, or positive with execution='thread', got {delay_ns}")
-        options.mode = s.SOFT_ENGINE if execution == "thread" else s.SOFT_INLINE
+        options.mode = s.SOFT_THREAD if execution == "thread" else s.SOFT_INLINE
         options.delay_ns = delay_ns
         options.why = why
         options.settings = NULL

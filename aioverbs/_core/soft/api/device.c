@@ -172,7 +172,7 @@ struct ibv_context *soft_open(const struct soft_options *options)
 
     if (options->why)
         options->why[0] = 0;
-    if ((options->mode != SOFT_INLINE && options->mode != SOFT_ENGINE) ||
+    if ((options->mode != SOFT_INLINE && options->mode != SOFT_THREAD) ||
         (options->mode == SOFT_INLINE && options->delay_ns) ||
         (options->address.family && !soft_address_is_usable(&options->address))) {
         errno = EINVAL;
@@ -277,7 +277,7 @@ int soft_set_delay(struct ibv_context *ibv_context, uint64_t delay_ns)
 {
     struct soft_context *context = to_soft_context(ibv_context);
 
-    if (context->mode != SOFT_ENGINE)
+    if (context->mode != SOFT_THREAD)
         return EINVAL;
     atomic_store(&context->delay_ns, delay_ns);
     return 0;

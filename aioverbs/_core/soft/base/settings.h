@@ -20,7 +20,7 @@ enum { SOFT_MAX_USERS = 64, SOFT_MAX_SECRET = 256, SOFT_MAX_PATH = 108 };
 
 enum soft_mode {
     SOFT_INLINE, /* a request is executed in the call that posts it */
-    SOFT_ENGINE, /* a C thread of the context executes it, not before `delay_ns` after it was posted */
+    SOFT_THREAD, /* a C thread of the context executes it, not before `delay_ns` after it was posted */
 };
 
 struct soft_settings {

@@ -284,7 +284,7 @@ int soft_fault_jitter(struct ibv_context *ibv_context, uint64_t max_ns)
     struct soft_context *context = to_soft_context(ibv_context);
     struct soft_faults *plan;
 
-    if (context->mode != SOFT_ENGINE || max_ns > INT64_MAX)
+    if (context->mode != SOFT_THREAD || max_ns > INT64_MAX)
         return EINVAL;
     plan = soft_fault_enter(context);
     if (!plan)

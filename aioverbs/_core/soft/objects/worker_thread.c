@@ -297,7 +297,7 @@ int soft_engine_reserve(struct soft_context *context)
             error = ENOMEM;
         }
     }
-    if (!error && context->mode == SOFT_ENGINE)
+    if (!error && context->mode == SOFT_THREAD)
         error = worker_start(context);
     if (!error)
         engine->reserved++;

@@ -706,7 +706,7 @@ void soft_kick(struct soft_qp *qp)
 {
     uint64_t again;
 
-    if (qp->context->mode == SOFT_ENGINE) {
+    if (qp->context->mode == SOFT_THREAD) {
         soft_engine_ring(qp);
         return;
     }

@@ -1,5 +1,5 @@
-/* What the software device costs, as JSON lines. Whatever is compared is measured in turns, in many short rounds,
- * and given as a median: machines differ, and are shared. */
+/* Benchmark of the software device, as JSON lines. Variants are measured in turns, in many short rounds, and reported
+ * as medians, since machines differ and are shared. */
 #include "support.h"
 
 #include <pthread.h>

@@ -78,7 +78,7 @@ static void overrun(void)
     home_close(&home);
 }
 
-/* Where the receiver's queue overruns, the sender learns that the other side failed. */
+/* If the receiver's queue overruns, the sender gets a remote error. */
 static void receiver_overruns(void)
 {
     struct ibv_wc wc;

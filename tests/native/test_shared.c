@@ -560,8 +560,8 @@ static uint64_t odd_number(unsigned int *seed, uint64_t near)
     }
 }
 
-/* Whatever another process writes into the shared pages: a request succeeds or is refused, and no memory outside is
- * touched. */
+/* The shared pages are not trusted, whatever another process writes there: a request succeeds or is refused, and no
+ * memory outside is touched. */
 static void shared_memory_is_not_trusted(void)
 {
     struct fire *fire = calloc(1, sizeof(*fire));

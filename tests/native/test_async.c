@@ -350,7 +350,7 @@ static void destroying_waits(void)
     raise_qp(destroyer.qp, IBV_EVENT_SQ_DRAINED);
     REQUIRE_EQ(soft_verbs.get_async_event(home.context, &events[0]), 0);
     REQUIRE_EQ(soft_verbs.get_async_event(home.context, &events[1]), 0);
-    raise_qp(destroyer.qp, IBV_EVENT_QP_FATAL); /* not taken, so nobody waits for it */
+    raise_qp(destroyer.qp, IBV_EVENT_QP_FATAL); /* not taken, so destruction does not wait for it */
     check_that_it_waits(&home, &destroyer, events, 2);
 
     destroyer = (struct destroyer){.cq = cq};

@@ -61,7 +61,7 @@ static void connect_to(struct end *end, const struct node *peer)
     struct ibv_qp_attr attr = default_link;
     struct ibv_qp *qp = end->qp;
 
-    attr.timeout = 0; /* nothing is sent again, however long somebody stands still */
+    attr.timeout = 0; /* nothing is sent again, however long a thread is stopped */
     attr.port_num = 1;
     attr.dest_qp_num = 17;
     attr.ah_attr = (struct ibv_ah_attr){.is_global = 1, .port_num = 1, .grh = {.sgid_index = 1}};

@@ -177,7 +177,7 @@ static void leaving_sqd_early(void)
         if (ways[i] == IBV_QPS_RTS) {
             CHECK_EQ(post_room(&pair.b, 10, 0, 8), 0);
             EXPECT(pair.a.send_cq, 1, IBV_WC_SUCCESS);
-            CHECK_EQ(qp_to(pair.a.qp, IBV_QPS_SQD), 0); /* this time nobody asks */
+            CHECK_EQ(qp_to(pair.a.qp, IBV_QPS_SQD), 0); /* no event was requested this time */
         } else if (ways[i] == IBV_QPS_ERR) {
             EXPECT(pair.a.send_cq, 1, IBV_WC_WR_FLUSH_ERR);
         }

@@ -153,7 +153,7 @@ static void run_fault(enum fault fault, bool receiving, const struct ibv_mr *big
     if (receiving) {
         CHECK_EQ(post_receive(&pair.a, 40, 8), 0);
         CHECK_EQ(post_receive(&pair.a, 41, 8), 0);
-    } else if (faults[fault].breaks_peer) { /* else nobody would end its wait */
+    } else if (faults[fault].breaks_peer) { /* otherwise nothing would end its wait */
         CHECK_EQ(post_send(&pair.b, 10, 8), 0);
         CHECK_EQ(post_write(&pair.b, &pair.a, 11, 8), 0);
         settle(home->context);
@@ -161,7 +161,7 @@ static void run_fault(enum fault fault, bool receiving, const struct ibv_mr *big
     good = span(&pair.a, 0, 1);
     wrs[0] = spoiled(fault, &pair, list, big);
     wrs[1] = request_to(IBV_WR_RDMA_WRITE, 2, &good, 1, &pair.b, 100);
-    wrs[1].send_flags = 0; /* who fails tells, whether it was asked to or not */
+    wrs[1].send_flags = 0; /* a failed request completes, signalled or not */
     wrs[2] = request_to(IBV_WR_RDMA_WRITE, 3, &good, 1, &pair.b, 100);
     wrs[0].next = &wrs[1];
     wrs[1].next = &wrs[2];

@@ -126,7 +126,7 @@ static void no_worker_thread(void)
     attr.send_cq = attr.recv_cq = home_cq(&home, 4, NULL);
     no_threads = true;
     qp = soft_verbs.create_qp(home.pd, &attr);
-    if (variant->options.mode == SOFT_THREAD) { /* a queue pair that nobody executes is none */
+    if (variant->options.mode == SOFT_THREAD) { /* a queue pair that cannot be executed is not created */
         CHECK(!qp && errno == EAGAIN);
         soft_count(home.context, &counts);
         CHECK_EQ(counts.qps, 0);

@@ -308,7 +308,7 @@ static void send_in_turns(unsigned int count, unsigned int each, uint32_t size, 
     b->of = count;
     for (i = 0; i < count; i++)
         sender_open(&senders[i], a, &b->device.gids[0], i);
-    soft_mutex_take(&b->device.fabric->progress); /* nobody is let in before all wait */
+    soft_mutex_take(&b->device.fabric->progress); /* no peer is accepted before all wait */
     for (i = 0; i < count; i++)
         sender_want(&senders[i], IBV_WR_RDMA_WRITE, each, size);
     soft_mutex_give(&b->device.fabric->progress);
@@ -405,7 +405,7 @@ static void threads_send_over_one_link(void)
     close_both();
 }
 
-/* ---- Who reads ------------------------------------------------------------------------------------------- */
+/* ---- Reading threads ------------------------------------------------------------------------------------- */
 
 /* A polling thread reads by itself: the fabric thread yields. */
 static void polling_threads_read(void)
@@ -424,9 +424,9 @@ static void polling_threads_read(void)
         CHECK_EQ(a->responses, i);
     }
     while (!(thread_yields = atomic_load(&a->device.fabric->thread_yields)) && now_ns() < end)
-        soft_fabric_poll(&a->device, false); /* without a pause: the thread would not see that somebody polls */
+        soft_fabric_poll(&a->device, false); /* without a pause, so that the fabric thread sees the polls */
     CHECK(thread_yields);
-    /* Without a word he polls no more: soon the thread is back. */
+    /* The poller stops without a call: soon the fabric thread reads again. */
     sender_want(&sender, IBV_WR_RDMA_WRITE, 1, 8);
     EVENTUALLY(a->responses == i);
     sender_close(&sender);
@@ -479,7 +479,7 @@ static void the_thread_reads_after_polling_stops(void)
             soft_fabric_poll(&a->device, false);
         sender_want(&sender, IBV_WR_RDMA_WRITE, 1, 8);
         soft_fabric_stop_polling(&a->device, NULL);
-        soft_fabric_poll(&a->device, false); /* once more, as who arms does */
+        soft_fabric_poll(&a->device, false); /* once more, as a thread that arms does */
         EVENTUALLY(a->responses == i);
     }
     sender_close(&sender);
@@ -616,7 +616,7 @@ static void a_peer_falls_silent(void)
     CHECK_EQ(soft_fabric_stall(&b->device, NULL, false), 1);
     CHECK(sender_finish(&sender));
     EVENTUALLY(a->responses == 101);
-    CHECK_EQ(soft_fabric_stall(&b->device, &b->device.gids[0], true), 0); /* nobody has that */
+    CHECK_EQ(soft_fabric_stall(&b->device, &b->device.gids[0], true), 0); /* no device has that GID */
     sender_close(&sender);
     close_both();
 }
@@ -656,7 +656,7 @@ static void halting_does_not_wait_for_senders(void)
     sender_want(&sender, IBV_WR_RDMA_WRITE, 1, 8);
     CHECK(sender_finish(&sender));
     EVENTUALLY(a->responses == 1);
-    REQUIRE(atomic_load(&sender.link->read_cache_owner) != NULL); /* nobody may be reading by it when it goes */
+    REQUIRE(atomic_load(&sender.link->read_cache_owner) != NULL); /* no thread may be reading by it when it is freed */
     sender_close(&sender);
     atomic_store(&asked.ready, false);
     REQUIRE_EQ(pthread_create(&thread, NULL, ask_for_a_way, NULL), 0);
@@ -665,13 +665,13 @@ static void halting_does_not_wait_for_senders(void)
     REQUIRE_EQ(pthread_join(thread, NULL), 0);
     CHECK(asked.link == NULL);
     CHECK_EQ(asked.error, ECANCELED);
-    /* Who sends may still wake it: what has that number is no file of the user's. */
+    /* Senders may still write to the eventfd: its number must not be another file's. */
     CHECK(fcntl(a->device.fabric->wake.fd, F_GETFD) >= 0);
     close_both();
     CHECK_EQ(a->device.fabric->wake.fd, -1);
 }
 
-/* ---- Who is told -------------------------------------------------------------------------------------------- */
+/* ---- Kicks -------------------------------------------------------------------------------------------------- */
 
 /* A thread that polls consumes wakeups for other reasons, but not the request that the fabric thread stop. */
 static void polling_leaves_the_stop_request_to_the_thread(void)

@@ -96,7 +96,7 @@ static void directories_that_others_can_write(void)
         set_directory(directory());
         CHECK_EQ(chown(directory(), 1, 1), 0);
         expect_no_entry(EACCES, "another user", HERE);
-        settings.users[settings.user_count++] = 1; /* he may have it */
+        settings.users[settings.user_count++] = 1; /* another user may have it */
         shared = node_open();
         CHECK_EQ(soft_fabric_listen(&shared->device), 0);
         CHECK_EQ(stat(stats_of(shared).path, &found), 0);
@@ -217,7 +217,7 @@ static void a_gid_of_another_user_cannot_be_claimed(void)
     CHECK(is_welcome(node, &gid));
     CHECK(!is_welcome(node, &node->device.gids[0]) && !is_welcome(node, &node->device.gids[1]));
     leave_stale(&gid, path);
-    CHECK(is_welcome(node, &gid)); /* his own */
+    CHECK(is_welcome(node, &gid)); /* that user's own file */
     if (!geteuid()) {
         CHECK_EQ(chown(path, geteuid() + 1, 0), 0);
         CHECK(!is_welcome(node, &gid));
@@ -271,13 +271,13 @@ static void stale_sockets_are_replaced(void)
     second = node_open();
     sender_open(&sender, second, &first->device.gids[0], 5);
     sender_want(&sender, IBV_WR_SEND, 1, 8);
-    EVENTUALLY(sender.error == EHOSTUNREACH); /* there is a file, but nobody */
+    EVENTUALLY(sender.error == EHOSTUNREACH); /* there is a file, but no listener */
     REQUIRE_EQ(soft_fabric_listen(&first->device), 0);
     CHECK_EQ(files_in(directory()), 2);
     CHECK(sender_finish(&sender));
     EVENTUALLY(second->responses == 1);
 
-    /* Who lives is not replaced. */
+    /* The socket of a running device is not replaced. */
     third = node_open_at(first->device.gids, 0);
     CHECK_EQ(soft_fabric_listen(&third->device), EADDRINUSE);
     CHECK_EQ(files_in(directory()), 2);

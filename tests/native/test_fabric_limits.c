@@ -58,7 +58,7 @@ static void silent_peers_do_not_keep_honest_ones_out(void)
     EVENTUALLY(stats_of(b).streams == SOFT_MAX_HANDSHAKES);
     fd = raw_open(b);
     EVENTUALLY(stats_of(b).accepted == 1);
-    CHECK(now_ns() - begin >= SOFT_PATIENCE_NS); /* nobody gave way before */
+    CHECK(now_ns() - begin >= SOFT_PATIENCE_NS); /* no handshake was evicted before */
     CHECK(stats_of(b).refused_peers >= CROWD - SOFT_MAX_HANDSHAKES + 1);
     EVENTUALLY(stats_of(b).refused_peers == CROWD);
     CHECK(last_reason_is(b, "did not complete the handshake in time"));

@@ -17,7 +17,7 @@
 #include "soft/fabric/stream.h"
 
 static struct node *a, *b;
-static struct sender honest; /* somebody whom nothing of all this concerns */
+static struct sender honest; /* an honest peer that must not be affected */
 
 static void open_all(void)
 {
@@ -64,10 +64,10 @@ static void peers_that_do_not_speak_the_protocol(void)
 
     open_all();
     fd = raw_connect(b);
-    CHECK_EQ(send(fd, "GET / HTTP/1.1\r\n", 16, MSG_NOSIGNAL), 16); /* nobody waits for the rest */
+    CHECK_EQ(send(fd, "GET / HTTP/1.1\r\n", 16, MSG_NOSIGNAL), 16); /* the rest is not waited for */
     expect_refused(fd, "not a device of aioverbs", 1, 0, HERE);
 
-    /* Another version is told so, and is named; its HELLO may be shorter than ours. */
+    /* Another version gets an answer, and is recorded; its HELLO may be shorter than this version's. */
     fd = raw_connect(b);
     memcpy(said.wanted, &b->device.gids[0], sizeof(said.wanted));
     soft_hello_pack(&said, hello);
@@ -77,7 +77,7 @@ static void peers_that_do_not_speak_the_protocol(void)
     CHECK(soft_welcome_parse(bytes, &welcome) == soft_refusal_text(SOFT_REFUSED_VERSION));
     expect_refused(fd, "protocol version 65535, not 1: use the same release of aioverbs on both sides", 2, 0, HERE);
 
-    /* Who looks for somebody else, too. */
+    /* A peer that looks for another device is refused, too. */
     fd = raw_connect(b);
     said.wanted[15] ^= 1;
     soft_hello_pack(&said, hello);
@@ -94,7 +94,7 @@ static void peers_that_do_not_speak_the_protocol(void)
     CHECK_EQ(send(fd, bytes, SOFT_PROOF_SIZE, MSG_NOSIGNAL), SOFT_PROOF_SIZE);
     expect_refused(fd, "not a device of aioverbs", 4, 0, HERE);
 
-    /* Who hangs up in the middle is nobody's fault. */
+    /* A connection that is closed during the handshake counts as lost, not as refused. */
     fd = raw_connect(b);
     CHECK_EQ(send(fd, hello, 50, MSG_NOSIGNAL), 50);
     close(fd);
@@ -420,7 +420,7 @@ static void closing_a_large_file_does_not_delay_peers(void)
         int seals;
         bool stays;
     } files[] = {{4096, F_SEAL_SHRINK | F_SEAL_GROW, false},
-                 {4096, 0, true}, /* who knows how large it is by then */
+                 {4096, 0, true}, /* it may have grown by then */
                  {4 << 20, F_SEAL_SHRINK | F_SEAL_GROW, true}};
     uint8_t hello[SOFT_HELLO_SIZE], welcome[SOFT_WELCOME_SIZE];
     unsigned int before, open, i, stay = 0;
@@ -490,7 +490,7 @@ static void descriptors_of_one_message_at_a_time(void)
     EVENTUALLY(open_descriptors() == open);
 }
 
-/* ---- Who looks whether somebody listens ------------------------------------------------------------------ */
+/* ---- Probing for a listener ------------------------------------------------------------------------------ */
 
 /* A listener that has sent a descriptor by the time the connecting side continues. */
 static int listener = -1, sent_at_once;
@@ -779,7 +779,7 @@ static void the_connecting_side_proves_first(void)
     CHECK_EQ(rmdir(directory()), 0);
 }
 
-/* ---- Who is connected to --------------------------------------------------------------------------------- */
+/* ---- Accepting side -------------------------------------------------------------------------------------- */
 
 /* A sender for a node whose GIDs lead to a listener by hand. */
 static struct sender looking;

@@ -26,8 +26,8 @@ struct shared {
     atomic_int error;
     union ibv_gid gid[2];
     atomic_ullong address;
-    atomic_bool stopped, at;  /* who is to move data does not, as if it were stopped; and is about to */
-    atomic_bool wanted, come; /* a page that somebody has to wait for; and does so no more */
+    atomic_bool stopped, at;  /* the peer is about to make a copy and does not, as if it were stopped */
+    atomic_bool wanted, come; /* `wanted`: a thread waits for a page; `come`: the page has come */
 };
 
 static struct shared *shared;
@@ -93,7 +93,7 @@ static void finish(void)
     char path[100], name[SOFT_GID_NAME];
     int i;
 
-    for (i = 0; i < 2; i++) { /* who was killed left them */
+    for (i = 0; i < 2; i++) { /* killed processes left them */
         soft_gid_name(&shared->gid[i], name);
         snprintf(path, sizeof(path), "%s/%s", directory(), name);
         unlink(path);

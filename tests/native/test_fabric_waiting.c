@@ -118,7 +118,7 @@ static void drained_before_the_request_was_sent(void)
     open_scene(&scene, IBV_QPT_RC);
     gid = &scene.peer->device.gids[0];
     elsewhere = *gid;
-    elsewhere.raw[15] ^= 1; /* where nobody is */
+    elsewhere.raw[15] ^= 1; /* where no device listens */
     REQUIRE_EQ(modify(&scene, IBV_QPS_INIT, init_mask(IBV_QPT_RC), gid), 0);
     REQUIRE_EQ(modify(&scene, IBV_QPS_RTR, rtr_mask(IBV_QPT_RC), gid), 0);
     REQUIRE_EQ(modify(&scene, IBV_QPS_RTS, rts_mask(IBV_QPT_RC), gid), 0);
@@ -394,7 +394,7 @@ static void sent_into_a_connection_that_breaks(void)
     link = qp_of(&scene)->link;
     reading.fabric = link->stream.fabric;
     REQUIRE_EQ(pthread_create(&thread, NULL, keep_from_reading, &reading), 0);
-    EVENTUALLY(atomic_load(&reading.kept)); /* else the end of the connection is found by who reads */
+    EVENTUALLY(atomic_load(&reading.kept)); /* otherwise the thread that reads finds the end of the connection */
     forget_sending(&scene, link);
     shutdown(link->stream.watch.fd, SHUT_WR);
     CHECK_EQ(post_nothing(scene.end.qp, 2), 0);
@@ -455,7 +455,7 @@ static void halted_while_datagrams_wait(void)
         CHECK_EQ(post(scene.end.qp, &wr), 0);
     }
     accept_silently(&scene);
-    CHECK_EQ(soft_set_port(scene.home.context, false), 0); /* whoever executes them is done with the first one */
+    CHECK_EQ(soft_set_port(scene.home.context, false), 0); /* the executing thread has finished the first one */
     atomic_store(&halted, false);
     REQUIRE_EQ(pthread_create(&thread, NULL, halt, scene.home.context), 0);
     EVENTUALLY(atomic_load(&halted));

@@ -433,7 +433,7 @@ static void lost_with_work_under_way(void)
     link.timeout = 20; /* 4.3 s, in which the device is lost */
     link.retry_cnt = 0;
     PAIR_OPEN(&pair, .unconnected = true);
-    qp_connect(pair.a.qp, &link, pair.b.qp->qp_num); /* who does not answer yet */
+    qp_connect(pair.a.qp, &link, pair.b.qp->qp_num); /* a peer that does not answer yet */
     CHECK_EQ(post_nothing(pair.a.qp, 1), 0);
     wait_begun(pair.a.qp);
     CHECK_EQ(soft_lose(pair.own.context), 0);

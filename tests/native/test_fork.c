@@ -404,7 +404,7 @@ static void allocator_memory(bool shared)
     wait_executed(inherited.qp, 3);
     in_child(check_closed, &inherited);
     CHECK_EQ(inherited.cq->wr_id, 0);
-    next_poll(inherited.cq); /* nobody has consumed it instead */
+    next_poll(inherited.cq); /* no other process has consumed it */
     CHECK_EQ(inherited.cq->wr_id, 1);
     inherited.cq->end_poll(inherited.cq);
     EXPECT(cq_of(inherited.cq), 2, IBV_WC_SUCCESS);

@@ -38,7 +38,7 @@ static void gids_of_one_process(void)
     CHECK_EQ(draw(&first, (const uint8_t[]){9, 5, 0}), 5);
     CHECK_EQ(draw(&second, (const uint8_t[]){9, 5, 5, 6, 0}), 6);
     soft_descriptor_close(first.reserved);
-    CHECK_EQ(draw(&third, (const uint8_t[]){9, 5, 0}), 5); /* he is gone */
+    CHECK_EQ(draw(&third, (const uint8_t[]){9, 5, 0}), 5); /* the other process has exited */
     soft_descriptor_close(second.reserved);
     soft_descriptor_close(third.reserved);
 }

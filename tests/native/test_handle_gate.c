@@ -31,7 +31,7 @@ static void counts(void)
 
 static struct {
     int gate;
-    int *object; /* freed by who closes the gate: nobody may be inside then, and nobody gets in */
+    int *object; /* freed by the thread that closes the gate: no thread may be inside then, and none can enter */
     atomic_int ready;
 } shared;
 
@@ -43,7 +43,7 @@ static void *use(void *argument)
     while (gate_enter(&shared.gate)) {
         uses += __atomic_load_n(shared.object, __ATOMIC_RELAXED);
         gate_leave(&shared.gate);
-        sched_yield(); /* else there may always be somebody inside */
+        sched_yield(); /* otherwise there may always be a thread inside */
     }
     return uses >= 0 ? argument : NULL;
 }

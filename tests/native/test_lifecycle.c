@@ -18,7 +18,7 @@ static void posting_in_error(void)
         CHECK_EQ(EXPECT(pair.a.recv_cq, i, IBV_WC_WR_FLUSH_ERR).qp_num, pair.a.qp->qp_num);
         EXPECT(pair.a.send_cq, i + 1, IBV_WC_WR_FLUSH_ERR);
     }
-    CHECK_EQ(qp_state(pair.b.qp), IBV_QPS_RTS); /* who is not spoken to does not know */
+    CHECK_EQ(qp_state(pair.b.qp), IBV_QPS_RTS); /* a queue pair without messages does not notice */
     pair_close(&pair);
 }
 

@@ -75,7 +75,7 @@ static void in_order(void)
     unsigned int times;
 
     for (times = 0; times < 2; times++) {
-        CHECK_EQ(soft_half_enter(&halves[1], "poll_cq"), 0); /* a user's sessions are in an order of his */
+        CHECK_EQ(soft_half_enter(&halves[1], "poll_cq"), 0); /* the application may open poll sessions in any order */
         CHECK_EQ(soft_half_enter(&halves[0], "poll_cq"), 0);
         CHECK_EQ(soft_half_enter(&queue_pair, "post_send"), 0);
         soft_mutex_take(&progress);

@@ -217,7 +217,7 @@ static void changed_while_some_wait(void)
     }
     expect_event(&watched);
 
-    CHECK_EQ(moderate(watched.cq, 0, 0), 0); /* nothing waits: nothing is told */
+    CHECK_EQ(moderate(watched.cq, 0, 0), 0); /* no completion waits: no event */
     check_no_event(&watched);
     arm(&watched, false);
     CHECK_EQ(moderate(watched.cq, 50, LONG_US), 0);
@@ -334,7 +334,7 @@ static void broken_queue(void)
     CHECK_EQ(post_nothing(qp, 1), 0);
     CHECK(wait_state(qp, IBV_QPS_ERR));
     CHECK(wait_readable(watched.channel->fd));
-    CHECK_EQ(verbs_req_notify_cq(cq, 0), 0); /* once more, for whoever completes into it now */
+    CHECK_EQ(verbs_req_notify_cq(cq, 0), 0); /* once more, for threads that complete into it now */
     CHECK_EQ(post_nothing(qp, 1), 0);
     CHECK(wait_readable(watched.channel->fd));
     CHECK_EQ(soft_verbs.destroy_qp(qp), 0);

@@ -147,7 +147,7 @@ static void broken_on_demand(void)
     wait_executed(qp, 1);
     CHECK_EQ(verbs_req_notify_cq(cq, 1), 0);
     CHECK_EQ(soft_break_cq(cq), 0);
-    CHECK(is_readable(channel->fd)); /* who sleeps hears of it */
+    CHECK(is_readable(channel->fd)); /* a sleeping thread is woken */
     event = take_error(&home, cq);
     soft_verbs.ack_async_event(&event);
     CHECK_EQ(soft_break_cq(cq), 0);

@@ -163,7 +163,7 @@ static void refused_and_reported_once(void)
         lines += text[i] == '\n';
     CHECK_EQ(lines, 3);
     free(text);
-    text = stderr_of(intrude_elsewhere, &intruder); /* each object is told of once */
+    text = stderr_of(intrude_elsewhere, &intruder); /* each object is reported once */
     CHECK_EQ(overlaps(&unlocked), intruder.attempts);
     CHECK_EQ(strlen(text), 0);
     free(text);

@@ -353,7 +353,7 @@ static void last_wqe(void)
         CHECK_EQ(qp_to(a.qp, IBV_QPS_RESET), 0);
         CHECK_EQ(qp_to(b.qp, IBV_QPS_RESET), 0);
     }
-    srq_expect(srq, 10); /* it was nobody's */
+    srq_expect(srq, 10); /* it belonged to no object */
     end_close(&a);
     end_close(&b);
     CHECK_EQ(soft_verbs.destroy_srq(srq), 0);

@@ -316,7 +316,7 @@ static void taking_turns(void)
     quick.qp = near;
     if (threaded) {
         CHECK_EQ(soft_set_delay(pair.own.context, 0), 0);
-        while (atomic_exchange(&busy->held, 1)) /* as another thread's: who posts may not hold it */
+        while (atomic_exchange(&busy->held, 1)) /* as if by another thread: the posting thread may not hold it */
             sched_yield();
     }
     for (i = 0; i < REQUESTS; i++)
@@ -332,7 +332,7 @@ static void taking_turns(void)
         if (wc.wr_id == QUICK)
             place = i;
     }
-    /* In the call that posts, there is nobody to take turns with. */
+    /* With inline execution there are no turns. */
     CHECK(threaded ? place >= 0 && place < REQUESTS : place == REQUESTS);
     CHECK_EQ(soft_verbs.destroy_qp(near), 0);
     CHECK_EQ(soft_verbs.destroy_qp(far), 0);

@@ -50,7 +50,7 @@ static void replace_memory(struct range *range)
         pthread_mutex_unlock(&range->lock);
         sleep_us(next_random(&seed, 600));
         CHECK_EQ(soft_verbs.dereg_mr(mr), 0);
-        memset(memory, 0xaa, RANGE); /* from here on nobody touches it */
+        memset(memory, 0xaa, RANGE); /* not accessed from here on */
         if (i % 8 == 0)
             sleep_us(50);
         for (j = 0; j < RANGE; j++)

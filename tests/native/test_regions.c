@@ -14,7 +14,7 @@ static void registration(void)
         {0, 0},
         {IBV_ACCESS_LOCAL_WRITE, 0},
         {IBV_ACCESS_REMOTE_READ, 0},
-        {IBV_ACCESS_REMOTE_WRITE, EINVAL}, /* who may write from afar may write from here */
+        {IBV_ACCESS_REMOTE_WRITE, EINVAL}, /* remote write requires local write */
         {IBV_ACCESS_REMOTE_ATOMIC, EINVAL},
         {ACCESS_ALL, 0},
         {ACCESS_ALL | IBV_ACCESS_RELAXED_ORDERING, 0},

@@ -123,7 +123,7 @@ static void identifiers(void)
     pds[0] = soft_verbs.alloc_pd(home.context);
     REQUIRE(pds[0] != NULL);
     CHECK_EQ(soft_alloc_shpd(pds[0], KEY, &unused), 0);
-    CHECK(unused != first && unused != second); /* an old name is nobody's */
+    CHECK(unused != first && unused != second); /* an old number belongs to no domain */
     CHECK_EQ(soft_verbs.dealloc_pd(pds[0]), 0);
     home_close(&home);
 }
@@ -379,7 +379,7 @@ static void come_and_go(struct fire *fire)
         atomic_store(&fire->key, mr->rkey);
         sleep_us(next_random(&seed, 200));
         CHECK_EQ(soft_verbs.dealloc_pd(pd), 0);
-        before = fire->to; /* nobody writes any more; the thread sanitizer would tell */
+        before = fire->to; /* no thread writes any more; ThreadSanitizer would report it */
         fire->to = before + 1;
         CHECK_EQ(soft_verbs.dereg_mr(mr), 0);
     }

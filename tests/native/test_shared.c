@@ -476,7 +476,7 @@ static void come_and_go(struct fire *fire)
         atomic_store(&fire->key, mr->rkey);
         sleep_us(next_random(&seed, 200));
         CHECK_EQ(soft_verbs.dereg_mr(mr), 0);
-        fire->words[LAST] = i; /* nobody writes any more */
+        fire->words[LAST] = i; /* no thread writes any more */
         sleep_us(50);
         CHECK_EQ(fire->words[LAST], i);
     }

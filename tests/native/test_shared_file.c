@@ -156,7 +156,7 @@ static void files_of_more_memory_than_there_is(void)
     bytes = shared.file->page->head.bytes;
     expect_refused(&shared, file_of(&shared, 5 * bytes), HERE);
     fd = file_of(&shared, bytes);
-    CHECK_REFUSED(soft_import_shpd(shared.home.context, fd, KEY), ENOENT); /* nobody is in it */
+    CHECK_REFUSED(soft_import_shpd(shared.home.context, fd, KEY), ENOENT); /* no process uses it */
     close(fd);
     shared_close(&shared);
 }
@@ -443,7 +443,7 @@ static void remains_of_dead_processes_are_cleared(void)
     close(fd);
     CHECK(!has_traces(&shared, 5));
 
-    leave_traces(&shared, 1); /* who comes next takes another slot, and clears this one */
+    leave_traces(&shared, 1); /* the next process takes another slot, and clears this one */
     CHECK_EQ(soft_mutex_init(&other->lock, SOFT_RANK_DEVICE), 0);
     file = soft_shared_take(other, shared.fd);
     REQUIRE(file != NULL);

@@ -117,7 +117,7 @@ static void foreign_numbers_find_nothing(void)
 
     slots_begin(&slots);
     number = slots_take(&slots, &works[0], 0);
-    for (i = 0; i < 1000; i++) /* as `wr_id`s of who counts */
+    for (i = 0; i < 1000; i++) /* like wr_ids of a program that counts */
         CHECK(slots_find(&slots, i) == NULL);
     CHECK(slots_find(&slots, number + slots.size) == NULL);
     CHECK(slots_find(&slots, number + ((uint64_t)1 << 32)) == NULL);

@@ -193,7 +193,7 @@ static void numbers(void)
     xrc[0] = try_xrc_srq(&home, xrcd, cq, 4);
     REQUIRE(xrc[0] != NULL);
     CHECK_EQ(verbs_get_srq_num(xrc[0], &none), 0);
-    CHECK(none != first && none != second); /* an old number meets nobody for a while */
+    CHECK(none != first && none != second); /* an old number reaches no queue for a while */
     CHECK_EQ(soft_verbs.destroy_srq(xrc[0]), 0);
     CHECK_EQ(soft_verbs.destroy_srq(basic), 0);
     CHECK_EQ(soft_verbs.destroy_cq(cq), 0);
@@ -577,7 +577,7 @@ static void take_all(struct crowd *crowd, unsigned int seed)
     struct soft_receive receive;
 
     while ((taken = atomic_load(&crowd->taken)) < crowd->total) {
-        if (taken != before) { /* somebody took one: it goes on, be it slowly */
+        if (taken != before) { /* a receive was taken: there is progress, if slow */
             before = taken;
             deadline = now_ns() + WAIT_S * 1000000000ull;
         }

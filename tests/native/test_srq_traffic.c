@@ -17,7 +17,7 @@ struct lines {
     struct ibv_cq *send_cqs[LINES], *recv_cqs[LINES];
     struct ibv_qp *senders[LINES], *receivers[LINES];
     struct ibv_srq *srq;
-    uint64_t memory[LINES * 1500]; /* a word for each receive: who polls late has not read his yet */
+    uint64_t memory[LINES * 1500]; /* a word for each receive: a late poller has not read its word yet */
     struct ibv_mr *mr;
 };
 
@@ -245,7 +245,7 @@ static void destruction_waits_for_events(void)
     CHECK_EQ(srq_arm(lines.srq, 1), 0);
     srq_expect(lines.srq, 1);
     expect_event(&lines, IBV_EVENT_SRQ_LIMIT_REACHED, &event);
-    CHECK_EQ(soft_break_srq(lines.srq), 0); /* a second one, that nobody takes */
+    CHECK_EQ(soft_break_srq(lines.srq), 0); /* a second one, which is not taken */
     CHECK(is_readable(lines.home.context->async_fd));
     REQUIRE_EQ(pthread_create(&thread, NULL, destroy_it, &lines), 0);
     sleep_us(10000);
@@ -299,7 +299,7 @@ struct storm {
 
 struct part {
     struct storm *storm;
-    int line; /* or LINES: who posts and resizes */
+    int line; /* or LINES: the thread that posts and resizes */
     unsigned int seed;
 };
 

@@ -24,7 +24,7 @@ struct card {
 };
 
 static struct {
-    enum ibv_qp_type type; /* of who sends */
+    enum ibv_qp_type type; /* of the sender */
     pthread_barrier_t barrier;
     struct card cards[2];
     int inode;

@@ -9,7 +9,7 @@ static void no_op_is_missing(void)
     home_open(&home);
     verbs = verbs_context_of(home.context);
     REQUIRE(verbs != NULL);
-    /* Nobody probes by comparing with NULL; the placeholders and what is libibverbs' own are no ops. */
+    /* Applications do not compare ops with NULL; placeholders and ops of libibverbs itself are excluded. */
 #define HAS(op) CHECK(VERBS_HAS_OP(verbs, op))
     HAS(query_port), HAS(alloc_parent_domain), HAS(dealloc_td), HAS(alloc_td), HAS(modify_cq), HAS(query_rt_values);
     HAS(create_cq_ex), HAS(query_device_ex), HAS(create_qp_ex), HAS(get_srq_num), HAS(create_srq_ex), HAS(open_xrcd);

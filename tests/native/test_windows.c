@@ -193,7 +193,7 @@ static void rights(void)
     CHECK(wait_state(field.pair.a.qp, IBV_QPS_ERR));
     revive(&field.pair);
 
-    /* A region that nobody may reach by its own key. */
+    /* A region without remote rights of its own. */
     TYPED_OPEN(&quiet, &field.pair.own, .type = IBV_QPT_RC, .access = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_MW_BIND);
     CHECK_EQ(bind1(&field.pair.a, field.mw, part_of(&quiet, 0, 8)), IBV_WC_SUCCESS);
     sge = span(&field.pair.b, 0, 8);

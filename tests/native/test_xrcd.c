@@ -223,7 +223,7 @@ static void keeps_no_file_open(void)
     xrcd = must_open(home.context, pipes[1], O_CREAT);
     close(pipes[1]);
     CHECK(wait_readable(pipes[0]));
-    CHECK_EQ(read(pipes[0], &c, 1), 0); /* nobody writes any more */
+    CHECK_EQ(read(pipes[0], &c, 1), 0); /* no process writes any more */
     close(pipes[0]);
     CHECK_EQ(verbs_close_xrcd(xrcd), 0);
 

@@ -15,7 +15,7 @@
 #include <unistd.h>
 
 enum {
-    LIMIT_S = 60, /* of a child that nobody ends */
+    LIMIT_S = 60, /* limit for a child that is not ended */
     ANOTHER = 65534,
 };
 
@@ -308,7 +308,7 @@ static void find_as_another(void *unused)
         settings.users[0] = 0;
         REQUIRE_EQ(setresgid(ANOTHER, ANOTHER, ANOTHER), 0);
         REQUIRE_EQ(setresuid(ANOTHER, ANOTHER, ANOTHER), 0);
-        prctl(PR_SET_DUMPABLE, 1); /* else /proc/self is not his */
+        prctl(PR_SET_DUMPABLE, 1); /* otherwise /proc/self belongs to another user */
     }
     find_in_child(unused);
 }

@@ -46,11 +46,11 @@ static void count_lead(struct node *node, uint32_t number)
 
     if (number >= node->of)
         return;
-    node->leads[number]++;
+    node->requests_of[number]++;
     for (i = 0; i < node->of; i++)
-        least = node->leads[i] < least ? node->leads[i] : least;
-    if (node->leads[number] - least > node->lead)
-        node->lead = node->leads[number] - least;
+        least = node->requests_of[i] < least ? node->requests_of[i] : least;
+    if (node->requests_of[number] - least > node->lead)
+        node->lead = node->requests_of[number] - least;
 }
 
 static bool on_request(struct soft_stream *from, const struct soft_frame *frame, const uint8_t *payload)
@@ -121,7 +121,7 @@ struct node *node_open_at(const union ibv_gid gids[2], uint16_t port)
     node->next = nodes;
     nodes = node;
     memcpy(node->device.gids, gids, sizeof(node->device.gids));
-    if (port) /* the second GID leads to TCP */
+    if (port) /* the second GID requests_of to TCP */
         node->device.address = (struct soft_address){AF_INET, port, {127, 0, 0, 1}};
     REQUIRE_EQ(soft_fabric_new(&node->device, &user), 0);
     soft_fabric_configure(&node->device, &settings);

@@ -20,11 +20,11 @@ struct node {
     /* Received requests and responses; requests with other data than their sender's */
     atomic_uint requests, responses, batches, wrong;
     atomic_ullong bytes;
-    atomic_ullong address;  /* of the last request */
-    atomic_bool deaf;       /* requests are not answered */
-    atomic_bool expects;    /* is_connected_to_peer() returns true */
-    unsigned int leads[64]; /* written under progress: requests from each queue pair number below 64 */
-    unsigned int lead;      /* largest difference between two of `counts` so far, of the first `of` senders */
+    atomic_ullong address;        /* of the last request */
+    atomic_bool deaf;             /* requests are not answered */
+    atomic_bool expects;          /* is_connected_to_peer() returns true */
+    unsigned int requests_of[64]; /* written under progress: requests from each queue pair number below 64 */
+    unsigned int lead; /* largest difference between two of `requests_of` so far, of the first `of` senders */
     unsigned int of;
 };
 

@@ -318,7 +318,7 @@ static void send_in_turns(unsigned int count, unsigned int each, uint32_t size, 
     EVENTUALLY(a->responses == count * each);
     for (i = 0; i < count; i++)
         sender_close(&senders[i]);
-    close_both(); /* from here on nobody writes `lead` */
+    close_both(); /* not written from here on */
     if (!CHECK(b->lead <= lead))
         printf("%u ahead\n", b->lead);
     free(senders);
@@ -368,7 +368,7 @@ static void peers_take_turns(void)
     for (peer = 0; peer < 2; peer++)
         close(fds[peer]);
     EVENTUALLY(!stats_of(b).streams);
-    close_both();              /* from here on nobody writes `lead` */
+    close_both();              /* not written from here on */
     if (!CHECK(b->lead <= 20)) /* a MiB for each turn, or two where one was not looked at yet */
         printf("%u ahead\n", b->lead);
 }

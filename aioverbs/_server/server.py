@@ -24,7 +24,7 @@ from aioverbs._server.accept import AcceptSettings, TlsContext, answered
 from aioverbs._server.acceptor import Acceptor, PendingPeer, ServerStatistics
 from aioverbs._server.handler import Handler, HandlerResult, Service, handle, handle_on_worker
 from aioverbs._verbs.base_domain import Domain, check_caller
-from aioverbs.addresses import Address
+from aioverbs.addresses import Address, format_address
 from aioverbs.errors import BrokenResourceError, ClosedResourceError, WorkerDiedError
 
 __all__ = ["ConnectionListener", "Handler", "Server", "listen", "serve"]

@@ -1,1 +1,1 @@
-"""Devices and what is made from them: domains, queue pairs, completion queues, shared receive queues."""
+"""Devices and the resources made from them: domains, queue pairs, completion queues, shared receive queues."""

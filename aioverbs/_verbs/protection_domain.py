@@ -133,9 +133,10 @@ def base_protection_domain(what: str, pd: object) -> "ProtectionDomain":
 
 
 def with_base(pd: Resource) -> tuple[Resource, ...]:
-    """Return the parents of what is made from a domain: that domain, and the protection domain under it.
+    """Return the parents of a resource made from a domain: the domain and the protection domain under it.
 
-    The verbs do not close a protection domain before all parent domains over it, whatever those were made from.
+    The verbs close a protection domain only after all parent domains over it, including those made from another parent
+    domain.
     """
     return (pd, pd.base) if isinstance(pd, InterchangeableDomain) and pd.base is not pd else (pd,)
 

@@ -115,13 +115,17 @@ def gid_table(context: handles.Context, port: int) -> list[Gid]:
         with _as_verbs_error("ibv_query_gid_table"):
             found = pyverbs_context.query_gid_table(max_entries)
     return [
-        Gid(each.gid_index, _bytes(each.gid_subnet_prefix) + _bytes(each.gid_interface_id), GidType(each.gid_type))
+        Gid(
+            each.gid_index,
+            _half_gid_bytes(each.gid_subnet_prefix) + _half_gid_bytes(each.gid_interface_id),
+            GidType(each.gid_type),
+        )
         for each in found
         if each.port_num == port
     ]
 
 
-def _bytes(half: int) -> bytes:
+def _half_gid_bytes(half: int) -> bytes:
     """Return the bytes of half a GID, which pyverbs gives as an integer read from memory in native byte order."""
     return half.to_bytes(8, sys.byteorder)
 

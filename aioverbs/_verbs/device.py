@@ -144,20 +144,20 @@ def _query_info(name: str) -> DeviceInfo:
     except (OSError, DeviceNotFoundError, ValueError) as error:  # NotFound: removed after being listed
         return DeviceInfo(name, _provider_of(name), (), frozenset(), str(error))
     try:
-        ports = tuple(_port(context, number + 1) for number in range(context.attributes.phys_port_cnt))
-        return DeviceInfo(context.name, _provider_of(name), ports, frozenset(_native(context)))
+        ports = tuple(_port_info(context, number + 1) for number in range(context.attributes.phys_port_cnt))
+        return DeviceInfo(context.name, _provider_of(name), ports, frozenset(_native_types(context)))
     finally:
         context.destroy()
 
 
-def _port(context: handles.Context, number: int) -> PortInfo:
+def _port_info(context: handles.Context, number: int) -> PortInfo:
     port = context.query_port(number)
     gids = gid_table(context, number)
     readable = tuple((each.index, str(ipaddress.IPv6Address(each.gid))) for each in gids)
     return PortInfo(number, port.state, port.link_layer, port.active_mtu, readable, preferred(gids))
 
 
-def _native(context: handles.Context) -> list[str]:
+def _native_types(context: handles.Context) -> list[str]:
     """Find the object types that the provider implements, by creating one of each."""
     found = []
     made: list[handles.Handle] = []

@@ -185,7 +185,7 @@ class SharedReceiveQueue(AsyncEventSource[handles.SharedReceiveQueue], ReceiveVe
         low = max(self.depth // 2, 1) if low is None else low
         if not 1 <= low < self.depth:
             raise ValueError(f"`low` must be 1 to {self.depth - 1} for {self.depth} receives, got {low}")
-        posted = _Posted()
+        posted = _PostedBuffers()
         inbox = Inbox(self._receive_queue, posted.message, posted.unused)
         events = self.events()
         try:
@@ -204,7 +204,12 @@ class SharedReceiveQueue(AsyncEventSource[handles.SharedReceiveQueue], ReceiveVe
                 message.release()
 
     async def _keep_filled(
-        self, events: AsyncGenerator[DeviceEvent, None], pool: BufferPool, inbox: Inbox, posted: "_Posted", low: int
+        self,
+        events: AsyncGenerator[DeviceEvent, None],
+        pool: BufferPool,
+        inbox: Inbox,
+        posted: "_PostedBuffers",
+        low: int,
     ) -> None:
         try:
             async with contextlib.aclosing(events):
@@ -218,7 +223,7 @@ class SharedReceiveQueue(AsyncEventSource[handles.SharedReceiveQueue], ReceiveVe
         except Exception as error:  # for example the pool was closed: the reader of messages gets the error
             close_inbox(inbox, error)
 
-    async def _fill(self, pool: BufferPool, inbox: Inbox, posted: "_Posted", low: int) -> None:
+    async def _fill(self, pool: BufferPool, inbox: Inbox, posted: "_PostedBuffers", low: int) -> None:
         while self._receive_queue.in_flight + self._receive_queue.queued < self.depth:
             buffer = await pool.lease()
             posted.add(buffer)  # before anything can arrive in it
@@ -253,7 +258,7 @@ class SharedReceiveQueue(AsyncEventSource[handles.SharedReceiveQueue], ReceiveVe
         return SharedReceiveQueueStatistics(len(self._lifecycle.children), self.depth, *counts)
 
 
-class _Posted:
+class _PostedBuffers:
     """Buffers posted to a shared receive queue, until a message arrives in them.
 
     Any thread may call the methods: shared state is changed by single atomic operations only.

@@ -37,14 +37,14 @@ class Backoff:
         if self.attempts is not None and self.attempts < 1:
             raise ValueError(f"there is 1 attempt at least, not {self.attempts}; None for any number")
 
-    def waits(self, chance: random.Random) -> Iterator[float]:
+    def waits(self, rng: random.Random) -> Iterator[float]:
         """The wait after each failed attempt, in seconds; it ends where there is to be no further one.
 
         :param chance: where the jitter comes from.
         """
         wait_s, failed = self.first_s, 1
         while self.attempts is None or failed < self.attempts:
-            yield wait_s * (1 - self.jitter * chance.random())
+            yield wait_s * (1 - self.jitter * rng.random())
             wait_s = min(wait_s * self.factor, self.longest_s)
             failed += 1
 

@@ -18,11 +18,11 @@ class MessageByteStream(ByteStream):
     :param check: called with a method's name; it raises where that is not to be called here.
     """
 
-    def __init__(self, messages: ObjectStream[bytes], piece: int, check: Callable[[str], None]) -> None:
+    def __init__(self, messages: ObjectStream[bytes], max_piece: int, check: Callable[[str], None]) -> None:
         self._messages = messages
-        self._piece = piece
+        self._max_piece = max_piece
         self._check = check
-        self._left = memoryview(b"")  # of a message that came
+        self._remaining = memoryview(b"")  # of a message that came
         self._receiving = False
 
     async def receive(self, max_bytes: int = 65536) -> bytes:
@@ -37,27 +37,27 @@ class MessageByteStream(ByteStream):
             raise BusyResourceError("another task is receiving from this stream already")
         self._receiving = True
         try:
-            if self._left and (turn := spend(LIGHT)):
-                await yield_to_loop(turn)
-            while not self._left:
+            if self._remaining and (turn := spend(LIGHT)):
+                await go_round(turn)
+            while not self._remaining:
                 message = await self._messages.receive()
                 if 0 < len(message) <= max_bytes:
                     return message
-                self._left = memoryview(message)
+                self._remaining = memoryview(message)
         finally:
             self._receiving = False
-        taken, self._left = bytes(self._left[:max_bytes]), self._left[max_bytes:]
-        return taken
+        data, self._remaining = bytes(self._remaining[:max_bytes]), self._remaining[max_bytes:]
+        return data
 
     async def send(self, item: bytes) -> None:
         """Send bytes."""
-        if len(item) <= self._piece:
+        if len(item) <= self._max_piece:
             if item:
                 await self._messages.send(item)
             return
         view = memoryview(item)
-        for at in range(0, len(view), self._piece):
-            await self._messages.send(view[at : at + self._piece])  # type: ignore[arg-type]  # which takes any buffer
+        for offset in range(0, len(view), self._max_piece):
+            await self._messages.send(view[offset : offset + self._max_piece])  # type: ignore[arg-type]  # which takes any buffer
 
     async def send_eof(self) -> None:
         """Send no more."""

@@ -20,9 +20,9 @@ from aioverbs.errors import (
 from aioverbs.rdma_cm import Channel
 from aioverbs.rdma_cm.cm_id import Identifier, cm_state_machine_of, look_up
 
-__all__ = ["NO_WAY", "CmControlChannel", "SharedChannel", "resolve"]
+__all__ = ["CM_UNAVAILABLE_ERRORS", "CmControlChannel", "SharedChannel", "resolve"]
 
-NO_WAY = (LibraryNotFoundError, UnreachableError, ConnectionRejectedError)
+CM_UNAVAILABLE_ERRORS = (LibraryNotFoundError, UnreachableError, ConnectionRejectedError)
 """What says that a peer is not to be had by rdma_cm; it may be by TCP."""
 
 
@@ -41,11 +41,11 @@ class SharedChannel:
         """
         await open_part(self.channel)
 
-    def use(self) -> None:
+    def acquire(self) -> None:
         """One more uses it."""
         self._users += 1
 
-    async def leave(self) -> None:
+    async def release(self) -> None:
         """One of them does not any more."""
         self._users -= 1
         if not self._users:
@@ -59,52 +59,52 @@ class CmControlChannel:
     :param channel: that it is of; this has used it already.
     """
 
-    def __init__(self, identifier: Identifier, channel: SharedChannel) -> None:
+    def __init__(self, identifier: Identifier, shared_channel: SharedChannel) -> None:
         self.identifier = identifier
         suppress_warning(identifier)
-        self._channel: SharedChannel | None = channel
-        self._traffic: MessageChannel | None = None
+        self._shared_channel: SharedChannel | None = shared_channel
+        self._message_channel: MessageChannel | None = None
 
-    async def connect(self, traffic: MessageChannel, **attributes: Unpack[QpAttrs]) -> None:
+    async def connect(self, message_channel: MessageChannel, **attributes: Unpack[QpAttrs]) -> None:
         """Connect the queue pair: of who asks.
 
         :raises ConnectionRejectedError: nobody listens there, or who does refused.
         :raises UnreachableError: the peer does not answer.
         """
-        self._traffic = traffic
-        await self.identifier.connect(traffic.qp, timeout_s=None, **attributes)
+        self._message_channel = message_channel
+        await self.identifier.connect(message_channel.qp, timeout_s=None, **attributes)
 
-    async def accept(self, traffic: MessageChannel, **attributes: Unpack[QpAttrs]) -> None:
+    async def accept(self, message_channel: MessageChannel, **attributes: Unpack[QpAttrs]) -> None:
         """Connect the queue pair: of who is asked."""
-        self._traffic = traffic
-        await self.identifier.accept(traffic.qp, timeout_s=None, **attributes)
+        self._message_channel = message_channel
+        await self.identifier.accept(message_channel.qp, timeout_s=None, **attributes)
 
     async def send(self, data: bytes) -> None:
         """Say something.
 
         :raises QueuePairStateError: the queue pair is not connected yet.
         """
-        if self._traffic is None:
+        if self._message_channel is None:
             raise QueuePairStateError("the queue pair is not connected yet: connect() or accept() first")
-        await self._traffic.send_early(data)
+        await self._message_channel.send_handshake(data)
 
     async def receive(self) -> bytes:
         """The peer's next message."""
-        assert self._traffic is not None
-        return await self._traffic.receive_early()
+        assert self._message_channel is not None
+        return await self._message_channel.receive_handshake()
 
-    def watch(self, when_lost: Callable[[Exception], object]) -> None:
+    def watch(self, on_lost: Callable[[Exception], object]) -> None:
         """Call this when the peer has disconnected, or the device was removed; it ends the queue pair."""
-        self._watch(when_lost)
+        self._watch(on_lost)
 
     def unwatch(self) -> None:
         """Call nobody any more."""
         self._watch(None)
 
-    def _watch(self, when_lost: Callable[[Exception], object] | None) -> None:
+    def _watch(self, on_lost: Callable[[Exception], object] | None) -> None:
         state_machine = cm_state_machine_of(self.identifier)
         if state_machine is not None:
-            state_machine.watch(when_lost)
+            state_machine.watch(on_lost)
 
     def address(self, which: str) -> Address | None:
         """Its own address, `sockname`, or the peer's, `peername`."""
@@ -123,12 +123,12 @@ class CmControlChannel:
         try:
             await self.identifier.aclose()
         finally:
-            channel, self._channel = self._channel, None
-            if channel is not None:
-                await channel.leave()
+            shared_channel, self._shared_channel = self._shared_channel, None
+            if shared_channel is not None:
+                await shared_channel.release()
 
 
-def _source(gid: bytes, peer: Address) -> str | None:
+def _source_address(gid: bytes, peer: Address) -> str | None:
     """The address of a port that a peer is to be reached from: over Ethernet its GID has it."""
     address = ipaddress.IPv6Address(gid)
     if address.ipv4_mapped is not None and ":" not in peer[0]:
@@ -145,23 +145,23 @@ async def resolve(host: str, port: int, context: handles.Context, gid: bytes) ->
     :raises UnreachableError: there is no way, or another device leads there.
     """
     device = context.name
-    channel = SharedChannel()
+    shared_channel = SharedChannel()
     try:
-        await channel.open()
+        await shared_channel.open()
     except VerbsError as error:  # the kernel's module is not loaded
         raise UnreachableError(error.verb, error.errno, error.advice) from error
-    identifier = channel.channel.identifier()
+    identifier = shared_channel.channel.identifier()
     try:
         await open_part(identifier)
         address = await look_up(host, port)
         if ipaddress.ip_address(address[0].partition("%")[0]).is_loopback:  # from another address nobody answers there
             raise UnreachableError("rdma_resolve_addr", errno.ENODEV)
-        source = _source(gid, address)
+        source = _source_address(gid, address)
         await identifier.resolve(host, port, source=source, timeout_s=None)
         if identifier.device_name != device:
             advice = f"{identifier.device_name} leads there, and the domain is of {device}"
             raise UnreachableError("rdma_resolve_addr", errno.ENODEV, advice)
     except BaseException:
-        await CmControlChannel(identifier, channel).aclose()
+        await CmControlChannel(identifier, shared_channel).aclose()
         raise
-    return CmControlChannel(identifier, channel)
+    return CmControlChannel(identifier, shared_channel)

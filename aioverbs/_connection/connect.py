@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal, Required, TypedDict
 
-from aioverbs._connection.cm_control import NO_WAY, CmControlChannel, resolve
+from aioverbs._connection.cm_control import CM_UNAVAILABLE_ERRORS, CmControlChannel, resolve
 from aioverbs._connection.connection import Connection, ControlChannel
-from aioverbs._connection.handshake import Handshake, error_of_reject
+from aioverbs._connection.handshake import Handshake, encode_reject
 from aioverbs._connection.settings import ConnectionSettings
-from aioverbs._connection.tcp_control import dial
+from aioverbs._connection.tcp_control import connect_tcp
 from aioverbs._durations import duration
 from aioverbs._exports import publish
 from aioverbs._lifecycle.affinity import OwnedBlock, running_loop
@@ -33,14 +33,14 @@ __all__ = [
     "ConnectOptions",
     "Connecting",
     "Transport",
-    "answer",
-    "by_manager",
+    "accept_connection",
     "check_secret",
     "check_transport",
     "connect",
+    "uses_rdma_cm",
 ]
 
-_TRY_S = 2.0  # for rdma_cm to find a way to a peer that may be there by TCP only
+_CM_RESOLVE_TIMEOUT_S = 2.0  # for rdma_cm to find a way to a peer that may be there by TCP only
 
 Transport = Literal["tcp", "rdmacm", "auto"]
 
@@ -57,7 +57,7 @@ class ConnectOptions(TypedDict, total=False):
     timeout_s: float
 
 
-_left: set[asyncio.Task[None]] = set()  # loops keep weak references only; touched by single operations
+_abort_tasks: set[asyncio.Task[None]] = set()  # loops keep weak references only; touched by single operations
 
 
 @dataclass
@@ -67,11 +67,11 @@ class _Progress:
     :param awaits: what is missing, for the text of a timeout.
     """
 
-    awaits: str = ""
+    waiting_for: str = ""
 
 
-async def _shake_hands(
-    line: ControlChannel,
+async def _perform_handshake(
+    control: ControlChannel,
     secret: bytes | None,
     connection: Connection,
     progress: _Progress | None = None,
@@ -82,72 +82,72 @@ async def _shake_hands(
     it fails: by a task, where that has to wait for a verb, which nobody else waits for."""
     handshake = Handshake(initiator, make_nonce(), secret)
     try:
-        if isinstance(line, CmControlChannel):
-            await _by_manager(line, connection, initiator)
+        if isinstance(control, CmControlChannel):
+            await _connect_queue_pairs(control, connection, initiator)
         if initiator:
-            await line.send(handshake.hello())
-            handshake.hear_hello(await line.receive())
-            await line.send(handshake.offer(await connection._prepare()))
-            await connection._agree(handshake.hear_offer(await line.receive()), line, 0)
-            await line.send(handshake.ready())
+            await control.send(handshake.hello())
+            handshake.receive_hello(await control.receive())
+            await control.send(handshake.offer(await connection._prepare()))
+            await connection._connect_queue_pair(handshake.receive_offer(await control.receive()), control, 0)
+            await control.send(handshake.ready())
         else:
-            handshake.hear_hello(await line.receive())
-            await line.send(handshake.hello())
-            peer = handshake.hear_offer(await line.receive())
+            handshake.receive_hello(await control.receive())
+            await control.send(handshake.hello())
+            peer = handshake.receive_offer(await control.receive())
             ours = await connection._prepare()
-            await connection._agree(peer, line, 1)
-            await line.send(handshake.offer(ours))
-            handshake.hear_ready(await line.receive())
-        connection._begin(line)
+            await connection._connect_queue_pair(peer, control, 1)
+            await control.send(handshake.offer(ours))
+            handshake.receive_ready(await control.receive())
+        connection._finish_handshake(control)
     except BaseException as error:
         if isinstance(error, HandshakeError) and not error.by_peer:
             with contextlib.suppress(OSError, BrokenResourceError, QueuePairStateError, WorkCompletionError):
-                await line.send(error_of_reject(error))
+                await control.send(encode_reject(error))
         try:
-            if connection._is_held_up:
+            if connection._is_modify_pending:
                 if progress is not None:
-                    progress.awaits = "the device still looks for the peer's neighbour"
-                _leave(connection)
+                    progress.waiting_for = "the device still looks for the peer's neighbour"
+                _abort_in_background(connection)
             else:
                 await connection.abort()
         finally:
-            if isinstance(error, Exception) or isinstance(line, CmControlChannel):
-                await line.aclose()
+            if isinstance(error, Exception) or isinstance(control, CmControlChannel):
+                await control.aclose()
             else:
-                line.abort()
+                control.abort()
         raise
     return connection
 
 
-def _leave(connection: Connection) -> None:
+def _abort_in_background(connection: Connection) -> None:
     """Have a connection aborted by a task."""
     suppress_warning(connection)  # nobody left it open
     task = running_loop().create_task(connection.abort())
-    _left.add(task)
-    task.add_done_callback(_left.discard)
+    _abort_tasks.add(task)
+    task.add_done_callback(_abort_tasks.discard)
 
 
-async def _by_manager(line: CmControlChannel, connection: Connection, initiator: bool) -> None:
+async def _connect_queue_pairs(control: CmControlChannel, connection: Connection, initiator: bool) -> None:
     # rdma_cm connects the queue pairs; what there is to say goes over them, and their receives are posted before.
     await connection._prepare()
-    connection._watch(line)
-    assert connection._traffic is not None
+    connection._watch_peer(control)
+    assert connection._channel is not None
     attributes = connection.settings.repetitions(software=False)
     if initiator:
-        await line.connect(connection._traffic, **attributes)
+        await control.connect(connection._channel, **attributes)
     else:
-        await line.accept(connection._traffic, **attributes)
+        await control.accept(connection._channel, **attributes)
 
 
-async def answer(
-    line: ControlChannel, domain: Domain, secret: bytes | None, settings: ConnectionSettings
+async def accept_connection(
+    control: ControlChannel, domain: Domain, secret: bytes | None, settings: ConnectionSettings
 ) -> Connection:
     """Be the end that was asked for a connection; the line is its own.
 
     :raises HandshakeError: one end refuses the other.
     :raises BrokenResourceError: the peer is gone.
     """
-    return await _shake_hands(line, secret, Connection(domain, settings), initiator=False)
+    return await _perform_handshake(control, secret, Connection(domain, settings), initiator=False)
 
 
 class Connecting(OwnedBlock[Connection]):
@@ -212,37 +212,39 @@ def connect(
     chosen = settings if settings is not None else ConnectionSettings()
     check_secret(secret)
     check_transport(transport, ssl)
-    sure = transport == "rdmacm"
+    is_cm_only = transport == "rdmacm"
 
     async def make() -> Connection:
         check_caller(domain, "connect")  # before the peer hears of it
         limit = asyncio.timeout(timeout_s)
         progress = _Progress()
-        before = ""
+        cm_failure = ""
         try:
             async with limit:
-                if by_manager(transport, domain, ssl):
+                if uses_rdma_cm(transport, domain, ssl):
                     try:
-                        half_s = None if sure else timeout_s / 2
-                        return await _by_rdma_cm(host, port, domain, secret, chosen, half_s, progress)
-                    except (*NO_WAY, TimeoutError) as error:
-                        if sure:
+                        cm_timeout_s = None if is_cm_only else timeout_s / 2
+                        return await _connect_by_rdma_cm(host, port, domain, secret, chosen, cm_timeout_s, progress)
+                    except (*CM_UNAVAILABLE_ERRORS, TimeoutError) as error:
+                        if is_cm_only:
                             raise
-                        before = f", and before that: {str(error) or progress.awaits}"
-                progress.awaits = "the peer's host did not answer by TCP"
-                line = await dial(host, port, ssl, server_hostname)
-                progress.awaits = "the peer did not go on with the handshake over TCP"
-                return await _shake_hands(line, secret, Connection(domain, chosen), progress, initiator=True)
+                        cm_failure = f", and before that: {str(error) or progress.waiting_for}"
+                progress.waiting_for = "the peer's host did not answer by TCP"
+                control = await connect_tcp(host, port, ssl, server_hostname)
+                progress.waiting_for = "the peer did not go on with the handshake over TCP"
+                return await _perform_handshake(control, secret, Connection(domain, chosen), progress, initiator=True)
         except TimeoutError:
             if not limit.expired():
                 raise
-            text = f"no connection with {host}, port {port}, within {duration(timeout_s)}: {progress.awaits}{before}"
-            raise TimeoutError(text) from None
+            cause = progress.waiting_for + cm_failure
+            raise TimeoutError(
+                f"no connection with {host}, port {port}, within {duration(timeout_s)}: {cause}"
+            ) from None
 
     return Connecting(f"connect() to {host}, port {port}", make, lambda: check_caller(domain, "connect"))
 
 
-async def _by_rdma_cm(
+async def _connect_by_rdma_cm(
     host: str,
     port: int,
     domain: Domain,
@@ -263,11 +265,11 @@ async def _by_rdma_cm(
     except ValueError as error:  # a port without a GID, which goes and comes with its address
         raise UnreachableError("rdma_resolve_addr", errno.EADDRNOTAVAIL, str(error)) from error
     async with asyncio.timeout(timeout_s):
-        progress.awaits = "rdma_cm did not resolve the peer's address"
-        async with asyncio.timeout(None if timeout_s is None else _TRY_S):  # it is asked again and again
-            line = await resolve(host, port, context, context.query_gid(settings.port, index))
-        progress.awaits = "the peer did not answer by rdma_cm, or go on with the handshake"
-        return await _shake_hands(line, secret, Connection(domain, settings), progress, initiator=True)
+        progress.waiting_for = "rdma_cm did not resolve the peer's address"
+        async with asyncio.timeout(None if timeout_s is None else _CM_RESOLVE_TIMEOUT_S):  # it is asked again and again
+            control = await resolve(host, port, context, context.query_gid(settings.port, index))
+        progress.waiting_for = "the peer did not answer by rdma_cm, or go on with the handshake"
+        return await _perform_handshake(control, secret, Connection(domain, settings), progress, initiator=True)
 
 
 def check_secret(secret: bytes | None) -> None:
@@ -284,7 +286,7 @@ def check_transport(transport: Transport, ssl: tls.SSLContext | None) -> None:
         raise ValueError('TLS is for TCP: leave out ssl, or say transport="tcp"')
 
 
-def by_manager(transport: Transport, domain: Domain, ssl: tls.SSLContext | None) -> bool:
+def uses_rdma_cm(transport: Transport, domain: Domain, ssl: tls.SSLContext | None) -> bool:
     """Whether rdma_cm is to be asked."""
     context = domain.handle.context
     if transport == "rdmacm" and context.software:

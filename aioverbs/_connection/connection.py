@@ -52,7 +52,7 @@ _ACCESS = (
 )  # of a peer; what it reaches of memory its keys say
 # Error numbers of connecting a queue pair that any other attempt would meet, too; all else may pass: the path to the
 # peer, a shortage, a device that is being removed and comes back.
-_STAYS = {errno.EACCES, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM}
+_PERMANENT_ERRNOS = {errno.EACCES, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM}
 _LINGER_S = 0.02  # completions may be behind the news that the peer is gone
 
 Local = RegionSlice | MemoryRegion | list[RegionSlice] | tuple[RegionSlice, ...]
@@ -67,7 +67,7 @@ class ControlChannel(Protocol):
     async def receive(self) -> bytes:
         """Hear the peer's next message."""
 
-    def watch(self, when_lost: Callable[[Exception], object]) -> None:
+    def watch(self, on_lost: Callable[[Exception], object]) -> None:
         """Call this when the peer is gone."""
 
     def unwatch(self) -> None:
@@ -83,96 +83,96 @@ class ControlChannel(Protocol):
         """End it."""
 
 
-class _End:
+class _ConnectionMonitor:
     """How a connection ends. Its life keeps this, and not the user's object."""
 
     def __init__(self, block: LeasedBuffer, keep_alive_s: float | None) -> None:
-        self.traffic: MessageChannel | None = None
+        self.channel: MessageChannel | None = None
         self.grants: Grants | None = None
-        self.line: ControlChannel | None = None
+        self.control: ControlChannel | None = None
         self._block = block
         self._tick_s = keep_alive_s / 4 if keep_alive_s is not None else None
         self._loop = running_loop()
         self._timer: asyncio.TimerHandle | None = None
-        self._seen = -1
-        self.when_closed: Callable[[], object] = lambda: None
+        self._last_completed = -1
+        self.closed_callback: Callable[[], object] = lambda: None
 
-    def begin(self, line: ControlChannel) -> None:
+    def start(self, control: ControlChannel) -> None:
         """The handshake is over."""
-        self.line = line
-        line.watch(self.lost)
+        self.control = control
+        control.watch(self.on_lost)
         if self._tick_s is not None:
             self._timer = self._loop.call_later(self._tick_s, self._tick)
 
     def _tick(self) -> None:
         # Whoever says or hears nothing for a while asks the peer's device for a sign of life. That fails within the
         # time limit of the queue pair.
-        traffic = self.traffic
-        if traffic is None or traffic.broken is not None or traffic.closed or self._tick_s is None:
+        channel = self.channel
+        if channel is None or channel.broken is not None or channel.closed or self._tick_s is None:
             return
-        work = qp_work_state_of(traffic.qp)
+        work = qp_work_state_of(channel.qp)
         assert work is not None
         assert work.send_queue is not None
-        done = traffic.receive_queue.completed + work.send_queue.completed
-        if done == self._seen:
-            traffic.send_keepalive()
-        self._seen = done
+        completed = channel.receive_queue.completed + work.send_queue.completed
+        if completed == self._last_completed:
+            channel.send_keepalive()
+        self._last_completed = completed
         self._timer = self._loop.call_later(self._tick_s, self._tick)
 
-    def lost(self, error: Exception) -> None:
+    def on_lost(self, error: Exception) -> None:
         """The peer or the device is gone."""
         # What it sent last may be there already, or just about to be.
-        assert self.traffic is not None
-        if self.traffic.closed:
+        assert self.channel is not None
+        if self.channel.closed:
             return
-        if not self.traffic.look():
-            self._loop.call_soon(self.lost, error)
-        elif self.traffic.ended:
-            self._gone(error)
+        if not self.channel.poll():
+            self._loop.call_soon(self.on_lost, error)
+        elif self.channel.eof_received:
+            self._fail_lost(error)
         else:
-            self._loop.call_later(_LINGER_S, self._gone, error)
+            self._loop.call_later(_LINGER_S, self._fail_lost, error)
 
-    def _gone(self, error: Exception) -> None:
-        assert self.traffic is not None
-        if self.traffic.closed:
+    def _fail_lost(self, error: Exception) -> None:
+        assert self.channel is not None
+        if self.channel.closed:
             return
-        if not self.traffic.look():
-            self._loop.call_soon(self._gone, error)
-        elif self.traffic.ended:
-            self.traffic.fail("the peer closed it")
+        if not self.channel.poll():
+            self._loop.call_soon(self._fail_lost, error)
+        elif self.channel.eof_received:
+            self.channel.fail("the peer closed it")
         elif isinstance(error, DeviceRemovedError):
-            self.traffic.fail("the device was removed", error)
+            self.channel.fail("the device was removed", error)
         else:
-            self.traffic.fail(f"the peer is gone: {error}", error)
+            self.channel.fail(f"the peer is gone: {error}", error)
 
-    def over(self) -> None:
+    def on_channel_end(self) -> None:
         """It is broken, or being closed."""
-        if self.grants is not None and self.traffic is not None:
-            self.grants.over(self.traffic.error())
-        if self.line is not None and self.traffic is not None and self.traffic.broken is not None:
-            self.line.abort()  # by which the peer knows
+        if self.grants is not None and self.channel is not None:
+            self.grants.fail(self.channel.closed_error())
+        if self.control is not None and self.channel is not None and self.channel.broken is not None:
+            self.control.abort()  # by which the peer knows
 
     def stop(self) -> None:
         """It is being closed."""
         if self._timer is not None:
             self._timer.cancel()
-        if self.line is not None:
-            self.line.unwatch()
-        if self.traffic is not None:
-            self.traffic.close()
+        if self.control is not None:
+            self.control.unwatch()
+        if self.channel is not None:
+            self.channel.close()
 
     async def drain(self) -> None:
         """Its queue pair is closed."""
-        if self.line is not None:
+        if self.control is not None:
             try:
-                await self.line.aclose()
+                await self.control.aclose()
             finally:
-                self.line.abort()
+                self.control.abort()
 
     def destroy(self) -> None:
         """Give back what others have a use for."""
         self._block.release()
-        self.when_closed()
+        self.closed_callback()
 
 
 class Connection(Resource, anyio.abc.ObjectStream[bytes]):
@@ -193,13 +193,13 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         self._settings = settings
         self._block: LeasedBuffer | None = None
         self._cq: CompletionQueue | None = None
-        self._traffic: MessageChannel | None = None
+        self._channel: MessageChannel | None = None
         self._grants: Grants | None = None
-        self._end: _End | None = None
+        self._monitor: _ConnectionMonitor | None = None
         self._offer: Offer | None = None
         self._peer: Offer | None = None
-        self._came_open = False
-        self._guard: Affinity | None = None
+        self._established = False
+        self._caller_affinity: Affinity | None = None
 
     # ---- Life
 
@@ -213,26 +213,26 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         assert block is not None
         assert cq is not None
         assert owner is not None
-        end = _End(block, settings.keep_alive_s)
-        self._lifecycle.hold(end)
-        placed = queue_location_of(self._domain).owner
-        self._guard = owner if placed is None or not placed.bound else None  # else its queue pair looks itself
+        monitor = _ConnectionMonitor(block, settings.keep_alive_s)
+        self._lifecycle.hold(monitor)
+        qp_owner = queue_location_of(self._domain).owner
+        self._caller_affinity = owner if qp_owner is None or not qp_owner.bound else None  # else the queue pair checks
         depths = QpCapabilities(max_send_wr=settings.send_depth, max_recv_wr=settings.receive_depth + 1)
         qp = QueuePair(
             self, queue_location_of(self._domain), cq, None, depths, port=settings.port, gid_index=settings.gid_index
         )
         open_part_now(qp, keeps_parents=False)
-        traffic = MessageChannel(
-            qp, owner, block, settings, lambda kind, number, data: grants.heard(kind, number, data)
+        channel = MessageChannel(
+            qp, owner, block, settings, lambda kind, number, data: grants.on_frame(kind, number, data)
         )
-        grants = Grants(traffic, self._domain.base.handle, settings.max_grants)
-        traffic.when_over = end.over
-        end.traffic, end.grants = traffic, grants
-        self._traffic, self._grants, self._end = traffic, grants, end
+        grants = Grants(channel, self._domain.base.handle, settings.max_grants)
+        channel.on_end = monitor.on_channel_end
+        monitor.channel, monitor.grants = channel, grants
+        self._channel, self._grants, self._monitor = channel, grants, monitor
         qp.to_init(qp_access_flags=_ACCESS)
-        traffic.post_receives()
-        self._lifecycle.stop = end.stop
-        self._lifecycle.drain = end.drain
+        channel.post_receives()
+        self._lifecycle.stop = monitor.stop
+        self._lifecycle.drain = monitor.drain
         self._offer = self._make_offer(qp)
 
     async def _prepare(self) -> Offer:
@@ -246,9 +246,9 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         except BaseException:
             self._block.release()
             raise
-        return self._made_offer()
+        return self._prepared_offer()
 
-    def _made_offer(self) -> Offer:
+    def _prepared_offer(self) -> Offer:
         assert self._offer is not None
         return self._offer
 
@@ -276,54 +276,54 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         except ValueError as error:  # a port without a GID, which goes and comes with its address
             raise HandshakeError(Reason.TEMPORARY, str(error)) from error
 
-    async def _agree(self, peer: Offer, line: "ControlChannel", early: int) -> None:
+    async def _connect_queue_pair(self, peer: Offer, control: "ControlChannel", handshake_messages: int) -> None:
         """Connect the queue pair with the peer's, where it is not yet; from then on messages may come.
 
         :param early: messages of the handshake that are still to come.
         """
-        assert self._traffic is not None
+        assert self._channel is not None
         self._peer = peer
-        by_manager = isinstance(line, CmControlChannel)
-        self._traffic.begin(peer.depth, peer.buffer_size, peer.max_message, early if by_manager else 0)
-        if by_manager:
+        is_rdma_cm = isinstance(control, CmControlChannel)
+        self._channel.start(peer.depth, peer.buffer_size, peer.max_message, handshake_messages if is_rdma_cm else 0)
+        if is_rdma_cm:
             return
-        qp = self._traffic.qp
+        qp = self._channel.qp
         try:
             here = self._endpoint(qp)
             attributes = self._settings.repetitions(software=qp.handle.context.software)
             attributes["av"] = here.path_to(peer.endpoint, port_num=self._settings.port, sgid_index=qp.gid_index)
             await establish_cancellable(qp, peer.endpoint, attributes)
         except (BrokenResourceError, TransitionError, ValueError, VerbsError) as error:
-            may_pass = isinstance(error, BrokenResourceError) or (
-                isinstance(error, VerbsError) and error.errno not in _STAYS
+            is_temporary = isinstance(error, BrokenResourceError) or (
+                isinstance(error, VerbsError) and error.errno not in _PERMANENT_ERRNOS
             )
-            if not may_pass:
+            if not is_temporary:
                 self._endpoint(qp)  # a GID may have gone before the kernel looked at it, which then says EINVAL
-            raise HandshakeError(Reason.TEMPORARY if may_pass else Reason.DEVICE, str(error)) from error
+            raise HandshakeError(Reason.TEMPORARY if is_temporary else Reason.DEVICE, str(error)) from error
 
-    def _watch(self, line: ControlChannel) -> None:
+    def _watch_peer(self, control: ControlChannel) -> None:
         """The queue pair is about to be connected: who waits there is to know why the peer, or the device, is gone."""
-        assert self._end is not None
-        line.watch(self._end.lost)
+        assert self._monitor is not None
+        control.watch(self._monitor.on_lost)
 
     @property
-    def _is_held_up(self) -> bool:
+    def _is_modify_pending(self) -> bool:
         """Whether its closing may take long, as a thread is in a verb for its queue pair."""
-        return self._traffic is not None and is_modify_pending(self._traffic.qp)
+        return self._channel is not None and is_held_up(self._channel.qp)
 
-    def _begin(self, line: ControlChannel) -> None:
+    def _finish_handshake(self, control: ControlChannel) -> None:
         """Both are through with the handshake."""
-        assert self._traffic is not None
-        assert self._end is not None
+        assert self._channel is not None
+        assert self._monitor is not None
         assert self._peer is not None
-        self._traffic.peer = f"{format_address(line.address('peername'))} ({self._peer.device})"
-        self._lifecycle.label = f"with {self._traffic.peer}"
-        self._end.begin(line)
-        self._came_open = True
+        self._channel.peer = f"{written(control.address('peername'))} ({self._peer.device})"
+        self._lifecycle.label = f"with {self._channel.peer}"
+        self._monitor.start(control)
+        self._established = True
 
     async def open(self) -> "Connection":
         """It is open when it is handed out: its block only closes it."""
-        if not self._came_open:
+        if not self._established:
             raise ClosedResourceError(f"{self!r} cannot be opened: connect again")
         self._check_open()
         return self
@@ -338,13 +338,13 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
 
         :raises AffinityError: another event loop owns it; nothing was done.
         """
-        traffic, owner = self._traffic, self._lifecycle.owner
+        channel, owner = self._channel, self._lifecycle.owner
         try:
             if (
-                traffic is not None
+                channel is not None
                 and owner is not None
                 and not owner.orphaned
-                and self._came_open
+                and self._established
                 and self._lifecycle.state is OPEN
                 and not self.closed
             ):
@@ -353,8 +353,8 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
                     contextlib.suppress(BrokenResourceError, ClosedResourceError),
                     anyio.move_on_after(self._settings.close_timeout_s),
                 ):
-                    await _retry_while_busy(lambda: traffic.send_frame(FrameKind.END, last=True))
-                    await _retry_while_busy(traffic.delivered)
+                    await _retry_while_busy(lambda: channel.send_frame(FrameKind.END, last=True))
+                    await _retry_while_busy(channel.wait_delivered)
         finally:
             await super().aclose()
 
@@ -362,17 +362,17 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         """Close without delivering anything: what is under way is given up; the peer finds the connection broken."""
         await super().aclose()
 
-    def _now(self) -> MessageChannel:
+    def _open_channel(self) -> MessageChannel:
         self._check_open()
-        assert self._traffic is not None
-        return self._traffic
+        assert self._channel is not None
+        return self._channel
 
     # ---- What is known
 
     @property
     def qp(self) -> QueuePair:
         """Its queue pair; sends and receives of it are the connection's own."""
-        return self._now().qp
+        return self._open_channel().qp
 
     @property
     def peer(self) -> Offer:
@@ -398,8 +398,8 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
 
     def _address(self, which: str) -> Address | None:
         self._check_open()
-        assert self._end is not None
-        return self._end.line.address(which) if self._end.line is not None else None
+        assert self._monitor is not None
+        return self._monitor.control.address(which) if self._monitor.control is not None else None
 
     @property
     def extra_attributes(self) -> Mapping[Any, Callable[[], Any]]:
@@ -411,7 +411,7 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
 
     def traffic(self) -> ConnectionStatistics:
         """What went over it, as it is now."""
-        return self._now().statistics()
+        return self._open_channel().statistics()
 
     # ---- Messages
 
@@ -427,7 +427,7 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         :raises ClosedResourceError: it is closed, or `send_eof` was called.
         :raises ValueError: the message is longer than the peer takes.
         """
-        return self._now().send(item, immediate)
+        return self._open_channel().send(item, immediate)
 
     def receive(self) -> Coroutine[Any, Any, bytes]:
         """The next message, without its immediate data. Where this is cancelled, nothing is lost.
@@ -437,11 +437,11 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         :raises ClosedResourceError: it is closed.
         :raises BusyResourceError: another task is waiting for a message.
         """
-        return self._now().receive()
+        return self._open_channel().receive()
 
     async def receive_with_immediate(self) -> tuple[bytes, int | None]:
         """The next message and its immediate data, None where it has none. It raises what `receive` does."""
-        received: tuple[bytes, int | None] = await self._now().receive(marked=True)
+        received: tuple[bytes, int | None] = await self._open_channel().receive(with_immediate=True)
         return received
 
     async def send_eof(self) -> None:
@@ -451,9 +451,9 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
 
         :raises BrokenResourceError: the connection is broken.
         """
-        traffic = self._now()
-        traffic.check_caller("send_eof")
-        await traffic.send_frame(FrameKind.END)
+        channel = self._open_channel()
+        channel.check_caller("send_eof")
+        await channel.send_frame(FrameKind.END)
 
     # ---- Memory of the peer
 
@@ -462,21 +462,21 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
 
         :raises GrantRevokedError: the peer took it back; so do the others here.
         """
-        return self._poster("write").write(local, self._reachable(remote), fence=fence)
+        return self._qp_for("write").write(local, self._region_of(remote), fence=fence)
 
     def read(self, local: Local, remote: "RemoteRegion | RemoteGrant", *, fence: bool = False) -> Operation[None]:
         """Read memory that the peer granted: `QueuePair.read`."""
-        return self._poster("read").read(local, self._reachable(remote), fence=fence)
+        return self._qp_for("read").read(local, self._region_of(remote), fence=fence)
 
     def compare_and_swap(
         self, remote: "RemoteRegion | RemoteGrant", compare: int, swap: int, *, fence: bool = False
     ) -> Operation[int]:
         """Swap 8 bytes that the peer granted, where they are as expected: `QueuePair.compare_and_swap`."""
-        return self._poster("compare_and_swap").compare_and_swap(self._reachable(remote), compare, swap, fence=fence)
+        return self._qp_for("compare_and_swap").compare_and_swap(self._region_of(remote), compare, swap, fence=fence)
 
     def fetch_and_add(self, remote: "RemoteRegion | RemoteGrant", add: int, *, fence: bool = False) -> Operation[int]:
         """Add to 8 bytes that the peer granted: `QueuePair.fetch_and_add`."""
-        return self._poster("fetch_and_add").fetch_and_add(self._reachable(remote), add, fence=fence)
+        return self._qp_for("fetch_and_add").fetch_and_add(self._region_of(remote), add, fence=fence)
 
     async def write_with_immediate(
         self, local: Local, remote: "RemoteRegion | RemoteGrant", immediate: int, *, fence: bool = False
@@ -485,31 +485,31 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
 
         It takes a credit, as any message does.
         """
-        traffic = self._now()
-        traffic.check_caller("write_with_immediate")  # this, and what follows, before anything is written
-        traffic.check_sending()
+        channel = self._open_channel()
+        channel.check_caller("write_with_immediate")  # this, and what follows, before anything is written
+        channel.check_sending()
         check_immediate(immediate)
         written = self.write(local, remote, fence=fence)
-        await traffic.send(b"", immediate)
-        traffic._keep(written)  # the message goes: whoever is cancelled from here on must not withdraw what it tells of
+        await channel.send(b"", immediate)
+        channel._keep_until_done(written)  # a cancellation must not withdraw the announced write
         await written
 
-    def _reachable(self, remote: "RemoteRegion | RemoteGrant") -> RemoteRegion:
+    def _region_of(self, remote: "RemoteRegion | RemoteGrant") -> RemoteRegion:
         region = remote.remote if isinstance(remote, RemoteGrant) else remote
         assert self._grants is not None
         if self._grants.revoked:
             self._grants.check(region)
         return region
 
-    def _poster(self, what: str) -> QueuePair:
+    def _qp_for(self, operation: str) -> QueuePair:
         # What comes from another process than its own, or from another loop than that of its domain, the queue pair
         # refuses by itself. Of a domain that is nobody's, anybody may use the queue pair, but not the connection.
         if self._lifecycle.state is not OPEN:
             self._check_open()
-        if self._guard is not None:
-            self._guard.check(self, what)
-        assert self._traffic is not None
-        return self._traffic.qp
+        if self._caller_affinity is not None:
+            self._caller_affinity.check(self, operation)
+        assert self._channel is not None
+        return self._channel.qp
 
     async def grant(self, local: RegionSlice | MemoryRegion, access: AccessFlags) -> Grant:
         """Let the peer reach memory, until that is revoked or the connection ends; the peer is told.
@@ -526,7 +526,7 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         """
         self._check_open()
         assert self._grants is not None
-        return await self._grants.give(self, local[:] if isinstance(local, MemoryRegion) else local, access)
+        return await self._grants.grant(self, local[:] if isinstance(local, MemoryRegion) else local, access)
 
     async def receive_grant(self) -> RemoteGrant:
         """The next region that the peer granted, in the order of its granting.
@@ -539,20 +539,20 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         """
         self._check_open()
         assert self._grants is not None
-        return await self._grants.next()
+        return await self._grants.receive()
 
     # ---- As bytes
 
     def as_byte_stream(self) -> "anyio.abc.ByteStream":
         """An `anyio.abc.ByteStream` over it, whose bytes have no bounds of messages; closing that closes this."""
-        traffic = self._now()
-        return MessageByteStream(self, traffic.fragment, traffic.check_caller)
+        channel = self._open_channel()
+        return MessageByteStream(self, channel.fragment_size, channel.check_caller)
 
 
 def on_closed(connection: Connection, callback: Callable[[], object]) -> None:
     """Call a function, one for each connection, when an open connection is closed."""
-    assert connection._end is not None
-    connection._end.when_closed = callback
+    assert connection._monitor is not None
+    connection._monitor.closed_callback = callback
 
 
 async def _retry_while_busy(call: Callable[[], Coroutine[Any, Any, None]]) -> None:

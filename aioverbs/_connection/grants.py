@@ -23,22 +23,22 @@ if TYPE_CHECKING:
 
 __all__ = ["Grant", "Grants", "RemoteGrant"]
 
-_REMOTE = AccessFlags.REMOTE_READ | AccessFlags.REMOTE_WRITE | AccessFlags.REMOTE_ATOMIC
-_WINDOWS = 1 << 23 | 1 << 24  # IBV_DEVICE_MEM_WINDOW_TYPE_2A, _2B
-_NUMBERS = 1 << 16
+_REMOTE_ACCESS = AccessFlags.REMOTE_READ | AccessFlags.REMOTE_WRITE | AccessFlags.REMOTE_ATOMIC
+_WINDOW_FLAGS = 1 << 23 | 1 << 24  # IBV_DEVICE_MEM_WINDOW_TYPE_2A, _2B
+_NUMBER_COUNT = 1 << 16
 
 
 def has_windows(context: handles.Context) -> bool:
     """Whether a device has memory windows of type 2."""
-    return bool(context.attributes.device_cap_flags & _WINDOWS)
+    return bool(context.attributes.device_cap_flags & _WINDOW_FLAGS)
 
 
-def _window_serves(context: handles.Context, piece: RegionSlice) -> bool:
+def _can_use_window(context: handles.Context, memory: RegionSlice) -> bool:
     """Whether a window of type 2 grants this memory, and no more than that."""
-    if not has_windows(context) or not piece.region.access & AccessFlags.MW_BIND:
+    if not has_windows(context) or not memory.region.access & AccessFlags.MW_BIND:
         return False
     # soft-RoCE checks the bounds of a window's region in place of the window's own.
-    return not is_soft_roce(context) or len(piece) == len(piece.region)
+    return not is_soft_roce(context) or len(memory) == len(memory.region)
 
 
 class Grant:
@@ -56,8 +56,8 @@ class Grant:
         self._number = number
         self._key = key
         self._grants = grants
-        self._heard: asyncio.Future[None] | None = None  # the peer's word, since it was told of the revocation
-        self._taking: asyncio.Task[None] | None = None  # the key from it
+        self._acknowledged: asyncio.Future[None] | None = None  # the peer's word, since it was told of the revocation
+        self._closing: asyncio.Task[None] | None = None  # the key from it
 
     def __repr__(self) -> str:
         state = "revoked" if self.revoked else "granted"
@@ -92,8 +92,8 @@ class Grant:
         # What went wrong in the block is what the caller is to hear of.
         try:
             await self.revoke()
-        except Exception as another:
-            error.add_note(f"and revoking {self!r} failed: {type(another).__name__}: {another}")
+        except Exception as revoke_error:
+            error.add_note(f"and revoking {self!r} failed: {type(revoke_error).__name__}: {revoke_error}")
 
 
 class RemoteGrant:
@@ -125,132 +125,132 @@ class Grants:
     :param most: how many the peer may have granted at once.
     """
 
-    def __init__(self, traffic: MessageChannel, base: handles.ProtectionDomain, most: int) -> None:
-        self._traffic = traffic
+    def __init__(self, channel: MessageChannel, base: handles.ProtectionDomain, max_grants: int) -> None:
+        self._channel = channel
         self._base = base
-        self._most = most
+        self._max_grants = max_grants
         # By number: what becomes of the peer's word, from a revocation on. A number is free again when the peer let go
         # of what it stood for, or never heard of it: before that it would take another grant for this one.
-        self._given: dict[int, asyncio.Future[None] | None] = {}
-        self._last = 0
-        self._taken: dict[int, RemoteGrant] = {}  # by number
+        self._local_grants: dict[int, asyncio.Future[None] | None] = {}
+        self._last_number = 0
+        self._remote_grants: dict[int, RemoteGrant] = {}  # by number
         self.revoked: dict[int, RemoteGrant] = {}  # by rkey: the latest of those that the peer took back
-        self._news: deque[RemoteGrant] = (
+        self._unread: deque[RemoteGrant] = (
             deque()
         )  # those that nobody asked for yet, at most twice as many as are granted
         self._waiter: asyncio.Future[None] | None = None
 
     # ---- What is granted here
 
-    async def give(self, owner: Resource, piece: RegionSlice, access: AccessFlags) -> Grant:
+    async def grant(self, owner: Resource, memory: RegionSlice, access: AccessFlags) -> Grant:
         """Let the peer reach memory."""
-        self._traffic.check_caller("grant")
+        self._channel.check_caller("grant")
         access = AccessFlags(access)
-        if not access or access & ~_REMOTE:
+        if not access or access & ~_REMOTE_ACCESS:
             raise ValueError(f"what is granted is of REMOTE_READ, REMOTE_WRITE and REMOTE_ATOMIC, not {access!r}")
-        if not len(piece):
+        if not len(memory):
             raise ValueError("no bytes cannot be granted")
         number = self._number()
-        self._given[number] = None  # from here on it is nobody else's
+        self._local_grants[number] = None  # from here on it is nobody else's
         key: MemoryWindow | MemoryRegion | None = None
         try:
-            key, remote = await self._make_key(owner, piece, access)
+            key, remote = await self._make_key(owner, memory, access)
             notice = GrantNotice(remote.address, remote.length, remote.rkey, access)
-            await self._traffic.send_frame(FrameKind.GRANT, number, notice.pack())
+            await self._channel.send_frame(FrameKind.GRANT, number, notice.pack())
         except BaseException:
             # Whether the peer heard of it is known: where it did not, nobody has the key.
-            del self._given[number]
+            del self._local_grants[number]
             if key is not None:
-                await wait_uncancelled(self._take_key(key))
+                await wait_uncancelled(self._close_key(key))
             raise
         return Grant(number, remote, access, key, self)
 
     def _number(self) -> int:
-        if len(self._given) >= _NUMBERS - 1:
+        if len(self._local_grants) >= _NUMBER_COUNT - 1:
             raise ValueError("there are 65,535 grants of a connection at most: revoke some")
         while True:
-            self._last = (self._last + 1) % _NUMBERS
-            if self._last not in self._given:
-                return self._last
+            self._last_number = (self._last_number + 1) % _NUMBER_COUNT
+            if self._last_number not in self._local_grants:
+                return self._last_number
 
     async def _make_key(
-        self, owner: Resource, piece: RegionSlice, access: AccessFlags
+        self, owner: Resource, memory: RegionSlice, access: AccessFlags
     ) -> tuple[MemoryWindow | MemoryRegion, RemoteRegion]:
         # A window goes with this queue pair and without touching the region. Else the memory is registered once more.
-        if _window_serves(self._base.context, piece):
+        if _can_use_window(self._base.context, memory):
             window = await open_part(MemoryWindow(owner, self._base, MwType.TYPE_2))
             try:  # a window is not destroyed while it is being bound
-                return window, await wait_uncancelled(self._traffic.qp.bind_window(window, piece, access))
+                return window, await wait_uncancelled(self._channel.qp.bind_window(window, memory, access))
             except BaseException:
                 await wait_uncancelled(window.aclose())
                 raise
         writes = access & (AccessFlags.REMOTE_WRITE | AccessFlags.REMOTE_ATOMIC)
         region = MemoryRegion(
-            owner, self._base, piece.buffer, access | (AccessFlags.LOCAL_WRITE if writes else AccessFlags(0))
+            owner, self._base, memory.buffer, access | (AccessFlags.LOCAL_WRITE if writes else AccessFlags(0))
         )
         await open_part(region)
         return region, region.remote()
 
     async def revoke(self, grant: Grant, timeout_s: float) -> None:
         """Have the peer let go of it; then take the key."""
-        self._traffic.check_caller("revoke")  # before anything: the key is taken whatever happens after this
+        self._channel.check_caller("revoke")  # before anything: the key is taken whatever happens after this
         key = grant._key
         if key.closed:
             return
         try:
-            heard = grant._heard
-            if heard is None:
-                self._traffic.check()
+            acknowledged = grant._acknowledged
+            if acknowledged is None:
+                self._channel.check_usable()
                 # It goes to the peer as soon as it can, whatever becomes of who waits here: by the answer the number is
                 # free again.
-                heard = grant._heard = self._given[grant._number] = running_loop().create_future()
-                self._traffic.control(FrameKind.REVOKE, grant._number)
+                acknowledged = grant._acknowledged = self._local_grants[grant._number] = running_loop().create_future()
+                self._channel.send_control(FrameKind.REVOKE, grant._number)
             with anyio.move_on_after(timeout_s):
-                await asyncio.wait([heard])
+                await asyncio.wait([acknowledged])
         finally:
-            if grant._taking is None or (grant._taking.done() and not key.closed):
-                grant._taking = running_loop().create_task(self._take_key(key))  # one for all who revoke it
-            await wait_uncancelled(grant._taking)
-        if heard.done():
-            heard.result()
+            if grant._closing is None or (grant._closing.done() and not key.closed):
+                grant._closing = running_loop().create_task(self._close_key(key))  # one for all who revoke it
+            await wait_uncancelled(grant._closing)
+        if acknowledged.done():
+            acknowledged.result()
 
-    async def _take_key(self, key: MemoryWindow | MemoryRegion) -> None:
+    async def _close_key(self, key: MemoryWindow | MemoryRegion) -> None:
         # By a verb, which unbinds a window, too. Not by a request to invalidate it: that would wait in the send queue
         # behind messages that the peer does not acknowledge, for as long as it likes.
         try:
             await key.aclose()
         except VerbsError as error:  # a window of type 2 is of no use where its queue pair has ended
-            self._traffic.fail(f"a grant could not be taken back: {error}", error)
+            self._channel.fail(f"a grant could not be taken back: {error}", error)
             raise
 
     # ---- What the peer granted
 
-    async def next(self) -> RemoteGrant:
+    async def receive(self) -> RemoteGrant:
         """The next that was not asked for yet."""
-        self._traffic.check_caller("receive_grant")
-        while not self._news:
-            if self._traffic.broken is not None or self._traffic.closed:
-                raise self._traffic.error()
-            if self._traffic.ended:
+        self._channel.check_caller("receive_grant")
+        while not self._unread:
+            if self._channel.broken is not None or self._channel.closed:
+                raise self._channel.closed_error()
+            if self._channel.eof_received:
                 raise anyio.EndOfStream
             if self._waiter is None or self._waiter.done():
                 self._waiter = running_loop().create_future()
             await asyncio.wait([self._waiter])
-        return self._news.popleft()
+        return self._unread.popleft()
 
     def check(self, remote: RemoteRegion) -> None:
         """See that it was not revoked.
 
         :raises GrantRevokedError: it was.
         """
-        granted = self.revoked.get(remote.rkey)
-        if granted is not None:
-            raise GrantRevokedError(f"the peer revoked its grant of {granted.remote!r}")
+        grant = self.revoked.get(remote.rkey)
+        if grant is not None:
+            raise GrantRevokedError(f"the peer revoked its grant of {grant.remote!r}")
 
-    def heard(self, kind: FrameKind, number: int, data: bytes) -> None:
+    def on_frame(self, kind: FrameKind, number: int, data: bytes) -> None:
         """The peer's word."""
         if kind is FrameKind.GRANT:
-            self._granted(number, GrantNotice.parse(data))
+            self._on_grant(number, GrantNotice.parse(data))
             return
         if kind is FrameKind.END:
             self.wake()
@@ -258,45 +258,45 @@ class Grants:
         if data:
             raise ValueError(f"{kind.name} has {len(data)} bytes")
         if kind is FrameKind.REVOKE:
-            granted = self._taken.pop(number, None)
-            if granted is None:
+            grant = self._remote_grants.pop(number, None)
+            if grant is None:
                 raise ValueError(f"it revokes grant {number}, which there is not")
-            granted.revoked = True
-            self.revoked[granted.remote.rkey] = granted
-            if len(self.revoked) > self._most + 16:
+            grant.revoked = True
+            self.revoked[grant.remote.rkey] = grant
+            if len(self.revoked) > self._max_grants + 16:
                 del self.revoked[next(iter(self.revoked))]
-            self._traffic.control(FrameKind.REVOKED, number, fence=True)
+            self._channel.send_control(FrameKind.REVOKED, number, fence=True)
         else:
-            heard = self._given.get(number)
-            if heard is None:
+            acknowledged = self._local_grants.get(number)
+            if acknowledged is None:
                 raise ValueError(f"it lets go of grant {number}, which was not revoked")
-            del self._given[number]
-            if not heard.done():  # nobody has cancelled it
-                heard.set_result(None)
+            del self._local_grants[number]
+            if not acknowledged.done():  # nobody has cancelled it
+                acknowledged.set_result(None)
 
-    def _granted(self, number: int, notice: GrantNotice) -> None:
-        if number in self._taken or len(self._taken) >= self._most:
-            raise ValueError(f"it grants {number} where {len(self._taken)} of {self._most} are granted")
-        if self._traffic.is_to_be_told(FrameKind.REVOKED, number):
+    def _on_grant(self, number: int, notice: GrantNotice) -> None:
+        if number in self._remote_grants or len(self._remote_grants) >= self._max_grants:
+            raise ValueError(f"it grants {number} where {len(self._remote_grants)} of {self._max_grants} are granted")
+        if self._channel.is_control_pending(FrameKind.REVOKED, number):
             raise ValueError(f"it grants {number} again, and was not told yet that this end let go of that")
-        granted = RemoteGrant(RemoteRegion(notice.address, notice.length, notice.rkey), notice.access)
-        self._taken[number] = granted
+        grant = RemoteGrant(RemoteRegion(notice.address, notice.length, notice.rkey), notice.access)
+        self._remote_grants[number] = grant
         self.revoked.pop(notice.rkey, None)
-        if len(self._news) >= 2 * self._most:  # who grants and revokes alone fills no memory
-            self._news.remove(next(each for each in self._news if each.revoked))  # others are `_most` at most
-        self._news.append(granted)
+        if len(self._unread) >= 2 * self._max_grants:  # who grants and revokes alone fills no memory
+            self._unread.remove(next(each for each in self._unread if each.revoked))  # others are `_most` at most
+        self._unread.append(grant)
         self.wake()
 
     def wake(self) -> None:
         """Who waits is to look again."""
         wake(self._waiter)
 
-    def over(self, error: Exception) -> None:
+    def fail(self, error: Exception) -> None:
         """No word comes any more."""
-        for heard in self._given.values():
-            if heard is not None and not heard.done() and not heard.get_loop().is_closed():
-                heard.set_exception(error)
-                heard.exception()  # who waits may be gone
+        for acknowledged in self._local_grants.values():
+            if acknowledged is not None and not acknowledged.done() and not acknowledged.get_loop().is_closed():
+                acknowledged.set_exception(error)
+                acknowledged.exception()  # who waits may be gone
         self.wake()
 
 

@@ -16,15 +16,15 @@ import enum
 import struct
 from dataclasses import dataclass
 
-from aioverbs._connection.credits import CREDITS_MOST
+from aioverbs._connection.credits import MAX_CREDITS
 from aioverbs._proofs import NONCE_BYTES, PROOF_BYTES, Proofs
 from aioverbs._verbs.endpoint import Endpoint
 from aioverbs.errors import HandshakeError
 from aioverbs.types import AtomicCap, QpType
 
 __all__ = [
-    "HEAD_BYTES",
-    "LONGEST",
+    "HEADER_BYTES",
+    "MAX_MESSAGE_BYTES",
     "VERSION",
     "Capabilities",
     "Handshake",
@@ -33,26 +33,26 @@ __all__ = [
     "Offer",
     "Reason",
     "Reject",
-    "error_of_reject",
+    "body_size",
+    "encode_reject",
     "parse",
-    "rest_of",
 ]
 
 VERSION = 1
 _OLDEST = 1
 _MAGIC = b"aiov"
-_HEAD = struct.Struct("!4sBBH")  # magic, version, kind, bytes that follow
-HEAD_BYTES = _HEAD.size
-LONGEST = 512
+_HEADER = struct.Struct("!4sBBH")  # magic, version, kind, bytes that follow
+HEADER_BYTES = _HEADER.size
+MAX_MESSAGE_BYTES = 512
 """No message is longer, head included."""
 
 _HELLO = struct.Struct(f"!BB?{NONCE_BYTES}s")  # oldest and newest version, whether a secret is wanted, nonce
-_ENDPOINT = 35
-_OFFER = struct.Struct(f"!{_ENDPOINT}sIHQHBB")
-_NAME = 64
-_TEXT = 200
+_ENDPOINT_BYTES = 35
+_OFFER = struct.Struct(f"!{_ENDPOINT_BYTES}sIHQHBB")
+_MAX_NAME_BYTES = 64
+_MAX_TEXT_BYTES = 200
 _ROLES = (b"listener", b"initiator")
-_BUFFER_LEAST, _BUFFER_MOST = 512, 1 << 30
+_MIN_BUFFER, _MAX_BUFFER = 512, 1 << 30
 
 
 class MessageType(enum.IntEnum):
@@ -61,7 +61,7 @@ class MessageType(enum.IntEnum):
     HELLO = 1
     OFFER = 2
     READY = 3
-    REFUSAL = 4
+    REJECT = 4
 
 
 class Reason(enum.IntEnum):
@@ -99,15 +99,15 @@ class Capabilities(enum.IntFlag):
     """What it grants is revoked by the device, by memory windows of type 2."""
 
 
-NOTHING = Capabilities(0)
+NO_CAPABILITIES = Capabilities(0)
 
 
-def _wrong(text: str) -> HandshakeError:
+def _protocol_error(text: str) -> HandshakeError:
     return HandshakeError(Reason.PROTOCOL, text)
 
 
-def _frame(kind: MessageType, body: bytes, version: int = VERSION) -> bytes:
-    return _HEAD.pack(_MAGIC, version, kind, len(body)) + body
+def _encode(kind: MessageType, body: bytes, version: int = VERSION) -> bytes:
+    return _HEADER.pack(_MAGIC, version, kind, len(body)) + body
 
 
 @dataclass(frozen=True)
@@ -127,16 +127,16 @@ class Hello:
 
     def pack(self) -> bytes:
         """Its bytes. They are of the same form in every version."""
-        return _frame(MessageType.HELLO, _HELLO.pack(self.oldest, self.newest, self.secret, self.nonce), self.oldest)
+        return _encode(MessageType.HELLO, _HELLO.pack(self.oldest, self.newest, self.secret, self.nonce), self.oldest)
 
     @classmethod
     def parse_body(cls, body: bytes) -> "Hello":
         """From what follows the head. A later version's may be longer."""
         if len(body) < _HELLO.size:
-            raise _wrong(f"a hello of {len(body)} bytes is too short")
+            raise _protocol_error(f"a hello of {len(body)} bytes is too short")
         oldest, newest, secret, nonce = _HELLO.unpack_from(body)
         if not 1 <= oldest <= newest:
-            raise _wrong(f"versions from {oldest} to {newest} cannot be")
+            raise _protocol_error(f"versions from {oldest} to {newest} cannot be")
         return cls(oldest, newest, secret, nonce)
 
 
@@ -157,23 +157,23 @@ class Offer:
     buffer_size: int
     depth: int
     max_message: int
-    capabilities: Capabilities = NOTHING
+    capabilities: Capabilities = NO_CAPABILITIES
     atomics: AtomicCap = AtomicCap.NONE
     device: str = ""
 
     def __post_init__(self) -> None:
         if self.endpoint.qp_type is not QpType.RC:
             raise ValueError(f"a connection's queue pair is of type RC, not {self.endpoint.qp_type.name}")
-        if not _BUFFER_LEAST <= self.buffer_size <= _BUFFER_MOST:
-            raise ValueError(f"buffers have from {_BUFFER_LEAST} to {_BUFFER_MOST:,} bytes, not {self.buffer_size:,}")
-        if not 4 <= self.depth <= CREDITS_MOST:
-            raise ValueError(f"receives are from 4 to {CREDITS_MOST}, not {self.depth}")
+        if not _MIN_BUFFER <= self.buffer_size <= _MAX_BUFFER:
+            raise ValueError(f"buffers have from {_MIN_BUFFER} to {_MAX_BUFFER:,} bytes, not {self.buffer_size:,}")
+        if not 4 <= self.depth <= MAX_CREDITS:
+            raise ValueError(f"receives are from 4 to {MAX_CREDITS}, not {self.depth}")
         if not 1 <= self.max_message < 1 << 64:
             raise ValueError(f"the longest message has from 1 to 2**64 - 1 bytes, not {self.max_message}")
 
     def pack(self) -> bytes:
         """Its bytes, without head and proof."""
-        name = self.device.encode()[:_NAME]
+        name = self.device.encode()[:_MAX_NAME_BYTES]
         return (
             _OFFER.pack(
                 bytes(self.endpoint),
@@ -191,24 +191,24 @@ class Offer:
     def parse_body(cls, body: bytes, proof_bytes: int) -> tuple["Offer", bytes]:
         """From what follows the head: the offer, and its proof."""
         if len(body) < _OFFER.size:
-            raise _wrong(f"an offer of {len(body)} bytes is too short")
-        endpoint, size, depth, most, capabilities, atomics, length = _OFFER.unpack_from(body)
+            raise _protocol_error(f"an offer of {len(body)} bytes is too short")
+        endpoint, size, depth, max_message, capabilities, atomics, length = _OFFER.unpack_from(body)
         name, proof = body[_OFFER.size : _OFFER.size + length], body[_OFFER.size + length :]
-        if len(name) != length or length > _NAME or len(proof) != proof_bytes:
-            raise _wrong(f"an offer of {len(body)} bytes has not the length that it tells")
+        if len(name) != length or length > _MAX_NAME_BYTES or len(proof) != proof_bytes:
+            raise _protocol_error(f"an offer of {len(body)} bytes has not the length that it tells")
         known = Capabilities(capabilities & (Capabilities.ATOMICS | Capabilities.WINDOWS))
         try:
             offer = cls(
                 Endpoint.from_bytes(endpoint),
                 size,
                 depth,
-                most,
+                max_message,
                 known,
                 AtomicCap(atomics),
-                _shown(name),
+                _printable(name),
             )
         except ValueError as error:
-            raise _wrong(f"an offer that cannot be: {error}") from None
+            raise _protocol_error(f"an offer that cannot be: {error}") from None
         return offer, proof
 
 
@@ -225,37 +225,37 @@ class Reject:
 
     def pack(self) -> bytes:
         """Its bytes. They are of the same form in every version."""
-        return _frame(MessageType.REFUSAL, struct.pack("!H", self.reason) + self.text.encode()[:_TEXT])
+        return _encode(MessageType.REJECT, struct.pack("!H", self.reason) + self.text.encode()[:_MAX_TEXT_BYTES])
 
     @classmethod
     def parse_body(cls, body: bytes) -> "Reject":
         """From what follows the head."""
-        if not 2 <= len(body) <= 2 + _TEXT:
-            raise _wrong(f"a refusal of {len(body)} bytes cannot be")
-        return cls(int.from_bytes(body[:2]), _shown(body[2:]))
+        if not 2 <= len(body) <= 2 + _MAX_TEXT_BYTES:
+            raise _protocol_error(f"a refusal of {len(body)} bytes cannot be")
+        return cls(int.from_bytes(body[:2]), _printable(body[2:]))
 
-    def as_error(self) -> HandshakeError:
+    def to_error(self) -> HandshakeError:
         """What is raised at the end that was refused."""
         return HandshakeError(self.reason, self.text, by_peer=True)
 
 
-def _shown(data: bytes) -> str:
+def _printable(data: bytes) -> str:
     """Text of the other end's for people: neither lines of a log nor a terminal are its to write."""
     return "".join(each if each.isprintable() else "?" for each in data.decode(errors="replace"))
 
 
-def rest_of(head: bytes) -> int:
+def body_size(header: bytes) -> int:
     """How many bytes follow a head.
 
     :raises HandshakeError: it is none, or its message would be too long.
     """
-    if len(head) != HEAD_BYTES:
-        raise _wrong(f"a head has {HEAD_BYTES} bytes, not {len(head)}")
-    magic, _, _, size = _HEAD.unpack(head)
+    if len(header) != HEADER_BYTES:
+        raise _protocol_error(f"a head has {HEADER_BYTES} bytes, not {len(header)}")
+    magic, _, _, size = _HEADER.unpack(header)
     if magic != _MAGIC:
-        raise _wrong("this is no end of a connection of aioverbs")
-    if HEAD_BYTES + size > LONGEST:
-        raise _wrong(f"a message of {HEAD_BYTES + size} bytes is too long")
+        raise _protocol_error("this is no end of a connection of aioverbs")
+    if HEADER_BYTES + size > MAX_MESSAGE_BYTES:
+        raise _protocol_error(f"a message of {HEADER_BYTES + size} bytes is too long")
     assert isinstance(size, int)
     return size
 
@@ -265,14 +265,14 @@ def parse(data: bytes) -> tuple[MessageType, int, bytes]:
 
     :raises HandshakeError: it is none.
     """
-    size = rest_of(data[:HEAD_BYTES])
-    if len(data) != HEAD_BYTES + size:
-        raise _wrong(f"a message of {len(data)} bytes is to have {HEAD_BYTES + size}")
-    _, version, kind, _ = _HEAD.unpack_from(data)
+    size = body_size(data[:HEADER_BYTES])
+    if len(data) != HEADER_BYTES + size:
+        raise _protocol_error(f"a message of {len(data)} bytes is to have {HEADER_BYTES + size}")
+    _, version, kind, _ = _HEADER.unpack_from(data)
     try:
-        return MessageType(kind), version, data[HEAD_BYTES:]
+        return MessageType(kind), version, data[HEADER_BYTES:]
     except ValueError:
-        raise _wrong(f"there is no message of kind {kind}") from None
+        raise _protocol_error(f"there is no message of kind {kind}") from None
 
 
 class Handshake:
@@ -297,7 +297,7 @@ class Handshake:
         self._nonce = nonce
         self._proofs = Proofs(b"aioverbs connection", secret) if secret is not None else None
         self._versions = versions
-        self._said = b""  # by both, in its order
+        self._transcript = b""  # by both, in its order
         self.version: int | None = None
 
     # ---- What this end says
@@ -308,23 +308,23 @@ class Handshake:
         if not self._initiator:
             assert self.version is not None
             oldest = newest = self.version
-        return self._say(Hello(oldest, newest, self._proofs is not None, self._nonce).pack())
+        return self._record(Hello(oldest, newest, self._proofs is not None, self._nonce).pack())
 
     def offer(self, offer: Offer) -> bytes:
         """The offer, with its proof."""
         assert self.version is not None
         body = offer.pack()
-        proof = self._proofs.make(_ROLES[self._initiator], self._said, body) if self._proofs is not None else b""
-        return self._say(_frame(MessageType.OFFER, body + proof, self.version))
+        proof = self._proofs.make(_ROLES[self._initiator], self._transcript, body) if self._proofs is not None else b""
+        return self._record(_encode(MessageType.OFFER, body + proof, self.version))
 
     def ready(self) -> bytes:
         """The initiator's last word."""
         assert self.version is not None
-        return _frame(MessageType.READY, b"", self.version)
+        return _encode(MessageType.READY, b"", self.version)
 
     # ---- What it hears
 
-    def hear_hello(self, data: bytes) -> None:
+    def receive_hello(self, data: bytes) -> None:
         """The peer's hello."""
         _, body = self._expect(data, MessageType.HELLO)
         hello = Hello.parse_body(body)
@@ -339,44 +339,44 @@ class Handshake:
             one, other = ("the peer", "this end") if hello.secret else ("this end", "the peer")
             raise HandshakeError(Reason.SECRET, f"{one} wants a secret and {other} has none")
         if hello.nonce == self._nonce:
-            raise _wrong("the peer repeats the nonce of this end")
+            raise _protocol_error("the peer repeats the nonce of this end")
         self.version = common
-        self._said += data
+        self._transcript += data
 
-    def hear_offer(self, data: bytes) -> Offer:
+    def receive_offer(self, data: bytes) -> Offer:
         """The peer's offer, which proves that it knows the secret."""
         version, body = self._expect(data, MessageType.OFFER)
         offer, proof = Offer.parse_body(body, PROOF_BYTES if self._proofs is not None else 0)
         if version != self.version:
-            raise _wrong(f"the peer speaks version {version} after both agreed on {self.version}")
-        said = body[: len(body) - len(proof)]
-        if self._proofs is not None and not self._proofs.check(proof, _ROLES[not self._initiator], self._said, said):
+            raise _protocol_error(f"the peer speaks version {version} after both agreed on {self.version}")
+        signed, role = body[: len(body) - len(proof)], _ROLES[not self._initiator]
+        if self._proofs is not None and not self._proofs.check(proof, role, self._transcript, signed):
             raise HandshakeError(Reason.SECRET, "the peer has another secret")
-        self._said += data
+        self._transcript += data
         return offer
 
-    def hear_ready(self, data: bytes) -> None:
+    def receive_ready(self, data: bytes) -> None:
         """The initiator's last word."""
         _, body = self._expect(data, MessageType.READY)
         if body:
-            raise _wrong(f"{len(body)} bytes follow where nothing is to")
+            raise _protocol_error(f"{len(body)} bytes follow where nothing is to")
 
     # ---- How
 
-    def _say(self, data: bytes) -> bytes:
-        self._said += data
+    def _record(self, data: bytes) -> bytes:
+        self._transcript += data
         return data
 
-    def _expect(self, data: bytes, due: MessageType) -> tuple[int, bytes]:
+    def _expect(self, data: bytes, expected: MessageType) -> tuple[int, bytes]:
         kind, version, body = parse(data)
-        if kind is MessageType.REFUSAL:
-            raise Reject.parse_body(body).as_error()
-        if kind is not due:
-            raise _wrong(f"the peer says {kind.name} where {due.name} is due")
+        if kind is MessageType.REJECT:
+            raise Reject.parse_body(body).to_error()
+        if kind is not expected:
+            raise _protocol_error(f"the peer says {kind.name} where {expected.name} is due")
         return version, body
 
 
-def error_of_reject(error: HandshakeError) -> bytes:
+def encode_reject(error: HandshakeError) -> bytes:
     """What the peer is told by an end that gives up because of this.
 
     Of a secret it is not told more than that.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import anyio
 
-from aioverbs._connection.credits import KEPT, Credits
+from aioverbs._connection.credits import RESERVED_CREDITS, Credits
 from aioverbs._connection.reassembly import Assembly
 from aioverbs._connection.send_buffers import SendBuffer, SendBuffers
 from aioverbs._connection.settings import ConnectionSettings
@@ -24,7 +24,7 @@ from aioverbs._connection.wire import (
     WHOLE,
     FrameKind,
     header,
-    split,
+    parse_header,
 )
 from aioverbs._core.data_path.data_path import (
     Inbox,
@@ -56,8 +56,8 @@ if TYPE_CHECKING:
 
 __all__ = ["ConnectionStatistics", "MessageChannel", "check_immediate"]
 
-_CREDITS = 0x3FF << CREDITS_AT
-_NOWHERE = RemoteRegion(0, 0, 0)
+_CREDITS_MASK = 0x3FF << CREDITS_AT
+_NULL_REMOTE = RemoteRegion(0, 0, 0)
 
 
 class _Receive(RegionSlice):
@@ -114,66 +114,68 @@ class MessageChannel:
         owner: Affinity,
         block: LeasedBuffer,
         settings: ConnectionSettings,
-        control: Callable[[FrameKind, int, bytes], None],
+        on_control: Callable[[FrameKind, int, bytes], None],
     ) -> None:
         self.qp = qp
         self._owner = owner
         self.peer = "its peer"
         self.broken: BrokenResourceError | None = None
         self.closed = False
-        self.ended = False  # the peer sends no more
-        self.end_sent = False
-        self.received = self.sent = self.waits = self.updates = 0
+        self.eof_received = False  # the peer sends no more
+        self.eof_sent = False
+        self.messages_received = self.messages_sent = self.waits = self.updates = 0
         self._settings = settings
-        self._control = control
-        self.when_over: Callable[[], object] = lambda: None
+        self._on_control = on_control
+        self.on_end: Callable[[], object] = lambda: None
         self._loop = running_loop()
         self._credits: Credits | None = None
-        self.fragment = 0  # bytes of a message that fit the buffers of both
+        self.fragment_size = 0  # bytes of a message that fit the buffers of both
         self._lock = asyncio.Lock()  # of messages that take more than one step
         self._waiter: asyncio.Future[None] | None = None  # who waits for a credit
-        self._controls: dict[int, bool] = {}  # headers that wait for a credit, each once, and whether they are fenced
-        self._kept: deque[Operation[None]] = deque()  # requests of no user's, which must not be withdrawn
+        self._pending_controls: dict[int, bool] = {}  # header: fenced; each waits for a credit
+        self._own_requests: deque[Operation[None]] = deque()  # requests of no user's, which must not be withdrawn
         self._assembly = Assembly(settings.max_message)
-        self._deferred = 0  # credits of fragments that came while the user had messages to read
-        self._asking = False
-        self._early = _ALL
+        self._deferred_credits = 0  # credits of fragments that came while the user had messages to read
+        self._receive_pending = False
+        self._handshake_messages_left = _UNLIMITED
         work = qp_work_state_of(qp)
         assert work is not None
         assert work.receive_queue is not None
         self.receive_queue = work.receive_queue
-        self.inbox = Inbox(work.receive_queue, self._arrived, self._unused)
-        self._lay_out(block)
+        self.inbox = Inbox(work.receive_queue, self._on_received, self._on_flushed)
+        self._split_block(block)
 
-    def _lay_out(self, block: LeasedBuffer) -> None:
+    def _split_block(self, block: LeasedBuffer) -> None:
         size, memory = self._settings.buffer_size, block.buffer
         self._receives: list[_Receive] = []
-        at = 0
+        offset = 0
         for _ in range(self._settings.receive_depth + 1):  # one more than there are credits: for the handshake
-            receive = _Receive(block.region, block.offset + at, size, block.pins)
-            receive.view = memory[at : at + size]
+            receive = _Receive(block.region, block.offset + offset, size, block.pins)
+            receive.view = memory[offset : offset + size]
             self._receives.append(receive)
-            at += size
-        starts = range(at, at + self._settings.send_buffers * size, size)
-        self._buffers = SendBuffers([SendBuffer(memory[at : at + size], block[at : at + size]) for at in starts])
-        self._nothing = block[:0]
+            offset += size
+        starts = range(offset, offset + self._settings.send_buffers * size, size)
+        self._buffers = SendBuffers(
+            [SendBuffer(memory[start : start + size], block[start : start + size]) for start in starts]
+        )
+        self._empty_slice = block[:0]
 
     def __repr__(self) -> str:
         return f"<Connection with {self.peer}>"
 
-    def check_caller(self, what: str) -> None:
+    def check_caller(self, operation: str) -> None:
         """See that a method of the user's is called by its owner.
 
         :raises AffinityError: another loop, or none, is running here.
         """
-        self._owner.check(self, what)
+        self._owner.check(self, operation)
 
     def post_receives(self) -> None:
         """In INIT: all of them."""
         for receive in self._receives:
             _ = receive_into(self.qp, self.inbox, receive)  # which goes to the inbox
 
-    def begin(self, depth: int, buffer_size: int, max_message: int, early: int) -> None:
+    def start(self, depth: int, buffer_size: int, max_message: int, handshake_messages: int) -> None:
         """What the peer offers is known: what arrives from now on are messages.
 
         :param depth: receives that the peer keeps posted.
@@ -181,25 +183,25 @@ class MessageChannel:
         :param max_message: the longest message that it takes.
         :param early: messages of the handshake that are still to come this way.
         """
-        self._early = early
+        self._handshake_messages_left = handshake_messages
         self._credits = Credits(depth, self._settings.receive_depth)
-        self.fragment = min(buffer_size, self._settings.buffer_size)
+        self.fragment_size = min(buffer_size, self._settings.buffer_size)
         self._max_message = max_message
 
     def statistics(self) -> ConnectionStatistics:
         """As it is now."""
-        of = self._credits
-        free, owed = (of.free, of.owed) if of is not None else (0, 0)
-        return ConnectionStatistics(self.sent, self.received, free, owed, self.waits, self.updates)
+        credit = self._credits
+        free, owed = (credit.available, credit.owed) if credit is not None else (0, 0)
+        return ConnectionStatistics(self.messages_sent, self.messages_received, free, owed, self.waits, self.updates)
 
     # ---- Its end
 
-    def fail(self, why: str, cause: BaseException | None = None) -> None:
+    def fail(self, reason: str, cause: BaseException | None = None) -> None:
         """It is of no more use; who waits is told. The first reason stays."""
         if self.broken is not None:
             return
         kind = DeviceRemovedError if isinstance(cause, DeviceRemovedError) else BrokenResourceError
-        self.broken = kind(f"the connection with {self.peer} is broken: {why}")
+        self.broken = kind(f"the connection with {self.peer} is broken: {reason}")
         self.broken.__cause__ = cause
         close_inbox(self.inbox, self.broken)
         self._wake_all()
@@ -227,23 +229,23 @@ class MessageChannel:
     def _wake_all(self) -> None:
         self._assembly.drop()
         self._wake()
-        self.when_over()
+        self.on_end()
 
     def _wake(self) -> None:
         wake(self._waiter)
 
-    def _unused(self, receive: RegionSlice) -> None:
+    def _on_flushed(self, receive: RegionSlice) -> None:
         # A receive was flushed: the queue pair is in ERR, or destroyed.
         if self.broken is None and not self.closed:
             work = qp_work_state_of(self.qp)
             cause = work.broken if work is not None else None
             self.fail(f"{cause or 'its queue pair is in the error state'}", cause)
 
-    def error(self) -> Exception:
+    def closed_error(self) -> Exception:
         """What is raised for who asks something of it that it does not do any more."""
         return ClosedResourceError("the connection was closed") if self.closed or not self.broken else self.broken
 
-    def look(self) -> bool:
+    def poll(self) -> bool:
         """Take what has arrived, and say whether it could: not while another thread is inside of its domain."""
         dispatcher = self.receive_queue.dispatcher
         if dispatcher is not None and dispatcher.watched:
@@ -257,7 +259,7 @@ class MessageChannel:
 
     # ---- What arrives
 
-    def _arrived(self, received: Received) -> object:
+    def _on_received(self, received: Received) -> object:
         # What is returned goes to who receives.
         receive = cast(_Receive, received.local)
         immediate = received.immediate
@@ -265,33 +267,35 @@ class MessageChannel:
         if received.written:  # its memory has what came before, which may be another peer's
             self.fail("the peer does what it must not: it sends a message by a write with immediate data")
             return None
-        if credit is None or self._early:
-            return self._arrived_early(receive, received.byte_len)
+        if credit is None or self._handshake_messages_left:
+            return self._on_handshake_message(receive, received.byte_len)
         try:
-            credit.arrived()
-            if immediate is not None and not (immediate ^ WHOLE) & ~_CREDITS and not self.ended:
+            credit.on_message()
+            if immediate is not None and not (immediate ^ WHOLE) & ~_CREDITS_MASK and not self.eof_received:
                 item: object = bytes(receive.view[: received.byte_len])
                 self._assembly.drop()
                 self._post(receive)
-                if immediate & _CREDITS:
-                    self._credited(immediate >> CREDITS_AT & 0x3FF)
+                if immediate & _CREDITS_MASK:
+                    self._add_credits(immediate >> CREDITS_AT & 0x3FF)
                 return item
-            item = self._sort(receive.view[: received.byte_len], immediate)
+            item = self._handle_frame(receive.view[: received.byte_len], immediate)
             self._post(receive)
             if immediate is not None:
-                self._credited(immediate >> CREDITS_AT & 0x3FF)
+                self._add_credits(immediate >> CREDITS_AT & 0x3FF)
         except ValueError as error:
             self.fail(f"the peer does what it must not: {error}")
             return None
-        if item is None and credit.consumed():
-            self._update()
+        if item is None and credit.on_consumed():
+            self._send_credit_update()
         return None if item is _DEFERRED else item
 
-    def _arrived_early(self, receive: _Receive, length: int) -> bytes | None:
-        if len(self.inbox) >= _HANDSHAKE:
-            self.fail(f"the peer does what it must not: it sends more than the {_HANDSHAKE} messages of a handshake")
+    def _on_handshake_message(self, receive: _Receive, length: int) -> bytes | None:
+        if len(self.inbox) >= _HANDSHAKE_MESSAGES:
+            self.fail(
+                f"the peer does what it must not: it sends more than the {_HANDSHAKE_MESSAGES} messages of a handshake"
+            )
             return None
-        self._early -= 1
+        self._handshake_messages_left -= 1
         data = bytes(receive.view[:length])
         self._post(receive)
         return data
@@ -306,30 +310,30 @@ class MessageChannel:
         except (ClosedResourceError, BrokenResourceError, QueuePairStateError, AffinityError):
             return  # that it is over, others tell
 
-    def _sort(self, view: memoryview, immediate: int | None) -> object:
+    def _handle_frame(self, view: memoryview, immediate: int | None) -> object:
         # A message of the user's; None: nothing for him; _DEFERRED: nor is its credit given back now.
         if immediate is None:
             raise ValueError("a message has no immediate data")
-        kind, flags, _, number = split(immediate)
+        kind, flags, _, number = parse_header(immediate)
         if kind == FrameKind.DATA:
-            return self._assemble(view, flags, number)
+            return self._add_fragment(view, flags, number)
         if flags:
             raise ValueError(f"a message of kind {kind} has the flags {flags:#x}")
         if kind == FrameKind.END:
-            self.ended = True
+            self.eof_received = True
             self._assembly.drop()
             close_inbox(self.inbox)
-            self._control(FrameKind.END, number, b"")
+            self._on_control(FrameKind.END, number, b"")
         elif kind != FrameKind.CREDITS:
             try:
                 known = FrameKind(kind)
             except ValueError:
                 raise ValueError(f"there are no messages of kind {kind}") from None
-            self._control(known, number, bytes(view))
+            self._on_control(known, number, bytes(view))
         return None
 
-    def _assemble(self, view: memoryview, flags: int, number: int) -> object:
-        if self.ended:
+    def _add_fragment(self, view: memoryview, flags: int, number: int) -> object:
+        if self.eof_received:
             raise ValueError("it sends a message after its last one")
         if number:
             raise ValueError(f"a message has the number {number}")
@@ -337,46 +341,46 @@ class MessageChannel:
         if whole is not None:
             return whole
         if len(self.inbox):  # who has something to read is not sent endlessly many fragments
-            self._deferred += 1
+            self._deferred_credits += 1
             return _DEFERRED
         return None
 
-    async def receive(self, marked: bool = False) -> Any:
+    async def receive(self, with_immediate: bool = False) -> Any:
         """The next message of the user's: its bytes.
 
         :param marked: with its immediate data, or None, in a tuple.
         """
         self._owner.check(self, "receive")
-        if self._asking:
+        if self._receive_pending:
             raise BusyResourceError("another task waits for a message of this connection already")
-        self._asking = True
+        self._receive_pending = True
         try:
             item = await self.inbox.__anext__()
         except StopAsyncIteration:
-            if self.ended:
+            if self.eof_received:
                 raise anyio.EndOfStream from None
-            raise self.error() from None
+            raise self.closed_error() from None
         except BrokenResourceError as error:
             raise self.broken or error from error.__cause__
         except WorkCompletionError as error:
-            raise self.error() from error
+            raise self.closed_error() from error
         finally:
-            self._asking = False
-        self.received += 1
+            self._receive_pending = False
+        self.messages_received += 1
         credit = self._credits
         assert credit is not None
-        due = credit.consumed()
-        if self._deferred and not len(self.inbox):
-            while self._deferred:
-                self._deferred -= 1
-                due = credit.consumed()
+        due = credit.on_consumed()
+        if self._deferred_credits and not len(self.inbox):
+            while self._deferred_credits:
+                self._deferred_credits -= 1
+                due = credit.on_consumed()
         if due:
-            self._update()
+            self._send_credit_update()
         if type(item) is bytes:
-            return (item, None) if marked else item
-        return (item.data, item.immediate) if marked else item.data
+            return (item, None) if with_immediate else item
+        return (item.data, item.immediate) if with_immediate else item.data
 
-    async def receive_early(self) -> bytes:
+    async def receive_handshake(self) -> bytes:
         """A message of the handshake."""
         try:
             return cast(bytes, await self.inbox.__anext__())
@@ -385,105 +389,105 @@ class MessageChannel:
 
     # ---- Credits
 
-    def _credited(self, count: int) -> None:
+    def _add_credits(self, count: int) -> None:
         assert self._credits is not None
-        self._credits.came(count)
+        self._credits.add(count)
         self._send_controls()
-        if self._credits.free:
+        if self._credits.available:
             self._wake()
 
     def _send_controls(self) -> None:
         assert self._credits is not None
-        while self._controls and self._credits.sendable:
-            immediate, fence = next(iter(self._controls.items()))
+        while self._pending_controls and self._credits.sendable:
+            immediate, fence = next(iter(self._pending_controls.items()))
             if not self._send_control(immediate, fence, self._send_controls):
                 return
-            del self._controls[immediate]
+            del self._pending_controls[immediate]
 
-    def _update(self) -> None:
+    def _send_credit_update(self) -> None:
         assert self._credits is not None
-        if self._credits.update_due and self._send_control(header(FrameKind.CREDITS), False, self._update):
+        if self._credits.update_due and self._send_control(header(FrameKind.CREDITS), False, self._send_credit_update):
             self.updates += 1
 
-    def control(self, kind: FrameKind, number: int = 0, *, fence: bool = False) -> None:
+    def send_control(self, kind: FrameKind, number: int = 0, *, fence: bool = False) -> None:
         """Tell the peer something without bytes, as soon as there is a credit for it.
 
         :param fence: reads and atomics that were asked of the peer before are done before it goes.
         """
-        self._controls[header(kind, 0, 0, number)] = fence
+        self._pending_controls[header(kind, 0, 0, number)] = fence
         self._send_controls()
 
-    def is_to_be_told(self, kind: FrameKind, number: int) -> bool:
+    def is_control_pending(self, kind: FrameKind, number: int) -> bool:
         """Whether the peer is to be told that, and there was no credit for it yet."""
-        return header(kind, 0, 0, number) in self._controls
+        return header(kind, 0, 0, number) in self._pending_controls
 
-    def _send_control(self, immediate: int, fence: bool, again: Callable[[], None]) -> bool:
+    def _send_control(self, immediate: int, fence: bool, retry: Callable[[], None]) -> bool:
         # Whether it is sent, or never will be; else `again` is called, as soon as it may be sent.
         assert self._credits is not None
         returned = self._credits.take()
         try:
             sent = self.qp.send(None, immediate=immediate | returned << CREDITS_AT, fence=fence)
         except BaseException as error:
-            self._credits.untake(returned)
+            self._credits.undo_take(returned)
             if isinstance(error, ConcurrentAccessError):  # as above
-                self._loop.call_soon(again)
+                self._loop.call_soon(retry)
                 return False
             if isinstance(error, BusyResourceError):
-                self.receive_queue.when_resumed(self._loop, again)
+                self.receive_queue.when_resumed(self._loop, retry)
                 return False
             if isinstance(
                 error, ClosedResourceError | BrokenResourceError | QueuePairStateError | AffinityError | VerbsError
             ):
                 return True  # that it is over, others tell
             raise
-        self._keep(sent)
+        self._keep_until_done(sent)
         return True
 
-    def _keep(self, operation: Operation[None]) -> None:
+    def _keep_until_done(self, operation: Operation[None]) -> None:
         # Dropped it would be withdrawn where it waits for a place. This must not look for completions: those that are
         # found here would overtake others that were found before.
-        kept = self._kept
-        while kept and kept[0].ended:
-            del kept[0]
-        kept.append(operation)
+        requests = self._own_requests
+        while requests and requests[0].ended:
+            del requests[0]
+        requests.append(operation)
 
-    async def _wait_for_credit(self, kept: int) -> None:
+    async def _wait_for_credit(self, reserved: int) -> None:
         # Whoever calls has the lock.
         assert self._credits is not None
-        self.check()
-        while self._credits.free <= kept:
+        self.check_usable()
+        while self._credits.available <= reserved:
             self.waits += 1
             self._waiter = self._loop.create_future()
             await self._waiter
-            self.check()
+            self.check_usable()
 
-    def check(self) -> None:
+    def check_usable(self) -> None:
         """See that it can still be used."""
         if self.broken is not None or self.closed:
-            raise self.error()
+            raise self.closed_error()
 
     def check_sending(self) -> None:
         """See that messages can still be sent.
 
         :raises ClosedResourceError: the end of them was.
         """
-        if self.end_sent:
+        if self.eof_sent:
             raise ClosedResourceError("send_eof() was called: nothing is sent after it")
-        self.check()
+        self.check_usable()
 
     # ---- What is sent
 
-    async def send_early(self, data: bytes) -> None:
+    async def send_handshake(self, data: bytes) -> None:
         """A message of the handshake."""
         buffer = self._buffers.take()
         assert buffer is not None  # there are none of the user's yet
         buffer.view[: len(data)] = data
         sent = self.qp.send(buffer.memory[: len(data)])
-        self._buffers.sent(buffer, sent)
+        self._buffers.add_in_flight(buffer, sent)
         try:
             await sent
         except WorkCompletionError as error:
-            raise self._lost(error) from error
+            raise self._fail_send(error) from error
 
     async def send(self, data: "Buffer", immediate: int | None = None) -> None:
         """A message of the user's; when this returns it is on its way, and `data` may be changed."""
@@ -494,18 +498,18 @@ class MessageChannel:
         credit = self._credits
         assert credit is not None
         if (
-            length <= self.fragment
+            length <= self.fragment_size
             and immediate is None
             and self.broken is None
-            and credit.free > 1
+            and credit.available > 1
             and not self._lock.locked()
-            and not self.end_sent
+            and not self.eof_sent
         ):
             buffer = self._buffers.take()
             if buffer is not None:
                 buffer.view[:length] = data
                 self._post_buffer(buffer, length, WHOLE)
-                self.sent += 1
+                self.messages_sent += 1
                 return
         await self._send_slowly(memoryview(data), immediate)
 
@@ -520,20 +524,20 @@ class MessageChannel:
             if immediate is not None:
                 flags |= HAS_IMMEDIATE
                 prefix = IMMEDIATE.pack(immediate)
-            if len(prefix) + len(data) > self.fragment:
+            if len(prefix) + len(data) > self.fragment_size:
                 prefix = TOTAL.pack(len(data)) + prefix
-            at = 0
+            offset = 0
             while True:
-                step = min(len(data) - at, self.fragment - len(prefix))
-                last = at + step == len(data)
+                step = min(len(data) - offset, self.fragment_size - len(prefix))
+                last = offset + step == len(data)
                 await self._send_frame(
-                    header(FrameKind.DATA, flags | (LAST if last else 0)), prefix, data[at : at + step]
+                    header(FrameKind.DATA, flags | (LAST if last else 0)), prefix, data[offset : offset + step]
                 )
-                at += step
+                offset += step
                 if last:
                     break
                 flags, prefix = 0, b""
-            self.sent += 1
+            self.messages_sent += 1
 
     async def send_frame(self, kind: FrameKind, number: int = 0, data: bytes = b"", *, last: bool = False) -> None:
         """Tell the peer something, in the order of the messages. Where this is cancelled the peer is not told.
@@ -542,23 +546,25 @@ class MessageChannel:
             without anybody's reading.
         """
         async with self._lock:
-            if kind is FrameKind.END and self.end_sent:
+            if kind is FrameKind.END and self.eof_sent:
                 return
-            await self._send_frame(header(kind, 0, 0, number), b"", memoryview(data), 0 if last else KEPT)
+            await self._send_frame(header(kind, 0, 0, number), b"", memoryview(data), 0 if last else RESERVED_CREDITS)
             if kind is FrameKind.END:
-                self.end_sent = True  # not before: who is cancelled has sent none. The lock keeps others off until then
+                self.eof_sent = True  # not before: who is cancelled has sent none. The lock keeps others off until then
 
-    async def _send_frame(self, immediate: int, prefix: bytes, data: memoryview, kept: int = KEPT) -> None:
+    async def _send_frame(
+        self, immediate: int, prefix: bytes, data: memoryview, reserved: int = RESERVED_CREDITS
+    ) -> None:
         # Whoever calls has the lock.
-        await self._wait_for_credit(kept)
+        await self._wait_for_credit(reserved)
         buffer = self._buffers.take()
         if buffer is None:
             self.waits += 1
             try:
                 await self._buffers.wait(self.probe)
             except WorkCompletionError as error:
-                raise self._lost(error) from error
-            await self._wait_for_credit(kept)
+                raise self._fail_send(error) from error
+            await self._wait_for_credit(reserved)
             buffer = self._buffers.take()
             assert buffer is not None
         end = len(prefix) + len(data)
@@ -573,35 +579,35 @@ class MessageChannel:
         try:
             sent = self.qp.send(buffer.memory[:length], immediate=immediate | returned << CREDITS_AT)
         except BaseException:  # as where another loop owns it: nothing was done
-            credit.untake(returned)
-            self._buffers.give_back(buffer)
+            credit.undo_take(returned)
+            self._buffers.release(buffer)
             raise
-        self._buffers.sent(buffer, sent)
+        self._buffers.add_in_flight(buffer, sent)
 
-    def _lost(self, error: WorkCompletionError) -> Exception:
+    def _fail_send(self, error: WorkCompletionError) -> Exception:
         self.fail(str(error), error)
-        return self.error()
+        return self.closed_error()
 
     def probe(self) -> Operation[None]:
         """Ask the peer's device for a sign of life: a write of no bytes, which is done when all before it is."""
-        return self.qp.write(self._nothing, _NOWHERE)
+        return self.qp.write(self._empty_slice, _NULL_REMOTE)
 
     def send_keepalive(self) -> None:
         """Ask for a sign of life; where there is none the device breaks the queue pair."""
         try:
-            asked = self.probe()
+            keepalive = self.probe()
         except ConcurrentAccessError:
             return  # as above; it is asked again, the next time
         except (ClosedResourceError, BrokenResourceError, QueuePairStateError, AffinityError, VerbsError):
             return  # that it is over, others tell
-        self._keep(asked)
+        self._keep_until_done(keepalive)
 
-    async def delivered(self) -> None:
+    async def wait_delivered(self) -> None:
         """Until all that was sent is in the peer's memory."""
         try:
             await self.probe()
         except WorkCompletionError as error:
-            raise self._lost(error) from error
+            raise self._fail_send(error) from error
 
 
 def check_immediate(immediate: int) -> None:
@@ -615,8 +621,8 @@ def check_immediate(immediate: int) -> None:
 
 
 _DEFERRED = object()
-_ALL = 1 << 30
-_HANDSHAKE = 4  # messages of one end, at most
+_UNLIMITED = 1 << 30
+_HANDSHAKE_MESSAGES = 4  # messages of one end, at most
 
 
 publish(__name__)

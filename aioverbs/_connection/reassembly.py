@@ -6,7 +6,7 @@ from aioverbs._connection.wire import FIRST, HAS_IMMEDIATE, IMMEDIATE, LAST, TOT
 
 __all__ = ["Assembly", "MessageWithImmediate"]
 
-_SHORT = 256  # bytes: an object for each fragment below would take much more than the fragment
+_SHORT_FRAGMENT_BYTES = 256  # bytes: an object for each fragment below would take much more than the fragment
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,13 +23,13 @@ class Assembly:
     :param max_message: the longest that is taken, in bytes.
     """
 
-    __slots__ = ("_have", "_mark", "_max_message", "_parts", "_total")
+    __slots__ = ("_immediate", "_max_message", "_parts", "_received", "_total")
 
     def __init__(self, max_message: int) -> None:
         self._max_message = max_message
         self._parts: list[bytes | bytearray] | None = None  # those that are short are put together at once
-        self._total = self._have = 0
-        self._mark: int | None = None
+        self._total = self._received = 0
+        self._immediate: int | None = None
 
     def drop(self) -> None:
         """What was begun is of no use: it was cancelled there, or comes no more."""
@@ -43,39 +43,40 @@ class Assembly:
         :returns: the message, where that was the last one.
         :raises ValueError: no peer of ours sends such a fragment now.
         """
-        at = 0
+        offset = 0
         if flags & FIRST:  # what was begun before was cancelled there
-            self._mark = None
+            self._immediate = None
             total = None
             if not flags & LAST:
-                (total,) = TOTAL.unpack_from(_enough(view, TOTAL.size))
-                at = TOTAL.size
+                (total,) = TOTAL.unpack_from(_require(view, TOTAL.size))
+                offset = TOTAL.size
             if flags & HAS_IMMEDIATE:
-                (self._mark,) = IMMEDIATE.unpack_from(_enough(view, at + IMMEDIATE.size), at)
-                at += IMMEDIATE.size
-            self._total = len(view) - at if total is None else total
+                (self._immediate,) = IMMEDIATE.unpack_from(_require(view, offset + IMMEDIATE.size), offset)
+                offset += IMMEDIATE.size
+            self._total = len(view) - offset if total is None else total
             if self._total > self._max_message:
                 raise ValueError(f"a message of {self._total:,} bytes is longer than was said to be taken")
-            self._parts, self._have = [], 0
+            self._parts, self._received = [], 0
         if self._parts is None:
             raise ValueError("a fragment has no beginning")
-        if len(view) >= _SHORT:
-            self._parts.append(bytes(view[at:]))
+        if len(view) >= _SHORT_FRAGMENT_BYTES:
+            self._parts.append(bytes(view[offset:]))
         elif self._parts and isinstance(last := self._parts[-1], bytearray):
-            last += view[at:]
+            last += view[offset:]
         else:
-            self._parts.append(bytearray(view[at:]))
-        self._have += len(view) - at
-        if self._have > self._total or (self._have < self._total) == bool(flags & LAST) or not (flags & LAST or view):
-            raise ValueError(f"{self._have:,} bytes came of a message of {self._total:,}")
-        if not flags & LAST:
+            self._parts.append(bytearray(view[offset:]))
+        self._received += len(view) - offset
+        is_last, received = bool(flags & LAST), self._received
+        if received > self._total or (received < self._total) == is_last or not (is_last or view):
+            raise ValueError(f"{received:,} bytes came of a message of {self._total:,}")
+        if not is_last:
             return None
-        whole = b"".join(self._parts)
+        message = b"".join(self._parts)
         self._parts = None
-        return whole if self._mark is None else MessageWithImmediate(whole, self._mark)
+        return message if self._immediate is None else MessageWithImmediate(message, self._immediate)
 
 
-def _enough(view: memoryview, size: int) -> memoryview:
+def _require(view: memoryview, size: int) -> memoryview:
     if len(view) < size:
         raise ValueError(f"{len(view)} bytes are too few for how it begins")
     return view

@@ -21,7 +21,7 @@ __all__ = ["reconnect"]
 logger = logging.getLogger("aioverbs")
 
 # What does not change by waiting.
-_FOR_GOOD = {Reason.VERSION, Reason.SECRET, Reason.PROTOCOL, Reason.DEVICE}
+_PERMANENT_REASONS = {Reason.VERSION, Reason.SECRET, Reason.PROTOCOL, Reason.DEVICE}
 
 
 def reconnect(
@@ -54,40 +54,40 @@ def reconnect(
     :raises OSError: the last attempt's error, where `backoff` has no further one; TimeoutError and BrokenResourceError
         likewise.
     """
-    where, connecting = f"{host}:{port}", connect(host, port, **options)
-    connections = _connections(connecting, where, backoff if backoff is not None else Backoff(), steady_s)
+    peer, connecting = f"{host}:{port}", connect(host, port, **options)
+    connections = _connections(connecting, peer, backoff if backoff is not None else Backoff(), steady_s)
     domain = options["domain"]
-    return OwnedIterator(f"reconnecting to {where}", connections, lambda: check_caller(domain, "reconnect"))
+    return OwnedIterator(f"reconnecting to {peer}", connections, lambda: check_caller(domain, "reconnect"))
 
 
 async def _connections(
-    connecting: Connecting, where: str, policy: Backoff, steady_s: float
+    connecting: Connecting, peer: str, policy: Backoff, steady_s: float
 ) -> AsyncGenerator[Connection, None]:
-    chance = random.Random()
-    waits = policy.waits(chance)
+    rng = random.Random()
+    waits = policy.waits(rng)
     clock = running_loop().time
     while True:
-        last: Exception | None = None
+        failure: Exception | None = None
         try:
             connection = await connecting
         except (OSError, BrokenResourceError) as error:  # of these TimeoutError and HandshakeError
-            if isinstance(error, HandshakeError) and error.reason in _FOR_GOOD:
+            if isinstance(error, HandshakeError) and error.reason in _PERMANENT_REASONS:
                 raise
-            last = error
+            failure = error
         else:
-            began = clock()
+            opened_at = clock()
             try:
                 yield connection
             finally:
                 await connection.aclose()
-            if clock() - began >= steady_s:
-                waits = policy.waits(chance)
+            if clock() - opened_at >= steady_s:
+                waits = policy.waits(rng)
         wait_s = next(waits, None)
         if wait_s is None:
-            if last is not None:
-                raise last
+            if failure is not None:
+                raise failure
             return
-        logger.debug("connecting to %s again in %s: %s", where, duration(wait_s), last or "the last one ended")
+        logger.debug("connecting to %s again in %s: %s", peer, duration(wait_s), failure or "the last one ended")
         await asyncio.sleep(wait_s)
 
 

@@ -44,11 +44,11 @@ class SendBuffers:
             self._free.append(in_flight.popleft()[1])
         return self._free.popleft() if self._free else None
 
-    def sent(self, buffer: SendBuffer, operation: Operation[None]) -> None:
+    def add_in_flight(self, buffer: SendBuffer, operation: Operation[None]) -> None:
         """It is on its way until that is done."""
         self._in_flight.append((operation, buffer))
 
-    def give_back(self, buffer: SendBuffer) -> None:
+    def release(self, buffer: SendBuffer) -> None:
         """It was not sent."""
         self._free.append(buffer)
 

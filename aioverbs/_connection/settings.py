@@ -3,15 +3,15 @@
 import math
 from dataclasses import dataclass
 
-from aioverbs._connection.credits import CREDITS_MOST
+from aioverbs._connection.credits import MAX_CREDITS
 from aioverbs._exports import publish
 from aioverbs._verbs.qp_defaults import RETRIES
 from aioverbs._verbs.qp_state_machine import QpAttrs
 
 __all__ = ["ConnectionSettings"]
 
-_LEAST_S = 0.1
-_LONGEST = 31  # the code of the longest timeout of a queue pair, which is two and a half hours
+_MIN_KEEP_ALIVE_S = 0.1
+_MAX_TIMEOUT_CODE = 31  # the code of the longest timeout of a queue pair, which is two and a half hours
 _SLACK = 4  # devices may take so many times as long
 
 
@@ -53,17 +53,18 @@ class ConnectionSettings:
     def __post_init__(self) -> None:
         ranges = {
             "buffer_size": (512, 1 << 30),
-            "receive_depth": (4, CREDITS_MOST),
+            "receive_depth": (4, MAX_CREDITS),
             "send_buffers": (1, 1 << 16),
             "send_depth": (self.send_buffers + 4, 1 << 16),
             "max_message": (1, (1 << 64) - 1),
             "max_grants": (0, 0xFFFF),
         }
-        for name, (least, most) in ranges.items():
-            if not least <= getattr(self, name) <= most:
-                raise ValueError(f"{name} of a connection is from {least:,} to {most:,}, not {getattr(self, name):,}")
-        if self.keep_alive_s is not None and not self.keep_alive_s >= _LEAST_S:
-            raise ValueError(f"keep_alive_s is {_LEAST_S} or more, or None for never, not {self.keep_alive_s}")
+        for name, (minimum, maximum) in ranges.items():
+            if not minimum <= getattr(self, name) <= maximum:
+                value = getattr(self, name)
+                raise ValueError(f"{name} of a connection is from {minimum:,} to {maximum:,}, not {value:,}")
+        if self.keep_alive_s is not None and not self.keep_alive_s >= _MIN_KEEP_ALIVE_S:
+            raise ValueError(f"keep_alive_s is {_MIN_KEEP_ALIVE_S} or more, or None for never, not {self.keep_alive_s}")
         if not self.close_timeout_s >= 0:
             raise ValueError(f"close_timeout_s is 0 or more, not {self.close_timeout_s}")
 
@@ -83,18 +84,18 @@ class ConnectionSettings:
         :param software: of the software device: all repetitions take `keep_alive_s` at least. Else they are over in
             half of that, so that a sign of life that was asked for in the other half is missed in time.
         """
-        tries = RETRIES["retry_cnt"] + 1
+        attempts = RETRIES["retry_cnt"] + 1
         if self.keep_alive_s is None:
-            return QpAttrs(timeout=0 if software else RETRIES["timeout"], retry_cnt=tries - 1)
+            return QpAttrs(timeout=0 if software else RETRIES["timeout"], retry_cnt=attempts - 1)
         if software:
-            longer = (code for code in range(1, _LONGEST) if _seconds(code) * tries >= self.keep_alive_s)
-            timeout = next(longer, _LONGEST)
-            tries = math.ceil(min(self.keep_alive_s / _seconds(timeout), tries))
+            codes = (code for code in range(1, _MAX_TIMEOUT_CODE) if _seconds(code) * attempts >= self.keep_alive_s)
+            timeout = next(codes, _MAX_TIMEOUT_CODE)
+            attempts = math.ceil(min(self.keep_alive_s / _seconds(timeout), attempts))
         else:
             timeout = RETRIES["timeout"]
-            while timeout > 1 and _seconds(timeout) * tries * _SLACK > self.keep_alive_s / 2:
+            while timeout > 1 and _seconds(timeout) * attempts * _SLACK > self.keep_alive_s / 2:
                 timeout -= 1
-        return QpAttrs(timeout=timeout, retry_cnt=tries - 1)
+        return QpAttrs(timeout=timeout, retry_cnt=attempts - 1)
 
 
 def _seconds(code: int) -> float:

@@ -14,10 +14,10 @@ from aioverbs.errors import AffinityError, ConcurrentAccessError
 
 __all__ = ["completion_queue_for", "lease_block"]
 
-_SLAB = 8 << 20  # bytes: below what is registered beside the loop
-_BLOCKS = 16  # of a slab, at most
-_SHARERS = 16  # connections of a completion queue
-_ANY_NUMBER = 1 << 30
+_SLAB_BYTES = 8 << 20  # bytes: below what is registered beside the loop
+_BLOCKS_PER_SLAB = 16  # of a slab, at most
+_CONNECTIONS_PER_CQ = 16  # connections of a completion queue
+_UNLIMITED = 1 << 30
 
 
 async def lease_block(domain: Domain, settings: ConnectionSettings) -> LeasedBuffer:
@@ -30,39 +30,39 @@ async def lease_block(domain: Domain, settings: ConnectionSettings) -> LeasedBuf
     key = "buffers of connections", size
     pool = shared_resources_of(domain.base).get(key)
     if pool is None:
-        count = max(1, min(_BLOCKS, _SLAB // size))
-        made = domain.buffer_pool(size, count, limit=_ANY_NUMBER)
+        count = max(1, min(_BLOCKS_PER_SLAB, _SLAB_BYTES // size))
+        created = domain.buffer_pool(size, count, limit=_UNLIMITED)
         if is_large(size * count):
-            await open_part(made)  # meanwhile others come, and make one each
+            await open_part(created)  # meanwhile others come, and make one each
         else:
-            open_part_now(made)
-        pool = shared_resources_of(domain.base).setdefault(key, made)
-        if pool is not made:
-            await made.aclose()
+            open_part_now(created)
+        pool = common_of(domain.base).setdefault(key, created)
+        if pool is not created:
+            await created.aclose()
     assert isinstance(pool, BufferPool)
     return await pool.lease()
 
 
-class _Queues:
+class _QueueSet:
     """The completion queues of a domain and a loop."""
 
     def __init__(self) -> None:
         self._all: list[CompletionQueue] = []
-        self._at = 0  # where there was room the last time: all are looked at only when one more is made
+        self._last_index = 0  # where there was room the last time: all are looked at only when one more is made
         self._broken: list[CompletionQueue] = []  # until the last queue pair of each is gone
 
     def find(self, completions: int) -> CompletionQueue | None:
         """One with so much room."""
         self._close_broken()
         for step in range(len(self._all)):
-            at = (self._at + step) % len(self._all)
-            cq = self._all[at]
-            seen = cq.statistics()
-            if seen.depth - seen.reserved >= completions and _works(cq):
-                self._at = at
+            index = (self._last_index + step) % len(self._all)
+            cq = self._all[index]
+            statistics = cq.statistics()
+            if statistics.depth - statistics.reserved >= completions and _is_usable(cq):
+                self._last_index = index
                 return cq
-        self._broken += [cq for cq in self._all if cq.state is ResourceState.OPEN and not _works(cq)]
-        self._all, self._at = [cq for cq in self._all if _works(cq)], 0
+        self._broken += [cq for cq in self._all if cq.state is ResourceState.OPEN and not _is_usable(cq)]
+        self._all, self._last_index = [cq for cq in self._all if _is_usable(cq)], 0
         self._close_broken()
         return None
 
@@ -75,11 +75,11 @@ class _Queues:
 
     def add(self, cq: CompletionQueue) -> None:
         """One more."""
-        self._at = len(self._all)
+        self._last_index = len(self._all)
         self._all.append(cq)
 
 
-def _works(cq: CompletionQueue) -> bool:
+def _is_usable(cq: CompletionQueue) -> bool:
     return cq.state is ResourceState.OPEN and dispatcher_of(cq).watched
 
 
@@ -90,15 +90,13 @@ async def completion_queue_for(domain: Domain, settings: ConnectionSettings) -> 
     :raises VerbsError: the device has no more.
     """
     needed = settings.completions
-    queues = shared_resources_of(domain).setdefault(
-        ("completions of connections", settings.spin_ns, running_loop()), _Queues()
-    )
-    assert isinstance(queues, _Queues)
+    queues = common_of(domain).setdefault(("completions of connections", settings.spin_ns, running_loop()), _QueueSet())
+    assert isinstance(queues, _QueueSet)
     found = queues.find(needed)
     if found is not None:
         return found
-    most = max(needed, domain.handle.context.attributes.max_cqe)
-    made = domain.completion_queue(min(needed * _SHARERS, most), spin_ns=settings.spin_ns)
-    open_part_now(made)  # without an await, in which others would make one each
-    queues.add(made)
-    return made
+    limit = max(needed, domain.handle.context.attributes.max_cqe)
+    created = domain.completion_queue(min(needed * _CONNECTIONS_PER_CQ, limit), spin_ns=settings.spin_ns)
+    open_part_now(created)  # without an await, in which others would make one each
+    queues.add(created)
+    return created

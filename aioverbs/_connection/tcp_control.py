@@ -9,13 +9,13 @@ from asyncio.trsock import TransportSocket
 from collections.abc import Callable
 from typing import cast
 
-from aioverbs._connection.handshake import HEAD_BYTES, LONGEST, rest_of
+from aioverbs._connection.handshake import HEADER_BYTES, MAX_MESSAGE_BYTES, body_size
 from aioverbs._lifecycle import forks
 from aioverbs._lifecycle.affinity import running_loop, wake
 from aioverbs.addresses import Address
 from aioverbs.errors import BrokenResourceError
 
-__all__ = ["TcpControlChannel", "adopt", "dial"]
+__all__ = ["TcpControlChannel", "accept_tcp", "connect_tcp"]
 
 
 class TcpControlChannel(asyncio.Protocol):
@@ -26,13 +26,13 @@ class TcpControlChannel(asyncio.Protocol):
     """
 
     def __init__(self) -> None:
-        self.lost: Exception | None = None
-        self.has_heard = False  # the peer said something
+        self.error: Exception | None = None
+        self.has_received = False  # the peer said something
         self._data = bytearray()
         self._waiter: asyncio.Future[None] | None = None
-        self._when_lost: Callable[[Exception], object] | None = None
+        self._on_lost: Callable[[Exception], object] | None = None
         self._transport: asyncio.Transport | None = None
-        self._ended: asyncio.Future[None] = running_loop().create_future()
+        self._closed: asyncio.Future[None] = running_loop().create_future()
         self._forks = forks.count
 
     # ---- What the loop calls
@@ -45,33 +45,33 @@ class TcpControlChannel(asyncio.Protocol):
     def fileno(self) -> int:
         """Return the number of its descriptor; -1 where it is closed."""
         sock = self._transport.get_extra_info("socket") if self._transport is not None else None
-        return sock.fileno() if sock is not None and not self._ended.done() else -1
+        return sock.fileno() if sock is not None and not self._closed.done() else -1
 
     def data_received(self, data: bytes) -> None:
         """The peer said something."""
-        self.has_heard = True
-        if self._when_lost is not None:
-            self._over(BrokenResourceError("the peer said something where nothing is to be said any more"))
+        self.has_received = True
+        if self._on_lost is not None:
+            self._fail(BrokenResourceError("the peer said something where nothing is to be said any more"))
             self.abort()
             return
         self._data += data
-        if len(self._data) > 2 * LONGEST and self._transport is not None:
+        if len(self._data) > 2 * MAX_MESSAGE_BYTES and self._transport is not None:
             self._transport.pause_reading()  # nobody who takes his turn says so much
         self._wake()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """It is over."""
-        self._over(exc or BrokenResourceError("the peer closed its TCP connection"))
-        if not self._ended.done():
-            self._ended.set_result(None)
+        self._fail(exc or BrokenResourceError("the peer closed its TCP connection"))
+        if not self._closed.done():
+            self._closed.set_result(None)
 
-    def _over(self, error: Exception) -> None:
-        if self.lost is not None:
+    def _fail(self, error: Exception) -> None:
+        if self.error is not None:
             return
-        self.lost = error
+        self.error = error
         self._wake()
-        if self._when_lost is not None:
-            self._when_lost(error)
+        if self._on_lost is not None:
+            self._on_lost(error)
 
     def _wake(self) -> None:
         wake(self._waiter)
@@ -89,32 +89,32 @@ class TcpControlChannel(asyncio.Protocol):
         :raises HandshakeError: it is none.
         :raises BrokenResourceError: the peer is gone.
         """
-        head = await self._take(HEAD_BYTES)
-        return head + await self._take(rest_of(head))
+        head = await self._read_exactly(HEADER_BYTES)
+        return head + await self._read_exactly(body_size(head))
 
-    async def _take(self, size: int) -> bytes:
+    async def _read_exactly(self, size: int) -> bytes:
         while len(self._data) < size:
-            if self.lost is not None:
-                raise BrokenResourceError(f"the peer went during the handshake: {self.lost}") from self.lost
+            if self.error is not None:
+                raise BrokenResourceError(f"the peer went during the handshake: {self.error}") from self.error
             self._waiter = running_loop().create_future()
             await self._waiter
-        taken = bytes(self._data[:size])
+        data = bytes(self._data[:size])
         del self._data[:size]
-        return taken
+        return data
 
     # ---- Afterwards
 
-    def watch(self, when_lost: Callable[[Exception], object]) -> None:
+    def watch(self, on_lost: Callable[[Exception], object]) -> None:
         """The handshake is over: call this when the peer is gone."""
-        self._when_lost = when_lost
-        if self.lost is not None:
-            when_lost(self.lost)
+        self._on_lost = on_lost
+        if self.error is not None:
+            on_lost(self.error)
         elif self._data:
             self.data_received(b"")
 
     def unwatch(self) -> None:
         """Nobody is to be called any more."""
-        self._when_lost = lambda _: None
+        self._on_lost = lambda _: None
 
     def address(self, which: str) -> Address | None:
         """Its own address, `sockname`, or the peer's, `peername`."""
@@ -123,15 +123,15 @@ class TcpControlChannel(asyncio.Protocol):
 
     def abort(self) -> None:
         """End it at once."""
-        if self._transport is not None and not self._leave():
+        if self._transport is not None and not self._abandon_if_loop_gone():
             self._transport.abort()
 
-    def _leave(self) -> bool:
+    def _abandon_if_loop_gone(self) -> bool:
         """Whether its loop is closed, which closes no transport any more: then just the peer is told. Or whether it is
         the parent's of this process, and so is what the kernel watches for it: then nothing is done."""
         if self._forks != forks.count:
             return True
-        if not self._ended.get_loop().is_closed():
+        if not self._closed.get_loop().is_closed():
             return False
         transport, self._transport = self._transport, None
         sock = transport.get_extra_info("socket") if transport is not None else None
@@ -142,46 +142,50 @@ class TcpControlChannel(asyncio.Protocol):
 
     async def aclose(self) -> None:
         """End it, after what was said."""
-        if self._transport is not None and not self._ended.done() and not self._leave():
+        if self._transport is not None and not self._closed.done() and not self._abandon_if_loop_gone():
             self._transport.close()
-            done, _ = await asyncio.wait([self._ended], timeout=_GOODBYE_S)
+            done, _ = await asyncio.wait([self._closed], timeout=_CLOSE_TIMEOUT_S)
             if not done:  # as where TLS waits for the other end's goodbye
                 self._transport.abort()
 
 
-_GOODBYE_S = 0.5
+_CLOSE_TIMEOUT_S = 0.5
 
 
-async def dial(host: str, port: int, context: tls.SSLContext | None, server_hostname: str | None) -> TcpControlChannel:
+async def connect_tcp(
+    host: str, port: int, context: tls.SSLContext | None, server_hostname: str | None
+) -> TcpControlChannel:
     """Connect to a TCP port.
 
     :raises OSError: nobody is there; of these, `ssl.SSLError`: TLS does not come about.
     """
     name = server_hostname if context is not None else None
-    _, line = await running_loop().create_connection(TcpControlChannel, host, port, ssl=context, server_hostname=name)
-    _no_delay(line)
-    return line
+    _, control = await running_loop().create_connection(
+        TcpControlChannel, host, port, ssl=context, server_hostname=name
+    )
+    _no_delay(control)
+    return control
 
 
-async def adopt(sock: socket.socket, context: tls.SSLContext | None, timeout_s: float) -> TcpControlChannel:
+async def accept_tcp(sock: socket.socket, context: tls.SSLContext | None, timeout_s: float) -> TcpControlChannel:
     """Take over a socket that was accepted; from now on it is the lifeline's.
 
     :raises OSError: the peer is gone; of these, `ssl.SSLError`: TLS does not come about.
     """
     limit_s = timeout_s if context is not None else None
-    line = TcpControlChannel()
+    control = TcpControlChannel()
     try:
-        await running_loop().connect_accepted_socket(lambda: line, sock, ssl=context, ssl_handshake_timeout=limit_s)
+        await running_loop().connect_accepted_socket(lambda: control, sock, ssl=context, ssl_handshake_timeout=limit_s)
     except BaseException:
         sock.close()
         raise
-    _no_delay(line)
-    return line
+    _no_delay(control)
+    return control
 
 
-def _no_delay(line: TcpControlChannel) -> None:
-    assert line._transport is not None
-    sock = line._transport.get_extra_info("socket")
+def _no_delay(control: TcpControlChannel) -> None:
+    assert control._transport is not None
+    sock = control._transport.get_extra_info("socket")
     try:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     except OSError as error:  # it is gone already

@@ -26,7 +26,7 @@ __all__ = [
     "FrameKind",
     "GrantNotice",
     "header",
-    "split",
+    "parse_header",
 ]
 
 CREDITS_AT = 16
@@ -99,7 +99,7 @@ class GrantNotice(NamedTuple):
         return cls(address, length, rkey, AccessFlags(access))
 
 
-def split(immediate: int) -> tuple[int, int, int, int]:
+def parse_header(immediate: int) -> tuple[int, int, int, int]:
     """Kind, flags, credits and number of a message."""
     return (
         immediate >> _KIND_AT,

@@ -8,7 +8,7 @@ import ssl as tls
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from aioverbs._connection.connect import answer, check_secret
+from aioverbs._connection.connect import accept_connection, check_secret
 from aioverbs._connection.connection import Connection, ControlChannel
 from aioverbs._connection.handshake import Reason
 from aioverbs._connection.settings import ConnectionSettings
@@ -16,7 +16,7 @@ from aioverbs._verbs.base_domain import Domain
 from aioverbs.addresses import format_address
 from aioverbs.errors import BrokenResourceError, HandshakeError, WorkCompletionError
 
-__all__ = ["AcceptSettings", "TlsContext", "answered", "peer_of"]
+__all__ = ["AcceptSettings", "TlsContext", "peer_name", "try_accept"]
 
 logger = logging.getLogger("aioverbs")
 
@@ -61,8 +61,8 @@ class AcceptSettings:
         return self.ssl if self.ssl is None or isinstance(self.ssl, tls.SSLContext) else self.ssl()
 
 
-async def answered(
-    line: Awaitable[ControlChannel], peer: str, domain: Domain, terms: AcceptSettings
+async def try_accept(
+    control: Awaitable[ControlChannel], peer: str, domain: Domain, accept_settings: AcceptSettings
 ) -> tuple[Connection | None, str]:
     """The connection that a peer becomes, on the running loop; or None and what stopped it, which was logged.
 
@@ -70,27 +70,27 @@ async def answered(
     :param peer: who it is, for people.
     """
     try:
-        return await answer(await line, domain, terms.secret, terms.settings), ""
+        return await accept_connection(await control, domain, accept_settings.secret, accept_settings.settings), ""
     except HandshakeError as error:
-        why, text = _reason(error), str(error)
+        reason, text = _reason_name(error), str(error)
     except (OSError, BrokenResourceError, MemoryError, WorkCompletionError) as error:  # of OSError SSLError, VerbsError
-        why = type(error).__name__
-        text = str(error) or why
+        reason = type(error).__name__
+        text = str(error) or reason
     except asyncio.CancelledError:
         logger.info("%s did not become a connection: it took too long, or nobody is served any more", peer)
         raise
     logger.info("%s did not become a connection: %s", peer, text)
-    return None, why
+    return None, reason
 
 
-def _reason(error: HandshakeError) -> str:
+def _reason_name(error: HandshakeError) -> str:
     try:
         return Reason(error.reason).name
     except ValueError:
         return str(error.reason)
 
 
-def peer_of(sock: socket.socket) -> str:
+def peer_name(sock: socket.socket) -> str:
     """Who is at the other end of a TCP connection, for people."""
     try:
         return format_address(sock.getpeername())

@@ -14,10 +14,10 @@ from typing import Any
 import anyio
 
 from aioverbs._connection.cm_control import CmControlChannel, SharedChannel
-from aioverbs._connection.connect import Transport, by_manager
+from aioverbs._connection.connect import Transport, uses_rdma_cm
 from aioverbs._connection.connection import ControlChannel
 from aioverbs._connection.handshake import Reason, Reject
-from aioverbs._connection.tcp_control import TcpControlChannel, adopt
+from aioverbs._connection.tcp_control import TcpControlChannel, accept_tcp
 from aioverbs._exports import publish
 from aioverbs._lifecycle import forks
 from aioverbs._lifecycle.affinity import Affinity, running_loop, wait_socket_ready, wait_uncancelled
@@ -32,9 +32,9 @@ __all__ = ["Acceptor", "PendingPeer", "ServerStatistics"]
 
 logger = logging.getLogger("aioverbs")
 
-_WHILE_S = 0.1  # after which accepting is tried again
-_PATIENCE_S = 0.5  # that each peer has for its handshake, however many others wait
-_LEAVING_S = 2.0  # that one who gives way may take, as on a worker that is busy, before another one does
+_ACCEPT_RETRY_S = 0.1  # after which accepting is tried again
+_MIN_HANDSHAKE_S = 0.5  # that each peer has for its handshake, however many others wait
+_EXPIRY_GRACE_S = 2.0  # that one who gives way may take, as on a worker that is busy, before another one does
 
 
 @dataclass(frozen=True)
@@ -73,69 +73,69 @@ class PendingPeer:
 
     def __init__(
         self,
-        way: CmControlChannel | socket.socket,
+        endpoint: CmControlChannel | socket.socket,
         address: Address | None,
-        moved: Callable[["PendingPeer", AcceptState, str], object],
+        on_state_change: Callable[["PendingPeer", AcceptState, str], object],
     ) -> None:
-        self.way: CmControlChannel | socket.socket | None = way
+        self.endpoint: CmControlChannel | socket.socket | None = endpoint
         self.address = address
-        self.stage = AcceptState.HANDSHAKING
+        self.state = AcceptState.HANDSHAKING
         self.worker: int | None = None
         """That it was given to, of a pool's."""
-        self.until: asyncio.Timeout | None = None  # it has to be through
-        self.gives_way = False
+        self.timeout: asyncio.Timeout | None = None  # it has to be through
+        self.is_expiring = False
         self._loop = running_loop()
-        self.since = 0.0  # by the loop's clock: when it was given the time to get through
-        self._line: TcpControlChannel | None = None
-        self._moved = moved
+        self.started_at = 0.0  # by the loop's clock: when it was given the time to get through
+        self._control: TcpControlChannel | None = None
+        self._on_state_change = on_state_change
 
     @property
     def peer(self) -> str:
         """Who it is, for people."""
         return format_address(self.address)
 
-    async def line(self, terms: AcceptSettings) -> ControlChannel:
+    async def open_control(self, accept_settings: AcceptSettings) -> ControlChannel:
         """What is said to it goes by this, on the loop that accepted it. For once."""
-        way, self.way = self.way, None
-        assert way is not None
-        if isinstance(way, CmControlChannel):
-            return way
-        self._line = await adopt(way, terms.context, terms.handshake_timeout_s)
-        return self._line
+        endpoint, self.endpoint = self.endpoint, None
+        assert endpoint is not None
+        if isinstance(endpoint, CmControlChannel):
+            return endpoint
+        self._control = await accept_tcp(endpoint, accept_settings.context, accept_settings.handshake_timeout_s)
+        return self._control
 
     @property
-    def has_spoken(self) -> bool:
+    def has_received(self) -> bool:
         """Whether it is known to have said something."""
-        return self._line is not None and self._line.has_heard
+        return self._control is not None and self._control.has_received
 
-    def give_way(self) -> None:
+    def expire(self) -> None:
         """Its time is over: another one waits for its place."""
-        self.gives_way = True
-        if self.until is not None and not self.until.expired():
-            self.until.reschedule(self._loop.time())
+        self.is_expiring = True
+        if self.timeout is not None and not self.timeout.expired():
+            self.timeout.reschedule(self._loop.time())
 
-    def tell(self, is_open: bool) -> None:
+    def report_open(self, is_open: bool) -> None:
         """It has become a connection, or that is closed. From any loop; the first time of each counts."""
         if asyncio._get_running_loop() is self._loop:
-            self._reach(is_open)
+            self._set_open(is_open)
         else:
             with contextlib.suppress(RuntimeError):  # the loop is closed, and nobody counts
-                self._loop.call_soon_threadsafe(self._reach, is_open)
+                self._loop.call_soon_threadsafe(self._set_open, is_open)
 
-    def _reach(self, is_open: bool) -> None:
-        if self.stage is (AcceptState.HANDSHAKING if is_open else AcceptState.OPEN):
-            if is_open and self.until is not None and not self.until.expired():
-                self.until.reschedule(None)
-            self._move(AcceptState.OPEN if is_open else AcceptState.CLOSED, "")
+    def _set_open(self, is_open: bool) -> None:
+        if self.state is (AcceptState.HANDSHAKING if is_open else AcceptState.OPEN):
+            if is_open and self.timeout is not None and not self.timeout.expired():
+                self.timeout.reschedule(None)
+            self._set_state(AcceptState.OPEN if is_open else AcceptState.CLOSED, "")
 
-    def refuse(self, why: str) -> None:
+    def refuse(self, reason: str) -> None:
         """It does not become a connection, where it has not."""
-        if self.stage is AcceptState.HANDSHAKING:
-            self._move(AcceptState.CLOSED, why)
+        if self.state is AcceptState.HANDSHAKING:
+            self._set_state(AcceptState.CLOSED, reason)
 
-    def _move(self, stage: AcceptState, why: str) -> None:
-        before, self.stage = self.stage, stage
-        self._moved(self, before, why)
+    def _set_state(self, state: AcceptState, reason: str) -> None:
+        previous, self.state = self.state, state
+        self._on_state_change(self, previous, reason)
 
 
 class Acceptor:
@@ -145,18 +145,20 @@ class Acceptor:
         where the peer does not get through in time; returns what stopped it, if anything did.
     """
 
-    def __init__(self, terms: AcceptSettings, arrived: Callable[[PendingPeer], Coroutine[Any, Any, str]]) -> None:
-        self._terms = terms
-        self._arrived = arrived
+    def __init__(
+        self, accept_settings: AcceptSettings, on_peer: Callable[[PendingPeer], Coroutine[Any, Any, str]]
+    ) -> None:
+        self._accept_settings = accept_settings
+        self._on_peer = on_peer
         self._sockets: list[socket.socket] = []
         self._bound: list[Address] = []  # their addresses, which the child of a fork cannot ask them for
         self._tasks: dict[asyncio.Task[None], PendingPeer] = {}
-        self._closing: set[asyncio.Task[None]] = set()
-        self._acceptors: list[asyncio.Task[None]] = []
+        self._closing_tasks: set[asyncio.Task[None]] = set()
+        self._accept_tasks: list[asyncio.Task[None]] = []
         self._loop: asyncio.AbstractEventLoop | None = None
         self._owner: Affinity | None = None  # whoever opened it
-        self._manager: tuple[SharedChannel, CmListener] | None = None
-        self._left = asyncio.Event()  # a handshake or a connection ended
+        self._cm: tuple[SharedChannel, CmListener] | None = None
+        self._slot_freed = asyncio.Event()  # a handshake or a connection ended
         self._handshakes = self._connections = self._accepted = 0
         self._refused: Counter[str] = Counter()
 
@@ -172,38 +174,38 @@ class Acceptor:
         try:
             if transport != "rdmacm":
                 await self._open_tcp(host, port, backlog)
-            if domain is not None and by_manager(transport, domain, self._terms.context):
-                await self._open_manager(host, self.addresses[0][1] if self._sockets else port, backlog, transport)
+            if domain is not None and uses_rdma_cm(transport, domain, self._accept_settings.context):
+                await self._open_rdma_cm(host, self.addresses[0][1] if self._sockets else port, backlog, transport)
         except BaseException:
             await self.stop()
             raise
 
-    async def _open_manager(self, host: str | None, port: int, backlog: int, transport: Transport) -> None:
+    async def _open_rdma_cm(self, host: str | None, port: int, backlog: int, transport: Transport) -> None:
         assert self._loop is not None
         channel = SharedChannel()
         try:
             await channel.open()
             listener = await open_part(channel.channel.listener(host, port, backlog=backlog))
         except BaseException as error:
-            await channel.leave()
+            await channel.release()
             if transport == "rdmacm" or not isinstance(error, OSError | LibraryNotFoundError):  # of these VerbsError
                 raise
             logger.debug("peers are not heard by rdma_cm: %s", error)
             return
-        self._manager = channel, listener
-        self._acceptors.append(self._loop.create_task(self._accept_by_manager(channel, listener)))
+        self._cm = channel, listener
+        self._accept_tasks.append(self._loop.create_task(self._accept_rdma_cm(channel, listener)))
 
     async def _open_tcp(self, host: str | None, port: int, backlog: int) -> None:
         assert self._loop is not None
-        found = await self._loop.getaddrinfo(
+        addresses = await self._loop.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE, family=socket.AF_UNSPEC
         )
-        for family, _, _, _, address in dict.fromkeys(found):
+        for family, _, _, _, address in dict.fromkeys(addresses):
             if port == 0 and self._bound:  # the others are to have the same
                 address = (address[0], self._bound[0][1], *address[2:])
             self._listen(family, address, backlog)
         for sock in self._sockets:
-            self._acceptors.append(self._loop.create_task(self._accept(sock)))
+            self._accept_tasks.append(self._loop.create_task(self._accept(sock)))
 
     def _listen(self, family: int, address: tuple[object, ...], backlog: int) -> None:
         try:
@@ -225,10 +227,10 @@ class Acceptor:
     @property
     def addresses(self) -> list[Address]:
         """Where it listens."""
-        found = list(self._bound)
-        if not found and self._manager is not None:
-            found.append(self._manager[1].address)
-        return found
+        addresses = list(self._bound)
+        if not addresses and self._cm is not None:
+            addresses.append(self._cm[1].address)
+        return addresses
 
     def statistics(self, workers: int = 0) -> ServerStatistics:
         """Whom it has seen.
@@ -236,8 +238,8 @@ class Acceptor:
         :param workers: how many there are that they are given to.
         """
         refused = tuple(sorted(self._refused.items()))
-        where = Counter(arrival.worker for arrival in self._tasks.values() if arrival.stage is AcceptState.OPEN)
-        each = tuple(where[worker] for worker in range(workers))
+        per_worker = Counter(pending.worker for pending in self._tasks.values() if pending.state is AcceptState.OPEN)
+        each = tuple(per_worker[worker] for worker in range(workers))
         return ServerStatistics(self._handshakes, self._connections, self._accepted, refused, each)
 
     async def _accept(self, listening: socket.socket) -> None:
@@ -249,14 +251,14 @@ class Acceptor:
                 if error.errno != errno.ECONNABORTED:  # one that gave up before it was accepted
                     # As while this process, or the machine, has no more descriptors.
                     logger.warning("no peers are accepted for now: %s", error)
-                    await asyncio.sleep(_WHILE_S)
+                    await asyncio.sleep(_ACCEPT_RETRY_S)
                 continue
             try:
-                has_place = await self._wait_for_place()
+                has_slot = await self._wait_for_slot()
             except BaseException:
                 sock.close()
                 raise
-            self._knocked(sock, address, has_place)
+            self._start_or_refuse(sock, address, has_slot)
 
     async def _next(self, listening: socket.socket) -> tuple[socket.socket, Address]:
         assert self._owner is not None
@@ -272,26 +274,26 @@ class Acceptor:
         never: asyncio.Future[tuple[socket.socket, Address]] = running_loop().create_future()
         return await never
 
-    async def _accept_by_manager(self, channel: SharedChannel, listener: CmListener) -> None:
+    async def _accept_rdma_cm(self, channel: SharedChannel, listener: CmListener) -> None:
         try:
             async for identifier in listener:
                 try:
-                    has_place = await self._wait_for_place()
+                    has_slot = await self._wait_for_slot()
                 except BaseException:
                     await wait_uncancelled(identifier.aclose())
                     raise
-                if not has_place:
+                if not has_slot:
                     await identifier.aclose()
                     continue
-                channel.use()
-                self._take(CmControlChannel(identifier, channel), identifier.peer_address)
+                channel.acquire()
+                self._start_handshake(CmControlChannel(identifier, channel), identifier.peer_address)
         except BrokenResourceError as error:
             logger.warning("peers are not heard by rdma_cm any more: %s", error)
 
-    def _knocked(self, sock: socket.socket, address: Address, has_place: bool) -> None:
+    def _start_or_refuse(self, sock: socket.socket, address: Address, has_slot: bool) -> None:
         sock.setblocking(False)
-        if has_place:
-            self._take(sock, address)
+        if has_slot:
+            self._start_handshake(sock, address)
         else:
             self._refuse(sock)
 
@@ -301,137 +303,137 @@ class Acceptor:
     # those who are silent hold honest ones up for _PATIENCE_S for each `max_handshakes` of them that came before, and
     # keep none out.
 
-    async def _wait_for_place(self) -> bool:
+    async def _wait_for_slot(self) -> bool:
         """Until a handshake may begin; whether it may, or there are as many connections as there may be."""
         while True:
-            most = self._terms.max_connections
-            if most is not None and self._connections >= most:
+            max_connections = self._accept_settings.max_connections
+            if max_connections is not None and self._connections >= max_connections:
                 self._refused["BUSY"] += 1
                 return False
-            if self._handshakes < self._terms.max_handshakes and (
-                most is None or self._handshakes + self._connections < most
+            if self._handshakes < self._accept_settings.max_handshakes and (
+                max_connections is None or self._handshakes + self._connections < max_connections
             ):
                 return True
-            self._left.clear()
-            with anyio.move_on_after(self._make_way()):
-                await self._left.wait()
+            self._slot_freed.clear()
+            with anyio.move_on_after(self._expire_oldest()):
+                await self._slot_freed.wait()
 
-    def _make_way(self) -> float:
+    def _expire_oldest(self) -> float:
         """Have the first one give way who may, and is not about to; how long to wait before another one may."""
         waiting = [
             each
             for each in self._tasks.values()
-            if each.stage is AcceptState.HANDSHAKING and each.until is not None and not each.gives_way
+            if each.state is AcceptState.HANDSHAKING and each.timeout is not None and not each.is_expiring
         ]
-        latest = running_loop().time() - _PATIENCE_S
-        ripe = [each for each in waiting if each.since <= latest]
-        if ripe:
-            min(ripe, key=lambda each: (each.has_spoken, each.since)).give_way()
-            return _LEAVING_S
-        return min((each.since - latest for each in waiting), default=_PATIENCE_S)
+        threshold = running_loop().time() - _MIN_HANDSHAKE_S
+        expirable = [each for each in waiting if each.started_at <= threshold]
+        if expirable:
+            min(expirable, key=lambda each: (each.has_received, each.started_at)).expire()
+            return _EXPIRY_GRACE_S
+        return min((each.started_at - threshold for each in waiting), default=_MIN_HANDSHAKE_S)
 
-    def _take(self, way: CmControlChannel | socket.socket, address: Address | None) -> None:
+    def _start_handshake(self, endpoint: CmControlChannel | socket.socket, address: Address | None) -> None:
         assert self._loop is not None
         self._handshakes += 1
-        arrival = PendingPeer(way, address, self._moved)
-        task = self._loop.create_task(self._attend(arrival))
-        self._tasks[task] = arrival
-        task.add_done_callback(self._done)
+        pending = PendingPeer(endpoint, address, self._on_state_change)
+        task = self._loop.create_task(self._run_handshake(pending))
+        self._tasks[task] = pending
+        task.add_done_callback(self._on_task_done)
 
-    async def _attend(self, arrival: PendingPeer) -> None:
-        why = "cancelled"
+    async def _run_handshake(self, pending: PendingPeer) -> None:
+        reason = "cancelled"
         try:
-            arrival.since = running_loop().time()
-            async with asyncio.timeout(self._terms.handshake_timeout_s) as arrival.until:
-                why = await self._arrived(arrival)
+            pending.started_at = running_loop().time()
+            async with asyncio.timeout(self._accept_settings.handshake_timeout_s) as pending.timeout:
+                reason = await self._on_peer(pending)
         except TimeoutError:
-            why = "TimeoutError"
+            reason = "TimeoutError"
         finally:
-            arrival.refuse(why)
+            pending.refuse(reason)
 
-    def _done(self, task: asyncio.Task[None]) -> None:
-        arrival = self._tasks.pop(task)
-        arrival.refuse("cancelled")  # before it began
+    def _on_task_done(self, task: asyncio.Task[None]) -> None:
+        pending = self._tasks.pop(task)
+        pending.refuse("cancelled")  # before it began
 
-    def turn_away(self, arrival: PendingPeer) -> None:
+    def reject_busy(self, pending: PendingPeer) -> None:
         """Tell a peer that there is no room for it after all."""
-        if isinstance(arrival.way, socket.socket):
-            self._refuse(arrival.way)
-        arrival.refuse("BUSY")
+        if isinstance(pending.endpoint, socket.socket):
+            self._refuse(pending.endpoint)
+        pending.refuse("BUSY")
 
     def _refuse(self, sock: socket.socket) -> None:
         # Of those that would get TLS, or do not take it at once, nothing is waited for.
         with sock, contextlib.suppress(OSError):
-            if self._terms.ssl is None:
+            if self._accept_settings.ssl is None:
                 sock.send(Reject(Reason.BUSY).pack())
                 sock.shutdown(socket.SHUT_WR)
                 sock.recv(4096)  # what is unread when it is closed would be answered by a reset
 
     # ---- What became of those that arrived
 
-    def _moved(self, arrival: PendingPeer, before: AcceptState, why: str) -> None:
-        self._left.set()
-        if before is AcceptState.OPEN:
+    def _on_state_change(self, pending: PendingPeer, previous: AcceptState, reason: str) -> None:
+        self._slot_freed.set()
+        if previous is AcceptState.OPEN:
             self._connections -= 1
             return
         self._handshakes -= 1
-        if arrival.stage is AcceptState.OPEN:
+        if pending.state is AcceptState.OPEN:
             self._accepted += 1
             self._connections += 1
             return
-        self._refused[why] += 1
-        if isinstance(arrival.way, CmControlChannel):  # nobody has taken it
+        self._refused[reason] += 1
+        if isinstance(pending.endpoint, CmControlChannel):  # nobody has taken it
             assert self._loop is not None
-            task = self._loop.create_task(arrival.way.aclose())
-            self._closing.add(task)
-            task.add_done_callback(self._closing.discard)
-        elif arrival.way is not None:
-            arrival.way.close()
+            task = self._loop.create_task(pending.endpoint.aclose())
+            self._closing_tasks.add(task)
+            task.add_done_callback(self._closing_tasks.discard)
+        elif pending.endpoint is not None:
+            pending.endpoint.close()
 
     # ---- Its end
 
     async def stop(self) -> None:
         """Accept nobody any more; those that are on their way go on, unless their loop is gone."""
-        acceptors, self._acceptors = self._acceptors, []
-        manager, self._manager = self._manager, None
+        accept_tasks, self._accept_tasks = self._accept_tasks, []
+        cm, self._cm = self._cm, None
         try:
-            if self._is_deserted():
-                self._desert()
+            if self._is_orphaned():
+                self._abandon()
             else:
-                for task in acceptors:
+                for task in accept_tasks:
                     task.cancel()
-                if acceptors:
-                    await asyncio.wait(acceptors)
+                if accept_tasks:
+                    await asyncio.wait(accept_tasks)
         finally:  # also where this is cancelled: who looked at the sockets was before, and has let go of them
             self._close_sockets()
-            if manager is not None:
-                channel, listener = manager
+            if cm is not None:
+                channel, listener = cm
                 try:
                     await listener.aclose()
                 finally:
-                    await channel.leave()
+                    await channel.release()
 
     def destroy(self) -> None:
         """What its connections are made on is being closed: where its loop is gone, too, its ports are closed.
 
         Else that loop closes them. It is named as what a `Lifecycle` does to its handles. From any thread.
         """
-        if self._is_deserted():
-            self._desert()
+        if self._is_orphaned():
+            self._abandon()
 
-    def _is_deserted(self) -> bool:
+    def _is_orphaned(self) -> bool:
         return self._owner is not None and self._owner.orphaned
 
-    def _desert(self) -> None:
+    def _abandon(self) -> None:
         # Its tasks do not go on, and those of a closed loop cannot be cancelled. What they have of connections is what
         # these are made on to close.
         self._close_sockets()
-        arrivals = list(self._tasks.values())
+        pending_peers = list(self._tasks.values())
         self._tasks.clear()
-        self._closing.clear()
-        for arrival in arrivals:
-            if isinstance(arrival.way, socket.socket):  # nobody has taken it
-                arrival.way.close()
+        self._closing_tasks.clear()
+        for pending in pending_peers:
+            if isinstance(pending.endpoint, socket.socket):  # nobody has taken it
+                pending.endpoint.close()
 
     def _close_sockets(self) -> None:
         sockets, self._sockets = self._sockets, []
@@ -441,9 +443,9 @@ class Acceptor:
 
     async def wait(self, timeout_s: float | None) -> bool:
         """Until all tasks are done, but no longer than that; whether they are."""
-        if waiting := {*self._tasks, *self._closing}:
+        if waiting := {*self._tasks, *self._closing_tasks}:
             await asyncio.wait(waiting, timeout=timeout_s)
-        return not self._tasks and not self._closing
+        return not self._tasks and not self._closing_tasks
 
     async def cancel(self, timeout_s: float | None = None) -> bool:
         """End the tasks; whether they have ended, within that time."""

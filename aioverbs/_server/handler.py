@@ -11,22 +11,22 @@ from typing import Any
 import anyio
 
 from aioverbs._connection.connection import Connection, ControlChannel, on_closed
-from aioverbs._connection.tcp_control import adopt
+from aioverbs._connection.tcp_control import accept_tcp
 from aioverbs._lifecycle.affinity import wait_uncancelled
 from aioverbs._pool.pickled_errors import pickled_error, unpickled_error
 from aioverbs._pool.worker import current_worker
-from aioverbs._server.accept import AcceptSettings, answered, peer_of
+from aioverbs._server.accept import AcceptSettings, peer_name, try_accept
 from aioverbs._verbs.base_domain import Domain
 from aioverbs.errors import BrokenResourceError
 
-__all__ = ["Handler", "HandlerResult", "Service", "Tell", "handle", "handle_on_worker"]
+__all__ = ["Handler", "HandlerResult", "ReportOpen", "Service", "handle", "handle_on_worker"]
 
 logger = logging.getLogger("aioverbs")
 
 Handler = Callable[[Connection], Awaitable[object]]
 """What a server calls with each connection."""
 
-Tell = Callable[[bool], object]
+ReportOpen = Callable[[bool], object]
 """Is told True when the peer has become a connection, and False when that is closed. It blocks nobody."""
 
 
@@ -35,7 +35,7 @@ class Service:
     """What peers get. With a handler, and a `TlsContext`, that can be pickled it goes to other processes."""
 
     handler: Handler
-    terms: AcceptSettings
+    accept_settings: AcceptSettings
 
 
 @dataclass(frozen=True)
@@ -46,27 +46,27 @@ class HandlerResult:
     :param failure: what the handler raised that is not how a peer's end is told.
     """
 
-    why: str = ""
+    reason: str = ""
     failure: BaseException | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Its traceback cannot be pickled, but what it says can.
-        return _remade, (self.why, self.failure and pickled_error(self.failure))
+        return _unpickled_result, (self.reason, self.failure and pickled_error(self.failure))
 
 
-def _remade(why: str, failure: bytes | None) -> HandlerResult:
-    return HandlerResult(why, failure and unpickled_error(failure))  # type: ignore[arg-type]  # bytes are not empty
+def _unpickled_result(reason: str, failure: bytes | None) -> HandlerResult:
+    return HandlerResult(reason, failure and unpickled_error(failure))  # type: ignore[arg-type]  # bytes are not empty
 
 
 async def handle(
-    line: Awaitable[ControlChannel], peer: str, tell: Tell, domain: Domain, service: Service
+    control: Awaitable[ControlChannel], peer: str, report_open: ReportOpen, domain: Domain, service: Service
 ) -> HandlerResult:
     """Make a connection, on the running loop, and have the handler called with it; it is closed at the end."""
-    connection, why = await answered(line, peer, domain, service.terms)
+    connection, reason = await try_accept(control, peer, domain, service.accept_settings)
     if connection is None:
-        return HandlerResult(why)
-    on_closed(connection, functools.partial(tell, False))
-    tell(True)
+        return HandlerResult(reason)
+    on_closed(connection, functools.partial(report_open, False))
+    report_open(True)
     try:
         await service.handler(connection)
     except (anyio.EndOfStream, anyio.BrokenResourceError) as error:
@@ -85,11 +85,11 @@ async def handle(
     return HandlerResult()
 
 
-async def handle_on_worker(sock: socket.socket, tell: Tell, service: Service) -> HandlerResult:
+async def handle_on_worker(sock: socket.socket, report_open: ReportOpen, service: Service) -> HandlerResult:
     """`handle` on the worker that this is called by, with its domain.
 
     :param sock: of the peer, non-blocking; it is taken out of this object.
     """
-    peer, own = peer_of(sock), socket.socket(fileno=sock.detach())
-    line = adopt(own, service.terms.context, service.terms.handshake_timeout_s)
-    return await handle(line, peer, tell, current_worker().domain, service)
+    peer, detached = peer_name(sock), socket.socket(fileno=sock.detach())
+    control = accept_tcp(detached, service.accept_settings.context, service.accept_settings.handshake_timeout_s)
+    return await handle(control, peer, report_open, current_worker().domain, service)

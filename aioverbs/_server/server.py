@@ -20,7 +20,7 @@ from aioverbs._lifecycle.cross_loop import CrossLoopFuture
 from aioverbs._lifecycle.resource import Resource, check_open, lifecycle_of, suppress_warning
 from aioverbs._pool.placement import Key
 from aioverbs._pool.pool import WorkerPool, check_unbroken, send_socket_call, socket_call_factory_for, wait_until_over
-from aioverbs._server.accept import AcceptSettings, TlsContext, answered
+from aioverbs._server.accept import AcceptSettings, TlsContext, try_accept
 from aioverbs._server.acceptor import Acceptor, PendingPeer, ServerStatistics
 from aioverbs._server.handler import Handler, HandlerResult, Service, handle, handle_on_worker
 from aioverbs._verbs.base_domain import Domain, check_caller
@@ -32,18 +32,18 @@ __all__ = ["ConnectionListener", "Handler", "Server", "listen", "serve"]
 logger = logging.getLogger("aioverbs")
 
 
-class _Accepting(anyio.abc.AsyncResource):
+class _AcceptorResource(anyio.abc.AsyncResource):
     """Who has an acceptor, and is open as long as that listens: for the loop that opens it."""
 
     def __init__(
-        self, where: tuple[str | None, int, int, Transport, Domain | None], acceptor: Acceptor, place: Resource
+        self, listen_args: tuple[str | None, int, int, Transport, Domain | None], acceptor: Acceptor, parent: Resource
     ) -> None:
-        self._where = where
-        self._domain = where[-1]
+        self._listen_args = listen_args
+        self._domain = listen_args[-1]
         self._acceptor = acceptor
-        self._place = place  # that its connections are made on
+        self._parent = parent  # that its connections are made on
         self._owner: Affinity | None = None  # from its opening on
-        self._over = False  # it was closed
+        self._closed = False  # it was closed
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} at {', '.join(map(format_address, self.addresses)) or 'no address'}>"
@@ -56,33 +56,33 @@ class _Accepting(anyio.abc.AsyncResource):
             are to be made on is not open.
         :raises OSError: the address is in use, or not this machine's.
         """
-        if self._owner is not None or self._over:
+        if self._owner is not None or self._closed:
             raise ClosedResourceError(f"{self!r} cannot be opened again: make a new one")
         self._check_caller("open")
         self._owner = Affinity.of_running_loop()
         try:
-            lifecycle_of(self._place).attach(self._acceptor)
-            await self._acceptor.open(*self._where)
+            lifecycle_of(self._parent).attach(self._acceptor)
+            await self._acceptor.open(*self._listen_args)
         except BaseException:
             self._owner = None
-            lifecycle_of(self._place).detach(self._acceptor)
+            lifecycle_of(self._parent).detach(self._acceptor)
             raise
         return self
 
-    def _check_caller(self, what: str) -> None:
+    def _check_caller(self, operation: str) -> None:
         """See that its owner calls, before anything is done: what it does is in the tasks and futures of that loop.
 
         Before it is opened that is the owner of its domain, if that is one loop's.
         """
-        if self._over:
+        if self._closed:
             return
         if self._owner is not None:
-            self._owner.check(self, what)
+            self._owner.check(self, operation)
         elif self._domain is not None:
-            check_caller(self._domain, what)
+            check_caller(self._domain, operation)
 
     @property
-    def _deserted(self) -> bool:
+    def _orphaned(self) -> bool:
         """Whether the loop that opened it is gone, so that any other one may close it."""
         return self._owner is not None and self._owner.orphaned
 
@@ -114,7 +114,7 @@ class _Accepting(anyio.abc.AsyncResource):
         return self._acceptor.statistics()
 
 
-class ConnectionListener(_Accepting):
+class ConnectionListener(_AcceptorResource):
     """Where peers ask for connections. Made by `listen`.
 
     ``async for`` gives a `Connection` for each that got through its handshake; they are the caller's to close, and stay
@@ -123,10 +123,16 @@ class ConnectionListener(_Accepting):
     """
 
     def __init__(
-        self, host: str | None, port: int, domain: Domain, transport: Transport, terms: AcceptSettings, backlog: int
+        self,
+        host: str | None,
+        port: int,
+        domain: Domain,
+        transport: Transport,
+        accept_settings: AcceptSettings,
+        backlog: int,
     ) -> None:
-        super().__init__((host, port, backlog, transport, domain), Acceptor(terms, self._arrived), domain)
-        self._terms = terms
+        super().__init__((host, port, backlog, transport, domain), Acceptor(accept_settings, self._on_peer), domain)
+        self._accept_settings = accept_settings
         self._ready: deque[Connection] = deque()
         self._waiters: deque[asyncio.Future[None]] = deque()
         self._open = False
@@ -142,17 +148,19 @@ class ConnectionListener(_Accepting):
         self._open = True
         return self
 
-    async def _arrived(self, arrival: PendingPeer) -> str:
+    async def _on_peer(self, pending: PendingPeer) -> str:
         assert self._domain is not None
-        connection, why = await answered(arrival.line(self._terms), arrival.peer, self._domain, self._terms)
+        connection, reason = await try_accept(
+            pending.open_control(self._accept_settings), pending.peer, self._domain, self._accept_settings
+        )
         if connection is None:
-            return why
-        on_closed(connection, functools.partial(arrival.tell, False))
-        arrival.tell(True)
+            return reason
+        on_closed(connection, functools.partial(pending.report_open, False))
+        pending.report_open(True)
         suppress_warning(connection)  # nobody's fault that it is open, before somebody took it
         self._ready.append(connection)
         self._wake()
-        return why
+        return reason
 
     def _wake(self) -> None:
         while self._waiters:
@@ -201,9 +209,9 @@ class ConnectionListener(_Accepting):
 
         :raises AffinityError: another event loop than that of its opening is running; nothing was done.
         """
-        if self._inherited or self._over:
+        if self._inherited or self._closed:
             return
-        if self._deserted:
+        if self._orphaned:
             self._waiters.clear()  # they wait on that loop
         else:
             self._check_caller("aclose")
@@ -211,14 +219,14 @@ class ConnectionListener(_Accepting):
         await wait_uncancelled(self._close())
 
     async def _close(self) -> None:
-        lifecycle_of(self._place).detach(self._acceptor)
+        lifecycle_of(self._parent).detach(self._acceptor)
         await self._acceptor.stop()
         await self._acceptor.cancel()
         while self._waiters:
             self._wake()
         while self._ready:
             await self._ready.popleft().abort()
-        self._over = True
+        self._closed = True
 
 
 def listen(
@@ -250,11 +258,13 @@ def listen(
     :param max_connections: connections that may be open at once; who comes then is refused. None: any number.
     :param backlog: peers that the kernel keeps until they are accepted.
     """
-    terms = _terms(transport, ssl, secret, settings, handshake_timeout_s, max_handshakes, max_connections)
-    return ConnectionListener(host, port, domain, transport, terms, backlog)
+    accept_settings = _accept_settings(
+        transport, ssl, secret, settings, handshake_timeout_s, max_handshakes, max_connections
+    )
+    return ConnectionListener(host, port, domain, transport, accept_settings, backlog)
 
 
-def _terms(
+def _accept_settings(
     transport: Transport,
     ssl: TlsContext | None,
     secret: bytes | None,
@@ -264,12 +274,12 @@ def _terms(
     max_connections: int | None,
 ) -> AcceptSettings:
     chosen = settings if settings is not None else ConnectionSettings()
-    terms = AcceptSettings(ssl, secret, chosen, handshake_timeout_s, max_handshakes, max_connections)
-    check_transport(transport, terms.context)
-    return terms
+    accept_settings = AcceptSettings(ssl, secret, chosen, handshake_timeout_s, max_handshakes, max_connections)
+    check_transport(transport, accept_settings.context)
+    return accept_settings
 
 
-def _place_of(domain: Domain | None, pool: WorkerPool | None) -> Domain | WorkerPool:
+def _parent_of(domain: Domain | None, pool: WorkerPool | None) -> Domain | WorkerPool:
     if domain is not None and pool is None:
         return domain
     if pool is not None and domain is None:
@@ -277,7 +287,7 @@ def _place_of(domain: Domain | None, pool: WorkerPool | None) -> Domain | Worker
     raise ValueError("a server has its connections on a domain, or on a pool's workers: give one of these")
 
 
-class Server(_Accepting):
+class Server(_AcceptorResource):
     """Has a handler called with each connection. Made by `serve`.
 
     The handler runs in a task of its own. When it returns its connection is closed, with everything delivered; when it
@@ -302,23 +312,25 @@ class Server(_Accepting):
         backlog: int,
         drain_timeout_s: float,
     ) -> None:
-        place = _place_of(domain, pool)
+        parent = _parent_of(domain, pool)
         if pool is None and key is not None:
             raise ValueError("a key chooses one of a pool's workers, and there is no pool")
         if pool is not None and transport == "rdmacm":
             raise ValueError("what rdma_cm accepts stays with its loop: give a domain, or have a pool's by TCP")
-        if pool is not None and pool.processes and isinstance(service.terms.ssl, tls.SSLContext):
+        if pool is not None and pool.processes and isinstance(service.accept_settings.ssl, tls.SSLContext):
             raise ValueError("a TLS context cannot go to other processes: give a function of a module that makes it")
-        super().__init__((host, port, backlog, transport, domain), Acceptor(service.terms, self._arrived), place)
+        super().__init__(
+            (host, port, backlog, transport, domain), Acceptor(service.accept_settings, self._on_peer), parent
+        )
         self._service = service
         self._pool = pool
-        self._errand = socket_call_factory_for(pool, handle_on_worker, service) if pool is not None else None
+        self._socket_calls = socket_call_factory_for(pool, handle_on_worker, service) if pool is not None else None
         self._key = key
         self._drain_timeout_s = drain_timeout_s
         self._condition = CrossLoopCondition()  # rings when it is over
         self._stopping: asyncio.Future[None] | None = None
-        self._draining: anyio.CancelScope | None = None  # until handlers end, at most; of all who stop it
-        self._following: asyncio.Task[None] | None = None
+        self._drain_scope: anyio.CancelScope | None = None  # until handlers end, at most; of all who stop it
+        self._pool_watcher: asyncio.Task[None] | None = None
 
     async def open(self) -> Self:
         """Begin to listen.
@@ -332,10 +344,10 @@ class Server(_Accepting):
             check_open(self._pool)
         await super().open()
         if self._pool is not None:
-            self._following = running_loop().create_task(self._follow(self._pool))
+            self._pool_watcher = running_loop().create_task(self._stop_with_pool(self._pool))
         return self
 
-    async def _follow(self, pool: WorkerPool) -> None:
+    async def _stop_with_pool(self, pool: WorkerPool) -> None:
         await wait_until_over(pool)
         await self.stop()
 
@@ -343,37 +355,37 @@ class Server(_Accepting):
         """Whom it has seen."""
         return self._acceptor.statistics(self._pool.size if self._pool is not None else 0)
 
-    async def _arrived(self, arrival: PendingPeer) -> str:
+    async def _on_peer(self, pending: PendingPeer) -> str:
         try:
-            handled = await self._handled(arrival)
+            result = await self._run_handler(pending)
         except (BrokenResourceError, ClosedResourceError, WorkerDiedError) as error:
-            logger.warning("the connection with %s is lost: %s", arrival.peer, error)
+            logger.warning("the connection with %s is lost: %s", pending.peer, error)
             return type(error).__name__
         except Exception as error:
-            logger.exception("the connection with %s could not be handled", arrival.peer)
+            logger.exception("the connection with %s could not be handled", pending.peer)
             return type(error).__name__
         finally:
-            arrival.tell(False)
-        if handled.failure is not None:
-            logger.error("the handler of the connection with %s failed", arrival.peer, exc_info=handled.failure)
-        return handled.why
+            pending.report_open(False)
+        if result.failure is not None:
+            logger.error("the handler of the connection with %s failed", pending.peer, exc_info=result.failure)
+        return result.reason
 
-    async def _handled(self, arrival: PendingPeer) -> HandlerResult:
-        if self._pool is None or self._errand is None:
+    async def _run_handler(self, pending: PendingPeer) -> HandlerResult:
+        if self._pool is None or self._socket_calls is None:
             assert self._domain is not None
-            line = arrival.line(self._service.terms)
-            return await handle(line, arrival.peer, arrival.tell, self._domain, self._service)
-        assert isinstance(arrival.way, socket.socket)
-        assert arrival.address is not None
-        key = self._key(arrival.address) if self._key is not None else None
-        awaited: CrossLoopFuture[HandlerResult] = CrossLoopFuture(running_loop())
+            control = pending.open_control(self._service.accept_settings)
+            return await handle(control, pending.peer, pending.report_open, self._domain, self._service)
+        assert isinstance(pending.endpoint, socket.socket)
+        assert pending.address is not None
+        key = self._key(pending.address) if self._key is not None else None
+        future: CrossLoopFuture[HandlerResult] = CrossLoopFuture(running_loop())
         try:
-            job = send_socket_call(self._pool, self._errand(arrival.way, arrival.tell), awaited, key)
+            call = send_socket_call(self._pool, self._socket_calls(pending.endpoint, pending.report_open), future, key)
         except (BrokenResourceError, ClosedResourceError):
-            self._acceptor.turn_away(arrival)
+            self._acceptor.reject_busy(pending)
             raise
-        arrival.worker = job.handle.number
-        return await awaited.wait(job.withdraw)
+        pending.worker = call.handle.number
+        return await future.wait(call.withdraw)
 
     async def stop(self, drain_timeout_s: float | None = None) -> None:
         """Accept nobody any more, let the handlers end, then cancel those that have not.
@@ -385,42 +397,42 @@ class Server(_Accepting):
             one whose time ends first counts.
         :raises AffinityError: another event loop than that of its opening is running; nothing was done.
         """
-        if self._deserted:
-            await self._stop_deserted()
+        if self._orphaned:
+            await self._stop_orphaned()
             return
         self._check_caller("stop")
-        if self._over:
+        if self._closed:
             return
         wait_s = self._drain_timeout_s if drain_timeout_s is None else drain_timeout_s
-        until = anyio.current_time() + wait_s
-        if self._stopping is None or self._draining is None or self._stopping.cancelled():  # before it began
-            self._draining = anyio.CancelScope(deadline=until)
-            self._stopping = asyncio.ensure_future(self._stop(self._draining))
+        deadline = anyio.current_time() + wait_s
+        if self._stopping is None or self._drain_scope is None or self._stopping.cancelled():  # before it began
+            self._drain_scope = anyio.CancelScope(deadline=deadline)
+            self._stopping = asyncio.ensure_future(self._stop(self._drain_scope))
         else:
-            self._draining.deadline = min(self._draining.deadline, until)
+            self._drain_scope.deadline = min(self._drain_scope.deadline, deadline)
         await asyncio.shield(self._stopping)
 
-    async def _stop(self, draining: anyio.CancelScope) -> None:
-        lifecycle_of(self._place).detach(self._acceptor)
+    async def _stop(self, drain_scope: anyio.CancelScope) -> None:
+        lifecycle_of(self._parent).detach(self._acceptor)
         try:
             await self._acceptor.stop()
             drained = False
-            with draining:
+            with drain_scope:
                 drained = await self._acceptor.wait(None)
             if not drained:
                 await self._cancel()
         finally:
-            if self._following is not None:
-                self._following.cancel()
-            self._over = True
+            if self._pool_watcher is not None:
+                self._pool_watcher.cancel()
+            self._closed = True
             self._condition.notify()
 
-    async def _stop_deserted(self) -> None:
+    async def _stop_orphaned(self) -> None:
         # The tasks of the loop that opened it do not go on, and nobody waits for them.
-        self._following = self._stopping = None
-        lifecycle_of(self._place).detach(self._acceptor)
+        self._pool_watcher = self._stopping = None
+        lifecycle_of(self._parent).detach(self._acceptor)
         await self._acceptor.stop()
-        self._over = True
+        self._closed = True
         self._condition.notify()
 
     async def _cancel(self) -> None:
@@ -437,9 +449,9 @@ class Server(_Accepting):
         :raises ClosedResourceError: it was not opened.
         """
         self._check_caller("wait_closed")
-        if self._owner is None and not self._over:
+        if self._owner is None and not self._closed:
             raise ClosedResourceError(f"{self!r} is not open: there is no end to wait for")
-        await self._condition.wait_while(lambda: not self._over)
+        await self._condition.wait_while(lambda: not self._closed)
         if self._pool is not None:
             check_unbroken(self._pool)
 
@@ -456,10 +468,10 @@ class Server(_Accepting):
         try:
             await self.stop()
         except asyncio.CancelledError:
-            await wait_uncancelled(self._cut_short())
+            await wait_uncancelled(self._stop_now())
             raise
 
-    async def _cut_short(self) -> None:
+    async def _stop_now(self) -> None:
         await self._acceptor.stop()
         await self._cancel()
         await self.stop()
@@ -497,8 +509,10 @@ def serve(
         ``key=lambda address: address[0]`` has all of one host. None: the pool's ``placement`` chooses.
     :param drain_timeout_s: how long handlers have to end when the server is stopped, in seconds.
     """
-    terms = _terms(transport, ssl, secret, settings, handshake_timeout_s, max_handshakes, max_connections)
-    service = Service(handler, terms)
+    accept_settings = _accept_settings(
+        transport, ssl, secret, settings, handshake_timeout_s, max_handshakes, max_connections
+    )
+    service = Service(handler, accept_settings)
     return Server(service, host, port, domain, pool, key, transport, backlog, drain_timeout_s)
 
 

@@ -125,7 +125,7 @@ async def test_who_waits_is_told_of_the_end_while_another_thread_is_inside(
         waits = ends.near.traffic().waits
         waiting = [asyncio.create_task(ends.near.send(b"")), asyncio.create_task(ends.near.receive())]
         await until(lambda: ends.near.traffic().waits > waits)
-        qp, traffic = ends.near.qp, ends.near._traffic
+        qp, traffic = ends.near.qp, ends.near._channel
         assert traffic is not None
         to_error = InUse(qp.to_error, 3)
         monkeypatch.setattr(qp, "to_error", to_error)
@@ -159,7 +159,7 @@ async def test_a_block_with_a_grant_raises_what_was_raised_in_it(device: Device)
         async def fail() -> None:
             async with grant:
                 await ends.far.abort()
-                await until(lambda: ends.near._traffic is not None and ends.near._traffic.broken is not None)
+                await until(lambda: ends.near._channel is not None and ends.near._channel.broken is not None)
                 raise ZeroDivisionError
 
         with pytest.raises(ZeroDivisionError) as caught:
@@ -219,7 +219,7 @@ async def test_who_waits_is_told_that_the_peer_is_gone_whatever_looking_for_more
     device: Device, error: type[Exception]
 ) -> None:
     async with pair(device) as ends:
-        traffic: Any = ends.near._traffic
+        traffic: Any = ends.near._channel
         queue = traffic.receive_queue
         drain = InUse(queue.dispatcher.drain, 3, error)
         traffic.receive_queue = With(queue, dispatcher=With(queue.dispatcher, watched=True, drain=drain))

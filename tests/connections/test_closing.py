@@ -56,7 +56,7 @@ async def test_everything_is_delivered(device: Device) -> None:
         for _ in range(2):
             with pytest.raises(anyio.EndOfStream):
                 await ends.far.receive()
-        await until(lambda: ends.far._traffic is not None and ends.far._traffic.broken is not None)
+        await until(lambda: ends.far._channel is not None and ends.far._channel.broken is not None)
         with pytest.raises(BrokenResourceError, match="closed it"):
             await ends.far.send(b"too late")
         with pytest.raises(ClosedResourceError):
@@ -131,8 +131,8 @@ async def test_both_close_at_once(device: Device) -> None:
 async def test_an_abort_is_told(device: Device) -> None:
     async with pair(device) as ends:
         await ends.near.send(b"this was delivered")
-        assert ends.near._traffic is not None
-        await ends.near._traffic.delivered()
+        assert ends.near._channel is not None
+        await ends.near._channel.wait_delivered()
         await ends.near.abort()
         assert await ends.far.receive() == b"this was delivered"
         with pytest.raises(BrokenResourceError, match="gone"):
@@ -202,14 +202,14 @@ async def test_a_device_that_answers_no_more(device: Device) -> None:
     """Nobody says anything; the queue pair there is gone and the TCP connection does not tell."""
     settings = deeper(SMALL, keep_alive_s=0.4)
     async with pair(device, settings) as ends:
-        assert ends.far._end is not None
-        assert ends.far._end.line is not None
-        ends.far._end.line.abort = lambda: None  # type: ignore[method-assign]
+        assert ends.far._monitor is not None
+        assert ends.far._monitor.control is not None
+        ends.far._monitor.control.abort = lambda: None  # type: ignore[method-assign]
         ends.far.qp.to_error()
         async with asyncio.timeout(patience(10)):  # instead of those that it may be silent for by default
             with pytest.raises(BrokenResourceError, match=r"RETRY_EXC_ERR|REM_"):
                 await ends.near.receive()
-        del ends.far._end.line.abort
+        del ends.far._monitor.control.abort
 
 
 async def test_silence_is_not_death(device: Device) -> None:

@@ -203,8 +203,8 @@ async def test_who_does_not_let_go_is_cut_off(device: Device, monkeypatch: pytes
     ):
         grant = await ends.near.grant(memory, READ)
         granted = await ends.far.receive_grant()
-        assert ends.far._traffic is not None
-        monkeypatch.setattr(ends.far._traffic, "control", lambda *_, **__: None)
+        assert ends.far._channel is not None
+        monkeypatch.setattr(ends.far._channel, "send_control", lambda *_, **__: None)
         await grant.revoke(timeout_s=0.1)
         assert grant.revoked
         with pytest.raises(WorkCompletionError) as caught:
@@ -218,22 +218,24 @@ async def test_a_cancelled_revocation(
     device: Device, monkeypatch: pytest.MonkeyPatch, region: AccessFlags, cancel: Cancel
 ) -> None:
     """It takes the key all the same, and the number of the grant is free again when the peer has answered."""
-    monkeypatch.setattr("aioverbs._connection.grants._NUMBERS", 4)
+    monkeypatch.setattr("aioverbs._connection.grants._NUMBER_COUNT", 4)
     async with pair(device) as ends, ends.domain.register(64, region) as memory:
-        assert ends.far._traffic is not None
-        answer = ends.far._traffic.control
+        assert ends.far._channel is not None
+        answer = ends.far._channel.send_control
         for _ in range(5):
             grant = await ends.near.grant(memory, READ)
             granted = await ends.far.receive_grant()
             answers: list[tuple[Any, Any]] = []
-            monkeypatch.setattr(ends.far._traffic, "control", lambda *args, to=answers, **kw: to.append((args, kw)))
+            monkeypatch.setattr(
+                ends.far._channel, "send_control", lambda *args, to=answers, **kw: to.append((args, kw))
+            )
             await cancel(grant.revoke(timeout_s=30), lambda granted=granted: granted.revoked)  # type: ignore[misc]
             assert grant.revoked
             await grant.revoke()
             ((args, kw),) = answers
-            monkeypatch.setattr(ends.far._traffic, "control", answer)
+            monkeypatch.setattr(ends.far._channel, "send_control", answer)
             answer(*args, **kw)
-            await until(lambda: ends.near._grants is not None and not ends.near._grants._given)
+            await until(lambda: ends.near._grants is not None and not ends.near._grants._local_grants)
         await ends.near.send(b"it works")
         assert await ends.far.receive() == b"it works"
 
@@ -250,7 +252,7 @@ async def test_a_revocation_that_there_is_no_credit_for(device: Device) -> None:
         for _ in range(count):
             await ends.far.receive()
         await until(lambda: granted.revoked)
-        await until(lambda: ends.near._grants is not None and not ends.near._grants._given)
+        await until(lambda: ends.near._grants is not None and not ends.near._grants._local_grants)
 
 
 async def test_two_who_revoke_it_take_its_key_once(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,9 +260,9 @@ async def test_two_who_revoke_it_take_its_key_once(device: Device, monkeypatch: 
     async with pair(device) as ends, ends.domain.register(64, LOCAL | READ | AccessFlags.MW_BIND) as memory:
         grant = await ends.near.grant(memory, READ)
         await ends.far.receive_grant()
-        assert ends.far._traffic is not None
+        assert ends.far._channel is not None
         with monkeypatch.context() as silent:
-            silent.setattr(ends.far._traffic, "control", lambda *_, **__: None)
+            silent.setattr(ends.far._channel, "send_control", lambda *_, **__: None)
             await asyncio.gather(grant.revoke(timeout_s=0.02), grant.revoke(timeout_s=0.02), grant.revoke(timeout_s=0))
         assert grant.revoked
         await ends.near.send(b"it works")
@@ -307,8 +309,8 @@ async def test_a_revocation_when_the_peer_goes(device: Device) -> None:
     async with pair(device, QUICK) as ends, ends.domain.register(64, LOCAL) as memory:
         grant = await ends.near.grant(memory, READ)
         await ends.far.receive_grant()
-        assert ends.far._traffic is not None
-        ends.far._traffic.control = lambda *_, **__: None  # type: ignore[method-assign]
+        assert ends.far._channel is not None
+        ends.far._channel.send_control = lambda *_, **__: None  # type: ignore[method-assign]
         revoking = asyncio.create_task(grant.revoke(timeout_s=30))
         await asyncio.sleep(0.01)
         await ends.far.abort()
@@ -350,8 +352,8 @@ async def test_too_many_grants(device: Device) -> None:
 )
 async def test_lies_about_grants(device: Device, kind: FrameKind, number: int, data: bytes) -> None:
     async with pair(device) as ends:
-        assert ends.near._traffic is not None
-        await ends.near._traffic.send_frame(kind, number, data)
+        assert ends.near._channel is not None
+        await ends.near._channel.send_frame(kind, number, data)
         with pytest.raises(BrokenResourceError, match="must not"):
             await ends.far.receive()
-        await until(lambda: ends.near._traffic is not None and ends.near._traffic.broken is not None)
+        await until(lambda: ends.near._channel is not None and ends.near._channel.broken is not None)

@@ -10,17 +10,17 @@ from hypothesis import given, strategies as st
 
 from aioverbs import AtomicCap, Endpoint, HandshakeError, Mtu, QpType
 from aioverbs._connection.handshake import (
-    HEAD_BYTES,
-    LONGEST,
+    HEADER_BYTES,
+    MAX_MESSAGE_BYTES,
     Capabilities,
     Handshake,
     MessageType,
     Offer,
     Reason,
     Reject,
-    error_of_reject,
+    body_size,
+    encode_reject,
     parse,
-    rest_of,
 )
 
 endpoints = st.builds(
@@ -55,11 +55,11 @@ def ends(
 
 def talk(near: Handshake, far: Handshake, ours: Offer = OFFER, theirs: Offer = OFFER) -> tuple[Offer, Offer]:
     """What each heard of the other."""
-    far.hear_hello(near.hello())
-    near.hear_hello(far.hello())
-    heard = far.hear_offer(near.offer(ours))
-    answer = near.hear_offer(far.offer(theirs))
-    far.hear_ready(near.ready())
+    far.receive_hello(near.hello())
+    near.receive_hello(far.hello())
+    heard = far.receive_offer(near.offer(ours))
+    answer = near.receive_offer(far.offer(theirs))
+    far.receive_ready(near.ready())
     return heard, answer
 
 
@@ -73,7 +73,7 @@ def test_another_secret(near: bytes | None, far: bytes | None) -> None:
     with pytest.raises(HandshakeError) as caught:
         talk(*ends(near, far))
     assert caught.value.reason == Reason.SECRET
-    told = Reject.parse_body(parse(error_of_reject(caught.value))[2])
+    told = Reject.parse_body(parse(encode_reject(caught.value))[2])
     assert told.reason == Reason.SECRET
     assert "one" not in told.text or "secret" in told.text
 
@@ -81,43 +81,43 @@ def test_another_secret(near: bytes | None, far: bytes | None) -> None:
 def test_the_listener_proves_its_secret_too() -> None:
     """Who knows none cannot play the listener by sending the initiator's own proof back."""
     near, far = ends(b"secret", b"secret")
-    far.hear_hello(near.hello())
-    near.hear_hello(far.hello())
+    far.receive_hello(near.hello())
+    near.receive_hello(far.hello())
     reflected = near.offer(OFFER)
     with pytest.raises(HandshakeError, match="another secret"):
-        near.hear_offer(reflected)
+        near.receive_offer(reflected)
 
 
 def test_a_nonce_that_comes_back() -> None:
     near = Handshake(True, bytes(16), b"secret")
     far = Handshake(False, bytes(16), b"secret")
     with pytest.raises(HandshakeError, match="repeats the nonce"):
-        far.hear_hello(near.hello())
+        far.receive_hello(near.hello())
 
 
 def test_a_recorded_handshake_is_of_no_use() -> None:
     """The same words to another listener, whose nonce is another one."""
     near, far = ends(b"secret", b"secret")
     hello = near.hello()
-    far.hear_hello(hello)
-    near.hear_hello(far.hello())
+    far.receive_hello(hello)
+    near.receive_hello(far.hello())
     offer = near.offer(OFFER)
     other = Handshake(False, b"\7" * 16, b"secret")
-    other.hear_hello(hello)
+    other.receive_hello(hello)
     other.hello()
     with pytest.raises(HandshakeError, match="another secret"):
-        other.hear_offer(offer)
+        other.receive_offer(offer)
 
 
 @pytest.mark.parametrize("versions", [(2, 3), (7, 200)])
 def test_no_common_version(versions: tuple[int, int]) -> None:
     near, far = ends(versions=versions)
     with pytest.raises(HandshakeError) as caught:
-        far.hear_hello(near.hello())
+        far.receive_hello(near.hello())
     assert caught.value.reason == Reason.VERSION
     assert not caught.value.by_peer
     with pytest.raises(HandshakeError) as told:
-        near.hear_hello(error_of_reject(caught.value))
+        near.receive_hello(encode_reject(caught.value))
     assert (told.value.reason, told.value.by_peer) == (Reason.VERSION, True)
     assert f"versions {1}" in str(told.value)
 
@@ -133,11 +133,11 @@ def test_what_comes_out_of_turn(due: int) -> None:
     near, far = ends()
     hello = near.hello()
     if due >= 1:
-        far.hear_hello(hello)
-        near.hear_hello(far.hello())
+        far.receive_hello(hello)
+        near.receive_hello(far.hello())
     if due >= 2:
-        far.hear_offer(near.offer(OFFER))
-    hear = (far.hear_hello, far.hear_offer, far.hear_ready)[due]
+        far.receive_offer(near.offer(OFFER))
+    hear = (far.receive_hello, far.receive_offer, far.receive_ready)[due]
     wrong = (struct.pack("!4sBBH", b"aiov", 1, MessageType.READY, 0), hello, hello)[due]
     with pytest.raises(HandshakeError, match="is due") as caught:
         hear(wrong)
@@ -145,23 +145,30 @@ def test_what_comes_out_of_turn(due: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "head", [b"GET / HT", bytes(8), b"aiov\1\1\xff\xff", b"aiov\1\1" + (LONGEST - HEAD_BYTES + 1).to_bytes(2), b"aiov"]
+    "head",
+    [
+        b"GET / HT",
+        bytes(8),
+        b"aiov\1\1\xff\xff",
+        b"aiov\1\1" + (MAX_MESSAGE_BYTES - HEADER_BYTES + 1).to_bytes(2),
+        b"aiov",
+    ],
 )
 def test_what_is_no_head(head: bytes) -> None:
     with pytest.raises(HandshakeError):
-        rest_of(head)
+        body_size(head)
 
 
 def messages(secret: bytes | None) -> list[tuple[bytes, Callable[[bytes], object]]]:
     """Each message of a handshake, with who hears it, in the state for that."""
     near, far = ends(secret, secret)
     first = near.hello()
-    far.hear_hello(first)
+    far.receive_hello(first)
     second = far.hello()
-    found: list[tuple[bytes, Callable[[bytes], object]]] = [(first, ends(secret, secret)[1].hear_hello)]
-    found.append((second, ends(secret, secret)[0].hear_hello))
-    near.hear_hello(second)
-    found.append((near.offer(OFFER), far.hear_offer))
+    found: list[tuple[bytes, Callable[[bytes], object]]] = [(first, ends(secret, secret)[1].receive_hello)]
+    found.append((second, ends(secret, secret)[0].receive_hello))
+    near.receive_hello(second)
+    found.append((near.offer(OFFER), far.receive_offer))
     return found
 
 
@@ -170,16 +177,16 @@ def said(hear: Callable[[bytes], object], data: bytes) -> None:
     try:
         hear(data)
     except HandshakeError as error:
-        told = parse(error_of_reject(error))[0]
+        told = parse(encode_reject(error))[0]
     else:
         return
-    assert told is MessageType.REFUSAL
+    assert told is MessageType.REJECT
 
 
-@given(st.binary(max_size=LONGEST + 16), st.sampled_from([None, b"secret"]))
+@given(st.binary(max_size=MAX_MESSAGE_BYTES + 16), st.sampled_from([None, b"secret"]))
 def test_any_bytes(data: bytes, secret: bytes | None) -> None:
     for hear in (*ends(secret, secret), ends()[0]):
-        for method in (hear.hear_hello, hear.hear_ready):
+        for method in (hear.receive_hello, hear.receive_ready):
             said(method, data)
             said(method, struct.pack("!4sBBH", b"aiov", 1, len(data) % 6, min(len(data), 400)) + data[:400])
 
@@ -211,7 +218,7 @@ def test_refusals(reason: int, text: str) -> None:
     heard = Reject.parse_body(body)
     assert heard.reason == reason
     assert heard.text.isprintable()
-    error = heard.as_error()
+    error = heard.to_error()
     assert error.by_peer
     assert str(error)
 
@@ -254,7 +261,7 @@ def test_random_conversations_of_two_honest_and_one_dishonest_end() -> None:
             data = bytearray(chance.choice(pool))
             if chance.random() < 0.5:
                 data[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
-            hear = chance.choice([far.hear_hello, far.hear_ready])
+            hear = chance.choice([far.receive_hello, far.receive_ready])
             said(hear, bytes(data))
             if far.version is not None:
                 pool.append(far.hello())

@@ -33,8 +33,8 @@ Talk = Callable[[], Awaitable[None]]
 
 
 def traffic_of(connection: Connection) -> MessageChannel:
-    assert connection._traffic is not None
-    return connection._traffic
+    assert connection._channel is not None
+    return connection._channel
 
 
 @contextlib.asynccontextmanager
@@ -81,9 +81,9 @@ def grants() -> Frames:
 async def send_until_broken(ends: Pair, frames: Frames, memory: RegionSlice, after: Talk) -> int:
     """As a peer that has no use for credits; how many were sent."""
     near, far = traffic_of(ends.near), traffic_of(ends.far)
-    near._credited = lambda count: None  # type: ignore[method-assign]
-    near._update = lambda: None  # type: ignore[method-assign]
-    near._control = lambda *_: None
+    near._add_credits = lambda count: None  # type: ignore[method-assign]
+    near._send_credit_update = lambda: None  # type: ignore[method-assign]
+    near._on_control = lambda *_: None
     sent = 0
     with contextlib.suppress(WorkCompletionError, BrokenResourceError):
         for immediate, data in frames:
@@ -105,7 +105,7 @@ async def test_messages_without_credits(device: Device, frames: Callable[[], Fra
         await until(lambda: far.broken is not None)
         assert "no credit" in str(far.broken), far.broken
         assert sent < 50
-        assert len(far.inbox) + far._deferred + len(far._controls) <= SMALL.receive_depth
+        assert len(far.inbox) + far._deferred_credits + len(far._pending_controls) <= SMALL.receive_depth
         for _ in range(len(far.inbox)):  # what came before is the user's
             assert await ends.far.receive() == b"unread"
         with pytest.raises(BrokenResourceError, match="must not"):
@@ -117,7 +117,7 @@ async def test_more_than_a_handshake(device: Device) -> None:
     """Where that goes over the queue pair: before the secret was proved nothing else is kept."""
     async with pair(device) as ends, ends.domain.register(64, LOCAL) as memory:
         far = traffic_of(ends.far)
-        far._early = 1 << 30  # as with rdma_cm, until the peer's offer is known
+        far._handshake_messages_left = 1 << 30  # as with rdma_cm, until the peer's offer is known
         with contextlib.suppress(WorkCompletionError, BrokenResourceError):
             for _ in range(20):
                 await ends.near.qp.send(memory[:8])
@@ -138,7 +138,7 @@ async def test_messages_by_writes_with_immediate_data(device: Device, early: boo
         granted = await ends.near.receive_grant()
         far = traffic_of(ends.far)
         if early:
-            far._early = 1 << 30
+            far._handshake_messages_left = 1 << 30
         with contextlib.suppress(WorkCompletionError, BrokenResourceError):
             await ends.near.qp.write_with_immediate(memory[32:51], granted.remote[:19], WHOLE)
         async with asyncio.timeout(patience(20)):
@@ -154,7 +154,7 @@ async def test_what_fails_inside_breaks_one_connection(device: Device, caplog: p
         def fail(*_: object) -> None:
             raise RuntimeError("a planted mistake")
 
-        far._control = fail
+        far._on_control = fail
         receiving = asyncio.create_task(ends.far.receive())
         await asyncio.sleep(0)
         await traffic_of(ends.near).send_frame(FrameKind.REVOKE, 1)
@@ -208,11 +208,11 @@ async def test_grants_that_nobody_asked_for_before_they_were_revoked(device: Dev
         grants.append(await ends.near.grant(memory[:32], READ))
         news = ends.far._grants
         assert news is not None
-        await until(lambda: news._taken)
+        await until(lambda: news._remote_grants)
         received = [await ends.far.receive_grant() for _ in range(4)]
         assert [each.remote for each in received] == [each.remote for each in grants[-4:]]
         assert [each.revoked for each in received] == [True, True, True, False]
-        assert not news._news
+        assert not news._unread
 
 
 async def test_a_number_that_is_granted_again_too_early(device: Device) -> None:
@@ -221,7 +221,7 @@ async def test_a_number_that_is_granted_again_too_early(device: Device) -> None:
         await use_up(ends.far)
         grant = await ends.near.grant(memory, READ)
         await grant.revoke(timeout_s=0)
-        await until(lambda: traffic_of(ends.far)._controls)
+        await until(lambda: traffic_of(ends.far)._pending_controls)
         notice = GrantNotice(grant.remote.address, 64, grant.remote.rkey, READ)
         await traffic_of(ends.near).send_frame(FrameKind.GRANT, grant._number, notice.pack())
         with pytest.raises(BrokenResourceError, match="again"):

@@ -23,7 +23,7 @@ from aioverbs import (
     listen,
     open_device,
 )
-from aioverbs._connection.handshake import Handshake, Hello, MessageType, Offer, Reason, Reject, parse, rest_of
+from aioverbs._connection.handshake import Handshake, Hello, MessageType, Offer, Reason, Reject, body_size, parse
 from tests.connections.certificates import contexts
 from tests.connections.ends import HOST, SMALL, pair
 from tests.pace import fewer, patience
@@ -55,7 +55,7 @@ async def stranger(
 async def heard(reader: asyncio.StreamReader) -> tuple[MessageType, bytes]:
     async with asyncio.timeout(patience(10)):
         head = await reader.readexactly(8)
-        data = head + await reader.readexactly(rest_of(head))
+        data = head + await reader.readexactly(body_size(head))
     return parse(data)[0], data
 
 
@@ -96,7 +96,7 @@ async def test_a_listener_that_does_not_know_the_secret(device: Device) -> None:
 
         async def impostor(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             guess = Handshake(False, os.urandom(16), b"a guess")
-            guess.hear_hello((await heard(reader))[1])
+            guess.receive_hello((await heard(reader))[1])
             writer.write(guess.hello())
             _, offer = await heard(reader)
             theirs, _ = Offer.parse_body(parse(offer)[2], 32)
@@ -115,7 +115,7 @@ async def test_another_version(device: Device) -> None:
         async with stranger(listener) as (reader, writer):
             writer.write(Hello(7, 9, False, os.urandom(16)).pack())
             kind, data = await heard(reader)
-            assert kind is MessageType.REFUSAL
+            assert kind is MessageType.REJECT
             assert Reject.parse_body(parse(data)[2]).reason == Reason.VERSION
         await until(lambda: refused(listener) == {"VERSION": 1})
         await talks(listener, domain)
@@ -150,10 +150,10 @@ async def _offer(
     reader, writer = peer
     us = Handshake(True, os.urandom(16))
     writer.write(us.hello())
-    us.hear_hello((await heard(reader))[1])
+    us.receive_hello((await heard(reader))[1])
     async with domain.completion_queue(64) as cq, domain.queue_pair(cq) as qp:
         writer.write(us.offer(Offer(qp.local_endpoint(), 1024, 4, 1000)))
-        us.hear_offer((await heard(reader))[1])
+        us.receive_offer((await heard(reader))[1])
 
 
 async def test_a_connecting_end_is_not_kept_waiting(device: Device) -> None:
@@ -223,13 +223,13 @@ async def test_those_who_do_not_get_through_keep_nobody_out(device: Device, limi
             await stack.enter_async_context(stranger(listener))
         await until(lambda: listener.statistics().handshakes == 3)
         for arrival in listener._acceptor._tasks.values():
-            arrival.since -= patience(5)  # as if they had come so long ago
+            arrival.started_at -= patience(5)  # as if they had come so long ago
         for _ in range(fewer(3)):
             await talks(listener, domain)
         await until(lambda: listener.statistics().handshakes == 2)
         assert refused(listener) == {"TimeoutError": 1}
         writer.write(b"what is no offer")
-        assert (await heard(reader))[0] is MessageType.REFUSAL, "who has said something still has its place"
+        assert (await heard(reader))[0] is MessageType.REJECT, "who has said something still has its place"
         await stack.aclose()
         await until(lambda: listener.statistics().handshakes == 0)
         await talks(listener, domain)

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, strategies as st
 
 from aioverbs import AccessFlags, Backoff, ConnectionSettings
-from aioverbs._connection.credits import CREDITS_MOST, Credits
+from aioverbs._connection.credits import MAX_CREDITS, Credits
 from aioverbs._connection.reassembly import Assembly
-from aioverbs._connection.wire import FIRST, HAS_IMMEDIATE, LAST, TOTAL, FrameKind, GrantNotice, header, split
+from aioverbs._connection.wire import FIRST, HAS_IMMEDIATE, LAST, TOTAL, FrameKind, GrantNotice, header, parse_header
 
 # ---- Credits
 
@@ -51,30 +51,30 @@ def test_there_is_a_receive_for_each_and_nobody_waits_for_ever(near_depth: int, 
             here.send(there, True)
         elif what == 1 and here.coming:
             returned, message = here.coming.popleft()
-            here.credits.arrived()
-            here.credits.came(returned)
+            here.credits.on_message()
+            here.credits.add(returned)
             if message:
                 here.unread += 1
             else:
-                here.credits.consumed()
+                here.credits.on_consumed()
                 here.update(there)
         elif what == 2 and here.unread:
             here.unread -= 1
             done += 1
-            here.credits.consumed()
+            here.credits.on_consumed()
             here.update(there)
     # Once everybody reads, everybody can send.
     for _ in range(200):
         for here, there in ((near, far), (far, near)):
             while here.coming:
                 returned, message = here.coming.popleft()
-                here.credits.arrived()
-                here.credits.came(returned)
-                here.credits.consumed()
+                here.credits.on_message()
+                here.credits.add(returned)
+                here.credits.on_consumed()
                 here.update(there)
             while here.unread:
                 here.unread -= 1
-                here.credits.consumed()
+                here.credits.on_consumed()
             here.update(there)
         if not near.coming and not far.coming:
             break
@@ -85,31 +85,31 @@ def test_there_is_a_receive_for_each_and_nobody_waits_for_ever(near_depth: int, 
 
 
 def test_more_credits_than_there_are() -> None:
-    of = Credits(4, 4)
+    subject = Credits(4, 4)
     with pytest.raises(ValueError, match="gives back 1"):
-        of.came(1)
-    of.take()
-    of.came(1)
+        subject.add(1)
+    subject.take()
+    subject.add(1)
     with pytest.raises(ValueError, match="had 0"):
-        of.came(1)
+        subject.add(1)
 
 
 def test_more_messages_than_there_are_credits() -> None:
     """Only what this end gives back may come again."""
-    of = Credits(4, 4)
+    subject = Credits(4, 4)
     for _ in range(4):
-        of.arrived()
+        subject.on_message()
     with pytest.raises(ValueError, match="no credit"):
-        of.arrived()
-    of.consumed()
-    of.untake(of.take())
+        subject.on_message()
+    subject.on_consumed()
+    subject.undo_take(subject.take())
     with pytest.raises(ValueError, match="no credit"):
-        of.arrived()
-    assert of.take() == 1
-    of.arrived()
+        subject.on_message()
+    assert subject.take() == 1
+    subject.on_message()
 
 
-@pytest.mark.parametrize("depths", [(2, 4), (4, 2), (CREDITS_MOST + 1, 4)])
+@pytest.mark.parametrize("depths", [(2, 4), (4, 2), (MAX_CREDITS + 1, 4)])
 def test_depths_that_cannot_be(depths: tuple[int, int]) -> None:
     with pytest.raises(ValueError, match="from 3"):
         Credits(*depths)
@@ -120,12 +120,12 @@ def test_depths_that_cannot_be(depths: tuple[int, int]) -> None:
 
 def test_short_fragments_take_no_more_than_their_bytes() -> None:
     """A peer may cut a message as it likes, and end none: what is kept of it is not many times as long."""
-    of, count = Assembly(1 << 30), 20_000
-    of.add(memoryview(TOTAL.pack(1 << 30)), FIRST)
+    subject, count = Assembly(1 << 30), 20_000
+    subject.add(memoryview(TOTAL.pack(1 << 30)), FIRST)
     tracemalloc.start()
     try:
         for _ in range(count):
-            assert of.add(memoryview(b"xy"), 0) is None
+            assert subject.add(memoryview(b"xy"), 0) is None
         kept, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -138,18 +138,18 @@ def test_short_fragments_take_no_more_than_their_bytes() -> None:
 @given(
     st.sampled_from(FrameKind),
     st.sampled_from([0, FIRST, LAST, HAS_IMMEDIATE, FIRST | LAST, FIRST | LAST | HAS_IMMEDIATE]),
-    st.integers(0, CREDITS_MOST),
+    st.integers(0, MAX_CREDITS),
     st.integers(0, 0xFFFF),
 )
 def test_headers(kind: FrameKind, flags: int, returned: int, number: int) -> None:
     made = header(kind, flags, returned, number)
     assert 0 <= made < 1 << 32
-    assert split(made) == (kind, flags, returned, number)
+    assert parse_header(made) == (kind, flags, returned, number)
 
 
 @given(st.integers(0, 2**32 - 1))
 def test_any_header_is_split(immediate: int) -> None:
-    kind, flags, returned, number = split(immediate)
+    kind, flags, returned, number = parse_header(immediate)
     assert kind << 29 | flags | returned << 16 | number == immediate
 
 

@@ -192,7 +192,7 @@ class Grants:
 @short_and_long(40)
 @pytest.mark.parametrize("access", [READ | AccessFlags.MW_BIND, READ], ids=["windows", "registrations"])
 async def test_grants(device: Device, monkeypatch: pytest.MonkeyPatch, access: AccessFlags, rounds: int) -> None:
-    monkeypatch.setattr("aioverbs._connection.grants._NUMBERS", NUMBERS)
+    monkeypatch.setattr("aioverbs._connection.grants._NUMBER_COUNT", NUMBERS)
     weather = Weather(1)
     async with (
         asyncio.timeout(patience(50 + rounds)),
@@ -213,7 +213,7 @@ async def test_grants(device: Device, monkeypatch: pytest.MonkeyPatch, access: A
         near, far = ends.near._grants, ends.far._grants
         assert near is not None
         assert far is not None
-        await until(lambda: not near._given and not far._taken and not far._news)
+        await until(lambda: not near._local_grants and not far._remote_grants and not far._unread)
         assert storm.came == {}
         assert device.statistics().objects == before, "keys are left"
         assert not any(len(each.pins) for both in memory for each in both)

@@ -47,7 +47,7 @@ from tests.pace import patience
 @pytest.fixture(autouse=True)
 def _rdma_cm_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     """The end that connects tries rdma_cm; the end that listens is there by TCP only."""
-    monkeypatch.setattr(connect_module, "by_manager", lambda transport, domain, ssl: transport != "tcp")
+    monkeypatch.setattr(connect_module, "uses_rdma_cm", lambda transport, domain, ssl: transport != "tcp")
 
 
 def without_gids(monkeypatch: pytest.MonkeyPatch, at: int) -> None:
@@ -81,7 +81,7 @@ async def test_a_gid_that_goes_before_rdma_cm_connects(device: Device, monkeypat
             await connect(HOST, 1, domain=domain, transport="rdmacm", settings=SMALL)
     assert caught.value.reason == Reason.TEMPORARY
     identifier.aclose.assert_awaited_once()
-    channel.leave.assert_awaited_once()
+    channel.release.assert_awaited_once()
 
 
 class StandIn(CmControlChannel):
@@ -89,19 +89,19 @@ class StandIn(CmControlChannel):
 
     def __init__(self) -> None:
         super().__init__(mock.AsyncMock(), mock.AsyncMock())
-        self.when_lost: Callable[[Exception], object] | None = None
+        self.on_lost: Callable[[Exception], object] | None = None
 
-    def _watch(self, when_lost: Callable[[Exception], object] | None) -> None:
-        self.when_lost = when_lost
+    def _watch(self, on_lost: Callable[[Exception], object] | None) -> None:
+        self.on_lost = on_lost
 
 
 class DeadLine(StandIn):
     """A peer that rdma_cm connects with, and whose link goes down then: no device answers."""
 
-    async def connect(self, traffic: MessageChannel, **attributes: Unpack[QpAttrs]) -> None:
-        self._traffic = traffic
-        nobody = dataclasses.replace(traffic.qp.local_endpoint(), qp_num=0x777)
-        traffic.qp.connect(nobody, timeout=1, retry_cnt=1)
+    async def connect(self, message_channel: MessageChannel, **attributes: Unpack[QpAttrs]) -> None:
+        self._message_channel = message_channel
+        nobody = dataclasses.replace(message_channel.qp.local_endpoint(), qp_num=0x777)
+        message_channel.qp.connect(nobody, timeout=1, retry_cnt=1)
 
 
 @pytest.mark.parametrize("transport", ["rdmacm", "auto"])
@@ -129,15 +129,15 @@ class LostLine(StandIn):
         super().__init__()
         self._peer, self._error = peer, error
 
-    async def connect(self, traffic: MessageChannel, **attributes: Unpack[QpAttrs]) -> None:
-        self._traffic = traffic
-        traffic.qp.connect(self._peer.local_endpoint(), **attributes)
-        self._peer.connect(traffic.qp.local_endpoint())
+    async def connect(self, message_channel: MessageChannel, **attributes: Unpack[QpAttrs]) -> None:
+        self._message_channel = message_channel
+        message_channel.qp.connect(self._peer.local_endpoint(), **attributes)
+        self._peer.connect(message_channel.qp.local_endpoint())
 
     async def send(self, data: bytes) -> None:
         await super().send(data)
-        assert self.when_lost is not None
-        self.when_lost(self._error)
+        assert self.on_lost is not None
+        self.on_lost(self._error)
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ async def test_whoever_goes_in_the_handshake_is_named(
 class SilentLine(StandIn):
     """A peer that does not answer."""
 
-    async def connect(self, traffic: MessageChannel, **attributes: Unpack[QpAttrs]) -> None:
+    async def connect(self, message_channel: MessageChannel, **attributes: Unpack[QpAttrs]) -> None:
         await anyio.sleep_forever()
 
 
@@ -213,7 +213,7 @@ async def test_a_listener_that_is_cancelled_in_its_opening_leaves_no_channel(
         await anyio.sleep_forever()
         raise AssertionError("nothing ends it but a cancellation")
 
-    monkeypatch.setattr(acceptor_module, "by_manager", lambda transport, domain, ssl: True)
+    monkeypatch.setattr(acceptor_module, "uses_rdma_cm", lambda transport, domain, ssl: True)
     monkeypatch.setattr(rdma_cm_listener, "look_up", look_up)
     before = descriptors_at_first()
     with connection_manager():
@@ -238,7 +238,7 @@ async def test_auto_leaves_time_for_tcp(
     device: Device, monkeypatch: pytest.MonkeyPatch, find: Callable[..., Coroutine[Any, Any, CmControlChannel]]
 ) -> None:
     monkeypatch.setattr(connect_module, "resolve", find)
-    monkeypatch.setattr(connect_module, "_TRY_S", 60.0)
+    monkeypatch.setattr(connect_module, "_CM_RESOLVE_TIMEOUT_S", 60.0)
     async with (
         device.resource_domain() as domain,
         served(domain) as server,

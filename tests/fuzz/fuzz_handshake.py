@@ -11,8 +11,8 @@ import atheris
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # this is run as a script
 
 with atheris.instrument_imports(include=["aioverbs"]):
-    from aioverbs._connection.handshake import Handshake, MessageType, Offer, error_of_reject, parse
-    from aioverbs._connection.wire import GrantNotice, header, split
+    from aioverbs._connection.handshake import Handshake, MessageType, Offer, encode_reject, parse
+    from aioverbs._connection.wire import GrantNotice, header, parse_header
     from aioverbs._verbs.endpoint import Endpoint
     from aioverbs.errors import HandshakeError
     from aioverbs.types import Mtu
@@ -24,7 +24,7 @@ def far(secret: bytes | None, greeted: bool) -> Handshake:
     """A listener that waits for a hello, or for an offer."""
     listener = Handshake(False, b"\1" * 16, secret)
     if greeted:
-        listener.hear_hello(Handshake(True, b"\2" * 16, secret).hello())
+        listener.receive_hello(Handshake(True, b"\2" * 16, secret).hello())
         listener.hello()
     return listener
 
@@ -33,14 +33,14 @@ def one_input(data: bytes) -> None:
     """What libFuzzer calls."""
     for secret in (None, b"secret"):
         for listener, hear in (
-            (far(secret, False), Handshake.hear_hello),
-            (far(secret, True), Handshake.hear_offer),
-            (far(secret, True), Handshake.hear_ready),
+            (far(secret, False), Handshake.receive_hello),
+            (far(secret, True), Handshake.receive_offer),
+            (far(secret, True), Handshake.receive_ready),
         ):
             try:
                 heard = hear(listener, data)
             except HandshakeError as error:
-                if parse(error_of_reject(error))[0] is not MessageType.REFUSAL:
+                if parse(encode_reject(error))[0] is not MessageType.REJECT:
                     raise AssertionError("a refusal is none") from error
             else:
                 if isinstance(heard, Offer) and (secret is not None or Offer.parse_body(heard.pack(), 0)[0] != heard):
@@ -53,7 +53,7 @@ def one_input(data: bytes) -> None:
         if notice.pack() != data:
             raise AssertionError(f"{data!r} is taken for {notice}")
     immediate = int.from_bytes(data[:4])
-    kind, flags, returned, number = split(immediate)
+    kind, flags, returned, number = parse_header(immediate)
     if kind << 29 | flags | returned << 16 | number != immediate:
         raise AssertionError(f"{immediate:#x} is split wrongly")
 
@@ -62,10 +62,10 @@ def seeds(folder: Path) -> None:
     """What honest ends say, to begin with."""
     near, listener = Handshake(True, b"\2" * 16), far(None, False)
     said = [near.hello()]
-    listener.hear_hello(said[0])
+    listener.receive_hello(said[0])
     said.append(listener.hello())
-    near.hear_hello(said[1])
-    said += [near.offer(OFFER), near.ready(), error_of_reject(HandshakeError(1, "text"))]
+    near.receive_hello(said[1])
+    said += [near.offer(OFFER), near.ready(), encode_reject(HandshakeError(1, "text"))]
     said += [GrantNotice(4096, 64, 7, 2).pack(), header(1).to_bytes(4)]  # type: ignore[arg-type]
     for at, data in enumerate(said):
         (folder / f"seed{at}").write_bytes(data)

@@ -159,13 +159,19 @@ def _seen(subject: Any) -> Any:
     if hasattr(subject, "statistics") and not isinstance(subject, Connection):
         yield subject.statistics()
     if isinstance(subject, Connection):
-        traffic, grants = subject._traffic, subject._grants
-        assert traffic is not None
+        channel, grants = subject._channel, subject._grants
+        assert channel is not None
         assert grants is not None
-        yield traffic.statistics()
-        yield len(subject._lifecycle.children), traffic.end_sent, traffic.closed, traffic.broken, traffic._asking
-        yield traffic._lock.locked(), len(traffic.inbox), len(traffic._controls)
-        yield tuple(grants._given), tuple(grants._taken), len(grants._news)
+        yield channel.statistics()
+        yield (
+            len(subject._lifecycle.children),
+            channel.eof_sent,
+            channel.closed,
+            channel.broken,
+            channel._receive_pending,
+        )
+        yield channel._lock.locked(), len(channel.inbox), len(channel._pending_controls)
+        yield tuple(grants._local_grants), tuple(grants._remote_grants), len(grants._unread)
     for name in ("ended", "revoked", "addresses"):
         if hasattr(subject, name):
             yield getattr(subject, name)
@@ -174,9 +180,9 @@ def _seen(subject: Any) -> Any:
     if hasattr(subject, "__len__"):
         yield len(subject)
     if isinstance(subject, ConnectionListener):
-        yield subject._open, subject._over, len(subject._ready), len(subject._waiters)
+        yield subject._open, subject._closed, len(subject._ready), len(subject._waiters)
     if isinstance(subject, Server):
-        yield subject._over, subject._stopping
+        yield subject._closed, subject._stopping
     if isinstance(subject, Message):
         yield bytes(subject.data)
 

@@ -241,7 +241,7 @@ async def test_it_goes_on_by_hand_after_a_cancellation(device: Device, helpers: 
 
 async def test_a_connection_that_meets_it(device: Device) -> None:
     async with pair(device) as ends:
-        far = ends.far._traffic
+        far = ends.far._channel
         assert far is not None
         before = far.receive_queue.completed
         change = far.qp.handle.begin_modify()

@@ -386,7 +386,7 @@ async def test_a_flood(pool: WorkerPool, domain: ResourceDomain) -> None:
         silent = [await asyncio.open_connection(HOST, server.port) for _ in range(4)]
         await until(lambda: server.statistics().handshakes == 4)
         for arrival in server._acceptor._tasks.values():
-            arrival.since -= patience(5)  # as if they had come so long ago
+            arrival.started_at -= patience(5)  # as if they had come so long ago
         for _ in range(fewer(3)):
             async with asked(server, domain) as near:  # the oldest gives way
                 assert await told(near, "where")
@@ -459,8 +459,8 @@ async def test_who_waits_for_a_busy_worker(pool: WorkerPool, domain: ResourceDom
             assert await told(near, "where") != place
         waiting = asyncio.ensure_future(asked(server, domain))
         await until(lambda: server.statistics().handshakes == 1)
-        (arrival,) = (each for each in server._acceptor._tasks.values() if each.stage is AcceptState.HANDSHAKING)
-        time = arrival.until
+        (arrival,) = (each for each in server._acceptor._tasks.values() if each.state is AcceptState.HANDSHAKING)
+        time = arrival.timeout
         assert time is not None
         time.reschedule(asyncio.get_running_loop().time())  # as if it had waited so long
         await until(time.expired)

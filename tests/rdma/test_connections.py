@@ -54,8 +54,8 @@ async def pair(transport: Any = "rdmacm", **options: Any) -> AsyncIterator[tuple
 @pytest.mark.parametrize("transport", ["rdmacm", "auto", "tcp"])
 async def test_messages_and_memory(transport: str) -> None:
     async with pair(transport) as (here, there):
-        assert here._end is not None
-        assert isinstance(here._end.line, CmControlChannel) == (transport != "tcp")
+        assert here._monitor is not None
+        assert isinstance(here._monitor.control, CmControlChannel) == (transport != "tcp")
         for size in (0, 1, 4096, 4097, 300_000):
             data = random.Random(size).randbytes(size)
             sending = asyncio.create_task(here.send(data, immediate=size))

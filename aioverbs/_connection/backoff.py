@@ -1,4 +1,4 @@
-"""PURE: when to try again."""
+"""PURE: waits between attempts to connect."""
 
 import random
 from collections.abc import Iterator
@@ -11,14 +11,15 @@ __all__ = ["Backoff"]
 
 @dataclass(frozen=True)
 class Backoff:
-    """How long to wait before each further attempt: twice as long each time, and at random, so that many who lost the
-    same peer do not all come back at once.
+    """Exponential backoff with jitter: each wait is longer than the last, and partly random, so that many clients of a
+    lost peer do not all reconnect at once.
 
-    :param first_s: the longest wait before the second attempt, in seconds.
-    :param longest_s: the longest of all.
-    :param factor: how many times as long each is as the one before.
-    :param jitter: which part of a wait is left to chance, from 0 to 1: with 0.5, between half of it and all.
-    :param attempts: how many in a row may fail; None: any number.
+    :param first_s: upper limit of the first wait, in seconds, above 0.
+    :param longest_s: upper limit of every wait, in seconds, at least `first_s`.
+    :param factor: ratio of a wait's upper limit to that of the wait before, 1 or more.
+    :param jitter: random share of a wait, 0..1: with 0.5 a wait is between half of its upper limit and the limit.
+    :param attempts: number of consecutive attempts that may fail, 1 or more; None: no limit.
+    :raises ValueError: a value is out of its range.
     """
 
     first_s: float = 0.1
@@ -38,9 +39,9 @@ class Backoff:
             raise ValueError(f"there is 1 attempt at least, not {self.attempts}; None for any number")
 
     def waits(self, rng: random.Random) -> Iterator[float]:
-        """The wait after each failed attempt, in seconds; it ends where there is to be no further one.
+        """Yield the wait after each failed attempt, in seconds. The iterator ends when no further attempt is allowed.
 
-        :param chance: where the jitter comes from.
+        :param rng: source of the jitter.
         """
         wait_s, failed = self.first_s, 1
         while self.attempts is None or failed < self.attempts:

@@ -1,4 +1,4 @@
-"""How two ends become a connection: the handshake, over TCP or rdma_cm, and `connect`."""
+"""Establishing a connection: `connect`, and the handshake over TCP or rdma_cm."""
 
 import asyncio
 import contextlib
@@ -40,13 +40,13 @@ __all__ = [
     "uses_rdma_cm",
 ]
 
-_CM_RESOLVE_TIMEOUT_S = 2.0  # for rdma_cm to find a way to a peer that may be there by TCP only
+_CM_RESOLVE_TIMEOUT_S = 2.0  # limit of address resolution in "auto" mode: a peer without rdma_cm may still accept TCP
 
 Transport = Literal["tcp", "rdmacm", "auto"]
 
 
 class ConnectOptions(TypedDict, total=False):
-    """What `connect` takes by name, for those who pass it on."""
+    """Keyword arguments of `connect`, for callers that pass them on."""
 
     domain: Required[Domain]
     transport: Transport
@@ -57,14 +57,15 @@ class ConnectOptions(TypedDict, total=False):
     timeout_s: float
 
 
-_abort_tasks: set[asyncio.Task[None]] = set()  # loops keep weak references only; touched by single operations
+# strong references, as event loops keep weak ones; each access is one atomic operation of set
+_abort_tasks: set[asyncio.Task[None]] = set()
 
 
 @dataclass
 class _Progress:
-    """How far an attempt to connect has come.
+    """Progress of an attempt to connect.
 
-    :param awaits: what is missing, for the text of a timeout.
+    :param waiting_for: the step that is missing, for the message of a timeout.
     """
 
     waiting_for: str = ""
@@ -78,8 +79,12 @@ async def _perform_handshake(
     *,
     initiator: bool,
 ) -> Connection:
-    """Both parts of `Handshake`: what it needs of the line, and the making of the connection, which is aborted where
-    it fails: by a task, where that has to wait for a verb, which nobody else waits for."""
+    """Perform both sides of `Handshake`: exchange its messages over the control channel, and prepare and connect the
+    queue pair.
+
+    On failure the connection is aborted. If aborting has to wait for a verb in a thread, a background task does it and
+    this call does not wait.
+    """
     handshake = Handshake(initiator, make_nonce(), secret)
     try:
         if isinstance(control, CmControlChannel):
@@ -120,15 +125,15 @@ async def _perform_handshake(
 
 
 def _abort_in_background(connection: Connection) -> None:
-    """Have a connection aborted by a task."""
-    suppress_warning(connection)  # nobody left it open
+    """Abort a connection in a task that is not awaited."""
+    suppress_warning(connection)  # the caller did not forget to close it
     task = running_loop().create_task(connection.abort())
     _abort_tasks.add(task)
     task.add_done_callback(_abort_tasks.discard)
 
 
 async def _connect_queue_pairs(control: CmControlChannel, connection: Connection, initiator: bool) -> None:
-    # rdma_cm connects the queue pairs; what there is to say goes over them, and their receives are posted before.
+    # rdma_cm connects the queue pairs and the handshake messages go over them, so the receives are posted first.
     await connection._prepare()
     connection._watch_peer(control)
     assert connection._channel is not None
@@ -142,8 +147,12 @@ async def _connect_queue_pairs(control: CmControlChannel, connection: Connection
 async def accept_connection(
     control: ControlChannel, domain: Domain, secret: bytes | None, settings: ConnectionSettings
 ) -> Connection:
-    """Be the end that was asked for a connection; the line is its own.
+    """Perform the listener's side of the handshake.
 
+    :param control: the channel to the peer; closed by the connection, or here on failure.
+    :param domain: the domain that the queue pair is made on.
+    :param secret: the shared secret; None: none.
+    :param settings: sizes and times of the connection.
     :raises HandshakeError: one end refuses the other.
     :raises BrokenResourceError: the peer is gone.
     """
@@ -151,9 +160,14 @@ async def accept_connection(
 
 
 class Connecting(OwnedBlock[Connection]):
-    """What `connect` returns: awaited it gives a `Connection`, ``async with`` closes that at the end.
+    """Pending connection, as `connect` returns it. Awaiting it makes a `Connection`; ``async with`` makes one and
+    closes it at the end of the block.
 
-    Each await gives another connection; one block at a time has it.
+    Each await makes another connection. One block at a time may be entered.
+
+    :param name: description for error messages.
+    :param make: makes a connection.
+    :param may_begin: raises if the running loop may not connect.
     """
 
     def __init__(
@@ -190,24 +204,29 @@ def connect(
     settings: ConnectionSettings | None = None,
     timeout_s: float = 10.0,
 ) -> Connecting:
-    """Connect to a peer that listens: ``async with connect(…) as connection``, or ``connection = await connect(…)``.
+    """Connect to a peer: ``async with connect(…) as connection``, or ``connection = await connect(…)``.
 
-    :param host: where the peer listens: an address, or a name.
-    :param port: where it listens.
-    :param domain: what the queue pair is made on; the connection belongs to the running loop.
-    :param transport: by what the two ends find each other: ``"tcp"``; ``"rdmacm"``, on RDMA devices; ``"auto"``: by
-        rdma_cm where the device has it and the peer is found so within half of `timeout_s`, without TLS; else by TCP.
-    :param ssl: for TLS on the TCP connection, which carries the handshake and no data of the user's; the data goes from
-        device to device as it is.
-    :param server_hostname: the name in the peer's certificate; None: `host`.
-    :param secret: what both ends know, and prove to each other without telling it.
-    :param settings: sizes and times; None: those of `ConnectionSettings()`.
-    :param timeout_s: the longest that all of it may take, in seconds.
+    The connection belongs to the running event loop. The exceptions below are raised when the result is awaited or
+    entered, except for those that name an argument. A cancelled attempt leaves nothing open.
+
+    :param host: address or name at which the peer listens.
+    :param port: port at which the peer listens, 1..65535.
+    :param domain: domain that the queue pair is made on.
+    :param transport: how the two ends meet: ``"tcp"``; ``"rdmacm"``, on RDMA devices only; ``"auto"``: rdma_cm, if the
+        device supports it, `ssl` is None and the attempt succeeds within half of `timeout_s`, else TCP.
+    :param ssl: TLS context for the TCP connection, which carries only the handshake. Messages go from device to device,
+        unencrypted.
+    :param server_hostname: name in the peer's certificate; None: `host`.
+    :param secret: shared secret, at least 1 byte. Both ends prove that they know it without sending it. None: none.
+    :param settings: sizes and times; None: ``ConnectionSettings()``.
+    :param timeout_s: limit of the whole attempt in seconds.
+    :returns: an object to await, or to enter with ``async with``.
     :raises AffinityError: another event loop owns the domain; nothing was done.
-    :raises HandshakeError: one end refuses the other.
-    :raises OSError: nobody listens there; of these, `ssl.SSLError`: TLS does not come about.
-    :raises TimeoutError: it took too long; the text says what was waited for.
-    :raises BrokenResourceError: the peer went meanwhile.
+    :raises HandshakeError: one end refuses the other: version, secret, device, or the peer is busy or closing.
+    :raises OSError: no listener at this address, or, as `ssl.SSLError`, the TLS handshake failed.
+    :raises TimeoutError: the attempt took longer than `timeout_s`; the message names the missing step.
+    :raises BrokenResourceError: the peer went away during the handshake.
+    :raises ValueError: `secret`, `transport` or the combination of `transport` and `ssl` is not valid.
     """
     chosen = settings if settings is not None else ConnectionSettings()
     check_secret(secret)
@@ -215,7 +234,7 @@ def connect(
     is_cm_only = transport == "rdmacm"
 
     async def make() -> Connection:
-        check_caller(domain, "connect")  # before the peer hears of it
+        check_caller(domain, "connect")  # before the peer is contacted
         limit = asyncio.timeout(timeout_s)
         progress = _Progress()
         cm_failure = ""
@@ -255,31 +274,38 @@ async def _connect_by_rdma_cm(
 ) -> Connection:
     """Connect by rdma_cm.
 
-    :param timeout_s: the longest that it may take where TCP is tried afterwards; None: where it is not.
-    :raises TimeoutError: it took longer.
+    :param timeout_s: limit in seconds, if TCP is tried afterwards; None: no limit of its own.
+    :raises TimeoutError: the limit passed.
     """
     context = domain.handle.context
     check_port(context, settings.port, settings.gid_index)
     try:
         index = settings.gid_index if settings.gid_index is not None else gid_index(context, settings.port)
-    except ValueError as error:  # a port without a GID, which goes and comes with its address
+    except ValueError as error:  # a port loses its GID with its address, and may get both back
         raise UnreachableError("rdma_resolve_addr", errno.EADDRNOTAVAIL, str(error)) from error
     async with asyncio.timeout(timeout_s):
         progress.waiting_for = "rdma_cm did not resolve the peer's address"
-        async with asyncio.timeout(None if timeout_s is None else _CM_RESOLVE_TIMEOUT_S):  # it is asked again and again
+        # the request is repeated meanwhile
+        async with asyncio.timeout(None if timeout_s is None else _CM_RESOLVE_TIMEOUT_S):
             control = await resolve(host, port, context, context.query_gid(settings.port, index))
         progress.waiting_for = "the peer did not answer by rdma_cm, or go on with the handshake"
         return await _perform_handshake(control, secret, Connection(domain, settings), progress, initiator=True)
 
 
 def check_secret(secret: bytes | None) -> None:
-    """See that it is one, or that none is wanted."""
+    """Check that a secret is None or not empty.
+
+    :raises ValueError: the secret is empty.
+    """
     if secret is not None and not secret:
         raise ValueError("a secret has one byte at least; None is for no secret")
 
 
 def check_transport(transport: Transport, ssl: tls.SSLContext | None) -> None:
-    """See that there is such a transport, and that it has TLS where that is wanted."""
+    """Check the name of a transport, and that it supports TLS if `ssl` is given.
+
+    :raises ValueError: the name is unknown, or rdma_cm is combined with TLS.
+    """
     if transport not in ("tcp", "rdmacm", "auto"):
         raise ValueError(f'transport is "tcp", "rdmacm" or "auto", not {transport!r}')
     if transport == "rdmacm" and ssl is not None:
@@ -287,7 +313,10 @@ def check_transport(transport: Transport, ssl: tls.SSLContext | None) -> None:
 
 
 def uses_rdma_cm(transport: Transport, domain: Domain, ssl: tls.SSLContext | None) -> bool:
-    """Whether rdma_cm is to be asked."""
+    """Return whether rdma_cm is to be tried for this domain.
+
+    :raises ValueError: the transport is ``"rdmacm"`` and the device is a software device.
+    """
     context = domain.handle.context
     if transport == "rdmacm" and context.software:
         raise ValueError(f'{context.name} is a software device, which rdma_cm does not know: say transport="tcp"')

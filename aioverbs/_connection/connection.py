@@ -1,4 +1,4 @@
-"""Connections: messages, one-sided requests and grants between two ends, over a queue pair of each."""
+"""Connections: messages, one-sided requests and grants between two processes, with a queue pair at each end."""
 
 import asyncio
 import contextlib
@@ -49,42 +49,46 @@ __all__ = ["Connection", "ControlChannel", "on_closed"]
 
 _ACCESS = (
     AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_WRITE | AccessFlags.REMOTE_READ | AccessFlags.REMOTE_ATOMIC
-)  # of a peer; what it reaches of memory its keys say
-# Error numbers of connecting a queue pair that any other attempt would meet, too; all else may pass: the path to the
-# peer, a shortage, a device that is being removed and comes back.
+)  # what the queue pair lets the peer do; the keys of the granted memory decide where
+# Errors of ibv_modify_qp that every further attempt would meet, too. All others may pass: the path to the peer, a
+# shortage, a device that is being removed and comes back.
 _PERMANENT_ERRNOS = {errno.EACCES, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM}
-_LINGER_S = 0.02  # completions may be behind the news that the peer is gone
+_LINGER_S = 0.02  # completions may arrive after the report that the peer is gone
 
 Local = RegionSlice | MemoryRegion | list[RegionSlice] | tuple[RegionSlice, ...]
 
 
 class ControlChannel(Protocol):
-    """What carries the handshake and tells that the peer is gone: a `TcpControlChannel`, or what rdma_cm has for it."""
+    """Channel that carries the handshake and reports the loss of the peer: a `TcpControlChannel` or a
+    `CmControlChannel`.
+    """
 
     async def send(self, data: bytes) -> None:
-        """Say something."""
+        """Send one message of the handshake."""
 
     async def receive(self) -> bytes:
-        """Hear the peer's next message."""
+        """Receive the peer's next message of the handshake."""
 
     def watch(self, on_lost: Callable[[Exception], object]) -> None:
-        """Call this when the peer is gone."""
+        """Call `on_lost` with the cause when the peer is gone."""
 
     def unwatch(self) -> None:
-        """Call nobody any more."""
+        """Stop watching: the callback is not called any more."""
 
     def address(self, which: str) -> Address | None:
-        """`sockname` or `peername`."""
+        """Return the local address for ``"sockname"``, the peer's for ``"peername"``."""
 
     def abort(self) -> None:
-        """End it at once."""
+        """Close at once, without waiting for the peer."""
 
     async def aclose(self) -> None:
-        """End it."""
+        """Close, and wait a limited time for the peer to close, too."""
 
 
 class _ConnectionMonitor:
-    """How a connection ends. Its life keeps this, and not the user's object."""
+    """Watches for the loss of the peer, keeps the connection alive, and tears it down. The lifecycle holds this object
+    and not the user's `Connection`, so that a forgotten connection can be collected.
+    """
 
     def __init__(self, block: LeasedBuffer, keep_alive_s: float | None) -> None:
         self.channel: MessageChannel | None = None
@@ -98,15 +102,15 @@ class _ConnectionMonitor:
         self.closed_callback: Callable[[], object] = lambda: None
 
     def start(self, control: ControlChannel) -> None:
-        """The handshake is over."""
+        """Watch the control channel and start the keepalive timer. Called when the handshake is done."""
         self.control = control
         control.watch(self.on_lost)
         if self._tick_s is not None:
             self._timer = self._loop.call_later(self._tick_s, self._tick)
 
     def _tick(self) -> None:
-        # Whoever says or hears nothing for a while asks the peer's device for a sign of life. That fails within the
-        # time limit of the queue pair.
+        # An end that has sent and received nothing for a tick probes the peer's device. If the peer is gone, the probe
+        # fails within the time limit of the queue pair.
         channel = self.channel
         if channel is None or channel.broken is not None or channel.closed or self._tick_s is None:
             return
@@ -120,8 +124,8 @@ class _ConnectionMonitor:
         self._timer = self._loop.call_later(self._tick_s, self._tick)
 
     def on_lost(self, error: Exception) -> None:
-        """The peer or the device is gone."""
-        # What it sent last may be there already, or just about to be.
+        """Fail the connection because the peer or the device is gone, after taking what arrived before."""
+        # The peer's last messages may be in the completion queue already, or arrive in a moment.
         assert self.channel is not None
         if self.channel.closed:
             return
@@ -146,14 +150,14 @@ class _ConnectionMonitor:
             self.channel.fail(f"the peer is gone: {error}", error)
 
     def on_channel_end(self) -> None:
-        """It is broken, or being closed."""
+        """Fail waiting grants and abort the control channel, when the message channel breaks or closes."""
         if self.grants is not None and self.channel is not None:
             self.grants.fail(self.channel.closed_error())
         if self.control is not None and self.channel is not None and self.channel.broken is not None:
-            self.control.abort()  # by which the peer knows
+            self.control.abort()  # tells the peer
 
     def stop(self) -> None:
-        """It is being closed."""
+        """Stop the timer and the watching, and close the message channel. First step of closing."""
         if self._timer is not None:
             self._timer.cancel()
         if self.control is not None:
@@ -162,7 +166,7 @@ class _ConnectionMonitor:
             self.channel.close()
 
     async def drain(self) -> None:
-        """Its queue pair is closed."""
+        """Close the control channel, after the queue pair is closed."""
         if self.control is not None:
             try:
                 await self.control.aclose()
@@ -170,21 +174,23 @@ class _ConnectionMonitor:
                 self.control.abort()
 
     def destroy(self) -> None:
-        """Give back what others have a use for."""
+        """Return the buffers to the shared pool and report that the connection is closed."""
         self._block.release()
         self.closed_callback()
 
 
 class Connection(Resource, anyio.abc.ObjectStream[bytes]):
-    """A connection with a peer: messages both ways, and what each lets the other do in its memory.
+    """Connection to a peer: messages in both directions, and access to memory that one end grants the other.
 
-    Made by `connect`, `listen` and `serve`; open when it is handed out, closed by `aclose` or the end of its block. It
-    belongs to the loop that made it, whoever may use its domain: elsewhere what is asked of it raises `AffinityError`,
-    and nothing is done. Its messages are `bytes` of any size up to what the peer takes, and arrive whole and in order.
-    One task at a time receives; any number may send.
+    Made by `connect`, `listen` and `serve`. A connection is open when it is returned; `aclose`, or the end of its
+    ``async with`` block, closes it. It belongs to the event loop that made it, even if any loop may use its domain:
+    calls on another loop raise `AffinityError` and do nothing.
 
-    What breaks it is raised as `BrokenResourceError`, with its cause, by whatever is asked of it then; that the peer
-    sends no more is `anyio.EndOfStream`, after all that it sent.
+    Messages are `bytes` of any size up to the peer's `ConnectionSettings.max_message`. They arrive whole and in order.
+    One task at a time may receive, any number may send.
+
+    When the connection breaks, every waiting and every later call raises `BrokenResourceError` with the cause. When the
+    peer has closed or called `send_eof`, receiving raises `anyio.EndOfStream` after the last message.
     """
 
     def __init__(self, domain: Domain, settings: ConnectionSettings) -> None:
@@ -201,10 +207,11 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         self._established = False
         self._caller_affinity: Affinity | None = None
 
-    # ---- Life
+    # ---- Opening and closing
 
     def _owner(self) -> Affinity:
-        # Its buffers and its state are the loop's that made it, also where the verbs of its domain are anybody's.
+        # The buffers and the state belong to the loop that made the connection, even where any loop may call the verbs
+        # of the domain.
         owner = queue_location_of(self._domain).owner
         return owner if owner is not None and owner.bound else Affinity.of_running_loop()
 
@@ -236,7 +243,7 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         self._offer = self._make_offer(qp)
 
     async def _prepare(self) -> Offer:
-        """Make its queue pair, with its receives posted, once; what the peer is to know of it."""
+        """Create the queue pair with its receives posted, once, and return the offer that describes it to the peer."""
         if self._offer is not None:
             return self._offer
         self._block = await lease_block(self._domain, self._settings)
@@ -273,13 +280,15 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
     def _endpoint(self, qp: QueuePair) -> Endpoint:
         try:
             return qp.local_endpoint()
-        except ValueError as error:  # a port without a GID, which goes and comes with its address
+        except ValueError as error:  # A port loses its GID with its address, and may get both back.
             raise HandshakeError(Reason.TEMPORARY, str(error)) from error
 
     async def _connect_queue_pair(self, peer: Offer, control: "ControlChannel", handshake_messages: int) -> None:
-        """Connect the queue pair with the peer's, where it is not yet; from then on messages may come.
+        """Connect the queue pair to the peer's, unless rdma_cm has done that. Messages may arrive from then on.
 
-        :param early: messages of the handshake that are still to come.
+        :param peer: the peer's offer.
+        :param control: the channel of the handshake.
+        :param handshake_messages: number of handshake messages still to be received.
         """
         assert self._channel is not None
         self._peer = peer
@@ -298,21 +307,23 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
                 isinstance(error, VerbsError) and error.errno not in _PERMANENT_ERRNOS
             )
             if not is_temporary:
-                self._endpoint(qp)  # a GID may have gone before the kernel looked at it, which then says EINVAL
+                self._endpoint(qp)  # if the GID is gone, the kernel says EINVAL: then raise TEMPORARY
             raise HandshakeError(Reason.TEMPORARY if is_temporary else Reason.DEVICE, str(error)) from error
 
     def _watch_peer(self, control: ControlChannel) -> None:
-        """The queue pair is about to be connected: who waits there is to know why the peer, or the device, is gone."""
+        """Watch the control channel before the queue pair is connected, so that a waiting handshake fails with the true
+        cause.
+        """
         assert self._monitor is not None
         control.watch(self._monitor.on_lost)
 
     @property
     def _is_modify_pending(self) -> bool:
-        """Whether its closing may take long, as a thread is in a verb for its queue pair."""
+        """Whether closing may take long, because a thread is inside ibv_modify_qp for this queue pair."""
         return self._channel is not None and is_held_up(self._channel.qp)
 
     def _finish_handshake(self, control: ControlChannel) -> None:
-        """Both are through with the handshake."""
+        """Mark the connection as open. Both ends have completed the handshake."""
         assert self._channel is not None
         assert self._monitor is not None
         assert self._peer is not None
@@ -322,21 +333,26 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         self._established = True
 
     async def open(self) -> "Connection":
-        """It is open when it is handed out: its block only closes it."""
+        """Return this connection. It is open when it is returned; entering its block does not open it again.
+
+        :raises ClosedResourceError: the connection is closed, or its handshake was never completed.
+        """
         if not self._established:
             raise ClosedResourceError(f"{self!r} cannot be opened: connect again")
         self._check_open()
         return self
 
     async def aclose(self) -> None:
-        """Deliver what was sent, tell the peer that no more comes, and close. In the child of a fork nothing is done.
+        """Deliver what was sent, notify the peer of the end, and close. Closing twice has no effect.
 
-        Delivered is what lies in the peer's memory, to be received there. That takes ``close_timeout_s`` at most, or
-        the rest is lost, as it is where this is cancelled; the peer is told of that by a `BrokenResourceError`. What
-        the peer sent and was not received is lost. So is all of it where the connection's loop is closed, and another
-        one closes this. Closing twice is fine.
+        Waits until all sent messages are in the peer's memory, where the peer can still receive them. This takes at
+        most ``close_timeout_s`` of the settings. After that time, or when this call is cancelled, the rest is lost and
+        the peer gets a `BrokenResourceError`. Messages that this end has not received are lost.
 
-        :raises AffinityError: another event loop owns it; nothing was done.
+        If the event loop of the connection is closed, another loop may close the connection; nothing is delivered then.
+        In the child of a fork nothing is done: the connection is the parent's.
+
+        :raises AffinityError: another running event loop owns the connection; nothing was done.
         """
         channel, owner = self._channel, self._lifecycle.owner
         try:
@@ -359,7 +375,10 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
             await super().aclose()
 
     async def abort(self) -> None:
-        """Close without delivering anything: what is under way is given up; the peer finds the connection broken."""
+        """Close without delivering anything. Requests in flight are dropped, and the peer finds the connection broken.
+
+        :raises AffinityError: another running event loop owns the connection; nothing was done.
+        """
         await super().aclose()
 
     def _open_channel(self) -> MessageChannel:
@@ -367,33 +386,33 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         assert self._channel is not None
         return self._channel
 
-    # ---- What is known
+    # ---- Properties
 
     @property
     def qp(self) -> QueuePair:
-        """Its queue pair; sends and receives of it are the connection's own."""
+        """The queue pair. Only the connection may post sends and receives on it."""
         return self._open_channel().qp
 
     @property
     def peer(self) -> Offer:
-        """What the peer said of itself."""
+        """The peer's offer: its queue pair, sizes, capabilities and the name of its device."""
         self._check_open()
         assert self._peer is not None
         return self._peer
 
     @property
     def settings(self) -> ConnectionSettings:
-        """Its sizes and times."""
+        """Sizes and times of this end."""
         return self._settings
 
     @property
     def local_address(self) -> Address | None:
-        """Its own address."""
+        """Address of this end; None if the control channel is closed."""
         return self._address("sockname")
 
     @property
     def remote_address(self) -> Address | None:
-        """The peer's."""
+        """Address of the peer; None if the control channel is closed."""
         return self._address("peername")
 
     def _address(self, which: str) -> Address | None:
@@ -403,53 +422,67 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
 
     @property
     def extra_attributes(self) -> Mapping[Any, Callable[[], Any]]:
-        """Of `anyio.abc.SocketAttribute`: both addresses."""
+        """Typed attributes of anyio: `anyio.abc.SocketAttribute.local_address` and ``remote_address``."""
         return {
             anyio.abc.SocketAttribute.local_address: lambda: self.local_address,
             anyio.abc.SocketAttribute.remote_address: lambda: self.remote_address,
         }
 
     def traffic(self) -> ConnectionStatistics:
-        """What went over it, as it is now."""
+        """Return current counters of messages and credits.
+
+        :raises ClosedResourceError: the connection is closed.
+        """
         return self._open_channel().statistics()
 
     # ---- Messages
 
     def send(self, item: "Buffer", *, immediate: int | None = None) -> Coroutine[Any, Any, None]:
-        """Send a message; when this is awaited it is on its way, and its memory is the caller's again.
+        """Send a message. Returns an awaitable; once awaited the message is in flight and `item` may be changed.
 
-        It waits while the peer has no receive for it, or all send buffers are on their way. Where it is cancelled, the
-        peer gets nothing of the message.
+        Waits while the peer has no receive posted for the message, or while all send buffers are in flight. If the call
+        is cancelled, the peer receives nothing of the message.
 
-        :param item: its bytes, contiguous; bytes from 0 to what the peer takes.
-        :param immediate: 32 bits that go with it: see `receive_with_immediate`.
-        :raises BrokenResourceError: the connection is broken, when it is awaited, as the next.
-        :raises ClosedResourceError: it is closed, or `send_eof` was called.
-        :raises ValueError: the message is longer than the peer takes.
+        :param item: the message, a contiguous buffer of 0 bytes up to the peer's ``max_message``.
+        :param immediate: immediate data, 0..2**32-1, that `receive_with_immediate` returns at the peer; None: none.
+        :raises BrokenResourceError: when awaited: the connection is broken.
+        :raises ClosedResourceError: the connection is closed, or `send_eof` was called.
+        :raises ValueError: when awaited: the message is longer than the peer accepts, or `immediate` does not fit in 32
+            bits.
+        :raises AffinityError: when awaited: another event loop owns the connection; nothing was done.
         """
         return self._open_channel().send(item, immediate)
 
     def receive(self) -> Coroutine[Any, Any, bytes]:
-        """The next message, without its immediate data. Where this is cancelled, nothing is lost.
+        """Receive the next message, without its immediate data. Returns an awaitable; a cancelled call loses no
+        message.
 
+        :returns: the message.
         :raises anyio.EndOfStream: the peer sends no more.
         :raises BrokenResourceError: the connection is broken.
-        :raises ClosedResourceError: it is closed.
+        :raises ClosedResourceError: the connection is closed.
         :raises BusyResourceError: another task is waiting for a message.
+        :raises AffinityError: another event loop owns the connection; nothing was done.
         """
         return self._open_channel().receive()
 
     async def receive_with_immediate(self) -> tuple[bytes, int | None]:
-        """The next message and its immediate data, None where it has none. It raises what `receive` does."""
+        """Receive the next message with its immediate data. A cancelled call loses no message.
+
+        :returns: the message and its immediate data, 0..2**32-1, or None if it has none.
+        :raises anyio.EndOfStream: as `receive`; so are the other exceptions.
+        """
         received: tuple[bytes, int | None] = await self._open_channel().receive(with_immediate=True)
         return received
 
     async def send_eof(self) -> None:
-        """Tell the peer that no more comes; receiving goes on.
+        """Notify the peer that no more messages follow. Receiving goes on.
 
-        It waits as `send` does. Where it is cancelled the peer is told nothing, and more can be sent.
+        Waits as `send` does. If the call is cancelled, the peer is not notified and messages can still be sent.
 
         :raises BrokenResourceError: the connection is broken.
+        :raises ClosedResourceError: the connection is closed.
+        :raises AffinityError: another event loop owns the connection; nothing was done.
         """
         channel = self._open_channel()
         channel.check_caller("send_eof")
@@ -458,35 +491,80 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
     # ---- Memory of the peer
 
     def write(self, local: Local, remote: "RemoteRegion | RemoteGrant", *, fence: bool = False) -> Operation[None]:
-        """Write to memory that the peer granted: `QueuePair.write`.
+        """Post an RDMA write to memory that the peer granted: `QueuePair.write`.
 
-        :raises GrantRevokedError: the peer took it back; so do the others here.
+        :param local: registered memory to read from, one region or slice, or a list of slices.
+        :param remote: the peer's grant, or a slice of it; at least as long as `local`.
+        :param fence: start after all earlier reads and atomics on this connection are done (IBV_SEND_FENCE).
+        :returns: an operation to await. Cancelling the await follows the rules of `QueuePair.write`.
+        :raises GrantRevokedError: the peer has revoked the grant; nothing was done.
+        :raises ClosedResourceError: the connection is closed.
+        :raises AffinityError: another event loop owns the connection; nothing was done.
         """
         return self._qp_for("write").write(local, self._region_of(remote), fence=fence)
 
     def read(self, local: Local, remote: "RemoteRegion | RemoteGrant", *, fence: bool = False) -> Operation[None]:
-        """Read memory that the peer granted: `QueuePair.read`."""
+        """Post an RDMA read of memory that the peer granted: `QueuePair.read`.
+
+        :param local: registered memory to write to, one region or slice, or a list of slices.
+        :param remote: the peer's grant, or a slice of it; at least as long as `local`.
+        :param fence: start after all earlier reads and atomics on this connection are done (IBV_SEND_FENCE).
+        :returns: an operation to await.
+        :raises GrantRevokedError: the peer has revoked the grant; nothing was done.
+        :raises ClosedResourceError: the connection is closed.
+        :raises AffinityError: another event loop owns the connection; nothing was done.
+        """
         return self._qp_for("read").read(local, self._region_of(remote), fence=fence)
 
     def compare_and_swap(
         self, remote: "RemoteRegion | RemoteGrant", compare: int, swap: int, *, fence: bool = False
     ) -> Operation[int]:
-        """Swap 8 bytes that the peer granted, where they are as expected: `QueuePair.compare_and_swap`."""
+        """Post an atomic compare-and-swap on 8 bytes that the peer granted: `QueuePair.compare_and_swap`.
+
+        :param remote: 8 aligned bytes of the peer's grant.
+        :param compare: the expected value, 0..2**64-1.
+        :param swap: the value to store if the expected one is found, 0..2**64-1.
+        :param fence: start after all earlier reads and atomics on this connection are done (IBV_SEND_FENCE).
+        :returns: an operation; awaiting it returns the value before the swap.
+        :raises GrantRevokedError: the peer has revoked the grant; nothing was done.
+        :raises ClosedResourceError: the connection is closed.
+        :raises AffinityError: another event loop owns the connection; nothing was done.
+        """
         return self._qp_for("compare_and_swap").compare_and_swap(self._region_of(remote), compare, swap, fence=fence)
 
     def fetch_and_add(self, remote: "RemoteRegion | RemoteGrant", add: int, *, fence: bool = False) -> Operation[int]:
-        """Add to 8 bytes that the peer granted: `QueuePair.fetch_and_add`."""
+        """Post an atomic fetch-and-add on 8 bytes that the peer granted: `QueuePair.fetch_and_add`.
+
+        :param remote: 8 aligned bytes of the peer's grant.
+        :param add: the number to add, 0..2**64-1, modulo 2**64.
+        :param fence: start after all earlier reads and atomics on this connection are done (IBV_SEND_FENCE).
+        :returns: an operation; awaiting it returns the value before the addition.
+        :raises GrantRevokedError: the peer has revoked the grant; nothing was done.
+        :raises ClosedResourceError: the connection is closed.
+        :raises AffinityError: another event loop owns the connection; nothing was done.
+        """
         return self._qp_for("fetch_and_add").fetch_and_add(self._region_of(remote), add, fence=fence)
 
     async def write_with_immediate(
         self, local: Local, remote: "RemoteRegion | RemoteGrant", immediate: int, *, fence: bool = False
     ) -> None:
-        """Write, and then send a message without bytes and with this immediate data: who receives it has the bytes.
+        """Write to memory that the peer granted, then send an empty message with immediate data.
 
-        It takes a credit, as any message does.
+        When the peer receives the message, the written bytes are in its memory. The message takes a credit, as any
+        other.
+
+        :param local: registered memory to read from, one region or slice, or a list of slices.
+        :param remote: the peer's grant, or a slice of it; at least as long as `local`.
+        :param immediate: immediate data, 0..2**32-1.
+        :param fence: start after all earlier reads and atomics on this connection are done (IBV_SEND_FENCE).
+        :raises GrantRevokedError: the peer has revoked the grant; nothing was done.
+        :raises BrokenResourceError: the connection is broken.
+        :raises ClosedResourceError: the connection is closed, or `send_eof` was called.
+        :raises ValueError: `immediate` does not fit in 32 bits.
+        :raises AffinityError: another event loop owns the connection; nothing was done.
         """
         channel = self._open_channel()
-        channel.check_caller("write_with_immediate")  # this, and what follows, before anything is written
+        channel.check_caller("write_with_immediate")  # all checks come before the write is posted
         channel.check_sending()
         check_immediate(immediate)
         written = self.write(local, remote, fence=fence)
@@ -502,8 +580,8 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         return region
 
     def _qp_for(self, operation: str) -> QueuePair:
-        # What comes from another process than its own, or from another loop than that of its domain, the queue pair
-        # refuses by itself. Of a domain that is nobody's, anybody may use the queue pair, but not the connection.
+        # The queue pair itself refuses calls from a forked child, and from a loop that does not own its domain. If no
+        # loop owns the domain, any loop may use the queue pair but only one may use the connection: checked here.
         if self._lifecycle.state is not OPEN:
             self._check_open()
         if self._caller_affinity is not None:
@@ -512,51 +590,63 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         return self._channel.qp
 
     async def grant(self, local: RegionSlice | MemoryRegion, access: AccessFlags) -> Grant:
-        """Let the peer reach memory, until that is revoked or the connection ends; the peer is told.
+        """Let the peer access memory until the grant is revoked or the connection ends, and notify the peer.
 
-        Where the region was registered with ``MW_BIND``, and the device has them, a memory window of type 2 is bound to
-        it, which only this connection's peer can use; else, and for parts of regions on soft-RoCE, which does not check
-        the bounds of windows, the memory is registered once more. Either way revoking it takes nothing from anybody
-        else.
+        If the region was registered with ``MW_BIND`` and the device supports it, a memory window of type 2 is bound to
+        the memory, which only this connection's peer can use. Otherwise, and for parts of regions on soft-RoCE, which
+        does not check the bounds of windows, the memory is registered once more. In both cases revoking the grant
+        affects no other user of the memory.
 
-        :param access: what the peer may do: ``REMOTE_READ``, ``REMOTE_WRITE``, ``REMOTE_ATOMIC``.
+        :param local: the memory to grant, a region or a slice of one, at least 1 byte.
+        :param access: what the peer may do: any of ``REMOTE_READ``, ``REMOTE_WRITE`` and ``REMOTE_ATOMIC``.
+        :returns: the grant, for `Grant.revoke`.
         :raises BrokenResourceError: the connection is broken.
-        :raises ValueError: `access` is something else, or the region was not registered for it.
-        :raises VerbsError: the device cannot.
+        :raises ClosedResourceError: the connection is closed, or `send_eof` was called.
+        :raises ValueError: `access` has other flags or none, `local` is empty, the region was not registered for this
+            access, or 65,535 grants exist.
+        :raises VerbsError: the device cannot bind a window or register the memory.
+        :raises AffinityError: another event loop owns the connection; nothing was done.
         """
         self._check_open()
         assert self._grants is not None
         return await self._grants.grant(self, local[:] if isinstance(local, MemoryRegion) else local, access)
 
     async def receive_grant(self) -> RemoteGrant:
-        """The next region that the peer granted, in the order of its granting.
+        """Receive the next grant of the peer, in the order in which the peer made them. A cancelled call loses no
+        grant.
 
-        One that was revoked since is given, too, and says so, unless there are very many that nobody asked for: then
-        the oldest that were revoked are left out.
+        A grant that was revoked meanwhile is returned as well, with `RemoteGrant.revoked` set. If the peer makes very
+        many grants that are not received, the oldest revoked ones are dropped.
 
         :raises anyio.EndOfStream: the peer sends no more.
         :raises BrokenResourceError: the connection is broken.
+        :raises ClosedResourceError: the connection is closed.
+        :raises AffinityError: another event loop owns the connection; nothing was done.
         """
         self._check_open()
         assert self._grants is not None
         return await self._grants.receive()
 
-    # ---- As bytes
+    # ---- Byte stream
 
     def as_byte_stream(self) -> "anyio.abc.ByteStream":
-        """An `anyio.abc.ByteStream` over it, whose bytes have no bounds of messages; closing that closes this."""
+        """Return an `anyio.abc.ByteStream` over this connection, without message boundaries. Closing the stream closes
+        the connection.
+
+        :raises ClosedResourceError: the connection is closed.
+        """
         channel = self._open_channel()
         return MessageByteStream(self, channel.fragment_size, channel.check_caller)
 
 
 def on_closed(connection: Connection, callback: Callable[[], object]) -> None:
-    """Call a function, one for each connection, when an open connection is closed."""
+    """Call `callback` when an open connection is closed. A connection has one such callback."""
     assert connection._monitor is not None
     connection._monitor.closed_callback = callback
 
 
 async def _retry_while_busy(call: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Call that until no other thread is inside of a domain that any may use."""
+    """Repeat a call until no other thread is inside a verb on the unlocked domain (`ConcurrentAccessError`)."""
     while True:
         with contextlib.suppress(ConcurrentAccessError):
             await call()

@@ -1,4 +1,4 @@
-"""Connections that are made again when they are lost."""
+"""Reconnecting: a new connection each time the last one is lost."""
 
 import asyncio
 import logging
@@ -20,7 +20,7 @@ __all__ = ["reconnect"]
 
 logger = logging.getLogger("aioverbs")
 
-# What does not change by waiting.
+# Reasons that do not pass by waiting.
 _PERMANENT_REASONS = {Reason.VERSION, Reason.SECRET, Reason.PROTOCOL, Reason.DEVICE}
 
 
@@ -32,7 +32,7 @@ def reconnect(
     steady_s: float = 10.0,
     **options: Unpack[ConnectOptions],
 ) -> AsyncGenerator[Connection, None]:
-    """A connection, and another one whenever the body of the loop comes back for it: when it was lost, or is closed.
+    """Iterate over connections to a peer: a new one is made each time the loop body ends or continues.
 
         async for connection in reconnect("storage-1", 7471, domain=domain):
             try:
@@ -40,19 +40,21 @@ def reconnect(
             except anyio.BrokenResourceError:
                 continue
 
-    The connection is closed when the next one is asked for, or the loop ends by ``break`` or an error. Between attempts
-    it waits as `backoff` has it, which begins anew after a connection that lasted for `steady_s`. The event
-    loop that asks for the first connection owns the iterator, whoever may use the domain.
+    The connection is closed when the next one is requested, or when the loop ends by ``break`` or an error. Failed
+    attempts are repeated after the waits of `backoff`, which start again after a connection that lasted for `steady_s`.
+    The event loop that requests the first connection owns the iterator, even if any loop may use the domain.
 
-    :param host: where the peer listens: an address, or a name.
-    :param port: where it listens.
-    :param backoff: when to try again; None: that of `Backoff()`.
-    :param steady_s: how long a connection lasts, in seconds, before it counts as one that came about.
-    :param options: what `connect` takes by name, ``domain`` and others: see there.
-    :raises AffinityError: another event loop owns the domain, or asked for the first connection; nothing was done.
-    :raises HandshakeError: the peer refuses for a reason that stays, as another secret.
-    :raises OSError: the last attempt's error, where `backoff` has no further one; TimeoutError and BrokenResourceError
-        likewise.
+    :param host: address or name at which the peer listens.
+    :param port: port at which the peer listens, 1..65535.
+    :param backoff: waits between attempts; None: ``Backoff()``.
+    :param steady_s: time in seconds after which a connection counts as successful.
+    :param options: keyword arguments of `connect`; ``domain`` is required.
+    :returns: an async iterator of open connections.
+    :raises AffinityError: another event loop owns the domain, or requested the first connection; nothing was done.
+    :raises HandshakeError: the peer refuses for a permanent reason: version, secret, protocol or device.
+    :raises OSError: `backoff` allows no further attempt; the last attempt's error.
+    :raises TimeoutError: likewise, if the last attempt took too long.
+    :raises BrokenResourceError: likewise, if the peer went away during the last attempt.
     """
     peer, connecting = f"{host}:{port}", connect(host, port, **options)
     connections = _connections(connecting, peer, backoff if backoff is not None else Backoff(), steady_s)
@@ -70,7 +72,7 @@ async def _connections(
         failure: Exception | None = None
         try:
             connection = await connecting
-        except (OSError, BrokenResourceError) as error:  # of these TimeoutError and HandshakeError
+        except (OSError, BrokenResourceError) as error:  # OSError includes TimeoutError and HandshakeError
             if isinstance(error, HandshakeError) and error.reason in _PERMANENT_REASONS:
                 raise
             failure = error

@@ -1,4 +1,4 @@
-"""PURE: the sizes and times of a connection."""
+"""PURE: sizes and times of a connection."""
 
 import math
 from dataclasses import dataclass
@@ -11,31 +11,33 @@ from aioverbs._verbs.qp_state_machine import QpAttrs
 __all__ = ["ConnectionSettings"]
 
 _MIN_KEEP_ALIVE_S = 0.1
-_MAX_TIMEOUT_CODE = 31  # the code of the longest timeout of a queue pair, which is two and a half hours
-_SLACK = 4  # devices may take so many times as long
+_MAX_TIMEOUT_CODE = 31  # largest code of ibv_qp_attr.timeout, about 2.4 hours
+_SLACK = 4  # devices may wait up to 4 times as long as the code says
 
 
 @dataclass(frozen=True)
 class ConnectionSettings:
-    """The sizes and times of one end of a connection. The two ends need not have the same.
+    """Sizes and times of one end of a connection. The two ends may have different ones.
 
-    Its buffers are registered memory: `receive_depth` + 1 + `send_buffers`, of `buffer_size` each.
+    The buffers are registered memory: `receive_depth` + 1 + `send_buffers` buffers of `buffer_size` bytes each.
 
-    :param buffer_size: bytes of a buffer. Longer messages go in fragments.
-    :param receive_depth: receives that are kept posted, from 4 to 1023: so many fragments may be on their way here.
-    :param send_buffers: fragments that may be on their way to the peer.
-    :param send_depth: work requests that may be, one-sided ones as well; those beyond wait for a place.
-    :param max_message: the longest message that is taken, in bytes.
-    :param max_grants: regions that the peer may have granted at once.
-    :param keep_alive_s: how long a peer may give no sign of life, in seconds; None: for ever. On RDMA devices one that
-        is gone is noticed within that time. On the software device it is its process that answers, which may be stopped
-        for so long: requests are repeated until then, and who is asked for nothing is noticed half as much later. A
-        process that ended is noticed at once, by the TCP connection.
-    :param close_timeout_s: the longest that closing waits for what was sent to be delivered, in seconds.
-    :param spin_ns: how long an await polls, in nanoseconds, where the domain's message model polls; None: see
-        `CompletionQueue`. The longer, the later the loop's other tasks have their turn.
-    :param port: the device's port that it goes by.
-    :param gid_index: which of the port's GIDs; None: see `QueuePair`.
+    :param buffer_size: size of a buffer in bytes, 512..2**30. Longer messages are sent in fragments.
+    :param receive_depth: number of receives kept posted, 4..1023: as many fragments may be in flight from the peer.
+    :param send_buffers: number of fragments that may be in flight to the peer, 1..2**16.
+    :param send_depth: number of work requests that may be in flight, one-sided ones included; at least `send_buffers` +
+        4, at most 2**16. Further requests wait.
+    :param max_message: size of the longest message accepted from the peer, in bytes, 1..2**64-1.
+    :param max_grants: number of grants of the peer that may exist at once, 0..65535.
+    :param keep_alive_s: time in seconds, at least 0.1, after which a silent peer counts as lost; None: never. On RDMA
+        devices a lost peer is detected within that time. On the software device the peer's process must answer:
+        requests are repeated for that long, so that a stopped process is tolerated, and an idle connection detects the
+        loss after up to 1.5 times as long. A process that ended is detected at once, by the TCP connection.
+    :param close_timeout_s: time in seconds that closing waits at most for sent messages to be delivered, 0 or more.
+    :param spin_ns: time in nanoseconds that an await polls, if the domain's message model polls; None: the default of
+        `CompletionQueue`. Longer polling delays other tasks of the event loop.
+    :param port: port number of the device.
+    :param gid_index: index of the port's GID; None: the default of `QueuePair`.
+    :raises ValueError: a value is out of its range.
     """
 
     buffer_size: int = 64 * 1024
@@ -70,19 +72,21 @@ class ConnectionSettings:
 
     @property
     def block_size(self) -> int:
-        """Bytes of all buffers of a connection."""
+        """Size of all buffers of a connection, in bytes."""
         return (self.receive_depth + 1 + self.send_buffers) * self.buffer_size
 
     @property
     def completions(self) -> int:
-        """Those that it can have at once."""
+        """Number of completions that a connection can have outstanding."""
         return self.receive_depth + 1 + self.send_depth
 
     def repetitions(self, *, software: bool) -> QpAttrs:
-        """The ``timeout`` and ``retry_cnt`` of its queue pair.
+        """Return the ``timeout`` and ``retry_cnt`` for ibv_modify_qp that follow from `keep_alive_s`.
 
-        :param software: of the software device: all repetitions take `keep_alive_s` at least. Else they are over in
-            half of that, so that a sign of life that was asked for in the other half is missed in time.
+        :param software: whether the queue pair is of the software device. Then all retries together take `keep_alive_s`
+            at least. On other devices they take at most half of `keep_alive_s`: a probe is sent in one half, and its
+            failure found in the other.
+        :returns: both attributes.
         """
         attempts = RETRIES["retry_cnt"] + 1
         if self.keep_alive_s is None:
@@ -99,7 +103,7 @@ class ConnectionSettings:
 
 
 def _seconds(code: int) -> float:
-    """The time that the code of a queue pair's ``timeout`` stands for."""
+    """Return the duration in seconds of a code of ibv_qp_attr.timeout."""
     return 4.096e-6 * 2.0**code
 
 

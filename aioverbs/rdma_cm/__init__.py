@@ -1,4 +1,4 @@
-"""rdma_cm on the event loop: addresses and routes, connecting, accepting, rejecting, disconnecting.
+"""rdma_cm on the event loop: resolve addresses and routes, connect, accept, reject and disconnect.
 
     async with rdma_cm.Channel() as channel:
         async with channel.identifier() as identifier:
@@ -9,12 +9,12 @@
             async for identifier in listener:
                 await identifier.accept(qp)
 
-The queue pair is the user's own, made on any domain of the device: it is moved from state to state here, and its number
-told to librdmacm. It stays open when its identifier is closed.
+The caller makes the queue pair, on any domain of the device. This package modifies its state and passes its number to
+librdmacm. The queue pair stays open when its identifier is closed.
 
-Events are taken by the loop that opened the channel, without a thread, and acknowledged when they are taken. What
-blocks is librdmacm's own: it opens each device when it first meets it, and keeps it open for the process; and where the
-daemon ibacm runs it asks that for the route and waits for its answer.
+The event loop that opened the channel reads its events, without a thread, and acknowledges each one as it is read.
+librdmacm itself may block: when it opens a device for the first time (it keeps the device open for the process), and
+when it asks the daemon ibacm, if that runs, for a route.
 """
 
 from aioverbs.rdma_cm.cm_id import Identifier
@@ -25,28 +25,30 @@ __all__ = ["Channel", "Identifier", "Listener"]
 
 
 class Channel(EventChannel):
-    """Where librdmacm tells of identifiers: ``rdma_create_event_channel``. It belongs to the loop that opens it.
+    """Event channel of librdmacm: ``rdma_create_event_channel``. It belongs to the event loop that opens it.
 
-    Closing it closes its identifiers and listeners, says goodbye to all peers at once, and waits a second at most for
-    their answers.
+    Closing the channel closes its identifiers and listeners. All peers are disconnected at once, and closing waits at
+    most one second for their answers.
 
-    Opening raises `LibraryNotFoundError` where librdmacm is not installed; `VerbsError` where the kernel's module is
-    not loaded, or the process may not use it.
+    Opening raises `LibraryNotFoundError` if librdmacm is not installed, and `VerbsError` if the kernel module rdma_ucm
+    is not loaded or the process may not use it.
     """
 
     def identifier(self) -> Identifier:
-        """An identifier, to be opened, to connect with: see `Identifier`."""
+        """Return an `Identifier` for an outgoing connection. It is not open yet: use ``async with``."""
         return Identifier(self)
 
     def listener(self, host: str | None = None, port: int = 0, *, backlog: int = 128) -> Listener:
-        """A listener, to be opened: see `Listener`.
+        """Return a `Listener`. It is not open yet: use ``async with``.
 
-        :param host: the address to listen at; None: at all of this machine's.
-        :param port: 0 for one that is free.
-        :param backlog: how many peers may wait for an answer; the kernel refuses those that come then.
+        :param host: address or name to listen at; None: all IPv4 addresses of this machine.
+        :param port: port to listen at, 0..65535; 0: a free port.
+        :param backlog: number of connection requests that may wait to be accepted, 1 or more; the kernel refuses
+            further ones.
+        :raises ValueError: `backlog` is below 1.
         """
         return Listener(self, host, port, backlog)
 
 
 for _each in (Identifier, Listener):
-    _each.__module__ = __name__  # whoever imports it from its own module has come here first
+    _each.__module__ = __name__  # importing the defining module imports this one first

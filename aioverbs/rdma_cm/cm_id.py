@@ -1,4 +1,4 @@
-"""Identifiers of connections: what is awaited on them."""
+"""Identifiers: the two ends of a connection that rdma_cm makes."""
 
 import asyncio
 import contextlib
@@ -27,23 +27,25 @@ if TYPE_CHECKING:
 
 __all__ = ["Identifier", "cm_state_machine_of", "look_up"]
 
-# What the InfiniBand architecture leaves of its messages, after librdmacm's own header in the first.
+# Bytes of private data: the field in the messages of the InfiniBand connection manager, less the header that librdmacm
+# puts into the request.
 _MAX_REQUEST_DATA, _MAX_REPLY_DATA, _MAX_REJECT_DATA = 56, 196, 148
-_ROUTE_TIMEOUT_MS = 60_000  # for the kernel; who waits has a limit of its own
+_ROUTE_TIMEOUT_MS = 60_000  # limit inside the kernel; callers have their own `timeout_s`
 
 
 async def look_up(host: str, port: int) -> Address:
-    """The first address of a host.
+    """Return the first address of a host. Numeric addresses are parsed without a resolver.
 
-    :raises OSError: it has none.
+    :raises OSError: the name has no address.
+    :raises ValueError: the port is not in 0..65535.
     """
     if not 0 <= port <= 0xFFFF:
         raise ValueError(f"a port is from 0 to 65535, not {port}")
-    try:  # what is a number waits for no resolver
+    try:  # a numeric address needs no resolver
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
     except socket.gaierror:
         found = await running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    return found[0][4]  # type: ignore[return-value]  # of IPv4 or IPv6
+    return found[0][4]  # type: ignore[return-value]  # an IPv4 or IPv6 address
 
 
 @contextlib.contextmanager
@@ -62,19 +64,20 @@ def _check_private_data(data: "Buffer", limit: int) -> bytes:
 
 
 class Identifier(HandleResource[core.Identifier]):
-    """One end of a connection, or of one to be: ``rdma_create_id``. Made by `Channel.identifier`, or by a `Listener`.
+    """One end of a connection, established or in progress: ``rdma_create_id``. Made by `Channel.identifier` or a
+    `Listener`.
 
-    Each method that waits takes `timeout_s`, None for no limit. One that fails, is cancelled or takes too long leaves
-    it with no other use than to be closed; the queue pair is then in INIT, where that is as far as it came, else in
-    ERR: at once, or when a verb is over that a thread calls for it, as for `QueuePair.establish`; that is not awaited.
-    When the peer disconnects or the device is removed the queue pair goes to ERR, so that who waits there is told.
+    Methods that wait take `timeout_s`, None for no limit. After a failure, a cancellation or a timeout the identifier
+    can only be closed. The queue pair is then in INIT, if it came no further, else in ERR: at once, or as soon as a
+    modify in a thread is done (see `QueuePair.establish`), which is not awaited. When the peer disconnects or the
+    device is removed, the queue pair goes to ERR, so that tasks waiting on the queue pair are notified.
 
-    Where the peer rejects the connection, the queue pair is in INIT, and `connect` may be called again, which finds
-    the way there anew, or `resolve` before it.
+    If the peer rejects the connection, the queue pair is in INIT. `connect` may then be called again and resolves the
+    address anew, or `resolve` before it.
     """
 
     _state_machine: CmStateMachine | None = None
-    _destination: tuple[Address, Address | None] | None = None  # whom it was resolved to, and from where
+    _destination: tuple[Address, Address | None] | None = None  # resolved peer address, and source address or None
 
     def __init__(self, channel: EventChannel, request: core.Event | None = None) -> None:
         super().__init__(channel)
@@ -86,7 +89,12 @@ class Identifier(HandleResource[core.Identifier]):
         return self._channel.owner
 
     async def open(self) -> Self:
-        """Open it; one that a listener gave is open already, and its block closes it."""
+        """Open the identifier. An identifier from a listener is open already; entering its block only has it closed at
+        the end.
+
+        :raises VerbsError: rdma_create_id failed.
+        :raises ClosedResourceError: the channel is closed, or the identifier was opened before.
+        """
         if not self._from_listener:
             return await super().open()
         self._owned_state_machine("open")
@@ -116,16 +124,19 @@ class Identifier(HandleResource[core.Identifier]):
         return self._state_machine
 
     def _owned_state_machine(self, verb: str) -> CmStateMachine:
-        """The conversation, for the owner to go on with it by `verb`; who is refused has changed nothing."""
+        """Return the state machine, after checking that the owner's loop is running; on failure nothing was changed.
+
+        :param verb: the verb named in the error.
+        """
         state_machine = self._open_state_machine()
         assert self.owner is not None
         self.owner.check(self, verb)
         return state_machine
 
     def _restart(self, state_machine: CmStateMachine) -> CmStateMachine:
-        """One that may begin: the same, or where that was rejected another one, with an identifier of its own.
+        """Return a state machine that can connect: this one, or after a rejection a new one with a new rdma_cm_id.
 
-        :raises VerbsError: there cannot be another one; nothing was done.
+        :raises VerbsError: rdma_create_id failed; nothing was done.
         """
         if state_machine.state is not CmState.REJECTED:
             return state_machine
@@ -145,48 +156,55 @@ class Identifier(HandleResource[core.Identifier]):
         lifecycle.drain = self._state_machine.drain
         return self._state_machine
 
-    # ---- What is known
+    # ---- Properties
 
     @property
     def connected(self) -> bool:
-        """Whether it is."""
+        """True from a successful `connect` or `accept` until either end disconnects."""
         return self._state_machine is not None and self._state_machine.state is CmState.CONNECTED and not self.closed
 
     @property
     def device_name(self) -> str | None:
-        """The device that leads to the peer, of which the queue pair is to be; None before `resolve`."""
+        """Name of the device that reaches the peer; the queue pair must be of this device. None before `resolve`."""
         return self.handle.device_name
 
     @property
     def port_num(self) -> int:
-        """The port of that device; 0 before `resolve`."""
+        """Port number of the device that reaches the peer; 0 before `resolve`."""
         return self.handle.port_num
 
     @property
     def local_address(self) -> Address | None:
-        """Its own address; None before `resolve`."""
+        """Local address; None before `resolve`."""
         return self.handle.local_address
 
     @property
     def peer_address(self) -> Address | None:
-        """The peer's; None before `resolve`."""
+        """Address of the peer; None before `resolve`."""
         return self.handle.peer_address
 
     @property
     def private_data(self) -> bytes:
-        """What the peer said in asking or answering: as many bytes as its message has, filled up with zeros."""
+        """Private data of the peer's request or reply, padded with zeros to the length of the message's field."""
         return self._open_state_machine().private_data
 
-    # ---- The side that asks
+    # ---- Active side
 
     async def resolve(self, host: str, port: int, *, source: str | None = None, timeout_s: float | None = 5.0) -> None:
-        """Find the device and the route to an address: ``rdma_resolve_addr`` and ``rdma_resolve_route``.
+        """Resolve the address of a peer and the route to it: ``rdma_resolve_addr`` and ``rdma_resolve_route``.
 
-        :param host: an address, or a name, of which the first address is taken.
-        :param source: the address of this machine to come from.
-        :raises UnreachableError: there is no way.
-        :raises TimeoutError: that was not known in time.
+        :param host: address or name of the peer; the first address of a name is used.
+        :param port: port of the peer, 0..65535.
+        :param source: local address to connect from; None: the kernel chooses.
+        :param timeout_s: limit in seconds; None: no limit.
+        :raises UnreachableError: no route, or no RDMA device for it.
+        :raises TimeoutError: the address or route was not resolved within `timeout_s`.
         :raises OSError: the name has no address.
+        :raises ValueError: `port` is out of range.
+        :raises QueuePairStateError: the identifier is resolved or connected already, or came from a listener.
+        :raises BrokenResourceError: an earlier call failed: close the identifier.
+        :raises BusyResourceError: another call on the identifier is in flight.
+        :raises AffinityError: another event loop owns the channel; nothing was done.
         """
         state_machine = self._owned_state_machine("rdma_resolve_addr")
         state_machine.check("resolve", CmState.NEW)
@@ -210,8 +228,9 @@ class Identifier(HandleResource[core.Identifier]):
     async def _resolve_address(
         self, state_machine: CmStateMachine, address: Address, source_address: Address | None
     ) -> None:
-        # A neighbour may answer before the kernel has begun to wait for that, as over a veth interface. Then it looks
-        # again only when the time is over, and therefore is given little, and more each time.
+        # A neighbour's answer may arrive before the kernel begins to wait for it, as on a veth interface. The kernel
+        # then looks again only when its timeout is over, so the first timeouts are short and each is longer than the
+        # last.
         for wait_ms in itertools.chain((100, 200, 400, 800, 1600), itertools.repeat(3200)):
             with _as_unreachable():
                 self.handle.resolve_addr(address, wait_ms, source_address)
@@ -230,21 +249,29 @@ class Identifier(HandleResource[core.Identifier]):
         timeout_s: float | None = 10.0,
         **attributes: Unpack[QpAttrs],
     ) -> bytes:
-        """Connect a queue pair with the peer: ``rdma_connect``, ``rdma_init_qp_attr``, ``rdma_establish``.
+        """Connect a queue pair to the peer: ``rdma_connect``, ``rdma_init_qp_attr``, ``rdma_establish``.
 
-        It comes from RESET, or from INIT with receives that were posted there, to RTS.
+        Moves the queue pair from RESET, or from INIT with receives posted there, to RTS.
 
-        :param qp: of type RC, of the device that `device_name` names.
-        :param access: what the peer may do through it, as in `QueuePair.connect`.
-        :param private_data: for the peer to see before it answers, 56 bytes at most.
-        :param attributes: instead of what the connection managers agree on, as ``timeout``, ``retry_cnt``,
-            ``rnr_retry`` (both 6 at most without it), ``min_rnr_timer``, ``max_rd_atomic``, ``max_dest_rd_atomic``.
-        :returns: what the peer said with its answer, filled up with zeros; it is `private_data` from then on.
-        :raises ConnectionRejectedError: the peer refused; nobody listens there; or its program said so. This may be
-            called again.
-        :raises UnreachableError: its connection manager does not answer.
-        :raises TimeoutError: nor did it within `timeout_s`.
-        :raises TransitionError: the queue pair is in another state, or an attribute cannot be; nothing was done.
+        :param qp: queue pair of type RC, of the device `device_name`.
+        :param access: access that the peer gets, as in `QueuePair.connect`; None: unchanged.
+        :param private_data: data that the peer sees before it answers, at most 56 bytes.
+        :param timeout_s: limit in seconds; None: no limit.
+        :param attributes: values that replace the negotiated ones: ``timeout``, ``retry_cnt`` and ``rnr_retry`` (each
+            at most 6 by default), ``min_rnr_timer``, ``max_rd_atomic``, ``max_dest_rd_atomic``.
+        :returns: private data of the peer's reply, padded with zeros; `private_data` returns the same from then on.
+        :raises ConnectionRejectedError: the peer rejected the connection, or has no listener at the port. `connect` may
+            be called again.
+        :raises UnreachableError: the peer's connection manager does not answer.
+        :raises TimeoutError: no answer within `timeout_s`.
+        :raises TransitionError: the queue pair is in another state, or an attribute is not valid; nothing was done.
+        :raises ValueError: the queue pair is not of type RC or of another device, or `private_data` is too long;
+            nothing was done.
+        :raises VerbsError: a verb failed; EOPNOTSUPP if the queue pair is of the software device.
+        :raises QueuePairStateError: the identifier is not resolved.
+        :raises BrokenResourceError: an earlier call failed: close the identifier.
+        :raises BusyResourceError: another call on the identifier is in flight.
+        :raises AffinityError: another event loop owns the channel; nothing was done.
         """
         state_machine, data = self._validate(
             "connect", CmState.RESOLVED, qp, attributes, private_data, _MAX_REQUEST_DATA
@@ -273,7 +300,7 @@ class Identifier(HandleResource[core.Identifier]):
             state_machine.mark_connected()
         return answer.private_data
 
-    # ---- The side that answers
+    # ---- Passive side
 
     async def accept(
         self,
@@ -284,14 +311,27 @@ class Identifier(HandleResource[core.Identifier]):
         timeout_s: float | None = 10.0,
         **attributes: Unpack[QpAttrs],
     ) -> None:
-        """Give the peer the connection that it asked for: ``rdma_init_qp_attr``, ``rdma_accept``.
+        """Accept the connection that the peer requested: ``rdma_init_qp_attr``, ``rdma_accept``.
 
-        :param qp: as for `connect`; receives that the peer needs at once are posted in INIT, before this.
-        :param private_data: for the peer, 196 bytes at most.
+        Moves the queue pair from RESET, or from INIT with receives posted there, to RTS, and waits for the peer's
+        confirmation. Receives that the peer needs at once must be posted in INIT before this call.
+
+        :param qp: queue pair of type RC, of the device `device_name`.
+        :param access: access that the peer gets, as in `QueuePair.connect`; None: unchanged.
+        :param private_data: data for the peer, at most 196 bytes.
+        :param timeout_s: limit in seconds; None: no limit.
+        :param attributes: values that replace the negotiated ones, as for `connect`.
         :raises UnreachableError: the peer does not answer any more.
-        :raises TimeoutError: nor did it within `timeout_s`.
-        :raises ConnectionRejectedError: it gave up.
-        :raises TransitionError: the queue pair is in another state, or an attribute cannot be; nothing was done.
+        :raises TimeoutError: no confirmation within `timeout_s`.
+        :raises ConnectionRejectedError: the peer gave up.
+        :raises TransitionError: the queue pair is in another state, or an attribute is not valid; nothing was done.
+        :raises ValueError: the queue pair is not of type RC or of another device, or `private_data` is too long;
+            nothing was done.
+        :raises VerbsError: a verb failed; EOPNOTSUPP if the queue pair is of the software device.
+        :raises QueuePairStateError: the identifier is not a pending request of a listener.
+        :raises BrokenResourceError: the peer or the device went away.
+        :raises BusyResourceError: another call on the identifier is in flight.
+        :raises AffinityError: another event loop owns the channel; nothing was done.
         """
         state_machine, data = self._validate("accept", CmState.REQUESTED, qp, attributes, private_data, _MAX_REPLY_DATA)
         async with state_machine.step("accept", CmState.REQUESTED, timeout_s):
@@ -309,24 +349,32 @@ class Identifier(HandleResource[core.Identifier]):
             state_machine.mark_connected()
 
     async def reject(self, private_data: "Buffer" = b"") -> None:
-        """Refuse it: ``rdma_reject``. So does closing it unanswered.
+        """Reject the connection that the peer requested: ``rdma_reject``. Closing the identifier unanswered does the
+        same.
 
-        :param private_data: for the peer, 148 bytes at most.
+        :param private_data: data for the peer, at most 148 bytes.
+        :raises ValueError: `private_data` is too long.
+        :raises VerbsError: rdma_reject failed.
+        :raises QueuePairStateError: the identifier is not a pending request of a listener.
+        :raises AffinityError: another event loop owns the channel; nothing was done.
         """
         state_machine = self._owned_state_machine("rdma_reject")
         state_machine.check("reject", CmState.REQUESTED)
         self.handle.reject(_check_private_data(private_data, _MAX_REJECT_DATA))
         state_machine.state = CmState.ENDED
 
-    # ---- The end
+    # ---- Disconnecting
 
     async def disconnect(self, *, timeout_s: float | None = 5.0) -> None:
-        """Send the queue pair to ERR, tell the peer, and wait until it heard: ``rdma_disconnect``.
+        """Move the queue pair to ERR, notify the peer and wait for its answer: ``rdma_disconnect``.
 
-        Nothing happens where the peer was first.
+        Returns at once if the peer has disconnected before.
 
-        :raises QueuePairStateError: it was not connected.
-        :raises TimeoutError: the peer does not answer; it can only be closed.
+        :param timeout_s: limit in seconds; None: no limit.
+        :raises QueuePairStateError: the identifier was not connected.
+        :raises TimeoutError: no answer within `timeout_s`; the identifier can only be closed.
+        :raises DeviceRemovedError: the device was removed.
+        :raises AffinityError: another event loop owns the channel; nothing was done.
         """
         state_machine = self._connected_state_machine("rdma_disconnect")
         state_machine.disconnect()
@@ -338,10 +386,11 @@ class Identifier(HandleResource[core.Identifier]):
             raise TimeoutError(f"disconnect: the peer did not answer within {duration(timeout_s)}") from None
 
     async def wait_disconnected(self) -> None:
-        """Wait until the peer or this side has disconnected, or it is closed.
+        """Wait until either end has disconnected, or the identifier is closed.
 
         :raises DeviceRemovedError: the device was removed.
-        :raises QueuePairStateError: it was not connected.
+        :raises QueuePairStateError: the identifier was not connected.
+        :raises AffinityError: another event loop owns the channel; nothing was done.
         """
         await self._connected_state_machine("rdma_get_cm_event").wait_disconnected()
 
@@ -354,7 +403,7 @@ class Identifier(HandleResource[core.Identifier]):
     def _validate(
         self, operation: str, state: CmState, qp: QueuePair, attributes: QpAttrs, private_data: "Buffer", limit: int
     ) -> tuple[CmStateMachine, bytes]:
-        """What can be seen before the peer is told anything."""
+        """Check the arguments of `connect` and `accept` before the peer is contacted."""
         state_machine = self._owned_state_machine(f"rdma_{operation}")
         state_machine.check(operation, state)
         check_queue_pair(qp, attributes)
@@ -363,5 +412,5 @@ class Identifier(HandleResource[core.Identifier]):
 
 
 def cm_state_machine_of(identifier: Identifier) -> CmStateMachine | None:
-    """What an identifier says and hears; None before it was opened."""
+    """Return the state machine of an identifier; None if the identifier was not opened."""
     return identifier._state_machine

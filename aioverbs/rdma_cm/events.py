@@ -1,4 +1,4 @@
-"""Events of librdmacm, taken by a channel's loop and told to whom they are about."""
+"""Events of librdmacm: read by the channel's event loop and passed to the identifier or listener that they concern."""
 
 import enum
 from pathlib import Path
@@ -13,11 +13,11 @@ from aioverbs.errors import ForkedProcessError, VerbsError
 __all__ = ["CmEventType", "Dispatcher", "EventChannel", "EventReceiver"]
 
 _CM_NODE = Path("/dev/infiniband/rdma_cm")
-_EVENTS_PER_ITERATION = 64  # events that are taken in one turn of the loop
+_EVENTS_PER_ITERATION = 64  # events read in one iteration of the loop
 
 
 class CmEventType(enum.IntEnum):
-    """What librdmacm tells: ``RDMA_CM_EVENT_*``."""
+    """Types of events: ``RDMA_CM_EVENT_*``."""
 
     ADDR_RESOLVED = 0
     ADDR_ERROR = 1
@@ -38,22 +38,22 @@ class CmEventType(enum.IntEnum):
 
 
 class EventReceiver(Protocol):
-    """Who is told of the events of an identifier."""
+    """Receiver of an identifier's events."""
 
     def on_event(self, event: core.Event) -> None:
-        """On the channel's loop."""
+        """Handle an event. Called on the channel's loop."""
 
     def fail(self, error: Exception) -> None:
-        """There will be no more events."""
+        """Handle the failure of the channel: no more events come."""
 
     def disconnect(self) -> None:
-        """The channel is about to be closed."""
+        """Start to disconnect: the channel is about to be closed."""
 
 
 class Dispatcher:
-    """Takes the events of a channel on the loop that opens it, and tells whom they are about.
+    """Reads the events of a channel on the loop that opens it, and passes each to its receiver.
 
-    It knows no user's object, so that those can be forgotten.
+    The dispatcher holds no user's objects, so that forgotten ones can be collected.
     """
 
     def __init__(self, channel: core.EventChannel) -> None:
@@ -64,12 +64,12 @@ class Dispatcher:
         self.loop.add_reader(self._fd, self._readable)
 
     def destroy(self) -> None:
-        """Hear no more."""
+        """Stop reading events."""
         if not self.loop.is_closed():
             self.loop.remove_reader(self._fd)
 
     def disconnect_all(self) -> None:
-        """Say goodbye to all peers at once, so that none has to be waited for by itself."""
+        """Start to disconnect from all peers at once, so that closing waits for them together."""
         for each in tuple(self.receivers.values()):
             each.disconnect()
 
@@ -77,7 +77,7 @@ class Dispatcher:
         for _ in range(_EVENTS_PER_ITERATION):
             try:
                 event = self._channel.take_event()
-            except ForkedProcessError:  # the parent's loop runs on in a child: these are the parent's events
+            except ForkedProcessError:  # a forked child that runs the parent's loop must not read the parent's events
                 return
             except VerbsError as error:
                 self.loop.remove_reader(self._fd)
@@ -96,9 +96,9 @@ class Dispatcher:
 
 
 class EventChannel(HandleResource[core.EventChannel]):
-    """What a `Channel` is for its identifiers."""
+    """Base of `Channel`, as identifiers and listeners use it."""
 
-    _dispatcher: Dispatcher  # from its opening on
+    _dispatcher: Dispatcher  # set by `_open`
 
     def _owner(self) -> Affinity | None:
         return owner_for(ThreadModel.SINGLE)

@@ -1,4 +1,4 @@
-"""Listeners: where peers ask for connections."""
+"""Listeners: accept connection requests of peers."""
 
 import weakref
 from collections import deque
@@ -19,7 +19,9 @@ __all__ = ["Listener"]
 
 
 class _ConnectRequests:
-    """Connections that were asked of a listener. Its life keeps this, and not the user's object."""
+    """Connection requests waiting at a listener. The lifecycle holds this object and not the user's `Listener`, so that
+    a forgotten listener can be collected.
+    """
 
     def __init__(self, handle: core.Identifier, channel: EventChannel, lifecycle: Lifecycle) -> None:
         self._handle = handle
@@ -27,13 +29,13 @@ class _ConnectRequests:
         self._dispatcher = channel._dispatcher
         self._lifecycle = lifecycle
         self._condition = lifecycle.condition()
-        self._pending: deque[Identifier] = deque()  # no more than the backlog: the kernel counts them
+        self._pending: deque[Identifier] = deque()  # at most `backlog`: the kernel counts them
         self._failure: Exception | None = None
         self.closed = False
         self._dispatcher.receivers[handle] = self
 
     def on_event(self, event: core.Event) -> None:
-        """On the channel's loop."""
+        """Handle an event of the listener. Called on the channel's loop."""
         if event.event_type == CmEventType.CONNECT_REQUEST:
             self._add_request(event)
         elif event.event_type == CmEventType.DEVICE_REMOVAL:
@@ -48,7 +50,7 @@ class _ConnectRequests:
         identifier = Identifier(channel, event)
         lifecycle_of(identifier).inherit_site(self._lifecycle)
         try:
-            open_part_now(identifier)  # nobody's fault that it is open, before somebody took it
+            open_part_now(identifier)  # the caller cannot have closed it: it was not returned yet
         except ClosedResourceError:  # the channel is being closed
             event.identifier.destroy()
             return
@@ -56,14 +58,20 @@ class _ConnectRequests:
         self._condition.notify()
 
     def fail(self, error: Exception) -> None:
-        """There are no more."""
+        """Report to the waiting caller that no more requests come."""
         self._failure = error
         self._condition.notify()
 
     def disconnect(self) -> None:
-        """Those who asked have no connection yet."""
+        """Do nothing: pending requests have no connection yet."""
 
     async def next_identifier(self) -> Identifier:
+        """Wait for the next request.
+
+        :raises StopAsyncIteration: the listener was closed.
+        :raises DeviceRemovedError: the device was removed.
+        :raises VerbsError: the channel cannot be read any more.
+        """
         await self._condition.wait_while(lambda: not (self._pending or self._failure or self.closed))
         if self.closed:
             raise StopAsyncIteration
@@ -75,26 +83,26 @@ class _ConnectRequests:
         return identifier
 
     async def drain(self) -> None:
-        """Those that nobody took are refused."""
+        """Reject the requests that were not returned to the caller."""
         self.closed = True
         self._condition.notify()
         while self._pending:
             await self._pending.popleft().aclose()
 
     def destroy(self) -> None:
-        """It is about to go."""
+        """Stop receiving events. The identifier is destroyed next."""
         self.closed = True
         self._dispatcher.receivers.pop(self._handle, None)
 
 
 class Listener(HandleResource[core.Identifier]):
-    """Where peers ask for connections: ``rdma_bind_addr`` and ``rdma_listen``. Made by `Channel.listener`.
+    """Listener for connection requests: ``rdma_bind_addr`` and ``rdma_listen``. Made by `Channel.listener`.
 
-    ``async for`` gives an `Identifier` for each, open, to `Identifier.accept`, `Identifier.reject` or close; those
-    stay when the listener is closed, which ends the loop. Those that nobody took by then are refused. Where the device
-    of its address is removed the loop ends by `DeviceRemovedError`.
+    ``async for`` returns an open `Identifier` for each request, to `Identifier.accept`, `Identifier.reject` or close.
+    Closing the listener ends the loop, rejects requests that were not returned, and leaves returned identifiers open.
+    If the device of the address is removed, the loop raises `DeviceRemovedError`.
 
-    Opening raises `VerbsError`, with EADDRINUSE, EADDRNOTAVAIL, or with ENODEV where no RDMA device has the address.
+    Opening raises `VerbsError` with EADDRINUSE or EADDRNOTAVAIL, or with ENODEV if no RDMA device has the address.
     """
 
     _requests: _ConnectRequests | None = None
@@ -113,7 +121,12 @@ class Listener(HandleResource[core.Identifier]):
         return self._channel.owner
 
     async def open(self) -> Self:
-        """Open it, after looking its name up."""
+        """Resolve the host and begin to listen.
+
+        :raises OSError: the name has no address.
+        :raises VerbsError: EADDRINUSE, EADDRNOTAVAIL, or ENODEV if no RDMA device has the address.
+        :raises ValueError: the port is not in 0..65535.
+        """
         if self._host is not None:
             self._bind_address = await look_up(self._host, self._port)
         return await super().open()
@@ -130,7 +143,7 @@ class Listener(HandleResource[core.Identifier]):
 
     @property
     def address(self) -> Address:
-        """Where it listens."""
+        """Address and port at which the listener listens."""
         address = self.handle.local_address
         assert address is not None
         return address

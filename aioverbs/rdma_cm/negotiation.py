@@ -1,4 +1,4 @@
-"""What two connection managers agree on for a queue pair, and what is made of that."""
+"""Queue pair attributes that two connection managers negotiate, and the checks before."""
 
 import errno
 
@@ -13,7 +13,8 @@ from aioverbs.types import Mtu, QpState, QpType
 
 __all__ = ["check_queue_pair", "negotiate"]
 
-# What librdmacm will say stands for itself here: whether the rest can be is seen before a peer is asked.
+# Placeholders for the attributes that librdmacm supplies later: with them the caller's attributes can be checked before
+# the peer is contacted.
 _PLACEHOLDERS = QpAttrs(
     av=AddressVector(dgid=bytes(15) + b"\1"),
     path_mtu=Mtu.MTU_256,
@@ -30,11 +31,11 @@ _PLACEHOLDERS = QpAttrs(
 
 
 def check_queue_pair(qp: QueuePair, attributes: QpAttrs) -> None:
-    """See that a queue pair can be connected, with these attributes.
+    """Check that rdma_cm can connect a queue pair with these attributes.
 
-    :raises ValueError: it is not of type RC.
-    :raises VerbsError: with EOPNOTSUPP where it is of the software device.
-    :raises TransitionError: it is in another state than RESET and INIT, or an attribute cannot be.
+    :raises ValueError: the queue pair is not of type RC.
+    :raises VerbsError: EOPNOTSUPP: the queue pair is of the software device.
+    :raises TransitionError: the queue pair is neither in RESET nor in INIT, or an attribute is not valid.
     """
     if qp.handle.context.software:
         advice = "the software device has no address: connect its queue pairs by QueuePair.connect"
@@ -54,11 +55,15 @@ def check_queue_pair(qp: QueuePair, attributes: QpAttrs) -> None:
 
 
 def negotiate(proposed: QpAttrs, overrides: QpAttrs, limits: Limits) -> QpAttrs:
-    """PURE: What the managers agreed on, such that nothing waits for ever, within the device's limits, and as given.
+    """PURE: Return the attributes for ibv_modify_qp: the negotiated ones, limited and overridden.
 
-    A peer's manager asks for up to 7 repetitions, which is for ever, and says nothing of how long one waits that finds
-    no receive, which then is 655 ms: connections made by hand have better ones, and so have these. No more reads are
-    under way than the peer said that it serves, whatever is given.
+    A peer's connection manager asks for up to 7 retries, which for RNR means for ever, and leaves the RNR timer at 0,
+    which means 655 ms. Here the retries are limited and the timer is that of `QueuePair.connect`, so that no request
+    waits for ever. Reads in flight never exceed the number that the peer serves, whatever `overrides` says.
+
+    :param proposed: attributes that ``rdma_init_qp_attr`` returns.
+    :param overrides: attributes that the caller sets.
+    :param limits: limits of the device's port.
     """
     agreed = proposed.copy()
     if "retry_cnt" in proposed:

@@ -1,4 +1,13 @@
-"""What two connection managers say to each other about an identifier, and what has become of it."""
+"""State machine of one identifier: waits for events of the connection manager, and moves the queue pair accordingly.
+
+active   NEW --resolve--> RESOLVED --connect--> CONNECTED
+         RESOLVED --peer rejects--> REJECTED --resolve or connect--> NEW (with a new rdma_cm_id)
+passive  REQUESTED --accept--> CONNECTED
+         REQUESTED --reject--> ENDED
+both     CONNECTED --disconnect--> DISCONNECTING --peer answers--> ENDED
+         CONNECTED --peer disconnects--> ENDED
+         any --error, timeout, cancellation, device removed--> FAILED
+"""
 
 import asyncio
 import contextlib
@@ -39,29 +48,29 @@ from aioverbs.types import AccessFlags, QpState, QpType
 __all__ = ["CmState", "CmStateMachine", "error_for_event"]
 
 _NO_ANSWER = "the peer did not answer"
-_DISCONNECT_TIMEOUT_S = 1.0  # the longest that closing waits for a peer to hear of it
+_DISCONNECT_TIMEOUT_S = 1.0  # limit of waiting for the peer's answer when closing
 
 
 class CmState(enum.Enum):
-    """How far an identifier has come."""
+    """States of an identifier."""
 
     NEW = "new"
     RESOLVED = "resolved"
     REQUESTED = "asked for by a peer"
     REJECTED = "rejected"
-    """By the peer that was asked: the kernel's identifier is used up, and another one may ask again."""
+    """The peer rejected the request. The rdma_cm_id is used up; a new one may connect."""
     CONNECTED = "connected"
     DISCONNECTING = "disconnecting"
     ENDED = "ended"
     FAILED = "failed"
 
 
-# What needs no answer: the address of a bonded interface moved, or the queue pair's number may be used again.
+# Events that need no action: the address of a bonded interface moved, or the queue pair's number may be used again.
 _IGNORED_EVENTS = {CmEventType.ADDR_CHANGE, CmEventType.TIMEWAIT_EXIT}
 
 
 def error_for_event(verb: str, event: core.Event) -> Exception:
-    """What is raised for an event that is not the one that was hoped for."""
+    """Return the exception for an event other than the expected one."""
     kind, number = event.event_type, abs(event.status)
     if kind == CmEventType.REJECTED:
         return ConnectionRejectedError(event.status, event.private_data)
@@ -77,12 +86,13 @@ def error_for_event(verb: str, event: core.Event) -> Exception:
 
 
 class CmStateMachine:
-    """An identifier's way from its making to its end. The identifier's life keeps this, and not the user's object.
+    """State machine of one identifier. The lifecycle holds this object and not the user's `Identifier`, so that a
+    forgotten identifier can be collected.
 
-    :param handle: of the identifier.
-    :param dispatcher: that of its channel.
-    :param bell: what those who wait are woken by.
-    :param stage: where it begins.
+    :param handle: handle of the identifier.
+    :param dispatcher: dispatcher of the channel, which passes events here.
+    :param condition: notified when the state changes or an event arrives.
+    :param state: initial state.
     """
 
     def __init__(
@@ -100,24 +110,24 @@ class CmStateMachine:
         self._busy = False
         self._timeout_cause = _NO_ANSWER
         self._closed = False
-        self._events: deque[core.Event] = deque()  # for who waits for one
+        self._events: deque[core.Event] = deque()  # events not yet expected by a step
         self._failure: Exception | None = None
-        self._qp: QueuePair | None = None  # one that left INIT for this connection
+        self._qp: QueuePair | None = None  # queue pair that this connection moved beyond INIT
         self._on_end: Callable[[Exception], object] | None = None
         self._disconnect_deadline = 0.0
         dispatcher.receivers[handle] = self
 
     def destroy(self) -> None:
-        """It is about to go: nothing is heard any more."""
+        """Stop receiving events. The identifier is destroyed next."""
         self._closed = True
         self._dispatcher.receivers.pop(self.handle, None)
         self._flush()
         self._condition.notify()
 
-    # ---- What is heard
+    # ---- Events
 
     def on_event(self, event: core.Event) -> None:
-        """On the channel's loop."""
+        """Handle an event. Called on the channel's loop."""
         if event.event_type == CmEventType.DEVICE_REMOVAL:
             self.fail(error_for_event("the connection", event))
         elif event.event_type not in _IGNORED_EVENTS:
@@ -127,7 +137,7 @@ class CmStateMachine:
         self._condition.notify()
 
     def fail(self, error: Exception) -> None:
-        """The device, or the channel, is gone."""
+        """Enter FAILED: the device or the channel is gone."""
         self._end(CmState.FAILED, error)
 
     def _handle_unexpected_events(self) -> None:
@@ -136,7 +146,7 @@ class CmStateMachine:
             was_connected = self.state in (CmState.CONNECTED, CmState.DISCONNECTING)
             if was_connected and event.event_type == CmEventType.DISCONNECTED:
                 if self.state is CmState.CONNECTED:
-                    with contextlib.suppress(VerbsError):  # the peer waits for no answer any more
+                    with contextlib.suppress(VerbsError):  # the peer may have stopped waiting for the answer
                         self.handle.disconnect()
                 self._end(CmState.ENDED)
             elif event.event_type not in (CmEventType.ESTABLISHED, CmEventType.DISCONNECTED):
@@ -152,9 +162,10 @@ class CmStateMachine:
         self._condition.notify()
 
     def watch(self, on_end: Callable[[Exception], object] | None) -> None:
-        """Call this with the cause when the peer or the device is gone. It ends the queue pair then, this does not.
+        """Call `on_end` with the cause when the peer disconnects or the device is gone. The callback then moves the
+        queue pair to ERR; the state machine does not.
 
-        :param when_over: None: as if nobody had watched.
+        :param on_end: the callback; None: stop watching, the state machine moves the queue pair to ERR again.
         """
         self._on_end = on_end
         if on_end is not None and self.state in (CmState.ENDED, CmState.FAILED):
@@ -164,7 +175,7 @@ class CmStateMachine:
         return self._failure or BrokenResourceError("the peer disconnected")
 
     def _flush(self) -> None:
-        """Whoever waits for the peer on its queue pair waits no longer."""
+        """Move the queue pair to ERR, so that requests waiting for the peer end."""
         qp, self._qp = self._qp, None
         if qp is not None:
             self._to_error(qp)
@@ -173,21 +184,28 @@ class CmStateMachine:
         try:
             if qp.query().qp_state not in (QpState.RESET, QpState.ERR):
                 qp.to_error()
-        except ConcurrentAccessError:  # a thread is inside of a domain that any may use
+        except ConcurrentAccessError:  # a thread is inside a verb on the unlocked domain: retry soon
             self._dispatcher.loop.call_soon(self._to_error, qp)
-        except BusyResourceError:  # another thread changes its state: when that is over
+        except BusyResourceError:  # a modify is in flight in a thread: retry after it
             work = qp_work_state_of(qp)
             assert work is not None
             assert work.send_queue is not None
             work.send_queue.when_resumed(self._dispatcher.loop, functools.partial(self._to_error, qp))
         except (ClosedResourceError, VerbsError, AffinityError):
-            return  # it is closed, its device is lost, or who ends this took over from a loop that is gone
+            return  # closed, or the device is lost, or another loop took over after this one was closed
 
-    # ---- What is said
+    # ---- Steps
 
     @contextlib.asynccontextmanager
     async def step(self, operation: str, needed: CmState, timeout_s: float | None) -> AsyncIterator[None]:
-        """Go from a stage to another one; what fails, is cancelled or takes too long ends the conversation."""
+        """Run the body as one step from the state `needed`. An error, cancellation or timeout in the body enters
+        FAILED, a rejection by the peer REJECTED.
+
+        :param operation: name of the step for messages.
+        :param timeout_s: limit in seconds; None: no limit.
+        :raises TimeoutError: the limit passed.
+        :raises QueuePairStateError: as `check`; so are BrokenResourceError and BusyResourceError.
+        """
         self.check(operation, needed)
         self._busy = True
         limit = asyncio.timeout(timeout_s)
@@ -207,11 +225,13 @@ class CmStateMachine:
             self._handle_unexpected_events()
 
     def check(self, operation: str, needed: CmState) -> None:
-        """See that it is at a stage, and that nothing else is under way. One that was rejected may begin anew.
+        """Check that the state is `needed` and no other step is in flight. A rejected identifier may resolve or connect
+        again.
 
-        :raises QueuePairStateError: it is at another one.
-        :raises BrokenResourceError: it failed.
-        :raises BusyResourceError: another step is under way.
+        :param operation: name of the step for messages.
+        :raises QueuePairStateError: the state is another one.
+        :raises BrokenResourceError: an earlier step failed.
+        :raises BusyResourceError: another step is in flight.
         """
         if self._busy:
             raise BusyResourceError(f"{operation}: another call is under way on this identifier")
@@ -222,10 +242,11 @@ class CmStateMachine:
         raise QueuePairStateError(f"{operation}: it is {self.state.value}, and is to be {needed.value} for that")
 
     async def expect(self, kind: CmEventType, verb: str) -> core.Event:
-        """The next event, which is to be of that kind.
+        """Wait for the next event, and check that it is of type `kind`.
 
-        :raises ClosedResourceError: it was closed meanwhile.
-        :raises Exception: `error_of` another event.
+        :param verb: the verb named in errors.
+        :raises ClosedResourceError: the identifier was closed meanwhile.
+        :raises Exception: another event arrived, as `error_for_event` converts it, or the identifier failed.
         """
         await self._condition.wait_while(lambda: not (self._events or self._failure or self._closed))
         self._check_usable(verb)
@@ -241,13 +262,16 @@ class CmStateMachine:
             raise self._failure
 
     def check_device(self, qp: QueuePair) -> None:
-        """See that a queue pair is of the device that this leads to."""
+        """Check that a queue pair belongs to the device that reaches the peer.
+
+        :raises ValueError: the queue pair is of another device.
+        """
         name = self.handle.device_name
         if name != qp.handle.context.name:
             raise ValueError(f"{qp!r} is of {qp.handle.context.name}, and the peer is reached by {name}")
 
     def to_init(self, qp: QueuePair, access: AccessFlags | None) -> None:
-        """Take a queue pair to INIT, where it can have receives."""
+        """Move the queue pair to INIT, in which receives can be posted."""
         proposed = self.handle.init_qp_attr(QpState.INIT)
         changes = QpAttrs(pkey_index=proposed.get("pkey_index", 0), port_num=proposed.get("port_num", 1))
         if access is not None:
@@ -255,12 +279,14 @@ class CmStateMachine:
         qp.to_init(**changes)
 
     async def to_rts(self, qp: QueuePair, overrides: QpAttrs) -> QpAttrs:
-        """Take it to RTS, by what the managers agreed on; what it was given.
+        """Move the queue pair to RTS with the negotiated attributes.
 
-        The event loop goes on meanwhile, as with `QueuePair.establish`, but a cancellation does not wait for the verb.
+        The event loop runs on meanwhile, as with `QueuePair.establish`. A cancellation does not wait for the verb.
 
-        :raises ClosedResourceError: it was closed meanwhile.
-        :raises Exception: the conversation failed meanwhile, by this.
+        :param overrides: attributes that the caller sets.
+        :returns: the attributes that were applied.
+        :raises ClosedResourceError: the identifier was closed meanwhile.
+        :raises Exception: the failure that ended the identifier meanwhile.
         """
         limits = limits_for(qp, self.handle.port_num)
         self._qp = qp
@@ -279,13 +305,13 @@ class CmStateMachine:
         return applied
 
     def mark_connected(self) -> None:
-        """It is. What the peer said since is found when the step ends."""
+        """Enter CONNECTED. Events that arrived meanwhile are handled when the step ends."""
         self.state = CmState.CONNECTED
 
-    # ---- How it ends
+    # ---- Disconnecting
 
     def disconnect(self) -> None:
-        """Flush the queue pair and tell the peer, if it is connected."""
+        """Move the queue pair to ERR and notify the peer, if connected."""
         if self.state is not CmState.CONNECTED:
             return
         self.state = CmState.DISCONNECTING
@@ -293,11 +319,14 @@ class CmStateMachine:
         self._flush()
         try:
             self.handle.disconnect()
-        except VerbsError:  # the peer did already, or the device is gone: an event tells
+        except VerbsError:  # the peer disconnected before, or the device is gone; an event reports which
             self._end(CmState.ENDED)
 
     async def wait_disconnected(self) -> None:
-        """Until it is not connected any more, whoever ended that."""
+        """Wait until the identifier is not connected any more.
+
+        :raises DeviceRemovedError: the device was removed.
+        """
         await self._condition.wait_while(
             lambda: self.state in (CmState.CONNECTED, CmState.DISCONNECTING) and not self._closed
         )
@@ -305,7 +334,7 @@ class CmStateMachine:
             raise self._failure
 
     async def drain(self) -> None:
-        """Let the peer hear of it, for a while."""
+        """Disconnect and wait at most `_DISCONNECT_TIMEOUT_S` for the peer's answer."""
         self.disconnect()
         with anyio.move_on_after(max(0.0, self._disconnect_deadline - time.monotonic())):
             await self._condition.wait_while(lambda: self.state is CmState.DISCONNECTING)

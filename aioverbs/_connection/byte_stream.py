@@ -1,4 +1,4 @@
-"""Bytes without bounds, over messages."""
+"""Byte stream over messages."""
 
 from collections.abc import Callable
 
@@ -13,26 +13,31 @@ __all__ = ["MessageByteStream"]
 class MessageByteStream(ByteStream):
     """An `anyio.abc.ByteStream` over a stream of messages. Made by `Connection.as_byte_stream`.
 
-    :param messages: what it goes over; closing this closes that.
-    :param piece: what is sent in one message, in bytes, at most.
-    :param check: called with a method's name; it raises where that is not to be called here.
+    :param messages: the stream of messages; closing the byte stream closes it.
+    :param max_piece: size of the largest message sent, in bytes.
+    :param check: called with the name of a method; raises if the caller may not call it.
     """
 
     def __init__(self, messages: ObjectStream[bytes], max_piece: int, check: Callable[[str], None]) -> None:
         self._messages = messages
         self._max_piece = max_piece
         self._check = check
-        self._remaining = memoryview(b"")  # of a message that came
+        self._remaining = memoryview(b"")  # rest of the last message
         self._receiving = False
 
     async def receive(self, max_bytes: int = 65536) -> bytes:
-        """As many bytes as there are, up to so many.
+        """Receive the bytes that are available, waiting for at least one. A cancelled call loses nothing.
 
+        :param max_bytes: largest number of bytes to return, 1 or more.
         :raises anyio.EndOfStream: the peer sends no more.
+        :raises BusyResourceError: another task is receiving.
+        :raises BrokenResourceError: the connection is broken.
+        :raises ClosedResourceError: the connection is closed.
+        :raises AffinityError: another event loop owns the connection.
         """
         if max_bytes < 1:
             raise ValueError(f"max_bytes is 1 or more, not {max_bytes}")
-        self._check("receive")  # what is left of a message is not asked of the stream below
+        self._check("receive")  # checked here, as the rest of a message does not reach the stream below
         if self._receiving:
             raise BusyResourceError("another task is receiving from this stream already")
         self._receiving = True
@@ -50,24 +55,31 @@ class MessageByteStream(ByteStream):
         return data
 
     async def send(self, item: bytes) -> None:
-        """Send bytes."""
+        """Send all bytes, in pieces. If the call is cancelled, some pieces may have been sent.
+
+        :param item: the bytes.
+        :raises BrokenResourceError: the connection is broken.
+        :raises ClosedResourceError: the connection is closed, or `send_eof` was called.
+        :raises AffinityError: another event loop owns the connection.
+        """
         if len(item) <= self._max_piece:
             if item:
                 await self._messages.send(item)
             return
         view = memoryview(item)
         for offset in range(0, len(view), self._max_piece):
-            await self._messages.send(view[offset : offset + self._max_piece])  # type: ignore[arg-type]  # which takes any buffer
+            # send takes any buffer
+            await self._messages.send(view[offset : offset + self._max_piece])  # type: ignore[arg-type]
 
     async def send_eof(self) -> None:
-        """Send no more."""
+        """Notify the peer that no more bytes follow."""
         await self._messages.send_eof()
 
     async def aclose(self) -> None:
-        """Close what it goes over."""
+        """Close the stream of messages."""
         await self._messages.aclose()
 
     @property
-    def extra_attributes(self):  # type: ignore[no-untyped-def]  # anyio says it at its base
-        """Those of what it goes over."""
+    def extra_attributes(self):  # type: ignore[no-untyped-def]  # untyped at its base in anyio
+        """Typed attributes of the stream of messages."""
         return self._messages.extra_attributes

@@ -1,4 +1,6 @@
-"""Queue pairs that rdma_cm connects: the handshake goes over them, and it tells of the peer's end."""
+"""Control channel of a queue pair that rdma_cm connects: the handshake goes over the queue pair, events of rdma_cm
+report the loss of the peer.
+"""
 
 import errno
 import ipaddress
@@ -23,11 +25,13 @@ from aioverbs.rdma_cm.cm_id import Identifier, cm_state_machine_of, look_up
 __all__ = ["CM_UNAVAILABLE_ERRORS", "CmControlChannel", "SharedChannel", "resolve"]
 
 CM_UNAVAILABLE_ERRORS = (LibraryNotFoundError, UnreachableError, ConnectionRejectedError)
-"""What says that a peer is not to be had by rdma_cm; it may be by TCP."""
+"""Errors after which a peer that rdma_cm does not reach may still be reached by TCP."""
 
 
 class SharedChannel:
-    """A channel that is closed with the last who uses it. Who makes it is one of those, once it is open."""
+    """Event channel with a reference count; releasing the last reference closes the channel. `open` makes the first
+    reference.
+    """
 
     def __init__(self) -> None:
         self.channel = Channel()
@@ -37,26 +41,26 @@ class SharedChannel:
         """Open the channel.
 
         :raises LibraryNotFoundError: librdmacm is not installed.
-        :raises VerbsError: the kernel's module is not loaded.
+        :raises VerbsError: the kernel module rdma_ucm is not loaded.
         """
         await open_part(self.channel)
 
     def acquire(self) -> None:
-        """One more uses it."""
+        """Add a reference."""
         self._users += 1
 
     async def release(self) -> None:
-        """One of them does not any more."""
+        """Drop a reference, and close the channel with the last one."""
         self._users -= 1
         if not self._users:
             await self.channel.aclose()
 
 
 class CmControlChannel:
-    """A queue pair and its identifier, as a line of a connection.
+    """Control channel of a queue pair and its rdma_cm identifier.
 
-    :param identifier: open; this closes it.
-    :param channel: that it is of; this has used it already.
+    :param identifier: open identifier; closed with this object.
+    :param shared_channel: channel of the identifier; the caller has acquired a reference, which this object releases.
     """
 
     def __init__(self, identifier: Identifier, shared_channel: SharedChannel) -> None:
@@ -66,21 +70,21 @@ class CmControlChannel:
         self._message_channel: MessageChannel | None = None
 
     async def connect(self, message_channel: MessageChannel, **attributes: Unpack[QpAttrs]) -> None:
-        """Connect the queue pair: of who asks.
+        """Connect the queue pair, as the initiator.
 
-        :raises ConnectionRejectedError: nobody listens there, or who does refused.
+        :raises ConnectionRejectedError: the peer rejected the connection or has no listener.
         :raises UnreachableError: the peer does not answer.
         """
         self._message_channel = message_channel
         await self.identifier.connect(message_channel.qp, timeout_s=None, **attributes)
 
     async def accept(self, message_channel: MessageChannel, **attributes: Unpack[QpAttrs]) -> None:
-        """Connect the queue pair: of who is asked."""
+        """Connect the queue pair, as the listener."""
         self._message_channel = message_channel
         await self.identifier.accept(message_channel.qp, timeout_s=None, **attributes)
 
     async def send(self, data: bytes) -> None:
-        """Say something.
+        """Send a message of the handshake over the queue pair.
 
         :raises QueuePairStateError: the queue pair is not connected yet.
         """
@@ -89,16 +93,16 @@ class CmControlChannel:
         await self._message_channel.send_handshake(data)
 
     async def receive(self) -> bytes:
-        """The peer's next message."""
+        """Receive the peer's next message of the handshake."""
         assert self._message_channel is not None
         return await self._message_channel.receive_handshake()
 
     def watch(self, on_lost: Callable[[Exception], object]) -> None:
-        """Call this when the peer has disconnected, or the device was removed; it ends the queue pair."""
+        """Call `on_lost` when the peer has disconnected or the device was removed. The callback ends the queue pair."""
         self._watch(on_lost)
 
     def unwatch(self) -> None:
-        """Call nobody any more."""
+        """Stop watching: the callback is not called any more."""
         self._watch(None)
 
     def _watch(self, on_lost: Callable[[Exception], object] | None) -> None:
@@ -107,19 +111,19 @@ class CmControlChannel:
             state_machine.watch(on_lost)
 
     def address(self, which: str) -> Address | None:
-        """Its own address, `sockname`, or the peer's, `peername`."""
+        """Return the local address for ``"sockname"``, the peer's for ``"peername"``."""
         if self.identifier.closed:
             return None
         return self.identifier.local_address if which == "sockname" else self.identifier.peer_address
 
     def abort(self) -> None:
-        """Tell the peer that it is over."""
+        """Disconnect without waiting for the peer."""
         state_machine = cm_state_machine_of(self.identifier)
         if state_machine is not None and not self.identifier.closed:
             state_machine.disconnect()
 
     async def aclose(self) -> None:
-        """Disconnect, and close the identifier, and the channel, where this is cancelled, too."""
+        """Disconnect, and close the identifier and its reference to the channel, even if cancelled."""
         try:
             await self.identifier.aclose()
         finally:
@@ -129,7 +133,9 @@ class CmControlChannel:
 
 
 def _source_address(gid: bytes, peer: Address) -> str | None:
-    """The address of a port that a peer is to be reached from: over Ethernet its GID has it."""
+    """Return the IP address to connect from, taken from the GID of the port (RoCE); None if the GID has none that fits
+    the peer's address family.
+    """
     address = ipaddress.IPv6Address(gid)
     if address.ipv4_mapped is not None and ":" not in peer[0]:
         return str(address.ipv4_mapped)
@@ -137,24 +143,25 @@ def _source_address(gid: bytes, peer: Address) -> str | None:
 
 
 async def resolve(host: str, port: int, context: handles.Context, gid: bytes) -> CmControlChannel:
-    """Find the way to a peer, from a port.
+    """Resolve the address of a peer and the route from a given port.
 
-    :param context: of its device.
-    :param gid: its GID.
+    :param context: context of the port's device.
+    :param gid: GID of the port.
     :raises LibraryNotFoundError: librdmacm is not installed.
-    :raises UnreachableError: there is no way, or another device leads there.
+    :raises UnreachableError: no route, or the route uses another device.
     """
     device = context.name
     shared_channel = SharedChannel()
     try:
         await shared_channel.open()
-    except VerbsError as error:  # the kernel's module is not loaded
+    except VerbsError as error:  # the kernel module rdma_ucm is not loaded
         raise UnreachableError(error.verb, error.errno, error.advice) from error
     identifier = shared_channel.channel.identifier()
     try:
         await open_part(identifier)
         address = await look_up(host, port)
-        if ipaddress.ip_address(address[0].partition("%")[0]).is_loopback:  # from another address nobody answers there
+        # a loopback address is not reachable from another source address
+        if ipaddress.ip_address(address[0].partition("%")[0]).is_loopback:
             raise UnreachableError("rdma_resolve_addr", errno.ENODEV)
         source = _source_address(gid, address)
         await identifier.resolve(host, port, source=source, timeout_s=None)

@@ -1,22 +1,24 @@
-"""PURE: how many messages one end of a connection may send, so that the other one has a receive for each."""
+"""PURE: flow control by credits, so that a receive is posted at the peer for each message sent."""
 
 __all__ = ["MAX_CREDITS", "RESERVED_CREDITS", "Credits"]
 
 MAX_CREDITS = 1023
-"""As many as a message can give back."""
+"""Largest number of credits that one message can return."""
 
 RESERVED_CREDITS = 1
-"""The last credit is kept for a message that gives credits back: or both ends could wait for each other's."""
+"""Credits reserved for a message that returns credits. Without the reserve both ends could wait for each other's
+credits.
+"""
 
 
 class Credits:
-    """The credits of one end: those that it has from the peer, and those that it owes it.
+    """Credits of one end: those that it may use, and those that it owes the peer.
 
-    A credit is a receive that the peer has posted; each message takes one. It comes back with a later message of the
-    peer's, or, where the peer has none to send, with one that has nothing else in it.
+    A credit stands for a receive that the peer has posted. Each message uses one. The peer returns credits with its
+    next message, or with a message of kind CREDITS if it has none to send.
 
-    :param theirs: receives that the peer keeps posted.
-    :param ours: those that this end keeps posted.
+    :param peer_receives: number of receives that the peer keeps posted, 3..1023.
+    :param own_receives: number of receives that this end keeps posted, 3..1023.
     """
 
     __slots__ = ("_peer_credits", "_peer_receives", "_update_threshold", "available", "owed")
@@ -26,23 +28,24 @@ class Credits:
             if not 3 <= count <= MAX_CREDITS:
                 raise ValueError(f"an end of a connection has from 3 to {MAX_CREDITS} receives posted, not {count}")
         self._peer_receives = peer_receives
-        self._peer_credits = own_receives  # messages that the peer may send, for all that it was given back
-        self._update_threshold = (own_receives + 1) // 2  # at least 2, else updates would never stop
-        self.available = peer_receives  # messages that may be sent
-        self.owed = 0  # of the peer's: those that were taken in and not given back
+        self._peer_credits = own_receives  # messages that the peer may send with the credits it has
+        # at least 2, else each update would cause another one for ever
+        self._update_threshold = (own_receives + 1) // 2
+        self.available = peer_receives  # messages that this end may send
+        self.owed = 0  # credits of consumed messages, not yet returned to the peer
 
     @property
     def sendable(self) -> bool:
-        """Whether there is one for a message of the user's."""
+        """Whether a message of the user may be sent."""
         return self.available > RESERVED_CREDITS
 
     @property
     def update_due(self) -> bool:
-        """Whether the peer is owed so many that it is to be told without waiting for a message; and can be."""
+        """Whether enough credits are owed to send a message of kind CREDITS, and one is available for it."""
         return self.owed >= self._update_threshold and self.available > 0
 
     def take(self) -> int:
-        """For a message that is sent: what it gives back."""
+        """Use a credit for a message to be sent; return the number of credits that the message returns to the peer."""
         assert self.available > 0
         self.available -= 1
         owed, self.owed = self.owed, 0
@@ -50,31 +53,34 @@ class Credits:
         return owed
 
     def undo_take(self, returned: int) -> None:
-        """The message was not sent."""
+        """Undo `take`: the message was not sent.
+
+        :param returned: number that `take` returned.
+        """
         self.available += 1
         self.owed += returned
-        self._peer_credits -= returned  # nothing has arrived since they were taken
+        self._peer_credits -= returned  # no message has arrived since `take`
 
     def add(self, count: int) -> None:
-        """The peer gave so many back.
+        """Add credits that the peer returned.
 
-        :raises ValueError: those are more than it had.
+        :raises ValueError: the peer returns more credits than were used.
         """
         if self.available + count > self._peer_receives:
             raise ValueError(f"it gives back {count} credits and had {self._peer_receives - self.available}")
         self.available += count
 
     def on_message(self) -> None:
-        """A message of the peer's came. Each is `consumed` later, once: so no more of them lie here, or are owed, than
-        there are credits, whatever the peer sends.
+        """Account for a message that arrived. Each is `on_consumed` later, exactly once. So the messages waiting here
+        and the credits owed are together never more than the receives, whatever the peer sends.
 
-        :raises ValueError: it had no credit for that.
+        :raises ValueError: the peer had no credit for the message.
         """
         if self._peer_credits <= 0:
             raise ValueError("it sends a message for which it has no credit")
         self._peer_credits -= 1
 
     def on_consumed(self) -> bool:
-        """A message that arrived was taken in, and its receive is posted again; whether an update is due now."""
+        """Account for a message whose receive is posted again, and return whether an update is due."""
         self.owed = owed = self.owed + 1
         return owed >= self._update_threshold and self.available > 0

@@ -1,4 +1,4 @@
-"""Memory that one end of a connection lets the other reach, and takes back."""
+"""Grants: memory that one end of a connection lets the other access, and revokes."""
 
 import asyncio
 from collections import deque
@@ -29,23 +29,26 @@ _NUMBER_COUNT = 1 << 16
 
 
 def has_windows(context: handles.Context) -> bool:
-    """Whether a device has memory windows of type 2."""
+    """Return whether a device has memory windows of type 2."""
     return bool(context.attributes.device_cap_flags & _WINDOW_FLAGS)
 
 
 def _can_use_window(context: handles.Context, memory: RegionSlice) -> bool:
-    """Whether a window of type 2 grants this memory, and no more than that."""
+    """Return whether a memory window of type 2 can grant exactly this memory."""
     if not has_windows(context) or not memory.region.access & AccessFlags.MW_BIND:
         return False
-    # soft-RoCE checks the bounds of a window's region in place of the window's own.
+    # soft-RoCE checks the bounds of the window's region and not those of the window.
     return not is_soft_roce(context) or len(memory) == len(memory.region)
 
 
 class Grant:
-    """Memory of this end that the peer may reach. Made by `Connection.grant`.
+    """Memory of this end that the peer may access. Made by `Connection.grant`; ``async with`` revokes it at the end.
 
-    :param remote: what the peer reaches it by.
-    :param access: what it may do there.
+    :param number: number of the grant in the messages of the connection, 0..65535.
+    :param remote: address, length and key that the peer uses.
+    :param access: what the peer may do.
+    :param key: the memory window or registration that carries the key.
+    :param grants: all grants of the connection.
     """
 
     def __init__(
@@ -56,8 +59,8 @@ class Grant:
         self._number = number
         self._key = key
         self._grants = grants
-        self._acknowledged: asyncio.Future[None] | None = None  # the peer's word, since it was told of the revocation
-        self._closing: asyncio.Task[None] | None = None  # the key from it
+        self._acknowledged: asyncio.Future[None] | None = None  # the peer's acknowledgement, once REVOKE is sent
+        self._closing: asyncio.Task[None] | None = None  # closes the key
 
     def __repr__(self) -> str:
         state = "revoked" if self.revoked else "granted"
@@ -65,18 +68,22 @@ class Grant:
 
     @property
     def revoked(self) -> bool:
-        """Whether the peer reaches it no more."""
+        """Whether the peer's access has ended."""
         return self._key.closed
 
     async def revoke(self, *, timeout_s: float = 5.0) -> None:
-        """Take it back. When this returns no access of the peer's is under way or can come.
+        """Revoke the grant. When this returns, no access by the peer is in flight and none can follow.
 
-        The peer is told first, and what it asked for until then is done: nothing else of the connection is disturbed.
-        Where it does not answer in time, or this is cancelled, the key is taken from it all the same; should it use it
-        then, the device refuses that and breaks the connection.
+        First the peer is asked to stop, and its accesses in flight complete, so that nothing else on the connection is
+        disturbed. If the peer does not acknowledge within `timeout_s`, or this call is cancelled, the key is
+        invalidated all the same; if the peer then uses the key, its device gets an error and the connection breaks.
+        Revoking twice has no effect.
 
-        :raises AffinityError: another event loop than the connection's is running; nothing was done.
-        :raises BrokenResourceError: the connection is broken; the peer has the key no more.
+        :param timeout_s: limit in seconds of waiting for the peer's acknowledgement.
+        :raises AffinityError: another event loop owns the connection; nothing was done.
+        :raises BrokenResourceError: the connection is broken; the key is invalidated.
+        :raises ClosedResourceError: the connection is closed; the key is invalidated.
+        :raises VerbsError: the key could not be invalidated; the connection breaks.
         """
         await self._grants.revoke(self, timeout_s)
 
@@ -89,7 +96,7 @@ class Grant:
         if error is None:
             await self.revoke()
             return
-        # What went wrong in the block is what the caller is to hear of.
+        # The exception of the block has priority; a failure to revoke becomes a note on that exception.
         try:
             await self.revoke()
         except Exception as revoke_error:
@@ -97,10 +104,11 @@ class Grant:
 
 
 class RemoteGrant:
-    """Memory of the peer's that this end may reach, until the peer revokes it. Parts are taken by slices.
+    """Memory of the peer that this end may access until the peer revokes the grant. Slices select parts:
+    ``grant[8:16]``.
 
-    :param remote: what it is reached by.
-    :param access: what may be done there.
+    :param remote: address, length and key of the memory.
+    :param access: what this end may do.
     """
 
     def __init__(self, remote: RemoteRegion, access: AccessFlags) -> None:
@@ -119,31 +127,40 @@ class RemoteGrant:
 
 
 class Grants:
-    """What the two ends of a connection granted each other. The connection's life keeps this.
+    """All grants of a connection, in both directions. The lifecycle holds this object and not the user's `Connection`.
 
+    Revoking, with this end as the granter:
+
+        granter                                      peer
+        REVOKE number        ->
+                                                     marks the grant as revoked, posts no more accesses
+                             <-                      REVOKED number, fenced: after all earlier reads and atomics
+        closes the key, reuses the number
+
+    :param channel: the message channel of the connection.
     :param base: the protection domain.
-    :param most: how many the peer may have granted at once.
+    :param max_grants: number of the peer's grants that may exist at once.
     """
 
     def __init__(self, channel: MessageChannel, base: handles.ProtectionDomain, max_grants: int) -> None:
         self._channel = channel
         self._base = base
         self._max_grants = max_grants
-        # By number: what becomes of the peer's word, from a revocation on. A number is free again when the peer let go
-        # of what it stood for, or never heard of it: before that it would take another grant for this one.
+        # By number: None, or once REVOKE is sent the future of the peer's acknowledgement. A number is free again when
+        # the peer has acknowledged, or was never notified of the grant. Until then the peer would take a new grant of
+        # that number for this one.
         self._local_grants: dict[int, asyncio.Future[None] | None] = {}
         self._last_number = 0
         self._remote_grants: dict[int, RemoteGrant] = {}  # by number
-        self.revoked: dict[int, RemoteGrant] = {}  # by rkey: the latest of those that the peer took back
-        self._unread: deque[RemoteGrant] = (
-            deque()
-        )  # those that nobody asked for yet, at most twice as many as are granted
+        self.revoked: dict[int, RemoteGrant] = {}  # by rkey: the grants that the peer revoked last
+        # grants not yet returned by `receive`, at most 2 * `max_grants`
+        self._unread: deque[RemoteGrant] = deque()
         self._waiter: asyncio.Future[None] | None = None
 
-    # ---- What is granted here
+    # ---- Grants of this end
 
     async def grant(self, owner: Resource, memory: RegionSlice, access: AccessFlags) -> Grant:
-        """Let the peer reach memory."""
+        """Let the peer access memory: `Connection.grant`."""
         self._channel.check_caller("grant")
         access = AccessFlags(access)
         if not access or access & ~_REMOTE_ACCESS:
@@ -151,14 +168,14 @@ class Grants:
         if not len(memory):
             raise ValueError("no bytes cannot be granted")
         number = self._number()
-        self._local_grants[number] = None  # from here on it is nobody else's
+        self._local_grants[number] = None  # reserves the number
         key: MemoryWindow | MemoryRegion | None = None
         try:
             key, remote = await self._make_key(owner, memory, access)
             notice = GrantNotice(remote.address, remote.length, remote.rkey, access)
             await self._channel.send_frame(FrameKind.GRANT, number, notice.pack())
         except BaseException:
-            # Whether the peer heard of it is known: where it did not, nobody has the key.
+            # A cancelled `send_frame` has sent nothing, so the peer does not have the key.
             del self._local_grants[number]
             if key is not None:
                 await wait_uncancelled(self._close_key(key))
@@ -176,10 +193,11 @@ class Grants:
     async def _make_key(
         self, owner: Resource, memory: RegionSlice, access: AccessFlags
     ) -> tuple[MemoryWindow | MemoryRegion, RemoteRegion]:
-        # A window goes with this queue pair and without touching the region. Else the memory is registered once more.
+        # A memory window belongs to this queue pair and leaves the region untouched. Otherwise the memory is registered
+        # once more.
         if _can_use_window(self._base.context, memory):
             window = await open_part(MemoryWindow(owner, self._base, MwType.TYPE_2))
-            try:  # a window is not destroyed while it is being bound
+            try:  # a window must not be destroyed while the bind is in flight
                 return window, await wait_uncancelled(self._channel.qp.bind_window(window, memory, access))
             except BaseException:
                 await wait_uncancelled(window.aclose())
@@ -192,8 +210,8 @@ class Grants:
         return region, region.remote()
 
     async def revoke(self, grant: Grant, timeout_s: float) -> None:
-        """Have the peer let go of it; then take the key."""
-        self._channel.check_caller("revoke")  # before anything: the key is taken whatever happens after this
+        """Ask the peer to stop using the grant, then close the key."""
+        self._channel.check_caller("revoke")  # first, because from here on the key is closed in every case
         key = grant._key
         if key.closed:
             return
@@ -201,32 +219,32 @@ class Grants:
             acknowledged = grant._acknowledged
             if acknowledged is None:
                 self._channel.check_usable()
-                # It goes to the peer as soon as it can, whatever becomes of who waits here: by the answer the number is
-                # free again.
+                # REVOKE is sent even if this caller is cancelled: the acknowledgement frees the number.
                 acknowledged = grant._acknowledged = self._local_grants[grant._number] = running_loop().create_future()
                 self._channel.send_control(FrameKind.REVOKE, grant._number)
             with anyio.move_on_after(timeout_s):
                 await asyncio.wait([acknowledged])
         finally:
             if grant._closing is None or (grant._closing.done() and not key.closed):
-                grant._closing = running_loop().create_task(self._close_key(key))  # one for all who revoke it
+                # shared by all callers that revoke this grant
+                grant._closing = running_loop().create_task(self._close_key(key))
             await wait_uncancelled(grant._closing)
         if acknowledged.done():
             acknowledged.result()
 
     async def _close_key(self, key: MemoryWindow | MemoryRegion) -> None:
-        # By a verb, which unbinds a window, too. Not by a request to invalidate it: that would wait in the send queue
-        # behind messages that the peer does not acknowledge, for as long as it likes.
+        # Close the key by a verb, which also unbinds a window. A local-invalidate request would wait in the send queue
+        # behind messages that the peer may not acknowledge for any time.
         try:
             await key.aclose()
-        except VerbsError as error:  # a window of type 2 is of no use where its queue pair has ended
+        except VerbsError as error:  # end the queue pair, and with it windows of type 2
             self._channel.fail(f"a grant could not be taken back: {error}", error)
             raise
 
-    # ---- What the peer granted
+    # ---- Grants of the peer
 
     async def receive(self) -> RemoteGrant:
-        """The next that was not asked for yet."""
+        """Wait for the next grant of the peer: `Connection.receive_grant`."""
         self._channel.check_caller("receive_grant")
         while not self._unread:
             if self._channel.broken is not None or self._channel.closed:
@@ -239,16 +257,19 @@ class Grants:
         return self._unread.popleft()
 
     def check(self, remote: RemoteRegion) -> None:
-        """See that it was not revoked.
+        """Check that the peer has not revoked the grant with this key.
 
-        :raises GrantRevokedError: it was.
+        :raises GrantRevokedError: the peer has revoked the grant.
         """
         grant = self.revoked.get(remote.rkey)
         if grant is not None:
             raise GrantRevokedError(f"the peer revoked its grant of {grant.remote!r}")
 
     def on_frame(self, kind: FrameKind, number: int, data: bytes) -> None:
-        """The peer's word."""
+        """Handle a frame of kind GRANT, REVOKE, REVOKED or END.
+
+        :raises ValueError: the frame violates the protocol.
+        """
         if kind is FrameKind.GRANT:
             self._on_grant(number, GrantNotice.parse(data))
             return
@@ -271,7 +292,7 @@ class Grants:
             if acknowledged is None:
                 raise ValueError(f"it lets go of grant {number}, which was not revoked")
             del self._local_grants[number]
-            if not acknowledged.done():  # nobody has cancelled it
+            if not acknowledged.done():  # not cancelled with its loop
                 acknowledged.set_result(None)
 
     def _on_grant(self, number: int, notice: GrantNotice) -> None:
@@ -282,21 +303,22 @@ class Grants:
         grant = RemoteGrant(RemoteRegion(notice.address, notice.length, notice.rkey), notice.access)
         self._remote_grants[number] = grant
         self.revoked.pop(notice.rkey, None)
-        if len(self._unread) >= 2 * self._max_grants:  # who grants and revokes alone fills no memory
-            self._unread.remove(next(each for each in self._unread if each.revoked))  # others are `_most` at most
+        # bounds the memory that a peer can use by granting and revoking; at most `_max_grants` are not revoked
+        if len(self._unread) >= 2 * self._max_grants:
+            self._unread.remove(next(each for each in self._unread if each.revoked))
         self._unread.append(grant)
         self.wake()
 
     def wake(self) -> None:
-        """Who waits is to look again."""
+        """Wake the caller that waits for a grant."""
         wake(self._waiter)
 
     def fail(self, error: Exception) -> None:
-        """No word comes any more."""
+        """Fail the callers that wait for the peer: no more frames arrive."""
         for acknowledged in self._local_grants.values():
             if acknowledged is not None and not acknowledged.done() and not acknowledged.get_loop().is_closed():
                 acknowledged.set_exception(error)
-                acknowledged.exception()  # who waits may be gone
+                acknowledged.exception()  # marks the exception as retrieved: there may be no waiter
         self.wake()
 
 

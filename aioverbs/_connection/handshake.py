@@ -1,15 +1,15 @@
-"""PURE: what two ends of a connection tell each other before it is one, and its validation. No input or output.
+"""PURE: the handshake of a connection: encoding, validation and order of its messages. No input or output.
 
     initiator                      listener
     HELLO  versions, nonce    ->
                               <-   HELLO  the version, nonce
-    OFFER  its queue pair, …  ->
-                              <-   OFFER  its queue pair, …
+    OFFER  queue pair, sizes  ->
+                              <-   OFFER  queue pair, sizes
     READY                     ->
 
-Where both have a secret each offer ends with a proof that its sender knows it: a keyed hash over all that was said
-until then, by both. The listener makes nothing for a peer before it has seen that one's. Instead of its next message
-each may send a REFUSAL with its reason.
+If both ends have a secret, each offer ends with a proof that its sender knows the secret: a keyed hash over all
+messages before it, of both ends. The listener creates nothing for a peer before it has checked the peer's proof.
+Instead of its next message an end may send REJECT with a reason.
 """
 
 import enum
@@ -41,12 +41,12 @@ __all__ = [
 VERSION = 1
 _OLDEST = 1
 _MAGIC = b"aiov"
-_HEADER = struct.Struct("!4sBBH")  # magic, version, kind, bytes that follow
+_HEADER = struct.Struct("!4sBBH")  # magic, version, kind, length of the body
 HEADER_BYTES = _HEADER.size
 MAX_MESSAGE_BYTES = 512
-"""No message is longer, head included."""
+"""Size of the longest message in bytes, header included."""
 
-_HELLO = struct.Struct(f"!BB?{NONCE_BYTES}s")  # oldest and newest version, whether a secret is wanted, nonce
+_HELLO = struct.Struct(f"!BB?{NONCE_BYTES}s")  # oldest and newest version, whether a secret is required, nonce
 _ENDPOINT_BYTES = 35
 _OFFER = struct.Struct(f"!{_ENDPOINT_BYTES}sIHQHBB")
 _MAX_NAME_BYTES = 64
@@ -56,7 +56,7 @@ _MIN_BUFFER, _MAX_BUFFER = 512, 1 << 30
 
 
 class MessageType(enum.IntEnum):
-    """The kinds of messages."""
+    """Types of messages."""
 
     HELLO = 1
     OFFER = 2
@@ -65,38 +65,38 @@ class MessageType(enum.IntEnum):
 
 
 class Reason(enum.IntEnum):
-    """Why one end refuses the other."""
+    """Reasons to refuse a connection."""
 
     VERSION = 1
-    """They have no version in common."""
+    """The two ends have no version of the protocol in common."""
 
     SECRET = 2
-    """One of them has a secret and the other has none, or another one."""
+    """Only one end has a secret, or the secrets differ."""
 
     BUSY = 3
-    """It has as many connections as it may."""
+    """The listener has as many connections as it may."""
 
     PROTOCOL = 4
-    """What was said is none of these messages, or not the one that is due, or cannot be."""
+    """A message is malformed, out of order or has impossible values."""
 
     DEVICE = 5
-    """Their devices do not fit together, or this one's has not what it takes."""
+    """The devices cannot be connected to each other, or one lacks a capability."""
 
     CLOSING = 6
-    """It takes no more connections."""
+    """The listener is closing."""
 
     TEMPORARY = 7
-    """Its device cannot be connected now, for a cause that may pass, as a link that is down."""
+    """The device cannot be connected now, for a cause that may pass, such as a link that is down."""
 
 
 class Capabilities(enum.IntFlag):
-    """What an end can do for the other. Bits that are not known here are left out."""
+    """Capabilities of an end. Unknown bits are ignored."""
 
     ATOMICS = 1
-    """Its memory takes atomics."""
+    """The end's device supports atomics on its memory."""
 
     WINDOWS = 2
-    """What it grants is revoked by the device, by memory windows of type 2."""
+    """Grants of this end are memory windows of type 2, which its device can revoke."""
 
 
 NO_CAPABILITIES = Capabilities(0)
@@ -112,11 +112,11 @@ def _encode(kind: MessageType, body: bytes, version: int = VERSION) -> bytes:
 
 @dataclass(frozen=True)
 class Hello:
-    """The first message of each end.
+    """First message of each end.
 
-    :param oldest: the oldest version that it speaks; of the listener's: the one that both are to.
-    :param newest: the newest.
-    :param secret: whether it wants proofs.
+    :param oldest: oldest version that the sender supports; from the listener: the version to use.
+    :param newest: newest version that the sender supports; from the listener: the version to use.
+    :param secret: whether the sender requires proofs.
     :param nonce: 16 bytes that were never used before.
     """
 
@@ -126,12 +126,15 @@ class Hello:
     nonce: bytes
 
     def pack(self) -> bytes:
-        """Its bytes. They are of the same form in every version."""
+        """Encode the message. The encoding is the same in every version."""
         return _encode(MessageType.HELLO, _HELLO.pack(self.oldest, self.newest, self.secret, self.nonce), self.oldest)
 
     @classmethod
     def parse_body(cls, body: bytes) -> "Hello":
-        """From what follows the head. A later version's may be longer."""
+        """Decode the body. That of a later version may be longer.
+
+        :raises HandshakeError: the body is not valid.
+        """
         if len(body) < _HELLO.size:
             raise _protocol_error(f"a hello of {len(body)} bytes is too short")
         oldest, newest, secret, nonce = _HELLO.unpack_from(body)
@@ -142,15 +145,16 @@ class Hello:
 
 @dataclass(frozen=True)
 class Offer:
-    """What an end brings into the connection.
+    """Description of an end: its queue pair, sizes and capabilities.
 
-    :param endpoint: of its queue pair, of type RC.
-    :param buffer_size: bytes of each of its receives.
-    :param depth: how many of these it keeps posted: the peer's credits.
-    :param max_message: the longest message that it takes, in bytes.
-    :param capabilities: what it can do.
-    :param atomics: how far its atomics are atomic.
-    :param device: the name of its device, for people.
+    :param endpoint: endpoint of the queue pair, of type RC.
+    :param buffer_size: size of each receive buffer in bytes, 512..2**30.
+    :param depth: number of receives kept posted, 4..1023: the peer's credits.
+    :param max_message: size of the longest message accepted, in bytes, 1..2**64-1.
+    :param capabilities: capabilities of the end.
+    :param atomics: scope in which the device's atomics are atomic.
+    :param device: name of the device, for messages and logs.
+    :raises ValueError: a value is out of its range.
     """
 
     endpoint: Endpoint
@@ -172,7 +176,7 @@ class Offer:
             raise ValueError(f"the longest message has from 1 to 2**64 - 1 bytes, not {self.max_message}")
 
     def pack(self) -> bytes:
-        """Its bytes, without head and proof."""
+        """Encode the body, without header and proof."""
         name = self.device.encode()[:_MAX_NAME_BYTES]
         return (
             _OFFER.pack(
@@ -189,7 +193,12 @@ class Offer:
 
     @classmethod
     def parse_body(cls, body: bytes, proof_bytes: int) -> tuple["Offer", bytes]:
-        """From what follows the head: the offer, and its proof."""
+        """Decode the body of an offer.
+
+        :param proof_bytes: length of the proof at its end, 0 without a secret.
+        :returns: the offer and the proof.
+        :raises HandshakeError: the body is not valid.
+        """
         if len(body) < _OFFER.size:
             raise _protocol_error(f"an offer of {len(body)} bytes is too short")
         endpoint, size, depth, max_message, capabilities, atomics, length = _OFFER.unpack_from(body)
@@ -214,40 +223,45 @@ class Offer:
 
 @dataclass(frozen=True)
 class Reject:
-    """The last message of an end that does not want the other.
+    """Last message of an end that refuses the other one.
 
-    :param reason: why; a number that is not known here stays one.
-    :param text: for people.
+    :param reason: a `Reason`; unknown numbers are kept.
+    :param text: explanation for messages and logs.
     """
 
     reason: int
     text: str = ""
 
     def pack(self) -> bytes:
-        """Its bytes. They are of the same form in every version."""
+        """Encode the message. The encoding is the same in every version."""
         return _encode(MessageType.REJECT, struct.pack("!H", self.reason) + self.text.encode()[:_MAX_TEXT_BYTES])
 
     @classmethod
     def parse_body(cls, body: bytes) -> "Reject":
-        """From what follows the head."""
+        """Decode the body.
+
+        :raises HandshakeError: the body is not valid.
+        """
         if not 2 <= len(body) <= 2 + _MAX_TEXT_BYTES:
             raise _protocol_error(f"a refusal of {len(body)} bytes cannot be")
         return cls(int.from_bytes(body[:2]), _printable(body[2:]))
 
     def to_error(self) -> HandshakeError:
-        """What is raised at the end that was refused."""
+        """Return the exception to raise at the end that received this message."""
         return HandshakeError(self.reason, self.text, by_peer=True)
 
 
 def _printable(data: bytes) -> str:
-    """Text of the other end's for people: neither lines of a log nor a terminal are its to write."""
+    """Decode text of the peer, with unprintable characters replaced: the peer must not write lines into logs or control
+    a terminal.
+    """
     return "".join(each if each.isprintable() else "?" for each in data.decode(errors="replace"))
 
 
 def body_size(header: bytes) -> int:
-    """How many bytes follow a head.
+    """Return the number of bytes that follow a header.
 
-    :raises HandshakeError: it is none, or its message would be too long.
+    :raises HandshakeError: the header is not valid, or its message is too long.
     """
     if len(header) != HEADER_BYTES:
         raise _protocol_error(f"a head has {HEADER_BYTES} bytes, not {len(header)}")
@@ -261,9 +275,9 @@ def body_size(header: bytes) -> int:
 
 
 def parse(data: bytes) -> tuple[MessageType, int, bytes]:
-    """The kind, the version and the body of a message.
+    """Decode a message: type, version and body.
 
-    :raises HandshakeError: it is none.
+    :raises HandshakeError: the message is not valid.
     """
     size = body_size(data[:HEADER_BYTES])
     if len(data) != HEADER_BYTES + size:
@@ -276,14 +290,16 @@ def parse(data: bytes) -> tuple[MessageType, int, bytes]:
 
 
 class Handshake:
-    """One end's part: the messages in their order, and what is to be found in those of the other.
+    """One end of the handshake: encodes its messages, and checks those of the peer and their order.
 
-    What cannot be raises `HandshakeError`; then `error_of_reject` that error is to be sent, unless it was the peer's.
+    Methods raise `HandshakeError` when a message of the peer is not acceptable. The caller then sends `encode_reject`
+    of that error, unless the peer sent the rejection.
 
-    :param initiator: whether it is the end that asked for the connection.
+    :param initiator: whether this end requested the connection.
     :param nonce: 16 random bytes.
-    :param secret: that both are to know; None: none.
-    :param versions: the oldest and the newest that it speaks.
+    :param secret: the shared secret; None: none.
+    :param versions: oldest and newest version that this end supports.
+    :raises ValueError: the secret is empty or the nonce has a wrong length.
     """
 
     def __init__(
@@ -297,13 +313,13 @@ class Handshake:
         self._nonce = nonce
         self._proofs = Proofs(b"aioverbs connection", secret) if secret is not None else None
         self._versions = versions
-        self._transcript = b""  # by both, in its order
+        self._transcript = b""  # hellos and offers of both ends, in order
         self.version: int | None = None
 
-    # ---- What this end says
+    # ---- Messages of this end
 
     def hello(self) -> bytes:
-        """The hello."""
+        """Encode this end's HELLO."""
         oldest, newest = self._versions
         if not self._initiator:
             assert self.version is not None
@@ -311,21 +327,24 @@ class Handshake:
         return self._record(Hello(oldest, newest, self._proofs is not None, self._nonce).pack())
 
     def offer(self, offer: Offer) -> bytes:
-        """The offer, with its proof."""
+        """Encode this end's OFFER, with its proof."""
         assert self.version is not None
         body = offer.pack()
         proof = self._proofs.make(_ROLES[self._initiator], self._transcript, body) if self._proofs is not None else b""
         return self._record(_encode(MessageType.OFFER, body + proof, self.version))
 
     def ready(self) -> bytes:
-        """The initiator's last word."""
+        """Encode READY, the last message of the initiator."""
         assert self.version is not None
         return _encode(MessageType.READY, b"", self.version)
 
-    # ---- What it hears
+    # ---- Messages of the peer
 
     def receive_hello(self, data: bytes) -> None:
-        """The peer's hello."""
+        """Check the peer's HELLO and agree on a version.
+
+        :raises HandshakeError: no common version, only one end has a secret, or the message is not valid.
+        """
         _, body = self._expect(data, MessageType.HELLO)
         hello = Hello.parse_body(body)
         oldest, newest = self._versions
@@ -344,7 +363,11 @@ class Handshake:
         self._transcript += data
 
     def receive_offer(self, data: bytes) -> Offer:
-        """The peer's offer, which proves that it knows the secret."""
+        """Check the peer's OFFER and its proof.
+
+        :returns: the offer.
+        :raises HandshakeError: the secrets differ, or the message is not valid.
+        """
         version, body = self._expect(data, MessageType.OFFER)
         offer, proof = Offer.parse_body(body, PROOF_BYTES if self._proofs is not None else 0)
         if version != self.version:
@@ -356,12 +379,15 @@ class Handshake:
         return offer
 
     def receive_ready(self, data: bytes) -> None:
-        """The initiator's last word."""
+        """Check READY.
+
+        :raises HandshakeError: the message is not valid.
+        """
         _, body = self._expect(data, MessageType.READY)
         if body:
             raise _protocol_error(f"{len(body)} bytes follow where nothing is to")
 
-    # ---- How
+    # ---- Internals
 
     def _record(self, data: bytes) -> bytes:
         self._transcript += data
@@ -377,9 +403,9 @@ class Handshake:
 
 
 def encode_reject(error: HandshakeError) -> bytes:
-    """What the peer is told by an end that gives up because of this.
+    """Encode the REJECT message for an end that gives up because of `error`.
 
-    Of a secret it is not told more than that.
+    Of a mismatch of secrets the peer learns no more than that.
     """
     text = "the secrets differ" if error.reason == Reason.SECRET and "another" in error.text else error.text
     return Reject(error.reason, text).pack()

@@ -1,4 +1,4 @@
-"""Messages of any size on a queue pair: fragments, credits, receives that are kept posted."""
+"""Messages of any size over a queue pair: fragments, credits and posted receives."""
 
 import asyncio
 import functools
@@ -61,7 +61,7 @@ _NULL_REMOTE = RemoteRegion(0, 0, 0)
 
 
 class _Receive(RegionSlice):
-    """A receive, and its bytes."""
+    """Memory of a receive, with its bytes as a memoryview."""
 
     __slots__ = ("view",)
     view: memoryview
@@ -69,14 +69,14 @@ class _Receive(RegionSlice):
 
 @dataclass(frozen=True)
 class ConnectionStatistics:
-    """What went over a connection.
+    """Counters of a connection.
 
-    :param messages_sent: messages of the user's.
-    :param messages_received: those that were asked for.
-    :param credits: messages that may be sent now, for all that this end knows.
-    :param owed: credits of the peer's that it was not given back yet.
-    :param waits: how often a message waited for a credit or a buffer.
-    :param updates: messages that gave back credits and had nothing else in them.
+    :param messages_sent: number of user messages sent.
+    :param messages_received: number of user messages returned by `receive`.
+    :param credits: number of messages that may be sent now without waiting.
+    :param owed: number of credits not yet returned to the peer.
+    :param waits: number of times that a message waited for a credit or a buffer.
+    :param updates: number of messages sent only to return credits.
     """
 
     messages_sent: int
@@ -88,24 +88,35 @@ class ConnectionStatistics:
 
 
 class MessageChannel:
-    """What goes over the queue pair of a connection. Its life keeps this, and not the user's object.
+    """Messages over the queue pair of a connection. The lifecycle holds this object and not the user's `Connection`.
 
-    Each message takes a receive of the peer's, of which it has as many as the peer has posted: none is ever told to
-    wait (RNR). A receive is posted again as soon as its bytes are copied; its credit goes back when the user took the
-    message, so that who does not read is sent no more. A peer that sends without a credit breaks the connection: what
-    lies here unread is no more than its receives hold, and a message that is being put together.
+    Each message uses a receive of the peer. The sender has a credit for each receive that the peer has posted, so no
+    send ever meets an RNR NAK. A receive is posted again as soon as its bytes are copied, but its credit is returned
+    only when the user receives the message: a peer whose messages are not read cannot send more. A peer that sends
+    without a credit breaks the connection. So the unread data here is never more than the receives hold, plus one
+    incomplete message.
 
-    Until `begin` whole messages go as they are, for the handshake of queue pairs that were connected by other means.
+        sender                                     receiver
+        uses a credit, sends a fragment   ->
+                                                   copies the bytes, posts the receive again
+                                                   queues the message
+                                                   user calls receive(): credit is owed
+        adds the credits                  <-       next message, or CREDITS, returns what is owed
 
-    What its user asks of it is asked by its owner's loop, and refused elsewhere before anything has changed: neither
-    credits nor locks of asyncio's are for several threads.
+    Before `start` messages are sent and received unframed: they are the handshake of a queue pair that rdma_cm
+    connected.
 
-    :param qp: of type RC, in RESET.
-    :param owner: of the connection, whoever may use the queue pair.
+    Methods for the user check that the owner's event loop is running, before anything is changed: neither the credits
+    nor asyncio's locks are thread-safe.
+
+    :param qp: queue pair of type RC, in RESET.
+    :param owner: owner of the connection, even if any loop may use the queue pair.
     :param block: memory for the buffers.
-    :param control: called with kind, number and bytes of what is no message of the user's; it may raise ValueError.
+    :param settings: sizes of this end.
+    :param on_control: called with kind, number and bytes of each message that is not the user's; raises ValueError if
+        the message violates the protocol.
 
-    `when_over` is called when it is broken or closed.
+    `on_end` is called when the channel breaks or is closed.
     """
 
     def __init__(
@@ -121,7 +132,7 @@ class MessageChannel:
         self.peer = "its peer"
         self.broken: BrokenResourceError | None = None
         self.closed = False
-        self.eof_received = False  # the peer sends no more
+        self.eof_received = False  # the peer sends no more user messages
         self.eof_sent = False
         self.messages_received = self.messages_sent = self.waits = self.updates = 0
         self._settings = settings
@@ -129,13 +140,14 @@ class MessageChannel:
         self.on_end: Callable[[], object] = lambda: None
         self._loop = running_loop()
         self._credits: Credits | None = None
-        self.fragment_size = 0  # bytes of a message that fit the buffers of both
-        self._lock = asyncio.Lock()  # of messages that take more than one step
-        self._waiter: asyncio.Future[None] | None = None  # who waits for a credit
-        self._pending_controls: dict[int, bool] = {}  # header: fenced; each waits for a credit
-        self._own_requests: deque[Operation[None]] = deque()  # requests of no user's, which must not be withdrawn
+        self.fragment_size = 0  # bytes of a message that fit the buffers of both ends
+        self._lock = asyncio.Lock()  # held while a message is sent in more than one step
+        self._waiter: asyncio.Future[None] | None = None  # the sender that waits for a credit
+        self._pending_controls: dict[int, bool] = {}  # header: fenced; not sent yet for lack of a credit
+        # requests that no user awaits; dropping one would withdraw it
+        self._own_requests: deque[Operation[None]] = deque()
         self._assembly = Assembly(settings.max_message)
-        self._deferred_credits = 0  # credits of fragments that came while the user had messages to read
+        self._deferred_credits = 0  # credits of fragments that arrived while messages were unread
         self._receive_pending = False
         self._handshake_messages_left = _UNLIMITED
         work = qp_work_state_of(qp)
@@ -149,7 +161,7 @@ class MessageChannel:
         size, memory = self._settings.buffer_size, block.buffer
         self._receives: list[_Receive] = []
         offset = 0
-        for _ in range(self._settings.receive_depth + 1):  # one more than there are credits: for the handshake
+        for _ in range(self._settings.receive_depth + 1):  # one more than there are credits, for the handshake
             receive = _Receive(block.region, block.offset + offset, size, block.pins)
             receive.view = memory[offset : offset + size]
             self._receives.append(receive)
@@ -164,24 +176,26 @@ class MessageChannel:
         return f"<Connection with {self.peer}>"
 
     def check_caller(self, operation: str) -> None:
-        """See that a method of the user's is called by its owner.
+        """Check that the owner's event loop is running.
 
-        :raises AffinityError: another loop, or none, is running here.
+        :param operation: name of the method for the error.
+        :raises AffinityError: another event loop or none is running in this thread.
         """
         self._owner.check(self, operation)
 
     def post_receives(self) -> None:
-        """In INIT: all of them."""
+        """Post all receives. The queue pair is in INIT."""
         for receive in self._receives:
-            _ = receive_into(self.qp, self.inbox, receive)  # which goes to the inbox
+            _ = receive_into(self.qp, self.inbox, receive)  # the inbox gets the result
 
     def start(self, depth: int, buffer_size: int, max_message: int, handshake_messages: int) -> None:
-        """What the peer offers is known: what arrives from now on are messages.
+        """Set the sizes from the peer's offer. Data that arrives from now on is framed, after the rest of the
+        handshake.
 
-        :param depth: receives that the peer keeps posted.
-        :param buffer_size: bytes of each.
-        :param max_message: the longest message that it takes.
-        :param early: messages of the handshake that are still to come this way.
+        :param depth: number of receives that the peer keeps posted.
+        :param buffer_size: size of each of these in bytes.
+        :param max_message: size of the longest message that the peer accepts, in bytes.
+        :param handshake_messages: number of handshake messages still to arrive on the queue pair.
         """
         self._handshake_messages_left = handshake_messages
         self._credits = Credits(depth, self._settings.receive_depth)
@@ -189,15 +203,17 @@ class MessageChannel:
         self._max_message = max_message
 
     def statistics(self) -> ConnectionStatistics:
-        """As it is now."""
+        """Return the current counters."""
         credit = self._credits
         free, owed = (credit.available, credit.owed) if credit is not None else (0, 0)
         return ConnectionStatistics(self.messages_sent, self.messages_received, free, owed, self.waits, self.updates)
 
-    # ---- Its end
+    # ---- Failing and closing
 
     def fail(self, reason: str, cause: BaseException | None = None) -> None:
-        """It is of no more use; who waits is told. The first reason stays."""
+        """Mark the channel as broken, fail all waiting callers and move the queue pair to ERR. Only the first call has
+        an effect.
+        """
         if self.broken is not None:
             return
         kind = DeviceRemovedError if isinstance(cause, DeviceRemovedError) else BrokenResourceError
@@ -208,20 +224,20 @@ class MessageChannel:
         self._end_queue_pair()
 
     def _end_queue_pair(self) -> None:
-        # After all have been told, so that it may be tried again and again.
+        # Called after all waiting callers are notified, so that retrying is safe.
         try:
             work = qp_work_state_of(self.qp)
             if work is not None and work.broken is None:
                 self.qp.to_error()
-        except ConcurrentAccessError:  # a thread is inside of a domain that any may use: in a moment it is not
+        except ConcurrentAccessError:  # a thread is inside a verb on the unlocked domain: retry soon
             self._loop.call_soon(self._end_queue_pair)
-        except BusyResourceError:  # another thread changes its state: when that is over
+        except BusyResourceError:  # a modify is in flight in a thread: retry after it
             self.receive_queue.when_resumed(self._loop, self._end_queue_pair)
         except (ClosedResourceError, VerbsError, AffinityError):
-            return  # it is closed, its device is lost, or who ends this took over from a loop that is gone
+            return  # closed, or the device is lost, or another loop took over after this one was closed
 
     def close(self) -> None:
-        """It is being closed here."""
+        """Close the channel from this end, and fail all waiting callers."""
         self.closed = True
         close_inbox(self.inbox, ClosedResourceError("the connection was closed"))
         self._wake_all()
@@ -235,18 +251,20 @@ class MessageChannel:
         wake(self._waiter)
 
     def _on_flushed(self, receive: RegionSlice) -> None:
-        # A receive was flushed: the queue pair is in ERR, or destroyed.
+        # A flushed receive: the queue pair is in ERR or destroyed.
         if self.broken is None and not self.closed:
             work = qp_work_state_of(self.qp)
             cause = work.broken if work is not None else None
             self.fail(f"{cause or 'its queue pair is in the error state'}", cause)
 
     def closed_error(self) -> Exception:
-        """What is raised for who asks something of it that it does not do any more."""
+        """Return the exception for calls on a closed or broken channel."""
         return ClosedResourceError("the connection was closed") if self.closed or not self.broken else self.broken
 
     def poll(self) -> bool:
-        """Take what has arrived, and say whether it could: not while another thread is inside of its domain."""
+        """Process the completions that have arrived. Return False if another thread is inside a verb on the unlocked
+        domain.
+        """
         dispatcher = self.receive_queue.dispatcher
         if dispatcher is not None and dispatcher.watched:
             try:
@@ -254,17 +272,17 @@ class MessageChannel:
             except ConcurrentAccessError:
                 return False
             except VerbsError:
-                return True  # nothing more comes
+                return True  # no more completions come
         return True
 
-    # ---- What arrives
+    # ---- Receiving
 
     def _on_received(self, received: Received) -> object:
-        # What is returned goes to who receives.
+        # The inbox gives the returned object to the receiving caller; None is dropped.
         receive = cast(_Receive, received.local)
         immediate = received.immediate
         credit = self._credits
-        if received.written:  # its memory has what came before, which may be another peer's
+        if received.written:  # the receive's memory holds data of an earlier message, maybe of another peer
             self.fail("the peer does what it must not: it sends a message by a write with immediate data")
             return None
         if credit is None or self._handshake_messages_left:
@@ -302,16 +320,16 @@ class MessageChannel:
 
     def _post(self, receive: _Receive) -> None:
         try:
-            _ = receive_into(self.qp, self.inbox, receive)  # which goes to the inbox
-        except ConcurrentAccessError:  # as above: it is in a moment
+            _ = receive_into(self.qp, self.inbox, receive)  # the inbox gets the result
+        except ConcurrentAccessError:  # another thread is inside a verb: retry soon
             self._loop.call_soon(self._post, receive)
-        except BusyResourceError:  # the peer was faster, and another thread still changes the state: when that is over
+        except BusyResourceError:  # a modify is in flight in a thread: retry after it
             self.receive_queue.when_resumed(self._loop, functools.partial(self._post, receive))
         except (ClosedResourceError, BrokenResourceError, QueuePairStateError, AffinityError):
-            return  # that it is over, others tell
+            return  # the end is reported elsewhere
 
     def _handle_frame(self, view: memoryview, immediate: int | None) -> object:
-        # A message of the user's; None: nothing for him; _DEFERRED: nor is its credit given back now.
+        # Return a user message; None: nothing for the user; _DEFERRED: nothing, and keep the credit for now.
         if immediate is None:
             raise ValueError("a message has no immediate data")
         kind, flags, _, number = parse_header(immediate)
@@ -340,15 +358,17 @@ class MessageChannel:
         whole = self._assembly.add(view, flags)
         if whole is not None:
             return whole
-        if len(self.inbox):  # who has something to read is not sent endlessly many fragments
+        if len(self.inbox):  # limit the fragments of unread messages: return their credits later
             self._deferred_credits += 1
             return _DEFERRED
         return None
 
     async def receive(self, with_immediate: bool = False) -> Any:
-        """The next message of the user's: its bytes.
+        """Wait for the next user message.
 
-        :param marked: with its immediate data, or None, in a tuple.
+        :param with_immediate: return a tuple of the message and its immediate data or None.
+        :raises anyio.EndOfStream: the peer sends no more.
+        :raises BusyResourceError: another task is waiting.
         """
         self._owner.check(self, "receive")
         if self._receive_pending:
@@ -381,7 +401,10 @@ class MessageChannel:
         return (item.data, item.immediate) if with_immediate else item.data
 
     async def receive_handshake(self) -> bytes:
-        """A message of the handshake."""
+        """Receive a message of the handshake.
+
+        :raises BrokenResourceError: the peer went away.
+        """
         try:
             return cast(bytes, await self.inbox.__anext__())
         except (StopAsyncIteration, WorkCompletionError) as error:
@@ -410,26 +433,26 @@ class MessageChannel:
             self.updates += 1
 
     def send_control(self, kind: FrameKind, number: int = 0, *, fence: bool = False) -> None:
-        """Tell the peer something without bytes, as soon as there is a credit for it.
+        """Send a message without bytes, as soon as a credit is available.
 
-        :param fence: reads and atomics that were asked of the peer before are done before it goes.
+        :param fence: send after all earlier reads and atomics are done (IBV_SEND_FENCE).
         """
         self._pending_controls[header(kind, 0, 0, number)] = fence
         self._send_controls()
 
     def is_control_pending(self, kind: FrameKind, number: int) -> bool:
-        """Whether the peer is to be told that, and there was no credit for it yet."""
+        """Return whether such a message still waits for a credit."""
         return header(kind, 0, 0, number) in self._pending_controls
 
     def _send_control(self, immediate: int, fence: bool, retry: Callable[[], None]) -> bool:
-        # Whether it is sent, or never will be; else `again` is called, as soon as it may be sent.
+        # Return True if the message is sent or never will be; otherwise `retry` is called when it may be sent.
         assert self._credits is not None
         returned = self._credits.take()
         try:
             sent = self.qp.send(None, immediate=immediate | returned << CREDITS_AT, fence=fence)
         except BaseException as error:
             self._credits.undo_take(returned)
-            if isinstance(error, ConcurrentAccessError):  # as above
+            if isinstance(error, ConcurrentAccessError):  # another thread is inside a verb: retry soon
                 self._loop.call_soon(retry)
                 return False
             if isinstance(error, BusyResourceError):
@@ -438,21 +461,21 @@ class MessageChannel:
             if isinstance(
                 error, ClosedResourceError | BrokenResourceError | QueuePairStateError | AffinityError | VerbsError
             ):
-                return True  # that it is over, others tell
+                return True  # the end is reported elsewhere
             raise
         self._keep_until_done(sent)
         return True
 
     def _keep_until_done(self, operation: Operation[None]) -> None:
-        # Dropped it would be withdrawn where it waits for a place. This must not look for completions: those that are
-        # found here would overtake others that were found before.
+        # A dropped operation that waits for a place in the send queue would be withdrawn. Do not poll for completions
+        # here: those found would overtake others that were found before.
         requests = self._own_requests
         while requests and requests[0].ended:
             del requests[0]
         requests.append(operation)
 
     async def _wait_for_credit(self, reserved: int) -> None:
-        # Whoever calls has the lock.
+        # The caller holds the lock.
         assert self._credits is not None
         self.check_usable()
         while self._credits.available <= reserved:
@@ -462,25 +485,33 @@ class MessageChannel:
             self.check_usable()
 
     def check_usable(self) -> None:
-        """See that it can still be used."""
+        """Check that the channel is neither broken nor closed.
+
+        :raises BrokenResourceError: the channel is broken.
+        :raises ClosedResourceError: the channel is closed.
+        """
         if self.broken is not None or self.closed:
             raise self.closed_error()
 
     def check_sending(self) -> None:
-        """See that messages can still be sent.
+        """Check that user messages can still be sent.
 
-        :raises ClosedResourceError: the end of them was.
+        :raises ClosedResourceError: END was sent, or the channel is closed.
+        :raises BrokenResourceError: the channel is broken.
         """
         if self.eof_sent:
             raise ClosedResourceError("send_eof() was called: nothing is sent after it")
         self.check_usable()
 
-    # ---- What is sent
+    # ---- Sending
 
     async def send_handshake(self, data: bytes) -> None:
-        """A message of the handshake."""
+        """Send a message of the handshake.
+
+        :raises BrokenResourceError: the peer does not acknowledge the message.
+        """
         buffer = self._buffers.take()
-        assert buffer is not None  # there are none of the user's yet
+        assert buffer is not None  # no user message is in flight yet
         buffer.view[: len(data)] = data
         sent = self.qp.send(buffer.memory[: len(data)])
         self._buffers.add_in_flight(buffer, sent)
@@ -490,7 +521,11 @@ class MessageChannel:
             raise self._fail_send(error) from error
 
     async def send(self, data: "Buffer", immediate: int | None = None) -> None:
-        """A message of the user's; when this returns it is on its way, and `data` may be changed."""
+        """Send a user message. When this returns, the message is in flight and `data` may be changed.
+
+        :param immediate: the user's immediate data, 0..2**32-1; None: none.
+        :raises ValueError: the message is longer than the peer accepts, or `immediate` does not fit in 32 bits.
+        """
         self._owner.check(self, "send")
         if type(data) is not bytes:
             data = memoryview(data).cast("B")
@@ -540,22 +575,23 @@ class MessageChannel:
             self.messages_sent += 1
 
     async def send_frame(self, kind: FrameKind, number: int = 0, data: bytes = b"", *, last: bool = False) -> None:
-        """Tell the peer something, in the order of the messages. Where this is cancelled the peer is not told.
+        """Send a control message in the order of the user messages. A cancelled call has sent nothing.
 
-        :param last: no credits are to be given back any more: the one for that is taken, which the peer gives back
-            without anybody's reading.
+        :param last: no more credits need to be returned, so use even the reserved one. The peer returns it without a
+            user's receive.
         """
         async with self._lock:
             if kind is FrameKind.END and self.eof_sent:
                 return
             await self._send_frame(header(kind, 0, 0, number), b"", memoryview(data), 0 if last else RESERVED_CREDITS)
             if kind is FrameKind.END:
-                self.eof_sent = True  # not before: who is cancelled has sent none. The lock keeps others off until then
+                # only now, as a cancelled call has sent nothing; the lock excludes other senders until here
+                self.eof_sent = True
 
     async def _send_frame(
         self, immediate: int, prefix: bytes, data: memoryview, reserved: int = RESERVED_CREDITS
     ) -> None:
-        # Whoever calls has the lock.
+        # The caller holds the lock.
         await self._wait_for_credit(reserved)
         buffer = self._buffers.take()
         if buffer is None:
@@ -578,7 +614,7 @@ class MessageChannel:
         returned = credit.take()
         try:
             sent = self.qp.send(buffer.memory[:length], immediate=immediate | returned << CREDITS_AT)
-        except BaseException:  # as where another loop owns it: nothing was done
+        except BaseException:  # such as AffinityError: nothing was posted
             credit.undo_take(returned)
             self._buffers.release(buffer)
             raise
@@ -589,21 +625,24 @@ class MessageChannel:
         return self.closed_error()
 
     def probe(self) -> Operation[None]:
-        """Ask the peer's device for a sign of life: a write of no bytes, which is done when all before it is."""
+        """Post a write of 0 bytes. Its completion shows that the device of the peer has all earlier sends."""
         return self.qp.write(self._empty_slice, _NULL_REMOTE)
 
     def send_keepalive(self) -> None:
-        """Ask for a sign of life; where there is none the device breaks the queue pair."""
+        """Post a probe. If the peer's device does not answer, the queue pair goes to ERR."""
         try:
             keepalive = self.probe()
         except ConcurrentAccessError:
-            return  # as above; it is asked again, the next time
+            return  # another thread is inside a verb: the next tick retries
         except (ClosedResourceError, BrokenResourceError, QueuePairStateError, AffinityError, VerbsError):
-            return  # that it is over, others tell
+            return  # the end is reported elsewhere
         self._keep_until_done(keepalive)
 
     async def wait_delivered(self) -> None:
-        """Until all that was sent is in the peer's memory."""
+        """Wait until all sent messages are in the peer's memory.
+
+        :raises BrokenResourceError: the peer does not acknowledge them.
+        """
         try:
             await self.probe()
         except WorkCompletionError as error:
@@ -611,10 +650,10 @@ class MessageChannel:
 
 
 def check_immediate(immediate: int) -> None:
-    """See that it can be immediate data of a message.
+    """Check that an integer can be immediate data.
 
-    :raises TypeError: it is no integer.
-    :raises ValueError: it has more than 32 bits.
+    :raises TypeError: not an integer.
+    :raises ValueError: the number does not fit in 32 bits.
     """
     if not 0 <= operator.index(immediate) < 1 << 32:
         raise ValueError(f"immediate data is 32 bits, and {immediate} is none of those numbers")
@@ -622,7 +661,7 @@ def check_immediate(immediate: int) -> None:
 
 _DEFERRED = object()
 _UNLIMITED = 1 << 30
-_HANDSHAKE_MESSAGES = 4  # messages of one end, at most
+_HANDSHAKE_MESSAGES = 4  # limit for each end
 
 
 publish(__name__)

@@ -1,4 +1,4 @@
-"""PURE: the fragments of a message become one again."""
+"""PURE: reassembly of fragments into messages."""
 
 from dataclasses import dataclass
 
@@ -6,45 +6,46 @@ from aioverbs._connection.wire import FIRST, HAS_IMMEDIATE, IMMEDIATE, LAST, TOT
 
 __all__ = ["Assembly", "MessageWithImmediate"]
 
-_SHORT_FRAGMENT_BYTES = 256  # bytes: an object for each fragment below would take much more than the fragment
+# bytes; shorter fragments are merged, as an object for each would be much larger than the fragment
+_SHORT_FRAGMENT_BYTES = 256
 
 
 @dataclass(frozen=True, slots=True)
 class MessageWithImmediate:
-    """A message with immediate data."""
+    """A message and its immediate data."""
 
     data: bytes
     immediate: int
 
 
 class Assembly:
-    """The message that is coming in.
+    """The message being reassembled.
 
-    :param max_message: the longest that is taken, in bytes.
+    :param max_message: size of the longest message accepted, in bytes.
     """
 
     __slots__ = ("_immediate", "_max_message", "_parts", "_received", "_total")
 
     def __init__(self, max_message: int) -> None:
         self._max_message = max_message
-        self._parts: list[bytes | bytearray] | None = None  # those that are short are put together at once
+        self._parts: list[bytes | bytearray] | None = None  # fragments; short ones are merged at once
         self._total = self._received = 0
         self._immediate: int | None = None
 
     def drop(self) -> None:
-        """What was begun is of no use: it was cancelled there, or comes no more."""
+        """Drop the incomplete message: the sender cancelled it, or the peer sends no more."""
         self._parts = None
 
     def add(self, view: memoryview, flags: int) -> "bytes | MessageWithImmediate | None":
-        """A fragment came.
+        """Add a fragment.
 
-        :param view: its bytes, which are copied.
-        :param flags: of its header.
-        :returns: the message, where that was the last one.
-        :raises ValueError: no peer of ours sends such a fragment now.
+        :param view: bytes of the fragment; they are copied.
+        :param flags: flags of its header.
+        :returns: the message, if the fragment was the last one: bytes, or with immediate data a `MessageWithImmediate`.
+        :raises ValueError: the fragment violates the protocol.
         """
         offset = 0
-        if flags & FIRST:  # what was begun before was cancelled there
+        if flags & FIRST:  # an incomplete message before was cancelled by the sender
             self._immediate = None
             total = None
             if not flags & LAST:

@@ -1,4 +1,4 @@
-"""The registered memory that a connection sends its messages from."""
+"""Registered memory from which a connection sends its messages."""
 
 from collections import deque
 from collections.abc import Callable
@@ -10,10 +10,10 @@ __all__ = ["SendBuffer", "SendBuffers"]
 
 
 class SendBuffer(NamedTuple):
-    """A buffer.
+    """A send buffer.
 
     :param view: its bytes.
-    :param memory: the same, as it is posted.
+    :param memory: the same bytes as registered memory, to post.
     """
 
     view: memoryview
@@ -21,43 +21,44 @@ class SendBuffer(NamedTuple):
 
 
 class SendBuffers:
-    """Buffers that are free, and those that are on their way.
+    """Send buffers, free and in flight.
 
-    The one that came back first is used next: what the software device's peer has just read is still in the cache of
-    his processor, and slow to write to. They come back in the order of their sending, as a queue pair's completions do.
+    The buffer that was freed first is used next. A buffer that the peer of a software device has just read is still in
+    the peer's CPU cache, and slow to write to. Buffers become free in the order of sending, as the completions of a
+    queue pair come in order.
 
-    :param buffers: one or more.
+    :param buffers: one or more buffers.
     """
 
     __slots__ = ("_awaited", "_free", "_in_flight")
 
     def __init__(self, buffers: list[SendBuffer]) -> None:
         self._free = deque(buffers)
-        # Each is kept here until it has ended: one that waits for a place in the send queue would be withdrawn.
+        # References to the operations: a dropped operation that waits for a place in the send queue would be withdrawn.
         self._in_flight: deque[tuple[Operation[None], SendBuffer]] = deque()
-        self._awaited: Operation[None] | None = None  # the last that was awaited here
+        self._awaited: Operation[None] | None = None  # operation that `wait` awaited last
 
     def take(self) -> SendBuffer | None:
-        """One that is free, which is to be `sent`, or given back; None: all that are known of are on their way."""
+        """Return a free buffer, to be passed to `add_in_flight` or `release`; None if all are in flight."""
         in_flight = self._in_flight
         while in_flight and in_flight[0][0].ended:
             self._free.append(in_flight.popleft()[1])
         return self._free.popleft() if self._free else None
 
     def add_in_flight(self, buffer: SendBuffer, operation: Operation[None]) -> None:
-        """It is on its way until that is done."""
+        """Mark a buffer as in flight until `operation` has ended."""
         self._in_flight.append((operation, buffer))
 
     def release(self, buffer: SendBuffer) -> None:
-        """It was not sent."""
+        """Return a buffer that was not sent."""
         self._free.append(buffer)
 
     async def wait(self, probe: Callable[[], Operation[None]]) -> None:
-        """Until the first of those that are on their way is back: for one task at a time.
+        """Wait until the first buffer in flight is free. One task at a time may wait.
 
-        :param probe: posts what is done after all that was sent: it is awaited in place of what somebody awaited before
-            and was cancelled, which cannot be awaited again.
-        :raises WorkCompletionError: it failed.
+        :param probe: posts a request that completes after all sent messages. It is awaited if the operation was awaited
+            before by a cancelled caller, as an operation can be awaited only once.
+        :raises WorkCompletionError: the operation failed.
         """
         operation = self._in_flight[0][0]
         if operation is self._awaited:

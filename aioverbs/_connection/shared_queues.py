@@ -1,4 +1,4 @@
-"""What connections have in common: completion queues and buffers, so that making one registers and allocates little."""
+"""Completion queues and buffers shared by connections, so that a new connection registers and allocates little."""
 
 import contextlib
 
@@ -14,17 +14,17 @@ from aioverbs.errors import AffinityError, ConcurrentAccessError
 
 __all__ = ["completion_queue_for", "lease_block"]
 
-_SLAB_BYTES = 8 << 20  # bytes: below what is registered beside the loop
-_BLOCKS_PER_SLAB = 16  # of a slab, at most
-_CONNECTIONS_PER_CQ = 16  # connections of a completion queue
+_SLAB_BYTES = 8 << 20  # bytes; small enough to be registered on the event loop
+_BLOCKS_PER_SLAB = 16  # at most
+_CONNECTIONS_PER_CQ = 16
 _UNLIMITED = 1 << 30
 
 
 async def lease_block(domain: Domain, settings: ConnectionSettings) -> LeasedBuffer:
-    """Memory for the buffers of a connection, of a pool of the protection domain.
+    """Lease memory for the buffers of a connection from a pool of the protection domain.
 
-    :raises MemoryError: there is none.
-    :raises VerbsError: the device cannot register it.
+    :raises MemoryError: no memory left.
+    :raises VerbsError: the device cannot register the memory.
     """
     size = settings.block_size
     key = "buffers of connections", size
@@ -33,7 +33,7 @@ async def lease_block(domain: Domain, settings: ConnectionSettings) -> LeasedBuf
         count = max(1, min(_BLOCKS_PER_SLAB, _SLAB_BYTES // size))
         created = domain.buffer_pool(size, count, limit=_UNLIMITED)
         if is_large(size * count):
-            await open_part(created)  # meanwhile others come, and make one each
+            await open_part(created)  # meanwhile other connections may make a pool each; the first one is kept
         else:
             open_part_now(created)
         pool = common_of(domain.base).setdefault(key, created)
@@ -44,15 +44,15 @@ async def lease_block(domain: Domain, settings: ConnectionSettings) -> LeasedBuf
 
 
 class _QueueSet:
-    """The completion queues of a domain and a loop."""
+    """Completion queues shared by the connections of one domain and one event loop."""
 
     def __init__(self) -> None:
         self._all: list[CompletionQueue] = []
-        self._last_index = 0  # where there was room the last time: all are looked at only when one more is made
-        self._broken: list[CompletionQueue] = []  # until the last queue pair of each is gone
+        self._last_index = 0  # index of the last queue with room: all are searched only before a new one is made
+        self._broken: list[CompletionQueue] = []  # broken queues, each closed after its last queue pair
 
     def find(self, completions: int) -> CompletionQueue | None:
-        """One with so much room."""
+        """Return a queue with room for so many completions, or None."""
         self._close_broken()
         for step in range(len(self._all)):
             index = (self._last_index + step) % len(self._all)
@@ -69,12 +69,13 @@ class _QueueSet:
     def _close_broken(self) -> None:
         for cq in tuple(self._broken):
             if not cq.statistics().children:
-                with contextlib.suppress(AffinityError, ConcurrentAccessError):  # the next time, or with the domain
+                # retried next time; else closed with the domain
+                with contextlib.suppress(AffinityError, ConcurrentAccessError):
                     lifecycle_of(cq).close_later()
                     self._broken.remove(cq)
 
     def add(self, cq: CompletionQueue) -> None:
-        """One more."""
+        """Add a new queue."""
         self._last_index = len(self._all)
         self._all.append(cq)
 
@@ -84,10 +85,10 @@ def _is_usable(cq: CompletionQueue) -> bool:
 
 
 async def completion_queue_for(domain: Domain, settings: ConnectionSettings) -> CompletionQueue:
-    """A completion queue of the running loop's, with room for one more connection.
+    """Return a completion queue of the running loop with room for one more connection, made if necessary.
 
-    :raises ValueError: its awaits do not poll, or not so long.
-    :raises VerbsError: the device has no more.
+    :raises ValueError: the domain's awaits do not poll, or not for so long.
+    :raises VerbsError: the device has no more completion queues.
     """
     needed = settings.completions
     queues = common_of(domain).setdefault(("completions of connections", settings.spin_ns, running_loop()), _QueueSet())
@@ -97,6 +98,6 @@ async def completion_queue_for(domain: Domain, settings: ConnectionSettings) -> 
         return found
     limit = max(needed, domain.handle.context.attributes.max_cqe)
     created = domain.completion_queue(min(needed * _CONNECTIONS_PER_CQ, limit), spin_ns=settings.spin_ns)
-    open_part_now(created)  # without an await, in which others would make one each
+    open_part_now(created)  # no await here: meanwhile other connections would make a queue each
     queues.add(created)
     return created

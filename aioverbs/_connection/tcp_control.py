@@ -1,4 +1,4 @@
-"""The TCP connection beside a queue pair: it carries the handshake, and then tells that the peer is there no more."""
+"""TCP connection beside a queue pair: carries the handshake, and afterwards reports the loss of the peer."""
 
 import asyncio
 import contextlib
@@ -19,15 +19,15 @@ __all__ = ["TcpControlChannel", "accept_tcp", "connect_tcp"]
 
 
 class TcpControlChannel(asyncio.Protocol):
-    """One end of a TCP connection, with TLS or without.
+    """One end of a TCP connection, with or without TLS.
 
-    Whoever dies, even by a signal that leaves no time for anything, has it closed by the kernel, whatever children it
-    has: they do not get it.
+    If the process dies, even by SIGKILL, the kernel closes the connection, although the process may have forked:
+    children do not inherit the socket.
     """
 
     def __init__(self) -> None:
         self.error: Exception | None = None
-        self.has_received = False  # the peer said something
+        self.has_received = False  # the peer has sent data
         self._data = bytearray()
         self._waiter: asyncio.Future[None] | None = None
         self._on_lost: Callable[[Exception], object] | None = None
@@ -35,20 +35,20 @@ class TcpControlChannel(asyncio.Protocol):
         self._closed: asyncio.Future[None] = running_loop().create_future()
         self._forks = forks.count
 
-    # ---- What the loop calls
+    # ---- Callbacks of the event loop
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """It begins."""
+        """Keep the transport, and its socket from forked children."""
         self._transport = cast(asyncio.Transport, transport)
         forks.keep_from_children(self)
 
     def fileno(self) -> int:
-        """Return the number of its descriptor; -1 where it is closed."""
+        """Return the file descriptor of the socket; -1 if closed."""
         sock = self._transport.get_extra_info("socket") if self._transport is not None else None
         return sock.fileno() if sock is not None and not self._closed.done() else -1
 
     def data_received(self, data: bytes) -> None:
-        """The peer said something."""
+        """Buffer data of the handshake. Data after the handshake violates the protocol and closes the connection."""
         self.has_received = True
         if self._on_lost is not None:
             self._fail(BrokenResourceError("the peer said something where nothing is to be said any more"))
@@ -56,11 +56,11 @@ class TcpControlChannel(asyncio.Protocol):
             return
         self._data += data
         if len(self._data) > 2 * MAX_MESSAGE_BYTES and self._transport is not None:
-            self._transport.pause_reading()  # nobody who takes his turn says so much
+            self._transport.pause_reading()  # a peer that follows the protocol never sends so much
         self._wake()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """It is over."""
+        """Report that the connection is closed."""
         self._fail(exc or BrokenResourceError("the peer closed its TCP connection"))
         if not self._closed.done():
             self._closed.set_result(None)
@@ -76,17 +76,17 @@ class TcpControlChannel(asyncio.Protocol):
     def _wake(self) -> None:
         wake(self._waiter)
 
-    # ---- The handshake
+    # ---- Handshake
 
     async def send(self, data: bytes) -> None:
-        """Say something; it is so short that nobody has to wait."""
+        """Send a message; it is so short that the transport always buffers it."""
         assert self._transport is not None
         self._transport.write(data)
 
     async def receive(self) -> bytes:
-        """The peer's next message.
+        """Receive the peer's next message.
 
-        :raises HandshakeError: it is none.
+        :raises HandshakeError: the data is not a message of the handshake.
         :raises BrokenResourceError: the peer is gone.
         """
         head = await self._read_exactly(HEADER_BYTES)
@@ -102,10 +102,10 @@ class TcpControlChannel(asyncio.Protocol):
         del self._data[:size]
         return data
 
-    # ---- Afterwards
+    # ---- After the handshake
 
     def watch(self, on_lost: Callable[[Exception], object]) -> None:
-        """The handshake is over: call this when the peer is gone."""
+        """End the handshake: from now on call `on_lost` with the cause when the peer is gone."""
         self._on_lost = on_lost
         if self.error is not None:
             on_lost(self.error)
@@ -113,39 +113,43 @@ class TcpControlChannel(asyncio.Protocol):
             self.data_received(b"")
 
     def unwatch(self) -> None:
-        """Nobody is to be called any more."""
+        """Stop watching: the callback is not called any more."""
         self._on_lost = lambda _: None
 
     def address(self, which: str) -> Address | None:
-        """Its own address, `sockname`, or the peer's, `peername`."""
+        """Return the local address for ``"sockname"``, the peer's for ``"peername"``."""
         found = self._transport.get_extra_info(which) if self._transport is not None else None
         return cast("Address | None", found)
 
     def abort(self) -> None:
-        """End it at once."""
+        """Close at once."""
         if self._transport is not None and not self._abandon_if_loop_gone():
             self._transport.abort()
 
     def _abandon_if_loop_gone(self) -> bool:
-        """Whether its loop is closed, which closes no transport any more: then just the peer is told. Or whether it is
-        the parent's of this process, and so is what the kernel watches for it: then nothing is done."""
+        """Return whether the transport must not be used: its event loop is closed, or belongs to the parent of this
+        forked process.
+
+        A closed loop closes no transports, so the socket is shut down here to notify the peer. In a forked child
+        nothing is done: the loop, and what the kernel watches for it, are the parent's.
+        """
         if self._forks != forks.count:
             return True
         if not self._closed.get_loop().is_closed():
             return False
         transport, self._transport = self._transport, None
         sock = transport.get_extra_info("socket") if transport is not None else None
-        if isinstance(sock, TransportSocket):  # others were closed with their loop
+        if isinstance(sock, TransportSocket):  # sockets of other loops are closed with them
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
         return True
 
     async def aclose(self) -> None:
-        """End it, after what was said."""
+        """Close after sending what is buffered. Waits a limited time for the peer's close."""
         if self._transport is not None and not self._closed.done() and not self._abandon_if_loop_gone():
             self._transport.close()
             done, _ = await asyncio.wait([self._closed], timeout=_CLOSE_TIMEOUT_S)
-            if not done:  # as where TLS waits for the other end's goodbye
+            if not done:  # such as when TLS waits for the peer's close_notify
                 self._transport.abort()
 
 
@@ -157,7 +161,9 @@ async def connect_tcp(
 ) -> TcpControlChannel:
     """Connect to a TCP port.
 
-    :raises OSError: nobody is there; of these, `ssl.SSLError`: TLS does not come about.
+    :param context: TLS context; None: no TLS.
+    :param server_hostname: name in the peer's certificate; None: `host`.
+    :raises OSError: no listener, or, as `ssl.SSLError`, the TLS handshake failed.
     """
     name = server_hostname if context is not None else None
     _, control = await running_loop().create_connection(
@@ -168,9 +174,11 @@ async def connect_tcp(
 
 
 async def accept_tcp(sock: socket.socket, context: tls.SSLContext | None, timeout_s: float) -> TcpControlChannel:
-    """Take over a socket that was accepted; from now on it is the lifeline's.
+    """Make a control channel of an accepted socket, which it owns from now on, even on failure.
 
-    :raises OSError: the peer is gone; of these, `ssl.SSLError`: TLS does not come about.
+    :param context: TLS context; None: no TLS.
+    :param timeout_s: limit of the TLS handshake in seconds.
+    :raises OSError: the peer is gone, or, as `ssl.SSLError`, the TLS handshake failed.
     """
     limit_s = timeout_s if context is not None else None
     control = TcpControlChannel()
@@ -188,6 +196,6 @@ def _no_delay(control: TcpControlChannel) -> None:
     sock = control._transport.get_extra_info("socket")
     try:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    except OSError as error:  # it is gone already
+    except OSError as error:  # closed by the peer already
         if error.errno not in (errno.EINVAL, errno.ENOTCONN):
             raise

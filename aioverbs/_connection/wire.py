@@ -1,12 +1,13 @@
-"""PURE: what the messages of a connection carry beside their bytes, in 32 bits of immediate data.
+"""PURE: encoding of the 32 bits of immediate data that each message of a connection carries.
 
-    bits   0 to 15: a number that goes with the kind: which grant
-          16 to 25: credits that are given back
+    bits   0 to 15: number of a grant, for the kinds that concern one
+          16 to 25: credits returned
           26 to 28: flags
-          29 to 31: the kind
+          29 to 31: kind
 
-Of the flags: the bytes are the first of a message; the last of it; before them stand 32 bits of the user's own
-immediate data. Where they are the first and not the last, the length of the whole stands before all of that, 64 bits.
+Flags: FIRST and LAST mark the first and the last fragment of a message. HAS_IMMEDIATE says that 32 bits of the user's
+immediate data stand before the bytes of the first fragment. If the first fragment is not the last, the length of the
+whole message, 64 bits, stands before all of that.
 """
 
 import enum
@@ -43,38 +44,44 @@ _GRANTABLE = AccessFlags.REMOTE_READ | AccessFlags.REMOTE_WRITE | AccessFlags.RE
 
 
 class FrameKind(enum.IntEnum):
-    """What a message is for."""
+    """Kinds of messages."""
 
     DATA = 1
-    """Bytes of the user's."""
+    """A fragment of a user's message."""
 
     CREDITS = 2
-    """Nothing but the credits that it gives back."""
+    """Returns credits and carries nothing else."""
 
     GRANT = 3
-    """The peer may reach memory: a `GrantNotice`."""
+    """Grants access to memory; the bytes are a `GrantNotice`."""
 
     REVOKE = 4
-    """The peer is to reach it no more."""
+    """Asks the peer to stop using a grant."""
 
     REVOKED = 5
-    """And does so: what it asked for before was done before this came."""
+    """Acknowledges REVOKE; all earlier accesses are done."""
 
     END = 6
-    """No more bytes come."""
+    """No more user messages follow."""
 
 
 WHOLE = FrameKind.DATA << _KIND_AT | FIRST | LAST
-"""What a message in one piece has, but for its credits."""
+"""Header of a message in one fragment without immediate data, credits left out."""
 
 
 def header(kind: FrameKind, flags: int = 0, returned: int = 0, number: int = 0) -> int:
-    """The immediate data of a message."""
+    """Encode the header of a message as immediate data.
+
+    :param kind: kind of the message.
+    :param flags: FIRST, LAST and HAS_IMMEDIATE.
+    :param returned: number of credits returned, 0..1023.
+    :param number: number of the grant, 0..65535.
+    """
     return kind << _KIND_AT | flags | returned << CREDITS_AT | number
 
 
 class GrantNotice(NamedTuple):
-    """What is told of memory that the peer may reach."""
+    """Content of a GRANT message: address, length, key and access of the memory."""
 
     address: int
     length: int
@@ -82,14 +89,14 @@ class GrantNotice(NamedTuple):
     access: AccessFlags
 
     def pack(self) -> bytes:
-        """Its bytes."""
+        """Encode the notice."""
         return _GRANT.pack(self.address, self.length, self.rkey, self.access)
 
     @classmethod
     def parse(cls, data: bytes) -> "GrantNotice":
-        """The notice that these bytes are.
+        """Decode a notice.
 
-        :raises ValueError: they are none.
+        :raises ValueError: wrong length, an empty or impossible range, or access flags that cannot be granted.
         """
         if len(data) != _GRANT.size:
             raise ValueError(f"it grants memory by {len(data)} bytes, which are to be {_GRANT.size}")
@@ -100,7 +107,7 @@ class GrantNotice(NamedTuple):
 
 
 def parse_header(immediate: int) -> tuple[int, int, int, int]:
-    """Kind, flags, credits and number of a message."""
+    """Decode immediate data: kind, flags, credits returned and number."""
     return (
         immediate >> _KIND_AT,
         immediate & (FIRST | LAST | HAS_IMMEDIATE),

@@ -1,4 +1,4 @@
-"""What becomes of a peer that was accepted: a connection, or a reason why not."""
+"""Turning an accepted peer into a connection, or into a reason why not."""
 
 import asyncio
 import functools
@@ -21,19 +21,22 @@ __all__ = ["AcceptSettings", "TlsContext", "peer_name", "try_accept"]
 logger = logging.getLogger("aioverbs")
 
 TlsContext = tls.SSLContext | Callable[[], tls.SSLContext]
-"""What TLS has of a server, its certificate first of all; or a function that makes it, which can go where it cannot."""
+"""TLS context of a server, with a certificate; or a function that makes one, as functions can be pickled and contexts
+cannot.
+"""
 
 
 @dataclass(frozen=True)
 class AcceptSettings:
-    """On which terms peers are taken in.
+    """Settings and limits for accepted peers.
 
-    :param ssl: for TLS on the TCP connections, with a certificate.
-    :param secret: what peers are to know.
-    :param settings: of the connections.
-    :param handshake_timeout_s: the longest that a peer may take to get through.
-    :param max_handshakes: peers that may be on their way at once; who comes then waits, and the oldest gives way.
-    :param max_connections: open connections, at most; who comes then is refused.
+    :param ssl: TLS context for the TCP connections, or a function that makes one; None: no TLS.
+    :param secret: secret that peers must prove to know; None: none.
+    :param settings: sizes and times of the connections.
+    :param handshake_timeout_s: limit of a peer's handshake in seconds, above 0.
+    :param max_handshakes: number of handshakes at the same time, 1 or more.
+    :param max_connections: number of open connections, 1 or more; None: no limit.
+    :raises ValueError: a value is out of its range.
     """
 
     ssl: TlsContext | None
@@ -53,27 +56,29 @@ class AcceptSettings:
                 raise ValueError(f"{name} is 1 or more, not {value}")
 
     def __getstate__(self) -> dict[str, object]:
-        return {name: value for name, value in vars(self).items() if name != "context"}  # which is this process's
+        return {name: value for name, value in vars(self).items() if name != "context"}  # made anew in each process
 
     @functools.cached_property
     def context(self) -> tls.SSLContext | None:
-        """What is to be used of `ssl`, here: it is made once in each process."""
+        """This process's TLS context, made on first use; None: no TLS."""
         return self.ssl if self.ssl is None or isinstance(self.ssl, tls.SSLContext) else self.ssl()
 
 
 async def try_accept(
     control: Awaitable[ControlChannel], peer: str, domain: Domain, accept_settings: AcceptSettings
 ) -> tuple[Connection | None, str]:
-    """The connection that a peer becomes, on the running loop; or None and what stopped it, which was logged.
+    """Make a connection of a peer, on the running loop.
 
-    :param line: the line to the peer, which is made now.
-    :param peer: who it is, for people.
+    :param control: opens the control channel to the peer; awaited first.
+    :param peer: description of the peer for logs.
+    :returns: the connection and ""; or None and the reason, which is logged.
     """
     try:
         return await accept_connection(await control, domain, accept_settings.secret, accept_settings.settings), ""
     except HandshakeError as error:
         reason, text = _reason_name(error), str(error)
-    except (OSError, BrokenResourceError, MemoryError, WorkCompletionError) as error:  # of OSError SSLError, VerbsError
+    # OSError includes SSLError and VerbsError
+    except (OSError, BrokenResourceError, MemoryError, WorkCompletionError) as error:
         reason = type(error).__name__
         text = str(error) or reason
     except asyncio.CancelledError:
@@ -91,7 +96,7 @@ def _reason_name(error: HandshakeError) -> str:
 
 
 def peer_name(sock: socket.socket) -> str:
-    """Who is at the other end of a TCP connection, for people."""
+    """Return the address of a TCP peer as text, for logs."""
     try:
         return format_address(sock.getpeername())
     except OSError:

@@ -1,4 +1,4 @@
-"""Where peers knock: listening sockets, and limits on those who do not get through."""
+"""Accepting peers: listening sockets, and limits on concurrent handshakes and connections."""
 
 import asyncio
 import contextlib
@@ -32,20 +32,21 @@ __all__ = ["Acceptor", "PendingPeer", "ServerStatistics"]
 
 logger = logging.getLogger("aioverbs")
 
-_ACCEPT_RETRY_S = 0.1  # after which accepting is tried again
-_MIN_HANDSHAKE_S = 0.5  # that each peer has for its handshake, however many others wait
-_EXPIRY_GRACE_S = 2.0  # that one who gives way may take, as on a worker that is busy, before another one does
+_ACCEPT_RETRY_S = 0.1  # delay after a failed accept
+_MIN_HANDSHAKE_S = 0.5  # time that each peer gets for its handshake, however many others wait
+_EXPIRY_GRACE_S = 2.0  # time that an expired peer may take to end, as on a busy worker, before another one is expired
 
 
 @dataclass(frozen=True)
 class ServerStatistics:
-    """Whom a listener or a server has seen.
+    """Counters of a listener or server.
 
-    :param handshakes: peers that are on their way.
-    :param connections: those that are open, or wait to be taken.
-    :param accepted: those that ever got through.
-    :param refused: those that did not, by what stopped them, as ``"SECRET"``, ``"TimeoutError"``.
-    :param workers: the connections that are open on each worker, by its number, where a pool has them.
+    :param handshakes: number of handshakes in progress.
+    :param connections: number of connections that are open, or wait to be accepted by the caller.
+    :param accepted: number of peers that completed the handshake, ever.
+    :param refused: number of peers that did not, by reason: the name of a handshake `Reason`, as ``"SECRET"``, or of an
+        exception, as ``"TimeoutError"``.
+    :param workers: number of open connections on each worker of the pool, by worker number; empty without a pool.
     """
 
     handshakes: int
@@ -56,7 +57,7 @@ class ServerStatistics:
 
 
 class AcceptState(enum.Enum):
-    """How far a peer has come."""
+    """States of an accepted peer."""
 
     HANDSHAKING = enum.auto()
     OPEN = enum.auto()
@@ -64,11 +65,11 @@ class AcceptState(enum.Enum):
 
 
 class PendingPeer:
-    """A peer that was accepted, as the acceptor counts it, on its loop.
+    """An accepted peer, from its arrival to the end of its connection, as the acceptor counts it.
 
-    :param way: how it came: by rdma_cm, or by a socket, which may be taken out of its object and to another loop.
-    :param address: where from.
-    :param moved: called when it has come to another stage, with that it had before, and what stopped it.
+    :param endpoint: the accepted socket, or the rdma_cm request. A socket may be detached and passed to another loop.
+    :param address: address of the peer.
+    :param on_state_change: called after each change, with the peer, its previous state and the reason of a refusal.
     """
 
     def __init__(
@@ -81,21 +82,21 @@ class PendingPeer:
         self.address = address
         self.state = AcceptState.HANDSHAKING
         self.worker: int | None = None
-        """That it was given to, of a pool's."""
-        self.timeout: asyncio.Timeout | None = None  # it has to be through
+        """Number of the pool's worker that handles the peer; None: none yet."""
+        self.timeout: asyncio.Timeout | None = None  # limit of the handshake
         self.is_expiring = False
         self._loop = running_loop()
-        self.started_at = 0.0  # by the loop's clock: when it was given the time to get through
+        self.started_at = 0.0  # loop time at which the handshake began
         self._control: TcpControlChannel | None = None
         self._on_state_change = on_state_change
 
     @property
     def peer(self) -> str:
-        """Who it is, for people."""
-        return format_address(self.address)
+        """Address of the peer as text."""
+        return written(self.address)
 
     async def open_control(self, accept_settings: AcceptSettings) -> ControlChannel:
-        """What is said to it goes by this, on the loop that accepted it. For once."""
+        """Return the control channel to the peer, on the loop that accepted the peer. May be called once."""
         endpoint, self.endpoint = self.endpoint, None
         assert endpoint is not None
         if isinstance(endpoint, CmControlChannel):
@@ -105,21 +106,23 @@ class PendingPeer:
 
     @property
     def has_received(self) -> bool:
-        """Whether it is known to have said something."""
+        """Whether the peer is known to have sent data."""
         return self._control is not None and self._control.has_received
 
     def expire(self) -> None:
-        """Its time is over: another one waits for its place."""
+        """End the peer's handshake at once: another peer needs its slot."""
         self.is_expiring = True
         if self.timeout is not None and not self.timeout.expired():
             self.timeout.reschedule(self._loop.time())
 
     def report_open(self, is_open: bool) -> None:
-        """It has become a connection, or that is closed. From any loop; the first time of each counts."""
+        """Report that the peer has become a connection (True), or that its connection is closed (False). Thread-safe;
+        only the first report of each kind counts.
+        """
         if asyncio._get_running_loop() is self._loop:
             self._set_open(is_open)
         else:
-            with contextlib.suppress(RuntimeError):  # the loop is closed, and nobody counts
+            with contextlib.suppress(RuntimeError):  # the loop is closed, so nothing is counted any more
                 self._loop.call_soon_threadsafe(self._set_open, is_open)
 
     def _set_open(self, is_open: bool) -> None:
@@ -129,7 +132,7 @@ class PendingPeer:
             self._set_state(AcceptState.OPEN if is_open else AcceptState.CLOSED, "")
 
     def refuse(self, reason: str) -> None:
-        """It does not become a connection, where it has not."""
+        """Report that the peer does not become a connection. Has no effect once it is one."""
         if self.state is AcceptState.HANDSHAKING:
             self._set_state(AcceptState.CLOSED, reason)
 
@@ -139,10 +142,12 @@ class PendingPeer:
 
 
 class Acceptor:
-    """Accepts peers at TCP ports, and hands each to `arrived` unless there are too many.
+    """Accepts peers by TCP and rdma_cm, within limits, and calls `on_peer` with each.
 
-    :param arrived: called with each, on the loop that this is opened by, and awaited in a task, which is cancelled
-        where the peer does not get through in time; returns what stopped it, if anything did.
+    :param accept_settings: settings and limits for accepted peers.
+    :param on_peer: coroutine function called with each peer in a task of its own, on the loop that opened the acceptor.
+        The task is cancelled if the handshake takes too long. Returns the reason if the peer did not become a
+        connection, else "".
     """
 
     def __init__(
@@ -151,24 +156,24 @@ class Acceptor:
         self._accept_settings = accept_settings
         self._on_peer = on_peer
         self._sockets: list[socket.socket] = []
-        self._bound: list[Address] = []  # their addresses, which the child of a fork cannot ask them for
+        self._bound: list[Address] = []  # addresses of the sockets, as a forked child has no sockets to ask
         self._tasks: dict[asyncio.Task[None], PendingPeer] = {}
         self._closing_tasks: set[asyncio.Task[None]] = set()
         self._accept_tasks: list[asyncio.Task[None]] = []
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._owner: Affinity | None = None  # whoever opened it
+        self._owner: Affinity | None = None  # the loop that opened the acceptor
         self._cm: tuple[SharedChannel, CmListener] | None = None
-        self._slot_freed = asyncio.Event()  # a handshake or a connection ended
+        self._slot_freed = asyncio.Event()  # set when a handshake or a connection ends
         self._handshakes = self._connections = self._accepted = 0
         self._refused: Counter[str] = Counter()
 
     async def open(
         self, host: str | None, port: int, backlog: int, transport: Transport, domain: Domain | None
     ) -> None:
-        """Listen.
+        """Begin to listen.
 
-        :param domain: whose connections they become, where that is known: for rdma_cm.
-        :raises OSError: the address is in use, or not this machine's.
+        :param domain: domain of the connections, needed for rdma_cm; None: a pool's workers have the domains.
+        :raises OSError: the address is in use or not an address of this machine.
         """
         self._loop, self._owner = running_loop(), Affinity.of_running_loop()
         try:
@@ -188,7 +193,8 @@ class Acceptor:
             listener = await open_part(channel.channel.listener(host, port, backlog=backlog))
         except BaseException as error:
             await channel.release()
-            if transport == "rdmacm" or not isinstance(error, OSError | LibraryNotFoundError):  # of these VerbsError
+            # OSError includes VerbsError
+            if transport == "rdmacm" or not isinstance(error, OSError | LibraryNotFoundError):
                 raise
             logger.debug("peers are not heard by rdma_cm: %s", error)
             return
@@ -201,7 +207,7 @@ class Acceptor:
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE, family=socket.AF_UNSPEC
         )
         for family, _, _, _, address in dict.fromkeys(addresses):
-            if port == 0 and self._bound:  # the others are to have the same
+            if port == 0 and self._bound:  # all addresses use the same port
                 address = (address[0], self._bound[0][1], *address[2:])
             self._listen(family, address, backlog)
         for sock in self._sockets:
@@ -211,11 +217,11 @@ class Acceptor:
         try:
             sock = socket.socket(family, socket.SOCK_STREAM)
         except OSError as error:
-            if error.errno == errno.EAFNOSUPPORT:  # as where IPv6 is switched off
+            if error.errno == errno.EAFNOSUPPORT:  # such as when IPv6 is disabled
                 return
             raise
         self._sockets.append(sock)
-        forks.keep_from_children(sock)  # or peers could connect to one when this process has ended
+        forks.keep_from_children(sock)  # else peers could still connect to a child after this process has ended
         sock.setblocking(False)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6:
@@ -226,16 +232,16 @@ class Acceptor:
 
     @property
     def addresses(self) -> list[Address]:
-        """Where it listens."""
+        """Addresses and ports at which the acceptor listens."""
         addresses = list(self._bound)
         if not addresses and self._cm is not None:
             addresses.append(self._cm[1].address)
         return addresses
 
     def statistics(self, workers: int = 0) -> ServerStatistics:
-        """Whom it has seen.
+        """Return the current counters.
 
-        :param workers: how many there are that they are given to.
+        :param workers: number of workers of the pool, 0 without one.
         """
         refused = tuple(sorted(self._refused.items()))
         per_worker = Counter(pending.worker for pending in self._tasks.values() if pending.state is AcceptState.OPEN)
@@ -248,8 +254,8 @@ class Acceptor:
             try:
                 sock, address = await self._next(listening)
             except OSError as error:
-                if error.errno != errno.ECONNABORTED:  # one that gave up before it was accepted
-                    # As while this process, or the machine, has no more descriptors.
+                if error.errno != errno.ECONNABORTED:  # ECONNABORTED: the peer gave up before it was accepted
+                    # Such as while the process or the machine has no more file descriptors.
                     logger.warning("no peers are accepted for now: %s", error)
                     await asyncio.sleep(_ACCEPT_RETRY_S)
                 continue
@@ -270,7 +276,8 @@ class Acceptor:
             else:
                 forks.keep_from_children(sock)
                 return sock, address
-        # This is a child's copy of the loop, and who knocks is the parent's: until that loop ends, and cancels this.
+        # This is a forked child's copy of the loop: peers belong to the parent. Wait until this loop ends and cancels
+        # the task.
         never: asyncio.Future[tuple[socket.socket, Address]] = running_loop().create_future()
         return await never
 
@@ -297,14 +304,14 @@ class Acceptor:
         else:
             self._refuse(sock)
 
-    # To connect and say nothing costs a peer next to nothing, so there may be very many who do. One peer of each
-    # listening socket waits here for a place, the others in its backlog. Where no handshake ends meanwhile, the oldest
-    # one gives way that has had _PATIENCE_S; one that has said nothing, for all that is known, before one that has. So
-    # those who are silent hold honest ones up for _PATIENCE_S for each `max_handshakes` of them that came before, and
-    # keep none out.
+    # Connecting and sending nothing costs a peer next to nothing, so there may be very many. Of each
+    # listening socket one peer waits here for a slot, and the others wait in the kernel's backlog. If no handshake ends
+    # meanwhile, the oldest peer is expired that has had _MIN_HANDSHAKE_S; peers that are not known to have sent
+    # anything go first. So silent peers delay an honest peer by _MIN_HANDSHAKE_S for each `max_handshakes` of them that
+    # came before, and cannot keep it out.
 
     async def _wait_for_slot(self) -> bool:
-        """Until a handshake may begin; whether it may, or there are as many connections as there may be."""
+        """Wait until a handshake may begin, and return True; return False if `max_connections` is reached."""
         while True:
             max_connections = self._accept_settings.max_connections
             if max_connections is not None and self._connections >= max_connections:
@@ -319,7 +326,7 @@ class Acceptor:
                 await self._slot_freed.wait()
 
     def _expire_oldest(self) -> float:
-        """Have the first one give way who may, and is not about to; how long to wait before another one may."""
+        """Expire the oldest peer that may be expired. Return the time in seconds to wait before the next one may be."""
         waiting = [
             each
             for each in self._tasks.values()
@@ -353,23 +360,23 @@ class Acceptor:
 
     def _on_task_done(self, task: asyncio.Task[None]) -> None:
         pending = self._tasks.pop(task)
-        pending.refuse("cancelled")  # before it began
+        pending.refuse("cancelled")  # cancelled before its first step
 
     def reject_busy(self, pending: PendingPeer) -> None:
-        """Tell a peer that there is no room for it after all."""
+        """Reject a peer because the pool has no capacity for it."""
         if isinstance(pending.endpoint, socket.socket):
             self._refuse(pending.endpoint)
         pending.refuse("BUSY")
 
     def _refuse(self, sock: socket.socket) -> None:
-        # Of those that would get TLS, or do not take it at once, nothing is waited for.
+        # Send the rejection without waiting: not by TLS, and only if the socket's buffer takes it.
         with sock, contextlib.suppress(OSError):
             if self._accept_settings.ssl is None:
                 sock.send(Reject(Reason.BUSY).pack())
                 sock.shutdown(socket.SHUT_WR)
-                sock.recv(4096)  # what is unread when it is closed would be answered by a reset
+                sock.recv(4096)  # closing a socket with unread data would reset it, and discard the rejection
 
-    # ---- What became of those that arrived
+    # ---- Results of handshakes
 
     def _on_state_change(self, pending: PendingPeer, previous: AcceptState, reason: str) -> None:
         self._slot_freed.set()
@@ -382,7 +389,7 @@ class Acceptor:
             self._connections += 1
             return
         self._refused[reason] += 1
-        if isinstance(pending.endpoint, CmControlChannel):  # nobody has taken it
+        if isinstance(pending.endpoint, CmControlChannel):  # not opened: still owned here
             assert self._loop is not None
             task = self._loop.create_task(pending.endpoint.aclose())
             self._closing_tasks.add(task)
@@ -390,10 +397,10 @@ class Acceptor:
         elif pending.endpoint is not None:
             pending.endpoint.close()
 
-    # ---- Its end
+    # ---- Closing
 
     async def stop(self) -> None:
-        """Accept nobody any more; those that are on their way go on, unless their loop is gone."""
+        """Stop accepting. Handshakes in progress go on, unless their loop is closed."""
         accept_tasks, self._accept_tasks = self._accept_tasks, []
         cm, self._cm = self._cm, None
         try:
@@ -404,7 +411,7 @@ class Acceptor:
                     task.cancel()
                 if accept_tasks:
                     await asyncio.wait(accept_tasks)
-        finally:  # also where this is cancelled: who looked at the sockets was before, and has let go of them
+        finally:  # also when cancelled: the accept tasks were cancelled before, and do not use the sockets any more
             self._close_sockets()
             if cm is not None:
                 channel, listener = cm
@@ -414,9 +421,10 @@ class Acceptor:
                     await channel.release()
 
     def destroy(self) -> None:
-        """What its connections are made on is being closed: where its loop is gone, too, its ports are closed.
+        """Close the sockets, if the loop that opened the acceptor is closed; otherwise that loop closes them.
 
-        Else that loop closes them. It is named as what a `Lifecycle` does to its handles. From any thread.
+        Called from any thread when the parent domain or pool is closed: `Lifecycle` calls ``destroy`` of each handle it
+        holds.
         """
         if self._is_orphaned():
             self._abandon()
@@ -425,14 +433,14 @@ class Acceptor:
         return self._owner is not None and self._owner.orphaned
 
     def _abandon(self) -> None:
-        # Its tasks do not go on, and those of a closed loop cannot be cancelled. What they have of connections is what
-        # these are made on to close.
+        # The tasks of a closed loop neither run nor can be cancelled. Connections that they opened are closed with the
+        # domain or pool.
         self._close_sockets()
         pending_peers = list(self._tasks.values())
         self._tasks.clear()
         self._closing_tasks.clear()
         for pending in pending_peers:
-            if isinstance(pending.endpoint, socket.socket):  # nobody has taken it
+            if isinstance(pending.endpoint, socket.socket):  # not opened: still owned here
                 pending.endpoint.close()
 
     def _close_sockets(self) -> None:
@@ -442,13 +450,13 @@ class Acceptor:
             sock.close()
 
     async def wait(self, timeout_s: float | None) -> bool:
-        """Until all tasks are done, but no longer than that; whether they are."""
+        """Wait for all tasks to end. Return whether they have ended within `timeout_s` seconds; None: no limit."""
         if waiting := {*self._tasks, *self._closing_tasks}:
             await asyncio.wait(waiting, timeout=timeout_s)
         return not self._tasks and not self._closing_tasks
 
     async def cancel(self, timeout_s: float | None = None) -> bool:
-        """End the tasks; whether they have ended, within that time."""
+        """Cancel all tasks. Return whether they have ended within `timeout_s` seconds; None: no limit."""
         for task in self._tasks:
             task.cancel()
         return await self.wait(timeout_s)

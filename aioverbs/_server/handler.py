@@ -1,4 +1,4 @@
-"""What is done with a peer of a server, where its connection is to be: on the server's loop, or on a pool's worker."""
+"""Handling a peer of a server where its connection lives: on the server's loop or on a pool's worker."""
 
 import contextlib
 import functools
@@ -24,15 +24,19 @@ __all__ = ["Handler", "HandlerResult", "ReportOpen", "Service", "handle", "handl
 logger = logging.getLogger("aioverbs")
 
 Handler = Callable[[Connection], Awaitable[object]]
-"""What a server calls with each connection."""
+"""Async function that a server calls with each connection."""
 
 ReportOpen = Callable[[bool], object]
-"""Is told True when the peer has become a connection, and False when that is closed. It blocks nobody."""
+"""Callback, called with True when the peer has become a connection, and with False when the connection is closed. It
+does not block.
+"""
 
 
 @dataclass(frozen=True)
 class Service:
-    """What peers get. With a handler, and a `TlsContext`, that can be pickled it goes to other processes."""
+    """Handler and settings of a server. Picklable if the handler and the TLS factory are; so it can be sent to worker
+    processes.
+    """
 
     handler: Handler
     accept_settings: AcceptSettings
@@ -40,28 +44,34 @@ class Service:
 
 @dataclass(frozen=True)
 class HandlerResult:
-    """How it ended.
+    """Result of handling one peer.
 
-    :param why: what kept it from being a connection; empty where it was one.
-    :param failure: what the handler raised that is not how a peer's end is told.
+    :param reason: reason why the peer did not become a connection; "" if it did.
+    :param failure: exception of the handler, except for those that report the end of the peer.
     """
 
     reason: str = ""
     failure: BaseException | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Its traceback cannot be pickled, but what it says can.
+        # The traceback cannot be pickled; its text can.
         return _unpickled_result, (self.reason, self.failure and pickled_error(self.failure))
 
 
 def _unpickled_result(reason: str, failure: bytes | None) -> HandlerResult:
-    return HandlerResult(reason, failure and unpickled_error(failure))  # type: ignore[arg-type]  # bytes are not empty
+    # bytes are never empty
+    return HandlerResult(reason, failure and unpickled_error(failure))  # type: ignore[arg-type]
 
 
 async def handle(
     control: Awaitable[ControlChannel], peer: str, report_open: ReportOpen, domain: Domain, service: Service
 ) -> HandlerResult:
-    """Make a connection, on the running loop, and have the handler called with it; it is closed at the end."""
+    """Make a connection on the running loop, call the handler with it, and close it.
+
+    :param control: opens the control channel to the peer; awaited first.
+    :param peer: description of the peer for logs.
+    :param report_open: notified when the connection is open, and when closed.
+    """
     connection, reason = await try_accept(control, peer, domain, service.accept_settings)
     if connection is None:
         return HandlerResult(reason)
@@ -86,9 +96,9 @@ async def handle(
 
 
 async def handle_on_worker(sock: socket.socket, report_open: ReportOpen, service: Service) -> HandlerResult:
-    """`handle` on the worker that this is called by, with its domain.
+    """Handle a peer on the current worker, with the worker's domain: see `handle`.
 
-    :param sock: of the peer, non-blocking; it is taken out of this object.
+    :param sock: socket of the peer, non-blocking. The descriptor is detached from this object.
     """
     peer, detached = peer_name(sock), socket.socket(fileno=sock.detach())
     control = accept_tcp(detached, service.accept_settings.context, service.accept_settings.handshake_timeout_s)

@@ -1,4 +1,4 @@
-"""Listening for connections, and serving them."""
+"""Listening for connections, and serving them with a handler."""
 
 import asyncio
 import functools
@@ -33,7 +33,7 @@ logger = logging.getLogger("aioverbs")
 
 
 class _AcceptorResource(anyio.abc.AsyncResource):
-    """Who has an acceptor, and is open as long as that listens: for the loop that opens it."""
+    """Base of `ConnectionListener` and `Server`: owns an acceptor, on the event loop that opens it."""
 
     def __init__(
         self, listen_args: tuple[str | None, int, int, Transport, Domain | None], acceptor: Acceptor, parent: Resource
@@ -41,9 +41,9 @@ class _AcceptorResource(anyio.abc.AsyncResource):
         self._listen_args = listen_args
         self._domain = listen_args[-1]
         self._acceptor = acceptor
-        self._parent = parent  # that its connections are made on
-        self._owner: Affinity | None = None  # from its opening on
-        self._closed = False  # it was closed
+        self._parent = parent  # what the connections are made on: a domain or a pool
+        self._owner: Affinity | None = None  # None until opened
+        self._closed = False
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} at {', '.join(map(format_address, self.addresses)) or 'no address'}>"
@@ -51,10 +51,10 @@ class _AcceptorResource(anyio.abc.AsyncResource):
     async def open(self) -> Self:
         """Begin to listen.
 
-        :raises AffinityError: the domain is another event loop's, on which nobody could be served here.
-        :raises ClosedResourceError: it was opened before, or closed: if it listens, it goes on. Or what its connections
-            are to be made on is not open.
-        :raises OSError: the address is in use, or not this machine's.
+        :raises AffinityError: another event loop owns the domain.
+        :raises ClosedResourceError: opened before or closed before, or the domain or pool is not open. A listener that
+            is open stays open.
+        :raises OSError: the address is in use or not an address of this machine.
         """
         if self._owner is not None or self._closed:
             raise ClosedResourceError(f"{self!r} cannot be opened again: make a new one")
@@ -70,9 +70,9 @@ class _AcceptorResource(anyio.abc.AsyncResource):
         return self
 
     def _check_caller(self, operation: str) -> None:
-        """See that its owner calls, before anything is done: what it does is in the tasks and futures of that loop.
+        """Check that the owner's event loop is running: tasks and futures belong to that loop.
 
-        Before it is opened that is the owner of its domain, if that is one loop's.
+        Before opening, the owner is that of the domain, if one loop owns the domain.
         """
         if self._closed:
             return
@@ -83,12 +83,12 @@ class _AcceptorResource(anyio.abc.AsyncResource):
 
     @property
     def _orphaned(self) -> bool:
-        """Whether the loop that opened it is gone, so that any other one may close it."""
+        """Whether the loop that opened this object is closed, so that any other loop may close this object."""
         return self._owner is not None and self._owner.orphaned
 
     @property
     def _inherited(self) -> bool:
-        """Whether it is of the process that this one was forked from."""
+        """Whether this process was forked from the one that opened this object."""
         return self._owner is not None and self._owner.inherited
 
     async def __aenter__(self) -> Self:
@@ -96,30 +96,37 @@ class _AcceptorResource(anyio.abc.AsyncResource):
 
     @property
     def addresses(self) -> list[Address]:
-        """Where it listens."""
+        """Addresses and ports at which this object listens; empty before opening and after closing."""
         return self._acceptor.addresses
 
     @property
     def port(self) -> int:
-        """The port of all of them.
+        """Port at which this object listens, the same for all addresses.
 
-        :raises ClosedResourceError: it does not listen.
+        :raises ClosedResourceError: not listening.
         """
         if not self.addresses:
             raise ClosedResourceError(f"{self!r} does not listen, and has no port")
         return self.addresses[0][1]
 
     def statistics(self) -> ServerStatistics:
-        """Whom it has seen."""
+        """Return the current counters of peers and connections."""
         return self._acceptor.statistics()
 
 
 class ConnectionListener(_AcceptorResource):
-    """Where peers ask for connections. Made by `listen`.
+    """Listener for connections. Made by `listen`.
 
-    ``async for`` gives a `Connection` for each that got through its handshake; they are the caller's to close, and stay
-    when the listener is closed, which ends the loop. Those that nobody took by then are aborted. It belongs to the loop
-    that opens it.
+    ``async for`` returns a `Connection` for each peer that completes the handshake. The caller closes the connections;
+    closing the listener ends the loop and leaves them open. Connections that were not returned by then are aborted. The
+    listener belongs to the event loop that opens it.
+
+    :param host: address or name to listen at; None: all addresses.
+    :param port: port to listen at; 0: a free port.
+    :param domain: domain that the queue pairs are made on.
+    :param transport: ``"tcp"``, ``"rdmacm"`` or ``"auto"``.
+    :param accept_settings: settings for accepted peers.
+    :param backlog: number of peers that the kernel queues.
     """
 
     def __init__(
@@ -138,11 +145,12 @@ class ConnectionListener(_AcceptorResource):
         self._open = False
 
     async def open(self) -> Self:
-        """Listen.
+        """Begin to listen.
 
-        :raises AffinityError: the domain is another event loop's.
-        :raises ClosedResourceError: it was opened before, or closed; if it listens, it goes on.
-        :raises OSError: the address is in use, or not this machine's.
+        :raises AffinityError: another event loop owns the domain.
+        :raises ClosedResourceError: opened before or closed before, or the domain is not open. A listener that is open
+            stays open.
+        :raises OSError: the address is in use or not an address of this machine.
         """
         await super().open()
         self._open = True
@@ -157,7 +165,7 @@ class ConnectionListener(_AcceptorResource):
             return reason
         on_closed(connection, functools.partial(pending.report_open, False))
         pending.report_open(True)
-        suppress_warning(connection)  # nobody's fault that it is open, before somebody took it
+        suppress_warning(connection)  # the caller cannot have closed it: it was not returned yet
         self._ready.append(connection)
         self._wake()
         return reason
@@ -170,10 +178,11 @@ class ConnectionListener(_AcceptorResource):
                 return
 
     async def accept(self) -> Connection:
-        """The next connection.
+        """Wait for the next connection. A cancelled call loses no connection.
 
-        :raises AffinityError: another event loop than that of its opening is running; nothing was done.
-        :raises ClosedResourceError: the listener is closed.
+        :returns: an open connection, to be closed by the caller.
+        :raises AffinityError: an event loop other than the one that opened the listener is running; nothing was done.
+        :raises ClosedResourceError: the listener is closed or was not opened.
         """
         self._check_caller("accept")
         while not self._ready:
@@ -185,7 +194,7 @@ class ConnectionListener(_AcceptorResource):
                 await waiter
             except asyncio.CancelledError:
                 if waiter.done() and not waiter.cancelled():
-                    self._wake()  # it is another one's
+                    self._wake()  # pass the wake-up on to another caller
                 raise
         connection = self._ready.popleft()
         suppress_warning(connection, False)
@@ -203,16 +212,17 @@ class ConnectionListener(_AcceptorResource):
             raise StopAsyncIteration from None
 
     async def aclose(self) -> None:
-        """Listen no more. Closing twice is fine. In the child of a fork nothing is done: it is the parent's.
+        """Stop listening, and abort the connections that were not returned. Closing twice has no effect.
 
-        Where the loop of its opening is closed, another one may close it; so does closing what its domain is made from.
+        In the child of a fork nothing is done: the listener is the parent's. If the loop that opened the listener is
+        closed, another loop may close the listener; closing the resources below its domain does so, too.
 
-        :raises AffinityError: another event loop than that of its opening is running; nothing was done.
+        :raises AffinityError: an event loop other than the one that opened the listener is running; nothing was done.
         """
         if self._inherited or self._closed:
             return
         if self._orphaned:
-            self._waiters.clear()  # they wait on that loop
+            self._waiters.clear()  # the waiters belong to the closed loop
         else:
             self._check_caller("aclose")
         self._open = False
@@ -245,18 +255,23 @@ def listen(
 ) -> ConnectionListener:
     """Listen for connections: ``async with listen(…) as listener``, then ``async for connection in listener``.
 
-    :param host: the address to listen at, or a name; None: all of this machine's.
-    :param port: 0 for one that is free.
-    :param domain: what the queue pairs are made on; the connections belong to the running loop.
-    :param transport: by what peers find it: ``"tcp"``, ``"rdmacm"``, or ``"auto"``: by both where the device has them.
-    :param ssl: for TLS on the TCP connections: see `connect`; or a function that makes it.
-    :param secret: what peers are to know.
-    :param settings: sizes and times; None: those of `ConnectionSettings()`.
-    :param handshake_timeout_s: the longest that a peer may take to get through, in seconds.
-    :param max_handshakes: peers that may be on their way at once. Who comes then waits until one of them is through, or
-        has had half a second: then the oldest one gives way, those who have said nothing first.
-    :param max_connections: connections that may be open at once; who comes then is refused. None: any number.
-    :param backlog: peers that the kernel keeps until they are accepted.
+    The connections belong to the event loop that opens the listener.
+
+    :param host: address or name to listen at; None: all addresses of this machine.
+    :param port: port to listen at, 0..65535; 0: a free port.
+    :param domain: domain that the queue pairs are made on.
+    :param transport: how peers reach the listener: ``"tcp"``, ``"rdmacm"``, or ``"auto"``: by both, if the device
+        supports rdma_cm.
+    :param ssl: TLS context for the TCP connections (see `connect`), or a function that makes one; None: no TLS.
+    :param secret: shared secret that peers must prove to know, at least 1 byte; None: none.
+    :param settings: sizes and times; None: ``ConnectionSettings()``.
+    :param handshake_timeout_s: limit of a peer's handshake in seconds, above 0.
+    :param max_handshakes: number of handshakes at the same time, 1 or more. When all are in use, a new peer waits until
+        one ends or has taken half a second; then the oldest is cancelled, peers that have sent nothing first.
+    :param max_connections: number of open connections, 1 or more; further peers are refused. None: no limit.
+    :param backlog: number of peers that the kernel queues until they are accepted.
+    :returns: a listener to open with ``async with``.
+    :raises ValueError: an argument is out of range, or `transport` and `ssl` exclude each other.
     """
     accept_settings = _accept_settings(
         transport, ssl, secret, settings, handshake_timeout_s, max_handshakes, max_connections
@@ -288,16 +303,27 @@ def _parent_of(domain: Domain | None, pool: WorkerPool | None) -> Domain | Worke
 
 
 class Server(_AcceptorResource):
-    """Has a handler called with each connection. Made by `serve`.
+    """Server that calls a handler with each connection. Made by `serve`.
 
-    The handler runs in a task of its own. When it returns its connection is closed, with everything delivered; when it
-    raises the connection is aborted and the error logged, but for those by which a peer's end is told.
+    Each call of the handler runs in a task of its own. When the handler returns, everything sent is delivered and the
+    connection closed. When the handler raises, the connection is aborted and the error logged, except for
+    `anyio.EndOfStream` and `anyio.BrokenResourceError`, which report the end of the peer.
 
-    Where the connections are those of a pool, each is a call that the pool has, from the handshake to its end: it is
-    counted and placed as others are. A worker that dies takes its connections with it, and their peers find them
-    broken. When the pool is closed, or fails, the server is stopped.
+    With a pool, each connection is a call of the pool from the handshake to its end, and counts and is placed as any
+    other call. When a worker dies, its connections break. When the pool is closed or fails, the server stops.
 
-    It belongs to the loop that opens it.
+    The server belongs to the event loop that opens it.
+
+    :param service: the handler and the settings for accepted peers.
+    :param host: address or name to listen at; None: all addresses.
+    :param port: port to listen at; 0: a free port.
+    :param domain: domain that the queue pairs are made on, if there is no pool.
+    :param pool: pool whose workers handle the connections, if there is no domain.
+    :param key: function from a peer's address to the key that chooses the worker; None: the pool's ``placement``
+        chooses.
+    :param transport: ``"tcp"``, ``"rdmacm"`` or ``"auto"``.
+    :param backlog: number of peers that the kernel queues.
+    :param drain_timeout_s: time in seconds that handlers have to end when the server stops.
     """
 
     def __init__(
@@ -327,18 +353,18 @@ class Server(_AcceptorResource):
         self._socket_calls = socket_call_factory_for(pool, handle_on_worker, service) if pool is not None else None
         self._key = key
         self._drain_timeout_s = drain_timeout_s
-        self._condition = CrossLoopCondition()  # rings when it is over
+        self._condition = CrossLoopCondition()  # notified when the server has stopped
         self._stopping: asyncio.Future[None] | None = None
-        self._drain_scope: anyio.CancelScope | None = None  # until handlers end, at most; of all who stop it
+        self._drain_scope: anyio.CancelScope | None = None  # limits the wait for handlers, for all calls of `stop`
         self._pool_watcher: asyncio.Task[None] | None = None
 
     async def open(self) -> Self:
-        """Begin to listen.
+        """Begin to listen and to serve.
 
-        :raises AffinityError: the domain is another event loop's.
-        :raises ClosedResourceError: the pool is not open; or this was opened before, or closed: if it listens, it goes
-            on.
-        :raises OSError: the address is in use, or not this machine's.
+        :raises AffinityError: another event loop owns the domain.
+        :raises ClosedResourceError: the domain or pool is not open, or the server was opened or closed before. A server
+            that is open stays open.
+        :raises OSError: the address is in use or not an address of this machine.
         """
         if self._pool is not None:
             check_open(self._pool)
@@ -352,7 +378,7 @@ class Server(_AcceptorResource):
         await self.stop()
 
     def statistics(self) -> ServerStatistics:
-        """Whom it has seen."""
+        """Return the current counters of peers and connections."""
         return self._acceptor.statistics(self._pool.size if self._pool is not None else 0)
 
     async def _on_peer(self, pending: PendingPeer) -> str:
@@ -388,14 +414,15 @@ class Server(_AcceptorResource):
         return await future.wait(call.withdraw)
 
     async def stop(self, drain_timeout_s: float | None = None) -> None:
-        """Accept nobody any more, let the handlers end, then cancel those that have not.
+        """Stop accepting, wait for the handlers to end, then cancel those that have not ended.
 
-        Those on a pool's workers that do not end even so within the pool's ``grace_s`` are left to the pool, which
-        kills processes when it is closed, and tells of threads.
+        A handler on a pool's worker that does not end within the pool's ``grace_s`` after its cancellation is left to
+        the pool, which kills processes when it is closed and reports threads. Cancelling this call does not stop the
+        stopping.
 
-        :param drain_timeout_s: how long the handlers have, in seconds; None: as `serve` was told. Of several calls the
-            one whose time ends first counts.
-        :raises AffinityError: another event loop than that of its opening is running; nothing was done.
+        :param drain_timeout_s: time in seconds that the handlers have; None: the value given to `serve`. Of several
+            concurrent calls the earliest deadline counts.
+        :raises AffinityError: an event loop other than the one that opened the server is running; nothing was done.
         """
         if self._orphaned:
             await self._stop_orphaned()
@@ -405,7 +432,8 @@ class Server(_AcceptorResource):
             return
         wait_s = self._drain_timeout_s if drain_timeout_s is None else drain_timeout_s
         deadline = anyio.current_time() + wait_s
-        if self._stopping is None or self._drain_scope is None or self._stopping.cancelled():  # before it began
+        # cancelled before its first step
+        if self._stopping is None or self._drain_scope is None or self._stopping.cancelled():
             self._drain_scope = anyio.CancelScope(deadline=deadline)
             self._stopping = asyncio.ensure_future(self._stop(self._drain_scope))
         else:
@@ -428,7 +456,7 @@ class Server(_AcceptorResource):
             self._condition.notify()
 
     async def _stop_orphaned(self) -> None:
-        # The tasks of the loop that opened it do not go on, and nobody waits for them.
+        # The tasks of the closed loop cannot run, and nothing waits for them.
         self._pool_watcher = self._stopping = None
         lifecycle_of(self._parent).detach(self._acceptor)
         await self._acceptor.stop()
@@ -438,15 +466,15 @@ class Server(_AcceptorResource):
     async def _cancel(self) -> None:
         if await self._acceptor.cancel(self._pool.grace_s if self._pool is not None else None):
             return
-        # A worker that is inside of something would keep this waiting. The pool knows what to do with it.
+        # A blocked worker would keep this waiting. The pool ends it when the pool is closed.
         logger.error("handlers that do not end are left to %r", self._pool)
 
     async def wait_closed(self) -> None:
-        """Until it is stopped and all handlers have ended.
+        """Wait until the server has stopped and all handlers have ended.
 
-        :raises AffinityError: another event loop than that of its opening is running.
-        :raises BrokenResourceError: the pool had failed.
-        :raises ClosedResourceError: it was not opened.
+        :raises AffinityError: an event loop other than the one that opened the server is running.
+        :raises BrokenResourceError: the pool failed.
+        :raises ClosedResourceError: the server was not opened.
         """
         self._check_caller("wait_closed")
         if self._owner is None and not self._closed:
@@ -456,12 +484,14 @@ class Server(_AcceptorResource):
             check_unbroken(self._pool)
 
     async def aclose(self) -> None:
-        """`stop`; where this is cancelled, the handlers are cancelled at once. Closing twice is fine.
+        """Stop as `stop` does; if this call is cancelled, the handlers are cancelled at once. Closing twice has no
+        effect.
 
-        In the child of a fork nothing is done: it is the parent's. Where the loop of its opening is closed, another one
-        may close it, with nothing to wait for; so does closing its pool, or what its domain is made from.
+        In the child of a fork nothing is done: the server is the parent's. If the loop that opened the server is
+        closed, another loop may close the server, without waiting for handlers; closing its pool, or the resources
+        below its domain, does so, too.
 
-        :raises AffinityError: another event loop than that of its opening is running; nothing was done.
+        :raises AffinityError: an event loop other than the one that opened the server is running; nothing was done.
         """
         if self._inherited:
             return
@@ -497,17 +527,31 @@ def serve(
 ) -> Server:
     """Serve connections: ``async with serve(handler, …) as server: await server.wait_closed()``.
 
-    What `listen` takes, and:
-
-    :param handler: called with each connection, in a task of its own.
-    :param domain: what the queue pairs are made on; the connections and their handlers are on the running loop.
-    :param pool: instead of a domain: each connection is made on one of its workers, with that one's domain, belongs to
-        it, and is handled there. The limits are those of all of them together. Its peers come by TCP. Where the workers
-        are processes the handler goes there by pickle, as a function of a module does, and `ssl` is a function that
+    :param handler: async function called with each `Connection`, in a task of its own. The connection is closed when
+        the handler returns.
+    :param host: address or name to listen at; None: all addresses of this machine.
+    :param port: port to listen at, 0..65535; 0: a free port.
+    :param domain: domain that the queue pairs are made on. Connections and handlers belong to the loop that opens the
+        server.
+    :param pool: pool of workers, instead of a domain. Each connection is made and handled on a worker, with the
+        worker's domain. Limits count the connections of all workers together. Peers connect by TCP. If the workers are
+        processes, the handler must be picklable, such as a function of a module, and `ssl` must be a function that
         makes the context.
-    :param key: of a peer's address: peers with the same key are handled by the same worker, as
-        ``key=lambda address: address[0]`` has all of one host. None: the pool's ``placement`` chooses.
-    :param drain_timeout_s: how long handlers have to end when the server is stopped, in seconds.
+    :param key: function from a peer's address to a key: peers with the same key are handled by the same worker, such as
+        ``key=lambda address: address[0]`` for all of one host. None: the pool's ``placement`` chooses.
+    :param transport: how peers reach the server: ``"tcp"``, ``"rdmacm"``, or ``"auto"``: by both, if the device
+        supports rdma_cm.
+    :param ssl: TLS context for the TCP connections (see `connect`), or a function that makes one; None: no TLS.
+    :param secret: shared secret that peers must prove to know, at least 1 byte; None: none.
+    :param settings: sizes and times; None: ``ConnectionSettings()``.
+    :param handshake_timeout_s: limit of a peer's handshake in seconds, above 0.
+    :param max_handshakes: number of handshakes at the same time, 1 or more; see `listen`.
+    :param max_connections: number of open connections, 1 or more; further peers are refused. None: no limit.
+    :param backlog: number of peers that the kernel queues until they are accepted.
+    :param drain_timeout_s: time in seconds that handlers have to end when the server stops.
+    :returns: a server to open with ``async with``.
+    :raises ValueError: an argument is out of range, not exactly one of `domain` and `pool` is given, or arguments
+        exclude each other.
     """
     accept_settings = _accept_settings(
         transport, ssl, secret, settings, handshake_timeout_s, max_handshakes, max_connections

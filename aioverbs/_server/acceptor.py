@@ -304,11 +304,11 @@ class Acceptor:
         else:
             self._refuse(sock)
 
-    # Connecting and sending nothing costs a peer next to nothing, so there may be very many. Of each
-    # listening socket one peer waits here for a slot, and the others wait in the kernel's backlog. If no handshake ends
-    # meanwhile, the oldest peer is expired that has had _MIN_HANDSHAKE_S; peers that are not known to have sent
-    # anything go first. So silent peers delay an honest peer by _MIN_HANDSHAKE_S for each `max_handshakes` of them that
-    # came before, and cannot keep it out.
+    # Connecting and sending nothing costs a peer next to nothing, so there may be very many. Of each listening socket
+    # one peer waits here for a slot, and the others wait in the kernel's backlog. If no handshake ends meanwhile, the
+    # oldest peer is expired that has had _MIN_HANDSHAKE_S; peers that are not known to have sent anything go first. So
+    # silent peers delay an honest peer by _MIN_HANDSHAKE_S for each `max_handshakes` of them that came before, and
+    # cannot keep it out.
 
     async def _wait_for_slot(self) -> bool:
         """Wait until a handshake may begin, and return True; return False if `max_connections` is reached."""

@@ -30,13 +30,15 @@ class Backoff:
 
     def __post_init__(self) -> None:
         if not 0 < self.first_s <= self.longest_s:
-            raise ValueError(f"waits go from first_s, above 0, up to longest_s: not {self.first_s} to {self.longest_s}")
+            raise ValueError(
+                f"`first_s` must be above 0 and at most `longest_s`, got {self.first_s} and {self.longest_s}"
+            )
         if self.factor < 1:
-            raise ValueError(f"the factor from wait to wait is 1 at least, not {self.factor}")
+            raise ValueError(f"`factor` must be 1 or more, got {self.factor}")
         if not 0 <= self.jitter <= 1:
-            raise ValueError(f"the jitter is a part, from 0 to 1, not {self.jitter}")
+            raise ValueError(f"`jitter` must be from 0 to 1, got {self.jitter}")
         if self.attempts is not None and self.attempts < 1:
-            raise ValueError(f"there is 1 attempt at least, not {self.attempts}; None for any number")
+            raise ValueError(f"`attempts` must be 1 or more, or None for no limit, got {self.attempts}")
 
     def waits(self, rng: random.Random) -> Iterator[float]:
         """Yield the wait after each failed attempt, in seconds. The iterator ends when no further attempt is allowed.

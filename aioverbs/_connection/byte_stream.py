@@ -36,7 +36,7 @@ class MessageByteStream(ByteStream):
         :raises AffinityError: another event loop owns the connection.
         """
         if max_bytes < 1:
-            raise ValueError(f"max_bytes is 1 or more, not {max_bytes}")
+            raise ValueError(f"`max_bytes` must be 1 or more, got {max_bytes}")
         self._check("receive")  # checked here, as the rest of a message does not reach the stream below
         if self._receiving:
             raise BusyResourceError("another task is receiving from this stream already")

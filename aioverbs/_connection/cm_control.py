@@ -166,7 +166,7 @@ async def resolve(host: str, port: int, context: handles.Context, gid: bytes) ->
         source = _source_address(gid, address)
         await identifier.resolve(host, port, source=source, timeout_s=None)
         if identifier.device_name != device:
-            advice = f"{identifier.device_name} leads there, and the domain is of {device}"
+            advice = f"the route uses {identifier.device_name}, the domain is of {device}: open that device"
             raise UnreachableError("rdma_resolve_addr", errno.ENODEV, advice)
     except BaseException:
         await CmControlChannel(identifier, shared_channel).aclose()

@@ -111,7 +111,7 @@ async def _perform_handshake(
         try:
             if connection._is_modify_pending:
                 if progress is not None:
-                    progress.waiting_for = "the device still looks for the peer's neighbour"
+                    progress.waiting_for = "the device did not resolve the peer's link-layer address"
                 _abort_in_background(connection)
             else:
                 await connection.abort()
@@ -247,10 +247,10 @@ def connect(
                     except (*CM_UNAVAILABLE_ERRORS, TimeoutError) as error:
                         if is_cm_only:
                             raise
-                        cm_failure = f", and before that: {str(error) or progress.waiting_for}"
+                        cm_failure = f"; rdma_cm failed before: {str(error) or progress.waiting_for}"
                 progress.waiting_for = "the peer's host did not answer by TCP"
                 control = await connect_tcp(host, port, ssl, server_hostname)
-                progress.waiting_for = "the peer did not go on with the handshake over TCP"
+                progress.waiting_for = "the peer did not continue the handshake over TCP"
                 return await _perform_handshake(control, secret, Connection(domain, chosen), progress, initiator=True)
         except TimeoutError:
             if not limit.expired():
@@ -288,7 +288,7 @@ async def _connect_by_rdma_cm(
         # the request is repeated meanwhile
         async with asyncio.timeout(None if timeout_s is None else _CM_RESOLVE_TIMEOUT_S):
             control = await resolve(host, port, context, context.query_gid(settings.port, index))
-        progress.waiting_for = "the peer did not answer by rdma_cm, or go on with the handshake"
+        progress.waiting_for = "the peer did not answer by rdma_cm, or did not continue the handshake"
         return await _perform_handshake(control, secret, Connection(domain, settings), progress, initiator=True)
 
 
@@ -298,7 +298,7 @@ def check_secret(secret: bytes | None) -> None:
     :raises ValueError: the secret is empty.
     """
     if secret is not None and not secret:
-        raise ValueError("a secret has one byte at least; None is for no secret")
+        raise ValueError("`secret` must have at least 1 byte; pass None for no secret")
 
 
 def check_transport(transport: Transport, ssl: tls.SSLContext | None) -> None:
@@ -307,9 +307,9 @@ def check_transport(transport: Transport, ssl: tls.SSLContext | None) -> None:
     :raises ValueError: the name is unknown, or rdma_cm is combined with TLS.
     """
     if transport not in ("tcp", "rdmacm", "auto"):
-        raise ValueError(f'transport is "tcp", "rdmacm" or "auto", not {transport!r}')
+        raise ValueError(f'`transport` must be "tcp", "rdmacm" or "auto", got {transport!r}')
     if transport == "rdmacm" and ssl is not None:
-        raise ValueError('TLS is for TCP: leave out ssl, or say transport="tcp"')
+        raise ValueError('rdma_cm does not support TLS: leave out `ssl`, or pass transport="tcp"')
 
 
 def uses_rdma_cm(transport: Transport, domain: Domain, ssl: tls.SSLContext | None) -> bool:
@@ -319,7 +319,7 @@ def uses_rdma_cm(transport: Transport, domain: Domain, ssl: tls.SSLContext | Non
     """
     context = domain.handle.context
     if transport == "rdmacm" and context.software:
-        raise ValueError(f'{context.name} is a software device, which rdma_cm does not know: say transport="tcp"')
+        raise ValueError(f'{context.name} is a software device, which rdma_cm does not support: pass transport="tcp"')
     return transport == "rdmacm" or (transport == "auto" and ssl is None and not context.software)
 
 

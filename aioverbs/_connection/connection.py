@@ -143,7 +143,7 @@ class _ConnectionMonitor:
         if not self.channel.poll():
             self._loop.call_soon(self._fail_lost, error)
         elif self.channel.eof_received:
-            self.channel.fail("the peer closed it")
+            self.channel.fail("the peer closed the connection")
         elif isinstance(error, DeviceRemovedError):
             self.channel.fail("the device was removed", error)
         else:
@@ -338,7 +338,7 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         :raises ClosedResourceError: the connection is closed, or its handshake was never completed.
         """
         if not self._established:
-            raise ClosedResourceError(f"{self!r} cannot be opened: connect again")
+            raise ClosedResourceError(f"{self!r} cannot be opened: its handshake was not completed; connect again")
         self._check_open()
         return self
 

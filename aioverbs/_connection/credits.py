@@ -26,7 +26,7 @@ class Credits:
     def __init__(self, peer_receives: int, own_receives: int) -> None:
         for count in (peer_receives, own_receives):
             if not 3 <= count <= MAX_CREDITS:
-                raise ValueError(f"an end of a connection has from 3 to {MAX_CREDITS} receives posted, not {count}")
+                raise ValueError(f"the number of posted receives must be from 3 to {MAX_CREDITS}, got {count}")
         self._peer_receives = peer_receives
         self._peer_credits = own_receives  # messages that the peer may send with the credits it has
         # at least 2, else each update would cause another one for ever
@@ -67,7 +67,7 @@ class Credits:
         :raises ValueError: the peer returns more credits than were used.
         """
         if self.available + count > self._peer_receives:
-            raise ValueError(f"it gives back {count} credits and had {self._peer_receives - self.available}")
+            raise ValueError(f"the peer returned {count} credits of {self._peer_receives - self.available} used")
         self.available += count
 
     def on_message(self) -> None:
@@ -77,7 +77,7 @@ class Credits:
         :raises ValueError: the peer had no credit for the message.
         """
         if self._peer_credits <= 0:
-            raise ValueError("it sends a message for which it has no credit")
+            raise ValueError("the peer sent a message and had no credit for it")
         self._peer_credits -= 1
 
     def on_consumed(self) -> bool:

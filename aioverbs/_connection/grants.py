@@ -164,9 +164,11 @@ class Grants:
         self._channel.check_caller("grant")
         access = AccessFlags(access)
         if not access or access & ~_REMOTE_ACCESS:
-            raise ValueError(f"what is granted is of REMOTE_READ, REMOTE_WRITE and REMOTE_ATOMIC, not {access!r}")
+            raise ValueError(
+                f"`access` must be one or more of REMOTE_READ, REMOTE_WRITE and REMOTE_ATOMIC, got {access!r}"
+            )
         if not len(memory):
-            raise ValueError("no bytes cannot be granted")
+            raise ValueError("`local` must have at least 1 byte to be granted")
         number = self._number()
         self._local_grants[number] = None  # reserves the number
         key: MemoryWindow | MemoryRegion | None = None
@@ -184,7 +186,7 @@ class Grants:
 
     def _number(self) -> int:
         if len(self._local_grants) >= _NUMBER_COUNT - 1:
-            raise ValueError("there are 65,535 grants of a connection at most: revoke some")
+            raise ValueError("the connection has 65,535 grants already, the most possible: revoke some")
         while True:
             self._last_number = (self._last_number + 1) % _NUMBER_COUNT
             if self._last_number not in self._local_grants:
@@ -238,7 +240,7 @@ class Grants:
         try:
             await key.aclose()
         except VerbsError as error:  # end the queue pair, and with it windows of type 2
-            self._channel.fail(f"a grant could not be taken back: {error}", error)
+            self._channel.fail(f"the key of a grant could not be invalidated: {error}", error)
             raise
 
     # ---- Grants of the peer
@@ -277,11 +279,11 @@ class Grants:
             self.wake()
             return
         if data:
-            raise ValueError(f"{kind.name} has {len(data)} bytes")
+            raise ValueError(f"the peer sent {kind.name} with {len(data)} bytes, expected none")
         if kind is FrameKind.REVOKE:
             grant = self._remote_grants.pop(number, None)
             if grant is None:
-                raise ValueError(f"it revokes grant {number}, which there is not")
+                raise ValueError(f"the peer revoked grant {number}, which does not exist")
             grant.revoked = True
             self.revoked[grant.remote.rkey] = grant
             if len(self.revoked) > self._max_grants + 16:
@@ -290,16 +292,16 @@ class Grants:
         else:
             acknowledged = self._local_grants.get(number)
             if acknowledged is None:
-                raise ValueError(f"it lets go of grant {number}, which was not revoked")
+                raise ValueError(f"the peer acknowledged the revocation of grant {number}, which was not revoked")
             del self._local_grants[number]
             if not acknowledged.done():  # not cancelled with its loop
                 acknowledged.set_result(None)
 
     def _on_grant(self, number: int, notice: GrantNotice) -> None:
         if number in self._remote_grants or len(self._remote_grants) >= self._max_grants:
-            raise ValueError(f"it grants {number} where {len(self._remote_grants)} of {self._max_grants} are granted")
+            raise ValueError(f"the peer made grant {number}, which exists, or exceeds {self._max_grants} grants")
         if self._channel.is_control_pending(FrameKind.REVOKED, number):
-            raise ValueError(f"it grants {number} again, and was not told yet that this end let go of that")
+            raise ValueError(f"the peer made grant {number} again before its revocation was acknowledged")
         grant = RemoteGrant(RemoteRegion(notice.address, notice.length, notice.rkey), notice.access)
         self._remote_grants[number] = grant
         self.revoked.pop(notice.rkey, None)

@@ -136,10 +136,10 @@ class Hello:
         :raises HandshakeError: the body is not valid.
         """
         if len(body) < _HELLO.size:
-            raise _protocol_error(f"a hello of {len(body)} bytes is too short")
+            raise _protocol_error(f"HELLO must have at least {_HELLO.size} bytes, got {len(body)}")
         oldest, newest, secret, nonce = _HELLO.unpack_from(body)
         if not 1 <= oldest <= newest:
-            raise _protocol_error(f"versions from {oldest} to {newest} cannot be")
+            raise _protocol_error(f"HELLO has an invalid range of versions, {oldest} to {newest}")
         return cls(oldest, newest, secret, nonce)
 
 
@@ -167,13 +167,15 @@ class Offer:
 
     def __post_init__(self) -> None:
         if self.endpoint.qp_type is not QpType.RC:
-            raise ValueError(f"a connection's queue pair is of type RC, not {self.endpoint.qp_type.name}")
+            raise ValueError(f"the queue pair of a connection must be of type RC, got {self.endpoint.qp_type.name}")
         if not _MIN_BUFFER <= self.buffer_size <= _MAX_BUFFER:
-            raise ValueError(f"buffers have from {_MIN_BUFFER} to {_MAX_BUFFER:,} bytes, not {self.buffer_size:,}")
+            raise ValueError(
+                f"`buffer_size` must be from {_MIN_BUFFER} to {_MAX_BUFFER:,} bytes, got {self.buffer_size:,}"
+            )
         if not 4 <= self.depth <= MAX_CREDITS:
-            raise ValueError(f"receives are from 4 to {MAX_CREDITS}, not {self.depth}")
+            raise ValueError(f"`depth` must be from 4 to {MAX_CREDITS}, got {self.depth}")
         if not 1 <= self.max_message < 1 << 64:
-            raise ValueError(f"the longest message has from 1 to 2**64 - 1 bytes, not {self.max_message}")
+            raise ValueError(f"`max_message` must be from 1 to 2**64 - 1 bytes, got {self.max_message}")
 
     def pack(self) -> bytes:
         """Encode the body, without header and proof."""
@@ -200,11 +202,11 @@ class Offer:
         :raises HandshakeError: the body is not valid.
         """
         if len(body) < _OFFER.size:
-            raise _protocol_error(f"an offer of {len(body)} bytes is too short")
+            raise _protocol_error(f"OFFER must have at least {_OFFER.size} bytes, got {len(body)}")
         endpoint, size, depth, max_message, capabilities, atomics, length = _OFFER.unpack_from(body)
         name, proof = body[_OFFER.size : _OFFER.size + length], body[_OFFER.size + length :]
         if len(name) != length or length > _MAX_NAME_BYTES or len(proof) != proof_bytes:
-            raise _protocol_error(f"an offer of {len(body)} bytes has not the length that it tells")
+            raise _protocol_error(f"the lengths inside OFFER do not add up to its {len(body)} bytes")
         known = Capabilities(capabilities & (Capabilities.ATOMICS | Capabilities.WINDOWS))
         try:
             offer = cls(
@@ -217,7 +219,7 @@ class Offer:
                 _printable(name),
             )
         except ValueError as error:
-            raise _protocol_error(f"an offer that cannot be: {error}") from None
+            raise _protocol_error(f"OFFER is not valid: {error}") from None
         return offer, proof
 
 
@@ -243,7 +245,7 @@ class Reject:
         :raises HandshakeError: the body is not valid.
         """
         if not 2 <= len(body) <= 2 + _MAX_TEXT_BYTES:
-            raise _protocol_error(f"a refusal of {len(body)} bytes cannot be")
+            raise _protocol_error(f"REJECT must have 2 to {2 + _MAX_TEXT_BYTES} bytes, got {len(body)}")
         return cls(int.from_bytes(body[:2]), _printable(body[2:]))
 
     def to_error(self) -> HandshakeError:
@@ -264,12 +266,12 @@ def body_size(header: bytes) -> int:
     :raises HandshakeError: the header is not valid, or its message is too long.
     """
     if len(header) != HEADER_BYTES:
-        raise _protocol_error(f"a head has {HEADER_BYTES} bytes, not {len(header)}")
+        raise _protocol_error(f"a header must have {HEADER_BYTES} bytes, got {len(header)}")
     magic, _, _, size = _HEADER.unpack(header)
     if magic != _MAGIC:
-        raise _protocol_error("this is no end of a connection of aioverbs")
+        raise _protocol_error("the peer does not speak the protocol of aioverbs connections")
     if HEADER_BYTES + size > MAX_MESSAGE_BYTES:
-        raise _protocol_error(f"a message of {HEADER_BYTES + size} bytes is too long")
+        raise _protocol_error(f"a message may have at most {MAX_MESSAGE_BYTES} bytes, got {HEADER_BYTES + size}")
     assert isinstance(size, int)
     return size
 
@@ -281,12 +283,12 @@ def parse(data: bytes) -> tuple[MessageType, int, bytes]:
     """
     size = body_size(data[:HEADER_BYTES])
     if len(data) != HEADER_BYTES + size:
-        raise _protocol_error(f"a message of {len(data)} bytes is to have {HEADER_BYTES + size}")
+        raise _protocol_error(f"the message must have {HEADER_BYTES + size} bytes, got {len(data)}")
     _, version, kind, _ = _HEADER.unpack_from(data)
     try:
         return MessageType(kind), version, data[HEADER_BYTES:]
     except ValueError:
-        raise _protocol_error(f"there is no message of kind {kind}") from None
+        raise _protocol_error(f"unknown type of message: {kind}") from None
 
 
 class Handshake:
@@ -306,9 +308,9 @@ class Handshake:
         self, initiator: bool, nonce: bytes, secret: bytes | None = None, versions: tuple[int, int] = (_OLDEST, VERSION)
     ) -> None:
         if secret is not None and not secret:
-            raise ValueError("a secret has one byte at least; None is for no secret")
+            raise ValueError("`secret` must have at least 1 byte; pass None for no secret")
         if len(nonce) != NONCE_BYTES:
-            raise ValueError(f"a nonce has {NONCE_BYTES} bytes, not {len(nonce)}")
+            raise ValueError(f"`nonce` must have {NONCE_BYTES} bytes, got {len(nonce)}")
         self._initiator = initiator
         self._nonce = nonce
         self._proofs = Proofs(b"aioverbs connection", secret) if secret is not None else None
@@ -352,13 +354,13 @@ class Handshake:
         if common < max(hello.oldest, oldest) or (self._initiator and hello.oldest != hello.newest):
             raise HandshakeError(
                 Reason.VERSION,
-                f"the peer speaks versions {hello.oldest} to {hello.newest}, this end {oldest} to {newest}",
+                f"the peer supports versions {hello.oldest} to {hello.newest}, this end {oldest} to {newest}",
             )
         if hello.secret != (self._proofs is not None):
             one, other = ("the peer", "this end") if hello.secret else ("this end", "the peer")
-            raise HandshakeError(Reason.SECRET, f"{one} wants a secret and {other} has none")
+            raise HandshakeError(Reason.SECRET, f"{one} requires a secret and {other} has none")
         if hello.nonce == self._nonce:
-            raise _protocol_error("the peer repeats the nonce of this end")
+            raise _protocol_error("the peer repeated the nonce of this end")
         self.version = common
         self._transcript += data
 
@@ -371,7 +373,7 @@ class Handshake:
         version, body = self._expect(data, MessageType.OFFER)
         offer, proof = Offer.parse_body(body, PROOF_BYTES if self._proofs is not None else 0)
         if version != self.version:
-            raise _protocol_error(f"the peer speaks version {version} after both agreed on {self.version}")
+            raise _protocol_error(f"the peer used version {version} after both ends agreed on {self.version}")
         signed, role = body[: len(body) - len(proof)], _ROLES[not self._initiator]
         if self._proofs is not None and not self._proofs.check(proof, role, self._transcript, signed):
             raise HandshakeError(Reason.SECRET, "the peer has another secret")
@@ -385,7 +387,7 @@ class Handshake:
         """
         _, body = self._expect(data, MessageType.READY)
         if body:
-            raise _protocol_error(f"{len(body)} bytes follow where nothing is to")
+            raise _protocol_error(f"READY must have no bytes, got {len(body)}")
 
     # ---- Internals
 
@@ -398,7 +400,7 @@ class Handshake:
         if kind is MessageType.REJECT:
             raise Reject.parse_body(body).to_error()
         if kind is not expected:
-            raise _protocol_error(f"the peer says {kind.name} where {expected.name} is due")
+            raise _protocol_error(f"the peer sent {kind.name}, expected {expected.name}")
         return version, body
 
 

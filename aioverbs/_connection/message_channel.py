@@ -283,7 +283,7 @@ class MessageChannel:
         immediate = received.immediate
         credit = self._credits
         if received.written:  # the receive's memory holds data of an earlier message, maybe of another peer
-            self.fail("the peer does what it must not: it sends a message by a write with immediate data")
+            self.fail("protocol violation: the peer sent a message as a write with immediate data")
             return None
         if credit is None or self._handshake_messages_left:
             return self._on_handshake_message(receive, received.byte_len)
@@ -301,7 +301,7 @@ class MessageChannel:
             if immediate is not None:
                 self._add_credits(immediate >> CREDITS_AT & 0x3FF)
         except ValueError as error:
-            self.fail(f"the peer does what it must not: {error}")
+            self.fail(f"protocol violation: {error}")
             return None
         if item is None and credit.on_consumed():
             self._send_credit_update()
@@ -309,9 +309,7 @@ class MessageChannel:
 
     def _on_handshake_message(self, receive: _Receive, length: int) -> bytes | None:
         if len(self.inbox) >= _HANDSHAKE_MESSAGES:
-            self.fail(
-                f"the peer does what it must not: it sends more than the {_HANDSHAKE_MESSAGES} messages of a handshake"
-            )
+            self.fail(f"protocol violation: the peer sent more than the {_HANDSHAKE_MESSAGES} messages of a handshake")
             return None
         self._handshake_messages_left -= 1
         data = bytes(receive.view[:length])
@@ -331,12 +329,12 @@ class MessageChannel:
     def _handle_frame(self, view: memoryview, immediate: int | None) -> object:
         # Return a user message; None: nothing for the user; _DEFERRED: nothing, and keep the credit for now.
         if immediate is None:
-            raise ValueError("a message has no immediate data")
+            raise ValueError("the peer sent a message without immediate data")
         kind, flags, _, number = parse_header(immediate)
         if kind == FrameKind.DATA:
             return self._add_fragment(view, flags, number)
         if flags:
-            raise ValueError(f"a message of kind {kind} has the flags {flags:#x}")
+            raise ValueError(f"the peer sent a message of kind {kind} with flags {flags:#x}, expected none")
         if kind == FrameKind.END:
             self.eof_received = True
             self._assembly.drop()
@@ -346,15 +344,15 @@ class MessageChannel:
             try:
                 known = FrameKind(kind)
             except ValueError:
-                raise ValueError(f"there are no messages of kind {kind}") from None
+                raise ValueError(f"the peer sent a message of unknown kind {kind}") from None
             self._on_control(known, number, bytes(view))
         return None
 
     def _add_fragment(self, view: memoryview, flags: int, number: int) -> object:
         if self.eof_received:
-            raise ValueError("it sends a message after its last one")
+            raise ValueError("the peer sent a message after END")
         if number:
-            raise ValueError(f"a message has the number {number}")
+            raise ValueError(f"the peer sent a user message with number {number}, expected 0")
         whole = self._assembly.add(view, flags)
         if whole is not None:
             return whole
@@ -372,7 +370,7 @@ class MessageChannel:
         """
         self._owner.check(self, "receive")
         if self._receive_pending:
-            raise BusyResourceError("another task waits for a message of this connection already")
+            raise BusyResourceError("another task is waiting for a message of this connection already")
         self._receive_pending = True
         try:
             item = await self.inbox.__anext__()
@@ -408,7 +406,7 @@ class MessageChannel:
         try:
             return cast(bytes, await self.inbox.__anext__())
         except (StopAsyncIteration, WorkCompletionError) as error:
-            raise self.broken or BrokenResourceError("the peer went during the handshake") from error
+            raise self.broken or BrokenResourceError("the peer went away during the handshake") from error
 
     # ---- Credits
 
@@ -500,7 +498,7 @@ class MessageChannel:
         :raises BrokenResourceError: the channel is broken.
         """
         if self.eof_sent:
-            raise ClosedResourceError("send_eof() was called: nothing is sent after it")
+            raise ClosedResourceError("send_eof() was called: no more messages can be sent")
         self.check_usable()
 
     # ---- Sending
@@ -552,7 +550,7 @@ class MessageChannel:
         if immediate is not None:
             check_immediate(immediate)
         if len(data) > self._max_message:
-            raise ValueError(f"the peer takes messages of {self._max_message:,} bytes at most, not {len(data):,}")
+            raise ValueError(f"the peer accepts messages of at most {self._max_message:,} bytes, got {len(data):,}")
         async with self._lock:
             self.check_sending()
             flags, prefix = FIRST, b""
@@ -656,7 +654,7 @@ def check_immediate(immediate: int) -> None:
     :raises ValueError: the number does not fit in 32 bits.
     """
     if not 0 <= operator.index(immediate) < 1 << 32:
-        raise ValueError(f"immediate data is 32 bits, and {immediate} is none of those numbers")
+        raise ValueError(f"`immediate` must fit in 32 bits, got {immediate}")
 
 
 _DEFERRED = object()

@@ -56,10 +56,12 @@ class Assembly:
                 offset += IMMEDIATE.size
             self._total = len(view) - offset if total is None else total
             if self._total > self._max_message:
-                raise ValueError(f"a message of {self._total:,} bytes is longer than was said to be taken")
+                raise ValueError(
+                    f"the peer sent a message of {self._total:,} bytes, at most {self._max_message:,} are accepted"
+                )
             self._parts, self._received = [], 0
         if self._parts is None:
-            raise ValueError("a fragment has no beginning")
+            raise ValueError("the peer sent a fragment without the first one of its message")
         if len(view) >= _SHORT_FRAGMENT_BYTES:
             self._parts.append(bytes(view[offset:]))
         elif self._parts and isinstance(last := self._parts[-1], bytearray):
@@ -69,7 +71,7 @@ class Assembly:
         self._received += len(view) - offset
         is_last, received = bool(flags & LAST), self._received
         if received > self._total or (received < self._total) == is_last or not (is_last or view):
-            raise ValueError(f"{received:,} bytes came of a message of {self._total:,}")
+            raise ValueError(f"the peer sent {received:,} bytes of a message of {self._total:,}")
         if not is_last:
             return None
         message = b"".join(self._parts)
@@ -79,5 +81,5 @@ class Assembly:
 
 def _require(view: memoryview, size: int) -> memoryview:
     if len(view) < size:
-        raise ValueError(f"{len(view)} bytes are too few for how it begins")
+        raise ValueError(f"the peer sent a fragment of {len(view)} bytes, its flags require at least {size}")
     return view

@@ -89,7 +89,7 @@ async def _connections(
             if failure is not None:
                 raise failure
             return
-        logger.debug("connecting to %s again in %s: %s", peer, duration(wait_s), failure or "the last one ended")
+        logger.debug("reconnecting to %s in %s: %s", peer, duration(wait_s), failure or "the last connection ended")
         await asyncio.sleep(wait_s)
 
 

@@ -64,11 +64,13 @@ class ConnectionSettings:
         for name, (minimum, maximum) in ranges.items():
             if not minimum <= getattr(self, name) <= maximum:
                 value = getattr(self, name)
-                raise ValueError(f"{name} of a connection is from {minimum:,} to {maximum:,}, not {value:,}")
+                raise ValueError(f"`{name}` must be from {minimum:,} to {maximum:,}, got {value:,}")
         if self.keep_alive_s is not None and not self.keep_alive_s >= _MIN_KEEP_ALIVE_S:
-            raise ValueError(f"keep_alive_s is {_MIN_KEEP_ALIVE_S} or more, or None for never, not {self.keep_alive_s}")
+            raise ValueError(
+                f"`keep_alive_s` must be {_MIN_KEEP_ALIVE_S} or more, or None for never, got {self.keep_alive_s}"
+            )
         if not self.close_timeout_s >= 0:
-            raise ValueError(f"close_timeout_s is 0 or more, not {self.close_timeout_s}")
+            raise ValueError(f"`close_timeout_s` must be 0 or more, got {self.close_timeout_s}")
 
     @property
     def block_size(self) -> int:

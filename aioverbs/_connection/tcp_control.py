@@ -51,7 +51,7 @@ class TcpControlChannel(asyncio.Protocol):
         """Buffer data of the handshake. Data after the handshake violates the protocol and closes the connection."""
         self.has_received = True
         if self._on_lost is not None:
-            self._fail(BrokenResourceError("the peer said something where nothing is to be said any more"))
+            self._fail(BrokenResourceError("the peer sent data on the TCP connection after the handshake"))
             self.abort()
             return
         self._data += data
@@ -95,7 +95,7 @@ class TcpControlChannel(asyncio.Protocol):
     async def _read_exactly(self, size: int) -> bytes:
         while len(self._data) < size:
             if self.error is not None:
-                raise BrokenResourceError(f"the peer went during the handshake: {self.error}") from self.error
+                raise BrokenResourceError(f"the peer went away during the handshake: {self.error}") from self.error
             self._waiter = running_loop().create_future()
             await self._waiter
         data = bytes(self._data[:size])

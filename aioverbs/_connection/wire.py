@@ -99,10 +99,12 @@ class GrantNotice(NamedTuple):
         :raises ValueError: wrong length, an empty or impossible range, or access flags that cannot be granted.
         """
         if len(data) != _GRANT.size:
-            raise ValueError(f"it grants memory by {len(data)} bytes, which are to be {_GRANT.size}")
+            raise ValueError(f"the peer sent GRANT with {len(data)} bytes, expected {_GRANT.size}")
         address, length, rkey, access = _GRANT.unpack(data)
         if not length or address + length > 1 << 64 or not access or access & ~_GRANTABLE:
-            raise ValueError(f"it grants {length} bytes at {address:#x} for access {access:#x}, which cannot be")
+            raise ValueError(
+                f"the peer sent GRANT with invalid values: {length} bytes at {address:#x} for access {access:#x}"
+            )
         return cls(address, length, rkey, AccessFlags(access))
 
 

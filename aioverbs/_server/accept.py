@@ -49,11 +49,11 @@ class AcceptSettings:
     def __post_init__(self) -> None:
         check_secret(self.secret)
         if not self.handshake_timeout_s > 0:
-            raise ValueError(f"handshake_timeout_s is above 0, not {self.handshake_timeout_s}")
+            raise ValueError(f"`handshake_timeout_s` must be above 0, got {self.handshake_timeout_s}")
         for name in ("max_handshakes", "max_connections"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise ValueError(f"{name} is 1 or more, not {value}")
+                raise ValueError(f"`{name}` must be 1 or more, got {value}")
 
     def __getstate__(self) -> dict[str, object]:
         return {name: value for name, value in vars(self).items() if name != "context"}  # made anew in each process
@@ -82,7 +82,7 @@ async def try_accept(
         reason = type(error).__name__
         text = str(error) or reason
     except asyncio.CancelledError:
-        logger.info("%s did not become a connection: it took too long, or nobody is served any more", peer)
+        logger.info("%s did not become a connection: the handshake took too long, or the server is stopping", peer)
         raise
     logger.info("%s did not become a connection: %s", peer, text)
     return None, reason

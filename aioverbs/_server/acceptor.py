@@ -196,7 +196,7 @@ class Acceptor:
             # OSError includes VerbsError
             if transport == "rdmacm" or not isinstance(error, OSError | LibraryNotFoundError):
                 raise
-            logger.debug("peers are not heard by rdma_cm: %s", error)
+            logger.debug("rdma_cm is not available, peers can connect by TCP only: %s", error)
             return
         self._cm = channel, listener
         self._accept_tasks.append(self._loop.create_task(self._accept_rdma_cm(channel, listener)))
@@ -256,7 +256,7 @@ class Acceptor:
             except OSError as error:
                 if error.errno != errno.ECONNABORTED:  # ECONNABORTED: the peer gave up before it was accepted
                     # Such as while the process or the machine has no more file descriptors.
-                    logger.warning("no peers are accepted for now: %s", error)
+                    logger.warning("accepting peers failed, retrying: %s", error)
                     await asyncio.sleep(_ACCEPT_RETRY_S)
                 continue
             try:
@@ -295,7 +295,7 @@ class Acceptor:
                 channel.acquire()
                 self._start_handshake(CmControlChannel(identifier, channel), identifier.peer_address)
         except BrokenResourceError as error:
-            logger.warning("peers are not heard by rdma_cm any more: %s", error)
+            logger.warning("peers cannot connect by rdma_cm any more: %s", error)
 
     def _start_or_refuse(self, sock: socket.socket, address: Address, has_slot: bool) -> None:
         sock.setblocking(False)

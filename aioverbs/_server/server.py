@@ -106,7 +106,7 @@ class _AcceptorResource(anyio.abc.AsyncResource):
         :raises ClosedResourceError: not listening.
         """
         if not self.addresses:
-            raise ClosedResourceError(f"{self!r} does not listen, and has no port")
+            raise ClosedResourceError(f"{self!r} is not listening, so it has no port: open it first")
         return self.addresses[0][1]
 
     def statistics(self) -> ServerStatistics:
@@ -299,7 +299,7 @@ def _parent_of(domain: Domain | None, pool: WorkerPool | None) -> Domain | Worke
         return domain
     if pool is not None and domain is None:
         return pool
-    raise ValueError("a server has its connections on a domain, or on a pool's workers: give one of these")
+    raise ValueError("pass exactly one of `domain` and `pool`")
 
 
 class Server(_AcceptorResource):
@@ -340,11 +340,13 @@ class Server(_AcceptorResource):
     ) -> None:
         parent = _parent_of(domain, pool)
         if pool is None and key is not None:
-            raise ValueError("a key chooses one of a pool's workers, and there is no pool")
+            raise ValueError("`key` chooses a worker of a pool: pass `pool`, or leave out `key`")
         if pool is not None and transport == "rdmacm":
-            raise ValueError("what rdma_cm accepts stays with its loop: give a domain, or have a pool's by TCP")
+            raise ValueError('a pool cannot serve peers by rdma_cm: pass `domain`, or transport="tcp"')
         if pool is not None and pool.processes and isinstance(service.accept_settings.ssl, tls.SSLContext):
-            raise ValueError("a TLS context cannot go to other processes: give a function of a module that makes it")
+            raise ValueError(
+                "an SSLContext cannot be sent to worker processes: pass a function of a module that makes one"
+            )
         super().__init__(
             (host, port, backlog, transport, domain), Acceptor(service.accept_settings, self._on_peer), parent
         )
@@ -417,8 +419,8 @@ class Server(_AcceptorResource):
         """Stop accepting, wait for the handlers to end, then cancel those that have not ended.
 
         A handler on a pool's worker that does not end within the pool's ``grace_s`` after its cancellation is left to
-        the pool, which kills processes when it is closed and reports threads. Cancelling this call does not stop the
-        stopping.
+        the pool, which kills processes when it is closed and reports threads. If this call is
+        cancelled, the server still stops.
 
         :param drain_timeout_s: time in seconds that the handlers have; None: the value given to `serve`. Of several
             concurrent calls the earliest deadline counts.
@@ -467,7 +469,7 @@ class Server(_AcceptorResource):
         if await self._acceptor.cancel(self._pool.grace_s if self._pool is not None else None):
             return
         # A blocked worker would keep this waiting. The pool ends it when the pool is closed.
-        logger.error("handlers that do not end are left to %r", self._pool)
+        logger.error("handlers did not end after their cancellation, and are left to %r", self._pool)
 
     async def wait_closed(self) -> None:
         """Wait until the server has stopped and all handlers have ended.
@@ -478,7 +480,7 @@ class Server(_AcceptorResource):
         """
         self._check_caller("wait_closed")
         if self._owner is None and not self._closed:
-            raise ClosedResourceError(f"{self!r} is not open: there is no end to wait for")
+            raise ClosedResourceError(f"{self!r} is not open: open it first")
         await self._condition.wait_while(lambda: not self._closed)
         if self._pool is not None:
             check_unbroken(self._pool)

@@ -40,7 +40,7 @@ async def look_up(host: str, port: int) -> Address:
     :raises ValueError: the port is not in 0..65535.
     """
     if not 0 <= port <= 0xFFFF:
-        raise ValueError(f"a port is from 0 to 65535, not {port}")
+        raise ValueError(f"`port` must be from 0 to 65535, got {port}")
     try:  # a numeric address needs no resolver
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
     except socket.gaierror:
@@ -59,7 +59,7 @@ def _as_unreachable() -> Iterator[None]:
 def _check_private_data(data: "Buffer", limit: int) -> bytes:
     copied = bytes(data)
     if len(copied) > limit:
-        raise ValueError(f"private data is {limit} bytes at most here, not {len(copied)}")
+        raise ValueError(f"`private_data` must have at most {limit} bytes, got {len(copied)}")
     return copied
 
 

@@ -109,7 +109,7 @@ class Listener(HandleResource[core.Identifier]):
 
     def __init__(self, channel: EventChannel, host: str | None, port: int, backlog: int) -> None:
         if backlog < 1:
-            raise ValueError(f"a backlog is 1 or more, not {backlog}")
+            raise ValueError(f"`backlog` must be 1 or more, got {backlog}")
         super().__init__(channel)
         self._channel = channel
         self._host = host

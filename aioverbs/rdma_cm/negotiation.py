@@ -38,10 +38,10 @@ def check_queue_pair(qp: QueuePair, attributes: QpAttrs) -> None:
     :raises TransitionError: the queue pair is neither in RESET nor in INIT, or an attribute is not valid.
     """
     if qp.handle.context.software:
-        advice = "the software device has no address: connect its queue pairs by QueuePair.connect"
+        advice = "the software device has no IP address: connect its queue pairs by QueuePair.connect"
         raise VerbsError("rdma_connect", errno.EOPNOTSUPP, advice)
     if qp.qp_type is not QpType.RC:
-        raise ValueError(f"{qp!r} is of type {qp.qp_type.name}: librdmacm connects those of type RC")
+        raise ValueError(f"{qp!r} is of type {qp.qp_type.name}: rdma_cm connects queue pairs of type RC")
     state = qp.query().qp_state
     try:
         if state not in (QpState.RESET, QpState.INIT):

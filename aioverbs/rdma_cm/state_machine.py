@@ -56,7 +56,7 @@ class CmState(enum.Enum):
 
     NEW = "new"
     RESOLVED = "resolved"
-    REQUESTED = "asked for by a peer"
+    REQUESTED = "requested by a peer"
     REJECTED = "rejected"
     """The peer rejected the request. The rdma_cm_id is used up; a new one may connect."""
     CONNECTED = "connected"
@@ -82,7 +82,7 @@ def error_for_event(verb: str, event: core.Event) -> Exception:
         return DeviceRemovedError(f"{verb}: the device was removed")
     if kind == CmEventType.DISCONNECTED:
         return BrokenResourceError(f"{verb}: the peer disconnected")
-    return BrokenResourceError(f"{verb}: librdmacm told of event {kind}, status {event.status}")
+    return BrokenResourceError(f"{verb}: unexpected event {kind} of librdmacm, status {event.status}")
 
 
 class CmStateMachine:
@@ -234,12 +234,14 @@ class CmStateMachine:
         :raises BusyResourceError: another step is in flight.
         """
         if self._busy:
-            raise BusyResourceError(f"{operation}: another call is under way on this identifier")
+            raise BusyResourceError(f"{operation}: another call is in flight on this identifier")
         if self.state is needed or (self.state is CmState.REJECTED and needed in (CmState.NEW, CmState.RESOLVED)):
             return
         if self._failure is not None and self.state is not CmState.REJECTED:
-            raise BrokenResourceError(f"{operation}: it failed before, close it: {self._failure}") from self._failure
-        raise QueuePairStateError(f"{operation}: it is {self.state.value}, and is to be {needed.value} for that")
+            raise BrokenResourceError(
+                f"{operation}: the identifier failed before and can only be closed: {self._failure}"
+            ) from self._failure
+        raise QueuePairStateError(f"{operation}: the identifier must be {needed.value}, and is {self.state.value}")
 
     async def expect(self, kind: CmEventType, verb: str) -> core.Event:
         """Wait for the next event, and check that it is of type `kind`.
@@ -268,7 +270,7 @@ class CmStateMachine:
         """
         name = self.handle.device_name
         if name != qp.handle.context.name:
-            raise ValueError(f"{qp!r} is of {qp.handle.context.name}, and the peer is reached by {name}")
+            raise ValueError(f"{qp!r} is of device {qp.handle.context.name}, but the route to the peer uses {name}")
 
     def to_init(self, qp: QueuePair, access: AccessFlags | None) -> None:
         """Move the queue pair to INIT, in which receives can be posted."""
@@ -297,8 +299,8 @@ class CmStateMachine:
             proposed = self.handle.init_qp_attr(after)
             applicable = cast(QpAttrs, {name: value for name, value in overrides.items() if name in names})
             changes = negotiate(proposed, applicable, limits)
-            self._timeout_cause = "the device did not find the peer's neighbour"
-            await move_cancellable(qp, after, changes)
+            self._timeout_cause = "the device did not resolve the peer's link-layer address"
+            await move_in_time(qp, after, changes)
             self._timeout_cause = _NO_ANSWER
             self._check_usable("ibv_modify_qp")
             applied.update(changes)

@@ -256,7 +256,7 @@ def test_the_port_is_taken() -> None:
 def test_rdma_cm_of_a_software_device() -> None:
     done = ask("ping", "127.0.0.1", "--transport", "rdmacm")
     assert done.returncode == 4
-    assert 'say transport="tcp"' in done.stderr
+    assert 'pass transport="tcp"' in done.stderr
 
 
 # ---- Command lines

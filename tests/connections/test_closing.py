@@ -57,7 +57,7 @@ async def test_everything_is_delivered(device: Device) -> None:
             with pytest.raises(anyio.EndOfStream):
                 await ends.far.receive()
         await until(lambda: ends.far._channel is not None and ends.far._channel.broken is not None)
-        with pytest.raises(BrokenResourceError, match="closed it"):
+        with pytest.raises(BrokenResourceError, match="closed the connection"):
             await ends.far.send(b"too late")
         with pytest.raises(ClosedResourceError):
             await ends.near.send(b"closed")

@@ -322,9 +322,9 @@ async def test_a_revocation_when_the_peer_goes(device: Device) -> None:
 @pytest.mark.parametrize("access", [AccessFlags(0), LOCAL, LOCAL | READ, AccessFlags.MW_BIND])
 async def test_what_cannot_be_granted(device: Device, access: AccessFlags) -> None:
     async with pair(device) as ends, ends.domain.register(64, LOCAL) as memory:
-        with pytest.raises(ValueError, match="what is granted"):
+        with pytest.raises(ValueError, match="`access` must be"):
             await ends.near.grant(memory, access)
-        with pytest.raises(ValueError, match="no bytes"):
+        with pytest.raises(ValueError, match="at least 1 byte"):
             await ends.near.grant(memory[:0], READ)
 
 
@@ -336,7 +336,7 @@ async def test_too_many_grants(device: Device) -> None:
         await first.revoke()
         await ends.near.grant(memory, READ)
         await ends.near.grant(memory, READ)
-        with pytest.raises(BrokenResourceError, match="must not"):
+        with pytest.raises(BrokenResourceError, match="protocol violation"):
             await ends.far.receive()
 
 
@@ -354,6 +354,6 @@ async def test_lies_about_grants(device: Device, kind: FrameKind, number: int, d
     async with pair(device) as ends:
         assert ends.near._channel is not None
         await ends.near._channel.send_frame(kind, number, data)
-        with pytest.raises(BrokenResourceError, match="must not"):
+        with pytest.raises(BrokenResourceError, match="protocol violation"):
             await ends.far.receive()
         await until(lambda: ends.near._channel is not None and ends.near._channel.broken is not None)

@@ -91,7 +91,7 @@ def test_the_listener_proves_its_secret_too() -> None:
 def test_a_nonce_that_comes_back() -> None:
     near = Handshake(True, bytes(16), b"secret")
     far = Handshake(False, bytes(16), b"secret")
-    with pytest.raises(HandshakeError, match="repeats the nonce"):
+    with pytest.raises(HandshakeError, match="repeated the nonce"):
         far.receive_hello(near.hello())
 
 
@@ -139,7 +139,7 @@ def test_what_comes_out_of_turn(due: int) -> None:
         far.receive_offer(near.offer(OFFER))
     hear = (far.receive_hello, far.receive_offer, far.receive_ready)[due]
     wrong = (struct.pack("!4sBBH", b"aiov", 1, MessageType.READY, 0), hello, hello)[due]
-    with pytest.raises(HandshakeError, match="is due") as caught:
+    with pytest.raises(HandshakeError, match=", expected") as caught:
         hear(wrong)
     assert caught.value.reason == Reason.PROTOCOL
 
@@ -236,7 +236,7 @@ def test_names_of_devices_are_shown_in_one_line() -> None:
 )
 def test_offers_that_cannot_be(change: dict[str, int]) -> None:
     fields = {"endpoint": OFFER.endpoint, "buffer_size": 4096, "depth": 16, "max_message": 1, **change}
-    with pytest.raises(ValueError, match="not"):
+    with pytest.raises(ValueError, match="got"):
         Offer(**fields)  # type: ignore[arg-type]
 
 

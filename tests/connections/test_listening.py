@@ -325,7 +325,7 @@ async def test_connections_of_two_devices(device: Device) -> None:
 @pytest.mark.parametrize("wrong", [{"secret": b""}, {"max_handshakes": 0}, {"handshake_timeout_s": 0}])
 async def test_what_cannot_be(device: Device, wrong: dict[str, Any]) -> None:
     async with device.resource_domain() as domain:
-        with pytest.raises(ValueError, match=r"secret|is 1|above 0"):
+        with pytest.raises(ValueError, match=r"secret|be 1|above 0"):
             listen(HOST, domain=domain, **wrong)
         if "secret" in wrong:
             with pytest.raises(ValueError, match="secret"):
@@ -335,11 +335,11 @@ async def test_what_cannot_be(device: Device, wrong: dict[str, Any]) -> None:
 async def test_transports_that_cannot_be(device: Device, tmp_path: Path) -> None:
     server, client = contexts(tmp_path)
     async with device.resource_domain() as domain:
-        with pytest.raises(ValueError, match="transport is"):
+        with pytest.raises(ValueError, match="`transport` must be"):
             await connect(HOST, 1, domain=domain, transport="udp")  # type: ignore[arg-type]
-        with pytest.raises(ValueError, match="TLS is for TCP"):
+        with pytest.raises(ValueError, match="rdma_cm does not support TLS"):
             await connect(HOST, 1, domain=domain, transport="rdmacm", ssl=client)
-        with pytest.raises(ValueError, match="TLS is for TCP"):
+        with pytest.raises(ValueError, match="rdma_cm does not support TLS"):
             listen(HOST, domain=domain, transport="rdmacm", ssl=server)
         if device.software:
             with pytest.raises(ValueError, match="software device"):

@@ -86,11 +86,11 @@ def test_there_is_a_receive_for_each_and_nobody_waits_for_ever(near_depth: int, 
 
 def test_more_credits_than_there_are() -> None:
     subject = Credits(4, 4)
-    with pytest.raises(ValueError, match="gives back 1"):
+    with pytest.raises(ValueError, match="returned 1 credits"):
         subject.add(1)
     subject.take()
     subject.add(1)
-    with pytest.raises(ValueError, match="had 0"):
+    with pytest.raises(ValueError, match="of 0 used"):
         subject.add(1)
 
 
@@ -178,7 +178,7 @@ def test_any_notice(data: bytes) -> None:
     ],
 )
 def test_notices_that_cannot_be(notice: GrantNotice) -> None:
-    with pytest.raises(ValueError, match="cannot be"):
+    with pytest.raises(ValueError, match="invalid values"):
         GrantNotice.parse(notice.pack())
 
 
@@ -217,7 +217,7 @@ def test_waits_differ() -> None:
     [{"first_s": 0}, {"longest_s": 0.01}, {"factor": 0.5}, {"jitter": 1.5}, {"jitter": -1}, {"attempts": 0}],
 )
 def test_waits_that_cannot_be(wrong: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match="not"):
+    with pytest.raises(ValueError, match="got"):
         Backoff(**wrong)  # type: ignore[arg-type]
 
 

@@ -148,10 +148,12 @@ async def test_a_rejection_has_what_was_said_with_it(manager: Manager) -> None:
     assert caught.value.private_data == b"busy"
     for what, stage in (("resolve", CmState.NEW), ("connect", CmState.RESOLVED)):  # another identifier may ask again
         state_machine.check(what, stage)
-    with pytest.raises(QueuePairStateError, match="accept: it is rejected, and is to be asked for by a peer"):
+    with pytest.raises(QueuePairStateError, match="must be requested by a peer, and is rejected"):
         state_machine.check("accept", CmState.REQUESTED)
     state_machine.on_event(event(CmEventType.DEVICE_REMOVAL))
-    with pytest.raises(BrokenResourceError, match=r"connect: it failed before, close it: .*device was removed"):
+    with pytest.raises(
+        BrokenResourceError, match=r"connect: the identifier failed before and can only be closed: .*device was removed"
+    ):
         state_machine.check("connect", CmState.RESOLVED)
 
 
@@ -216,7 +218,7 @@ async def test_cancelled(manager: Manager) -> None:
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    with pytest.raises(QueuePairStateError, match="it is failed, and is to be resolved"):
+    with pytest.raises(QueuePairStateError, match="the identifier must be resolved, and is failed"):
         state_machine.check("connect", CmState.RESOLVED)
 
 

@@ -113,7 +113,7 @@ async def test_who_has_waited_enough_is_told_at_once(device: Device, helpers: He
                 await connecting
         else:
             with pytest.raises(
-                TimeoutError, match=r"connect: the device did not find the peer's neighbour within 10 ms"
+                TimeoutError, match=r"connect: the device did not resolve the peer's link-layer address within 10 ms"
             ):
                 await connecting
         with pytest.raises(BusyResourceError):

@@ -45,7 +45,7 @@ async def test_connect_says_in_time_what_it_waited_for(
     device: Device, helpers: Helpers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with held_up(device, monkeypatch, "client") as (server, near):
-        with pytest.raises(TimeoutError, match="s: the device still looks for the peer's neighbour"):
+        with pytest.raises(TimeoutError, match="s: the device did not resolve the peer's link-layer address"):
             await asked(server, near, transport="tcp", timeout_s=patience(0.5))
         assert len(helpers.waiting) == 1
         assert parts(near) == {"Connection", "QueuePair"}

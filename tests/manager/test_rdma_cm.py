@@ -76,7 +76,7 @@ async def test_addresses() -> None:
     assert (await look_up("::1", 0))[:2] == ("::1", 0)
     assert (await look_up("localhost", 1))[1] == 1
     for port in (-1, 65536):
-        with pytest.raises(ValueError, match="a port is from 0 to 65535"):
+        with pytest.raises(ValueError, match="`port` must be from 0 to 65535"):
             await look_up("10.77.0.1", port)
 
 
@@ -88,7 +88,7 @@ def test_it_is_typed() -> None:
 
 
 def test_limits_of_a_listener() -> None:
-    with pytest.raises(ValueError, match="a backlog is 1 or more, not 0"):
+    with pytest.raises(ValueError, match="`backlog` must be 1 or more, got 0"):
         Channel().listener(backlog=0)
 
 

@@ -209,7 +209,7 @@ async def test_a_peer_that_refuses(channel: Channel, listener: Listener, ends: E
         connecting = asyncio.create_task(asking.connect(qp))
         async with await anext(listener) as asked:
             await asked.reject(b"not today")
-            with pytest.raises(QueuePairStateError, match="accept: it is ended"):
+            with pytest.raises(QueuePairStateError, match="must be requested by a peer, and is ended"):
                 await asked.accept(qp)
         with pytest.raises(ConnectionRejectedError, match="the listening program rejected it") as caught:
             await connecting
@@ -351,31 +351,31 @@ async def test_bad_input_is_told_before_the_peer_is(channel: Channel, listener: 
         domain.queue_pair(cq) as soft_qp,
         channel.identifier() as asking,
     ):
-        with pytest.raises(QueuePairStateError, match="connect: it is new, and is to be resolved"):
+        with pytest.raises(QueuePairStateError, match="connect: the identifier must be resolved, and is new"):
             await asking.connect(qp)
         with pytest.raises(QueuePairStateError, match="is not connected"):
             await asking.disconnect()
-        with pytest.raises(ValueError, match="a port is from 0 to 65535"):
+        with pytest.raises(ValueError, match="`port` must be from 0 to 65535"):
             await asking.resolve(far.address, 65536)
         await asking.aclose()
         asking = await channel.identifier().open()
         await asking.resolve(*listener.address[:2], source=near.address)
-        with pytest.raises(VerbsError, match="the software device has no address"):
+        with pytest.raises(VerbsError, match="the software device has no IP address"):
             await asking.connect(soft_qp)
         with pytest.raises(ValueError, match="of type UC"):
             await asking.connect(uc)
-        with pytest.raises(ValueError, match="56 bytes at most here, not 57"):
+        with pytest.raises(ValueError, match="at most 56 bytes, got 57"):
             await asking.connect(qp, private_data=bytes(57))
         with pytest.raises(TransitionError, match="retry_cnt: must be 0 to 7, got 8"):
             await asking.connect(qp, retry_cnt=8)
         with pytest.raises(TransitionError, match="not allowed in this transition: qkey"):
             await asking.connect(qp, qkey=1)
         if near.device.name != far.device.name:
-            with pytest.raises(ValueError, match="and the peer is reached by"):
+            with pytest.raises(ValueError, match="but the route to the peer uses"):
                 await asking.connect(far_qp)
-        with pytest.raises(QueuePairStateError, match="accept: it is resolved"):
+        with pytest.raises(QueuePairStateError, match=r"accept: .* is resolved"):
             await asking.accept(qp)
-        with pytest.raises(QueuePairStateError, match="resolve: it is resolved"):
+        with pytest.raises(QueuePairStateError, match=r"resolve: .* is resolved"):
             await asking.resolve(far.address, 1)
         assert qp.query().qp_state is QpState.RESET
         qp.to_init()
@@ -398,7 +398,7 @@ async def test_one_call_at_a_time(channel: Channel, listener: Listener, ends: En
     async with near.queue_pair() as qp, resolved(channel, near, listener) as asking:
         connecting = asyncio.create_task(asking.connect(qp))
         async with await anext(listener):
-            with pytest.raises(BusyResourceError, match="another call is under way"):
+            with pytest.raises(BusyResourceError, match="another call is in flight"):
                 await asking.connect(qp)
         with pytest.raises(ConnectionRejectedError):
             await connecting

@@ -11,8 +11,10 @@ __all__ = ["Backoff"]
 
 @dataclass(frozen=True)
 class Backoff:
-    """Exponential backoff with jitter: each wait is longer than the last, and partly random, so that many clients of a
-    lost peer do not all reconnect at once.
+    """Exponential backoff with jitter.
+
+    Each wait is longer than the last and partly random, so that many clients of a lost peer do not all reconnect at
+    once.
 
     :param first_s: upper limit of the first wait, in seconds, above 0.
     :param longest_s: upper limit of every wait, in seconds, at least `first_s`.

@@ -1,5 +1,6 @@
-"""Control channel of a queue pair that rdma_cm connects: the handshake goes over the queue pair, events of rdma_cm
-report the loss of the peer.
+"""Control channel of a queue pair that rdma_cm connects.
+
+The handshake goes over the queue pair itself. Events of rdma_cm report the loss of the peer.
 """
 
 import errno
@@ -29,8 +30,9 @@ CM_UNAVAILABLE_ERRORS = (LibraryNotFoundError, UnreachableError, ConnectionRejec
 
 
 class SharedChannel:
-    """Event channel with a reference count; releasing the last reference closes the channel. `open` makes the first
-    reference.
+    """Event channel with a reference count; releasing the last reference closes the channel.
+
+    `open` makes the first reference.
     """
 
     def __init__(self) -> None:
@@ -133,8 +135,9 @@ class CmControlChannel:
 
 
 def _source_address(gid: bytes, peer: Address) -> str | None:
-    """Return the IP address to connect from, taken from the GID of the port (RoCE); None if the GID has none that fits
-    the peer's address family.
+    """Return the IP address to connect from, taken from the GID of the port (RoCE).
+
+    None if the GID has no address, or none of the peer's address family.
     """
     address = ipaddress.IPv6Address(gid)
     if address.ipv4_mapped is not None and ":" not in peer[0]:

@@ -79,11 +79,10 @@ async def _perform_handshake(
     *,
     initiator: bool,
 ) -> Connection:
-    """Perform both sides of `Handshake`: exchange its messages over the control channel, and prepare and connect the
-    queue pair.
+    """Perform one side of the handshake, and connect the queue pair.
 
-    On failure the connection is aborted. If aborting has to wait for a verb in a thread, a background task does it and
-    this call does not wait.
+    Exchanges the messages of `Handshake` over the control channel. On failure the connection is aborted. If aborting
+    has to wait for a verb in a thread, a background task does it and this call does not wait.
     """
     handshake = Handshake(initiator, make_nonce(), secret)
     try:
@@ -160,8 +159,9 @@ async def accept_connection(
 
 
 class Connecting(OwnedBlock[Connection]):
-    """Pending connection, as `connect` returns it. Awaiting it makes a `Connection`; ``async with`` makes one and
-    closes it at the end of the block.
+    """Pending connection, as `connect` returns it.
+
+    Awaiting it makes a `Connection`; ``async with`` makes one and closes it at the end of the block.
 
     Each await makes another connection. One block at a time may be entered.
 

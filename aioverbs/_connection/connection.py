@@ -59,8 +59,9 @@ Local = RegionSlice | MemoryRegion | list[RegionSlice] | tuple[RegionSlice, ...]
 
 
 class ControlChannel(Protocol):
-    """Channel that carries the handshake and reports the loss of the peer: a `TcpControlChannel` or a
-    `CmControlChannel`.
+    """Channel that carries the handshake and reports the loss of the peer.
+
+    Implemented by `TcpControlChannel` and `CmControlChannel`.
     """
 
     async def send(self, data: bytes) -> None:
@@ -86,8 +87,9 @@ class ControlChannel(Protocol):
 
 
 class _ConnectionMonitor:
-    """Watches for the loss of the peer, keeps the connection alive, and tears it down. The lifecycle holds this object
-    and not the user's `Connection`, so that a forgotten connection can be collected.
+    """Monitor of a connection: keepalive, detection of a lost peer, and teardown.
+
+    The lifecycle holds this object and not the user's `Connection`, so that a forgotten connection can be collected.
     """
 
     def __init__(self, block: LeasedBuffer, keep_alive_s: float | None) -> None:
@@ -311,8 +313,9 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
             raise HandshakeError(Reason.TEMPORARY if is_temporary else Reason.DEVICE, str(error)) from error
 
     def _watch_peer(self, control: ControlChannel) -> None:
-        """Watch the control channel before the queue pair is connected, so that a waiting handshake fails with the true
-        cause.
+        """Watch the control channel before the queue pair is connected.
+
+        If the peer or the device is lost meanwhile, the waiting handshake fails with that cause.
         """
         assert self._monitor is not None
         control.watch(self._monitor.on_lost)
@@ -454,8 +457,9 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         return self._open_channel().send(item, immediate)
 
     def receive(self) -> Coroutine[Any, Any, bytes]:
-        """Receive the next message, without its immediate data. Returns an awaitable; a cancelled call loses no
-        message.
+        """Receive the next message, without its immediate data.
+
+        Returns an awaitable; a cancelled call loses no message.
 
         :returns: the message.
         :raises anyio.EndOfStream: the peer sends no more.
@@ -612,8 +616,9 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         return await self._grants.grant(self, local[:] if isinstance(local, MemoryRegion) else local, access)
 
     async def receive_grant(self) -> RemoteGrant:
-        """Receive the next grant of the peer, in the order in which the peer made them. A cancelled call loses no
-        grant.
+        """Receive the next grant of the peer, in the order in which the peer made them.
+
+        A cancelled call loses no grant.
 
         A grant that was revoked meanwhile is returned as well, with `RemoteGrant.revoked` set. If the peer makes very
         many grants that are not received, the oldest revoked ones are dropped.
@@ -630,8 +635,9 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
     # ---- Byte stream
 
     def as_byte_stream(self) -> "anyio.abc.ByteStream":
-        """Return an `anyio.abc.ByteStream` over this connection, without message boundaries. Closing the stream closes
-        the connection.
+        """Return an `anyio.abc.ByteStream` over this connection, without message boundaries.
+
+        Closing the stream closes the connection.
 
         :raises ClosedResourceError: the connection is closed.
         """

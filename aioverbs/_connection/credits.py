@@ -6,8 +6,9 @@ MAX_CREDITS = 1023
 """Largest number of credits that one message can return."""
 
 RESERVED_CREDITS = 1
-"""Credits reserved for a message that returns credits. Without the reserve both ends could wait for each other's
-credits.
+"""Credits reserved for a message that returns credits.
+
+Without the reserve both ends could wait for each other's credits.
 """
 
 
@@ -71,8 +72,10 @@ class Credits:
         self.available += count
 
     def on_message(self) -> None:
-        """Account for a message that arrived. Each is `on_consumed` later, exactly once. So the messages waiting here
-        and the credits owed are together never more than the receives, whatever the peer sends.
+        """Account for a message that arrived.
+
+        Each is `on_consumed` later, exactly once. So the messages waiting here and the credits owed are together never
+        more than the receives, whatever the peer sends.
 
         :raises ValueError: the peer had no credit for the message.
         """

@@ -104,8 +104,9 @@ class Grant:
 
 
 class RemoteGrant:
-    """Memory of the peer that this end may access until the peer revokes the grant. Slices select parts:
-    ``grant[8:16]``.
+    """Memory of the peer that this end may access until the peer revokes the grant.
+
+    Slices select parts: ``grant[8:16]``.
 
     :param remote: address, length and key of the memory.
     :param access: what this end may do.

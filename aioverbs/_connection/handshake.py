@@ -254,8 +254,9 @@ class Reject:
 
 
 def _printable(data: bytes) -> str:
-    """Decode text of the peer, with unprintable characters replaced: the peer must not write lines into logs or control
-    a terminal.
+    """Decode text of the peer, with unprintable characters replaced.
+
+    The peer must not write lines into logs or control a terminal.
     """
     return "".join(each if each.isprintable() else "?" for each in data.decode(errors="replace"))
 

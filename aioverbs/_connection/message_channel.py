@@ -189,8 +189,9 @@ class MessageChannel:
             _ = receive_into(self.qp, self.inbox, receive)  # the inbox gets the result
 
     def start(self, depth: int, buffer_size: int, max_message: int, handshake_messages: int) -> None:
-        """Set the sizes from the peer's offer. Data that arrives from now on is framed, after the rest of the
-        handshake.
+        """Set the sizes from the peer's offer.
+
+        Data that arrives from now on is framed, after the rest of the handshake.
 
         :param depth: number of receives that the peer keeps posted.
         :param buffer_size: size of each of these in bytes.
@@ -211,8 +212,9 @@ class MessageChannel:
     # ---- Failing and closing
 
     def fail(self, reason: str, cause: BaseException | None = None) -> None:
-        """Mark the channel as broken, fail all waiting callers and move the queue pair to ERR. Only the first call has
-        an effect.
+        """Mark the channel as broken, fail all waiting callers and move the queue pair to ERR.
+
+        Only the first call has an effect.
         """
         if self.broken is not None:
             return
@@ -262,8 +264,9 @@ class MessageChannel:
         return ClosedResourceError("the connection was closed") if self.closed or not self.broken else self.broken
 
     def poll(self) -> bool:
-        """Process the completions that have arrived. Return False if another thread is inside a verb on the unlocked
-        domain.
+        """Process the completions that have arrived.
+
+        Return False if another thread is inside a verb on the unlocked domain.
         """
         dispatcher = self.receive_queue.dispatcher
         if dispatcher is not None and dispatcher.watched:

@@ -127,8 +127,7 @@ class TcpControlChannel(asyncio.Protocol):
             self._transport.abort()
 
     def _abandon_if_loop_gone(self) -> bool:
-        """Return whether the transport must not be used: its event loop is closed, or belongs to the parent of this
-        forked process.
+        """Return whether the transport must not be used, because its event loop is closed or the parent's.
 
         A closed loop closes no transports, so the socket is shut down here to notify the peer. In a forked child
         nothing is done: the loop, and what the kernel watches for it, are the parent's.

@@ -21,9 +21,7 @@ __all__ = ["AcceptSettings", "TlsContext", "peer_name", "try_accept"]
 logger = logging.getLogger("aioverbs")
 
 TlsContext = tls.SSLContext | Callable[[], tls.SSLContext]
-"""TLS context of a server, with a certificate; or a function that makes one, as functions can be pickled and contexts
-cannot.
-"""
+"""TLS context of a server, with a certificate; or a function that makes one, which unlike a context can be pickled."""
 
 
 @dataclass(frozen=True)

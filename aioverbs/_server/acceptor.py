@@ -116,8 +116,9 @@ class PendingPeer:
             self.timeout.reschedule(self._loop.time())
 
     def report_open(self, is_open: bool) -> None:
-        """Report that the peer has become a connection (True), or that its connection is closed (False). Thread-safe;
-        only the first report of each kind counts.
+        """Report that the peer has become a connection (True), or that its connection is closed (False).
+
+        Thread-safe; only the first report of each kind counts.
         """
         if asyncio._get_running_loop() is self._loop:
             self._set_open(is_open)
@@ -142,7 +143,7 @@ class PendingPeer:
 
 
 class Acceptor:
-    """Accepts peers by TCP and rdma_cm, within limits, and calls `on_peer` with each.
+    """Acceptor of peers by TCP and rdma_cm, within limits.
 
     :param accept_settings: settings and limits for accepted peers.
     :param on_peer: coroutine function called with each peer in a task of its own, on the loop that opened the acceptor.

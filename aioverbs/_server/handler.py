@@ -27,15 +27,17 @@ Handler = Callable[[Connection], Awaitable[object]]
 """Async function that a server calls with each connection."""
 
 ReportOpen = Callable[[bool], object]
-"""Callback, called with True when the peer has become a connection, and with False when the connection is closed. It
-does not block.
+"""Callback, called with True when the peer has become a connection, and with False when the connection is closed.
+
+It does not block.
 """
 
 
 @dataclass(frozen=True)
 class Service:
-    """Handler and settings of a server. Picklable if the handler and the TLS factory are; so it can be sent to worker
-    processes.
+    """Handler and settings of a server.
+
+    Picklable if the handler and the TLS factory are; so it can be sent to worker processes.
     """
 
     handler: Handler

@@ -486,8 +486,9 @@ class Server(_AcceptorResource):
             check_unbroken(self._pool)
 
     async def aclose(self) -> None:
-        """Stop as `stop` does; if this call is cancelled, the handlers are cancelled at once. Closing twice has no
-        effect.
+        """Stop as `stop` does; if this call is cancelled, the handlers are cancelled at once.
+
+        Closing twice has no effect.
 
         In the child of a fork nothing is done: the server is the parent's. If the loop that opened the server is
         closed, another loop may close the server, without waiting for handlers; closing its pool, or the resources

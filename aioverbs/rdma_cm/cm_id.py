@@ -64,8 +64,9 @@ def _check_private_data(data: "Buffer", limit: int) -> bytes:
 
 
 class Identifier(HandleResource[core.Identifier]):
-    """One end of a connection, established or in progress: ``rdma_create_id``. Made by `Channel.identifier` or a
-    `Listener`.
+    """One end of a connection, established or in progress: ``rdma_create_id``.
+
+    Made by `Channel.identifier` or a `Listener`.
 
     Methods that wait take `timeout_s`, None for no limit. After a failure, a cancellation or a timeout the identifier
     can only be closed. The queue pair is then in INIT, if it came no further, else in ERR: at once, or as soon as a
@@ -89,8 +90,9 @@ class Identifier(HandleResource[core.Identifier]):
         return self._channel.owner
 
     async def open(self) -> Self:
-        """Open the identifier. An identifier from a listener is open already; entering its block only has it closed at
-        the end.
+        """Open the identifier.
+
+        An identifier from a listener is open already; entering its block only has it closed at the end.
 
         :raises VerbsError: rdma_create_id failed.
         :raises ClosedResourceError: the channel is closed, or the identifier was opened before.
@@ -349,8 +351,9 @@ class Identifier(HandleResource[core.Identifier]):
             state_machine.mark_connected()
 
     async def reject(self, private_data: "Buffer" = b"") -> None:
-        """Reject the connection that the peer requested: ``rdma_reject``. Closing the identifier unanswered does the
-        same.
+        """Reject the connection that the peer requested: ``rdma_reject``.
+
+        Closing the identifier unanswered does the same.
 
         :param private_data: data for the peer, at most 148 bytes.
         :raises ValueError: `private_data` is too long.

@@ -51,7 +51,7 @@ class EventReceiver(Protocol):
 
 
 class Dispatcher:
-    """Reads the events of a channel on the loop that opens it, and passes each to its receiver.
+    """Dispatcher of a channel's events: reads them on the loop that opens the channel, and passes each to its receiver.
 
     The dispatcher holds no user's objects, so that forgotten ones can be collected.
     """

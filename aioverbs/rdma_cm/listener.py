@@ -19,8 +19,9 @@ __all__ = ["Listener"]
 
 
 class _ConnectRequests:
-    """Connection requests waiting at a listener. The lifecycle holds this object and not the user's `Listener`, so that
-    a forgotten listener can be collected.
+    """Connection requests waiting at a listener.
+
+    The lifecycle holds this object and not the user's `Listener`, so that a forgotten listener can be collected.
     """
 
     def __init__(self, handle: core.Identifier, channel: EventChannel, lifecycle: Lifecycle) -> None:

@@ -86,8 +86,9 @@ def error_for_event(verb: str, event: core.Event) -> Exception:
 
 
 class CmStateMachine:
-    """State machine of one identifier. The lifecycle holds this object and not the user's `Identifier`, so that a
-    forgotten identifier can be collected.
+    """State machine of one identifier.
+
+    The lifecycle holds this object and not the user's `Identifier`, so that a forgotten identifier can be collected.
 
     :param handle: handle of the identifier.
     :param dispatcher: dispatcher of the channel, which passes events here.
@@ -162,8 +163,9 @@ class CmStateMachine:
         self._condition.notify()
 
     def watch(self, on_end: Callable[[Exception], object] | None) -> None:
-        """Call `on_end` with the cause when the peer disconnects or the device is gone. The callback then moves the
-        queue pair to ERR; the state machine does not.
+        """Call `on_end` with the cause when the peer disconnects or the device is gone.
+
+        The callback then moves the queue pair to ERR; the state machine does not.
 
         :param on_end: the callback; None: stop watching, the state machine moves the queue pair to ERR again.
         """
@@ -198,8 +200,9 @@ class CmStateMachine:
 
     @contextlib.asynccontextmanager
     async def step(self, operation: str, needed: CmState, timeout_s: float | None) -> AsyncIterator[None]:
-        """Run the body as one step from the state `needed`. An error, cancellation or timeout in the body enters
-        FAILED, a rejection by the peer REJECTED.
+        """Run the body as one step from the state `needed`.
+
+        An error, cancellation or timeout in the body enters FAILED, a rejection by the peer REJECTED.
 
         :param operation: name of the step for messages.
         :param timeout_s: limit in seconds; None: no limit.
@@ -225,8 +228,9 @@ class CmStateMachine:
             self._handle_unexpected_events()
 
     def check(self, operation: str, needed: CmState) -> None:
-        """Check that the state is `needed` and no other step is in flight. A rejected identifier may resolve or connect
-        again.
+        """Check that the state is `needed` and no other step is in flight.
+
+        A rejected identifier may resolve or connect again.
 
         :param operation: name of the step for messages.
         :raises QueuePairStateError: the state is another one.

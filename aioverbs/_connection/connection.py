@@ -620,7 +620,7 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
 
         A cancelled call loses no grant.
 
-        A grant that was revoked meanwhile is returned as well, with `RemoteGrant.revoked` set. If the peer makes very
+        A grant that was revoked meanwhile is returned as well, with ``revoked`` set. If the peer makes very
         many grants that are not received, the oldest revoked ones are dropped.
 
         :raises anyio.EndOfStream: the peer sends no more.

@@ -72,7 +72,7 @@ class ConnectionStatistics:
     """Counters of a connection.
 
     :param messages_sent: number of user messages sent.
-    :param messages_received: number of user messages returned by `receive`.
+    :param messages_received: number of user messages returned by ``receive``.
     :param credits: number of messages that may be sent now without waiting.
     :param owed: number of credits not yet returned to the peer.
     :param waits: number of times that a message waited for a credit or a buffer.

@@ -170,7 +170,7 @@ class Grants:
             )
         if not len(memory):
             raise ValueError("`local` must have at least 1 byte to be granted")
-        number = self._number()
+        number = self._next_number()
         self._local_grants[number] = None  # reserves the number
         key: MemoryWindow | MemoryRegion | None = None
         try:
@@ -185,7 +185,7 @@ class Grants:
             raise
         return Grant(number, remote, access, key, self)
 
-    def _number(self) -> int:
+    def _next_number(self) -> int:
         if len(self._local_grants) >= _NUMBER_COUNT - 1:
             raise ValueError("the connection has 65,535 grants already, the most possible: revoke some")
         while True:

@@ -12,7 +12,7 @@ __all__ = ["ConnectionSettings"]
 
 _MIN_KEEP_ALIVE_S = 0.1
 _MAX_TIMEOUT_CODE = 31  # largest code of ibv_qp_attr.timeout, about 2.4 hours
-_SLACK = 4  # devices may wait up to 4 times as long as the code says
+_TIMEOUT_TOLERANCE = 4  # devices may wait up to 4 times as long as the code says
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class ConnectionSettings:
             attempts = math.ceil(min(self.keep_alive_s / _seconds(timeout), attempts))
         else:
             timeout = RETRIES["timeout"]
-            while timeout > 1 and _seconds(timeout) * attempts * _SLACK > self.keep_alive_s / 2:
+            while timeout > 1 and _seconds(timeout) * attempts * _TIMEOUT_TOLERANCE > self.keep_alive_s / 2:
                 timeout -= 1
         return QpAttrs(timeout=timeout, retry_cnt=attempts - 1)
 

@@ -246,14 +246,14 @@ class Acceptor:
         """
         refused = tuple(sorted(self._refused.items()))
         per_worker = Counter(pending.worker for pending in self._tasks.values() if pending.state is AcceptState.OPEN)
-        each = tuple(per_worker[worker] for worker in range(workers))
-        return ServerStatistics(self._handshakes, self._connections, self._accepted, refused, each)
+        counts = tuple(per_worker[worker] for worker in range(workers))
+        return ServerStatistics(self._handshakes, self._connections, self._accepted, refused, counts)
 
     async def _accept(self, listening: socket.socket) -> None:
         assert self._loop is not None
         while True:
             try:
-                sock, address = await self._next(listening)
+                sock, address = await self._accept_one(listening)
             except OSError as error:
                 if error.errno != errno.ECONNABORTED:  # ECONNABORTED: the peer gave up before it was accepted
                     # Such as while the process or the machine has no more file descriptors.
@@ -267,7 +267,7 @@ class Acceptor:
                 raise
             self._start_or_refuse(sock, address, has_slot)
 
-    async def _next(self, listening: socket.socket) -> tuple[socket.socket, Address]:
+    async def _accept_one(self, listening: socket.socket) -> tuple[socket.socket, Address]:
         assert self._owner is not None
         while not self._owner.inherited:
             try:

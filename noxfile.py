@@ -27,7 +27,10 @@ ADDRESS = "-fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-fram
 SHARED_TESTS = ["tests/manager", "tests/data_path", "tests/data_path_endings", "tests/sources"]
 SHARED_TESTS += [f"tests/connections/test_{name}.py" for name in ("messages", "grants", "closing", "serving")]
 SHARED_TESTS += ["tests/storage/test_serving.py", "tests/storage/test_commands.py"]
-SHARED_TESTS += [f"tests/connections/test_processes.py::test_{name}" for name in ("killed", "one_that_is_stopped")]
+SHARED_TESTS += [
+    f"tests/connections/test_processes.py::test_a_{name}"
+    for name in ("killed_peer_is_detected_at_once", "peer_stopped_for_longer_than_keep_alive")
+]
 RDMA_TESTS = ["tests/rdma", "tests/verbs_matrix"]
 # The shared tests that `nox -s rdma` runs: those in which the kernel or the provider gives the answer, be it a status,
 # an errno, an attribute, an event, a flush, or pages that it registers. The others test the library's own bookkeeping,
@@ -46,10 +49,10 @@ CHOSEN_TESTS += [
         "data_path/test_arguments.py::test_small_requests_go_inline",
         "data_path/test_arguments.py::test_a_message_longer_than_the_port_takes_is_refused",
         "connections/test_grants.py::test_read_write_and_atomics",
-        "connections/test_grants.py::test_what_the_device_refuses",
-        "connections/test_grants.py::test_revoked_under_load",
-        "connections/test_processes.py::test_killed",
-        "connections/test_processes.py::test_one_that_is_stopped",
+        "connections/test_grants.py::test_the_device_refuses_access_beyond_the_grant",
+        "connections/test_grants.py::test_revoking_under_load",
+        "connections/test_processes.py::test_a_killed_peer_is_detected_at_once",
+        "connections/test_processes.py::test_a_peer_stopped_for_longer_than_keep_alive",
         "storage/test_serving.py::test_what_is_written_is_read",
     )
 ]

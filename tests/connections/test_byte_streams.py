@@ -14,7 +14,7 @@ from tests.connections.certificates import contexts
 from tests.connections.ends import pair
 
 
-async def test_bytes(device: Device) -> None:
+async def test_bytes_arrive_in_order(device: Device) -> None:
     async with pair(device) as ends:
         near, far = ends.near.as_byte_stream(), ends.far.as_byte_stream()
         await near.send(b"")
@@ -47,7 +47,7 @@ async def test_bytes(device: Device) -> None:
             await near.receive(0)
 
 
-async def test_small_pieces_of_a_message_leave_others_their_turns(device: Device) -> None:
+async def test_small_reads_yield_to_other_tasks(device: Device) -> None:
     async with pair(device) as ends:
         near, far = ends.near.as_byte_stream(), ends.far.as_byte_stream()
         await near.send(bytes(512))
@@ -67,7 +67,7 @@ async def test_small_pieces_of_a_message_leave_others_their_turns(device: Device
         assert turns >= 8
 
 
-async def test_buffered(device: Device) -> None:
+async def test_buffered_byte_receive_stream(device: Device) -> None:
     async with pair(device) as ends:
         reader = BufferedByteReceiveStream(ends.far.as_byte_stream())
         await ends.near.as_byte_stream().send(b"one line\nand " + b"more")
@@ -75,7 +75,7 @@ async def test_buffered(device: Device) -> None:
         assert await reader.receive_exactly(8) == b"and more"
 
 
-async def test_tls_on_top(device: Device, tmp_path: Path) -> None:
+async def test_tls_over_a_byte_stream(device: Device, tmp_path: Path) -> None:
     """For data that is to be secret, too."""
     server, client = contexts(tmp_path)
     async with pair(device) as ends:

@@ -51,7 +51,7 @@ def fill(connection: Connection, source: MemoryRegion, target: RemoteGrant) -> l
 
 @pytest.mark.every_way
 @needs(Capability.FAULT_PLAN)
-async def test_a_message_that_was_sent_is_not_withdrawn_with_the_next(device: Device) -> None:
+async def test_cancelling_a_send_does_not_withdraw_the_message_before(device: Device) -> None:
     async with (
         pair(device, NARROW) as ends,
         ends.domain.register(64) as source,
@@ -78,7 +78,7 @@ async def test_a_message_that_was_sent_is_not_withdrawn_with_the_next(device: De
 
 @pytest.mark.every_way
 @needs(Capability.FAULT_PLAN)
-async def test_a_write_is_not_withdrawn_where_the_message_goes_that_tells_of_it(device: Device) -> None:
+async def test_cancelling_write_with_immediate_keeps_an_announced_write(device: Device) -> None:
     async with (
         pair(device, NARROW) as ends,
         ends.domain.register(64) as source,
@@ -117,7 +117,7 @@ class InUse:
 
 
 @pytest.mark.every_way
-async def test_who_waits_is_told_of_the_end_while_another_thread_is_inside(
+async def test_waiters_learn_of_the_end_while_a_thread_is_in_a_verb(
     device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with pair(device) as ends:
@@ -137,7 +137,7 @@ async def test_who_waits_is_told_of_the_end_while_another_thread_is_inside(
 
 
 @pytest.mark.parametrize("error", [ConcurrentAccessError, BusyResourceError])
-async def test_receives_and_credits_that_another_thread_is_in_the_way_of_go_later(
+async def test_receives_and_credits_are_retried_after_a_concurrent_verb(
     device: Device, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
 ) -> None:
     async with pair(device) as ends:
@@ -152,7 +152,7 @@ async def test_receives_and_credits_that_another_thread_is_in_the_way_of_go_late
         assert not any(verb.left for verb in refused)
 
 
-async def test_a_block_with_a_grant_raises_what_was_raised_in_it(device: Device) -> None:
+async def test_a_grant_block_raises_the_exception_of_its_body(device: Device) -> None:
     async with pair(device) as ends, ends.domain.register(64) as memory:
         grant = await ends.near.grant(memory, AccessFlags.REMOTE_READ)
 
@@ -168,7 +168,7 @@ async def test_a_block_with_a_grant_raises_what_was_raised_in_it(device: Device)
         assert grant.revoked
 
 
-async def test_connections_are_made_beside_a_completion_queue_that_broke(device: Device) -> None:
+async def test_a_broken_shared_completion_queue_is_replaced(device: Device) -> None:
     """It is closed when the last of its connections is gone."""
     async with pair(device) as ends:
         cq = ends.near.qp._send_cq
@@ -186,7 +186,7 @@ async def test_connections_are_made_beside_a_completion_queue_that_broke(device:
         await until(lambda: cq.closed)
 
 
-async def test_a_shorter_time_cuts_a_server_short_that_is_being_stopped(device: Device) -> None:
+async def test_a_second_stop_with_an_earlier_deadline_wins(device: Device) -> None:
     async def handler(_: Connection) -> None:
         await asyncio.Event().wait()
 
@@ -215,9 +215,7 @@ class With:
 
 
 @pytest.mark.parametrize("error", [ConcurrentAccessError, lambda _: VerbsError("ibv_poll_cq", errno.EIO)])
-async def test_who_waits_is_told_that_the_peer_is_gone_whatever_looking_for_more_raises(
-    device: Device, error: type[Exception]
-) -> None:
+async def test_waiters_learn_of_a_lost_peer_even_if_polling_fails(device: Device, error: type[Exception]) -> None:
     async with pair(device) as ends:
         traffic: Any = ends.near._channel
         queue = traffic.receive_queue
@@ -232,7 +230,7 @@ async def test_who_waits_is_told_that_the_peer_is_gone_whatever_looking_for_more
 
 
 @pytest.mark.every_way
-async def test_closing_while_another_thread_is_inside(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_closing_while_a_thread_is_in_a_verb(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was sent is delivered, the peer is told that no more comes, and all of it is closed."""
     async with pair(device) as ends:
         near: Any = ends.near

@@ -94,7 +94,7 @@ def end(close: Callable[[Deserted], Coroutine[Any, Any, None]], *, cancel: bool)
 
 
 @pytest.mark.parametrize("cancel", [True, False], ids=["run", "closed"])
-def test_closed_one_by_one(cancel: bool) -> None:
+def test_another_loop_closes_listeners_and_servers(cancel: bool) -> None:
     async def close(deserted: Deserted) -> None:
         listener, servers = deserted.listener, deserted.servers
         for server in servers:
@@ -115,7 +115,7 @@ def test_closed_one_by_one(cancel: bool) -> None:
 
 
 @pytest.mark.parametrize("cancel", [True, False], ids=["run", "closed"])
-def test_closed_with_their_device(cancel: bool) -> None:
+def test_closing_the_device_closes_listeners_and_servers(cancel: bool) -> None:
     async def close(deserted: Deserted) -> None:
         await deserted.close_device()
         assert not any(map(accepts, deserted.ports))
@@ -127,7 +127,7 @@ def test_closed_with_their_device(cancel: bool) -> None:
     end(close, cancel=cancel)
 
 
-async def test_those_of_a_loop_that_runs_are_its_own_to_close(device: Device) -> None:
+async def test_listeners_of_a_running_loop_are_not_closed_by_another(device: Device) -> None:
     """Closing the domain does not close them, and closing them does not hold on to the domain."""
     domain = await device.resource_domain().open()
     async with listen(HOST, domain=domain) as listener, serve(echo, HOST, domain=domain) as server:
@@ -144,7 +144,7 @@ async def test_those_of_a_loop_that_runs_are_its_own_to_close(device: Device) ->
 
 
 @pytest.mark.parametrize("factory", LOOP_FACTORIES.values(), ids=LOOP_FACTORIES)
-def test_a_device_is_closed_whose_connections_waited_on_a_closed_loop(
+def test_a_device_with_waiters_of_a_closed_loop_is_closed_at_once(
     factory: Callable[[], asyncio.AbstractEventLoop],
 ) -> None:
     """Who closes the device on another loop closes it at the first attempt, whatever was waited for on that loop."""
@@ -177,7 +177,7 @@ def test_a_device_is_closed_whose_connections_waited_on_a_closed_loop(
         gc.collect()
 
 
-def test_connections_of_a_closed_loop_are_closed_one_by_one() -> None:
+def test_another_loop_closes_connections() -> None:
     """Its peer is told nothing, and all of it is closed."""
 
     async def begin() -> tuple[Device, Connection, Connection]:

@@ -44,7 +44,7 @@ async def stuck(connection: Connection) -> None:
 
 
 @pytest.mark.every_way
-async def test_everything_is_delivered(device: Device) -> None:
+async def test_closing_delivers_everything_sent(device: Device) -> None:
     """Who closes at once after sending loses nothing, even where the other end has not read any of it."""
     async with pair(device) as ends:
         for message in MESSAGES:
@@ -66,7 +66,7 @@ async def test_everything_is_delivered(device: Device) -> None:
 
 
 @pytest.mark.every_way
-async def test_closing_waits_for_what_is_being_sent(device: Device) -> None:
+async def test_closing_waits_for_a_concurrent_send(device: Device) -> None:
     async with pair(device) as ends:
         big = random.Random(1).randbytes(30_000)
         sending = asyncio.create_task(ends.near.send(big))
@@ -80,7 +80,7 @@ async def test_closing_waits_for_what_is_being_sent(device: Device) -> None:
 
 
 @pytest.mark.every_way
-async def test_closing_does_not_wait_for_ever(device: Device) -> None:
+async def test_closing_gives_up_after_close_timeout_s(device: Device) -> None:
     """For a peer that reads nothing: after its time what was not delivered is lost, and the peer is told so."""
     async with pair(device, deeper(SMALL, close_timeout_s=0.1)) as ends:
         sending = asyncio.create_task(flood(ends.near))
@@ -98,7 +98,7 @@ async def test_closing_does_not_wait_for_ever(device: Device) -> None:
 
 @pytest.mark.every_way
 @every_way_to_cancel
-async def test_a_cancelled_end_of_sending_is_none(device: Device, cancel: Cancel) -> None:
+async def test_a_cancelled_send_eof_has_no_effect(device: Device, cancel: Cancel) -> None:
     """The peer was not told: more can be sent, and the end after that."""
     async with pair(device) as ends:
         count = await use_up(ends.near)
@@ -116,7 +116,7 @@ async def test_a_cancelled_end_of_sending_is_none(device: Device, cancel: Cancel
 
 
 @pytest.mark.every_way
-async def test_both_close_at_once(device: Device) -> None:
+async def test_both_ends_close_at_once(device: Device) -> None:
     for _ in range(fewer(5)):
         async with pair(device) as ends:
             await ends.near.send(b"1")
@@ -128,7 +128,7 @@ async def test_both_close_at_once(device: Device) -> None:
 
 
 @pytest.mark.every_way
-async def test_an_abort_is_told(device: Device) -> None:
+async def test_abort_breaks_the_peers_connection(device: Device) -> None:
     async with pair(device) as ends:
         await ends.near.send(b"this was delivered")
         assert ends.near._channel is not None
@@ -139,7 +139,7 @@ async def test_an_abort_is_told(device: Device) -> None:
             await ends.far.receive()
 
 
-async def test_anyio_closes_by_force(device: Device) -> None:
+async def test_anyio_aclose_forcefully(device: Device) -> None:
     async with pair(device) as ends:
         await anyio.aclose_forcefully(ends.near)
         assert ends.near.closed
@@ -147,7 +147,7 @@ async def test_anyio_closes_by_force(device: Device) -> None:
             await ends.far.receive()
 
 
-async def test_its_block_closes_it(device: Device) -> None:
+async def test_async_with_closes_the_connection(device: Device) -> None:
     async with (
         device.resource_domain() as domain,
         listen(HOST, domain=domain, settings=SMALL) as listener,
@@ -166,7 +166,7 @@ async def test_its_block_closes_it(device: Device) -> None:
 
 
 @pytest.mark.every_way
-async def test_the_domain_closes_before_it(device: Device) -> None:
+async def test_closing_the_domain_closes_the_connection(device: Device) -> None:
     async with device.resource_domain() as domain, listen(HOST, domain=domain, settings=SMALL) as listener:
         other = await device.resource_domain().open()
         near = await connect(HOST, listener.port, domain=other, settings=SMALL)
@@ -182,7 +182,7 @@ async def test_the_domain_closes_before_it(device: Device) -> None:
 
 
 @pytest.mark.every_way
-async def test_one_that_is_forgotten(device: Device) -> None:
+async def test_a_forgotten_connection_warns_and_closes(device: Device) -> None:
     """It is warned of and closed, and the other end is told."""
     async with device.resource_domain() as domain, listen(HOST, domain=domain, settings=SMALL) as listener:
         near: Connection | None = await connect(HOST, listener.port, domain=domain, settings=SMALL)
@@ -198,7 +198,7 @@ async def test_one_that_is_forgotten(device: Device) -> None:
         await far.aclose()
 
 
-async def test_a_device_that_answers_no_more(device: Device) -> None:
+async def test_keepalive_detects_a_dead_queue_pair(device: Device) -> None:
     """Nobody says anything; the queue pair there is gone and the TCP connection does not tell."""
     settings = deeper(SMALL, keep_alive_s=0.4)
     async with pair(device, settings) as ends:
@@ -212,7 +212,7 @@ async def test_a_device_that_answers_no_more(device: Device) -> None:
         del ends.far._monitor.control.abort
 
 
-async def test_silence_is_not_death(device: Device) -> None:
+async def test_a_silent_peer_stays_connected(device: Device) -> None:
     settings = deeper(SMALL, keep_alive_s=0.2)
     async with pair(device, settings) as ends:
         await asyncio.sleep(0.6)
@@ -248,7 +248,7 @@ async def test_a_cancelled_receive_loses_nothing(device: Device) -> None:
 
 
 @pytest.mark.every_way
-async def test_a_cancelled_send_is_whole_or_not_there(device: Device) -> None:
+async def test_a_cancelled_send_arrives_whole_or_not_at_all(device: Device) -> None:
     """Wherever it is cancelled: what comes behind it arrives, and of it nothing, or all."""
     async with pair(device) as ends:
         chance = random.Random(6)
@@ -280,7 +280,7 @@ async def test_a_cancelled_send_is_whole_or_not_there(device: Device) -> None:
 
 
 @pytest.mark.parametrize("turns", range(0, 24, 3))
-async def test_cancelled_while_connecting(device: Device, turns: int) -> None:
+async def test_cancelled_connect_leaves_nothing(device: Device, turns: int) -> None:
     """After so many turns of the loop: nothing is left of it, and the listener goes on."""
     async with device.resource_domain() as domain, listen(HOST, domain=domain, settings=SMALL) as listener:
 
@@ -305,7 +305,7 @@ async def test_cancelled_while_connecting(device: Device, turns: int) -> None:
 
 
 @pytest.mark.parametrize("turns", range(6))
-async def test_cancelled_while_closing(device: Device, turns: int) -> None:
+async def test_cancelled_close_still_closes(device: Device, turns: int) -> None:
     async with pair(device) as ends:
         blocked = asyncio.create_task(flood(ends.near))
         await stuck(ends.near)
@@ -325,7 +325,7 @@ async def test_cancelled_while_closing(device: Device, turns: int) -> None:
 
 
 @pytest.mark.every_way
-async def test_everything_ends_when_it_is_closed(device: Device) -> None:
+async def test_closing_ends_all_waiting_calls(device: Device) -> None:
     """Whatever waits on it."""
     async with pair(device) as ends, ends.domain.register(64) as memory:
         waits: list[Any] = [ends.near.receive(), flood(ends.near), ends.near.receive_grant()]
@@ -339,7 +339,7 @@ async def test_everything_ends_when_it_is_closed(device: Device) -> None:
             await ends.near.grant(memory, 4)  # type: ignore[arg-type]
 
 
-async def test_open_and_close_again_and_again(device: Device) -> None:
+async def test_reopening_reuses_buffers_and_completion_queues(device: Device) -> None:
     """Buffers and completion queues are used again: their number does not grow."""
     settings = ConnectionSettings(buffer_size=4096)
     async with device.resource_domain() as domain, listen(HOST, domain=domain, settings=settings) as listener:
@@ -358,7 +358,7 @@ async def test_open_and_close_again_and_again(device: Device) -> None:
 
 @pytest.mark.every_way
 @needs(Capability.FAULT_PLAN)
-async def test_a_device_that_is_lost_is_named_as_one_that_is_removed(device: Device) -> None:
+async def test_a_lost_device_raises_device_removed_error(device: Device) -> None:
     async with (
         open_device("soft0") as other,
         device.resource_domain() as domain,

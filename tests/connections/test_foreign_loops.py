@@ -41,7 +41,7 @@ async def placed(device: Device, where: str) -> AsyncIterator[tuple[Connection, 
 
 
 @pytest.mark.parametrize("where", ["PD", "SAFE", "UNSAFE", "SINGLE"])
-async def test_a_connection_is_its_loops_wherever_it_is_made(device: Device, where: str) -> None:
+async def test_connection_methods_refuse_other_loops(device: Device, where: str) -> None:
     async with placed(device, where) as (near, far):
         assert near.owner is not None
         assert near.owner.loop is asyncio.get_running_loop()
@@ -52,7 +52,7 @@ async def test_a_connection_is_its_loops_wherever_it_is_made(device: Device, whe
 
 
 @pytest.mark.parametrize("where", ["PD", "SAFE", "UNSAFE"])
-async def test_memory_of_the_peers_is_its_loops_to_reach(device: Device, where: str) -> None:
+async def test_one_sided_requests_refuse_other_loops(device: Device, where: str) -> None:
     async with placed(device, where) as (near, far), near._domain.register(64) as memory:
         grant = await far.grant(memory[:32], ALL)
         granted = await near.receive_grant()
@@ -71,7 +71,7 @@ async def test_memory_of_the_peers_is_its_loops_to_reach(device: Device, where: 
 
 
 @pytest.mark.every_way
-async def test_sending_beside_the_owner(device: Device) -> None:
+async def test_sending_from_another_loop_while_the_owner_waits(device: Device) -> None:
     """While the owner waits for credits, under its lock: that stays the owner's."""
     async with pair(device) as ends:
         await ends.near.send(b"unread")
@@ -88,7 +88,7 @@ async def test_sending_beside_the_owner(device: Device) -> None:
         await works(ends.near, ends.far)
 
 
-async def test_a_call_that_is_made_here_and_awaited_elsewhere(device: Device) -> None:
+async def test_affinity_is_checked_where_a_call_is_awaited(device: Device) -> None:
     """As with `asyncio.run_coroutine_threadsafe`: it counts where it runs."""
     async with pair(device) as ends:
         sending, receiving = ends.near.send(b"x"), ends.near.receive()

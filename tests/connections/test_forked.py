@@ -67,14 +67,14 @@ asyncio.run(main())
 """
 
 
-def test_listeners_and_servers_go_on() -> None:
+def test_parent_listeners_survive_a_fork() -> None:
     done = run([sys.executable, "-P", "-W", "ignore", "-c", PARENT], patience(50))
     assert (done.returncode, done.stderr) == (0, "")
     said = done.stdout.splitlines()
     assert said == ["3", "BrokenResourceError", "b'as ever'", "b'as ever'", "heard of the end", "closed"]
 
 
-async def test_closing_in_the_child_of_a_fork(device: Device) -> None:
+async def test_closing_in_a_forked_child_does_nothing(device: Device) -> None:
     """That does nothing: all of it is the parent's."""
     async with (
         device.resource_domain() as domain,

@@ -62,7 +62,7 @@ async def test_read_write_and_atomics(device: Device, region: AccessFlags) -> No
         await grant.revoke()
 
 
-async def test_immediate_data_that_there_is_not(device: Device) -> None:
+async def test_immediate_data_that_does_not_fit(device: Device) -> None:
     async with pair(device) as ends, ends.domain.register(64, LOCAL | ALL) as memory:
         await ends.near.grant(memory, ALL)
         granted = await ends.far.receive_grant()
@@ -75,7 +75,7 @@ async def test_immediate_data_that_there_is_not(device: Device) -> None:
         assert ends.far.qp.statistics().sends.posted == posted, "nor was anything written"
 
 
-async def test_nothing_is_written_that_no_message_may_tell_of(device: Device) -> None:
+async def test_write_with_immediate_checks_before_writing(device: Device) -> None:
     async with pair(device) as ends, ends.domain.register(64, LOCAL | ALL) as memory:
         await ends.near.grant(memory, ALL)
         granted = await ends.far.receive_grant()
@@ -86,7 +86,7 @@ async def test_nothing_is_written_that_no_message_may_tell_of(device: Device) ->
         assert ends.far.qp.statistics().sends.posted == posted
 
 
-async def test_a_grant_as_bytes_of_a_message(device: Device) -> None:
+async def test_a_remote_region_sent_in_a_message(device: Device) -> None:
     """Who names it in messages of its own needs not be asked by `receive_grant`."""
     async with pair(device) as ends, ends.domain.register(64, LOCAL) as memory, ends.domain.register(64) as local:
         async with await ends.near.grant(memory, READ) as grant:
@@ -101,7 +101,7 @@ async def test_a_grant_as_bytes_of_a_message(device: Device) -> None:
 
 @REGIONS
 @pytest.mark.parametrize("what", ["write to what is to be read", "beyond the end", "after a revocation, all the same"])
-async def test_what_the_device_refuses(device: Device, region: AccessFlags, what: str) -> None:
+async def test_the_device_refuses_access_beyond_the_grant(device: Device, region: AccessFlags, what: str) -> None:
     """It breaks this connection, and no other of the same domain; and the memory is as it was."""
     async with (
         pair(device, QUICK) as ends,
@@ -150,7 +150,7 @@ async def _reads(connection: Connection, local: Any, granted: RemoteGrant) -> in
 
 @pytest.mark.every_way
 @REGIONS
-async def test_revoked_under_load(device: Device, region: AccessFlags) -> None:
+async def test_revoking_under_load(device: Device, region: AccessFlags) -> None:
     """The late access is refused, and nothing else is: not what was under way, nor messages, nor another grant."""
     async with (
         pair(device, deeper(SMALL, receive_depth=8)) as ends,
@@ -194,7 +194,9 @@ async def test_revoked_under_load(device: Device, region: AccessFlags) -> None:
         assert ends.far.qp.statistics().sends.failed == ()
 
 
-async def test_who_does_not_let_go_is_cut_off(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_unacknowledged_revocation_invalidates_the_key(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A peer that never answers: the key is gone when the time is over."""
     async with (
         pair(device, QUICK) as ends,
@@ -214,7 +216,7 @@ async def test_who_does_not_let_go_is_cut_off(device: Device, monkeypatch: pytes
 
 @REGIONS
 @every_way_to_cancel
-async def test_a_cancelled_revocation(
+async def test_a_cancelled_revoke_still_invalidates_the_key(
     device: Device, monkeypatch: pytest.MonkeyPatch, region: AccessFlags, cancel: Cancel
 ) -> None:
     """It takes the key all the same, and the number of the grant is free again when the peer has answered."""
@@ -240,7 +242,7 @@ async def test_a_cancelled_revocation(
         assert await ends.far.receive() == b"it works"
 
 
-async def test_a_revocation_that_there_is_no_credit_for(device: Device) -> None:
+async def test_revoke_without_a_credit_is_sent_later(device: Device) -> None:
     """Who does not read is told of it later, when the key is gone already."""
     async with pair(device) as ends, ends.domain.register(64, LOCAL) as memory:
         grant = await ends.near.grant(memory, READ)
@@ -255,7 +257,7 @@ async def test_a_revocation_that_there_is_no_credit_for(device: Device) -> None:
         await until(lambda: ends.near._grants is not None and not ends.near._grants._local_grants)
 
 
-async def test_two_who_revoke_it_take_its_key_once(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_concurrent_revokes_close_the_key_once(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever is the first to have waited long enough; a key that is taken twice would break the queue pair."""
     async with pair(device) as ends, ends.domain.register(64, LOCAL | READ | AccessFlags.MW_BIND) as memory:
         grant = await ends.near.grant(memory, READ)
@@ -305,7 +307,7 @@ async def test_grants_end_with_the_connection(device: Device) -> None:
             await waiting
 
 
-async def test_a_revocation_when_the_peer_goes(device: Device) -> None:
+async def test_revoke_while_the_peer_goes_away(device: Device) -> None:
     async with pair(device, QUICK) as ends, ends.domain.register(64, LOCAL) as memory:
         grant = await ends.near.grant(memory, READ)
         await ends.far.receive_grant()
@@ -320,7 +322,7 @@ async def test_a_revocation_when_the_peer_goes(device: Device) -> None:
 
 
 @pytest.mark.parametrize("access", [AccessFlags(0), LOCAL, LOCAL | READ, AccessFlags.MW_BIND])
-async def test_what_cannot_be_granted(device: Device, access: AccessFlags) -> None:
+async def test_invalid_grants_are_refused(device: Device, access: AccessFlags) -> None:
     async with pair(device) as ends, ends.domain.register(64, LOCAL) as memory:
         with pytest.raises(ValueError, match="`access` must be"):
             await ends.near.grant(memory, access)
@@ -328,7 +330,7 @@ async def test_what_cannot_be_granted(device: Device, access: AccessFlags) -> No
             await ends.near.grant(memory[:0], READ)
 
 
-async def test_too_many_grants(device: Device) -> None:
+async def test_more_grants_than_the_peer_accepts_break_the_connection(device: Device) -> None:
     """The other end takes no more than it said it would; who goes on is not listened to any more."""
     async with pair(device, SMALL, deeper(SMALL, max_grants=2)) as ends, ends.domain.register(64, LOCAL) as memory:
         first, _ = [await ends.near.grant(memory, READ) for _ in range(2)]
@@ -350,7 +352,9 @@ async def test_too_many_grants(device: Device) -> None:
         (FrameKind.REVOKE, 0, b"bytes"),
     ],
 )
-async def test_lies_about_grants(device: Device, kind: FrameKind, number: int, data: bytes) -> None:
+async def test_invalid_grant_frames_break_the_connection(
+    device: Device, kind: FrameKind, number: int, data: bytes
+) -> None:
     async with pair(device) as ends:
         assert ends.near._channel is not None
         await ends.near._channel.send_frame(kind, number, data)

@@ -64,12 +64,12 @@ def talk(near: Handshake, far: Handshake, ours: Offer = OFFER, theirs: Offer = O
 
 
 @given(offers, offers, secrets)
-def test_each_hears_what_the_other_says(ours: Offer, theirs: Offer, secret: bytes | None) -> None:
+def test_offers_are_exchanged(ours: Offer, theirs: Offer, secret: bytes | None) -> None:
     assert talk(*ends(secret, secret), ours, theirs) == (ours, theirs)
 
 
 @pytest.mark.parametrize(("near", "far"), [(b"one", None), (None, b"one"), (b"one", b"two")])
-def test_another_secret(near: bytes | None, far: bytes | None) -> None:
+def test_different_secrets_are_refused(near: bytes | None, far: bytes | None) -> None:
     with pytest.raises(HandshakeError) as caught:
         talk(*ends(near, far))
     assert caught.value.reason == Reason.SECRET
@@ -78,7 +78,7 @@ def test_another_secret(near: bytes | None, far: bytes | None) -> None:
     assert "one" not in told.text or "secret" in told.text
 
 
-def test_the_listener_proves_its_secret_too() -> None:
+def test_a_reflected_proof_is_refused() -> None:
     """Who knows none cannot play the listener by sending the initiator's own proof back."""
     near, far = ends(b"secret", b"secret")
     far.receive_hello(near.hello())
@@ -88,14 +88,14 @@ def test_the_listener_proves_its_secret_too() -> None:
         near.receive_offer(reflected)
 
 
-def test_a_nonce_that_comes_back() -> None:
+def test_an_own_nonce_from_the_peer_is_refused() -> None:
     near = Handshake(True, bytes(16), b"secret")
     far = Handshake(False, bytes(16), b"secret")
     with pytest.raises(HandshakeError, match="repeated the nonce"):
         far.receive_hello(near.hello())
 
 
-def test_a_recorded_handshake_is_of_no_use() -> None:
+def test_a_replayed_handshake_is_refused() -> None:
     """The same words to another listener, whose nonce is another one."""
     near, far = ends(b"secret", b"secret")
     hello = near.hello()
@@ -110,7 +110,7 @@ def test_a_recorded_handshake_is_of_no_use() -> None:
 
 
 @pytest.mark.parametrize("versions", [(2, 3), (7, 200)])
-def test_no_common_version(versions: tuple[int, int]) -> None:
+def test_versions_without_overlap_are_refused(versions: tuple[int, int]) -> None:
     near, far = ends(versions=versions)
     with pytest.raises(HandshakeError) as caught:
         far.receive_hello(near.hello())
@@ -122,14 +122,14 @@ def test_no_common_version(versions: tuple[int, int]) -> None:
     assert f"versions {1}" in str(told.value)
 
 
-def test_a_later_version_is_not_taken_where_an_older_one_is_common() -> None:
+def test_the_newest_common_version_is_chosen() -> None:
     near, far = ends(versions=(1, 9))
     talk(near, far)
     assert (near.version, far.version) == (1, 1)
 
 
 @pytest.mark.parametrize("due", range(3))
-def test_what_comes_out_of_turn(due: int) -> None:
+def test_messages_out_of_order_are_refused(due: int) -> None:
     near, far = ends()
     hello = near.hello()
     if due >= 1:
@@ -154,7 +154,7 @@ def test_what_comes_out_of_turn(due: int) -> None:
         b"aiov",
     ],
 )
-def test_what_is_no_head(head: bytes) -> None:
+def test_invalid_headers_are_refused(head: bytes) -> None:
     with pytest.raises(HandshakeError):
         body_size(head)
 
@@ -184,7 +184,7 @@ def said(hear: Callable[[bytes], object], data: bytes) -> None:
 
 
 @given(st.binary(max_size=MAX_MESSAGE_BYTES + 16), st.sampled_from([None, b"secret"]))
-def test_any_bytes(data: bytes, secret: bytes | None) -> None:
+def test_arbitrary_bytes_raise_only_handshake_errors(data: bytes, secret: bytes | None) -> None:
     for hear in (*ends(secret, secret), ends()[0]):
         for method in (hear.receive_hello, hear.receive_ready):
             said(method, data)
@@ -192,7 +192,7 @@ def test_any_bytes(data: bytes, secret: bytes | None) -> None:
 
 
 @pytest.mark.parametrize("secret", [None, b"secret"])
-def test_every_bit_flipped_and_every_length(secret: bytes | None) -> None:
+def test_flipped_bits_and_cut_messages(secret: bytes | None) -> None:
     """With a secret, none of an offer's bits can be another one; and nothing but a HandshakeError comes of any."""
     for at in range(3):
         message, _ = messages(secret)[at]
@@ -213,7 +213,7 @@ def test_every_bit_flipped_and_every_length(secret: bytes | None) -> None:
 
 
 @given(st.integers(0, 0xFFFF), st.text(st.characters(codec="utf-8")))
-def test_refusals(reason: int, text: str) -> None:
+def test_reject_round_trip(reason: int, text: str) -> None:
     body = parse(Reject(reason, text).pack())[2]
     heard = Reject.parse_body(body)
     assert heard.reason == reason
@@ -223,7 +223,7 @@ def test_refusals(reason: int, text: str) -> None:
     assert str(error)
 
 
-def test_names_of_devices_are_shown_in_one_line() -> None:
+def test_text_of_the_peer_is_made_printable() -> None:
     """Nothing that a peer says of itself ends a line, or is for a terminal."""
     told = replace(OFFER, device="[/x]\x1b[2J\n2026 CRITICAL")
     heard, _ = Offer.parse_body(told.pack(), 0)
@@ -234,24 +234,24 @@ def test_names_of_devices_are_shown_in_one_line() -> None:
     "change",
     [{"buffer_size": 511}, {"buffer_size": (1 << 30) + 1}, {"depth": 3}, {"depth": 1024}, {"max_message": 0}],
 )
-def test_offers_that_cannot_be(change: dict[str, int]) -> None:
+def test_invalid_offers(change: dict[str, int]) -> None:
     fields = {"endpoint": OFFER.endpoint, "buffer_size": 4096, "depth": 16, "max_message": 1, **change}
     with pytest.raises(ValueError, match="got"):
         Offer(**fields)  # type: ignore[arg-type]
 
 
-def test_queue_pairs_of_another_type() -> None:
+def test_offers_need_an_rc_queue_pair() -> None:
     with pytest.raises(ValueError, match="type RC"):
         Offer(Endpoint(bytes(16), 1, 1, Mtu.MTU_256, qp_type=QpType.UD), 4096, 16, 1)
 
 
 @pytest.mark.parametrize(("nonce", "secret"), [(b"short", None), (bytes(16), b"")])
-def test_what_cannot_begin(nonce: bytes, secret: bytes | None) -> None:
+def test_invalid_arguments_of_a_handshake(nonce: bytes, secret: bytes | None) -> None:
     with pytest.raises(ValueError, match=r"nonce|secret"):
         Handshake(True, nonce, secret)
 
 
-def test_random_conversations_of_two_honest_and_one_dishonest_end() -> None:
+def test_random_messages_of_a_dishonest_end() -> None:
     """Messages of a handshake in any order, some of them cut or changed: each is heard or refused."""
     chance = random.Random(8)
     for _ in range(300):

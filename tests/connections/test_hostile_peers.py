@@ -97,7 +97,7 @@ async def send_until_broken(ends: Pair, frames: Frames, memory: RegionSlice, aft
 
 
 @pytest.mark.parametrize("frames", [credits_alone, messages, fragments, grants])
-async def test_messages_without_credits(device: Device, frames: Callable[[], Frames]) -> None:
+async def test_messages_without_credits_break_the_connection(device: Device, frames: Callable[[], Frames]) -> None:
     """However many come, no more is kept than there are credits, and other connections know nothing of it."""
     async with pair(device) as ends, beside(ends) as talk, ends.domain.register(64, LOCAL) as memory:
         far = traffic_of(ends.far)
@@ -113,7 +113,7 @@ async def test_messages_without_credits(device: Device, frames: Callable[[], Fra
         await talk()
 
 
-async def test_more_than_a_handshake(device: Device) -> None:
+async def test_too_many_handshake_messages_break_the_connection(device: Device) -> None:
     """Where that goes over the queue pair: before the secret was proved nothing else is kept."""
     async with pair(device) as ends, ends.domain.register(64, LOCAL) as memory:
         far = traffic_of(ends.far)
@@ -127,7 +127,7 @@ async def test_more_than_a_handshake(device: Device) -> None:
 
 
 @pytest.mark.parametrize("early", [False, True], ids=["", "early"])
-async def test_messages_by_writes_with_immediate_data(device: Device, early: bool) -> None:
+async def test_a_message_by_write_with_immediate_is_not_delivered(device: Device, early: bool) -> None:
     """Their receives have what another message left there, which may be another peer's: nobody is given that."""
     access = LOCAL | AccessFlags.REMOTE_WRITE
     async with pair(device) as ends, ends.domain.register(64, access) as memory:
@@ -146,7 +146,7 @@ async def test_messages_by_writes_with_immediate_data(device: Device, early: boo
                 await ends.far.receive()
 
 
-async def test_what_fails_inside_breaks_one_connection(device: Device, caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_internal_error_breaks_only_its_connection(device: Device, caplog: pytest.LogCaptureFixture) -> None:
     """An error in what takes messages in does not come out of others' awaits, and is not lost either."""
     async with pair(device) as ends, beside(ends) as talk:
         far = traffic_of(ends.far)
@@ -175,7 +175,7 @@ async def test_what_fails_inside_breaks_one_connection(device: Device, caplog: p
 # ---- Grants
 
 
-async def test_a_peer_that_stalls_the_send_queue_does_not_keep_the_key(device: Device) -> None:
+async def test_revoke_does_not_wait_for_a_stalled_send_queue(device: Device) -> None:
     """What it acknowledges late, or never, is not what the end of a grant waits for."""
     async with (
         pair(device) as ends,
@@ -197,7 +197,7 @@ async def test_a_peer_that_stalls_the_send_queue_does_not_keep_the_key(device: D
         assert revoking.exception() is None or isinstance(revoking.exception(), BrokenResourceError)
 
 
-async def test_grants_that_nobody_asked_for_before_they_were_revoked(device: Device) -> None:
+async def test_unread_revoked_grants_are_bounded(device: Device) -> None:
     """They are given all the same, since the peer may have spoken of them; but no peer has any number of them kept."""
     settings = replace(SMALL, max_grants=2)
     async with pair(device, settings) as ends, ends.domain.register(64, LOCAL) as memory:
@@ -215,7 +215,7 @@ async def test_grants_that_nobody_asked_for_before_they_were_revoked(device: Dev
         assert not news._unread
 
 
-async def test_a_number_that_is_granted_again_too_early(device: Device) -> None:
+async def test_reusing_a_grant_number_too_early_breaks_the_connection(device: Device) -> None:
     """Answers that wait for a credit are one for each number, and no more."""
     async with pair(device) as ends, ends.domain.register(64, LOCAL) as memory:
         await use_up(ends.far)

@@ -74,13 +74,13 @@ async def talks(listener: ConnectionListener, domain: ResourceDomain, **options:
         await near.aclose()
 
 
-async def test_a_secret_that_both_know(device: Device) -> None:
+async def test_same_secret_connects(device: Device) -> None:
     async with pair(device, secret=b"correct horse") as ends:
         await ends.near.send(b"x")
         assert await ends.far.receive() == b"x"
 
 
-async def test_another_secret(device: Device) -> None:
+async def test_different_secret_is_refused(device: Device) -> None:
     async with listening(device, secret=b"one") as (listener, domain):
         with pytest.raises(HandshakeError) as caught:
             await connect(HOST, listener.port, domain=domain, secret=b"two")
@@ -90,7 +90,7 @@ async def test_another_secret(device: Device) -> None:
         await talks(listener, domain, secret=b"one")
 
 
-async def test_a_listener_that_does_not_know_the_secret(device: Device) -> None:
+async def test_a_listener_without_the_secret_is_refused(device: Device) -> None:
     """It says that it does, and cannot prove it."""
     async with device.resource_domain() as domain:
 
@@ -110,7 +110,7 @@ async def test_a_listener_that_does_not_know_the_secret(device: Device) -> None:
             assert (caught.value.reason, caught.value.by_peer) == (Reason.SECRET, False)
 
 
-async def test_another_version(device: Device) -> None:
+async def test_another_version_is_refused(device: Device) -> None:
     async with listening(device) as (listener, domain):
         async with stranger(listener) as (reader, writer):
             writer.write(Hello(7, 9, False, os.urandom(16)).pack())
@@ -121,7 +121,7 @@ async def test_another_version(device: Device) -> None:
         await talks(listener, domain)
 
 
-async def test_who_stalls_is_dropped_in_time(device: Device) -> None:
+async def test_a_stalling_peer_is_dropped_after_the_timeout(device: Device) -> None:
     """At each point of the handshake, and while it dribbles bytes."""
     async with (
         listening(device, handshake_timeout_s=patience(1)) as (listener, domain),
@@ -156,14 +156,14 @@ async def _offer(
         us.receive_offer((await heard(reader))[1])
 
 
-async def test_a_connecting_end_is_not_kept_waiting(device: Device) -> None:
+async def test_connect_times_out_at_a_silent_listener(device: Device) -> None:
     with socket.create_server((HOST, 0)) as silent:
         async with device.resource_domain() as domain:
             with pytest.raises(TimeoutError):
                 await connect(HOST, silent.getsockname()[1], domain=domain, timeout_s=0.1)
 
 
-async def test_nobody_is_there(device: Device) -> None:
+async def test_connecting_without_a_listener_fails(device: Device) -> None:
     with socket.create_server((HOST, 0)) as server:
         port = server.getsockname()[1]
     async with device.resource_domain() as domain:
@@ -181,7 +181,7 @@ async def test_nobody_is_there(device: Device) -> None:
     ],
     ids=["http", "version 0", "out of turn", "refusal"],
 )
-async def test_who_lies_is_refused(device: Device, words: bytes) -> None:
+async def test_invalid_handshakes_are_refused(device: Device, words: bytes) -> None:
     async with listening(device) as (listener, domain):
         async with stranger(listener) as (reader, writer):
             writer.write(words)
@@ -192,7 +192,7 @@ async def test_who_lies_is_refused(device: Device, words: bytes) -> None:
         await talks(listener, domain)
 
 
-async def test_who_vanishes_leaves_nothing(device: Device) -> None:
+async def test_a_vanishing_peer_leaves_nothing(device: Device) -> None:
     """At each point of the handshake: the listener goes on, and its domain has no queue pair of it."""
     async with listening(device) as (listener, domain):
         hello = Handshake(True, os.urandom(16)).hello()
@@ -210,7 +210,7 @@ async def test_who_vanishes_leaves_nothing(device: Device) -> None:
 
 
 @pytest.mark.parametrize("limit", ["max_handshakes", "max_connections"])
-async def test_those_who_do_not_get_through_keep_nobody_out(device: Device, limit: str) -> None:
+async def test_silent_peers_do_not_block_others(device: Device, limit: str) -> None:
     """No more than so many are listened to; then the oldest gives way, and those who have said nothing first."""
     async with (
         listening(device, **{limit: 3}, handshake_timeout_s=patience(60)) as (listener, domain),
@@ -235,7 +235,7 @@ async def test_those_who_do_not_get_through_keep_nobody_out(device: Device, limi
         await talks(listener, domain)
 
 
-async def test_so_many_connections_and_no_more(device: Device) -> None:
+async def test_max_connections_is_enforced(device: Device) -> None:
     async with listening(device, max_connections=2) as (listener, domain):
         ends = []
         for _ in range(2):
@@ -251,7 +251,7 @@ async def test_so_many_connections_and_no_more(device: Device) -> None:
             await end.aclose()
 
 
-async def test_those_that_nobody_took(device: Device) -> None:
+async def test_closing_aborts_connections_not_accepted(device: Device) -> None:
     async with device.resource_domain() as domain:
         listener = listen(HOST, domain=domain, settings=SMALL)
         async with listener:
@@ -265,14 +265,14 @@ async def test_those_that_nobody_took(device: Device) -> None:
         assert [each async for each in listener] == []
 
 
-async def test_an_address_in_use(device: Device) -> None:
+async def test_listening_on_a_used_address_fails(device: Device) -> None:
     async with listening(device) as (listener, domain):
         with pytest.raises(OSError, match="in use") as caught:
             await listen(HOST, listener.port, domain=domain).open()
         assert caught.value.errno == errno.EADDRINUSE
 
 
-async def test_all_addresses_of_this_host(device: Device) -> None:
+async def test_listening_on_all_addresses(device: Device) -> None:
     async with device.resource_domain() as domain, listen(domain=domain, settings=SMALL) as listener:
         assert len({address[1] for address in listener.addresses}) == 1
         for address in listener.addresses:
@@ -283,7 +283,7 @@ async def test_all_addresses_of_this_host(device: Device) -> None:
                 await far.aclose()
 
 
-async def test_tls(device: Device, tmp_path: Path) -> None:
+async def test_tls_handshake(device: Device, tmp_path: Path) -> None:
     server, client = contexts(tmp_path)
     async with listening(device, ssl=server, secret=b"s") as (listener, domain):
         await talks(listener, domain, ssl=client, secret=b"s")
@@ -296,7 +296,7 @@ async def test_tls(device: Device, tmp_path: Path) -> None:
         await talks(listener, domain, ssl=client, server_hostname="localhost", secret=b"s")
 
 
-async def test_many_at_once(device: Device) -> None:
+async def test_many_connections_at_once(device: Device) -> None:
     count = fewer(20)
     async with listening(device) as (listener, domain):
         nears = await asyncio.gather(
@@ -323,7 +323,7 @@ async def test_connections_of_two_devices(device: Device) -> None:
 
 
 @pytest.mark.parametrize("wrong", [{"secret": b""}, {"max_handshakes": 0}, {"handshake_timeout_s": 0}])
-async def test_what_cannot_be(device: Device, wrong: dict[str, Any]) -> None:
+async def test_invalid_arguments(device: Device, wrong: dict[str, Any]) -> None:
     async with device.resource_domain() as domain:
         with pytest.raises(ValueError, match=r"secret|be 1|above 0"):
             listen(HOST, domain=domain, **wrong)
@@ -332,7 +332,7 @@ async def test_what_cannot_be(device: Device, wrong: dict[str, Any]) -> None:
                 await connect(HOST, 1, domain=domain, **wrong)
 
 
-async def test_transports_that_cannot_be(device: Device, tmp_path: Path) -> None:
+async def test_invalid_transports(device: Device, tmp_path: Path) -> None:
     server, client = contexts(tmp_path)
     async with device.resource_domain() as domain:
         with pytest.raises(ValueError, match="`transport` must be"):

@@ -33,7 +33,7 @@ def sample(size: int, seed: int = 0) -> bytes:
     return random.Random(seed * 1_000_003 + size).randbytes(size)
 
 
-async def test_there_and_back(device: Device) -> None:
+async def test_messages_in_both_directions(device: Device) -> None:
     async with pair(device) as ends:
         await ends.near.send(b"ping")
         assert await ends.far.receive() == b"ping"
@@ -62,7 +62,7 @@ async def test_every_size_around_the_fragments(device: Device, settings: Connect
             await sending
 
 
-async def test_ends_of_different_sizes(device: Device) -> None:
+async def test_ends_with_different_settings(device: Device) -> None:
     """Fragments fit the smaller buffers, and credits are of who receives."""
     async with pair(device, SMALL, deeper(SMALL, buffer_size=512, receive_depth=9)) as ends:
         for size in (511, 512, 513, 1024, 1025, 20_000):
@@ -70,7 +70,7 @@ async def test_ends_of_different_sizes(device: Device) -> None:
             assert await _one(ends.far, ends.near, sample(size)) == sample(size)
 
 
-async def test_immediate_data(device: Device) -> None:
+async def test_immediate_data_arrives_with_its_message(device: Device) -> None:
     async with pair(device) as ends:
         await ends.near.send(b"with", immediate=0xFFFFFFFF)
         await ends.near.send(b"without")
@@ -82,7 +82,7 @@ async def test_immediate_data(device: Device) -> None:
             await ends.near.send(b"", immediate=1 << 32)
 
 
-async def test_any_buffer_is_sent_and_may_be_changed_at_once(device: Device) -> None:
+async def test_any_buffer_may_be_changed_after_sending(device: Device) -> None:
     async with pair(device) as ends:
         data = bytearray(b"abc")
         await ends.near.send(data)
@@ -95,7 +95,7 @@ async def test_any_buffer_is_sent_and_may_be_changed_at_once(device: Device) -> 
 
 
 @pytest.mark.every_way
-async def test_one_way_for_long(device: Device) -> None:
+async def test_one_way_traffic_returns_credits(device: Device) -> None:
     """The peer has nothing to say, and so gives credits back by messages of their own."""
     async with pair(device) as ends:
         count = fewer(2000)
@@ -115,7 +115,7 @@ async def test_one_way_for_long(device: Device) -> None:
 
 
 @pytest.mark.every_way
-async def test_both_ways_at_once_by_many_tasks(device: Device) -> None:
+async def test_many_tasks_send_in_both_directions(device: Device) -> None:
     """Each message arrives whole, and those of one task in their order."""
     tasks, each = 6, fewer(40)
     async with pair(device) as ends:
@@ -142,7 +142,7 @@ async def test_both_ways_at_once_by_many_tasks(device: Device) -> None:
                     group.create_task(send(connection, task))
 
 
-async def test_who_does_not_read_is_sent_no_more(device: Device) -> None:
+async def test_an_unread_connection_blocks_the_sender(device: Device) -> None:
     async with pair(device) as ends:
         sent = 0
 
@@ -164,7 +164,7 @@ async def test_who_does_not_read_is_sent_no_more(device: Device) -> None:
         await asyncio.wait([flooding])
 
 
-async def test_who_does_not_read_is_not_sent_long_messages_without_end(device: Device) -> None:
+async def test_unread_long_messages_block_the_sender(device: Device) -> None:
     """One long message is taken in ahead; of those behind it only what there are receives for."""
     async with pair(device) as ends:
         big = sample(20_000)
@@ -185,7 +185,7 @@ async def test_who_does_not_read_is_not_sent_long_messages_without_end(device: D
         await flooding
 
 
-async def test_two_do_not_receive_at_once(device: Device) -> None:
+async def test_concurrent_receive_raises_busy(device: Device) -> None:
     async with pair(device) as ends:
         waiting = asyncio.create_task(ends.far.receive())
         await asyncio.sleep(0.01)
@@ -195,14 +195,14 @@ async def test_two_do_not_receive_at_once(device: Device) -> None:
         assert await waiting == b"1"
 
 
-async def test_longer_than_the_peer_takes(device: Device) -> None:
+async def test_messages_longer_than_the_peer_accepts(device: Device) -> None:
     async with pair(device, SMALL, deeper(SMALL, max_message=5000)) as ends:
         with pytest.raises(ValueError, match="at most 5,000 bytes"):
             await ends.near.send(bytes(5001))
         assert await _one(ends.near, ends.far, bytes(5000)) == bytes(5000)
 
 
-async def test_half_closed(device: Device) -> None:
+async def test_receiving_after_send_eof(device: Device) -> None:
     async with pair(device) as ends:
         await ends.near.send(b"last")
         await ends.near.send_eof()
@@ -217,7 +217,7 @@ async def test_half_closed(device: Device) -> None:
         assert await ends.near.receive() == b"still here"
 
 
-async def test_anyio_wants_what_it_has(device: Device) -> None:
+async def test_anyio_stream_interface(device: Device) -> None:
     async with pair(device) as ends:
         assert isinstance(ends.near, anyio.abc.ObjectStream)
         remote = ends.near.extra(anyio.abc.SocketAttribute.remote_address)
@@ -227,7 +227,7 @@ async def test_anyio_wants_what_it_has(device: Device) -> None:
         assert ends.near.peer.depth == SMALL.receive_depth
 
 
-async def test_a_broken_one_says_why(device: Device) -> None:
+async def test_a_broken_connection_reports_the_cause(device: Device) -> None:
     async with pair(device) as ends:
         receiving = asyncio.create_task(ends.far.receive())
         await asyncio.sleep(0)

@@ -13,7 +13,7 @@ from tests.pace import patience
 AGAIN = "cannot be opened again: make a new one"
 
 
-async def test_a_listener(device: Device) -> None:
+async def test_opening_a_listener_twice(device: Device) -> None:
     async with device.resource_domain() as domain:
         async with listen(HOST, domain=domain, settings=SMALL) as listener:
             addresses = listener.addresses
@@ -35,7 +35,7 @@ async def test_a_listener(device: Device) -> None:
             assert listener.port
 
 
-async def test_while_it_is_being_opened(device: Device) -> None:
+async def test_opening_while_being_opened(device: Device) -> None:
     async with device.resource_domain() as domain:
         listener = listen(HOST, domain=domain, settings=SMALL)
         opening = asyncio.create_task(listener.open())
@@ -48,7 +48,7 @@ async def test_while_it_is_being_opened(device: Device) -> None:
         await listener.aclose()
 
 
-async def test_what_could_not_be_opened_can_be_tried_again(device: Device) -> None:
+async def test_a_failed_open_can_be_retried(device: Device) -> None:
     async with device.resource_domain() as domain, listen(HOST, domain=domain, settings=SMALL) as first:
         second = listen(HOST, first.port, domain=domain, settings=SMALL)
         for _ in range(2):
@@ -60,7 +60,7 @@ async def test_what_could_not_be_opened_can_be_tried_again(device: Device) -> No
 
 
 @pytest.mark.parametrize("what", ["region", "pool"])
-async def test_what_is_large_where_who_opens_it_again_is_cancelled(device: Device, what: str) -> None:
+async def test_cancelled_second_open_of_a_large_region(device: Device, what: str) -> None:
     """It is opened in a thread, whose refusal comes after the cancellation."""
     size = 16 << 20
     async with (
@@ -77,7 +77,7 @@ async def test_what_is_large_where_who_opens_it_again_is_cancelled(device: Devic
 
 
 @pytest.mark.parametrize("own", [True, False], ids=["of its own", "of the user's"])
-async def test_a_worker_pool_at_once(device: Device, own: bool) -> None:
+async def test_opening_a_worker_pool_twice_at_once(device: Device, own: bool) -> None:
     """Where opening it gives the loop a turn, who comes second does not end what the first one opens."""
     async with device.protection_domain() as pd:
         pool = WorkerPool(device, 1, pd=None if own else pd)
@@ -92,7 +92,7 @@ async def test_a_worker_pool_at_once(device: Device, own: bool) -> None:
         assert pool.pd.closed is own
 
 
-async def test_a_server(device: Device) -> None:
+async def test_opening_a_server_twice(device: Device) -> None:
     async with device.resource_domain() as domain, served(domain) as server:
         addresses = server.addresses
         with pytest.raises(ClosedResourceError, match=AGAIN):
@@ -108,7 +108,7 @@ async def test_a_server(device: Device) -> None:
             await server.open()
 
 
-async def test_a_server_that_was_stopped_before(device: Device) -> None:
+async def test_opening_a_stopped_server(device: Device) -> None:
     async with device.resource_domain() as domain:
         server = served(domain)
         await server.stop()
@@ -116,7 +116,7 @@ async def test_a_server_that_was_stopped_before(device: Device) -> None:
             await server.open()
 
 
-async def test_what_connect_returns_in_two_blocks(device: Device) -> None:
+async def test_entering_a_pending_connection_twice(device: Device) -> None:
     """One after the other they have a connection each; at once the second has none, and the first keeps its own."""
     async with device.resource_domain() as domain, served(domain) as server:
         connecting = asked(server, domain)
@@ -133,7 +133,7 @@ async def test_what_connect_returns_in_two_blocks(device: Device) -> None:
         assert server.statistics().accepted == 3
 
 
-async def test_what_lease_returns_in_two_blocks(device: Device) -> None:
+async def test_entering_a_pending_lease_twice(device: Device) -> None:
     async with device.protection_domain() as pd, pd.buffer_pool(64, 4) as pool:
         leasing = pool.lease()
         for _ in range(2):

@@ -107,7 +107,7 @@ async def talking(
         yield connection, domain
 
 
-async def test_messages(device: Device, there: Other) -> None:
+async def test_messages_between_processes(device: Device, there: Other) -> None:
     async with talking(device, there, b"echo") as (connection, _):
         for size in (0, 1, 4096, 4097, 100_000, 1 << 20):
             data = random.Random(size).randbytes(size)
@@ -116,7 +116,7 @@ async def test_messages(device: Device, there: Other) -> None:
             await sending
 
 
-async def test_memory(device: Device, there: Other) -> None:
+async def test_one_sided_requests_between_processes(device: Device, there: Other) -> None:
     async with (
         talking(device, there, b"memory") as (connection, domain),
         domain.register(SIZE) as local,
@@ -134,7 +134,7 @@ async def test_memory(device: Device, there: Other) -> None:
 
 
 @pytest.mark.parametrize("busy", [False, True], ids=["idle", "busy"])
-async def test_killed(device: Device, there: Other, busy: bool) -> None:
+async def test_a_killed_peer_is_detected_at_once(device: Device, there: Other, busy: bool) -> None:
     """The kernel closes its TCP connection: that is heard at once, whatever is under way, and long before its device is
     found to be silent."""
     async with talking(device, there, b"echo" if busy else b"silent") as (connection, _):
@@ -156,7 +156,7 @@ async def test_killed(device: Device, there: Other, busy: bool) -> None:
             await connection.send(b"x")
 
 
-async def test_killed_while_a_child_of_it_lives(device: Device, there: Other) -> None:
+async def test_a_killed_peer_with_a_living_child(device: Device, there: Other) -> None:
     """The child has none of its connections: their peers hear of its end as ever, and nobody listens at its port."""
     async with talking(device, there, b"fork") as (connection, domain):
         child = int(await connection.receive())
@@ -176,7 +176,7 @@ async def _until_broken(connection: Connection) -> None:
         await connection.receive()
 
 
-async def test_killed_while_its_memory_is_read(device: Device, there: Other) -> None:
+async def test_a_peer_killed_during_reads(device: Device, there: Other) -> None:
     """Everything ends, and nothing is left."""
     async with (
         talking(device, there, b"memory") as (connection, domain),
@@ -202,7 +202,7 @@ async def test_killed_while_its_memory_is_read(device: Device, there: Other) -> 
 
 
 @pytest.mark.stops_processes
-async def test_one_that_stands_still_for_a_while(device: Device, there: Other) -> None:
+async def test_a_peer_paused_for_less_than_keep_alive(device: Device, there: Other) -> None:
     """For longer than queue pairs repeat by themselves, in the middle of messages and of reads."""
     async with talking(device, there, b"echo") as (connection, _):
         for number in range(3):
@@ -218,7 +218,7 @@ async def test_one_that_stands_still_for_a_while(device: Device, there: Other) -
 
 
 @pytest.mark.stops_processes
-async def test_one_that_is_stopped(device: Device, there: Other) -> None:
+async def test_a_peer_stopped_for_longer_than_keep_alive(device: Device, there: Other) -> None:
     """It says nothing, and its kernel keeps the TCP connection: it is dead within the stated time. An RDMA device goes
     on answering for a process that is stopped, which is alive therefore."""
     keep_alive_s = 1.0 if device.software else 2.0

@@ -39,7 +39,7 @@ class End:
 
 
 @given(st.integers(3, 12), st.integers(3, 12), st.integers(0, 2**32))
-def test_there_is_a_receive_for_each_and_nobody_waits_for_ever(near_depth: int, far_depth: int, seed: int) -> None:
+def test_credits_never_overrun_receives_nor_deadlock(near_depth: int, far_depth: int, seed: int) -> None:
     chance = random.Random(seed)
     near = End(Credits(far_depth, near_depth), near_depth)
     far = End(Credits(near_depth, far_depth), far_depth)
@@ -84,7 +84,7 @@ def test_there_is_a_receive_for_each_and_nobody_waits_for_ever(near_depth: int, 
     assert not far.coming
 
 
-def test_more_credits_than_there_are() -> None:
+def test_too_many_returned_credits_raise() -> None:
     subject = Credits(4, 4)
     with pytest.raises(ValueError, match="returned 1 credits"):
         subject.add(1)
@@ -94,7 +94,7 @@ def test_more_credits_than_there_are() -> None:
         subject.add(1)
 
 
-def test_more_messages_than_there_are_credits() -> None:
+def test_messages_without_credits_raise() -> None:
     """Only what this end gives back may come again."""
     subject = Credits(4, 4)
     for _ in range(4):
@@ -110,7 +110,7 @@ def test_more_messages_than_there_are_credits() -> None:
 
 
 @pytest.mark.parametrize("depths", [(2, 4), (4, 2), (MAX_CREDITS + 1, 4)])
-def test_depths_that_cannot_be(depths: tuple[int, int]) -> None:
+def test_invalid_depths(depths: tuple[int, int]) -> None:
     with pytest.raises(ValueError, match="from 3"):
         Credits(*depths)
 
@@ -118,7 +118,7 @@ def test_depths_that_cannot_be(depths: tuple[int, int]) -> None:
 # ---- Fragments
 
 
-def test_short_fragments_take_no_more_than_their_bytes() -> None:
+def test_short_fragments_need_little_memory() -> None:
     """A peer may cut a message as it likes, and end none: what is kept of it is not many times as long."""
     subject, count = Assembly(1 << 30), 20_000
     subject.add(memoryview(TOTAL.pack(1 << 30)), FIRST)
@@ -141,26 +141,26 @@ def test_short_fragments_take_no_more_than_their_bytes() -> None:
     st.integers(0, MAX_CREDITS),
     st.integers(0, 0xFFFF),
 )
-def test_headers(kind: FrameKind, flags: int, returned: int, number: int) -> None:
+def test_header_round_trip(kind: FrameKind, flags: int, returned: int, number: int) -> None:
     made = header(kind, flags, returned, number)
     assert 0 <= made < 1 << 32
     assert parse_header(made) == (kind, flags, returned, number)
 
 
 @given(st.integers(0, 2**32 - 1))
-def test_any_header_is_split(immediate: int) -> None:
+def test_any_header_is_parsed(immediate: int) -> None:
     kind, flags, returned, number = parse_header(immediate)
     assert kind << 29 | flags | returned << 16 | number == immediate
 
 
 @given(st.integers(0, 2**63), st.integers(1, 2**63 - 1), st.integers(0, 2**32 - 1))
-def test_notices_of_grants(address: int, length: int, rkey: int) -> None:
+def test_grant_notice_round_trip(address: int, length: int, rkey: int) -> None:
     notice = GrantNotice(address, length, rkey, AccessFlags.REMOTE_READ)
     assert GrantNotice.parse(notice.pack()) == notice
 
 
 @given(st.binary(max_size=40))
-def test_any_notice(data: bytes) -> None:
+def test_arbitrary_notices_raise_only_value_errors(data: bytes) -> None:
     try:
         notice = GrantNotice.parse(data)
     except ValueError:
@@ -177,7 +177,7 @@ def test_any_notice(data: bytes) -> None:
         GrantNotice(0, 8, 1, AccessFlags.LOCAL_WRITE),
     ],
 )
-def test_notices_that_cannot_be(notice: GrantNotice) -> None:
+def test_invalid_notices(notice: GrantNotice) -> None:
     with pytest.raises(ValueError, match="invalid values"):
         GrantNotice.parse(notice.pack())
 
@@ -193,7 +193,9 @@ def test_notices_that_cannot_be(notice: GrantNotice) -> None:
     st.integers(1, 30),
     st.randoms(use_true_random=False),
 )
-def test_waits(first_s: float, more: float, factor: float, jitter: float, attempts: int, chance: random.Random) -> None:
+def test_backoff_waits(
+    first_s: float, more: float, factor: float, jitter: float, attempts: int, chance: random.Random
+) -> None:
     policy = Backoff(first_s, first_s * more, factor, jitter, attempts)
     waits = list(policy.waits(chance))
     assert len(waits) == attempts - 1
@@ -202,12 +204,12 @@ def test_waits(first_s: float, more: float, factor: float, jitter: float, attemp
         assert longest_s * (1 - jitter) * 0.999 <= wait_s <= longest_s * 1.001
 
 
-def test_waits_without_end_and_without_chance() -> None:
+def test_backoff_without_limit_and_jitter() -> None:
     waits = Backoff(1, 10, 2, jitter=0).waits(random.Random(1))
     assert list(islice(waits, 6)) == [1, 2, 4, 8, 10, 10]
 
 
-def test_waits_differ() -> None:
+def test_backoff_waits_differ() -> None:
     policy = Backoff(1, 10)
     assert list(islice(policy.waits(random.Random(1)), 4)) != list(islice(policy.waits(random.Random(2)), 4))
 
@@ -216,7 +218,7 @@ def test_waits_differ() -> None:
     "wrong",
     [{"first_s": 0}, {"longest_s": 0.01}, {"factor": 0.5}, {"jitter": 1.5}, {"jitter": -1}, {"attempts": 0}],
 )
-def test_waits_that_cannot_be(wrong: dict[str, float]) -> None:
+def test_invalid_backoff(wrong: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="got"):
         Backoff(**wrong)  # type: ignore[arg-type]
 
@@ -238,14 +240,14 @@ def test_waits_that_cannot_be(wrong: dict[str, float]) -> None:
         {"close_timeout_s": -1},
     ],
 )
-def test_settings_that_cannot_be(wrong: dict[str, Any]) -> None:
+def test_invalid_settings(wrong: dict[str, Any]) -> None:
     (name,) = wrong
     with pytest.raises(ValueError, match=name):
         ConnectionSettings(**wrong)
 
 
 @given(st.floats(0.1, 1e6))
-def test_repetitions_are_over_in_time(keep_alive_s: float) -> None:
+def test_retries_end_within_half_of_keep_alive(keep_alive_s: float) -> None:
     found = ConnectionSettings(keep_alive_s=keep_alive_s).repetitions(software=False)
     assert found["retry_cnt"] == 6
     assert 1 <= found["timeout"] <= 14
@@ -254,14 +256,14 @@ def test_repetitions_are_over_in_time(keep_alive_s: float) -> None:
 
 
 @given(st.floats(0.1, 61_000))
-def test_the_software_device_repeats_for_as_long_as_the_peer_may_be_silent(keep_alive_s: float) -> None:
+def test_software_retries_last_for_keep_alive(keep_alive_s: float) -> None:
     found = ConnectionSettings(keep_alive_s=keep_alive_s).repetitions(software=True)
     each_s = 4.096e-6 * 2 ** found["timeout"]
     assert found["retry_cnt"] <= 6
     assert keep_alive_s <= each_s * (found["retry_cnt"] + 1) <= keep_alive_s + each_s <= keep_alive_s * 1.5
 
 
-def test_repetitions_without_an_end() -> None:
+def test_retries_without_limit() -> None:
     for keep_alive_s in (1e9, math.inf):
         found = ConnectionSettings(keep_alive_s=keep_alive_s).repetitions(software=True)
         assert found == {"timeout": 31, "retry_cnt": 6}

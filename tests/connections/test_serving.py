@@ -39,7 +39,7 @@ from tests.waiting import until
 FAST = Backoff(0.01, 0.05)
 
 
-async def test_a_handler_for_each(device: Device) -> None:
+async def test_the_handler_runs_for_each_connection(device: Device) -> None:
     async with device.resource_domain() as domain, served(domain) as server:
         for _ in range(2):
             async with contextlib.AsyncExitStack() as stack:
@@ -52,7 +52,7 @@ async def test_a_handler_for_each(device: Device) -> None:
         assert server.statistics().accepted == 6
 
 
-async def test_one_that_was_not_opened_has_no_end_to_wait_for(device: Device) -> None:
+async def test_wait_closed_of_an_unopened_server(device: Device) -> None:
     """Neither does who asks on another loop keep the owner from waiting."""
     async with device.resource_domain() as domain:
         server = served(domain)
@@ -75,7 +75,7 @@ async def test_one_that_was_not_opened_has_no_end_to_wait_for(device: Device) ->
             await stopped.wait_closed()
 
 
-async def test_what_a_handler_sent_is_delivered(device: Device) -> None:
+async def test_data_sent_by_a_handler_is_delivered(device: Device) -> None:
     async def handler(connection: Connection) -> None:
         await connection.send(b"goodbye")
 
@@ -89,7 +89,7 @@ async def test_what_a_handler_sent_is_delivered(device: Device) -> None:
             await near.receive()
 
 
-async def test_a_handler_that_fails(device: Device, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_failing_handler_breaks_its_connection(device: Device, caplog: pytest.LogCaptureFixture) -> None:
     """Its peer finds the connection broken; the server goes on, and tells."""
 
     async def handler(connection: Connection) -> None:
@@ -111,7 +111,7 @@ async def test_a_handler_that_fails(device: Device, caplog: pytest.LogCaptureFix
     assert "what went wrong" in str(record.exc_info[1])
 
 
-async def test_a_peer_that_goes_is_no_error(device: Device, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_leaving_peer_is_not_logged_as_an_error(device: Device, caplog: pytest.LogCaptureFixture) -> None:
     async with device.resource_domain() as domain, served(domain) as server:
         near = await asked(server, domain)
         await near.abort()
@@ -121,7 +121,7 @@ async def test_a_peer_that_goes_is_no_error(device: Device, caplog: pytest.LogCa
 
 
 @pytest.mark.every_way
-async def test_drained_when_it_stops(device: Device) -> None:
+async def test_stop_waits_for_handlers(device: Device) -> None:
     """Handlers come to their end; nobody new is accepted meanwhile."""
     at_work, go_on = asyncio.Event(), asyncio.Event()
 
@@ -150,7 +150,7 @@ async def test_drained_when_it_stops(device: Device) -> None:
 
 
 @pytest.mark.every_way
-async def test_a_deadline_under_load(device: Device) -> None:
+async def test_stop_cancels_handlers_after_the_deadline(device: Device) -> None:
     """Handlers that do not end are cancelled after that time, and their peers told."""
     cancelled = 0
     counts = [0] * 3
@@ -184,7 +184,7 @@ async def test_a_deadline_under_load(device: Device) -> None:
 
 
 @pytest.mark.every_way
-async def test_who_cancels_it_does_not_wait(device: Device) -> None:
+async def test_cancelled_aclose_cancels_handlers(device: Device) -> None:
     async def handler(connection: Connection) -> None:
         await asyncio.sleep(60)
 
@@ -203,7 +203,7 @@ async def test_who_cancels_it_does_not_wait(device: Device) -> None:
 
 
 @pytest.mark.parametrize("turns", range(6))
-async def test_it_stops_where_all_tasks_of_its_loop_are_cancelled(device: Device, turns: int) -> None:
+async def test_server_stops_when_all_tasks_are_cancelled(device: Device, turns: int) -> None:
     """As programs do at their ends."""
     async with device.resource_domain() as domain:
         server = await served(domain).open()
@@ -221,7 +221,7 @@ async def test_it_stops_where_all_tasks_of_its_loop_are_cancelled(device: Device
             await near.abort()
 
 
-async def test_a_domain_or_a_pool(device: Device) -> None:
+async def test_exactly_one_of_domain_and_pool(device: Device) -> None:
     async with device.resource_domain() as domain:
         with pytest.raises(ValueError, match="exactly one of"):
             serve(echo, HOST)
@@ -235,7 +235,7 @@ async def test_a_domain_or_a_pool(device: Device) -> None:
 
 
 @pytest.mark.every_way
-async def test_connected_again(device: Device) -> None:
+async def test_reconnect_after_loss(device: Device) -> None:
     """When the server goes and comes back, and when it hangs up."""
     async with device.resource_domain() as domain:
         answers: list[bytes] = []
@@ -266,7 +266,7 @@ async def test_connected_again(device: Device) -> None:
         await server.aclose()
 
 
-async def test_it_gives_up(device: Device) -> None:
+async def test_reconnect_gives_up_after_its_attempts(device: Device) -> None:
     async with device.resource_domain() as domain, served(domain) as server:
         port = server.port
         await server.stop()
@@ -275,7 +275,7 @@ async def test_it_gives_up(device: Device) -> None:
             await anext(again)
 
 
-async def test_what_waiting_does_not_mend(device: Device) -> None:
+async def test_reconnect_raises_permanent_refusals(device: Device) -> None:
     async with device.resource_domain() as domain, served(domain, secret=b"one") as server:
         with pytest.raises(HandshakeError) as caught:
             await anext(reconnect(HOST, server.port, domain=domain, secret=b"two"))
@@ -296,7 +296,7 @@ async def test_what_waiting_does_not_mend(device: Device) -> None:
         ("near", errno.EADDRINUSE),
     ],
 )
-async def test_reconnecting_outlasts_an_outage_that_the_device_reports(
+async def test_reconnect_outlasts_a_device_outage(
     device: Device, caplog: pytest.LogCaptureFixture, end: str, number: int
 ) -> None:
     caplog.set_level(logging.DEBUG, "aioverbs")
@@ -322,7 +322,7 @@ async def test_reconnecting_outlasts_an_outage_that_the_device_reports(
 
 @needs(Capability.FAULT_PLAN)
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM])
-async def test_reconnecting_ends_where_the_devices_do_not_fit(device: Device, number: int) -> None:
+async def test_reconnect_ends_with_incompatible_devices(device: Device, number: int) -> None:
     async with (
         open_device("soft0") as other,
         device.resource_domain() as domain,
@@ -337,7 +337,7 @@ async def test_reconnecting_ends_where_the_devices_do_not_fit(device: Device, nu
 
 @needs(Capability.FAULT_PLAN)
 @pytest.mark.parametrize("at", [1, 2], ids=["near", "far"])
-async def test_reconnecting_waits_for_the_address_of_a_port(
+async def test_reconnect_waits_for_a_gid(
     device: Device, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, at: int
 ) -> None:
     """An IPv6 address leaves with its link, and the port's GIDs with it."""
@@ -363,7 +363,7 @@ async def test_reconnecting_waits_for_the_address_of_a_port(
 @needs(Capability.FAULT_PLAN)
 @pytest.mark.parametrize("end", ["near", "far"])
 @pytest.mark.parametrize("in_the_verb", [False, True])
-async def test_reconnecting_waits_for_a_gid_that_left_after_the_offer(
+async def test_reconnect_waits_for_a_gid_lost_after_the_offer(
     device: Device, monkeypatch: pytest.MonkeyPatch, end: str, in_the_verb: bool
 ) -> None:
     """Of the kernel's answer, EINVAL, that alone does not tell."""
@@ -395,7 +395,7 @@ async def test_reconnecting_waits_for_a_gid_that_left_after_the_offer(
         assert server.statistics().refused == (("TEMPORARY", 1),)
 
 
-async def test_the_last_one_is_closed(device: Device) -> None:
+async def test_reconnect_closes_the_last_connection(device: Device) -> None:
     async with device.resource_domain() as domain, served(domain) as server:
         async with contextlib.aclosing(
             reconnect(HOST, server.port, domain=domain, settings=SMALL, backoff=FAST)

@@ -191,7 +191,9 @@ class Grants:
 @needs(Capability.FAULT_PLAN, Capability.OBJECT_COUNTS)
 @short_and_long(40)
 @pytest.mark.parametrize("access", [READ | AccessFlags.MW_BIND, READ], ids=["windows", "registrations"])
-async def test_grants(device: Device, monkeypatch: pytest.MonkeyPatch, access: AccessFlags, rounds: int) -> None:
+async def test_storm_of_grants(
+    device: Device, monkeypatch: pytest.MonkeyPatch, access: AccessFlags, rounds: int
+) -> None:
     monkeypatch.setattr("aioverbs._connection.grants._NUMBER_COUNT", NUMBERS)
     weather = Weather(1)
     async with (
@@ -265,7 +267,7 @@ class Drops:
 
 @needs(Capability.FAULT_PLAN)
 @short_and_long(40)
-async def test_registrations(device: Device, rounds: int) -> None:
+async def test_storm_of_registrations(device: Device, rounds: int) -> None:
     weather, tasks = Weather(2), 6
     async with (
         asyncio.timeout(patience(50 + rounds)),
@@ -377,7 +379,7 @@ async def accepting(*who: Callable[[], Coroutine[Any, Any, None]]) -> AsyncItera
 
 @needs(Capability.OBJECT_COUNTS)
 @short_and_long(15)
-async def test_ends_of_sending_and_who_accepts(device: Device, rounds: int) -> None:
+async def test_storm_of_accepting_and_send_eof(device: Device, rounds: int) -> None:
     weather, count = Weather(3), rounds
     async with (
         asyncio.timeout(patience(50 + rounds)),

@@ -14,7 +14,7 @@ LARGE = ConnectionSettings(buffer_size=1 << 20)
 
 
 @pytest.mark.parametrize("settings", [SMALL, LARGE], ids=["small", "large"])
-async def test_those_that_are_made_at_once_have_one_pool(device: Device, settings: ConnectionSettings) -> None:
+async def test_concurrent_connections_share_one_pool(device: Device, settings: ConnectionSettings) -> None:
     """Also where the loop goes round before the first of them has it."""
     async with device.resource_domain() as domain:
         while not spend(OPENING):

@@ -61,7 +61,7 @@ def without_gids(monkeypatch: pytest.MonkeyPatch, at: int) -> None:
     monkeypatch.setattr(ports, "gid_table", read)
 
 
-async def test_a_port_without_a_gid_leaves_the_way_by_tcp(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_port_without_a_gid_falls_back_to_tcp(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     without_gids(monkeypatch, 1)
     async with (
         device.resource_domain() as domain,
@@ -72,7 +72,7 @@ async def test_a_port_without_a_gid_leaves_the_way_by_tcp(device: Device, monkey
         assert await near.receive() == b"hello"
 
 
-async def test_a_gid_that_goes_before_rdma_cm_connects(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_gid_lost_before_rdma_cm_connects(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     identifier, channel = mock.AsyncMock(), mock.AsyncMock()
     monkeypatch.setattr(connect_module, "resolve", mock.AsyncMock(return_value=CmControlChannel(identifier, channel)))
     without_gids(monkeypatch, 2)
@@ -84,7 +84,7 @@ async def test_a_gid_that_goes_before_rdma_cm_connects(device: Device, monkeypat
     channel.release.assert_awaited_once()
 
 
-class StandIn(CmControlChannel):
+class FakeCmControl(CmControlChannel):
     """A way that was found to a peer."""
 
     def __init__(self) -> None:
@@ -95,20 +95,20 @@ class StandIn(CmControlChannel):
         self.on_lost = on_lost
 
 
-class DeadLine(StandIn):
+class DeadCmControl(FakeCmControl):
     """A peer that rdma_cm connects with, and whose link goes down then: no device answers."""
 
     async def connect(self, message_channel: MessageChannel, **attributes: Unpack[QpAttrs]) -> None:
         self._message_channel = message_channel
-        nobody = dataclasses.replace(message_channel.qp.local_endpoint(), qp_num=0x777)
-        message_channel.qp.connect(nobody, timeout=1, retry_cnt=1)
+        unreachable_endpoint = dataclasses.replace(message_channel.qp.local_endpoint(), qp_num=0x777)
+        message_channel.qp.connect(unreachable_endpoint, timeout=1, retry_cnt=1)
 
 
 @pytest.mark.parametrize("transport", ["rdmacm", "auto"])
-async def test_a_link_that_goes_down_in_the_handshake_is_tried_again(
+async def test_reconnect_retries_a_link_lost_in_the_handshake(
     device: Device, monkeypatch: pytest.MonkeyPatch, transport: Transport
 ) -> None:
-    resolve = mock.AsyncMock(side_effect=lambda *_: DeadLine())
+    resolve = mock.AsyncMock(side_effect=lambda *_: DeadCmControl())
     monkeypatch.setattr(connect_module, "resolve", resolve)
     twice = Backoff(0.001, 0.001, attempts=2)
     async with device.resource_domain() as domain:
@@ -119,7 +119,7 @@ async def test_a_link_that_goes_down_in_the_handshake_is_tried_again(
     assert resolve.await_count == 2
 
 
-class LostLine(StandIn):
+class LostCmControl(FakeCmControl):
     """A peer whose queue pair takes what comes, while its process dies, or the device is taken away.
 
     :param peer: its queue pair.
@@ -148,7 +148,7 @@ class LostLine(StandIn):
     ],
     ids=["peer", "device"],
 )
-async def test_whoever_goes_in_the_handshake_is_named(
+async def test_a_loss_during_the_handshake_reports_its_cause(
     device: Device, monkeypatch: pytest.MonkeyPatch, error: Exception, raised: type[Exception], why: str
 ) -> None:
     async with (
@@ -159,7 +159,7 @@ async def test_whoever_goes_in_the_handshake_is_named(
     ):
         peer.to_init()
         receiving = peer.receive(region[:])
-        monkeypatch.setattr(connect_module, "resolve", mock.AsyncMock(return_value=LostLine(peer, error)))
+        monkeypatch.setattr(connect_module, "resolve", mock.AsyncMock(return_value=LostCmControl(peer, error)))
         with pytest.raises(raised, match=f"is broken: {why}$") as caught:
             await connect(HOST, 1, domain=domain, transport="rdmacm", settings=SMALL)
         assert type(caught.value) is raised
@@ -167,25 +167,25 @@ async def test_whoever_goes_in_the_handshake_is_named(
         await receiving
 
 
-class SilentLine(StandIn):
+class SilentCmControl(FakeCmControl):
     """A peer that does not answer."""
 
     async def connect(self, message_channel: MessageChannel, **attributes: Unpack[QpAttrs]) -> None:
         await anyio.sleep_forever()
 
 
-async def no_answer(*_: object) -> CmControlChannel:
+async def never_resolves(*_: object) -> CmControlChannel:
     """Stand in for an address that nobody resolves."""
     await anyio.sleep_forever()
     raise AssertionError("nothing ends it but a cancellation")
 
 
-async def silence(*_: object) -> CmControlChannel:
+async def resolves_to_silent_peer(*_: object) -> CmControlChannel:
     """Stand in for a peer whose connection manager is silent."""
-    return SilentLine()
+    return SilentCmControl()
 
 
-async def test_a_line_that_is_cancelled_in_its_goodbye_leaves_its_channel(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_cancelled_close_releases_the_shared_channel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StubIdentifier, "disconnect", mock.Mock())  # of a peer that does not answer
     with connection_manager():
         channel = SharedChannel()
@@ -203,9 +203,7 @@ async def test_a_line_that_is_cancelled_in_its_goodbye_leaves_its_channel(monkey
         assert channel.channel.closed
 
 
-async def test_a_listener_that_is_cancelled_in_its_opening_leaves_no_channel(
-    device: Device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_cancelled_listen_leaves_no_channel(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     looking = asyncio.Event()
 
     async def look_up(host: str, port: int) -> Address:
@@ -228,8 +226,8 @@ async def test_a_listener_that_is_cancelled_in_its_opening_leaves_no_channel(
 
 
 UNANSWERED = [
-    (no_answer, "rdma_cm did not resolve the peer's address"),
-    (silence, "the peer did not answer by rdma_cm"),
+    (never_resolves, "rdma_cm did not resolve the peer's address"),
+    (resolves_to_silent_peer, "the peer did not answer by rdma_cm"),
 ]
 
 
@@ -249,7 +247,7 @@ async def test_auto_leaves_time_for_tcp(
 
 
 @pytest.mark.parametrize(("find", "awaits"), UNANSWERED)
-async def test_a_timeout_of_rdma_cm_says_what_was_waited_for(
+async def test_rdma_cm_timeout_names_the_missing_step(
     device: Device,
     monkeypatch: pytest.MonkeyPatch,
     find: Callable[..., Coroutine[Any, Any, CmControlChannel]],
@@ -262,11 +260,11 @@ async def test_a_timeout_of_rdma_cm_says_what_was_waited_for(
 
 
 @pytest.mark.parametrize("transport", ["tcp", "auto"])
-async def test_a_timeout_of_tcp_says_what_was_waited_for(
+async def test_tcp_timeout_names_the_missing_step(
     device: Device, monkeypatch: pytest.MonkeyPatch, transport: Transport
 ) -> None:
-    no_way = mock.AsyncMock(side_effect=UnreachableError("rdma_resolve_addr", errno.ENETUNREACH))
-    monkeypatch.setattr(connect_module, "resolve", no_way)
+    unreachable = mock.AsyncMock(side_effect=UnreachableError("rdma_resolve_addr", errno.ENETUNREACH))
+    monkeypatch.setattr(connect_module, "resolve", unreachable)
     with socket.create_server((HOST, 0)) as listening:  # and nobody accepts
         port = listening.getsockname()[1]
         async with device.resource_domain() as domain:

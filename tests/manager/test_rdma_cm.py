@@ -28,18 +28,18 @@ def is_installed() -> bool:
     return True
 
 
-def test_a_library_that_is_not_there() -> None:
+def test_missing_library() -> None:
     with pytest.raises(LibraryNotFoundError, match=r"cannot be loaded.*No such file") as caught:
         core.load_librdmacm("librdmacm.so.99")
     assert caught.value.library == "librdmacm.so.99"
 
 
-def test_a_library_that_is_another_one() -> None:
+def test_incompatible_library() -> None:
     with pytest.raises(LibraryNotFoundError, match="rdma_create_event_channel"):
         core.load_librdmacm("libc.so.6")
 
 
-def test_nothing_is_loaded_before_a_channel_is_opened() -> None:
+def test_the_library_is_loaded_with_the_first_channel() -> None:
     code = """
 import aioverbs.rdma_cm
 aioverbs.rdma_cm.Channel()
@@ -50,7 +50,7 @@ print("librdmacm" in open("/proc/self/maps").read())
 
 
 @pytest.mark.skipif(DEVICE.exists(), reason="there is a connection manager: tests/rdma")
-async def test_no_connection_manager() -> None:
+async def test_missing_kernel_module() -> None:
     channel = Channel()
     if not is_installed():
         with pytest.raises(LibraryNotFoundError, match="librdmacm1"):
@@ -65,13 +65,13 @@ async def test_no_connection_manager() -> None:
         await channel.listener("10.77.0.1", 1).open()
 
 
-def test_a_channel_is_of_a_loop() -> None:
+def test_a_channel_belongs_to_one_loop() -> None:
     opening = Channel().open()
     with pytest.raises(RuntimeError, match=r"asyncio event loop"):
         opening.send(None)
 
 
-async def test_addresses() -> None:
+async def test_address_lookup() -> None:
     assert await look_up("10.77.0.1", 7174) == ("10.77.0.1", 7174)
     assert (await look_up("::1", 0))[:2] == ("::1", 0)
     assert (await look_up("localhost", 1))[1] == 1
@@ -80,19 +80,19 @@ async def test_addresses() -> None:
             await look_up("10.77.0.1", port)
 
 
-def test_it_is_typed() -> None:
+def test_static_types() -> None:
     channel = Channel()
     assert_type(channel.identifier(), Identifier)
     assert_type(channel.listener("10.77.0.1", 7174), Listener)
     assert_type(channel.identifier().connected, bool)
 
 
-def test_limits_of_a_listener() -> None:
+def test_invalid_backlog() -> None:
     with pytest.raises(ValueError, match="`backlog` must be 1 or more, got 0"):
         Channel().listener(backlog=0)
 
 
-async def test_another_loop_takes_nothing_from_a_listener() -> None:
+async def test_iterating_a_listener_refuses_other_loops() -> None:
     """Neither while it listens, where peers may be waiting, nor what belongs to its owner afterwards: it just ends."""
     listener: Any = Channel().listener(None, 0)
 
@@ -117,7 +117,7 @@ async def test_another_loop_takes_nothing_from_a_listener() -> None:
     await asyncio.to_thread(asyncio.run, end())
 
 
-async def test_another_loop_does_not_open_what_a_listener_gave() -> None:
+async def test_opening_a_pending_identifier_refuses_other_loops() -> None:
     async def use(identifier: Identifier) -> None:
         with pytest.raises(AffinityError, match="open on <Identifier"):
             await identifier.open()

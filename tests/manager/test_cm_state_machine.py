@@ -29,28 +29,28 @@ from aioverbs.types import Mtu
 
 
 def event(kind: CmEventType, status: int = 0, data: bytes = b"", about: object = None) -> core.Event:
-    told = SimpleNamespace(event_type=int(kind), status=status, private_data=data, identifier=about, listener=about)
-    return cast(core.Event, told)
+    attributes = SimpleNamespace(event_type=int(kind), status=status, private_data=data, identifier=about, listener=about)
+    return cast(core.Event, attributes)
 
 
-class Manager:
+class FakeIdentifier:
     """An identifier that remembers what it was told."""
 
     def __init__(self) -> None:
-        self.said: list[str] = []
+        self.calls: list[str] = []
         self.device_name = "rxe0"
-        self.refuses: VerbsError | None = None
+        self.disconnect_error: VerbsError | None = None
 
     def disconnect(self) -> None:
-        self.said.append("disconnect")
-        if self.refuses is not None:
-            raise self.refuses
+        self.calls.append("disconnect")
+        if self.disconnect_error is not None:
+            raise self.disconnect_error
 
     def destroy(self) -> None:
-        self.said.append("destroy")
+        self.calls.append("destroy")
 
 
-class Pair:
+class FakeQueuePair:
     """A queue pair that only knows its state."""
 
     def __init__(self) -> None:
@@ -63,7 +63,7 @@ class Pair:
         self.errors += 1
 
 
-class Wakeless:
+class FakeDispatcher:
     """A channel's dispatcher whose events come from the test."""
 
     def __init__(self) -> None:
@@ -72,21 +72,21 @@ class Wakeless:
 
 
 @pytest.fixture
-def manager() -> Manager:
-    return Manager()
+def identifier() -> FakeIdentifier:
+    return FakeIdentifier()
 
 
-async def begun(manager: Manager, stage: CmState = CmState.RESOLVED) -> CmStateMachine:
-    handle, dispatcher = cast(core.Identifier, manager), cast(Dispatcher, Wakeless())
+async def new_state_machine(identifier: FakeIdentifier, stage: CmState = CmState.RESOLVED) -> CmStateMachine:
+    handle, dispatcher = cast(core.Identifier, identifier), cast(Dispatcher, FakeDispatcher())
     return CmStateMachine(handle, dispatcher, CrossLoopCondition(), stage)
 
 
-async def talk(state_machine: CmStateMachine, kind: CmEventType, *, timeout_s: float | None = 5.0) -> core.Event:
+async def connect_step(state_machine: CmStateMachine, kind: CmEventType, *, timeout_s: float | None = 5.0) -> core.Event:
     """One step that ends with a connection."""
     async with state_machine.step("connect", CmState.RESOLVED, timeout_s):
-        heard = await state_machine.expect(kind, "rdma_connect")
+        event_received = await state_machine.expect(kind, "rdma_connect")
         state_machine.mark_connected()
-    return heard
+    return event_received
 
 
 RAISES: list[tuple[core.Event, type[Exception], str]] = [
@@ -104,9 +104,9 @@ RAISES: list[tuple[core.Event, type[Exception], str]] = [
 ]
 
 
-def test_what_an_event_raises() -> None:
-    for told, expected, message in RAISES:
-        error = error_for_event("rdma_connect", told)
+def test_unexpected_events_raise() -> None:
+    for attributes, expected, message in RAISES:
+        error = error_for_event("rdma_connect", attributes)
         assert type(error) is expected
         assert message in str(error)
 
@@ -131,16 +131,16 @@ SETTLED = [
 ]
 
 
-def test_what_the_managers_agreed_on() -> None:
-    for told, given, settled in SETTLED:
-        before = told.copy()
-        assert negotiate(told, given, LIMITS) == settled
-        assert told == before
+def test_negotiated_attributes() -> None:
+    for attributes, given, settled in SETTLED:
+        before = attributes.copy()
+        assert negotiate(attributes, given, LIMITS) == settled
+        assert attributes == before
 
 
-async def test_a_rejection_has_what_was_said_with_it(manager: Manager) -> None:
-    state_machine = await begun(manager)
-    task = asyncio.create_task(talk(state_machine, CmEventType.CONNECT_RESPONSE))
+async def test_a_rejection_carries_its_private_data(identifier: FakeIdentifier) -> None:
+    state_machine = await new_state_machine(identifier)
+    task = asyncio.create_task(connect_step(state_machine, CmEventType.CONNECT_RESPONSE))
     await asyncio.sleep(0)
     state_machine.on_event(event(CmEventType.REJECTED, 28, b"busy"))
     with pytest.raises(ConnectionRejectedError) as caught:
@@ -169,14 +169,14 @@ async def test_a_rejection_has_what_was_said_with_it(manager: Manager) -> None:
     ids=lambda value: value.name,
 )
 @pytest.mark.parametrize("late", [False, True], ids=["together", "late"])
-async def test_what_comes_after_the_connection(
-    manager: Manager, after: CmEventType, stage: CmState, late: bool
+async def test_events_after_the_connection(
+    identifier: FakeIdentifier, after: CmEventType, stage: CmState, late: bool
 ) -> None:
     """Also in one batch with it, before the one who waits has had its turn."""
-    state_machine = await begun(manager)
-    pair = Pair()
+    state_machine = await new_state_machine(identifier)
+    pair = FakeQueuePair()
     state_machine._qp = cast(QueuePair, pair)
-    task = asyncio.create_task(talk(state_machine, CmEventType.ESTABLISHED))
+    task = asyncio.create_task(connect_step(state_machine, CmEventType.ESTABLISHED))
     await asyncio.sleep(0)
     state_machine.on_event(event(CmEventType.ESTABLISHED))
     if late:
@@ -189,7 +189,7 @@ async def test_what_comes_after_the_connection(
         await task
     assert state_machine.state is stage
     assert pair.errors == (stage is not CmState.CONNECTED)
-    assert manager.said == (["disconnect"] if after is CmEventType.DISCONNECTED else [])
+    assert identifier.calls == (["disconnect"] if after is CmEventType.DISCONNECTED else [])
     if stage is CmState.CONNECTED:
         return
     if after is CmEventType.DEVICE_REMOVAL:
@@ -200,18 +200,18 @@ async def test_what_comes_after_the_connection(
     await state_machine.drain()
 
 
-async def test_time_is_over(manager: Manager) -> None:
-    state_machine = await begun(manager)
+async def test_a_step_times_out(identifier: FakeIdentifier) -> None:
+    state_machine = await new_state_machine(identifier)
     with pytest.raises(TimeoutError, match=r"connect: the peer did not answer within 10 ms"):
-        await talk(state_machine, CmEventType.CONNECT_RESPONSE, timeout_s=0.01)
+        await connect_step(state_machine, CmEventType.CONNECT_RESPONSE, timeout_s=0.01)
     assert state_machine.state is CmState.FAILED
     state_machine.on_event(event(CmEventType.CONNECT_RESPONSE))
     assert state_machine.state is CmState.FAILED
 
 
-async def test_cancelled(manager: Manager) -> None:
-    state_machine = await begun(manager)
-    task = asyncio.create_task(talk(state_machine, CmEventType.CONNECT_RESPONSE, timeout_s=None))
+async def test_a_cancelled_step_fails_the_identifier(identifier: FakeIdentifier) -> None:
+    state_machine = await new_state_machine(identifier)
+    task = asyncio.create_task(connect_step(state_machine, CmEventType.CONNECT_RESPONSE, timeout_s=None))
     await asyncio.sleep(0)
     with pytest.raises(BusyResourceError):
         state_machine.check("connect", CmState.RESOLVED)
@@ -226,29 +226,31 @@ async def test_cancelled(manager: Manager) -> None:
     "end",
     [CmStateMachine.destroy, lambda state_machine: state_machine.fail(VerbsError("rdma_get_cm_event", errno.EIO))],
 )
-async def test_it_ends_under_who_waits(manager: Manager, end: Callable[[CmStateMachine], None]) -> None:
-    state_machine = await begun(manager)
-    task = asyncio.create_task(talk(state_machine, CmEventType.CONNECT_RESPONSE))
+async def test_waiters_end_when_the_identifier_ends(
+    identifier: FakeIdentifier, end: Callable[[CmStateMachine], None]
+) -> None:
+    state_machine = await new_state_machine(identifier)
+    task = asyncio.create_task(connect_step(state_machine, CmEventType.CONNECT_RESPONSE))
     await asyncio.sleep(0)
     end(state_machine)
     with pytest.raises((ClosedResourceError, VerbsError)):
         await task
 
 
-async def test_goodbye(manager: Manager) -> None:
-    state_machine = await begun(manager, CmState.CONNECTED)
-    pair = Pair()
+async def test_drain_disconnects_and_waits(identifier: FakeIdentifier) -> None:
+    state_machine = await new_state_machine(identifier, CmState.CONNECTED)
+    pair = FakeQueuePair()
     state_machine._qp = cast(QueuePair, pair)
     draining = asyncio.create_task(state_machine.drain())
     await asyncio.sleep(0)
-    assert (manager.said, pair.errors, state_machine.state) == (["disconnect"], 1, CmState.DISCONNECTING)
+    assert (identifier.calls, pair.errors, state_machine.state) == (["disconnect"], 1, CmState.DISCONNECTING)
     state_machine.on_event(event(CmEventType.DISCONNECTED))
     await draining
-    assert (manager.said, state_machine.state) == (["disconnect"], CmState.ENDED)
+    assert (identifier.calls, state_machine.state) == (["disconnect"], CmState.ENDED)
 
 
-async def test_goodbye_to_nobody(manager: Manager) -> None:
-    manager.refuses = VerbsError("rdma_disconnect", errno.EINVAL)
-    state_machine = await begun(manager, CmState.CONNECTED)
+async def test_drain_without_an_answering_peer(identifier: FakeIdentifier) -> None:
+    identifier.disconnect_error = VerbsError("rdma_disconnect", errno.EINVAL)
+    state_machine = await new_state_machine(identifier, CmState.CONNECTED)
     await state_machine.drain()
     assert state_machine.state is CmState.ENDED

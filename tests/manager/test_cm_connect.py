@@ -18,14 +18,14 @@ from tests.manager.held import Helpers
 from tests.waiting import until
 
 
-class Manager:
+class FakeIdentifier:
     """An identifier whose peer is the queue pair itself."""
 
     port_num = 1
 
     def __init__(self, qp: QueuePair) -> None:
         here = qp.local_endpoint()
-        self._told = {
+        self._attributes = {
             QpState.INIT: QpAttrs(pkey_index=0, port_num=1),
             QpState.RTR: QpAttrs(
                 av=qp.path_to(here),
@@ -39,12 +39,12 @@ class Manager:
         }
 
     def init_qp_attr(self, state: QpState) -> QpAttrs:
-        return self._told[state].copy()
+        return self._attributes[state].copy()
 
 
-def heard(state_machine: CmStateMachine, kind: CmEventType) -> None:
-    told = SimpleNamespace(event_type=int(kind), status=0, private_data=b"", identifier=None, listener=None)
-    state_machine.on_event(cast(core.Event, told))
+def deliver(state_machine: CmStateMachine, kind: CmEventType) -> None:
+    event = SimpleNamespace(event_type=int(kind), status=0, private_data=b"", identifier=None, listener=None)
+    state_machine.on_event(cast(core.Event, event))
 
 
 def state(qp: QueuePair) -> QpState:
@@ -52,11 +52,11 @@ def state(qp: QueuePair) -> QpState:
 
 
 @contextlib.asynccontextmanager
-async def conversing(device: Device) -> AsyncIterator[tuple[QueuePair, CmStateMachine]]:
+async def state_machine_in_init(device: Device) -> AsyncIterator[tuple[QueuePair, CmStateMachine]]:
     """A queue pair in INIT, and the conversation by which it is to be connected."""
     dispatcher = cast(Dispatcher, SimpleNamespace(loop=asyncio.get_running_loop(), receivers={}))
     async with device.resource_domain() as domain, domain.completion_queue(64) as cq, domain.queue_pair(cq) as qp:
-        handle = cast(core.Identifier, Manager(qp))
+        handle = cast(core.Identifier, FakeIdentifier(qp))
         state_machine = CmStateMachine(handle, dispatcher, CrossLoopCondition(), CmState.RESOLVED)
         state_machine.to_init(qp, None)
         yield qp, state_machine
@@ -68,8 +68,8 @@ async def connect(state_machine: CmStateMachine, qp: QueuePair, timeout_s: float
         state_machine.mark_connected()
 
 
-async def test_the_loop_goes_on(device: Device, helpers: Helpers) -> None:
-    async with conversing(device) as (qp, state_machine):
+async def test_the_loop_runs_during_modify(device: Device, helpers: Helpers) -> None:
+    async with state_machine_in_init(device) as (qp, state_machine):
         connecting = asyncio.create_task(connect(state_machine, qp))
         await until(lambda: helpers.waiting)
         assert not connecting.done()
@@ -82,16 +82,16 @@ async def test_the_loop_goes_on(device: Device, helpers: Helpers) -> None:
 @pytest.mark.parametrize(
     ("end", "error"),
     [
-        (lambda state_machine: heard(state_machine, CmEventType.DEVICE_REMOVAL), DeviceRemovedError),
+        (lambda state_machine: deliver(state_machine, CmEventType.DEVICE_REMOVAL), DeviceRemovedError),
         (CmStateMachine.destroy, ClosedResourceError),
     ],
     ids=["removed", "closed"],
 )
-async def test_it_ends_while_the_verb_is_called(
+async def test_the_identifier_ends_during_modify(
     device: Device, helpers: Helpers, end: Callable[[CmStateMachine], None], error: type[Exception]
 ) -> None:
     """Who connects is told, and the queue pair goes to ERR as soon as it can be used again."""
-    async with conversing(device) as (qp, state_machine):
+    async with state_machine_in_init(device) as (qp, state_machine):
         connecting = asyncio.create_task(connect(state_machine, qp))
         await until(lambda: helpers.waiting)
         end(state_machine)
@@ -103,8 +103,10 @@ async def test_it_ends_while_the_verb_is_called(
 
 
 @pytest.mark.parametrize("timeout_s", [0.01, None], ids=["time is over", "cancelled"])
-async def test_who_has_waited_enough_is_told_at_once(device: Device, helpers: Helpers, timeout_s: float | None) -> None:
-    async with conversing(device) as (qp, state_machine):
+async def test_timeout_and_cancellation_do_not_wait_for_modify(
+    device: Device, helpers: Helpers, timeout_s: float | None
+) -> None:
+    async with state_machine_in_init(device) as (qp, state_machine):
         connecting = asyncio.create_task(connect(state_machine, qp, timeout_s))
         await until(lambda: helpers.waiting)
         if timeout_s is None:

@@ -19,56 +19,56 @@ PEER, OTHER = ("10.77.0.2", 7174), ("10.77.0.3", 7174)
 RESPONSE, REJECTED = CmEventType.CONNECT_RESPONSE, CmEventType.REJECTED
 
 
-class Manager:
+class FakeLibrary:
     """What librdmacm has: identifiers, which ask once each, and peers, which answer as they are told."""
 
     def __init__(self, qp: QueuePair) -> None:
         self.qp = qp
         self.answers: deque[CmEventType] = deque()
-        self.made: list[Kernel] = []
-        self.fails: VerbsError | None = None
+        self.identifiers: list[FakeIdentifier] = []
+        self.error: VerbsError | None = None
 
-    def make(self, channel: Any) -> "Kernel":
-        if self.fails is not None:
-            raise self.fails
-        self.made.append(Kernel(self, channel._dispatcher))
-        return self.made[-1]
+    def make(self, channel: Any) -> "FakeIdentifier":
+        if self.error is not None:
+            raise self.error
+        self.identifiers.append(FakeIdentifier(self, channel._dispatcher))
+        return self.identifiers[-1]
 
 
-class Kernel:
+class FakeIdentifier:
     """An identifier of librdmacm's, that leads to the queue pair itself."""
 
     port_num = 1
     local_address = None
 
-    def __init__(self, manager: Manager, dispatcher: Dispatcher) -> None:
-        self._manager = manager
+    def __init__(self, library: FakeLibrary, dispatcher: Dispatcher) -> None:
+        self._library = library
         self._dispatcher = dispatcher
-        self.device_name = manager.qp.handle.context.name
+        self.device_name = library.qp.handle.context.name
         self.peer_address: object = None
-        self.asked = self.destroyed = 0
+        self.connect_calls = self.destroyed = 0
 
-    def _tell(self, kind: CmEventType) -> None:
-        told = SimpleNamespace(event_type=int(kind), status=8, private_data=b"", identifier=self, listener=None)
+    def _post_event(self, kind: CmEventType) -> None:
+        event = SimpleNamespace(event_type=int(kind), status=8, private_data=b"", identifier=self, listener=None)
         receiver = self._dispatcher.receivers[cast(core.Identifier, self)]
-        self._dispatcher.loop.call_soon(receiver.on_event, cast(core.Event, told))
+        self._dispatcher.loop.call_soon(receiver.on_event, cast(core.Event, event))
 
     def resolve_addr(self, address: object, timeout_ms: int, source: object) -> None:
         self.peer_address = address
-        self._tell(CmEventType.ADDR_RESOLVED)
+        self._post_event(CmEventType.ADDR_RESOLVED)
 
     def resolve_route(self, timeout_ms: int) -> None:
-        self._tell(CmEventType.ROUTE_RESOLVED)
+        self._post_event(CmEventType.ROUTE_RESOLVED)
 
     def connect(self, **_: object) -> None:
-        self.asked += 1
-        self._tell(self._manager.answers.popleft())
+        self.connect_calls += 1
+        self._post_event(self._library.answers.popleft())
 
     def establish(self) -> None:
         pass
 
     def init_qp_attr(self, state: QpState) -> QpAttrs:
-        qp, here = self._manager.qp, self._manager.qp.local_endpoint()
+        qp, here = self._library.qp, self._library.qp.local_endpoint()
         if state is QpState.INIT:
             return QpAttrs(pkey_index=0, port_num=1)
         if state is QpState.RTS:
@@ -83,7 +83,7 @@ class Kernel:
         )
 
     def disconnect(self) -> None:
-        self._tell(CmEventType.DISCONNECTED)
+        self._post_event(CmEventType.DISCONNECTED)
 
     def destroy(self) -> None:
         self.destroyed += 1
@@ -99,7 +99,7 @@ class Channel(EventChannel):
 
 
 @pytest.mark.parametrize("resolves", [False, True])
-async def test_a_rejected_one_connects_when_it_asks_again(
+async def test_a_rejected_identifier_can_connect_again(
     device: Device, monkeypatch: pytest.MonkeyPatch, resolves: bool
 ) -> None:
     async with (
@@ -108,33 +108,33 @@ async def test_a_rejected_one_connects_when_it_asks_again(
         domain.queue_pair(cq) as qp,
         Channel() as channel,
     ):
-        manager = Manager(qp)
-        monkeypatch.setattr(core, "Identifier", manager.make)
+        library = FakeLibrary(qp)
+        monkeypatch.setattr(core, "Identifier", library.make)
         monkeypatch.setattr(cm_id, "check_queue_pair", lambda qp, attributes: None)  # which is of soft0
-        manager.answers.extend([REJECTED, REJECTED, RESPONSE])
-        async with Identifier(channel) as asking:
-            await asking.resolve(*PEER)
+        library.answers.extend([REJECTED, REJECTED, RESPONSE])
+        async with Identifier(channel) as identifier:
+            await identifier.resolve(*PEER)
             for _ in (1, 2):
                 with pytest.raises(ConnectionRejectedError):
-                    await asking.connect(qp)
+                    await identifier.connect(qp)
                 assert qp.query().qp_state is QpState.INIT
-                assert asking.peer_address == PEER
+                assert identifier.peer_address == PEER
                 with pytest.raises(QueuePairStateError, match="is not connected"):
-                    await asking.disconnect()
+                    await identifier.disconnect()
             if resolves:
-                await asking.resolve(*OTHER)
-            await asking.connect(qp)
-            assert asking.connected
-            assert asking.peer_address == (OTHER if resolves else PEER)
+                await identifier.resolve(*OTHER)
+            await identifier.connect(qp)
+            assert identifier.connected
+            assert identifier.peer_address == (OTHER if resolves else PEER)
             assert qp.query().qp_state is QpState.RTS
-            assert [each.asked for each in manager.made] == [1, 1, 1]
-            assert [each.destroyed for each in manager.made] == [1, 1, 0]
+            assert [each.connect_calls for each in library.identifiers] == [1, 1, 1]
+            assert [each.destroyed for each in library.identifiers] == [1, 1, 0]
             assert len(channel._dispatcher.receivers) == 1
-        assert [each.destroyed for each in manager.made] == [1, 1, 1]
+        assert [each.destroyed for each in library.identifiers] == [1, 1, 1]
         assert not channel._dispatcher.receivers
 
 
-async def test_there_is_no_other_identifier(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_failed_restart_can_be_retried(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     """It may be tried again when there is."""
     async with (
         device.resource_domain() as domain,
@@ -142,19 +142,19 @@ async def test_there_is_no_other_identifier(device: Device, monkeypatch: pytest.
         domain.queue_pair(cq) as qp,
         Channel() as channel,
     ):
-        manager = Manager(qp)
-        monkeypatch.setattr(core, "Identifier", manager.make)
+        library = FakeLibrary(qp)
+        monkeypatch.setattr(core, "Identifier", library.make)
         monkeypatch.setattr(cm_id, "check_queue_pair", lambda qp, attributes: None)
-        manager.answers.extend([REJECTED, RESPONSE])
-        async with Identifier(channel) as asking:
-            await asking.resolve(*PEER)
+        library.answers.extend([REJECTED, RESPONSE])
+        async with Identifier(channel) as identifier:
+            await identifier.resolve(*PEER)
             with pytest.raises(ConnectionRejectedError):
-                await asking.connect(qp)
-            manager.fails = VerbsError("rdma_create_id", errno.ENOMEM)
-            for ask in (lambda: asking.connect(qp), lambda: asking.resolve(*OTHER)):
+                await identifier.connect(qp)
+            library.error = VerbsError("rdma_create_id", errno.ENOMEM)
+            for ask in (lambda: identifier.connect(qp), lambda: identifier.resolve(*OTHER)):
                 with pytest.raises(VerbsError, match="rdma_create_id failed: ENOMEM"):
                     await ask()
-                assert not manager.made[0].destroyed
-            manager.fails = None
-            await asking.connect(qp)
-            assert asking.peer_address == PEER
+                assert not library.identifiers[0].destroyed
+            library.error = None
+            await identifier.connect(qp)
+            assert identifier.peer_address == PEER

@@ -1,4 +1,4 @@
-"""A certificate for this host, and contexts of TLS that know it."""
+"""Self-signed certificate for this host, and TLS contexts that use it."""
 
 import ssl
 import subprocess
@@ -8,7 +8,7 @@ __all__ = ["contexts"]
 
 
 def contexts(folder: Path) -> tuple[ssl.SSLContext, ssl.SSLContext]:
-    """Of a server, and of a client that believes it alone."""
+    """Return the context of a server, and that of a client which trusts only this server."""
     key, certificate = folder / "key.pem", folder / "certificate.pem"
     subject = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]
     command = [

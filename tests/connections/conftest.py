@@ -1,4 +1,4 @@
-"""An open device, or the name of one; processes find each other in a folder of the test's own."""
+"""Fixtures: an open device, or the name of one. Processes find each other in a directory of the test."""
 
 from tests.devices import device, device_name
 from tests.sockets import directory_of_sockets, short_path

@@ -1,4 +1,4 @@
-"""Two ends of a connection in one process, and what tests do with them."""
+"""Two connected ends in one process, and helpers for tests."""
 
 import asyncio
 import contextlib
@@ -32,7 +32,7 @@ HOST = "127.0.0.1"
 
 @dataclass
 class Pair:
-    """Both ends, the domain of both, and where the far one came from."""
+    """Both ends, their common domain, and the listener of the far end."""
 
     near: Connection
     far: Connection
@@ -47,7 +47,7 @@ async def pair(
     far_settings: ConnectionSettings | None = None,
     **both: Any,
 ) -> AsyncIterator[Pair]:
-    """Connected ends; who closes one in the block does no harm."""
+    """Connect two ends. The block may close either end."""
     async with (
         device.resource_domain() as domain,
         listen(HOST, domain=domain, settings=far_settings or settings, **both) as listener,
@@ -64,12 +64,12 @@ async def pair(
 
 
 def deeper(settings: ConnectionSettings, **changes: Any) -> ConnectionSettings:
-    """The same but for that."""
+    """Return these settings with some fields replaced."""
     return replace(settings, **changes)
 
 
 async def use_up(connection: Connection) -> int:
-    """Send messages until there is no credit for another one; how many."""
+    """Send messages until no credit is left, and return their number."""
     count = 0
     while connection.traffic().credits > 1:
         await connection.send(b"one of them")
@@ -78,7 +78,7 @@ async def use_up(connection: Connection) -> int:
 
 
 async def works(near: Connection, far: Connection) -> None:
-    """See that both ends send and receive."""
+    """Check that both ends send and receive."""
     async with asyncio.timeout(patience(10)):
         for one, other in ((near, far), (far, near)):
             await one.send(b"as ever")
@@ -89,7 +89,9 @@ Cancel = Callable[[Coroutine[Any, Any, object], Callable[[], object]], Coroutine
 
 
 async def cancel_by_its_task(awaited: Coroutine[Any, Any, object], when: Callable[[], object]) -> None:
-    """Await something, and cancel it when that is so, as asyncio does; and again in the next turn of the loop."""
+    """Await a call, and cancel its task when a condition holds, as asyncio does; and again in the next iteration of the
+    loop.
+    """
     task = asyncio.ensure_future(awaited)
     await until(when)
     assert not task.done()
@@ -101,7 +103,7 @@ async def cancel_by_its_task(awaited: Coroutine[Any, Any, object], when: Callabl
 
 
 async def cancel_by_its_scope(awaited: Coroutine[Any, Any, object], when: Callable[[], object]) -> None:
-    """Await something, and cancel it when that is so, as anyio does: at each of its awaits from there on."""
+    """Await a call, and cancel it when a condition holds, as anyio does: at each await from then on."""
     scope = anyio.CancelScope()
 
     async def wait() -> None:

@@ -1,6 +1,6 @@
-"""The other one of two processes: a server that does what its connections' first messages say.
+"""Second process of a test: a server that does what the first message of each connection says.
 
-It writes its port to its standard output, and ends when its standard input does.
+It writes its port to standard output, and ends when its standard input ends.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""Servers at some port of this host, on a domain or on a pool, and who comes to them."""
+"""Servers on a domain or a pool, and clients of them."""
 
 from typing import Any
 
@@ -23,5 +23,5 @@ def served(place: ResourceDomain | WorkerPool, handler: Handler = echo, **option
 
 
 def asked(server: Server, domain: ResourceDomain, **options: Any) -> Connecting:
-    """A connection with it: to be awaited, or for a block."""
+    """Return a pending connection to the server, to await or to enter."""
     return connect(HOST, server.port, domain=domain, settings=SMALL, **options)

@@ -1,4 +1,4 @@
-"""Bytes without bounds over messages, and what stands on such streams."""
+"""Byte streams over connections, and streams on top of them."""
 
 import asyncio
 import random
@@ -76,7 +76,6 @@ async def test_buffered_byte_receive_stream(device: Device) -> None:
 
 
 async def test_tls_over_a_byte_stream(device: Device, tmp_path: Path) -> None:
-    """For data that is to be secret, too."""
     server, client = contexts(tmp_path)
     async with pair(device) as ends:
         near, far = await asyncio.gather(

@@ -1,4 +1,4 @@
-"""What was sent goes, whoever is cancelled afterwards; who waits is told, whatever is in the way of that."""
+"""Cancelled senders: what was sent goes out, and waiting callers are notified."""
 
 import asyncio
 import errno
@@ -41,7 +41,7 @@ async def granted(giver: Connection, taker: Connection, memory: MemoryRegion) ->
 
 
 def fill(connection: Connection, source: MemoryRegion, target: RemoteGrant) -> list[Operation[None]]:
-    """Take all places of a send queue that is held, and wait for one more."""
+    """Use all places of a blocked send queue, and wait for one more."""
     writes: list[Operation[None]] = []
     while not connection.qp.statistics().sends.queued:
         assert len(writes) < 20
@@ -102,7 +102,7 @@ async def test_cancelling_write_with_immediate_keeps_an_announced_write(device: 
 
 
 class InUse:
-    """A verb that another thread's verbs are in the way of, a few times."""
+    """A verb that fails with ConcurrentAccessError a few times."""
 
     def __init__(self, verb: Callable[..., Any], times: int, error: type[Exception] = ConcurrentAccessError) -> None:
         self._verb = verb
@@ -169,7 +169,7 @@ async def test_a_grant_block_raises_the_exception_of_its_body(device: Device) ->
 
 
 async def test_a_broken_shared_completion_queue_is_replaced(device: Device) -> None:
-    """It is closed when the last of its connections is gone."""
+    """The broken queue is closed with the last of its connections."""
     async with pair(device) as ends:
         cq = ends.near.qp._send_cq
         assert cq is not None
@@ -204,7 +204,7 @@ async def test_a_second_stop_with_an_earlier_deadline_wins(device: Device) -> No
 
 
 class With:
-    """Something, but for some of its attributes."""
+    """An object with some of its attributes replaced."""
 
     def __init__(self, whole: object, **others: object) -> None:
         self._whole = whole
@@ -231,7 +231,7 @@ async def test_waiters_learn_of_a_lost_peer_even_if_polling_fails(device: Device
 
 @pytest.mark.every_way
 async def test_closing_while_a_thread_is_in_a_verb(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was sent is delivered, the peer is told that no more comes, and all of it is closed."""
+    """Sent data is delivered, the peer is notified of the end, and everything is closed."""
     async with pair(device) as ends:
         near: Any = ends.near
         qp = near.qp

@@ -1,4 +1,4 @@
-"""Listeners, servers and connections whose loop is closed: another one closes them, or closes their device."""
+"""Listeners, servers and connections of a closed event loop: another loop closes them, or closes their device."""
 
 import asyncio
 import contextlib
@@ -32,14 +32,14 @@ HOST = own_address()  # at which no other process takes a port that was given up
 
 
 def accepts(port: int) -> bool:
-    """Whether somebody listens there."""
+    """Return whether a listener accepts at a port."""
     with contextlib.suppress(ConnectionRefusedError), socket.create_connection((HOST, port), patience(10)):
         return True
     return False
 
 
 def run_and_close(coroutine: Coroutine[Any, Any, None], *, cancel: bool) -> None:
-    """On a loop of its own, which cancels its tasks before it is closed, or leaves them as they are."""
+    """Run on a new loop, which is closed after its tasks are cancelled, or with its tasks still pending."""
     if cancel:
         asyncio.run(coroutine)
         return
@@ -51,7 +51,7 @@ def run_and_close(coroutine: Coroutine[Any, Any, None], *, cancel: bool) -> None
 
 
 class Deserted:
-    """A listener with a connection that nobody took, a server on a domain and one on a pool. Their loop is closed."""
+    """A listener with an unaccepted connection, a server on a domain and a server on a pool, of a closed loop."""
 
     device: Device
     pool: WorkerPool
@@ -81,7 +81,7 @@ class Deserted:
 
 
 def end(close: Callable[[Deserted], Coroutine[Any, Any, None]], *, cancel: bool) -> None:
-    """Make those, and close them by another loop."""
+    """Make these objects, and close them on another loop."""
 
     async def close_in_time(deserted: Deserted) -> None:
         async with asyncio.timeout(patience(20)):
@@ -128,7 +128,7 @@ def test_closing_the_device_closes_listeners_and_servers(cancel: bool) -> None:
 
 
 async def test_listeners_of_a_running_loop_are_not_closed_by_another(device: Device) -> None:
-    """Closing the domain does not close them, and closing them does not hold on to the domain."""
+    """Closing the domain leaves them open, and closing them does not keep the domain."""
     domain = await device.resource_domain().open()
     async with listen(HOST, domain=domain) as listener, serve(echo, HOST, domain=domain) as server:
         held = len(domain._lifecycle._handles)
@@ -147,7 +147,6 @@ async def test_listeners_of_a_running_loop_are_not_closed_by_another(device: Dev
 def test_a_device_with_waiters_of_a_closed_loop_is_closed_at_once(
     factory: Callable[[], asyncio.AbstractEventLoop],
 ) -> None:
-    """Who closes the device on another loop closes it at the first attempt, whatever was waited for on that loop."""
 
     async def begin() -> tuple[Device, Connection, Connection]:
         device = await open_device("soft0").open()
@@ -178,7 +177,7 @@ def test_a_device_with_waiters_of_a_closed_loop_is_closed_at_once(
 
 
 def test_another_loop_closes_connections() -> None:
-    """Its peer is told nothing, and all of it is closed."""
+    """The peer is not notified, and everything is closed."""
 
     async def begin() -> tuple[Device, Connection, Connection]:
         device = await open_device("soft0").open()

@@ -1,4 +1,4 @@
-"""How connections end: with everything delivered or not, by a peer that dies, by being forgotten or cancelled."""
+"""Ends of connections: delivery of sent data, death of the peer, cancelled and forgotten connections."""
 
 import asyncio
 import contextlib
@@ -30,13 +30,13 @@ MESSAGES = [bytes([n]) * (n * 200) for n in range(3)]
 
 
 async def flood(connection: Connection) -> None:
-    """More than a peer takes that reads nothing."""
+    """Send more than a peer accepts that does not read."""
     for _ in range(10):
         await connection.send(bytes(5000))
 
 
 async def stuck(connection: Connection) -> None:
-    """Until it waits for a credit that nobody gives it: the first message is taken in, and the second is not."""
+    """Wait until a sender waits for a credit that is never returned: the peer has room for the first message only."""
     before, seen = None, connection.traffic()
     while seen != before or seen.credits > 1 or not (seen.waits and seen.messages_sent):
         await asyncio.sleep(0.02)  # nobody tells: it is the other end's doing
@@ -45,7 +45,7 @@ async def stuck(connection: Connection) -> None:
 
 @pytest.mark.every_way
 async def test_closing_delivers_everything_sent(device: Device) -> None:
-    """Who closes at once after sending loses nothing, even where the other end has not read any of it."""
+    """Also if the peer has not read any of it yet."""
     async with pair(device) as ends:
         for message in MESSAGES:
             await ends.near.send(message)
@@ -81,7 +81,7 @@ async def test_closing_waits_for_a_concurrent_send(device: Device) -> None:
 
 @pytest.mark.every_way
 async def test_closing_gives_up_after_close_timeout_s(device: Device) -> None:
-    """For a peer that reads nothing: after its time what was not delivered is lost, and the peer is told so."""
+    """The peer does not read: undelivered data is lost, and the peer is notified of that."""
     async with pair(device, deeper(SMALL, close_timeout_s=0.1)) as ends:
         sending = asyncio.create_task(flood(ends.near))
         await stuck(ends.near)
@@ -99,7 +99,7 @@ async def test_closing_gives_up_after_close_timeout_s(device: Device) -> None:
 @pytest.mark.every_way
 @every_way_to_cancel
 async def test_a_cancelled_send_eof_has_no_effect(device: Device, cancel: Cancel) -> None:
-    """The peer was not told: more can be sent, and the end after that."""
+    """The peer is not notified: more messages can be sent, and the end after them."""
     async with pair(device) as ends:
         count = await use_up(ends.near)
         waits = ends.near.traffic().waits
@@ -183,7 +183,6 @@ async def test_closing_the_domain_closes_the_connection(device: Device) -> None:
 
 @pytest.mark.every_way
 async def test_a_forgotten_connection_warns_and_closes(device: Device) -> None:
-    """It is warned of and closed, and the other end is told."""
     async with device.resource_domain() as domain, listen(HOST, domain=domain, settings=SMALL) as listener:
         near: Connection | None = await connect(HOST, listener.port, domain=domain, settings=SMALL)
         far = await listener.accept()
@@ -199,7 +198,7 @@ async def test_a_forgotten_connection_warns_and_closes(device: Device) -> None:
 
 
 async def test_keepalive_detects_a_dead_queue_pair(device: Device) -> None:
-    """Nobody says anything; the queue pair there is gone and the TCP connection does not tell."""
+    """The connection is idle, the peer's queue pair is destroyed, and the TCP connection does not report it."""
     settings = deeper(SMALL, keep_alive_s=0.4)
     async with pair(device, settings) as ends:
         assert ends.far._monitor is not None
@@ -249,7 +248,7 @@ async def test_a_cancelled_receive_loses_nothing(device: Device) -> None:
 
 @pytest.mark.every_way
 async def test_a_cancelled_send_arrives_whole_or_not_at_all(device: Device) -> None:
-    """Wherever it is cancelled: what comes behind it arrives, and of it nothing, or all."""
+    """Later messages arrive, wherever the send is cancelled."""
     async with pair(device) as ends:
         chance = random.Random(6)
         got: list[bytes] = []
@@ -281,7 +280,7 @@ async def test_a_cancelled_send_arrives_whole_or_not_at_all(device: Device) -> N
 
 @pytest.mark.parametrize("turns", range(0, 24, 3))
 async def test_cancelled_connect_leaves_nothing(device: Device, turns: int) -> None:
-    """After so many turns of the loop: nothing is left of it, and the listener goes on."""
+    """Cancelled after each number of loop iterations. The listener goes on."""
     async with device.resource_domain() as domain, listen(HOST, domain=domain, settings=SMALL) as listener:
 
         async def connecting() -> None:
@@ -326,7 +325,6 @@ async def test_cancelled_close_still_closes(device: Device, turns: int) -> None:
 
 @pytest.mark.every_way
 async def test_closing_ends_all_waiting_calls(device: Device) -> None:
-    """Whatever waits on it."""
     async with pair(device) as ends, ends.domain.register(64) as memory:
         waits: list[Any] = [ends.near.receive(), flood(ends.near), ends.near.receive_grant()]
         tasks = [asyncio.create_task(each) for each in waits]
@@ -340,7 +338,6 @@ async def test_closing_ends_all_waiting_calls(device: Device) -> None:
 
 
 async def test_reopening_reuses_buffers_and_completion_queues(device: Device) -> None:
-    """Buffers and completion queues are used again: their number does not grow."""
     settings = ConnectionSettings(buffer_size=4096)
     async with device.resource_domain() as domain, listen(HOST, domain=domain, settings=settings) as listener:
         seen = set()

@@ -1,4 +1,6 @@
-"""Connections belong to a loop, wherever they are made: another one is refused, before anything has changed."""
+"""Connections belong to one event loop on every kind of domain: calls on other loops are refused before anything
+changes.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -17,7 +19,7 @@ CrossLoopCall = Callable[[], Awaitable[object]]
 
 
 async def refused(*calls: CrossLoopCall) -> None:
-    """Each of them raises AffinityError, and waits for nothing, on a loop that owns nothing."""
+    """Check that each call raises AffinityError at once on a loop that owns nothing."""
 
     async def call_all() -> None:
         for call in calls:
@@ -30,7 +32,7 @@ async def refused(*calls: CrossLoopCall) -> None:
 
 @asynccontextmanager
 async def placed(device: Device, where: str) -> AsyncIterator[tuple[Connection, Connection]]:
-    """Connected ends on a domain of some kind. But for SINGLE, nobody in particular owns what is made there."""
+    """Connect two ends on a domain of some thread model. Except for SINGLE, no loop owns the domain."""
     async with AsyncExitStack() as stack:
         domain: Domain = await stack.enter_async_context(device.protection_domain())
         if where != "PD":
@@ -72,7 +74,7 @@ async def test_one_sided_requests_refuse_other_loops(device: Device, where: str)
 
 @pytest.mark.every_way
 async def test_sending_from_another_loop_while_the_owner_waits(device: Device) -> None:
-    """While the owner waits for credits, under its lock: that stays the owner's."""
+    """The owner waits for credits and holds the lock; the refused call leaves both alone."""
     async with pair(device) as ends:
         await ends.near.send(b"unread")
         large = asyncio.create_task(ends.near.send(bytes(64 * 1024)))
@@ -89,7 +91,7 @@ async def test_sending_from_another_loop_while_the_owner_waits(device: Device) -
 
 
 async def test_affinity_is_checked_where_a_call_is_awaited(device: Device) -> None:
-    """As with `asyncio.run_coroutine_threadsafe`: it counts where it runs."""
+    """As with `asyncio.run_coroutine_threadsafe`, where the call is made on another loop."""
     async with pair(device) as ends:
         sending, receiving = ends.near.send(b"x"), ends.near.receive()
         await refused(lambda: sending, lambda: receiving)

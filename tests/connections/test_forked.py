@@ -1,4 +1,4 @@
-"""Listeners, servers and connections in the child of a fork: all of it stays the parent's, and goes on there."""
+"""Listeners, servers and connections in a forked child: they stay the parent's, and go on there."""
 
 import asyncio
 import sys
@@ -75,7 +75,6 @@ def test_parent_listeners_survive_a_fork() -> None:
 
 
 async def test_closing_in_a_forked_child_does_nothing(device: Device) -> None:
-    """That does nothing: all of it is the parent's."""
     async with (
         device.resource_domain() as domain,
         served(domain) as server,

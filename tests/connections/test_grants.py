@@ -1,4 +1,4 @@
-"""What one end lets the other do in its memory, and takes back while it does it."""
+"""Grants: access to the peer's memory, and revoking during that access."""
 
 import asyncio
 import contextlib
@@ -87,7 +87,7 @@ async def test_write_with_immediate_checks_before_writing(device: Device) -> Non
 
 
 async def test_a_remote_region_sent_in_a_message(device: Device) -> None:
-    """Who names it in messages of its own needs not be asked by `receive_grant`."""
+    """A region named in a user's message can be used without `receive_grant`."""
     async with pair(device) as ends, ends.domain.register(64, LOCAL) as memory, ends.domain.register(64) as local:
         async with await ends.near.grant(memory, READ) as grant:
             await ends.near.send(bytes(grant.remote))
@@ -102,7 +102,7 @@ async def test_a_remote_region_sent_in_a_message(device: Device) -> None:
 @REGIONS
 @pytest.mark.parametrize("what", ["write to what is to be read", "beyond the end", "after a revocation, all the same"])
 async def test_the_device_refuses_access_beyond_the_grant(device: Device, region: AccessFlags, what: str) -> None:
-    """It breaks this connection, and no other of the same domain; and the memory is as it was."""
+    """This connection breaks, other connections of the domain do not, and the memory is unchanged."""
     async with (
         pair(device, QUICK) as ends,
         pair(device, QUICK) as others,
@@ -151,7 +151,7 @@ async def _reads(connection: Connection, local: Any, granted: RemoteGrant) -> in
 @pytest.mark.every_way
 @REGIONS
 async def test_revoking_under_load(device: Device, region: AccessFlags) -> None:
-    """The late access is refused, and nothing else is: not what was under way, nor messages, nor another grant."""
+    """The late access is refused, and nothing else: neither requests in flight, nor messages, nor other grants."""
     async with (
         pair(device, deeper(SMALL, receive_depth=8)) as ends,
         ends.domain.register(4096, region) as memory,
@@ -197,7 +197,7 @@ async def test_revoking_under_load(device: Device, region: AccessFlags) -> None:
 async def test_an_unacknowledged_revocation_invalidates_the_key(
     device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A peer that never answers: the key is gone when the time is over."""
+    """The peer never answers: the key is invalid after the timeout."""
     async with (
         pair(device, QUICK) as ends,
         ends.domain.register(64, LOCAL | READ | AccessFlags.MW_BIND) as memory,
@@ -219,7 +219,7 @@ async def test_an_unacknowledged_revocation_invalidates_the_key(
 async def test_a_cancelled_revoke_still_invalidates_the_key(
     device: Device, monkeypatch: pytest.MonkeyPatch, region: AccessFlags, cancel: Cancel
 ) -> None:
-    """It takes the key all the same, and the number of the grant is free again when the peer has answered."""
+    """The number of the grant is free again when the peer has answered."""
     monkeypatch.setattr("aioverbs._connection.grants._NUMBER_COUNT", 4)
     async with pair(device) as ends, ends.domain.register(64, region) as memory:
         assert ends.far._channel is not None
@@ -243,7 +243,7 @@ async def test_a_cancelled_revoke_still_invalidates_the_key(
 
 
 async def test_revoke_without_a_credit_is_sent_later(device: Device) -> None:
-    """Who does not read is told of it later, when the key is gone already."""
+    """The peer does not read: it receives the message after the key is invalid."""
     async with pair(device) as ends, ends.domain.register(64, LOCAL) as memory:
         grant = await ends.near.grant(memory, READ)
         granted = await ends.far.receive_grant()
@@ -258,7 +258,7 @@ async def test_revoke_without_a_credit_is_sent_later(device: Device) -> None:
 
 
 async def test_concurrent_revokes_close_the_key_once(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever is the first to have waited long enough; a key that is taken twice would break the queue pair."""
+    """The caller with the shortest timeout closes the key. Closing it twice would break the queue pair."""
     async with pair(device) as ends, ends.domain.register(64, LOCAL | READ | AccessFlags.MW_BIND) as memory:
         grant = await ends.near.grant(memory, READ)
         await ends.far.receive_grant()
@@ -331,7 +331,6 @@ async def test_invalid_grants_are_refused(device: Device, access: AccessFlags) -
 
 
 async def test_more_grants_than_the_peer_accepts_break_the_connection(device: Device) -> None:
-    """The other end takes no more than it said it would; who goes on is not listened to any more."""
     async with pair(device, SMALL, deeper(SMALL, max_grants=2)) as ends, ends.domain.register(64, LOCAL) as memory:
         first, _ = [await ends.near.grant(memory, READ) for _ in range(2)]
         await ends.far.receive_grant()

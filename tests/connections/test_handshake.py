@@ -1,4 +1,4 @@
-"""What two ends say to each other, without a wire: every order, every lie, every bit flipped."""
+"""The handshake without a network: order of messages, invalid values, flipped bits."""
 
 import random
 import struct
@@ -54,7 +54,7 @@ def ends(
 
 
 def talk(near: Handshake, far: Handshake, ours: Offer = OFFER, theirs: Offer = OFFER) -> tuple[Offer, Offer]:
-    """What each heard of the other."""
+    """Run a handshake, and return the offer that each end received."""
     far.receive_hello(near.hello())
     near.receive_hello(far.hello())
     heard = far.receive_offer(near.offer(ours))
@@ -79,7 +79,7 @@ def test_different_secrets_are_refused(near: bytes | None, far: bytes | None) ->
 
 
 def test_a_reflected_proof_is_refused() -> None:
-    """Who knows none cannot play the listener by sending the initiator's own proof back."""
+    """A listener without the secret cannot send the initiator's own proof back."""
     near, far = ends(b"secret", b"secret")
     far.receive_hello(near.hello())
     near.receive_hello(far.hello())
@@ -96,7 +96,7 @@ def test_an_own_nonce_from_the_peer_is_refused() -> None:
 
 
 def test_a_replayed_handshake_is_refused() -> None:
-    """The same words to another listener, whose nonce is another one."""
+    """The same messages, sent to a listener with another nonce."""
     near, far = ends(b"secret", b"secret")
     hello = near.hello()
     far.receive_hello(hello)
@@ -160,7 +160,7 @@ def test_invalid_headers_are_refused(head: bytes) -> None:
 
 
 def messages(secret: bytes | None) -> list[tuple[bytes, Callable[[bytes], object]]]:
-    """Each message of a handshake, with who hears it, in the state for that."""
+    """Yield each message of a handshake, with the end that receives it, in the right state."""
     near, far = ends(secret, secret)
     first = near.hello()
     far.receive_hello(first)
@@ -173,7 +173,7 @@ def messages(secret: bytes | None) -> list[tuple[bytes, Callable[[bytes], object
 
 
 def said(hear: Callable[[bytes], object], data: bytes) -> None:
-    """Whatever comes, it is heard or a HandshakeError, and nothing else."""
+    """Check that a message is accepted or raises HandshakeError, and nothing else."""
     try:
         hear(data)
     except HandshakeError as error:
@@ -193,7 +193,7 @@ def test_arbitrary_bytes_raise_only_handshake_errors(data: bytes, secret: bytes 
 
 @pytest.mark.parametrize("secret", [None, b"secret"])
 def test_flipped_bits_and_cut_messages(secret: bytes | None) -> None:
-    """With a secret, none of an offer's bits can be another one; and nothing but a HandshakeError comes of any."""
+    """With a secret, every changed bit of an offer is detected. Only HandshakeError is raised."""
     for at in range(3):
         message, _ = messages(secret)[at]
         changed = [
@@ -224,7 +224,7 @@ def test_reject_round_trip(reason: int, text: str) -> None:
 
 
 def test_text_of_the_peer_is_made_printable() -> None:
-    """Nothing that a peer says of itself ends a line, or is for a terminal."""
+    """No text of the peer ends a line or controls a terminal."""
     told = replace(OFFER, device="[/x]\x1b[2J\n2026 CRITICAL")
     heard, _ = Offer.parse_body(told.pack(), 0)
     assert heard.device == "[/x]?[2J?2026 CRITICAL"
@@ -252,7 +252,7 @@ def test_invalid_arguments_of_a_handshake(nonce: bytes, secret: bytes | None) ->
 
 
 def test_random_messages_of_a_dishonest_end() -> None:
-    """Messages of a handshake in any order, some of them cut or changed: each is heard or refused."""
+    """Messages in any order, some cut or changed: each is accepted or refused."""
     chance = random.Random(8)
     for _ in range(300):
         near, far = ends(b"s", b"s")

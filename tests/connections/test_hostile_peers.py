@@ -1,4 +1,4 @@
-"""Peers that got through the handshake, and then do what no end of ours does: they end their own connection."""
+"""Peers that violate the protocol after the handshake: only their own connection breaks."""
 
 import asyncio
 import contextlib
@@ -39,7 +39,7 @@ def traffic_of(connection: Connection) -> MessageChannel:
 
 @contextlib.asynccontextmanager
 async def beside(ends: Pair) -> AsyncIterator[Talk]:
-    """Another connection, whose ends have the same completion queue; what sends something over it."""
+    """Another connection on the same completion queue. Returns a function that sends over it."""
     async with (
         connect(HOST, ends.listener.port, domain=ends.domain, settings=SMALL) as near,
         await ends.listener.accept() as far,
@@ -79,7 +79,7 @@ def grants() -> Frames:
 
 
 async def send_until_broken(ends: Pair, frames: Frames, memory: RegionSlice, after: Talk) -> int:
-    """As a peer that has no use for credits; how many were sent."""
+    """Send without regard to credits until the connection breaks, and return the number of messages."""
     near, far = traffic_of(ends.near), traffic_of(ends.far)
     near._add_credits = lambda count: None  # type: ignore[method-assign]
     near._send_credit_update = lambda: None  # type: ignore[method-assign]
@@ -98,7 +98,7 @@ async def send_until_broken(ends: Pair, frames: Frames, memory: RegionSlice, aft
 
 @pytest.mark.parametrize("frames", [credits_alone, messages, fragments, grants])
 async def test_messages_without_credits_break_the_connection(device: Device, frames: Callable[[], Frames]) -> None:
-    """However many come, no more is kept than there are credits, and other connections know nothing of it."""
+    """No more messages are kept than there are credits, and other connections are not affected."""
     async with pair(device) as ends, beside(ends) as talk, ends.domain.register(64, LOCAL) as memory:
         far = traffic_of(ends.far)
         sent = await send_until_broken(ends, frames(), memory[:], talk)
@@ -114,7 +114,7 @@ async def test_messages_without_credits_break_the_connection(device: Device, fra
 
 
 async def test_too_many_handshake_messages_break_the_connection(device: Device) -> None:
-    """Where that goes over the queue pair: before the secret was proved nothing else is kept."""
+    """When the handshake goes over the queue pair, no more is kept before the secret is proved."""
     async with pair(device) as ends, ends.domain.register(64, LOCAL) as memory:
         far = traffic_of(ends.far)
         far._handshake_messages_left = 1 << 30  # as with rdma_cm, until the peer's offer is known
@@ -128,7 +128,7 @@ async def test_too_many_handshake_messages_break_the_connection(device: Device) 
 
 @pytest.mark.parametrize("early", [False, True], ids=["", "early"])
 async def test_a_message_by_write_with_immediate_is_not_delivered(device: Device, early: bool) -> None:
-    """Their receives have what another message left there, which may be another peer's: nobody is given that."""
+    """The receive holds data of an earlier message, maybe of another peer, which must not be delivered."""
     access = LOCAL | AccessFlags.REMOTE_WRITE
     async with pair(device) as ends, ends.domain.register(64, access) as memory:
         for _ in range(2 * SMALL.receive_depth):
@@ -147,7 +147,7 @@ async def test_a_message_by_write_with_immediate_is_not_delivered(device: Device
 
 
 async def test_an_internal_error_breaks_only_its_connection(device: Device, caplog: pytest.LogCaptureFixture) -> None:
-    """An error in what takes messages in does not come out of others' awaits, and is not lost either."""
+    """An error while a message is processed neither appears in awaits of other connections nor is lost."""
     async with pair(device) as ends, beside(ends) as talk:
         far = traffic_of(ends.far)
 
@@ -176,7 +176,7 @@ async def test_an_internal_error_breaks_only_its_connection(device: Device, capl
 
 
 async def test_revoke_does_not_wait_for_a_stalled_send_queue(device: Device) -> None:
-    """What it acknowledges late, or never, is not what the end of a grant waits for."""
+    """The peer acknowledges late or never."""
     async with (
         pair(device) as ends,
         ends.domain.register(64, LOCAL | READ | AccessFlags.MW_BIND) as memory,
@@ -198,7 +198,9 @@ async def test_revoke_does_not_wait_for_a_stalled_send_queue(device: Device) -> 
 
 
 async def test_unread_revoked_grants_are_bounded(device: Device) -> None:
-    """They are given all the same, since the peer may have spoken of them; but no peer has any number of them kept."""
+    """Revoked grants are returned as well, since the peer may have named them in messages, but only a limited number is
+    kept.
+    """
     settings = replace(SMALL, max_grants=2)
     async with pair(device, settings) as ends, ends.domain.register(64, LOCAL) as memory:
         grants = []
@@ -216,7 +218,7 @@ async def test_unread_revoked_grants_are_bounded(device: Device) -> None:
 
 
 async def test_reusing_a_grant_number_too_early_breaks_the_connection(device: Device) -> None:
-    """Answers that wait for a credit are one for each number, and no more."""
+    """At most one acknowledgement for each number waits for a credit."""
     async with pair(device) as ends, ends.domain.register(64, LOCAL) as memory:
         await use_up(ends.far)
         grant = await ends.near.grant(memory, READ)

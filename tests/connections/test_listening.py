@@ -1,4 +1,4 @@
-"""Peers that stall, lie, flood and vanish, know no secret or another one, speak TLS or something else."""
+"""Peers that stall, violate the handshake, flood or vanish, have another secret, use TLS or another protocol."""
 
 import asyncio
 import contextlib
@@ -64,7 +64,7 @@ def refused(listener: ConnectionListener) -> dict[str, int]:
 
 
 async def talks(listener: ConnectionListener, domain: ResourceDomain, **options: Any) -> None:
-    """Others are served as ever."""
+    """Check that other peers are still served."""
     async with (
         connect(HOST, listener.port, domain=domain, settings=SMALL, **options) as near,
         await listener.accept() as far,
@@ -91,7 +91,7 @@ async def test_different_secret_is_refused(device: Device) -> None:
 
 
 async def test_a_listener_without_the_secret_is_refused(device: Device) -> None:
-    """It says that it does, and cannot prove it."""
+    """It claims to have the secret and cannot prove it."""
     async with device.resource_domain() as domain:
 
         async def impostor(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -122,7 +122,7 @@ async def test_another_version_is_refused(device: Device) -> None:
 
 
 async def test_a_stalling_peer_is_dropped_after_the_timeout(device: Device) -> None:
-    """At each point of the handshake, and while it dribbles bytes."""
+    """At each point of the handshake, and while it sends single bytes."""
     async with (
         listening(device, handshake_timeout_s=patience(1)) as (listener, domain),
         contextlib.AsyncExitStack() as stack,
@@ -146,7 +146,7 @@ async def test_a_stalling_peer_is_dropped_after_the_timeout(device: Device) -> N
 async def _offer(
     peer: tuple[asyncio.StreamReader, asyncio.StreamWriter], domain: ResourceDomain, device: Device
 ) -> None:
-    """All but the last word, with the endpoint of a queue pair that somebody else has."""
+    """Perform all but the last message, with the endpoint of another queue pair."""
     reader, writer = peer
     us = Handshake(True, os.urandom(16))
     writer.write(us.hello())
@@ -193,7 +193,7 @@ async def test_invalid_handshakes_are_refused(device: Device, words: bytes) -> N
 
 
 async def test_a_vanishing_peer_leaves_nothing(device: Device) -> None:
-    """At each point of the handshake: the listener goes on, and its domain has no queue pair of it."""
+    """At each point of the handshake: the listener goes on, and the domain has no queue pair left."""
     async with listening(device) as (listener, domain):
         hello = Handshake(True, os.urandom(16)).hello()
         for step in range(3):
@@ -211,7 +211,7 @@ async def test_a_vanishing_peer_leaves_nothing(device: Device) -> None:
 
 @pytest.mark.parametrize("limit", ["max_handshakes", "max_connections"])
 async def test_silent_peers_do_not_block_others(device: Device, limit: str) -> None:
-    """No more than so many are listened to; then the oldest gives way, and those who have said nothing first."""
+    """The number of handshakes is limited; then the oldest peer is dropped, those that have sent nothing first."""
     async with (
         listening(device, **{limit: 3}, handshake_timeout_s=patience(60)) as (listener, domain),
         contextlib.AsyncExitStack() as stack,
@@ -311,7 +311,7 @@ async def test_many_connections_at_once(device: Device) -> None:
 
 
 async def test_connections_of_two_devices(device: Device) -> None:
-    """As between two processes, but for the loop that both have."""
+    """As between two processes, but on one event loop."""
     if not device.software:
         pytest.skip("software devices, of which there may be two, are what this is about")
     async with (

@@ -1,4 +1,4 @@
-"""Messages: of every size, in their order, by many tasks, with receivers that are slow, and never told to wait."""
+"""Messages of every size, in order, by many tasks, with slow receivers, and without any RNR NAK."""
 
 import asyncio
 import random
@@ -25,7 +25,7 @@ HUGE = ConnectionSettings(buffer_size=512, receive_depth=4, send_buffers=1, send
 
 @pytest.fixture(autouse=True)
 def _never_told_to_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One RNR NAK and the connection breaks."""
+    """Break the connection at the first RNR NAK."""
     monkeypatch.setitem(repeating.RETRIES, "rnr_retry", 0)
 
 
@@ -63,7 +63,7 @@ async def test_every_size_around_the_fragments(device: Device, settings: Connect
 
 
 async def test_ends_with_different_settings(device: Device) -> None:
-    """Fragments fit the smaller buffers, and credits are of who receives."""
+    """Fragments fit the smaller buffers, and credits follow the receiver's settings."""
     async with pair(device, SMALL, deeper(SMALL, buffer_size=512, receive_depth=9)) as ends:
         for size in (511, 512, 513, 1024, 1025, 20_000):
             assert await _one(ends.near, ends.far, sample(size)) == sample(size)
@@ -96,7 +96,7 @@ async def test_any_buffer_may_be_changed_after_sending(device: Device) -> None:
 
 @pytest.mark.every_way
 async def test_one_way_traffic_returns_credits(device: Device) -> None:
-    """The peer has nothing to say, and so gives credits back by messages of their own."""
+    """The peer sends no messages, and so returns credits by messages of their own."""
     async with pair(device) as ends:
         count = fewer(2000)
 
@@ -116,7 +116,7 @@ async def test_one_way_traffic_returns_credits(device: Device) -> None:
 
 @pytest.mark.every_way
 async def test_many_tasks_send_in_both_directions(device: Device) -> None:
-    """Each message arrives whole, and those of one task in their order."""
+    """Each message arrives whole, and messages of one task arrive in order."""
     tasks, each = 6, fewer(40)
     async with pair(device) as ends:
 
@@ -165,7 +165,7 @@ async def test_an_unread_connection_blocks_the_sender(device: Device) -> None:
 
 
 async def test_unread_long_messages_block_the_sender(device: Device) -> None:
-    """One long message is taken in ahead; of those behind it only what there are receives for."""
+    """One long message is accepted ahead; of those behind it no more than the receives hold."""
     async with pair(device) as ends:
         big = sample(20_000)
         done = 0

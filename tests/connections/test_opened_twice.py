@@ -1,4 +1,4 @@
-"""What is opened a second time says so, and goes on as it was."""
+"""Opening twice: the second call fails and the object stays open."""
 
 import asyncio
 
@@ -61,7 +61,7 @@ async def test_a_failed_open_can_be_retried(device: Device) -> None:
 
 @pytest.mark.parametrize("what", ["region", "pool"])
 async def test_cancelled_second_open_of_a_large_region(device: Device, what: str) -> None:
-    """It is opened in a thread, whose refusal comes after the cancellation."""
+    """The first open runs in a thread, and refuses the second one after that was cancelled."""
     size = 16 << 20
     async with (
         device.protection_domain() as pd,
@@ -78,7 +78,7 @@ async def test_cancelled_second_open_of_a_large_region(device: Device, what: str
 
 @pytest.mark.parametrize("own", [True, False], ids=["of its own", "of the user's"])
 async def test_opening_a_worker_pool_twice_at_once(device: Device, own: bool) -> None:
-    """Where opening it gives the loop a turn, who comes second does not end what the first one opens."""
+    """If opening yields to the loop, the second caller must not end what the first one opens."""
     async with device.protection_domain() as pd:
         pool = WorkerPool(device, 1, pd=None if own else pd)
         while not spend(OPENING):
@@ -117,7 +117,7 @@ async def test_opening_a_stopped_server(device: Device) -> None:
 
 
 async def test_entering_a_pending_connection_twice(device: Device) -> None:
-    """One after the other they have a connection each; at once the second has none, and the first keeps its own."""
+    """Blocks in turn get a connection each. The inner of two nested blocks gets none, and the outer keeps its own."""
     async with device.resource_domain() as domain, served(domain) as server:
         connecting = asked(server, domain)
         for _ in range(2):

@@ -1,4 +1,4 @@
-"""Two processes: messages, memory, and what is noticed when one of them dies or falls silent."""
+"""Two processes: messages, memory, and detection of a peer that dies or falls silent."""
 
 import asyncio
 import contextlib
@@ -37,7 +37,7 @@ SETTINGS = ConnectionSettings(buffer_size=4096)
 
 @dataclass
 class Other:
-    """The other process, in which `tests.connections.other` runs."""
+    """The other process, which runs `tests.connections.other`."""
 
     process: "subprocess.Popen[bytes]"
     port: int
@@ -48,7 +48,7 @@ class Other:
 
 
 class Others:
-    """The other process of each device; one that was killed is started anew."""
+    """The other process of each device. A killed one is started anew."""
 
     def __init__(self) -> None:
         self._running: dict[str, Other] = {}
@@ -69,7 +69,7 @@ class Others:
         return Other(process, int(line))
 
     def end(self) -> None:
-        """End all that were not killed, as they are meant to be."""
+        """End all processes that were not killed, and check their exit."""
         for other in (each for each in self._running.values() if each.process.returncode is None):
             other.process.communicate(timeout=patience(20))
             assert other.process.returncode == 0
@@ -77,7 +77,7 @@ class Others:
 
 @pytest.fixture(autouse=True, scope="module")
 def directory_of_sockets() -> Iterator[None]:
-    """Have the devices find those of processes that are there for several tests."""
+    """Use a directory for the sockets of devices, shared by several tests."""
     with tempfile.TemporaryDirectory(prefix="aioverbs-") as folder, pytest.MonkeyPatch.context() as patch:
         patch.setenv("AIOVERBS_SOFT_DIRECTORY", folder)
         yield
@@ -135,8 +135,7 @@ async def test_one_sided_requests_between_processes(device: Device, there: Other
 
 @pytest.mark.parametrize("busy", [False, True], ids=["idle", "busy"])
 async def test_a_killed_peer_is_detected_at_once(device: Device, there: Other, busy: bool) -> None:
-    """The kernel closes its TCP connection: that is heard at once, whatever is under way, and long before its device is
-    found to be silent."""
+    """The kernel closes the TCP connection, long before the device would be found silent."""
     async with talking(device, there, b"echo" if busy else b"silent") as (connection, _):
 
         async def load() -> None:
@@ -157,7 +156,7 @@ async def test_a_killed_peer_is_detected_at_once(device: Device, there: Other, b
 
 
 async def test_a_killed_peer_with_a_living_child(device: Device, there: Other) -> None:
-    """The child has none of its connections: their peers hear of its end as ever, and nobody listens at its port."""
+    """The child has no connections of the parent: peers detect the death at once, and the port is closed."""
     async with talking(device, there, b"fork") as (connection, domain):
         child = int(await connection.receive())
         try:
@@ -177,7 +176,7 @@ async def _until_broken(connection: Connection) -> None:
 
 
 async def test_a_peer_killed_during_reads(device: Device, there: Other) -> None:
-    """Everything ends, and nothing is left."""
+    """Every call ends, and nothing is left."""
     async with (
         talking(device, there, b"memory") as (connection, domain),
         domain.register(SIZE) as local,
@@ -203,7 +202,7 @@ async def test_a_peer_killed_during_reads(device: Device, there: Other) -> None:
 
 @pytest.mark.stops_processes
 async def test_a_peer_paused_for_less_than_keep_alive(device: Device, there: Other) -> None:
-    """For longer than queue pairs repeat by themselves, in the middle of messages and of reads."""
+    """Longer than queue pairs retry by default, during messages and reads."""
     async with talking(device, there, b"echo") as (connection, _):
         for number in range(3):
             await connection.send(bytes([number]))
@@ -219,8 +218,9 @@ async def test_a_peer_paused_for_less_than_keep_alive(device: Device, there: Oth
 
 @pytest.mark.stops_processes
 async def test_a_peer_stopped_for_longer_than_keep_alive(device: Device, there: Other) -> None:
-    """It says nothing, and its kernel keeps the TCP connection: it is dead within the stated time. An RDMA device goes
-    on answering for a process that is stopped, which is alive therefore."""
+    """The stopped process keeps its TCP connection, and counts as dead after `keep_alive_s`. An RDMA device goes on
+    answering for a stopped process, which therefore counts as alive.
+    """
     keep_alive_s = 1.0 if device.software else 2.0
     settings = deeper(SETTINGS, keep_alive_s=keep_alive_s)
     async with talking(device, there, b"echo", settings) as (connection, _):

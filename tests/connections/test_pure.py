@@ -1,4 +1,4 @@
-"""Credits, frames, waits and sizes: what decides without input or output."""
+"""Credits, frames, backoff and settings: code without input or output."""
 
 import math
 import random
@@ -21,7 +21,7 @@ from aioverbs._connection.wire import FIRST, HAS_IMMEDIATE, LAST, TOTAL, FrameKi
 
 @dataclass
 class End:
-    """One end of a wire, and messages on their way to it: what each gives back, and whether it is the user's."""
+    """One end, with the messages in flight to it: for each the credits returned, and whether it is a user's message."""
 
     credits: Credits
     depth: int
@@ -95,7 +95,7 @@ def test_too_many_returned_credits_raise() -> None:
 
 
 def test_messages_without_credits_raise() -> None:
-    """Only what this end gives back may come again."""
+    """Only credits that this end has returned may be used again."""
     subject = Credits(4, 4)
     for _ in range(4):
         subject.on_message()
@@ -119,7 +119,7 @@ def test_invalid_depths(depths: tuple[int, int]) -> None:
 
 
 def test_short_fragments_need_little_memory() -> None:
-    """A peer may cut a message as it likes, and end none: what is kept of it is not many times as long."""
+    """A peer may cut a message into many fragments and never end it: memory stays proportional to the bytes."""
     subject, count = Assembly(1 << 30), 20_000
     subject.add(memoryview(TOTAL.pack(1 << 30)), FIRST)
     tracemalloc.start()

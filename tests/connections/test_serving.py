@@ -1,4 +1,4 @@
-"""Servers: a handler for each connection, limits, draining, stopping in time, and connections that are made again."""
+"""Servers: handlers, limits, draining, stopping in time; and reconnecting clients."""
 
 import asyncio
 import contextlib
@@ -53,7 +53,7 @@ async def test_the_handler_runs_for_each_connection(device: Device) -> None:
 
 
 async def test_wait_closed_of_an_unopened_server(device: Device) -> None:
-    """Neither does who asks on another loop keep the owner from waiting."""
+    """A caller on another loop does not keep the owner waiting either."""
     async with device.resource_domain() as domain:
         server = served(domain)
 
@@ -90,7 +90,7 @@ async def test_data_sent_by_a_handler_is_delivered(device: Device) -> None:
 
 
 async def test_a_failing_handler_breaks_its_connection(device: Device, caplog: pytest.LogCaptureFixture) -> None:
-    """Its peer finds the connection broken; the server goes on, and tells."""
+    """The server goes on, and logs the error."""
 
     async def handler(connection: Connection) -> None:
         if await connection.receive() == b"fail":
@@ -122,7 +122,7 @@ async def test_a_leaving_peer_is_not_logged_as_an_error(device: Device, caplog: 
 
 @pytest.mark.every_way
 async def test_stop_waits_for_handlers(device: Device) -> None:
-    """Handlers come to their end; nobody new is accepted meanwhile."""
+    """No peers are accepted meanwhile."""
     at_work, go_on = asyncio.Event(), asyncio.Event()
 
     async def handler(connection: Connection) -> None:
@@ -151,7 +151,7 @@ async def test_stop_waits_for_handlers(device: Device) -> None:
 
 @pytest.mark.every_way
 async def test_stop_cancels_handlers_after_the_deadline(device: Device) -> None:
-    """Handlers that do not end are cancelled after that time, and their peers told."""
+    """The peers find their connections broken."""
     cancelled = 0
     counts = [0] * 3
 
@@ -204,7 +204,7 @@ async def test_cancelled_aclose_cancels_handlers(device: Device) -> None:
 
 @pytest.mark.parametrize("turns", range(6))
 async def test_server_stops_when_all_tasks_are_cancelled(device: Device, turns: int) -> None:
-    """As programs do at their ends."""
+    """As `asyncio.run` does at its end."""
     async with device.resource_domain() as domain:
         server = await served(domain).open()
         async with asked(server, domain) as near:
@@ -236,7 +236,7 @@ async def test_exactly_one_of_domain_and_pool(device: Device) -> None:
 
 @pytest.mark.every_way
 async def test_reconnect_after_loss(device: Device) -> None:
-    """When the server goes and comes back, and when it hangs up."""
+    """After the server went away and came back, and after it closed the connection."""
     async with device.resource_domain() as domain:
         answers: list[bytes] = []
         server: Server | None = await served(domain).open()
@@ -340,7 +340,7 @@ async def test_reconnect_ends_with_incompatible_devices(device: Device, number: 
 async def test_reconnect_waits_for_a_gid(
     device: Device, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, at: int
 ) -> None:
-    """An IPv6 address leaves with its link, and the port's GIDs with it."""
+    """An IPv6 address goes away with its link, and the port's GIDs with it."""
     caplog.set_level(logging.DEBUG, "aioverbs")
     gid_table, looks = ports.gid_table, [0]
 
@@ -366,7 +366,7 @@ async def test_reconnect_waits_for_a_gid(
 async def test_reconnect_waits_for_a_gid_lost_after_the_offer(
     device: Device, monkeypatch: pytest.MonkeyPatch, end: str, in_the_verb: bool
 ) -> None:
-    """Of the kernel's answer, EINVAL, that alone does not tell."""
+    """The kernel's EINVAL alone does not show that the cause may pass."""
     local_endpoint, looks = QueuePair.local_endpoint, [0]
     async with (
         open_device("soft0") as other,

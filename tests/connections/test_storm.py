@@ -1,7 +1,7 @@
-"""Storms of cancellations: of grants and their ends, of registrations, of ends of sending, and of who accepts.
+"""Storms of cancellations: of grants and revocations, registrations, `send_eof` and `accept`.
 
-What was done is whole, what was cancelled can be tried again, and nothing is left of either. Where it is cancelled is
-drawn as a number of turns of the loop, or as a time. The long storms are slow.
+Completed calls are complete, cancelled ones can be repeated, and nothing is left of either. The point of a cancellation
+is drawn as a number of loop iterations or as a time. The long storms are marked slow.
 """
 
 import asyncio
@@ -42,20 +42,20 @@ POISON = b"\xee" * PIECE
 
 
 def short_and_long(rounds: int) -> pytest.MarkDecorator:
-    """Have a storm of so many rounds, and one of fifty times as many."""
+    """Parametrize a storm with so many rounds, and with fifty times as many."""
     long = pytest.param(50 * rounds, marks=[pytest.mark.slow, pytest.mark.timeout(1200)], id="long")
     return pytest.mark.parametrize("rounds", [pytest.param(rounds, id="short"), long])
 
 
 class Weather:
-    """Draws who is cancelled, and counts it."""
+    """Draws the cancellations and counts them."""
 
     def __init__(self, seed: int) -> None:
         self.chance = random.Random(seed)
         self.ended: Counter[str] = Counter()
 
     async def leave(self, what: str, call: Coroutine[Any, Any, object]) -> bool:
-        """Await a call, or not to its end; whether it was done."""
+        """Await a call, or cancel it; return whether it was completed."""
         how = self.chance.random()
         if how < 0.3:
             await call
@@ -84,12 +84,12 @@ class Weather:
         return not task.cancelled()
 
     async def turns(self, most: int) -> None:
-        """Let the loop go round, so often at most."""
+        """Let the loop iterate, at most so often."""
         for _ in range(self.chance.randrange(most)):
             await asyncio.sleep(0)
 
     def check(self, *calls: str) -> None:
-        """See that each of them was done, and cancelled."""
+        """Check that each kind of call was completed and cancelled."""
         for call in calls:
             assert self.ended[f"{call} done"], self.ended
             assert self.ended[f"{call} cancelled"], self.ended
@@ -97,7 +97,7 @@ class Weather:
 
 @contextlib.asynccontextmanager
 async def tide(device: Device, weather: Weather, *qps: QueuePair) -> AsyncIterator[None]:
-    """Hold back now and then what is posted, so that it is under way when who waits for it is cancelled."""
+    """Delay posted requests now and then, so that they are in flight when their callers are cancelled."""
 
     async def come_and_go() -> None:
         while True:
@@ -116,7 +116,7 @@ async def tide(device: Device, weather: Weather, *qps: QueuePair) -> AsyncIterat
 
 
 def pattern(task: int, time: int) -> bytes:
-    """What belongs into a piece of memory at a time."""
+    """Return the content of a piece of memory at a given time."""
     return bytes([task, time >> 8, time & 0xFF, 7]) * (PIECE // 4)
 
 
@@ -124,7 +124,7 @@ def pattern(task: int, time: int) -> bytes:
 
 
 class Grants:
-    """Near grants memory, far reads it, near takes it back; in several tasks at once."""
+    """Near grants memory, far reads it, near revokes; in several tasks at once."""
 
     def __init__(self, ends: Pair, weather: Weather) -> None:
         self.ends = ends
@@ -228,7 +228,7 @@ async def test_storm_of_grants(
 
 
 class Drops:
-    """Buffers that are registered, written from, and dropped, so that they can be resized."""
+    """Buffers that are registered, written from and dropped, so that they can be resized."""
 
     def __init__(self, connection: Connection, cache: RegistrationCache, sink: RemoteGrant, weather: Weather) -> None:
         self.connection = connection
@@ -292,7 +292,7 @@ async def test_storm_of_registrations(device: Device, rounds: int) -> None:
 
 
 class Guests:
-    """Clients that come, say something, and end; and who accepts them."""
+    """Clients that connect, send and end, and tasks that accept them."""
 
     def __init__(self, listener: ConnectionListener, weather: Weather) -> None:
         self.listener = listener
@@ -367,7 +367,7 @@ class Guests:
 
 @contextlib.asynccontextmanager
 async def accepting(*who: Callable[[], Coroutine[Any, Any, None]]) -> AsyncIterator[None]:
-    """Have somebody accept who comes."""
+    """Run tasks that accept clients."""
     tasks = [asyncio.create_task(each()) for each in who]
     try:
         yield

@@ -1,4 +1,4 @@
-"""Connections of a domain share the memory that their buffers lie in."""
+"""Connections of a domain share the memory of their buffers."""
 
 import asyncio
 
@@ -15,7 +15,7 @@ LARGE = ConnectionSettings(buffer_size=1 << 20)
 
 @pytest.mark.parametrize("settings", [SMALL, LARGE], ids=["small", "large"])
 async def test_concurrent_connections_share_one_pool(device: Device, settings: ConnectionSettings) -> None:
-    """Also where the loop goes round before the first of them has it."""
+    """Also if the loop iterates before the first of them has the pool."""
     async with device.resource_domain() as domain:
         while not spend(OPENING):
             pass

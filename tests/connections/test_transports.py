@@ -1,4 +1,4 @@
-"""Peers that are looked for by rdma_cm, with a stand-in for it, and found or not."""
+"""Connecting by rdma_cm, with a fake of it, and falling back to TCP."""
 
 import asyncio
 import dataclasses
@@ -46,12 +46,12 @@ from tests.pace import patience
 
 @pytest.fixture(autouse=True)
 def _rdma_cm_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The end that connects tries rdma_cm; the end that listens is there by TCP only."""
+    """Let the connecting end try rdma_cm, while the listening end accepts TCP only."""
     monkeypatch.setattr(connect_module, "uses_rdma_cm", lambda transport, domain, ssl: transport != "tcp")
 
 
 def without_gids(monkeypatch: pytest.MonkeyPatch, at: int) -> None:
-    """Let the port have none when its table is read for the time of that number."""
+    """Hide the port's GIDs while its table is read, for some number of reads."""
     gid_table, looks = ports.gid_table, [0]
 
     def read(context: handles.Context, port: int) -> list[Gid]:
@@ -85,7 +85,7 @@ async def test_a_gid_lost_before_rdma_cm_connects(device: Device, monkeypatch: p
 
 
 class FakeCmControl(CmControlChannel):
-    """A way that was found to a peer."""
+    """A control channel of rdma_cm without librdmacm."""
 
     def __init__(self) -> None:
         super().__init__(mock.AsyncMock(), mock.AsyncMock())
@@ -96,7 +96,7 @@ class FakeCmControl(CmControlChannel):
 
 
 class DeadCmControl(FakeCmControl):
-    """A peer that rdma_cm connects with, and whose link goes down then: no device answers."""
+    """A peer that rdma_cm connects, and whose link then goes down: no device answers."""
 
     async def connect(self, message_channel: MessageChannel, **attributes: Unpack[QpAttrs]) -> None:
         self._message_channel = message_channel
@@ -120,9 +120,9 @@ async def test_reconnect_retries_a_link_lost_in_the_handshake(
 
 
 class LostCmControl(FakeCmControl):
-    """A peer whose queue pair takes what comes, while its process dies, or the device is taken away.
+    """A peer whose queue pair receives, while its process dies or the device is removed.
 
-    :param peer: its queue pair.
+    :param peer: the peer's queue pair.
     """
 
     def __init__(self, peer: QueuePair, error: Exception) -> None:
@@ -175,7 +175,7 @@ class SilentCmControl(FakeCmControl):
 
 
 async def never_resolves(*_: object) -> CmControlChannel:
-    """Stand in for an address that nobody resolves."""
+    """Stand in for an address that is never resolved."""
     await anyio.sleep_forever()
     raise AssertionError("nothing ends it but a cancellation")
 

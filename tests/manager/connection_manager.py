@@ -1,4 +1,4 @@
-"""A stand-in for librdmacm, where there is none: its handles check their caller as the compiled ones do."""
+"""Fake of librdmacm. Its handles check their caller as the compiled ones do."""
 
 import contextlib
 import os
@@ -38,7 +38,7 @@ class StubChannel(_StubHandle):
     def put(
         self, event_type: CmEventType, identifier: "StubIdentifier", listener: "StubIdentifier | None" = None
     ) -> None:
-        """Tell the channel of an event."""
+        """Add an event to the channel."""
         event = SimpleNamespace(event_type=event_type, status=0, private_data=b"")
         event.identifier, event.listener = identifier, listener
         self._events.append(event)
@@ -58,7 +58,7 @@ class StubChannel(_StubHandle):
 
 
 class StubIdentifier(_StubHandle):
-    """An identifier that is told that it is disconnected as soon as it asks for that."""
+    """An identifier that gets the DISCONNECTED event as soon as it disconnects."""
 
     device_name = "soft0"
     port_num = 1
@@ -87,7 +87,7 @@ class StubIdentifier(_StubHandle):
 
 
 def request(listener: Listener) -> None:
-    """Have a peer ask a listener for a connection."""
+    """Make a peer request a connection from a listener."""
     handle: object = listener.handle
     assert isinstance(handle, StubIdentifier)
     handle.channel.put(CmEventType.CONNECT_REQUEST, StubIdentifier(handle.channel), handle)
@@ -95,6 +95,6 @@ def request(listener: Listener) -> None:
 
 @contextlib.contextmanager
 def connection_manager() -> Iterator[None]:
-    """Have channels, identifiers and listeners made of stand-ins."""
+    """Replace the handles of channels, identifiers and listeners."""
     with mock.patch.object(core, "EventChannel", StubChannel), mock.patch.object(core, "Identifier", StubIdentifier):
         yield

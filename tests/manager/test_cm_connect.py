@@ -1,4 +1,4 @@
-"""A queue pair that two connection managers agree on, and what they say while another thread takes it to RTR."""
+"""Connecting by rdma_cm while a thread moves the queue pair to RTR."""
 
 import asyncio
 import contextlib
@@ -53,7 +53,7 @@ def state(qp: QueuePair) -> QpState:
 
 @contextlib.asynccontextmanager
 async def state_machine_in_init(device: Device) -> AsyncIterator[tuple[QueuePair, CmStateMachine]]:
-    """A queue pair in INIT, and the conversation by which it is to be connected."""
+    """A queue pair in INIT, and the state machine that connects it."""
     dispatcher = cast(Dispatcher, SimpleNamespace(loop=asyncio.get_running_loop(), receivers={}))
     async with device.resource_domain() as domain, domain.completion_queue(64) as cq, domain.queue_pair(cq) as qp:
         handle = cast(core.Identifier, FakeIdentifier(qp))
@@ -90,7 +90,7 @@ async def test_the_loop_runs_during_modify(device: Device, helpers: Helpers) -> 
 async def test_the_identifier_ends_during_modify(
     device: Device, helpers: Helpers, end: Callable[[CmStateMachine], None], error: type[Exception]
 ) -> None:
-    """Who connects is told, and the queue pair goes to ERR as soon as it can be used again."""
+    """The caller is notified, and the queue pair goes to ERR as soon as the modify is done."""
     async with state_machine_in_init(device) as (qp, state_machine):
         connecting = asyncio.create_task(connect(state_machine, qp))
         await until(lambda: helpers.waiting)

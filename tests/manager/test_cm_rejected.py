@@ -1,4 +1,4 @@
-"""Identifiers that a peer rejected and that ask again, with a stand-in for librdmacm."""
+"""Identifiers that connect again after a rejection, with a fake of librdmacm."""
 
 import asyncio
 import errno
@@ -20,7 +20,7 @@ RESPONSE, REJECTED = CmEventType.CONNECT_RESPONSE, CmEventType.REJECTED
 
 
 class FakeLibrary:
-    """What librdmacm has: identifiers, which ask once each, and peers, which answer as they are told."""
+    """Fake of librdmacm: identifiers that can request once each, and peers with prepared answers."""
 
     def __init__(self, qp: QueuePair) -> None:
         self.qp = qp
@@ -36,7 +36,7 @@ class FakeLibrary:
 
 
 class FakeIdentifier:
-    """An identifier of librdmacm's, that leads to the queue pair itself."""
+    """An identifier that connects to its own queue pair."""
 
     port_num = 1
     local_address = None
@@ -90,7 +90,7 @@ class FakeIdentifier:
 
 
 class Channel(EventChannel):
-    """A channel of that manager's."""
+    """A channel of the fake."""
 
     def _open(self) -> None:
         dispatcher = SimpleNamespace(loop=asyncio.get_running_loop(), receivers={})
@@ -135,7 +135,6 @@ async def test_a_rejected_identifier_can_connect_again(
 
 
 async def test_a_failed_restart_can_be_retried(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may be tried again when there is."""
     async with (
         device.resource_domain() as domain,
         domain.completion_queue(64) as cq,

@@ -1,4 +1,4 @@
-"""What becomes of an identifier, with a connection manager that says what it is told to."""
+"""State machine of identifiers, with events from the test."""
 
 import asyncio
 import errno
@@ -29,12 +29,14 @@ from aioverbs.types import Mtu
 
 
 def event(kind: CmEventType, status: int = 0, data: bytes = b"", about: object = None) -> core.Event:
-    attributes = SimpleNamespace(event_type=int(kind), status=status, private_data=data, identifier=about, listener=about)
+    attributes = SimpleNamespace(
+        event_type=int(kind), status=status, private_data=data, identifier=about, listener=about
+    )
     return cast(core.Event, attributes)
 
 
 class FakeIdentifier:
-    """An identifier that remembers what it was told."""
+    """An identifier that records calls."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -51,7 +53,7 @@ class FakeIdentifier:
 
 
 class FakeQueuePair:
-    """A queue pair that only knows its state."""
+    """A queue pair that only has a state."""
 
     def __init__(self) -> None:
         self.errors = 0
@@ -81,8 +83,10 @@ async def new_state_machine(identifier: FakeIdentifier, stage: CmState = CmState
     return CmStateMachine(handle, dispatcher, CrossLoopCondition(), stage)
 
 
-async def connect_step(state_machine: CmStateMachine, kind: CmEventType, *, timeout_s: float | None = 5.0) -> core.Event:
-    """One step that ends with a connection."""
+async def connect_step(
+    state_machine: CmStateMachine, kind: CmEventType, *, timeout_s: float | None = 5.0
+) -> core.Event:
+    """Run one step that ends with a connection."""
     async with state_machine.step("connect", CmState.RESOLVED, timeout_s):
         event_received = await state_machine.expect(kind, "rdma_connect")
         state_machine.mark_connected()
@@ -114,7 +118,7 @@ def test_unexpected_events_raise() -> None:
 LIMITS = Limits(mtu=Mtu.MTU_1024, max_rd_atomic=16, max_dest_rd_atomic=8)
 
 
-# What the managers told, what was given by hand, and what they settle on.
+# Proposed attributes, overrides, and the expected result.
 SETTLED = [
     (QpAttrs(retry_cnt=7, rnr_retry=7), QpAttrs(), QpAttrs(retry_cnt=6, rnr_retry=6)),
     (QpAttrs(retry_cnt=2, rnr_retry=0), QpAttrs(), QpAttrs(retry_cnt=2, rnr_retry=0)),
@@ -172,7 +176,7 @@ async def test_a_rejection_carries_its_private_data(identifier: FakeIdentifier) 
 async def test_events_after_the_connection(
     identifier: FakeIdentifier, after: CmEventType, stage: CmState, late: bool
 ) -> None:
-    """Also in one batch with it, before the one who waits has had its turn."""
+    """Also in one batch with the connection, before the waiting task runs."""
     state_machine = await new_state_machine(identifier)
     pair = FakeQueuePair()
     state_machine._qp = cast(QueuePair, pair)

@@ -1,4 +1,4 @@
-"""rdma_cm where there is no connection manager: what it says, and what is seen before one is asked."""
+"""rdma_cm without a kernel module: errors, and checks before the library is called."""
 
 import asyncio
 import errno
@@ -93,7 +93,7 @@ def test_invalid_backlog() -> None:
 
 
 async def test_iterating_a_listener_refuses_other_loops() -> None:
-    """Neither while it listens, where peers may be waiting, nor what belongs to its owner afterwards: it just ends."""
+    """While it listens, as peers may be waiting. After closing, iteration ends on any loop."""
     listener: Any = Channel().listener(None, 0)
 
     async def next_one() -> str:

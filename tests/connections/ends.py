@@ -44,13 +44,13 @@ class Pair:
 async def pair(
     device: Device,
     settings: ConnectionSettings = SMALL,
-    far_settings: ConnectionSettings | None = None,
+    peer_settings: ConnectionSettings | None = None,
     **both: Any,
 ) -> AsyncIterator[Pair]:
     """Connect two ends. The block may close either end."""
     async with (
         device.resource_domain() as domain,
-        listen(HOST, domain=domain, settings=far_settings or settings, **both) as listener,
+        listen(HOST, domain=domain, settings=peer_settings or settings, **both) as listener,
     ):
         near = await connect(HOST, listener.port, domain=domain, settings=settings, **both)
         try:

@@ -359,8 +359,8 @@ async def test_a_lost_device_raises_device_removed_error(device: Device) -> None
     async with (
         open_device("soft0") as other,
         device.resource_domain() as domain,
-        other.resource_domain() as far_domain,
-        listen(HOST, domain=far_domain, settings=SMALL) as listener,
+        other.resource_domain() as peer_domain,
+        listen(HOST, domain=peer_domain, settings=SMALL) as listener,
     ):
         near = await connect(HOST, listener.port, domain=domain, settings=SMALL)
         far = await listener.accept()

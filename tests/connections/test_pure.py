@@ -25,13 +25,13 @@ class End:
 
     credits: Credits
     depth: int
-    coming: deque[tuple[int, bool]] = field(default_factory=deque)
+    in_flight: deque[tuple[int, bool]] = field(default_factory=deque)
     unread: int = 0
 
     def send(self, other: "End", message: bool) -> None:
         returned = self.credits.take()
-        other.coming.append((returned, message))
-        assert len(other.coming) <= other.depth, "no receive is posted for it"
+        other.in_flight.append((returned, message))
+        assert len(other.in_flight) <= other.depth, "no receive is posted for it"
 
     def update(self, other: "End") -> None:
         if self.credits.update_due:
@@ -39,18 +39,18 @@ class End:
 
 
 @given(st.integers(3, 12), st.integers(3, 12), st.integers(0, 2**32))
-def test_credits_never_overrun_receives_nor_deadlock(near_depth: int, far_depth: int, seed: int) -> None:
-    chance = random.Random(seed)
-    near = End(Credits(far_depth, near_depth), near_depth)
-    far = End(Credits(near_depth, far_depth), far_depth)
+def test_credits_never_overrun_receives_nor_deadlock(near_depth: int, peer_depth: int, seed: int) -> None:
+    rng = random.Random(seed)
+    near = End(Credits(peer_depth, near_depth), near_depth)
+    far = End(Credits(near_depth, peer_depth), peer_depth)
     done = 0
     for _ in range(400):
-        here, there = (near, far) if chance.random() < 0.5 else (far, near)
-        what = chance.randrange(3)
+        here, there = (near, far) if rng.random() < 0.5 else (far, near)
+        what = rng.randrange(3)
         if what == 0 and here.credits.sendable:
             here.send(there, True)
-        elif what == 1 and here.coming:
-            returned, message = here.coming.popleft()
+        elif what == 1 and here.in_flight:
+            returned, message = here.in_flight.popleft()
             here.credits.on_message()
             here.credits.add(returned)
             if message:
@@ -66,8 +66,8 @@ def test_credits_never_overrun_receives_nor_deadlock(near_depth: int, far_depth:
     # Once everybody reads, everybody can send.
     for _ in range(200):
         for here, there in ((near, far), (far, near)):
-            while here.coming:
-                returned, message = here.coming.popleft()
+            while here.in_flight:
+                returned, message = here.in_flight.popleft()
                 here.credits.on_message()
                 here.credits.add(returned)
                 here.credits.on_consumed()
@@ -76,12 +76,12 @@ def test_credits_never_overrun_receives_nor_deadlock(near_depth: int, far_depth:
                 here.unread -= 1
                 here.credits.on_consumed()
             here.update(there)
-        if not near.coming and not far.coming:
+        if not near.in_flight and not far.in_flight:
             break
     assert near.credits.sendable
     assert far.credits.sendable
-    assert not near.coming
-    assert not far.coming
+    assert not near.in_flight
+    assert not far.in_flight
 
 
 def test_too_many_returned_credits_raise() -> None:
@@ -194,10 +194,10 @@ def test_invalid_notices(notice: GrantNotice) -> None:
     st.randoms(use_true_random=False),
 )
 def test_backoff_waits(
-    first_s: float, more: float, factor: float, jitter: float, attempts: int, chance: random.Random
+    first_s: float, more: float, factor: float, jitter: float, attempts: int, rng: random.Random
 ) -> None:
     policy = Backoff(first_s, first_s * more, factor, jitter, attempts)
-    waits = list(policy.waits(chance))
+    waits = list(policy.waits(rng))
     assert len(waits) == attempts - 1
     for at, wait_s in enumerate(waits):
         longest_s = min(first_s * factor**at, first_s * more)

@@ -303,8 +303,8 @@ async def test_reconnect_outlasts_a_device_outage(
     async with (
         open_device("soft0") as other,
         device.resource_domain() as domain,
-        other.resource_domain() as far_domain,
-        served(far_domain) as server,
+        other.resource_domain() as peer_domain,
+        served(peer_domain) as server,
         contextlib.aclosing(
             reconnect(HOST, server.port, domain=domain, settings=SMALL, backoff=Backoff(0.01, 0.05, attempts=2))
         ) as again,
@@ -326,8 +326,8 @@ async def test_reconnect_ends_with_incompatible_devices(device: Device, number: 
     async with (
         open_device("soft0") as other,
         device.resource_domain() as domain,
-        other.resource_domain() as far_domain,
-        served(far_domain) as server,
+        other.resource_domain() as peer_domain,
+        served(peer_domain) as server,
     ):
         device.faults.fail("modify_qp", number, first=2)
         with pytest.raises(HandshakeError, match="are incompatible") as caught:
@@ -371,8 +371,8 @@ async def test_reconnect_waits_for_a_gid_lost_after_the_offer(
     async with (
         open_device("soft0") as other,
         device.resource_domain() as domain,
-        other.resource_domain() as far_domain,
-        served(far_domain) as server,
+        other.resource_domain() as peer_domain,
+        served(peer_domain) as server,
         contextlib.aclosing(
             reconnect(HOST, server.port, domain=domain, settings=SMALL, backoff=Backoff(0.01, 0.05, attempts=2))
         ) as again,

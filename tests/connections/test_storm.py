@@ -129,18 +129,18 @@ class Grants:
     def __init__(self, ends: Pair, weather: Weather) -> None:
         self.ends = ends
         self.weather = weather
-        self.came: dict[bytes, asyncio.Future[RemoteGrant]] = {}  # by what is granted
+        self.futures: dict[bytes, asyncio.Future[RemoteGrant]] = {}  # by what is granted
 
-    def granted(self, remote: bytes) -> "asyncio.Future[RemoteGrant]":
+    def grant_future(self, remote: bytes) -> "asyncio.Future[RemoteGrant]":
         """What far hears of a grant."""
-        return self.came.setdefault(remote, asyncio.get_running_loop().create_future())
+        return self.futures.setdefault(remote, asyncio.get_running_loop().create_future())
 
-    async def hear(self) -> None:
+    async def receive_grants(self) -> None:
         """Take what was granted, and be cancelled now and then."""
 
         async def take() -> None:
             granted = await self.ends.far.receive_grant()
-            self.granted(bytes(granted.remote)).set_result(granted)
+            self.grant_future(bytes(granted.remote)).set_result(granted)
 
         while True:
             await self.weather.leave("receive_grant", take())
@@ -159,8 +159,8 @@ class Grants:
                 assert not made, "who was cancelled has granted nothing"
                 continue
             (grant,) = made
-            granted = await self.granted(bytes(grant.remote))
-            del self.came[bytes(grant.remote)]
+            granted = await self.grant_future(bytes(grant.remote))
+            del self.futures[bytes(grant.remote)]
             reading = asyncio.create_task(self._read(granted, local, data, 1 + self.weather.chance.randrange(4)))
             if self.weather.chance.random() < 0.4:  # whom it is told to in time, whatever it reads meanwhile
                 reading.cancel() if self.weather.chance.random() < 0.2 else None
@@ -206,7 +206,7 @@ async def test_storm_of_grants(
         memory = [[await opened(ends.domain.register(PIECE, each)) for each in (access, access)] for _ in range(4)]
         before = device.statistics().objects
         storm = Grants(ends, weather)
-        hearing = asyncio.create_task(storm.hear())
+        hearing = asyncio.create_task(storm.receive_grants())
         async with tide(device, weather, ends.near.qp, ends.far.qp), asyncio.TaskGroup() as group:
             for task, (granted, local) in enumerate(memory):
                 group.create_task(storm.work(task, granted, local, rounds))
@@ -216,7 +216,7 @@ async def test_storm_of_grants(
         assert near is not None
         assert far is not None
         await until(lambda: not near._local_grants and not far._remote_grants and not far._unread)
-        assert storm.came == {}
+        assert storm.futures == {}
         assert device.statistics().objects == before, "keys are left"
         assert not any(len(each.pins) for both in memory for each in both)
         await works(ends.near, ends.far)

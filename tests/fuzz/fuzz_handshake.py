@@ -20,7 +20,7 @@ with atheris.instrument_imports(include=["aioverbs"]):
 OFFER = Offer(Endpoint(bytes(15) + b"\1", 5, 6, Mtu.MTU_1024), 4096, 16, 1 << 20)
 
 
-def far(secret: bytes | None, greeted: bool) -> Handshake:
+def listener_before(secret: bytes | None, greeted: bool) -> Handshake:
     """A listener that waits for a hello, or for an offer."""
     listener = Handshake(False, b"\1" * 16, secret)
     if greeted:
@@ -32,18 +32,20 @@ def far(secret: bytes | None, greeted: bool) -> Handshake:
 def one_input(data: bytes) -> None:
     """What libFuzzer calls."""
     for secret in (None, b"secret"):
-        for listener, hear in (
-            (far(secret, False), Handshake.receive_hello),
-            (far(secret, True), Handshake.receive_offer),
-            (far(secret, True), Handshake.receive_ready),
+        for listener, receive in (
+            (listener_before(secret, False), Handshake.receive_hello),
+            (listener_before(secret, True), Handshake.receive_offer),
+            (listener_before(secret, True), Handshake.receive_ready),
         ):
             try:
-                heard = hear(listener, data)
+                result = receive(listener, data)
             except HandshakeError as error:
                 if parse(encode_reject(error))[0] is not MessageType.REJECT:
                     raise AssertionError("a refusal is none") from error
             else:
-                if isinstance(heard, Offer) and (secret is not None or Offer.parse_body(heard.pack(), 0)[0] != heard):
+                if isinstance(result, Offer) and (
+                    secret is not None or Offer.parse_body(result.pack(), 0)[0] != result
+                ):
                     raise AssertionError(f"{data!r} is taken for an offer")
     try:
         notice = GrantNotice.parse(data)
@@ -60,15 +62,15 @@ def one_input(data: bytes) -> None:
 
 def seeds(folder: Path) -> None:
     """What honest ends say, to begin with."""
-    near, listener = Handshake(True, b"\2" * 16), far(None, False)
-    said = [near.hello()]
-    listener.receive_hello(said[0])
-    said.append(listener.hello())
-    near.receive_hello(said[1])
-    said += [near.offer(OFFER), near.ready(), encode_reject(HandshakeError(1, "text"))]
-    said += [GrantNotice(4096, 64, 7, 2).pack(), header(1).to_bytes(4)]  # type: ignore[arg-type]
-    for at, data in enumerate(said):
-        (folder / f"seed{at}").write_bytes(data)
+    near, listener = Handshake(True, b"\2" * 16), listener_before(None, False)
+    messages = [near.hello()]
+    listener.receive_hello(messages[0])
+    messages.append(listener.hello())
+    near.receive_hello(messages[1])
+    messages += [near.offer(OFFER), near.ready(), encode_reject(HandshakeError(1, "text"))]
+    messages += [GrantNotice(4096, 64, 7, 2).pack(), header(1).to_bytes(4)]  # type: ignore[arg-type]
+    for index, data in enumerate(messages):
+        (folder / f"seed{index}").write_bytes(data)
 
 
 if __name__ == "__main__":

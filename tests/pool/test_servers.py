@@ -106,7 +106,7 @@ async def test_echo_on_each_worker(pool: WorkerPool, domain: ResourceDomain) -> 
     assert sum(worker.completed for worker in pool.statistics().workers) == completed + 8
 
 
-async def test_the_least_loaded_gets_the_next(device: Device) -> None:
+async def test_the_least_loaded_worker_gets_the_next_connection(device: Device) -> None:
     async with (
         WorkerPool(device, 2, placement=LeastLoaded()) as pool,
         served(pool, handlers.obey) as server,
@@ -128,7 +128,7 @@ async def test_the_least_loaded_gets_the_next(device: Device) -> None:
         await second.aclose()
 
 
-async def test_one_worker_for_each_key(device: Device) -> None:
+async def test_peers_with_one_key_share_a_worker(device: Device) -> None:
     async with (
         WorkerPool(device, 4) as pool,
         served(pool, handlers.obey, key=lambda address: address[0]) as server,
@@ -162,13 +162,15 @@ async def test_tls_and_a_secret(pool: WorkerPool, domain: ResourceDomain, tmp_pa
             assert await near.receive()
 
 
-async def test_a_certificate_that_is_not_there(device: Device, tmp_path: Path) -> None:
+async def test_a_missing_certificate(device: Device, tmp_path: Path) -> None:
     async with WorkerPool(device, 1) as pool:
         with pytest.raises(FileNotFoundError):
             served(pool, handlers.echo, ssl=handlers.tls_in(tmp_path))
 
 
-async def test_a_handler_that_fails(pool: WorkerPool, domain: ResourceDomain, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_failing_handler_breaks_its_connection(
+    pool: WorkerPool, domain: ResourceDomain, caplog: pytest.LogCaptureFixture
+) -> None:
     async with served(pool, handlers.obey) as server:
         async with asked(server, domain) as near:
             with pytest.raises(BrokenResourceError):
@@ -191,7 +193,7 @@ async def test_a_handler_that_fails(pool: WorkerPool, domain: ResourceDomain, ca
 @pytest.mark.parametrize(
     ("pool", "how"), [("threads", "leave"), ("processes", "leave"), ("processes", "die")], indirect=["pool"]
 )
-async def test_a_worker_dies_under_load(pool: WorkerPool, domain: ResourceDomain, how: str) -> None:
+async def test_a_dead_worker_breaks_only_its_connections(pool: WorkerPool, domain: ResourceDomain, how: str) -> None:
     """Its connections are gone, and their peers are told; the others do not notice, and the next one is as good."""
     deaths = pool.statistics().deaths
     async with served(pool, handlers.obey, handshake_timeout_s=patience(10)) as server:
@@ -229,7 +231,7 @@ async def test_a_worker_dies_under_load(pool: WorkerPool, domain: ResourceDomain
 
 
 @pytest.mark.every_way
-async def test_drained(pool: WorkerPool, domain: ResourceDomain) -> None:
+async def test_stop_waits_for_handlers(pool: WorkerPool, domain: ResourceDomain) -> None:
     async with served(pool, handlers.obey) as server:
         port = server.port
         nears = [await asked(server, domain) for _ in range(4)]
@@ -309,7 +311,7 @@ async def test_closing_the_pool_stops_the_server(
 
 
 @both_kinds
-async def test_a_handler_that_does_not_end(
+async def test_a_blocked_handler_is_left_to_the_pool(
     device: Device, domain: ResourceDomain, processes: bool, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     """It is inside of something: the server does not wait for ever, and its pool does what it does with such ones."""
@@ -334,7 +336,7 @@ async def test_a_handler_that_does_not_end(
 
 
 @both_kinds
-async def test_a_pool_that_fails(device: Device, domain: ResourceDomain, processes: bool) -> None:
+async def test_a_failing_pool_stops_the_server(device: Device, domain: ResourceDomain, processes: bool) -> None:
     """The server stops: there is nowhere for a connection to be."""
     pool = await WorkerPool(device, 1, on_worker_death="fail", processes=processes).open()
     server = await served(pool, handlers.obey, drain_timeout_s=0.1).open()
@@ -350,7 +352,7 @@ async def test_a_pool_that_fails(device: Device, domain: ResourceDomain, process
     await pool.aclose()
 
 
-async def test_a_pool_that_is_closed(device: Device) -> None:
+async def test_serving_with_a_closed_pool(device: Device) -> None:
     pool = WorkerPool(device, 1)
     with pytest.raises(ClosedResourceError):
         await served(pool, handlers.echo).open()
@@ -359,7 +361,7 @@ async def test_a_pool_that_is_closed(device: Device) -> None:
 # ---- Peers
 
 
-async def test_who_stalls_is_dropped_in_time(pool: WorkerPool, domain: ResourceDomain) -> None:
+async def test_a_stalling_peer_is_dropped_after_the_timeout(pool: WorkerPool, domain: ResourceDomain) -> None:
     failed = sum(worker.failed for worker in pool.statistics().workers)
     async with (
         served(pool, handlers.obey, handshake_timeout_s=patience(1)) as server,
@@ -379,7 +381,7 @@ async def test_who_stalls_is_dropped_in_time(pool: WorkerPool, domain: ResourceD
         assert sum(worker.failed for worker in pool.statistics().workers) == failed
 
 
-async def test_a_flood(pool: WorkerPool, domain: ResourceDomain) -> None:
+async def test_limits_hold_for_all_workers_during_a_flood(pool: WorkerPool, domain: ResourceDomain) -> None:
     """No more than so many are let in, on all workers together, but nobody is kept out; who lies or vanishes is
     forgotten."""
     async with served(pool, handlers.obey, max_handshakes=4, handshake_timeout_s=patience(30)) as server:
@@ -400,7 +402,7 @@ async def test_a_flood(pool: WorkerPool, domain: ResourceDomain) -> None:
             assert await told(near, "where")
 
 
-async def test_so_many_connections_and_no_more(device: Device) -> None:
+async def test_max_connections_is_enforced(device: Device) -> None:
     async with (
         WorkerPool(device, 2) as pool,
         served(pool, handlers.obey, max_connections=3) as server,
@@ -417,7 +419,7 @@ async def test_so_many_connections_and_no_more(device: Device) -> None:
             await near.aclose()
 
 
-async def test_many_come_and_go(pool: WorkerPool, domain: ResourceDomain) -> None:
+async def test_many_connections_leave_nothing(pool: WorkerPool, domain: ResourceDomain) -> None:
     """Nothing of them is left here, nor in the workers' processes."""
     async with (
         served(pool, handlers.echo, max_handshakes=1000) as server,
@@ -448,7 +450,7 @@ async def test_many_come_and_go(pool: WorkerPool, domain: ResourceDomain) -> Non
         assert server.statistics().accepted == 30 + len(stay)
 
 
-async def test_who_waits_for_a_busy_worker(pool: WorkerPool, domain: ResourceDomain, tmp_path: Path) -> None:
+async def test_a_peer_of_a_busy_worker_times_out(pool: WorkerPool, domain: ResourceDomain, tmp_path: Path) -> None:
     """Is dropped when its time is over, and costs nobody else anything."""
     async with served(pool, handlers.obey, handshake_timeout_s=patience(60)) as server:
         blocked = await asked(server, domain)
@@ -472,9 +474,7 @@ async def test_who_waits_for_a_busy_worker(pool: WorkerPool, domain: ResourceDom
         await blocked.aclose()
 
 
-async def test_more_sockets_than_a_process_takes_at_once(
-    device: Device, domain: ResourceDomain, tmp_path: Path
-) -> None:
+async def test_sockets_wait_for_a_busy_process(device: Device, domain: ResourceDomain, tmp_path: Path) -> None:
     """They wait here until there is room."""
     count = 400
     async with (
@@ -498,18 +498,18 @@ async def test_more_sockets_than_a_process_takes_at_once(
         await blocked.aclose()
 
 
-async def test_what_cannot_be_pickled(process_pool: WorkerPool) -> None:
+async def test_handlers_that_cannot_be_pickled(process_pool: WorkerPool) -> None:
     with pytest.raises(Exception, match="pickle") as caught:
         served(process_pool, lambda connection: connection.aclose())
     assert "a module's function" in "".join(caught.value.__notes__)
 
 
-async def test_rdma_cm_is_not_for_pools(device: Device) -> None:
+async def test_pools_refuse_rdma_cm(device: Device) -> None:
     with pytest.raises(ValueError, match="cannot serve peers by rdma_cm"):
         serve(handlers.echo, HOST, pool=WorkerPool(device, 1), transport="rdmacm")
 
 
-async def test_the_threads_handlers_are_those_of_the_workers(device: Device) -> None:
+async def test_handlers_of_thread_workers_need_no_pickling(device: Device) -> None:
     """Any callable does, with what it holds; and nothing is asked of this thread."""
     seen: list[int] = []
 

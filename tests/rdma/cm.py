@@ -62,7 +62,7 @@ async def sides(model: ThreadModel = ThreadModel.SINGLE) -> AsyncIterator[tuple[
 
 
 async def connected(
-    channel: Channel, listener: Listener, near: Side, qp: QueuePair, far_qp: QueuePair
+    channel: Channel, listener: Listener, near: Side, qp: QueuePair, peer_qp: QueuePair
 ) -> tuple[Identifier, Identifier]:
     """The identifier of a connection from here to a listener's, and its identifier there."""
     asking = await channel.identifier().open()
@@ -70,13 +70,13 @@ async def connected(
 
     async def answer() -> Identifier:
         asked = await anext(listener)
-        await asked.accept(far_qp, ACCESS)
+        await asked.accept(peer_qp, ACCESS)
         return asked
 
     _, asked = await asyncio.gather(asking.connect(qp, ACCESS), answer())
     assert asking.connected
     assert asked.connected
-    assert qp.qp_state is far_qp.qp_state is QpState.RTS
+    assert qp.qp_state is peer_qp.qp_state is QpState.RTS
     return asking, asked
 
 

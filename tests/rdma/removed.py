@@ -30,14 +30,14 @@ async def main(name: str, address: str, port: int) -> None:
         Channel() as channel,
         channel.listener(address, port) as listener,
         side.queue_pair() as qp,
-        side.queue_pair() as far_qp,
+        side.queue_pair() as peer_qp,
         side.domain.register(64, ACCESS) as region,
         channel.identifier() as requested,
         listen(address, port + 1, domain=side.domain, transport="rdmacm") as connections,
         await connect(address, port + 1, domain=side.domain, transport="rdmacm") as near,
         await connections.accept() as far,
     ):
-        asking, asked = await connected(channel, listener, side, qp, far_qp)
+        asking, asked = await connected(channel, listener, side, qp, peer_qp)
         await requested.resolve(address, port)
         waiting = {
             "asking": asyncio.create_task(asking.wait_disconnected()),
@@ -45,7 +45,7 @@ async def main(name: str, address: str, port: int) -> None:
             "listener": asyncio.create_task(anext(listener)),
             "near": asyncio.create_task(near.receive()),
             "far": asyncio.create_task(far.receive()),
-            "receive": asyncio.create_task(receive(far_qp, region)),
+            "receive": asyncio.create_task(receive(peer_qp, region)),
         }
         await asyncio.sleep(0)
         print("ready", flush=True)

@@ -77,7 +77,7 @@ async def test_messages_and_memory(transport: str) -> None:
             assert await here.receive() == b"and on"
 
 
-async def test_everything_is_delivered() -> None:
+async def test_closing_delivers_everything_sent() -> None:
     async with pair() as (here, there):
         for number in range(10):
             await here.send(bytes([number]) * 3000)
@@ -88,20 +88,20 @@ async def test_everything_is_delivered() -> None:
             await there.receive()
 
 
-async def test_an_abort_is_told() -> None:
+async def test_abort_breaks_the_peers_connection() -> None:
     async with pair() as (here, there):
         await here.abort()
         with pytest.raises(BrokenResourceError, match=r"is broken: the peer is gone: the peer disconnected$"):
             await there.receive()
 
 
-async def test_a_secret() -> None:
+async def test_same_secret_connects() -> None:
     async with pair(secret=b"one") as (here, there):
         await here.send(b"x")
         assert await there.receive() == b"x"
 
 
-async def test_another_secret() -> None:
+async def test_different_secret_is_refused() -> None:
     async with listening(transport="rdmacm", secret=b"one") as (near, far, listener):
         with pytest.raises(HandshakeError):
             await connect(far.address, listener.port, domain=near.domain, secret=b"two", transport="rdmacm")
@@ -111,7 +111,7 @@ async def test_another_secret() -> None:
             await (await listener.accept()).aclose()
 
 
-async def test_nobody_listens() -> None:
+async def test_connecting_without_a_listener() -> None:
     with nothing_left():
         async with sides() as (near, far):
             with pytest.raises(ConnectionRejectedError):
@@ -120,7 +120,7 @@ async def test_nobody_listens() -> None:
                 await connect(far.address, free_port(), domain=near.domain)
 
 
-async def test_served() -> None:
+async def test_serving() -> None:
     async def echo(connection: Connection) -> None:
         async for message in connection:
             await connection.send(message)

@@ -73,14 +73,14 @@ async def resolved(channel: Channel, near: Side, listener: Listener | tuple[str,
 
 
 @pytest.mark.parametrize("model", ThreadModel, ids=lambda model: model.name)
-async def test_it_connects_queue_pairs_of_ours(model: ThreadModel) -> None:
+async def test_connect_accept_and_disconnect(model: ThreadModel) -> None:
     with nothing_left():
         async with (
             sides(model) as (near, far),
             Channel() as channel,
             channel.listener(far.address, free_port()) as listener,
             near.queue_pair() as qp,
-            far.queue_pair(receive_depth=4, receive_size=64) as far_qp,
+            far.queue_pair(receive_depth=4, receive_size=64) as peer_qp,
             near.domain.register(64) as source,
             far.domain.register(64, ACCESS) as target,
             channel.identifier() as asking,
@@ -94,12 +94,12 @@ async def test_it_connects_queue_pairs_of_ours(model: ThreadModel) -> None:
                 async with await anext(listener) as asked:
                     assert asked.private_data[:5] == b"hello"
                     assert asked.peer_address == asking.local_address
-                    await asked.accept(far_qp, ACCESS, private_data=b"welcome")
-                    message = await anext(far_qp.messages())
+                    await asked.accept(peer_qp, ACCESS, private_data=b"welcome")
+                    message = await anext(peer_qp.messages())
                     with message:
                         assert bytes(message.data) == b"over"
                     await asked.wait_disconnected()
-                    assert far_qp.query().qp_state is QpState.ERR
+                    assert peer_qp.query().qp_state is QpState.ERR
 
             answering = asyncio.create_task(answer())
             reply = await asking.connect(qp, private_data=b"hello")
@@ -120,23 +120,23 @@ async def test_it_connects_queue_pairs_of_ours(model: ThreadModel) -> None:
             await answering
 
 
-async def test_what_is_given_comes_first(channel: Channel, listener: Listener, ends: Ends) -> None:
+async def test_given_attributes_override_negotiated_ones(channel: Channel, listener: Listener, ends: Ends) -> None:
     near, far = ends
-    async with near.queue_pair() as qp, far.queue_pair() as far_qp, resolved(channel, near, listener) as asking:
+    async with near.queue_pair() as qp, far.queue_pair() as peer_qp, resolved(channel, near, listener) as asking:
         asked = asyncio.create_task(anext(listener))
         connecting = asyncio.create_task(
             asking.connect(qp, timeout=12, retry_cnt=3, rnr_retry=7, min_rnr_timer=5, max_rd_atomic=2)
         )
         async with await asked as asked_identifier:
-            await asked_identifier.accept(far_qp, max_dest_rd_atomic=4, max_rd_atomic=1)
+            await asked_identifier.accept(peer_qp, max_dest_rd_atomic=4, max_rd_atomic=1)
             await connecting
             found = qp.query()
             assert (found.timeout, found.retry_cnt, found.rnr_retry) == (12, 3, 7)
             assert (found.min_rnr_timer, found.max_rd_atomic, found.max_dest_rd_atomic) == (5, 2, 1)
-            assert far_qp.query().max_dest_rd_atomic == 4
+            assert peer_qp.query().max_dest_rd_atomic == 4
 
 
-async def test_all_addresses(channel: Channel, ends: Ends) -> None:
+async def test_listening_on_all_addresses(channel: Channel, ends: Ends) -> None:
     near, far = ends
     async with channel.listener() as listener, channel.listener("::") as six:
         host, port = listener.address[:2]
@@ -155,13 +155,11 @@ async def test_all_addresses(channel: Channel, ends: Ends) -> None:
                 await connecting
 
 
-async def test_who_waits_on_the_queue_pair_is_told_when_the_peer_leaves(
-    channel: Channel, listener: Listener, ends: Ends
-) -> None:
+async def test_requests_in_flight_end_when_the_peer_leaves(channel: Channel, listener: Listener, ends: Ends) -> None:
     near, far = ends
-    async with near.queue_pair() as qp, far.queue_pair() as far_qp, far.domain.register(64, ACCESS) as region:
-        asking, asked = await connected(channel, listener, near, qp, far_qp)
-        receiving = far_qp.receive(region[:])
+    async with near.queue_pair() as qp, far.queue_pair() as peer_qp, far.domain.register(64, ACCESS) as region:
+        asking, asked = await connected(channel, listener, near, qp, peer_qp)
+        receiving = peer_qp.receive(region[:])
         await asking.aclose()
         with pytest.raises(WorkCompletionError) as caught:
             await receiving
@@ -170,7 +168,7 @@ async def test_who_waits_on_the_queue_pair_is_told_when_the_peer_leaves(
         await asked.aclose()
 
 
-async def test_many_at_once(channel: Channel, listener: Listener, ends: Ends) -> None:
+async def test_many_connections_at_once(channel: Channel, listener: Listener, ends: Ends) -> None:
     near, far = ends
     count = 16
 
@@ -180,8 +178,8 @@ async def test_many_at_once(channel: Channel, listener: Listener, ends: Ends) ->
             await asking.wait_disconnected()
 
     async def answer(asked: Identifier) -> None:
-        async with asked, far.queue_pair() as far_qp:
-            await asked.accept(far_qp)
+        async with asked, far.queue_pair() as peer_qp:
+            await asked.accept(peer_qp)
             await asked.disconnect()
 
     async def answer_all() -> None:
@@ -192,10 +190,10 @@ async def test_many_at_once(channel: Channel, listener: Listener, ends: Ends) ->
     await asyncio.gather(answer_all(), *(ask() for _ in range(count)))
 
 
-async def test_both_leave_at_once(channel: Channel, listener: Listener, ends: Ends) -> None:
+async def test_both_ends_disconnect_at_once(channel: Channel, listener: Listener, ends: Ends) -> None:
     near, far = ends
-    async with near.queue_pair() as qp, far.queue_pair() as far_qp:
-        asking, asked = await connected(channel, listener, near, qp, far_qp)
+    async with near.queue_pair() as qp, far.queue_pair() as peer_qp:
+        asking, asked = await connected(channel, listener, near, qp, peer_qp)
         await asyncio.gather(asking.disconnect(), asked.disconnect())
         await asyncio.gather(asking.aclose(), asked.aclose())
 
@@ -203,7 +201,7 @@ async def test_both_leave_at_once(channel: Channel, listener: Listener, ends: En
 # ---- What does not come about
 
 
-async def test_a_peer_that_refuses(channel: Channel, listener: Listener, ends: Ends) -> None:
+async def test_a_rejected_connection(channel: Channel, listener: Listener, ends: Ends) -> None:
     near, far = ends
     async with near.queue_pair() as qp, resolved(channel, near, listener) as asking:
         connecting = asyncio.create_task(asking.connect(qp))
@@ -225,10 +223,10 @@ async def test_a_peer_that_refuses(channel: Channel, listener: Listener, ends: E
             await (await anext(listener)).aclose()
             with pytest.raises(ConnectionRejectedError):
                 await connecting
-        async with far.queue_pair() as far_qp:
+        async with far.queue_pair() as peer_qp:
             connecting = asyncio.create_task(asking.connect(qp))
             async with await anext(listener) as asked:
-                await asked.accept(far_qp)
+                await asked.accept(peer_qp)
                 await connecting
                 assert asking.connected
                 await asking.disconnect()
@@ -240,7 +238,7 @@ async def test_a_peer_that_refuses(channel: Channel, listener: Listener, ends: E
                 await connecting
 
 
-async def test_nobody_listens(channel: Channel, ends: Ends) -> None:
+async def test_connecting_without_a_listener(channel: Channel, ends: Ends) -> None:
     near, far = ends
     async with near.queue_pair() as qp, channel.identifier() as asking:
         await asking.resolve(far.address, free_port(), source=near.address)
@@ -248,7 +246,7 @@ async def test_nobody_listens(channel: Channel, ends: Ends) -> None:
             await asking.connect(qp)
 
 
-async def test_no_way(channel: Channel) -> None:
+async def test_unreachable_peer(channel: Channel) -> None:
     async with channel.identifier() as loopback:
         with pytest.raises(UnreachableError, match="loopback"):
             await loopback.resolve("127.0.0.1", 7174)
@@ -260,7 +258,7 @@ async def test_no_way(channel: Channel) -> None:
             await nobody.resolve("no-such-host.invalid", 7174)
 
 
-async def test_a_host_that_is_not_there(channel: Channel, ends: Ends) -> None:
+async def test_resolving_an_absent_host(channel: Channel, ends: Ends) -> None:
     neighbour = ends[1].address.rpartition(".")[0] + ".222"
     async with channel.identifier() as asking:
         began = time.monotonic()
@@ -271,13 +269,13 @@ async def test_a_host_that_is_not_there(channel: Channel, ends: Ends) -> None:
 
 async def test_a_peer_that_does_not_answer(channel: Channel, listener: Listener, ends: Ends) -> None:
     near, far = ends
-    async with near.queue_pair() as qp, far.queue_pair() as far_qp:
+    async with near.queue_pair() as qp, far.queue_pair() as peer_qp:
         async with resolved(channel, near, listener) as asking:
             with pytest.raises(TimeoutError, match=r"connect: the peer did not answer within 300 ms"):
                 await asking.connect(qp, timeout_s=0.3)
         async with await anext(listener) as asked:  # too late
             with pytest.raises((ConnectionRejectedError, BrokenResourceError, VerbsError, TimeoutError)):
-                await asked.accept(far_qp, timeout_s=5)
+                await asked.accept(peer_qp, timeout_s=5)
 
 
 class Mute:
@@ -311,7 +309,7 @@ class Mute:
             each.destroy()
 
 
-async def test_a_peer_that_does_not_hear_goodbye(ends: Ends) -> None:
+async def test_a_peer_that_does_not_answer_a_disconnect(ends: Ends) -> None:
     """Who waits for it has a limit, and closing many of these takes no longer than closing one."""
     near, far = ends
     async with contextlib.AsyncExitStack() as stack:
@@ -321,13 +319,13 @@ async def test_a_peer_that_does_not_hear_goodbye(ends: Ends) -> None:
         identifiers = []
         for _ in range(4):
             qp = await stack.enter_async_context(near.queue_pair())
-            far_qp = await stack.enter_async_context(far.queue_pair())
+            peer_qp = await stack.enter_async_context(far.queue_pair())
             asking = await channel.identifier().open()
             assert mute.address is not None
             await asking.resolve(*mute.address[:2], source=near.address)
             connecting = asyncio.create_task(asking.connect(qp))
             await asyncio.sleep(0)
-            mute.accept(far_qp)
+            mute.accept(peer_qp)
             await connecting
             identifiers.append(asking)
         with pytest.raises(TimeoutError, match=r"disconnect: the peer did not answer within 200 ms"):
@@ -339,11 +337,13 @@ async def test_a_peer_that_does_not_hear_goodbye(ends: Ends) -> None:
         assert time.monotonic() - began < 3.5
 
 
-async def test_bad_input_is_told_before_the_peer_is(channel: Channel, listener: Listener, ends: Ends) -> None:
+async def test_invalid_arguments_are_refused_before_contacting_the_peer(
+    channel: Channel, listener: Listener, ends: Ends
+) -> None:
     near, far = ends
     async with (
         near.queue_pair() as qp,
-        far.queue_pair() as far_qp,
+        far.queue_pair() as peer_qp,
         near.domain.queue_pair(near.cq, qp_type=QpType.UC) as uc,
         open_device("soft0") as soft,
         soft.resource_domain() as domain,
@@ -372,7 +372,7 @@ async def test_bad_input_is_told_before_the_peer_is(channel: Channel, listener: 
             await asking.connect(qp, qkey=1)
         if near.device.name != far.device.name:
             with pytest.raises(ValueError, match="but the route to the peer uses"):
-                await asking.connect(far_qp)
+                await asking.connect(peer_qp)
         with pytest.raises(QueuePairStateError, match=r"accept: .* is resolved"):
             await asking.accept(qp)
         with pytest.raises(QueuePairStateError, match=r"resolve: .* is resolved"):
@@ -393,7 +393,7 @@ async def test_bad_input_is_told_before_the_peer_is(channel: Channel, listener: 
             channel.listener(backlog=0)
 
 
-async def test_one_call_at_a_time(channel: Channel, listener: Listener, ends: Ends) -> None:
+async def test_concurrent_calls_raise_busy(channel: Channel, listener: Listener, ends: Ends) -> None:
     near, _ = ends
     async with near.queue_pair() as qp, resolved(channel, near, listener) as asking:
         connecting = asyncio.create_task(asking.connect(qp))
@@ -404,7 +404,7 @@ async def test_one_call_at_a_time(channel: Channel, listener: Listener, ends: En
             await connecting
 
 
-async def test_it_is_of_its_loop(channel: Channel, listener: Listener, ends: Ends) -> None:
+async def test_identifiers_refuse_other_loops(channel: Channel, listener: Listener, ends: Ends) -> None:
     near, far = ends
     async with near.queue_pair() as qp, channel.identifier() as asking:
 
@@ -447,7 +447,7 @@ async def state_of(qp: QueuePair) -> QpState:
         await asyncio.sleep(0.001)
 
 
-async def test_resolving_is_cancelled(channel: Channel, ends: Ends) -> None:
+async def test_cancelled_resolve(channel: Channel, ends: Ends) -> None:
     neighbour = ends[1].address.rpartition(".")[0] + ".223"
     async with channel.identifier() as asking:
         task = asyncio.create_task(asking.resolve(neighbour, 7174))
@@ -455,45 +455,45 @@ async def test_resolving_is_cancelled(channel: Channel, ends: Ends) -> None:
         await cancel(task)
 
 
-async def test_connecting_is_cancelled(channel: Channel, listener: Listener, ends: Ends) -> None:
+async def test_cancelled_connect(channel: Channel, listener: Listener, ends: Ends) -> None:
     near, far = ends
-    async with near.queue_pair() as qp, far.queue_pair() as far_qp:
+    async with near.queue_pair() as qp, far.queue_pair() as peer_qp:
         for turns in (0, 1, 2, 5, 10):
             async with resolved(channel, near, listener) as asking:
                 task = asyncio.create_task(asking.connect(qp))
                 asked = await anext(listener)
-                answering = asyncio.create_task(asked.accept(far_qp, timeout_s=5))
+                answering = asyncio.create_task(asked.accept(peer_qp, timeout_s=5))
                 for _ in range(turns):
                     await asyncio.sleep(0)
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
             await asyncio.gather(answering, return_exceptions=True)
             await asked.aclose()
-            for each in (qp, far_qp):
+            for each in (qp, peer_qp):
                 if await state_of(each) is not QpState.RESET:
                     each.to_error()
                     each.to_reset()
 
 
-async def test_accepting_is_cancelled(channel: Channel, listener: Listener, ends: Ends) -> None:
+async def test_cancelled_accept(channel: Channel, listener: Listener, ends: Ends) -> None:
     near, far = ends
-    async with near.queue_pair() as qp, far.queue_pair() as far_qp, resolved(channel, near, listener) as asking:
+    async with near.queue_pair() as qp, far.queue_pair() as peer_qp, resolved(channel, near, listener) as asking:
         connecting = asyncio.create_task(asking.connect(qp))
         async with await anext(listener) as asked:
-            task = asyncio.create_task(asked.accept(far_qp))
+            task = asyncio.create_task(asked.accept(peer_qp))
             await asyncio.sleep(0)
             await cancel(task)
             async with asyncio.timeout(10):
-                while await state_of(far_qp) is not QpState.ERR:  # noqa: ASYNC110  (the helper tells the identifier)
+                while await state_of(peer_qp) is not QpState.ERR:  # noqa: ASYNC110  (the helper tells the identifier)
                     await asyncio.sleep(0.001)
         await asyncio.wait([connecting])
         connecting.exception()
 
 
-async def test_waiting_is_cancelled_and_closed(channel: Channel, listener: Listener, ends: Ends) -> None:
+async def test_cancelled_and_closed_waiters(channel: Channel, listener: Listener, ends: Ends) -> None:
     near, far = ends
-    async with near.queue_pair() as qp, far.queue_pair() as far_qp:
-        asking, asked = await connected(channel, listener, near, qp, far_qp)
+    async with near.queue_pair() as qp, far.queue_pair() as peer_qp:
+        asking, asked = await connected(channel, listener, near, qp, peer_qp)
         waiting = asyncio.create_task(asking.wait_disconnected())
         await asyncio.sleep(0)
         await cancel(waiting)
@@ -523,22 +523,22 @@ async def test_every_order_of_closing(order: tuple[int, ...]) -> None:
     with nothing_left():
         async with sides() as (near, far), Channel() as channel:
             listener = await channel.listener(far.address, free_port()).open()
-            qp, far_qp = await near.queue_pair().open(), await far.queue_pair().open()
-            asking, asked = await connected(channel, listener, near, qp, far_qp)
-            resources: list[Resource] = [asking, asked, qp, far_qp, listener]
+            qp, peer_qp = await near.queue_pair().open(), await far.queue_pair().open()
+            asking, asked = await connected(channel, listener, near, qp, peer_qp)
+            resources: list[Resource] = [asking, asked, qp, peer_qp, listener]
             for each in order:
                 await resources[each].aclose()
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)
-async def test_parents_first(order: tuple[int, ...]) -> None:
+async def test_closing_parents_first(order: tuple[int, ...]) -> None:
     """The channel and both devices, under a connection and one that is being asked for."""
     with nothing_left():
         async with sides() as (near, far):
             channel = await Channel().open()
             listener = await channel.listener(far.address, free_port()).open()
-            qp, far_qp = await near.queue_pair().open(), await far.queue_pair().open()
-            asking, asked = await connected(channel, listener, near, qp, far_qp)
+            qp, peer_qp = await near.queue_pair().open(), await far.queue_pair().open()
+            asking, asked = await connected(channel, listener, near, qp, peer_qp)
             another, another_qp = await channel.identifier().open(), await near.queue_pair().open()
             await another.resolve(*listener.address[:2], source=near.address)
             task = asyncio.create_task(another.connect(another_qp))
@@ -553,10 +553,10 @@ async def test_parents_first(order: tuple[int, ...]) -> None:
             assert isinstance(error, ClosedResourceError | ConnectionRejectedError | BrokenResourceError)
 
 
-async def test_what_is_forgotten_is_closed(listener: Listener, channel: Channel, ends: Ends) -> None:
+async def test_forgotten_objects_are_closed(listener: Listener, channel: Channel, ends: Ends) -> None:
     near, far = ends
-    async with near.queue_pair() as qp, far.queue_pair() as far_qp:
-        asking, asked = await connected(channel, listener, near, qp, far_qp)
+    async with near.queue_pair() as qp, far.queue_pair() as peer_qp:
+        asking, asked = await connected(channel, listener, near, qp, peer_qp)
         left = [asking]
         del asking
         with pytest.warns(ResourceWarning, match="it was forgotten"):
@@ -568,7 +568,7 @@ async def test_what_is_forgotten_is_closed(listener: Listener, channel: Channel,
                 await asyncio.sleep(0.01)
 
 
-def test_a_loop_that_is_gone() -> None:
+def test_a_channel_of_a_closed_loop() -> None:
     """Who closes the channel afterwards takes its place."""
     channel = Channel()
 
@@ -582,7 +582,7 @@ def test_a_loop_that_is_gone() -> None:
         asyncio.run(channel.aclose())
 
 
-def test_the_child_of_a_fork_leaves_it_alone() -> None:
+def test_a_forked_child_leaves_the_channel_alone() -> None:
     async def main() -> None:
         async with Channel() as channel:
             pid = os.fork()
@@ -603,8 +603,8 @@ def descriptors() -> int:
 
 
 async def connect_and_disconnect(near: Side, far: Side, channel: Channel, listener: Listener, number: int) -> None:
-    async with near.queue_pair() as qp, far.queue_pair() as far_qp:
-        asking, asked = await connected(channel, listener, near, qp, far_qp)
+    async with near.queue_pair() as qp, far.queue_pair() as peer_qp:
+        asking, asked = await connected(channel, listener, near, qp, peer_qp)
         first, second = (asking, asked) if number % 2 else (asked, asking)
         await first.disconnect()
         await second.wait_disconnected()

@@ -91,7 +91,7 @@ async def test_different_secret_is_refused(device: Device) -> None:
 
 
 async def test_a_listener_without_the_secret_is_refused(device: Device) -> None:
-    """It claims to have the secret and cannot prove it."""
+    """The listener claims to have the secret and cannot prove it."""
     async with device.resource_domain() as domain:
 
         async def impostor(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -132,11 +132,11 @@ class Grants:
         self.futures: dict[bytes, asyncio.Future[RemoteGrant]] = {}  # by what is granted
 
     def grant_future(self, remote: bytes) -> "asyncio.Future[RemoteGrant]":
-        """What far hears of a grant."""
+        """Return the future of the far end's grant."""
         return self.futures.setdefault(remote, asyncio.get_running_loop().create_future())
 
     async def receive_grants(self) -> None:
-        """Take what was granted, and be cancelled now and then."""
+        """Receive grants, and be cancelled now and then."""
 
         async def take() -> None:
             granted = await self.ends.far.receive_grant()

@@ -51,7 +51,7 @@ def _rdma_cm_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def without_gids(monkeypatch: pytest.MonkeyPatch, at: int) -> None:
-    """Hide the port's GIDs while its table is read, for some number of reads."""
+    """Hide the port's GIDs at the given read of their table, counted from 1."""
     gid_table, looks = ports.gid_table, [0]
 
     def read(context: handles.Context, port: int) -> list[Gid]:

@@ -1,4 +1,4 @@
-"""What peers of a connection say before it is one, and beside its messages: any bytes are heard or refused.
+"""Fuzz the handshake and the frames of a connection: arbitrary bytes are accepted or refused.
 
 python tests/fuzz/fuzz_handshake.py -max_total_time=30 CORPUS
 """
@@ -21,7 +21,7 @@ OFFER = Offer(Endpoint(bytes(15) + b"\1", 5, 6, Mtu.MTU_1024), 4096, 16, 1 << 20
 
 
 def listener_before(secret: bytes | None, greeted: bool) -> Handshake:
-    """A listener that waits for a hello, or for an offer."""
+    """Return a listener that expects a HELLO, or an OFFER."""
     listener = Handshake(False, b"\1" * 16, secret)
     if greeted:
         listener.receive_hello(Handshake(True, b"\2" * 16, secret).hello())
@@ -30,7 +30,7 @@ def listener_before(secret: bytes | None, greeted: bool) -> Handshake:
 
 
 def one_input(data: bytes) -> None:
-    """What libFuzzer calls."""
+    """Check one input of libFuzzer."""
     for secret in (None, b"secret"):
         for listener, receive in (
             (listener_before(secret, False), Handshake.receive_hello),
@@ -61,7 +61,7 @@ def one_input(data: bytes) -> None:
 
 
 def seeds(folder: Path) -> None:
-    """What honest ends say, to begin with."""
+    """Write the messages of honest ends as the initial corpus."""
     near, listener = Handshake(True, b"\2" * 16), listener_before(None, False)
     messages = [near.hello()]
     listener.receive_hello(messages[0])

@@ -54,7 +54,7 @@ async def device() -> AsyncIterator[Device]:
 
 @pytest_asyncio.fixture(loop_scope="module", params=["threads", "processes"])
 async def pool(request: pytest.FixtureRequest, device: Device, process_pool: WorkerPool) -> AsyncIterator[WorkerPool]:
-    """A pool of two, whose event loops are of another kind than that of the tests."""
+    """A pool of two workers, whose event loops are of another kind than the test's."""
     if request.param == "processes":
         yield process_pool
         return
@@ -64,7 +64,7 @@ async def pool(request: pytest.FixtureRequest, device: Device, process_pool: Wor
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def domain(device: Device) -> AsyncIterator[ResourceDomain]:
-    """Of those who connect."""
+    """Domain of the clients."""
     async with device.resource_domain() as domain:
         yield domain
 
@@ -194,7 +194,7 @@ async def test_a_failing_handler_breaks_its_connection(
     ("pool", "how"), [("threads", "leave"), ("processes", "leave"), ("processes", "die")], indirect=["pool"]
 )
 async def test_a_dead_worker_breaks_only_its_connections(pool: WorkerPool, domain: ResourceDomain, how: str) -> None:
-    """Its connections are gone, and their peers are told; the others do not notice, and the next one is as good."""
+    """Peers of the dead worker find their connections broken. Others do not notice, and a new connection works."""
     deaths = pool.statistics().deaths
     async with served(pool, handlers.obey, handshake_timeout_s=patience(10)) as server:
         nears = [await asked(server, domain) for _ in range(6)]
@@ -250,9 +250,9 @@ async def test_stop_waits_for_handlers(pool: WorkerPool, domain: ResourceDomain)
 
 @contextlib.asynccontextmanager
 async def loaded(server: Server, domain: ResourceDomain, folder: Path) -> AsyncIterator[None]:
-    """Keep a server busy whose handlers obey: with two that stay, and with four that answer again and again.
+    """Keep a server busy with two handlers that stay and four that answer again and again.
 
-    Those that stay are cancelled in the block, and end there before it is left.
+    Handlers that stay are cancelled in the block, and end before the block does.
     """
     nears = [await asked(server, domain) for _ in range(6)]
     counts = [0] * 6
@@ -314,7 +314,7 @@ async def test_closing_the_pool_stops_the_server(
 async def test_a_blocked_handler_is_left_to_the_pool(
     device: Device, domain: ResourceDomain, processes: bool, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
-    """It is inside of something: the server does not wait for ever, and its pool does what it does with such ones."""
+    """The server does not wait for the blocked worker; its pool ends the worker."""
     pool = await WorkerPool(device, 1, grace_s=0.1, processes=processes).open()
     server = await served(pool, handlers.obey, drain_timeout_s=0).open()
     near = await asked(server, domain)
@@ -337,7 +337,6 @@ async def test_a_blocked_handler_is_left_to_the_pool(
 
 @both_kinds
 async def test_a_failing_pool_stops_the_server(device: Device, domain: ResourceDomain, processes: bool) -> None:
-    """The server stops: there is nowhere for a connection to be."""
     pool = await WorkerPool(device, 1, on_worker_death="fail", processes=processes).open()
     server = await served(pool, handlers.obey, drain_timeout_s=0.1).open()
     port = server.port
@@ -382,8 +381,7 @@ async def test_a_stalling_peer_is_dropped_after_the_timeout(pool: WorkerPool, do
 
 
 async def test_limits_hold_for_all_workers_during_a_flood(pool: WorkerPool, domain: ResourceDomain) -> None:
-    """No more than so many are let in, on all workers together, but nobody is kept out; who lies or vanishes is
-    forgotten."""
+    """The limits count all workers together. No honest peer is kept out, and hostile peers are forgotten."""
     async with served(pool, handlers.obey, max_handshakes=4, handshake_timeout_s=patience(30)) as server:
         silent = [await asyncio.open_connection(HOST, server.port) for _ in range(4)]
         await until(lambda: server.statistics().handshakes == 4)
@@ -420,7 +418,7 @@ async def test_max_connections_is_enforced(device: Device) -> None:
 
 
 async def test_many_connections_leave_nothing(pool: WorkerPool, domain: ResourceDomain) -> None:
-    """Nothing of them is left here, nor in the workers' processes."""
+    """Neither here nor in the processes of the workers."""
     async with (
         served(pool, handlers.echo, max_handshakes=1000) as server,
         contextlib.AsyncExitStack() as stack,
@@ -451,7 +449,7 @@ async def test_many_connections_leave_nothing(pool: WorkerPool, domain: Resource
 
 
 async def test_a_peer_of_a_busy_worker_times_out(pool: WorkerPool, domain: ResourceDomain, tmp_path: Path) -> None:
-    """Is dropped when its time is over, and costs nobody else anything."""
+    """Other peers are not affected."""
     async with served(pool, handlers.obey, handshake_timeout_s=patience(60)) as server:
         blocked = await asked(server, domain)
         place = await told(blocked, "where")
@@ -475,7 +473,6 @@ async def test_a_peer_of_a_busy_worker_times_out(pool: WorkerPool, domain: Resou
 
 
 async def test_sockets_wait_for_a_busy_process(device: Device, domain: ResourceDomain, tmp_path: Path) -> None:
-    """They wait here until there is room."""
     count = 400
     async with (
         WorkerPool(device, 1, processes=True) as pool,
@@ -510,7 +507,7 @@ async def test_pools_refuse_rdma_cm(device: Device) -> None:
 
 
 async def test_handlers_of_thread_workers_need_no_pickling(device: Device) -> None:
-    """Any callable does, with what it holds; and nothing is asked of this thread."""
+    """Any callable with any state works, and nothing is sent to this thread."""
     seen: list[int] = []
 
     async def handler(connection: Connection) -> None:

@@ -279,7 +279,7 @@ async def test_a_peer_that_does_not_answer(channel: Channel, listener: Listener,
 
 
 class Mute:
-    """A peer that accepts, and then hears nothing any more."""
+    """A peer that accepts and then processes no more events."""
 
     def __init__(self, side: Side) -> None:
         self.channel = core.EventChannel()
@@ -310,7 +310,7 @@ class Mute:
 
 
 async def test_a_peer_that_does_not_answer_a_disconnect(ends: Ends) -> None:
-    """Who waits for it has a limit, and closing many of these takes no longer than closing one."""
+    """Waiting for its answer is limited, and closing many such connections takes no longer than closing one."""
     near, far = ends
     async with contextlib.AsyncExitStack() as stack:
         mute = Mute(far)
@@ -440,7 +440,7 @@ async def cancel(task: "asyncio.Task[object]") -> None:
 
 
 async def state_of(qp: QueuePair) -> QpState:
-    """Its state, as soon as no other thread changes that."""
+    """Return the state of a queue pair, as soon as no other thread modifies it."""
     while True:
         with contextlib.suppress(BusyResourceError):
             return qp.query().qp_state
@@ -532,7 +532,7 @@ async def test_every_order_of_closing(order: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)
 async def test_closing_parents_first(order: tuple[int, ...]) -> None:
-    """The channel and both devices, under a connection and one that is being asked for."""
+    """Close the channel and both devices below a connection and a pending request."""
     with nothing_left():
         async with sides() as (near, far):
             channel = await Channel().open()
@@ -569,7 +569,7 @@ async def test_forgotten_objects_are_closed(listener: Listener, channel: Channel
 
 
 def test_a_channel_of_a_closed_loop() -> None:
-    """Who closes the channel afterwards takes its place."""
+    """The loop that closes the channel takes over."""
     channel = Channel()
 
     async def begin() -> None:
@@ -598,7 +598,7 @@ def test_a_forked_child_leaves_the_channel_alone() -> None:
 
 
 def descriptors() -> int:
-    """How many are open."""
+    """Return the number of open file descriptors."""
     return len(os.listdir("/proc/self/fd"))
 
 
@@ -615,7 +615,9 @@ async def connect_and_disconnect(near: Side, far: Side, channel: Channel, listen
 async def test_connects_and_disconnects_leave_nothing(
     channel: Channel, listener: Listener, ends: Ends, count: int
 ) -> None:
-    """`nox -s rdma -- --soak` for 10,000 of them on both loops; it is counted after every hundred what there is."""
+    """`nox -s rdma -- --soak` makes 10,000 connections on both kinds of loops. Resources are counted after every
+    hundred.
+    """
     await connect_and_disconnect(*ends, channel, listener, 0)  # librdmacm keeps the devices open that it meets
     before = descriptors(), counts()
     for number in range(1, count + 1):

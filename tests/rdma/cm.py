@@ -1,4 +1,4 @@
-"""What the tests of rdma_cm share: addresses, two ends with their domains, and what the kernel counts."""
+"""Helpers for tests of rdma_cm: addresses, two ends with their domains, and the kernel's resource counts."""
 
 import asyncio
 import contextlib
@@ -19,14 +19,14 @@ _ports = itertools.count(17000)
 
 
 def address_of(name: str) -> str:
-    """The IPv4 address of a device: its GIDs have it."""
+    """Return the IPv4 address of a device, taken from its GIDs."""
     (found,) = (each for each in devices() if each.name == name)
     gids = (ipaddress.IPv6Address(gid) for port in found.ports for _, gid in port.gids)
     return next(str(gid.ipv4_mapped) for gid in gids if gid.ipv4_mapped)
 
 
 def free_port() -> int:
-    """One that no other test of this process listens at."""
+    """Return a port that no other test of this process uses."""
     return next(_ports)
 
 
@@ -55,7 +55,7 @@ async def side_on(name: str, model: ThreadModel = ThreadModel.SINGLE) -> AsyncIt
 
 @contextlib.asynccontextmanager
 async def sides(model: ThreadModel = ThreadModel.SINGLE) -> AsyncIterator[tuple[Side, Side]]:
-    """Two devices, or one and the same."""
+    """Open two devices, or the only one twice."""
     names = rdma_devices()
     async with side_on(names[0], model) as near, side_on(names[-1], model) as far:
         yield near, far
@@ -64,7 +64,7 @@ async def sides(model: ThreadModel = ThreadModel.SINGLE) -> AsyncIterator[tuple[
 async def connected(
     channel: Channel, listener: Listener, near: Side, qp: QueuePair, peer_qp: QueuePair
 ) -> tuple[Identifier, Identifier]:
-    """The identifier of a connection from here to a listener's, and its identifier there."""
+    """Connect two queue pairs; return the identifiers of the active and the passive side."""
     asking = await channel.identifier().open()
     await asking.resolve(*listener.address[:2], source=near.address)
 
@@ -81,16 +81,16 @@ async def connected(
 
 
 def counts() -> dict[str, dict[str, int]]:
-    """What the kernel counts of each device: ``rdma resource show``."""
-    told = subprocess.run(["rdma", "-j", "resource", "show"], check=True, capture_output=True, text=True, timeout=60)
+    """Return the kernel's counts of resources by device: ``rdma resource show``."""
+    shown = subprocess.run(["rdma", "-j", "resource", "show"], check=True, capture_output=True, text=True, timeout=60)
     return {
-        each["ifname"]: {kind: each[kind] for kind in ("cm_id", "qp", "cq", "mr")} for each in json.loads(told.stdout)
+        each["ifname"]: {kind: each[kind] for kind in ("cm_id", "qp", "cq", "mr")} for each in json.loads(shown.stdout)
     }
 
 
 @contextlib.contextmanager
 def nothing_left() -> Iterator[None]:
-    """The kernel counts afterwards what it did before."""
+    """Check that the kernel's counts are the same before and after."""
     before = counts()
     yield
     assert counts() == before

@@ -43,7 +43,7 @@ class MessageByteStream(ByteStream):
         self._receiving = True
         try:
             if self._remaining and (turn := spend(LIGHT)):
-                await go_round(turn)
+                await yield_to_loop(turn)
             while not self._remaining:
                 message = await self._messages.receive()
                 if 0 < len(message) <= max_bytes:

@@ -323,14 +323,14 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
     @property
     def _is_modify_pending(self) -> bool:
         """Whether closing may take long, because a thread is inside ibv_modify_qp for this queue pair."""
-        return self._channel is not None and is_held_up(self._channel.qp)
+        return self._channel is not None and is_modify_pending(self._channel.qp)
 
     def _finish_handshake(self, control: ControlChannel) -> None:
         """Mark the connection as open. Both ends have completed the handshake."""
         assert self._channel is not None
         assert self._monitor is not None
         assert self._peer is not None
-        self._channel.peer = f"{written(control.address('peername'))} ({self._peer.device})"
+        self._channel.peer = f"{format_address(control.address('peername'))} ({self._peer.device})"
         self._lifecycle.label = f"with {self._channel.peer}"
         self._monitor.start(control)
         self._established = True

@@ -36,7 +36,7 @@ async def lease_block(domain: Domain, settings: ConnectionSettings) -> LeasedBuf
             await open_part(created)  # meanwhile other connections may make a pool each; the first one is kept
         else:
             open_part_now(created)
-        pool = common_of(domain.base).setdefault(key, created)
+        pool = shared_resources_of(domain.base).setdefault(key, created)
         if pool is not created:
             await created.aclose()
     assert isinstance(pool, BufferPool)
@@ -91,7 +91,9 @@ async def completion_queue_for(domain: Domain, settings: ConnectionSettings) -> 
     :raises VerbsError: the device has no more completion queues.
     """
     needed = settings.completions
-    queues = common_of(domain).setdefault(("completions of connections", settings.spin_ns, running_loop()), _QueueSet())
+    queues = shared_resources_of(domain).setdefault(
+        ("completions of connections", settings.spin_ns, running_loop()), _QueueSet()
+    )
     assert isinstance(queues, _QueueSet)
     found = queues.find(needed)
     if found is not None:

@@ -93,7 +93,7 @@ class PendingPeer:
     @property
     def peer(self) -> str:
         """Address of the peer as text."""
-        return written(self.address)
+        return format_address(self.address)
 
     async def open_control(self, accept_settings: AcceptSettings) -> ControlChannel:
         """Return the control channel to the peer, on the loop that accepted the peer. May be called once."""

@@ -304,7 +304,7 @@ class CmStateMachine:
             applicable = cast(QpAttrs, {name: value for name, value in overrides.items() if name in names})
             changes = negotiate(proposed, applicable, limits)
             self._timeout_cause = "the device did not resolve the peer's link-layer address"
-            await move_in_time(qp, after, changes)
+            await move_cancellable(qp, after, changes)
             self._timeout_cause = _NO_ANSWER
             self._check_usable("ibv_modify_qp")
             applied.update(changes)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from aioverbs.types import GidType
 
-__all__ = ["Gid", "preferred"]
+__all__ = ["Gid", "select_gid_index"]
 
 _NONE = bytes(16)
 
@@ -34,7 +34,7 @@ class Gid:
         return not any(self.gid[:8]) and self.gid[10:12] == b"\xff\xff"
 
 
-def preferred(gids: Iterable[Gid]) -> int | None:
+def select_gid_index(gids: Iterable[Gid]) -> int | None:
     """Return the index of the GID to send from; None if the table has no GID.
 
     RoCE v2, which is routable, is preferred to RoCE v1, for which both ends have to be on one link. Within a version,

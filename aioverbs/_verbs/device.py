@@ -34,7 +34,7 @@ from aioverbs._verbs.xrc_domain import XrcDomain
 from aioverbs.allocators import Allocator
 from aioverbs.attributes import DeviceAttributes, Execution, PortAttributes
 from aioverbs.errors import DeviceNotFoundError, VerbsError
-from aioverbs.gid_selection import preferred
+from aioverbs.gid_selection import select_gid_index
 from aioverbs.software_peers import Peer, RejectedPeer
 from aioverbs.types import LinkLayer, Mtu, PortState
 
@@ -154,7 +154,7 @@ def _port_info(context: handles.Context, number: int) -> PortInfo:
     port = context.query_port(number)
     gids = gid_table(context, number)
     readable = tuple((each.index, str(ipaddress.IPv6Address(each.gid))) for each in gids)
-    return PortInfo(number, port.state, port.link_layer, port.active_mtu, readable, preferred(gids))
+    return PortInfo(number, port.state, port.link_layer, port.active_mtu, readable, select_gid_index(gids))
 
 
 def _native_types(context: handles.Context) -> list[str]:

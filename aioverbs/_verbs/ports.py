@@ -3,7 +3,7 @@
 from aioverbs._core.handles import handles
 from aioverbs._providers import hardware, software
 from aioverbs._verbs.qp_state_machine import Limits
-from aioverbs.gid_selection import Gid, preferred
+from aioverbs.gid_selection import Gid, select_gid_index
 
 __all__ = ["check_port", "gid_index", "gid_table", "limits_of"]
 
@@ -50,13 +50,13 @@ def limits_of(context: handles.Context, port: int) -> Limits:
 
 
 def gid_index(context: handles.Context, port: int) -> int:
-    """Return the index of the GID to send from: see `preferred` of `aioverbs.gid_selection`.
+    """Return the index of the GID to send from: see `aioverbs.gid_selection.select_gid_index`.
 
     :raises ValueError: the port does not exist or has no GID.
     :raises VerbsError: the GID table cannot be queried.
     """
     check_port(context, port)
-    found = preferred(gid_table(context, port))
+    found = select_gid_index(gid_table(context, port))
     if found is None:
         raise ValueError(
             f"port {port} of {context.name} has no GID: give its network interface an address and bring it up"

@@ -16,7 +16,7 @@ from aioverbs._verbs.device import Device, open_device
 from aioverbs._verbs.ports import gid_table
 from aioverbs.allocators import ArenaAllocator
 from aioverbs.errors import DeviceNotFoundError, LibraryNotFoundError, VerbsError
-from aioverbs.gid_selection import preferred
+from aioverbs.gid_selection import select_gid_index
 from aioverbs.types import PortState
 
 __all__ = ["FEATURES", "DeviceReport", "GidReport", "PortReport", "look_at", "names"]
@@ -153,7 +153,7 @@ async def _report(device: Device, provider: str) -> DeviceReport:
 def _port(device: Device, number: int) -> PortReport:
     port = device.port(number)
     table = gid_table(device.handle, number)
-    best = preferred(table)
+    best = select_gid_index(table)
     gids = tuple(GidReport(each.index, _address(each.gid), each.gid_type.name, each.index == best) for each in table)
     mtu = port.active_mtu.size
     return PortReport(number, port.state.name, port.link_layer.name, mtu, port.max_msg_sz, port.lid, gids)

@@ -98,7 +98,7 @@ async def test_o_creat_creates_and_has_no_effect_where_it_exists(device: Device,
 async def test_o_excl_fails_where_it_exists(device: Device, fd: int) -> None:
     """ "If O_EXCL and O_CREAT are set, open will fail if an XRCD associated with the inode exists." """
     async with device.xrc_domain(fd, os.O_CREAT | os.O_EXCL):
-        with pytest.raises(VerbsError, match=r"EINVAL .*: an XRC domain of this inode is there already"):
+        with pytest.raises(VerbsError, match=r"EINVAL .*: an XRC domain of this inode exists already"):
             await device.xrc_domain(fd, os.O_CREAT | os.O_EXCL).open()
     async with device.xrc_domain(fd, os.O_CREAT | os.O_EXCL):
         pass

@@ -82,8 +82,8 @@ _VERB_ADVICE = {
 
 _STATUS_ADVICE = {
     WcStatus.LOC_LEN_ERR: "a message did not fit the buffers posted for it, or exceeds the port's maximum message size",
-    WcStatus.LOC_QP_OP_ERR: "the queue pair could not execute this work request: check that the link of its port is "
-    "up, then the opcode, flags and scatter/gather entries of the request",
+    WcStatus.LOC_QP_OP_ERR: "the queue pair could not execute this work request: check that its port's link is up, "
+    "then the opcode, flags and scatter/gather entries of the request",
     WcStatus.LOC_PROT_ERR: "the lkey, address or length of a local buffer is not in a region with this access",
     WcStatus.WR_FLUSH_ERR: "the queue pair went to the error state before this request was executed",
     WcStatus.MW_BIND_ERR: "the memory window could not be bound: check the access flags and bounds of its region",

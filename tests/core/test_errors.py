@@ -36,4 +36,4 @@ def test_other_verbs_that_are_not_permitted_need_a_privilege() -> None:
 def test_a_request_that_the_queue_pair_does_not_carry_out_may_have_no_link() -> None:
     text = str(WorkCompletionError(WcStatus.LOC_QP_OP_ERR, None, 0, 1))
     assert "link is up" in text
-    assert "opcode, flags and entries" in text
+    assert "opcode, flags and scatter/gather entries" in text

@@ -321,7 +321,7 @@ def _use(machine: Machine, device: Device) -> Iterator[Finding]:
     trial = probe.trials.get(device.name)
     if trial is None or trial.problem is None or _beyond_limit(machine, trial):
         return
-    code = "pyverbs-layout" if "lays its objects out" in trial.problem else "use"
+    code = "pyverbs-layout" if "unknown object layout" in trial.problem else "use"
     yield _error(code, device.name, f"it was opened, and could not be used: {trial.problem}")
 
 

@@ -108,7 +108,7 @@ def remove(path: str) -> Callable[[Tree], None]:
 
 
 SOABI = "-".join(str(sysconfig.get_config_var("SOABI")).split("-")[:2])
-LAYOUT = "this pyverbs lays its objects out in an unknown way"
+LAYOUT = "this pyverbs has an unknown object layout"
 
 # What is changed of a machine where all is well, and what is found then: code, subject, whether the device cannot be
 # used by that, a part of the message, and of the first command.

@@ -56,7 +56,7 @@ CONSTRUCTORS: dict[str, tuple[Call, type[Exception], str]] = {
         "xrcd failed: EBADF",
     ),
     "queue of None": (lambda o: handles.CompletionQueue(o.none, 1), TypeError, "NoneType"),
-    "queue of 0": (lambda o: handles.CompletionQueue(o.context, 0), ValueError, "1 completion at least, not 0"),
+    "queue of 0": (lambda o: handles.CompletionQueue(o.context, 0), ValueError, "`cqe` must be at least 1, got 0"),
     "queue of far too many": (lambda o: handles.CompletionQueue(o.context, 1 << 31), OverflowError, "too large"),
     "queue on another's channel": (
         lambda o: handles.CompletionQueue(o.context, 1, o.other_channel),
@@ -118,19 +118,19 @@ METHODS: dict[str, tuple[Call, type[Exception], str]] = {
     ),
     "delay without thread": (lambda o: software.Context.open(delay_ns=1), ValueError, "with execution='thread', got 1"),
     "delay inline": (lambda o: o.context.set_delay(1), VerbsError, "soft_set_delay failed: EINVAL"),
-    "port 256": (lambda o: o.context.query_port(256), ValueError, "from 0 to 255, not 256"),
-    "port -1": (lambda o: o.context.query_gid(-1), ValueError, "from 0 to 255, not -1"),
+    "port 256": (lambda o: o.context.query_port(256), ValueError, "from 0 to 255, got 256"),
+    "port -1": (lambda o: o.context.query_gid(-1), ValueError, "from 0 to 255, got -1"),
     "missing port": (lambda o: o.context.query_port(2), VerbsError, "ibv_query_port failed: EINVAL"),
     "missing slot": (lambda o: o.context.table_slot("alloc_td"), ValueError, "not in the table"),
     "notify without channel": (lambda o: o.queue_without_a_channel.request_notify(), VerbsError, "EINVAL"),
-    "ack of none": (lambda o: o.queue.ack_events(), ValueError, "0 events of .* can be acknowledged, not 1"),
-    "ack of -1": (lambda o: o.queue.ack_events(-1), ValueError, "not -1"),
+    "ack of none": (lambda o: o.queue.ack_events(), ValueError, "has 0 unacknowledged events, got a `count` of 1"),
+    "ack of -1": (lambda o: o.queue.ack_events(-1), ValueError, "got a `count` of -1"),
     "port too big": (lambda o: o.qp.modify(QpState.INIT, port_num=256), OverflowError, "too large"),
     "no address vector": (lambda o: o.qp.modify(av=b"x" * 16), AttributeError, "dlid"),
     "GID of 3 bytes": (
         lambda o: o.qp.modify(av=SimpleNamespace(**fields(AddressVector()), dgid=b"abc")),
         ValueError,
-        "16 bytes, this one 3",
+        "`dgid` must have 16 bytes, got 3",
     ),
 }
 

@@ -27,7 +27,7 @@ def test_another_size(context: software.Context, kind: str, extended: bool) -> N
     for size in (1, 9):
         with pytest.raises(VerbsError, match="ibv_resize_cq failed: EINVAL"):
             near.cq.resize(size)
-    with pytest.raises(ValueError, match="1 completion at least, not 0"):
+    with pytest.raises(ValueError, match="`cqe` must be at least 1, got 0"):
         near.cq.resize(0)
     assert near.cq.cqe == 256
     near.cq.resize(1000)

@@ -118,7 +118,7 @@ def test_what_was_not_acknowledged_keeps_the_queue(channel: handles.CompletionCh
             near.cq.destroy()
         assert poll(near.cq) == []
         near.cq.ack_events(1)
-    with pytest.raises(ValueError, match="0 events"):
+    with pytest.raises(ValueError, match="has 0 unacknowledged events"):
         near.cq.ack_events()
     near.cq.destroy()
 

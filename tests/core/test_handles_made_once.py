@@ -42,7 +42,7 @@ def test_open(context: software.Context) -> None:
     before, ledger = context.counts(), handles.open_handles()
     for name, handle in family.items():
         if name != "context":
-            with pytest.raises(RuntimeError, match="made before"):
+            with pytest.raises(RuntimeError, match="created before"):
                 construct(handle, *arguments(handle))
     assert context.counts() == before
     assert handles.open_handles() == ledger
@@ -53,7 +53,7 @@ def test_closed(context: software.Context) -> None:
         if handle is not context:
             again = arguments(handle)
             handle.destroy()
-            with pytest.raises(RuntimeError, match="made before"):
+            with pytest.raises(RuntimeError, match="created before"):
                 construct(handle, *again)
     assert children(context) == []
 
@@ -66,7 +66,7 @@ def test_failed(context: software.Context) -> None:
         construct(qp, pd, cq, cq, QpCapabilities(max_send_wr=1 << 30))
     assert qp.closed
     assert repr(qp) == "<QueuePair of soft0 (closed)>"
-    with pytest.raises(RuntimeError, match="made before"):
+    with pytest.raises(RuntimeError, match="created before"):
         construct(qp, pd, cq, cq)
     qp.destroy()
     assert children(context) == [pd, cq]

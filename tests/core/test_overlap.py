@@ -39,7 +39,7 @@ def test_a_refused_call_says_so(inline: software.Context) -> None:
         with pytest.raises(ConcurrentAccessError) as refusal:
             call()
         assert str(refusal.value) == (
-            f"ibv_{verb} on {handle!r}: another call is inside of it or its thread domain; this one was refused"
+            f"ibv_{verb} on {handle!r}: another call is inside it or its thread domain; this call was refused"
         )
         assert not handle.closed
     assert (inline.counts(), near.qp.query(), cq.cqe, srq.query()) == before

@@ -85,7 +85,7 @@ def page_that_is_gone() -> int:
 
 
 REFUSED: dict[str, tuple[Any, Any, type[Exception], str]] = {
-    "None": (None, READABLE, TypeError, "buffer protocol, which NoneType does not"),
+    "None": (None, READABLE, TypeError, "buffer protocol, got NoneType"),
     "no bytes": (bytearray(), READABLE, ValueError, "no bytes"),
     "no bytes at an address": ((4096, 0), READABLE, ValueError, "no bytes"),
     "gaps": (memoryview(bytearray(8))[::2], READABLE, BufferError, "contiguous"),
@@ -95,7 +95,7 @@ REFUSED: dict[str, tuple[Any, Any, type[Exception], str]] = {
     "negative address": ((-4096, 8), READABLE, OverflowError, "negative"),
     "address too big": ((1 << 64, 8), READABLE, OverflowError, "too (large|big)"),
     "past the end of all": (((1 << 64) - 8, 16), READABLE, VerbsError, "ibv_reg_mr failed: EINVAL"),
-    "remote write alone": (bytearray(8), AccessFlags.REMOTE_WRITE, ValueError, "need LOCAL_WRITE"),
+    "remote write alone": (bytearray(8), AccessFlags.REMOTE_WRITE, ValueError, "also need LOCAL_WRITE"),
     "on demand": (bytearray(8), AccessFlags.ON_DEMAND, VerbsError, "ibv_reg_mr failed: EOPNOTSUPP"),
 }
 

@@ -121,5 +121,5 @@ def test_a_device_has_the_name_and_the_gid() -> None:
 
 def test_no_address_at_all() -> None:
     for address in (b"", bytes(5), bytes(17)):
-        with pytest.raises(ValueError, match=f"4 or 16 bytes, not {len(address)}"):
+        with pytest.raises(ValueError, match=f"4 or 16 bytes, got {len(address)}"):
             Context.open(address=(address, 1))

@@ -67,7 +67,7 @@ def test_what_the_device_has_no_room_for() -> None:
     wrongs: list[dict[str, Any]] = [{"directory": 108 * b"/"}, {"users": (1,) * 65}, {"secret": 257 * b"s"}]
     for wrong in wrongs:
         settings = replace(SoftSettings(b"/tmp/peers"), **wrong)
-        with pytest.raises(ValueError, match="longer than the software device takes"):
+        with pytest.raises(ValueError, match="exceed the limits of the software device"):
             software.Context.open(settings=settings)
 
 

@@ -34,53 +34,57 @@ WRONG: dict[str, tuple[Callable[[Ends], object], type[Exception], str]] = {
     "too few bytes": (
         lambda p: p.near.write(p.source[:5], _remote(p, 6)),
         ValueError,
-        "5 local bytes do not fill the 6",
+        "5 bytes of local memory do not match the 6",
     ),
     "too many bytes": (
         lambda p: p.near.read(p.source[:7], _remote(p, 6)),
         ValueError,
-        "7 local bytes do not fill the 6",
+        "7 bytes of local memory do not match the 6",
     ),
     "no local memory": (
         lambda p: p.near.write(None, _remote(p, 6)),  # type: ignore[arg-type]
         ValueError,
-        "0 local bytes do not fill the 6",
+        "0 bytes of local memory do not match the 6",
     ),
-    "bytes": (lambda p: p.near.write(b"hello", _remote(p, 5)), TypeError, "not bytes: register it"),  # type: ignore[arg-type]
-    "a view": (lambda p: p.near.send(p.source.buffer), TypeError, "not memoryview: register it"),  # type: ignore[arg-type]
+    "bytes": (lambda p: p.near.write(b"hello", _remote(p, 5)), TypeError, "got bytes: register it"),  # type: ignore[arg-type]
+    "a view": (lambda p: p.near.send(p.source.buffer), TypeError, "got memoryview: register it"),  # type: ignore[arg-type]
     "a piece of bytes": (
         lambda p: p.near.send([p.source[:1], b"x"]),  # type: ignore[list-item]
         TypeError,
-        "a piece of local memory is .* not b'x'",
+        "a piece of local memory must be .* got b'x'",
     ),
     "no pieces but one": (
         lambda p: p.near.send([p.source[:1], None]),  # type: ignore[list-item]
         TypeError,
-        "a piece of local memory is .* not None",
+        "a piece of local memory must be .* got None",
     ),
-    "too many pieces": (lambda p: p.near.send([p.source[:1]] * 5), ValueError, "5 pieces are more than the 4"),
-    "too many to receive": (lambda p: p.far.receive([p.target[:1]] * 5), ValueError, "5 pieces are more than the 4"),
+    "too many pieces": (lambda p: p.near.send([p.source[:1]] * 5), ValueError, "5 pieces exceed the 4"),
+    "too many to receive": (lambda p: p.far.receive([p.target[:1]] * 5), ValueError, "5 pieces exceed the 4"),
     "no remote memory": (lambda p: p.near.write(p.source[:5], None), TypeError, "remote"),  # type: ignore[arg-type]
     "remote memory of this side": (lambda p: p.near.write(p.source[:5], p.target[:5]), TypeError, "remote"),  # type: ignore[arg-type]
     "immediate too large": (
         lambda p: p.near.send(None, immediate=1 << 32),
         ValueError,
-        "immediate has 32 bits, and 4294967296 is none",
+        "`immediate` must fit in 32 bits, got 4294967296",
     ),
-    "immediate below 0": (lambda p: p.near.send(None, immediate=-1), ValueError, "immediate has 32 bits"),
+    "immediate below 0": (
+        lambda p: p.near.send(None, immediate=-1),
+        ValueError,
+        "`immediate` must fit in 32 bits, got -1",
+    ),
     "half an immediate": (lambda p: p.near.send(None, immediate=1.5), TypeError, "float"),  # type: ignore[arg-type]
     "no immediate": (
         lambda p: p.near.write_with_immediate(p.source[:8], _remote(p), "1"),  # type: ignore[arg-type]
         TypeError,
         "str",
     ),
-    "key too large": (lambda p: p.near.send_with_invalidate(None, 1 << 32), ValueError, "rkey has 32 bits"),
+    "key too large": (lambda p: p.near.send_with_invalidate(None, 1 << 32), ValueError, "`rkey` must fit in 32 bits"),
     "half a key": (lambda p: p.near.invalidate(1.0), TypeError, "float"),  # type: ignore[arg-type]
-    "atomic of 4 bytes": (lambda p: p.near.fetch_and_add(_remote(p, 4), 1), ValueError, "of 8 bytes, .* has 4"),
+    "atomic of 4 bytes": (lambda p: p.near.fetch_and_add(_remote(p, 4), 1), ValueError, "takes 8 bytes, .* has 4"),
     "atomic of 16 bytes": (
         lambda p: p.near.compare_and_swap(_remote(p, 16), 1, 2),
         ValueError,
-        "of 8 bytes, .* has 16",
+        "takes 8 bytes, .* has 16",
     ),
     "atomic not aligned": (
         lambda p: p.near.fetch_and_add(p.target.remote()[4:12], 1),
@@ -88,13 +92,21 @@ WRONG: dict[str, tuple[Callable[[Ends], object], type[Exception], str]] = {
         "an address that is a multiple of 8",
     ),
     "half a sum": (lambda p: p.near.fetch_and_add(_remote(p), 0.5), TypeError, "float"),  # type: ignore[arg-type]
-    "sum too large": (lambda p: p.near.fetch_and_add(_remote(p), 1 << 64), ValueError, "add has 64 bits"),
-    "compare below 0": (lambda p: p.near.compare_and_swap(_remote(p), -1, 0), ValueError, "compare has 64 bits"),
-    "swap too large": (lambda p: p.near.compare_and_swap(_remote(p), 0, 1 << 64), ValueError, "swap has 64 bits"),
+    "sum too large": (lambda p: p.near.fetch_and_add(_remote(p), 1 << 64), ValueError, "`add` must fit in 64 bits"),
+    "compare below 0": (
+        lambda p: p.near.compare_and_swap(_remote(p), -1, 0),
+        ValueError,
+        "`compare` must fit in 64 bits",
+    ),
+    "swap too large": (
+        lambda p: p.near.compare_and_swap(_remote(p), 0, 1 << 64),
+        ValueError,
+        "`swap` must fit in 64 bits",
+    ),
     "number of a shared queue": (
         lambda p: p.near.send(None, srq_number=3),
         ValueError,
-        "srq_number is for queue pairs of type XRC_SEND",
+        "is not of type XRC_SEND: leave `srq_number` out",
     ),
 }
 
@@ -121,7 +133,7 @@ class Short(list[RegionSlice]):
 async def test_pieces_are_counted_whatever_their_length_says(device: Device) -> None:
     async with ends(device, capabilities=QpCapabilities(max_send_sge=2)) as pair:
         pieces = Short(pair.source[each : each + 1] for each in range(3))
-        with pytest.raises(ValueError, match="more than the 2"):
+        with pytest.raises(ValueError, match="exceed the 2"):
             _ = pair.near.write(pieces, _remote(pair, 3))
         assert pair.nothing_is_left()
 
@@ -142,7 +154,7 @@ async def test_memory_of_another_protection_domain_is_refused(device: Device) ->
             lambda: pair.near.send([pair.source[:8], region[:8]]),
             lambda: pair.far.receive(region),
         ):
-            with pytest.raises(ValueError, match="is of another protection domain than"):
+            with pytest.raises(ValueError, match="belongs to another protection domain than"):
                 call()
         assert len(region.pins) == 0
         assert pair.nothing_is_left()
@@ -179,12 +191,12 @@ async def test_windows_that_cannot_be_bound_are_refused(device: Device) -> None:
 
 async def test_datagrams_need_an_open_address_handle(device: Device) -> None:
     async with ends(device, QpType.UD) as pair:
-        with pytest.raises(ValueError, match="say where the datagram goes, by `to`"):
+        with pytest.raises(ValueError, match="pass the destination of the datagram as `to`"):
             _ = pair.near.send(pair.source[:8])
         async with pair.domain.address_handle(pair.far.local_endpoint()) as handle:
             way = handle.to()
             for qp_num, qkey in ((1 << 24, 0), (-1, 0), (0, 1 << 32)):
-                with pytest.raises(ValueError, match=r"has \d+ bits"):
+                with pytest.raises(ValueError, match=r"must fit in \d+ bits"):
                     handle.to(qp_num, qkey)
             with pytest.raises(TypeError):
                 handle.to(1.5, 0)  # type: ignore[arg-type]
@@ -194,7 +206,7 @@ async def test_datagrams_need_an_open_address_handle(device: Device) -> None:
             _ = pair.near.send(pair.source[:8], to=way)
         assert pair.nothing_is_left()
     async with ends(device) as connected:
-        with pytest.raises(ValueError, match="is connected: leave `to` out"):
+        with pytest.raises(ValueError, match="is not of type UD: leave `to` out"):
             _ = connected.near.send(connected.source[:8], to=way)
         assert connected.nothing_is_left()
 
@@ -349,9 +361,9 @@ async def test_a_message_longer_than_the_port_takes_is_refused(device: Device) -
             ends(device, capabilities=QpCapabilities(max_send_sge=pieces)) as pair,
             pair.domain.register(memory, ACCESS) as region,
         ):
-            with pytest.raises(ValueError, match=f"has {most:,} bytes at most"):
+            with pytest.raises(ValueError, match=f"may have at most {most:,} bytes"):
                 _ = pair.near.write([region] * pieces, RemoteRegion(0, pieces * len(memory), 0))
-            with pytest.raises(ValueError, match=f"has {most:,} bytes at most"):
+            with pytest.raises(ValueError, match=f"may have at most {most:,} bytes"):
                 _ = pair.near.send([region] * pieces)
             assert len(region.pins) == 0
             await pair.near.write(pair.source[:8], _remote(pair))
@@ -365,7 +377,7 @@ async def test_a_read_into_more_pieces_than_the_device_scatters_to_is_refused(de
         base = pair.source.handle.pd
         asks._requests_begin(QpWorkState(pair.near.handle, base, dispatcher, None, send_depth=1, read_sge=2))
         pieces = [pair.source[:4], pair.source[4:6], pair.source[6:8]]
-        with pytest.raises(ValueError, match="scattered to 2 pieces at most, not 3"):
+        with pytest.raises(ValueError, match="takes at most 2 pieces, got 3"):
             _ = asks.read(pieces, _remote(pair))
         assert len(pair.source.pins) == 0
         await pair.near.read(pieces, _remote(pair))

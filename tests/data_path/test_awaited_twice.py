@@ -14,7 +14,7 @@ from tests.data_path.ends import Ends, ends
 from tests.pace import patience
 from tests.waiting import until
 
-AWAITED = "is awaited already: once is all"
+AWAITED = "is awaited by another task: an operation can be awaited once"
 Use = Callable[[Operation[Any]], object]
 
 # What another one than who awaits may try.
@@ -104,7 +104,7 @@ async def test_a_second_one_who_awaits_is_refused(
 
         await where(use)
         await goes_on(pair, task)
-        with pytest.raises(RuntimeError, match="was awaited before: once is all"):
+        with pytest.raises(RuntimeError, match="was awaited before: an operation can be awaited once"):
             await operation
 
 
@@ -194,7 +194,7 @@ async def test_a_part_of_a_batch_stays_one(device: Device, attempt: str) -> None
         else:
             with pytest.raises((RuntimeError, KeyError)):
                 TRIES[attempt](part)
-        with pytest.raises(RuntimeError, match="is a part of a batch"):
+        with pytest.raises(RuntimeError, match="is part of a batch"):
             await part
         await batch.post()
         assert part.result() == 0

@@ -119,7 +119,7 @@ async def test_an_operation_is_awaited_once(device: Device) -> None:
     async with ends(device) as pair:
         once = add(pair)
         await once
-        with pytest.raises(RuntimeError, match="was awaited before: once is all"):
+        with pytest.raises(RuntimeError, match="was awaited before: an operation can be awaited once"):
             await once
         assert once.result() == 0
         hold(device, pair.near)

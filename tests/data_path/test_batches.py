@@ -156,14 +156,14 @@ async def test_a_batch_tells_that_its_last_request_failed(device: Device) -> Non
 
 async def test_batches_that_are_too_large_or_empty_are_refused(device: Device) -> None:
     async with ends(device, capabilities=QpCapabilities(max_send_wr=4)) as pair:
-        with pytest.raises(ValueError, match="there is nothing in the batch"):
+        with pytest.raises(ValueError, match="the batch is empty"):
             _ = pair.near.batch().post()
         async with pair.near.batch():
             pass
         batch = pair.near.batch()
         for _ in range(5):
             batch.write(pair.source[:1], pair.target.remote()[:1])
-        with pytest.raises(ValueError, match="5 requests do not fit into the 4 places"):
+        with pytest.raises(ValueError, match="5 requests exceed the 4 places"):
             _ = batch.post()
         assert len(pair.source.pins) == 0, "until it is posted"
         del batch
@@ -171,7 +171,7 @@ async def test_batches_that_are_too_large_or_empty_are_refused(device: Device) -
         batch = pair.near.batch()
         for _ in range(1024):
             batch.send(None)
-        with pytest.raises(ValueError, match="a batch has 1024 requests at most"):
+        with pytest.raises(ValueError, match="a batch takes at most 1024 requests"):
             batch.send(None)
 
 
@@ -183,7 +183,7 @@ async def test_a_batch_is_posted_once(device: Device) -> None:
             await batch.post()  # and not again at the end of the block
         calls: list[Callable[[], object]] = [batch.post, batch.post_nowait, lambda: batch.send(None)]
         for call in calls:
-            with pytest.raises(RuntimeError, match="was posted: make a new one"):
+            with pytest.raises(RuntimeError, match="was posted before: create a new batch"):
                 call()
         assert pair.near.statistics().sends.posted == 1
         assert pair.nothing_is_left()
@@ -193,10 +193,10 @@ async def test_parts_of_a_batch_are_not_awaited(device: Device) -> None:
     async with ends(device) as pair:
         batch = pair.near.batch()
         part: Any = batch.write(pair.source[:1], pair.target.remote()[:1])
-        with pytest.raises(RuntimeError, match="is a part of a batch"):
+        with pytest.raises(RuntimeError, match="is part of a batch"):
             await part
         await batch.post()
-        with pytest.raises(RuntimeError, match="is a part of a batch"):
+        with pytest.raises(RuntimeError, match="is part of a batch"):
             await part
         assert part.result() is None
 

@@ -163,7 +163,7 @@ async def test_misuse_fails_one_request_and_flushes_those_behind_it(
         assert dict(pair.near.statistics().sends.failed) == {status: 1, WcStatus.WR_FLUSH_ERR: 3}
         assert dict(pair.near.statistics().receives.failed) == {WcStatus.WR_FLUSH_ERR: 1}
         for call in (lambda: good(pair), lambda: pair.near.receive(None)):
-            with pytest.raises(BrokenResourceError, match=f"is in state ERR, by: .*{status.name}") as broken:
+            with pytest.raises(BrokenResourceError, match=f"is in state ERR, caused by: .*{status.name}") as broken:
                 call()
             assert isinstance(broken.value.__cause__, WorkCompletionError)
             assert broken.value.__cause__.status is status
@@ -339,7 +339,7 @@ async def test_a_queue_pair_that_breaks_by_itself_flushes_its_requests(device: D
         write = good(pair)
         device.faults.break_queue_pair(pair.near.handle)
         assert await status_of(write) is WcStatus.WR_FLUSH_ERR
-        with pytest.raises(BrokenResourceError, match=r"is in state ERR, by: .*WR_FLUSH_ERR"):
+        with pytest.raises(BrokenResourceError, match=r"is in state ERR, caused by: .*WR_FLUSH_ERR"):
             _ = good(pair)
 
 
@@ -358,7 +358,7 @@ async def test_a_send_queue_stops_and_goes_on(device: Device, qp_type: QpType, m
         device.faults.fail_request(WcStatus.LOC_PROT_ERR, pair.near.handle)
         sends = [pair.near.send(pair.source[:8], **pair.way) for _ in range(20)]
         assert [await status_of(send) for send in sends] == [WcStatus.LOC_PROT_ERR] + 19 * [WcStatus.WR_FLUSH_ERR]
-        with pytest.raises(BrokenResourceError, match=r"is in state SQE, by: .*LOC_PROT_ERR"):
+        with pytest.raises(BrokenResourceError, match=r"is in state SQE, caused by: .*LOC_PROT_ERR"):
             _ = pair.near.send(None, **pair.way)
         assert pair.near.query().qp_state is QpState.SQE
         second = pair.near.receive(pair.source[64:128])
@@ -370,6 +370,6 @@ async def test_a_send_queue_stops_and_goes_on(device: Device, qp_type: QpType, m
             await pair.far.send(pair.target[:8])
             assert (await back).byte_len == 8
         pair.near.to_error()
-        with pytest.raises(BrokenResourceError, match="by: somebody moved it there"):
+        with pytest.raises(BrokenResourceError, match="caused by: a change of its state"):
             _ = pair.near.send(None, **pair.way)
         assert await status_of(second) is WcStatus.WR_FLUSH_ERR

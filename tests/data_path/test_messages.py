@@ -188,7 +188,7 @@ async def test_a_second_waiter_for_messages_is_refused(device: Device) -> None:
     async with ends(device) as pair, Postbox(pair) as box:
         task = asyncio.ensure_future(anext(box.qp.messages()))
         await asyncio.sleep(0)
-        with pytest.raises(RuntimeError, match="somebody waits for the next message already"):
+        with pytest.raises(RuntimeError, match="another task waits for the next message"):
             await anext(box.qp.messages())
         await box.send(b"x")
         (await task).release()

@@ -168,7 +168,7 @@ async def test_an_operation_that_the_type_has_not_is_refused(
     device: Device, qp_type: QpType, opcode: str, call: Callable[[Ends], object]
 ) -> None:
     async with ends(device, qp_type) as pair:
-        with pytest.raises(ValueError, match=f"is of type {qp_type.name}, which has no {opcode}"):
+        with pytest.raises(ValueError, match=f"is of type {qp_type.name}, which does not support {opcode}"):
             call(pair)
         assert pair.near.statistics().sends.posted == 0
         assert pair.nothing_is_left()
@@ -176,7 +176,7 @@ async def test_an_operation_that_the_type_has_not_is_refused(
 
 async def test_windows_are_not_bound_for_datagrams(device: Device) -> None:
     async with ends(device, QpType.UD) as pair, pair.domain.memory_window(MwType.TYPE_1) as window:
-        with pytest.raises(ValueError, match="is of type UD, which has no BIND_MW"):
+        with pytest.raises(ValueError, match="is of type UD, which does not support BIND_MW"):
             _ = pair.near.bind_window(window, pair.source, AccessFlags.REMOTE_READ)
         assert pair.nothing_is_left()
 
@@ -195,11 +195,11 @@ async def test_xrc_has_receives_in_shared_queues_only(device: Device) -> None:
             lambda: pair.near.send(pair.source[:8]),
             lambda: pair.near.fetch_and_add(pair.target.remote()[:8], 1),
         ):
-            with pytest.raises(ValueError, match=r"say which .* by srq_number"):
+            with pytest.raises(ValueError, match=r"pass the number .* as `srq_number`"):
                 call()
         with pytest.raises(TypeError, match="float"):
             _ = pair.near.send(None, srq_number=1.5)  # type: ignore[arg-type]
-        with pytest.raises(ValueError, match="srq_number has 32 bits"):
+        with pytest.raises(ValueError, match="`srq_number` must fit in 32 bits"):
             _ = pair.near.send(None, srq_number=1 << 32)
         assert pair.near.statistics().sends.posted == 0
         assert pair.nothing_is_left()

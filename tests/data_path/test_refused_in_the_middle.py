@@ -69,7 +69,7 @@ async def check(pair: Ends, failures: list[BaseException | None], taken: int) ->
             assert failure.errno == errno.ENOMEM
         else:
             assert isinstance(failure, BrokenResourceError)
-            assert "was reset, by" in str(failure)
+            assert "was reset because of" in str(failure)
             assert isinstance(failure.__cause__, VerbsError)
     assert pair.nothing_is_left()
     assert pair.near.handle.query().qp_state is QpState.RESET

@@ -162,7 +162,7 @@ async def test_a_request_that_is_done_keeps_its_result_where_its_await_is_cancel
         with pytest.raises(asyncio.CancelledError):
             operation.throw(asyncio.CancelledError())
         assert operation.result() is None
-        with pytest.raises(RuntimeError, match="once is all"):
+        with pytest.raises(RuntimeError, match="can be awaited once"):
             operation.send(None)
         await pair.check_idle()
 

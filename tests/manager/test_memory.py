@@ -227,9 +227,9 @@ async def test_slices_are_inside(device: Device) -> None:
             assert len(whole[-10:]) == 10
             assert len(whole[100:]) == 0
             for key in (slice(0, 101), slice(-101, 3), slice(5, 4), slice(101, None)):
-                with pytest.raises(IndexError, match="does not lie in the 100 bytes of"):
+                with pytest.raises(IndexError, match="exceeds the 100 bytes of"):
                     whole[key]
-            with pytest.raises(ValueError, match="no step, not 2"):
+            with pytest.raises(ValueError, match="no step, got 2"):
                 whole[::2]
             with pytest.raises(TypeError, match=r"is sliced, as \[3:4\], not indexed"):
                 whole[3]  # type: ignore[index]
@@ -244,7 +244,7 @@ async def test_slices_are_inside(device: Device) -> None:
 )
 def test_the_wire_form_and_parts(address: int, length: int, rkey: int, start: int, stop: int) -> None:
     if address + length > 1 << 64:
-        with pytest.raises(ValueError, match="leave the address space"):
+        with pytest.raises(ValueError, match="exceed the address space"):
             RemoteRegion(address, length, rkey)
         return
     region = RemoteRegion(address, length, rkey)
@@ -272,12 +272,12 @@ def test_a_region_longer_than_any_of_ours(length: int) -> None:
     assert region[1:] == RemoteRegion(1, length - 1, 7)
     assert region[length - 1 : length][:1].address == length - 1
     assert not region[length:]
-    with pytest.raises(IndexError, match=f"lie in the {length} bytes"):
+    with pytest.raises(IndexError, match=f"exceeds? the {length} bytes"):
         region[: length + 1]
 
 
 def test_what_is_no_wire_form() -> None:
-    with pytest.raises(ValueError, match="20 bytes on the wire, not 19"):
+    with pytest.raises(ValueError, match="20 bytes, got 19"):
         RemoteRegion.from_bytes(bytes(19))
     for arguments in ((-1, 0, 0), (0, 1 << 64, 0), (0, 0, 1 << 32)):
         with pytest.raises(ValueError, match="bits"):

@@ -48,19 +48,19 @@ def context_type(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_bridge_refuses_it(context_type: Any) -> None:
-    with pytest.raises(
-        RuntimeError, match=r"this pyverbs \(pyverbs/device\.so\) lays its objects out in an unknown way"
-    ):
+    with pytest.raises(RuntimeError, match=r"this pyverbs \(pyverbs/device\.so\) has an unknown object layout"):
         pyverbs_bridge.context_capsule(context_type(name=NAME))
 
 
 async def test_its_devices_cannot_be_opened(context_type: Any) -> None:
-    with pytest.raises(LibraryNotFoundError, match=r"pyverbs cannot be loaded.*unknown way.*aioverbs knows 44 to 65"):
+    with pytest.raises(
+        LibraryNotFoundError, match=r"pyverbs cannot be loaded.*unknown object layout.*aioverbs supports 44 to 65"
+    ):
         await open_device(NAME).open()
     assert context_type.closed == 1
     (found, soft) = devices()
     assert (found.name, found.provider, found.active, found.ports) == (NAME, "hardware", False, ())
-    assert "unknown way" in (found.problem or "")
+    assert "unknown object layout" in (found.problem or "")
     assert (soft.name, soft.problem) == ("soft0", None)
     assert context_type.closed == 2
 
@@ -71,4 +71,4 @@ async def test_the_software_device_is_opened_instead(
     monkeypatch.delenv("AIOVERBS_DEVICE", raising=False)
     async with open_device() as device:
         assert device.name == "soft0"
-    assert "unknown way" in caplog.text
+    assert "unknown object layout" in caplog.text

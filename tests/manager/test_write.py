@@ -143,14 +143,16 @@ async def test_a_failed_write_is_an_error(device: Device) -> None:
         assert caught.value.qp_num == pair.near.qp_num
         assert pair.near.query().qp_state is QpState.ERR
         assert pair.near.statistics().sends.failed == ((WcStatus.REM_ACCESS_ERR, 1),)
-        with pytest.raises(BrokenResourceError, match=r"is in state ERR, by: RDMA_WRITE .* REM_ACCESS_ERR") as broken:
+        with pytest.raises(
+            BrokenResourceError, match=r"is in state ERR, caused by: RDMA_WRITE .* REM_ACCESS_ERR"
+        ) as broken:
             await pair.write(b"more")
         assert str(broken.value.__cause__) == str(caught.value)
 
 
 async def test_what_is_wrong_is_said_before_the_verb(device: Device) -> None:
     async with ends(device) as pair:
-        with pytest.raises(ValueError, match="5 local bytes do not fill the 6"):
+        with pytest.raises(ValueError, match="5 bytes of local memory do not match the 6"):
             await pair.near.write(pair.source[:5], pair.target.remote()[:6])
         with pytest.raises(IndexError):
             await pair.near.write(pair.source[:5], pair.target.remote()[4095:4100])
@@ -360,5 +362,5 @@ async def test_datagrams_are_not_connected(device: Device) -> None:
     ):
         with pytest.raises(ValueError, match="of type UD, which is connectionless"):
             qp.connect(qp.local_endpoint())
-        with pytest.raises(ValueError, match="of type UD, which has no RDMA_WRITE"):
+        with pytest.raises(ValueError, match="of type UD, which does not support RDMA_WRITE"):
             await qp.write(region, region.remote())

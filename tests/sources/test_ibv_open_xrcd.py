@@ -220,7 +220,7 @@ async def test_messages_reach_the_shared_receive_queue_that_they_name(device: De
         with pytest.raises(WorkCompletionError, match="REM_INV_REQ_ERR"):
             await sender.write(region[:4], region.remote()[8:12], srq_number=srq.number + 1)
         assert (srq.query().max_wr, srq.query().limit) == (4, 0)
-        with pytest.raises(ValueError, match="of type XRC_RECV, which has no SEND"):
+        with pytest.raises(ValueError, match="of type XRC_RECV, which does not support SEND"):
             await receiver.send(region[:4])
         with pytest.raises(ValueError, match="`xrc_domain` and `cq` go together"):
             domain.shared_receive_queue(4, cq=cq)

@@ -1,6 +1,6 @@
 /* Functions of librdmacm, loaded when an event channel is first opened: nothing is linked to the library. */
-#ifndef AIOVERBS_RDMA_CM_TABLE_H
-#define AIOVERBS_RDMA_CM_TABLE_H
+#ifndef AIOVERBS_CM_OPS_H
+#define AIOVERBS_CM_OPS_H
 
 #include <stdbool.h>
 

@@ -1,6 +1,6 @@
 /* Fill a table of functions from the exports of a shared library: a struct of function pointers only. */
-#ifndef AIOVERBS_EXPORTS_H
-#define AIOVERBS_EXPORTS_H
+#ifndef AIOVERBS_DLSYM_TABLE_H
+#define AIOVERBS_DLSYM_TABLE_H
 
 #include <dlfcn.h>
 #include <stddef.h>

@@ -4,8 +4,8 @@
  * same for any provider, and fail with EOPNOTSUPP where the provider lacks an op. Exported verbs use private tables of
  * libibverbs and crash on a context that libibverbs did not create: they are called through a `struct verbs_table`,
  * which libibverbs.so.1 or the software device fills. */
-#ifndef AIOVERBS_VERBS_TABLE_H
-#define AIOVERBS_VERBS_TABLE_H
+#ifndef AIOVERBS_VERBS_OPS_H
+#define AIOVERBS_VERBS_OPS_H
 
 #include <errno.h>
 #include <stdbool.h>

@@ -113,7 +113,7 @@ cdef void _warn(size_t pieces) noexcept:
     # Where warnings are errors, this one ends in sys.unraisablehook. While the interpreter ends, globals become None.
     if warnings is not None:
         count = f"{pieces} pieces" if pieces > 1 else "a piece"
-        warnings.warn(f"an allocator was forgotten with {count} out: their memory stays", ResourceWarning)
+        warnings.warn(f"an allocator was dropped with {count} allocated: their memory leaks", ResourceWarning)
 
 
 cdef class NativeAllocator:
@@ -124,7 +124,7 @@ cdef class NativeAllocator:
     """
 
     def __init__(self):
-        raise TypeError("NativeAllocator is what SharedPageAllocator, ArenaAllocator and others have in common")
+        raise TypeError("NativeAllocator is a base class: use SharedPageAllocator, ArenaAllocator or another subclass")
 
     def __dealloc__(self):
         cdef size_t kept
@@ -139,7 +139,7 @@ cdef class NativeAllocator:
             _raise_failure()
         if self.source:
             alloc_release(<alloc_source *>source)
-            raise RuntimeError(f"{self!r} was made before")
+            raise RuntimeError(f"{self!r} was created before: call its constructor once")
         self.source = source
         self.alloc = alloc_piece
         self.free_piece = alloc_free
@@ -164,7 +164,7 @@ cdef class NativeAllocator:
         :raises TypeError: the allocator works in Python.
         """
         if not self.alloc:
-            raise TypeError(f"{self!r} is an allocator in Python")
+            raise TypeError(f"{self!r} is an allocator in Python, which has no C functions")
         return <uintptr_t>self.alloc, <uintptr_t>self.free_piece, <uintptr_t>self.source
 
     def allocate(self, size, alignment, resource_type=0, pd=None, context=None):
@@ -211,7 +211,7 @@ cdef class NativeAllocator:
         with nogil:
             error = alloc_return(source, <void *>number, resource_type)
         if error:
-            raise ValueError(f"{address:#x} is no piece of {self!r}: it never was, or was given back")
+            raise ValueError(f"{address:#x} is no piece of {self!r}: it never was, or was freed")
 
     def statistics(self):
         """Return the number of allocated pieces and the memory they take, an `AllocatorStatistics`."""
@@ -231,14 +231,14 @@ cdef class NativeAllocator:
 
 def _check_request(size, alignment):
     if size < 1:
-        raise ValueError(f"a piece has 1 byte at least, not {size}")
+        raise ValueError(f"`size` must be at least 1, got {size}")
     if alignment < 1 or alignment & (alignment - 1):
-        raise ValueError(f"an alignment is a power of two, not {alignment}")
+        raise ValueError(f"`alignment` must be a power of two, got {alignment}")
 
 
 cdef alloc_source *_native_source(NativeAllocator inner) except NULL:
     if not inner.alloc:
-        raise TypeError(f"{inner!r} is an allocator in Python: pages come from one that works in C")
+        raise TypeError(f"{inner!r} is an allocator in Python: pass one that works in C")
     return <alloc_source *>inner.source
 
 

@@ -1,6 +1,6 @@
 /* Definitions shared by the kinds of allocators, and used by no other code. */
-#ifndef AIOVERBS_ALLOC_SOURCE_H
-#define AIOVERBS_ALLOC_SOURCE_H
+#ifndef AIOVERBS_ALLOC_BASE_H
+#define AIOVERBS_ALLOC_BASE_H
 
 #include "alloc/alloc.h"
 

@@ -34,7 +34,7 @@ def _huge_pages_error_text(error, size, page_size):
         where = "/proc/sys/vm/nr_hugepages"
     of_boot = f"{page_size >> 20}M" if page_size >= 1 << 20 else f"{page_size >> 10}K"
     return (
-        f"{count} huge page{'s' if count > 1 else ''} of {_format_bytes(page_size)} cannot be had: "
+        f"{count} huge page{'s' if count > 1 else ''} of {_format_bytes(page_size)} cannot be allocated: "
         f"root configures them by `echo NUMBER > {where}`, "
         f"or as the kernel boots by `hugepagesz={of_boot} hugepages=NUMBER`"
     )
@@ -45,7 +45,7 @@ def _bind_error_text(error, node):
         return "this kernel cannot bind memory to a NUMA node"
     if error == EPERM:
         return "this process may not bind memory to a NUMA node: a sandbox forbids mbind()"
-    return f"memory cannot be bound to NUMA node {node}: /sys/devices/system/node/online has those that are there"
+    return f"memory cannot be bound to NUMA node {node}: /sys/devices/system/node/online lists the available nodes"
 
 
 cdef object _take_failure():
@@ -54,7 +54,7 @@ cdef object _take_failure():
         return None
     alloc_clear_failure()
     if failure.step == ALLOC_BOOKKEEPING:
-        return MemoryError("of the process, for an allocator's own use")
+        return MemoryError("no memory for the bookkeeping of an allocator")
     if failure.step == ALLOC_MAP_HUGE:
         text = _huge_pages_error_text(failure.error, failure.size, failure.page_bytes)
     elif failure.step == ALLOC_BIND:
@@ -62,15 +62,15 @@ cdef object _take_failure():
     elif failure.step == ALLOC_DONT_FORK:
         text = "pages cannot be kept from the children of forks: madvise(MADV_DONTFORK) failed"
     elif failure.step == ALLOC_AREA:
-        text = f"the memory of the protection domain has no {failure.size} bytes in one piece that nobody has"
+        text = f"the memory of the protection domain has no {failure.size} contiguous free bytes"
         if failure.error == ENODEV:
             text = "the memory of the protection domain is the parent's: import the domain in this process"
         elif failure.error == ENXIO:
-            text = "the protection domain whose memory this gives out was closed"
+            text = "the protection domain of this memory is closed"
     elif failure.step == ALLOC_MAP:
         text = f"{failure.size} bytes of shared memory cannot be mapped: {os.strerror(failure.error)}"
     else:
-        text = f"{failure.size} is no size or alignment that memory can have"
+        text = f"no memory can have this size or alignment: {failure.size} bytes"
     return OSError(failure.error, text)
 
 

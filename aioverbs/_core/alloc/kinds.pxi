@@ -60,7 +60,7 @@ cdef class NumaAllocator(NativeAllocator):
 
     def __init__(self, int node, *, bint strict=False):
         if not 0 <= node < ALLOC_MAX_NODES:
-            raise ValueError(f"a NUMA node has a number from 0 to {ALLOC_MAX_NODES - 1}, not {node}")
+            raise ValueError(f"`node` must be from 0 to {ALLOC_MAX_NODES - 1}, got {node}")
         self._begin(alloc_pages_create(ALLOC_BASE_PAGES, node, strict))
         self.node = node
         self.strict = strict
@@ -85,7 +85,7 @@ cdef class ArenaAllocator(NativeAllocator):
 
     def __init__(self, NativeAllocator inner=None, *, size_t chunk_bytes=CHUNK_BYTES):
         if chunk_bytes & (chunk_bytes - 1) or not 1 << 12 <= chunk_bytes <= 1 << 30:
-            raise ValueError(f"a chunk has a power of two from 4 KiB to 1 GiB of bytes, not {chunk_bytes}")
+            raise ValueError(f"`chunk_bytes` must be a power of two from 4 KiB to 1 GiB, got {chunk_bytes}")
         if inner is None:
             inner = SharedPageAllocator()
         self._begin(alloc_arena_create(_native_source(inner), chunk_bytes, UNIT_BYTES))
@@ -130,7 +130,9 @@ cdef class HugePageAllocator(NativeAllocator):
         cdef alloc_source *source = NULL
         cdef size_t count, made = 0
         if page_bytes & (page_bytes - 1) or not 1 << 16 <= page_bytes <= 1 << 34:
-            raise ValueError(f"a huge page has 2 MiB, 1 GiB or another power of two of bytes, not {page_bytes}")
+            raise ValueError(
+                f"`page_bytes` must be 2 MiB, 1 GiB or another power of two from 64 KiB to 16 GiB, got {page_bytes}"
+            )
         tiers[0] = _huge_tier(page_bytes)
         count = 1
         if not strict and page_bytes > TWO_MIB:

@@ -1,6 +1,6 @@
 /* Set the `am_send` slot of a type with `__await__`, so that an await is one call in C: Cython has no name for it. */
-#ifndef AIOVERBS_AWAITING_H
-#define AIOVERBS_AWAITING_H
+#ifndef AIOVERBS_AM_SEND_H
+#define AIOVERBS_AM_SEND_H
 
 /* Python.h is included before: every file that Cython generates begins with it. */
 

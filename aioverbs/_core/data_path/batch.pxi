@@ -56,9 +56,9 @@ cdef class Batch(SendVerbs):
         cdef request *larger
         cdef Py_ssize_t capacity = min(2 * self.capacity + INITIAL_CAPACITY, SLOTS_ELEMENTS)
         if self.operation is not None:
-            raise RuntimeError(f"{self!r} was posted: make a new one")
+            raise RuntimeError(f"{self!r} was posted before: create a new batch")
         if self.count == SLOTS_ELEMENTS:
-            raise ValueError(f"a batch has {SLOTS_ELEMENTS} requests at most: post it, and begin another")
+            raise ValueError(f"a batch takes at most {SLOTS_ELEMENTS} requests: post it, and start another one")
         larger = request_grow(self.requests, self.count, capacity)
         if larger == NULL:
             raise MemoryError
@@ -106,9 +106,9 @@ cdef class Batch(SendVerbs):
         cdef Operation operation
         try:
             if self.operation is not None:
-                raise RuntimeError(f"{self!r} was posted: make a new one")
+                raise RuntimeError(f"{self!r} was posted before: create a new batch")
             if not self.elements:
-                raise ValueError("there is nothing in the batch")
+                raise ValueError("the batch is empty: add a request before posting it")
             operation = _new(requests.send_queue, 0, False)
             operation.requests = self.count
             operation.bytes = self.bytes

@@ -1,6 +1,6 @@
 /* Poll completion queues, reading only the fields that each kind of completion needs. */
-#ifndef AIOVERBS_TAKING_H
-#define AIOVERBS_TAKING_H
+#ifndef AIOVERBS_CQ_POLL_H
+#define AIOVERBS_CQ_POLL_H
 
 #include <errno.h>
 #include <stdint.h>

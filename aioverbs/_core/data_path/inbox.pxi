@@ -62,7 +62,7 @@ cdef class Inbox:
             _check_owner(self.queue.handle)
         self._drop_abandoned()
         if self.pending_next is not None:
-            raise RuntimeError("somebody waits for the next message already: one task at a time reads messages")
+            raise RuntimeError("another task waits for the next message: only one task at a time may read messages")
         operation = _new(self.queue, 0, False)
         _extra(operation).inbox = self
         operation.extra.awaits_message = True
@@ -121,7 +121,7 @@ cdef class Inbox:
         # An exception raised while completions are dispatched would reach a task that awaits another queue. Fail this
         # inbox alone.
         cdef QpWorkState requests = self.queue.requests
-        broken = BrokenResourceError(f"{self.queue.handle!r} is broken: what arrived could not be taken in: {error!r}")
+        broken = BrokenResourceError(f"{self.queue.handle!r} is broken: handling a message raised {error!r}")
         broken.__cause__ = error
         if self.end is None:
             _log.error("%s", broken, exc_info=error)

@@ -8,8 +8,8 @@
  * turn begins once, however many tasks wait for it.
  *
  * Other work that Python code does at once, in the layers above, has one share of the turn, as if it were a queue. */
-#ifndef AIOVERBS_TURN_H
-#define AIOVERBS_TURN_H
+#ifndef AIOVERBS_LOOP_BUDGET_H
+#define AIOVERBS_LOOP_BUDGET_H
 
 #include <stdbool.h>
 #include <stdint.h>

@@ -302,11 +302,11 @@ cdef class Operation:
     cdef int _raise_already_awaited(self) except -1:
         # Another task awaits the operation, or awaited it.
         if self.phase == IN_BATCH:
-            raise RuntimeError(f"{self!r} is a part of a batch: await what its post() returns")
+            raise RuntimeError(f"{self!r} is part of a batch: await the operation that post() returns")
         if self.phase == FINISHED:
-            raise RuntimeError(f"{self!r} was awaited before: once is all")
+            raise RuntimeError(f"{self!r} was awaited before: an operation can be awaited once")
         _check_owner(self.queue.handle)
-        raise RuntimeError(f"{self!r} is awaited already: once is all")
+        raise RuntimeError(f"{self!r} is awaited by another task: an operation can be awaited once")
 
     cdef int _stop_awaiting(self) except -1:
         if self.phase == IN_BATCH:      # a part of a batch cannot be awaited
@@ -522,7 +522,7 @@ cdef class Received:
     cdef readonly object route
 
     def __init__(self):
-        raise TypeError("what was received comes from awaiting a receive")
+        raise TypeError("a Received comes from awaiting a receive")
 
     def __repr__(self):
         return f"<Received {self.byte_len} bytes>"
@@ -538,6 +538,6 @@ cdef class Received:
         whole = self.local if not self.written else None
         if isinstance(whole, (list, tuple)):
             if len(whole) != 1:
-                raise ValueError(f"it was received into {len(whole)} pieces: look there")
+                raise ValueError(f"the message is in {len(whole)} pieces of memory: read these")
             whole = whole[0]
         return memoryview(b"") if whole is None else whole.buffer[: self.byte_len]

@@ -56,7 +56,7 @@ cdef class Destination:
         self.remote_qkey = _uint(remote_qkey, 32, "remote_qkey")
 
     def __repr__(self):
-        return f"<Way to queue pair {self.remote_qpn} by {self.handle!r}>"
+        return f"<Destination queue pair {self.remote_qpn} by {self.handle!r}>"
 
 
 @cython.final
@@ -287,7 +287,7 @@ cdef class QpWorkState:
         except VerbsError as error:
             if not self.device_removed or error.errno not in (EIO, ENODEV):
                 _log.error(
-                    "%r cannot be moved (%s): memory that it has the use of stays pinned until it is closed",
+                    "%r cannot be moved out of its state (%s): memory of its requests stays pinned until it is closed",
                     self.handle, error
                 )
                 return self._abandon_without_reset()
@@ -355,7 +355,8 @@ cdef class QpWorkState:
 
     cdef object _unknown_outcome(self):
         # The error of requests whose outcome the reset hides.
-        return _broken(f"{self.handle!r} was reset, by {self.broken}: whether this was done is not known", self.broken)
+        cause = self.broken
+        return _broken(f"{self.handle!r} was reset because of {cause}: the outcome of this request is unknown", cause)
 
     def recovered(self):
         """Forget the errors after a reset: the queue pair can be used again."""
@@ -400,7 +401,7 @@ cdef class QpWorkState:
     cdef object _state_error(self):
         state = QpState(self.handle._state).name
         cause = self.broken
-        return _broken(f"{self.handle!r} is in state {state}, by: {cause or 'somebody moved it there'}", cause)
+        return _broken(f"{self.handle!r} is in state {state}, caused by: {cause or 'a change of its state'}", cause)
 
     def errored(self):
         """Note that the user moved the queue pair to ERR, and end inboxes that have no receive in flight to be
@@ -437,10 +438,10 @@ cdef inline Operation _new(WorkQueue queue, int opcode, bint unpinned):
 cdef int _add_piece(Operation operation, request *wr, RegionSlice piece, ProtectionDomain pd, int access) except -1:
     cdef v.ibv_sge *sge
     if piece._handle.pd is not pd and not (pd._shared or piece._handle.pd._shared):
-        raise ValueError(f"{piece!r} is of another protection domain than {operation.queue.handle!r}")
+        raise ValueError(f"{piece!r} belongs to another protection domain than {operation.queue.handle!r}")
     if access & ~piece._access:
         raise ValueError(
-            f"{piece.region!r} is to be written to by the device: register it with AccessFlags.LOCAL_WRITE"
+            f"the device writes to {piece.region!r}: register it with AccessFlags.LOCAL_WRITE"
         )
     if piece._handle._lender_slot != NULL:
         _check_borrowed(piece._handle)
@@ -449,8 +450,8 @@ cdef int _add_piece(Operation operation, request *wr, RegionSlice piece, Protect
         return 0                            # devices may read an entry of 0 bytes as one of 2 GiB
     if operation.bytes + piece.length > operation.queue.most_bytes:
         raise ValueError(
-            f"a message of {operation.queue.handle!r} has {operation.queue.most_bytes:,} bytes at most: "
-            f"{piece!r} is too long for it"
+            f"a message of {operation.queue.handle!r} may have at most {operation.queue.most_bytes:,} bytes: "
+            f"{piece!r} exceeds that"
         )
     sge = &wr.send.sg_list[wr.send.num_sge]
     sge.addr = piece._address
@@ -473,15 +474,15 @@ cdef int _gather(Operation operation, request *wr, object local, ProtectionDomai
     elif local is not None:
         if not isinstance(local, (list, tuple)):
             raise TypeError(
-                f"local memory is a MemoryRegion, a slice of one, or a list of these, not {type(local).__name__}: "
+                f"local memory must be a MemoryRegion, a slice of one, or a list of these, got {type(local).__name__}: "
                 "register it by ProtectionDomain.register"
             )
         if type(local) is not list and type(local) is not tuple:
             local = tuple(local)                # a subclass may report a length that differs from its items
         if len(local) > operation.queue.max_sge:
             raise ValueError(
-                f"{len(local)} pieces are more than the {operation.queue.max_sge} of {operation.queue.handle!r}: "
-                "make it with more (max_send_sge, max_recv_sge)"
+                f"{len(local)} pieces exceed the {operation.queue.max_sge} that {operation.queue.handle!r} takes: "
+                "create it with more (max_send_sge, max_recv_sge)"
             )
         count = wr.send.num_sge + len(local)
         if count > REQUEST_SGES:
@@ -493,7 +494,7 @@ cdef int _gather(Operation operation, request *wr, object local, ProtectionDomai
             if isinstance(piece, Registered):
                 piece = _whole_of(<Registered>piece)
             elif not isinstance(piece, RegionSlice):
-                raise TypeError(f"a piece of local memory is a MemoryRegion or a slice of one, not {piece!r}")
+                raise TypeError(f"a piece of local memory must be a MemoryRegion or a slice of one, got {piece!r}")
             _add_piece(operation, wr, <RegionSlice>piece, pd, access)
     operation.keepalive = local
     return 0
@@ -555,13 +556,13 @@ cdef inline int _check_read_atomic(QpWorkState requests, request *wr) except -1:
     # RDMA READ and atomics: some devices wait for ever where the two ends have negotiated a depth of 0.
     if requests.handle._max_rd_atomic == 0 and requests.handle._state == RTS:
         raise QueuePairStateError(
-            f"{requests.handle!r} may have no reads and atomics under way: connect it with max_rd_atomic, "
+            f"{requests.handle!r} allows no RDMA READ and atomic requests: connect it with max_rd_atomic, "
             "and its peer with max_dest_rd_atomic"
         )
     if <uint32_t>wr.send.num_sge > requests.read_sge:
         raise ValueError(
-            f"a read of {requests.handle!r} is scattered to {requests.read_sge} pieces at most, "
-            f"not {wr.send.num_sge}"
+            f"an RDMA READ of {requests.handle!r} takes at most {requests.read_sge} pieces, "
+            f"got {wr.send.num_sge}"
         )
     return 0
 
@@ -569,7 +570,8 @@ cdef inline int _check_read_atomic(QpWorkState requests, request *wr) except -1:
 cdef inline WorkQueue _send_queue_for(QpWorkState requests, int opcode):
     if not requests.opcodes >> opcode & 1:
         raise ValueError(
-            f"{requests.handle!r} is of type {requests.handle.qp_type.name}, which has no {SendOpcode(opcode).name}"
+            f"{requests.handle!r} is of type {requests.handle.qp_type.name}, "
+            f"which does not support {SendOpcode(opcode).name}"
         )
     return requests.send_queue
 
@@ -632,8 +634,8 @@ cdef class SendVerbs:
             _gather(operation, wr, local, requests.pd, LOCAL_WRITE if opcode == RDMA_READ else 0)
             if operation.bytes != remote.length:
                 raise ValueError(
-                    f"{operation.bytes} local bytes do not fill the {remote.length} of {remote!r}: "
-                    "give it slices of one length"
+                    f"{operation.bytes} bytes of local memory do not match the {remote.length} of {remote!r}: "
+                    "use slices of the same length"
                 )
             wr.send.opcode = <v.ibv_wr_opcode>opcode
             if opcode == RDMA_READ:
@@ -697,9 +699,9 @@ cdef class SendVerbs:
             wr = self._place_for(&own_wr)
             operation = _new(_send_queue_for(requests, opcode), opcode, self._pin_at_post)
             if remote.length != 8:
-                raise ValueError(f"an atomic is of 8 bytes, {remote!r} has {remote.length}: give it a slice of 8")
+                raise ValueError(f"an atomic request takes 8 bytes, {remote!r} has {remote.length}: use a slice of 8")
             if remote.address % 8:
-                raise ValueError(f"an atomic is of 8 bytes at an address that is a multiple of 8: {remote!r} is not")
+                raise ValueError(f"an atomic request takes an address that is a multiple of 8, got {remote!r}")
             operation.scratch = WANTED         # the device writes the old value to scratch memory of the queue
             operation.bytes = 8
             operation.atomic = True
@@ -745,9 +747,9 @@ cdef class SendVerbs:
             wr = self._place_for(&own_wr)
             operation = _new(_send_queue_for(requests, BIND_MW), BIND_MW, self._pin_at_post)
             if piece._handle.context is not window.context:
-                raise ValueError(f"{piece!r} is of another context than {window!r}")
+                raise ValueError(f"{piece!r} belongs to another context than {window!r}")
             if MW_BIND & ~piece._access:
-                raise ValueError(f"{piece.region!r} is to be bound to: register it with AccessFlags.MW_BIND")
+                raise ValueError(f"a window needs MW_BIND on {piece.region!r}: register it with AccessFlags.MW_BIND")
             _check_borrowed(piece._handle)
             operation._pin(piece.pins)
             _extra(operation).window = window
@@ -1222,17 +1224,17 @@ cdef bint _serves(CqDispatcher dispatcher, WorkQueue queue) except -1:
 cdef uint64_t _uint(object value, int bits, str name) except? 0xFFFFFFFFFFFFFFF7:
     number = PyNumber_Index(value)          # __index__, since __int__ would truncate a float
     if number < 0 or number >> bits:
-        raise ValueError(f"{name} has {bits} bits, and {value} is none of those numbers")
+        raise ValueError(f"`{name}` must fit in {bits} bits, got {value}")
     return number
 
 
 cdef int _set_ud_destination(QpWorkState requests, Operation operation, request *wr, Destination to) except -1:
     if requests.handle._type != UD:
-        raise ValueError(f"{requests.handle!r} is connected: leave `to` out, which is for the type UD")
+        raise ValueError(f"{requests.handle!r} is not of type UD: leave `to` out")
     if to is None:
-        raise ValueError(f"{requests.handle!r} is of type UD: say where the datagram goes, by `to`")
+        raise ValueError(f"{requests.handle!r} is of type UD: pass the destination of the datagram as `to`")
     if to.handle.context is not requests.handle.context:
-        raise ValueError(f"{to!r} is of another context than {requests.handle!r}")
+        raise ValueError(f"{to!r} belongs to another context than {requests.handle!r}")
     operation._pin(to.pins)
     wr.send.wr.ud.ah = to.handle.pointer
     wr.send.wr.ud.remote_qpn = to.remote_qpn
@@ -1242,10 +1244,11 @@ cdef int _set_ud_destination(QpWorkState requests, Operation operation, request 
 
 cdef int _set_xrc_srq(QpWorkState requests, request *wr, object number) except -1:
     if requests.handle._type != XRC_SEND:
-        raise ValueError(f"srq_number is for queue pairs of type XRC_SEND, {requests.handle!r} is not")
+        raise ValueError(f"{requests.handle!r} is not of type XRC_SEND: leave `srq_number` out")
     if number is None:
         raise ValueError(
-            f"{requests.handle!r} is of type XRC_SEND: say which shared receive queue it is for, by srq_number"
+            f"{requests.handle!r} is of type XRC_SEND: "
+            "pass the number of the peer's shared receive queue as `srq_number`"
         )
     wr.send.qp_type.xrc.remote_srqn = _uint(number, 32, "srq_number")
     return 0

@@ -189,8 +189,8 @@ cdef class WorkQueue:
             raise (<CqDispatcher>self.dispatchers[0]).broken_error()
         if operation.requests > self.limit:
             raise ValueError(
-                f"{operation.requests} requests do not fit into the {self.limit} places of {self.handle!r}: "
-                "post fewer at once, or make it with more"
+                f"{operation.requests} requests exceed the {self.limit} places of {self.handle!r}: "
+                "post fewer at once, or create it with more places"
             )
         if operation.scratch != UNUSED and self.scratch is None:
             self._make_scratch()            # may run another thread: look for a place afterwards
@@ -458,7 +458,7 @@ cdef class WorkQueue:
         cdef int error
         try:
             if window.context is not self.handle.context:
-                raise ValueError(f"{window!r} is of another context than {self.handle!r}")
+                raise ValueError(f"{window!r} belongs to another context than {self.handle!r}")
             window._enter()
             try:
                 region._enter()

@@ -218,7 +218,7 @@ cdef class RegionSlice:
     def __init__(self, Registered region not None, Py_ssize_t offset, Py_ssize_t length, InFlightCount pins=None):
         cdef RegionSlice whole = _whole_of(region)
         if offset < 0 or length < 0 or offset + length > whole.length:
-            raise IndexError(f"{length} bytes from {offset} on do not lie in the {whole.length} bytes of {region!r}")
+            raise IndexError(f"{length} bytes at offset {offset} exceed the {whole.length} bytes of {region!r}")
         self._set_part(whole, offset, length)
         if pins is not None:
             self.pins = pins
@@ -340,7 +340,7 @@ cdef class RemoteRegion:
         self.length = _uint(length, 64, "length")
         self.rkey = _uint(rkey, 32, "rkey")
         if self.length and self.address + (self.length - 1) < self.address:
-            raise ValueError(f"{length} bytes at {address:#x} leave the address space")
+            raise ValueError(f"{length} bytes at {address:#x} exceed the address space")
 
     def __repr__(self):
         return f"RemoteRegion(address={self.address:#x}, length={self.length}, rkey={self.rkey:#x})"
@@ -361,7 +361,7 @@ cdef class RemoteRegion:
 
     def __len__(self):
         if self.length > <uint64_t>sys.maxsize:
-            raise OverflowError(f"{self!r} is longer than len() can tell: see `length`")
+            raise OverflowError(f"{self!r} exceeds the limit of len(): use `length`")
         return self.length
 
     def __bool__(self):
@@ -394,7 +394,7 @@ cdef class RemoteRegion:
         """
         view = memoryview(data).cast("B")
         if len(view) != _WIRE.size:
-            raise ValueError(f"a remote region is {_WIRE.size} bytes on the wire, not {len(view)}")
+            raise ValueError(f"the wire format of a remote region has {_WIRE.size} bytes, got {len(view)}")
         return cls(*_WIRE.unpack(view))
 
 
@@ -425,12 +425,12 @@ cdef int _slice_bounds(object key, uint64_t length, object what, uint64_t *start
     if not isinstance(key, slice):
         raise TypeError(f"{what!r} is sliced, as [{key}:{key + 1}], not indexed")
     if key.step is not None and key.step != 1:
-        raise ValueError(f"a slice of {what!r} is one piece: no step, not {key.step}")
+        raise ValueError(f"a slice of {what!r} takes no step, got {key.step}")
     first = 0 if key.start is None else key.start
     last = length if key.stop is None else key.stop
     first, last = (each + length if each < 0 else each for each in (first, last))
     if not 0 <= first <= last <= length:
-        raise IndexError(f"[{key.start}:{key.stop}] does not lie in the {length} bytes of {what!r}")
+        raise IndexError(f"[{key.start}:{key.stop}] exceeds the {length} bytes of {what!r}")
     start[0] = first
     size[0] = last - first
     return 0

@@ -1,6 +1,6 @@
 /* A work request as the verbs take it, with space for two scatter/gather entries, which are enough for most. */
-#ifndef AIOVERBS_REQUEST_H
-#define AIOVERBS_REQUEST_H
+#ifndef AIOVERBS_WORK_REQUEST_H
+#define AIOVERBS_WORK_REQUEST_H
 
 #include <stddef.h>
 #include <stdlib.h>

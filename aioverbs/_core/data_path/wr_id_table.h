@@ -7,8 +7,8 @@
  *
  * The element number tells the requests of a batch apart, which share a slot. The caller of these functions holds the
  * GIL; without a GIL, the rules of data_path.pyx apply. */
-#ifndef AIOVERBS_SLOTS_H
-#define AIOVERBS_SLOTS_H
+#ifndef AIOVERBS_WR_ID_TABLE_H
+#define AIOVERBS_WR_ID_TABLE_H
 
 #include <stdbool.h>
 #include <stdint.h>

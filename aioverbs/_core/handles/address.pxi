@@ -71,7 +71,7 @@ cdef int _fill_av(v.ibv_ah_attr *to, av) except -1:
     if av.dgid:
         dgid = av.dgid
         if dgid.shape[0] != 16:
-            raise ValueError(f"a GID has 16 bytes, this one {dgid.shape[0]}")
+            raise ValueError(f"`dgid` must have 16 bytes, got {dgid.shape[0]}")
         memcpy(to.grh.dgid.raw, &dgid[0], 16)
         to.grh.flow_label = av.flow_label
         to.grh.sgid_index = av.sgid_index

@@ -132,7 +132,7 @@ cdef class Affinity:
         :raises RuntimeError: no asyncio event loop is running in this thread.
         """
         if not self.orphaned:
-            raise AffinityError(f"{self!r} has a living owner: close what is its own there")
+            raise AffinityError(f"{self!r} still has an owner: close its objects there")
         self._bind()
         self._inside = 0
 
@@ -204,8 +204,8 @@ cdef class Affinity:
 
     cdef str _overlap_text(self, object what, str verb):
         return (
-            f"{verb} on {what!r}: {<object>self._verb} is under way in its domain, where one call at a time may be; "
-            "this one was refused"
+            f"{verb} on {what!r}: {<object>self._verb} is in flight in its domain, which allows one call at a time; "
+            "this call was refused"
         )
 
     cdef str _owner(self):

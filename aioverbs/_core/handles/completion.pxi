@@ -123,10 +123,10 @@ cdef class CompletionQueue(Handle):
     ):
         self._begin()
         if cqe < 1:
-            raise ValueError(f"a completion queue holds 1 completion at least, not {cqe}")
+            raise ValueError(f"`cqe` must be at least 1, got {cqe}")
         for part in (channel, parent_domain):
             if part is not None and (<Handle>part).context is not context:
-                raise ValueError(f"{part!r} is of another context")
+                raise ValueError(f"{part!r} belongs to another context than {context!r}")
         use_ex = extended or single_threaded or parent_domain is not None
         verb = "ibv_create_cq_ex" if use_ex else "ibv_create_cq"
         self._enter_owner(_common_owner((channel, parent_domain), affinity), verb)
@@ -238,7 +238,7 @@ cdef class CompletionQueue(Handle):
         """
         cdef int error
         if cqe < 1:
-            raise ValueError(f"a completion queue holds 1 completion at least, not {cqe}")
+            raise ValueError(f"`cqe` must be at least 1, got {cqe}")
         self._use("ibv_resize_cq")
         gate_enter(&self._resizing)
         try:
@@ -299,7 +299,7 @@ cdef class CompletionQueue(Handle):
         self._use_memory("ibv_ack_cq_events")
         try:
             if count < 0 or not gate_leave_many(&self._unacknowledged, count):
-                raise ValueError(f"{self._unacknowledged} events of {self!r} can be acknowledged, not {count}")
+                raise ValueError(f"{self!r} has {self._unacknowledged} unacknowledged events, got a `count` of {count}")
             self.context.table.ack_cq_events(self.pointer, count)
             gate_leave_many(&self._gate, count)
         finally:

@@ -345,5 +345,5 @@ cdef class Context(Handle):
 
 cdef int _byte(value, str name) except -1:
     if not 0 <= value <= 255:
-        raise ValueError(f"{name} must be from 0 to 255, not {value}")
+        raise ValueError(f"`{name}` must be from 0 to 255, got {value}")
     return value

@@ -5,8 +5,8 @@
  * enter it. One thread at a time holds a section. The section is released where that thread releases the GIL, where it
  * blocks, and where it enters another section that a thread holds. The holder may enter the section again. Sections are
  * left in the reverse order. With a GIL these functions do nothing. */
-#ifndef AIOVERBS_SECTION_H
-#define AIOVERBS_SECTION_H
+#ifndef AIOVERBS_CRITICAL_SECTION_H
+#define AIOVERBS_CRITICAL_SECTION_H
 
 /* Python.h, which defines whether there is a GIL, is included before: every file that Cython generates
  * begins with it. */

@@ -172,7 +172,7 @@ cdef class Handle:
     cdef int _begin(self) except -1:
         # Each constructor begins here: a second call of __init__ would lose the first object.
         if not gate_close(&self._constructor_gate):
-            raise RuntimeError(f"{self!r} was made before: a handle is one object, once")
+            raise RuntimeError(f"{self!r} was created before: call a handle's constructor once")
         return 0
 
     cdef int _enter(self) except -1:
@@ -199,7 +199,7 @@ cdef class Handle:
         # The error for a caller that cannot enter the gate.
         if gate_holders(&self._gate) == GATE_CLOSED:
             return ClosedResourceError(f"{self!r} is closed")
-        return BusyResourceError(f"{self!r} is in a verb that another thread waits for: await what moves it first")
+        return BusyResourceError(f"{self!r} is in a verb that another thread waits for: await its change of state")
 
     def __repr__(self):
         return f"<{self._name()}{' (closed)' if self.closed else ''}>"
@@ -271,7 +271,7 @@ cdef class Handle:
         if error == EBUSY and self._refuses_overlap() and self.context is not None and self.context.software:
             # The software device returns EBUSY only for overlapping calls: children were counted before the verb.
             raise ConcurrentAccessError(
-                f"{verb} on <{self._name()}>: another call is inside of it or its thread domain; this one was refused"
+                f"{verb} on <{self._name()}>: another call is inside it or its thread domain; this call was refused"
             )
         raise VerbsError(verb, error)
 
@@ -365,7 +365,7 @@ cdef class Handle:
         del _ledger[id(self)]
         self._lender_slot, self._lender = NULL, None
         if not there and self.context is self:
-            warnings.warn(f"{self!r} was closed by its user before what was made from it, of which memory leaks",
+            warnings.warn(f"{self!r} was closed by its lender before the objects made from it, whose memory leaks",
                           ResourceWarning)
         return 0
 
@@ -390,7 +390,7 @@ cdef Affinity _common_owner(tuple handles, Affinity affinity):
         if affinity is None:
             affinity = other
         elif not affinity._has_same_owner(other):
-            raise ValueError(f"{handle!r} belongs to {other!r}, and something else to {affinity!r}")
+            raise ValueError(f"{handle!r} belongs to {other!r}, another argument to {affinity!r}")
     return affinity
 
 

@@ -108,7 +108,7 @@ cdef class ProtectionDomain(Handle):
             self._borrow(capsule, "ibv_pd *", owner)
             self.pointer = <ibv_pd *>self._lent_pointer
             if self.pointer.context != context.pointer:
-                raise ValueError(f"{owner!r} is of another context than {context!r}")
+                raise ValueError(f"{owner!r} belongs to another context than {context!r}")
             self._opened(f"{self.pointer.handle}")
         except BaseException:
             context._leave()
@@ -141,7 +141,7 @@ cdef class MemoryRegion(Handle):
         self._begin()
         writes = AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_WRITE | AccessFlags.REMOTE_ATOMIC
         if access & (AccessFlags.REMOTE_WRITE | AccessFlags.REMOTE_ATOMIC) and not access & AccessFlags.LOCAL_WRITE:
-            raise ValueError("REMOTE_WRITE and REMOTE_ATOMIC need LOCAL_WRITE as well")
+            raise ValueError("REMOTE_WRITE and REMOTE_ATOMIC also need LOCAL_WRITE")
         pd._enter()
         self.context = pd.context
         self.pd = pd
@@ -151,12 +151,12 @@ cdef class MemoryRegion(Handle):
                 address, length = <void *><uintptr_t>PyNumber_Index(start), PyNumber_Index(size)
             else:
                 if not PyObject_CheckBuffer(memory):
-                    raise TypeError(f"memory must support the buffer protocol, which {type(memory).__name__} does not")
+                    raise TypeError(f"`memory` must support the buffer protocol, got {type(memory).__name__}")
                 PyObject_GetBuffer(memory, &self._buffer, PyBUF_WRITABLE if access & writes else PyBUF_SIMPLE)
                 self._has_buffer = True
                 address, length = self._buffer.buf, self._buffer.len
             if not length:
-                raise ValueError("there is nothing to register: the memory has no bytes")
+                raise ValueError("`memory` has no bytes: register at least 1")
             with nogil:
                 self.pointer = pd.context.table.reg_mr(pd.pointer, address, length, flags)
                 error = errno
@@ -191,7 +191,7 @@ cdef class MemoryRegion(Handle):
             # A parent domain of the lender has the handle number of its base, and its regions belong to the base.
             lender_pd = self.pointer.pd
             if lender_pd == NULL or lender_pd.context != pd.pointer.context or lender_pd.handle != pd.pointer.handle:
-                raise ValueError(f"{owner!r} is of another protection domain than {pd!r}")
+                raise ValueError(f"{owner!r} belongs to another protection domain than {pd!r}")
             self._opened(f"lkey {self.pointer.lkey:#x}, {self.pointer.length} bytes")
         except BaseException:
             pd._leave()

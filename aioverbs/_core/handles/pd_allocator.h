@@ -1,7 +1,7 @@
 /* Callbacks between a parent domain and an allocator in C, without the interpreter and without a lock. Included by one
  * Cython module; each thread has a variable of its own. */
-#ifndef AIOVERBS_DOMAIN_MEMORY_H
-#define AIOVERBS_DOMAIN_MEMORY_H
+#ifndef AIOVERBS_PD_ALLOCATOR_H
+#define AIOVERBS_PD_ALLOCATOR_H
 
 #include <errno.h>
 #include <stddef.h>

@@ -57,7 +57,7 @@ def context_capsule(context):
         raise ValueError("the pyverbs context is closed")
     # Check the object behind the pointer: libibverbs' mark of an extended context, and the device's name.
     if <size_t>pointer.abi_compat != <size_t>-1 or pointer.device.name.decode(errors="replace") != _text(context.name):
-        raise RuntimeError("what this pyverbs context points to is not the context of its device")
+        raise RuntimeError("this pyverbs context does not point to the context of its device")
     return PyCapsule_New(place, "ibv_context *", NULL)
 
 
@@ -72,12 +72,12 @@ def pd_capsule(pd):
     cdef void **place
     _check_layout(pd, "pyverbs.pd", "PD", sizeof(aioverbs_pyverbs_object))
     if isinstance(pd, sys.modules["pyverbs.pd"].ParentDomain):
-        raise TypeError("a pyverbs.pd.ParentDomain is adopted by its PD: make parent domains over that")
+        raise TypeError("a pyverbs.pd.ParentDomain cannot be adopted: adopt its PD, make parent domains over that")
     place = &(<aioverbs_pyverbs_object *><void *>pd).pointer
     if place[0] == NULL:  # its attributes must not be read then
         raise ValueError("the pyverbs protection domain is closed")
     if (<ibv_pd *>place[0]).handle != pd.handle:
-        raise RuntimeError("what this pyverbs protection domain points to is another one")
+        raise RuntimeError("this pyverbs protection domain points to another one")
     return PyCapsule_New(place, "ibv_pd *", NULL)
 
 
@@ -97,18 +97,18 @@ def mr_capsule(mr):
     if pointer == NULL:  # its attributes must not be read then
         raise ValueError("the pyverbs memory region is closed")
     if (pointer.lkey, pointer.rkey, pointer.length) != (mr.lkey, mr.rkey, mr.length):
-        raise RuntimeError("what this pyverbs memory region points to is another one")
+        raise RuntimeError("this pyverbs memory region points to another one")
     return PyCapsule_New(&region.pointer, "ibv_mr *", NULL)
 
 
 cdef int _check_layout(thing, str module, str name, size_t size) except -1:
     kind = getattr(sys.modules.get(module), name, None)
     if kind is None or not isinstance(thing, kind):
-        raise TypeError(f"a {module}.{name} is needed, not {type(thing).__name__}")
+        raise TypeError(f"expected a {module}.{name}, got {type(thing).__name__}")
     if kind.__weakrefoffset__ != PYVERBS_WEAK_REFERENCES or kind.__basicsize__ < size:
         raise RuntimeError(
-            f"this pyverbs ({sys.modules[module].__file__}) lays its objects out in an unknown way "
-            f"(weak references at {kind.__weakrefoffset__}, size {kind.__basicsize__}): aioverbs knows 44 to 65"
+            f"this pyverbs ({sys.modules[module].__file__}) has an unknown object layout "
+            f"(weak references at {kind.__weakrefoffset__}, size {kind.__basicsize__}): aioverbs supports 44 to 65"
         )
     return 0
 

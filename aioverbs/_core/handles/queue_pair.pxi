@@ -319,11 +319,11 @@ cdef object _check_parts(qp_type, dict parts):
         if part is None and name in needed:
             raise ValueError(f"a queue pair of type {qp_type.name} needs {name}")
         if part is not None and name not in needed + optional:
-            raise ValueError(f"a queue pair of type {qp_type.name} has no {name}: leave it out")
+            raise ValueError(f"a queue pair of type {qp_type.name} takes no {name}: leave it out")
     first, *others = (<Handle>part for part in parts.values() if part is not None)
     for part in others:
         if (<Handle>part).context is not (<Handle>first).context:
-            raise ValueError(f"{part!r} is of another context than {first!r}")
+            raise ValueError(f"{part!r} belongs to another context than {first!r}")
     return (<Handle>first).context
 
 
@@ -404,7 +404,7 @@ cdef class Modification:
         :raises VerbsError: the verb failed, as for `QueuePair.modify`.
         """
         if not self._verb_is_over():
-            raise RuntimeError("the verb is under way")
+            raise RuntimeError("the verb is running: wait until run() returns")
         self._resume()
         if self.called:
             self._check(self.handle)

@@ -99,11 +99,11 @@ cdef extern from "abi/cm_ops.h" nogil:
     bint rdma_cm_moves_queue_pairs(const rdma_cm_id *)
 
 cdef dict _ADVICE = {
-    EINVAL: "this is not to be done in the identifier's state, or a value does not fit the device's limits",
-    ENODEV: "no RDMA device has that address, or a way to it: see `rdma link`, and use no loopback address",
+    EINVAL: "the identifier's state does not allow this, or a value exceeds the device's limits",
+    ENODEV: "no RDMA device has that address or a path to it: see `rdma link`, and use no loopback address",
 }
-cdef str _NO_MANAGER = "the connection manager is not there for this process: `modprobe rdma_ucm`, and see the "\
-    "permissions of /dev/infiniband/rdma_cm"
+cdef str _NO_MANAGER = "the connection manager is not available to this process: run `modprobe rdma_ucm`, and check "\
+    "the permissions of /dev/infiniband/rdma_cm"
 
 cdef rdma_cm_table _table
 _loading = threading.Lock()

@@ -4,8 +4,8 @@
  * once. Code that remembers a thread holds a reference to its record, so that comparing addresses tells whether it is
  * the calling thread. The record is marked when its thread ends. The child of a fork continues with the record of the
  * thread that forked: code that must tell them apart also compares the fork count. */
-#ifndef AIOVERBS_AFFINITY_THREAD_H
-#define AIOVERBS_AFFINITY_THREAD_H
+#ifndef AIOVERBS_THREAD_ID_H
+#define AIOVERBS_THREAD_ID_H
 
 #include <pthread.h>
 #include <stdatomic.h>

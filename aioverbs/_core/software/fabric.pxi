@@ -8,7 +8,7 @@ cdef int _fill_address(s.soft_address *out, address) except -1:
     if address is not None:
         host, out.port = address
         if len(host) not in (4, 16):
-            raise ValueError(f"an IP address has 4 or 16 bytes, not {len(host)}")
+            raise ValueError(f"an IP address must have 4 or 16 bytes, got {len(host)}")
         out.family = socket.AF_INET if len(host) == 4 else socket.AF_INET6
         memcpy(out.bytes, <const char *>host, len(host))
     return 0
@@ -19,7 +19,7 @@ cdef int _fill_settings(s.soft_settings *out, settings) except -1:
     environment."""
     cdef bytes directory = settings.directory, secret = settings.secret
     if len(directory) >= s.SOFT_MAX_PATH or len(settings.users) > s.SOFT_MAX_USERS or len(secret) > s.SOFT_MAX_SECRET:
-        raise ValueError("the path of the directory, the users or the secret are longer than the software device takes")
+        raise ValueError("the directory's path, the users or the secret exceed the limits of the software device")
     memset(out, 0, sizeof(out[0]))
     memcpy(out.directory, <const char *>directory, len(directory))
     for number, user in enumerate(settings.users):

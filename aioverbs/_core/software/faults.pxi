@@ -134,7 +134,7 @@ cdef class FaultPlan:
         cdef int code = WcStatus(status), error
         cdef uint32_t number
         if not code:
-            raise ValueError("a request is to fail with another status than SUCCESS")
+            raise ValueError("`status` must be an error status, got SUCCESS")
         self.context._enter()
         try:
             number = self._number(qp)
@@ -450,7 +450,7 @@ cdef class FaultPlan:
         handle._enter()
         if handle.context is not self.context:
             handle._leave()
-            raise ValueError(f"{handle!r} is not of {self.context!r}")
+            raise ValueError(f"{handle!r} does not belong to {self.context!r}")
         return 0
 
     cdef uint32_t _number(self, QueuePair qp) except? 0:
@@ -487,7 +487,7 @@ cdef int _add_frame_rule(
 cdef object _check_range(str name, value, least, most):
     value = PyNumber_Index(value)
     if not least <= value <= most:
-        raise ValueError(f"{name} must be from {least} to {most}, not {value}")
+        raise ValueError(f"{name} must be from {least} to {most}, got {value}")
     return value
 
 
@@ -512,7 +512,7 @@ cdef unsigned int _frame_kinds(kind) except 0:
     if kind is None:
         return (1 << <int>s.SOFT_FRAME_KINDS) - 1
     if kind not in FaultPlan.frames:
-        raise ValueError(f"{kind!r} is no kind of frame; these are: {', '.join(FaultPlan.frames)}")
+        raise ValueError(f"`kind` must be one of {', '.join(FaultPlan.frames)}, got {kind!r}")
     return 1 << <int>FaultPlan.frames.index(kind)
 
 
@@ -520,7 +520,7 @@ cdef bytes _check_gid(peer):
     if peer is None:
         return None
     if not isinstance(peer, bytes) or len(peer) != 16:
-        raise ValueError(f"a peer is known by its GID, 16 bytes as Endpoint.gid has them, not by {peer!r}")
+        raise ValueError(f"`peer` must be a GID of 16 bytes, such as Endpoint.gid, got {peer!r}")
     return peer
 
 

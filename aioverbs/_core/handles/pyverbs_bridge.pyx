@@ -27,7 +27,10 @@ cdef extern from *:
         void *pointer;
     } aioverbs_pyverbs_object;
     typedef struct {
-        AIOVERBS_PYVERBS_HEAD PyObject *pd; PyObject *cmid; void *pointer;
+        AIOVERBS_PYVERBS_HEAD
+        PyObject *pd;
+        PyObject *cmid;
+        void *pointer;
     } aioverbs_pyverbs_region;
     #define PYVERBS_WEAK_REFERENCES ((Py_ssize_t)offsetof(aioverbs_pyverbs_object, weak_references))
     """

@@ -100,7 +100,7 @@ const char *soft_copy_tokens_map(struct soft_stream *stream)
     if (stream->received_fd < 0)
         return "no copy tokens came with the offer of direct copies";
     if (soft_sealed_bytes(stream->received_fd) != (off_t)sizeof(*stream->copy_tokens))
-        /* a file that can shrink would make accesses fail */
+        /* A file that can shrink would make accesses fail. */
         return "the file of copy tokens is not sealed or has another size";
     stream->copy_tokens = copy_token_page_map(stream->received_fd);
     soft_descriptor_close(stream->received_fd);

@@ -15,7 +15,7 @@ const char *soft_copy_tokens_map(struct soft_stream *stream); /* map the page th
 void soft_copy_tokens_unmap(struct soft_stream *stream);
 
 bool soft_copy_tokens_are_overdue(struct soft_link *link); /* the peer did not end a copy in time */
-/* under tx: the peer's process has exited, and another one connects */
+/* Under tx: the peer's process has exited, and another one connects. */
 void soft_copy_tokens_free_busy(struct soft_link *link);
 
 /* Revoke all tokens of a link that is closed for good. Return whether the peer copies nothing any more; if not, call

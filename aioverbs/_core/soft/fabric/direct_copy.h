@@ -13,7 +13,7 @@ struct soft_stream;
 /* Link: offer direct copies in HELLO, if they are possible here. Served: find out whether they work with this peer. */
 void soft_direct_offer(struct soft_link *link, struct soft_hello *hello);
 void soft_direct_probe(struct soft_stream *stream, const struct soft_hello *hello, const uint8_t nonce[SOFT_NONCE]);
-/* return whether the peer wrote `nonce` */
+/* Return whether the peer wrote `nonce`. */
 bool soft_direct_has_probed(struct soft_link *link, const uint8_t nonce[SOFT_NONCE]);
 void soft_direct_close_gate(struct soft_link *link); /* under tx: copies that begin after this copy nothing */
 void soft_direct_destroy(struct soft_link *link);    /* the link is about to be freed */

@@ -22,7 +22,7 @@
 
 enum { SOFT_FRAME_REQUEST = 1, SOFT_FRAME_RESPONSE = 2 }; /* kind */
 
-/* opcode of a response */
+/* Opcode of a response. */
 enum {
     SOFT_FRAME_ACK, /* acknowledges all up to `psn`; may have the data of a read or the former value of an atomic */
     SOFT_FRAME_NAK, /* refusal for good, with `status`: IBV_WC_REM_INV_REQ_ERR, _REM_ACCESS_ERR or _REM_OP_ERR */

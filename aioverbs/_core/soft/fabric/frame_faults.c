@@ -96,7 +96,7 @@ static void arm_timer(struct soft_fabric *fabric, uint64_t due)
 
     assert_held(&fabric->held);
     fabric->held_at = due;
-    /* Cannot fail: the timer exists and the time is valid */
+    /* Cannot fail: the timer exists and the time is valid. */
     timerfd_settime(fabric->timer.fd, TFD_TIMER_ABSTIME, &when, NULL);
 }
 

@@ -29,14 +29,14 @@
 enum {
     SOFT_HELLO_SECRET = 1, /* this side has a secret, which the other side must know */
     SOFT_HELLO_DIRECT =
-        /* HELLO: direct copies are possible, and copy tokens come with the message. WELCOME: a direct copy was made */
+        /* HELLO: direct copies are possible, and copy tokens come with the message. WELCOME: a direct copy was made. */
     2,
 };
 
 struct soft_hello {
     uint16_t flags;
     uint32_t pid;
-    /* GIDs that the connecting side claims; soft/fabric/handshake.c says which ones are not believed */
+    /* GIDs that the connecting side claims; soft/fabric/handshake.c says which ones are not believed. */
     uint8_t gids[2][16];
     uint8_t wanted[16]; /* GID of the device to connect to */
     uint64_t probe;     /* direct: address of `nonce` in the memory of the connecting process */

@@ -392,7 +392,7 @@ void soft_link_kick(struct soft_link *link, bool all)
 
     assert_held(&link->stream.fabric->progress);
     soft_mutex_take(&stream->tx);
-    /* the rest follow in the next turn: when another thread executes them, there is room for long */
+    /* The rest follow in the next turn: when another thread executes them, there is room for long. */
     limit = all ? link->waiting : 16;
     for (kicked = 0; kicked < limit && link->first && (all || !(stream->blocked || stream->broken)); kicked++) {
         struct soft_waiter *waiter = link->first;

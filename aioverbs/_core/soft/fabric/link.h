@@ -9,7 +9,7 @@
 #include "soft/fabric/stream.h"
 
 /* Under progress. */
-/* connect links of the todo queue; may close other links, as accepting may */
+/* Connect links of the todo queue; may close other links, as accepting may. */
 void soft_links_connect(struct soft_fabric *fabric);
 void soft_link_connected(struct soft_link *link); /* the socket connected, or failed to */
 void soft_link_opened(struct soft_link *link);    /* the handshake succeeded */

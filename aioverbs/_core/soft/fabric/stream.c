@@ -200,7 +200,7 @@ void soft_stream_close(struct soft_stream *stream, enum soft_end end, const char
     soft_mutex_give(&stream->tx);
     epoll_ctl(fabric->epoll, EPOLL_CTL_DEL, fd, NULL);
     close_socket(fd, stream->is_unix);
-    /* Their memory is going away: nothing is executed for waiting queue pairs any more */
+    /* Their memory is going away: nothing is executed for waiting queue pairs any more. */
     if (link && atomic_load(&fabric->halted))
         return;
     if (link) {

@@ -35,7 +35,7 @@ _Static_assert(SOFT_IN_SIZE + SOFT_OUT_REQUEST < 321u << 10 && SOFT_IN_SIZE + SO
 #define SOFT_CONNECT_NS 30000000000ull
 #define SOFT_PATIENCE_NS 500000000u /* time that a handshake has before a waiting connection may evict it */
 #define SOFT_MAX_HANDSHAKES 256u    /* handshakes at a time, for each enum soft_kind */
-/* served streams at a time, for each kind; also limited to a quarter of the process's descriptors */
+/* Served streams at a time, for each kind; also limited to a quarter of the process's descriptors. */
 #define SOFT_MAX_SERVED 4096u
 #define SOFT_LINGER_NS 1000000000u /* time for which an unused link stays connected */
 #define SOFT_TURN_BYTES SOFT_OUT_REQUEST
@@ -79,11 +79,11 @@ struct soft_stream {
     enum soft_stage stage;             /* both */
     bool is_unix;                      /* progress, like the next fourteen */
     struct soft_stream *next, **place; /* list of fabric->streams */
-    /* end of the handshake's time; served and open: the stream is not evicted before */
+    /* End of the handshake's time; served and open: the stream is not evicted before. */
     uint64_t deadline;
     union ibv_gid peer[2];
     uint32_t pid, uid;
-    /* descriptor that came with the first bytes, or -1. Served: copy tokens; link: page of the read cache */
+    /* Descriptor that came with the first bytes, or -1. Served: copy tokens; link: page of the read cache. */
     int received_fd;
     bool discarded;      /* a descriptor of another kind came and was discarded: no further one is accepted */
     bool has_read_cache; /* served: this device grants reads; link: the peer does */
@@ -190,7 +190,7 @@ struct soft_fabric {
     struct soft_stream *streams;
     struct soft_coalesced_ack ack;
     struct soft_stream *hot; /* stream that last had something to read */
-    /* written under progress: stream with queued answers, see soft_stream_send_deferred */
+    /* Written under progress: stream with queued answers, see soft_stream_send_deferred. */
     struct soft_stream *_Atomic deferred;
     uint32_t hot_polls;
     uint32_t stream_count, handshakes;
@@ -198,14 +198,14 @@ struct soft_fabric {
     uint32_t two_descriptors_of[SOFT_KINDS]; /* streams that count as two descriptors */
     atomic_ullong sweep_at;                  /* written under progress: next check of deadlines, CLOCK_MONOTONIC */
     bool listener_paused[SOFT_OUTGOING]; /* no peer is accepted there until the next sweep, or until a place is free */
-    /* an event says that a connection waits and no stream may be evicted for it */
+    /* An event says that a connection waits and no stream may be evicted for it. */
     bool crowding_recorded[SOFT_OUTGOING];
-    /* streams closed so far: events that epoll returned before may be of a closed stream */
+    /* Streams closed so far: events that epoll returned before may be of a closed stream. */
     uint32_t closes;
     struct soft_fabric_stats stats; /* counters, and `event` as a ring */
     uint64_t event_count;
 
-    /* page that this device shares with its peers; written under progress */
+    /* Page that this device shares with its peers; written under progress. */
     struct soft_read_cache_page *_Atomic read_cache_page;
     int read_cache_fd;                    /* progress: descriptor of read_cache_page, or -1 */
     uint8_t read_cache_nonce[SOFT_NONCE]; /* progress: peers read it from their own processes */
@@ -215,7 +215,7 @@ struct soft_fabric {
 
     struct soft_mutex links;
     struct soft_link *table[64];
-    /* queue of links to be connected; `last_todo` is valid only if there is a first one */
+    /* Queue of links to be connected; `last_todo` is valid only if there is a first one. */
     struct soft_link *first_todo, *last_todo;
 };
 

@@ -206,7 +206,7 @@ static uint32_t handle_frame(struct soft_stream *stream, const uint8_t *bytes, u
     if (!soft_has_frame_faults(stream) || soft_frame_fault_in(stream, &frame, bytes))
         dispatch(stream, &frame, bytes);
     handled->moved += frame.part;
-    /* Direct data of a link's request is copied by the peer */
+    /* Direct data of a link's request is copied by the peer. */
     *left -= FRAME_COST + (stream->is_link ? frame.size : frame.part);
     handled->answers |= !stream->is_link;
     handled->urgent |= !is_message(frame.opcode);

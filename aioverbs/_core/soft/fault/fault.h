@@ -34,7 +34,7 @@ struct soft_fault_record {
         SOFT_RECORD_CUT,
     } what;
     uint32_t which; /* enum soft_verb, or a queue pair's number */
-    /* Number of the call, request or frame, as the rule counts them, or as its chance was drawn for */
+    /* Number of the call, request or frame, as the rule counts them, or as its chance was drawn for. */
     uint64_t ordinal;
     uint32_t value; /* errno or status; enum soft_frame_kind */
 };

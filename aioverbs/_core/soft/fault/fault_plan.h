@@ -65,7 +65,7 @@ struct soft_faults {
     struct soft_mutex lock;
     bool active;          /* SOFT_SPECIAL_FAULTS is set */
     uint64_t seed, epoch; /* number of seeds that were set */
-    /* Queue pairs are identified by their distance from this serial number, which is the same in each run */
+    /* Queue pairs are identified by their distance from this serial number, which is the same in each run. */
     uint64_t first_serial;
 
     struct soft_fault_rule *rules; /* oldest first */

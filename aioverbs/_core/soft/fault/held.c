@@ -30,7 +30,7 @@ struct soft_fault_queue {
     struct soft_fault_queue *next;
     uint32_t qp_num;
     bool is_send;
-    /* Index of the queue pair; for completions of an XRC shared receive queue, the queue pair's number */
+    /* Index of the queue pair; for completions of an XRC shared receive queue, the queue pair's number. */
     uint64_t index;
     struct held *first, *last;
 };

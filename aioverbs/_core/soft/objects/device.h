@@ -48,7 +48,7 @@ struct soft_device {
     struct soft_xrc_inode *xrcds;   /* XRC domains that have an inode; under xrcd_lock */
     uint32_t next_share;            /* the next identifier of a shared protection domain */
     struct soft_fabric *fabric;     /* const: the way to the devices of others */
-    atomic_uint direct_parts;       /* parts of requests of which a peer moves the bytes itself */
+    atomic_uint direct_parts;       /* parts of requests whose bytes a peer copies itself */
 };
 
 #endif

@@ -12,9 +12,9 @@ struct soft_waiter {
     struct soft_waiter *next, *before;
     uint64_t ticket;   /* place in the queue of the link; valid until the turn is over; 0: none */
     int64_t allowance; /* bytes that the queue pair may still send in its turn */
-    /* Number of the link's first attempt to connect after the queue pair asked for one; 0: it asked for none */
+    /* Number of the link's first attempt to connect after the queue pair asked for one; 0: it asked for none. */
     uint64_t attempt;
-    /* When a connection may be requested again; 0: the attempt was made, and failed. Under sq_lock */
+    /* When a connection may be requested again; 0: the attempt was made, and failed. Under sq_lock. */
     uint64_t retry_at;
 };
 

@@ -26,22 +26,23 @@ struct soft_cq;
 struct soft_link;
 struct soft_xrcd;
 
-/* A receive that was taken. */
+/* Receive work request that was taken from its queue. */
 struct soft_recv_wqe {
     uint64_t wr_id;
     uint32_t num_sge;
-    uint32_t index; /* in the queue pair's own queue */
+    uint32_t index; /* index in the queue pair's own queue */
     const struct ibv_sge *sges;
-    struct soft_receive copy; /* of a shared queue's */
+    struct soft_receive copy; /* copy of a shared queue's entry */
 };
 
-/* The message that comes in. Each part of it is handled in one go, under rq_lock: between two of them `has_recv_wqe` is true
- * only while the message is under way. */
+/* Message that is being received. Each part is handled under one hold of rq_lock: between two parts `has_recv_wqe` is
+ * true only while the message is in flight. */
 struct soft_inbound {
     struct soft_message message;
-    bool has_recv_wqe;    /* `recv_wqe` is this message's: to be completed, or given back */
-    struct soft_srq *srq; /* where it was taken from, or NULL: the queue pair's own queue. It cannot go before */
-    struct soft_recv_wqe recv_wqe; /* good while `has_recv_wqe` */
+    bool has_recv_wqe; /* `recv_wqe` belongs to this message: it completes, or is returned */
+    /* Queue that the receive was taken from; NULL: the queue pair's own queue. It cannot be destroyed before. */
+    struct soft_srq *srq;
+    struct soft_recv_wqe recv_wqe; /* valid while `has_recv_wqe` */
 };
 
 struct soft_atomic_replay {
@@ -50,33 +51,35 @@ struct soft_atomic_replay {
     uint64_t value;
 };
 
-/* A part whose bytes the peer moves itself, until it says that it did and has left the memory. */
+/* Part whose bytes the peer copies itself, until the peer reports that it did, and its copy token is revoked. */
 struct soft_direct_part {
-    uint32_t psn; /* of its last packet */
+    uint32_t psn; /* last packet */
     uint32_t serial;
-    uint64_t revoked_at; /* when it was not left at once; 0: it was not asked for, or was left */
+    uint64_t revoked_at; /* when revoking was first tried in vain; 0: not tried */
     uint16_t copy_token;
 };
 enum { SOFT_DIRECT_PARTS = 16 };
 
-/* The requester's state, under sq_lock. `waiting`: a request was tried and is not over; else nothing is left of `refused`,
- * `rewind`, `deadline` and `pause`. */
+/* State of the requester, under sq_lock. `waiting`: a request was tried and is not finished; otherwise `refused`,
+ * `rewind`, `deadline` and `pause` are unset. */
 struct soft_requester {
-    struct soft_window window;       /* which requests are over, which are in flight */
+    struct soft_window window;       /* finished requests, and requests in flight */
     uint32_t retries_left, rnr_left; /* for the request at window.taken, since the peer made progress last */
     bool begun;                      /* the request at window.taken was tried before */
     bool drain_notify;               /* SQ_DRAINED is to be raised */
     bool waiting;
     bool refused;      /* the peer had no receive, and the request at window.taken was not sent again since */
-    bool rewind;       /* all is to be sent again as soon as the peer has left all memory; nothing is sent before */
-    uint64_t deadline; /* when the oldest one counts as lost; UINT64_MAX: it is waited for ever */
-    uint64_t pause;    /* the peer had no receive: nothing is sent before; 0: it had */
+    bool rewind;       /* all is sent again as soon as the peer has ended its copies; nothing is sent before */
+    uint64_t deadline; /* when the oldest request counts as lost; UINT64_MAX: never */
+    uint64_t pause;    /* the peer had no receive: nothing is sent before this time; 0: no pause */
 
-    /* Towards a remote peer. */
-    uint32_t token;                      /* of this life of the queue pair: an answer to an earlier one is none */
-    uint32_t direct_first, direct_count; /* free-running. None is left when the window goes back */
+    /* For remote peers. */
+    /* Number of this life of the queue pair: responses to earlier ones are ignored. */
+    uint32_t token;
+    uint32_t direct_first, direct_count; /* free-running counters. No part is left when the window is rewound */
     struct soft_direct_part direct_parts[SOFT_DIRECT_PARTS];
-    struct soft_read_cache_entry pending_entry; /* of a read that is under way; `page` is 0: of none */
+    /* For the read in flight that asked for a grant; `owner_serial` is 0: none. */
+    struct soft_read_cache_entry pending_entry;
     struct soft_read_cache_entry read_cache_entries[SOFT_READ_CACHE_ENTRIES]; /* by key */
 };
 
@@ -113,7 +116,7 @@ struct soft_qp {
     bool last_wqe;            /* rq: QP_LAST_WQE_REACHED was raised */
     struct soft_inbound in;   /* rq: the message that comes in */
     struct soft_atomic_replay
-        atomic_replays[SOFT_MAX_RD_ATOMIC]; /* rq: what atomics of a remote peer were answered, for repetitions */
+        atomic_replays[SOFT_MAX_RD_ATOMIC]; /* rq: responses to atomics of a remote peer, for repetitions */
     uint32_t atomic_replays_next;           /* rq */
 
     /* It stands on one of the engine's lists, or is being added. Set by who adds it, cleared under engine.lock when it

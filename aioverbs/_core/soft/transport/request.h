@@ -20,7 +20,7 @@ struct soft_request {
     uint32_t total, offset;       /* bytes of the message; offset of this part */
     uint32_t psn, packets;
     uint32_t reads; /* read or atomic: number that the requester would have in flight, with this one */
-    /* A repeated read of a remote peer: it was executed in its order before, and the response was lost */
+    /* A repeated read of a remote peer: it was executed in its order before, and the response was lost. */
     bool again;
     uint32_t length;
     const struct soft_segment *local; /* data to send, or memory for the response; checked */

@@ -535,7 +535,7 @@ static bool requester_send(struct soft_qp *qp, uint64_t *again, struct soft_qp *
                                 : begin_request(qp, wqe, segments, &request, &vendor_err);
         if (status != IBV_WC_SUCCESS && soft_is_in_flight(qp)) {
             if (request.offset)
-                /* Its memory was deregistered in between; otherwise the requests before it complete first */
+                /* Its memory was deregistered in between; otherwise the requests before it complete first. */
                 qp->req.rewind = true;
             return true;
         }

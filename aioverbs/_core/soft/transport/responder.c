@@ -301,7 +301,7 @@ static void respond_message(const struct responder *at, const struct soft_reques
         responder_rnr(at);
         return;
     }
-    /* Its shared receive queue was destroyed; or an unreliable message was too long */
+    /* Its shared receive queue was destroyed; or an unreliable message was too long. */
     if (!at->peer->in.has_recv_wqe) {
         responder_refuse(at->peer, at->reply, IBV_WC_REM_INV_REQ_ERR, false);
         return;

@@ -266,7 +266,7 @@ class Grants:
         """
         grant = self.revoked.get(remote.rkey)
         if grant is not None:
-            raise GrantRevokedError(f"the peer revoked its grant of {grant.remote!r}")
+            raise GrantRevokedError(f"the peer revoked its grant of {grant.remote!r}: ask the peer for a new one")
 
     def on_frame(self, kind: FrameKind, number: int, data: bytes) -> None:
         """Handle a frame of kind GRANT, REVOKE, REVOKED or END.

@@ -275,7 +275,7 @@ class SharedProtectionDomain(Resource):
         :raises ClosedResourceError: the sharing was never opened.
         """
         if self._id is None:
-            raise ClosedResourceError(f"{self!r} is not open")
+            raise ClosedResourceError(f"{self!r} is not open: open it by `async with`; after closing, make a new one")
         return self._id
 
 

@@ -514,7 +514,7 @@ cdef inline QpWorkState _begin_posting(SendVerbs sending, str verb, section *wit
     if FREE_THREADED:
         return _begin_posting_in_section(sending, verb, within)
     if sending._requests is None:
-        raise ClosedResourceError(f"{sending!r} is not open")
+        raise ClosedResourceError(f"{sending!r} is not open: open it by `async with`; after closing, make a new one")
     sending._requests.handle._use(verb)
     return sending._requests
 
@@ -522,7 +522,7 @@ cdef inline QpWorkState _begin_posting(SendVerbs sending, str verb, section *wit
 cdef QpWorkState _begin_posting_in_section(SendVerbs sending, str verb, section *within):
     cdef QpWorkState requests = _requests_of(sending, within)
     if requests is None:
-        raise ClosedResourceError(f"{sending!r} is not open")
+        raise ClosedResourceError(f"{sending!r} is not open: open it by `async with`; after closing, make a new one")
     _use_within(requests.handle, verb, within, requests._section())
     return requests
 
@@ -1153,7 +1153,7 @@ cdef class ReceiveVerbs:
         queue = self._queue             # another thread may be opening the object
         section_leave(&within)
         if queue is None:
-            raise ClosedResourceError(f"{self!r} is not open")
+            raise ClosedResourceError(f"{self!r} is not open: open it by `async with`; after closing, make a new one")
         _use_within(queue.handle, "ibv_post_srq_recv", &within, _section(queue))
         try:
             request_begin(&own_wr)

@@ -105,7 +105,7 @@ cdef class InFlightCount:
         if self._closed and self.parent is not None:
             raise ClosedResourceError("this buffer was released to its pool: lease another one")
         if self._closed:
-            raise ClosedResourceError("the memory is not registered any more, or about to be closed")
+            raise ClosedResourceError("the memory is deregistered, or about to be: register it again")
         return 0 if self.parent is None else self.parent._check()
 
     @cython.final
@@ -299,7 +299,7 @@ cdef class RegionSlice:
 cdef RegionSlice _whole_of(Registered region):
     cdef RegionSlice whole
     if region._handle is None:
-        raise ClosedResourceError(f"{region!r} is not open")
+        raise ClosedResourceError(f"{region!r} is not open: open it by `async with`; after closing, make a new one")
     whole = RegionSlice.__new__(RegionSlice)
     whole.region = region
     whole.pins = region._pins

@@ -18,13 +18,13 @@ from aioverbs._verbs.device import Device
 from aioverbs._verbs.protection_domain import ProtectionDomain, SharedProtectionDomain, can_send_to_processes
 from aioverbs.errors import VerbsError
 
-__all__ = ["Processes", "SocketCallFactory", "Threads"]
+__all__ = ["ProcessBackend", "SocketCallFactory", "ThreadBackend"]
 
 SocketCallFactory = Callable[[socket.socket, Callable[[bool], object]], object]
 """Makes a call, as workers take it, of a socket, and of what is told on the way: see `SocketCall`."""
 
 
-class Threads:
+class ThreadBackend:
     """How workers are made that are threads. It knows nothing of the pool, or that could not be forgotten."""
 
     def __init__(self, device: Device, pd: ProtectionDomain, settings: WorkerSettings) -> None:
@@ -44,20 +44,20 @@ class Threads:
         """A worker."""
         return ThreadWorker(supervisor, number, counts, self._device, self._pd, self._settings)
 
-    def prepare(self, function: Callable[..., Any], args: tuple[Any, ...]) -> object:
+    def make_payload(self, function: Callable[..., Any], args: tuple[Any, ...]) -> object:
         """A call as workers take it."""
         return function, args
 
     def socket_call_factory(self, function: Callable[..., Any], args: tuple[Any, ...]) -> SocketCallFactory:
         """What makes calls of a function that get a socket first."""
-        return lambda sock, tell: (function, (sock, tell, *args))
+        return lambda sock, report: (function, (sock, report, *args))
 
 
-class Processes(Threads):
+class ProcessBackend(ThreadBackend):
     """How workers are made that are processes."""
 
-    _home: Affinity
-    _sent: ProcessSettings
+    _owner: Affinity
+    _process_settings: ProcessSettings
 
     def __init__(self, device: Device, pd: ProtectionDomain, settings: WorkerSettings) -> None:
         super().__init__(device, pd, settings)
@@ -69,7 +69,7 @@ class Processes(Threads):
 
     def open(self) -> None:
         """Share the protection domain, where its device can do that between processes."""
-        self._home = Affinity.of_running_loop()
+        self._owner = Affinity.of_running_loop()
         key = secrets.randbits(64)
         shared = self._pd.share(key)
         try:
@@ -80,13 +80,15 @@ class Processes(Threads):
         else:
             # What is shared inside of one process only has nothing to be sent.
             self._shared = shared if can_send_to_processes(shared) else None
-        self._sent = ProcessSettings.of(self._device, self._settings, (shared.id, key) if self._shared else None)
+        self._process_settings = ProcessSettings.of(
+            self._device, self._settings, (shared.id, key) if self._shared else None
+        )
 
     def spawn(self, supervisor: Supervisor, number: int, counts: Counts) -> WorkerHandle:
         """A worker."""
-        return ProcessWorker(supervisor, number, counts, self._home, self._sent, self._shared)
+        return ProcessWorker(supervisor, number, counts, self._owner, self._process_settings, self._shared)
 
-    def prepare(self, function: Callable[..., Any], args: tuple[Any, ...]) -> object:
+    def make_payload(self, function: Callable[..., Any], args: tuple[Any, ...]) -> object:
         """A call as workers take it."""
         return pickled_call(function, args)
 

@@ -34,24 +34,24 @@ class CallFuture(concurrent.futures.Future[T]):
     def __init__(self) -> None:
         super().__init__()
         self._withdraw: Callable[[], None] | None = None  # until it is over
-        self._look: Callable[[], float | None] | None = None  # likewise
+        self._poll: Callable[[], float | None] | None = None  # likewise
         self._forks = forks.count
-        self._is_asked = False
+        self._is_retrieved = False
 
-    def begun(self, withdraw: Callable[[], None], look: Callable[[], float | None] | None) -> None:
+    def on_sent(self, withdraw: Callable[[], None], poll: Callable[[], float | None] | None) -> None:
         """Take note that the call was sent.
 
         :param withdraw: cancels the call where it runs.
-        :param look: ends the call where nothing tells of its end any more, and returns after how many seconds to look
+        :param poll: ends the call where nothing tells of its end any more, and returns after how many seconds to look
             again, None for never; None where its end is told in any case.
         """
-        self._withdraw, self._look = withdraw, look
+        self._withdraw, self._poll = withdraw, poll
         if super().done():
-            self._withdraw = self._look = None
+            self._withdraw = self._poll = None
 
     def settle(self, result: T | None, error: BaseException | None) -> None:
         """It has ended."""
-        self._withdraw = self._look = None
+        self._withdraw = self._poll = None
         if isinstance(error, asyncio.CancelledError):
             super().cancel()
             self.set_running_or_notify_cancel()
@@ -60,7 +60,7 @@ class CallFuture(concurrent.futures.Future[T]):
         else:
             self.set_result(result)  # type: ignore[arg-type]  # it is what the call returned
 
-    def _is_the_parents(self) -> bool:
+    def _belongs_to_parent(self) -> bool:
         """Whether it was under way at a fork that made this process. Who asks for something asks for this first."""
         if self._forks == forks.count:
             return False
@@ -71,27 +71,27 @@ class CallFuture(concurrent.futures.Future[T]):
         return False
 
     def _check_process(self) -> None:
-        if self._is_the_parents():
+        if self._belongs_to_parent():
             raise ForkedProcessError(f"the {type(self).__name__}")  # its repr() takes the lock
 
     def done(self) -> bool:
         """Whether it is over."""
-        if self._is_the_parents():
+        if self._belongs_to_parent():
             return False
-        self._look_now()
+        self._poll_now()
         return super().done()
 
-    def _look_now(self) -> float | None:
+    def _poll_now(self) -> float | None:
         """End the call if nothing tells of its end any more; return the seconds to the next look, None for never."""
-        return look() if (look := self._look) is not None else None
+        return poll() if (poll := self._poll) is not None else None
 
-    def _wait_looking(self, timeout: float | None) -> float | None:
+    def _wait_polling(self, timeout: float | None) -> float | None:
         """Wait as long as there is something to look for; return the timeout for the rest, None for no limit."""
-        until = time.monotonic() + timeout if timeout is not None else math.inf
-        while (look_s := self._look_now()) is not None:
-            if (left := until - time.monotonic()) <= 0:
+        deadline = time.monotonic() + timeout if timeout is not None else math.inf
+        while (interval_s := self._poll_now()) is not None:
+            if (remaining_s := deadline - time.monotonic()) <= 0:
                 return 0
-            concurrent.futures.wait([self], min(left, look_s))
+            concurrent.futures.wait([self], min(remaining_s, interval_s))
         return timeout
 
     def cancel(self) -> bool:
@@ -99,7 +99,7 @@ class CallFuture(concurrent.futures.Future[T]):
 
         :returns: whether it was not over yet; False in the child of a fork, where nothing is done.
         """
-        if self._is_the_parents():
+        if self._belongs_to_parent():
             return False
         if self.done():
             return self.cancelled()
@@ -115,8 +115,8 @@ class CallFuture(concurrent.futures.Future[T]):
         self._check_process()
         future = asyncio.wrap_future(self)
         try:
-            while (look_s := self._look_now()) is not None and not future.done():
-                await asyncio.wait([future], timeout=look_s)
+            while (interval_s := self._poll_now()) is not None and not future.done():
+                await asyncio.wait([future], timeout=interval_s)
         except asyncio.CancelledError:
             if not future.cancel() and not future.cancelled():
                 future.exception()  # or asyncio would log that nobody asked for it
@@ -129,8 +129,8 @@ class CallFuture(concurrent.futures.Future[T]):
         :raises ForkedProcessError: as `wait`.
         """
         self._check_process()
-        self._is_asked = True
-        return super().result(self._wait_looking(timeout))
+        self._is_retrieved = True
+        return super().result(self._wait_polling(timeout))
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """What it raised; a thread without an event loop may wait for it.
@@ -138,12 +138,12 @@ class CallFuture(concurrent.futures.Future[T]):
         :raises ForkedProcessError: as `wait`.
         """
         self._check_process()
-        self._is_asked = True
-        return super().exception(self._wait_looking(timeout))
+        self._is_retrieved = True
+        return super().exception(self._wait_polling(timeout))
 
     def __del__(self) -> None:
-        self._look = None  # a finalizer looks at no worker
-        if self._is_asked or not self.done() or self.cancelled():
+        self._poll = None  # a finalizer looks at no worker
+        if self._is_retrieved or not self.done() or self.cancelled():
             return
         error = super().exception()
         if error is not None:

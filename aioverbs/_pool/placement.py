@@ -65,11 +65,11 @@ def rendezvous(key: Key, workers: Sequence[int]) -> int:
     :param workers: the numbers of those that there are, one at least.
     :raises TypeError: the key is no text, bytes or integer.
     """
-    seed = int.from_bytes(hashlib.blake2b(_bytes_of(key), digest_size=8).digest(), "little")
-    return max(workers, key=lambda worker: (_mixed(seed ^ _mixed(worker + 1)), worker))
+    seed = int.from_bytes(hashlib.blake2b(_key_bytes(key), digest_size=8).digest(), "little")
+    return max(workers, key=lambda worker: (_mix64(seed ^ _mix64(worker + 1)), worker))
 
 
-def _bytes_of(key: Key) -> bytes:
+def _key_bytes(key: Key) -> bytes:
     if isinstance(key, str):
         return b"b" + key.encode("utf-8", "surrogatepass")
     if isinstance(key, bytes | bytearray | memoryview):
@@ -80,7 +80,7 @@ def _bytes_of(key: Key) -> bytes:
     raise TypeError(f"a key is a text, bytes or an integer, so that it is the same everywhere, not {key!r}")
 
 
-def _mixed(value: int) -> int:
+def _mix64(value: int) -> int:
     """The finalizer of splitmix64: each bit of the value changes half of the others."""
     value = (value * 0x9E3779B97F4A7C15) & _MASK
     value = ((value ^ value >> 30) * 0xBF58476D1CE4E5B9) & _MASK

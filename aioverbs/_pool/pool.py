@@ -17,10 +17,10 @@ from aioverbs._lifecycle.cross_loop import CrossLoopFuture, ResultSink
 from aioverbs._lifecycle.lifecycle import ResourceState
 from aioverbs._lifecycle.resource import Resource, ResourceStatistics, check_open, open_part_now
 from aioverbs._lifecycle.turns import OPENING, spend, yield_to_loop
-from aioverbs._pool.backends import Processes, SocketCallFactory, Threads
+from aioverbs._pool.backends import ProcessBackend, SocketCallFactory, ThreadBackend
 from aioverbs._pool.call_future import CallFuture
 from aioverbs._pool.placement import Key, PlacementPolicy, RoundRobin
-from aioverbs._pool.supervisor import PendingCall, Supervisor, WorkerStatistics, look_for_end, look_for_loss
+from aioverbs._pool.supervisor import PendingCall, Supervisor, WorkerStatistics, poll_end, poll_error
 from aioverbs._pool.worker import LoopFactory, Setup, Worker, WorkerSettings, current_worker, loop_factory
 from aioverbs._verbs.completion_queue import MessageModel
 from aioverbs._verbs.device import Device
@@ -38,7 +38,7 @@ __all__ = [
     "current_worker",
     "send_socket_call",
     "socket_call_factory_for",
-    "wait_until_over",
+    "wait_while_accepting_calls",
 ]
 
 A = TypeVar("A")
@@ -130,11 +130,11 @@ class WorkerPool(Resource):
         self._grace_s = grace_s
         policy = placement if placement is not None else RoundRobin()
         name = f"{type(self).__name__} {self._lifecycle.label}"
-        self._kind = (Processes if processes else Threads)(device, self._pd, settings)
+        self._backend = (ProcessBackend if processes else ThreadBackend)(device, self._pd, settings)
         self._supervisor = supervisor = Supervisor(
-            name, size, self._kind.spawn, policy, replaces=on_worker_death == "replace"
+            name, size, self._backend.spawn, policy, replaces=on_worker_death == "replace"
         )
-        self._lifecycle.drain = lambda: wait_uncancelled(_end(supervisor, grace_s))
+        self._lifecycle.drain = lambda: wait_uncancelled(_end_workers(supervisor, grace_s))
 
     # ---- Life
 
@@ -144,10 +144,10 @@ class WorkerPool(Resource):
         return self._pd
 
     def _owner(self) -> Affinity | None:
-        return self._kind.owner()
+        return self._backend.owner()
 
     def _open(self) -> None:
-        self._kind.open()
+        self._backend.open()
         self._supervisor.spawn()
 
     async def open(self) -> Self:
@@ -185,7 +185,7 @@ class WorkerPool(Resource):
         :raises BusyResourceError: a function of the pool itself asks for this.
         """
         self._check_open()
-        self._check_not_inside()
+        self._check_not_on_worker()
         self._supervisor.drain()
         await self._supervisor.wait_while(self._supervisor.is_busy)
 
@@ -198,14 +198,14 @@ class WorkerPool(Resource):
         :raises BusyResourceError: a thread is inside of a function that does not end; it is still there, and the pool
             takes no calls, and can be closed again. Or a function of the pool itself asks for this.
         """
-        self._check_not_inside()
+        self._check_not_on_worker()
         if self.state is ResourceState.OPEN and not self.closed:
             self._lifecycle.check_owner("aclose")
             try:
                 with anyio.move_on_after(deadline_s if deadline_s is not None else math.inf):
                     await self.drain()
             except BaseException as error:  # who cancelled is to see that
-                await self._close_in(error)
+                await self._close_after_error(error)
                 raise
         await self._close()
 
@@ -213,24 +213,24 @@ class WorkerPool(Resource):
         try:
             await super().aclose()
         except BaseException as error:
-            if self._is_over():
+            if self._can_close_pd():
                 await self._pd.__aexit__(type(error), error, error.__traceback__)
             raise
-        if self._is_over():
+        if self._can_close_pd():
             await self._pd.aclose()
 
-    async def _close_in(self, error: BaseException) -> None:
+    async def _close_after_error(self, error: BaseException) -> None:
         try:
             await self._close()
         except Exception as another:
             error.add_note(f"and closing {self!r} failed: {type(another).__name__}: {another}")
 
-    def _is_over(self) -> bool:
+    def _can_close_pd(self) -> bool:
         """Whether a protection domain of its own is to be closed."""
         return self._is_own_pd and self.state in (ResourceState.NEW, ResourceState.CLOSED)
 
-    def _check_not_inside(self) -> None:
-        if self._supervisor.is_here():
+    def _check_not_on_worker(self) -> None:
+        if self._supervisor.is_on_worker():
             raise BusyResourceError(f"{self!r} waits for the functions that run there: have it closed from without")
 
     async def aclose(self) -> None:
@@ -242,7 +242,7 @@ class WorkerPool(Resource):
     ) -> None:
         if error is None:
             await self.aclose()
-            self._supervisor.check()
+            self._supervisor.check_unbroken()
             return
         try:
             await self.stop(0)
@@ -294,11 +294,11 @@ class WorkerPool(Resource):
         :raises ForkedProcessError: it was opened in the process that this one was forked from.
         :raises RuntimeError: no asyncio event loop is running.
         """
-        awaited: CrossLoopFuture[Any] = CrossLoopFuture(running_loop())
-        job = self._send(function, args, awaited, worker, key)
-        if job.handle.look_s is not None:
-            awaited.watch(functools.partial(look_for_loss, job))  # a lambda would cost each call an object
-        return await awaited.wait(job.withdraw)
+        future: CrossLoopFuture[Any] = CrossLoopFuture(running_loop())
+        call = self._send(function, args, future, worker, key)
+        if call.handle.poll_interval_s is not None:
+            future.watch(functools.partial(poll_error, call))  # a lambda would cost each call an object
+        return await future.wait(call.withdraw)
 
     @overload
     def start_soon(
@@ -325,10 +325,10 @@ class WorkerPool(Resource):
 
         Its end can be awaited, waited for by a thread without a loop, or forgotten, in which case an error is logged.
         """
-        started: CallFuture[Any] = CallFuture()
-        job = self._send(function, args, started, worker, key)
-        started.begun(job.withdraw, functools.partial(look_for_end, job) if self.processes else None)
-        return started
+        future: CallFuture[Any] = CallFuture()
+        call = self._send(function, args, future, worker, key)
+        future.on_sent(call.withdraw, functools.partial(poll_end, call) if self.processes else None)
+        return future
 
     def _send(
         self,
@@ -339,7 +339,7 @@ class WorkerPool(Resource):
         key: Key | None,
     ) -> PendingCall:
         self._check_open()
-        return self._supervisor.send(self._kind.prepare(function, args), outcome, worker, key)
+        return self._supervisor.send(self._backend.make_payload(function, args), outcome, worker, key)
 
     @overload
     async def map(
@@ -375,16 +375,16 @@ class WorkerPool(Resource):
             are needed.
         :param key: makes an item's key, as `run` takes it; None: the pool's `placement` chooses.
         """
-        at_once = limit if limit is not None else _CALLS_PER_WORKER * self._supervisor.size
-        if at_once < 1:
+        concurrency = limit if limit is not None else _CALLS_PER_WORKER * self._supervisor.size
+        if concurrency < 1:
             raise ValueError(f"limit is 1 or more, not {limit}")
-        numbered = enumerate(items)
+        numbered_items = enumerate(items)
         results: dict[int, Any] = {}
         errors: list[Exception] = []
 
-        async def call_some() -> None:
+        async def call_items() -> None:
             try:
-                for number, item in numbered:
+                for number, item in numbered_items:
                     results[number] = None  # its place
                     results[number] = await self.run(function, item, key=key(item) if key is not None else None)
             except Exception as error:
@@ -392,8 +392,8 @@ class WorkerPool(Resource):
                 group.cancel_scope.cancel()
 
         async with anyio.create_task_group() as group:
-            for _ in range(at_once):
-                group.start_soon(call_some)
+            for _ in range(concurrency):
+                group.start_soon(call_items)
         if errors:
             for other in errors[1:]:
                 errors[0].add_note(f"and another call raised {type(other).__name__}: {other}")
@@ -415,7 +415,7 @@ class WorkerPool(Resource):
     @property
     def processes(self) -> bool:
         """Whether the workers are processes."""
-        return isinstance(self._kind, Processes)
+        return isinstance(self._backend, ProcessBackend)
 
     def statistics(self) -> PoolStatistics:
         """Its counts as they are now."""
@@ -430,7 +430,7 @@ def socket_call_factory_for(pool: WorkerPool, function: Callable[..., Any], *arg
 
     :raises PicklingError: it cannot go to processes; or another error.
     """
-    return pool._kind.socket_call_factory(function, args)
+    return pool._backend.socket_call_factory(function, args)
 
 
 def send_socket_call(pool: WorkerPool, payload: object, outcome: ResultSink[Any], key: Key | None) -> PendingCall:
@@ -439,9 +439,9 @@ def send_socket_call(pool: WorkerPool, payload: object, outcome: ResultSink[Any]
     return pool._supervisor.send(payload, outcome, None, key)
 
 
-async def wait_until_over(pool: WorkerPool) -> None:
+async def wait_while_accepting_calls(pool: WorkerPool) -> None:
     """Until a pool takes no more calls."""
-    await pool._supervisor.wait_while(pool._supervisor.takes_calls)
+    await pool._supervisor.wait_while(pool._supervisor.accepts_calls)
 
 
 def check_unbroken(pool: WorkerPool) -> None:
@@ -449,21 +449,21 @@ def check_unbroken(pool: WorkerPool) -> None:
 
     :raises BrokenResourceError: a worker died and was not replaced.
     """
-    pool._supervisor.check()
+    pool._supervisor.check_unbroken()
 
 
-async def _end(supervisor: Supervisor, grace_s: float) -> None:
+async def _end_workers(supervisor: Supervisor, grace_s: float) -> None:
     """Cancel what is left, and have all workers end."""
     supervisor.cancel()
     with anyio.move_on_after(grace_s):  # without a second cancellation, which may do harm
         await supervisor.wait_while(supervisor.is_busy)
     supervisor.stop()
     with anyio.move_on_after(grace_s):
-        await supervisor.wait_while(supervisor.is_there)
+        await supervisor.wait_while(supervisor.has_workers)
     supervisor.join()
-    if left := supervisor.kill():
-        raise BusyResourceError(f"{supervisor.name} cannot be closed, these do not end: {', '.join(left)}")
-    await supervisor.wait_while(supervisor.is_there)
+    if unended := supervisor.kill():
+        raise BusyResourceError(f"{supervisor.name} cannot be closed, these do not end: {', '.join(unended)}")
+    await supervisor.wait_while(supervisor.has_workers)
     supervisor.join()
 
 

@@ -12,7 +12,7 @@ from aioverbs._lifecycle import forks
 
 __all__ = ["ExitWatch"]
 
-_LOOK_S = 1.0  # between two looks at a process in a program that has forked
+_POLL_S = 1.0  # between two looks at a process in a program that has forked
 
 _has_forked = False  # whether this process has children that have copies of its event loops
 _watches: "set[weakref.ref[ExitWatch]]" = set()  # that have begun and are not closed
@@ -32,15 +32,15 @@ class ExitWatch:
 
     :param loop: the running loop, or one whose thread this is.
     :param process: a child of this process, which only `process` itself waits for.
-    :param exited: called on the loop, unless the watch is closed before.
+    :param on_exit: called on the loop, unless the watch is closed before.
     """
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, process: "subprocess.Popen[bytes]", exited: Callable[[], object]
+        self, loop: asyncio.AbstractEventLoop, process: "subprocess.Popen[bytes]", on_exit: Callable[[], object]
     ) -> None:
         self._loop = loop
         self._process = process
-        self._exited = exited
+        self._on_exit = on_exit
         self._forks = forks.count
         self._is_closed = False
         self._pidfd = -1
@@ -57,12 +57,12 @@ class ExitWatch:
             self._pidfd = os.pidfd_open(self._process.pid)
             self._epoll = select.epoll(1)
             self._epoll.register(self._pidfd, select.EPOLLIN)
-            self._loop.add_reader(self._epoll.fileno(), self._look)
+            self._loop.add_reader(self._epoll.fileno(), self._poll)
         except OSError:
             self.close()
             return
         if _has_forked:
-            self._look()
+            self._poll()
 
     def close(self) -> None:
         """Stop watching. Call on the loop, or where that runs no more; again and again. Do nothing in a forked child.
@@ -84,18 +84,18 @@ class ExitWatch:
         if pidfd >= 0:
             os.close(pidfd)
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         """Close the watch and call the function if the process has exited, or look again later."""
         if self._is_closed or self._forks != forks.count:
             return
         if self._process.poll() is not None:
             self.close()
-            self._exited()
+            self._on_exit()
             return
         self._disarm()  # for a debugger may have the exit first: the pidfd is readable, and there is no status yet
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = self._loop.call_later(_LOOK_S, self._look)
+        self._timer = self._loop.call_later(_POLL_S, self._poll)
 
     def _disarm(self) -> None:
         """Have the epoll instance never be ready again. Call from any thread."""
@@ -103,7 +103,7 @@ class ExitWatch:
             with contextlib.suppress(OSError, ValueError):  # it was done, or the watch is closed meanwhile
                 epoll.unregister(self._pidfd)
 
-    def _look_after_fork(self) -> None:
+    def _poll_after_fork(self) -> None:
         """Look on the loop, and at intervals from there on. Call from any thread.
 
         A copy of the loop may take what wakes the loop from other threads. uvloop sends that once until it has arrived,
@@ -112,39 +112,39 @@ class ExitWatch:
         loop = self._loop
         with contextlib.suppress(RuntimeError):  # the loop is closed
             if loop.is_running() and asyncio._get_running_loop() is not loop:
-                loop.call_soon_threadsafe(self._look)
+                loop.call_soon_threadsafe(self._poll)
             else:
-                loop.call_soon(self._look)
+                loop.call_soon(self._poll)
 
-    def _leave_to_parent(self) -> None:
+    def _close_in_child(self) -> None:
         """Close the pidfd. The epoll instance stays, for the copy of the loop knows its number."""
         pidfd, self._pidfd = self._pidfd, -1
         if pidfd >= 0:
             os.close(pidfd)
 
 
-def _live() -> "list[ExitWatch]":
+def _live_watches() -> "list[ExitWatch]":
     return [watch for ref in tuple(_watches) if (watch := ref()) is not None]
 
 
 def _before_fork() -> None:
     global _has_forked
     _has_forked = True
-    for watch in _live():
+    for watch in _live_watches():
         watch._disarm()
 
 
-def _after_fork() -> None:
-    for watch in _live():
-        watch._look_after_fork()
+def _after_fork_in_parent() -> None:
+    for watch in _live_watches():
+        watch._poll_after_fork()
 
 
-def _forked() -> None:
+def _after_fork_in_child() -> None:
     global _has_forked
     _has_forked = False  # loops that are made here are this process's alone
-    for watch in _live():
-        watch._leave_to_parent()
+    for watch in _live_watches():
+        watch._close_in_child()
     _watches.clear()
 
 
-os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_forked)
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)

@@ -14,14 +14,14 @@ from typing import Any
 
 from aioverbs._lifecycle.cross_loop import CrossLoopCall
 from aioverbs._pool.pickled_errors import pickled_error
-from aioverbs._pool.process_protocol import FrameType, Link, frame, receive_socket
-from aioverbs._pool.worker import Worker, WorkerSettings, loop_factory, working
+from aioverbs._pool.process_protocol import FrameType, Link, encode_frame, receive_socket
+from aioverbs._pool.worker import Worker, WorkerSettings, loop_factory, worker_context
 from aioverbs._verbs.device import Device, open_arguments, open_device
 from aioverbs._verbs.imported_device import import_device
 from aioverbs._verbs.protection_domain import ProtectionDomain
 from aioverbs.attributes import Execution
 
-__all__ = ["ProcessSettings", "Ready", "Spawned"]
+__all__ = ["ProcessSettings", "Ready", "SpawnedWorker"]
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Ready:
 
 
 @dataclass(frozen=True)
-class Spawned:
+class SpawnedWorker:
     """What `multiprocessing.spawn` makes and runs in a new process, when the main module is there.
 
     :param number: the worker's.
@@ -77,8 +77,8 @@ class Spawned:
         :param parent_sentinel: a descriptor that tells others of the parent's end; the link does that here.
         """
         os.close(parent_sentinel)
-        sock, sockets = socket.socket(fileno=self.link), socket.socket(fileno=self.fd_channel)
-        for each in (sock, sockets):
+        sock, fd_channel = socket.socket(fileno=self.link), socket.socket(fileno=self.fd_channel)
+        for each in (sock, fd_channel):
             os.register_at_fork(after_in_child=each.close)  # or children of this process would keep it from ending
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to the pool's process, too, which decides
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # from the beginning until now
@@ -86,23 +86,23 @@ class Spawned:
             settings: ProcessSettings = pickle.loads(self.settings)
             factory = loop_factory(settings.worker.loop)
         except Exception as error:
-            sock.sendall(frame(FrameType.FAILED, 0, pickled_error(error)))
+            sock.sendall(encode_frame(FrameType.FAILED, 0, pickled_error(error)))
             return 0
         with asyncio.Runner(loop_factory=factory) as runner:
-            runner.run(_Child(self.number, settings, sock, self.share, sockets).serve())
+            runner.run(_WorkerProcess(self.number, settings, sock, self.share, fd_channel).serve())
         return 0
 
 
-class _ChildCall(CrossLoopCall[Any]):
+class _ReceivedCall(CrossLoopCall[Any]):
     """A call that came over the link."""
 
-    __slots__ = ("_child", "_number")
+    __slots__ = ("_number", "_process")
 
-    def __init__(self, child: "_Child", number: int, payload: bytes) -> None:
-        super().__init__(self._call, (payload,), self, child.worker)
-        self._child = child
+    def __init__(self, process: "_WorkerProcess", number: int, payload: bytes) -> None:
+        super().__init__(self._call, (payload,), self, process.worker)
+        self._process = process
         self._number = number
-        self.loop = child.worker.loop
+        self.loop = process.worker.loop
 
     @staticmethod
     def _call(payload: bytes) -> Any:
@@ -110,10 +110,10 @@ class _ChildCall(CrossLoopCall[Any]):
         return function(*args)
 
     def settle(self, result: object, error: BaseException | None) -> None:
-        if self._child.is_ending():
+        if self._process.is_ending():
             return  # the pool is told of that
-        self._child.calls.pop(self._number, None)
-        link = self._child.link
+        self._process.calls.pop(self._number, None)
+        link = self._process.link
         assert link is not None
         if error is None:
             try:
@@ -136,26 +136,26 @@ class _ChildCall(CrossLoopCall[Any]):
         """The process ends, which the pool is told of."""
 
 
-class _ChildSocketCall(_ChildCall):
+class _ReceivedSocketCall(_ReceivedCall):
     """One whose function gets a socket, which it takes out of its object."""
 
-    __slots__ = ("_visitor",)
+    __slots__ = ("_socket",)
 
-    def __init__(self, child: "_Child", number: int, payload: bytes, visitor: socket.socket) -> None:
-        super().__init__(child, number, payload)
-        self._visitor = visitor
-        self._function = self._visit
+    def __init__(self, process: "_WorkerProcess", number: int, payload: bytes, sock: socket.socket) -> None:
+        super().__init__(process, number, payload)
+        self._socket = sock
+        self._function = self._call_with_socket
 
-    def _visit(self, payload: bytes) -> Any:
+    def _call_with_socket(self, payload: bytes) -> Any:
         function, args = _unpickled(payload)
-        return function(self._visitor, self._tell, *args)
+        return function(self._socket, self._report, *args)
 
-    def _tell(self, what: bool) -> None:
-        if self._child.link is not None:
-            self._child.link.send(FrameType.NEWS, self._number, b"1" if what else b"")
+    def _report(self, value: bool) -> None:
+        if self._process.link is not None:
+            self._process.link.send(FrameType.REPORT, self._number, b"1" if value else b"")
 
     def settle(self, result: object, error: BaseException | None) -> None:
-        self._visitor.close()  # where it was not called
+        self._socket.close()  # where it was not called
         super().settle(result, error)
 
 
@@ -165,7 +165,7 @@ def _unpickled(payload: bytes) -> Any:
     return pickle.loads(payload)
 
 
-class _Child:
+class _WorkerProcess:
     """A worker in its process."""
 
     worker: Worker
@@ -181,36 +181,38 @@ class _Child:
         self._stop = asyncio.Event()
         self._main_task: asyncio.Task[None] | None = None
         self.link: Link | None = None
-        self.calls: dict[int, _ChildCall] = {}
+        self.calls: dict[int, _ReceivedCall] = {}
 
     async def serve(self) -> None:
         """Until the end."""
         self._main_task = asyncio.current_task()
         async with contextlib.AsyncExitStack() as stack:
-            stack.push_async_callback(self._hang_up)
+            stack.push_async_callback(self._close_link)
             try:
-                device, pd = await stack.enter_async_context(self._domain())
-                self.worker = await stack.enter_async_context(working(self._number, device, pd, self._settings.worker))
+                device, pd = await stack.enter_async_context(self._open_device_and_pd())
+                self.worker = await stack.enter_async_context(
+                    worker_context(self._number, device, pd, self._settings.worker)
+                )
             except Exception as error:
                 self._sock.sendall(
-                    frame(FrameType.FAILED, 0, pickled_error(error))
+                    encode_frame(FrameType.FAILED, 0, pickled_error(error))
                 )  # it is small, and blocks for no time
                 return
             loop = asyncio.get_running_loop()
             self._sock.setblocking(False)
-            _, link = await loop.create_unix_connection(lambda: Link(self._received), sock=self._sock)
-            link.lost.add_done_callback(lambda _: self._stop.set())
+            _, link = await loop.create_unix_connection(lambda: Link(self._on_frame), sock=self._sock)
+            link.disconnected.add_done_callback(lambda _: self._stop.set())
             link.send(FrameType.READY, 0, pickle.dumps(Ready(self.worker.domain.native)))
             self.link = link
             await self._stop.wait()
 
-    async def _hang_up(self) -> None:
+    async def _close_link(self) -> None:
         if self.link is not None:
             self.link.close()
-            await asyncio.wait([self.link.lost])
+            await asyncio.wait([self.link.disconnected])
 
     @contextlib.asynccontextmanager
-    async def _domain(self) -> AsyncGenerator[tuple[Device, ProtectionDomain], None]:
+    async def _open_device_and_pd(self) -> AsyncGenerator[tuple[Device, ProtectionDomain], None]:
         """The device, and the pool's protection domain; where that cannot be shared, one of its own."""
         settings = self._settings
         if settings.shared is None:
@@ -234,24 +236,24 @@ class _Child:
             pd = await stack.enter_async_context(device.shared_protection_domain(*settings.shared))
             yield device, pd
 
-    def _received(self, kind: FrameType, number: int, payload: bytes) -> None:
-        if kind is FrameType.CALL:
-            self._begin(number, _ChildCall(self, number, payload))
-        elif kind is FrameType.VISIT:
+    def _on_frame(self, frame_type: FrameType, number: int, payload: bytes) -> None:
+        if frame_type is FrameType.CALL:
+            self._start_call(number, _ReceivedCall(self, number, payload))
+        elif frame_type is FrameType.SOCKET_CALL:
             assert self.link is not None
             try:
-                visitor = receive_socket(self._fd_channel)
+                sock = receive_socket(self._fd_channel)
             except OSError as error:
                 self.link.send(FrameType.ERROR, number, pickled_error(error))
             else:
-                self._begin(number, _ChildSocketCall(self, number, payload, visitor))
-        elif kind is FrameType.CANCEL:
-            if (waiting := self.calls.get(number)) is not None:
-                waiting.withdraw()
-        elif kind is FrameType.STOP:
+                self._start_call(number, _ReceivedSocketCall(self, number, payload, sock))
+        elif frame_type is FrameType.CANCEL:
+            if (call := self.calls.get(number)) is not None:
+                call.withdraw()
+        elif frame_type is FrameType.STOP:
             self._stop.set()
 
-    def _begin(self, number: int, call: _ChildCall) -> None:
+    def _start_call(self, number: int, call: _ReceivedCall) -> None:
         self.calls[number] = call
         self.worker.loop.call_soon(call.start, context=contextvars.Context())
 

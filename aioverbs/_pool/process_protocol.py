@@ -9,7 +9,7 @@ import struct
 from collections.abc import Callable
 from typing import cast
 
-__all__ = ["FrameType", "Link", "frame", "receive_socket", "send_socket"]
+__all__ = ["FrameType", "Link", "encode_frame", "receive_socket", "send_socket"]
 
 _INT = struct.Struct("=i")
 _HEADER = struct.Struct("=QQB")  # bytes that follow, number of the call, kind
@@ -34,15 +34,15 @@ class FrameType(enum.IntEnum):
     """From the worker: a call ended by a cancellation."""
     STOP = 8
     """To the worker: it is to end."""
-    VISIT = 9
+    SOCKET_CALL = 9
     """To the worker: a function that gets a socket, which was sent over another socket before, and its arguments."""
-    NEWS = 10
+    REPORT = 10
     """From the worker: a truth value that such a call tells before it is over."""
 
 
-def frame(kind: FrameType, number: int, payload: bytes = b"") -> bytes:
+def encode_frame(frame_type: FrameType, number: int, payload: bytes = b"") -> bytes:
     """One thing to say."""
-    return _HEADER.pack(len(payload), number, kind) + payload
+    return _HEADER.pack(len(payload), number, frame_type) + payload
 
 
 def send_socket(fd_channel: socket.socket, sent: socket.socket) -> None:
@@ -58,8 +58,8 @@ def receive_socket(fd_channel: socket.socket) -> socket.socket:
 
     :raises OSError: it was lost, as this process has no more descriptors.
     """
-    room = socket.CMSG_LEN(_INT.size)
-    _, ancillary, _, _ = fd_channel.recvmsg(1, room, socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT)
+    size = socket.CMSG_LEN(_INT.size)
+    _, ancillary, _, _ = fd_channel.recvmsg(1, size, socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT)
     for _, _, data in ancillary:
         return socket.socket(fileno=_INT.unpack(data)[0])
     raise OSError(errno.EMFILE, "a socket was sent and could not be received: no more descriptors")
@@ -68,12 +68,12 @@ def receive_socket(fd_channel: socket.socket) -> socket.socket:
 class Link(asyncio.Protocol):
     """One end.
 
-    :param received: called with each thing that is said: its kind, the call's number, and the rest.
+    :param on_frame: called with each thing that is said: its kind, the call's number, and the rest.
     """
 
-    def __init__(self, received: Callable[[FrameType, int, bytes], None]) -> None:
-        self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._received = received
+    def __init__(self, on_frame: Callable[[FrameType, int, bytes], None]) -> None:
+        self.disconnected: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._on_frame = on_frame
         self._buffer = bytearray()
         self._transport: asyncio.Transport | None = None
 
@@ -85,16 +85,16 @@ class Link(asyncio.Protocol):
         """Something was said, or a part of it."""
         buffer = self._buffer
         buffer += data
-        at = 0
-        while len(buffer) - at >= _HEADER.size:
-            length, number, kind = _HEADER.unpack_from(buffer, at)
-            end = at + _HEADER.size + length
+        offset = 0
+        while len(buffer) - offset >= _HEADER.size:
+            length, number, frame_type = _HEADER.unpack_from(buffer, offset)
+            end = offset + _HEADER.size + length
             if len(buffer) < end:
                 break
-            payload = bytes(memoryview(buffer)[at + _HEADER.size : end])
-            at = end
-            self._received(FrameType(kind), number, payload)
-        del buffer[:at]
+            payload = bytes(memoryview(buffer)[offset + _HEADER.size : end])
+            offset = end
+            self._on_frame(FrameType(frame_type), number, payload)
+        del buffer[:offset]
 
     def eof_received(self) -> None:
         """Drop what the other end has not read: nobody reads it any more, and the transport would wait for that."""
@@ -103,13 +103,13 @@ class Link(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         """The other end is gone, or this one was closed."""
         self._transport = None
-        if not self.lost.done():
-            self.lost.set_result(None)
+        if not self.disconnected.done():
+            self.disconnected.set_result(None)
 
-    def send(self, kind: FrameType, number: int = 0, payload: bytes = b"") -> None:
+    def send(self, frame_type: FrameType, number: int = 0, payload: bytes = b"") -> None:
         """Say something; where the other end is gone, nobody hears it."""
         if self._transport is not None and not self._transport.is_closing():
-            self._transport.write(frame(kind, number, payload))
+            self._transport.write(encode_frame(frame_type, number, payload))
 
     def close(self) -> None:
         """Say no more, when what was said is sent."""
@@ -121,7 +121,7 @@ class Link(asyncio.Protocol):
         if self._transport is not None:
             self._transport.abort()
 
-    def finish(self, sock: socket.socket) -> None:
+    def finish_reading(self, sock: socket.socket) -> None:
         """Receive what has arrived, then be lost, though a process may keep the other end open.
 
         A socket that is shut down for reading gives what it has, and then its end, like one whose peer has closed it.

@@ -23,7 +23,7 @@ from aioverbs._lifecycle.affinity import Affinity
 from aioverbs._lifecycle.cross_loop import ResultSink
 from aioverbs._pool.pickled_errors import unpickled_error
 from aioverbs._pool.process_exit import ExitWatch
-from aioverbs._pool.process_main import ProcessSettings, Ready, Spawned
+from aioverbs._pool.process_main import ProcessSettings, Ready, SpawnedWorker
 from aioverbs._pool.process_protocol import FrameType, Link, send_socket
 from aioverbs._pool.supervisor import Counts, PendingCall, Supervisor, WorkerHandle
 from aioverbs._verbs.protection_domain import SharedProtectionDomain
@@ -34,9 +34,9 @@ __all__ = ["ProcessWorker", "SocketCall", "pickled_call"]
 # For how long a new process may be busy with what its main module imports, and one that closed its socket with its end.
 _START_S = 60.0
 _EXIT_S = 10.0
-_POLL_S = 0.005
-_LOOK_S = 0.1  # between two looks at the home loop by a caller that waits elsewhere
-_AGAIN_S = 0.01  # after which sockets are sent again that a process had no room for
+_EXIT_POLL_S = 0.005
+_LOOP_POLL_S = 0.1  # between two looks at the home loop by a caller that waits elsewhere
+_RETRY_S = 0.01  # after which sockets are sent again that a process had no room for
 
 _numbers = itertools.count(1)  # of calls
 
@@ -62,40 +62,40 @@ class SocketCall:
 
     :param payload: as `pickled_call` made it.
     :param sock: is closed when it has gone to the worker's process.
-    :param tell: called at home with what the call tells before it is over.
+    :param report: called at home with what the call tells before it is over.
     """
 
     payload: bytes
     sock: socket.socket
-    tell: Callable[[bool], object]
+    report: Callable[[bool], object]
 
 
-class _ProcessJob:
+class _ProcessCall:
     """A call of a worker's."""
 
     def __init__(
-        self, handle: "ProcessWorker", payload: bytes, outcome: ResultSink[Any], visit: SocketCall | None
+        self, handle: "ProcessWorker", payload: bytes, outcome: ResultSink[Any], socket_call: SocketCall | None
     ) -> None:
         self.outcome: ResultSink[Any] | None = outcome
         self.number = next(_numbers)
         self.payload = payload
-        self.visit = visit
+        self.socket_call = socket_call
         self.is_withdrawn = False
-        self.is_stopped = False
+        self.is_cancelled_by_pool = False
         self.handle = handle
 
     def post(self) -> None:
-        self.handle.at_home(self.handle.send, self)
+        self.handle.call_on_loop(self.handle.send_call, self)
 
     def withdraw(self) -> None:
         self.is_withdrawn = True
-        if not self.handle.supervisor.withdraw(self):
-            self.handle.at_home(self.handle.withdraw, self)
+        if not self.handle.supervisor.withdraw_backlogged(self):
+            self.handle.call_on_loop(self.handle.cancel_call, self)
 
     def cancellation(self) -> BaseException:
         """How it ends where it was cancelled there."""
-        if self.is_stopped:
-            return self.handle.supervisor.stopped()
+        if self.is_cancelled_by_pool:
+            return self.handle.supervisor.closed_error()
         if self.is_withdrawn:
             return asyncio.CancelledError()
         return BrokenResourceError(f"{self.handle!r} cancelled the call that was sent there")
@@ -118,102 +118,102 @@ class ProcessWorker(WorkerHandle):
     ) -> None:
         super().__init__(supervisor, number, counts)
         assert owner.loop is not None
-        self._home = owner.loop
+        self._loop = owner.loop
         self._owner = owner
-        self._is_lost = False
+        self._has_lost_loop = False
         self._settings = settings
         self._shared = shared
         self.shares_pd = shared is not None
-        self._sent: dict[int, _ProcessJob] = {}
-        self._visits: deque[_ProcessJob] = deque()  # whose sockets are to be sent
+        self._sent_calls: dict[int, _ProcessCall] = {}
+        self._unsent_sockets: deque[_ProcessCall] = deque()  # whose sockets are to be sent
         self._fd_channel: socket.socket | None = None
         self._link: Link | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._cause: BaseException | None = None
         self._task: asyncio.Task[str] | None = None
 
-    def at_home(self, function: Callable[..., object], *args: object) -> None:
+    def call_on_loop(self, function: Callable[..., object], *args: object) -> None:
         """Call something on its home. Where that is gone this is its end."""
-        if asyncio._get_running_loop() is self._home:
+        if asyncio._get_running_loop() is self._loop:
             function(*args)
             return
-        self.look()
+        self.poll()
         try:
-            self._home.call_soon_threadsafe(function, *args)
+            self._loop.call_soon_threadsafe(function, *args)
         except RuntimeError:  # closed, just now
-            self.look()
+            self.poll()
 
     @property
-    def look_s(self) -> float | None:
+    def poll_interval_s(self) -> float | None:
         """Seconds between two looks elsewhere than at home: the end of that loop is told to nobody."""
-        return _LOOK_S if asyncio._get_running_loop() is not self._home else None
+        return _LOOP_POLL_S if asyncio._get_running_loop() is not self._loop else None
 
-    def lost(self, job: PendingCall) -> BaseException | None:
+    def poll_error(self, call: PendingCall) -> BaseException | None:
         """Why who waits for a call on another loop than the home waits no longer: nothing comes by one that stands
         still. Where the home is gone, this is the worker's end, which is told."""
-        self.look()
-        return asyncio.CancelledError() if job.is_withdrawn and not self._home.is_running() else None
+        self.poll()
+        return asyncio.CancelledError() if call.is_withdrawn and not self._loop.is_running() else None
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Where its home is gone, on which its end would be waited for, end it."""
         if not self._owner.orphaned or self.supervisor.inherited:
             return
         with self.supervisor.lock:
-            was_lost, self._is_lost = self._is_lost, True
-        if was_lost:
+            had_lost_loop, self._has_lost_loop = self._has_lost_loop, True
+        if had_lost_loop:
             return
         self.kill()
         if self._process is not None:
             self._process.wait()
-        if self._task is not None and (serving := self._task.get_coro()) is not None:
+        if self._task is not None and (coroutine := self._task.get_coro()) is not None:
             with contextlib.suppress(RuntimeError):  # of a transport, which asks its loop to close it
-                serving.close()
-        self.supervisor.ended(self, "the loop that started it is gone", None, can_follow=False)
+                coroutine.close()
+        self.supervisor.on_worker_end(self, "the loop that started it is gone", None, is_replaceable=False)
 
     # ---- Its life
 
     def start(self) -> None:
         """Spawn the process. At home."""
-        self._task = self._home.create_task(self._serve())
-        self._task.add_done_callback(self._ended)  # comes also where it is cancelled before it began
+        self._task = self._loop.create_task(self._run_process())
+        self._task.add_done_callback(self._on_process_end)  # comes also where it is cancelled before it began
 
-    def _ended(self, task: "asyncio.Task[str]") -> None:
+    def _on_process_end(self, task: "asyncio.Task[str]") -> None:
         if task.cancelled():  # by the end of its home: nothing else cancels this before it is to end
-            self.supervisor.ended(self, "the loop that started it has ended", None, can_follow=False)
+            self.supervisor.on_worker_end(self, "the loop that started it has ended", None, is_replaceable=False)
             return
         if (error := task.exception()) is not None:
-            how, self._cause = f"it could not be started: {error}", error
+            reason, self._cause = f"it could not be started: {error}", error
         else:
-            how = task.result()
-        self.supervisor.ended(self, how, self._cause)
+            reason = task.result()
+        self.supervisor.on_worker_end(self, reason, self._cause)
 
-    async def _serve(self) -> str:
+    async def _run_process(self) -> str:
         ours, theirs = socket.socketpair()
         share_ours, share_theirs = socket.socketpair()
-        door_ours, door_theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
-        door_ours.setblocking(False)
-        with share_ours, door_ours as self._fd_channel, contextlib.ExitStack() as until_connected:
+        fd_ours, fd_theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
+        fd_ours.setblocking(False)
+        with share_ours, fd_ours as self._fd_channel, contextlib.ExitStack() as until_connected:
             until_connected.enter_context(ours)
-            with theirs, share_theirs, door_theirs:
-                self._process = process = self._spawn(theirs, share_theirs, door_theirs)
+            with theirs, share_theirs, fd_theirs:
+                self._process = process = self._spawn(theirs, share_theirs, fd_theirs)
                 self.process_id = process.pid
-            link = self._link = Link(self._received)
+            link = self._link = Link(self._on_frame)
             # A child that the process forked before it was a worker, as its main module may, keeps the link open.
-            watch = ExitWatch(self._home, process, functools.partial(link.finish, ours))
+            watch = ExitWatch(self._loop, process, functools.partial(link.finish_reading, ours))
             ours.setblocking(False)
             try:
-                await self._home.create_unix_connection(lambda: link, sock=ours)
+                await self._loop.create_unix_connection(lambda: link, sock=ours)
                 until_connected.pop_all()  # it is the loop's now
                 if not self.supervisor.inherited:
                     watch.start()
-                with anyio.move_on_after(_START_S) as starting:
-                    await self._begin(share_ours, link)
-                if starting.cancelled_caught:
+                with anyio.move_on_after(_START_S) as startup:
+                    await self._wait_ready(share_ours, link)
+                if startup.cancelled_caught:
                     return f"it did not start within {duration(_START_S)}"
-                await asyncio.wait([link.lost])
+                await asyncio.wait([link.disconnected])
                 with anyio.move_on_after(_EXIT_S):
                     while process.poll() is None:  # noqa: ASYNC110  (it is about to end, and nobody tells)
-                        await asyncio.sleep(_POLL_S)
+                        await asyncio.sleep(_EXIT_POLL_S)
             finally:
                 # In a child of a fork the process is the parent's, and so is what the kernel watches for both.
                 if not self.supervisor.inherited:
@@ -222,9 +222,9 @@ class ProcessWorker(WorkerHandle):
                         process.kill()
                     process.wait()
                     link.abort()  # closing it would wait until the process has read what was sent
-        return f"its process ended {_how(process.returncode)}"
+        return f"its process ended {_describe_exit(process.returncode)}"
 
-    async def _begin(self, share: socket.socket, link: Link) -> None:
+    async def _wait_ready(self, share: socket.socket, link: Link) -> None:
         """Until it is at work, or gone."""
         sharing: asyncio.Task[None] | None = None
         if self._shared is not None:
@@ -232,7 +232,7 @@ class ProcessWorker(WorkerHandle):
             sharing = asyncio.create_task(self._shared.send(share))
         ready = asyncio.wrap_future(self.ready)
         try:
-            await asyncio.wait([link.lost, ready], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([link.disconnected, ready], return_when=asyncio.FIRST_COMPLETED)
         finally:
             ready.cancel()
             if sharing is not None:
@@ -244,7 +244,7 @@ class ProcessWorker(WorkerHandle):
                     self._cause = error
 
     def _spawn(self, *sockets: socket.socket) -> "subprocess.Popen[bytes]":
-        """Start the process as multiprocessing starts those that it spawns, and have it run a `Spawned`.
+        """Start the process as multiprocessing starts those that it spawns, and have it run a `SpawnedWorker`.
 
         Not by a `multiprocessing.Process`: it stays one of this process's children in a child of a fork, too, whose
         end would be to terminate it; daemons may not make any; and at exit the others are waited for, as long as their
@@ -253,12 +253,12 @@ class ProcessWorker(WorkerHandle):
         descriptors = [sock.fileno() for sock in sockets]
         preparation = multiprocessing.spawn.get_preparation_data(f"{self.supervisor.name}, worker {self.number}")
         preparation["authkey"] = bytes(preparation["authkey"])  # its type refuses pickle; nobody else reads
-        spawned = Spawned(self.number, pickle.dumps(self._settings), *descriptors)
+        spawned = SpawnedWorker(self.number, pickle.dumps(self._settings), *descriptors)
         with os.fdopen(os.memfd_create("aioverbs worker"), "r+b") as setup:  # a pipe might not take all of it at once
             setup.write(pickle.dumps(preparation) + pickle.dumps(spawned))
             setup.seek(0)
             # Ctrl-C is the pool's, from the first instruction of the process on.
-            before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+            blocked_before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
             try:
                 return subprocess.Popen(
                     multiprocessing.spawn.get_command_line(pipe_handle=setup.fileno()),
@@ -267,13 +267,13 @@ class ProcessWorker(WorkerHandle):
                     env={name: value for name, value in os.environ.items() if name != "AIOVERBS_SOFT_ADDRESS"},
                 )
             finally:
-                signal.pthread_sigmask(signal.SIG_SETMASK, before)
+                signal.pthread_sigmask(signal.SIG_SETMASK, blocked_before)
 
     def stop(self) -> None:
         """Have it end."""
-        self.at_home(self._ask_to_end)
+        self.call_on_loop(self._request_stop)
 
-    def _ask_to_end(self) -> None:
+    def _request_stop(self) -> None:
         if self.is_ready and self._link is not None:
             self._link.send(FrameType.STOP)
         else:
@@ -293,87 +293,87 @@ class ProcessWorker(WorkerHandle):
 
     # ---- What is said
 
-    def job(self, payload: object, outcome: ResultSink[Any]) -> PendingCall:
+    def make_call(self, payload: object, outcome: ResultSink[Any]) -> PendingCall:
         """A call as `pickled_call` made it, or a visit."""
-        visit = payload if isinstance(payload, SocketCall) else None
-        data = visit.payload if visit is not None else payload
+        socket_call = payload if isinstance(payload, SocketCall) else None
+        data = socket_call.payload if socket_call is not None else payload
         assert isinstance(data, bytes)
-        return _ProcessJob(self, data, outcome, visit)
+        return _ProcessCall(self, data, outcome, socket_call)
 
-    def send(self, job: _ProcessJob) -> None:
+    def send_call(self, call: _ProcessCall) -> None:
         """Say a call. At home; maybe under the crew's lock."""
-        if job.is_withdrawn:
-            self._home.call_soon(self.on_done, job, None, job.cancellation())
-        elif job.visit is None:
-            self._say(FrameType.CALL, job)
+        if call.is_withdrawn:
+            self._loop.call_soon(self.on_done, call, None, call.cancellation())
+        elif call.socket_call is None:
+            self._send_frame(FrameType.CALL, call)
         else:
-            self._visits.append(job)
-            if len(self._visits) == 1:
+            self._unsent_sockets.append(call)
+            if len(self._unsent_sockets) == 1:
                 self._send_sockets()
 
-    def _say(self, kind: FrameType, job: _ProcessJob) -> None:
-        payload, job.payload = job.payload, b""
+    def _send_frame(self, frame_type: FrameType, call: _ProcessCall) -> None:
+        payload, call.payload = call.payload, b""
         if self._link is not None:
-            self._sent[job.number] = job
-            self._link.send(kind, job.number, payload)
+            self._sent_calls[call.number] = call
+            self._link.send(frame_type, call.number, payload)
 
     def _send_sockets(self) -> None:
-        while self._visits:
-            job = self._visits[0]
-            assert job.visit is not None
+        while self._unsent_sockets:
+            call = self._unsent_sockets[0]
+            assert call.socket_call is not None
             assert self._fd_channel is not None
             try:
-                send_socket(self._fd_channel, job.visit.sock)
+                send_socket(self._fd_channel, call.socket_call.sock)
             except OSError as error:
                 # Else it is gone, and that will be told of.
                 if error.errno not in (errno.EPIPE, errno.ECONNRESET, errno.EBADF):  # mostly EAGAIN: it has many
-                    self._home.call_later(_AGAIN_S, self._send_sockets)
+                    self._loop.call_later(_RETRY_S, self._send_sockets)
                 return
-            self._visits.popleft()
-            job.visit.sock.close()
-            self._say(FrameType.VISIT, job)
+            self._unsent_sockets.popleft()
+            call.socket_call.sock.close()
+            self._send_frame(FrameType.SOCKET_CALL, call)
 
-    def withdraw(self, job: _ProcessJob) -> None:
+    def cancel_call(self, call: _ProcessCall) -> None:
         """Say that a call is to be cancelled, if it was said. At home."""
-        if job in self._visits:
-            self._visits.remove(job)
-            self.on_done(job, None, job.cancellation())
-        elif job.number in self._sent and self._link is not None:
-            self._link.send(FrameType.CANCEL, job.number)
+        if call in self._unsent_sockets:
+            self._unsent_sockets.remove(call)
+            self.on_done(call, None, call.cancellation())
+        elif call.number in self._sent_calls and self._link is not None:
+            self._link.send(FrameType.CANCEL, call.number)
 
-    def _received(self, kind: FrameType, number: int, payload: bytes) -> None:
-        if kind is FrameType.READY:
+    def _on_frame(self, frame_type: FrameType, number: int, payload: bytes) -> None:
+        if frame_type is FrameType.READY:
             ready: Ready = pickle.loads(payload)
             self.native = ready.native
             self.on_ready()
             return
-        if kind is FrameType.FAILED:
+        if frame_type is FrameType.FAILED:
             self._cause = unpickled_error(payload)
             return
-        if kind is FrameType.NEWS:
-            call = self._sent.get(number)  # a connection may outlive it by a moment
-            if call is not None and call.visit is not None:
-                call.visit.tell(bool(payload))
+        if frame_type is FrameType.REPORT:
+            call = self._sent_calls.get(number)  # a connection may outlive it by a moment
+            if call is not None and call.socket_call is not None:
+                call.socket_call.report(bool(payload))
             return
-        job = self._sent.pop(number)
-        if kind is FrameType.CANCELLED:
-            self.on_done(job, None, job.cancellation())
-        elif kind is FrameType.ERROR:
-            self.on_done(job, None, unpickled_error(payload))
+        call = self._sent_calls.pop(number)
+        if frame_type is FrameType.CANCELLED:
+            self.on_done(call, None, call.cancellation())
+        elif frame_type is FrameType.ERROR:
+            self.on_done(call, None, unpickled_error(payload))
         else:
-            self._arrived(job, payload)
+            self._on_result(call, payload)
 
-    def _arrived(self, job: _ProcessJob, payload: bytes) -> None:
+    def _on_result(self, call: _ProcessCall, payload: bytes) -> None:
         try:
             result = pickle.loads(payload)
         except Exception as error:
             error.add_note("what a worker process returned cannot be made here from its pickle")
-            self.on_done(job, None, error)
+            self.on_done(call, None, error)
         else:
-            self.on_done(job, result, None)
+            self.on_done(call, result, None)
 
 
-def _how(status: int) -> str:
+def _describe_exit(status: int) -> str:
     if status >= 0:
         return f"with status {status}"
     with contextlib.suppress(ValueError):

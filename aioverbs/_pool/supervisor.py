@@ -16,7 +16,7 @@ from aioverbs._lifecycle import forks
 from aioverbs._lifecycle.affinity import CrossLoopCondition
 from aioverbs._lifecycle.cross_loop import ResultSink
 from aioverbs._pool.placement import Key, PlacementPolicy, rendezvous
-from aioverbs._pool.worker import worker_here
+from aioverbs._pool.worker import worker_or_none
 from aioverbs.errors import BrokenResourceError, ClosedResourceError, WorkerDiedError
 
 __all__ = [
@@ -26,13 +26,13 @@ __all__ = [
     "SupervisorState",
     "WorkerHandle",
     "WorkerStatistics",
-    "look_for_end",
-    "look_for_loss",
+    "poll_end",
+    "poll_error",
 ]
 
 logger = logging.getLogger("aioverbs.pool")
 
-_TRIES = 2  # to replace one again that died before it was at work: it may have been killed, or can never be
+_MAX_REPLACEMENTS = 2  # to replace one again that died before it was at work: it may have been killed, or can never be
 _JOIN_S = 1.0  # what is left of a thread is a few instructions
 
 
@@ -82,7 +82,7 @@ class PendingCall(Protocol):
     handle: Any
     outcome: ResultSink[Any] | None
     is_withdrawn: bool
-    is_stopped: bool
+    is_cancelled_by_pool: bool
 
     def post(self) -> None:
         """Send it to the worker, which is at work."""
@@ -94,16 +94,16 @@ class PendingCall(Protocol):
         """How it ends where it is cancelled."""
 
 
-def look_for_end(job: PendingCall) -> float | None:
+def poll_end(call: PendingCall) -> float | None:
     """End a call if nothing tells of its worker's end any more; return the seconds to the next look, None for never."""
-    job.handle.look()
-    look_s: float | None = job.handle.look_s
-    return look_s
+    call.handle.poll()
+    poll_interval_s: float | None = call.handle.poll_interval_s
+    return poll_interval_s
 
 
-def look_for_loss(job: PendingCall) -> BaseException | None:
+def poll_error(call: PendingCall) -> BaseException | None:
     """Look in the same way at the worker that has the call now; return the error that ends the wait for the call."""
-    error: BaseException | None = job.handle.lost(job)
+    error: BaseException | None = call.handle.poll_error(call)
     return error
 
 
@@ -124,11 +124,11 @@ class WorkerHandle:
         self.supervisor = supervisor
         self.number = number
         self.counts = counts
-        self.jobs: set[PendingCall] = set()
+        self.calls: set[PendingCall] = set()
         self.backlog: list[tuple[PendingCall, contextvars.Context]] = []  # before it is at work
         self.is_ready = False
-        self.is_gone = False
-        self.tries = 0  # how often it may be replaced before it is at work: those of the beginning never
+        self.has_ended = False
+        self.replacements_left = 0  # how often it may be replaced before it is at work: those of the beginning never
         self.native = False
         self.shares_pd = True
         self.process_id: int | None = None
@@ -142,7 +142,7 @@ class WorkerHandle:
         """Begin to be: `on_ready` follows, and in any case `supervisor.ended`. Without the lock."""
         raise NotImplementedError
 
-    def job(self, payload: object, outcome: ResultSink[Any]) -> PendingCall:
+    def make_call(self, payload: object, outcome: ResultSink[Any]) -> PendingCall:
         """A call of its own, of what the crew's `prepare` made."""
         raise NotImplementedError
 
@@ -151,14 +151,14 @@ class WorkerHandle:
         raise NotImplementedError
 
     @property
-    def look_s(self) -> float | None:
+    def poll_interval_s(self) -> float | None:
         """Seconds between two looks of a caller that waits here for this worker; None where its end is told."""
         return None
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Where what tells of its end is gone, end it. From any thread, without the lock."""
 
-    def lost(self, job: PendingCall) -> BaseException | None:
+    def poll_error(self, call: PendingCall) -> BaseException | None:
         """Look, and return the error that ends the wait for a call here, where nothing else tells of it."""
 
     def kill(self) -> bool:
@@ -174,24 +174,24 @@ class WorkerHandle:
         with self.supervisor.lock:
             self.is_ready = True  # first: what a handler of signals sends meanwhile is not put where nobody looks again
             backlog, self.backlog = self.backlog, []
-            for job, context in backlog:
-                context.run(job.post)
+            for call, context in backlog:
+                context.run(call.post)
         self.ready.set_result(None)
 
-    def on_done(self, job: PendingCall, result: object, error: BaseException | None) -> None:
+    def on_done(self, call: PendingCall, result: object, error: BaseException | None) -> None:
         """A call of its own has ended; the first time counts. Without the lock."""
         with self.supervisor.lock:
-            if job not in self.jobs:
+            if call not in self.calls:
                 return
-            self.jobs.discard(job)
+            self.calls.discard(call)
             if error is None:
                 self.counts.completed += 1
-            elif isinstance(error, asyncio.CancelledError) or job.is_stopped:
+            elif isinstance(error, asyncio.CancelledError) or call.is_cancelled_by_pool:
                 self.counts.cancelled += 1
             else:
                 self.counts.failed += 1
-            is_last = not self.jobs and self.supervisor.stage is not SupervisorState.OPEN
-            outcome, job.outcome = job.outcome, None  # or the error's traceback would hold what holds the error
+            is_last = not self.calls and self.supervisor.state is not SupervisorState.OPEN
+            outcome, call.outcome = call.outcome, None  # or the error's traceback would hold what holds the error
         if outcome is not None:
             outcome.settle(result, error)
         if is_last:
@@ -202,21 +202,21 @@ class WorkerHandle:
         counts = self.counts
         return WorkerStatistics(
             self.number,
-            len(self.jobs),
+            len(self.calls),
             counts.completed,
             counts.failed,
             counts.cancelled,
             counts.deaths,
-            self.is_ready and not self.is_gone,
+            self.is_ready and not self.has_ended,
             self.native,
             self.shares_pd,
             self.process_id,
         )
 
 
-def _died(handle: WorkerHandle, how: str, cause: BaseException | None) -> WorkerDiedError:
+def _death_error(handle: WorkerHandle, reason: str, cause: BaseException | None) -> WorkerDiedError:
     """One for each who is told: each has a traceback of its own."""
-    died = WorkerDiedError(handle.number, how)
+    died = WorkerDiedError(handle.number, reason)
     died.__cause__ = cause
     return died
 
@@ -246,13 +246,13 @@ class Supervisor:
         self.lock = threading.RLock()
         forks.renew_lock_in_children(self)
         self._condition = CrossLoopCondition()  # rings when something is over that a stop waits for
-        self.stage = SupervisorState.OPEN
+        self.state = SupervisorState.OPEN
         self.broken: WorkerDiedError | None = None
-        self._hire = spawn
+        self._spawn_worker = spawn
         self._policy = policy
-        self._replaces = replaces
+        self._replaces_dead = replaces
         self._handles: list[WorkerHandle] = []
-        self._gone: list[WorkerHandle] = []  # threads and processes that may be about to end
+        self._ended_handles: list[WorkerHandle] = []  # threads and processes that may be about to end
         self._numbers = tuple(range(size))
         self.size = size
 
@@ -269,34 +269,34 @@ class Supervisor:
         :raises BrokenResourceError: a worker died and was not replaced.
         :raises ValueError: there is no such worker.
         """
-        self._check_stage()  # before a policy is asked in vain
-        number = self._place(worker, key)
+        self._check_state()  # before a policy is asked in vain
+        number = self._choose_worker(worker, key)
         with self.lock:
-            self._check_stage()
+            self._check_state()
             handle = self._handles[number]
-            job = handle.job(payload, outcome)
-            handle.jobs.add(job)
+            call = handle.make_call(payload, outcome)
+            handle.calls.add(call)
             if not handle.is_ready:
-                handle.backlog.append((job, contextvars.copy_context()))
-                return job
+                handle.backlog.append((call, contextvars.copy_context()))
+                return call
         try:
-            job.post()
+            call.post()
         except RuntimeError:  # its loop is closed, and that will be told of
-            handle.on_done(job, None, WorkerDiedError(handle.number, "its event loop was closed"))
-        return job
+            handle.on_done(call, None, WorkerDiedError(handle.number, "its event loop was closed"))
+        return call
 
-    def withdraw(self, job: PendingCall) -> bool:
+    def withdraw_backlogged(self, call: PendingCall) -> bool:
         """Cancel a call that no worker has begun to look at; whether it was one. From any thread."""
         with self.lock:  # so that it is either in the backlog still, or was posted
-            handle: WorkerHandle = job.handle
-            rest = [(other, context) for other, context in handle.backlog if other is not job]
+            handle: WorkerHandle = call.handle
+            rest = [(other, context) for other, context in handle.backlog if other is not call]
             if len(rest) == len(handle.backlog):
                 return False
             handle.backlog[:] = rest
-        handle.on_done(job, None, job.cancellation())
+        handle.on_done(call, None, call.cancellation())
         return True
 
-    def check(self) -> None:
+    def check_unbroken(self) -> None:
         """See that nobody died who was not replaced.
 
         :raises BrokenResourceError: somebody did.
@@ -304,22 +304,24 @@ class Supervisor:
         if self.broken is not None:
             raise BrokenResourceError(f"{self.name} is broken: {self.broken}") from self.broken
 
-    def takes_calls(self) -> bool:
+    def accepts_calls(self) -> bool:
         """Whether anybody may call."""
-        return self.stage is SupervisorState.OPEN and self.broken is None
+        return self.state is SupervisorState.OPEN and self.broken is None
 
-    def is_here(self) -> bool:
+    def is_on_worker(self) -> bool:
         """Whether this is called by one of them."""
-        here = worker_here()
-        return here is not None and here.supervisor is self
+        current = worker_or_none()
+        return current is not None and current.supervisor is self
 
-    def _check_stage(self) -> None:
-        if self.stage is not SupervisorState.OPEN and (self.stage is SupervisorState.STOPPED or not self.is_here()):
+    def _check_state(self) -> None:
+        if self.state is not SupervisorState.OPEN and (
+            self.state is SupervisorState.STOPPED or not self.is_on_worker()
+        ):
             raise ClosedResourceError(f"{self.name} takes no more calls: it is being closed, or was")
         if self.broken is not None:
-            self.check()
+            self.check_unbroken()
 
-    def _place(self, worker: int | None, key: Key | None) -> int:
+    def _choose_worker(self, worker: int | None, key: Key | None) -> int:
         if worker is not None:
             if key is not None:
                 raise ValueError("a call goes to a worker or where its key belongs: give one of both")
@@ -328,7 +330,7 @@ class Supervisor:
             return worker
         if key is not None:
             return rendezvous(key, self._numbers)
-        worker = self._policy.choose(self._numbers, [len(handle.jobs) for handle in self._handles])
+        worker = self._policy.choose(self._numbers, [len(handle.calls) for handle in self._handles])
         if worker not in self._numbers:
             raise ValueError(f"{self._policy!r} chose worker {worker!r}: {self.name} has 0 to {self.size - 1}")
         return worker
@@ -340,48 +342,50 @@ class Supervisor:
         """Whether its workers are those of the process that this one was forked from."""
         return self._forks != forks.count
 
-    def ended(self, handle: WorkerHandle, how: str, cause: BaseException | None, *, can_follow: bool = True) -> None:
+    def on_worker_end(
+        self, handle: WorkerHandle, reason: str, cause: BaseException | None, *, is_replaceable: bool = True
+    ) -> None:
         """A worker is no more: of its own accord, or because it was told to. From any thread.
 
         In the child of a fork nothing is done: what ended there is the child's copy of what waits for a worker.
 
-        :param how: how it ended, for people.
-        :param can_follow: whether another one could take its place.
+        :param reason: how it ended, for people.
+        :param is_replaceable: whether another one could take its place.
         """
         if self.inherited:
             return
         successor: WorkerHandle | None = None
         with self.lock:
-            is_death = self.stage is not SupervisorState.STOPPED
-            handle.is_gone = True
-            self._gone = [*self._lingering(0), handle]
+            is_death = self.state is not SupervisorState.STOPPED
+            handle.has_ended = True
+            self._ended_handles = [*self._unjoined(0), handle]
             if is_death:
                 handle.counts.deaths += 1
-                if self._replaces and can_follow and (handle.is_ready or handle.tries):
+                if self._replaces_dead and is_replaceable and (handle.is_ready or handle.replacements_left):
                     successor = self._replace(handle)
                 elif self.broken is None:
-                    self.broken = _died(handle, how, cause)
-            jobs = list(handle.jobs)
+                    self.broken = _death_error(handle, reason, cause)
+            calls = list(handle.calls)
         if is_death and (handle.is_ready or handle.counts.deaths > 1):  # else who opens the pool hears of it
             replaced = ", and is replaced" if successor is not None else ""
-            logger.error("%s: %s%s", self.name, _died(handle, how, cause), replaced)
-        for job in jobs:
-            handle.on_done(job, None, _died(handle, how, cause))
+            logger.error("%s: %s%s", self.name, _death_error(handle, reason, cause), replaced)
+        for call in calls:
+            handle.on_done(call, None, _death_error(handle, reason, cause))
         if successor is not None:
             self._start(successor)
         if not handle.ready.done():
-            handle.ready.set_exception(cause if cause is not None else _died(handle, how, cause))
+            handle.ready.set_exception(cause if cause is not None else _death_error(handle, reason, cause))
         self._condition.notify()
 
     def _replace(self, handle: WorkerHandle) -> WorkerHandle:
         """Who takes the place, and the calls that did not begin. Under the lock."""
-        successor = self._handles[handle.number] = self._hire(self, handle.number, handle.counts)
-        successor.tries = _TRIES if handle.is_ready else handle.tries - 1
-        for job, context in handle.backlog:
-            job.handle = successor
-            handle.jobs.discard(job)
-            successor.jobs.add(job)
-            successor.backlog.append((job, context))
+        successor = self._handles[handle.number] = self._spawn_worker(self, handle.number, handle.counts)
+        successor.replacements_left = _MAX_REPLACEMENTS if handle.is_ready else handle.replacements_left - 1
+        for call, context in handle.backlog:
+            call.handle = successor
+            handle.calls.discard(call)
+            successor.calls.add(call)
+            successor.backlog.append((call, context))
         handle.backlog.clear()
         return successor
 
@@ -390,7 +394,7 @@ class Supervisor:
     def spawn(self) -> None:
         """Have all of them, to be started."""
         self._forks = forks.count
-        self._handles = [self._hire(self, number, Counts()) for number in self._numbers]
+        self._handles = [self._spawn_worker(self, number, Counts()) for number in self._numbers]
 
     def start(self) -> list["concurrent.futures.Future[None]"]:
         """Start all of them; futures that tell when they are at work, or why not."""
@@ -403,82 +407,82 @@ class Supervisor:
         try:
             handle.start()
         except (OSError, RuntimeError) as error:  # no more threads, processes, descriptors
-            self.ended(handle, f"it could not be started: {error}", error)
+            self.on_worker_end(handle, f"it could not be started: {error}", error)
 
     def drain(self) -> None:
         """Take no more calls."""
         with self.lock:
-            if self.stage is SupervisorState.OPEN:
-                self.stage = SupervisorState.DRAINING
+            if self.state is SupervisorState.OPEN:
+                self.state = SupervisorState.DRAINING
         self._condition.notify()
 
     async def wait_while(self, condition: Callable[[], bool]) -> None:
         """Wait as long as a condition of the crew holds.
 
-        :param condition: `is_busy`, `is_there` or `takes_calls`.
+        :param condition: `is_busy`, `has_workers` or `accepts_calls`.
         """
 
         def holds() -> bool:
-            for handle in self._living():
-                handle.look()
+            for handle in self._live_handles():
+                handle.poll()
             return condition()
 
-        await self._condition.wait_while(holds, poll_s=next((handle.look_s for handle in self._handles), None))
+        await self._condition.wait_while(holds, poll_s=next((handle.poll_interval_s for handle in self._handles), None))
 
     def is_busy(self) -> bool:
         """Whether there are calls."""
         with self.lock:
-            return any(handle.jobs for handle in self._handles)
+            return any(handle.calls for handle in self._handles)
 
-    def is_there(self) -> bool:
+    def has_workers(self) -> bool:
         """Whether a worker is."""
         with self.lock:
-            return any(not handle.is_gone for handle in self._handles)
+            return any(not handle.has_ended for handle in self._handles)
 
     def cancel(self) -> None:
         """Take no more calls, and cancel those that there are."""
         with self.lock:
-            self.stage = SupervisorState.STOPPED
-            jobs = [job for handle in self._handles for job in tuple(handle.jobs)]
-            for job in jobs:
-                job.is_stopped = True
-            waiting = [(handle, job) for handle in self._handles for job, _ in tuple(handle.backlog)]
+            self.state = SupervisorState.STOPPED
+            calls = [call for handle in self._handles for call in tuple(handle.calls)]
+            for call in calls:
+                call.is_cancelled_by_pool = True
+            waiting = [(handle, call) for handle in self._handles for call, _ in tuple(handle.backlog)]
             for handle in self._handles:
                 handle.backlog.clear()
-        for handle, job in waiting:
-            handle.on_done(job, None, self.stopped())
-        for job in jobs:
-            job.withdraw()
+        for handle, call in waiting:
+            handle.on_done(call, None, self.closed_error())
+        for call in calls:
+            call.withdraw()
         self._condition.notify()
 
-    def stopped(self) -> ClosedResourceError:
+    def closed_error(self) -> ClosedResourceError:
         """Why a call was cancelled."""
         return ClosedResourceError(f"{self.name} was closed before this call was over, and cancelled it")
 
     def stop(self) -> None:
         """Have all of them end. From any thread."""
-        for handle in self._living():
+        for handle in self._live_handles():
             handle.stop()
 
     def kill(self) -> list[str]:
         """End all that can be; what is left, and what it does."""
-        return [f"{handle!r} with {len(handle.jobs)} calls" for handle in self._living() if not handle.kill()]
+        return [f"{handle!r} with {len(handle.calls)} calls" for handle in self._live_handles() if not handle.kill()]
 
-    def _lingering(self, timeout_s: float) -> list[WorkerHandle]:
-        return [handle for handle in self._gone if not handle.join(timeout_s)]
+    def _unjoined(self, timeout_s: float) -> list[WorkerHandle]:
+        return [handle for handle in self._ended_handles if not handle.join(timeout_s)]
 
     def join(self) -> None:
         """Wait, and block, until nothing is left of those that have ended."""
         with self.lock:
-            self._gone = self._lingering(_JOIN_S)
+            self._ended_handles = self._unjoined(_JOIN_S)
 
-    def _living(self) -> Iterable[WorkerHandle]:
+    def _live_handles(self) -> Iterable[WorkerHandle]:
         with self.lock:
-            return [handle for handle in self._handles if not handle.is_gone]
+            return [handle for handle in self._handles if not handle.has_ended]
 
     def abandon(self) -> None:
         """Nobody knows it any more. For a finalizer: no lock."""
-        self.stage = SupervisorState.STOPPED
+        self.state = SupervisorState.STOPPED
         for handle in self._handles:
             with contextlib.suppress(RuntimeError):  # it has ended
                 handle.stop()

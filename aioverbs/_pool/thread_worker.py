@@ -8,17 +8,17 @@ from typing import Any
 
 from aioverbs._lifecycle.cross_loop import CrossLoopCall, ResultSink
 from aioverbs._pool.supervisor import Counts, PendingCall, Supervisor, WorkerHandle
-from aioverbs._pool.worker import WorkerSettings, loop_factory, working
+from aioverbs._pool.worker import WorkerSettings, loop_factory, worker_context
 from aioverbs._verbs.device import Device
 from aioverbs._verbs.protection_domain import ProtectionDomain
 
 __all__ = ["ThreadWorker"]
 
 
-class _ThreadJob(CrossLoopCall[Any]):
+class _ThreadCall(CrossLoopCall[Any]):
     """A call of a worker's."""
 
-    __slots__ = ("handle", "is_stopped")
+    __slots__ = ("handle", "is_cancelled_by_pool")
 
     handle: "ThreadWorker"
 
@@ -27,14 +27,14 @@ class _ThreadJob(CrossLoopCall[Any]):
     ) -> None:
         super().__init__(function, args, outcome, handle)
         self.handle = handle
-        self.is_stopped = False
+        self.is_cancelled_by_pool = False
 
     def post(self) -> None:
         self.send_to(self.handle.loop)
 
     def withdraw(self) -> None:
         self.is_withdrawn = True
-        if self.handle.supervisor.withdraw(self):
+        if self.handle.supervisor.withdraw_backlogged(self):
             return
         if self.handle.is_ready:
             self.loop = self.handle.loop  # another thread may be just about to post it
@@ -50,7 +50,7 @@ class _ThreadJob(CrossLoopCall[Any]):
             self.handle.on_done(self, result, error)
 
     def cancellation(self) -> BaseException:
-        return self.handle.supervisor.stopped() if self.is_stopped else super().cancellation()
+        return self.handle.supervisor.closed_error() if self.is_cancelled_by_pool else super().cancellation()
 
     def leave(self, error: BaseException) -> None:
         """The crew tells of it."""
@@ -78,7 +78,7 @@ class ThreadWorker(WorkerHandle):
         self._device = device
         self._pd = pd
         self._settings = settings
-        self._to_stop = False
+        self._is_stopping = False
         self._thread = threading.Thread(target=self._run, name=f"{supervisor.name}, worker {number}", daemon=True)
         self._stop: asyncio.Event | None = None
 
@@ -93,20 +93,20 @@ class ThreadWorker(WorkerHandle):
         return not self._thread.is_alive()
 
     def _run(self) -> None:
-        how, cause = "it was told to end", None
+        reason, cause = "it was told to end", None
         try:
             with asyncio.Runner(loop_factory=loop_factory(self._settings.loop)) as runner:
                 runner.run(self._main())
         except BaseException as error:
-            how, cause = f"its event loop ended by {error!r}", error
-        self.supervisor.ended(self, how, cause)
+            reason, cause = f"its event loop ended by {error!r}", error
+        self.supervisor.on_worker_end(self, reason, cause)
 
     async def _main(self) -> None:
         self._main_task = asyncio.current_task()
         self.loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
-        if self._to_stop:
+        if self._is_stopping:
             return
-        async with working(self.number, self._device, self._pd, self._settings, self.supervisor) as worker:
+        async with worker_context(self.number, self._device, self._pd, self._settings, self.supervisor) as worker:
             self.native = worker.domain.native
             self.on_ready()
             await self._stop.wait()
@@ -118,7 +118,7 @@ class ThreadWorker(WorkerHandle):
 
     def stop(self) -> None:
         """Have the loop end."""
-        self._to_stop = True
+        self._is_stopping = True
         if self._stop is not None:
             with contextlib.suppress(RuntimeError):  # it is closed
                 self.loop.call_soon_threadsafe(self._stop.set)
@@ -127,8 +127,8 @@ class ThreadWorker(WorkerHandle):
         """A thread ends by itself only."""
         return False
 
-    def job(self, payload: object, outcome: ResultSink[Any]) -> PendingCall:
+    def make_call(self, payload: object, outcome: ResultSink[Any]) -> PendingCall:
         """A call of a function with arguments."""
         assert isinstance(payload, tuple)
         function, args = payload
-        return _ThreadJob(self, function, args, outcome)
+        return _ThreadCall(self, function, args, outcome)

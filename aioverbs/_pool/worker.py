@@ -22,19 +22,19 @@ __all__ = [
     "Setup",
     "Worker",
     "WorkerSettings",
+    "cancel_tasks",
     "current_worker",
-    "end_tasks",
     "loop_factory",
-    "worker_here",
-    "working",
+    "worker_context",
+    "worker_or_none",
 ]
 
 LoopFactory = Callable[[], asyncio.AbstractEventLoop]
 
 # Tasks that start others when they are cancelled are cancelled so often.
-_ROUNDS = 100
+_CANCEL_ROUNDS = 100
 
-_here = threading.local()
+_local = threading.local()
 
 
 class Worker:
@@ -61,15 +61,15 @@ def current_worker() -> Worker:
 
     :raises RuntimeError: it is called from elsewhere.
     """
-    worker = worker_here()
+    worker = worker_or_none()
     if worker is None:
         raise RuntimeError("this is not called by a worker: use pool.run(function) to have it called by one")
     return worker
 
 
-def worker_here() -> Worker | None:
+def worker_or_none() -> Worker | None:
     """The worker of whose thread this is called, if it is one's."""
-    return getattr(_here, "worker", None)
+    return getattr(_local, "worker", None)
 
 
 Setup = Callable[[Worker], AbstractAsyncContextManager[object]]
@@ -107,7 +107,7 @@ def loop_factory(loop: str | LoopFactory) -> LoopFactory:
 
 
 @contextlib.asynccontextmanager
-async def working(
+async def worker_context(
     number: int, device: Device, pd: ProtectionDomain, settings: WorkerSettings, supervisor: object = None
 ) -> AsyncGenerator[Worker, None]:
     """Be a worker on the running loop, which is its own: until the end of the block, where its tasks are cancelled.
@@ -124,19 +124,19 @@ async def working(
             )
         )
         worker = Worker(number, domain, supervisor)
-        _here.worker = worker
-        stack.callback(setattr, _here, "worker", None)
+        _local.worker = worker
+        stack.callback(setattr, _local, "worker", None)
         if settings.setup is not None:
             worker.state = await stack.enter_async_context(settings.setup(worker))
         try:
             yield worker
         finally:
-            await end_tasks()  # they use what is closed next
+            await cancel_tasks()  # they use what is closed next
 
 
-async def end_tasks() -> None:
+async def cancel_tasks() -> None:
     """Cancel all other tasks of the running loop, and wait for their ends."""
-    for _ in range(_ROUNDS):
+    for _ in range(_CANCEL_ROUNDS):
         tasks = asyncio.all_tasks() - {asyncio.current_task()}
         if not tasks:
             return

@@ -19,7 +19,13 @@ from aioverbs._lifecycle.affinity import Affinity, CrossLoopCondition, running_l
 from aioverbs._lifecycle.cross_loop import CrossLoopFuture
 from aioverbs._lifecycle.resource import Resource, check_open, lifecycle_of, suppress_warning
 from aioverbs._pool.placement import Key
-from aioverbs._pool.pool import WorkerPool, check_unbroken, send_socket_call, socket_call_factory_for, wait_until_over
+from aioverbs._pool.pool import (
+    WorkerPool,
+    check_unbroken,
+    send_socket_call,
+    socket_call_factory_for,
+    wait_while_accepting_calls,
+)
 from aioverbs._server.accept import AcceptSettings, TlsContext, try_accept
 from aioverbs._server.acceptor import Acceptor, PendingPeer, ServerStatistics
 from aioverbs._server.handler import Handler, HandlerResult, Service, handle, handle_on_worker
@@ -376,7 +382,7 @@ class Server(_AcceptorResource):
         return self
 
     async def _stop_with_pool(self, pool: WorkerPool) -> None:
-        await wait_until_over(pool)
+        await wait_while_accepting_calls(pool)
         await self.stop()
 
     def statistics(self) -> ServerStatistics:

@@ -26,7 +26,7 @@ from aioverbs import (
 )
 from aioverbs._pool.pool import CallFuture, WorkerPool, current_worker
 from aioverbs._pool.supervisor import SupervisorState
-from aioverbs._pool.thread_worker import _ThreadJob
+from aioverbs._pool.thread_worker import _ThreadCall
 from aioverbs._pool.worker import Worker
 from tests.capabilities import Capability, needs
 from tests.pace import patience
@@ -150,20 +150,20 @@ async def test_its_own_functions_do_not_close_it(device: Device) -> None:
 async def test_a_call_that_another_thread_is_about_to_post(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     """When the pool is stopped its worker has it already, and the worker's loop does not."""
     about, go_on = threading.Event(), threading.Event()
-    post = _ThreadJob.post
+    post = _ThreadCall.post
 
-    def post_later(job: _ThreadJob) -> None:
+    def post_later(call: _ThreadCall) -> None:
         about.set()
         assert go_on.wait(patience(10))
-        post(job)
+        post(call)
 
     pool = await WorkerPool(device, 1).open()
-    monkeypatch.setattr(_ThreadJob, "post", post_later)
+    monkeypatch.setattr(_ThreadCall, "post", post_later)
     began: list[int] = []
     starting = asyncio.create_task(asyncio.to_thread(pool.start_soon, began.append, 1))
     await until(about.is_set)
     stopping = asyncio.create_task(pool.stop(0))
-    await until(lambda: pool._supervisor.stage is SupervisorState.STOPPED)
+    await until(lambda: pool._supervisor.state is SupervisorState.STOPPED)
     go_on.set()
     started = await starting
     await stopping

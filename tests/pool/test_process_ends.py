@@ -40,7 +40,7 @@ async def test_a_block_that_another_loop_leaves_by_an_error_still_drains(device:
     call = pool.start_soon(work.stay_until, str(tmp_path), "go on")
     await until((tmp_path / "begun").exists)
     closing = asyncio.create_task(pool.aclose())
-    await until(lambda: not pool._supervisor.takes_calls())
+    await until(lambda: not pool._supervisor.accepts_calls())
     work.mark(str(tmp_path), "go on")
     assert await call.wait() == "go on"
     await closing

@@ -328,7 +328,7 @@ async def test_a_blocked_handler_is_left_to_the_pool(
         with pytest.raises(BusyResourceError, match="these do not end"):
             await pool.stop(0)
         work.mark(str(tmp_path), "go on")
-        await until(lambda: not pool._supervisor.is_there())
+        await until(lambda: not pool._supervisor.has_workers())
         await pool.aclose()
     with pytest.raises(BrokenResourceError):
         await near.receive()

@@ -1,4 +1,4 @@
-"""Calls that nobody waits for, until somebody does."""
+"""Futures of calls that were started without waiting for them."""
 
 import asyncio
 import concurrent.futures
@@ -22,35 +22,42 @@ logger = logging.getLogger("aioverbs.pool")
 
 
 class CallFuture(concurrent.futures.Future[T]):
-    """A call that `WorkerPool.start_soon` started: waited for on any loop or in any thread, cancelled, or forgotten.
+    """Future of a call that `WorkerPool.start_soon` started.
 
-    One that fails and is forgotten is an error in the log, with the logger ``aioverbs.pool``. In the child of a fork
-    one that was not over before is the parent's, and nobody is told of its end.
+    A task on any loop, or a thread without a loop, can wait for the call and cancel it. If the call fails and its
+    result is never retrieved, the logger ``aioverbs.pool`` logs an error. In the child of a fork, a call that was in
+    flight at the fork belongs to the parent, and its end is not reported.
 
-    Where the loop that opened a pool of processes is closed, or its thread has ended, the call ends when a method waits
-    for the call here or asks whether it is over; callbacks, and `concurrent.futures.wait`, do not find that out.
+    If the event loop that opened a pool of processes is closed, or its thread has ended, no event reports the end of
+    the call. Then only the methods of this class detect the end, by polling: `done`, `wait`, `result`, `exception` and
+    `cancel`. Callbacks and `concurrent.futures.wait` do not.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._withdraw: Callable[[], None] | None = None  # until it is over
-        self._poll: Callable[[], float | None] | None = None  # likewise
+        self._withdraw: Callable[[], None] | None = None  # None once the call has ended
+        self._poll: Callable[[], float | None] | None = None  # None once the call has ended
         self._forks = forks.count
         self._is_retrieved = False
 
     def on_sent(self, withdraw: Callable[[], None], poll: Callable[[], float | None] | None) -> None:
-        """Take note that the call was sent.
+        """Record how to cancel and to poll the call. The pool calls this after sending the call.
 
-        :param withdraw: cancels the call where it runs.
-        :param poll: ends the call where nothing tells of its end any more, and returns after how many seconds to look
-            again, None for never; None where its end is told in any case.
+        :param withdraw: function that cancels the call on its worker.
+        :param poll: function that ends the call if no event can report its end any more. It returns the number of
+            seconds until the next poll, or None if no further poll is needed. None instead of a function: the end of
+            the call is always reported.
         """
         self._withdraw, self._poll = withdraw, poll
         if super().done():
             self._withdraw = self._poll = None
 
     def settle(self, result: T | None, error: BaseException | None) -> None:
-        """It has ended."""
+        """Set the result or the error of the call.
+
+        :param result: result of the function, if `error` is None.
+        :param error: exception of the call; None if the function returned.
+        """
         self._withdraw = self._poll = None
         if isinstance(error, asyncio.CancelledError):
             super().cancel()
@@ -58,35 +65,41 @@ class CallFuture(concurrent.futures.Future[T]):
         elif error is not None:
             self.set_exception(error)
         else:
-            self.set_result(result)  # type: ignore[arg-type]  # it is what the call returned
+            self.set_result(result)  # type: ignore[arg-type]  # the result, of type T
 
     def _belongs_to_parent(self) -> bool:
-        """Whether it was under way at a fork that made this process. Who asks for something asks for this first."""
+        """Return whether the call was in flight at the fork that made this process. Every method checks this first."""
         if self._forks == forks.count:
             return False
-        if self._state in (PENDING, RUNNING):  # without the lock: who held that at the fork is not here
+        if self._state in (PENDING, RUNNING):  # without the lock: a thread that held it at the fork is missing here
             return True
-        self._condition = threading.Condition()  # likewise; it is over, and nobody waits
+        self._condition = threading.Condition()  # a free lock; the call has ended, so no thread waits
         self._forks = forks.count
         return False
 
     def _check_process(self) -> None:
         if self._belongs_to_parent():
-            raise ForkedProcessError(f"the {type(self).__name__}")  # its repr() takes the lock
+            raise ForkedProcessError(f"the {type(self).__name__}")  # repr(self) would take the lock
 
     def done(self) -> bool:
-        """Whether it is over."""
+        """Return whether the call has ended. In the child of a fork: False if it was in flight at the fork."""
         if self._belongs_to_parent():
             return False
         self._poll_now()
         return super().done()
 
     def _poll_now(self) -> float | None:
-        """End the call if nothing tells of its end any more; return the seconds to the next look, None for never."""
+        """End the call if no event can report its end any more.
+
+        :returns: seconds until the next poll, or None if no further poll is needed.
+        """
         return poll() if (poll := self._poll) is not None else None
 
     def _wait_polling(self, timeout: float | None) -> float | None:
-        """Wait as long as there is something to look for; return the timeout for the rest, None for no limit."""
+        """Wait as long as polling is needed.
+
+        :returns: timeout in seconds for the rest of the wait; None: no limit.
+        """
         deadline = time.monotonic() + timeout if timeout is not None else math.inf
         while (interval_s := self._poll_now()) is not None:
             if (remaining_s := deadline - time.monotonic()) <= 0:
@@ -95,9 +108,12 @@ class CallFuture(concurrent.futures.Future[T]):
         return timeout
 
     def cancel(self) -> bool:
-        """Cancel the function where it runs. It may take its time, and may end otherwise.
+        """Cancel the function on its worker, without waiting for its end.
 
-        :returns: whether it was not over yet; False in the child of a fork, where nothing is done.
+        The function may still return, or raise another exception.
+
+        :returns: True if the call had not ended, or was cancelled before; False if it ended otherwise. False in the
+            child of a fork if the call was in flight at the fork; then nothing is done.
         """
         if self._belongs_to_parent():
             return False
@@ -108,9 +124,14 @@ class CallFuture(concurrent.futures.Future[T]):
         return True
 
     async def wait(self) -> T:
-        """What it returns, or raise what it raises. Where this is cancelled, the call is, too.
+        """Wait for the end of the call. Any asyncio event loop may call this.
 
-        :raises ForkedProcessError: it was started before a fork, in the parent process, and was not over.
+        A cancellation of the waiting task also cancels the call, and does not wait for its end.
+
+        :returns: the result of the function.
+        :raises ForkedProcessError: the call was in flight at the fork that made this process.
+        :raises CancelledError: the call was cancelled.
+        :raises Exception: as for `WorkerPool.run`, or whatever the function raised.
         """
         self._check_process()
         future = asyncio.wrap_future(self)
@@ -119,30 +140,39 @@ class CallFuture(concurrent.futures.Future[T]):
                 await asyncio.wait([future], timeout=interval_s)
         except asyncio.CancelledError:
             if not future.cancel() and not future.cancelled():
-                future.exception()  # or asyncio would log that nobody asked for it
+                future.exception()  # prevents asyncio's log message that it was never retrieved
             raise
         return await future
 
     def result(self, timeout: float | None = None) -> T:
-        """What it returned, or raise what it raised; a thread without an event loop may wait for it.
+        """Wait for the end of the call, and block the calling thread meanwhile.
 
-        :raises ForkedProcessError: as `wait`.
+        :param timeout: maximum time to wait, in seconds; None: no limit.
+        :returns: the result of the function.
+        :raises TimeoutError: the call did not end in time. The call continues.
+        :raises ForkedProcessError: the call was in flight at the fork that made this process.
+        :raises concurrent.futures.CancelledError: the call was cancelled.
+        :raises Exception: as for `WorkerPool.run`, or whatever the function raised.
         """
         self._check_process()
         self._is_retrieved = True
         return super().result(self._wait_polling(timeout))
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """What it raised; a thread without an event loop may wait for it.
+        """Wait for the end of the call, and return its exception. Block the calling thread meanwhile.
 
-        :raises ForkedProcessError: as `wait`.
+        :param timeout: maximum time to wait, in seconds; None: no limit.
+        :returns: the exception; None if the function returned.
+        :raises TimeoutError: the call did not end in time. The call continues.
+        :raises ForkedProcessError: the call was in flight at the fork that made this process.
+        :raises concurrent.futures.CancelledError: the call was cancelled.
         """
         self._check_process()
         self._is_retrieved = True
         return super().exception(self._wait_polling(timeout))
 
     def __del__(self) -> None:
-        self._poll = None  # a finalizer looks at no worker
+        self._poll = None  # a finalizer must not poll the worker, which takes locks
         if self._is_retrieved or not self.done() or self.cancelled():
             return
         error = super().exception()

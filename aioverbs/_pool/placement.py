@@ -1,4 +1,4 @@
-"""PURE: which of a pool's workers a call goes to."""
+"""PURE: policies that choose the worker of a call."""
 
 import hashlib
 import itertools
@@ -16,38 +16,48 @@ _INT_BYTES = 16
 
 
 class PlacementPolicy(Protocol):
-    """How a pool places calls that name neither a worker nor a key.
+    """Policy that chooses a worker for each call that names neither a worker nor a key.
 
-    A pool asks it wherever it is called: in any thread, and in several at once.
+    A pool calls the policy in the thread of the caller, so several threads may call it at once.
     """
 
     def choose(self, workers: Sequence[int], loads: Sequence[int]) -> int:
-        """The worker that a call goes to, one of `workers`; another one is a ValueError for whoever calls.
+        """Return the number of the worker that a call goes to.
 
-        :param workers: the numbers of those that there are, one at least, in ascending order.
-        :param loads: how many calls each of them has, under way or waiting.
+        If the number is not in `workers`, the call raises ValueError.
+
+        :param workers: numbers of the workers, in ascending order; at least one.
+        :param loads: number of calls of each worker that wait or are in flight, in the same order.
         """
 
 
 class RoundRobin:
-    """One after the other."""
+    """Policy that chooses the workers in turn."""
 
     def __init__(self) -> None:
         self._turns = itertools.count()
 
     def choose(self, workers: Sequence[int], loads: Sequence[int]) -> int:
-        """The next one's number."""
+        """Return the number of the next worker.
+
+        :param workers: numbers of the workers, in ascending order; at least one.
+        :param loads: number of calls of each worker, which this policy ignores.
+        """
         return workers[next(self._turns) % len(workers)]
 
 
 class LeastLoaded:
-    """The one with the fewest calls; among several such, one after the other."""
+    """Policy that chooses the worker with the fewest calls, and in turn among several such workers."""
 
     def __init__(self) -> None:
         self._turns = itertools.count()
 
     def choose(self, workers: Sequence[int], loads: Sequence[int]) -> int:
-        """The number of one that has the fewest calls."""
+        """Return the number of a worker with the fewest calls.
+
+        :param workers: numbers of the workers, in ascending order; at least one.
+        :param loads: number of calls of each worker that wait or are in flight, in the same order.
+        """
         least = min(loads)
         if loads.count(least) == 1:
             return workers[loads.index(least)]
@@ -56,14 +66,15 @@ class LeastLoaded:
 
 
 def rendezvous(key: Key, workers: Sequence[int]) -> int:
-    """The worker that a key belongs to, the same in every process and in every run, wherever it is asked.
+    """Return the worker that a key belongs to. The result is the same in every process and in every run.
 
-    Each worker has a score for each key, and the highest one wins (rendezvous hashing, Thaler and Ravishankar 1998):
-    one that goes leaves its own keys to the others in equal parts, one that comes takes its share of each, and no other
-    key moves. A text and its bytes in UTF-8 are one key.
+    Each worker has a score for each key, and the highest score wins (rendezvous hashing, Thaler and Ravishankar 1998).
+    The keys of a worker that is removed are distributed evenly over the others, a worker that is added takes an equal
+    share of keys from each, and no other key moves. A string and its UTF-8 bytes are the same key.
 
-    :param workers: the numbers of those that there are, one at least.
-    :raises TypeError: the key is no text, bytes or integer.
+    :param key: string, bytes or integer of any size.
+    :param workers: numbers of the workers; at least one.
+    :raises TypeError: the key is not a string, bytes or an integer.
     """
     seed = int.from_bytes(hashlib.blake2b(_key_bytes(key), digest_size=8).digest(), "little")
     return max(workers, key=lambda worker: (_mix64(seed ^ _mix64(worker + 1)), worker))
@@ -81,7 +92,7 @@ def _key_bytes(key: Key) -> bytes:
 
 
 def _mix64(value: int) -> int:
-    """The finalizer of splitmix64: each bit of the value changes half of the others."""
+    """Return a 64-bit integer mixed by splitmix64: a change of one input bit changes half of the output bits."""
     value = (value * 0x9E3779B97F4A7C15) & _MASK
     value = ((value ^ value >> 30) * 0xBF58476D1CE4E5B9) & _MASK
     value = ((value ^ value >> 27) * 0x94D049BB133111EB) & _MASK

@@ -1,4 +1,4 @@
-"""Pools of workers: threads or processes, each with an event loop and a resource domain over one protection domain."""
+"""Worker pools: threads or processes, each with an event loop and a resource domain over one protection domain."""
 
 import asyncio
 import functools
@@ -51,48 +51,53 @@ _serials = itertools.count(1)
 
 @dataclass(frozen=True)
 class PoolStatistics(ResourceStatistics):
-    """Counts of a pool, at one moment.
+    """Counts of a pool at one moment.
 
-    :param workers: those of each worker, by its number.
+    :param workers: counts of each worker, ordered by worker number.
     """
 
     workers: tuple[WorkerStatistics, ...]
 
     @property
     def deaths(self) -> int:
-        """How many workers died."""
+        """Number of workers that died, over the lifetime of the pool."""
         return sum(worker.deaths for worker in self.workers)
 
 
 class WorkerPool(Resource):
-    """Threads or processes that run functions, each on an event loop with a resource domain of its own.
+    """Pool of threads or processes that run functions, each on an event loop with a resource domain of its own.
 
-    All domains are over one protection domain, so that memory that is registered once serves the queue pairs of all.
-    A worker's functions find its domain by `current_worker`.
+    The domains of all workers are over one protection domain, so memory that is registered once serves the queue pairs
+    of all workers. A function that runs on a worker gets the worker's domain from `current_worker`.
 
-    ``async with`` opens it. At the end of the block it waits for all calls, those that were started and that nobody
-    awaits included; where the block raises, it cancels them.
+    ``async with`` opens the pool. The end of the block waits for all calls, including calls of `start_soon` that
+    nothing awaits. If the block raises an exception, the calls are cancelled.
 
-    :param size: how many workers.
-    :param pd: the protection domain, or a parent domain over it; None: one of its own, which is `pd`.
-    :param thread_model: that of the workers' domains.
-    :param message_model: that of the workers' domains.
-    :param allocator: where the provider takes memory from for the workers' domains; None: from its own.
-    :param loop: what event loops the workers have: ``"asyncio"``, ``"uvloop"``, or a function that makes one.
-    :param setup: what each worker enters before it takes calls, and leaves at its end, on its loop: an async context
-        manager that is made for it, whose value becomes the ``state`` of its `Worker`.
-    :param placement: which worker gets the calls that name neither a worker nor a key; None: one after the other.
-    :param on_worker_death: whether a worker that dies is replaced, by a new one with its number; or the pool fails,
-        and takes no more calls. Calls that the worker had raise `WorkerDiedError` in any case, and the logger
-        ``aioverbs.pool`` has it as an error.
-    :param drain_s: for how many seconds closing waits for calls before it cancels them; None: for as long as they take.
-    :param grace_s: for how many seconds closing waits for what it cancelled, and then for the workers' ends; processes
-        are killed after that.
-    :param processes: whether the workers are processes, so that they do not share an interpreter's lock. They are new
-        interpreters, that import the main module as those of `multiprocessing` do. Functions, arguments and what comes
-        back go by pickle; context variables stay here. The loop that opens the pool closes it. Where the device cannot
-        share its protection domain between processes each worker has one of its own: `WorkerStatistics.shares_pd`
-        tells. A software device's address, if it has one, stays this process's.
+    With `processes` the workers do not share the lock of one interpreter. Each worker process is a new interpreter that
+    imports the main module as the processes of `multiprocessing` do. Functions, arguments and results are pickled, and
+    context variables are not transferred. Only the event loop that opened the pool can close it. If the device cannot
+    share its protection domain between processes, each worker has a protection domain of its own: see
+    ``WorkerStatistics.shares_pd``. The workers do not use the network address of a software device, which belongs to
+    this process.
+
+    :param device: device of the workers; it stays open as long as the pool.
+    :param size: number of workers, at least 1.
+    :param pd: protection domain, or parent domain over it; None: `pd` is a new one that the pool opens and closes.
+    :param thread_model: thread model of the workers' domains.
+    :param message_model: message model of the workers' domains.
+    :param allocator: allocator of the memory that the provider uses for the workers' domains; None: the provider's own.
+    :param loop: event loops of the workers: ``"asyncio"``, ``"uvloop"``, or a function that returns a new event loop.
+    :param setup: function that takes a `Worker` and returns an async context manager. Each worker enters it on its loop
+        before it takes calls, and leaves it when it ends. Its value becomes the ``state`` of the `Worker`.
+    :param placement: policy that chooses a worker for calls that name neither a worker nor a key; None: `RoundRobin`.
+    :param on_worker_death: ``"replace"``: replace a worker that dies by a new one with the same number. ``"fail"``: the
+        pool is broken after the first death, and takes no more calls. In both cases the calls that the worker had raise
+        `WorkerDiedError`, and the logger ``aioverbs.pool`` logs an error.
+    :param drain_s: seconds that `aclose` waits for calls before it cancels them; None: no limit.
+    :param grace_s: seconds that closing waits for cancelled calls to end, and then again for the workers to end. After
+        that, processes are killed.
+    :param processes: True for worker processes, False for threads.
+    :raises ValueError: `size` is less than 1, or `loop` or `on_worker_death` is none of the values above.
     :raises ImportError: uvloop is not installed.
     """
 
@@ -136,11 +141,11 @@ class WorkerPool(Resource):
         )
         self._lifecycle.drain = lambda: wait_uncancelled(_end_workers(supervisor, grace_s))
 
-    # ---- Life
+    # ---- Opening and closing
 
     @property
     def pd(self) -> ProtectionDomain:
-        """The protection domain of all workers."""
+        """Protection domain of the pool, over which the workers' domains are."""
         return self._pd
 
     def _owner(self) -> Affinity | None:
@@ -151,16 +156,24 @@ class WorkerPool(Resource):
         self._supervisor.spawn()
 
     async def open(self) -> Self:
-        """Open it, and have all workers ready for calls.
+        """Open the pool, and wait until all workers are ready for calls.
 
-        :raises ClosedResourceError: it was opened before, or one of those that it is made from is closed.
-        :raises VerbsError: a worker's domain could not be made.
+        If this is cancelled or fails, the pool is closed.
+
+        :returns: the pool itself.
+        :raises ClosedResourceError: the pool was opened before, or a resource that it is made from is closed.
+        :raises ForkedProcessError: the pool, or a resource that it is made from, was opened in the process that this
+            one was forked from.
+        :raises VerbsError: a verb failed, such as ibv_alloc_pd or ibv_alloc_parent_domain.
+        :raises WorkerDiedError: a worker could not be started, or ended before it was ready.
+        :raises Exception: whatever the `setup` of a worker raised.
+        :raises RuntimeError: no asyncio event loop is running.
         """
         if turn := spend(OPENING):
             await yield_to_loop(turn)
-        # From here to where it is open there is no await, in which another one could open it.
+        # There is no await from here until the pool is open, so no other task can open it meanwhile.
         if self.state is not ResourceState.NEW:
-            self._open_now()  # which says why it cannot be
+            self._open_now()  # raises the reason
         if self._is_own_pd:
             open_part_now(self._pd)
         try:
@@ -178,11 +191,14 @@ class WorkerPool(Resource):
         return self
 
     async def drain(self) -> None:
-        """Take no more calls, but those of functions that run here, and wait until all are over.
+        """Stop taking calls, and wait until all calls have ended.
 
-        Where this is cancelled the calls go on. What follows is to close it.
+        Functions that run on the workers may still call the pool. A cancellation ends only the wait: the calls
+        continue, and the pool takes no more. After `drain` the pool can only be closed.
 
-        :raises BusyResourceError: a function of the pool itself asks for this.
+        :raises ClosedResourceError: the pool is not open.
+        :raises ForkedProcessError: the pool was opened in the process that this one was forked from.
+        :raises BusyResourceError: a function that runs on a worker of this pool called this, and would wait for itself.
         """
         self._check_open()
         self._check_not_on_worker()
@@ -190,13 +206,16 @@ class WorkerPool(Resource):
         await self._supervisor.wait_while(self._supervisor.is_busy)
 
     async def stop(self, deadline_s: float | None = None) -> None:
-        """Close it: `drain` it for so long at most, then cancel the calls that are left, which raise
-        `ClosedResourceError`, and end the workers. A cancellation of this is such a deadline, too.
+        """Drain the pool up to a deadline, cancel the remaining calls, end the workers, and close the pool.
 
-        :param deadline_s: seconds; None: for as long as the calls take.
-        :raises AffinityError: its workers are processes, and another loop opened it; nothing was done.
-        :raises BusyResourceError: a thread is inside of a function that does not end; it is still there, and the pool
-            takes no calls, and can be closed again. Or a function of the pool itself asks for this.
+        Calls that are cancelled raise `ClosedResourceError`. If this is cancelled while it drains, the deadline has
+        come: the remaining calls are cancelled, the pool is closed, and then the cancellation is raised.
+
+        :param deadline_s: seconds to wait for calls before they are cancelled; None: no limit.
+        :raises AffinityError: the workers are processes, and another event loop opened the pool. Nothing was done.
+        :raises BusyResourceError: a worker thread runs a function that does not end. The thread is left running, the
+            pool takes no calls, and can be closed again. Or a function that runs on a worker of this pool called this.
+        :raises VerbsError: a verb failed. The pool can be closed again.
         """
         self._check_not_on_worker()
         if self.state is ResourceState.OPEN and not self.closed:
@@ -204,7 +223,7 @@ class WorkerPool(Resource):
             try:
                 with anyio.move_on_after(deadline_s if deadline_s is not None else math.inf):
                     await self.drain()
-            except BaseException as error:  # who cancelled is to see that
+            except BaseException as error:  # includes cancellations, which the caller must receive
                 await self._close_after_error(error)
                 raise
         await self._close()
@@ -226,7 +245,7 @@ class WorkerPool(Resource):
             error.add_note(f"and closing {self!r} failed: {type(another).__name__}: {another}")
 
     def _can_close_pd(self) -> bool:
-        """Whether a protection domain of its own is to be closed."""
+        """Return whether the pool opened its protection domain itself, and no worker uses it any more."""
         return self._is_own_pd and self.state in (ResourceState.NEW, ResourceState.CLOSED)
 
     def _check_not_on_worker(self) -> None:
@@ -234,7 +253,10 @@ class WorkerPool(Resource):
             raise BusyResourceError(f"{self!r} waits for the functions that run there: have it closed from without")
 
     async def aclose(self) -> None:
-        """Close it: `stop` it after `drain_s` seconds."""
+        """Close the pool: call `stop` with a deadline of `drain_s` seconds. Raises the same exceptions.
+
+        Closing a closed pool does nothing. In the child of a fork nothing is done.
+        """
         await self.stop(self._drain_s)
 
     async def __aexit__(
@@ -277,27 +299,40 @@ class WorkerPool(Resource):
     async def run(
         self, function: Callable[[*Ts], Any], /, *args: *Ts, worker: int | None = None, key: Key | None = None
     ) -> Any:
-        """Call a function on a worker, from any asyncio event loop; what it returns or raises comes back.
+        """Call a function on a worker, and wait for its result. Any asyncio event loop may call this.
 
-        Context variables go with it. A plain function is called between the worker's tasks, a coroutine function is
-        awaited in one of its own. A cancellation goes there, too, once, and is raised here when the function has ended,
-        or what that raised on its way out.
+        The function runs in a copy of the caller's context, except in a process. A plain function is called between the
+        tasks of the worker's loop; a coroutine function is awaited in a new task there.
 
-        Calls go to processes, and come back, by the loop that opened the pool. While that stands still nothing comes
-        back, and a cancellation does not wait for it; where it is gone, calls raise `WorkerDiedError`.
+        A cancellation is forwarded to the worker once, by cancelling the function's task. The caller still waits until
+        the function has ended, and then raises the cancellation, or the exception that the function raised instead.
 
-        :param worker: the number of the worker; None: the pool's `placement` chooses one.
-        :param key: a text, bytes or a number: calls with the same key go to the same worker.
-        :raises WorkerDiedError: the worker died meanwhile.
-        :raises BrokenResourceError: one died before and was not replaced, or something there cancelled the function.
-        :raises ClosedResourceError: the pool is not open, or was closed meanwhile and cancelled the function.
-        :raises ForkedProcessError: it was opened in the process that this one was forked from.
+        Calls to worker processes pass through the event loop that opened the pool. While that loop does not run, no
+        result arrives, and a cancelled caller does not wait for the function. If that loop is closed, or its thread has
+        ended, calls raise `WorkerDiedError`.
+
+        :param function: plain function or coroutine function. For a process: a function that can be pickled.
+        :param args: positional arguments of the function.
+        :param worker: number of the worker, 0..size-1; None: `key` or the pool's `placement` chooses the worker.
+        :param key: string, bytes or integer. Calls with equal keys run on the same worker.
+        :returns: the result of the function.
+        :raises WorkerDiedError: the worker died before the call ended.
+        :raises BrokenResourceError: a worker died before this call and was not replaced; or the function was cancelled
+            on the worker, and not by the caller.
+        :raises ClosedResourceError: the pool is not open, or was closed during the call, which was cancelled.
+        :raises ForkedProcessError: the pool was opened in the process that this one was forked from.
+        :raises ValueError: the pool has no such worker, both `worker` and `key` are given, or the `placement` policy
+            chose a worker that does not exist.
+        :raises TypeError: `key` is not a string, bytes or an integer.
+        :raises PicklingError: the workers are processes, and the function, an argument or the result cannot be pickled.
+            `pickle` may raise other exceptions instead.
         :raises RuntimeError: no asyncio event loop is running.
+        :raises Exception: whatever the function raised.
         """
         future: CrossLoopFuture[Any] = CrossLoopFuture(running_loop())
         call = self._send(function, args, future, worker, key)
         if call.handle.poll_interval_s is not None:
-            future.watch(functools.partial(poll_error, call))  # a lambda would cost each call an object
+            future.watch(functools.partial(poll_error, call))  # cheaper than a lambda
         return await future.wait(call.withdraw)
 
     @overload
@@ -321,9 +356,23 @@ class WorkerPool(Resource):
     def start_soon(
         self, function: Callable[[*Ts], Any], /, *args: *Ts, worker: int | None = None, key: Key | None = None
     ) -> CallFuture[Any]:
-        """Start a call as `run` does, from any thread, and do not wait for it.
+        """Start a call as `run` does, and return without waiting for its end. Any thread may call this.
 
-        Its end can be awaited, waited for by a thread without a loop, or forgotten, in which case an error is logged.
+        A loop can await the returned future, and a thread without a loop can wait for it. If the call fails and its
+        result is never retrieved, the logger ``aioverbs.pool`` logs an error.
+
+        :param function: plain function or coroutine function. For a process: a function that can be pickled.
+        :param args: positional arguments of the function.
+        :param worker: number of the worker, 0..size-1; None: `key` or the pool's `placement` chooses the worker.
+        :param key: string, bytes or integer. Calls with equal keys run on the same worker.
+        :returns: future of the call. Its end raises `WorkerDiedError` and the exceptions of the function as `run` does.
+        :raises ClosedResourceError: the pool is not open.
+        :raises BrokenResourceError: a worker died before and was not replaced.
+        :raises ForkedProcessError: the pool was opened in the process that this one was forked from.
+        :raises ValueError: as for `run`.
+        :raises TypeError: `key` is not a string, bytes or an integer.
+        :raises PicklingError: the workers are processes, and the function or an argument cannot be pickled. `pickle`
+            may raise other exceptions instead.
         """
         future: CallFuture[Any] = CallFuture()
         call = self._send(function, args, future, worker, key)
@@ -367,13 +416,20 @@ class WorkerPool(Resource):
         limit: int | None = None,
         key: Callable[[Any], Key] | None = None,
     ) -> list[Any]:
-        """Call a function for each item, on all workers; the results, in the order of the items.
+        """Call a function once for each item, on all workers, and return the results in the order of the items.
 
-        The first call that fails cancels the others, and what it raised is raised, with notes of what others raised.
+        The first call that fails cancels the others. Its exception is raised, with a note for each other call that
+        failed.
 
-        :param limit: how many calls there are at most at a time; None: 16 for each worker. Items are asked for as they
-            are needed.
-        :param key: makes an item's key, as `run` takes it; None: the pool's `placement` chooses.
+        :param function: plain function or coroutine function that takes an item. For a process: one that can be
+            pickled.
+        :param items: iterable of the items, which is advanced only when a call can start.
+        :param limit: maximum number of calls at a time, at least 1; None: 16 for each worker.
+        :param key: function that returns the key of an item, as for `run`; None: the pool's `placement` chooses.
+        :returns: list of the results.
+        :raises ValueError: `limit` is less than 1.
+        :raises Exception: whatever the first failing call, `items` or `key` raised. See `run` for the exceptions of
+            calls.
         """
         concurrency = limit if limit is not None else _CALLS_PER_WORKER * self._supervisor.size
         if concurrency < 1:
@@ -385,7 +441,7 @@ class WorkerPool(Resource):
         async def call_items() -> None:
             try:
                 for number, item in numbered_items:
-                    results[number] = None  # its place
+                    results[number] = None  # reserves the item's place in the order
                     results[number] = await self.run(function, item, key=key(item) if key is not None else None)
             except Exception as error:
                 errors.append(error)
@@ -400,52 +456,62 @@ class WorkerPool(Resource):
             raise errors[0]
         return list(results.values())
 
-    # ---- Looking
+    # ---- Properties and statistics
 
     @property
     def size(self) -> int:
-        """How many workers it has."""
+        """Number of workers."""
         return self._supervisor.size
 
     @property
     def grace_s(self) -> float:
-        """For how many seconds closing waits for what it cancelled."""
+        """Seconds that closing waits for cancelled calls to end, and then again for the workers to end."""
         return self._grace_s
 
     @property
     def processes(self) -> bool:
-        """Whether the workers are processes."""
+        """True if the workers are processes, False if they are threads."""
         return isinstance(self._backend, ProcessBackend)
 
     def statistics(self) -> PoolStatistics:
-        """Its counts as they are now."""
+        """Return the current counts of the pool."""
         return PoolStatistics(len(self._lifecycle.children), self._supervisor.statistics())
 
 
-# ---- Sockets, which servers give to workers
+# ---- Calls with a socket, for servers
 
 
 def socket_call_factory_for(pool: WorkerPool, function: Callable[..., Any], *args: object) -> SocketCallFactory:
-    """Makes calls of a function with a socket, with what it is to tell on its way, and with arguments.
+    """Return a function that makes calls of a function with a socket, a callback and further arguments.
 
-    :raises PicklingError: it cannot go to processes; or another error.
+    :param pool: pool whose workers run the calls.
+    :param function: function that takes a socket, a callback that takes a bool, and the arguments.
+    :param args: further positional arguments of the function.
+    :raises PicklingError: the workers are processes, and the function or an argument cannot be pickled. `pickle` may
+        raise other exceptions instead.
     """
     return pool._backend.socket_call_factory(function, args)
 
 
 def send_socket_call(pool: WorkerPool, payload: object, outcome: ResultSink[Any], key: Key | None) -> PendingCall:
-    """Send such a call. It raises what `WorkerPool.run` does."""
+    """Send a call that a function from `socket_call_factory_for` made. Raises as `WorkerPool.run`.
+
+    :param pool: pool for whose workers the call was made.
+    :param payload: call as the factory returned it.
+    :param outcome: receiver of the result.
+    :param key: string, bytes or integer that chooses the worker; None: the pool's `placement` chooses.
+    """
     check_open(pool)
     return pool._supervisor.send(payload, outcome, None, key)
 
 
 async def wait_while_accepting_calls(pool: WorkerPool) -> None:
-    """Until a pool takes no more calls."""
+    """Wait until a pool takes no more calls because it is closing, closed or broken."""
     await pool._supervisor.wait_while(pool._supervisor.accepts_calls)
 
 
 def check_unbroken(pool: WorkerPool) -> None:
-    """See that a pool has not failed.
+    """Check that a pool is not broken.
 
     :raises BrokenResourceError: a worker died and was not replaced.
     """
@@ -453,9 +519,9 @@ def check_unbroken(pool: WorkerPool) -> None:
 
 
 async def _end_workers(supervisor: Supervisor, grace_s: float) -> None:
-    """Cancel what is left, and have all workers end."""
+    """Cancel the remaining calls, and end all workers."""
     supervisor.cancel()
-    with anyio.move_on_after(grace_s):  # without a second cancellation, which may do harm
+    with anyio.move_on_after(grace_s):  # no second cancellation: it could interrupt cleanup
         await supervisor.wait_while(supervisor.is_busy)
     supervisor.stop()
     with anyio.move_on_after(grace_s):

@@ -1,4 +1,4 @@
-"""A pool's worker from within: what the functions that run there find."""
+"""Workers as seen by the functions that they run: `current_worker`."""
 
 import asyncio
 import contextlib
@@ -31,17 +31,21 @@ __all__ = [
 
 LoopFactory = Callable[[], asyncio.AbstractEventLoop]
 
-# Tasks that start others when they are cancelled are cancelled so often.
+# Maximum number of rounds of cancellations: a cancelled task may start further tasks.
 _CANCEL_ROUNDS = 100
 
 _local = threading.local()
 
 
 class Worker:
-    """Where a function of a pool runs: see `current_worker`. What belongs to it is used by its functions only.
+    """Worker of a pool, for the functions that run on it: see `current_worker`.
 
-    :param number: from 0 on; one that replaces another has its number.
-    :param domain: its resource domain, over the pool's protection domain.
+    Only functions that run on the worker may use its domain.
+
+    :param number: number of the worker in its pool, 0 or higher. A worker that replaces another one has the same
+        number.
+    :param domain: resource domain of the worker, over the pool's protection domain.
+    :param supervisor: supervisor of the pool, to recognize its own workers; None in a worker process.
     """
 
     def __init__(self, number: int, domain: ResourceDomain, supervisor: object) -> None:
@@ -50,16 +54,16 @@ class Worker:
         self.domain = domain
         self.loop = running_loop()
         self.state: Any = None
-        """What the pool's `setup` made for it; None where it has none."""
+        """Value of the context manager of the pool's `setup`; None without one."""
 
     def __repr__(self) -> str:
         return f"<Worker {self.number} of {self.domain!r}>"
 
 
 def current_worker() -> Worker:
-    """The worker of whose loop this is called.
+    """Return the worker that runs the calling function.
 
-    :raises RuntimeError: it is called from elsewhere.
+    :raises RuntimeError: the caller does not run on a worker of a pool.
     """
     worker = worker_or_none()
     if worker is None:
@@ -68,7 +72,7 @@ def current_worker() -> Worker:
 
 
 def worker_or_none() -> Worker | None:
-    """The worker of whose thread this is called, if it is one's."""
+    """Return the worker that the current thread belongs to; None if the thread belongs to no worker."""
     return getattr(_local, "worker", None)
 
 
@@ -77,7 +81,14 @@ Setup = Callable[[Worker], AbstractAsyncContextManager[object]]
 
 @dataclass(frozen=True)
 class WorkerSettings:
-    """What the workers of a pool have in common. It goes to other processes, where these are workers."""
+    """Settings that all workers of a pool share. They are pickled if the workers are processes.
+
+    :param thread_model: thread model of the workers' domains.
+    :param message_model: message model of the workers' domains.
+    :param allocator: allocator of the memory that the provider uses for the workers' domains; None: the provider's own.
+    :param loop: ``"asyncio"``, ``"uvloop"``, or a function that returns a new event loop.
+    :param setup: async context manager that each worker enters before it takes calls; None: no setup.
+    """
 
     thread_model: ThreadModel
     message_model: MessageModel
@@ -87,9 +98,10 @@ class WorkerSettings:
 
 
 def loop_factory(loop: str | LoopFactory) -> LoopFactory:
-    """What makes event loops: asyncio's, uvloop's, or the function that is given.
+    """Return a function that makes event loops.
 
-    :raises ValueError: it is another name.
+    :param loop: ``"asyncio"``, ``"uvloop"``, or a function, which is returned.
+    :raises ValueError: `loop` is another string.
     :raises ImportError: uvloop is not installed.
     """
     match loop:
@@ -110,9 +122,16 @@ def loop_factory(loop: str | LoopFactory) -> LoopFactory:
 async def worker_context(
     number: int, device: Device, pd: ProtectionDomain, settings: WorkerSettings, supervisor: object = None
 ) -> AsyncGenerator[Worker, None]:
-    """Be a worker on the running loop, which is its own: until the end of the block, where its tasks are cancelled.
+    """Make the current thread a worker for the length of the block.
 
-    :param crew: that it is one of, in this process.
+    The end of the block cancels all other tasks of the running loop, and waits for them.
+
+    :param number: number of the worker.
+    :param device: device of the pool.
+    :param pd: protection domain of the worker's domain.
+    :param settings: settings of all workers.
+    :param supervisor: supervisor of the pool, if it is in this process.
+    :returns: context manager that yields the worker.
     """
     async with AsyncExitStack() as stack:
         domain = await stack.enter_async_context(
@@ -131,7 +150,7 @@ async def worker_context(
         try:
             yield worker
         finally:
-            await cancel_tasks()  # they use what is closed next
+            await cancel_tasks()  # before the setup and the domain that they use are closed
 
 
 async def cancel_tasks() -> None:

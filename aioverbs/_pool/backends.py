@@ -1,4 +1,4 @@
-"""How the workers of a pool are made: threads or processes."""
+"""Backends of worker pools: threads and processes."""
 
 import errno
 import functools
@@ -21,11 +21,19 @@ from aioverbs.errors import VerbsError
 __all__ = ["ProcessBackend", "SocketCallFactory", "ThreadBackend"]
 
 SocketCallFactory = Callable[[socket.socket, Callable[[bool], object]], object]
-"""Makes a call, as workers take it, of a socket, and of what is told on the way: see `SocketCall`."""
+"""Function that makes a call from a socket and a callback that takes a bool: see `SocketCall`."""
 
 
 class ThreadBackend:
-    """How workers are made that are threads. It knows nothing of the pool, or that could not be forgotten."""
+    """Backend whose workers are threads.
+
+    A backend has no reference to the pool. The worker threads reference the backend, so such a reference would keep a
+    pool that is no longer used from being garbage-collected.
+
+    :param device: device of the pool.
+    :param pd: protection domain of the pool.
+    :param settings: settings of all workers.
+    """
 
     def __init__(self, device: Device, pd: ProtectionDomain, settings: WorkerSettings) -> None:
         self._device = device
@@ -33,28 +41,28 @@ class ThreadBackend:
         self._settings = settings
 
     def owner(self) -> Affinity | None:
-        """Any loop may close the pool."""
+        """Return None: any event loop may close the pool."""
         return None
 
     def open(self) -> None:
-        """Nothing is to be done before."""
+        """Check that an asyncio event loop is running."""
         running_loop()
 
     def spawn(self, supervisor: Supervisor, number: int, counts: Counts) -> WorkerHandle:
-        """A worker."""
+        """Return the handle of a new worker, which is not started."""
         return ThreadWorker(supervisor, number, counts, self._device, self._pd, self._settings)
 
     def make_payload(self, function: Callable[..., Any], args: tuple[Any, ...]) -> object:
-        """A call as workers take it."""
+        """Return a call of a function in the form that the workers take."""
         return function, args
 
     def socket_call_factory(self, function: Callable[..., Any], args: tuple[Any, ...]) -> SocketCallFactory:
-        """What makes calls of a function that get a socket first."""
+        """Return a function that makes calls with a socket and a callback as first arguments."""
         return lambda sock, report: (function, (sock, report, *args))
 
 
 class ProcessBackend(ThreadBackend):
-    """How workers are made that are processes."""
+    """Backend whose workers are processes."""
 
     _owner: Affinity
     _process_settings: ProcessSettings
@@ -64,11 +72,11 @@ class ProcessBackend(ThreadBackend):
         self._shared: SharedProtectionDomain | None = None
 
     def owner(self) -> Affinity | None:
-        """The loop that speaks with them."""
+        """Return the running loop, which communicates with the workers."""
         return Affinity.of_running_loop()
 
     def open(self) -> None:
-        """Share the protection domain, where its device can do that between processes."""
+        """Share the protection domain, if the device can share it between processes."""
         self._owner = Affinity.of_running_loop()
         key = secrets.randbits(64)
         shared = self._pd.share(key)
@@ -78,20 +86,24 @@ class ProcessBackend(ThreadBackend):
             if error.errno != errno.EOPNOTSUPP:
                 raise
         else:
-            # What is shared inside of one process only has nothing to be sent.
+            # A domain that can be shared only inside of one process cannot be sent.
             self._shared = shared if can_send_to_processes(shared) else None
         self._process_settings = ProcessSettings.of(
             self._device, self._settings, (shared.id, key) if self._shared else None
         )
 
     def spawn(self, supervisor: Supervisor, number: int, counts: Counts) -> WorkerHandle:
-        """A worker."""
+        """Return the handle of a new worker, which is not started."""
         return ProcessWorker(supervisor, number, counts, self._owner, self._process_settings, self._shared)
 
     def make_payload(self, function: Callable[..., Any], args: tuple[Any, ...]) -> object:
-        """A call as workers take it."""
+        """Return a pickled call of a function.
+
+        :raises pickle.PicklingError: the function or an argument cannot be pickled; `pickle` may raise other exceptions
+            instead.
+        """
         return pickled_call(function, args)
 
     def socket_call_factory(self, function: Callable[..., Any], args: tuple[Any, ...]) -> SocketCallFactory:
-        """What makes calls of a function that get a socket first."""
+        """Return a function that makes calls with a socket and a callback as first arguments."""
         return functools.partial(SocketCall, pickled_call(function, args))

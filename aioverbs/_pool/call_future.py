@@ -130,7 +130,7 @@ class CallFuture(concurrent.futures.Future[T]):
 
         :returns: the result of the function.
         :raises ForkedProcessError: the call was in flight at the fork that made this process.
-        :raises CancelledError: the call was cancelled.
+        :raises asyncio.CancelledError: the call was cancelled.
         :raises Exception: as for `WorkerPool.run`, or whatever the function raised.
         """
         self._check_process()

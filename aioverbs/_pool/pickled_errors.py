@@ -1,4 +1,4 @@
-"""Errors that go to another process by pickle, with what they looked like where they were raised."""
+"""Exceptions that are sent to another process, with their tracebacks as text."""
 
 import pickle
 import traceback
@@ -7,11 +7,14 @@ __all__ = ["pickled_error", "unpickled_error"]
 
 
 def pickled_error(error: BaseException) -> bytes:
-    """An error and where it came from, so that it can be raised in another process."""
+    """Pickle an exception and the text of its traceback.
+
+    An exception that cannot be pickled and unpickled is replaced by a `RuntimeError` with its type and message.
+    """
     text = "".join(traceback.format_exception(error))
     try:
         data = pickle.dumps(error)
-        pickle.loads(data)  # some go in and never come out
+        pickle.loads(data)  # some exceptions can be pickled, but not unpickled
     except Exception as why:
         stand_in = RuntimeError(f"{type(error).__name__}: {error} (which cannot be sent: {why})")
         data = pickle.dumps(stand_in)
@@ -19,7 +22,10 @@ def pickled_error(error: BaseException) -> bytes:
 
 
 def unpickled_error(payload: bytes) -> BaseException:
-    """That error, with a note of where it came from."""
+    """Return the exception that `pickled_error` pickled, with a note that contains the original traceback.
+
+    :param payload: result of `pickled_error`.
+    """
     data, text = pickle.loads(payload)
     try:
         error: BaseException = pickle.loads(data)

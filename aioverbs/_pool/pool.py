@@ -324,8 +324,8 @@ class WorkerPool(Resource):
         :raises ValueError: the pool has no such worker, both `worker` and `key` are given, or the `placement` policy
             chose a worker that does not exist.
         :raises TypeError: `key` is not a string, bytes or an integer.
-        :raises PicklingError: the workers are processes, and the function, an argument or the result cannot be pickled.
-            `pickle` may raise other exceptions instead.
+        :raises pickle.PicklingError: the workers are processes, and the function, an argument or the result cannot be
+            pickled. `pickle` may raise other exceptions instead.
         :raises RuntimeError: no asyncio event loop is running.
         :raises Exception: whatever the function raised.
         """
@@ -371,8 +371,8 @@ class WorkerPool(Resource):
         :raises ForkedProcessError: the pool was opened in the process that this one was forked from.
         :raises ValueError: as for `run`.
         :raises TypeError: `key` is not a string, bytes or an integer.
-        :raises PicklingError: the workers are processes, and the function or an argument cannot be pickled. `pickle`
-            may raise other exceptions instead.
+        :raises pickle.PicklingError: the workers are processes, and the function or an argument cannot be pickled.
+            `pickle` may raise other exceptions instead.
         """
         future: CallFuture[Any] = CallFuture()
         call = self._send(function, args, future, worker, key)
@@ -487,8 +487,8 @@ def socket_call_factory_for(pool: WorkerPool, function: Callable[..., Any], *arg
     :param pool: pool whose workers run the calls.
     :param function: function that takes a socket, a callback that takes a bool, and the arguments.
     :param args: further positional arguments of the function.
-    :raises PicklingError: the workers are processes, and the function or an argument cannot be pickled. `pickle` may
-        raise other exceptions instead.
+    :raises pickle.PicklingError: the workers are processes, and the function or an argument cannot be pickled. `pickle`
+        may raise other exceptions instead.
     """
     return pool._backend.socket_call_factory(function, args)
 

@@ -44,7 +44,7 @@ _numbers = itertools.count(1)  # of calls
 def pickled_call(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     """A call as it goes to another process.
 
-    :raises PicklingError: it cannot, as a lambda cannot; or another error, with a note.
+    :raises pickle.PicklingError: it cannot, as a lambda cannot; or another error, with a note.
     """
     try:
         return pickle.dumps((function, args), pickle.HIGHEST_PROTOCOL)

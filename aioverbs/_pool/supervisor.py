@@ -1,4 +1,4 @@
-"""The workers of a pool, from without: who has which calls, who died, who takes the place."""
+"""Supervision of a pool's workers: assignment of calls, detection of deaths, and replacement."""
 
 import asyncio
 import concurrent.futures
@@ -32,36 +32,40 @@ __all__ = [
 
 logger = logging.getLogger("aioverbs.pool")
 
-_MAX_REPLACEMENTS = 2  # to replace one again that died before it was at work: it may have been killed, or can never be
-_JOIN_S = 1.0  # what is left of a thread is a few instructions
+# How often the replacement of a worker is replaced again if it dies before it is ready. It may have been killed, which
+# a further attempt repairs; or it can never start, and attempts must end.
+_MAX_REPLACEMENTS = 2
+_JOIN_S = 1.0  # long enough: a thread that reported its end has a few instructions left
 
 
 class SupervisorState(enum.Enum):
-    """What a crew does with calls."""
+    """Treatment of calls by a supervisor."""
 
     OPEN = "open"
-    """It takes them."""
+    """Calls are taken."""
 
     DRAINING = "draining"
-    """It takes those of its own workers only, which others wait for."""
+    """Only calls by functions on the workers are taken, because calls in flight may wait for them."""
 
     STOPPED = "stopped"
-    """It takes none, and those that it has are cancelled."""
+    """No calls are taken, and all calls are cancelled."""
 
 
 @dataclass(frozen=True)
 class WorkerStatistics:
-    """Counts of a pool's worker and of those that it replaced, at one moment.
+    """Counts of a worker at one moment. Totals include the workers that this one replaced.
 
-    :param calls: how many it has, under way or waiting.
-    :param completed: how many returned.
-    :param failed: how many raised.
-    :param cancelled: how many ended by a cancellation.
-    :param deaths: how often a worker of this number died.
-    :param ready: whether it is at work; if not, it is being made, or gone.
-    :param native: whether its resource domain takes no locks.
-    :param shares_pd: whether its protection domain is the pool's, so that memory registered there serves it.
-    :param process_id: of its process; None where that is this one.
+    :param number: number of the worker in its pool, 0 or higher.
+    :param calls: number of calls that wait or are in flight.
+    :param completed: number of calls that returned.
+    :param failed: number of calls that raised an exception.
+    :param cancelled: number of calls that were cancelled.
+    :param deaths: number of workers with this number that died.
+    :param ready: True if the worker takes calls; False while it starts, and after it has ended.
+    :param native: True if the worker's resource domain takes no locks.
+    :param shares_pd: True if the worker's protection domain is that of the pool, so that memory registered there serves
+        the worker; False if the worker has a protection domain of its own.
+    :param process_id: ID of the worker's process; None for a thread of this process.
     """
 
     number: int
@@ -77,7 +81,7 @@ class WorkerStatistics:
 
 
 class PendingCall(Protocol):
-    """A call that a worker has."""
+    """Call of a function that a worker has, and that has not ended."""
 
     handle: Any
     outcome: ResultSink[Any] | None
@@ -85,39 +89,49 @@ class PendingCall(Protocol):
     is_cancelled_by_pool: bool
 
     def post(self) -> None:
-        """Send it to the worker, which is at work."""
+        """Send the call to its worker, which must be ready."""
 
     def withdraw(self) -> None:
-        """Have it cancelled there. From any thread."""
+        """Cancel the call on its worker. Call from any thread."""
 
     def cancellation(self) -> BaseException:
-        """How it ends where it is cancelled."""
+        """Return the error with which the call ends if it is cancelled."""
 
 
 def poll_end(call: PendingCall) -> float | None:
-    """End a call if nothing tells of its worker's end any more; return the seconds to the next look, None for never."""
+    """End a call if its worker has ended and no event can report that.
+
+    :returns: seconds until the next poll, or None if no further poll is needed.
+    """
     call.handle.poll()
     poll_interval_s: float | None = call.handle.poll_interval_s
     return poll_interval_s
 
 
 def poll_error(call: PendingCall) -> BaseException | None:
-    """Look in the same way at the worker that has the call now; return the error that ends the wait for the call."""
+    """Poll the worker that has a call now, which may be a replacement.
+
+    :returns: error that ends the caller's wait for the call, or None.
+    """
     error: BaseException | None = call.handle.poll_error(call)
     return error
 
 
 class Counts:
-    """Of a worker and those that replace it."""
+    """Call counts and deaths of one worker number, over all workers that had the number."""
 
     def __init__(self) -> None:
         self.completed = self.failed = self.cancelled = self.deaths = 0
 
 
 class WorkerHandle:
-    """One worker of a crew, under the crew's lock where nothing else is said.
+    """Supervisor's side of one worker.
 
-    :param number: which of the crew's it is.
+    Unless a method says otherwise, the supervisor's lock guards the attributes, and callers hold the lock.
+
+    :param supervisor: supervisor of the pool.
+    :param number: number of the worker in its pool, 0 or higher.
+    :param counts: counts of the worker and of those that it replaces.
     """
 
     def __init__(self, supervisor: "Supervisor", number: int, counts: Counts) -> None:
@@ -125,61 +139,89 @@ class WorkerHandle:
         self.number = number
         self.counts = counts
         self.calls: set[PendingCall] = set()
-        self.backlog: list[tuple[PendingCall, contextvars.Context]] = []  # before it is at work
+        self.backlog: list[tuple[PendingCall, contextvars.Context]] = []  # calls that wait until it is ready
         self.is_ready = False
         self.has_ended = False
-        self.replacements_left = 0  # how often it may be replaced before it is at work: those of the beginning never
+        self.replacements_left = 0  # replacements if it dies before it is ready; none for the workers of `start`
         self.native = False
         self.shares_pd = True
         self.process_id: int | None = None
         self.ready: concurrent.futures.Future[None] = concurrent.futures.Future()
-        self.ready.set_running_or_notify_cancel()  # so that who waits cannot cancel it
+        self.ready.set_running_or_notify_cancel()  # so that no waiter can cancel it
 
     def __repr__(self) -> str:
         return f"<worker {self.number} of {self.supervisor.name}>"
 
     def start(self) -> None:
-        """Begin to be: `on_ready` follows, and in any case `supervisor.ended`. Without the lock."""
+        """Start the worker. Call without the lock.
+
+        The worker calls `on_ready` when it is ready, and in any case `Supervisor.on_worker_end` when it has ended.
+        """
         raise NotImplementedError
 
     def make_call(self, payload: object, outcome: ResultSink[Any]) -> PendingCall:
-        """A call of its own, of what the crew's `prepare` made."""
+        """Return a new call for this worker.
+
+        :param payload: function and arguments, as the pool's backend prepared them.
+        :param outcome: receiver of the result.
+        """
         raise NotImplementedError
 
     def stop(self) -> None:
-        """Have it end. From any thread, without the lock; again and again."""
+        """Tell the worker to end. Call from any thread, without the lock, any number of times."""
         raise NotImplementedError
 
     @property
     def poll_interval_s(self) -> float | None:
-        """Seconds between two looks of a caller that waits here for this worker; None where its end is told."""
+        """Seconds between polls by a caller on the running loop; None if the caller is notified of the worker's end."""
         return None
 
     def poll(self) -> None:
-        """Where what tells of its end is gone, end it. From any thread, without the lock."""
+        """End the worker if its owner has ended, so that no event can report its end.
+
+        Call from any thread, without the lock.
+        """
 
     def poll_error(self, call: PendingCall) -> BaseException | None:
-        """Look, and return the error that ends the wait for a call here, where nothing else tells of it."""
+        """Poll, and return the error that ends the caller's wait for a call, if nothing else ends that wait.
+
+        :param call: call of this worker.
+        :returns: the error; None to continue to wait.
+        """
 
     def kill(self) -> bool:
-        """End it, whatever it does; False where nothing can. Without the lock."""
+        """End the worker by force. Call without the lock.
+
+        :returns: False if the worker cannot be ended by force.
+        """
         raise NotImplementedError
 
     def join(self, timeout_s: float) -> bool:
-        """Wait, and block, until nothing is left of one that has ended, which is soon; whether it is so."""
+        """Block until the thread or process of a worker that has ended is gone, which takes a short time.
+
+        :param timeout_s: maximum time to wait, in seconds.
+        :returns: True if the thread or process is gone.
+        """
         raise NotImplementedError
 
     def on_ready(self) -> None:
-        """It is at work, and gets the calls that wait for it. Without the lock."""
+        """Mark the worker as ready, and send the waiting calls to it. Call without the lock."""
         with self.supervisor.lock:
-            self.is_ready = True  # first: what a handler of signals sends meanwhile is not put where nobody looks again
+            # Set before the backlog is taken: a signal handler that sends a call here must not add it to the backlog,
+            # which is never read again.
+            self.is_ready = True
             backlog, self.backlog = self.backlog, []
             for call, context in backlog:
                 context.run(call.post)
         self.ready.set_result(None)
 
     def on_done(self, call: PendingCall, result: object, error: BaseException | None) -> None:
-        """A call of its own has ended; the first time counts. Without the lock."""
+        """Record the end of a call. Only the first report has an effect. Call without the lock.
+
+        :param call: call of this worker.
+        :param result: result of the function, if `error` is None.
+        :param error: exception of the call; None if the function returned.
+        """
         with self.supervisor.lock:
             if call not in self.calls:
                 return
@@ -191,14 +233,14 @@ class WorkerHandle:
             else:
                 self.counts.failed += 1
             is_last = not self.calls and self.supervisor.state is not SupervisorState.OPEN
-            outcome, call.outcome = call.outcome, None  # or the error's traceback would hold what holds the error
+            outcome, call.outcome = call.outcome, None  # break the cycle: error, traceback, frame, call, outcome
         if outcome is not None:
             outcome.settle(result, error)
         if is_last:
             self.supervisor._condition.notify()
 
     def statistics(self) -> WorkerStatistics:
-        """Its counts."""
+        """Return the current counts of the worker."""
         counts = self.counts
         return WorkerStatistics(
             self.number,
@@ -215,18 +257,23 @@ class WorkerHandle:
 
 
 def _death_error(handle: WorkerHandle, reason: str, cause: BaseException | None) -> WorkerDiedError:
-    """One for each who is told: each has a traceback of its own."""
+    """Return a new error for the death of a worker.
+
+    Each receiver gets an error of its own, because raising adds a traceback.
+    """
     died = WorkerDiedError(handle.number, reason)
     died.__cause__ = cause
     return died
 
 
 class Supervisor:
-    """All workers of a pool. Thread-safe.
+    """Manager of all workers of a pool. Any thread may use it.
 
-    :param name: of the pool, for people.
-    :param hire: makes a worker, which is not started.
-    :param replaces: whether who dies is replaced; if not, the crew fails.
+    :param name: name of the pool in messages.
+    :param size: number of workers.
+    :param spawn: function that returns the handle of a new worker, not started, for a supervisor, number and counts.
+    :param policy: policy that chooses a worker for calls that name neither a worker nor a key.
+    :param replaces: True to replace a worker that dies; False to mark the pool as broken.
     """
 
     def __init__(
@@ -239,20 +286,21 @@ class Supervisor:
         replaces: bool,
     ) -> None:
         self.name = name
-        self._forks = forks.count  # when they were hired
-        # Guards the workers, their calls and the stage. A signal's handler or a finalizer may run inside of a section
-        # and begin another one, in the same thread: so a section calls no function of the user's, and what it looks at
-        # is looked at by one operation, or is copied by one. In a child of a fork it is a new one.
+        self._forks = forks.count  # fork count when the workers were made
+        # Guards the workers, their calls and the state. The lock is reentrant, because a signal handler or a finalizer
+        # may run inside of a locked section, in the same thread, and enter another one. So a locked section calls no
+        # function of the user, and reads or copies each collection by one atomic operation. In the child of a fork the
+        # lock is replaced by a new one.
         self.lock = threading.RLock()
         forks.renew_lock_in_children(self)
-        self._condition = CrossLoopCondition()  # rings when something is over that a stop waits for
+        self._condition = CrossLoopCondition()  # notified of every end that closing waits for
         self.state = SupervisorState.OPEN
         self.broken: WorkerDiedError | None = None
         self._spawn_worker = spawn
         self._policy = policy
         self._replaces_dead = replaces
         self._handles: list[WorkerHandle] = []
-        self._ended_handles: list[WorkerHandle] = []  # threads and processes that may be about to end
+        self._ended_handles: list[WorkerHandle] = []  # ended, but their threads may still be exiting
         self._numbers = tuple(range(size))
         self.size = size
 
@@ -262,14 +310,19 @@ class Supervisor:
     # ---- Calls
 
     def send(self, payload: object, outcome: ResultSink[Any], worker: int | None, key: Key | None) -> PendingCall:
-        """Give a call to one of them.
+        """Assign a call to a worker, and send it, or let it wait until the worker is ready.
 
-        :param payload: what to do, as their kind takes it.
+        :param payload: function and arguments, as the pool's backend prepared them.
+        :param outcome: receiver of the result.
+        :param worker: number of the worker, 0..size-1; None: `key` or the policy chooses the worker.
+        :param key: string, bytes or integer. Calls with equal keys go to the same worker.
         :raises ClosedResourceError: no more calls are taken.
         :raises BrokenResourceError: a worker died and was not replaced.
-        :raises ValueError: there is no such worker.
+        :raises ValueError: there is no such worker, both `worker` and `key` are given, or the policy chose a wrong
+            number.
+        :raises TypeError: `key` is not a string, bytes or an integer.
         """
-        self._check_state()  # before a policy is asked in vain
+        self._check_state()  # here as well, so that the policy is not called for nothing
         number = self._choose_worker(worker, key)
         with self.lock:
             self._check_state()
@@ -281,13 +334,16 @@ class Supervisor:
                 return call
         try:
             call.post()
-        except RuntimeError:  # its loop is closed, and that will be told of
+        except RuntimeError:  # the worker's loop is closed; `on_worker_end` follows
             handle.on_done(call, None, WorkerDiedError(handle.number, "its event loop was closed"))
         return call
 
     def withdraw_backlogged(self, call: PendingCall) -> bool:
-        """Cancel a call that no worker has begun to look at; whether it was one. From any thread."""
-        with self.lock:  # so that it is either in the backlog still, or was posted
+        """Cancel a call that waits for its worker to become ready. Call from any thread.
+
+        :returns: True if the call was waiting, and has ended now; False if it was sent before.
+        """
+        with self.lock:  # so that the call is either still in the backlog, or was posted
             handle: WorkerHandle = call.handle
             rest = [(other, context) for other, context in handle.backlog if other is not call]
             if len(rest) == len(handle.backlog):
@@ -297,19 +353,19 @@ class Supervisor:
         return True
 
     def check_unbroken(self) -> None:
-        """See that nobody died who was not replaced.
+        """Check that no worker died without being replaced.
 
-        :raises BrokenResourceError: somebody did.
+        :raises BrokenResourceError: a worker died and was not replaced.
         """
         if self.broken is not None:
             raise BrokenResourceError(f"{self.name} is broken: {self.broken}") from self.broken
 
     def accepts_calls(self) -> bool:
-        """Whether anybody may call."""
+        """Return whether calls from outside of the pool are taken."""
         return self.state is SupervisorState.OPEN and self.broken is None
 
     def is_on_worker(self) -> bool:
-        """Whether this is called by one of them."""
+        """Return whether the caller runs on a worker thread of this supervisor."""
         current = worker_or_none()
         return current is not None and current.supervisor is self
 
@@ -339,18 +395,24 @@ class Supervisor:
 
     @property
     def inherited(self) -> bool:
-        """Whether its workers are those of the process that this one was forked from."""
+        """True if the workers belong to the process that this one was forked from."""
         return self._forks != forks.count
 
     def on_worker_end(
         self, handle: WorkerHandle, reason: str, cause: BaseException | None, *, is_replaceable: bool = True
     ) -> None:
-        """A worker is no more: of its own accord, or because it was told to. From any thread.
+        """Handle the end of a worker, whether it was told to end or died. Call from any thread, without the lock.
 
-        In the child of a fork nothing is done: what ended there is the child's copy of what waits for a worker.
+        A worker that ends before the supervisor is STOPPED has died: it is replaced, or the pool is broken. Its calls
+        end with `WorkerDiedError`.
 
-        :param reason: how it ended, for people.
-        :param is_replaceable: whether another one could take its place.
+        In the child of a fork nothing is done: what ended there is the child's copy of the task or thread that waits
+        for the worker, not the worker.
+
+        :param handle: handle of the worker.
+        :param reason: description of how the worker ended, for messages.
+        :param cause: exception that ended the worker, if known.
+        :param is_replaceable: False if no other worker can take its place.
         """
         if self.inherited:
             return
@@ -366,7 +428,7 @@ class Supervisor:
                 elif self.broken is None:
                     self.broken = _death_error(handle, reason, cause)
             calls = list(handle.calls)
-        if is_death and (handle.is_ready or handle.counts.deaths > 1):  # else who opens the pool hears of it
+        if is_death and (handle.is_ready or handle.counts.deaths > 1):  # else `start` reports it
             replaced = ", and is replaced" if successor is not None else ""
             logger.error("%s: %s%s", self.name, _death_error(handle, reason, cause), replaced)
         for call in calls:
@@ -378,7 +440,7 @@ class Supervisor:
         self._condition.notify()
 
     def _replace(self, handle: WorkerHandle) -> WorkerHandle:
-        """Who takes the place, and the calls that did not begin. Under the lock."""
+        """Return a new worker in the place of another one, with the calls that waited for it. Call under the lock."""
         successor = self._handles[handle.number] = self._spawn_worker(self, handle.number, handle.counts)
         successor.replacements_left = _MAX_REPLACEMENTS if handle.is_ready else handle.replacements_left - 1
         for call, context in handle.backlog:
@@ -389,15 +451,18 @@ class Supervisor:
         handle.backlog.clear()
         return successor
 
-    # ---- Beginning and ending
+    # ---- Starting and ending
 
     def spawn(self) -> None:
-        """Have all of them, to be started."""
+        """Make the handles of all workers, without starting them."""
         self._forks = forks.count
         self._handles = [self._spawn_worker(self, number, Counts()) for number in self._numbers]
 
     def start(self) -> list["concurrent.futures.Future[None]"]:
-        """Start all of them; futures that tell when they are at work, or why not."""
+        """Start all workers.
+
+        :returns: for each worker a future that ends when the worker is ready, or with the reason why it ended before.
+        """
         handles = tuple(self._handles)
         for handle in handles:
             self._start(handle)
@@ -406,18 +471,18 @@ class Supervisor:
     def _start(self, handle: WorkerHandle) -> None:
         try:
             handle.start()
-        except (OSError, RuntimeError) as error:  # no more threads, processes, descriptors
+        except (OSError, RuntimeError) as error:  # out of threads, processes or descriptors
             self.on_worker_end(handle, f"it could not be started: {error}", error)
 
     def drain(self) -> None:
-        """Take no more calls."""
+        """Stop taking calls from outside of the pool."""
         with self.lock:
             if self.state is SupervisorState.OPEN:
                 self.state = SupervisorState.DRAINING
         self._condition.notify()
 
     async def wait_while(self, condition: Callable[[], bool]) -> None:
-        """Wait as long as a condition of the crew holds.
+        """Wait as long as a condition of the supervisor is true, and poll the workers meanwhile if needed.
 
         :param condition: `is_busy`, `has_workers` or `accepts_calls`.
         """
@@ -430,17 +495,17 @@ class Supervisor:
         await self._condition.wait_while(holds, poll_s=next((handle.poll_interval_s for handle in self._handles), None))
 
     def is_busy(self) -> bool:
-        """Whether there are calls."""
+        """Return whether any call waits or is in flight."""
         with self.lock:
             return any(handle.calls for handle in self._handles)
 
     def has_workers(self) -> bool:
-        """Whether a worker is."""
+        """Return whether any worker has not ended."""
         with self.lock:
             return any(not handle.has_ended for handle in self._handles)
 
     def cancel(self) -> None:
-        """Take no more calls, and cancel those that there are."""
+        """Stop taking calls, and cancel all calls."""
         with self.lock:
             self.state = SupervisorState.STOPPED
             calls = [call for handle in self._handles for call in tuple(handle.calls)]
@@ -456,23 +521,26 @@ class Supervisor:
         self._condition.notify()
 
     def closed_error(self) -> ClosedResourceError:
-        """Why a call was cancelled."""
+        """Return a new error for a call that was cancelled because the pool was closed."""
         return ClosedResourceError(f"{self.name} was closed before this call was over, and cancelled it")
 
     def stop(self) -> None:
-        """Have all of them end. From any thread."""
+        """Tell all workers to end. Call from any thread."""
         for handle in self._live_handles():
             handle.stop()
 
     def kill(self) -> list[str]:
-        """End all that can be; what is left, and what it does."""
+        """End all workers by force that can be ended so.
+
+        :returns: descriptions of the other workers, with the number of their calls.
+        """
         return [f"{handle!r} with {len(handle.calls)} calls" for handle in self._live_handles() if not handle.kill()]
 
     def _unjoined(self, timeout_s: float) -> list[WorkerHandle]:
         return [handle for handle in self._ended_handles if not handle.join(timeout_s)]
 
     def join(self) -> None:
-        """Wait, and block, until nothing is left of those that have ended."""
+        """Block until the threads and processes of all workers that have ended are gone, up to 1 s for each."""
         with self.lock:
             self._ended_handles = self._unjoined(_JOIN_S)
 
@@ -481,14 +549,14 @@ class Supervisor:
             return [handle for handle in self._handles if not handle.has_ended]
 
     def abandon(self) -> None:
-        """Nobody knows it any more. For a finalizer: no lock."""
+        """Tell all workers to end when the pool object is garbage-collected. Takes no lock: a finalizer calls this."""
         self.state = SupervisorState.STOPPED
         for handle in self._handles:
-            with contextlib.suppress(RuntimeError):  # it has ended
+            with contextlib.suppress(RuntimeError):  # its loop is closed
                 handle.stop()
 
     def statistics(self) -> tuple[WorkerStatistics, ...]:
-        """Counts of all of them."""
+        """Return the current counts of all workers."""
         with self.lock:
             return tuple(handle.statistics() for handle in self._handles)
 

@@ -16,7 +16,7 @@ __all__ = ["ThreadWorker"]
 
 
 class _ThreadCall(CrossLoopCall[Any]):
-    """A call of a worker's."""
+    """Call that a worker thread executes."""
 
     __slots__ = ("handle", "is_cancelled_by_pool")
 
@@ -37,29 +37,36 @@ class _ThreadCall(CrossLoopCall[Any]):
         if self.handle.supervisor.withdraw_backlogged(self):
             return
         if self.handle.is_ready:
-            self.loop = self.handle.loop  # another thread may be just about to post it
+            self.loop = self.handle.loop  # for the next line: another thread may not have posted the call yet
             super().withdraw()
-        # Else it is over.
+        # Else the call has ended.
 
     def start(self) -> None:
         if not self.handle.is_ending():
             super().start()
 
     def settle(self, result: object, error: BaseException | None) -> None:
-        if not self.handle.is_ending():  # else the crew tells of its end
+        if not self.handle.is_ending():  # else the supervisor ends the call
             self.handle.on_done(self, result, error)
 
     def cancellation(self) -> BaseException:
         return self.handle.supervisor.closed_error() if self.is_cancelled_by_pool else super().cancellation()
 
     def leave(self, error: BaseException) -> None:
-        """The crew tells of it."""
+        """Do nothing: the supervisor ends the calls of a worker whose loop ends."""
 
 
 class ThreadWorker(WorkerHandle):
-    """A thread with an event loop and a resource domain.
+    """Worker thread with an event loop and a resource domain.
 
-    Its thread is a daemon: a program that ends without closing the pool does not wait for it.
+    The thread is a daemon, so a program that exits without closing the pool does not wait for it.
+
+    :param supervisor: supervisor of the pool.
+    :param number: number of the worker in its pool.
+    :param counts: counts of the worker and of those that it replaces.
+    :param device: device of the pool.
+    :param pd: protection domain of the worker's domain.
+    :param settings: settings of all workers.
     """
 
     loop: asyncio.AbstractEventLoop
@@ -87,7 +94,11 @@ class ThreadWorker(WorkerHandle):
         self._thread.start()
 
     def join(self, timeout_s: float) -> bool:
-        """Wait for the thread."""
+        """Wait for the thread.
+
+        :param timeout_s: maximum time to wait, in seconds.
+        :returns: True if the thread has ended.
+        """
         if self._thread.ident is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout_s)
         return not self._thread.is_alive()
@@ -112,23 +123,23 @@ class ThreadWorker(WorkerHandle):
             await self._stop.wait()
 
     def is_ending(self) -> bool:
-        """Whether its loop cancels everything because something ended it. On that loop."""
+        """Return whether the loop cancels all tasks because something ended it. Call on that loop."""
         task = self._main_task
         return task is None or task.cancelling() > 0 or task.done()
 
     def stop(self) -> None:
-        """Have the loop end."""
+        """Tell the worker's loop to end."""
         self._is_stopping = True
         if self._stop is not None:
-            with contextlib.suppress(RuntimeError):  # it is closed
+            with contextlib.suppress(RuntimeError):  # the loop is closed
                 self.loop.call_soon_threadsafe(self._stop.set)
 
     def kill(self) -> bool:
-        """A thread ends by itself only."""
+        """Return False: a thread cannot be ended by force."""
         return False
 
     def make_call(self, payload: object, outcome: ResultSink[Any]) -> PendingCall:
-        """A call of a function with arguments."""
+        """Return a call from a function and its arguments."""
         assert isinstance(payload, tuple)
         function, args = payload
         return _ThreadCall(self, function, args, outcome)

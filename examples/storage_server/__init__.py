@@ -1,4 +1,4 @@
-"""A storage server, in the small and in earnest: volumes in files, that clients read and write by RDMA.
+"""A storage server: volumes in files, which clients read and write by RDMA.
 
     python examples/storage_server serve /srv/volumes --port 7480 --metrics-port 9480
     export STORAGE_AT=127.0.0.1:7480 STORAGE_TOKEN_FILE=/srv/volumes/owner.token
@@ -9,23 +9,24 @@
     python examples/storage_server access /srv/volumes add ann > ann.token
     python examples/storage_server access /srv/volumes allow ann disk read
 
-or, to see all of it at work in a folder that is gone afterwards,
+To see all of it at work in a temporary folder, run
 
     python examples/storage_server demo
 
-Data goes one-sidedly: a client reads and writes a volume's memory, and the server's program does nothing for it. What
-was written is durable when a flush that began after it is answered, whatever happens to the server; what was not is,
-byte for byte, as before or as written. A volume that was made, resized or deleted is found whole after any crash, or as
-it was before.
+Data moves by one-sided RDMA: a client reads and writes a volume's memory directly, and no code of the server runs. A
+write is durable once a flush that began after the write has been answered, even if the server crashes. After a crash,
+each byte of an unflushed write has either its old or its new value. A volume whose creation, resize or deletion was
+interrupted by a crash is found either unchanged or completely changed.
 
-Nobody may do anything without a token. The folder's own, of the client "owner", may do everything: so may whoever can
-read the folder. Other clients may do what the command ``access`` says; who loses a right loses it within a second or
-two, also where the volume is open.
+Every operation needs a token. The client "owner", whose token is in the server's folder, may do everything, and so may
+every user that can read the folder. The command ``access`` grants rights to other clients. A client that loses a right
+loses it within a second or two, even for a volume that it has open.
 
-Where to read on: server.py has how the parts hang together, client.py is what programs use, commits.py and backings.py
-have why a flush is durable, folder.py and catalog.py why nothing is half made. It wants msgspec and prometheus-client.
+Where to start: server.py shows how the parts fit together, client.py is the API for programs, commits.py and
+backings.py explain why a flush is durable, catalog.py and volume_store.py explain how interrupted changes are completed
+or undone. The package needs msgspec and prometheus-client.
 
-What it does not do: a volume has one server. A disk that fails under a mapping ends the server by a signal, as any
-process whose mapped file cannot be read; that a disk is full does not, since volumes have all of their room from the
-beginning, but for snapshots by reflink, which share it until either is written to.
+Limits: one server serves a volume. If the disk fails under a mapping, a signal ends the server, as for any process
+whose mapped file cannot be read. A full disk does not: all blocks of a volume are allocated when it is created. The
+exception are snapshots by reflink, which share blocks until one of the two files is written to.
 """

@@ -1,9 +1,9 @@
-"""`python examples/storage_server`, or `python -m storage_server` where examples is on the path."""
+"""Entry point of `python examples/storage_server`, and of `python -m storage_server` with examples on the path."""
 
 import sys
 from pathlib import Path
 
-if not __package__:  # started as a folder: its files are found as those of a package all the same
+if not __package__:  # Run as a folder: import its files as modules of the package.
     here = Path(__file__).resolve().parent
     sys.path[:] = [str(here.parent), *(each for each in sys.path if Path(each).resolve() != here)]
 

@@ -1,12 +1,11 @@
-"""What stands between a volume's file and the memory that clients reach: a mapping of the file, or a cache before it.
+"""Two ways to connect a volume's file with registered memory: mapping the file, or caching it.
 
-`Mapped`: the file's own pages are mapped and registered. What a client wrote one-sidedly is in the page cache when its
-completion came, so that fdatasync after that finds it: see `Mapped.sync`. It is for the software device. A NIC's driver
-pins what is registered for as long as it is, and kernels refuse that for pages of files, since a file system could not
-tell when such a page is written to.
+`Mapped` maps and registers the file's own pages. When a client's one-sided write completes, its data is in the page
+cache, so a later fdatasync covers it: see `Mapped.sync`. It is for the software device. A NIC's driver pins registered
+pages for a long time, which kernels refuse for pages of files, since the file system could not detect writes to them.
 
-`Cached`: anonymous pages are registered, the file is read into them, and what was written is written back. Nobody but
-the client knows what it wrote one-sidedly, so its flush says that: see `Cached.sync`.
+`Cached` registers anonymous memory, reads the file into it, and writes changes back. Only the client knows which ranges
+it wrote one-sidedly, so its flush lists them: see `Cached.sync`.
 """
 
 import threading
@@ -20,7 +19,7 @@ from storage_server.ranges import Ranges
 __all__ = ["Backing", "Cached", "Mapped"]
 
 ACCESS = AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_READ | AccessFlags.REMOTE_WRITE | AccessFlags.MW_BIND
-_PIECE = 64 * 1024  # bytes that are compared at a time
+_PIECE = 64 * 1024  # bytes compared at a time
 
 
 class Backing(Protocol):
@@ -29,25 +28,28 @@ class Backing(Protocol):
     region: MemoryRegion
     memory: memoryview
     tell: bool
-    """Whether a flush is to be told what was written one-sidedly."""
+    """Whether a flush must list the ranges that were written one-sidedly."""
 
     def written(self, ranges: Iterable[tuple[int, int]]) -> None:
-        """These bytes of the memory may not be in the file. Called by any thread."""
+        """Record ranges of the memory that may differ from the file. Callable from any thread."""
 
     def sync(self) -> None:
-        """Make durable what was in memory when this was called, of what was told by `written`. It blocks.
+        """Make the ranges recorded by `written` durable, with the contents that they have at the time of the call.
 
-        One at a time.
+        Blocking. There is at most one call at a time.
         """
 
     def settle(self) -> None:
-        """Bring to the file, and make durable, all that is in memory, told or not. It blocks; nobody may write."""
+        """Write all changes back to the file, recorded or not, and make them durable.
+
+        Blocking; no client may write meanwhile.
+        """
 
 
 class Mapped:
-    """The file's own pages.
+    """The file's own pages, mapped and registered.
 
-    :param region: of a mapping of the file.
+    :param region: memory region of a mapping of the file.
     """
 
     tell = False
@@ -58,36 +60,36 @@ class Mapped:
         self.memory = region.buffer
 
     def written(self, ranges: Iterable[tuple[int, int]]) -> None:
-        """The kernel knows."""
+        """Do nothing: the kernel tracks dirty pages."""
 
     def sync(self) -> None:
-        """Fdatasync, which is enough.
+        """Call fdatasync, which is sufficient, for the following reasons.
 
-        A client flushes after its writes completed. A write of RDMA completes at its end when this end's device has
-        acknowledged it, and the software device acknowledges when it has copied the bytes: by a store to the mapping,
-        which marks the page dirty in the page tables, or by the kernel's process_vm_writev, which marks it when it lets
-        go of it. Both are over before the request to flush is received. fdatasync takes up the dirty marks of the page
-        tables (it write-protects the pages, so that who writes later marks them anew), writes, and waits. A store that
-        comes in the middle of that is of a write that was not complete when the flush was asked for.
+        A client flushes after its writes have completed. An RDMA write completes at the client when the server's device
+        has acknowledged it, and the software device acknowledges after copying the bytes. It copies either by stores to
+        the mapping, which mark the pages dirty in the page tables, or by process_vm_writev, in which the kernel marks
+        them when it unpins them. Both happen before the flush request is received. fdatasync collects the dirty marks
+        of the page tables (and write-protects the pages, so that a later store marks them again), writes the pages, and
+        waits. A store that arrives in between belongs to a write that had not completed when the flush was requested.
         """
         self._file.datasync()
 
     def settle(self) -> None:
-        """The same: nothing can be written past the kernel."""
+        """Call fdatasync: no write bypasses the kernel's dirty tracking."""
         self._file.datasync()
 
 
 class Cached:
-    """Memory of our own before the file.
+    """Anonymous memory as a cache of the file.
 
-    What is dirty is what messages wrote, which the server knows, and what a flush says that its client wrote
-    one-sidedly. A client that dies before its flush leaves its writes in the memory, where others read them, and nobody
-    says that they are dirty. It was promised nothing for them, and they take nothing from others: a flush writes back
-    what it names from the memory, whole, whoever else has written there. So that they are not lost without a crash,
-    whoever may have written is asked no more at the end: `settle` compares, when the last client closes the volume,
-    before a copy is made of it, and when the server ends.
+    Dirty ranges come from two sources: writes by message, which the server sees, and the ranges that a flush lists as
+    written one-sidedly by its client. A client that dies before its flush leaves its writes in memory, where other
+    clients read them, but not marked as dirty. Their durability was not promised, and other clients lose nothing: a
+    flush writes back the whole of the ranges it lists from memory, including bytes that other clients wrote there. To
+    keep such unflushed writes unless the server crashes, `write_back` compares memory and file: when the last client
+    closes the volume, before the volume is copied, and when the server ends.
 
-    :param region: of as many bytes as the volume has, filled from the file.
+    :param region: memory region of the volume's size, to be filled from the file.
     """
 
     tell = True
@@ -97,18 +99,18 @@ class Cached:
         self.region = region
         self.memory = region.buffer
         self._dirty = Ranges()
-        self._lock = threading.Lock()  # of the ranges
+        self._lock = threading.Lock()  # guards the ranges
 
     def written(self, ranges: Iterable[tuple[int, int]]) -> None:
-        """These bytes may not be in the file."""
+        """Record ranges that may differ from the file."""
         with self._lock:
             self._dirty.update(ranges)
 
     def sync(self) -> None:
-        """Write back, and fdatasync.
+        """Write the recorded ranges back, then call fdatasync.
 
-        The ranges are taken before any of them is read: what is written to them after that is told of after that, and
-        is the next sync's. Where one fails no later one succeeds (see `Commits`), so nothing is put back.
+        The ranges are taken before any of them is read: a write that comes later is recorded later, and left to the
+        next sync. If a write fails, no later sync succeeds (see `Commits`), so the ranges are not put back.
         """
         with self._lock:
             ranges = self._dirty.take()
@@ -117,7 +119,7 @@ class Cached:
         self._file.datasync()
 
     def settle(self) -> None:
-        """Write back what is not as it is in the file, told or not."""
+        """Write back all bytes that differ from the file, recorded or not."""
         with self._lock:
             self._dirty.take()
         for start in range(0, len(self.memory), _PIECE):

@@ -1,4 +1,4 @@
-"""What goes on to its end, whoever is cancelled meanwhile, and however often."""
+"""Awaiting a result without being interrupted by cancellation."""
 
 import asyncio
 from collections.abc import Awaitable
@@ -9,7 +9,10 @@ __all__ = ["to_its_end"]
 
 
 async def to_its_end(what: Awaitable[None]) -> None:
-    """Await something, whoever is cancelled meanwhile: by a scope, or by a server that stops. That is raised then."""
+    """Await a result to its end.
+
+    If the caller is cancelled meanwhile, by a scope or a server that stops, raise that afterwards.
+    """
     doing = asyncio.ensure_future(what)
     cancelled = None
     with anyio.CancelScope(shield=True):
@@ -19,6 +22,6 @@ async def to_its_end(what: Awaitable[None]) -> None:
             except asyncio.CancelledError as error:
                 cancelled = error
     if cancelled is not None:
-        _ = doing.cancelled() or doing.exception()  # nobody waits for what came of it
+        _ = doing.cancelled() or doing.exception()  # mark the exception as retrieved
         raise cancelled
     doing.result()

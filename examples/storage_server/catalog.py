@@ -1,11 +1,14 @@
-"""The catalog: which volumes there are, who may do what with them, and what was begun and not finished. SQLite, in WAL.
+"""The catalog: volumes, clients, rights and unfinished changes, in an SQLite database in WAL mode.
 
-A commit is durable before it returns (synchronous=FULL), and a volume's file is made and taken away between two of
-them: its row says 'making' before the file is there and 'ready' when it is whole, 'deleting' before it goes, and is
-forgotten when it is gone. So whatever is found after a crash, the catalog tells how to go on: see `unfinished`.
+A commit is durable before it returns (synchronous=FULL). The state of a volume's row changes before and after its file
+does:
 
-Any thread may call it: a lock has one statement or transaction after the other. The command `access` uses the same
-database from a process of its own.
+    making --file is created--> ready --row changes--> deleting --file is deleted--> (no row)
+
+So after a crash the row shows how to continue: see `unfinished`.
+
+All methods may be called from any thread; a lock serializes statements and transactions. The command `access` uses the
+same database from another process.
 """
 
 import hashlib
@@ -23,7 +26,7 @@ from storage_server.protocol import Mode
 
 __all__ = ["BLOCK", "Catalog", "ClientRow", "VolumeRow", "key_of", "name_of", "new_token"]
 
-BLOCK = 4096  # bytes: volumes have whole ones
+BLOCK = 4096  # bytes; sizes of volumes are multiples of this
 _LARGEST = 1 << 50
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _SCHEMA = 1
@@ -51,7 +54,7 @@ CREATE TABLE rights (
 
 
 class VolumeRow(NamedTuple):
-    """A volume, as the catalog has it."""
+    """A row of table `volumes`."""
 
     id: int
     name: str
@@ -60,7 +63,7 @@ class VolumeRow(NamedTuple):
 
 
 class ClientRow(NamedTuple):
-    """A client, and what it may do with which volumes."""
+    """A client and its rights, by volume name."""
 
     name: str
     admin: bool
@@ -68,9 +71,9 @@ class ClientRow(NamedTuple):
 
 
 def name_of(token: str) -> str:
-    """Whose token it is.
+    """Return the client's name in a token.
 
-    :raises InvalidError: it is none.
+    :raises InvalidError: the text is not a token.
     """
     name, dot, secret = token.strip().rpartition(".")
     if not dot or not secret or not _NAME.fullmatch(name):
@@ -79,27 +82,27 @@ def name_of(token: str) -> str:
 
 
 def new_token(name: str) -> str:
-    """A token that nobody can guess."""
+    """Return a new random token."""
     return f"{name}.{secrets.token_urlsafe(32)}"
 
 
 def key_of(token: str) -> bytes:
-    """What the server keeps of a token, and both ends prove that they know."""
+    """Return the key that the server stores for a token, and that both ends use for proofs."""
     return hashlib.sha256(token.strip().encode()).digest()
 
 
 class Catalog:
-    """The database of a server's folder. What it does is done, and durable, when it returns.
+    """Database of a server's folder. Every change is durable when its method returns.
 
-    :param path: of its file, which is made where there is none.
-    :raises InvalidError: the database is another version's.
+    :param path: path of the database file, which is created if missing.
+    :raises InvalidError: the database has another schema version.
     """
 
     def __init__(self, path: Path) -> None:
         self._database = sqlite3.connect(path, isolation_level=None, timeout=10.0, check_same_thread=False)
         self._lock = threading.RLock()
         try:
-            path.chmod(0o600)  # it has the clients' keys
+            path.chmod(0o600)  # the file contains the clients' keys
             self._database.execute("PRAGMA journal_mode = WAL")
             self._database.execute("PRAGMA synchronous = FULL")
             self._database.execute("PRAGMA foreign_keys = ON")
@@ -116,13 +119,13 @@ class Catalog:
             raise
 
     def close(self) -> None:
-        """Let go of the database."""
+        """Close the database."""
         with self._lock:
             self._database.close()
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
-        # IMMEDIATE: two processes that read and then write would else find out too late that they are two.
+        # IMMEDIATE: with a deferred transaction, two processes that read and then write would fail at the write.
         with self._lock:
             self._database.execute("BEGIN IMMEDIATE")
             try:
@@ -139,9 +142,9 @@ class Catalog:
     # ---- Volumes
 
     def find(self, name: str) -> VolumeRow:
-        """The volume of that name.
+        """Return the volume of a name.
 
-        :raises UnknownVolumeError: there is none.
+        :raises UnknownVolumeError: there is no such volume.
         """
         rows = self._rows("state = 'ready' AND name = ?", name)
         if not rows:
@@ -149,11 +152,11 @@ class Catalog:
         return rows[0]
 
     def volumes(self) -> list[VolumeRow]:
-        """All that are ready, by name."""
+        """Return all volumes that are ready, sorted by name."""
         return self._rows("state = 'ready' ORDER BY name")
 
     def unfinished(self) -> list[VolumeRow]:
-        """Those whose making or deleting was begun: their files are to go, where they are there, and they with them."""
+        """Return the volumes whose creation or deletion was interrupted; their files and rows are to be deleted."""
         return self._rows("state != 'ready'")
 
     def _rows(self, where: str, *values: object) -> list[VolumeRow]:
@@ -161,10 +164,10 @@ class Catalog:
         return [VolumeRow(number, name, size, bool(read_only)) for number, name, size, read_only in found]
 
     def begin(self, name: str, size: int, *, read_only: bool = False) -> VolumeRow:
-        """A volume is going to be made; its name is taken from now on.
+        """Add a volume in state 'making'. Its name is taken from now on.
 
-        :raises ExistsError: it is taken already.
-        :raises InvalidError: no volume can have that name or size.
+        :raises ExistsError: the name is taken.
+        :raises InvalidError: the name or the size is invalid.
         """
         if not _NAME.fullmatch(name):
             raise InvalidError(
@@ -183,20 +186,20 @@ class Catalog:
         return VolumeRow(done.lastrowid, name, size, read_only)
 
     def finish(self, volume: int) -> None:
-        """Its file is there, whole and durable."""
+        """Mark a volume as ready: its file is complete and durable."""
         self._set(volume, "state = 'ready'")
 
     def begin_delete(self, volume: int) -> None:
-        """It is to be deleted: there is none of that name from now on."""
+        """Mark a volume for deletion. Its name is free from now on."""
         self._set(volume, "state = 'deleting'")
 
     def forget(self, volume: int) -> None:
-        """Its file is gone, for good."""
+        """Delete the row of a volume whose file is deleted."""
         with self._transaction():
             self._database.execute("DELETE FROM volumes WHERE id = ?", (volume,))
 
     def set_size(self, volume: int, size: int) -> None:
-        """It has another size."""
+        """Set the size of a volume."""
         check_size(size)
         self._set(volume, "size = ?", size)
 
@@ -207,11 +210,12 @@ class Catalog:
     # ---- Clients
 
     def add_client(self, name: str, *, admin: bool = False, token: str | None = None) -> str:
-        """A new client, which may do everything, or nothing so far; its token, which is not kept here.
+        """Add a client; return its token. The catalog stores only the key derived from the token.
 
-        :param token: one of `new_token`; None: it is made here.
-        :raises ExistsError: there is one of that name.
-        :raises InvalidError: that is no name.
+        :param admin: whether the client may do everything; otherwise it has no rights yet.
+        :param token: a token from `new_token`; None: create one.
+        :raises ExistsError: there is a client of that name.
+        :raises InvalidError: the name is invalid.
         """
         if not _NAME.fullmatch(name):
             raise InvalidError(f"{name!r} is no name of a client: 1 to 64 of letters, digits, '.', '_' and '-'")
@@ -224,9 +228,9 @@ class Catalog:
         return token
 
     def remove_client(self, name: str) -> None:
-        """It may do nothing any more.
+        """Delete a client and all its rights.
 
-        :raises UnknownVolumeError: there is none of that name.
+        :raises UnknownVolumeError: there is no such client.
         """
         with self._transaction():
             self._one_client(self._database.execute("DELETE FROM clients WHERE name = ?", (name,)), name)
@@ -236,7 +240,7 @@ class Catalog:
             raise UnknownVolumeError(f"there is no client {name!r}")
 
     def allow(self, client: str, volume: str, mode: Mode) -> None:
-        """What a client may do with a volume from now on; `Mode.NONE`: nothing.
+        """Set a client's right to a volume; `Mode.NONE` removes it.
 
         :raises UnknownVolumeError: there is no such volume, or no such client.
         """
@@ -248,7 +252,7 @@ class Catalog:
                 self._database.execute("INSERT INTO rights VALUES (?, ?, ?)", (client, number, int(mode)))
 
     def clients(self) -> list[ClientRow]:
-        """All of them, by name."""
+        """Return all clients, sorted by name."""
         found = self._query("SELECT name, admin FROM clients ORDER BY name")
         return [ClientRow(name, bool(admin), self._rights_of(name)) for name, admin in found]
 
@@ -260,16 +264,16 @@ class Catalog:
         return {name: Mode(mode) for name, mode in self._query(query, client)}
 
     def key(self, client: str) -> bytes | None:
-        """What it proves to know; None: there is no such client."""
+        """Return a client's key; None if there is no such client."""
         found = self._query("SELECT key FROM clients WHERE name = ?", client)
         return found[0][0] if found else None
 
     def is_admin(self, client: str) -> bool:
-        """Whether it may do everything."""
+        """Return whether a client may do everything."""
         return self._query("SELECT admin FROM clients WHERE name = ?", client) == [(1,)]
 
     def mode(self, client: str, volume: int) -> Mode:
-        """What it may do with a volume."""
+        """Return a client's right to a volume."""
         if self.is_admin(client):
             return Mode.ADMIN
         query = "SELECT mode FROM rights WHERE client = ? AND volume = ?"
@@ -277,12 +281,12 @@ class Catalog:
         return Mode(found[0][0]) if found else Mode.NONE
 
     def version(self) -> int:
-        """A number that is another one when another process changed something."""
+        """Return a number that changes when another process changes the database."""
         return int(self._query("PRAGMA data_version")[0][0])
 
 
 def check_size(size: int) -> None:
-    """See that a volume can have so many bytes.
+    """Check that a volume can have this size in bytes.
 
     :raises InvalidError: it cannot.
     """

@@ -1,4 +1,4 @@
-"""The client: a connection to a storage server, and the volumes that are open on it.
+"""Client API: a connection to a storage server, and the volumes that are open on it.
 
     async with connect(host, port, token, domain=domain) as storage:
         await storage.create("disk", 1 << 30)
@@ -6,9 +6,9 @@
             await volume.write(0, b"hello")
             await volume.flush()
 
-Reads and writes go one-sidedly, by memory that the server granted, or by messages (`by_messages`), which a server's
-program answers. They are done in no order: await what is to be before something else. What was written is durable when
-a `flush` that began after it has returned, and may be lost before that.
+Reads and writes are one-sided, on memory granted by the server, or go by messages (`by_messages`), which the server
+handles. Concurrent operations are not ordered: await one before starting another that depends on it. A write is durable
+once a `flush` that began after the write returns, and may be lost before that.
 """
 
 import asyncio
@@ -49,66 +49,68 @@ from storage_server.rpc import RpcClient
 __all__ = ["Storage", "connect"]
 
 _SMALL_BUFFERS = 64
-_LARGE_BUFFERS = 4  # to begin with, and four times as many at most
-_ANSWER_S = 5.0  # for what must be known though who asked is cancelled
+_LARGE_BUFFERS = 4  # initial number; the limit is four times that
+_ANSWER_S = 5.0  # limit for answers that must be received even if the caller is cancelled
 
 
 class Storage:
-    """A server, as a client sees it. Made by `connect`; used on one loop, by any number of tasks.
+    """A connection to a server. Created by `connect`; used on one loop, by any number of tasks.
 
-    Whatever the server refuses is a `StorageError`; a connection that is lost is a `BrokenResourceError`, whereupon
-    another one is to be made: what was flushed is there.
+    Errors reported by the server are `StorageError`. A lost connection raises `BrokenResourceError`: connect again;
+    flushed data is safe.
     """
 
     def __init__(self, rpc: RpcClient, pools: tuple[BufferPool, BufferPool]) -> None:
         self._rpc = rpc
         self._pools = pools
-        self._opening = asyncio.Lock()  # one at a time, so that the grant that comes is its own
+        self._opening = asyncio.Lock()  # one request at a time, so that the next grant received belongs to it
 
     # ---- Volumes
 
     async def volumes(self) -> tuple[VolumeInfo, ...]:
-        """Those that this client may read, by name."""
+        """Return the volumes that this client may read, sorted by name."""
         return (await self._rpc.expect(ListVolumes(), Listing)).volumes
 
     async def create(self, name: str, size: int) -> None:
-        """Make a volume of zeros; it is durable when this returns.
+        """Create a volume of zeros. The volume is durable when this returns.
 
-        :param size: bytes, whole blocks of 4096.
-        :raises ExistsError: there is one of that name.
-        :raises InvalidError: none can have that name or size.
-        :raises NoRoomError: the disk has not so many bytes.
-        :raises RefusedError: this client may not; so the others here.
+        :param name: 1 to 64 letters, digits, '.', '_' and '-'.
+        :param size: bytes, a multiple of 4096.
+        :raises ExistsError: the name is taken.
+        :raises InvalidError: the name or the size is invalid.
+        :raises NoRoomError: the disk lacks space.
+        :raises RefusedError: this client is no admin. The methods that follow raise this, too.
         """
         await self._rpc.done(Create(size, name))
 
     async def resize(self, name: str, size: int) -> None:
-        """Give a volume another size, with zeros at its end; who has it open gets a `ChangedError`."""
+        """Change the size of a volume; new bytes are zero. Clients that have the volume open get a `ChangedError`."""
         await self._rpc.done(Resize(size, name))
 
     async def delete(self, name: str) -> None:
-        """Take a volume away; who has it open gets a `ChangedError`.
+        """Delete a volume. Clients that have it open get a `ChangedError`.
 
-        :raises UnknownVolumeError: there is none of that name.
+        :raises UnknownVolumeError: there is no such volume.
         """
         await self._rpc.done(Delete(name))
 
     async def snapshot(self, source: str, name: str) -> None:
-        """Make a volume that is as another one is at this moment, and stays so. Who writes there waits meanwhile."""
+        """Create a read-only copy of a volume in its present state. Writers of the source wait meanwhile."""
         await self._rpc.done(Copy(True, source, name))
 
     async def clone(self, source: str, name: str) -> None:
-        """The same, to be written to."""
+        """Create a writable copy of a volume in its present state. Writers of the source wait meanwhile."""
         await self._rpc.done(Copy(False, source, name))
 
     @contextlib.asynccontextmanager
     async def open(self, name: str, *, write: bool = False, by_messages: bool = False) -> AsyncIterator[RemoteVolume]:
-        """Use a volume, for the time of the block.
+        """Open a volume for the duration of the block.
 
-        :param write: whether it is to be written to.
-        :param by_messages: whether reads and writes are to go by messages, and not one-sidedly.
-        :raises RefusedError: this client may not.
-        :raises UnknownVolumeError: there is none of that name.
+        :param name: the volume.
+        :param write: whether to open it for writing.
+        :param by_messages: whether reads and writes use messages instead of one-sided RDMA.
+        :raises RefusedError: this client lacks the right.
+        :raises UnknownVolumeError: there is no such volume.
         """
         opened, granted = await self._opened(Open(Mode.WRITE if write else Mode.READ, name))
         volume = RemoteVolume(name, self._rpc, self._pools, self._opened, opened, granted, by_messages=by_messages)
@@ -118,7 +120,7 @@ class Storage:
             await self._close(opened)
 
     async def _close(self, opened: Opened) -> None:
-        """Close a volume, whoever is cancelled; a server that does not answer is given up."""
+        """Close a volume, even if the caller is cancelled. If the server does not answer, abort the connection."""
         if self._rpc.over is None:
             await to_its_end(self._ask_to_close(opened))
 
@@ -136,7 +138,7 @@ class Storage:
             try:
                 return await asyncio.shield(opening)
             except asyncio.CancelledError:
-                # Who is cancelled in the middle would not know what it has open.
+                # A cancelled request may leave a volume open: find out, and close it.
                 await to_its_end(self._give_up(opening, request))
                 raise
 
@@ -149,7 +151,7 @@ class Storage:
 
     async def _grant(self, request: Open | Reopen) -> tuple[Opened, RemoteGrant]:
         opened = await self._rpc.expect(request, Opened)
-        while True:  # grants of what was given up before came before
+        while True:  # earlier grants belong to requests that were cancelled
             granted = await self._rpc.connection.receive_grant()
             if granted.remote.rkey == opened.rkey:
                 return opened, granted
@@ -159,12 +161,15 @@ class Storage:
 async def connect(
     host: str, port: int, token: str, *, domain: ResourceDomain, settings: ConnectionSettings | None = None
 ) -> AsyncIterator[Storage]:
-    """A connection to a server, for the time of the block.
+    """Connect to a server for the duration of the block.
 
-    :param token: what `access add` printed, or the server's owner.token has in it.
-    :param domain: what the connection is made on.
-    :raises RefusedError: the server does not know the token.
-    :raises OSError: nobody is there, or it is no aioverbs server.
+    :param host: the server's address.
+    :param port: the server's TCP port.
+    :param token: the output of `access add`, or the contents of the server's owner.token.
+    :param domain: resource domain for the connection and its buffers.
+    :param settings: settings of the connection; None: defaults.
+    :raises RefusedError: the server does not accept the token.
+    :raises OSError: no server listens there, or the peer is no aioverbs server.
     """
     name, key = name_of(token), key_of(token)
     async with (

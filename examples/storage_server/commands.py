@@ -1,4 +1,4 @@
-"""The commands: `serve`, `client`, `load`, `demo` and `access`."""
+"""Command line: `serve`, `client`, `load`, `demo` and `access`."""
 
 import asyncio
 import contextlib
@@ -34,7 +34,7 @@ _SIZE = re.compile(r"(\d+)([KMGT]?)(?:i?B)?", re.IGNORECASE)
 
 
 def size(text: str | int) -> int:
-    """Bytes: 4096, 64K, 10MiB, 1G; the units are powers of 1024."""
+    """Parse a number of bytes such as 4096, 64K, 10MiB or 1G; units are powers of 1024."""
     found = _SIZE.fullmatch(str(text).strip())
     if found is None:
         raise click.BadParameter(f"{text!r} is no size: say 4096, 64K, 10MiB or 1G")
@@ -43,7 +43,7 @@ def size(text: str | int) -> int:
 
 @contextlib.contextmanager
 def _told() -> Iterator[None]:
-    """What goes wrong is told in a line."""
+    """Report expected errors as one line on standard error."""
     try:
         yield
     except ConnectionRefusedError as error:
@@ -114,7 +114,7 @@ async def _serve(root: Path, host: str, port: int, settings: Settings, metrics_p
 
 
 def place(text: str) -> tuple[str, int]:
-    """HOST:PORT, as `serve` prints it."""
+    """Parse HOST:PORT, as `serve` prints it."""
     host, _, port = text.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
         raise click.BadParameter(f"{text!r} is no HOST:PORT, as `serve` prints it")

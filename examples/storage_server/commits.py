@@ -1,10 +1,14 @@
-"""Group commit: flushes of a volume that come while one is under way wait for one more, together.
+"""Group commit: flushes that arrive while a sync of their volume runs share the next sync.
 
-What a flush promises is about what was written before it was asked for. A sync that has begun by then may have missed
-some of that, so a flush never joins one that runs: it waits for the next, with all others that came meanwhile. However
-many clients flush, the disk is asked for one sync at a time.
+A flush covers the writes that completed before the flush was requested. A sync that is already running may miss some of
+them, so a flush never joins a running sync: it waits for the next one, together with all other flushes that arrive
+meanwhile. There is at most one sync at a time for each volume, however many clients flush.
 
-Sessions of all of a pool's loops come here. A lock guards the few fields, and is never held during a sync.
+    flush A   |--- sync 1 (A) ---|
+    flush B      |-- waiting ---|--- sync 2 (B, C) ---|
+    flush C           |-- wait -|
+
+Sessions on all worker loops call this class. A lock guards its few fields and is never held during a sync.
 """
 
 import asyncio
@@ -18,16 +22,16 @@ from storage_server.errors import DiskError
 
 __all__ = ["Commits"]
 
-_SHORT_S = 0.02  # for one client's loop; disks take longer now and then
+_SHORT_S = 0.02  # limit for a sync on a client's event loop; disks sometimes take longer
 
 
 class Commits:
-    """The flushes of a volume.
+    """Group commit of one volume.
 
-    :param sync: makes durable what was written before it was called; it blocks.
-    :param executor: where that is done if a loop cannot wait for it.
-    :param observe: is told of each sync: how long it took, in seconds, and how many flushes it was for.
-    :param clock: by which that is measured.
+    :param sync: blocking function that makes all earlier writes durable.
+    :param executor: runs `sync` when the event loop must not block.
+    :param observe: called after each sync with its duration in seconds and the number of flushes that shared it.
+    :param clock: time source for these durations, in seconds.
     """
 
     def __init__(
@@ -43,17 +47,17 @@ class Commits:
         self._clock = clock
         self._lock = threading.Lock()
         self._busy = False
-        self._waiting: list[Future[None]] = []  # for the next sync
-        self._lasted_s = self._lasted_before_s = 0.0  # the last two syncs
+        self._waiting: list[Future[None]] = []  # flushes for the next sync
+        self._lasted_s = self._lasted_before_s = 0.0  # durations of the last two syncs
         self._failure: OSError | None = None
 
     async def flush(self) -> None:
-        """Return when all that was written before this was called is durable.
+        """Return once all writes that completed before the call are durable.
 
-        Where it is cancelled it ends when the sync does: until then what is made durable is in use.
+        If cancelled, raise only after the sync has ended: until then it uses the volume's memory.
 
-        :raises DiskError: the disk failed, now or before. A disk that failed once may have lost any of what it was
-            given, and says so only once: so no later flush of the volume succeeds, until the server is started again.
+        :raises DiskError: the disk failed, now or before. After a failure the disk may have lost any of its unsynced
+            data, and it reports that only once. So no later flush of the volume succeeds until the server is restarted.
         """
         done: Future[None] = Future()
         with self._lock:
@@ -66,11 +70,11 @@ class Commits:
         await to_its_end(asyncio.wrap_future(done))
 
     def flush_here(self) -> bool:
-        """The same in this thread, where the disk is quick and asked by nobody else: whether that was done.
+        """Sync in the calling thread if no sync is running and the last syncs were quick; return whether that was done.
 
-        For a loop that nobody else has a use for. A thread would cost a good part of a sync.
+        For a loop that serves no other client: running the sync in a thread would add a large part of the sync's cost.
 
-        :raises DiskError: as `flush`.
+        :raises DiskError: as for `flush`.
         """
         with self._lock:
             if self._busy or min(self._lasted_s, self._lasted_before_s) >= _SHORT_S:
@@ -83,13 +87,13 @@ class Commits:
         return True
 
     def _commit(self, group: list[Future[None]]) -> None:
-        """One sync, for all of these; those that came meanwhile get the next."""
+        """Run one sync for a group of flushes, then start the next sync if flushes arrived meanwhile."""
         failure: Exception | None = None
         try:
             self._sync_once(len(group), self._sync)
         except Exception as error:
             failure = error
-        self._over()  # before who waited is told: he may want to flush here
+        self._over()  # before the waiting flushes are notified: their callers may call `flush_here`
         for done in group:
             if failure is None:
                 done.set_result(None)
@@ -97,7 +101,7 @@ class Commits:
                 done.set_exception(failure)
 
     def _over(self) -> None:
-        """A sync is: those that came meanwhile get the next, in a thread."""
+        """Mark the sync as ended. If flushes are waiting, start a sync for them in a thread."""
         with self._lock:
             group, self._waiting = self._waiting, []
             self._busy = bool(group)
@@ -105,7 +109,7 @@ class Commits:
             self._executor.submit(self._commit, group)
 
     def exclusively(self, sync: Callable[[], None]) -> None:
-        """Another kind of sync, by who knows that nobody flushes.
+        """Run another kind of sync. The caller ensures that no flush runs at the same time.
 
         :raises DiskError: the disk failed, now or before.
         """

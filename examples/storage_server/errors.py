@@ -1,4 +1,4 @@
-"""What clients are told when something cannot be done: one class of errors for each code of the protocol."""
+"""Errors that the server reports to clients: one class for each error code of the protocol."""
 
 from typing import ClassVar
 
@@ -17,55 +17,55 @@ __all__ = [
 
 
 class StorageError(Exception):
-    """The server did not do what was asked for; its text says why."""
+    """Base of the errors that the server reports. The text has the reason."""
 
     code: ClassVar[int]
 
 
 class UnknownVolumeError(StorageError):
-    """There is no such volume."""
+    """The volume or client does not exist."""
 
     code = 1
 
 
 class ExistsError(StorageError):
-    """There is one of that name already."""
+    """The name is taken."""
 
     code = 2
 
 
 class RefusedError(StorageError):
-    """The client has no right to do that."""
+    """The client lacks the right for the request."""
 
     code = 3
 
 
 class InvalidError(StorageError):
-    """It makes no sense: a size, a name, an offset."""
+    """A size, name, offset or other value of the request is invalid."""
 
     code = 4
 
 
 class ChangedError(StorageError):
-    """The volume was resized or deleted, or the right to it taken back, while it was open: it may be opened again."""
+    """The open volume was resized or deleted, or the client lost its right. Open the volume again."""
 
     code = 5
 
 
 class NoRoomError(StorageError):
-    """The server has no room for it, on its disk or in its memory."""
+    """The server lacks space on its disk or in its cache."""
 
     code = 6
 
 
 class DiskError(StorageError):
-    """The server's disk failed. What was flushed before is there; what was not may be lost."""
+    """The server's disk failed. Data flushed before is safe; unflushed data may be lost."""
 
     code = 7
 
 
 class BusyError(StorageError):
-    """Somebody who uses the volume does not let go of it."""
+    """Another client does not release the volume in time."""
 
     code = 8
 
@@ -74,5 +74,5 @@ _OF_CODES = {each.code: each for each in StorageError.__subclasses__()}
 
 
 def error_of(code: int, text: str) -> StorageError:
-    """The error that was told by its code."""
+    """Return the error for a code of the protocol."""
     return _OF_CODES[code](text)

@@ -1,8 +1,8 @@
-"""The file layer: all that the server asks of a disk, behind one small seam.
+"""All file system operations of the server, in one replaceable layer.
 
-What is durable and when is decided by very few calls: `File.datasync`, `File.sync` and `Disk.sync_directory`. Tests
-put a disk there that forgets what was not synced, and that fails at any call. All of this blocks: the server calls it
-beside its loops, but for a `datasync` here and there.
+Three calls decide what is durable and when: `File.datasync`, `File.sync` and `Disk.sync_directory`. Tests replace this
+layer with a disk that forgets unsynced data, or that fails at a given call. All functions block: the server calls them
+in threads, except for some calls of `File.datasync`.
 """
 
 import errno
@@ -17,24 +17,24 @@ if TYPE_CHECKING:
 
 __all__ = ["Disk", "File"]
 
-_FICLONE = 0x40049409  # linux/fs.h: the whole file shares the other's blocks, until one of them is written to
+_FICLONE = 0x40049409  # linux/fs.h: share all blocks of the source until one of the two files is written to
 _NO_REFLINK = {errno.EOPNOTSUPP, errno.ENOTTY, errno.EINVAL, errno.EXDEV, errno.ENOSYS}
-_AHEAD_BYTES = 256 << 20  # that are read when a file is mapped
-_COPY_BYTES = 64 << 20  # of one call
+_AHEAD_BYTES = 256 << 20  # read ahead when a file is mapped
+_COPY_BYTES = 64 << 20  # limit of one copy_file_range call
 
 
 class File:
-    """A file that is open for reading and writing, by its descriptor."""
+    """A file that is open for reading and writing."""
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
 
     def size(self) -> int:
-        """Its bytes."""
+        """Return the size in bytes."""
         return os.fstat(self.descriptor).st_size
 
     def read_into(self, memory: memoryview, offset: int) -> None:
-        """Fill memory from there on. What lies beyond the file's end is an OSError."""
+        """Fill `memory` from the file, beginning at `offset`. Raise OSError if the file ends before."""
         at = 0
         while at < len(memory):
             count = os.preadv(self.descriptor, [memory[at:]], offset + at)
@@ -43,26 +43,26 @@ class File:
             at += count
 
     def write(self, data: "Buffer", offset: int) -> None:
-        """Write all of it."""
+        """Write all of `data` at `offset`."""
         rest = memoryview(data).cast("B")
         while rest:
             count = os.pwrite(self.descriptor, rest, offset)
             rest, offset = rest[count:], offset + count
 
     def resize(self, size: int) -> None:
-        """Give it so many bytes, with room on the disk for each: ENOSPC now, and not when they are written."""
+        """Change the size. Allocate all new blocks now, so that ENOSPC is raised here and not by a later write."""
         if size > self.size():
-            # Writing to a mapping where the disk has no room is a SIGBUS, which ends the server: have the room now.
+            # A store to a mapped page without disk space raises SIGBUS and ends the server: allocate now.
             os.posix_fallocate(self.descriptor, 0, size)
         else:
             os.ftruncate(self.descriptor, size)
 
     def map(self, size: int) -> mmap.mmap:
-        """Its first bytes as shared memory.
+        """Map the first `size` bytes as shared memory.
 
-        A store to a mapping makes dirty all of the piece of the page cache that it is in. Kernels make these pieces
-        large where they read ahead by themselves, so that a flush of 4 KiB would write many times that and take three
-        times as long: they are not to. What they are asked for ahead comes page by page.
+        A store to a mapping dirties the whole folio of the page cache that contains the page. Kernels create large
+        folios when they read ahead on their own; a flush of 4 KiB would then write many times that, and take three
+        times as long. MADV_RANDOM turns that off. The explicit POSIX_FADV_WILLNEED reads ahead page by page.
         """
         mapped = mmap.mmap(self.descriptor, size)
         mapped.madvise(mmap.MADV_RANDOM)
@@ -70,10 +70,10 @@ class File:
         return mapped
 
     def copy_from(self, source: "File", size: int) -> str:
-        """Become a copy of another one, at once where the file system can share blocks; "reflink" or "copy"."""
+        """Copy `source` into this file; return "reflink" if the file system could share blocks, else "copy"."""
         free = os.fstatvfs(self.descriptor)
         if free.f_bavail * free.f_frsize < size:
-            # Asked of a reflink as well: the blocks that are shared now want room when either file is written to.
+            # Required for a reflink too: shared blocks need space of their own once either file is written to.
             raise OSError(errno.ENOSPC, f"a copy wants {size:,} bytes of the disk, which has fewer")
         try:
             fcntl.ioctl(self.descriptor, _FICLONE, source.descriptor)
@@ -92,37 +92,37 @@ class File:
         return "copy"
 
     def datasync(self) -> None:
-        """Its bytes are durable, those that were written through a mapping as well."""
+        """Make all bytes durable, including those written through a mapping."""
         os.fdatasync(self.descriptor)
 
     def sync(self) -> None:
-        """So is its size."""
+        """Make all bytes and the size durable."""
         os.fsync(self.descriptor)
-        # What was written as a whole is in large pieces: see `map`.
+        # Drop the large folios that writing the file in one go left in the page cache: see `map`.
         os.posix_fadvise(self.descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def close(self) -> None:
-        """Let go of it."""
+        """Close the file."""
         os.close(self.descriptor)
 
 
 class Disk:
-    """The files of this machine."""
+    """The file system of this machine."""
 
     def create(self, path: Path) -> File:
-        """An empty one that was not there before."""
+        """Create an empty file. Raise FileExistsError if it exists."""
         return File(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
 
     def open(self, path: Path) -> File:
-        """One that is there."""
+        """Open an existing file."""
         return File(os.open(path, os.O_RDWR | os.O_CLOEXEC))
 
     def remove(self, path: Path) -> None:
-        """Take it away, if it is there."""
+        """Delete a file if it exists."""
         path.unlink(missing_ok=True)
 
     def sync_directory(self, path: Path) -> None:
-        """Which files there are in it is durable."""
+        """Make the directory's entries durable."""
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             os.fsync(descriptor)

@@ -1,13 +1,13 @@
-"""The folder of a server: its catalog and its files, and the steps that keep the two together through any crash.
+"""The server's folder: the catalog, the volume files, and the steps that keep both consistent through any crash.
 
-    ROOT/catalog.sqlite    which volumes there are, and who may do what
+    ROOT/catalog.sqlite    the volumes, and the clients' rights
     ROOT/volumes/7.volume  the bytes of volume 7
-    ROOT/owner.token       the token of the client "owner", made with the folder
-    ROOT/lock              locked by the server that has it
+    ROOT/owner.token       the token of the client "owner", created with the folder
+    ROOT/lock              locked by the running server
 
-Each method is a row of steps, each of which is durable before the next begins; where it is cut short, `start` takes
-back what was begun or ends it. All of it blocks, and is called in threads. Who changes a volume sees that nobody else
-does: that is `volumes`' business.
+Each method is a sequence of steps, each of which is durable before the next begins. If a crash interrupts the sequence,
+`start` undoes or completes it. All methods block and are called in threads. The caller holds the volume's lock (see
+volumes.py), so that no two changes of a volume overlap.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ logger = logging.getLogger("storage_server")
 
 
 class Folder:
-    """A folder that this server has. Made by `opened_folder`.
+    """The folder of a server. Created by `open_volume_store`.
 
     :param root: its path.
     """
@@ -39,9 +39,9 @@ class Folder:
         self._disk = disk
 
     def start(self) -> list[VolumeRow]:
-        """Put right what was left unfinished; the volumes.
+        """Complete or undo interrupted changes; return the volumes.
 
-        :raises InvalidError: a volume's file is missing, or too short.
+        :raises InvalidError: a volume's file is missing or too short.
         """
         self._disk.sync_directory(self._root)
         for row in self.catalog.unfinished():
@@ -55,7 +55,10 @@ class Folder:
         return volumes
 
     def _check(self, row: VolumeRow) -> None:
-        """A file may be longer than the catalog has it, where a resize was cut short, and is never shorter."""
+        """Check the size of a volume's file.
+
+        After an interrupted resize the file may be longer than its size in the catalog, but never shorter.
+        """
         try:
             file = self.open(row)
         except FileNotFoundError as error:
@@ -68,9 +71,10 @@ class Folder:
                 file.sync()
 
     def _make_owner(self) -> None:
-        """Whoever may read the folder may do everything; all others what they are allowed.
+        """Create the client "owner", which may do everything, with a token in the folder.
 
-        The token is durable before it is known, so that nobody is locked out.
+        The token file is durable before the catalog has the client; otherwise a crash could leave an owner whose token
+        is lost.
         """
         token = new_token("owner")
         path = self._root / "owner.token"
@@ -86,13 +90,13 @@ class Folder:
         return self._volumes / f"{row.id}.volume"
 
     def open(self, row: VolumeRow) -> File:
-        """The file of a volume."""
+        """Open the file of a volume."""
         return self._disk.open(self._path(row))
 
     def make(self, name: str, size: int, fill: Callable[[File], object], *, read_only: bool = False) -> VolumeRow:
-        """Make a volume: the name is taken, then the file is made, then it is there.
+        """Create a volume: reserve the name, create the file, then mark the volume as ready.
 
-        :param fill: gives the file its size and bytes.
+        :param fill: sets the file's size and contents.
         """
         row = self.catalog.begin(name, size, read_only=read_only)
         try:
@@ -101,23 +105,23 @@ class Folder:
                 file.sync()
             self._disk.sync_directory(self._volumes)
         except OSError:
-            self.remove(row)  # or, where that fails as well, the next start does it
+            self.remove(row)  # if this fails as well, the next start removes the volume
             raise
         self.catalog.finish(row.id)
         return row
 
     def remove(self, row: VolumeRow) -> None:
-        """Take a volume away: there is none of that name, then the file goes, then the row."""
+        """Delete a volume: free its name, delete the file, then delete the row."""
         self.catalog.begin_delete(row.id)
         self._disk.remove(self._path(row))
         self._disk.sync_directory(self._volumes)
         self.catalog.forget(row.id)
 
     def resize(self, row: VolumeRow, size: int) -> VolumeRow:
-        """Give a volume another size.
+        """Change the size of a volume.
 
-        The file is never shorter than the catalog has it. What it has beyond that is no part of the volume: it is cut
-        off here, or at the next start.
+        The file is never shorter than its size in the catalog. Bytes beyond that size do not belong to the volume: they
+        are cut off here, or at the next start.
         """
         with contextlib.closing(self.open(row)) as file:
             if size < row.size:
@@ -140,16 +144,16 @@ class Folder:
         return row._replace(size=size)
 
     def copy(self, row: VolumeRow, name: str, *, read_only: bool) -> VolumeRow:
-        """Make a volume that has what another one's file has."""
+        """Create a volume with the contents of another volume's file."""
         with contextlib.closing(self.open(row)) as source:
             return self.make(name, row.size, lambda file: file.copy_from(source, row.size), read_only=read_only)
 
 
 @contextlib.contextmanager
 def opened_folder(root: Path, disk: Disk) -> Iterator[Folder]:
-    """A folder, made where it is not there, for the time of the block.
+    """Lock and open a server's folder for the duration of the block. Create it if it does not exist.
 
-    :raises InvalidError: another server has it, or its catalog is another version's.
+    :raises InvalidError: another server has locked the folder, or its catalog has another version.
     """
     (root / "volumes").mkdir(parents=True, exist_ok=True, mode=0o700)
     with (root / "lock").open("w") as lock:

@@ -1,4 +1,4 @@
-"""A volume that a client has open, on the session's side: its grant, and who is using its memory just now."""
+"""Server side of an open volume: the grant to the client, and the operations that use the volume's memory."""
 
 import asyncio
 import contextlib
@@ -13,14 +13,14 @@ from storage_server.volumes import Volume, Volumes
 __all__ = ["Handle"]
 
 _REVOKE_S = 5.0
-_GRANT_S = 10.0  # for a client to have room for what it is told
+_GRANT_S = 10.0  # for the client to receive the grant
 
 
 class Handle:
-    """A volume that a client has open. Used on the session's loop; the server's loop calls the methods of `User`.
+    """A volume that a client has open. Used on the session's loop, where the server's loop calls the methods of `User`.
 
-    Nothing between a look at `usable` and a copy from or to memory awaits, so nobody takes the memory away in between;
-    what does await is in `use`, whose end `pause` and `expel` wait for.
+    Code that checks `usable` and then copies from or to memory does not await in between, so the memory cannot be taken
+    away. Code that awaits does so inside `use`; `pause` and `expel` wait for that block to end.
     """
 
     def __init__(self, connection: Connection, client: str, number: int, mode: Mode, metrics: Metrics) -> None:
@@ -28,22 +28,26 @@ class Handle:
         self.loop = asyncio.get_running_loop()
         self.mode = mode
         self.number = number
-        self.opened: Volume | None = None  # from the moment on from which it is to be closed
+        self.opened: Volume | None = None  # set once the volume must be closed
         self.grant: Grant | None = None
-        self._granting: asyncio.Task[None] | None = None  # until it is paused
-        self.why = ""  # it is open no more
+        self._granting: asyncio.Task[None] | None = None  # until the handle is paused
+        self.why = ""  # reason why the volume is closed; empty: it is open
         self._connection = connection
         self._gauge = metrics.grants.labels(mode.name.lower())
         self._paused = False
-        self._changing = asyncio.Lock()  # what was given up may be at it still: it hears of that later
+        # serializes calls of the server's loop: one that timed out may still be running
+        self._changing = asyncio.Lock()
         self._uses = 0
         self._unused = asyncio.Event()
         self._unused.set()
 
-    # ---- What the server's loop calls, on this one, one at a time
+    # ---- Called by the server's loop on this one, one at a time
 
     async def begin(self, volume: Volume) -> None:
-        """Begin to grant the client the volume's memory. Only who uses it waits for that: a client may read nothing."""
+        """Start granting the volume's memory.
+
+        Only operations that use the memory wait for the grant, since a client may be slow to receive it.
+        """
         async with self._changing:
             if self.why:
                 raise ChangedError(self.why)
@@ -65,21 +69,22 @@ class Handle:
         self._gauge.inc()
 
     async def pause(self) -> None:
-        """Nothing of this client's reads or writes the memory when this returns.
+        """Revoke the grant. After this returns, neither the client nor its requests use the memory.
 
-        Who waited too long and gave up may ask again: the grant is there until it is revoked.
+        A caller that timed out may call this again: the grant stays until its revocation succeeds.
         """
         self._paused = True
         async with self._changing:
             if self._granting is not None:
                 self._granting.cancel()
                 await asyncio.wait([self._granting])
-                _ = self._granting.cancelled() or self._granting.exception()  # who uses it was told
+                # the operation that waited for the grant has raised this
+                _ = self._granting.cancelled() or self._granting.exception()
                 self._granting = None
             await self._unused.wait()
             if self.grant is not None:
                 try:
-                    # Where the connection is broken the client has no key either.
+                    # A broken connection invalidates the client's key as well.
                     with contextlib.suppress(BrokenResourceError, ClosedResourceError):
                         await self.grant.revoke(timeout_s=_REVOKE_S)
                 finally:
@@ -87,30 +92,33 @@ class Handle:
                     self._gauge.dec()
 
     async def expel(self, why: str) -> None:
-        """It is open no more."""
+        """Close the volume for this client."""
         self.why = self.why or why
         await self.pause()
 
-    # ---- What the session asks
+    # ---- Called by the session
 
     @property
     def volume(self) -> Volume:
-        """The volume, which is open, or was."""
+        """The volume."""
         assert self.opened is not None
         return self.opened
 
     @property
     def usable(self) -> bool:
-        """Whether its memory may be used now.
+        """Whether the memory may be used now.
 
-        :raises ChangedError: it never may again.
+        :raises ChangedError: the volume is closed.
         """
         if self.why:
             raise ChangedError(f"volume {self.volume.row.name!r} is open no more: {self.why}")
         return self.grant is not None and not self._paused
 
     def piece(self, offset: int, length: int) -> memoryview:
-        """Bytes of the volume."""
+        """Return a view of a range of the volume.
+
+        :raises InvalidError: the range exceeds the volume.
+        """
         size = self.volume.row.size
         if offset + length > size:
             raise InvalidError(f"the volume has {size:,} bytes, and none from {offset:,} to {offset + length:,}")
@@ -118,13 +126,13 @@ class Handle:
         return self.volume.backing.memory[offset : offset + length]
 
     def check_writable(self) -> None:
-        """See that the client may write."""
+        """Raise RefusedError unless the volume is open for writing."""
         if self.mode is not Mode.WRITE:
             raise RefusedError(f"volume {self.volume.row.name!r} is open for reading only")
 
     @contextlib.asynccontextmanager
     async def use(self, volumes: Volumes) -> AsyncIterator[None]:
-        """Have the memory for the time of a block that awaits; where it is paused, wait for that to be over."""
+        """Keep the memory usable for the duration of a block that awaits. Wait while the handle is paused."""
         while not self.usable:
             granting = self._granting
             if granting is None or self._paused:

@@ -1,8 +1,8 @@
-"""Load: client processes that read and write blocks, each with so many at a time, and check what they read.
+"""Load generator: client processes that read and write blocks concurrently, and check what they read.
 
-A block that was written says which one it is, and has a checksum: so whoever reads it knows whether it is whole and
-its own. Each process has its own share of the volume, and each task a block that no other one has: nothing that is
-read is being written.
+Each written block contains its own number and a checksum, so that a reader can detect a torn or misplaced block. Each
+process has its own part of the volume, and each task a block that no other task uses: no block is read while it is
+written.
 """
 
 import array
@@ -25,21 +25,21 @@ from storage_server.remote_volume import RemoteVolume
 
 __all__ = ["Plan", "run"]
 
-_HEAD = struct.Struct("<QQI")  # which block, which writing of it, checksum of these two and all that follows
+_HEAD = struct.Struct("<QQI")  # number of the block, number of the write, checksum of both and of the rest of the block
 _DEPTH_MOST = 1 << 10
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is to be done.
+    """Parameters of a run.
 
     :param block: bytes of each read or write.
-    :param window: how many each process has under way.
-    :param reads: in percent; the others are writes.
-    :param flush_every: writes of a process after which it flushes; 0: it does at the end.
-    :param check: whether blocks that are read are checked.
-    :param fill: whether all blocks are written at first.
-    :param spin_us: how long a client looks for what comes before it sleeps, in microseconds.
+    :param window: operations in flight for each process.
+    :param reads: percentage of reads; the others are writes.
+    :param flush_every: writes of a process between two flushes; 0: flush at the end only.
+    :param check: whether to check the blocks that are read.
+    :param fill: whether to write all blocks first.
+    :param spin_us: microseconds for which a client polls before it sleeps.
     """
 
     host: str
@@ -66,9 +66,9 @@ class Plan:
 
 @dataclass
 class Share:
-    """What one process did.
+    """Results of one process.
 
-    :param took_ns: how long each read, write and flush took.
+    :param latencies_ns: duration of each read, write and flush.
     """
 
     seconds: float
@@ -77,14 +77,14 @@ class Share:
 
 
 def make_block(number: int, writing: int, filler: bytes) -> bytes:
-    """A block's bytes."""
+    """Return the bytes of a block."""
     rest = filler[_HEAD.size :]
     checksum = zlib.crc32(rest, zlib.crc32(struct.pack("<QQ", number, writing)))
     return _HEAD.pack(number, writing, checksum) + rest
 
 
 def fault_of(block: memoryview, number: int) -> str:
-    """What is wrong with a block; nothing where it is whole, or was never written."""
+    """Return a description of what is wrong with a block; empty if the block is intact, or was never written."""
     found, writing, checksum = _HEAD.unpack_from(block)
     expected = zlib.crc32(block[_HEAD.size :], zlib.crc32(struct.pack("<QQ", found, writing)))
     if checksum == expected:
@@ -93,7 +93,7 @@ def fault_of(block: memoryview, number: int) -> str:
 
 
 class Client:
-    """One process's part."""
+    """Part of one process in the load."""
 
     def __init__(self, plan: Plan, number: int, volume: RemoteVolume) -> None:
         share = volume.size // plan.block // plan.clients
@@ -124,7 +124,7 @@ class Client:
         await self._volume.flush()
 
     async def load(self, memory: list[RegionSlice]) -> float:
-        """Read and write for as long as is planned; the seconds that it took."""
+        """Read and write for the planned time; return the seconds that this took."""
         chosen = self._chosen()
         began = time.perf_counter()
         end = began + self._plan.seconds
@@ -153,7 +153,7 @@ class Client:
         return time.perf_counter() - began
 
     def _chosen(self) -> Iterator[int]:
-        """Blocks that nobody is at. There are always some, since each task has one at most."""
+        """Yield blocks that no task is using. There always are some, since each task uses at most one."""
         in_order = itertools.cycle(self._blocks)
         while True:
             block = next(in_order) if self._plan.pattern == "sequential" else self._random.choice(self._blocks)
@@ -181,7 +181,7 @@ class Client:
 
 
 async def one(plan: Plan) -> Share:
-    """What one process does."""
+    """Run the part of one process."""
     worker = current_worker()
     settings = ConnectionSettings(
         send_depth=max(32, min(plan.window, _DEPTH_MOST)), spin_ns=plan.spin_us * 1000 if plan.spin_us else None
@@ -200,9 +200,9 @@ async def one(plan: Plan) -> Share:
 
 
 async def run(plan: Plan) -> dict[str, Any]:
-    """Put a server under load; what that gave, for JSON.
+    """Put a server under load; return the results as JSON-compatible values.
 
-    :raises StorageError: the server refused something.
+    :raises StorageError: the server reported an error.
     """
     model = MessageModel.LOW_LATENCY if plan.spin_us else MessageModel.DEFAULT
     async with (
@@ -235,7 +235,7 @@ async def run(plan: Plan) -> dict[str, Any]:
 
 
 def percentiles(took_ns: list[int]) -> dict[str, float]:
-    """Of times in nanoseconds, in microseconds; none of none."""
+    """Return percentiles in microseconds of durations in nanoseconds; empty if there are no durations."""
     if not took_ns:
         return {}
     took_ns.sort()

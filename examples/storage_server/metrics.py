@@ -1,6 +1,6 @@
-"""What a server counts, in Prometheus' text form: `prometheus_client` does all of it.
+"""Counters of the server, in the Prometheus text format, by `prometheus_client`.
 
-One-sided reads and writes are not here: no program of the server's is there to count them.
+One-sided reads and writes are not counted: no code of the server runs for them.
 """
 
 from collections import deque
@@ -18,11 +18,11 @@ _UNCOUNTED_MOST = 64
 
 
 class Metrics(Collector):
-    """The counts of one server. Any thread may count."""
+    """Counters of one server. Any thread may use them."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self.registry.register(self)  # before all that it counts late
+        self.registry.register(self)  # before the metrics whose counts are applied lazily
         self._synced: deque[tuple[float, int]] = deque()
         to: Any = {"namespace": "storage", "registry": self.registry}
         self.requests = Counter("requests", "Requests that were answered", ["kind", "outcome"], **to)
@@ -36,17 +36,17 @@ class Metrics(Collector):
         self.groups = Histogram("sync_flushes", "Flushes that one of these was for", buckets=_GROUP, **to)
 
     def synced(self, lasted_s: float, flushes: int) -> None:
-        """The disk was asked to make something durable. A client waits for that to be answered: it is counted later."""
+        """Record a sync of the disk. The counters are updated later, since a client is waiting for its answer."""
         self._synced.append((lasted_s, flushes))
 
     def answered(self, kind: str, outcome: str) -> None:
-        """A client has the answer to a request."""
+        """Record the answer to a request."""
         self.requests.labels(kind, outcome).inc()
         if len(self._synced) >= _UNCOUNTED_MOST:
             self._count()
 
     def collect(self) -> Iterable[Metric]:
-        """Nothing of its own, but what follows is all that there is to know."""
+        """Return no metrics of its own; apply the recorded counts, before the registry collects the other metrics."""
         self._count()
         return ()
 
@@ -60,11 +60,11 @@ class Metrics(Collector):
             self.groups.observe(flushes)
 
     def value(self, name: str, **labels: str) -> float:
-        """What was counted so far; 0 where nothing was."""
+        """Return the value of a metric; 0 if there is none."""
         return self.registry.get_sample_value(f"storage_{name}", labels) or 0.0
 
     def serve(self, port: int, host: str = "127.0.0.1") -> tuple[int, Callable[[], None]]:
-        """Answer `GET /metrics`, in a thread; the port, and what ends that."""
+        """Answer `GET /metrics` in a thread; return the port, and a function that stops the thread."""
         server, thread = start_http_server(port, host, self.registry)
 
         def stop() -> None:

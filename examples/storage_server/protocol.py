@@ -1,11 +1,11 @@
-"""PURE: what client and server say to each other.
+"""PURE: messages between client and server.
 
-The server speaks first, with a `Challenge`; the client proves in its `Hello` that it knows its key, which does not go
-over the wire. After that each request has one answer, in whichever order they are ready. An `Open` that succeeds comes
-with a grant of the volume's memory, by which data goes one-sidedly: what is said here is all the rest.
+The server sends a `Challenge` first. The client answers with a `Hello`, which proves knowledge of the key without
+sending the key. From then on each request gets one answer; answers may come in any order. A successful `Open` comes
+with a grant of the volume's memory, through which data moves by one-sided RDMA.
 
-In bytes a message is the number of the request that it is or answers, and its kind and fields in MessagePack. Each has
-one form only, and whatever is not exactly that is a `ProtocolError`: what is parsed packs to the same bytes again.
+Encoding: the number of the request (4 bytes), then the message type and the fields in MessagePack. Each message has
+exactly one encoding; any other input is a `ProtocolError`. Hence a parsed message packs to the same bytes again.
 """
 
 import enum
@@ -18,14 +18,14 @@ from msgspec import Meta
 from storage_server.ranges import RANGES_MOST
 
 VERSION = 1
-DATA_MOST = 1 << 20  # bytes that a message carries of a volume
+DATA_MOST = 1 << 20  # bytes of volume data in one message
 TEXT_MOST = 512  # characters
 MESSAGE_MOST = DATA_MOST + 64
 _NUMBER = 4  # bytes
 
 UInt16 = Annotated[int, Meta(ge=0, lt=1 << 16)]
 UInt32 = Annotated[int, Meta(ge=0, lt=1 << 32)]
-UInt64 = Annotated[int, Meta(ge=0)]  # MessagePack has none that are larger
+UInt64 = Annotated[int, Meta(ge=0)]  # MessagePack has no larger integers
 Text = Annotated[str, Meta(max_length=TEXT_MOST)]
 Bytes = Annotated[bytes, Meta(max_length=DATA_MOST)]
 Ranges = Annotated[tuple[tuple[UInt64, UInt64], ...], Meta(max_length=RANGES_MOST)]
@@ -33,16 +33,16 @@ OpenMode = Annotated[int, Meta(ge=1, le=2)]
 
 
 class ProtocolError(Exception):
-    """The other end said something that has no meaning."""
+    """The peer sent bytes that are not a valid message, or a message that is not expected now."""
 
 
 def proof_of(key: bytes, nonce: bytes) -> bytes:
-    """What only somebody who knows the key can say to a nonce."""
+    """Return the proof of knowing `key` for a challenge: an HMAC of its nonce."""
     return hmac.digest(key, b"aioverbs storage " + bytes([VERSION]) + nonce, "sha256")
 
 
 class Mode(enum.IntEnum):
-    """What a client may do with a volume. Each may do what those before it may."""
+    """Access rights to a volume. Each mode includes the ones before it."""
 
     NONE = 0
     READ = 1
@@ -59,21 +59,21 @@ class VolumeInfo(NamedTuple):
 
 
 class _Message(msgspec.Struct, array_like=True):
-    """Base of all messages. The tag is the kind."""
+    """Base of all messages. The tag is the message type."""
 
 
-# ---- The greetings
+# ---- Handshake
 
 
 class Challenge(_Message, tag=1):
-    """The first word: the versions that are spoken begin and end with this one."""
+    """First message of a connection, from the server: the only protocol version that it supports, and a nonce."""
 
     version: UInt16
     nonce: Annotated[bytes, Meta(min_length=16, max_length=16)]
 
 
 class Hello(_Message, tag=2):
-    """Who the client is."""
+    """Reply to `Challenge`: the client's name and the proof that it knows its key."""
 
     version: UInt16
     proof: Annotated[bytes, Meta(min_length=32, max_length=32)]
@@ -84,18 +84,18 @@ class Hello(_Message, tag=2):
 
 
 class ListVolumes(_Message, tag=10):
-    """Which volumes are there, of those that the client may read? `Listing`."""
+    """List the volumes that the client may read. Answer: `Listing`."""
 
 
 class Create(_Message, tag=11):
-    """Make a volume of zeros. `Done`."""
+    """Create a volume of zeros. Answer: `Done`."""
 
     size: UInt64
     name: Text
 
 
 class Copy(_Message, tag=12):
-    """Make a volume that is as another one is now: to be written to, or a snapshot. `Done`."""
+    """Copy a volume in its present state, as a snapshot or as a writable clone. Answer: `Done`."""
 
     read_only: bool
     source: Text
@@ -103,39 +103,42 @@ class Copy(_Message, tag=12):
 
 
 class Resize(_Message, tag=13):
-    """Give a volume another size. `Done`."""
+    """Change the size of a volume. Answer: `Done`."""
 
     size: UInt64
     name: Text
 
 
 class Delete(_Message, tag=14):
-    """Take a volume away. `Done`."""
+    """Delete a volume. Answer: `Done`."""
 
     name: Text
 
 
 class Open(_Message, tag=15):
-    """Use a volume. A grant of its memory, and `Opened`."""
+    """Open a volume. Answer: a grant of its memory, and `Opened`."""
 
     mode: OpenMode
     name: Text
 
 
 class Reopen(_Message, tag=16):
-    """The grant was taken back: go on, where the volume is still what it was. A grant, and `Opened`."""
+    """Request a new grant after the server revoked the last one.
+
+    Answer: a grant, and `Opened`; or `Failed` if the volume changed.
+    """
 
     volume: UInt32
 
 
 class Close(_Message, tag=17):
-    """Use it no more. `Done`."""
+    """Close a volume. Answer: `Done`."""
 
     volume: UInt32
 
 
 class Read(_Message, tag=18):
-    """Bytes by message, with their CRC-32 where that is wanted. `Data`."""
+    """Read bytes by message, with their CRC-32 if `checked`. Answer: `Data`."""
 
     volume: UInt32
     offset: UInt64
@@ -144,7 +147,7 @@ class Read(_Message, tag=18):
 
 
 class Write(_Message, tag=19):
-    """Bytes by message, with their CRC-32 where that is to be checked, or 0. `Done`."""
+    """Write bytes by message. The server compares their CRC-32 if `checked`. Answer: `Done`."""
 
     volume: UInt32
     offset: UInt64
@@ -154,7 +157,7 @@ class Write(_Message, tag=19):
 
 
 class Checksum(_Message, tag=20):
-    """The CRC-32 of bytes, wherever they are. `Data` without bytes."""
+    """Compute the CRC-32 of a range of the volume. Answer: `Data` without bytes."""
 
     volume: UInt32
     offset: UInt64
@@ -162,9 +165,10 @@ class Checksum(_Message, tag=20):
 
 
 class Flush(_Message, tag=21):
-    """Make durable what was written; `Done` comes after that.
+    """Make earlier writes durable. Answer: `Done`, once they are.
 
-    Who writes one-sidedly where `Opened` asks for it says what it wrote: ranges in order and apart, none empty.
+    If `Opened.report_writes` is set, `written` has the ranges that the client wrote one-sidedly: sorted, not empty, and
+    neither overlapping nor adjacent.
     """
 
     volume: UInt32
@@ -182,29 +186,29 @@ class Flush(_Message, tag=21):
 
 
 class Done(_Message, tag=30):
-    """It is done."""
+    """The request succeeded."""
 
 
 class Failed(_Message, tag=31):
-    """It is not, by the code of one of the errors, and why."""
+    """The request failed: code of an error class, and the reason."""
 
     code: Annotated[int, Meta(ge=1, le=8)]
     text: Text
 
 
 class Listing(_Message, tag=32):
-    """Volumes."""
+    """List of volumes."""
 
     volumes: tuple[VolumeInfo, ...]
 
 
 class Opened(_Message, tag=33):
-    """A volume that is open, by its number on this connection; its memory by the grant with that key."""
+    """An open volume: its number on this connection, and the rkey of the grant of its memory."""
 
     volume: UInt32
     size: UInt64
     mode: OpenMode
-    tell: bool  # what was written one-sidedly
+    tell: bool  # whether `Flush` must list the ranges that were written one-sidedly
     rkey: UInt32
 
 
@@ -238,16 +242,16 @@ _decode = msgspec.msgpack.Decoder[Message](Message).decode
 
 
 def _head(number: int, short: Message, size: int) -> bytes:
-    """What comes before a message's data: large data is copied where it is packed, and not where its form is checked.
+    """Return the encoding up to the bytes of field `data`, so that large data is copied once, when it is packed.
 
-    :param short: the message without its data, which is the last field.
+    :param short: the message with an empty `data`, which is its last field.
     :param size: bytes of the data.
     """
     head = number.to_bytes(_NUMBER, "little") + _encode(short)
     if not size:
         return head
     kind, width = (0xC4, 1) if size < 1 << 8 else (0xC5, 2) if size < 1 << 16 else (0xC6, 4)
-    return head[:-2] + bytes([kind]) + size.to_bytes(width, "big")  # in the place of that of no data
+    return head[:-2] + bytes([kind]) + size.to_bytes(width, "big")  # replaces the two bytes of an empty `data`
 
 
 def _split(message: Message) -> tuple[Message, bytes]:
@@ -256,10 +260,10 @@ def _split(message: Message) -> tuple[Message, bytes]:
 
 
 def pack(number: int, message: Message) -> bytes:
-    """A message in bytes.
+    """Encode a message.
 
-    :param number: of the request, from 0 to 2**32 - 1.
-    :raises ValueError: the other end would not take it: a text or the data is too long, or a number too large.
+    :param number: the number of the request, 0..2**32-1.
+    :raises ValueError: the peer would reject the message: a text or the data is too long, or a number is too large.
     """
     short, data = _split(message)
     try:
@@ -272,13 +276,13 @@ def pack(number: int, message: Message) -> bytes:
 
 
 def parse(data: bytes) -> tuple[int, Message]:
-    """The number and the message that these bytes are.
+    """Decode a message; return the number of its request, and the message.
 
-    :raises ProtocolError: they are none.
+    :raises ProtocolError: the bytes are not a valid message.
     """
     try:
         message = _decode(memoryview(data)[_NUMBER:])
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:  # the last of arrays in arrays
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:  # RecursionError: deeply nested arrays
         raise ProtocolError(f"{len(data)} bytes are no message: {error}") from error
     number = int.from_bytes(data[:_NUMBER], "little")
     short, carried = _split(message)

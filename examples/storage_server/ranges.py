@@ -1,4 +1,4 @@
-"""PURE: what of a volume was written: ranges of bytes, in order and apart, and never too many of them."""
+"""PURE: a bounded set of written byte ranges of a volume."""
 
 import bisect
 from collections.abc import Iterable
@@ -9,11 +9,12 @@ RANGES_MOST = 256
 
 
 class Ranges:
-    """Ranges of bytes. Those that touch become one, and where they are too many, those that are nearest do.
+    """Sorted byte ranges that neither overlap nor touch.
 
-    So they may have more in them than was added, and never less.
+    Ranges that touch are merged. If there are too many, the two with the smallest gap are merged, so the set may cover
+    more bytes than were added, but never fewer.
 
-    :param most: how many there are at most.
+    :param most: maximum number of ranges.
     """
 
     def __init__(self, most: int = RANGES_MOST) -> None:
@@ -22,7 +23,7 @@ class Ranges:
         self._ends: list[int] = []
 
     def add(self, start: int, end: int) -> None:
-        """Have the bytes from `start` up to `end` as well."""
+        """Add the bytes from `start` up to, but not including, `end`."""
         if start >= end:
             return
         first = bisect.bisect_left(self._ends, start)
@@ -37,12 +38,12 @@ class Ranges:
             del self._starts[nearest + 1], self._ends[nearest]
 
     def update(self, ranges: Iterable[tuple[int, int]]) -> None:
-        """Have all of these as well."""
+        """Add several ranges."""
         for start, end in ranges:
             self.add(start, end)
 
     def take(self) -> tuple[tuple[int, int], ...]:
-        """All of them; afterwards there are none."""
+        """Remove and return all ranges."""
         taken = tuple(zip(self._starts, self._ends, strict=True))
         self._starts, self._ends = [], []
         return taken

@@ -1,4 +1,4 @@
-"""A volume that is open, on the client's side: one-sided reads and writes of its memory, messages, flushes."""
+"""Client side of an open volume: one-sided reads and writes, messages, flushes."""
 
 import asyncio
 import zlib
@@ -13,18 +13,18 @@ from storage_server.rpc import RpcClient
 
 __all__ = ["PIECE", "SMALL", "Regrant", "RemoteVolume", "several"]
 
-PIECE = DATA_MOST  # what is longer goes in pieces of so many bytes
+PIECE = DATA_MOST  # bytes; longer operations are split
 SMALL = 16 * 1024  # bytes of the buffers for short reads and writes
 _AT_ONCE = 4
-_TRIES = 1000  # of what is interrupted by copies that are made of the volume
-_CHECKS = 10  # of what somebody may be writing just then
+_TRIES = 1000  # of an operation that is interrupted by copies of the volume
+_CHECKS = 10  # of data that another client may be writing
 
 Regrant = Callable[[Reopen], Awaitable[tuple[Opened, RemoteGrant]]]
-"""Asks for another grant."""
+"""Requests another grant."""
 
 
 class RemoteVolume:
-    """A volume that is open. Made by `Storage.open`."""
+    """An open volume. Created by `Storage.open`."""
 
     def __init__(
         self,
@@ -64,11 +64,14 @@ class RemoteVolume:
     # ---- One-sided, from and to registered memory
 
     def read_into(self, local: RegionSlice, offset: int) -> Awaitable[None]:
-        """Read one-sidedly into registered memory: nothing is copied on the way, and no program of the server's runs.
+        """Read one-sidedly into registered memory: there is no copy, and no code of the server runs.
 
-        The read is posted when this is called, and what it returns is awaited.
+        The read is posted by this call; await the result for its completion.
 
-        :raises ChangedError: by the await: the volume was resized or deleted: open it again.
+        :param local: destination; its length is the number of bytes to read.
+        :param offset: first byte in the volume.
+        :raises ChangedError: from the await: the volume was resized or deleted; open it again.
+        :raises ValueError: the range exceeds the volume.
         """
         length = len(local)
         if not 0 <= offset <= self.size - length:
@@ -90,7 +93,13 @@ class RemoteVolume:
         raise ChangedError(f"volume {self.name!r} was copied {_TRIES} times while this was read")
 
     async def write_from(self, local: RegionSlice, offset: int) -> None:
-        """Write one-sidedly from registered memory. It raises what `read_into` does."""
+        """Write one-sidedly from registered memory.
+
+        :param local: source; its length is the number of bytes to write.
+        :param offset: first byte in the volume.
+        :raises ChangedError: the volume was resized or deleted; open it again.
+        :raises ValueError: the range exceeds the volume.
+        """
         self._check(offset, len(local))
         for _ in range(_TRIES):
             granted = self._granted
@@ -101,14 +110,14 @@ class RemoteVolume:
             else:
                 return
             finally:
-                # When it is complete, and not before: a flush in between would name what is not there yet. Where it is
-                # cancelled, it may be there.
+                # Record the range after completion, not before: a flush in between would list bytes that have not
+                # arrived. A cancelled write may have arrived.
                 if self._tell:
                     self._written.add(offset, offset + len(local))
         raise ChangedError(f"volume {self.name!r} was copied {_TRIES} times while this was written")
 
     async def _regrant(self, before: RemoteGrant) -> None:
-        """The server took its grant back: for a copy that is made, or for good."""
+        """Get another grant after the server revoked `before`. Raise ChangedError if the volume changed."""
         async with self._regranting:
             if self._granted is before:
                 _, self._granted = await self._ask_for_grant(Reopen(self._number))
@@ -116,11 +125,13 @@ class RemoteVolume:
     # ---- Bytes
 
     async def read(self, offset: int, length: int, *, verify: bool = False) -> bytes:
-        """Some bytes.
+        """Read bytes.
 
-        :param verify: whether the server is asked for their checksum, too, to compare.
-        :raises ChangedError: the volume was resized or deleted: open it again.
-        :raises InvalidError: the checksum was another one each time, as it is where somebody writes there all the time.
+        :param offset: first byte in the volume.
+        :param length: number of bytes.
+        :param verify: whether to compare the bytes with the server's checksum.
+        :raises ChangedError: the volume was resized or deleted; open it again.
+        :raises InvalidError: the checksums differed each time, as they do if another client keeps writing there.
         """
         self._check(offset, length)
         if length <= PIECE:
@@ -151,12 +162,14 @@ class RemoteVolume:
         raise InvalidError(f"what was read at {offset:,} is not what is there, {_CHECKS} times")
 
     async def write(self, offset: int, data: bytes, *, verify: bool = False) -> None:
-        """Write some bytes: whoever reads them from now on finds them, and `flush` makes them durable.
+        """Write bytes. Later reads return them; `flush` makes them durable.
 
-        :param verify: whether the server's checksum of them is to be compared.
-        :raises ChangedError: the volume was resized or deleted: open it again.
-        :raises InvalidError: the checksum was another one each time.
-        :raises RefusedError: it is open for reading.
+        :param offset: first byte in the volume.
+        :param data: the bytes.
+        :param verify: whether to compare the bytes with the server's checksum.
+        :raises ChangedError: the volume was resized or deleted; open it again.
+        :raises InvalidError: the checksums differed each time.
+        :raises RefusedError: the volume is open for reading only.
         """
         self._check(offset, len(data))
         view = memoryview(data)
@@ -181,14 +194,13 @@ class RemoteVolume:
         return await self._rpc.expect(request, Data)
 
     async def checksum(self, offset: int, length: int) -> int:
-        """The CRC-32 of some bytes, by the server."""
+        """Return the CRC-32 of a range, computed by the server."""
         return (await self._data(Checksum(self._number, offset, length))).checksum
 
     async def flush(self) -> None:
-        """Make durable what was written, by whatever was complete before this was called.
+        """Make all writes durable that completed before this call.
 
-        Those of several tasks go together: who comes while one is under way waits for the next, and all who do have
-        that in common.
+        Calls that arrive while a flush is in flight share the next flush.
 
         :raises DiskError: the server's disk failed.
         """
@@ -208,7 +220,7 @@ class RemoteVolume:
 
 
 async def several(work: Callable[[int], Coroutine[Any, Any, None]], places: Iterable[int]) -> None:
-    """Do work at each of these places, at a few at a time; the first error is raised."""
+    """Call `work` for each place, a few at a time. Raise the first error."""
     rest = iter(places)
 
     async def work_on() -> None:

@@ -1,4 +1,4 @@
-"""Requests and answers over a connection: any number of tasks ask, and each gets its own answer."""
+"""Requests and answers over a connection, for any number of concurrent tasks."""
 
 import asyncio
 import itertools
@@ -16,11 +16,12 @@ A = TypeVar("A", Done, Listing, Opened, Data)
 
 
 class RpcClient:
-    """What is asked of a server, over a connection; `aclose` ends it.
+    """Client side of request and answer. `aclose` stops receiving.
 
-    Who asks alone receives the answer itself, without a second task's turn of the loop. Where more is asked at once, or
-    who asked is gone before the answer came, a task receives for all until there is nothing more to come: as long as
-    there is, somebody receives, since a server whose answers nobody takes stops reading.
+    A task that makes the only request receives its answer itself, which saves a switch to another task. If there are
+    several requests, or the requesting task is cancelled before its answer arrives, a listener task receives for all of
+    them until no answer is outstanding. An answer must always be received: a server whose answers are not received
+    stops reading requests.
     """
 
     def __init__(self, connection: Connection) -> None:
@@ -28,12 +29,12 @@ class RpcClient:
         self.over: Exception | None = None
         self._numbers = itertools.cycle(range(1, 1 << 32))
         self._asked: dict[int, asyncio.Future[Answer]] = {}
-        self._to_come = 0  # answers
+        self._to_come = 0  # number of answers not yet received
         self._receiving = False
         self._listener: asyncio.Task[None] | None = None
 
     async def _ask(self, request: Message) -> Answer:
-        """The answer, whatever it is but `Failed`."""
+        """Send a request; return its answer. Raise the error of a `Failed` answer."""
         if self.over is not None:
             raise self._lost()
         number = next(self._numbers)
@@ -41,7 +42,7 @@ class RpcClient:
         self._asked[number] = asked
         alone = not self._to_come and not self._receiving
         try:
-            await self.connection.send(pack(number, request))  # where it is cancelled nothing was sent
+            await self.connection.send(pack(number, request))  # if cancelled here, nothing was sent
             self._to_come += 1
             if alone and not self._receiving:
                 await self._receive(asked)
@@ -63,11 +64,11 @@ class RpcClient:
 
     def _listen(self) -> None:
         if self.over is None and (self._listener is None or self._listener.done()):
-            self._receiving = True  # from now on, and not when the task begins
+            self._receiving = True  # already now, and not only once the task starts
             self._listener = asyncio.create_task(self._receive(None))
 
     async def _receive(self, wanted: "asyncio.Future[Answer] | None") -> None:
-        """Give answers to those who asked, until this one is there, or all are."""
+        """Receive answers and pass each to its request, until `wanted` is done or no answer is outstanding."""
         self._receiving = True
         try:
             while self._to_come and (wanted is None or not wanted.done()):
@@ -76,7 +77,7 @@ class RpcClient:
                     raise ProtocolError(f"a {type(answer).__name__} is no answer")
                 self._to_come -= 1
                 asked = self._asked.get(number)
-                if asked is not None and not asked.done():  # else who asked is gone
+                if asked is not None and not asked.done():  # otherwise, the requesting task was cancelled
                     asked.set_result(answer)
         except (anyio.EndOfStream, BrokenResourceError, ClosedResourceError, ProtocolError) as error:
             self.over = error
@@ -84,23 +85,23 @@ class RpcClient:
             for asked in self._asked.values():
                 if not asked.done():
                     asked.set_exception(self._lost())
-                    asked.exception()  # who asked may be sending yet
+                    asked.exception()  # mark as retrieved: the requesting task may still be in `send`
         finally:
             self._receiving = False
 
     async def aclose(self) -> None:
-        """Nothing more is asked."""
+        """Stop receiving."""
         if self._listener is not None:
             self._listener.cancel()
             await asyncio.wait([self._listener])
 
     async def expect(self, request: Message, kind: type[A]) -> A:
-        """The answer, of that kind."""
+        """Send a request; return its answer, which must be of type `kind`."""
         answer = await self._ask(request)
         if not isinstance(answer, kind):
             raise ProtocolError(f"{type(request).__name__} was answered by {type(answer).__name__}")
         return answer
 
     async def done(self, request: Message) -> None:
-        """See that it is done."""
+        """Send a request, and check that the answer is `Done`."""
         await self.expect(request, Done)

@@ -1,14 +1,14 @@
-"""The server: volumes, sessions and a pool of loops, put together.
+"""The server: volumes, sessions and a pool of worker loops.
 
-    clients ==RDMA==> memory of the volumes         one-sided reads and writes: no program of the server's runs
-       \\--messages--> session (session.py)          on a worker of the pool: who may do what, flushes
+    clients ==RDMA==> memory of the volumes         one-sided reads and writes: no code of the server runs
+       \\--messages--> session (session.py)          on a worker of the pool: authentication, requests, flushes
                          |        \\--> commits.py   group commit --> backings.py --> files.py
-                         \\--> volumes.py            on the server's loop: make, open, resize, copy, delete
+                         \\--> volumes.py            on the server's loop: create, open, resize, copy, delete
                                  \\--> catalog.py    in a thread: SQLite
 
-The workers are threads, not processes: a volume's memory is registered once and serves the queue pairs of all of them,
-and a flush of one and a resize of another find the same `Volume`. The interpreter's lock costs little here, since what
-is done often is done without it: one-sided requests by the device, syncs and large copies by the kernel.
+The workers are threads, not processes: a volume's memory is registered once and serves the queue pairs of all workers,
+and a flush on one worker and a resize on another share one `Volume`. The GIL costs little here, since the frequent
+operations run without it: one-sided requests in the device, syncs and large copies in the kernel.
 """
 
 import contextlib
@@ -34,15 +34,15 @@ BackingName = Literal["auto", "mapped", "cached"]
 
 @dataclass(frozen=True)
 class Settings:
-    """How a server serves.
+    """Settings of a server.
 
-    :param workers: loops, with a thread each, that have the connections.
-    :param loop: which event loops: "asyncio" or "uvloop".
-    :param backing: "mapped": clients reach the files' own pages; "cached": memory before them, which is what RDMA
-        devices need; "auto": as the device needs it.
-    :param memory: bytes that all volumes which are open have at most, where they are cached.
-    :param spin_us: for so many microseconds a worker that answered looks for what comes next before it sleeps.
-    :param max_connections: clients that may be connected at once.
+    :param workers: number of worker threads, each with an event loop.
+    :param loop: event loop implementation: "asyncio" or "uvloop".
+    :param backing: "mapped": clients access the files' own pages; "cached": they access a cache, which RDMA devices
+        need; "auto": choose by the device.
+    :param memory: limit of all caches together, in bytes.
+    :param spin_us: microseconds for which a worker polls for the next request after an answer, before it sleeps.
+    :param max_connections: limit of concurrent clients.
     """
 
     workers: int = 2
@@ -59,10 +59,10 @@ class Settings:
 
 @dataclass(frozen=True)
 class Serving:
-    """A server that serves.
+    """A running server.
 
-    :param port: where it listens.
-    :param token_file: that of the client "owner", which may do everything; made with the folder.
+    :param port: TCP port that it listens on.
+    :param token_file: token of the client "owner", which may do everything.
     """
 
     port: int
@@ -81,12 +81,15 @@ async def serving(
     settings: Settings | None = None,
     disk: Disk | None = None,
 ) -> AsyncIterator[Serving]:
-    """Serve the volumes of a folder, for the time of the block.
+    """Serve the volumes of a folder for the duration of the block.
 
-    :param root: the folder: made where it is not there, and put right where the server before was killed.
-    :param device: a device that is open.
-    :param disk: the file layer; None: this machine's.
-    :raises InvalidError: another server has the folder, or its catalog and its files do not fit.
+    :param root: the folder. It is created if missing, and repaired if the last server crashed.
+    :param host: address to listen on.
+    :param port: TCP port; 0: a free one.
+    :param device: an open device.
+    :param settings: None: defaults.
+    :param disk: the file layer; None: this machine's file system.
+    :raises InvalidError: another server uses the folder, or its catalog and files do not match.
     """
     chosen = settings if settings is not None else Settings()
     metrics = Metrics()
@@ -106,7 +109,7 @@ async def serving(
                 pool=pool,
                 settings=connections,
                 max_connections=chosen.max_connections,
-                drain_timeout_s=0,  # clients stay for as long as they like: there is nothing to wait for
+                drain_timeout_s=0,  # clients stay connected for any time: waiting for them is pointless
             )
             async with volumes.running(), server:
                 yield Serving(server.port, metrics, volumes, root / "owner.token")

@@ -1,8 +1,8 @@
-"""One client: who it is, what it has open, and its requests.
+"""A client's session: authentication, open volumes and requests.
 
-A session is on one worker of the pool, from the connection's first word to its last. Reads and writes by messages are
-copies from and to memory, done and answered at once. What takes longer is a task of its own, so that the answers come
-in whichever order they are ready; a client that asks for more than `AT_ONCE` such things waits.
+A session stays on one worker of the pool from the first to the last message of its connection. Reads and writes by
+message are copies from or to memory, and answered immediately. Longer requests run as tasks, so answers come in the
+order in which the tasks finish. A client with more than `MAX_CONCURRENT` such requests waits.
 """
 
 import asyncio
@@ -56,16 +56,16 @@ __all__ = ["Shared", "serve_client"]
 logger = logging.getLogger("storage_server")
 
 AT_ONCE = 64
-VOLUMES_MOST = 256  # that a client has open
+VOLUMES_MOST = 256  # of one client
 HELLO_S = 5.0
-_SUM_BYTES = 256 * 1024  # a checksum of more is made beside the loop
+_SUM_BYTES = 256 * 1024  # checksums of more bytes are computed in a thread
 
 
 @dataclass
 class Shared:
-    """What all sessions have together.
+    """State shared by all sessions.
 
-    :param here: how many sessions each worker has; a worker changes its own number only.
+    :param session_counts: number of sessions by worker. Each worker changes only its own number.
     """
 
     volumes: Volumes
@@ -74,7 +74,7 @@ class Shared:
 
 
 class Session:
-    """A client that has proved who it is."""
+    """A session with an authenticated client."""
 
     def __init__(self, connection: Connection, client: str, shared: Shared) -> None:
         self.connection = connection
@@ -88,7 +88,7 @@ class Session:
         self._worker = current_worker().number
 
     async def run(self) -> None:
-        """Until the client goes."""
+        """Answer requests until the client disconnects."""
         self.shared.here[self._worker] += 1
         self.shared.metrics.sessions.inc()
         try:
@@ -102,14 +102,15 @@ class Session:
                 task = asyncio.create_task(self._take(number, request))
                 self._tasks.add(task)
                 task.add_done_callback(self._over)
-                await asyncio.sleep(0)  # it begins now, and not when a connection that polls has looked long enough
+                # let the task start now: a connection that polls yields to the loop only after its spin time
+                await asyncio.sleep(0)
         finally:
             await to_its_end(self._end())
             self.shared.metrics.sessions.dec()
             self.shared.here[self._worker] -= 1
 
     def _is_alone(self) -> bool:
-        """Whether nobody but this request has a use for the worker's loop."""
+        """Return whether the worker's loop has no other request or session to serve."""
         return not self._tasks and self.shared.here[self._worker] == 1
 
     def _over(self, task: asyncio.Task[None]) -> None:
@@ -127,7 +128,7 @@ class Session:
         if self._tasks:
             await asyncio.wait(self._tasks)
         for handle in self._handles.values():
-            if handle.opened is None:  # and it will not be
+            if handle.opened is None:  # and it is not going to be opened
                 handle.why = "its client went"
                 continue
             try:
@@ -138,7 +139,7 @@ class Session:
     # ---- Requests
 
     def _at_once(self, request: Message) -> Answer | None:
-        """The answer, where nothing is to be waited for."""
+        """Return the answer to a request that needs no waiting; None for other requests."""
         try:
             match request:
                 case Flush(number, written):
@@ -220,7 +221,8 @@ class Session:
 
     def _handle(self, number: int) -> Handle:
         handle = self._handles.get(number)
-        if handle is None or handle.opened is None:  # it is being opened, perhaps: its client was not told the number
+        # the volume may be in the middle of being opened: the client has not received the number
+        if handle is None or handle.opened is None:
             raise InvalidError(f"no volume is open by the number {number}")
         return handle
 
@@ -237,9 +239,9 @@ class Session:
             del self._handles[number]
             raise
         try:
-            async with handle.use(self._volumes):  # by now somebody may have paused it
+            async with handle.use(self._volumes):  # another operation may have paused the handle by now
                 return self._opened(handle)
-        except StorageError:  # or ended it, or closed it already; or the client reads nothing
+        except StorageError:  # or closed the handle; or the client does not receive its grant
             self._handles.pop(number, None)
             await self._volumes.ask(self._volumes.close, handle.volume, handle)
             raise
@@ -273,9 +275,9 @@ class Session:
             await handle.volume.commits.flush()
 
     def _note(self, handle: Handle, written: tuple[tuple[int, int], ...]) -> None:
-        """What a flush says that its client wrote one-sidedly."""
+        """Record the ranges that the client lists in a flush as written one-sidedly."""
         handle.check_writable()
-        for start, end in written[-1:]:  # they are in order
+        for start, end in written[-1:]:  # the ranges are sorted: checking the last one suffices
             handle.piece(start, end - start)
         assert handle.volume.backing is not None
         handle.volume.backing.written(written)
@@ -286,10 +288,11 @@ def _failure(error: StorageError) -> Failed:
 
 
 async def _known(connection: Connection, shared: Shared) -> str:
-    """Who the client is.
+    """Authenticate the client; return its name.
 
-    :raises RefusedError: it is not who it says.
-    :raises ProtocolError: it says something else.
+    :raises InvalidError: the client uses another version of the protocol.
+    :raises RefusedError: the token is wrong.
+    :raises ProtocolError: the first message is not a `Hello`.
     """
     nonce = os.urandom(16)
     await connection.send(pack(0, Challenge(VERSION, nonce)))
@@ -299,7 +302,7 @@ async def _known(connection: Connection, shared: Shared) -> str:
     if hello.version != VERSION:
         raise InvalidError(f"this server speaks version {VERSION} of the protocol, and not {hello.version}")
     key = await shared.volumes.ask(shared.volumes.key, hello.name)
-    # Whoever does not know a name is told the same as who does not know its secret, after the same work.
+    # An unknown name gets the same answer as a wrong key, after the same work, so that names cannot be probed.
     expected = proof_of(key if key is not None else os.urandom(32), nonce)
     if not hmac.compare_digest(expected, hello.proof) or key is None:
         raise RefusedError(f"the token of client {hello.name!r} is not the one that this server knows")
@@ -307,7 +310,7 @@ async def _known(connection: Connection, shared: Shared) -> str:
 
 
 async def serve_client(shared: Shared, connection: Connection) -> None:
-    """The handler of the server's connections."""
+    """Handle a connection of the server."""
     try:
         client = await _greeted(connection, shared)
         if client is not None:
@@ -317,7 +320,7 @@ async def serve_client(shared: Shared, connection: Connection) -> None:
 
 
 async def _greeted(connection: Connection, shared: Shared) -> str | None:
-    """Who the client is, which is told that it is welcome; None: it is not."""
+    """Perform the handshake; return the client's name, or None if the client was rejected."""
     try:
         async with asyncio.timeout(HELLO_S):
             client = await _known(connection, shared)

@@ -1,4 +1,4 @@
-"""Whole files to and from volumes, in pieces, several at a time, with somebody told how far it is."""
+"""Copy whole files to and from volumes, in several concurrent pieces, with progress reports."""
 
 import asyncio
 import os
@@ -14,11 +14,11 @@ from storage_server.remote_volume import PIECE, RemoteVolume, several
 __all__ = ["bars", "get", "put"]
 
 Tell = Callable[[int], object]
-"""Is told of so many more bytes."""
+"""Called with the number of bytes transferred since the last call."""
 
 
 def bars(console: Console) -> Progress:
-    """Bars for what is under way, on terminals; nothing is shown elsewhere."""
+    """Return progress bars, which are shown on terminals only."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -32,8 +32,10 @@ def bars(console: Console) -> Progress:
 async def put(path: Path, volume: RemoteVolume, tell: Tell, *, offset: int = 0, verify: bool = False) -> None:
     """Write a file to a volume, and flush it.
 
-    :param offset: where in the volume it begins.
-    :raises InvalidError: it is longer than the volume is from there on.
+    :param on_progress: called with the bytes of each piece written.
+    :param offset: first byte in the volume.
+    :param verify: whether to compare checksums with the server.
+    :raises InvalidError: the file does not fit.
     """
     with path.open("rb", buffering=0) as file:
         size = os.fstat(file.fileno()).st_size
@@ -52,10 +54,12 @@ async def put(path: Path, volume: RemoteVolume, tell: Tell, *, offset: int = 0, 
 async def get(
     volume: RemoteVolume, path: Path, tell: Tell, *, offset: int = 0, size: int | None = None, verify: bool = False
 ) -> None:
-    """Read a volume to a file, which is there when all of it is.
+    """Read a volume to a file, which appears only once it is complete.
 
-    :param offset: where in the volume to begin.
-    :param size: how many bytes; None: all from there on.
+    :param on_progress: called with the bytes of each piece read.
+    :param offset: first byte in the volume.
+    :param size: number of bytes; None: all that follow.
+    :param verify: whether to compare checksums with the server.
     """
     length = volume.size - offset if size is None else size
     beside = path.with_name(f"{path.name}.{os.getpid()}.part")

@@ -1,11 +1,12 @@
-"""The volumes of a server: making them and taking them away, opening them, and who uses them.
+"""The volumes of a server: creating, opening, resizing, copying and deleting them.
 
-All of this happens on one loop, the server's own, which sessions on the pool's workers ask (`Volumes.ask`): so nothing
-here is shared between threads but what `Volume` says of itself. Each volume has a lock of that loop. Whoever changes
-what a volume is (its size, its memory, whether it is there), or who uses it and how, has it; the users are told on
-their own loops meanwhile, and ask for no lock there. So there is one order, and nobody waits in a circle.
+All methods run on the server's own event loop; sessions on worker loops call them through `Volumes.ask`. So threads
+share nothing except the fields that `Volume` names. Each volume has an asyncio lock on the server's loop. It is held
+while the volume itself changes (size, memory, existence), and while a user is added, paused or removed. During that
+time the server's loop calls the users on their own loops, where no lock is requested: the order of locks is fixed, and
+there is no deadlock.
 
-What blocks, as the catalog and files do, is done in threads.
+Blocking calls (catalog, files) run in threads.
 """
 
 import asyncio
@@ -40,8 +41,8 @@ __all__ = ["User", "Volume", "Volumes", "told"]
 
 logger = logging.getLogger("storage_server")
 
-LETTING_GO_S = 10.0  # for those who use a volume
-_LOOK_S = 1.0  # for rights that were changed by another process
+LETTING_GO_S = 10.0  # for the users of a volume
+_LOOK_S = 1.0  # interval of checking for rights changed by another process
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 P = ParamSpec("P")
@@ -49,7 +50,7 @@ T = TypeVar("T")
 
 
 def told(error: Exception) -> StorageError:
-    """What clients are told of an error."""
+    """Convert an exception into the error that the client receives."""
     if isinstance(error, StorageError):
         return error
     if isinstance(error, OSError) and error.errno in _NO_ROOM:
@@ -58,29 +59,32 @@ def told(error: Exception) -> StorageError:
 
 
 class User(Protocol):
-    """Who has a volume open: one session's handle of it. Its methods are called on its loop, one at a time."""
+    """A session's handle of an open volume. Methods are called on the session's loop, one at a time."""
 
     client: str
     mode: Mode
     loop: asyncio.AbstractEventLoop
 
     async def begin(self, volume: "Volume") -> None:
-        """Begin to grant the client the volume's memory; what it has granted stays as it is.
+        """Start granting the volume's memory to the client. A grant that exists stays valid.
 
-        :raises ChangedError: the user wants no more.
+        :raises ChangedError: the handle is closed.
         """
 
     async def pause(self) -> None:
-        """Take that back for a while: when this returns nothing writes there."""
+        """Revoke the grant temporarily. After this returns, the client neither reads nor writes the memory."""
 
     async def expel(self, why: str) -> None:
-        """Take it back for good."""
+        """Revoke the grant for good."""
 
 
 class Volume:
-    """A volume. Its users' loops look at `backing` while they have it open, and call `commits`; all else is the loop's.
+    """A volume.
 
-    :param executor: the threads of its flushes.
+    Loops of its users read `backing` while they have it open, and call `commits`. All else belongs to the server's
+    loop.
+
+    :param executor: runs its syncs.
     """
 
     def __init__(self, row: VolumeRow, executor: Executor, metrics: Metrics) -> None:
@@ -91,20 +95,20 @@ class Volume:
         self.file: File | None = None
         self.map: mmap.mmap | None = None
         self.backing: Backing | None = None
-        self.touched = False  # somebody could write since it was opened
+        self.touched = False  # whether a client could write since the volume was loaded
         self.commits = Commits(self._sync, executor, metrics.synced)
 
     def _sync(self) -> None:
-        assert self.backing is not None  # who flushes has it open
+        assert self.backing is not None  # a client that flushes has the volume open
         self.backing.sync()
 
 
 class Volumes:
-    """The volumes of a folder. Made, used and closed on one loop, but for `ask`.
+    """All volumes of a server. Created, used and closed on one loop, except for `ask`.
 
-    :param pd: where memory is registered.
-    :param mapped: whether clients reach the pages of files, or a cache before them.
-    :param memory: bytes that caches have at most, all together.
+    :param pd: registers the volumes' memory.
+    :param mapped: whether clients access mapped file pages; otherwise, a cache.
+    :param memory: limit of all caches together, in bytes.
     """
 
     def __init__(self, folder: Folder, pd: ProtectionDomain, metrics: Metrics, *, mapped: bool, memory: int) -> None:
@@ -122,7 +126,7 @@ class Volumes:
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """From here to the end of the block they can be used; at first what was left unfinished is put right."""
+        """Serve requests for the duration of the block. Interrupted changes are completed or undone first."""
         with self._threads, self._syncs:
             for row in await self._in_thread(self._folder.start):
                 self._add(row)
@@ -150,16 +154,17 @@ class Volumes:
     # ---- Threads and loops
 
     async def ask(self, function: Callable[P, Coroutine[Any, Any, T]], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call one of these methods from any loop. What was begun goes on where this is cancelled."""
+        """Call a method of this object from any loop. If the caller is cancelled, the call continues."""
         future = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(function(*args, **kwargs), self._loop))
-        future.add_done_callback(lambda done: done.cancelled() or done.exception())  # who asked may be gone
+        # mark the exception as retrieved: the caller may be cancelled
+        future.add_done_callback(lambda done: done.cancelled() or done.exception())
         return await asyncio.shield(future)
 
     async def _tell(self, user: User, what: Coroutine[Any, Any, None]) -> None:
-        """Have a user do something, on its loop."""
+        """Run a method of a user on the user's loop."""
         try:
             doing = asyncio.run_coroutine_threadsafe(what, user.loop)
-        except RuntimeError:  # the loop is closed, and with it went the connection and its grants
+        except RuntimeError:  # the loop is closed, hence so are the connection and its grants
             what.close()
             return
         try:
@@ -179,7 +184,7 @@ class Volumes:
     # ---- Rights
 
     async def key(self, client: str) -> bytes | None:
-        """What a client proves to know; None: there is no such client."""
+        """Return a client's key; None if there is no such client."""
         return await self._in_thread(self._catalog.key, client)
 
     async def _check_admin(self, client: str, what: str) -> None:
@@ -187,7 +192,7 @@ class Volumes:
             raise RefusedError(f"client {client!r} may not {what} volumes: only admins may")
 
     async def _watch_rights(self) -> None:
-        """Who lost a right to another process, that of the command `access`, loses it here."""
+        """Close the volumes of users whose rights another process, the command `access`, has taken away."""
         seen = await self._in_thread(self._catalog.version)
         while True:
             await asyncio.sleep(_LOOK_S)
@@ -195,7 +200,7 @@ class Volumes:
             if version != seen:
                 seen = version
                 for volume in list(self._volumes.values()):
-                    with contextlib.suppress(BusyError):  # it is revoked all the same
+                    with contextlib.suppress(BusyError):  # the grant is revoked even if the user does not respond
                         await self._check_rights(volume)
 
     async def _check_rights(self, volume: Volume) -> None:
@@ -207,7 +212,7 @@ class Volumes:
     # ---- Volumes
 
     async def list_volumes(self, client: str) -> tuple[VolumeInfo, ...]:
-        """Those that a client may read."""
+        """Return the volumes that a client may read."""
 
         def listed() -> tuple[VolumeInfo, ...]:
             return tuple(
@@ -219,7 +224,7 @@ class Volumes:
         return await self._in_thread(listed)
 
     async def create(self, client: str, name: str, size: int) -> None:
-        """Make one of zeros."""
+        """Create a volume of zeros."""
         await self._check_admin(client, "make")
         self._add(await self._in_thread(self._folder.make, name, size, lambda file: file.resize(size)))
 
@@ -228,7 +233,7 @@ class Volumes:
 
     @contextlib.asynccontextmanager
     async def _held(self, name: str) -> AsyncIterator[Volume]:
-        """A volume by its name, with its lock."""
+        """Find a volume by name, and hold its lock for the duration of the block."""
         volume = await self._find(name)
         async with volume.lock:
             if volume.gone:
@@ -236,7 +241,7 @@ class Volumes:
             yield volume
 
     async def copy(self, client: str, source: str, name: str, *, read_only: bool) -> None:
-        """Make one that is as another one is now. Whoever writes there waits until it is made."""
+        """Copy a volume in its present state. Clients that write to the source wait until the copy is complete."""
         await self._check_admin(client, "copy")
         async with self._held(source) as volume:
             await self._tell_all(volume, lambda user: user.pause(), Mode.WRITE)
@@ -245,7 +250,7 @@ class Volumes:
             self._add(await self._in_thread(self._folder.copy, volume.row, name, read_only=read_only))
 
     async def resize(self, client: str, name: str, size: int) -> None:
-        """Give it another size. Who has it open has it so no more."""
+        """Change the size of a volume. Clients that have it open get a `ChangedError`."""
         await self._check_admin(client, "resize")
         check_size(size)
         async with self._held(name) as volume:
@@ -256,7 +261,7 @@ class Volumes:
             volume.row = await self._in_thread(self._folder.resize, volume.row, size)
 
     async def delete(self, client: str, name: str) -> None:
-        """Take it away, from those as well who have it open."""
+        """Delete a volume. Clients that have it open get a `ChangedError`."""
         await self._check_admin(client, "delete")
         async with self._held(name) as volume:
             await self._tell_all(volume, lambda user: user.expel("it was deleted"))
@@ -269,7 +274,7 @@ class Volumes:
     # ---- Users
 
     async def open(self, client: str, name: str, mode: Mode, user: User) -> None:
-        """Let a client use a volume, until `close`."""
+        """Open a volume for a client, until `close`."""
         volume = await self._find(name)
         may = await self._in_thread(self._catalog.mode, client, volume.row.id)
         if may is Mode.NONE:
@@ -292,13 +297,13 @@ class Volumes:
                 raise
 
     async def resume(self, volume: Volume, user: User) -> None:
-        """A user that was paused goes on; what it was paused for is over when this has the lock."""
+        """Resume a paused user. Holding the lock means that the operation which paused the user is over."""
         async with volume.lock:
             if user in volume.users:
                 await self._tell(user, user.begin(volume))
 
     async def close(self, volume: Volume, user: User) -> None:
-        """A user is gone, or wants no more."""
+        """Close a user's handle of a volume."""
         async with volume.lock:
             try:
                 await self._tell(user, user.expel("it was closed"))
@@ -310,7 +315,7 @@ class Volumes:
     # ---- Memory
 
     async def _load(self, volume: Volume) -> None:
-        """Have its bytes in registered memory."""
+        """Load a volume into registered memory."""
         size = volume.row.size
         if not self._mapped:
             if self._cached + size > self._memory:
@@ -343,7 +348,7 @@ class Volumes:
             self._metrics.cached.set(self._cached)
 
     async def _unload(self, volume: Volume, *, loaded: bool = True) -> None:
-        """Let go of its memory; what somebody wrote there is in its file then."""
+        """Unload a volume from memory, after writing back unflushed changes."""
         backing, file = volume.backing, volume.file
         if loaded and file is None:
             return

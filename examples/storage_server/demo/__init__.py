@@ -1,5 +1,5 @@
-"""`python examples/storage_server demo`: a storage server and clients in processes of their own, every byte compared.
+"""`python examples/storage_server demo`: a storage server, client processes, and a comparison of every byte.
 
-The server's loops are threads of the process that shows how it goes; each client is a process. See scenario.py for the
-course of it, client.py for a client's part, files.py for the files, and report.py for what is told at the end.
+The server's worker loops are threads of the process that shows the progress; each client is a process of its own.
+scenario.py has the sequence of steps, client.py the clients' part, files.py the files, and report.py the final report.
 """

@@ -1,6 +1,6 @@
-"""A client's part of the demonstration: what the worker processes of its pool run.
+"""Client side of the demonstration: functions that run in the worker processes of its pool.
 
-Each worker is connected to the server for as long as it is there, and has files in a folder of its own.
+Each worker connects to the server when it starts, and has a folder of its own for its files.
 """
 
 import array
@@ -27,10 +27,10 @@ _SAMPLES_MOST = 500_000
 
 @dataclass(frozen=True)
 class Assignment:
-    """What a client is to do.
+    """Input of one client.
 
     :param folder: for its files.
-    :param token: what it proves who it is by.
+    :param token: token for the server.
     """
 
     files: list[DataFile]
@@ -41,7 +41,7 @@ class Assignment:
 
 @contextlib.asynccontextmanager
 async def client(assignments: list[Assignment], worker: Worker) -> "AsyncIterator[Client]":
-    """The client of a worker, connected."""
+    """Connect the client of a worker, for the lifetime of the worker."""
     assignment = assignments[worker.number]
     async with (
         connect("127.0.0.1", assignment.port, assignment.token, domain=worker.domain) as storage,
@@ -51,25 +51,25 @@ async def client(assignments: list[Assignment], worker: Worker) -> "AsyncIterato
 
 
 async def step(name: str, *args: object) -> Any:
-    """Have the client of this worker do something; what came of it."""
+    """Run a step of this worker's client; return its result."""
     own: Client = current_worker().state
     own.done = 0
     return await getattr(own, name)(*args)
 
 
 def is_native() -> bool:
-    """Whether this worker's thread domain is native, and its queues so take no locks."""
+    """Return whether this worker's thread domain is native, so that its queues take no locks."""
     return current_worker().domain.native
 
 
 def done() -> int:
-    """How many bytes of its present step the client of this worker has done."""
+    """Return the number of bytes that this worker's client has moved in the present step."""
     own: Client = current_worker().state
     return own.done
 
 
 class Client:
-    """A client at work. `done` grows with the bytes that it has moved in the present step."""
+    """A client of the demonstration. `done` is the number of bytes that it has moved in the present step."""
 
     def __init__(self, assignment: Assignment, storage: Storage, local: MemoryRegion, volume: str) -> None:
         self.done = 0
@@ -86,21 +86,21 @@ class Client:
         return self._folder / file.name
 
     async def make(self) -> None:
-        """Make the files."""
+        """Create the files."""
         self._folder.mkdir()
         for file in self._files:
             await asyncio.to_thread(self._path(file).write_bytes, file.contents())
             self._progress(file.size)
 
     async def write(self) -> None:
-        """Make a volume, write all files to it, and flush each."""
+        """Create a volume, write all files to it, and flush each."""
         await self._storage.create(self._volume, end_of(self._files))
         async with self._storage.open(self._volume, write=True) as volume:
             for file in self._files:
                 await transfer.put(self._path(file), volume, self._progress, offset=file.offset)
 
     async def read(self) -> list[str]:
-        """Read all files back and compare each byte; the names of those that are not as they were."""
+        """Read all files back and compare each byte; return the names of files that differ."""
         wrong, copy = [], self._folder / "copy"
         async with self._storage.open(self._volume) as volume:
             for file in self._files:
@@ -110,7 +110,7 @@ class Client:
         return wrong
 
     async def sample(self, seconds: float) -> tuple["array.array[int]", int]:
-        """Read single blocks into registered memory for some time; how long each took, and how many were wrong."""
+        """Read single blocks into registered memory for some time; return each duration and the number of faults."""
         file = max(self._files, key=lambda each: each.size)
         made = self._path(file).read_bytes()
         took, wrong = array.array("Q"), 0
@@ -127,7 +127,7 @@ class Client:
         return took, wrong
 
     async def call_from_wrong_loop(self) -> str | None:
-        """Read from another thread, with an event loop of its own; the error that stops that, None: nothing did."""
+        """Read from an event loop of another thread; return the error that prevents that, or None if nothing did."""
 
         async def read(volume: Any) -> None:
             await volume.read_into(self._local[:], 0)

@@ -1,4 +1,4 @@
-"""PURE: the files of a client: how many, how large, and where they lie in its volume."""
+"""PURE: the files of a client: number, sizes and offsets in its volume."""
 
 import math
 import random
@@ -18,8 +18,8 @@ LEAST_BYTES = 16 * BLOCK
 class DataFile:
     """A file.
 
-    :param seed: the seed of its contents.
-    :param offset: where it begins in its volume, at a block.
+    :param seed: seed of its contents.
+    :param offset: position in the volume, a multiple of the block size.
     """
 
     name: str
@@ -28,17 +28,17 @@ class DataFile:
     size: int
 
     def contents(self) -> bytes:
-        """Its bytes, the same ones each time."""
+        """Return the contents, which are the same on each call."""
         return random.Random(self.seed).randbytes(self.size)
 
 
 def data_files(total: int, seed: str) -> list[DataFile]:
-    """Files of mixed sizes: as many of some bytes as of some KiB or MiB, always the same ones for a seed.
+    """Return files of mixed sizes, from a few bytes to MiB, always the same for a seed.
 
-    The largest has a quarter of all bytes, or 32 MiB where that is less.
+    The largest file has a quarter of all bytes, at most 32 MiB.
 
     :param total: bytes of all files together.
-    :raises InvalidError: that is too little for files of mixed sizes.
+    :raises InvalidError: `total` is too small.
     """
     if total < LEAST_BYTES:
         raise InvalidError(f"files of mixed sizes have {LEAST_BYTES:,} bytes together, or more, not {total:,}")
@@ -58,5 +58,5 @@ def data_files(total: int, seed: str) -> list[DataFile]:
 
 
 def end_of(files: list[DataFile]) -> int:
-    """Bytes that a volume has in which they all lie: whole blocks."""
+    """Return the size of a volume that holds all files, in whole blocks."""
     return -(-(files[-1].offset + files[-1].size) // BLOCK) * BLOCK if files else 0

@@ -1,4 +1,4 @@
-"""What came of the demonstration, for people."""
+"""Human-readable report of the demonstration."""
 
 from rich.console import Console
 from rich.table import Table
@@ -9,7 +9,7 @@ __all__ = ["print_report"]
 
 
 def print_report(console: Console, outcome: Outcome) -> None:
-    """Print it."""
+    """Print the report."""
     console.print("\nwhat the server had open", outcome.tree, sep="\n")
     table = Table(box=None, pad_edge=False, show_header=False)
     latencies = ", ".join(f"{name} {value:,.1f} µs" for name, value in outcome.read_us.items())

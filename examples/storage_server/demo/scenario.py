@@ -1,4 +1,4 @@
-"""The course of the demonstration, from the first process to the last byte."""
+"""The demonstration's sequence of steps."""
 
 import asyncio
 import functools
@@ -25,21 +25,21 @@ from storage_server.transfer import bars
 
 __all__ = ["Outcome", "Plan", "demonstrate"]
 
-_SPARE = 64 << 20  # bytes of the disk for all that is no data
+_SPARE = 64 << 20  # bytes of the disk for everything but data
 _LOOK_S = 0.1
 _LOOP: Literal["asyncio", "uvloop"] = "uvloop" if importlib.util.find_spec("uvloop") is not None else "asyncio"
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is to be demonstrated.
+    """Parameters of the demonstration.
 
-    :param device: its name; None: the best there is.
+    :param device: name of the device; None: the best one.
     :param size: bytes of all files together.
-    :param clients: processes.
-    :param workers: loops of the server.
-    :param seconds: how long single blocks are read.
-    :param seed: files are made from it.
+    :param clients: number of client processes.
+    :param workers: number of worker loops of the server.
+    :param seconds: duration of reading single blocks.
+    :param seed: seed of the files' contents.
     """
 
     device: str | None
@@ -50,9 +50,9 @@ class Plan:
     seed: int
 
     def check(self, folder: Path) -> None:
-        """See that there is room for all files, their copies and the volumes.
+        """Check that the disk has space for all files, their copies and the volumes.
 
-        :raises OSError: there is not.
+        :raises OSError: it has not.
         """
         needed, free = 3 * self.size + _SPARE, shutil.disk_usage(folder).free
         if free < needed:
@@ -64,15 +64,15 @@ class Plan:
 
 @dataclass
 class Outcome:
-    """What came of it.
+    """Results of the demonstration.
 
-    :param native: whether the clients' loops have native thread domains, and their queues so take no locks.
-    :param seconds: how long each phase took, by its name.
-    :param wrong: files and blocks that were not read back as they were written.
+    :param native: whether the clients' loops have native thread domains, so that their queues take no locks.
+    :param seconds: duration of each phase by name.
+    :param wrong: files and blocks that were read back with other contents.
     :param read_us: percentiles of reads of single blocks, in microseconds.
-    :param affinity_error: what stopped a call from a wrong loop; None: nothing did.
-    :param message_bytes: data that went by messages, and not one-sidedly.
-    :param tree: what the server had open, with all clients connected.
+    :param affinity_error: the error that stopped a call from the wrong loop; None: nothing stopped it.
+    :param message_bytes: data that moved by messages instead of one-sided RDMA.
+    :param tree: the server's resources while all clients were connected.
     """
 
     device: str = ""
@@ -91,15 +91,15 @@ class Outcome:
 
     @property
     def verified(self) -> bool:
-        """Whether all was as it should be."""
+        """Whether all checks passed."""
         return not self.wrong and self.blocks > 0 and self.affinity_error is not None
 
 
 async def demonstrate(plan: Plan, console: Console) -> Outcome:
-    """Do it. All processes and files are gone when this returns, or raises.
+    """Run the demonstration. On return, and on errors, all its processes have ended and its files are deleted.
 
-    :param console: where progress is shown.
-    :raises asyncio.CancelledError: SIGINT or SIGTERM came.
+    :param console: shows progress.
+    :raises asyncio.CancelledError: on SIGINT or SIGTERM.
     """
     task = asyncio.current_task()
     assert task is not None
@@ -129,7 +129,7 @@ async def demonstrate(plan: Plan, console: Console) -> Outcome:
 
 
 class _Course:
-    """With a server and clients that run."""
+    """The steps that need a running server and running clients."""
 
     def __init__(
         self, plan: Plan, console: Console, device: aioverbs.Device, server: Serving, pool: WorkerPool
@@ -142,10 +142,10 @@ class _Course:
         self._outcome = Outcome(device.name)
 
     async def run(self, share: int, files: list[int]) -> Outcome:
-        """All of it.
+        """Run all phases.
 
         :param share: bytes of each client's files.
-        :param files: how many files each client has.
+        :param files: number of files of each client.
         """
         outcome = self._outcome
         outcome.files, outcome.bytes = sum(files), share * len(files)
@@ -165,14 +165,14 @@ class _Course:
         return outcome
 
     async def _all(self, name: str, *args: object) -> list[Any]:
-        """Have all clients do something at the same time."""
+        """Run a step on all clients concurrently."""
         calls = (self._pool.run(step, name, *args, worker=number) for number in range(self._plan.clients))
         return await asyncio.gather(*calls)
 
     async def _phase(self, title: str, total: int | None, name: str, *args: object) -> list[Any]:
-        """The same, with their progress shown.
+        """Run a step on all clients concurrently, and show their progress.
 
-        :param total: the bytes that each is to move, where that is known.
+        :param total: bytes that each client is to move, if known.
         """
         began = time.perf_counter()
         with bars(self._console) as progress:
@@ -196,7 +196,7 @@ class _Course:
         return results
 
     def _count(self) -> None:
-        """What the server counted."""
+        """Copy the server's counters to the results."""
         value = self._server.metrics.value
         self._outcome.flushes = round(value("requests_total", kind="flush", outcome="done"))
         self._outcome.syncs = round(value("sync_seconds_count"))

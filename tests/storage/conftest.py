@@ -1,4 +1,4 @@
-"""The storage server of examples, on an open device, with either backing; processes meet in a folder of their own."""
+"""Fixtures for tests of the storage server example, on an open device and with either backing."""
 
 import sys
 from importlib.util import find_spec
@@ -11,7 +11,7 @@ from tests.sockets import directory_of_sockets, short_path
 
 __all__ = ["backing", "device", "device_name", "directory_of_sockets", "short_path"]
 
-# What the example needs is installed where it is tested, and not in each session.
+# The example's dependencies are missing in sessions that do not test the example.
 collect_ignore_glob = [] if find_spec("prometheus_client") and find_spec("msgspec") else ["test_*.py"]
 if str(ROOT / "examples") not in sys.path:
     sys.path.append(str(ROOT / "examples"))
@@ -19,5 +19,5 @@ if str(ROOT / "examples") not in sys.path:
 
 @pytest.fixture
 def backing(request: pytest.FixtureRequest) -> str:
-    """What stands between files and clients, where a test is not parametrized with both: the one, or the other."""
+    """Backing for tests that are not parametrized with both: "mapped" for inline execution, else "cached"."""
     return "mapped" if request.node.callspec.params["device"] == "inline" else "cached"

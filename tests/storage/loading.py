@@ -1,4 +1,4 @@
-"""What clients do with a server that is a process, until it dies, and what is to be there when another one serves."""
+"""Client load on a server process until the server dies, and checks of the data after a restart."""
 
 import asyncio
 import contextlib
@@ -25,7 +25,7 @@ GROWN = 5 * BLOCK
 
 
 def shares_of_two(blocks: Callable[[range], Blocks] = Blocks) -> list[Blocks]:
-    """What each of two writers has of the volume."""
+    """Return the models of two writers, each with half of the volume."""
     return [blocks(range(each * SHARE, (each + 1) * SHARE)) for each in range(2)]
 
 
@@ -38,11 +38,11 @@ async def load(
     turn: int,
     create: bool,
 ) -> None:
-    """Write, flush, make volumes and delete them, until the server's end; at first see what is there.
+    """Check the present data, then write, flush, create and delete volumes until the server ends.
 
-    :param end: called when something was acknowledged to each writer, to bring that end about.
-    :param turn: names what is made, as none before it did.
-    :param create: the volume is not there yet.
+    :param end: ends the server; called once each writer has had a flush acknowledged.
+    :param turn: number that makes the names of new volumes unique.
+    :param create: whether to create the volume first.
     """
     token = (server.root / "owner.token").read_text()
     async with aioverbs.open_device(server.device) as device, device.resource_domain() as domain:
@@ -63,14 +63,14 @@ async def load(
 
 
 async def write_some(volume: RemoteVolume, share: Blocks, chance: random.Random) -> None:
-    """Write a few of the blocks."""
+    """Write some random blocks."""
     for block in chance.sample(share.blocks, chance.randrange(1, 6)):
         await volume.write(block * BLOCK, share.write(block))
         share.wrote(block)
 
 
 async def flush(volume: RemoteVolume, share: Blocks) -> None:
-    """Flush what was written, and know that."""
+    """Flush the volume, and record that in the model."""
     about = share.flush()
     await volume.flush()
     share.flushed(about)
@@ -92,7 +92,7 @@ async def _write(
 async def _manage(server: Process, token: str, domain: ResourceDomain, turn: int) -> None:
     with contextlib.suppress(
         BrokenResourceError, StorageError, ConnectionError, anyio.EndOfStream
-    ):  # before it is connected
+    ):  # the server may die before the client is connected
         async with connect(server.host, server.port, token, domain=domain) as storage:
             for number in range(10_000):
                 name = f"{turn}-{number}"
@@ -104,7 +104,7 @@ async def _manage(server: Process, token: str, domain: ResourceDomain, turn: int
 
 
 async def look(server: Process, shares: list[Blocks]) -> None:
-    """See that all is there, and that nothing is half made."""
+    """Check that all acknowledged data is there, and that no volume is half made."""
     token = (server.root / "owner.token").read_text()
     async with (
         aioverbs.open_device(server.device) as device,

@@ -1,7 +1,7 @@
-"""What is known of a volume: of each block what its last acknowledged flush had, and what was written since.
+"""Model of a volume: for each block, the last write that was flushed, and the writes since.
 
-A block that is written is its number and the number of the writing, over and over. After a crash each of these pairs is
-of the last acknowledged writing, or of one that came after it: a disk promises no more of what was not flushed.
+A block consists of pairs (number of the block, number of the write). After a crash, each pair must come from the last
+flushed write of the block or from a later write: a disk promises no more for unflushed data.
 """
 
 import struct
@@ -13,38 +13,38 @@ _PAIR = struct.Struct("<II")
 
 
 class Blocks:
-    """The blocks that one task writes, and nobody else.
+    """Blocks that one task writes exclusively.
 
     :param blocks: their numbers.
     """
 
     def __init__(self, blocks: range) -> None:
         self.blocks = blocks
-        self.acknowledged = dict.fromkeys(blocks, 0)  # the writing; 0: zeros
-        self.latest = dict.fromkeys(blocks, 0)  # that was asked for
-        self._written = dict.fromkeys(blocks, 0)  # that was complete
+        self.acknowledged = dict.fromkeys(blocks, 0)  # number of the last write that was flushed; 0: zeros
+        self.latest = dict.fromkeys(blocks, 0)  # number of the last write that was started
+        self._written = dict.fromkeys(blocks, 0)  # number of the last write that completed
 
     def write(self, block: int) -> bytes:
-        """A block's next bytes, which are going to be written."""
+        """Start a write; return the block's new contents."""
         self.latest[block] += 1
         return _PAIR.pack(block, self.latest[block]) * (BLOCK // _PAIR.size)
 
     def wrote(self, block: int) -> None:
-        """That is done."""
+        """Record that the write of a block completed."""
         self._written[block] = self.latest[block]
 
     def flush(self) -> dict[int, int]:
-        """A flush is going to be asked for: what it is about."""
+        """Start a flush; return the writes that it covers."""
         return dict(self._written)
 
     def flushed(self, about: dict[int, int]) -> None:
-        """That was acknowledged."""
+        """Record that a flush was acknowledged."""
         self.acknowledged.update(about)
 
     def check(self, volume: bytes, at_least: dict[int, int] | None = None) -> None:
-        """See that what is there may be there.
+        """Check that the contents of a volume are allowed by the model.
 
-        :param at_least: what was acknowledged; None: until now.
+        :param at_least: writes that must be there; None: those acknowledged so far.
         """
         acknowledged = self.acknowledged if at_least is None else at_least
         for block in self.blocks:
@@ -56,7 +56,7 @@ class Blocks:
                 )
 
     def go_on(self, volume: bytes) -> None:
-        """This is what is there now, and stays there: what was not flushed may be gone."""
+        """Continue with the contents found after a crash, in which unflushed writes may be lost."""
         for block in self.blocks:
             writings = {writing for _, writing in _PAIR.iter_unpack(volume[block * BLOCK : (block + 1) * BLOCK])}
             self.acknowledged[block] = self._written[block] = min(writings)

@@ -1,4 +1,4 @@
-"""What the tests of the storage server have in common: a server here, and clients of it."""
+"""Helpers for tests of the storage server: a server in the test process, and its clients."""
 
 import contextlib
 from collections.abc import AsyncIterator
@@ -30,7 +30,7 @@ class Server:
 
     @contextlib.asynccontextmanager
     async def client(self, token: str | None = None) -> AsyncIterator[Storage]:
-        """A client: "owner", or whose token that is."""
+        """Connect a client: "owner", or the client of the token."""
         async with (
             self.device.resource_domain() as domain,
             connect(HOST, self.serving.port, token or self.serving.token_file.read_text(), domain=domain) as storage,
@@ -38,7 +38,7 @@ class Server:
             yield storage
 
     def add(self, name: str, **rights: Mode) -> str:
-        """A client that may do so much with these volumes, as the command `access` makes it; its token."""
+        """Add a client with rights to volumes, as the command `access` does; return its token."""
         with contextlib.closing(Catalog(self.root / "catalog.sqlite")) as catalog:
             token = catalog.add_client(name)
         for volume, mode in rights.items():
@@ -46,12 +46,12 @@ class Server:
         return token
 
     def allow(self, name: str, volume: str, mode: Mode) -> None:
-        """What a client may do from now on."""
+        """Set a client's right to a volume."""
         with contextlib.closing(Catalog(self.root / "catalog.sqlite")) as catalog:
             catalog.allow(name, volume, mode)
 
     def metric(self, name: str, **labels: str) -> float:
-        """What the server counted."""
+        """Return the value of a metric."""
         return self.serving.metrics.value(name, **labels)
 
 
@@ -59,7 +59,7 @@ class Server:
 async def serve_here(
     device: Device, root: Path, backing: str, disk: Disk | None = None, **settings: Any
 ) -> AsyncIterator[Server]:
-    """A server of a folder."""
+    """Serve a folder."""
     if backing == "mapped" and not device.software:
         pytest.skip("kernels do not pin pages of files for devices")
     chosen = Settings(backing=cast(BackingName, backing), **settings)

@@ -1,9 +1,4 @@
-"""A disk whose power is cut: what was not synced is forgotten, or not, sector by sector and name by name.
-
-The files themselves are real, since servers map them. Beside each is what of it is durable: what it had when it was
-last synced. When the power is cut what survives is chosen at random between that and what the file has just then, as a
-kernel may have written back any of it; of names that were not synced likewise. From then on every call fails.
-"""
+"""A simulated disk whose power can be cut. Unsynced data is then lost or kept at random, per sector and per name."""
 
 import contextlib
 import errno
@@ -34,14 +29,14 @@ class PowerCutError(OSError):
 
 
 class Inode:
-    """A file apart from its name: what of it is durable."""
+    """The durable contents of a file, independent of its name."""
 
     def __init__(self, durable: bytes = b"") -> None:
         self.durable = durable
 
 
 class PoweredFile(File):
-    """A file on it."""
+    """A file on the simulated disk."""
 
     def __init__(self, power: "Power", file: File, inode: Inode) -> None:
         super().__init__(file.descriptor)
@@ -79,16 +74,16 @@ class PoweredFile(File):
         content = bytearray(self.size())
         super().read_into(memoryview(content), 0)
         self._power.work()
-        with self._power.lock:  # it is durable as a whole, or the power was off before
+        with self._power.lock:  # atomic: either the contents become durable as a whole, or the power was cut before
             self._power.check()
             self._inode.durable = bytes(content)
 
 
 class Power(Disk):
-    """The disk of a folder, whose power is cut at a step.
+    """The disk of a server's folder, whose power is cut at a given step.
 
-    :param cut_at: the number of the step, from 1 on, that finds the power off; 0: none.
-    :param sync_s: how long making something durable takes at most, in seconds.
+    :param cut_at: number of the step, from 1, that fails because the power is off; 0: none.
+    :param sync_s: maximum duration of a sync in seconds.
     """
 
     def __init__(self, root: Path, cut_at: int, seed: int = 0, sync_s: float = 0.0) -> None:
@@ -96,15 +91,15 @@ class Power(Disk):
         self.lock = threading.RLock()
         self.done: list[str] = []
         self.image: dict[str, bytes] | None = None
-        self.broken = 0  # so many calls fail
-        self.go = threading.Event()  # to be cleared where syncs are to hang
+        self.broken = 0  # number of the following calls that fail
+        self.go = threading.Event()  # cleared by tests to make syncs hang
         self.go.set()
         self._cut_at = cut_at
         self._sync_s = sync_s
         self._random = random.Random(seed)
         self._here: dict[Path, Inode] = {}
         self._durable: dict[Path, Inode] = {}
-        for path in (root / "volumes").glob("*"):  # of a server that was there before
+        for path in (root / "volumes").glob("*"):  # files of an earlier server
             self._here[path] = self._durable[path] = Inode(path.read_bytes())
 
     # ---- Files
@@ -130,25 +125,25 @@ class Power(Disk):
         with self.lock:
             self._durable = dict(self._here)
 
-    # ---- Its end
+    # ---- Power
 
     def on(self) -> bool:
-        """Whether it is, and not being cut just now: all that was done before is in what survives."""
+        """Return whether the power is on, and not just being cut. If so, a later image reflects all earlier steps."""
         with self.lock:
             return self.image is None
 
     def check(self) -> None:
-        """Raise an error where the power is off."""
+        """Raise PowerCutError if the power is off."""
         if self.image is not None:
             raise PowerCutError
 
     def work(self) -> None:
-        """Take as long as disks do: what is written meanwhile is not what is synced."""
+        """Take as long as a disk: data written meanwhile is not part of the sync."""
         time.sleep(self._random.random() * self._sync_s)
         assert self.go.wait(20)
 
     def step(self, what: str) -> None:
-        """Something is going to be done."""
+        """Count a step, and fail if the power is cut at it."""
         with self.lock:
             self.check()
             if self.broken:
@@ -160,7 +155,7 @@ class Power(Disk):
                 raise PowerCutError
 
     def cut(self) -> None:
-        """The power is off, if it was not yet."""
+        """Cut the power, if it is still on."""
         with self.lock:
             if self.image is not None:
                 return
@@ -169,7 +164,7 @@ class Power(Disk):
                 states = [self._here.get(path), self._durable.get(path)]
                 inode = self._random.choice(states)
                 if inode is not None:
-                    # What was removed and comes back has its content on the disk only.
+                    # A removed file that reappears has only its durable contents.
                     live = path.read_bytes() if inode is self._here.get(path) else inode.durable
                     image[str(path.relative_to(self.root))] = self._survivor(inode.durable, live)
             for name in ("catalog.sqlite", "catalog.sqlite-wal", "owner.token"):
@@ -188,7 +183,7 @@ class Power(Disk):
         return bytes(found)
 
     def restore(self, root: Path) -> None:
-        """Make a folder of what survived."""
+        """Create a folder with the surviving files."""
         assert self.image is not None
         (root / "volumes").mkdir(parents=True)
         for name, content in self.image.items():
@@ -196,7 +191,7 @@ class Power(Disk):
 
 
 class SteppedCatalog(Catalog):
-    """A catalog each of whose transactions is a step as well: SQLite does it, or not."""
+    """A catalog whose transactions count as steps, too. Each is done completely or not at all, by SQLite."""
 
     power: Power | None = None
 

@@ -1,4 +1,4 @@
-"""Servers and clients as processes of their own, by their commands."""
+"""Servers and clients as processes, started by their commands."""
 
 import contextlib
 import os
@@ -21,18 +21,18 @@ START_S = 30
 
 
 def command(*arguments: object) -> list[str]:
-    """A command line of the example."""
+    """Return the command line for the example."""
     return [sys.executable, "-W", "error", str(ROOT / "examples" / "storage_server"), *map(str, arguments)]
 
 
 def _of_its_own(complaints: str) -> str:
-    """Without what is said once of devices that lack something."""
+    """Drop the note on devices that lack native features, which is logged once."""
     lines = complaints.splitlines(keepends=True)
     return "".join(each for each in lines if "not native from here on" not in each)
 
 
 def run(*arguments: object, device: str = "soft0", **env: object) -> "subprocess.CompletedProcess[str]":
-    """A command to its end."""
+    """Run a command to its end in a process."""
     settings = {**os.environ, "AIOVERBS_DEVICE": device, **{name: str(value) for name, value in env.items()}}
     with subprocess.Popen(
         command(*arguments), env=settings, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, process_group=0
@@ -40,13 +40,13 @@ def run(*arguments: object, device: str = "soft0", **env: object) -> "subprocess
         try:
             output, complaints = process.communicate(timeout=patience(60))
         except BaseException:
-            os.killpg(process.pid, signal.SIGKILL)  # with those that it started
+            os.killpg(process.pid, signal.SIGKILL)  # including the processes that it started
             raise
     return subprocess.CompletedProcess(process.args, process.returncode, output, _of_its_own(complaints))
 
 
 class Said(NamedTuple):
-    """What a command said."""
+    """Result of a command."""
 
     status: int
     output: str
@@ -54,7 +54,7 @@ class Said(NamedTuple):
 
 
 def here(*arguments: object, device: str = "soft0", **env: object) -> Said:
-    """A command to its end by its function, which saves a process."""
+    """Run a command to its end in this process, which is faster than a new process."""
     settings = {"AIOVERBS_DEVICE": device, **{name: str(value) for name, value in env.items()}}
     done = CliRunner().invoke(main, [*map(str, arguments)], env=settings)
     assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
@@ -62,7 +62,7 @@ def here(*arguments: object, device: str = "soft0", **env: object) -> Said:
 
 
 class Process:
-    """A server that is a process."""
+    """A server process."""
 
     def __init__(self, process: "subprocess.Popen[str]", root: Path, device: str) -> None:
         assert process.stdout is not None
@@ -79,33 +79,33 @@ class Process:
         self.env = {"STORAGE_AT": f"{self.host}:{port}", "STORAGE_TOKEN_FILE": str(root / "owner.token")}
 
     def ask(self, *arguments: object, **env: object) -> Said:
-        """A command that asks it, without a process of its own."""
+        """Run a client command on this server, in the test process."""
         return here(*arguments, device=self.device, **{**self.env, **env})
 
     def done(self, *arguments: object, **env: object) -> str:
-        """What a command says that has nothing to complain of."""
+        """Run a client command that must succeed; return its output."""
         done = self.ask(*arguments, **env)
         assert done.status == 0, done.complaints
         return done.output
 
     def fails(self, *arguments: object, **env: object) -> str:
-        """The complaint of a command."""
+        """Run a client command that must fail; return its error message."""
         done = self.ask(*arguments, **env)
         assert done.status in (1, 2), done.output
         assert "Error: " in done.complaints
         return done.complaints
 
     def kill(self) -> None:
-        """By SIGKILL."""
+        """Send SIGKILL."""
         self.process.kill()
         self.process.wait()
 
 
 @contextlib.contextmanager
 def served(root: Path, *options: object, device: str = "soft0", recovers: bool = False) -> Iterator[Process]:
-    """A server, which ends by SIGTERM with nothing to complain of, where it was not killed.
+    """Run a server. Unless it was killed, end it by SIGTERM and check that it reported no errors.
 
-    :param recovers: it may say that it takes away what one before it left half made.
+    :param recovers: whether it may report that it removes unfinished volumes of an earlier server.
     """
     env, pipe = {**os.environ, "AIOVERBS_DEVICE": device}, subprocess.PIPE
     with subprocess.Popen(command("serve", root, *options), env=env, stdout=pipe, stderr=pipe, text=True) as process:

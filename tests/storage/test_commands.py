@@ -1,4 +1,4 @@
-"""Servers, clients and load as processes: what they say, what is wrong, and what is there after a SIGKILL."""
+"""Server, clients and load generator as processes: output, error messages, and recovery after SIGKILL."""
 
 import asyncio
 import contextlib
@@ -32,20 +32,20 @@ KILLS = 54  # `nox -s power_cuts` has all of them
 
 @pytest.fixture(scope="module")
 def sockets() -> Iterator[Path]:
-    """A folder for them, which is the file's: its server is."""
+    """Directory of sockets for the module-scoped server and its clients."""
     with tempfile.TemporaryDirectory(prefix="aioverbs-") as folder:
         yield Path(folder)
 
 
 @pytest.fixture(autouse=True)
 def directory_of_sockets(sockets: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In place of one for each test."""
+    """Use the directory of this module instead of one for each test."""
     monkeypatch.setenv("AIOVERBS_SOFT_DIRECTORY", str(sockets))
 
 
 @pytest.fixture(scope="module")
 def server(sockets: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
-    """One for tests that each have volumes of their own."""
+    """Server shared by tests; each test uses volumes of its own."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("AIOVERBS_SOFT_DIRECTORY", str(sockets))
         with served(tmp_path_factory.mktemp("served") / "root") as server:
@@ -74,7 +74,8 @@ def test_volumes_by_commands(device_name: str, tmp_path: Path) -> None:
                 told: str = answer.read().decode()
                 return told
 
-        wait_until(lambda: "storage_sessions 0.0" in metrics())  # the last command does not wait for that
+        # the last command exits without waiting for its session to end
+        wait_until(lambda: "storage_sessions 0.0" in metrics())
         assert 'storage_requests_total{kind="flush",outcome="done"} 1.0' in metrics()
         assert "storage_sync_seconds_count" in metrics()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["copy", "data", "root"]
@@ -94,7 +95,7 @@ def test_long_transfers_show_on_terminals_how_far_they_are(server: Process, tmp_
         with subprocess.Popen(command("client", "put", data, "long"), env=env, stderr=terminal):
             os.close(terminal)
             seen = b""
-            with contextlib.suppress(OSError):  # EIO: it has ended
+            with contextlib.suppress(OSError):  # EIO: the process has ended
                 while more := screen.read(4096):
                     seen += more
     assert b"put data" in seen
@@ -149,7 +150,7 @@ def test_what_is_wrong_is_told(server: Process, tmp_path: Path) -> None:
 
 
 def test_load(device_name: str, tmp_path: Path) -> None:
-    # It begins with as many operations as the window has, which end even where the time is over before.
+    # Each client starts a whole window of operations, which complete even after the time is over.
     loading = ("load", "disk", "--clients", 2, "--seconds", patience(0.3), "--window", 16)
     with served(tmp_path / "root", device=device_name) as server:
         server.done("client", "create", "disk", "1M")
@@ -183,7 +184,7 @@ def test_a_server_that_is_killed_many_times(backing: str, number: int, tmp_path:
 
 
 def kill_and_look(path: Path, backing: str, seed: int) -> None:
-    """SIGKILL under load, twice in a row; what was acknowledged is there each time."""
+    """Kill a loaded server twice, and check each time that all acknowledged data is there."""
     root = path / "root"
     shares = shares_of_two()
     chance = random.Random(seed)
@@ -203,7 +204,7 @@ def kill_and_look(path: Path, backing: str, seed: int) -> None:
 
 
 async def test_a_client_that_is_killed(server: Process) -> None:
-    """What it had open is closed, and others go on."""
+    """The volume that the client had open is closed, and other clients can continue."""
     loading = command("load", "busy", "--clients", 1, "--seconds", 60, "--reads", 50, "--flush-every", 5)
     env = {**os.environ, **server.env, "AIOVERBS_DEVICE": "soft0"}
     token = (server.root / "owner.token").read_text()
@@ -217,7 +218,7 @@ async def test_a_client_that_is_killed(server: Process) -> None:
         try:
             async with asyncio.timeout(patience(30)), storage.open("busy") as volume:
                 while not any(await volume.read(0, BLOCK)):
-                    pass  # nothing was written yet
+                    pass  # nothing is written yet
             os.killpg(clients.pid, signal.SIGKILL)
             async with storage.open("busy", write=True) as volume:
                 await volume.write(0, b"mine")

@@ -1,4 +1,4 @@
-"""Flushes that go together: which sync each waits for, where that is done, and what a failure means."""
+"""Group commit: which sync a flush waits for, which thread runs the sync, and the effect of failures."""
 
 import asyncio
 import sys
@@ -15,7 +15,7 @@ from tests.waiting import until
 
 
 class Disk:
-    """What is asked to make durable."""
+    """Simulated disk, which checks that syncs do not overlap."""
 
     def __init__(self) -> None:
         self.asked = 0
@@ -59,7 +59,6 @@ async def test_a_flush_never_joins_a_sync_that_runs() -> None:
 
 
 async def test_who_was_told_of_a_flush_may_flush_here() -> None:
-    """At once: what he was told of is over."""
     interval_s = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
@@ -100,7 +99,7 @@ async def test_a_slow_disk_is_not_waited_for_by_a_loop() -> None:
 
 
 async def test_flushes_of_many_loops() -> None:
-    """One sync at a time, and fewer of them than flushes."""
+    """Syncs do not overlap, and there are fewer syncs than flushes."""
     disk = Disk()
 
     def sync() -> None:

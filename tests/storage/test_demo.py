@@ -1,4 +1,4 @@
-"""The demonstration: its files, what it tells, and what becomes of wrong bytes and of processes that end too early."""
+"""The demonstration: its files, its output, and its reaction to wrong bytes and to processes that die."""
 
 import json
 import os
@@ -25,7 +25,7 @@ SMALL = ("demo", "--size", "2M", "--seconds", "0.2", "--device", "soft0")
 KEYS = ["verified", "device", "native", "files", "bytes", "seconds", "wrong", "blocks", "read_us", "flushes", "syncs"]
 KEYS += ["message_bytes", "affinity_error", "tree"]
 
-Course = Any  # the scenario's own
+Course = Any  # alias for readability: the class is private
 
 
 # ---- Files
@@ -68,12 +68,12 @@ def test_contents_are_the_same_again_and_other_ones_in_each_file() -> None:
     assert len(set(contents)) == len(files)
 
 
-# ---- All of it
+# ---- Complete runs
 
 
 @pytest.fixture(autouse=True)
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where the demonstration's folder is; it is gone afterwards."""
+    """Directory for temporary files; check that the demonstration leaves none there."""
     path = tmp_path / "temporary"
     path.mkdir()
     monkeypatch.setenv("TMPDIR", str(path))
@@ -83,7 +83,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
 
 
 def descendants(pid: int) -> list[int]:
-    """The children of a process."""
+    """Return the children of a process."""
     return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
@@ -114,12 +114,12 @@ def test_for_people() -> None:
     assert re.fullmatch(r"verified: 2,097,152 bytes in \d+ files, each byte", last)
 
 
-# ---- What is wrong
+# ---- Failures
 
 
 @pytest.fixture
 def before(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Callable[[], object]], None]:
-    """Has something done when everything is as it is before a phase."""
+    """Return a function that registers an action to run before a phase."""
 
     def have(title: str, do: Callable[[], object]) -> None:
         phase = scenario._Course._phase
@@ -135,13 +135,13 @@ def before(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Callable[[], objec
 
 
 def volumes(temporary: Path) -> list[Path]:
-    """The files that the server keeps volumes in."""
+    """Return the files of the server's volumes."""
     (folder,) = temporary.iterdir()
     return sorted((folder / "server" / "volumes").iterdir())
 
 
 def test_what_is_wrong_is_seen(temporary: Path, before: Callable[[str, Callable[[], object]], None]) -> None:
-    """A byte of a file, and then all blocks."""
+    """Corrupt one byte of a file before the comparison, and all blocks before the reads of blocks."""
 
     def spoil() -> None:
         with volumes(temporary)[0].open("r+b") as volume:
@@ -183,7 +183,7 @@ def test_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
     ("arguments", "said"),
     [
         (("--size", "1K"), "bytes together, or more"),
-        (("--device", "mlx5_7"), ""),  # it is not there, or what lists such devices is not
+        (("--device", "mlx5_7"), ""),  # the device does not exist, or the library that lists devices is missing
         (("--size", "much"), "is no size"),
         (("--clients", "0"), "--clients"),
         (("--seconds", "0"), "--seconds"),
@@ -196,7 +196,7 @@ def test_what_cannot_be_done_is_told(arguments: tuple[str, ...], said: str) -> N
     assert said in told
 
 
-# ---- Who has enough
+# ---- Signals
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
@@ -216,7 +216,7 @@ def test_signals_end_all_of_it(number: signal.Signals, temporary: Path) -> None:
             process.kill()
     wait_for_ends(pids)
     if number is signal.SIGKILL:
-        for left in temporary.iterdir():  # nobody was there to take it away
+        for left in temporary.iterdir():  # no process was left to delete it
             shutil.rmtree(left)
     else:
         assert (process.returncode, complaints.strip()) == (1, "Aborted!")

@@ -1,4 +1,4 @@
-"""Clients that say what they must not, go without a word or are cancelled; disks that fail; and who else is there."""
+"""Clients that violate the protocol, disconnect or are cancelled; disks that fail; and the effect on other clients."""
 
 import asyncio
 import contextlib
@@ -47,7 +47,7 @@ SIZE = 16 * BLOCK
 
 
 class Raw:
-    """A client that says what a test wants."""
+    """A client that sends arbitrary messages."""
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
@@ -58,7 +58,7 @@ class Raw:
         return answer
 
     async def ended(self) -> bool:
-        """Whether the server says no more."""
+        """Return whether the server ends the connection."""
         try:
             async with asyncio.timeout(patience(20)):
                 while True:
@@ -96,7 +96,7 @@ async def test_nonsense_ends_a_client_and_nobody_else(
         await other.create("disk", SIZE)
         async with other.open("disk", write=True) as volume, raw_client(server) as raw:
             assert isinstance(await raw.ask(Open(Mode.WRITE, "disk")), Opened)
-            with contextlib.suppress(ValueError):  # longer than the server takes
+            with contextlib.suppress(ValueError):  # longer than the server's limit
                 await raw.connection.send(said)
                 assert await raw.ended()
             await volume.write(0, b"still there")
@@ -107,7 +107,7 @@ async def test_nonsense_ends_a_client_and_nobody_else(
 
 
 async def test_what_no_client_of_ours_says(device: Device, tmp_path: Path, backing: str) -> None:
-    """It is refused, and the connection goes on."""
+    """The server answers with an error, and the connection stays usable."""
     async with serve_here(device, tmp_path, backing) as server, raw_client(server) as raw:
         async with server.client() as storage:
             await storage.create("disk", SIZE)
@@ -139,7 +139,7 @@ async def test_what_no_client_of_ours_says(device: Device, tmp_path: Path, backi
 
 
 async def test_a_volume_is_closed_while_it_is_opened(device: Device, tmp_path: Path, backing: str) -> None:
-    """Its client cannot know the number yet: nothing stays open for ever."""
+    """The client cannot know the volume's number yet. No volume stays open for ever."""
     async with serve_here(device, tmp_path, backing) as server, server.client() as storage:
         await storage.create("disk", SIZE)
         async with raw_client(server) as raw:
@@ -157,7 +157,7 @@ async def test_a_volume_is_closed_while_it_is_opened(device: Device, tmp_path: P
 async def test_a_client_that_reads_nothing_keeps_no_volume(
     device: Device, tmp_path: Path, backing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("storage_server.handle._REVOKE_S", 0.1)  # nor does it let go by itself
+    monkeypatch.setattr("storage_server.handle._REVOKE_S", 0.1)  # the client does not confirm revocations, either
     async with serve_here(device, tmp_path, backing) as server, server.client() as storage:
         await storage.create("disk", SIZE)
         async with raw_client(server, settings=ConnectionSettings(receive_depth=4)) as raw:
@@ -172,7 +172,7 @@ async def test_a_client_that_reads_nothing_keeps_no_volume(
 
 
 async def test_a_server_that_does_not_answer(device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever is cancelled while it opens a volume waits for the answer, and not for ever."""
+    """A client that is cancelled while it opens a volume waits for the answer, but not for ever."""
     monkeypatch.setattr("storage_server.client._ANSWER_S", 0.1)
 
     async def silent(connection: Connection) -> None:
@@ -236,7 +236,7 @@ async def test_who_goes_without_a_word_leaves_nothing(device: Device, tmp_path: 
 
 
 async def test_who_is_cancelled_can_go_on(device: Device, tmp_path: Path, backing: str) -> None:
-    """At whatever it was: what it asked before is answered to nobody."""
+    """Answers to cancelled requests are dropped."""
     async with serve_here(device, tmp_path, backing) as server, server.client() as storage:
         await storage.create("disk", SIZE)
         async with storage.open("disk", write=True, by_messages=True) as volume:
@@ -261,7 +261,7 @@ async def test_who_is_cancelled_can_go_on(device: Device, tmp_path: Path, backin
 async def test_who_is_cancelled_again_waits_for_the_answer(
     device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str
 ) -> None:
-    """While it opens a volume, or closes it: nothing is open afterwards that it does not know."""
+    """A client cancelled twice, while it opens or closes a volume, leaves no volume open."""
     begun, answer = asyncio.Event(), asyncio.Event()
     done = getattr(Volumes, at)
 
@@ -298,7 +298,7 @@ async def test_who_is_cancelled_again_waits_for_the_answer(
 async def test_a_server_that_is_cancelled_again_at_its_end(
     device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It closes its volumes all the same."""
+    """The server closes its volumes nevertheless."""
     serves, closes, go_on, closed = (asyncio.Event() for _ in range(4))
     close_all = Volumes._close_all
 
@@ -332,7 +332,7 @@ async def test_a_server_that_is_cancelled_again_at_its_end(
 
 @pytest.mark.parametrize("backing", ["mapped", "cached"])
 async def test_a_disk_that_fails(device: Device, tmp_path: Path, backing: str) -> None:
-    """No flush succeeds afterwards; who reads still may."""
+    """No later flush succeeds; reads still do."""
     power = Power(tmp_path, 0)
     async with serve_here(device, tmp_path, backing, power) as server, server.client() as storage:
         await storage.create("disk", SIZE)
@@ -357,7 +357,7 @@ async def test_a_disk_that_fails(device: Device, tmp_path: Path, backing: str) -
 async def test_who_takes_back_a_grant_and_gives_up_may_ask_again(
     device: Device, tmp_path: Path, backing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A flush that hangs keeps a volume from being resized; when it is over nothing is left of that."""
+    """A flush that hangs prevents a resize. Once the flush ends, the next resize succeeds."""
     power = Power(tmp_path, 0)
     async with serve_here(device, tmp_path, backing, power) as server:
         async with server.client() as owner, server.client() as other:
@@ -379,7 +379,7 @@ async def test_who_takes_back_a_grant_and_gives_up_may_ask_again(
 
 
 async def test_who_was_given_up_may_still_be_at_it() -> None:
-    """A grant is taken back once, though the one who waited first has not heard yet that it is not waited for."""
+    """Two concurrent calls revoke the grant only once: the first may still be running after its caller timed out."""
 
     class Grant:
         async def revoke(self, *, timeout_s: float) -> None:
@@ -401,7 +401,7 @@ async def test_who_was_given_up_may_still_be_at_it() -> None:
 
 @pytest.mark.parametrize("backing", ["mapped", "cached"])
 async def test_what_is_flushed_is_kept_until_it_is(device: Device, tmp_path: Path, backing: str) -> None:
-    """Though who asked for that is gone meanwhile, as is who waits for the next sync."""
+    """Data of a running sync stays in memory, even if its client and the client of the next sync disconnect."""
     power = Power(tmp_path, 0)
     async with serve_here(device, tmp_path, backing, power, workers=1) as server, server.client() as other:
         await other.create("disk", SIZE)

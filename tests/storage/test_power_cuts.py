@@ -1,4 +1,4 @@
-"""The power is cut under load, at some step of the disk's: what was acknowledged is there when it is back."""
+"""Cut the power under load at some step of the disk, and check that all acknowledged data is there afterwards."""
 
 import asyncio
 import contextlib
@@ -23,23 +23,24 @@ from tests.storage.power import Power, PowerCutError
 pytestmark = pytest.mark.timeout(120)
 
 SEEDS = 50  # `nox -s power_cuts` has all of them
-WAYS = 8  # both loops with both backings in both ways of execution
-SHARE = 12  # blocks of each task
+WAYS = 8  # all combinations of event loop, backing and execution
+SHARE = 12  # blocks of each writer
 WRITERS = 3
 SIZE = WRITERS * SHARE * BLOCK
 OVER = (StorageError, BrokenResourceError, aioverbs.ClosedResourceError)
 
 
 class Load:
-    """What clients do with a server until the power is cut, and what they know then."""
+    """Load on a server until the power is cut, and a model of the allowed results."""
 
     def __init__(self, server: Server, power: Power, seed: int) -> None:
         self.server = server
         self.power = power
         self.random = random.Random(seed)
         self.shares = [Blocks(range(each * SHARE, (each + 1) * SHARE)) for each in range(WRITERS)]
-        self.snapshots: dict[str, list[dict[int, int]]] = {}  # that were acknowledged; what was before them
-        self.there: dict[str, set[int | None]] = {}  # sizes that other volumes may have; None: it is not there
+        # acknowledged snapshots, with the writes that each must contain
+        self.snapshots: dict[str, list[dict[int, int]]] = {}
+        self.there: dict[str, set[int | None]] = {}  # sizes that each other volume may have; None: it does not exist
 
     async def run(self, storage: Storage) -> None:
         await storage.create("disk", SIZE)
@@ -60,13 +61,13 @@ class Load:
                         await flush(volume, share)
 
     async def done(self, asked: Awaitable[None]) -> None:
-        """Wait until it is. A server that does not know yet that the power is off answers, too: that tells nothing."""
+        """Wait for an answer. Ignore an answer that was sent after the power was cut."""
         await asked
         if not self.power.on():
             raise PowerCutError
 
     async def manage(self, storage: Storage) -> None:
-        """Make, resize, copy and delete volumes."""
+        """Create, resize, copy and delete volumes."""
         with contextlib.suppress(*OVER, PowerCutError):
             for number in range(1000):
                 await asyncio.sleep(self.random.random() * 0.01)
@@ -86,7 +87,7 @@ class Load:
                     self.there[name] = {None}
 
     async def check(self, storage: Storage) -> None:
-        """What there is after it."""
+        """Check what is there after the restart."""
         sizes: dict[str, int | None] = {each.name: each.size for each in await storage.volumes()}
         if sizes.pop("disk", None) is None:
             assert not any(any(share.acknowledged.values()) for share in self.shares)

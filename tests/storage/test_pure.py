@@ -1,4 +1,4 @@
-"""What is said in bytes, and ranges: by properties."""
+"""Property tests of the protocol's encoding and of byte ranges."""
 
 import itertools
 from typing import Any
@@ -122,7 +122,7 @@ def test_what_is_changed_on_the_way_is_refused_or_another_message(
 
 
 def said(*values: object) -> bytes:
-    """What a peer may put into a message, whatever it is."""
+    """Return the encoding of arbitrary values as a message."""
     return bytes(4) + msgspec.msgpack.encode(values)
 
 
@@ -131,7 +131,7 @@ ALMOST = [
     b"\0" * 5,
     b"\xff" * 5,
     b"\1\0\0",
-    said(15, 3, "a"),  # a mode that volumes are not opened in
+    said(15, 3, "a"),  # a mode that volumes cannot be opened in
     said(15, 1, "a", "more"),
     said(15, 1),
     said(15, True, "a"),
@@ -149,9 +149,9 @@ ALMOST = [
     said(11, -1, "a"),
     said(1, 1, bytes(15)),
     pack(1, Delete("ab"))[:-1] + b"\xff",
-    pack(1, Reopen(1))[:-1] + b"\xcc\x01",  # a longer form of the same
+    pack(1, Reopen(1))[:-1] + b"\xcc\x01",  # a longer encoding of the same message
     pack(1, Reopen(1)) + b"\x91" * 10_000 + b"\x00",
-    bytes(4) + b"\x92\x1e" + b"\x91" * 10_000 + b"\x00",  # deeper than what reads it can go
+    bytes(4) + b"\x92\x1e" + b"\x91" * 10_000 + b"\x00",  # nested more deeply than the decoder supports
 ]
 
 
@@ -184,7 +184,7 @@ def test_each_code_has_its_error() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 200), st.integers(0, 30))), st.integers(1, 12))
 def test_ranges_have_all_that_was_added(added: list[tuple[int, int]], most: int) -> None:
-    """In order, apart, and with nothing else in them as long as they are few."""
+    """Ranges are sorted and apart. They contain no other bytes as long as there are few ranges."""
     ranges = Ranges(most)
     wanted: set[int] = set()
     ever_many = False

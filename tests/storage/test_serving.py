@@ -1,4 +1,4 @@
-"""A server and its clients in one process: volumes, reads and writes, rights, and what changes under their users."""
+"""Server and clients in one process: volumes, reads and writes, rights, and changes of open volumes."""
 
 import asyncio
 import os
@@ -127,7 +127,7 @@ async def test_what_makes_no_sense_is_refused(device: Device, tmp_path: Path, ba
 
 @both_backings
 async def test_who_may_only_read(device: Device, tmp_path: Path, backing: str) -> None:
-    """Neither by messages nor by the memory that is granted is anything written."""
+    """The client can write neither by messages nor through the granted memory."""
     async with serve_here(device, tmp_path, backing) as server, server.client() as owner:
         await owner.create("disk", SIZE)
         await owner.create("secret", SIZE)
@@ -221,7 +221,7 @@ async def test_a_resize_is_seen_by_who_has_it_open(device: Device, tmp_path: Pat
 
 @both_backings
 async def test_requests_that_are_under_way_when_it_is_resized(device: Device, tmp_path: Path, backing: str) -> None:
-    """Each is done, or told why not; the connection goes on."""
+    """Each request succeeds or fails with the reason, and the connection stays usable."""
     async with serve_here(device, tmp_path, backing) as server, server.client() as owner, server.client() as other:
         await owner.create("disk", SIZE)
         begun = asyncio.Semaphore(0)
@@ -270,7 +270,7 @@ async def test_snapshots_stay_as_they_are(device: Device, tmp_path: Path, backin
 @both_backings
 @pytest.mark.parametrize("by_messages", [False, True], ids=["one-sided", "messages"])
 async def test_a_snapshot_is_of_one_moment(device: Device, tmp_path: Path, backing: str, by_messages: bool) -> None:
-    """Somebody writes a number to the first block and then to the last: no snapshot has a later one in the last."""
+    """A client writes a number to the first block, then to the last. No snapshot has a later number in the last."""
     async with serve_here(device, tmp_path, backing) as server, server.client() as storage, server.client() as other:
         await storage.create("disk", SIZE)
 
@@ -288,7 +288,7 @@ async def test_a_snapshot_is_of_one_moment(device: Device, tmp_path: Path, backi
         counting = asyncio.create_task(count())
         seen = [0]
         for turn in range(fewer(5, least=2)):
-            await until(lambda: written > seen[-1])  # it goes on after each
+            await until(lambda: written > seen[-1])  # the writer continues after each snapshot
             await storage.snapshot("disk", f"at-{turn}")
             async with storage.open(f"at-{turn}") as volume:
                 first, last = [int.from_bytes(await volume.read(at, 8), "little") for at in (0, SIZE - 8)]
@@ -318,7 +318,7 @@ async def test_flushes_go_together(device: Device, tmp_path: Path, backing: str)
             async with storage.open("disk", write=True) as volume:
                 before = server.metric("requests_total", kind="flush", outcome="done")
                 await asyncio.gather(*(volume.flush() for _ in range(50)))
-            # It is closed: all that was answered before is counted.
+            # The volume is closed, so all answers are counted.
             assert server.metric("requests_total", kind="flush", outcome="done") - before == 2
 
 

@@ -1,4 +1,4 @@
-"""The power is cut at each single step of what is done with volumes, and at each step of what puts that right."""
+"""Cut the power at each step of changes of volumes, and at each step of the recovery after that."""
 
 import contextlib
 import itertools
@@ -23,11 +23,11 @@ SEEDS = range(3)
 STEPS_MOST = 100
 
 ResourceState = dict[str, tuple[bytes, bool]]
-"""Volumes by name: what they have, and whether they are read only."""
+"""Volumes by name: contents, and whether they are read only."""
 
 
 class Work(NamedTuple):
-    """What is done with a folder that has the volume "disk", and what is there afterwards."""
+    """A change of a folder with the volume "disk", and the volumes after it."""
 
     do: Callable[[Folder, VolumeRow], object]
     after: ResourceState
@@ -49,7 +49,7 @@ WORK = {
 
 @contextlib.contextmanager
 def powered(root: Path, cut_at: int, seed: int) -> Iterator[tuple[Power, Folder]]:
-    """A folder on such a disk; at the end the power is off."""
+    """Open a folder on a simulated disk. At the end of the block the power is cut."""
     power = Power(root, cut_at, seed)
     with contextlib.closing(SteppedCatalog(root / "catalog.sqlite")) as catalog:
         catalog.power = power
@@ -63,7 +63,7 @@ def fill(file: File) -> None:
 
 
 def prepared(root: Path) -> VolumeRow:
-    """A folder with a volume."""
+    """Create a folder with one volume."""
     (root / "volumes").mkdir(parents=True)
     with contextlib.closing(SteppedCatalog(root / "catalog.sqlite")) as catalog:
         folder = Folder(root, Disk(), catalog)
@@ -72,7 +72,7 @@ def prepared(root: Path) -> VolumeRow:
 
 
 def state(folder: Folder) -> ResourceState:
-    """What there is; that the files and the catalog fit."""
+    """Return all volumes. Check that files and catalog match."""
     found: ResourceState = {}
     for row in folder.catalog.volumes():
         with contextlib.closing(folder.open(row)) as file:
@@ -94,7 +94,10 @@ def recovered(root: Path) -> ResourceState:
 
 
 def cut_at(step: int, here: Path, seed: int, work: Work) -> tuple[Power, bool]:
-    """The disk, and whether the work was acknowledged. Where it has fewer steps the power is cut after it."""
+    """Do some work; return the disk, and whether the work was acknowledged.
+
+    If it has fewer steps, cut the power after it.
+    """
     row, done = prepared(here), False
     with powered(here, step, seed) as (power, folder):
         with contextlib.suppress(PowerCutError):
@@ -121,7 +124,7 @@ def test_it_is_as_before_or_as_after(name: str, tmp_path: Path) -> None:
 
 
 def started(here: Path, step: int) -> Power:
-    """The disk, whose power is cut when a server starts there."""
+    """Start a server on a folder, and cut the power at a step of the start."""
     with powered(here, step, step) as (power, folder):
         with contextlib.suppress(PowerCutError):
             folder.start()
@@ -130,7 +133,7 @@ def started(here: Path, step: int) -> Power:
 
 @pytest.mark.parametrize("name", WORK)
 def test_recovery_that_is_cut_short(name: str, tmp_path: Path) -> None:
-    """At each step of it, after each step of the work."""
+    """Cut the power at each step of the recovery, for each step at which the work was interrupted."""
     work, cuts, steps = WORK[name], 0, 0
     for step in range(1, STEPS_MOST):
         power, done = cut_at(step, tmp_path / f"{step}", step, work)
@@ -152,7 +155,7 @@ def test_recovery_that_is_cut_short(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", WORK)
 def test_a_disk_that_fails_once(name: str, tmp_path: Path) -> None:
-    """Who asked is told, and it is as before or as after, at once and at the next start."""
+    """The failure is reported. The volumes are unchanged or completely changed, before and after the next start."""
     work = WORK[name]
     for step in range(1, STEPS_MOST):
         here = tmp_path / f"{step}"
@@ -170,7 +173,7 @@ def test_a_disk_that_fails_once(name: str, tmp_path: Path) -> None:
 
 
 class FailsOnce(Power):
-    """A disk that fails at one step, and then works."""
+    """A disk that fails at one step only."""
 
     def step(self, what: str) -> None:
         self.done.append(what)

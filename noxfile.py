@@ -53,7 +53,7 @@ CHOSEN_TESTS += [
         "connections/test_grants.py::test_revoking_under_load",
         "connections/test_processes.py::test_a_killed_peer_is_detected_at_once",
         "connections/test_processes.py::test_a_peer_stopped_for_longer_than_keep_alive",
-        "storage/test_serving.py::test_what_is_written_is_read",
+        "storage/test_serving.py::test_written_data_is_read_back",
     )
 ]
 CHOSEN_SEEDS = "10"  # of 60, of the tests that compare soft-RoCE with the software device

@@ -27,7 +27,7 @@ class Backing(Protocol):
 
     region: MemoryRegion
     memory: memoryview
-    tell: bool
+    report_writes: bool
     """Whether a flush must list the ranges that were written one-sidedly."""
 
     def written(self, ranges: Iterable[tuple[int, int]]) -> None:
@@ -39,7 +39,7 @@ class Backing(Protocol):
         Blocking. There is at most one call at a time.
         """
 
-    def settle(self) -> None:
+    def write_back(self) -> None:
         """Write all changes back to the file, recorded or not, and make them durable.
 
         Blocking; no client may write meanwhile.
@@ -52,7 +52,7 @@ class Mapped:
     :param region: memory region of a mapping of the file.
     """
 
-    tell = False
+    report_writes = False
 
     def __init__(self, file: File, region: MemoryRegion) -> None:
         self._file = file
@@ -74,7 +74,7 @@ class Mapped:
         """
         self._file.datasync()
 
-    def settle(self) -> None:
+    def write_back(self) -> None:
         """Call fdatasync: no write bypasses the kernel's dirty tracking."""
         self._file.datasync()
 
@@ -92,7 +92,7 @@ class Cached:
     :param region: memory region of the volume's size, to be filled from the file.
     """
 
-    tell = True
+    report_writes = True
 
     def __init__(self, file: File, region: MemoryRegion) -> None:
         self._file = file
@@ -118,14 +118,14 @@ class Cached:
             self._file.write(self.memory[start:end], start)
         self._file.datasync()
 
-    def settle(self) -> None:
+    def write_back(self) -> None:
         """Write back all bytes that differ from the file, recorded or not."""
         with self._lock:
             self._dirty.take()
         for start in range(0, len(self.memory), _PIECE):
             piece = self.memory[start : start + _PIECE]
-            there = bytearray(len(piece))
-            self._file.read_into(memoryview(there), start)
-            if there != piece:
+            in_file = bytearray(len(piece))
+            self._file.read_into(memoryview(in_file), start)
+            if in_file != piece:
                 self._file.write(piece, start)
         self._file.datasync()

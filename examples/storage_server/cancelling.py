@@ -5,23 +5,23 @@ from collections.abc import Awaitable
 
 import anyio
 
-__all__ = ["to_its_end"]
+__all__ = ["wait_uncancelled"]
 
 
-async def to_its_end(what: Awaitable[None]) -> None:
+async def wait_uncancelled(awaitable: Awaitable[None]) -> None:
     """Await a result to its end.
 
     If the caller is cancelled meanwhile, by a scope or a server that stops, raise that afterwards.
     """
-    doing = asyncio.ensure_future(what)
+    task = asyncio.ensure_future(awaitable)
     cancelled = None
     with anyio.CancelScope(shield=True):
-        while not doing.done():
+        while not task.done():
             try:
-                await asyncio.wait([doing])
+                await asyncio.wait([task])
             except asyncio.CancelledError as error:
                 cancelled = error
     if cancelled is not None:
-        _ = doing.cancelled() or doing.exception()  # mark the exception as retrieved
+        _ = task.cancelled() or task.exception()  # mark the exception as retrieved
         raise cancelled
-    doing.result()
+    task.result()

@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator
 
 import aioverbs
 from aioverbs import BrokenResourceError, BufferPool, ConnectionSettings, RemoteGrant, ResourceDomain
-from storage_server.cancelling import to_its_end
+from storage_server.cancelling import wait_uncancelled
 from storage_server.catalog import key_of, name_of
 from storage_server.errors import StorageError, error_of
 from storage_server.protocol import (
@@ -50,7 +50,7 @@ __all__ = ["Storage", "connect"]
 
 _SMALL_BUFFERS = 64
 _LARGE_BUFFERS = 4  # initial number; the limit is four times that
-_ANSWER_S = 5.0  # limit for answers that must be received even if the caller is cancelled
+_ANSWER_TIMEOUT_S = 5.0  # limit for answers that must be received even if the caller is cancelled
 
 
 class Storage:
@@ -121,12 +121,12 @@ class Storage:
 
     async def _close(self, opened: Opened) -> None:
         """Close a volume, even if the caller is cancelled. If the server does not answer, abort the connection."""
-        if self._rpc.over is None:
-            await to_its_end(self._ask_to_close(opened))
+        if self._rpc.failure is None:
+            await wait_uncancelled(self._ask_to_close(opened))
 
     async def _ask_to_close(self, opened: Opened) -> None:
         try:
-            async with asyncio.timeout(_ANSWER_S):
+            async with asyncio.timeout(_ANSWER_TIMEOUT_S):
                 with contextlib.suppress(BrokenResourceError, StorageError):
                     await self._rpc.done(Close(opened.volume))
         except TimeoutError:
@@ -139,11 +139,11 @@ class Storage:
                 return await asyncio.shield(opening)
             except asyncio.CancelledError:
                 # A cancelled request may leave a volume open: find out, and close it.
-                await to_its_end(self._give_up(opening, request))
+                await wait_uncancelled(self._give_up(opening, request))
                 raise
 
     async def _give_up(self, opening: asyncio.Task[tuple[Opened, RemoteGrant]], request: Open | Reopen) -> None:
-        if not (await asyncio.wait([opening], timeout=_ANSWER_S))[0]:
+        if not (await asyncio.wait([opening], timeout=_ANSWER_TIMEOUT_S))[0]:
             await self._rpc.connection.abort()
             await asyncio.wait([opening])
         if not opening.cancelled() and opening.exception() is None and isinstance(request, Open):

@@ -42,7 +42,7 @@ def size(text: str | int) -> int:
 
 
 @contextlib.contextmanager
-def _told() -> Iterator[None]:
+def _report_errors() -> Iterator[None]:
     """Report expected errors as one line on standard error."""
     try:
         yield
@@ -89,7 +89,7 @@ def serve(
     metrics_port: int | None,
 ) -> None:
     settings = Settings(workers, loop, backing, memory, spin_us)
-    with _told():
+    with _report_errors():
         asyncio.run(_serve(root, host, port, settings, metrics_port))
 
 
@@ -155,7 +155,7 @@ def _use(context: click.Context, use: Callable[[Storage], Awaitable[object]]) ->
         async with _connected(*context.obj) as storage:
             await use(storage)
 
-    with _told():
+    with _report_errors():
         asyncio.run(run())
 
 
@@ -273,7 +273,7 @@ def get(context: click.Context, name: str, file: Path, *, verify: bool, by_messa
 @click.option("--seed", default=1, show_default=True, type=int)
 @_messages
 def load(at: tuple[str, int], token_file: Path, name: str, **options: Any) -> None:
-    with _told():
+    with _report_errors():
         done = asyncio.run(loading.run(loading.Plan(*at, token_file.read_text(), name, **options)))
     print(json.dumps(done, indent=2))
     if done["wrong_blocks"]:
@@ -294,7 +294,7 @@ def load(at: tuple[str, int], token_file: Path, name: str, **options: Any) -> No
 def demo(*, as_json: bool, **options: Any) -> None:
     console = Console(quiet=as_json, width=None if sys.stdout.isatty() else 160, highlight=False)
     try:
-        with _told():
+        with _report_errors():
             outcome = asyncio.run(demonstrate(Plan(**options), console))
     except asyncio.CancelledError:
         raise click.Abort from None
@@ -318,7 +318,7 @@ def access(context: click.Context, root: Path) -> None:
     path = root / "catalog.sqlite"
     if not path.exists():
         raise click.ClickException(f"{root} is no folder of a server: `serve` makes one")
-    with _told():
+    with _report_errors():
         context.obj = context.with_resource(contextlib.closing(Catalog(path)))
 
 
@@ -327,7 +327,7 @@ def access(context: click.Context, root: Path) -> None:
 @click.option("--admin", is_flag=True, help="It may do everything.")
 @click.pass_obj
 def add(catalog: Catalog, name: str, *, admin: bool) -> None:
-    with _told():
+    with _report_errors():
         print(catalog.add_client(name, admin=admin))
 
 
@@ -335,7 +335,7 @@ def add(catalog: Catalog, name: str, *, admin: bool) -> None:
 @click.argument("name")
 @click.pass_obj
 def remove(catalog: Catalog, name: str) -> None:
-    with _told():
+    with _report_errors():
         catalog.remove_client(name)
 
 
@@ -345,7 +345,7 @@ def remove(catalog: Catalog, name: str) -> None:
 @click.argument("mode", type=click.Choice(["none", "read", "write"]))
 @click.pass_obj
 def allow(catalog: Catalog, name: str, volume: str, mode: str) -> None:
-    with _told():
+    with _report_errors():
         catalog.allow(name, volume, Mode[mode.upper()])
 
 

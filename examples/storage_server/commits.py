@@ -17,12 +17,12 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
 
-from storage_server.cancelling import to_its_end
+from storage_server.cancelling import wait_uncancelled
 from storage_server.errors import DiskError
 
 __all__ = ["Commits"]
 
-_SHORT_S = 0.02  # limit for a sync on a client's event loop; disks sometimes take longer
+_QUICK_SYNC_S = 0.02  # limit for a sync on a client's event loop; disks sometimes take longer
 
 
 class Commits:
@@ -48,7 +48,7 @@ class Commits:
         self._lock = threading.Lock()
         self._busy = False
         self._waiting: list[Future[None]] = []  # flushes for the next sync
-        self._lasted_s = self._lasted_before_s = 0.0  # durations of the last two syncs
+        self._last_sync_s = self._previous_sync_s = 0.0  # durations of the last two syncs
         self._failure: OSError | None = None
 
     async def flush(self) -> None:
@@ -61,13 +61,13 @@ class Commits:
         """
         done: Future[None] = Future()
         with self._lock:
-            leads = not self._busy
+            is_first = not self._busy
             self._busy = True
-            if not leads:
+            if not is_first:
                 self._waiting.append(done)
-        if leads:
+        if is_first:
             self._executor.submit(self._commit, [done])
-        await to_its_end(asyncio.wrap_future(done))
+        await wait_uncancelled(asyncio.wrap_future(done))
 
     def flush_here(self) -> bool:
         """Sync in the calling thread if no sync is running and the last syncs were quick; return whether that was done.
@@ -77,13 +77,13 @@ class Commits:
         :raises DiskError: as for `flush`.
         """
         with self._lock:
-            if self._busy or min(self._lasted_s, self._lasted_before_s) >= _SHORT_S:
+            if self._busy or min(self._last_sync_s, self._previous_sync_s) >= _QUICK_SYNC_S:
                 return False
             self._busy = True
         try:
             self._sync_once(1, self._sync)
         finally:
-            self._over()
+            self._finish_sync()
         return True
 
     def _commit(self, group: list[Future[None]]) -> None:
@@ -93,14 +93,14 @@ class Commits:
             self._sync_once(len(group), self._sync)
         except Exception as error:
             failure = error
-        self._over()  # before the waiting flushes are notified: their callers may call `flush_here`
+        self._finish_sync()  # before the waiting flushes are notified: their callers may call `flush_here`
         for done in group:
             if failure is None:
                 done.set_result(None)
             else:
                 done.set_exception(failure)
 
-    def _over(self) -> None:
+    def _finish_sync(self) -> None:
         """Mark the sync as ended. If flushes are waiting, start a sync for them in a thread."""
         with self._lock:
             group, self._waiting = self._waiting, []
@@ -117,13 +117,13 @@ class Commits:
 
     def _sync_once(self, count: int, sync: Callable[[], None]) -> None:
         if self._failure is None:
-            began = self._clock()
+            started = self._clock()
             try:
                 sync()
             except OSError as error:
                 self._failure = error
-            self._lasted_before_s, self._lasted_s = self._lasted_s, self._clock() - began
-            self._observe(self._lasted_s, count)
+            self._previous_sync_s, self._last_sync_s = self._last_sync_s, self._clock() - started
+            self._observe(self._last_sync_s, count)
         if self._failure is not None:
             raise DiskError(
                 f"the disk failed: {self._failure}; what was not flushed before may be lost. Start the server again "

@@ -19,8 +19,8 @@ __all__ = ["Disk", "File"]
 
 _FICLONE = 0x40049409  # linux/fs.h: share all blocks of the source until one of the two files is written to
 _NO_REFLINK = {errno.EOPNOTSUPP, errno.ENOTTY, errno.EINVAL, errno.EXDEV, errno.ENOSYS}
-_AHEAD_BYTES = 256 << 20  # read ahead when a file is mapped
-_COPY_BYTES = 64 << 20  # limit of one copy_file_range call
+_READAHEAD_BYTES = 256 << 20  # read ahead when a file is mapped
+_MAX_COPY = 64 << 20  # limit of one copy_file_range call
 
 
 class File:
@@ -66,7 +66,7 @@ class File:
         """
         mapped = mmap.mmap(self.descriptor, size)
         mapped.madvise(mmap.MADV_RANDOM)
-        os.posix_fadvise(self.descriptor, 0, min(size, _AHEAD_BYTES), os.POSIX_FADV_WILLNEED)
+        os.posix_fadvise(self.descriptor, 0, min(size, _READAHEAD_BYTES), os.POSIX_FADV_WILLNEED)
         return mapped
 
     def copy_from(self, source: "File", size: int) -> str:
@@ -85,7 +85,7 @@ class File:
         self.resize(size)
         at = 0
         while at < size:
-            count = os.copy_file_range(source.descriptor, self.descriptor, min(size - at, _COPY_BYTES), at, at)
+            count = os.copy_file_range(source.descriptor, self.descriptor, min(size - at, _MAX_COPY), at, at)
             if not count:
                 raise OSError(errno.EIO, f"the file to be copied ends at {at:,} of {size:,} bytes")
             at += count

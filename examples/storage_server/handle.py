@@ -12,8 +12,8 @@ from storage_server.volumes import Volume, Volumes
 
 __all__ = ["Handle"]
 
-_REVOKE_S = 5.0
-_GRANT_S = 10.0  # for the client to receive the grant
+_REVOKE_TIMEOUT_S = 5.0
+_GRANT_TIMEOUT_S = 10.0  # for the client to receive the grant
 
 
 class Handle:
@@ -31,7 +31,7 @@ class Handle:
         self.opened: Volume | None = None  # set once the volume must be closed
         self.grant: Grant | None = None
         self._granting: asyncio.Task[None] | None = None  # until the handle is paused
-        self.why = ""  # reason why the volume is closed; empty: it is open
+        self.close_reason = ""  # reason why the volume is closed; empty: it is open
         self._connection = connection
         self._gauge = metrics.grants.labels(mode.name.lower())
         self._paused = False
@@ -49,8 +49,8 @@ class Handle:
         Only operations that use the memory wait for the grant, since a client may be slow to receive it.
         """
         async with self._changing:
-            if self.why:
-                raise ChangedError(self.why)
+            if self.close_reason:
+                raise ChangedError(self.close_reason)
             self._paused = False
             if self._granting is None:
                 self.opened = volume
@@ -61,7 +61,7 @@ class Handle:
         assert backing is not None
         writes = AccessFlags.REMOTE_WRITE if self.mode is Mode.WRITE else AccessFlags(0)
         try:
-            async with asyncio.timeout(_GRANT_S):
+            async with asyncio.timeout(_GRANT_TIMEOUT_S):
                 self.grant = await self._connection.grant(backing.region, AccessFlags.REMOTE_READ | writes)
         except TimeoutError as error:
             await self._connection.abort()
@@ -86,14 +86,14 @@ class Handle:
                 try:
                     # A broken connection invalidates the client's key as well.
                     with contextlib.suppress(BrokenResourceError, ClosedResourceError):
-                        await self.grant.revoke(timeout_s=_REVOKE_S)
+                        await self.grant.revoke(timeout_s=_REVOKE_TIMEOUT_S)
                 finally:
                     self.grant = None
                     self._gauge.dec()
 
-    async def expel(self, why: str) -> None:
+    async def expel(self, reason: str) -> None:
         """Close the volume for this client."""
-        self.why = self.why or why
+        self.close_reason = self.close_reason or reason
         await self.pause()
 
     # ---- Called by the session
@@ -110,8 +110,8 @@ class Handle:
 
         :raises ChangedError: the volume is closed.
         """
-        if self.why:
-            raise ChangedError(f"volume {self.volume.row.name!r} is open no more: {self.why}")
+        if self.close_reason:
+            raise ChangedError(f"volume {self.volume.row.name!r} is open no more: {self.close_reason}")
         return self.grant is not None and not self._paused
 
     def piece(self, offset: int, length: int) -> memoryview:

@@ -20,13 +20,13 @@ import aioverbs
 from aioverbs import ConnectionSettings, MessageModel, RegionSlice, WorkerPool, current_worker
 from storage_server.client import connect
 from storage_server.errors import InvalidError
-from storage_server.protocol import DATA_MOST
+from storage_server.protocol import MAX_DATA
 from storage_server.remote_volume import RemoteVolume
 
 __all__ = ["Plan", "run"]
 
 _HEAD = struct.Struct("<QQI")  # number of the block, number of the write, checksum of both and of the rest of the block
-_DEPTH_MOST = 1 << 10
+_MAX_DEPTH = 1 << 10
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,8 @@ class Plan:
     seed: int = 1
 
     def __post_init__(self) -> None:
-        if self.block < _HEAD.size or (self.by_messages and self.block > DATA_MOST):
-            raise InvalidError(f"a block has from {_HEAD.size} to {DATA_MOST:,} bytes, not {self.block:,}")
+        if self.block < _HEAD.size or (self.by_messages and self.block > MAX_DATA):
+            raise InvalidError(f"a block has from {_HEAD.size} to {MAX_DATA:,} bytes, not {self.block:,}")
 
 
 @dataclass
@@ -72,7 +72,7 @@ class Share:
     """
 
     seconds: float
-    took_ns: dict[str, "array.array[int]"]
+    latencies_ns: dict[str, "array.array[int]"]
     wrong: list[str]
 
 
@@ -83,7 +83,7 @@ def make_block(number: int, writing: int, filler: bytes) -> bytes:
     return _HEAD.pack(number, writing, checksum) + rest
 
 
-def fault_of(block: memoryview, number: int) -> str:
+def find_block_error(block: memoryview, number: int) -> str:
     """Return a description of what is wrong with a block; empty if the block is intact, or was never written."""
     found, writing, checksum = _HEAD.unpack_from(block)
     expected = zlib.crc32(block[_HEAD.size :], zlib.crc32(struct.pack("<QQ", found, writing)))
@@ -109,7 +109,7 @@ class Client:
         self._writings = itertools.count(1)
         self._busy: set[int] = set()
         self._filler = self._random.randbytes(plan.block)
-        self.took_ns = {name: array.array("Q") for name in ("read", "write", "flush")}
+        self.latencies_ns = {name: array.array("Q") for name in ("read", "write", "flush")}
         self.wrong: list[str] = []
 
     async def fill(self, memory: list[RegionSlice]) -> None:
@@ -125,24 +125,24 @@ class Client:
 
     async def load(self, memory: list[RegionSlice]) -> float:
         """Read and write for the planned time; return the seconds that this took."""
-        chosen = self._chosen()
+        free_blocks = self._free_blocks()
         began = time.perf_counter()
         end = began + self._plan.seconds
         writes = itertools.count(1)
 
         async def work(local: RegionSlice) -> None:
             while time.perf_counter() < end:
-                block = next(chosen)
+                block = next(free_blocks)
                 self._busy.add(block)
                 start = time.perf_counter_ns()
                 if self._random.randrange(100) < self._plan.reads:
                     await self._read(block, local)
-                    self.took_ns["read"].append(time.perf_counter_ns() - start)
-                    if self._plan.check and (wrong := fault_of(local.buffer, block)):
+                    self.latencies_ns["read"].append(time.perf_counter_ns() - start)
+                    if self._plan.check and (wrong := find_block_error(local.buffer, block)):
                         self.wrong.append(wrong)
                 else:
                     await self._write(block, local)
-                    self.took_ns["write"].append(time.perf_counter_ns() - start)
+                    self.latencies_ns["write"].append(time.perf_counter_ns() - start)
                     if self._plan.flush_every and next(writes) % self._plan.flush_every == 0:
                         await self._flush()
                 self._busy.discard(block)
@@ -152,7 +152,7 @@ class Client:
             await self._flush()
         return time.perf_counter() - began
 
-    def _chosen(self) -> Iterator[int]:
+    def _free_blocks(self) -> Iterator[int]:
         """Yield blocks that no task is using. There always are some, since each task uses at most one."""
         in_order = itertools.cycle(self._blocks)
         while True:
@@ -177,14 +177,14 @@ class Client:
     async def _flush(self) -> None:
         start = time.perf_counter_ns()
         await self._volume.flush()
-        self.took_ns["flush"].append(time.perf_counter_ns() - start)
+        self.latencies_ns["flush"].append(time.perf_counter_ns() - start)
 
 
-async def one(plan: Plan) -> Share:
+async def run_client(plan: Plan) -> Share:
     """Run the part of one process."""
     worker = current_worker()
     settings = ConnectionSettings(
-        send_depth=max(32, min(plan.window, _DEPTH_MOST)), spin_ns=plan.spin_us * 1000 if plan.spin_us else None
+        send_depth=max(32, min(plan.window, _MAX_DEPTH)), spin_ns=plan.spin_us * 1000 if plan.spin_us else None
     )
     async with (
         connect(plan.host, plan.port, plan.token, domain=worker.domain, settings=settings) as storage,
@@ -196,7 +196,7 @@ async def one(plan: Plan) -> Share:
         if plan.fill:
             await client.fill(memory)
             return Share(0.0, {}, [])
-        return Share(await client.load(memory), client.took_ns, client.wrong)
+        return Share(await client.load(memory), client.latencies_ns, client.wrong)
 
 
 async def run(plan: Plan) -> dict[str, Any]:
@@ -210,13 +210,15 @@ async def run(plan: Plan) -> dict[str, Any]:
         WorkerPool(device, plan.clients, processes=True, message_model=model, on_worker_death="fail") as processes,
     ):
 
-        async def all_of_them(plan: Plan) -> list[Share]:
-            return await asyncio.gather(*(processes.run(one, plan, worker=number) for number in range(plan.clients)))
+        async def run_clients(plan: Plan) -> list[Share]:
+            return await asyncio.gather(
+                *(processes.run(run_client, plan, worker=number) for number in range(plan.clients))
+            )
 
         if plan.fill:
-            await all_of_them(plan)
-        shares = await all_of_them(replace(plan, fill=False))
-    done = sum(len(share.took_ns[kind]) for share in shares for kind in ("read", "write"))
+            await run_clients(plan)
+        shares = await run_clients(replace(plan, fill=False))
+    done = sum(len(share.latencies_ns[kind]) for share in shares for kind in ("read", "write"))
     seconds = max(share.seconds for share in shares)
     wrong = [each for share in shares for each in share.wrong]
     shown = {name: value for name, value in asdict(plan).items() if name != "token"}
@@ -226,7 +228,7 @@ async def run(plan: Plan) -> dict[str, Any]:
         "operations_per_s": round(done / seconds, 1),
         "mib_per_s": round(done * plan.block / seconds / (1 << 20), 1),
         "latency_us": {
-            kind: percentiles([took for share in shares for took in share.took_ns[kind]])
+            kind: percentiles([took for share in shares for took in share.latencies_ns[kind]])
             for kind in ("read", "write", "flush")
         },
         "wrong_blocks": len(wrong),
@@ -234,10 +236,13 @@ async def run(plan: Plan) -> dict[str, Any]:
     }
 
 
-def percentiles(took_ns: list[int]) -> dict[str, float]:
+def percentiles(latencies_ns: list[int]) -> dict[str, float]:
     """Return percentiles in microseconds of durations in nanoseconds; empty if there are no durations."""
-    if not took_ns:
+    if not latencies_ns:
         return {}
-    took_ns.sort()
+    latencies_ns.sort()
     at = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "p99.9": 0.999, "max": 1.0}
-    return {name: took_ns[min(int(len(took_ns) * part), len(took_ns) - 1)] / 1000 for name, part in at.items()}
+    return {
+        name: latencies_ns[min(int(len(latencies_ns) * part), len(latencies_ns) - 1)] / 1000
+        for name, part in at.items()
+    }

@@ -14,7 +14,7 @@ __all__ = ["Metrics"]
 
 _SYNC_S = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1.0, 5.0)
 _GROUP = (1, 2, 4, 8, 16, 32, 64)
-_UNCOUNTED_MOST = 64
+_MAX_UNCOUNTED = 64
 
 
 class Metrics(Collector):
@@ -35,14 +35,14 @@ class Metrics(Collector):
         self.syncs = Histogram("sync_seconds", "How long the disk took to make things durable", buckets=_SYNC_S, **to)
         self.groups = Histogram("sync_flushes", "Flushes that one of these was for", buckets=_GROUP, **to)
 
-    def synced(self, lasted_s: float, flushes: int) -> None:
+    def synced(self, duration_s: float, flushes: int) -> None:
         """Record a sync of the disk. The counters are updated later, since a client is waiting for its answer."""
-        self._synced.append((lasted_s, flushes))
+        self._synced.append((duration_s, flushes))
 
     def answered(self, kind: str, outcome: str) -> None:
         """Record the answer to a request."""
         self.requests.labels(kind, outcome).inc()
-        if len(self._synced) >= _UNCOUNTED_MOST:
+        if len(self._synced) >= _MAX_UNCOUNTED:
             self._count()
 
     def collect(self) -> Iterable[Metric]:
@@ -53,10 +53,10 @@ class Metrics(Collector):
     def _count(self) -> None:
         while True:
             try:
-                lasted_s, flushes = self._synced.popleft()
+                duration_s, flushes = self._synced.popleft()
             except IndexError:
                 return
-            self.syncs.observe(lasted_s)
+            self.syncs.observe(duration_s)
             self.groups.observe(flushes)
 
     def value(self, name: str, **labels: str) -> float:

@@ -15,20 +15,20 @@ from typing import Annotated, NamedTuple
 import msgspec
 from msgspec import Meta
 
-from storage_server.ranges import RANGES_MOST
+from storage_server.ranges import MAX_RANGES
 
 VERSION = 1
-DATA_MOST = 1 << 20  # bytes of volume data in one message
-TEXT_MOST = 512  # characters
-MESSAGE_MOST = DATA_MOST + 64
+MAX_DATA = 1 << 20  # bytes of volume data in one message
+MAX_TEXT = 512  # characters
+MAX_MESSAGE = MAX_DATA + 64
 _NUMBER = 4  # bytes
 
 UInt16 = Annotated[int, Meta(ge=0, lt=1 << 16)]
 UInt32 = Annotated[int, Meta(ge=0, lt=1 << 32)]
 UInt64 = Annotated[int, Meta(ge=0)]  # MessagePack has no larger integers
-Text = Annotated[str, Meta(max_length=TEXT_MOST)]
-Bytes = Annotated[bytes, Meta(max_length=DATA_MOST)]
-Ranges = Annotated[tuple[tuple[UInt64, UInt64], ...], Meta(max_length=RANGES_MOST)]
+Text = Annotated[str, Meta(max_length=MAX_TEXT)]
+Bytes = Annotated[bytes, Meta(max_length=MAX_DATA)]
+Ranges = Annotated[tuple[tuple[UInt64, UInt64], ...], Meta(max_length=MAX_RANGES)]
 OpenMode = Annotated[int, Meta(ge=1, le=2)]
 
 
@@ -208,7 +208,7 @@ class Opened(_Message, tag=33):
     volume: UInt32
     size: UInt64
     mode: OpenMode
-    tell: bool  # whether `Flush` must list the ranges that were written one-sidedly
+    report_writes: bool  # whether `Flush` must list the ranges that were written one-sidedly
     rkey: UInt32
 
 
@@ -270,8 +270,8 @@ def pack(number: int, message: Message) -> bytes:
         _decode(_encode(short))
     except (msgspec.ValidationError, OverflowError) as error:
         raise ValueError(f"a {type(message).__name__} cannot be sent: {error}") from error
-    if len(data) > DATA_MOST:
-        raise ValueError(f"a {type(message).__name__} cannot be sent: {len(data):,} bytes, of {DATA_MOST:,} at most")
+    if len(data) > MAX_DATA:
+        raise ValueError(f"a {type(message).__name__} cannot be sent: {len(data):,} bytes, of {MAX_DATA:,} at most")
     return _head(number, short, len(data)) + data
 
 

@@ -3,9 +3,9 @@
 import bisect
 from collections.abc import Iterable
 
-__all__ = ["RANGES_MOST", "Ranges"]
+__all__ = ["MAX_RANGES", "Ranges"]
 
-RANGES_MOST = 256
+MAX_RANGES = 256
 
 
 class Ranges:
@@ -17,7 +17,7 @@ class Ranges:
     :param most: maximum number of ranges.
     """
 
-    def __init__(self, most: int = RANGES_MOST) -> None:
+    def __init__(self, most: int = MAX_RANGES) -> None:
         self._most = most
         self._starts: list[int] = []
         self._ends: list[int] = []

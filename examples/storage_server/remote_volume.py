@@ -7,15 +7,15 @@ from typing import Any
 
 from aioverbs import BufferPool, GrantRevokedError, RegionSlice, RemoteGrant
 from storage_server.errors import ChangedError, InvalidError
-from storage_server.protocol import DATA_MOST, Checksum, Data, Flush, Opened, ProtocolError, Read, Reopen, Write
+from storage_server.protocol import MAX_DATA, Checksum, Data, Flush, Opened, ProtocolError, Read, Reopen, Write
 from storage_server.ranges import Ranges
 from storage_server.rpc import RpcClient
 
-__all__ = ["PIECE", "SMALL", "Regrant", "RemoteVolume", "several"]
+__all__ = ["PIECE", "SMALL", "Regrant", "RemoteVolume", "for_each_concurrently"]
 
-PIECE = DATA_MOST  # bytes; longer operations are split
+PIECE = MAX_DATA  # bytes; longer operations are split
 SMALL = 16 * 1024  # bytes of the buffers for short reads and writes
-_AT_ONCE = 4
+_MAX_CONCURRENT = 4
 _TRIES = 1000  # of an operation that is interrupted by copies of the volume
 _CHECKS = 10  # of data that another client may be writing
 
@@ -44,11 +44,11 @@ class RemoteVolume:
         self._small, self._large = pools
         self._ask_for_grant = regrant
         self._number = opened.volume
-        self._tell = opened.tell
+        self._report_writes = opened.report_writes
         self._granted = granted
         self._by_messages = by_messages
         self._written = Ranges()
-        self._regranting = asyncio.Lock()
+        self._regrant_lock = asyncio.Lock()
         self._flushing = asyncio.Lock()
         self._wanted = self._flushed = 0
 
@@ -112,13 +112,13 @@ class RemoteVolume:
             finally:
                 # Record the range after completion, not before: a flush in between would list bytes that have not
                 # arrived. A cancelled write may have arrived.
-                if self._tell:
+                if self._report_writes:
                     self._written.add(offset, offset + len(local))
         raise ChangedError(f"volume {self.name!r} was copied {_TRIES} times while this was written")
 
     async def _regrant(self, before: RemoteGrant) -> None:
         """Get another grant after the server revoked `before`. Raise ChangedError if the volume changed."""
-        async with self._regranting:
+        async with self._regrant_lock:
             if self._granted is before:
                 _, self._granted = await self._ask_for_grant(Reopen(self._number))
 
@@ -142,7 +142,7 @@ class RemoteVolume:
             data = await self._read_piece(offset + at, min(PIECE, length - at), verify)
             found[at : at + len(data)] = data
 
-        await several(read_piece, range(0, length, PIECE))
+        await for_each_concurrently(read_piece, range(0, length, PIECE))
         return bytes(found)
 
     async def _read_piece(self, offset: int, length: int, verify: bool) -> bytes:
@@ -173,7 +173,7 @@ class RemoteVolume:
         """
         self._check(offset, len(data))
         view = memoryview(data)
-        await several(
+        await for_each_concurrently(
             lambda at: self._write_piece(offset + at, view[at : at + PIECE], verify), range(0, len(data), PIECE)
         )
 
@@ -219,7 +219,7 @@ class RemoteVolume:
             self._flushed = all_until_now
 
 
-async def several(work: Callable[[int], Coroutine[Any, Any, None]], places: Iterable[int]) -> None:
+async def for_each_concurrently(work: Callable[[int], Coroutine[Any, Any, None]], places: Iterable[int]) -> None:
     """Call `work` for each place, a few at a time. Raise the first error."""
     rest = iter(places)
 
@@ -229,7 +229,7 @@ async def several(work: Callable[[int], Coroutine[Any, Any, None]], places: Iter
 
     try:
         async with asyncio.TaskGroup() as tasks:
-            for _ in range(_AT_ONCE):
+            for _ in range(_MAX_CONCURRENT):
                 tasks.create_task(work_on())
     except* Exception as errors:
         raise errors.exceptions[0] from None

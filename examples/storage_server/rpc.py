@@ -26,44 +26,44 @@ class RpcClient:
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
-        self.over: Exception | None = None
+        self.failure: Exception | None = None
         self._numbers = itertools.cycle(range(1, 1 << 32))
-        self._asked: dict[int, asyncio.Future[Answer]] = {}
-        self._to_come = 0  # number of answers not yet received
+        self._pending: dict[int, asyncio.Future[Answer]] = {}
+        self._unanswered = 0  # number of answers not yet received
         self._receiving = False
         self._listener: asyncio.Task[None] | None = None
 
     async def _ask(self, request: Message) -> Answer:
         """Send a request; return its answer. Raise the error of a `Failed` answer."""
-        if self.over is not None:
-            raise self._lost()
+        if self.failure is not None:
+            raise self._connection_lost()
         number = next(self._numbers)
-        asked: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-        self._asked[number] = asked
-        alone = not self._to_come and not self._receiving
+        future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._pending[number] = future
+        alone = not self._unanswered and not self._receiving
         try:
             await self.connection.send(pack(number, request))  # if cancelled here, nothing was sent
-            self._to_come += 1
+            self._unanswered += 1
             if alone and not self._receiving:
-                await self._receive(asked)
+                await self._receive(future)
             elif not self._receiving:
                 self._listen()
-            answer = await asked
+            answer = await future
         finally:
-            del self._asked[number]
-            if self._to_come and not self._receiving:
+            del self._pending[number]
+            if self._unanswered and not self._receiving:
                 self._listen()
         if isinstance(answer, Failed):
             raise error_of(answer.code, answer.text)
         return answer
 
-    def _lost(self) -> BrokenResourceError:
-        lost = BrokenResourceError(f"the server went before it answered: {self.over}")
-        lost.__cause__ = self.over
-        return lost
+    def _connection_lost(self) -> BrokenResourceError:
+        error = BrokenResourceError(f"the server went before it answered: {self.failure}")
+        error.__cause__ = self.failure
+        return error
 
     def _listen(self) -> None:
-        if self.over is None and (self._listener is None or self._listener.done()):
+        if self.failure is None and (self._listener is None or self._listener.done()):
             self._receiving = True  # already now, and not only once the task starts
             self._listener = asyncio.create_task(self._receive(None))
 
@@ -71,21 +71,21 @@ class RpcClient:
         """Receive answers and pass each to its request, until `wanted` is done or no answer is outstanding."""
         self._receiving = True
         try:
-            while self._to_come and (wanted is None or not wanted.done()):
+            while self._unanswered and (wanted is None or not wanted.done()):
                 number, answer = parse(await self.connection.receive())
                 if not isinstance(answer, Answer):
                     raise ProtocolError(f"a {type(answer).__name__} is no answer")
-                self._to_come -= 1
-                asked = self._asked.get(number)
-                if asked is not None and not asked.done():  # otherwise, the requesting task was cancelled
-                    asked.set_result(answer)
+                self._unanswered -= 1
+                future = self._pending.get(number)
+                if future is not None and not future.done():  # otherwise, the requesting task was cancelled
+                    future.set_result(answer)
         except (anyio.EndOfStream, BrokenResourceError, ClosedResourceError, ProtocolError) as error:
-            self.over = error
-            self._to_come = 0
-            for asked in self._asked.values():
-                if not asked.done():
-                    asked.set_exception(self._lost())
-                    asked.exception()  # mark as retrieved: the requesting task may still be in `send`
+            self.failure = error
+            self._unanswered = 0
+            for future in self._pending.values():
+                if not future.done():
+                    future.set_exception(self._connection_lost())
+                    future.exception()  # mark as retrieved: the requesting task may still be in `send`
         finally:
             self._receiving = False
 

@@ -21,10 +21,10 @@ from typing import Literal
 import aioverbs
 from aioverbs import ConnectionSettings, Device, MessageModel, WorkerPool
 from storage_server.files import Disk
-from storage_server.folder import opened_folder
 from storage_server.metrics import Metrics
-from storage_server.protocol import MESSAGE_MOST
+from storage_server.protocol import MAX_MESSAGE
 from storage_server.session import Shared, serve_client
+from storage_server.volume_store import open_volume_store
 from storage_server.volumes import Volumes
 
 __all__ = ["BackingName", "Serving", "Settings", "serving"]
@@ -95,12 +95,10 @@ async def serving(
     metrics = Metrics()
     mapped = chosen.backing == "mapped" or (chosen.backing == "auto" and device.software)
     model = MessageModel.LOW_LATENCY if chosen.spin_us else MessageModel.DEFAULT
-    connections = ConnectionSettings(
-        max_message=MESSAGE_MOST, spin_ns=chosen.spin_us * 1000 if chosen.spin_us else None
-    )
-    with opened_folder(root, disk or Disk()) as folder:
+    connections = ConnectionSettings(max_message=MAX_MESSAGE, spin_ns=chosen.spin_us * 1000 if chosen.spin_us else None)
+    with open_volume_store(root, disk or Disk()) as store:
         async with WorkerPool(device, chosen.workers, loop=chosen.loop, message_model=model) as pool:
-            volumes = Volumes(folder, pool.pd, metrics, mapped=mapped, memory=chosen.memory)
+            volumes = Volumes(store, pool.pd, metrics, mapped=mapped, memory=chosen.memory)
             shared = Shared(volumes, metrics)
             server = aioverbs.serve(
                 functools.partial(serve_client, shared),

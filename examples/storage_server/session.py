@@ -14,13 +14,13 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from aioverbs import BrokenResourceError, ClosedResourceError, Connection, current_worker
-from storage_server.cancelling import to_its_end
+from storage_server.cancelling import wait_uncancelled
 from storage_server.errors import InvalidError, RefusedError, StorageError
 from storage_server.handle import Handle
 from storage_server.metrics import Metrics
 from storage_server.protocol import (
-    DATA_MOST,
-    TEXT_MOST,
+    MAX_DATA,
+    MAX_TEXT,
     VERSION,
     Answer,
     Challenge,
@@ -49,16 +49,16 @@ from storage_server.protocol import (
     parse,
     proof_of,
 )
-from storage_server.volumes import Volumes, told
+from storage_server.volumes import Volumes, to_client_error
 
 __all__ = ["Shared", "serve_client"]
 
 logger = logging.getLogger("storage_server")
 
-AT_ONCE = 64
-VOLUMES_MOST = 256  # of one client
-HELLO_S = 5.0
-_SUM_BYTES = 256 * 1024  # checksums of more bytes are computed in a thread
+MAX_CONCURRENT = 64
+MAX_OPEN_VOLUMES = 256  # of one client
+HELLO_TIMEOUT_S = 5.0
+_MAX_CHECKSUM_INLINE = 256 * 1024  # checksums of more bytes are computed in a thread
 
 
 @dataclass
@@ -70,7 +70,7 @@ class Shared:
 
     volumes: Volumes
     metrics: Metrics
-    here: Counter[int] = field(default_factory=Counter)
+    session_counts: Counter[int] = field(default_factory=Counter)
 
 
 class Session:
@@ -84,42 +84,45 @@ class Session:
         self._handles: dict[int, Handle] = {}
         self._last = 0
         self._tasks: set[asyncio.Task[None]] = set()
-        self._room = asyncio.Semaphore(AT_ONCE)
+        self._slots = asyncio.Semaphore(MAX_CONCURRENT)
         self._worker = current_worker().number
 
     async def run(self) -> None:
         """Answer requests until the client disconnects."""
-        self.shared.here[self._worker] += 1
+        self.shared.session_counts[self._worker] += 1
         self.shared.metrics.sessions.inc()
         try:
             async for data in self.connection:
                 number, request = parse(data)
-                answer = self._at_once(request)
+                answer = self._answer_immediately(request)
                 if answer is not None:
                     await self._answer(number, request, answer)
                     continue
-                await self._room.acquire()
-                task = asyncio.create_task(self._take(number, request))
+                await self._slots.acquire()
+                task = asyncio.create_task(self._run_request(number, request))
                 self._tasks.add(task)
-                task.add_done_callback(self._over)
+                task.add_done_callback(self._on_task_done)
                 # let the task start now: a connection that polls yields to the loop only after its spin time
                 await asyncio.sleep(0)
         finally:
-            await to_its_end(self._end())
+            await wait_uncancelled(self._end())
             self.shared.metrics.sessions.dec()
-            self.shared.here[self._worker] -= 1
+            self.shared.session_counts[self._worker] -= 1
 
     def _is_alone(self) -> bool:
         """Return whether the worker's loop has no other request or session to serve."""
-        return not self._tasks and self.shared.here[self._worker] == 1
+        return not self._tasks and self.shared.session_counts[self._worker] == 1
 
-    def _over(self, task: asyncio.Task[None]) -> None:
+    def _on_task_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
-        self._room.release()
+        self._slots.release()
         if not task.cancelled() and (error := task.exception()) is not None:
-            gone = isinstance(error, BrokenResourceError | ClosedResourceError)
+            disconnected = isinstance(error, BrokenResourceError | ClosedResourceError)
             logger.log(
-                logging.DEBUG if gone else logging.ERROR, "an answer to %r was not sent", self.client, exc_info=error
+                logging.DEBUG if disconnected else logging.ERROR,
+                "an answer to %r was not sent",
+                self.client,
+                exc_info=error,
             )
 
     async def _end(self) -> None:
@@ -129,7 +132,7 @@ class Session:
             await asyncio.wait(self._tasks)
         for handle in self._handles.values():
             if handle.opened is None:  # and it is not going to be opened
-                handle.why = "its client went"
+                handle.close_reason = "its client went"
                 continue
             try:
                 await self._volumes.ask(self._volumes.close, handle.opened, handle)
@@ -138,14 +141,14 @@ class Session:
 
     # ---- Requests
 
-    def _at_once(self, request: Message) -> Answer | None:
+    def _answer_immediately(self, request: Message) -> Answer | None:
         """Return the answer to a request that needs no waiting; None for other requests."""
         try:
             match request:
                 case Flush(number, written):
                     handle = self._handle(number)
                     if self._is_alone() and handle.usable:
-                        self._note(handle, written)
+                        self._record_writes(handle, written)
                         return Done() if handle.volume.commits.flush_here() else None
                 case Read(number, offset, length, checked):
                     handle = self._handle(number)
@@ -157,7 +160,7 @@ class Session:
             return self._failed(error)
         return None
 
-    async def _take(self, number: int, request: Message) -> None:
+    async def _run_request(self, number: int, request: Message) -> None:
         try:
             answer = await self._do(request)
         except Exception as error:
@@ -170,7 +173,7 @@ class Session:
         self.shared.metrics.answered(type(request).__name__.lower(), outcome)
 
     def _failed(self, error: Exception) -> Failed:
-        known = told(error)
+        known = to_client_error(error)
         if not isinstance(error, StorageError):
             logger.error("a request of client %r failed", self.client, exc_info=error)
         return _failure(known)
@@ -192,7 +195,7 @@ class Session:
                 handle = self._handle(number)
                 async with handle.use(volumes):
                     piece = handle.piece(offset, length)
-                    if length > _SUM_BYTES:
+                    if length > _MAX_CHECKSUM_INLINE:
                         return Data(await asyncio.to_thread(zlib.crc32, piece), b"")
                     return Data(zlib.crc32(piece), b"")
             case Open(mode, name):
@@ -227,8 +230,8 @@ class Session:
         return handle
 
     async def _open(self, name: str, mode: Mode) -> Opened:
-        if len(self._handles) >= VOLUMES_MOST:
-            raise InvalidError(f"a client has {VOLUMES_MOST} volumes open at most: close some")
+        if len(self._handles) >= MAX_OPEN_VOLUMES:
+            raise InvalidError(f"a client has {MAX_OPEN_VOLUMES} volumes open at most: close some")
         self._last += 1
         number = self._last
 
@@ -250,11 +253,11 @@ class Session:
         volume, grant = handle.volume, handle.grant
         assert volume.backing is not None
         assert grant is not None
-        return Opened(handle.number, volume.row.size, handle.mode, volume.backing.tell, grant.remote.rkey)
+        return Opened(handle.number, volume.row.size, handle.mode, volume.backing.report_writes, grant.remote.rkey)
 
     def _read(self, handle: Handle, offset: int, length: int, checked: bool) -> Data:
-        if length > DATA_MOST:
-            raise InvalidError(f"a message carries {DATA_MOST:,} bytes at most, not {length:,}: read one-sidedly")
+        if length > MAX_DATA:
+            raise InvalidError(f"a message carries {MAX_DATA:,} bytes at most, not {length:,}: read one-sidedly")
         data = bytes(handle.piece(offset, length))
         self.shared.metrics.read_bytes.inc(length)
         return Data(zlib.crc32(data) if checked else 0, data)
@@ -271,10 +274,10 @@ class Session:
 
     async def _flush(self, handle: Handle, written: tuple[tuple[int, int], ...]) -> None:
         async with handle.use(self._volumes):
-            self._note(handle, written)
+            self._record_writes(handle, written)
             await handle.volume.commits.flush()
 
-    def _note(self, handle: Handle, written: tuple[tuple[int, int], ...]) -> None:
+    def _record_writes(self, handle: Handle, written: tuple[tuple[int, int], ...]) -> None:
         """Record the ranges that the client lists in a flush as written one-sidedly."""
         handle.check_writable()
         for start, end in written[-1:]:  # the ranges are sorted: checking the last one suffices
@@ -284,10 +287,10 @@ class Session:
 
 
 def _failure(error: StorageError) -> Failed:
-    return Failed(error.code, str(error)[:TEXT_MOST])
+    return Failed(error.code, str(error)[:MAX_TEXT])
 
 
-async def _known(connection: Connection, shared: Shared) -> str:
+async def _authenticate(connection: Connection, shared: Shared) -> str:
     """Authenticate the client; return its name.
 
     :raises InvalidError: the client uses another version of the protocol.
@@ -312,20 +315,20 @@ async def _known(connection: Connection, shared: Shared) -> str:
 async def serve_client(shared: Shared, connection: Connection) -> None:
     """Handle a connection of the server."""
     try:
-        client = await _greeted(connection, shared)
+        client = await _handshake(connection, shared)
         if client is not None:
             await Session(connection, client, shared).run()
     except ProtocolError as error:
         logger.warning("the client at %s is sent away: %s", connection.remote_address, error)
 
 
-async def _greeted(connection: Connection, shared: Shared) -> str | None:
+async def _handshake(connection: Connection, shared: Shared) -> str | None:
     """Perform the handshake; return the client's name, or None if the client was rejected."""
     try:
-        async with asyncio.timeout(HELLO_S):
-            client = await _known(connection, shared)
+        async with asyncio.timeout(HELLO_TIMEOUT_S):
+            client = await _authenticate(connection, shared)
     except TimeoutError:
-        logger.warning("the client at %s did not say who it is in %s s", connection.remote_address, HELLO_S)
+        logger.warning("the client at %s did not say who it is in %s s", connection.remote_address, HELLO_TIMEOUT_S)
         return None
     except StorageError as error:
         shared.metrics.refused.inc()

@@ -9,11 +9,11 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from storage_server.errors import InvalidError
-from storage_server.remote_volume import PIECE, RemoteVolume, several
+from storage_server.remote_volume import PIECE, RemoteVolume, for_each_concurrently
 
 __all__ = ["bars", "get", "put"]
 
-Tell = Callable[[int], object]
+OnProgress = Callable[[int], object]
 """Called with the number of bytes transferred since the last call."""
 
 
@@ -29,7 +29,9 @@ def bars(console: Console) -> Progress:
     return Progress(*columns, console=console, disable=not console.is_terminal)
 
 
-async def put(path: Path, volume: RemoteVolume, tell: Tell, *, offset: int = 0, verify: bool = False) -> None:
+async def put(
+    path: Path, volume: RemoteVolume, on_progress: OnProgress, *, offset: int = 0, verify: bool = False
+) -> None:
     """Write a file to a volume, and flush it.
 
     :param on_progress: called with the bytes of each piece written.
@@ -45,14 +47,20 @@ async def put(path: Path, volume: RemoteVolume, tell: Tell, *, offset: int = 0, 
         async def put_piece(at: int) -> None:
             data = await asyncio.to_thread(os.pread, file.fileno(), min(PIECE, size - at), at)
             await volume.write(offset + at, data, verify=verify)
-            tell(len(data))
+            on_progress(len(data))
 
-        await several(put_piece, range(0, size, PIECE))
+        await for_each_concurrently(put_piece, range(0, size, PIECE))
         await volume.flush()
 
 
 async def get(
-    volume: RemoteVolume, path: Path, tell: Tell, *, offset: int = 0, size: int | None = None, verify: bool = False
+    volume: RemoteVolume,
+    path: Path,
+    on_progress: OnProgress,
+    *,
+    offset: int = 0,
+    size: int | None = None,
+    verify: bool = False,
 ) -> None:
     """Read a volume to a file, which appears only once it is complete.
 
@@ -62,16 +70,16 @@ async def get(
     :param verify: whether to compare checksums with the server.
     """
     length = volume.size - offset if size is None else size
-    beside = path.with_name(f"{path.name}.{os.getpid()}.part")
+    partial = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
-        with beside.open("wb", buffering=0) as file:
+        with partial.open("wb", buffering=0) as file:
 
             async def get_piece(at: int) -> None:
                 data = await volume.read(offset + at, min(PIECE, length - at), verify=verify)
                 await asyncio.to_thread(os.pwrite, file.fileno(), data, at)
-                tell(len(data))
+                on_progress(len(data))
 
-            await several(get_piece, range(0, length, PIECE))
-        beside.replace(path)
+            await for_each_concurrently(get_piece, range(0, length, PIECE))
+        partial.replace(path)
     finally:
-        beside.unlink(missing_ok=True)
+        partial.unlink(missing_ok=True)

@@ -20,7 +20,7 @@ from typing import Any, ParamSpec, Protocol, TypeVar
 
 from aioverbs import ProtectionDomain, VerbsError
 from storage_server.backings import ACCESS, Backing, Cached, Mapped
-from storage_server.cancelling import to_its_end
+from storage_server.cancelling import wait_uncancelled
 from storage_server.catalog import VolumeRow, check_size
 from storage_server.commits import Commits
 from storage_server.errors import (
@@ -33,23 +33,23 @@ from storage_server.errors import (
     UnknownVolumeError,
 )
 from storage_server.files import File
-from storage_server.folder import Folder
 from storage_server.metrics import Metrics
 from storage_server.protocol import Mode, VolumeInfo
+from storage_server.volume_store import VolumeStore
 
-__all__ = ["User", "Volume", "Volumes", "told"]
+__all__ = ["User", "Volume", "Volumes", "to_client_error"]
 
 logger = logging.getLogger("storage_server")
 
-LETTING_GO_S = 10.0  # for the users of a volume
-_LOOK_S = 1.0  # interval of checking for rights changed by another process
+RELEASE_TIMEOUT_S = 10.0  # for the users of a volume
+_RIGHTS_POLL_S = 1.0  # interval of checking for rights changed by another process
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def told(error: Exception) -> StorageError:
+def to_client_error(error: Exception) -> StorageError:
     """Convert an exception into the error that the client receives."""
     if isinstance(error, StorageError):
         return error
@@ -74,7 +74,7 @@ class User(Protocol):
     async def pause(self) -> None:
         """Revoke the grant temporarily. After this returns, the client neither reads nor writes the memory."""
 
-    async def expel(self, why: str) -> None:
+    async def expel(self, reason: str) -> None:
         """Revoke the grant for good."""
 
 
@@ -91,11 +91,11 @@ class Volume:
         self.row = row
         self.lock = asyncio.Lock()
         self.users: set[User] = set()
-        self.gone = False
+        self.deleted = False
         self.file: File | None = None
         self.map: mmap.mmap | None = None
         self.backing: Backing | None = None
-        self.touched = False  # whether a client could write since the volume was loaded
+        self.maybe_modified = False  # whether a client could write since the volume was loaded
         self.commits = Commits(self._sync, executor, metrics.synced)
 
     def _sync(self) -> None:
@@ -111,9 +111,11 @@ class Volumes:
     :param memory: limit of all caches together, in bytes.
     """
 
-    def __init__(self, folder: Folder, pd: ProtectionDomain, metrics: Metrics, *, mapped: bool, memory: int) -> None:
-        self._folder = folder
-        self._catalog = folder.catalog
+    def __init__(
+        self, store: VolumeStore, pd: ProtectionDomain, metrics: Metrics, *, mapped: bool, memory: int
+    ) -> None:
+        self._store = store
+        self._catalog = store.catalog
         self._pd = pd
         self._metrics = metrics
         self._mapped = mapped
@@ -128,13 +130,13 @@ class Volumes:
     async def running(self) -> AsyncIterator[None]:
         """Serve requests for the duration of the block. Interrupted changes are completed or undone first."""
         with self._threads, self._syncs:
-            for row in await self._in_thread(self._folder.start):
+            for row in await self._in_thread(self._store.start):
                 self._add(row)
             watching = asyncio.create_task(self._watch_rights())
             try:
                 yield
             finally:
-                await to_its_end(self._end(watching))
+                await wait_uncancelled(self._end(watching))
 
     def _add(self, row: VolumeRow) -> None:
         self._volumes[row.id] = Volume(row, self._syncs, self._metrics)
@@ -160,23 +162,23 @@ class Volumes:
         future.add_done_callback(lambda done: done.cancelled() or done.exception())
         return await asyncio.shield(future)
 
-    async def _tell(self, user: User, what: Coroutine[Any, Any, None]) -> None:
+    async def _call_user(self, user: User, call: Coroutine[Any, Any, None]) -> None:
         """Run a method of a user on the user's loop."""
         try:
-            doing = asyncio.run_coroutine_threadsafe(what, user.loop)
+            doing = asyncio.run_coroutine_threadsafe(call, user.loop)
         except RuntimeError:  # the loop is closed, hence so are the connection and its grants
-            what.close()
+            call.close()
             return
         try:
-            async with asyncio.timeout(LETTING_GO_S):
+            async with asyncio.timeout(RELEASE_TIMEOUT_S):
                 await asyncio.wrap_future(doing)
         except TimeoutError as error:
             raise BusyError(f"client {user.client!r} does not let go of the volume: try again") from error
 
-    async def _tell_all(
-        self, volume: Volume, what: Callable[[User], Coroutine[Any, Any, None]], least: Mode = Mode.READ
+    async def _call_users(
+        self, volume: Volume, call: Callable[[User], Coroutine[Any, Any, None]], least: Mode = Mode.READ
     ) -> None:
-        await asyncio.gather(*(self._tell(user, what(user)) for user in volume.users if user.mode >= least))
+        await asyncio.gather(*(self._call_user(user, call(user)) for user in volume.users if user.mode >= least))
 
     async def _in_thread(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         return await self._loop.run_in_executor(self._threads, lambda: function(*args, **kwargs))
@@ -187,15 +189,15 @@ class Volumes:
         """Return a client's key; None if there is no such client."""
         return await self._in_thread(self._catalog.key, client)
 
-    async def _check_admin(self, client: str, what: str) -> None:
+    async def _check_admin(self, client: str, call: str) -> None:
         if not await self._in_thread(self._catalog.is_admin, client):
-            raise RefusedError(f"client {client!r} may not {what} volumes: only admins may")
+            raise RefusedError(f"client {client!r} may not {call} volumes: only admins may")
 
     async def _watch_rights(self) -> None:
         """Close the volumes of users whose rights another process, the command `access`, has taken away."""
         seen = await self._in_thread(self._catalog.version)
         while True:
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_RIGHTS_POLL_S)
             version = await self._in_thread(self._catalog.version)
             if version != seen:
                 seen = version
@@ -207,7 +209,7 @@ class Volumes:
         async with volume.lock:
             for user in list(volume.users):
                 if await self._in_thread(self._catalog.mode, user.client, volume.row.id) < user.mode:
-                    await self._tell(user, user.expel("the right to it was taken back"))
+                    await self._call_user(user, user.expel("the right to it was taken back"))
 
     # ---- Volumes
 
@@ -226,50 +228,50 @@ class Volumes:
     async def create(self, client: str, name: str, size: int) -> None:
         """Create a volume of zeros."""
         await self._check_admin(client, "make")
-        self._add(await self._in_thread(self._folder.make, name, size, lambda file: file.resize(size)))
+        self._add(await self._in_thread(self._store.make, name, size, lambda file: file.resize(size)))
 
     async def _find(self, name: str) -> Volume:
         return self._volumes[(await self._in_thread(self._catalog.find, name)).id]
 
     @contextlib.asynccontextmanager
-    async def _held(self, name: str) -> AsyncIterator[Volume]:
+    async def _locked_volume(self, name: str) -> AsyncIterator[Volume]:
         """Find a volume by name, and hold its lock for the duration of the block."""
         volume = await self._find(name)
         async with volume.lock:
-            if volume.gone:
+            if volume.deleted:
                 raise UnknownVolumeError(f"there is no volume {name!r}")
             yield volume
 
     async def copy(self, client: str, source: str, name: str, *, read_only: bool) -> None:
         """Copy a volume in its present state. Clients that write to the source wait until the copy is complete."""
         await self._check_admin(client, "copy")
-        async with self._held(source) as volume:
-            await self._tell_all(volume, lambda user: user.pause(), Mode.WRITE)
+        async with self._locked_volume(source) as volume:
+            await self._call_users(volume, lambda user: user.pause(), Mode.WRITE)
             if volume.backing is not None:
-                await self._in_thread(volume.commits.exclusively, volume.backing.settle)
-            self._add(await self._in_thread(self._folder.copy, volume.row, name, read_only=read_only))
+                await self._in_thread(volume.commits.exclusively, volume.backing.write_back)
+            self._add(await self._in_thread(self._store.copy, volume.row, name, read_only=read_only))
 
     async def resize(self, client: str, name: str, size: int) -> None:
         """Change the size of a volume. Clients that have it open get a `ChangedError`."""
         await self._check_admin(client, "resize")
         check_size(size)
-        async with self._held(name) as volume:
+        async with self._locked_volume(name) as volume:
             if volume.row.read_only:
                 raise InvalidError(f"{name!r} is a snapshot, which stays as it is: make a clone of it to resize that")
-            await self._tell_all(volume, lambda user: user.expel("it was resized: open it again"))
+            await self._call_users(volume, lambda user: user.expel("it was resized: open it again"))
             await self._unload(volume)
-            volume.row = await self._in_thread(self._folder.resize, volume.row, size)
+            volume.row = await self._in_thread(self._store.resize, volume.row, size)
 
     async def delete(self, client: str, name: str) -> None:
         """Delete a volume. Clients that have it open get a `ChangedError`."""
         await self._check_admin(client, "delete")
-        async with self._held(name) as volume:
-            await self._tell_all(volume, lambda user: user.expel("it was deleted"))
-            volume.touched = False
+        async with self._locked_volume(name) as volume:
+            await self._call_users(volume, lambda user: user.expel("it was deleted"))
+            volume.maybe_modified = False
             await self._unload(volume)
-            volume.gone = True
+            volume.deleted = True
             del self._volumes[volume.row.id]
-            await self._in_thread(self._folder.remove, volume.row)
+            await self._in_thread(self._store.remove, volume.row)
 
     # ---- Users
 
@@ -281,15 +283,15 @@ class Volumes:
             raise UnknownVolumeError(f"there is no volume {name!r}")
         if may < mode:
             raise RefusedError(f"client {client!r} may read {name!r}, and not write to it")
-        async with self._held(name) as volume:
+        async with self._locked_volume(name) as volume:
             if mode is Mode.WRITE and volume.row.read_only:
                 raise RefusedError(f"{name!r} is a snapshot: it is read only")
             if volume.backing is None:
                 await self._load(volume)
-            volume.touched |= mode is Mode.WRITE
+            volume.maybe_modified |= mode is Mode.WRITE
             volume.users.add(user)
             try:
-                await self._tell(user, user.begin(volume))
+                await self._call_user(user, user.begin(volume))
             except BaseException:
                 volume.users.discard(user)
                 if not volume.users:
@@ -300,13 +302,13 @@ class Volumes:
         """Resume a paused user. Holding the lock means that the operation which paused the user is over."""
         async with volume.lock:
             if user in volume.users:
-                await self._tell(user, user.begin(volume))
+                await self._call_user(user, user.begin(volume))
 
     async def close(self, volume: Volume, user: User) -> None:
         """Close a user's handle of a volume."""
         async with volume.lock:
             try:
-                await self._tell(user, user.expel("it was closed"))
+                await self._call_user(user, user.expel("it was closed"))
             finally:
                 volume.users.discard(user)
                 if not volume.users:
@@ -325,7 +327,7 @@ class Volumes:
                 )
             self._cached += size
         try:
-            volume.file = await self._in_thread(self._folder.open, volume.row)
+            volume.file = await self._in_thread(self._store.open, volume.row)
             if self._mapped:
                 volume.map = await self._in_thread(volume.file.map, size)
                 region = self._pd.register(volume.map, ACCESS)
@@ -337,7 +339,7 @@ class Volumes:
                 volume.backing = Cached(volume.file, region)
                 await self._in_thread(volume.file.read_into, volume.backing.memory, 0)
         except BaseException as error:
-            volume.touched = False
+            volume.maybe_modified = False
             await self._unload(volume, loaded=False)
             if isinstance(error, VerbsError) and self._mapped:
                 raise DiskError(
@@ -353,14 +355,14 @@ class Volumes:
         if loaded and file is None:
             return
         if backing is not None:
-            if volume.touched:
+            if volume.maybe_modified:
                 try:
-                    await self._in_thread(volume.commits.exclusively, backing.settle)
+                    await self._in_thread(volume.commits.exclusively, backing.write_back)
                 except DiskError:
                     logger.exception("what was written to volume %r and not flushed may be lost", volume.row.name)
             backing.memory.release()
             await backing.region.aclose()
-        volume.backing, volume.file, volume.touched = None, None, False
+        volume.backing, volume.file, volume.maybe_modified = None, None, False
         if volume.map is not None:
             volume.map.close()
             volume.map = None

@@ -17,7 +17,7 @@ from tests.pace import patience
 from tests.storage.model import BLOCK, Blocks
 from tests.storage.processes import Process
 
-__all__ = ["flush", "load", "look", "shares_of_two", "write_some"]
+__all__ = ["check_data", "flush", "load", "shares_of_two", "write_some"]
 
 SHARE = 16
 SIZE = 2 * SHARE * BLOCK
@@ -32,7 +32,7 @@ def shares_of_two(blocks: Callable[[range], Blocks] = Blocks) -> list[Blocks]:
 async def load(
     server: Process,
     shares: list[Blocks],
-    chance: random.Random,
+    rng: random.Random,
     end: Callable[[], Awaitable[None]],
     *,
     turn: int,
@@ -49,11 +49,11 @@ async def load(
         async with connect(server.host, server.port, token, domain=domain) as storage:
             if create:
                 await storage.create("disk", SIZE)
-        await look(server, shares)
+        await check_data(server, shares)
         known = [sum(share.acknowledged.values()) for share in shares]
         async with asyncio.TaskGroup() as tasks:
             for number, share in enumerate(shares):
-                tasks.create_task(_write(server, token, domain, share, chance, by_messages=bool(number)))
+                tasks.create_task(_write(server, token, domain, share, rng, by_messages=bool(number)))
             tasks.create_task(_manage(server, token, domain, turn))
             begun = time.monotonic()
             while any(sum(share.acknowledged.values()) <= before for share, before in zip(shares, known, strict=True)):
@@ -62,22 +62,22 @@ async def load(
             await end()
 
 
-async def write_some(volume: RemoteVolume, share: Blocks, chance: random.Random) -> None:
+async def write_some(volume: RemoteVolume, share: Blocks, rng: random.Random) -> None:
     """Write some random blocks."""
-    for block in chance.sample(share.blocks, chance.randrange(1, 6)):
+    for block in rng.sample(share.blocks, rng.randrange(1, 6)):
         await volume.write(block * BLOCK, share.write(block))
-        share.wrote(block)
+        share.write_completed(block)
 
 
 async def flush(volume: RemoteVolume, share: Blocks) -> None:
     """Flush the volume, and record that in the model."""
     about = share.flush()
     await volume.flush()
-    share.flushed(about)
+    share.flush_completed(about)
 
 
 async def _write(
-    server: Process, token: str, domain: ResourceDomain, share: Blocks, chance: random.Random, *, by_messages: bool
+    server: Process, token: str, domain: ResourceDomain, share: Blocks, rng: random.Random, *, by_messages: bool
 ) -> None:
     with contextlib.suppress(BrokenResourceError, aioverbs.WorkCompletionError):
         async with (
@@ -85,7 +85,7 @@ async def _write(
             storage.open("disk", write=True, by_messages=by_messages) as volume,
         ):
             while True:
-                await write_some(volume, share, chance)
+                await write_some(volume, share, rng)
                 await flush(volume, share)
 
 
@@ -103,7 +103,7 @@ async def _manage(server: Process, token: str, domain: ResourceDomain, turn: int
                 await storage.delete(f"s{name}")
 
 
-async def look(server: Process, shares: list[Blocks]) -> None:
+async def check_data(server: Process, shares: list[Blocks]) -> None:
     """Check that all acknowledged data is there, and that no volume is half made."""
     token = (server.root / "owner.token").read_text()
     async with (
@@ -119,4 +119,4 @@ async def look(server: Process, shares: list[Blocks]) -> None:
             content = await volume.read(0, volume.size, verify=True)
         for share in shares:
             share.check(content)
-            share.go_on(content)
+            share.continue_from(content)

@@ -29,7 +29,7 @@ class Blocks:
         self.latest[block] += 1
         return _PAIR.pack(block, self.latest[block]) * (BLOCK // _PAIR.size)
 
-    def wrote(self, block: int) -> None:
+    def write_completed(self, block: int) -> None:
         """Record that the write of a block completed."""
         self._written[block] = self.latest[block]
 
@@ -37,7 +37,7 @@ class Blocks:
         """Start a flush; return the writes that it covers."""
         return dict(self._written)
 
-    def flushed(self, about: dict[int, int]) -> None:
+    def flush_completed(self, about: dict[int, int]) -> None:
         """Record that a flush was acknowledged."""
         self.acknowledged.update(about)
 
@@ -55,7 +55,7 @@ class Blocks:
                     f"block {block} has writing {writing}, of {acknowledged[block]} to {self.latest[block]}"
                 )
 
-    def go_on(self, volume: bytes) -> None:
+    def continue_from(self, volume: bytes) -> None:
         """Continue with the contents found after a crash, in which unflushed writes may be lost."""
         for block in self.blocks:
             writings = {writing for _, writing in _PAIR.iter_unpack(volume[block * BLOCK : (block + 1) * BLOCK])}

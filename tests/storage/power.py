@@ -91,39 +91,39 @@ class Power(Disk):
         self.lock = threading.RLock()
         self.done: list[str] = []
         self.image: dict[str, bytes] | None = None
-        self.broken = 0  # number of the following calls that fail
-        self.go = threading.Event()  # cleared by tests to make syncs hang
-        self.go.set()
+        self.failing_calls = 0  # number of the following calls that fail
+        self.syncs_may_end = threading.Event()  # cleared by tests to make syncs hang
+        self.syncs_may_end.set()
         self._cut_at = cut_at
         self._sync_s = sync_s
         self._random = random.Random(seed)
-        self._here: dict[Path, Inode] = {}
+        self._live: dict[Path, Inode] = {}
         self._durable: dict[Path, Inode] = {}
         for path in (root / "volumes").glob("*"):  # files of an earlier server
-            self._here[path] = self._durable[path] = Inode(path.read_bytes())
+            self._live[path] = self._durable[path] = Inode(path.read_bytes())
 
     # ---- Files
 
     def create(self, path: Path) -> PoweredFile:
         self.step("create")
         file = super().create(path)
-        self._here[path] = Inode()
-        return PoweredFile(self, file, self._here[path])
+        self._live[path] = Inode()
+        return PoweredFile(self, file, self._live[path])
 
     def open(self, path: Path) -> PoweredFile:
         self.check()
-        return PoweredFile(self, super().open(path), self._here[path])
+        return PoweredFile(self, super().open(path), self._live[path])
 
     def remove(self, path: Path) -> None:
         self.step("remove")
         with self.lock:
             super().remove(path)
-            self._here.pop(path, None)
+            self._live.pop(path, None)
 
     def sync_directory(self, path: Path) -> None:
         self.step("sync_directory")
         with self.lock:
-            self._durable = dict(self._here)
+            self._durable = dict(self._live)
 
     # ---- Power
 
@@ -140,14 +140,14 @@ class Power(Disk):
     def work(self) -> None:
         """Take as long as a disk: data written meanwhile is not part of the sync."""
         time.sleep(self._random.random() * self._sync_s)
-        assert self.go.wait(20)
+        assert self.syncs_may_end.wait(20)
 
     def step(self, what: str) -> None:
         """Count a step, and fail if the power is cut at it."""
         with self.lock:
             self.check()
-            if self.broken:
-                self.broken -= 1
+            if self.failing_calls:
+                self.failing_calls -= 1
                 raise OSError(errno.EIO, "the disk is broken")
             self.done.append(what)
             if len(self.done) == self._cut_at:
@@ -160,12 +160,12 @@ class Power(Disk):
             if self.image is not None:
                 return
             image = {}
-            for path in {**self._here, **self._durable}:
-                states = [self._here.get(path), self._durable.get(path)]
+            for path in {**self._live, **self._durable}:
+                states = [self._live.get(path), self._durable.get(path)]
                 inode = self._random.choice(states)
                 if inode is not None:
                     # A removed file that reappears has only its durable contents.
-                    live = path.read_bytes() if inode is self._here.get(path) else inode.durable
+                    live = path.read_bytes() if inode is self._live.get(path) else inode.durable
                     image[str(path.relative_to(self.root))] = self._survivor(inode.durable, live)
             for name in ("catalog.sqlite", "catalog.sqlite-wal", "owner.token"):
                 with contextlib.suppress(FileNotFoundError):

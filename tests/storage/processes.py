@@ -15,7 +15,7 @@ from storage_server.commands import main
 from tests.conftest import ROOT
 from tests.pace import patience
 
-__all__ = ["Process", "command", "here", "run", "served"]
+__all__ = ["Process", "command", "run", "run_in_process", "served"]
 
 START_S = 30
 
@@ -25,7 +25,7 @@ def command(*arguments: object) -> list[str]:
     return [sys.executable, "-W", "error", str(ROOT / "examples" / "storage_server"), *map(str, arguments)]
 
 
-def _of_its_own(complaints: str) -> str:
+def _without_device_notes(complaints: str) -> str:
     """Drop the note on devices that lack native features, which is logged once."""
     lines = complaints.splitlines(keepends=True)
     return "".join(each for each in lines if "not native from here on" not in each)
@@ -42,10 +42,10 @@ def run(*arguments: object, device: str = "soft0", **env: object) -> "subprocess
         except BaseException:
             os.killpg(process.pid, signal.SIGKILL)  # including the processes that it started
             raise
-    return subprocess.CompletedProcess(process.args, process.returncode, output, _of_its_own(complaints))
+    return subprocess.CompletedProcess(process.args, process.returncode, output, _without_device_notes(complaints))
 
 
-class Said(NamedTuple):
+class CommandResult(NamedTuple):
     """Result of a command."""
 
     status: int
@@ -53,12 +53,12 @@ class Said(NamedTuple):
     complaints: str
 
 
-def here(*arguments: object, device: str = "soft0", **env: object) -> Said:
+def run_in_process(*arguments: object, device: str = "soft0", **env: object) -> CommandResult:
     """Run a command to its end in this process, which is faster than a new process."""
     settings = {"AIOVERBS_DEVICE": device, **{name: str(value) for name, value in env.items()}}
     done = CliRunner().invoke(main, [*map(str, arguments)], env=settings)
     assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
-    return Said(done.exit_code, done.stdout, _of_its_own(done.stderr))
+    return CommandResult(done.exit_code, done.stdout, _without_device_notes(done.stderr))
 
 
 class Process:
@@ -68,19 +68,19 @@ class Process:
         assert process.stdout is not None
         self.process = process
         self.root = root
-        self.said: list[str] = []
-        while not self.said or not self.said[-1].startswith("serving"):
+        self.output_lines: list[str] = []
+        while not self.output_lines or not self.output_lines[-1].startswith("serving"):
             line = process.stdout.readline()
             assert line, f"it ended: {process.communicate()[1]}"
-            self.said.append(line.strip())
-        self.host, _, port = self.said[-1].split()[-1].rpartition(":")
+            self.output_lines.append(line.strip())
+        self.host, _, port = self.output_lines[-1].split()[-1].rpartition(":")
         self.port = int(port)
         self.device = device
         self.env = {"STORAGE_AT": f"{self.host}:{port}", "STORAGE_TOKEN_FILE": str(root / "owner.token")}
 
-    def ask(self, *arguments: object, **env: object) -> Said:
+    def ask(self, *arguments: object, **env: object) -> CommandResult:
         """Run a client command on this server, in the test process."""
-        return here(*arguments, device=self.device, **{**self.env, **env})
+        return run_in_process(*arguments, device=self.device, **{**self.env, **env})
 
     def done(self, *arguments: object, **env: object) -> str:
         """Run a client command that must succeed; return its output."""
@@ -113,7 +113,7 @@ def served(root: Path, *options: object, device: str = "soft0", recovers: bool =
             yield Process(process, root, device)
             if process.poll() is None:
                 process.send_signal(signal.SIGTERM)
-                complaints = _of_its_own(process.communicate(timeout=patience(START_S))[1])
+                complaints = _without_device_notes(process.communicate(timeout=patience(START_S))[1])
                 if recovers:
                     complaints = "".join(each for each in complaints.splitlines() if "it is taken away" not in each)
                 assert (process.returncode, complaints) == (0, "")

@@ -20,9 +20,9 @@ from storage_server.client import connect
 import aioverbs
 from tests.conftest import LOOP_FACTORIES
 from tests.pace import fewer, patience
-from tests.storage.loading import load, look, shares_of_two
+from tests.storage.loading import check_data, load, shares_of_two
 from tests.storage.model import BLOCK
-from tests.storage.processes import Process, command, here, run, served
+from tests.storage.processes import Process, command, run, run_in_process, served
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(240)
@@ -66,13 +66,13 @@ def test_volumes_by_commands(device_name: str, tmp_path: Path) -> None:
         server.done("client", "delete", "disk")
         server.done("client", "get", "then", copy, "--verify")
         assert copy.read_bytes() == data.read_bytes() + bytes((4 << 20) - 3_000_000)
-        url = server.said[0].split()[-1]
+        url = server.output_lines[0].split()[-1]
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
         def metrics() -> str:
             with opener.open(url, timeout=20) as answer:
-                told: str = answer.read().decode()
-                return told
+                text: str = answer.read().decode()
+                return text
 
         # the last command exits without waiting for its session to end
         wait_until(lambda: "storage_sessions 0.0" in metrics())
@@ -85,7 +85,7 @@ def test_volumes_by_commands(device_name: str, tmp_path: Path) -> None:
         assert copy.read_bytes() == data.read_bytes()[: 1 << 20]
 
 
-def test_long_transfers_show_on_terminals_how_far_they_are(server: Process, tmp_path: Path) -> None:
+def test_transfers_show_a_progress_bar_on_terminals(server: Process, tmp_path: Path) -> None:
     data = tmp_path / "data"
     data.write_bytes(bytes(8 << 20))
     server.done("client", "create", "long", "8M")
@@ -103,28 +103,28 @@ def test_long_transfers_show_on_terminals_how_far_they_are(server: Process, tmp_
     assert b"wrote 8,388,608 bytes to long" in seen
 
 
-def test_who_may_do_what(tmp_path: Path) -> None:
+def test_access_command_grants_and_removes_rights(tmp_path: Path) -> None:
     root = tmp_path / "root"
     with served(root) as server:
         assert (root / "owner.token").stat().st_mode & 0o777 == 0o600
         assert (root / "catalog.sqlite").stat().st_mode & 0o777 == 0o600
         server.done("client", "create", "disk", "64K")
         token = tmp_path / "token"
-        token.write_text(here("access", root, "add", "ann").output)
+        token.write_text(run_in_process("access", root, "add", "ann").output)
         ann = {"STORAGE_TOKEN_FILE": token}
         assert "there is no volume" in server.fails("client", "get", "disk", tmp_path / "x", **ann)
-        assert here("access", root, "allow", "ann", "disk", "read") == (0, "", "")
+        assert run_in_process("access", root, "allow", "ann", "disk", "read") == (0, "", "")
         assert server.done("client", "list", **ann) == "disk 65536\n"
         assert "may read 'disk'" in server.fails("client", "put", token, "disk", **ann)
         assert "only admins" in server.fails("client", "delete", "disk", **ann)
-        assert here("access", root, "list").output == "ann disk:read\nowner everything\n"
-        assert here("access", root, "remove", "ann") == (0, "", "")
+        assert run_in_process("access", root, "list").output == "ann disk:read\nowner everything\n"
+        assert run_in_process("access", root, "remove", "ann") == (0, "", "")
         assert "the token of client 'ann'" in server.fails("client", "list", **ann)
         server.process.send_signal(signal.SIGTERM)
         assert "was refused" in server.process.communicate(timeout=patience(20))[1]
 
 
-def test_what_is_wrong_is_told(server: Process, tmp_path: Path) -> None:
+def test_errors_are_reported_in_one_line(server: Process, tmp_path: Path) -> None:
     root, large, fails = server.root, tmp_path / "large", server.fails
     large.write_bytes(bytes(65537))
     server.done("client", "create", "small", "64K")
@@ -172,38 +172,38 @@ def test_load(device_name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("number", "backing"), [(0, "mapped"), (1, "cached")])
-def test_a_server_that_is_killed(backing: str, number: int, tmp_path: Path) -> None:
-    kill_and_look(tmp_path, backing, number)
+def test_acknowledged_data_survives_a_killed_server(backing: str, number: int, tmp_path: Path) -> None:
+    kill_and_check(tmp_path, backing, number)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backing", ["mapped", "cached"])
 @pytest.mark.parametrize("number", range(2, fewer(KILLS // 2, least=4)))
-def test_a_server_that_is_killed_many_times(backing: str, number: int, tmp_path: Path) -> None:
-    kill_and_look(tmp_path, backing, number)
+def test_acknowledged_data_survives_a_killed_server_many_times(backing: str, number: int, tmp_path: Path) -> None:
+    kill_and_check(tmp_path, backing, number)
 
 
-def kill_and_look(path: Path, backing: str, seed: int) -> None:
+def kill_and_check(path: Path, backing: str, seed: int) -> None:
     """Kill a loaded server twice, and check each time that all acknowledged data is there."""
     root = path / "root"
     shares = shares_of_two()
-    chance = random.Random(seed)
+    rng = random.Random(seed)
     factories = list(LOOP_FACTORIES.values())
 
     async def kill() -> None:
-        await asyncio.sleep(chance.random() * 0.3)
+        await asyncio.sleep(rng.random() * 0.3)
         process.kill()
 
     with asyncio.Runner(loop_factory=factories[seed % len(factories)]) as runner:
         for turn in range(2):
             with served(root, "--backing", backing, recovers=True) as process:
-                runner.run(load(process, shares, chance, kill, turn=turn, create=not turn))
+                runner.run(load(process, shares, rng, kill, turn=turn, create=not turn))
         with served(root, "--backing", backing, recovers=True) as process:
-            runner.run(look(process, shares))
+            runner.run(check_data(process, shares))
     assert any(any(share.acknowledged.values()) for share in shares)
 
 
-async def test_a_client_that_is_killed(server: Process) -> None:
+async def test_volumes_of_a_killed_client_are_closed(server: Process) -> None:
     """The volume that the client had open is closed, and other clients can continue."""
     loading = command("load", "busy", "--clients", 1, "--seconds", 60, "--reads", 50, "--flush-every", 5)
     env = {**os.environ, **server.env, "AIOVERBS_DEVICE": "soft0"}

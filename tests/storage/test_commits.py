@@ -18,47 +18,47 @@ class Disk:
     """Simulated disk, which checks that syncs do not overlap."""
 
     def __init__(self) -> None:
-        self.asked = 0
-        self.at_once = 0
+        self.started = 0
+        self.running = 0
         self.fails: Callable[[], bool] = lambda: False
-        self.go = threading.Event()
-        self.go.set()
+        self.may_end = threading.Event()
+        self.may_end.set()
         self._lock = threading.Lock()
 
     def sync(self) -> None:
         with self._lock:
-            self.asked += 1
-            self.at_once += 1
-            assert self.at_once == 1
-        assert self.go.wait(20)
+            self.started += 1
+            self.running += 1
+            assert self.running == 1
+        assert self.may_end.wait(20)
         with self._lock:
-            self.at_once -= 1
+            self.running -= 1
         if self.fails():
             raise OSError(5, "broken")
 
 
 async def test_a_flush_never_joins_a_sync_that_runs() -> None:
-    disk, told = Disk(), list[int]()
+    disk, synced = Disk(), list[int]()
     with ThreadPoolExecutor(2) as threads:
-        commits = Commits(disk.sync, threads, lambda _, count: told.append(count), clock=lambda: 0.0)
-        disk.go.clear()
+        commits = Commits(disk.sync, threads, lambda _, count: synced.append(count), clock=lambda: 0.0)
+        disk.may_end.clear()
         first = asyncio.create_task(commits.flush())
-        await until(lambda: disk.asked)
+        await until(lambda: disk.started)
         others = [asyncio.create_task(commits.flush()) for _ in range(5)]
         await asyncio.sleep(0.02)
         assert not commits.flush_here()
-        assert disk.asked == 1
+        assert disk.started == 1
         others[2].cancel()
-        disk.go.set()
+        disk.may_end.set()
         await first
         done = await asyncio.gather(*others, return_exceptions=True)
         assert [type(each) for each in done] == [type(None)] * 2 + [asyncio.CancelledError] + [type(None)] * 2
-        assert (disk.asked, told) == (2, [1, 5])
+        assert (disk.started, synced) == (2, [1, 5])
         assert commits.flush_here()
-        assert told == [1, 5, 1]
+        assert synced == [1, 5, 1]
 
 
-async def test_who_was_told_of_a_flush_may_flush_here() -> None:
+async def test_flush_here_works_right_after_a_flush() -> None:
     interval_s = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
@@ -71,22 +71,22 @@ async def test_who_was_told_of_a_flush_may_flush_here() -> None:
         sys.setswitchinterval(interval_s)
 
 
-async def test_who_comes_during_a_flush_of_a_loop_gets_the_next() -> None:
+async def test_a_flush_during_flush_here_gets_the_next_sync() -> None:
     disk = Disk()
     with ThreadPoolExecutor(3) as threads:
         commits = Commits(disk.sync, threads)
-        disk.go.clear()
-        here = asyncio.get_running_loop().run_in_executor(threads, commits.flush_here)
-        await until(lambda: disk.asked)
+        disk.may_end.clear()
+        executing = asyncio.get_running_loop().run_in_executor(threads, commits.flush_here)
+        await until(lambda: disk.started)
         other = asyncio.create_task(commits.flush())
         await asyncio.sleep(0.02)
-        disk.go.set()
-        assert await here
+        disk.may_end.set()
+        assert await executing
         await other
-        assert disk.asked == 2
+        assert disk.started == 2
 
 
-async def test_a_slow_disk_is_not_waited_for_by_a_loop() -> None:
+async def test_flush_here_declines_on_a_slow_disk() -> None:
     now_s, takes_s = 0.0, iter((0.0, 0.03, 0.0, 0.03, 0.03))
 
     def sync() -> None:
@@ -98,7 +98,7 @@ async def test_a_slow_disk_is_not_waited_for_by_a_loop() -> None:
         assert [commits.flush_here() for _ in range(6)] == [True] * 5 + [False], "once is not enough"
 
 
-async def test_flushes_of_many_loops() -> None:
+async def test_flushes_of_many_loops_share_syncs() -> None:
     """Syncs do not overlap, and there are fewer syncs than flushes."""
     disk = Disk()
 
@@ -115,17 +115,17 @@ async def test_flushes_of_many_loops() -> None:
                     await asyncio.gather(*(commits.flush() for _ in range(4)))
 
         with ThreadPoolExecutor(3) as loops:
-            here = asyncio.get_running_loop()
-            await asyncio.gather(*(here.run_in_executor(loops, asyncio.run, flush_many()) for _ in range(3)))
-        assert 20 < disk.asked <= 120
+            executing = asyncio.get_running_loop()
+            await asyncio.gather(*(executing.run_in_executor(loops, asyncio.run, flush_many()) for _ in range(3)))
+        assert 20 < disk.started <= 120
 
 
-async def test_after_a_failure_nothing_is_durable() -> None:
+async def test_no_flush_succeeds_after_a_failed_sync() -> None:
     disk = Disk()
     with ThreadPoolExecutor(2) as threads:
         commits = Commits(disk.sync, threads)
         await commits.flush()
-        disk.fails = lambda: disk.asked == 2
+        disk.fails = lambda: disk.started == 2
         with pytest.raises(DiskError, match="broken"):
             await commits.flush()
         with pytest.raises(DiskError, match="Start the server again"):
@@ -134,4 +134,4 @@ async def test_after_a_failure_nothing_is_durable() -> None:
             commits.flush_here()
         with pytest.raises(DiskError):
             commits.exclusively(disk.sync)
-        assert disk.asked == 2
+        assert disk.started == 2

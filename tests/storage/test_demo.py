@@ -14,28 +14,28 @@ import pytest
 from hypothesis import given, strategies as st
 from storage_server.catalog import BLOCK
 from storage_server.demo import scenario
-from storage_server.demo.files import LARGEST, LEAST_BYTES, SMALLEST, data_files, end_of
+from storage_server.demo.files import LARGEST, MIN_BYTES, SMALLEST, data_files, end_of
 from storage_server.errors import InvalidError
 
 from tests.pace import patience
 from tests.running import wait_for_ends
-from tests.storage.processes import command, here, run
+from tests.storage.processes import command, run, run_in_process
 
 SMALL = ("demo", "--size", "2M", "--seconds", "0.2", "--device", "soft0")
 KEYS = ["verified", "device", "native", "files", "bytes", "seconds", "wrong", "blocks", "read_us", "flushes", "syncs"]
 KEYS += ["message_bytes", "affinity_error", "tree"]
 
-Course = Any  # alias for readability: the class is private
+Scenario = Any  # alias for readability: the class is private
 
 
 # ---- Files
 
-totals = st.integers(LEAST_BYTES, 256 << 20)
+totals = st.integers(MIN_BYTES, 256 << 20)
 seeds = st.text(max_size=5)
 
 
 @given(totals, seeds)
-def test_files_have_all_bytes_together_and_no_block_in_common(total: int, seed: str) -> None:
+def test_files_have_the_total_size_and_share_no_block(total: int, seed: str) -> None:
     files, end = data_files(total, seed), 0
     assert sum(file.size for file in files) == total
     assert min(file.size for file in files) <= SMALLEST
@@ -55,12 +55,12 @@ def test_sizes_are_mixed() -> None:
         assert sum(least <= size < most for size in sizes) >= 3
 
 
-def test_too_little_for_files_of_mixed_sizes() -> None:
+def test_too_few_bytes_are_rejected() -> None:
     with pytest.raises(InvalidError, match=r"65,536 bytes together, or more, not 65,535"):
-        data_files(LEAST_BYTES - 1, "")
+        data_files(MIN_BYTES - 1, "")
 
 
-def test_contents_are_the_same_again_and_other_ones_in_each_file() -> None:
+def test_contents_are_reproducible_and_differ_between_files() -> None:
     files = data_files(1 << 20, "1")
     contents = [file.contents() for file in files]
     assert [len(each) for each in contents] == [file.size for file in files]
@@ -87,25 +87,25 @@ def descendants(pid: int) -> list[int]:
     return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-def test_for_programs() -> None:
+def test_json_output() -> None:
     done = run(*SMALL, "--clients", "3", "--json")
     assert (done.returncode, done.stderr) == (0, "")
-    told = json.loads(done.stdout)
-    assert list(told) == KEYS
-    assert (told["verified"], told["wrong"], told["device"], told["native"]) == (True, [], "soft0", True)
-    assert told["bytes"] == (2 << 20) // 3 * 3
-    assert told["flushes"] == told["files"] > 9
-    assert 0 < told["syncs"] <= told["flushes"] + 9, "those of volumes that are closed, too"
-    assert told["message_bytes"] == 0, "all went one-sidedly"
-    assert list(told["seconds"]) == ["making files", "writing", "reading and comparing", "reading blocks"]
-    assert told["blocks"] > 0
-    assert 0 < told["read_us"]["p50"] <= told["read_us"]["p99"] <= told["read_us"]["max"]
-    assert "ibv_post_send on <QueuePair" in told["affinity_error"]
-    assert len(re.findall("Connection with", told["tree"])) == 3
+    result = json.loads(done.stdout)
+    assert list(result) == KEYS
+    assert (result["verified"], result["wrong"], result["device"], result["native"]) == (True, [], "soft0", True)
+    assert result["bytes"] == (2 << 20) // 3 * 3
+    assert result["flushes"] == result["files"] > 9
+    assert 0 < result["syncs"] <= result["flushes"] + 9, "those of volumes that are closed, too"
+    assert result["message_bytes"] == 0, "all went one-sidedly"
+    assert list(result["seconds"]) == ["making files", "writing", "reading and comparing", "reading blocks"]
+    assert result["blocks"] > 0
+    assert 0 < result["read_us"]["p50"] <= result["read_us"]["p99"] <= result["read_us"]["max"]
+    assert "ibv_post_send on <QueuePair" in result["affinity_error"]
+    assert len(re.findall("Connection with", result["tree"])) == 3
 
 
-def test_for_people() -> None:
-    done = here(*SMALL)
+def test_human_readable_output() -> None:
+    done = run_in_process(*SMALL)
     assert (done.status, done.complaints) == (0, "")
     assert all(character.isprintable() or character == "\n" for character in done.output)
     for said in ("reading and comparing: 2.1 MB in ", "WorkerPool", "AffinityError: ibv_post_send", "domains native"):
@@ -118,20 +118,20 @@ def test_for_people() -> None:
 
 
 @pytest.fixture
-def before(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Callable[[], object]], None]:
+def run_before(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Callable[[], object]], None]:
     """Return a function that registers an action to run before a phase."""
 
-    def have(title: str, do: Callable[[], object]) -> None:
-        phase = scenario._Course._phase
+    def register(title: str, do: Callable[[], object]) -> None:
+        phase = scenario._Scenario._phase
 
-        async def instead(self: Course, begun: str, *args: Any) -> list[Any]:
+        async def run_phase(self: Scenario, begun: str, *args: Any) -> list[Any]:
             if begun == title:
                 do()
             return await phase(self, begun, *args)
 
-        monkeypatch.setattr(scenario._Course, "_phase", instead)
+        monkeypatch.setattr(scenario._Scenario, "_phase", run_phase)
 
-    return have
+    return register
 
 
 def volumes(temporary: Path) -> list[Path]:
@@ -140,7 +140,7 @@ def volumes(temporary: Path) -> list[Path]:
     return sorted((folder / "server" / "volumes").iterdir())
 
 
-def test_what_is_wrong_is_seen(temporary: Path, before: Callable[[str, Callable[[], object]], None]) -> None:
+def test_wrong_bytes_are_reported(temporary: Path, run_before: Callable[[str, Callable[[], object]], None]) -> None:
     """Corrupt one byte of a file before the comparison, and all blocks before the reads of blocks."""
 
     def spoil() -> None:
@@ -153,34 +153,34 @@ def test_what_is_wrong_is_seen(temporary: Path, before: Callable[[str, Callable[
         for path in volumes(temporary):
             path.write_bytes(bytes(path.stat().st_size))
 
-    before("reading and comparing", spoil)
-    before("reading blocks", wipe)
-    status, said, _ = here(*SMALL)
+    run_before("reading and comparing", spoil)
+    run_before("reading blocks", wipe)
+    status, output, _ = run_in_process(*SMALL)
     assert status == 1
-    assert len(re.findall(r"wrong: client-[12]/file-0000 *\n", said)) == 1
-    assert re.search(r"wrong: [\d,]+ blocks of client-1 *\n", said)
-    assert said.endswith("not all was as it should be\n")
+    assert len(re.findall(r"wrong: client-[12]/file-0000 *\n", output)) == 1
+    assert re.search(r"wrong: [\d,]+ blocks of client-1 *\n", output)
+    assert output.endswith("not all was as it should be\n")
 
 
-def test_a_client_that_is_killed(before: Callable[[str, Callable[[], object]], None]) -> None:
+def test_a_killed_client_ends_the_demonstration(run_before: Callable[[str, Callable[[], object]], None]) -> None:
     others = descendants(os.getpid())
-    before("reading and comparing", lambda: os.kill(max(descendants(os.getpid())), signal.SIGKILL))
-    status, _, complaints = here(*SMALL, "--json")
+    run_before("reading and comparing", lambda: os.kill(max(descendants(os.getpid())), signal.SIGKILL))
+    status, _, complaints = run_in_process(*SMALL, "--json")
     assert status == 1
     assert re.fullmatch(r"Error: .*worker \d .*\n", complaints)
     assert descendants(os.getpid()) == others
 
 
-def test_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_disk_space_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage("/")._replace(free=5 << 20)
     monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
-    status, _, said = here(*SMALL)
+    status, _, output = run_in_process(*SMALL)
     assert status == 1
-    assert "5 MiB free, and 70 are needed: have TMPDIR name another folder, or say a smaller --size" in said
+    assert "5 MiB free, and 70 are needed: have TMPDIR name another folder, or say a smaller --size" in output
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "output"),
     [
         (("--size", "1K"), "bytes together, or more"),
         (("--device", "mlx5_7"), ""),  # the device does not exist, or the library that lists devices is missing
@@ -189,18 +189,18 @@ def test_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
         (("--seconds", "0"), "--seconds"),
     ],
 )
-def test_what_cannot_be_done_is_told(arguments: tuple[str, ...], said: str) -> None:
-    status, _, told = here(*SMALL, *arguments)
+def test_invalid_arguments_are_reported(arguments: tuple[str, ...], output: str) -> None:
+    status, _, result = run_in_process(*SMALL, *arguments)
     assert status in (1, 2)
-    assert "Error: " in told
-    assert said in told
+    assert "Error: " in result
+    assert output in result
 
 
 # ---- Signals
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_signals_end_all_of_it(number: signal.Signals, temporary: Path) -> None:
+def test_signals_end_the_demonstration(number: signal.Signals, temporary: Path) -> None:
     env = {**os.environ, "AIOVERBS_DEVICE": "soft0"}
     pipe = subprocess.PIPE
     with subprocess.Popen(command(*SMALL, "--seconds", "60"), env=env, stdout=pipe, stderr=pipe, text=True) as process:

@@ -16,7 +16,7 @@ from storage_server.errors import BusyError, ChangedError, DiskError, InvalidErr
 from storage_server.handle import Handle
 from storage_server.metrics import Metrics
 from storage_server.protocol import (
-    DATA_MOST,
+    MAX_DATA,
     VERSION,
     Challenge,
     Close,
@@ -69,7 +69,7 @@ class Raw:
 
 @contextlib.asynccontextmanager
 async def raw_client(
-    server: Server, *, greets: bool = True, settings: ConnectionSettings | None = None
+    server: Server, *, authenticate: bool = True, settings: ConnectionSettings | None = None
 ) -> AsyncIterator[Raw]:
     async with (
         server.device.resource_domain() as domain,
@@ -78,26 +78,26 @@ async def raw_client(
         _, challenge = parse(await connection.receive())
         assert isinstance(challenge, Challenge)
         raw = Raw(connection)
-        if greets:
+        if authenticate:
             key = key_of(server.serving.token_file.read_text())
             assert await raw.ask(Hello(VERSION, proof_of(key, challenge.nonce), "owner")) == Done()
         yield raw
 
 
 @pytest.mark.parametrize(
-    "said",
-    [b"", b"nonsense", pack(1, Done())[:-1], pack(1, Close(1)) + b"x", bytes(DATA_MOST + 100)],
+    "message",
+    [b"", b"nonsense", pack(1, Done())[:-1], pack(1, Close(1)) + b"x", bytes(MAX_DATA + 100)],
     ids=["nothing", "nonsense", "half", "too much", "long"],
 )
-async def test_nonsense_ends_a_client_and_nobody_else(
-    device: Device, tmp_path: Path, backing: str, said: bytes, caplog: pytest.LogCaptureFixture
+async def test_invalid_messages_disconnect_only_their_client(
+    device: Device, tmp_path: Path, backing: str, message: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with serve_here(device, tmp_path, backing) as server, server.client() as other:
         await other.create("disk", SIZE)
         async with other.open("disk", write=True) as volume, raw_client(server) as raw:
             assert isinstance(await raw.ask(Open(Mode.WRITE, "disk")), Opened)
             with contextlib.suppress(ValueError):  # longer than the server's limit
-                await raw.connection.send(said)
+                await raw.connection.send(message)
                 assert await raw.ended()
             await volume.write(0, b"still there")
             await volume.flush()
@@ -106,7 +106,7 @@ async def test_nonsense_ends_a_client_and_nobody_else(
     assert "Traceback" not in caplog.text
 
 
-async def test_what_no_client_of_ours_says(device: Device, tmp_path: Path, backing: str) -> None:
+async def test_invalid_requests_are_rejected(device: Device, tmp_path: Path, backing: str) -> None:
     """The server answers with an error, and the connection stays usable."""
     async with serve_here(device, tmp_path, backing) as server, raw_client(server) as raw:
         async with server.client() as storage:
@@ -116,7 +116,7 @@ async def test_what_no_client_of_ours_says(device: Device, tmp_path: Path, backi
         for message in (
             Read(opened.volume, SIZE, 1, False),
             Read(opened.volume, 2**64 - 1, 2**32 - 1, False),
-            Read(opened.volume, 0, DATA_MOST + 1, False),
+            Read(opened.volume, 0, MAX_DATA + 1, False),
             Read(opened.volume + 1, 0, 1, False),
             Write(opened.volume, SIZE - 1, False, 0, b"xx"),
             Write(opened.volume, 0, True, 7, b"arrived otherwise"),
@@ -138,7 +138,7 @@ async def test_what_no_client_of_ours_says(device: Device, tmp_path: Path, backi
         assert isinstance(await raw.ask(Open(Mode.READ, "disk")), Failed), "it has enough of them"
 
 
-async def test_a_volume_is_closed_while_it_is_opened(device: Device, tmp_path: Path, backing: str) -> None:
+async def test_closing_a_volume_that_is_being_opened(device: Device, tmp_path: Path, backing: str) -> None:
     """The client cannot know the volume's number yet. No volume stays open for ever."""
     async with serve_here(device, tmp_path, backing) as server, server.client() as storage:
         await storage.create("disk", SIZE)
@@ -154,10 +154,12 @@ async def test_a_volume_is_closed_while_it_is_opened(device: Device, tmp_path: P
         assert server.metric("grants", mode="read") == 0
 
 
-async def test_a_client_that_reads_nothing_keeps_no_volume(
+async def test_a_client_that_receives_nothing_does_not_block_others(
     device: Device, tmp_path: Path, backing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("storage_server.handle._REVOKE_S", 0.1)  # the client does not confirm revocations, either
+    monkeypatch.setattr(
+        "storage_server.handle._REVOKE_TIMEOUT_S", 0.1
+    )  # the client does not confirm revocations, either
     async with serve_here(device, tmp_path, backing) as server, server.client() as storage:
         await storage.create("disk", SIZE)
         async with raw_client(server, settings=ConnectionSettings(receive_depth=4)) as raw:
@@ -171,9 +173,11 @@ async def test_a_client_that_reads_nothing_keeps_no_volume(
                 await storage.delete("disk")
 
 
-async def test_a_server_that_does_not_answer(device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_open_can_be_cancelled_if_the_server_does_not_answer(
+    device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A client that is cancelled while it opens a volume waits for the answer, but not for ever."""
-    monkeypatch.setattr("storage_server.client._ANSWER_S", 0.1)
+    monkeypatch.setattr("storage_server.client._ANSWER_TIMEOUT_S", 0.1)
 
     async def silent(connection: Connection) -> None:
         await connection.send(pack(0, Challenge(VERSION, bytes(16))))
@@ -198,26 +202,26 @@ async def test_a_server_that_does_not_answer(device: Device, tmp_path: Path, mon
                 await storage.create("disk", SIZE)
 
 
-async def test_who_does_not_say_who_it_is(
+async def test_unauthenticated_clients_are_rejected(
     device: Device, tmp_path: Path, backing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with serve_here(device, tmp_path, backing) as server:
         with monkeypatch.context() as patch:
-            patch.setattr("storage_server.session.HELLO_S", 0.2)
-            async with raw_client(server, greets=False) as silent:
+            patch.setattr("storage_server.session.HELLO_TIMEOUT_S", 0.2)
+            async with raw_client(server, authenticate=False) as silent:
                 assert await silent.ended()
-        async with raw_client(server, greets=False) as eager:
+        async with raw_client(server, authenticate=False) as eager:
             await eager.connection.send(pack(1, Open(Mode.READ, "disk")))
             assert await eager.ended()
-        async with raw_client(server, greets=False) as other:
+        async with raw_client(server, authenticate=False) as other:
             answer = await other.ask(Hello(VERSION + 1, bytes(32), "owner"))
             assert isinstance(answer, Failed)
             assert "speaks version 1" in answer.text
-        async with raw_client(server, greets=False) as nobody:
+        async with raw_client(server, authenticate=False) as nobody:
             assert isinstance(await nobody.ask(Hello(VERSION, bytes(32), "n" * 512)), Failed), "and it is told"
 
 
-async def test_who_goes_without_a_word_leaves_nothing(device: Device, tmp_path: Path, backing: str) -> None:
+async def test_volumes_of_a_disconnected_client_are_closed(device: Device, tmp_path: Path, backing: str) -> None:
     async with serve_here(device, tmp_path, backing) as server, server.client() as other:
         await other.create("disk", SIZE)
         async with other.open("disk", write=True) as volume:
@@ -235,7 +239,7 @@ async def test_who_goes_without_a_word_leaves_nothing(device: Device, tmp_path: 
             assert await volume.read(0, 13) == b"never flushed", "nothing crashed"
 
 
-async def test_who_is_cancelled_can_go_on(device: Device, tmp_path: Path, backing: str) -> None:
+async def test_requests_work_after_cancelled_requests(device: Device, tmp_path: Path, backing: str) -> None:
     """Answers to cancelled requests are dropped."""
     async with serve_here(device, tmp_path, backing) as server, server.client() as storage:
         await storage.create("disk", SIZE)
@@ -258,7 +262,7 @@ async def test_who_is_cancelled_can_go_on(device: Device, tmp_path: Path, backin
 
 
 @pytest.mark.parametrize("at", ["open", "close"])
-async def test_who_is_cancelled_again_waits_for_the_answer(
+async def test_repeated_cancellation_leaves_no_volume_open(
     device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str
 ) -> None:
     """A client cancelled twice, while it opens or closes a volume, leaves no volume open."""
@@ -295,7 +299,7 @@ async def test_who_is_cancelled_again_waits_for_the_answer(
         assert not volume.users
 
 
-async def test_a_server_that_is_cancelled_again_at_its_end(
+async def test_a_repeatedly_cancelled_server_closes_its_volumes(
     device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The server closes its volumes nevertheless."""
@@ -331,7 +335,7 @@ async def test_a_server_that_is_cancelled_again_at_its_end(
 
 
 @pytest.mark.parametrize("backing", ["mapped", "cached"])
-async def test_a_disk_that_fails(device: Device, tmp_path: Path, backing: str) -> None:
+async def test_no_flush_succeeds_after_a_disk_failure(device: Device, tmp_path: Path, backing: str) -> None:
     """No later flush succeeds; reads still do."""
     power = Power(tmp_path, 0)
     async with serve_here(device, tmp_path, backing, power) as server, server.client() as storage:
@@ -341,7 +345,7 @@ async def test_a_disk_that_fails(device: Device, tmp_path: Path, backing: str) -
             await volume.write(0, b"good")
             await volume.flush()
             await volume.write(0, b"lost")
-            power.broken = 1
+            power.failing_calls = 1
             for _ in range(3):
                 with pytest.raises(DiskError, match="the disk failed"):
                     await volume.flush()
@@ -354,7 +358,7 @@ async def test_a_disk_that_fails(device: Device, tmp_path: Path, backing: str) -
             await volume.flush()
 
 
-async def test_who_takes_back_a_grant_and_gives_up_may_ask_again(
+async def test_a_resize_that_timed_out_can_be_repeated(
     device: Device, tmp_path: Path, backing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A flush that hangs prevents a resize. Once the flush ends, the next resize succeeds."""
@@ -363,14 +367,14 @@ async def test_who_takes_back_a_grant_and_gives_up_may_ask_again(
         async with server.client() as owner, server.client() as other:
             await owner.create("disk", SIZE)
             async with other.open("disk", write=True) as volume:
-                power.go.clear()
+                power.syncs_may_end.clear()
                 flushing = asyncio.create_task(volume.flush())
                 await until(lambda: power.done[-1] == "datasync")
                 with monkeypatch.context() as patch:
-                    patch.setattr("storage_server.volumes.LETTING_GO_S", 0.02)
+                    patch.setattr("storage_server.volumes.RELEASE_TIMEOUT_S", 0.02)
                     with pytest.raises(BusyError, match="does not let go"):
                         await owner.resize("disk", 2 * SIZE)
-                power.go.set()
+                power.syncs_may_end.set()
                 await flushing
                 await owner.resize("disk", 2 * SIZE)
                 with pytest.raises(ChangedError, match="resized"):
@@ -378,7 +382,7 @@ async def test_who_takes_back_a_grant_and_gives_up_may_ask_again(
         assert server.metric("grants", mode="write") == 0
 
 
-async def test_who_was_given_up_may_still_be_at_it() -> None:
+async def test_concurrent_pauses_revoke_the_grant_once() -> None:
     """Two concurrent calls revoke the grant only once: the first may still be running after its caller timed out."""
 
     class Grant:
@@ -400,7 +404,7 @@ async def test_who_was_given_up_may_still_be_at_it() -> None:
 
 
 @pytest.mark.parametrize("backing", ["mapped", "cached"])
-async def test_what_is_flushed_is_kept_until_it_is(device: Device, tmp_path: Path, backing: str) -> None:
+async def test_memory_stays_until_running_syncs_end(device: Device, tmp_path: Path, backing: str) -> None:
     """Data of a running sync stays in memory, even if its client and the client of the next sync disconnect."""
     power = Power(tmp_path, 0)
     async with serve_here(device, tmp_path, backing, power, workers=1) as server, server.client() as other:
@@ -409,7 +413,7 @@ async def test_what_is_flushed_is_kept_until_it_is(device: Device, tmp_path: Pat
             opened = await raw.ask(Open(Mode.WRITE, "disk"))
             assert isinstance(opened, Opened)
             before = len(power.done)
-            power.go.clear()
+            power.syncs_may_end.clear()
             for number in (2, 3):
                 await raw.connection.send(pack(number, Flush(opened.volume, ((0, 1),))))
             await until(lambda: power.done[before:] and power.done[-1] == "datasync")
@@ -419,7 +423,7 @@ async def test_what_is_flushed_is_kept_until_it_is(device: Device, tmp_path: Pat
             await asyncio.sleep(0.2)
             assert len(power.done) == steps, "nobody else is at the file"
             assert not resizing.done()
-            power.go.set()
+            power.syncs_may_end.set()
             await resizing
         await until(lambda: server.metric("sessions") == 1)
         async with other.open("disk", write=True) as volume:

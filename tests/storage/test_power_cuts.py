@@ -23,11 +23,11 @@ from tests.storage.power import Power, PowerCutError
 pytestmark = pytest.mark.timeout(120)
 
 SEEDS = 50  # `nox -s power_cuts` has all of them
-WAYS = 8  # all combinations of event loop, backing and execution
+COMBINATIONS = 8  # all combinations of event loop, backing and execution
 SHARE = 12  # blocks of each writer
 WRITERS = 3
 SIZE = WRITERS * SHARE * BLOCK
-OVER = (StorageError, BrokenResourceError, aioverbs.ClosedResourceError)
+SERVER_GONE = (StorageError, BrokenResourceError, aioverbs.ClosedResourceError)
 
 
 class Load:
@@ -50,7 +50,7 @@ class Load:
             tasks.create_task(self.manage(storage))
 
     async def write(self, share: Blocks, *, by_messages: bool) -> None:
-        with contextlib.suppress(*OVER):
+        with contextlib.suppress(*SERVER_GONE):
             async with (
                 self.server.client() as storage,
                 storage.open("disk", write=True, by_messages=by_messages) as volume,
@@ -68,7 +68,7 @@ class Load:
 
     async def manage(self, storage: Storage) -> None:
         """Create, resize, copy and delete volumes."""
-        with contextlib.suppress(*OVER, PowerCutError):
+        with contextlib.suppress(*SERVER_GONE, PowerCutError):
             for number in range(1000):
                 await asyncio.sleep(self.random.random() * 0.01)
                 self.there[name := f"v{number}"] = {None, BLOCK}
@@ -106,16 +106,16 @@ class Load:
                     share.check(content, at_least)
 
 
-ONCE = range(WAYS)
-MORE = [pytest.param(seed, marks=pytest.mark.slow) for seed in range(WAYS, SEEDS)]
+ONCE = range(COMBINATIONS)
+MORE = [pytest.param(seed, marks=pytest.mark.slow) for seed in range(COMBINATIONS, SEEDS)]
 
 
 @pytest.mark.parametrize("seed", [*ONCE, *MORE])
-def test_what_was_acknowledged_is_there(seed: int, tmp_path: Path) -> None:
+def test_acknowledged_data_survives_a_power_cut(seed: int, tmp_path: Path) -> None:
     factories = list(LOOP_FACTORIES.values())
     with asyncio.Runner(loop_factory=factories[seed % len(factories)]) as runner:
         runner.run(
-            cut_and_look(
+            cut_and_check(
                 tmp_path,
                 seed,
                 "cached" if seed // 2 % 2 else "mapped",
@@ -124,13 +124,13 @@ def test_what_was_acknowledged_is_there(seed: int, tmp_path: Path) -> None:
         )
 
 
-async def cut_and_look(path: Path, seed: int, backing: str, *, execution: Execution) -> None:
-    here, there = path / "here", path / "there"
-    power = Power(here, random.Random(seed).choice([20, 80, 250]) * (seed % 10 + 1) // 10 + 1, seed, sync_s=0.003)
+async def cut_and_check(path: Path, seed: int, backing: str, *, execution: Execution) -> None:
+    before_cut, there = path / "here", path / "there"
+    power = Power(before_cut, random.Random(seed).choice([20, 80, 250]) * (seed % 10 + 1) // 10 + 1, seed, sync_s=0.003)
     async with aioverbs.open_device("soft0", execution=execution) as device:
-        async with serve_here(device, here, backing, power) as server, server.client() as storage:
+        async with serve_here(device, before_cut, backing, power) as server, server.client() as storage:
             load = Load(server, power, seed)
-            with contextlib.suppress(*OVER):
+            with contextlib.suppress(*SERVER_GONE):
                 async with asyncio.timeout(patience(60)):
                     await load.run(storage)
             assert power.image is not None, "it ended before"

@@ -9,9 +9,9 @@ from hypothesis import given, strategies as st
 from storage_server import protocol
 from storage_server.errors import StorageError, error_of
 from storage_server.protocol import (
-    DATA_MOST,
-    MESSAGE_MOST,
-    TEXT_MOST,
+    MAX_DATA,
+    MAX_MESSAGE,
+    MAX_TEXT,
     Challenge,
     Checksum,
     Close,
@@ -39,12 +39,12 @@ from storage_server.protocol import (
     parse,
     proof_of,
 )
-from storage_server.ranges import RANGES_MOST, Ranges
+from storage_server.ranges import MAX_RANGES, Ranges
 
 NUMBERS = st.integers(0, 2**32 - 1)
 LARGE = st.integers(0, 2**64 - 1)
 TEXTS = st.text(st.characters(codec="utf-8"), max_size=40)
-DATA = st.binary(max_size=1000) | st.sampled_from([255, 256, 65535, 65536, DATA_MOST]).map(bytes)
+DATA = st.binary(max_size=1000) | st.sampled_from([255, 256, 65535, 65536, MAX_DATA]).map(bytes)
 MODES = st.sampled_from([Mode.READ, Mode.WRITE]).map(int)
 
 
@@ -90,24 +90,22 @@ def test_all_messages_are_tried() -> None:
 
 
 @given(NUMBERS, ANY)
-def test_what_is_packed_is_parsed(number: int, message: Message) -> None:
+def test_packed_messages_parse_to_the_same(number: int, message: Message) -> None:
     data = pack(number, message)
     found = parse(data)
     assert found == (number, message)
     assert type(found[1]) is type(message)
-    assert len(data) <= MESSAGE_MOST
+    assert len(data) <= MAX_MESSAGE
 
 
 @given(st.binary(max_size=200))
-def test_bytes_are_refused_or_packed_to_the_same(data: bytes) -> None:
+def test_parsed_bytes_pack_to_the_same(data: bytes) -> None:
     found = parsed(data)
     assert found is None or pack(*found) == data
 
 
 @given(NUMBERS, ANY, st.data())
-def test_what_is_changed_on_the_way_is_refused_or_another_message(
-    number: int, message: Message, data: st.DataObject
-) -> None:
+def test_modified_messages_are_rejected_or_differ(number: int, message: Message, data: st.DataObject) -> None:
     whole = bytearray(pack(number, message))
     match data.draw(st.sampled_from(["cut", "longer", "flipped"])):
         case "cut":
@@ -121,33 +119,33 @@ def test_what_is_changed_on_the_way_is_refused_or_another_message(
     assert found is None or pack(*found) == whole
 
 
-def said(*values: object) -> bytes:
+def encode(*values: object) -> bytes:
     """Return the encoding of arbitrary values as a message."""
     return bytes(4) + msgspec.msgpack.encode(values)
 
 
-ALMOST = [
+INVALID = [
     b"",
     b"\0" * 5,
     b"\xff" * 5,
     b"\1\0\0",
-    said(15, 3, "a"),  # a mode that volumes cannot be opened in
-    said(15, 1, "a", "more"),
-    said(15, 1),
-    said(15, True, "a"),
-    said(99),
-    said(12, 1, "a", "b"),
-    said(31, 9, "a"),
-    said(21, 1, [[6, 5]]),
-    said(21, 1, [[5, 5]]),
-    said(21, 1, [[5, 6], [6, 7]]),
-    said(21, 1, [[5, 6, 7]]),
-    said(21, 1, [[2 * each, 2 * each + 1] for each in range(RANGES_MOST + 1)]),
-    said(14, "a" * (TEXT_MOST + 1)),
-    said(34, 0, bytes(DATA_MOST + 1)),
-    said(16, 2**32),
-    said(11, -1, "a"),
-    said(1, 1, bytes(15)),
+    encode(15, 3, "a"),  # a mode that volumes cannot be opened in
+    encode(15, 1, "a", "more"),
+    encode(15, 1),
+    encode(15, True, "a"),
+    encode(99),
+    encode(12, 1, "a", "b"),
+    encode(31, 9, "a"),
+    encode(21, 1, [[6, 5]]),
+    encode(21, 1, [[5, 5]]),
+    encode(21, 1, [[5, 6], [6, 7]]),
+    encode(21, 1, [[5, 6, 7]]),
+    encode(21, 1, [[2 * each, 2 * each + 1] for each in range(MAX_RANGES + 1)]),
+    encode(14, "a" * (MAX_TEXT + 1)),
+    encode(34, 0, bytes(MAX_DATA + 1)),
+    encode(16, 2**32),
+    encode(11, -1, "a"),
+    encode(1, 1, bytes(15)),
     pack(1, Delete("ab"))[:-1] + b"\xff",
     pack(1, Reopen(1))[:-1] + b"\xcc\x01",  # a longer encoding of the same message
     pack(1, Reopen(1)) + b"\x91" * 10_000 + b"\x00",
@@ -155,21 +153,21 @@ ALMOST = [
 ]
 
 
-def test_what_is_almost_a_message() -> None:
-    assert [data for data in ALMOST if parsed(data) is not None] == []
+def test_invalid_messages_are_rejected() -> None:
+    assert [data for data in INVALID if parsed(data) is not None] == []
 
 
 @pytest.mark.parametrize(
     "message",
-    [Data(0, bytes(DATA_MOST + 1)), Delete("x" * (TEXT_MOST + 1)), Create(-1, "x"), Create(2**64, "x"), Reopen(2**32)],
+    [Data(0, bytes(MAX_DATA + 1)), Delete("x" * (MAX_TEXT + 1)), Create(-1, "x"), Create(2**64, "x"), Reopen(2**32)],
     ids=lambda message: type(message).__name__,
 )
-def test_what_the_other_end_would_not_take_is_not_packed(message: Message) -> None:
+def test_messages_beyond_the_limits_are_not_packed(message: Message) -> None:
     with pytest.raises(ValueError, match=f"a {type(message).__name__} cannot be sent"):
         pack(1, message)
 
 
-def test_a_proof_is_of_one_key_and_one_nonce() -> None:
+def test_proofs_depend_on_key_and_nonce() -> None:
     proofs = {proof_of(key, nonce) for key in (b"a", b"b") for nonce in (b"1", b"2")}
     assert len(proofs) == 4
     assert proof_of(b"a", b"1") in proofs
@@ -183,7 +181,7 @@ def test_each_code_has_its_error() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 200), st.integers(0, 30))), st.integers(1, 12))
-def test_ranges_have_all_that_was_added(added: list[tuple[int, int]], most: int) -> None:
+def test_ranges_cover_all_added_bytes(added: list[tuple[int, int]], most: int) -> None:
     """Ranges are sorted and apart. They contain no other bytes as long as there are few ranges."""
     ranges = Ranges(most)
     wanted: set[int] = set()

@@ -29,7 +29,7 @@ both_backings = pytest.mark.parametrize("backing", ["mapped", "cached"])
 
 @both_backings
 @pytest.mark.parametrize("by_messages", [False, True], ids=["one-sided", "messages"])
-async def test_what_is_written_is_read(device: Device, tmp_path: Path, backing: str, by_messages: bool) -> None:
+async def test_written_data_is_read_back(device: Device, tmp_path: Path, backing: str, by_messages: bool) -> None:
     data = os.urandom(SIZE)
     async with serve_here(device, tmp_path, backing) as server, server.client() as storage:
         await storage.create("disk", SIZE)
@@ -96,7 +96,7 @@ async def test_volumes_are_made_listed_resized_and_deleted(device: Device, tmp_p
         assert len(list((tmp_path / "volumes").iterdir())) == 1
 
 
-async def test_what_makes_no_sense_is_refused(device: Device, tmp_path: Path, backing: str) -> None:
+async def test_invalid_values_are_rejected(device: Device, tmp_path: Path, backing: str) -> None:
     async with serve_here(device, tmp_path, backing) as server, server.client() as storage:
         await storage.create("disk", SIZE)
         with pytest.raises(ExistsError, match="there is a volume 'disk' already"):
@@ -126,7 +126,7 @@ async def test_what_makes_no_sense_is_refused(device: Device, tmp_path: Path, ba
 
 
 @both_backings
-async def test_who_may_only_read(device: Device, tmp_path: Path, backing: str) -> None:
+async def test_read_only_clients_cannot_write(device: Device, tmp_path: Path, backing: str) -> None:
     """The client can write neither by messages nor through the granted memory."""
     async with serve_here(device, tmp_path, backing) as server, server.client() as owner:
         await owner.create("disk", SIZE)
@@ -163,10 +163,10 @@ async def test_who_may_only_read(device: Device, tmp_path: Path, backing: str) -
 
 
 @both_backings
-async def test_a_right_that_is_taken_back(
+async def test_removing_a_right_closes_open_volumes(
     device: Device, tmp_path: Path, backing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("storage_server.volumes._LOOK_S", 0.02)
+    monkeypatch.setattr("storage_server.volumes._RIGHTS_POLL_S", 0.02)
     async with serve_here(device, tmp_path, backing) as server, server.client() as owner:
         await owner.create("disk", SIZE)
         token = server.add("writer", disk=Mode.WRITE)
@@ -184,7 +184,7 @@ async def test_a_right_that_is_taken_back(
                 assert await again.read(0, 4) == b"mine"
 
 
-async def test_strangers_are_sent_away(device: Device, tmp_path: Path, backing: str) -> None:
+async def test_unknown_tokens_are_rejected(device: Device, tmp_path: Path, backing: str) -> None:
     async with serve_here(device, tmp_path, backing) as server:
         server.add("known")
         for token in ("owner.wrong", "known.wrong", "nobody.wrong"):
@@ -198,7 +198,7 @@ async def test_strangers_are_sent_away(device: Device, tmp_path: Path, backing: 
 
 
 @both_backings
-async def test_a_resize_is_seen_by_who_has_it_open(device: Device, tmp_path: Path, backing: str) -> None:
+async def test_resizing_or_deleting_closes_open_volumes(device: Device, tmp_path: Path, backing: str) -> None:
     async with serve_here(device, tmp_path, backing) as server, server.client() as owner, server.client() as other:
         await owner.create("disk", SIZE)
         async with (
@@ -220,7 +220,7 @@ async def test_a_resize_is_seen_by_who_has_it_open(device: Device, tmp_path: Pat
 
 
 @both_backings
-async def test_requests_that_are_under_way_when_it_is_resized(device: Device, tmp_path: Path, backing: str) -> None:
+async def test_requests_in_flight_during_a_resize_end(device: Device, tmp_path: Path, backing: str) -> None:
     """Each request succeeds or fails with the reason, and the connection stays usable."""
     async with serve_here(device, tmp_path, backing) as server, server.client() as owner, server.client() as other:
         await owner.create("disk", SIZE)
@@ -242,12 +242,12 @@ async def test_requests_that_are_under_way_when_it_is_resized(device: Device, tm
             for _ in users:
                 await begun.acquire()
             await owner.resize("disk", (turn % 2 + 1) * SIZE)
-            for why in await asyncio.gather(*users):
-                assert "it was resized" in why
+            for reason in await asyncio.gather(*users):
+                assert "it was resized" in reason
 
 
 @both_backings
-async def test_snapshots_stay_as_they_are(device: Device, tmp_path: Path, backing: str) -> None:
+async def test_snapshots_do_not_change(device: Device, tmp_path: Path, backing: str) -> None:
     async with serve_here(device, tmp_path, backing) as server, server.client() as storage:
         await storage.create("disk", SIZE)
         async with storage.open("disk", write=True) as volume:
@@ -269,7 +269,7 @@ async def test_snapshots_stay_as_they_are(device: Device, tmp_path: Path, backin
 
 @both_backings
 @pytest.mark.parametrize("by_messages", [False, True], ids=["one-sided", "messages"])
-async def test_a_snapshot_is_of_one_moment(device: Device, tmp_path: Path, backing: str, by_messages: bool) -> None:
+async def test_snapshots_are_consistent(device: Device, tmp_path: Path, backing: str, by_messages: bool) -> None:
     """A client writes a number to the first block, then to the last. No snapshot has a later number in the last."""
     async with serve_here(device, tmp_path, backing) as server, server.client() as storage, server.client() as other:
         await storage.create("disk", SIZE)
@@ -300,7 +300,7 @@ async def test_a_snapshot_is_of_one_moment(device: Device, tmp_path: Path, backi
         assert seen == sorted(set(seen))
 
 
-async def test_flushes_go_together(device: Device, tmp_path: Path, backing: str) -> None:
+async def test_concurrent_flushes_share_syncs(device: Device, tmp_path: Path, backing: str) -> None:
     async with serve_here(device, tmp_path, backing) as server:
         async with server.client() as storage:
             await storage.create("disk", SIZE)
@@ -322,7 +322,7 @@ async def test_flushes_go_together(device: Device, tmp_path: Path, backing: str)
             assert server.metric("requests_total", kind="flush", outcome="done") - before == 2
 
 
-async def test_caches_have_so_much_memory(device: Device, tmp_path: Path) -> None:
+async def test_caches_are_limited_in_memory(device: Device, tmp_path: Path) -> None:
     async with (
         serve_here(device, tmp_path, "cached", memory=2 * SIZE) as server,
         server.client() as storage,
@@ -362,7 +362,7 @@ async def test_many_clients_at_once(device: Device, tmp_path: Path, backing: str
             assert whole == b"".join(bytes([number + 1]) * SIZE for number in range(clients))
 
 
-async def test_one_server_a_folder(device: Device, tmp_path: Path, backing: str) -> None:
+async def test_a_folder_has_one_server(device: Device, tmp_path: Path, backing: str) -> None:
     async with serve_here(device, tmp_path, backing):
         with pytest.raises(InvalidError, match="another server has"):
             async with serve_here(device, tmp_path, backing):

@@ -10,7 +10,7 @@ import pytest
 from storage_server.catalog import VolumeRow
 from storage_server.errors import InvalidError
 from storage_server.files import Disk, File
-from storage_server.folder import Folder
+from storage_server.volume_store import VolumeStore
 
 from tests.storage.parts import BLOCK
 from tests.storage.power import Power, PowerCutError, SteppedCatalog
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.timeout(120)
 SIZE = 4 * BLOCK
 OLD = b"old." * (SIZE // 4)
 SEEDS = range(3)
-STEPS_MOST = 100
+MAX_STEPS = 100
 
 ResourceState = dict[str, tuple[bytes, bool]]
 """Volumes by name: contents, and whether they are read only."""
@@ -29,31 +29,31 @@ ResourceState = dict[str, tuple[bytes, bool]]
 class Work(NamedTuple):
     """A change of a folder with the volume "disk", and the volumes after it."""
 
-    do: Callable[[Folder, VolumeRow], object]
+    do: Callable[[VolumeStore, VolumeRow], object]
     after: ResourceState
 
 
 BEFORE: ResourceState = {"disk": (OLD, False)}
 WORK = {
     "create": Work(
-        lambda folder, _: folder.make("new", BLOCK, lambda file: file.resize(BLOCK)),
+        lambda store, _: store.make("new", BLOCK, lambda file: file.resize(BLOCK)),
         {**BEFORE, "new": (bytes(BLOCK), False)},
     ),
-    "delete": Work(lambda folder, row: folder.remove(row), {}),
-    "grow": Work(lambda folder, row: folder.resize(row, 2 * SIZE), {"disk": (OLD + bytes(SIZE), False)}),
-    "shrink": Work(lambda folder, row: folder.resize(row, BLOCK), {"disk": (OLD[:BLOCK], False)}),
-    "snapshot": Work(lambda folder, row: folder.copy(row, "then", read_only=True), {**BEFORE, "then": (OLD, True)}),
-    "clone": Work(lambda folder, row: folder.copy(row, "again", read_only=False), {**BEFORE, "again": (OLD, False)}),
+    "delete": Work(lambda store, row: store.remove(row), {}),
+    "grow": Work(lambda store, row: store.resize(row, 2 * SIZE), {"disk": (OLD + bytes(SIZE), False)}),
+    "shrink": Work(lambda store, row: store.resize(row, BLOCK), {"disk": (OLD[:BLOCK], False)}),
+    "snapshot": Work(lambda store, row: store.copy(row, "then", read_only=True), {**BEFORE, "then": (OLD, True)}),
+    "clone": Work(lambda store, row: store.copy(row, "again", read_only=False), {**BEFORE, "again": (OLD, False)}),
 }
 
 
 @contextlib.contextmanager
-def powered(root: Path, cut_at: int, seed: int) -> Iterator[tuple[Power, Folder]]:
+def powered(root: Path, cut_at: int, seed: int) -> Iterator[tuple[Power, VolumeStore]]:
     """Open a folder on a simulated disk. At the end of the block the power is cut."""
     power = Power(root, cut_at, seed)
     with contextlib.closing(SteppedCatalog(root / "catalog.sqlite")) as catalog:
         catalog.power = power
-        yield power, Folder(root, power, catalog)
+        yield power, VolumeStore(root, power, catalog)
         power.cut()
 
 
@@ -66,16 +66,16 @@ def prepared(root: Path) -> VolumeRow:
     """Create a folder with one volume."""
     (root / "volumes").mkdir(parents=True)
     with contextlib.closing(SteppedCatalog(root / "catalog.sqlite")) as catalog:
-        folder = Folder(root, Disk(), catalog)
-        folder.start()
-        return folder.make("disk", SIZE, fill)
+        store = VolumeStore(root, Disk(), catalog)
+        store.start()
+        return store.make("disk", SIZE, fill)
 
 
-def state(folder: Folder) -> ResourceState:
+def state(store: VolumeStore) -> ResourceState:
     """Return all volumes. Check that files and catalog match."""
     found: ResourceState = {}
-    for row in folder.catalog.volumes():
-        with contextlib.closing(folder.open(row)) as file:
+    for row in store.catalog.volumes():
+        with contextlib.closing(store.open(row)) as file:
             content = bytearray(row.size)
             file.read_into(memoryview(content), 0)
             assert file.size() == row.size
@@ -86,30 +86,30 @@ def state(folder: Folder) -> ResourceState:
 def recovered(root: Path) -> ResourceState:
     with contextlib.closing(SteppedCatalog(root / "catalog.sqlite")) as catalog:
         assert catalog._query("PRAGMA integrity_check") == [("ok",)]
-        folder = Folder(root, Disk(), catalog)
-        rows = folder.start()
+        store = VolumeStore(root, Disk(), catalog)
+        rows = store.start()
         assert catalog.unfinished() == []
         assert {path.name for path in (root / "volumes").iterdir()} == {f"{row.id}.volume" for row in rows}
-        return state(folder)
+        return state(store)
 
 
-def cut_at(step: int, here: Path, seed: int, work: Work) -> tuple[Power, bool]:
+def cut_at(step: int, root: Path, seed: int, work: Work) -> tuple[Power, bool]:
     """Do some work; return the disk, and whether the work was acknowledged.
 
     If it has fewer steps, cut the power after it.
     """
-    row, done = prepared(here), False
-    with powered(here, step, seed) as (power, folder):
+    row, done = prepared(root), False
+    with powered(root, step, seed) as (power, store):
         with contextlib.suppress(PowerCutError):
-            work.do(folder, row)
+            work.do(store, row)
             done = True
         return power, done
 
 
 @pytest.mark.parametrize("name", WORK)
-def test_it_is_as_before_or_as_after(name: str, tmp_path: Path) -> None:
+def test_an_interrupted_change_is_done_completely_or_not_at_all(name: str, tmp_path: Path) -> None:
     work, seen, steps = WORK[name], [], 0
-    for step, seed in itertools.product(range(1, STEPS_MOST), SEEDS):
+    for step, seed in itertools.product(range(1, MAX_STEPS), SEEDS):
         power, done = cut_at(step, tmp_path / f"{step}-{seed}", seed, work)
         power.restore(tmp_path / f"{step}-{seed}-after")
         found = recovered(tmp_path / f"{step}-{seed}-after")
@@ -118,33 +118,33 @@ def test_it_is_as_before_or_as_after(name: str, tmp_path: Path) -> None:
         steps = len(power.done)
         if steps < step:
             break
-    assert 3 <= steps < STEPS_MOST - 1
+    assert 3 <= steps < MAX_STEPS - 1
     assert work.after in seen
     assert BEFORE in seen
 
 
-def started(here: Path, step: int) -> Power:
+def started(root: Path, step: int) -> Power:
     """Start a server on a folder, and cut the power at a step of the start."""
-    with powered(here, step, step) as (power, folder):
+    with powered(root, step, step) as (power, store):
         with contextlib.suppress(PowerCutError):
-            folder.start()
+            store.start()
         return power
 
 
 @pytest.mark.parametrize("name", WORK)
-def test_recovery_that_is_cut_short(name: str, tmp_path: Path) -> None:
+def test_an_interrupted_recovery_is_repeated(name: str, tmp_path: Path) -> None:
     """Cut the power at each step of the recovery, for each step at which the work was interrupted."""
     work, cuts, steps = WORK[name], 0, 0
-    for step in range(1, STEPS_MOST):
+    for step in range(1, MAX_STEPS):
         power, done = cut_at(step, tmp_path / f"{step}", step, work)
-        for again in range(1, STEPS_MOST):
-            first, second = tmp_path / f"{step}-{again}-1", tmp_path / f"{step}-{again}-2"
+        for recovery_step in range(1, MAX_STEPS):
+            first, second = tmp_path / f"{step}-{recovery_step}-1", tmp_path / f"{step}-{recovery_step}-2"
             power.restore(first)
-            later = started(first, again)
+            later = started(first, recovery_step)
             later.restore(second)
             found = recovered(second)
             assert found == work.after if done else found in (BEFORE, work.after)
-            if len(later.done) < again:
+            if len(later.done) < recovery_step:
                 break
             cuts += 1
         steps = len(power.done)
@@ -154,17 +154,17 @@ def test_recovery_that_is_cut_short(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", WORK)
-def test_a_disk_that_fails_once(name: str, tmp_path: Path) -> None:
+def test_a_failing_step_leaves_volumes_consistent(name: str, tmp_path: Path) -> None:
     """The failure is reported. The volumes are unchanged or completely changed, before and after the next start."""
     work = WORK[name]
-    for step in range(1, STEPS_MOST):
-        here = tmp_path / f"{step}"
-        row, done = prepared(here), False
-        power = FailsOnce(here, step)
-        with contextlib.closing(SteppedCatalog(here / "catalog.sqlite")) as catalog, contextlib.suppress(OSError):
-            work.do(Folder(here, power, catalog), row)
+    for step in range(1, MAX_STEPS):
+        root = tmp_path / f"{step}"
+        row, done = prepared(root), False
+        power = FailsOnce(root, step)
+        with contextlib.closing(SteppedCatalog(root / "catalog.sqlite")) as catalog, contextlib.suppress(OSError):
+            work.do(VolumeStore(root, power, catalog), row)
             done = True
-        found = recovered(here)
+        found = recovered(root)
         assert found == work.after if done else found in (BEFORE, work.after)
         if len(power.done) < step:
             assert done
@@ -181,7 +181,7 @@ class FailsOnce(Power):
             raise OSError(5, "the disk failed once")
 
 
-def test_a_file_that_is_missing_or_short_is_told(tmp_path: Path) -> None:
+def test_missing_or_short_files_are_reported(tmp_path: Path) -> None:
     row = prepared(tmp_path)
     path = tmp_path / "volumes" / f"{row.id}.volume"
     with path.open("r+b") as file:
@@ -193,7 +193,7 @@ def test_a_file_that_is_missing_or_short_is_told(tmp_path: Path) -> None:
         recovered(tmp_path)
 
 
-def test_a_catalog_of_another_version(tmp_path: Path) -> None:
+def test_catalogs_of_another_version_are_rejected(tmp_path: Path) -> None:
     prepared(tmp_path)
     with contextlib.closing(SteppedCatalog(tmp_path / "catalog.sqlite")) as catalog:
         catalog._query("PRAGMA user_version = 7")

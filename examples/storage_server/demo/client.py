@@ -22,7 +22,7 @@ from storage_server.demo.files import DataFile, end_of
 
 __all__ = ["Assignment", "client", "done", "is_native", "step"]
 
-_SAMPLES_MOST = 500_000
+_MAX_SAMPLES = 500_000
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class Client:
         took, wrong = array.array("Q"), 0
         async with self._storage.open(self._volume) as volume:
             end = time.perf_counter() + seconds
-            while not took or (time.perf_counter() < end and len(took) < _SAMPLES_MOST):
+            while not took or (time.perf_counter() < end and len(took) < _MAX_SAMPLES):
                 at = random.randrange(file.size // BLOCK) * BLOCK
                 self._local.buffer[:] = bytes(BLOCK)
                 began = time.perf_counter_ns()

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from storage_server.catalog import BLOCK
 from storage_server.errors import InvalidError
 
-__all__ = ["LARGEST", "LEAST_BYTES", "SMALLEST", "DataFile", "data_files", "end_of"]
+__all__ = ["LARGEST", "MIN_BYTES", "SMALLEST", "DataFile", "data_files", "end_of"]
 
 SMALLEST = 3
 LARGEST = 32 << 20
-LEAST_BYTES = 16 * BLOCK
+MIN_BYTES = 16 * BLOCK
 
 
 @dataclass(frozen=True)
@@ -40,17 +40,17 @@ def data_files(total: int, seed: str) -> list[DataFile]:
     :param total: bytes of all files together.
     :raises InvalidError: `total` is too small.
     """
-    if total < LEAST_BYTES:
-        raise InvalidError(f"files of mixed sizes have {LEAST_BYTES:,} bytes together, or more, not {total:,}")
-    chance = random.Random(seed)
+    if total < MIN_BYTES:
+        raise InvalidError(f"files of mixed sizes have {MIN_BYTES:,} bytes together, or more, not {total:,}")
+    rng = random.Random(seed)
     largest = min(LARGEST, total // 4)
     sizes = [largest, SMALLEST]
     rest = total - sum(sizes)
     while rest:
-        size = min(rest, round(math.exp(chance.uniform(math.log(SMALLEST), math.log(largest)))))
+        size = min(rest, round(math.exp(rng.uniform(math.log(SMALLEST), math.log(largest)))))
         sizes.append(size)
         rest -= size
-    chance.shuffle(sizes)
+    rng.shuffle(sizes)
     files: list[DataFile] = []
     for number, size in enumerate(sizes):
         files.append(DataFile(f"file-{number:04}", f"{seed}/{number}", end_of(files), size))

@@ -26,7 +26,7 @@ from storage_server.transfer import bars
 __all__ = ["Outcome", "Plan", "demonstrate"]
 
 _SPARE = 64 << 20  # bytes of the disk for everything but data
-_LOOK_S = 0.1
+_PROGRESS_INTERVAL_S = 0.1
 _LOOP: Literal["asyncio", "uvloop"] = "uvloop" if importlib.util.find_spec("uvloop") is not None else "asyncio"
 
 
@@ -125,10 +125,12 @@ async def demonstrate(plan: Plan, console: Console) -> Outcome:
             on_worker_death="fail",
         )
         await stack.enter_async_context(pool)
-        return await _Course(plan, console, device, server, pool).run(share, [len(each.files) for each in assignments])
+        return await _Scenario(plan, console, device, server, pool).run(
+            share, [len(each.files) for each in assignments]
+        )
 
 
-class _Course:
+class _Scenario:
     """The steps that need a running server and running clients."""
 
     def __init__(
@@ -182,7 +184,7 @@ class _Course:
                 while True:
                     for number, task in enumerate(tasks):
                         progress.update(task, completed=await self._pool.run(done, worker=number))
-                    await asyncio.sleep(_LOOK_S)
+                    await asyncio.sleep(_PROGRESS_INTERVAL_S)
 
             following = asyncio.create_task(follow())
             try:

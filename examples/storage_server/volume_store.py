@@ -21,12 +21,12 @@ from storage_server.catalog import Catalog, VolumeRow, new_token
 from storage_server.errors import InvalidError
 from storage_server.files import Disk, File
 
-__all__ = ["Folder", "opened_folder"]
+__all__ = ["VolumeStore", "open_volume_store"]
 
 logger = logging.getLogger("storage_server")
 
 
-class Folder:
+class VolumeStore:
     """The folder of a server. Created by `open_volume_store`.
 
     :param root: its path.
@@ -150,7 +150,7 @@ class Folder:
 
 
 @contextlib.contextmanager
-def opened_folder(root: Path, disk: Disk) -> Iterator[Folder]:
+def open_volume_store(root: Path, disk: Disk) -> Iterator[VolumeStore]:
     """Lock and open a server's folder for the duration of the block. Create it if it does not exist.
 
     :raises InvalidError: another server has locked the folder, or its catalog has another version.
@@ -162,4 +162,4 @@ def opened_folder(root: Path, disk: Disk) -> Iterator[Folder]:
         except BlockingIOError as error:
             raise InvalidError(f"another server has {root}: stop it, or choose another folder") from error
         with contextlib.closing(Catalog(root / "catalog.sqlite")) as catalog:
-            yield Folder(root, disk, catalog)
+            yield VolumeStore(root, disk, catalog)

@@ -15,15 +15,15 @@ from tests.capabilities import skip_where_missing
 from tests.rdma.seam import rdma_devices
 from tests.ways import ONLY_RDMA
 
-__all__ = ["MODES", "device", "device_name", "far_device", "far_devices", "name_of"]
+__all__ = ["MODES", "device", "device_name", "name_of", "remote_device", "remote_devices"]
 
 # What the far ends of connections are made on, where that is another device than the near ends': see tests/fabric.
-far_devices: dict[Device, Device] = {}
+remote_devices: dict[Device, Device] = {}
 
 
-def far_device(device: Device) -> Device:
+def remote_device(device: Device) -> Device:
     """Where the far end of a connection goes whose near end is there."""
-    return far_devices.get(device, device)
+    return remote_devices.get(device, device)
 
 
 _RDMA = pytest.param("rdma", marks=pytest.mark.rdma)

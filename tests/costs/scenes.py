@@ -60,7 +60,7 @@ def other_threads() -> set[int]:
 @asynccontextmanager
 async def writing(
     near_device: Device,
-    far_device: Device,
+    remote_device: Device,
     message_model: MessageModel = MessageModel.DEFAULT,
     hold: Collection[int] = (),
     *,
@@ -77,8 +77,8 @@ async def writing(
         domain = await opened(near_device.resource_domain(message_model=message_model))
         there = domain
         cq = far_cq = await opened(domain.completion_queue(64))
-        if far_device is not near_device:
-            there = await opened(far_device.resource_domain(message_model=message_model))
+        if remote_device is not near_device:
+            there = await opened(remote_device.resource_domain(message_model=message_model))
             far_cq = await opened(there.completion_queue(64))
         source = await opened(domain.register(4096, ACCESS))
         target = await opened(there.register(4096, ACCESS))
@@ -108,7 +108,7 @@ async def writing(
 
 
 @asynccontextmanager
-async def messages(near_device: Device, far_device: Device, length: int = 8) -> AsyncIterator[Scene]:
+async def messages(near_device: Device, remote_device: Device, length: int = 8) -> AsyncIterator[Scene]:
     """Messages, every other one an echo of the one before it. Both ends sleep until they come.
 
     :param length: of each, in bytes.
@@ -116,7 +116,7 @@ async def messages(near_device: Device, far_device: Device, length: int = 8) -> 
     data = bytes(length)
     async with (
         near_device.resource_domain() as domain,
-        far_device.resource_domain() as there,
+        remote_device.resource_domain() as there,
         aioverbs.listen("127.0.0.1", domain=there, settings=SETTINGS) as listener,
         aioverbs.connect("127.0.0.1", listener.port, domain=domain, settings=SETTINGS) as near,
         await listener.accept() as far,

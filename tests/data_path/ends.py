@@ -20,7 +20,7 @@ from aioverbs import (
     ThreadModel,
 )
 from aioverbs._core.data_path.data_path import Operation, Received
-from tests.devices import far_device
+from tests.devices import remote_device
 from tests.waiting import until
 
 ACCESS = (
@@ -75,7 +75,7 @@ class Ends:
             self.far.activate()
         else:
             here, there = self.near.local_endpoint(), self.far.local_endpoint()
-            if self.near.qp_type is not QpType.UC and far_device(self.device) is not self.device:
+            if self.near.qp_type is not QpType.UC and remote_device(self.device) is not self.device:
                 attributes = {**PATIENT, **attributes}
             self.near.connect(there, PEERS, **attributes)
             self.far.connect(here, PEERS)
@@ -132,7 +132,7 @@ async def ends(
         domain = await opened(device.resource_domain(thread_model=thread_model, message_model=message_model))
         source = await opened(domain.register(4096, ACCESS))
         cq = await opened(domain.completion_queue(256, spin_ns=spin_ns))
-        there, far_domain, far_cq = far_device(device), domain, cq
+        there, far_domain, far_cq = remote_device(device), domain, cq
         if there is not device:
             far_domain = await opened(there.resource_domain(thread_model=thread_model, message_model=message_model))
             far_cq = await opened(far_domain.completion_queue(256, spin_ns=spin_ns))

@@ -25,7 +25,7 @@ from aioverbs import (
 from aioverbs._core.data_path.data_path import Operation
 from tests.capabilities import Capability, needs
 from tests.data_path.ends import CAPABILITIES, PEERS, Ends, ends
-from tests.devices import far_device
+from tests.devices import remote_device
 from tests.holding import go_on, hold, unhold
 from tests.statuses import as_said
 
@@ -273,7 +273,7 @@ async def test_every_status_is_told(device: Device) -> None:
 @pytest.mark.parametrize("status", [WcStatus.LOC_LEN_ERR, WcStatus.LOC_PROT_ERR, WcStatus.GENERAL_ERR])
 async def test_a_receive_fails_and_breaks_both_ends(device: Device, status: WcStatus) -> None:
     async with ends(device) as pair:
-        far_device(device).faults.fail_request(status, pair.far.handle, receives=True, vendor_err=5)
+        remote_device(device).faults.fail_request(status, pair.far.handle, receives=True, vendor_err=5)
         receive, second = pair.receive(), pair.receive()
         send = pair.near.send(pair.source[:8])
         with pytest.raises(WorkCompletionError) as caught:

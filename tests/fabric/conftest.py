@@ -7,7 +7,7 @@ import pytest
 import pytest_asyncio
 
 from aioverbs import Device, open_device
-from tests.devices import far_devices
+from tests.devices import remote_devices
 from tests.listening import own_address
 from tests.sockets import direct, directory_of_sockets, short_path
 
@@ -28,7 +28,7 @@ _NEAR, _FAR = f"soft0@{own_address()}:7474", f"soft0@{own_address()}:7475"
 async def device(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, short_path: Path
 ) -> AsyncIterator[Device]:
-    """The near one; the far one is its `far_device`."""
+    """The near one; the far one is its `remote_device`."""
     way, _, execution = request.param.partition("-")
     monkeypatch.setenv("AIOVERBS_SOFT_DIRECT", "1" if way == "direct" else "0")
     monkeypatch.setenv("AIOVERBS_SOFT_DIRECTORY", str(_folder(short_path, "near")))
@@ -37,11 +37,11 @@ async def device(
         if way == "tcp":  # then no Unix socket is found
             monkeypatch.setenv("AIOVERBS_SOFT_DIRECTORY", str(_folder(short_path, "far")))
         async with open_device(_FAR, execution=execution) as far:
-            far_devices[near] = far
+            remote_devices[near] = far
             try:
                 yield near
             finally:
-                del far_devices[near]
+                del remote_devices[near]
                 near.faults.set_port(True)
                 far.faults.set_port(True)
 

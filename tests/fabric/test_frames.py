@@ -30,7 +30,7 @@ from aioverbs._core.software import software
 from aioverbs.attributes import FrameKind
 from tests.conftest import LOOP_FACTORIES
 from tests.data_path.ends import ACCESS, Ends, ends
-from tests.devices import far_device, far_devices
+from tests.devices import remote_device, remote_devices
 from tests.fabric.words import words
 from tests.listening import own_address
 from tests.pace import fewer, patience
@@ -60,7 +60,7 @@ class Scene:
 
     def plan(self, kind: FrameKind) -> software.FaultPlan:
         """Of the side that has such frames of near's requests."""
-        device = self.pair.device if kind in ("request_out", "answer_in") else far_device(self.pair.device)
+        device = self.pair.device if kind in ("request_out", "answer_in") else remote_device(self.pair.device)
         return device.faults
 
     @property
@@ -439,7 +439,7 @@ CHANCES = st.fixed_dictionaries(
 async def meet(rules: list[Rule], chances: dict[str, int], seed: int) -> None:
     """All of it is done as it should be, or what was not is told by the two statuses that there are for it."""
     async with open_device("soft0") as near, open_device(OTHER) as far:
-        far_devices[near] = far
+        remote_devices[near] = far
         try:
             async with scene(near, **QUICK) as here:
                 for plan in here.plans:
@@ -456,7 +456,7 @@ async def meet(rules: list[Rule], chances: dict[str, int], seed: int) -> None:
                         assert error.status in (WcStatus.RETRY_EXC_ERR, WcStatus.WR_FLUSH_ERR)  # noqa: PT017
                         break
         finally:
-            del far_devices[near]
+            del remote_devices[near]
 
 
 OTHER = f"soft0@{own_address()}:7476"  # its own number; both find each other by their Unix sockets

@@ -26,7 +26,7 @@ from aioverbs import (
 from aioverbs._core.data_path.data_path import Operation
 from aioverbs.software_peers import Peer
 from tests.data_path.ends import ACCESS, PEERS, Ends, ends
-from tests.devices import far_devices
+from tests.devices import remote_devices
 from tests.fabric.exchange import gid_name
 from tests.fabric.hostile import HostilePeer, hostile_peer
 from tests.fabric.proxy import Proxy, proxy
@@ -99,11 +99,11 @@ async def scene(
         await opened(proxy(theirs / own, ours / own, Proxy()))
         peer = await opened(hostile_peer(ours / name, theirs / name))
         refused = soft_context(near).fabric().refused_frames
-        far_devices[near] = far
+        remote_devices[near] = far
         try:
             yield Scene(near, peer)
         finally:
-            del far_devices[near]
+            del remote_devices[near]
         assert soft_context(near).fabric().refused_frames == refused
 
 

@@ -20,7 +20,7 @@ from aioverbs import (
     WorkCompletionError,
 )
 from tests.data_path.ends import ACCESS, PATIENT, PEERS
-from tests.devices import far_device
+from tests.devices import remote_device
 from tests.fabric.test_frames import QUICK, SIZE, Scene, pattern, scene
 from tests.fabric.two import end, other
 from tests.pace import patience
@@ -157,7 +157,7 @@ def _allow_nothing(here: Scene) -> None:
 
 
 def _port_down(here: Scene) -> None:
-    far_device(here.pair.device).faults.set_port(False)
+    remote_device(here.pair.device).faults.set_port(False)
 
 
 def _own_port_down(here: Scene) -> None:
@@ -165,7 +165,7 @@ def _own_port_down(here: Scene) -> None:
 
 
 def _stall(here: Scene) -> None:
-    far_device(here.pair.device).faults.stall_streams()
+    remote_device(here.pair.device).faults.stall_streams()
 
 
 def _own_stall(here: Scene) -> None:
@@ -209,7 +209,7 @@ async def test_a_read_is_asked_about_when_its_permission_is_taken_back(device: D
         with pytest.raises(WorkCompletionError) as caught:
             await asyncio.wait_for(here.pair.near.read(here.local[:8], remote), patience(30))
         assert caught.value.status is status
-        for faults in {device.faults, far_device(device).faults}:
+        for faults in {device.faults, remote_device(device).faults}:
             faults.stall_streams(on=False)
 
 

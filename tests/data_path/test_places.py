@@ -1,6 +1,7 @@
 """What finds no place in a queue waits for one: first come, first served, and withdrawn when nobody keeps it."""
 
 import asyncio
+import gc
 from collections.abc import Callable
 
 import anyio
@@ -160,6 +161,33 @@ async def test_who_drops_what_waits_withdraws_it(device: Device, model: MessageM
         await asyncio.gather(last, final, *sends)
         assert await arrived == list(range(6))
         assert pair.near.statistics().sends.posted == 6
+
+
+@every_model
+async def test_garbage_that_waits_is_withdrawn(device: Device, model: MessageModel) -> None:
+    """The collector empties lists and other objects, in any order, before the operation in a cycle with them is freed.
+
+    :param model: decides how the queue posts.
+    """
+    async with ends(device, message_model=model, capabilities=FEW) as pair, pair.domain.register(64) as extra:
+        hold(device, pair.near)
+        writes = [pair.write(b"x", number) for number in range(4)]
+        batch = pair.near.batch()
+        for each in (extra[:8], extra[8:16]):
+            batch.write(each, pair.target.remote()[:8])
+        waits = [pair.near.send(extra[:1]), pair.near.send(extra[:1]), batch.post()]
+        del batch
+        assert len(extra.pins) == 4
+        cycle: list[object] = [waits]
+        cycle.append(cycle)
+        del waits, cycle
+        assert len(extra.pins) == 4
+        gc.collect()
+        assert len(extra.pins) == 0
+        assert pair.near.statistics().sends.queued == 0
+        unhold(device, pair.near)
+        await asyncio.gather(*writes)
+        assert pair.nothing_is_left()
 
 
 @every_model

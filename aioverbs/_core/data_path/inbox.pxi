@@ -85,7 +85,8 @@ cdef class Inbox:
             return 0
         self.pending_next = None
         if self.ready:
-            operation.value = operation.extra.message = self.ready.popleft()
+            operation.value = self.ready.popleft()
+            operation.extra._hold_message(operation.value)
         else:
             operation._fail(self.end)
         byte_write(&operation.state, DONE)
@@ -166,10 +167,11 @@ cdef class Inbox:
         # The await for a message was cancelled.
         if self.pending_next is operation:
             self.pending_next = None
-        elif operation.extra.message is not None:
-            self.ready.appendleft(operation.extra.message)
-            operation.extra.message = None
-            return self._deliver_message()  # another task may have started an await meanwhile
+        else:
+            message = operation.extra._take_message()
+            if message is not None:
+                self.ready.appendleft(message)
+                return self._deliver_message()  # another task may have started an await meanwhile
         return 0
 
 

@@ -25,25 +25,42 @@ cdef class _Extra:
     cdef list elements                  # operations of a batch
     cdef Inbox inbox                    # inbox that a receive fills, or that an await reads from
     cdef bint awaits_message
-    cdef object message                 # message handed to this operation and not returned to its caller yet
+    cdef PyObject *message              # message not returned to the caller yet, or NULL: see `_hold_message`
     cdef WorkQueue queue                # queue in which the operation waits for a place; None: it does not wait
     cdef uint32_t places                # number of places that the operation needs
     cdef PyObject *operation            # borrowed reference
     cdef object weak                    # weak reference to the operation while it waits
     cdef PyObject *earlier              # neighbours among waiting operations; borrowed, a freed one removes itself
     cdef PyObject *later
-    cdef list pinned                    # pins to release if the operation is freed while it waits
+    cdef tuple pinned                   # pins to release if freed while waiting; the collector empties no tuples
 
     def __dealloc__(self):
         cdef WorkQueue queue = self.queue
-        cdef list pinned = self.pinned
+        cdef tuple pinned = self.pinned
         if queue is not None:
             queue._withdraw(self)
             _discard_runs(pinned, queue.receives)
-        if self.message is not None:
-            self.inbox._return_message(self.message)
+        message = self._take_message()
+        if message is not None:
+            self.inbox._return_message(message)
         free(self.sges)
         free(self.requests)
+
+    cdef void _hold_message(self, object message) noexcept:
+        # Hide this reference from the garbage collector. Otherwise the collector finalizes the message together with a
+        # cycle that contains the operation, and its memory is received into before the inbox gets the message back.
+        Py_INCREF(message)
+        self.message = <PyObject *>message
+
+    cdef object _take_message(self):
+        # Return the message and forget it; None if there is none.
+        cdef PyObject *held = self.message
+        if held == NULL:
+            return None
+        self.message = NULL
+        message = <object>held
+        Py_DECREF(message)
+        return message
 
 
 @cython.final
@@ -379,7 +396,7 @@ cdef class Operation:
         if self.waiter is not None:
             self.waiter = None
         if self.extra is not None:
-            self.extra.message = None   # the message is delivered
+            self.extra._take_message()  # the message is delivered
         if self.status != SUCCESS or self.raises:
             self._outcome()
         Py_INCREF(self.value)
@@ -458,7 +475,7 @@ cdef _Run _run(InFlightCount pins):
     return run
 
 
-cdef int _discard_runs(list runs, bint receives) except -1:
+cdef int _discard_runs(object runs, bint receives) except -1:
     # Release each of the pins, even if one of the releases raises.
     cdef _Run run
     raised = None

@@ -215,7 +215,7 @@ cdef class WorkQueue:
                 raise MemoryError
             request_move(extra.requests, wr)
         extra.weak = weak_reference(operation)
-        extra.pinned = operation._all_pins()
+        extra.pinned = tuple(operation._all_pins())
         extra.places = operation.requests
         extra.queue = self
         operation.state = WAITING

@@ -158,6 +158,7 @@ cdef class InFlightCount:
 
 
 @cython.final
+@cython.no_gc_clear                 # as InFlightCount
 cdef class _Run:
     """A number of consecutive requests that use the same memory."""
 

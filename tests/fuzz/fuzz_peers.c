@@ -658,7 +658,7 @@ static void check_receives(int queue)
 
     for (slot = 0; slot < SLOTS; slot++)
         expected += posted[queue][slot];
-    CHECK_EQ(atomic_load(srq->posted) - srq->taken, expected);
+    CHECK_EQ(atomic_load(srq->posted) - srq->consumed, expected);
     CHECK_EQ(atomic_load(&srq->outstanding), expected);
 }
 

@@ -32,14 +32,14 @@ void sleep_us(unsigned int microseconds)
 /* Return whether a context's thread has nothing to do before `moment`, and sleeps. */
 static bool is_quiet(struct soft_context *context, uint64_t until)
 {
-    struct soft_engine *engine = &context->engine;
+    struct soft_worker *worker = &context->worker;
     bool quiet;
 
-    soft_mutex_take(&engine->lock);
-    quiet = !engine->started || engine->stop ||
-            (atomic_load(&engine->sleeper.asleep) && !atomic_load(&engine->submitted) && !engine->first &&
-             (!engine->timer_count || engine->timers[0]->due > until));
-    soft_mutex_give(&engine->lock);
+    soft_mutex_take(&worker->lock);
+    quiet = !worker->started || worker->stop ||
+            (atomic_load(&worker->sleeper.asleep) && !atomic_load(&worker->submitted) && !worker->first &&
+             (!worker->timer_count || worker->timers[0]->due > until));
+    soft_mutex_give(&worker->lock);
     return quiet;
 }
 
@@ -149,7 +149,7 @@ void end_wait(struct ibv_qp *ibv_qp)
     else
         qp->req.deadline = 0;
     soft_lock_give(&qp->sq_lock);
-    soft_engine_timer(qp->context, &qp->timer, 0);
+    soft_worker_set_timer(qp->context, &qp->timer, 0);
 }
 
 void wait_left(const struct soft_half *half)

@@ -319,7 +319,7 @@ static void refused_memory(void)
 
     pool_open(&pool, &home, &with_pool);
     plain = home_cq(&home, 16, NULL);
-    soft_count(home.context, &before);
+    soft_get_counts(home.context, &before);
     for (i = 0; i < COUNT_OF(table); i++) {
         for (second = 0; second < 2; second++) { /* the queue's memory, or its record's */
             pool.answer = table[i].answer;
@@ -335,7 +335,7 @@ static void refused_memory(void)
             CHECK_EQ(pool.live, 0);
         }
     }
-    soft_count(home.context, &after);
+    soft_get_counts(home.context, &after);
     CHECK(!memcmp(&before, &after, sizeof(before)));
     pool.answer = GOOD;
     pool.count = 0;
@@ -437,7 +437,7 @@ static void refused_memory_of_shared_queues(void)
 
     pool_open(&pool, &home, &with_pool);
     for (i = 0; i < COUNT_OF(table); i++) {
-        soft_count(home.context, &before);
+        soft_get_counts(home.context, &before);
         pool.answer = table[i].answer;
         pool.error = table[i].error;
         for (which = 0; which < 2; which++) {
@@ -447,7 +447,7 @@ static void refused_memory_of_shared_queues(void)
             CHECK_EQ(pool.count, 1 + which);
             CHECK_EQ(pool.live, 0);
         }
-        soft_count(home.context, &after);
+        soft_get_counts(home.context, &after);
         CHECK(!memcmp(&before, &after, sizeof(before)));
         pool.count = 0;
         pool.spoiled = 2;

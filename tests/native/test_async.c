@@ -24,12 +24,12 @@ static struct soft_context *soft_of(struct home *home)
 
 static void raise_qp(struct ibv_qp *qp, enum ibv_event_type type)
 {
-    soft_raise(to_soft_context(qp->context), &to_soft_qp(qp)->events, type);
+    soft_raise_event(to_soft_context(qp->context), &to_soft_qp(qp)->events, type);
 }
 
 static void raise_cq(struct ibv_cq *cq)
 {
-    soft_raise(to_soft_context(cq->context), &to_soft_cq(cq)->events, IBV_EVENT_CQ_ERR);
+    soft_raise_event(to_soft_context(cq->context), &to_soft_cq(cq)->events, IBV_EVENT_CQ_ERR);
 }
 
 static void open_quiet(struct home *home)
@@ -79,12 +79,12 @@ static void each_type_with_its_object(void)
         CHECK_EQ(qp->events_completed, i + 1);
     }
     for (i = 0; i < COUNT_OF(of_srq); i++) {
-        soft_raise(soft_of(&home), &srq.events, of_srq[i]);
+        soft_raise_event(soft_of(&home), &srq.events, of_srq[i]);
         EXPECT_ASYNC(home.context, of_srq[i], &srq.srq);
         CHECK_EQ(srq.srq.events_completed, i + 1);
     }
     for (i = 0; i < COUNT_OF(of_port); i++) {
-        soft_raise(soft_of(&home), &soft_of(&home)->events.own, of_port[i]);
+        soft_raise_event(soft_of(&home), &soft_of(&home)->events.own, of_port[i]);
         EXPECT_ASYNC_PORT(home.context, of_port[i]);
     }
     raise_cq(cq);
@@ -263,7 +263,7 @@ static void blocking(void)
     wait_for(&taker.started);
     sleep_us(5000);
     CHECK(!atomic_load(&taker.done));
-    soft_raise(soft_of(&home), &soft_of(&home)->events.own, IBV_EVENT_PORT_ERR);
+    soft_raise_event(soft_of(&home), &soft_of(&home)->events.own, IBV_EVENT_PORT_ERR);
     CHECK_EQ(pthread_join(thread, NULL), 0);
     CHECK_EQ(taker.event.event_type, IBV_EVENT_PORT_ERR);
     CHECK(!is_readable(home.context->async_fd));
@@ -392,8 +392,8 @@ static void closing(void)
     struct home home;
 
     open_quiet(&home);
-    soft_raise(soft_of(&home), &soft_of(&home)->events.own, IBV_EVENT_PORT_ERR);
-    soft_raise(soft_of(&home), &soft_of(&home)->events.own, IBV_EVENT_PORT_ACTIVE);
+    soft_raise_event(soft_of(&home), &soft_of(&home)->events.own, IBV_EVENT_PORT_ERR);
+    soft_raise_event(soft_of(&home), &soft_of(&home)->events.own, IBV_EVENT_PORT_ACTIVE);
     CHECK_EQ(soft_verbs.get_async_event(home.context, &event), 0);
     home_close(&home);
 }

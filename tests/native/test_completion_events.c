@@ -219,16 +219,16 @@ static int moderate(void *argument)
 /* Wait until the destroying thread has left the queue and waits for the acknowledgement. */
 static void wait_leaving(struct ibv_cq *cq)
 {
-    struct soft_engine *engine = &to_soft_context(cq->context)->engine;
+    struct soft_worker *worker = &to_soft_context(cq->context)->worker;
     uint64_t end = now_ns() + WAIT_S * 1000000000ull;
     bool leaving = false;
 
     while (!leaving) {
         REQUIRE(now_ns() < end);
         sched_yield();
-        soft_mutex_take(&engine->lock);
+        soft_mutex_take(&worker->lock);
         leaving = to_soft_cq(cq)->timer.forgotten;
-        soft_mutex_give(&engine->lock);
+        soft_mutex_give(&worker->lock);
     }
     wait_left(&to_soft_cq(cq)->half);
 }
@@ -249,7 +249,7 @@ static void polling_before_acknowledging(void)
     deliver(&watched, false);
     REQUIRE_EQ(soft_verbs.get_cq_event(watched.channel, &cq, &context), 0);
     CHECK_EQ(soft_verbs.destroy_qp(watched.receiver), 0); /* takes the completion with it */
-    reserved = to_soft_context(watched.home.context)->engine.reserved;
+    reserved = to_soft_context(watched.home.context)->worker.reserved;
     destroyer.cq = cq;
     REQUIRE_EQ(pthread_create(&thread, NULL, destroy_in_thread, &destroyer), 0);
     while (!atomic_load(&destroyer.started))
@@ -262,7 +262,7 @@ static void polling_before_acknowledging(void)
     CHECK(!atomic_load(&destroyer.done));
     soft_verbs.ack_cq_events(cq, 1);
     CHECK_EQ(pthread_join(thread, NULL), 0);
-    CHECK_EQ(to_soft_context(watched.home.context)->engine.reserved, reserved);
+    CHECK_EQ(to_soft_context(watched.home.context)->worker.reserved, reserved);
     watched.cq = home_cq(&watched.home, 8, watched.channel);
     watched.receiver = make_qp(watched.home.pd, watched.cq, 16);
     close_watched(&watched);

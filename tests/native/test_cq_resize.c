@@ -144,7 +144,7 @@ static void in_a_session(void)
     text = stderr_of(resize_in_session, ex);
     CHECK(strstr(text, "resize_cq on completion queue") != NULL);
     free(text);
-    soft_count(home.context, &counts);
+    soft_get_counts(home.context, &counts);
     CHECK_EQ(counts.overlaps, 1);
     CHECK_EQ(soft_verbs.resize_cq(cq_of(ex), 64), 0);
     CHECK_EQ(soft_verbs.destroy_qp(qp), 0);

@@ -200,7 +200,7 @@ static void destroyed_address_handle(void)
     CHECK_EQ(post(office.pair.a.qp, &wr), 0);
     CHECK_EQ(soft_verbs.destroy_ah(office.ah), 0);
     office.ah = NULL;
-    soft_count(office.pair.own.context, &counts);
+    soft_get_counts(office.pair.own.context, &counts);
     CHECK_EQ(counts.ahs, 0);
     EXPECT(office.pair.a.send_cq, 1, IBV_WC_SUCCESS);
     EXPECT(office.pair.b.recv_cq, 2, IBV_WC_SUCCESS);

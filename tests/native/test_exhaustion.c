@@ -128,7 +128,7 @@ static void no_worker_thread(void)
     qp = soft_verbs.create_qp(home.pd, &attr);
     if (variant->options.mode == SOFT_THREAD) { /* a queue pair that cannot be executed is not created */
         CHECK(!qp && errno == EAGAIN);
-        soft_count(home.context, &counts);
+        soft_get_counts(home.context, &counts);
         CHECK_EQ(counts.qps, 0);
     } else { /* inline mode does not need the thread yet */
         CHECK(qp && soft_verbs.destroy_qp(qp) == 0);
@@ -342,9 +342,9 @@ static void memory(void)
     for (what = 0; what < 14; what++) {
         int allowed;
 
-        /* Once before: tables and the engine keep what they grow. */
+        /* Once before: tables and the worker thread keep what they grow. */
         CHECK_EQ(unmake(make(&makings, what), what), 0);
-        soft_count(makings.home.context, &before);
+        soft_get_counts(makings.home.context, &before);
         for (allowed = 0; allowed < 20; allowed++) {
             long taken = balance;
             void *made;
@@ -361,7 +361,7 @@ static void memory(void)
             }
             CHECK_EQ(errno, ENOMEM);
             CHECK_EQ(balance, taken);
-            soft_count(makings.home.context, &after);
+            soft_get_counts(makings.home.context, &after);
             CHECK(!memcmp(&before, &after, sizeof(before)));
         }
         CHECK(allowed < 20);

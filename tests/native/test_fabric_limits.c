@@ -327,7 +327,7 @@ static int raw_open_directly(const struct node *to)
     struct soft_welcome welcome;
     int fd = raw_connect(to), copy_tokens;
 
-    copy_tokens = soft_sealed_make("copy-tokens", sizeof(struct soft_copy_token_page), F_SEAL_SEAL);
+    copy_tokens = soft_sealed_create("copy-tokens", sizeof(struct soft_copy_token_page), F_SEAL_SEAL);
     REQUIRE(copy_tokens >= 0);
     memcpy(CMSG_DATA(&control.header), &copy_tokens, sizeof(copy_tokens));
     memset(said.gids, 7, sizeof(said.gids));

@@ -535,7 +535,7 @@ static void parts_of_a_long_message(void)
     close_unanswered(&scene);
 }
 
-static void plan(struct scene *scene, enum soft_mishap mishap, enum soft_frame_kind kind, uint64_t delay_ns)
+static void plan(struct scene *scene, enum soft_frame_fault_kind mishap, enum soft_frame_kind kind, uint64_t delay_ns)
 {
     struct soft_frame_fault fault = {
         .mishap = mishap, .kinds = 1u << kind, .delay_ns = delay_ns, .strike = {.first = 1, .times = 1}};

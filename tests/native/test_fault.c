@@ -55,7 +55,7 @@ static void each_verb(void)
         struct soft_counts counts, after;
 
         before = soft_fault_records(world.home.context, 0, NULL, 0);
-        soft_count(world.home.context, &counts);
+        soft_get_counts(world.home.context, &counts);
         if (!CHECK_EQ(call_verb(&world, verb), 0))
             printf("that is %s\n", soft_verb_name(verb));
         REQUIRE_EQ(soft_fault_verb(world.home.context, verb, FIRST(1), ENOSPC), 0);
@@ -64,7 +64,7 @@ static void each_verb(void)
             printf("that is %s\n", soft_verb_name(verb));
         CHECK(!is_asked(world.home.context)); /* it can strike no more */
         CHECK_EQ(call_verb(&world, verb), 0);
-        soft_count(world.home.context, &after);
+        soft_get_counts(world.home.context, &after);
         CHECK(!memcmp(&counts, &after, sizeof(counts)));
         CHECK_EQ(soft_fault_records(world.home.context, before, &record, 1), before + 1);
         CHECK_EQ(record.what, SOFT_RECORD_VERB);
@@ -368,7 +368,7 @@ static void each_call_in_turn(void)
     struct home home;
 
     home_open(&home);
-    soft_count(home.context, &before);
+    soft_get_counts(home.context, &before);
     soft_fault_count(home.context, true);
     CHECK_EQ(work(home.context), 0);
     calls = soft_fault_calls(home.context, SOFT_ANY_VERB);
@@ -378,7 +378,7 @@ static void each_call_in_turn(void)
         REQUIRE_EQ(soft_fault_verb(home.context, SOFT_ANY_VERB, FIRST(k), EINTR), 0);
         CHECK_EQ(work(home.context), k <= calls ? EINTR : 0);
         soft_fault_clear(home.context);
-        soft_count(home.context, &after);
+        soft_get_counts(home.context, &after);
         CHECK(!memcmp(&before, &after, sizeof(before)));
     }
     CHECK_EQ(soft_fault_records(home.context, 0, NULL, 0), calls);

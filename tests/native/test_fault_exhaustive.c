@@ -29,12 +29,12 @@ static void give_back(struct scene *scene, const struct fault *fault, const stru
     struct soft_counts before, after;
     int error;
 
-    soft_count(scene->context, &before);
+    soft_get_counts(scene->context, &before);
     error = made->give_back(made->object);
     check_told(scene, fault, error, told);
     if (!error)
         return;
-    soft_count(scene->context, &after);
+    soft_get_counts(scene->context, &after);
     CHECK(!memcmp(&before, &after, sizeof(before)));
     CHECK_EQ(scene->pieces_live, live);
     CHECK_EQ(made->give_back(made->object), 0);
@@ -68,7 +68,7 @@ static void check_empty(struct ibv_context *context)
     static const struct soft_counts nothing;
     struct soft_counts counts;
 
-    soft_count(context, &counts);
+    soft_get_counts(context, &counts);
     CHECK(!memcmp(&counts, &nothing, sizeof(counts)));
     CHECK(!is_readable(context->async_fd));
 }

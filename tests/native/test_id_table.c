@@ -23,7 +23,7 @@ static void a_key_comes_again_late(unsigned int live)
     REQUIRE_EQ(soft_table_init(&table, 1, SOFT_CHUNKS * SOFT_CHUNK_SIZE), 0);
     for (i = 0; i < live; i++)
         REQUIRE_EQ(soft_table_reserve(&table, &kept, &use), 0);
-    for (step = 0; step < SOFT_NUMBERS_RESTED * USES; step++) {
+    for (step = 0; step < SOFT_MIN_FREED * USES; step++) {
         REQUIRE_EQ(soft_table_reserve(&table, &number, &use), 0);
         REQUIRE(number < NUMBERS);
         REQUIRE(!seen[number][use]);

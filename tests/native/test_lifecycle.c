@@ -249,7 +249,7 @@ static void reset_right_after_error(void)
         REQUIRE_EQ(post_receive(&pair.a, 1, 8), 0);
         REQUIRE_EQ(verbs_poll_cq(pair.a.recv_cq, 1, &wc), 0);
         REQUIRE_EQ(qp_to(pair.a.qp, IBV_QPS_ERR), 0);
-        spin(&seed, 20000); /* somewhere on the engine's way to it */
+        spin(&seed, 20000); /* somewhere on the worker thread's way to it */
         REQUIRE_EQ(qp_to(pair.a.qp, IBV_QPS_RESET), 0);
     }
     EXPECT_NOTHING(pair.a.recv_cq);

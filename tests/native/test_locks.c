@@ -61,7 +61,7 @@ static void sends(void)
     }
     CHECK_CALLS(calls - posts, 2 * COUNT);
     CHECK_CALLS(calls - polls, 2 * COUNT);
-    /* Many that wait for the engine at once, which may be asleep. */
+    /* Many that wait for the worker thread at once, which may be asleep. */
     before = calls;
     for (i = 0; i < COUNT; i++)
         REQUIRE_EQ(post_write(&pair.a, &pair.b, i, 8), 0);
@@ -118,7 +118,7 @@ static void shared_receives(void)
     home_close(&home);
 }
 
-/* ---- The list of what the engine is to execute --------------------------------------------------------------- */
+/* ---- The list of what the worker thread is to execute --------------------------------------------------------------- */
 
 /* Queue pairs are destroyed and reset while they are on the worker thread's list, between others that go on. */
 static void removing_a_queue_from_a_list(void)

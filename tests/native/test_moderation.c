@@ -75,7 +75,7 @@ static void by_count(void)
             }
             deliver(&watched, false);
             if (now_ns() < end)
-                CHECK(is_readable(watched.channel->fd)); /* it did not wait for the engine */
+                CHECK(is_readable(watched.channel->fd)); /* it did not wait for the worker thread */
             expect_event(&watched);
             deliver(&watched, true); /* not armed: for nothing */
             check_no_event(&watched);

@@ -67,7 +67,7 @@ static uint32_t overlaps(const struct unlocked *unlocked)
 {
     struct soft_counts counts;
 
-    soft_count(unlocked->home.context, &counts);
+    soft_get_counts(unlocked->home.context, &counts);
     return counts.overlaps;
 }
 

@@ -40,7 +40,7 @@ static void counts(void)
     struct pair pair;
 
     PAIR_OPEN(&pair, .unconnected = true);
-    soft_count(pair.own.context, &counts);
+    soft_get_counts(pair.own.context, &counts);
     CHECK_EQ(counts.pds, 1);
     CHECK_EQ(counts.parent_domains, variant->thread_domain);
     CHECK_EQ(counts.thread_domains, variant->thread_domain);

@@ -110,7 +110,7 @@ static void identifiers(void)
     CHECK(instance->context == home.context && instance->handle != pds[0]->handle);
     CHECK(to_soft_pd(instance)->domain == to_soft_pd(pds[0])->domain);
     CHECK_EQ(soft_alloc_shpd(instance, KEY, &unused), EEXIST);
-    soft_count(home.context, &counts);
+    soft_get_counts(home.context, &counts);
     CHECK_EQ(counts.pds, 4);
     CHECK_EQ(soft_verbs.dealloc_pd(pds[0]), 0); /* the first one is no more than any other */
     pds[0] = soft_share_pd(home.context, first, KEY);
@@ -273,7 +273,7 @@ static void regions_end_with_their_instance(void)
     reconnect(qp);
     CHECK_EQ(write_with(qp, 3, &words[0], living->lkey, &words[0], living->rkey), 0);
     EXPECT(cq, 3, IBV_WC_SUCCESS);
-    soft_count(sharing.homes[1].context, &counts);
+    soft_get_counts(sharing.homes[1].context, &counts);
     CHECK_EQ(counts.mrs, 2);
     CHECK_EQ(counts.pds, 1);
     CHECK_EQ(soft_verbs.dereg_mr(dying[1]), 0);

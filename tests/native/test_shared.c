@@ -359,12 +359,12 @@ static void do_other_things(struct joining *joining)
     struct ibv_context *context = joining->sharing.homes[1].context;
     struct ibv_pd *pd;
 
-    EVENTUALLY(!atomic_load(&joining->page->words[DEAD][0].inside));
+    EVENTUALLY(!atomic_load(&joining->page->readers[DEAD][0].sections));
     pd = soft_verbs.alloc_pd(context);
     REQUIRE(pd != NULL);
     CHECK_EQ(soft_verbs.dealloc_pd(pd), 0);
     CHECK(!atomic_load(&joining->is_over));
-    atomic_store(&joining->page->words[STUCK][0].inside, 0);
+    atomic_store(&joining->page->readers[STUCK][0].sections, 0);
 }
 
 struct joining_part {
@@ -397,16 +397,16 @@ static void join_beside_a_stuck_process(bool full)
     lock_slots(&joining, full ? 1 : STUCK, full ? DEAD : STUCK + 1);
     if (full)
         lock_slots(&joining, DEAD + 1, SOFT_SHARED_SLOTS);
-    atomic_fetch_or(&joining.page->taken[0], 1u << DEAD | 1u << STUCK);
-    atomic_store(&joining.page->words[DEAD][0].inside, 1);
-    atomic_store(&joining.page->words[STUCK][0].inside, 1);
+    atomic_fetch_or(&joining.page->used_slots[0], 1u << DEAD | 1u << STUCK);
+    atomic_store(&joining.page->readers[DEAD][0].sections, 1);
+    atomic_store(&joining.page->readers[STUCK][0].sections, 1);
 
     run_threads(2, play, parts, sizeof(parts[0]));
 
     file = atomic_load(&to_soft_pd(sharing->pds[1])->domain->file);
     CHECK_EQ(file->slot, full ? DEAD : 1);
-    CHECK(!atomic_load(&file->late));
-    atomic_fetch_and(&joining.page->taken[0], ~((uint64_t)1 << STUCK));
+    CHECK(!atomic_load(&file->no_reuse));
+    atomic_fetch_and(&joining.page->used_slots[0], ~((uint64_t)1 << STUCK));
     close(joining.fd);
     sharing->sources[1] = source_of(sharing->pds[1]);
     sharing->qp = make_loop(sharing->pds[1], sharing->cq, 8);

@@ -222,8 +222,8 @@ static void no_slot_is_left(void)
     CHECK_EQ(lock_slots(&shared, F_WRLCK, 0, 1), EAGAIN);
     REQUIRE_EQ(lock_slots(&shared, F_WRLCK, 1, SOFT_SHARED_SLOTS - 1), 0);
     CHECK_EQ(soft_mutex_init(&other->lock, SOFT_RANK_DEVICE), 0);
-    CHECK_REFUSED(soft_shared_take(other, shared.fd), EMFILE);
-    CHECK_EQ(atomic_load(&shared.file->page->taken[0]), 1);
+    CHECK_REFUSED(soft_shared_import(other, shared.fd), EMFILE);
+    CHECK_EQ(atomic_load(&shared.file->page->used_slots[0]), 1);
     CHECK(other->files == NULL);
     soft_mutex_destroy(&other->lock);
     free(other);
@@ -394,7 +394,7 @@ static void leave_traces(struct shared *shared, uint32_t slot)
     struct soft_shared_page *page = shared->file->page;
     const struct alloc_area *area = &shared->file->area;
 
-    atomic_store(&page->words[slot][3].inside, 1);
+    atomic_store(&page->readers[slot][3].sections, 1);
     atomic_store(&page->keys[slot][0].state, 1ull << 32 | SOFT_SHARED_LIVE | 1);
     atomic_store(&page->keys[slot][0].length, 4096);
     atomic_store(&page->keys[slot][0].access, ACCESS_ALL);
@@ -403,7 +403,7 @@ static void leave_traces(struct shared *shared, uint32_t slot)
     atomic_store(&area->owners[102], slot + 1);
     memset(area->memory + 100 * SOFT_SHARED_CHUNK, 0xaa, SOFT_SHARED_CHUNK);
     atomic_store(&page->slots[slot].highest, 103);
-    atomic_fetch_or(&page->taken[0], 1ull << slot);
+    atomic_fetch_or(&page->used_slots[0], 1ull << slot);
 }
 
 static bool has_traces(const struct shared *shared, uint32_t slot)
@@ -411,10 +411,10 @@ static bool has_traces(const struct shared *shared, uint32_t slot)
     const struct soft_shared_page *page = shared->file->page;
     const struct alloc_area *area = &shared->file->area;
 
-    return atomic_load(&page->words[slot][3].inside) || (atomic_load(&page->keys[slot][0].state) & SOFT_SHARED_LIVE) ||
-           atomic_load(&area->owners[100]) || atomic_load(&area->owners[102]) ||
-           (kernel_takes_pages_back() && area->memory[100 * SOFT_SHARED_CHUNK]) ||
-           (atomic_load(&page->taken[0]) >> slot & 1);
+    return atomic_load(&page->readers[slot][3].sections) ||
+           (atomic_load(&page->keys[slot][0].state) & SOFT_SHARED_LIVE) || atomic_load(&area->owners[100]) ||
+           atomic_load(&area->owners[102]) || (kernel_takes_pages_back() && area->memory[100 * SOFT_SHARED_CHUNK]) ||
+           (atomic_load(&page->used_slots[0]) >> slot & 1);
 }
 
 static uint32_t key_of(uint32_t slot)
@@ -445,19 +445,19 @@ static void remains_of_dead_processes_are_cleared(void)
 
     leave_traces(&shared, 1); /* the next process takes another slot, and clears this one */
     CHECK_EQ(soft_mutex_init(&other->lock, SOFT_RANK_DEVICE), 0);
-    file = soft_shared_take(other, shared.fd);
+    file = soft_shared_import(other, shared.fd);
     REQUIRE(file != NULL);
     CHECK_EQ(file->slot, 2);
-    CHECK_EQ(atomic_load(&shared.file->page->taken[0]), 5);
+    CHECK_EQ(atomic_load(&shared.file->page->used_slots[0]), 5);
     CHECK(!has_traces(&shared, 1));
     soft_shared_drop(file);
 
     leave_traces(&shared, 1); /* and takes it where no other one is left */
     REQUIRE_EQ(lock_slots(&shared, F_WRLCK, 2, SOFT_SHARED_SLOTS - 2), 0);
-    file = soft_shared_take(other, shared.fd);
+    file = soft_shared_import(other, shared.fd);
     REQUIRE(file != NULL);
     CHECK_EQ(file->slot, 1);
-    CHECK_EQ(atomic_load(&shared.file->page->taken[0]), 3);
+    CHECK_EQ(atomic_load(&shared.file->page->used_slots[0]), 3);
     soft_shared_drop(file);
     CHECK(!has_traces(&shared, 1));
     soft_mutex_destroy(&other->lock);
@@ -484,7 +484,7 @@ static void waits_for_stopped_processes_are_limited(void)
     mr = soft_verbs.reg_mr(shared.pd, piece, 4096, ACCESS_ALL);
     REQUIRE(mr != NULL);
     CHECK_EQ(soft_verbs.dereg_mr(mr), 0);
-    CHECK(!atomic_load(&shared.file->late)); /* that is, not for as long as for one that lives */
+    CHECK(!atomic_load(&shared.file->no_reuse)); /* that is, not for as long as for one that lives */
 
     REQUIRE_EQ(lock_slots(&shared, F_WRLCK, 5, 1), 0); /* it was stopped */
     mr = soft_verbs.reg_mr(shared.pd, piece, 4096, ACCESS_ALL);
@@ -492,14 +492,14 @@ static void waits_for_stopped_processes_are_limited(void)
     before = now_ns();
     CHECK_EQ(soft_verbs.dereg_mr(mr), 0);
     CHECK(now_ns() - before > 1900000000u);
-    CHECK(atomic_load(&shared.file->late));
+    CHECK(atomic_load(&shared.file->no_reuse));
     CHECK_EQ(alloc_return(source, piece, 0), 0);
     CHECK_EQ(atomic_load(&shared.file->area.owners[(piece - shared.file->area.memory) / SOFT_SHARED_CHUNK]), 1);
 
     /* It was waited for once, whatever it writes. */
     before = now_ns();
     for (round = 0; round < 4; round++) {
-        atomic_store(&shared.file->page->words[5][7 * round].inside, round + 2);
+        atomic_store(&shared.file->page->readers[5][7 * round].sections, round + 2);
         mr = soft_verbs.reg_mr(shared.pd, own, sizeof(own), ACCESS_ALL);
         REQUIRE(mr != NULL);
         CHECK_EQ(soft_verbs.dereg_mr(mr), 0);
@@ -507,10 +507,10 @@ static void waits_for_stopped_processes_are_limited(void)
     CHECK(now_ns() - before < 2000000000u);
 
     /* Another process that has its slot is not the one. */
-    CHECK(atomic_load(&shared.file->overdue[5]));
+    CHECK(atomic_load(&shared.file->timed_out[5]));
     REQUIRE_EQ(lock_slots(&shared, F_UNLCK, 5, 1), 0);
     soft_shared_reap(shared.file);
-    CHECK(!atomic_load(&shared.file->overdue[5]));
+    CHECK(!atomic_load(&shared.file->timed_out[5]));
     CHECK_EQ(alloc_release(source), 0);
     shared_close(&shared);
 }
@@ -528,7 +528,7 @@ enum { ROUNDS = 3 };
 /* Use a new slot in each round but the last: a process may have several, of its own or by accomplices. */
 static atomic_uint *word_of_round(struct stall *stall, unsigned int round)
 {
-    return &stall->shared.file->page->words[5 + round % 2][round].inside;
+    return &stall->shared.file->page->readers[5 + round % 2][round].sections;
 }
 
 static void give_back(struct stall *stall)
@@ -583,9 +583,9 @@ static void waits_for_a_slow_process_are_limited_in_sum(void)
 
     shared_open(&stall.shared);
     REQUIRE_EQ(lock_slots(&stall.shared, F_WRLCK, 5, 2), 0);
-    atomic_fetch_or(&stall.shared.file->page->taken[0], 3u << 5);
+    atomic_fetch_or(&stall.shared.file->page->used_slots[0], 3u << 5);
     run_threads(2, play, parts, sizeof(parts[0]));
-    CHECK(atomic_load(&stall.shared.file->overdue[6]));
+    CHECK(atomic_load(&stall.shared.file->timed_out[6]));
     shared_close(&stall.shared);
 }
 

@@ -148,7 +148,7 @@ static void parents_are_busy(void)
     basic = make_srq(&home, 4);
     xrc = try_xrc_srq(&home, xrcd, cq, 4);
     REQUIRE(xrc != NULL);
-    soft_count(home.context, &counts);
+    soft_get_counts(home.context, &counts);
     CHECK_EQ(counts.srqs, 2);
     CHECK_EQ(counts.xrcds, 1);
     CHECK_EQ(soft_verbs.dealloc_pd(home.pd), EBUSY);
@@ -248,7 +248,7 @@ static void order_and_lists(void)
 
     home_open(&home);
     srq = make_srq(&home, 8);
-    CHECK(!soft_srq_has(to_soft_srq(srq)));
+    CHECK(!soft_srq_has_receive(to_soft_srq(srq)));
     CHECK(!srq_take(srq, &receive, false));
     for (round = 0; round < 20; round++) {
         struct ibv_sge sges[5][4];
@@ -269,7 +269,7 @@ static void order_and_lists(void)
         REQUIRE_EQ(verbs_post_srq_recv(srq, chain, &bad), 0);
         CHECK(bad == NULL);
         memset(sges, 0xff, sizeof(sges)); /* the caller's again */
-        CHECK(soft_srq_has(to_soft_srq(srq)));
+        CHECK(soft_srq_has_receive(to_soft_srq(srq)));
         for (i = 0; i < 5; i++, taken++) {
             uint32_t j;
 
@@ -282,7 +282,7 @@ static void order_and_lists(void)
                 CHECK_EQ(receive.sges[j].lkey, j);
             }
         }
-        CHECK(!soft_srq_has(to_soft_srq(srq)));
+        CHECK(!soft_srq_has_receive(to_soft_srq(srq)));
     }
     CHECK_EQ(soft_verbs.destroy_srq(srq), 0);
     home_close(&home);
@@ -354,13 +354,13 @@ static void broken(void)
     home_open(&home);
     srq = make_srq(&home, 4);
     CHECK_EQ(srq_post(srq, 1), 0);
-    CHECK(soft_srq_has(to_soft_srq(srq)));
+    CHECK(soft_srq_has_receive(to_soft_srq(srq)));
     REQUIRE(grace_ready());
     grace_enter();
     soft_srq_break(to_soft_srq(srq));
     soft_srq_break(to_soft_srq(srq));
     grace_leave(grace_self);
-    CHECK(!soft_srq_has(to_soft_srq(srq)));
+    CHECK(!soft_srq_has_receive(to_soft_srq(srq)));
     CHECK(!srq_take(srq, &receive, false));
     CHECK_EQ(srq_post(srq, 2), 0);
     CHECK(!srq_take(srq, &receive, false));
@@ -548,7 +548,7 @@ static void overlaps_are_refused(void)
     text = stderr_of(overlap, srq);
     CHECK(strstr(text, "post_srq_recv on shared receive queue") != NULL);
     free(text);
-    soft_count(home.context, &counts);
+    soft_get_counts(home.context, &counts);
     CHECK_EQ(counts.overlaps, 4);
     CHECK_EQ(srq_query(srq).srq_limit, 2);
     CHECK_EQ(call_elsewhere(post_there, srq), 0);

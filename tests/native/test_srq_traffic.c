@@ -249,7 +249,7 @@ static void destruction_waits_for_events(void)
     CHECK(is_readable(lines.home.context->async_fd));
     REQUIRE_EQ(pthread_create(&thread, NULL, destroy_it, &lines), 0);
     sleep_us(10000);
-    soft_count(lines.home.context, &counts);
+    soft_get_counts(lines.home.context, &counts);
     CHECK_EQ(counts.srqs, 1); /* still there */
     soft_verbs.ack_async_event(&event);
     REQUIRE_EQ(pthread_join(thread, NULL), 0);

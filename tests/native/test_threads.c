@@ -220,7 +220,7 @@ static void shared_queue_pair(void)
         for (j = 0; j < POSTS; j++)
             if (atomic_load(&crowd->seen[i][j]) != 1)
                 REQUIRE(!"a completion was lost or came twice");
-    soft_count(crowd->home.context, &counts);
+    soft_get_counts(crowd->home.context, &counts);
     CHECK_EQ(counts.overlaps, 0);
     pair_close(&crowd->pair);
     home_close(&crowd->home);

@@ -8,19 +8,19 @@
 #define BEGIN (1000000 * MS)
 
 /* Simulate a wait for a peer that stays so many ms, checked every 10 ms. Return for how many ms it was waited for. */
-static unsigned int wait_ms(struct soft_waited *waited, uint64_t begin, unsigned int stays)
+static unsigned int wait_ms(struct soft_wait_budget *waited, uint64_t begin, unsigned int stays)
 {
     unsigned int at;
 
     for (at = 0; at < stays; at += 10)
-        if (!soft_waited_more(waited, begin, begin + at * MS, LIMIT))
+        if (!soft_wait_budget_spend(waited, begin, begin + at * MS, LIMIT))
             break;
     return at;
 }
 
 static void a_wait_ends_at_the_limit(void)
 {
-    struct soft_waited waited = {0};
+    struct soft_wait_budget waited = {0};
 
     CHECK_EQ(wait_ms(&waited, BEGIN, 10000), 2000);
     CHECK(wait_ms(&waited, BEGIN + 2100 * MS, 10000) < 100); /* and after that for what is free */
@@ -28,20 +28,20 @@ static void a_wait_ends_at_the_limit(void)
 
 static void waits_add_up_to_the_limit(void)
 {
-    struct soft_waited waited = {0};
+    struct soft_wait_budget waited = {0};
     uint64_t now = BEGIN, rounds;
 
     for (rounds = 0; rounds < 100; rounds++)
         now += (wait_ms(&waited, now, 1900) + 10) * MS;
     CHECK(now - BEGIN < 100 * 90 * MS + LIMIT);
-    waited = (struct soft_waited){0};
+    waited = (struct soft_wait_budget){0};
     CHECK_EQ(wait_ms(&waited, BEGIN, 1900), 1900);
     CHECK(wait_ms(&waited, BEGIN + 1920 * MS, 1900) <= 220);
 }
 
 static void short_waits_are_not_counted(void)
 {
-    struct soft_waited waited = {0};
+    struct soft_wait_budget waited = {0};
     uint64_t now = BEGIN, end = BEGIN + 1000 * LIMIT;
 
     for (; now < end; now += 50 * MS)
@@ -51,7 +51,7 @@ static void short_waits_are_not_counted(void)
 
 static void the_sum_shrinks_with_time(void)
 {
-    struct soft_waited waited = {0};
+    struct soft_wait_budget waited = {0};
     uint64_t now = BEGIN;
     unsigned int i;
 
@@ -63,23 +63,23 @@ static void the_sum_shrinks_with_time(void)
 /* Threads that wait for the same peer at the same time count once. */
 static void concurrent_waits_count_once(void)
 {
-    struct soft_waited waited = {0};
+    struct soft_wait_budget waited = {0};
     uint64_t at;
 
     for (at = 0; at < 1900 * MS; at += 10 * MS) {
-        CHECK(soft_waited_more(&waited, BEGIN, BEGIN + at, LIMIT));
-        CHECK(soft_waited_more(&waited, BEGIN, BEGIN + at, LIMIT));
+        CHECK(soft_wait_budget_spend(&waited, BEGIN, BEGIN + at, LIMIT));
+        CHECK(soft_wait_budget_spend(&waited, BEGIN, BEGIN + at, LIMIT));
         if (at > 1000 * MS)
-            CHECK(soft_waited_more(&waited, BEGIN + 1000 * MS, BEGIN + at - MS, LIMIT));
+            CHECK(soft_wait_budget_spend(&waited, BEGIN + 1000 * MS, BEGIN + at - MS, LIMIT));
     }
 }
 
 /* Time after the last check does not count: the waiting thread may have been stopped. */
 static void only_observed_time_counts(void)
 {
-    struct soft_waited waited = {0};
+    struct soft_wait_budget waited = {0};
 
-    CHECK(soft_waited_more(&waited, BEGIN, BEGIN, LIMIT));
+    CHECK(soft_wait_budget_spend(&waited, BEGIN, BEGIN, LIMIT));
     CHECK_EQ(wait_ms(&waited, BEGIN + 10 * LIMIT, 10000), 2000);
 }
 

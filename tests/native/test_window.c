@@ -98,7 +98,7 @@ static void check_same(const struct soft_window *window, const struct model *mod
 {
     REQUIRE_EQ(window->posted, (uint32_t)model->posted);
     REQUIRE_EQ(window->sent, (uint32_t)model->sent);
-    REQUIRE_EQ(window->taken, (uint32_t)model->taken);
+    REQUIRE_EQ(window->finished, (uint32_t)model->taken);
     REQUIRE_EQ(window->offset, model->part * PART_BYTES);
     REQUIRE_EQ(window->received, model->received);
     REQUIRE_EQ(window->reads, reads_of(model));
@@ -187,11 +187,11 @@ static void answer(struct soft_window *window, struct model *model)
     if (packets) {
         bool more = model->psn + packets > model->heard;
 
-        REQUIRE_EQ(soft_window_hear(window, packets), more);
+        REQUIRE_EQ(soft_window_note_answer(window, packets), more);
         if (more)
             model->heard = model->psn + packets;
     }
-    while (window->sent != window->taken) {
+    while (window->sent != window->finished) {
         const struct request *request = request_at(model, model->taken);
         uint32_t count = packets_of(request);
 
@@ -208,7 +208,7 @@ static void receive(struct soft_window *window, struct model *model)
 {
     if (!model->count || !request_at(model, model->taken)->is_read)
         return;
-    if (window->sent == window->taken && model->received == window->offset)
+    if (window->sent == window->finished && model->received == window->offset)
         return; /* all that was asked for came */
     model->received += 64;
     REQUIRE_EQ(soft_window_receive(window, 64), model->received > model->reached);
@@ -220,7 +220,7 @@ static void refuse(struct soft_window *window, struct model *model)
 {
     if (model->taken == model->posted)
         return;
-    soft_window_refuse(window);
+    soft_window_fail(window);
     rewind_model(model);
     model->sent = ++model->taken;
     model->reached = 0;
@@ -232,7 +232,7 @@ static void pass(struct soft_window *window, struct model *model)
 
     if (model->count || model->taken == model->posted)
         return;
-    soft_window_pass(window, packets);
+    soft_window_skip(window, packets);
     model->sent = ++model->taken;
     model->reached = 0;
     model->psn += packets;
@@ -274,7 +274,7 @@ static void random_operations_match_the_model(void)
         random_state = round;
         /* Where the counters run over soon, or the sequence numbers do. */
         model.posted = model.sent = model.taken = round % 2 ? (uint64_t)UINT32_MAX - below(60) : 0;
-        window.posted = window.sent = window.taken = (uint32_t)model.taken;
+        window.posted = window.sent = window.finished = (uint32_t)model.taken;
         soft_window_begin(&window, round % 3 ? SOFT_PSN_MASK - below(100) : 0);
         model.psn = model.seen = window.first_psn;
         for (step = 0; step < 3000; step++) {
@@ -322,16 +322,16 @@ static void no_answers_after_a_refusal(void)
     for (i = 0; i < 4; i++)
         soft_window_send(&window, 64, 1, true, false);
     CHECK_EQ(soft_window_locate(&window, 103), 4);
-    soft_window_refuse(&window);
-    CHECK_EQ(window.taken, 1);
+    soft_window_fail(&window);
+    CHECK_EQ(window.finished, 1);
     CHECK_EQ(window.sent, 1);
     for (psn = 0; psn <= SOFT_PSN_MASK; psn++)
         if (soft_window_locate(&window, psn))
             break;
     CHECK_EQ(psn, SOFT_PSN_MASK + 1);
     for (i = 0; i < 3; i++) /* they are flushed */
-        soft_window_pass(&window, 0);
-    CHECK_EQ(window.taken, 4);
+        soft_window_skip(&window, 0);
+    CHECK_EQ(window.finished, 4);
     CHECK(!soft_window_post(&window, 4));
 }
 
@@ -345,9 +345,9 @@ static void a_part_is_refused(void)
     CHECK(!soft_window_is_idle(&window));
     CHECK_EQ(soft_window_locate(&window, 5), 7);
     CHECK_EQ(soft_window_locate(&window, 6), 0);
-    soft_window_refuse(&window);
+    soft_window_fail(&window);
     CHECK(soft_window_is_idle(&window));
-    CHECK_EQ(window.taken, 1);
+    CHECK_EQ(window.finished, 1);
     CHECK_EQ(window.sent, 1);
     CHECK_EQ(window.offset, 0);
     CHECK_EQ(window.reads, 0);
@@ -382,12 +382,12 @@ static void answered_twice(struct soft_window *window)
 
 static void passed_in_flight(struct soft_window *window)
 {
-    soft_window_pass(window, 0);
+    soft_window_skip(window, 0);
 }
 
 static void refused_and_answered(struct soft_window *window)
 {
-    soft_window_refuse(window);
+    soft_window_fail(window);
     soft_window_acknowledge(window, 1, false);
 }
 

@@ -476,7 +476,7 @@ static void region_is_held(void)
 
     field_open(&field, IBV_MW_TYPE_2);
     second = make_window(field.pair.own.base, IBV_MW_TYPE_1);
-    soft_count(field.pair.own.context, &counts);
+    soft_get_counts(field.pair.own.context, &counts);
     CHECK_EQ(counts.mws, 2);
     CHECK_EQ(bind2(&field.pair.a, field.mw, field.mw->rkey ^ 1, part_of(&field.pair.a, 0, 8)), IBV_WC_SUCCESS);
     CHECK_EQ(bind1(&field.pair.a, second, part_of(&field.pair.a, 0, 8)), IBV_WC_SUCCESS);
@@ -516,7 +516,7 @@ static uint32_t next_of(struct ibv_pd *pd, uint32_t number)
     static uint8_t memory[8];
     uint32_t key = 0, i;
 
-    for (i = 0; i < 4 * SOFT_NUMBERS_RESTED && key >> 8 != number; i++) {
+    for (i = 0; i < 4 * SOFT_MIN_FREED && key >> 8 != number; i++) {
         struct ibv_mr *mr = soft_verbs.reg_mr(pd, memory, sizeof(memory), ACCESS_ALL);
 
         REQUIRE(mr != NULL);

@@ -52,7 +52,7 @@ static uint32_t count_domains(struct ibv_context *context)
 {
     struct soft_counts counts;
 
-    soft_count(context, &counts);
+    soft_get_counts(context, &counts);
     return counts.xrcds;
 }
 

@@ -14,11 +14,11 @@
 struct alloc_area {
     char *memory; /* at a multiple of the chunk size */
     size_t bytes, chunk_bytes;
-    _Atomic uint16_t *owners; /* owner of each chunk; 0: free */
-    uint16_t owner;           /* number of this process */
-    atomic_uint *highest;     /* this process never owned chunks beyond */
-    const atomic_bool *late;  /* a process may still write to chunks that it lost: reuse none */
-    void *handle;             /* argument of the next three; the area lives while it is held */
+    _Atomic uint16_t *owners;    /* owner of each chunk; 0: free */
+    uint16_t owner;              /* number of this process */
+    atomic_uint *highest;        /* this process never owned chunks beyond */
+    const atomic_bool *no_reuse; /* a process may still write to chunks that it lost: reuse none */
+    void *handle;                /* argument of the next three; the area lives while it is held */
     void (*hold)(void *handle);
     void (*drop)(void *handle);
     void (*reap)(void *handle); /* frees the chunks of processes that have ended */
@@ -31,7 +31,7 @@ static inline void alloc_area_put(const struct alloc_area *area, size_t first, s
 
     if (madvise(at, count * area->chunk_bytes, MADV_REMOVE)) /* pages that are locked */
         memset(at, 0, count * area->chunk_bytes);
-    while (count-- && !atomic_load(area->late))
+    while (count-- && !atomic_load(area->no_reuse))
         atomic_store(&area->owners[first++], 0);
 }
 

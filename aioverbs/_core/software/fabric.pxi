@@ -68,7 +68,7 @@ cdef tuple _peers(Context context):
     cdef s.soft_stream_stats *streams
     cdef size_t count, capacity
     with nogil:
-        capacity = s.soft_tell_streams(context.pointer, NULL, 0)
+        capacity = s.soft_get_stream_stats(context.pointer, NULL, 0)
     if not capacity:
         return ()
     streams = <s.soft_stream_stats *>PyMem_Malloc(capacity * sizeof(streams[0]))
@@ -76,7 +76,7 @@ cdef tuple _peers(Context context):
         raise MemoryError
     try:
         with nogil:
-            count = s.soft_tell_streams(context.pointer, streams, capacity)
+            count = s.soft_get_stream_stats(context.pointer, streams, capacity)
         return tuple([_peer(&streams[index]) for index in range(min(count, capacity))])
     finally:
         PyMem_Free(streams)
@@ -91,7 +91,7 @@ cdef object _rejected_peer(s.soft_fabric_event *event):
 cdef object _fabric(Context context):
     cdef s.soft_fabric_stats stats
     with nogil:
-        s.soft_tell_fabric(context.pointer, &stats)
+        s.soft_get_fabric_stats(context.pointer, &stats)
     return FabricStatistics(
         listening=stats.listening,
         path=stats.path.decode(errors="surrogateescape"),

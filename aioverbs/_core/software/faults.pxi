@@ -238,7 +238,7 @@ cdef class FaultPlan:
         :param max_delay_ns: upper limit of the delay in nanoseconds.
         :raises ValueError: a number is out of range, or the chances exceed 1,000,000 together.
         """
-        cdef uint32_t chances[s.SOFT_MISHAPS]
+        cdef uint32_t chances[s.SOFT_FRAME_FAULT_KINDS]
         cdef uint64_t most = _check_range("max_delay_ns", max_delay_ns, 0, (1 << 63) - 1)
         cdef int error
         chances[<int>s.SOFT_DROP] = _check_range("drop", drop, 0, MILLION)
@@ -464,7 +464,7 @@ cdef class FaultPlan:
 
 
 cdef int _add_frame_rule(
-    FaultPlan plan, s.soft_mishap mishap, kind, QueuePair qp, peer, uint64_t delay_ns, s.soft_strike strike
+    FaultPlan plan, s.soft_frame_fault_kind mishap, kind, QueuePair qp, peer, uint64_t delay_ns, s.soft_strike strike
 ) except -1:
     cdef s.soft_frame_fault fault
     cdef bytes gid = _check_gid(peer)

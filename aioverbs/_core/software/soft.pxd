@@ -91,10 +91,10 @@ cdef extern from "soft/api/device.h" nogil:
         uint64_t delay_ns
         soft_address address
         const soft_settings *settings
-        char *why
+        char *error_text
 
     enum:
-        SOFT_WHY
+        SOFT_ERROR_TEXT
 
     struct soft_counts:
         uint32_t pds
@@ -112,11 +112,11 @@ cdef extern from "soft/api/device.h" nogil:
 
     const verbs_table soft_verbs
     ibv_context *soft_open(const soft_options *)
-    void soft_tell_fabric(ibv_context *, soft_fabric_stats *)
-    size_t soft_tell_streams(ibv_context *, soft_stream_stats *, size_t)
-    void soft_tell_problem(ibv_context *, char *)
+    void soft_get_fabric_stats(ibv_context *, soft_fabric_stats *)
+    size_t soft_get_stream_stats(ibv_context *, soft_stream_stats *, size_t)
+    void soft_get_fabric_error(ibv_context *, char *)
     bint soft_has_fabric(const ibv_context *)
-    void soft_count(ibv_context *, soft_counts *)
+    void soft_get_counts(ibv_context *, soft_counts *)
     int soft_set_delay(ibv_context *, uint64_t)
     int soft_set_port(ibv_context *, bint)
     int soft_lose(ibv_context *)
@@ -172,15 +172,15 @@ cdef extern from "soft/fault/fault.h" nogil:
     enum:
         SOFT_FRAME_KINDS
 
-    enum soft_mishap:
+    enum soft_frame_fault_kind:
         SOFT_DROP
         SOFT_DUPLICATE
         SOFT_DELAY
         SOFT_CUT
-        SOFT_MISHAPS
+        SOFT_FRAME_FAULT_KINDS
 
     struct soft_frame_fault:
-        soft_mishap mishap
+        soft_frame_fault_kind mishap
         unsigned int kinds
         uint32_t qp_num
         const uint8_t *gid

@@ -81,7 +81,7 @@ cdef class Context(handles.Context):
         cdef s.soft_options options
         cdef int error
         cdef s.soft_settings filled
-        cdef char why[s.SOFT_WHY]
+        cdef char why[s.SOFT_ERROR_TEXT]
         cdef Context self = Context.__new__(Context)
         if execution not in ("inline", "thread"):
             raise ValueError(f"`execution` must be 'inline' or 'thread', got {execution!r}")
@@ -89,7 +89,7 @@ cdef class Context(handles.Context):
             raise ValueError(f"`delay_ns` must be 0, or positive with execution='thread', got {delay_ns}")
         options.mode = s.SOFT_THREAD if execution == "thread" else s.SOFT_INLINE
         options.delay_ns = delay_ns
-        options.why = why
+        options.error_text = why
         options.settings = NULL
         _fill_address(&options.address, address)
         if settings is not None:
@@ -117,16 +117,16 @@ cdef class Context(handles.Context):
         return 0
 
     cdef str _unreachable_reason(self):
-        cdef char why[s.SOFT_WHY]
+        cdef char why[s.SOFT_ERROR_TEXT]
         with nogil:
-            s.soft_tell_problem(self.pointer, why)
+            s.soft_get_fabric_error(self.pointer, why)
         return _text(why)
 
     def counts(self):
         """Count the open objects of the context, by kind, and the overlapping calls that it refused."""
         cdef s.soft_counts counts
         self._enter()
-        s.soft_count(self.pointer, &counts)
+        s.soft_get_counts(self.pointer, &counts)
         self._leave()
         return {
             "pds": counts.pds,

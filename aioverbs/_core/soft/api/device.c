@@ -170,8 +170,8 @@ struct ibv_context *soft_open(const struct soft_options *options)
     struct verbs_context *verbs;
     int error;
 
-    if (options->why)
-        options->why[0] = 0;
+    if (options->error_text)
+        options->error_text[0] = 0;
     if ((options->mode != SOFT_INLINE && options->mode != SOFT_THREAD) ||
         (options->mode == SOFT_INLINE && options->delay_ns) ||
         (options->address.family && !soft_address_is_usable(&options->address))) {
@@ -194,13 +194,13 @@ struct ibv_context *soft_open(const struct soft_options *options)
     error = context->faults ? 0 : ENOMEM;
     if (error)
         goto free_context;
-    error = soft_engine_init(context);
+    error = soft_worker_init(context);
     if (error)
         goto free_faults;
 
     verbs = &context->verbs;
     verbs->sz = sizeof(*verbs);
-    soft_entry_fill(verbs);
+    soft_ops_fill(verbs);
     verbs->context.abi_compat = __VERBS_ABI_IS_EXTENDED;
     verbs->context.device = &device->device;
     verbs->context.cmd_fd = -1;
@@ -216,14 +216,14 @@ struct ibv_context *soft_open(const struct soft_options *options)
     if (!error)
         return &verbs->context;
 
-    if (options->why)
-        soft_fabric_error(device, options->why, SOFT_WHY);
+    if (options->error_text)
+        soft_fabric_error(device, options->error_text, SOFT_ERROR_TEXT);
     unlink_context(context);
     pthread_mutex_destroy(&verbs->context.mutex);
 destroy_events:
     soft_events_destroy(context);
 destroy_engine:
-    soft_engine_destroy(context);
+    soft_worker_destroy(context);
 free_faults:
     soft_faults_free(context);
 free_context:
@@ -242,7 +242,7 @@ int soft_close_device(struct ibv_context *ibv_context)
         context->mws || context->ahs || context->channels || context->cqs || context->srqs || context->qps)
         return EBUSY;
     unlink_context(context); /* from here on nobody raises an event of the port */
-    soft_engine_destroy(context);
+    soft_worker_destroy(context);
     soft_events_destroy(context);
     pthread_mutex_destroy(&ibv_context->mutex);
     soft_faults_free(context);
@@ -255,7 +255,7 @@ bool soft_is_stale(const struct ibv_context *context)
     return soft_stale(to_soft_context(context));
 }
 
-void soft_count(struct ibv_context *ibv_context, struct soft_counts *counts)
+void soft_get_counts(struct ibv_context *ibv_context, struct soft_counts *counts)
 {
     struct soft_context *context = to_soft_context(ibv_context);
 
@@ -285,19 +285,19 @@ int soft_set_delay(struct ibv_context *ibv_context, uint64_t delay_ns)
 
 /* ---- What the fabric tells ------------------------------------------------------------------------------- */
 
-void soft_tell_fabric(struct ibv_context *context, struct soft_fabric_stats *stats)
+void soft_get_fabric_stats(struct ibv_context *context, struct soft_fabric_stats *stats)
 {
     soft_fabric_get_stats(to_soft_context(context)->device, stats);
 }
 
-size_t soft_tell_streams(struct ibv_context *context, struct soft_stream_stats *streams, size_t room)
+size_t soft_get_stream_stats(struct ibv_context *context, struct soft_stream_stats *streams, size_t room)
 {
     return soft_fabric_get_streams(to_soft_context(context)->device, streams, room);
 }
 
-void soft_tell_problem(struct ibv_context *context, char *why)
+void soft_get_fabric_error(struct ibv_context *context, char *why)
 {
-    soft_fabric_error(to_soft_context(context)->device, why, SOFT_WHY);
+    soft_fabric_error(to_soft_context(context)->device, why, SOFT_ERROR_TEXT);
 }
 
 bool soft_has_fabric(const struct ibv_context *context)
@@ -318,7 +318,7 @@ int soft_set_port(struct ibv_context *ibv_context, bool up)
     if (atomic_exchange(&device->port_down, !up) == up)
         for (context = device->first; context; context = context->next)
             if (!(atomic_load(&context->special) & SOFT_SPECIAL_LOST))
-                soft_raise(context, &context->events.own, up ? IBV_EVENT_PORT_ACTIVE : IBV_EVENT_PORT_ERR);
+                soft_raise_event(context, &context->events.own, up ? IBV_EVENT_PORT_ACTIVE : IBV_EVENT_PORT_ERR);
     soft_mutex_give(&device->lock);
     grace_wait(); /* requests in flight have arrived; as in soft_lose, later ones see that the port is down */
     soft_read_cache_invalidate_all(device);
@@ -341,7 +341,7 @@ int soft_lose(struct ibv_context *ibv_context)
     soft_read_cache_invalidate_all(context->device);
     soft_direct_release_context(context);
     if (is_first) /* whoever hears of it uses the memory for other things */
-        soft_raise(context, &context->events.own, IBV_EVENT_DEVICE_FATAL);
+        soft_raise_event(context, &context->events.own, IBV_EVENT_DEVICE_FATAL);
     return 0;
 }
 
@@ -399,5 +399,5 @@ void soft_halt(struct ibv_context *ibv_context)
     if (soft_stale(context))
         return;
     soft_fabric_halt(context->device);
-    soft_engine_halt(context);
+    soft_worker_halt(context);
 }

@@ -13,14 +13,15 @@
 
 struct soft_options {
     enum soft_mode mode;
-    uint64_t delay_ns;           /* engine mode only */
+    uint64_t delay_ns;           /* thread mode only */
     struct soft_address address; /* which device of this process: "soft0", or for each address one more */
     /* Of the fabric, taken over by who opens the device while nobody else has it open; NULL: soft_settings_default. */
     const struct soft_settings *settings;
-    char *why; /* NULL, or SOFT_WHY characters for what errno does not tell where opening fails; "" where it does */
+    char *
+        error_text; /* NULL, or SOFT_ERROR_TEXT characters for what errno does not tell where opening fails; "" where it does */
 };
 
-enum { SOFT_WHY = 256 };
+enum { SOFT_ERROR_TEXT = 256 };
 
 /* What is alive in a context. */
 struct soft_counts {
@@ -42,7 +43,7 @@ int soft_watch_forks(void);
 /* True where the context was opened before a fork that made this process: each verb on it answers ENODEV. */
 bool soft_is_stale(const struct ibv_context *context);
 
-void soft_count(struct ibv_context *context, struct soft_counts *counts);
+void soft_get_counts(struct ibv_context *context, struct soft_counts *counts);
 
 /* For measurements and tests: changes the delay of requests posted from here on. EINVAL in inline mode. */
 int soft_set_delay(struct ibv_context *context, uint64_t delay_ns);
@@ -53,11 +54,11 @@ struct soft_fabric_stats;
 struct soft_stream_stats;
 
 /* For all contexts of the device at once. Streams: how many there are, of which the first `room` are told. */
-void soft_tell_fabric(struct ibv_context *context, struct soft_fabric_stats *stats);
-size_t soft_tell_streams(struct ibv_context *context, struct soft_stream_stats *streams, size_t room);
+void soft_get_fabric_stats(struct ibv_context *context, struct soft_fabric_stats *stats);
+size_t soft_get_stream_stats(struct ibv_context *context, struct soft_stream_stats *streams, size_t room);
 
-/* Why peers do not find the device, "" where nothing is wrong with that: SOFT_WHY characters. */
-void soft_tell_problem(struct ibv_context *context, char *why);
+/* Why peers do not find the device, "" where nothing is wrong with that: SOFT_ERROR_TEXT characters. */
+void soft_get_fabric_error(struct ibv_context *context, char *why);
 
 /* Whether there may be peers: from the first queue pair that has one, until the last context is closed. */
 bool soft_has_fabric(const struct ibv_context *context);

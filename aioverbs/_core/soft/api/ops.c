@@ -127,9 +127,9 @@ RETURNS_ERRNO(destroy_ah, ah->context, (ah), struct ibv_ah *ah)
 
 /* ---- The tables ------------------------------------------------------------------------------------------ */
 
-void soft_entry_fill(struct verbs_context *verbs)
+void soft_ops_fill(struct verbs_context *verbs)
 {
-    soft_absent_fill(verbs);
+    soft_unsupported_fill(verbs);
     verbs->query_port = enter_query_port;
     verbs->query_device_ex = enter_query_device_ex;
     verbs->query_rt_values = enter_query_rt_values;

@@ -4,6 +4,6 @@
 
 #include "abi/libibverbs.h"
 
-void soft_entry_fill(struct verbs_context *verbs);
+void soft_ops_fill(struct verbs_context *verbs);
 
 #endif

@@ -104,7 +104,7 @@ static bool wr_uses_shared_memory(const struct soft_qp *qp, const struct ibv_sen
     int i;
 
     for (i = 0; i < wr->num_sge; i++)
-        if (soft_shared_is_others(qp->pd, wr->sg_list[i].lkey))
+        if (soft_shared_is_foreign(qp->pd, wr->sg_list[i].lkey))
             return true;
     return false;
 }

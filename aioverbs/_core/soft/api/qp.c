@@ -159,7 +159,7 @@ static int init_qp(struct soft_qp *qp, struct ibv_qp_cap *cap)
     error = pthread_cond_init(&qp->qp.cond, NULL);
     if (error)
         goto destroy_mutex;
-    error = soft_engine_reserve(qp->context);
+    error = soft_worker_reserve_timer(qp->context);
     if (error)
         goto destroy_cond;
     error = get_rings(qp, cap);
@@ -168,7 +168,7 @@ static int init_qp(struct soft_qp *qp, struct ibv_qp_cap *cap)
     return 0;
 
 unreserve:
-    soft_engine_unreserve(qp->context);
+    soft_worker_release_timer(qp->context);
 destroy_cond:
     pthread_cond_destroy(&qp->qp.cond);
 destroy_mutex:
@@ -348,7 +348,7 @@ static void retire(struct soft_qp *qp)
 {
     soft_lock_take(&qp->sq_lock);
     soft_lock_take(&qp->rq_lock);
-    qp->leaving = true;
+    qp->destroying = true;
     atomic_store(&qp->state, IBV_QPS_RESET);
     soft_read_cache_invalidate_qp(qp);
     soft_lock_give(&qp->rq_lock);
@@ -379,18 +379,18 @@ int soft_destroy_qp(struct ibv_qp *ibv_qp)
         return error;
     }
     /* First no one finds it any more; then those who had found it are gone, and with them the last who could
-	 * ring the engine for it; then the engine forgets it, and is waited for in its turn. */
+	 * ring the worker thread for it; then the worker thread forgets it, and is waited for in its turn. */
     retire(qp);
     soft_table_withdraw(&context->device->qps, ibv_qp->qp_num);
     grace_wait();
-    soft_engine_forget(qp);
+    soft_worker_remove(qp);
     grace_wait();
     purge_cqs(qp);
     soft_half_leave(&qp->half);
     leave_cqs(qp);
-    soft_events_finish(context, &qp->events, &ibv_qp->mutex, &ibv_qp->cond, &ibv_qp->events_completed);
+    soft_events_drain(context, &qp->events, &ibv_qp->mutex, &ibv_qp->cond, &ibv_qp->events_completed);
 
-    soft_engine_unreserve(context);
+    soft_worker_release_timer(context);
     soft_table_release(&context->device->qps, ibv_qp->qp_num);
     if (qp->link)
         soft_link_put(qp->link);
@@ -452,7 +452,7 @@ static int check_values(const struct ibv_qp_attr *attr, int mask)
         return EINVAL;
     if ((mask & IBV_QP_ACCESS_FLAGS) && (attr->qp_access_flags & ~(unsigned int)known))
         return EINVAL;
-    if ((mask & IBV_QP_AV) && soft_check_path(&attr->ah_attr))
+    if ((mask & IBV_QP_AV) && soft_ah_check(&attr->ah_attr))
         return EINVAL;
     if ((mask & IBV_QP_PATH_MTU) && (attr->path_mtu < IBV_MTU_256 || attr->path_mtu > IBV_MTU_4096))
         return EINVAL;
@@ -497,7 +497,7 @@ static void take_over(struct soft_qp *qp, const struct ibv_qp_attr *attr, int ma
     TAKE(IBV_QP_RNR_RETRY, rnr_retry);
 #undef TAKE
     if (mask & IBV_QP_AV)
-        qp->leads_here = soft_gid_is_local(qp->context->device, &attr->ah_attr.grh.dgid);
+        qp->is_loopback = soft_gid_is_local(qp->context->device, &attr->ah_attr.grh.dgid);
     if (mask & IBV_QP_RQ_PSN)
         qp->expected_psn = attr->rq_psn;
     if (mask & IBV_QP_SQ_PSN)
@@ -518,7 +518,7 @@ static void reset(struct soft_qp *qp)
     assert_held(&qp->sq_lock);
     memset(&qp->attr, 0, sizeof(qp->attr));
     qp->attr.cap = cap;
-    qp->leads_here = false;
+    qp->is_loopback = false;
     soft_requester_stop(qp);
     if (qp->link)
         soft_link_put(qp->link);
@@ -528,7 +528,7 @@ static void reset(struct soft_qp *qp)
     memset(qp->atomic_replays, 0, sizeof(qp->atomic_replays));
     qp->established = qp->last_wqe = false;
     qp->expected_psn = 0;
-    qp->rq.taken = 0;
+    qp->rq.consumed = 0;
     atomic_store(qp->sq.posted, 0);
     atomic_store(qp->rq.posted, 0);
     atomic_store(&qp->sq.reaped, 0);
@@ -546,7 +546,7 @@ static int change(struct soft_qp *qp, const struct ibv_qp_attr *attr, int mask, 
     soft_lock_take(&qp->rq_lock);
     from = (enum ibv_qp_state)atomic_load(&qp->state);
     to = mask & IBV_QP_STATE ? attr->qp_state : from;
-    error = qp->leaving ? EINVAL : soft_state_check(qp->qp.qp_type, from, to, mask);
+    error = qp->destroying ? EINVAL : soft_state_check(qp->qp.qp_type, from, to, mask);
     if (!error && (mask & IBV_QP_CUR_STATE) && attr->cur_qp_state != from)
         error = EINVAL;
     if (!error && from == IBV_QPS_SQD && to == IBV_QPS_SQD && qp->req.waiting)
@@ -607,7 +607,7 @@ static int find_way(struct soft_qp *qp, const struct ibv_qp_attr *attr, int mask
         return 0;
     error = soft_fabric_listen(device);
     if (!error)
-        error = soft_engine_start(qp->context); /* the clock of what is repeated */
+        error = soft_worker_start(qp->context); /* the clock of what is repeated */
     if (!error && !(*link = soft_link_get(device, &attr->ah_attr.grh.dgid)))
         error = errno;
     return error;
@@ -653,11 +653,11 @@ void soft_qp_break(struct soft_qp *qp)
     bool broken;
 
     soft_lock_take(&qp->sq_lock); /* soft_modify_qp stays out */
-    broken = qp->leaving || atomic_exchange(&qp->state, IBV_QPS_ERR) == IBV_QPS_ERR;
+    broken = qp->destroying || atomic_exchange(&qp->state, IBV_QPS_ERR) == IBV_QPS_ERR;
     soft_lock_give(&qp->sq_lock);
     if (broken)
         return;
     soft_read_cache_invalidate_qp(qp);
-    soft_raise(qp->context, &qp->events, IBV_EVENT_QP_FATAL);
+    soft_raise_event(qp->context, &qp->events, IBV_EVENT_QP_FATAL);
     soft_kick(qp);
 }

@@ -85,7 +85,7 @@ int soft_detach_mcast(struct ibv_qp *qp, const union ibv_gid *gid, uint16_t lid)
     return EOPNOTSUPP;
 }
 
-void soft_absent_fill(struct verbs_context *verbs)
+void soft_unsupported_fill(struct verbs_context *verbs)
 {
     verbs->advise_mr = advise_mr;
     verbs->alloc_null_mr = alloc_null_mr;

@@ -6,7 +6,7 @@
 
 #include "abi/libibverbs.h"
 
-void soft_absent_fill(struct verbs_context *verbs);
+void soft_unsupported_fill(struct verbs_context *verbs);
 struct ibv_context *soft_import_device(int cmd_fd);
 struct ibv_pd *soft_import_pd(struct ibv_context *context, uint32_t handle);
 void soft_unimport_pd(struct ibv_pd *pd);

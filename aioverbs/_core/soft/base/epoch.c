@@ -22,12 +22,12 @@ uint64_t soft_now_ns(void)
 
 /* ---- Threads --------------------------------------------------------------------------------------------- */
 
-SOFT_THREAD_LOCAL uint32_t soft_thread_cached;
+SOFT_THREAD_LOCAL uint32_t soft_thread_id_cached;
 
-uint32_t soft_thread_ask(void)
+uint32_t soft_thread_id_query(void)
 {
-    soft_thread_cached = (uint32_t)gettid();
-    return soft_thread_cached;
+    soft_thread_id_cached = (uint32_t)gettid();
+    return soft_thread_id_cached;
 }
 
 /* ---- A thread that waits for work ------------------------------------------------------------------------- */
@@ -63,7 +63,7 @@ static void grace_thread_ends(void *record)
     struct grace_reader *self = record;
 
     grace_self = NULL;
-    atomic_store_explicit(&self->taken, false, memory_order_release);
+    atomic_store_explicit(&self->in_use, false, memory_order_release);
 }
 
 static void grace_make_key(void)
@@ -81,7 +81,7 @@ struct grace_reader *grace_register(void)
     for (self = atomic_load(&grace_readers); self; self = self->next) {
         bool free_record = false;
 
-        if (atomic_compare_exchange_strong(&self->taken, &free_record, true))
+        if (atomic_compare_exchange_strong(&self->in_use, &free_record, true))
             break;
     }
     if (!self) {
@@ -89,13 +89,13 @@ struct grace_reader *grace_register(void)
         if (!self)
             return NULL;
         memset(self, 0, sizeof(*self));
-        atomic_init(&self->taken, true);
+        atomic_init(&self->in_use, true);
         self->next = atomic_load(&grace_readers);
         while (!atomic_compare_exchange_weak(&grace_readers, &self->next, self))
             ;
     }
     if (pthread_setspecific(grace_key, self)) {
-        atomic_store(&self->taken, false);
+        atomic_store(&self->in_use, false);
         return NULL;
     }
     grace_self = self;
@@ -128,7 +128,7 @@ uint32_t soft_generation;
 void soft_sync_after_fork(void)
 {
     soft_generation++;
-    soft_thread_cached = 0;
+    soft_thread_id_cached = 0;
     grace_self = NULL;
     atomic_store(&grace_readers, NULL);
 }
@@ -154,7 +154,7 @@ void soft_half_destroy(struct soft_half *half)
 
 int soft_half_refuse(struct soft_half *half, const char *verb, uint32_t inside)
 {
-    uint32_t self = soft_thread();
+    uint32_t self = soft_thread_id();
 
     atomic_fetch_add(half->total, 1);
     if (atomic_fetch_add(&half->overlaps, 1) == 0)

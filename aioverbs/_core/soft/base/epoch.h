@@ -43,12 +43,12 @@ void soft_sync_after_fork(void);
 
 /* The kernel's number of the calling thread: unique among the threads that live, which is all that telling an
  * overlap takes, and what a debugger shows. Kept in thread-local memory, since asking costs a system call. */
-extern SOFT_THREAD_LOCAL uint32_t soft_thread_cached;
-uint32_t soft_thread_ask(void);
+extern SOFT_THREAD_LOCAL uint32_t soft_thread_id_cached;
+uint32_t soft_thread_id_query(void);
 
-static inline uint32_t soft_thread(void)
+static inline uint32_t soft_thread_id(void)
 {
-    return soft_thread_cached ? soft_thread_cached : soft_thread_ask();
+    return soft_thread_id_cached ? soft_thread_id_cached : soft_thread_id_query();
 }
 
 /* ---- A thread that waits for work ------------------------------------------------------------------------- */
@@ -91,16 +91,16 @@ static inline void soft_sleeper_wake(struct soft_sleeper *sleeper)
  * nothing, or the remover sees the reader's odd counter and waits for it. */
 struct soft_shared;
 
-enum { SOFT_VISITS = 4 };
+enum { SOFT_SECTION_FILES = 4 };
 
 struct grace_reader {
     _Alignas(64) atomic_uint sections; /* written by its thread, read by grace_wait */
     uint32_t depth;                    /* its thread only, like the next */
     /* Whose memory of other processes the section reaches, the last one first; and what is told of its end, if it
      * reaches any. */
-    struct soft_shared *visits[SOFT_VISITS];
-    void (*visits_end)(struct grace_reader *self);
-    atomic_bool taken;         /* a thread uses this record */
+    struct soft_shared *shared_files[SOFT_SECTION_FILES];
+    void (*files_leave)(struct grace_reader *self);
+    atomic_bool in_use;        /* a thread uses this record */
     struct grace_reader *next; /* set before the record is published, then constant */
 };
 
@@ -129,8 +129,8 @@ static inline void grace_leave(struct grace_reader *self)
 
     if (--self->depth)
         return;
-    if (self->visits[0])
-        self->visits_end(self);
+    if (self->shared_files[0])
+        self->files_leave(self);
     atomic_store_explicit(&self->sections, sections + 1, memory_order_release); /* no other thread counts here */
 }
 
@@ -141,7 +141,7 @@ void grace_wait(void);
 /* Who is inside of objects that take no locks: one for a thread domain with all of its objects (a NIC's objects
  * of one domain share a doorbell register), or one for a single-threaded completion queue alone. */
 struct soft_exclusive {
-    atomic_uint owner; /* soft_thread(), or 0 when nobody is inside */
+    atomic_uint owner; /* soft_thread_id(), or 0 when nobody is inside */
     uint32_t depth;    /* the owner only: entries by it, into different objects */
 };
 
@@ -170,7 +170,7 @@ static inline int soft_half_enter(struct soft_half *half, const char *verb)
     unsigned int nobody = 0;
     uint32_t self;
 
-    self = soft_thread();
+    self = soft_thread_id();
     if (!exclusive) /* the mutex tells when its own thread comes again, as between start_poll and end_poll */
         return soft_mutex_take_checking(&half->mutex) ? soft_half_refuse(half, verb, self) : 0;
     /* Only this thread ever stores its own number, so a relaxed load that finds it is certain. */

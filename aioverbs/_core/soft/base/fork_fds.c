@@ -209,7 +209,7 @@ static void *close_doomed(void *unused)
     while ((fd = take_doomed(&is_brought)) >= 0) {
         setsockopt(fd, SOL_SOCKET, SO_LINGER, &none, sizeof(none)); /* most are no sockets */
         if (!is_brought && socket_is(fd, SO_DOMAIN, AF_UNIX) && socket_is(fd, SO_TYPE, SOCK_STREAM)) {
-            soft_descriptors_expect(fd);
+            soft_descriptors_prepare_socket(fd);
             shutdown(fd, SHUT_RDWR);
             take_message(fd, bytes, sizeof(bytes), &brought, &got);
             if (got > 0) {
@@ -268,7 +268,7 @@ bool soft_descriptors_are_stuck(void)
     return stuck;
 }
 
-void soft_descriptors_expect(int fd)
+void soft_descriptors_prepare_socket(int fd)
 {
     static const int one = 1;
 
@@ -325,7 +325,7 @@ ssize_t soft_descriptors_receive(int fd, void *to, size_t size, int *kept, bool 
     return got;
 }
 
-ssize_t soft_descriptors_receive_all(int fd, void *to, size_t size, bool *unwanted)
+ssize_t soft_descriptors_receive_discarding(int fd, void *to, size_t size, bool *unwanted)
 {
     ssize_t got;
 
@@ -353,7 +353,7 @@ void soft_descriptor_close_socket(int fd)
 {
     if (fd < 0)
         return;
-    soft_descriptors_expect(fd);
+    soft_descriptors_prepare_socket(fd);
     shutdown(fd, SHUT_RDWR);
     if (empty(fd))
         soft_descriptor_close(fd);

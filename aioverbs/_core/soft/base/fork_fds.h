@@ -26,7 +26,7 @@ void soft_descriptor_close(int fd); /* anywhere; nothing where it is negative */
  * with descriptors where it is, unless it has them itself by then. */
 
 /* Before the first look at a Unix socket: what comes out of band waits in line, where the kernel would else drop it. */
-void soft_descriptors_expect(int fd);
+void soft_descriptors_prepare_socket(int fd);
 
 /* As recv(fd, to, size, MSG_DONTWAIT) of a Unix socket. One descriptor may come, where `*kept` is -1 and it is a memory
  * file, whose close takes as long as giving its pages back: it goes to `*kept`. Where others come, or that one finds no room, nothing is taken
@@ -37,7 +37,7 @@ ssize_t soft_descriptors_receive(int fd, void *to, size_t size, int *kept, bool 
 /* The same in one system call, of who is no stranger any more and could stop this process as well: those that come are
  * discarded, as far as they find room, and closed by the kernel at once beyond that. A child that is forked meanwhile
  * may keep them. */
-ssize_t soft_descriptors_receive_all(int fd, void *to, size_t size, bool *unwanted);
+ssize_t soft_descriptors_receive_discarding(int fd, void *to, size_t size, bool *unwanted);
 
 /* Closes one by that thread, some time. A child that is forked while it is being closed keeps it. */
 void soft_descriptor_discard(int fd);

@@ -20,41 +20,41 @@ void soft_table_destroy(struct soft_table *table)
 
     for (i = 0; i < SOFT_CHUNKS; i++)
         free(atomic_load(&table->chunks[i]));
-    free(table->rested);
+    free(table->freed);
     soft_mutex_destroy(&table->lock);
 }
 
 /* Room in the ring for every number given out is made when it is given out, so that giving back cannot fail. */
 static int id_table_make_room(struct soft_table *table)
 {
-    uint32_t wanted = table->live + table->rested_count + 1;
-    uint32_t size = table->rested_size ? table->rested_size : 1024;
+    uint32_t wanted = table->live + table->freed_count + 1;
+    uint32_t size = table->freed_size ? table->freed_size : 1024;
     uint32_t *ring, i;
 
     assert_held(&table->lock);
-    if (wanted <= table->rested_size)
+    if (wanted <= table->freed_size)
         return 0;
     while (size < wanted)
         size *= 2;
     ring = malloc(size * sizeof(*ring));
     if (!ring)
         return ENOMEM;
-    for (i = 0; i < table->rested_count; i++)
-        ring[i] = table->rested[(table->rested_head + i) & (table->rested_size - 1)];
-    free(table->rested);
-    table->rested = ring;
-    table->rested_size = size;
-    table->rested_head = 0;
+    for (i = 0; i < table->freed_count; i++)
+        ring[i] = table->freed[(table->freed_head + i) & (table->freed_size - 1)];
+    free(table->freed);
+    table->freed = ring;
+    table->freed_size = size;
+    table->freed_head = 0;
     return 0;
 }
 
-static uint32_t take_rested(struct soft_table *table)
+static uint32_t take_freed(struct soft_table *table)
 {
-    uint32_t number = table->rested[table->rested_head];
+    uint32_t number = table->freed[table->freed_head];
 
     assert_held(&table->lock);
-    table->rested_head = (table->rested_head + 1) & (table->rested_size - 1);
-    table->rested_count--;
+    table->freed_head = (table->freed_head + 1) & (table->freed_size - 1);
+    table->freed_count--;
     return number;
 }
 
@@ -82,8 +82,8 @@ int soft_table_reserve(struct soft_table *table, uint32_t *number, uint8_t *uses
     error = id_table_make_room(table);
     if (error) {
         /* nothing was taken */
-    } else if (table->rested_count >= SOFT_NUMBERS_RESTED || (table->fresh >= table->limit && table->rested_count)) {
-        *number = take_rested(table);
+    } else if (table->freed_count >= SOFT_MIN_FREED || (table->fresh >= table->limit && table->freed_count)) {
+        *number = take_freed(table);
     } else if (table->fresh < table->limit) {
         error = take_fresh(table, number);
     } else {
@@ -108,7 +108,7 @@ void soft_table_publish(struct soft_table *table, uint32_t number, void *object)
     atomic_store(&chunk->entries[number & (SOFT_CHUNK_SIZE - 1)], object);
 }
 
-void soft_table_use(struct soft_table *table, uint32_t number, uint8_t use)
+void soft_table_set_use(struct soft_table *table, uint32_t number, uint8_t use)
 {
     struct soft_chunk *chunk = atomic_load(&table->chunks[number >> SOFT_CHUNK_BITS]);
 
@@ -123,8 +123,8 @@ void soft_table_withdraw(struct soft_table *table, uint32_t number)
 void soft_table_release(struct soft_table *table, uint32_t number)
 {
     soft_mutex_take(&table->lock);
-    table->rested[(table->rested_head + table->rested_count) & (table->rested_size - 1)] = number;
-    table->rested_count++;
+    table->freed[(table->freed_head + table->freed_count) & (table->freed_size - 1)] = number;
+    table->freed_count++;
     table->live--;
     soft_mutex_give(&table->lock);
 }

@@ -1,7 +1,7 @@
 /* Numbers for objects: queue pair numbers and memory keys.
  *
  * Look-ups take no lock and belong into a grace section. Additions and removals are serialised by a mutex.
- * A number that was given back is given out again only after SOFT_NUMBERS_RESTED others were given back, or
+ * A number that was given back is given out again only after SOFT_MIN_FREED others were given back, or
  * when no unused one is left, oldest first: a stale number meets nothing rather than a stranger.
  * A key is a number and the low byte of its uses: it comes again after 131,072 others at the earliest, unless a million
  * are in use. In a domain that processes share, in which a slot passes from one to the next, after 256 at the earliest.
@@ -20,7 +20,7 @@
 #define SOFT_CHUNK_BITS 10
 #define SOFT_CHUNK_SIZE (1u << SOFT_CHUNK_BITS)
 #define SOFT_CHUNKS 1024u /* up to 2^20 numbers */
-#define SOFT_NUMBERS_RESTED 512u
+#define SOFT_MIN_FREED 512u
 
 struct soft_chunk {
     _Atomic(void *) entries[SOFT_CHUNK_SIZE];
@@ -31,8 +31,8 @@ struct soft_table {
     _Atomic(struct soft_chunk *) chunks[SOFT_CHUNKS]; /* allocated once, freed with the table */
     struct soft_mutex lock;                           /* guards what follows */
     uint32_t first, fresh, limit;                     /* numbers from `fresh` on were never used */
-    uint32_t *rested;                                 /* a ring of free numbers, oldest at `rested_head` */
-    uint32_t rested_size, rested_head, rested_count;
+    uint32_t *freed;                                  /* a ring of free numbers, oldest at `freed_head` */
+    uint32_t freed_size, freed_head, freed_count;
     uint32_t live; /* numbers given out */
 };
 
@@ -45,7 +45,7 @@ int soft_table_reserve(struct soft_table *table, uint32_t *number, uint8_t *uses
 void soft_table_publish(struct soft_table *table, uint32_t number, void *object);
 
 /* The number's own counts its uses on, to this one: what the next one of the number is told comes behind it. */
-void soft_table_use(struct soft_table *table, uint32_t number, uint8_t use);
+void soft_table_set_use(struct soft_table *table, uint32_t number, uint8_t use);
 
 /* The number finds nothing from here on; it is free again when soft_table_release was called. */
 void soft_table_withdraw(struct soft_table *table, uint32_t number);

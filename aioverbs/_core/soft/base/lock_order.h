@@ -35,7 +35,7 @@ enum soft_rank {
     SOFT_RANK_FAULTS,      /* the plan's lock: held while completions are released, so that none overtakes another */
     SOFT_RANK_CQ,          /* cq->lock */
     SOFT_RANK_CHANNEL,     /* channel->lock */
-    SOFT_RANK_ENGINE,      /* engine->lock */
+    SOFT_RANK_WORKER,      /* worker->lock */
     SOFT_RANK_EVENTS,      /* context->events.lock */
     SOFT_RANK_LINKS,       /* fabric->links */
     SOFT_RANK_TX,          /* stream->tx */

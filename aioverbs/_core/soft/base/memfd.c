@@ -15,7 +15,7 @@ enum {
     SMALL = 2 << 20, /* a huge page */
 };
 
-int soft_sealed_make(const char *name, off_t bytes, int more)
+int soft_sealed_create(const char *name, off_t bytes, int more)
 {
     int fd, error;
 

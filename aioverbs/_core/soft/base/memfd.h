@@ -12,7 +12,7 @@
 
 /* One of so many bytes, all zero, which neither shrinks nor grows: an owned descriptor, or -1 and errno. `more` are
  * seals besides: F_SEAL_SEAL, where none is to come later. */
-int soft_sealed_make(const char *name, off_t bytes, int more);
+int soft_sealed_create(const char *name, off_t bytes, int more);
 
 /* How many bytes one has; -1: it is no such file, or one of huge pages, of which none may be left. */
 off_t soft_sealed_bytes(int fd);

@@ -71,7 +71,7 @@ int soft_copy_tokens_create(struct soft_link *link)
 
     if (link->stream.copy_tokens)
         return 0;
-    fd = soft_sealed_make("aioverbs-copy-tokens", sizeof(*page), F_SEAL_SEAL);
+    fd = soft_sealed_create("aioverbs-copy-tokens", sizeof(*page), F_SEAL_SEAL);
     page = fd < 0 ? NULL : copy_token_page_map(fd);
     if (!page) {
         int error = errno;
@@ -175,7 +175,7 @@ bool soft_copy_token_may_wait(struct soft_link *link, uint64_t begin)
     bool may_stay;
 
     soft_mutex_take(&link->stream.tx);
-    may_stay = soft_waited_more(&link->waited, begin, soft_now_ns(), SOFT_COPY_TIMEOUT_NS);
+    may_stay = soft_wait_budget_spend(&link->waited, begin, soft_now_ns(), SOFT_COPY_TIMEOUT_NS);
     soft_mutex_give(&link->stream.tx);
     return may_stay;
 }

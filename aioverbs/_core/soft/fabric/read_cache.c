@@ -62,7 +62,7 @@ static bool make_page(struct soft_fabric *fabric)
     assert_held(&fabric->progress);
     if (fabric->read_cache_fd >= 0)
         return true;
-    fd = soft_sealed_make("aioverbs-read-cache", sizeof(*page), 0);
+    fd = soft_sealed_create("aioverbs-read-cache", sizeof(*page), 0);
     if (fd < 0)
         return false;
     /* Mapped before the seal: no other process can map it for writing. */

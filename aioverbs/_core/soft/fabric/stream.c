@@ -90,7 +90,7 @@ int soft_stream_begin(struct soft_stream *stream, int fd, bool is_unix, enum sof
     }
     if (is_unix) { /* TCP tunes its buffers itself */
         setsockopt(fd, SOL_SOCKET, SO_SNDBUF, &room, sizeof(room));
-        soft_descriptors_expect(fd);
+        soft_descriptors_prepare_socket(fd);
     }
     stream->next = fabric->streams;
     stream->place = &fabric->streams;

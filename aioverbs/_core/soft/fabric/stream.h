@@ -148,7 +148,7 @@ struct soft_link {
     uint64_t tickets;                              /* last ticket that was given */
     uint64_t tokens_in_use[SOFT_COPY_TOKENS / 64]; /* tx: a bit for each copy token in use */
     uint32_t serials[SOFT_COPY_TOKENS];            /* tx: last serial number of each copy token */
-    struct soft_waited waited;                     /* tx: time spent waiting for the peer to finish copies */
+    struct soft_wait_budget waited;                /* tx: time spent waiting for the peer to finish copies */
     bool overdue;           /* tx: the peer did not finish a copy in time: the link has no copy tokens any more */
     int tokens_fd;          /* progress: descriptor of `copy_tokens`, sent with HELLO, or -1 */
     struct soft_gate *gate; /* tx: NULL before the first offer; not to be accessed once `overdue` */

@@ -70,8 +70,9 @@ static ssize_t receive_with_descriptors(struct soft_stream *stream, void *to, si
 
     if (stream->stage == SOFT_OPEN)
         stop_rights(stream);
-    got = stream->rights == SOFT_RIGHTS_CLOSE ? soft_descriptors_receive_all(stream->watch.fd, to, size, &unwanted)
-                                              : soft_descriptors_receive(stream->watch.fd, to, size, kept, &unwanted);
+    got = stream->rights == SOFT_RIGHTS_CLOSE
+              ? soft_descriptors_receive_discarding(stream->watch.fd, to, size, &unwanted)
+              : soft_descriptors_receive(stream->watch.fd, to, size, kept, &unwanted);
     if (kept && *kept >= 0 && !soft_sealed_is_small(*kept)) {
         soft_descriptor_discard(*kept);
         *kept = -1;

@@ -28,7 +28,7 @@ struct soft_fault_record {
         SOFT_RECORD_REQUEST,
         SOFT_RECORD_RECEIVE,
         SOFT_RECORD_LOSS,
-        SOFT_RECORD_DROP, /* frames, like the next three; in the order of enum soft_mishap */
+        SOFT_RECORD_DROP, /* frames, like the next three; in the order of enum soft_frame_fault_kind */
         SOFT_RECORD_DUPLICATE,
         SOFT_RECORD_DELAY,
         SOFT_RECORD_CUT,
@@ -79,7 +79,7 @@ void soft_fault_unhold(struct ibv_context *context);
 /* ---- Frames: faults of a network between devices of different processes ------------------------------------ */
 
 struct soft_frame_fault {
-    enum soft_mishap mishap;
+    enum soft_frame_fault_kind mishap;
     unsigned int kinds; /* bit set of enum soft_frame_kind */
     uint32_t qp_num;    /* 0: of all queue pairs */
     const uint8_t *gid; /* GID of the peer's device; NULL: any */
@@ -91,7 +91,7 @@ int soft_fault_frames(struct ibv_context *context, const struct soft_frame_fault
 
 /* Apply each fault to frames at random, with its chance; delays are drawn up to `max_delay_ns`. EINVAL if the chances
  * add up to more than a million. */
-int soft_fault_frames_at_random(struct ibv_context *context, const uint32_t per_million[SOFT_MISHAPS],
+int soft_fault_frames_at_random(struct ibv_context *context, const uint32_t per_million[SOFT_FRAME_FAULT_KINDS],
                                 uint64_t max_delay_ns);
 
 /* Break all streams between the device and that of a GID (NULL: any), for all contexts of the device; or stop or resume

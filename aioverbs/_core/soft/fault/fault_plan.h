@@ -33,7 +33,7 @@ struct soft_fault_rule {
     uint32_t which, any;
     struct soft_strike strike;
     uint64_t seen, struck;
-    uint32_t value, vendor_err; /* errno, status or enum soft_mishap */
+    uint32_t value, vendor_err; /* errno, status or enum soft_frame_fault_kind */
 
     unsigned int kinds; /* frames, like the next three */
     bool has_gid;
@@ -89,7 +89,7 @@ struct soft_faults {
     struct soft_mutex frames;
     bool has_frame_faults; /* the plan is counted in fabric->frame_fault_plans */
     struct soft_fault_rule *frame_rules;
-    uint32_t mishaps_per_million[SOFT_MISHAPS];
+    uint32_t mishaps_per_million[SOFT_FRAME_FAULT_KINDS];
     uint64_t max_delay_ns;
     struct soft_fault_record *records; /* array of SOFT_FAULT_RECORDS, allocated with the first rule */
     uint64_t record_count;             /* including records that found no room */

@@ -18,7 +18,7 @@ static bool has_chances(const struct soft_faults *plan)
 {
     unsigned int i;
 
-    for (i = 0; i < SOFT_MISHAPS; i++)
+    for (i = 0; i < SOFT_FRAME_FAULT_KINDS; i++)
         if (plan->mishaps_per_million[i])
             return true;
     return false;
@@ -62,7 +62,7 @@ int soft_fault_frames(struct ibv_context *ibv_context, const struct soft_frame_f
     struct soft_fault_rule *rule, **link;
     struct soft_faults *plan;
 
-    if (!fault->strike.first || fault->mishap >= SOFT_MISHAPS || !fault->kinds ||
+    if (!fault->strike.first || fault->mishap >= SOFT_FRAME_FAULT_KINDS || !fault->kinds ||
         fault->kinds >= 1u << SOFT_FRAME_KINDS || fault->delay_ns > INT64_MAX)
         return EINVAL;
     plan = soft_fault_enter(context);
@@ -90,7 +90,7 @@ int soft_fault_frames(struct ibv_context *ibv_context, const struct soft_frame_f
     return rule ? 0 : ENOMEM;
 }
 
-int soft_fault_frames_at_random(struct ibv_context *ibv_context, const uint32_t per_million[SOFT_MISHAPS],
+int soft_fault_frames_at_random(struct ibv_context *ibv_context, const uint32_t per_million[SOFT_FRAME_FAULT_KINDS],
                                 uint64_t max_delay_ns)
 {
     struct soft_context *context = to_soft_context(ibv_context);
@@ -99,7 +99,7 @@ int soft_fault_frames_at_random(struct ibv_context *ibv_context, const uint32_t 
     unsigned int i;
     int error;
 
-    for (i = 0; i < SOFT_MISHAPS; i++)
+    for (i = 0; i < SOFT_FRAME_FAULT_KINDS; i++)
         sum += per_million[i];
     if (sum > SOFT_MILLION || max_delay_ns > INT64_MAX)
         return EINVAL;
@@ -141,7 +141,7 @@ int soft_fault_stall(struct ibv_context *ibv_context, const uint8_t *gid, bool s
 /* ---- Queries of the device, under `frames` ----------------------------------------------------------------- */
 
 struct verdict {
-    enum soft_mishap mishap;
+    enum soft_frame_fault_kind mishap;
     uint64_t ordinal, delay_ns;
 };
 
@@ -150,13 +150,13 @@ static struct verdict frame_rules_consult(struct soft_faults *plan, const struct
                                           const struct soft_stream *stream)
 {
     struct soft_fault_rule **link = &plan->frame_rules, *rule;
-    struct verdict verdict = {SOFT_MISHAPS, 0, 0};
+    struct verdict verdict = {SOFT_FRAME_FAULT_KINDS, 0, 0};
 
     while ((rule = *link)) {
         if (rule->kinds >> kind & 1 && (!rule->which || rule->which == qp->qp.qp_num) &&
             (!rule->has_gid || soft_stream_matches_gid(stream, &rule->gid)) && soft_fault_strikes(rule) &&
-            verdict.mishap == SOFT_MISHAPS)
-            verdict = (struct verdict){(enum soft_mishap)rule->value, rule->seen, rule->delay_ns};
+            verdict.mishap == SOFT_FRAME_FAULT_KINDS)
+            verdict = (struct verdict){(enum soft_frame_fault_kind)rule->value, rule->seen, rule->delay_ns};
         if (soft_fault_is_spent(rule)) {
             *link = rule->next;
             free(rule);
@@ -172,14 +172,14 @@ static struct verdict draw(struct soft_faults *plan, struct soft_qp *qp, enum so
 {
     struct soft_frame_counts *counts = &qp->frame_counts;
     uint64_t drawn, queue_id = soft_fault_index(plan, qp) * SOFT_FRAME_KINDS + kind;
-    struct verdict verdict = {SOFT_MISHAPS, 0, 0};
+    struct verdict verdict = {SOFT_FRAME_FAULT_KINDS, 0, 0};
     uint32_t most = 0;
 
     if (counts->epoch != plan->epoch)
         *counts = (struct soft_frame_counts){.epoch = plan->epoch};
     verdict.ordinal = ++counts->frames[kind];
     drawn = soft_fault_draw(plan, SOFT_CHANCE_FRAME, queue_id, verdict.ordinal);
-    for (verdict.mishap = 0; verdict.mishap < SOFT_MISHAPS; verdict.mishap++) {
+    for (verdict.mishap = 0; verdict.mishap < SOFT_FRAME_FAULT_KINDS; verdict.mishap++) {
         most += plan->mishaps_per_million[verdict.mishap];
         if (soft_fault_happens(drawn, most))
             break;
@@ -189,8 +189,8 @@ static struct verdict draw(struct soft_faults *plan, struct soft_qp *qp, enum so
     return verdict;
 }
 
-enum soft_mishap soft_fault_frame(struct soft_qp *qp, enum soft_frame_kind kind, const struct soft_stream *stream,
-                                  uint64_t *delay_ns)
+enum soft_frame_fault_kind soft_fault_frame(struct soft_qp *qp, enum soft_frame_kind kind,
+                                            const struct soft_stream *stream, uint64_t *delay_ns)
 {
     struct soft_faults *plan = qp->context->faults;
     struct verdict verdict, drawn;
@@ -199,10 +199,10 @@ enum soft_mishap soft_fault_frame(struct soft_qp *qp, enum soft_frame_kind kind,
     verdict = frame_rules_consult(plan, qp, kind, stream);
     if (has_chances(plan)) {
         drawn = draw(plan, qp, kind);
-        if (verdict.mishap == SOFT_MISHAPS)
+        if (verdict.mishap == SOFT_FRAME_FAULT_KINDS)
             verdict = drawn;
     }
-    if (verdict.mishap != SOFT_MISHAPS)
+    if (verdict.mishap != SOFT_FRAME_FAULT_KINDS)
         soft_fault_note_frame(
             plan, (struct soft_fault_record){SOFT_RECORD_DROP + verdict.mishap, qp->qp.qp_num, verdict.ordinal, kind});
     update_frame_faults(qp->context);

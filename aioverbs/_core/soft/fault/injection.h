@@ -31,9 +31,9 @@ bool soft_fault_loses(struct soft_qp *qp);
 uint64_t soft_fault_delay(struct soft_qp *qp);
 
 /* Fault of a frame. Call while fabric->frame_fault_plans is not 0, for each frame of this kind on the stream, which is
- * open; under any lock. SOFT_MISHAPS: no fault. */
-enum soft_mishap soft_fault_frame(struct soft_qp *qp, enum soft_frame_kind kind, const struct soft_stream *stream,
-                                  uint64_t *delay_ns);
+ * open; under any lock. SOFT_FRAME_FAULT_KINDS: no fault. */
+enum soft_frame_fault_kind soft_fault_frame(struct soft_qp *qp, enum soft_frame_kind kind,
+                                            const struct soft_stream *stream, uint64_t *delay_ns);
 
 /* Add a completion, or hold it. Used in place of soft_cq_push(). */
 bool soft_fault_complete(struct soft_context *context, struct soft_cq *cq, const struct soft_cqe *cqe);

@@ -8,7 +8,7 @@
 #include "soft/objects/device.h"
 #include "soft/objects/pd.h"
 
-int soft_check_path(const struct ibv_ah_attr *attr)
+int soft_ah_check(const struct ibv_ah_attr *attr)
 {
     /* RoCE: a path without a GRH leads nowhere. */
     return attr->is_global && attr->grh.sgid_index < SOFT_GIDS && attr->port_num == 1 ? 0 : EINVAL;
@@ -17,7 +17,7 @@ int soft_check_path(const struct ibv_ah_attr *attr)
 struct ibv_ah *soft_create_ah(struct ibv_pd *ibv_pd, struct ibv_ah_attr *attr)
 {
     struct soft_context *context = to_soft_context(ibv_pd->context);
-    int error = soft_stale(context) ? ENODEV : soft_check_path(attr);
+    int error = soft_stale(context) ? ENODEV : soft_ah_check(attr);
     struct soft_ah *ah = NULL;
 
     if (!error && !(ah = calloc(1, sizeof(*ah))))

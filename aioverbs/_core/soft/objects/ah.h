@@ -12,7 +12,7 @@ struct soft_ah {
     struct ibv_ah_attr attr;
 };
 
-int soft_check_path(const struct ibv_ah_attr *attr); /* 0 or EINVAL: whether it leads anywhere from this device */
+int soft_ah_check(const struct ibv_ah_attr *attr); /* 0 or EINVAL: whether it leads anywhere from this device */
 struct ibv_ah *soft_create_ah(struct ibv_pd *pd, struct ibv_ah_attr *attr);
 int soft_destroy_ah(struct ibv_ah *ah);
 

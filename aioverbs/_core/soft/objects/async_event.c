@@ -69,8 +69,8 @@ static void unlink_source(struct soft_events *events, struct soft_event_source *
 
 static void remove_type(struct soft_event_source *source, unsigned int index)
 {
-    source->waiting--;
-    memmove(&source->types[index], &source->types[index + 1], source->waiting - index);
+    source->pending--;
+    memmove(&source->types[index], &source->types[index + 1], source->pending - index);
 }
 
 /* The oldest event of the source that waits longest; the source goes to the end where it has more. */
@@ -82,10 +82,10 @@ static struct soft_event_source *event_source_take(struct soft_context *context,
     if (!source)
         return NULL;
     *type = source->types[0];
-    source->taken++;
+    source->delivered++;
     unlink_source(events, source);
     remove_type(source, 0);
-    if (source->waiting)
+    if (source->pending)
         event_source_append(events, source);
     if (!events->first)
         async_fd_set_readable(context, false);
@@ -94,23 +94,23 @@ static struct soft_event_source *event_source_take(struct soft_context *context,
 
 /* ---- Raising ----------------------------------------------------------------------------------------------- */
 
-void soft_raise(struct soft_context *context, struct soft_event_source *source, enum ibv_event_type type)
+void soft_raise_event(struct soft_context *context, struct soft_event_source *source, enum ibv_event_type type)
 {
     struct soft_events *events = &context->events;
     unsigned int i;
 
     soft_mutex_take(&events->lock);
-    for (i = 0; i < source->waiting; i++)
+    for (i = 0; i < source->pending; i++)
         if (source->types[i] == type)
             break;
-    if (i < source->waiting) {
+    if (i < source->pending) {
         remove_type(source, i);
-    } else if (!source->waiting) {
+    } else if (!source->pending) {
         if (!events->first)
             async_fd_set_readable(context, true);
         event_source_append(events, source);
     }
-    source->types[source->waiting++] = (uint8_t)type;
+    source->types[source->pending++] = (uint8_t)type;
     soft_mutex_give(&events->lock);
 }
 
@@ -222,19 +222,19 @@ void soft_ack_async_event(struct ibv_async_event *event)
     }
 }
 
-void soft_events_finish(struct soft_context *context, struct soft_event_source *source, pthread_mutex_t *mutex,
-                        pthread_cond_t *cond, const uint32_t *completed)
+void soft_events_drain(struct soft_context *context, struct soft_event_source *source, pthread_mutex_t *mutex,
+                       pthread_cond_t *cond, const uint32_t *completed)
 {
     uint32_t taken;
 
     soft_mutex_take(&context->events.lock);
-    if (source->waiting) {
+    if (source->pending) {
         unlink_source(&context->events, source);
-        source->waiting = 0;
+        source->pending = 0;
         if (!context->events.first)
             async_fd_set_readable(context, false);
     }
-    taken = source->taken;
+    taken = source->delivered;
     soft_mutex_give(&context->events.lock);
     pthread_mutex_lock(mutex);
     while (*completed != taken)

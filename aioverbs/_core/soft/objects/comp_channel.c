@@ -131,7 +131,7 @@ static struct soft_cq *pop(struct soft_channel *channel)
 void soft_channel_notify(struct soft_channel *channel, struct soft_cq *cq)
 {
     soft_mutex_take(&channel->lock);
-    if (cq->events_waiting++ == 0) {
+    if (cq->events_pending++ == 0) {
         bool was_empty = !channel->first;
 
         channel_append(channel, cq);
@@ -142,23 +142,23 @@ void soft_channel_notify(struct soft_channel *channel, struct soft_cq *cq)
 }
 
 /* Drops the events of a queue that goes away; returns how many of its events were ever taken. */
-uint32_t soft_channel_forget(struct soft_channel *channel, struct soft_cq *cq)
+uint32_t soft_channel_remove_cq(struct soft_channel *channel, struct soft_cq *cq)
 {
     struct soft_cq **link, *last = NULL;
     uint32_t taken;
 
     soft_mutex_take(&channel->lock);
-    if (cq->events_waiting) {
+    if (cq->events_pending) {
         for (link = &channel->first; *link != cq; link = &(*link)->next_event)
             last = *link;
         *link = cq->next_event;
         if (channel->last == cq)
             channel->last = last;
-        cq->events_waiting = 0;
+        cq->events_pending = 0;
         if (!channel->first)
             channel_set_readable(channel, false);
     }
-    taken = cq->events_taken;
+    taken = cq->events_delivered;
     soft_mutex_give(&channel->lock);
     return taken;
 }
@@ -171,8 +171,8 @@ static struct soft_cq *channel_take(struct soft_channel *channel)
     soft_mutex_take(&channel->lock);
     cq = pop(channel);
     if (cq) {
-        cq->events_taken++;
-        if (--cq->events_waiting)
+        cq->events_delivered++;
+        if (--cq->events_pending)
             channel_append(channel, cq);
         if (!channel->first)
             channel_set_readable(channel, false);

@@ -23,6 +23,6 @@ int soft_destroy_comp_channel(struct ibv_comp_channel *channel);
 int soft_get_cq_event(struct ibv_comp_channel *channel, struct ibv_cq **cq, void **cq_context);
 void soft_ack_cq_events(struct ibv_cq *cq, unsigned int count);
 void soft_channel_notify(struct soft_channel *channel, struct soft_cq *cq);
-uint32_t soft_channel_forget(struct soft_channel *channel, struct soft_cq *cq);
+uint32_t soft_channel_remove_cq(struct soft_channel *channel, struct soft_cq *cq);
 
 #endif

@@ -25,7 +25,7 @@ struct soft_context {
     /* atomic: what is alive, and the next handle to give */
     atomic_uint pds, parent_domains, thread_domains, xrcds, mrs, mws, ahs, channels, cqs, srqs, qps;
     atomic_uint overlaps, next_handle;
-    struct soft_engine engine;
+    struct soft_worker worker;
     struct soft_events events;
     struct soft_faults *faults;        /* const */
     atomic_uint special;               /* enum soft_special, any combination; 0 on the usual path */
@@ -49,7 +49,7 @@ enum soft_special {
 
 /* The errno with which this call of a verb is to fail before it does anything: the device is lost, or the fault plan
  * has it so. 0 on the usual path. */
-static inline int soft_refusal(struct soft_context *context, enum soft_verb verb)
+static inline int soft_verb_error(struct soft_context *context, enum soft_verb verb)
 {
     return atomic_load_explicit(&context->special, memory_order_relaxed)
                ? context->device->hooks->verb_fault(context, verb)

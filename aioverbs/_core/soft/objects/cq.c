@@ -250,14 +250,14 @@ int soft_destroy_cq(struct ibv_cq *ibv_cq)
         soft_half_leave(&cq->half);
         return EBUSY;
     }
-    /* No queue pair refers to it; an execution that still pushed into it is waited for, and the engine, which came
+    /* No queue pair refers to it; an execution that still pushed into it is waited for, and the worker thread, which came
 	 * for its timer. */
-    soft_engine_cancel(context, &cq->timer, true);
+    soft_worker_cancel_timer(context, &cq->timer, true);
     grace_wait();
     soft_half_leave(&cq->half); /* who took an event may poll, and moderate, before he acknowledges it */
-    soft_events_finish(context, &cq->events, &cq->ex.mutex, &cq->ex.cond, &cq->ex.async_events_completed);
+    soft_events_drain(context, &cq->events, &cq->ex.mutex, &cq->ex.cond, &cq->ex.async_events_completed);
     if (cq->channel) {
-        uint32_t taken = soft_channel_forget(cq->channel, cq);
+        uint32_t taken = soft_channel_remove_cq(cq->channel, cq);
 
         pthread_mutex_lock(&cq->ex.mutex);
         while (cq->ex.comp_events_completed != taken)
@@ -265,8 +265,8 @@ int soft_destroy_cq(struct ibv_cq *ibv_cq)
         pthread_mutex_unlock(&cq->ex.mutex);
         atomic_fetch_sub(&cq->channel->references, 1);
     }
-    if (cq->timed)
-        soft_engine_unreserve(context);
+    if (cq->has_timer)
+        soft_worker_release_timer(context);
     soft_memory_put(&cq->record);
     soft_memory_put(&cq->buffer);
     if (cq->parent_domain)

@@ -38,7 +38,7 @@ struct soft_cq {
     struct soft_pd *parent_domain; /* const, or NULL */
     struct soft_channel *channel;  /* const, or NULL */
     bool timestamps;               /* const */
-    bool timed;                    /* driver: the engine has room for `timer` */
+    bool has_timer;                /* driver: the worker thread has room for `timer` */
     struct soft_memory buffer, record;
     struct soft_cqe *ring;      /* entries [consumer, producer) are the driver's, the others the device's; */
     uint32_t mask;              /* both are changed by who holds the driver half and the lock, and read under either */
@@ -56,8 +56,8 @@ struct soft_cq {
     uint64_t moderated_since;                    /* cq: when the first of them came, CLOCK_MONOTONIC */
     struct soft_timer timer;                     /* until the period is over */
 
-    uint32_t events_waiting;    /* under channel->lock: raised, not taken */
-    uint32_t events_taken;      /* under channel->lock: handed out by soft_get_cq_event */
+    uint32_t events_pending;    /* under channel->lock: raised, not taken */
+    uint32_t events_delivered;  /* under channel->lock: handed out by soft_get_cq_event */
     struct soft_cq *next_event; /* under channel->lock */
     struct soft_event_source events;
 };

@@ -172,7 +172,7 @@ static int start_poll(struct ibv_cq_ex *ex, struct ibv_poll_cq_attr *attr)
         return ENODEV;
     if (attr && attr->comp_mask)
         return EINVAL;
-    error = soft_refusal(to_soft_context(ex->context), SOFT_VERB_start_poll);
+    error = soft_verb_error(to_soft_context(ex->context), SOFT_VERB_start_poll);
     if (error)
         return error;
     error = soft_half_enter(&cq->half, "start_poll");
@@ -198,7 +198,7 @@ static int in_session(struct soft_cq *cq, const char *verb)
     if (!exclusive)
         return 0;
     owner = atomic_load_explicit(&exclusive->owner, memory_order_relaxed);
-    if (owner == soft_thread() && cq->half.inside)
+    if (owner == soft_thread_id() && cq->half.inside)
         return 0;
     return soft_half_refuse(&cq->half, verb, owner);
 }

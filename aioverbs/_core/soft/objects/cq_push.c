@@ -16,7 +16,7 @@
 struct news {
     bool broke;   /* CQ_ERR */
     bool notify;  /* the channel */
-    uint64_t due; /* the engine is to come then, for soft_cq_expired; or 0 */
+    uint64_t due; /* the worker thread is to come then, for soft_cq_moderation_expired; or 0 */
 };
 
 static void give_and_tell(struct soft_cq *cq, struct news news)
@@ -27,9 +27,9 @@ static void give_and_tell(struct soft_cq *cq, struct news news)
     if (news.notify)
         soft_channel_notify(cq->channel, cq);
     if (news.due)
-        soft_engine_timer(context, &cq->timer, news.due);
+        soft_worker_set_timer(context, &cq->timer, news.due);
     if (news.broke)
-        soft_raise(context, &cq->events, IBV_EVENT_CQ_ERR);
+        soft_raise_event(context, &cq->events, IBV_EVENT_CQ_ERR);
 }
 
 /* Under the lock, like all up to soft_cq_push. Whether somebody waits for the channel; he waits no longer. */
@@ -78,7 +78,7 @@ static struct news count_one(struct soft_cq *cq)
     if (!moderates(cq) || ++cq->moderated >= cq->moderate_count)
         return (struct news){.notify = disarm(cq)};
     if (cq->moderated > 1)
-        return (struct news){0}; /* the engine knows already when to come */
+        return (struct news){0}; /* the worker thread knows already when to come */
     cq->moderated_since = soft_now_ns();
     return consider(cq);
 }
@@ -142,19 +142,19 @@ int soft_req_notify_cq(struct ibv_cq *ibv_cq, int solicited_only)
 
 /* ---- Moderation ------------------------------------------------------------------------------------------ */
 
-/* The engine comes for the period's end, in inline mode, too. */
+/* The worker thread comes for the period's end, in inline mode, too. */
 static int get_timer(struct soft_cq *cq)
 {
     struct soft_context *context = to_soft_context(cq->ex.context);
-    int error = soft_engine_reserve(context);
+    int error = soft_worker_reserve_timer(context);
 
     if (error)
         return error;
-    error = soft_engine_start(context);
+    error = soft_worker_start(context);
     if (error)
-        soft_engine_unreserve(context);
+        soft_worker_release_timer(context);
     else
-        cq->timed = true;
+        cq->has_timer = true;
     return error;
 }
 
@@ -171,7 +171,7 @@ int soft_modify_cq(struct ibv_cq *ibv_cq, struct ibv_modify_cq_attr *attr)
     if (error)
         return error;
     /* A queue without a channel has nothing to moderate. */
-    if (cq->channel && !cq->timed && attr->moderate.cq_count > 1 && attr->moderate.cq_period)
+    if (cq->channel && !cq->has_timer && attr->moderate.cq_count > 1 && attr->moderate.cq_period)
         error = get_timer(cq);
     if (!error) {
         soft_lock_take(&cq->lock);
@@ -183,9 +183,9 @@ int soft_modify_cq(struct ibv_cq *ibv_cq, struct ibv_modify_cq_attr *attr)
     return error;
 }
 
-void soft_cq_expired(struct soft_cq *cq)
+void soft_cq_moderation_expired(struct soft_cq *cq)
 {
-    /* Of several times the engine keeps the earliest, and the queue may have notified and begun a new count since:
+    /* Of several times the worker thread keeps the earliest, and the queue may have notified and begun a new count since:
 	 * so this may be too early, or for nothing. */
     soft_lock_take(&cq->lock);
     give_and_tell(cq, consider(cq));

@@ -16,7 +16,7 @@ int soft_modify_cq(struct ibv_cq *cq, struct ibv_modify_cq_attr *attr);
 bool soft_cq_push(struct soft_cq *cq, const struct soft_cqe *cqe);
 
 /* In a grace section: the moderation period is over. */
-void soft_cq_expired(struct soft_cq *cq);
+void soft_cq_moderation_expired(struct soft_cq *cq);
 
 /* The queue breaks, as by an overrun. In a grace section, no lock held that comes after cq->lock. */
 void soft_cq_break(struct soft_cq *cq);

@@ -16,7 +16,7 @@ enum soft_frame_kind {
 
 /* What becomes of a frame: it is lost; comes a second time, behind what comes meanwhile; comes later, and what follows
  * it overtakes it; or its stream is cut, and it is lost as all is that is on its way. */
-enum soft_mishap { SOFT_DROP, SOFT_DUPLICATE, SOFT_DELAY, SOFT_CUT, SOFT_MISHAPS };
+enum soft_frame_fault_kind { SOFT_DROP, SOFT_DUPLICATE, SOFT_DELAY, SOFT_CUT, SOFT_FRAME_FAULT_KINDS };
 
 /* A stream keeps that much at most of what comes later; what is more is lost. */
 #define SOFT_HELD_BYTES (4u << 20)

@@ -36,8 +36,8 @@ struct soft_hooks {
     int (*verb_fault)(struct soft_context *context, enum soft_verb verb);
     void (*purge_held)(struct soft_context *context, const struct soft_cq *cq, const struct soft_qp *qp,
                        const struct soft_srq *srq);
-    enum soft_mishap (*frame_fault)(struct soft_qp *qp, enum soft_frame_kind kind, const struct soft_stream *stream,
-                                    uint64_t *delay_ns);
+    enum soft_frame_fault_kind (*frame_fault)(struct soft_qp *qp, enum soft_frame_kind kind,
+                                              const struct soft_stream *stream, uint64_t *delay_ns);
 
     /* The transport: executes a send queue, and says when to come again; requests and messages that are under way give
      * up a region or a shared receive queue, which cannot be found any more. */

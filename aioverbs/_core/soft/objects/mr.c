@@ -88,7 +88,7 @@ struct ibv_mr *soft_reg_mr(struct ibv_pd *ibv_pd, void *address, size_t length, 
     /* The low byte differs from one use of a number to the next. How long an old key fits no new region is said in
      * soft/base/id_table.h; where it does fit, its domain, rights and bounds are the new one's. */
     mr->mr.lkey = mr->mr.rkey = mr->key.number << 8 | use;
-    soft_pd_adopt(pd, &mr->key);
+    soft_pd_add_key(pd, &mr->key);
     atomic_fetch_add(&context->mrs, 1);
     soft_key_publish(context->device, &mr->key);
     return &mr->mr;
@@ -111,12 +111,12 @@ int soft_dereg_mr(struct ibv_mr *ibv_mr)
     if (mr->key.file)
         soft_shared_wait(mr->key.file); /* in no other process either */
     if (atomic_load(&mr->windows)) {
-        soft_pd_restore(mr->pd, &mr->key);
+        soft_pd_restore_key(mr->pd, &mr->key);
         return EBUSY;
     }
     device->hooks->invalidate_key(device, mr->key.number);
     device->hooks->release_mr(device, mr);
-    soft_pd_release(mr->pd, &mr->key);
+    soft_pd_remove_key(mr->pd, &mr->key);
     soft_key_release(context->device, &mr->key);
     atomic_fetch_sub(&context->mrs, 1);
     free(mr);

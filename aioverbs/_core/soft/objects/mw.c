@@ -41,7 +41,7 @@ struct ibv_mw *soft_alloc_mw(struct ibv_pd *ibv_pd, enum ibv_mw_type type)
     mw->mw = (struct ibv_mw){ibv_pd->context, ibv_pd, mw->key.number << 8 | use, mw->key.number, type};
     mw->rkey = mw->mw.rkey;
     soft_lock_init(&mw->lock, SOFT_RANK_MW);
-    soft_pd_adopt(mw->pd, &mw->key);
+    soft_pd_add_key(mw->pd, &mw->key);
     atomic_fetch_add(&context->mws, 1);
     soft_key_publish(context->device, &mw->key);
     return &mw->mw;
@@ -60,7 +60,7 @@ static void unbind(struct soft_mw *mw)
     atomic_fetch_sub(&mw->mr->windows, 1);
 }
 
-void soft_mw_die(struct soft_mw *mw)
+void soft_mw_unbind(struct soft_mw *mw)
 {
     soft_lock_take(&mw->lock);
     unbind(mw);
@@ -76,8 +76,8 @@ int soft_dealloc_mw(struct ibv_mw *ibv_mw)
         return ENODEV;
     soft_key_withdraw(context->device, &mw->key);
     grace_wait(); /* nobody finds it, nobody is in it */
-    soft_mw_die(mw);
-    soft_pd_release(mw->pd, &mw->key);
+    soft_mw_unbind(mw);
+    soft_pd_remove_key(mw->pd, &mw->key);
     soft_key_release(context->device, &mw->key);
     atomic_fetch_sub(&context->mws, 1);
     free(mw);
@@ -135,7 +135,7 @@ bool soft_mw_bind(const struct soft_qp *qp, const struct soft_wqe *wqe)
     if (good) {
         unbind(mw);
         mw->rkey = wqe->rkey;
-        soft_key_use(qp->context->device, &mw->key, (uint8_t)mw->rkey);
+        soft_key_set_use(qp->context->device, &mw->key, (uint8_t)mw->rkey);
         if (mr) {
             /* Who deregisters the region withdraws it first and waits for this section before he counts. */
             atomic_fetch_add(&mr->windows, 1);

@@ -28,7 +28,7 @@ struct soft_mw {
 
 struct ibv_mw *soft_alloc_mw(struct ibv_pd *pd, enum ibv_mw_type type);
 int soft_dealloc_mw(struct ibv_mw *mw);
-void soft_mw_die(struct soft_mw *mw); /* nobody finds it any more: it gives the region free that it is bound to */
+void soft_mw_unbind(struct soft_mw *mw); /* nobody finds it any more: it gives the region free that it is bound to */
 
 /* Memory that a peer of `qp` names by a region's or a window's key. In a grace section, under rq_lock. NULL as
  * for soft_mr_reach; else the address stays good, and a window bound, until soft_remote_close. */

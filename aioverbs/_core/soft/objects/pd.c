@@ -59,7 +59,7 @@ static void free_pd(struct soft_pd *pd)
     free(pd);
 }
 
-void soft_pd_adopt(struct soft_pd *pd, struct soft_key *key)
+void soft_pd_add_key(struct soft_pd *pd, struct soft_key *key)
 {
     soft_mutex_take(&pd->lock);
     key->next = pd->keys;
@@ -72,7 +72,7 @@ void soft_pd_adopt(struct soft_pd *pd, struct soft_key *key)
     soft_mutex_give(&pd->lock);
 }
 
-void soft_pd_restore(struct soft_pd *pd, struct soft_key *key)
+void soft_pd_restore_key(struct soft_pd *pd, struct soft_key *key)
 {
     soft_mutex_take(&pd->lock);
     if (!atomic_load(&key->dead))
@@ -80,7 +80,7 @@ void soft_pd_restore(struct soft_pd *pd, struct soft_key *key)
     soft_mutex_give(&pd->lock);
 }
 
-void soft_pd_release(struct soft_pd *pd, struct soft_key *key)
+void soft_pd_remove_key(struct soft_pd *pd, struct soft_key *key)
 {
     bool last;
 
@@ -90,7 +90,7 @@ void soft_pd_release(struct soft_pd *pd, struct soft_key *key)
         key->next->link = key->link;
     pd->key_count--;
     atomic_fetch_sub(&pd->references, 1);
-    last = pd->gone && !pd->keys;
+    last = pd->deallocated && !pd->keys;
     soft_mutex_give(&pd->lock);
     if (last)
         free_pd(pd);
@@ -102,7 +102,7 @@ void soft_pd_release(struct soft_pd *pd, struct soft_key *key)
 static int leave_domain(struct soft_device *device, struct soft_pd *pd, struct soft_domain **last,
                         struct soft_shared **file)
 {
-    bool shared = pd->domain->share, busy;
+    bool shared = pd->domain->share_id, busy;
     struct soft_key *key;
 
     assert_held(&device->lock);
@@ -138,8 +138,8 @@ static void end_instance(struct soft_pd *pd, struct soft_shared *file)
     soft_mutex_take(&pd->lock);
     for (key = pd->keys; key; key = key->next)
         if (key->is_window)
-            soft_mw_die(container_of(key, struct soft_mw, key));
-    pd->gone = true;
+            soft_mw_unbind(container_of(key, struct soft_mw, key));
+    pd->deallocated = true;
     last = !pd->keys;
     soft_mutex_give(&pd->lock);
     if (last)

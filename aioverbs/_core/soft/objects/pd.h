@@ -44,7 +44,7 @@ struct soft_td {
 struct soft_domain {
     atomic_uint instances;
     uint64_t share_key;       /* under device->lock, like the next two */
-    uint32_t share;           /* its identifier; 0: not shared */
+    uint32_t share_id;        /* its identifier; 0: not shared */
     struct soft_domain *next; /* of device->shared */
     /* Where other processes may have it, too; set once, under device->lock. What is made on it from then on has a number
      * that no other of its processes gives. */
@@ -63,7 +63,7 @@ struct soft_pd {
     struct soft_mutex lock; /* guards what follows */
     struct soft_key *keys;  /* the regions and windows made on it */
     uint32_t key_count;     /* how many, of `references` */
-    bool gone;              /* it was given back, some of its dead keys were not: the last of them frees it */
+    bool deallocated;       /* it was given back, some of its dead keys were not: the last of them frees it */
 };
 
 static inline struct soft_pd *to_soft_pd(struct ibv_pd *pd)
@@ -82,8 +82,8 @@ struct soft_pd *soft_pd_new(struct soft_context *context, struct soft_domain *sh
 
 /* For who makes a region or window and before it can be found; and for who gives it back, when nobody finds it any
  * more and before its number is free again. The domain counts it as a reference meanwhile. */
-void soft_pd_adopt(struct soft_pd *pd, struct soft_key *key);
-void soft_pd_release(struct soft_pd *pd, struct soft_key *key);
-void soft_pd_restore(struct soft_pd *pd, struct soft_key *key); /* it is found again, unless it is dead */
+void soft_pd_add_key(struct soft_pd *pd, struct soft_key *key);
+void soft_pd_remove_key(struct soft_pd *pd, struct soft_key *key);
+void soft_pd_restore_key(struct soft_pd *pd, struct soft_key *key); /* it is found again, unless it is dead */
 
 #endif

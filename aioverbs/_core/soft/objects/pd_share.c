@@ -18,7 +18,7 @@ static struct soft_domain *domain_find(const struct soft_device *device, uint32_
     struct soft_domain *domain = device->shared;
 
     assert_held(&device->lock);
-    while (domain && domain->share != share)
+    while (domain && domain->share_id != share)
         domain = domain->next;
     return domain;
 }
@@ -37,15 +37,15 @@ int soft_alloc_shpd(struct ibv_pd *ibv_pd, uint64_t share_key, uint32_t *share)
     struct soft_context *context = to_soft_context(ibv_pd->context);
     struct soft_device *device = context->device;
     struct soft_domain *domain = to_soft_pd(ibv_pd)->domain;
-    int error = soft_stale(context) ? ENODEV : soft_refusal(context, SOFT_VERB_alloc_shpd);
+    int error = soft_stale(context) ? ENODEV : soft_verb_error(context, SOFT_VERB_alloc_shpd);
 
     if (error)
         return error;
     soft_mutex_take(&device->lock);
-    if (domain->share) {
+    if (domain->share_id) {
         error = EEXIST;
     } else {
-        *share = domain->share = next_share(device);
+        *share = domain->share_id = next_share(device);
         domain->share_key = share_key;
         domain->next = device->shared;
         device->shared = domain;
@@ -58,7 +58,7 @@ struct ibv_pd *soft_share_pd(struct ibv_context *ibv_context, uint32_t share, ui
 {
     struct soft_context *context = to_soft_context(ibv_context);
     struct soft_device *device = context->device;
-    int error = soft_stale(context) ? ENODEV : soft_refusal(context, SOFT_VERB_share_pd);
+    int error = soft_stale(context) ? ENODEV : soft_verb_error(context, SOFT_VERB_share_pd);
     struct soft_domain *domain;
     struct soft_pd *pd = NULL;
 
@@ -85,12 +85,12 @@ void soft_domain_unlink(struct soft_device *device, struct soft_domain *domain)
     struct soft_shared *file = atomic_load(&domain->file);
     struct soft_domain **link = &device->shared;
 
-    while (domain->share && *link != domain)
+    while (domain->share_id && *link != domain)
         link = &(*link)->next;
-    if (domain->share)
+    if (domain->share_id)
         *link = domain->next;
     if (file)
-        soft_shared_part(file);
+        soft_shared_leave(file);
 }
 
 void soft_domain_free(struct soft_domain *domain)
@@ -112,11 +112,11 @@ static struct soft_shared *domain_file(struct soft_device *device, struct soft_d
     assert_held(&device->lock);
     if (file)
         return file;
-    if (!domain->share) {
+    if (!domain->share_id) {
         errno = EINVAL;
         return NULL;
     }
-    file = soft_shared_make(device);
+    file = soft_shared_create(device);
     if (file && (errno = soft_shared_join(file, true))) {
         int error = errno;
 
@@ -153,7 +153,7 @@ int soft_export_shpd(struct ibv_pd *pd, int *fd)
     if (!file)
         return errno;
     soft_shared_reap(file);
-    *fd = soft_shared_give(file);
+    *fd = soft_shared_export(file);
     return *fd < 0 ? errno : 0;
 }
 
@@ -191,12 +191,12 @@ static struct soft_pd *first_instance(struct soft_context *context, struct soft_
     if (!pd) {
         int error = errno;
 
-        soft_shared_part(file);
+        soft_shared_leave(file);
         errno = error;
         return NULL;
     }
     soft_shared_hold(file);
-    pd->domain->share = next_share(device);
+    pd->domain->share_id = next_share(device);
     pd->domain->share_key = share_key;
     pd->domain->next = device->shared;
     atomic_store(&pd->domain->file, file);
@@ -208,11 +208,11 @@ struct ibv_pd *soft_import_shpd(struct ibv_context *ibv_context, int fd, uint64_
 {
     struct soft_context *context = to_soft_context(ibv_context);
     struct soft_device *device = context->device;
-    int error = soft_stale(context) ? ENODEV : soft_refusal(context, SOFT_VERB_share_pd);
+    int error = soft_stale(context) ? ENODEV : soft_verb_error(context, SOFT_VERB_share_pd);
     struct soft_shared *file = NULL;
     struct soft_pd *pd = NULL;
 
-    if (!error && !(file = soft_shared_take(device, fd)))
+    if (!error && !(file = soft_shared_import(device, fd)))
         error = errno;
     if (file) {
         struct soft_domain *domain;

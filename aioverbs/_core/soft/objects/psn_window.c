@@ -5,7 +5,7 @@ void soft_window_begin(struct soft_window *window, uint32_t psn)
 {
     assert(soft_window_is_idle(window));
     window->first_psn = psn;
-    window->known = window->reached = 0;
+    window->ever_sent = window->most_received = 0;
     soft_window_check(window);
 }
 
@@ -16,8 +16,8 @@ void soft_window_send(struct soft_window *window, uint32_t bytes, uint32_t packe
     if (!window->offset && is_read)
         window->reads++;
     window->packets += packets;
-    if (window->known < window->packets)
-        window->known = window->packets;
+    if (window->ever_sent < window->packets)
+        window->ever_sent = window->packets;
     if (last) {
         window->offset = 0;
         window->sent++;
@@ -34,12 +34,12 @@ uint32_t soft_window_locate(const struct soft_window *window, uint32_t psn)
     return before < window->packets ? before + 1 : 0;
 }
 
-bool soft_window_hear(struct soft_window *window, uint32_t packets)
+bool soft_window_note_answer(struct soft_window *window, uint32_t packets)
 {
     assert(packets && packets <= window->packets);
-    if (packets <= window->heard_of)
+    if (packets <= window->answered)
         return false;
-    window->heard_of = packets;
+    window->answered = packets;
     soft_window_check(window);
     return true;
 }
@@ -47,43 +47,43 @@ bool soft_window_hear(struct soft_window *window, uint32_t packets)
 bool soft_window_receive(struct soft_window *window, uint32_t bytes)
 {
     assert(!soft_window_is_idle(window) && window->reads);
-    assert(window->sent != window->taken || bytes <= window->offset - window->received);
+    assert(window->sent != window->finished || bytes <= window->offset - window->received);
     window->received += bytes;
-    if (window->received <= window->reached)
+    if (window->received <= window->most_received)
         return false;
-    window->reached = window->received;
+    window->most_received = window->received;
     return true;
 }
 
 void soft_window_acknowledge(struct soft_window *window, uint32_t packets, bool is_read)
 {
-    assert(window->sent != window->taken && packets && packets <= window->packets);
+    assert(window->sent != window->finished && packets && packets <= window->packets);
     assert(!is_read || window->reads);
-    window->taken++;
+    window->finished++;
     window->first_psn = (window->first_psn + packets) & SOFT_PSN_MASK;
     window->packets -= packets;
-    window->known -= packets;
-    window->heard_of = window->heard_of > packets ? window->heard_of - packets : 0;
-    window->received = window->reached = 0;
+    window->ever_sent -= packets;
+    window->answered = window->answered > packets ? window->answered - packets : 0;
+    window->received = window->most_received = 0;
     window->reads -= is_read;
     soft_window_check(window);
 }
 
-void soft_window_refuse(struct soft_window *window)
+void soft_window_fail(struct soft_window *window)
 {
     soft_window_rewind(window);
-    soft_window_pass(window, 0);
+    soft_window_skip(window, 0);
 }
 
 void soft_window_rewind(struct soft_window *window)
 {
-    window->sent = window->taken;
-    window->offset = window->received = window->reads = window->packets = window->heard_of = 0;
+    window->sent = window->finished;
+    window->offset = window->received = window->reads = window->packets = window->answered = 0;
     soft_window_check(window);
 }
 
 void soft_window_undo(struct soft_window *window)
 {
     soft_window_rewind(window);
-    window->known = 0;
+    window->ever_sent = 0;
 }

@@ -23,23 +23,23 @@
 #define SOFT_WINDOW_PACKETS (SOFT_PSN_MASK / 2) /* in flight at most: less than half of all sequence numbers */
 
 struct soft_window {
-    uint32_t posted;    /* as the doorbell was seen last */
-    uint32_t sent;      /* requests before it left whole */
-    uint32_t taken;     /* requests before it are finished: completed, or not to be told of */
-    uint32_t offset;    /* bytes of the request at `sent` that left */
-    uint32_t received;  /* bytes of the answer to the read or atomic at `taken` that came */
-    uint32_t reached;   /* the most that `received` was for the request at `taken`, however often it was sent */
-    uint32_t reads;     /* reads and atomics in flight, that at `sent` included when a part of it left */
-    uint32_t first_psn; /* of the request at `taken` */
-    uint32_t packets;   /* in flight */
-    uint32_t heard_of;  /* packets from `first_psn` on up to the last one that an answer told of; <= packets */
-    uint32_t known;     /* packets from `first_psn` on that left at some time, so the peer may know them; >= packets */
+    uint32_t posted;        /* as the doorbell was seen last */
+    uint32_t sent;          /* requests before it left whole */
+    uint32_t finished;      /* requests before it are finished: completed, or not to be told of */
+    uint32_t offset;        /* bytes of the request at `sent` that left */
+    uint32_t received;      /* bytes of the answer to the read or atomic at `finished` that came */
+    uint32_t most_received; /* the most that `received` was for the request at `finished`, however often it was sent */
+    uint32_t reads;         /* reads and atomics in flight, that at `sent` included when a part of it left */
+    uint32_t first_psn;     /* of the request at `finished` */
+    uint32_t packets;       /* in flight */
+    uint32_t answered;      /* packets from `first_psn` on up to the last one that an answer told of; <= packets */
+    uint32_t ever_sent; /* packets from `first_psn` on that left at some time, so the peer may know them; >= packets */
 };
 
 /* Check what every function leaves behind. */
 static inline void soft_window_check(const struct soft_window *window)
 {
-    uint32_t sent = window->sent - window->taken, posted = window->posted - window->taken;
+    uint32_t sent = window->sent - window->finished, posted = window->posted - window->finished;
 
     (void)sent;
     (void)posted;
@@ -48,8 +48,8 @@ static inline void soft_window_check(const struct soft_window *window)
     assert((window->packets == 0) == (!sent && !window->offset));
     assert(window->packets || !window->received);
     assert(window->reads <= sent + !!window->offset);
-    assert(window->heard_of <= window->packets && window->received <= window->reached);
-    assert(window->packets <= window->known && window->known <= SOFT_WINDOW_PACKETS);
+    assert(window->answered <= window->packets && window->received <= window->most_received);
+    assert(window->packets <= window->ever_sent && window->ever_sent <= SOFT_WINDOW_PACKETS);
     assert(window->first_psn <= SOFT_PSN_MASK);
 }
 
@@ -64,7 +64,7 @@ static inline bool soft_window_post(struct soft_window *window, uint32_t posted)
 /* Return whether nothing is in flight. */
 static inline bool soft_window_is_idle(const struct soft_window *window)
 {
-    return window->sent == window->taken && !window->offset;
+    return window->sent == window->finished && !window->offset;
 }
 
 /* Return the PSN of the packet that is sent next. */
@@ -76,7 +76,7 @@ static inline uint32_t soft_window_psn(const struct soft_window *window)
 /* Return whether the packet that is sent next was sent before. */
 static inline bool soft_window_repeats(const struct soft_window *window)
 {
-    return window->packets < window->known;
+    return window->packets < window->ever_sent;
 }
 
 /* Return whether so many further packets may be in flight; else answers have to come first. */
@@ -85,14 +85,14 @@ static inline bool soft_window_has_room(const struct soft_window *window, uint32
     return packets <= SOFT_WINDOW_PACKETS - window->packets;
 }
 
-/* Finish the request at `taken` without an answer, where nothing is in flight. It took so many PSNs. */
-static inline void soft_window_pass(struct soft_window *window, uint32_t packets)
+/* Finish the request at `finished` without an answer, where nothing is in flight. It took so many PSNs. */
+static inline void soft_window_skip(struct soft_window *window, uint32_t packets)
 {
-    assert(soft_window_is_idle(window) && window->taken != window->posted);
-    window->sent = ++window->taken;
-    window->reached = 0;
+    assert(soft_window_is_idle(window) && window->finished != window->posted);
+    window->sent = ++window->finished;
+    window->most_received = 0;
     window->first_psn = (window->first_psn + packets) & SOFT_PSN_MASK;
-    window->known = window->known > packets ? window->known - packets : 0;
+    window->ever_sent = window->ever_sent > packets ? window->ever_sent - packets : 0;
     soft_window_check(window);
 }
 
@@ -108,17 +108,17 @@ uint32_t soft_window_locate(const struct soft_window *window, uint32_t psn);
 
 /* Note that an answer told of so many packets in flight. Return whether none told of as many since they left: one that
  * tells nothing new gives no more time. */
-bool soft_window_hear(struct soft_window *window, uint32_t packets);
+bool soft_window_note_answer(struct soft_window *window, uint32_t packets);
 
-/* Count bytes of the answer to the read or atomic at `taken`. Return whether more than ever came, however often it was
+/* Count bytes of the answer to the read or atomic at `finished`. Return whether more than ever came, however often it was
  * sent: who sends the beginning again and again gets no further repetitions by that. */
 bool soft_window_receive(struct soft_window *window, uint32_t bytes);
 
-/* Finish the request at `taken`, which left whole in so many packets, and was answered. */
+/* Finish the request at `finished`, which left whole in so many packets, and was answered. */
 void soft_window_acknowledge(struct soft_window *window, uint32_t packets, bool is_read);
 
-/* Finish the request at `taken`, which failed. Nothing is in flight any more. */
-void soft_window_refuse(struct soft_window *window);
+/* Finish the request at `finished`, which failed. Nothing is in flight any more. */
+void soft_window_fail(struct soft_window *window);
 
 /* Take back all that is in flight, to be sent again. The peer may know of it. */
 void soft_window_rewind(struct soft_window *window);

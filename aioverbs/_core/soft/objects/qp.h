@@ -64,11 +64,11 @@ enum { SOFT_DIRECT_PARTS = 16 };
  * `rewind`, `deadline` and `pause` are unset. */
 struct soft_requester {
     struct soft_window window;       /* finished requests, and requests in flight */
-    uint32_t retries_left, rnr_left; /* for the request at window.taken, since the peer made progress last */
-    bool begun;                      /* the request at window.taken was tried before */
+    uint32_t retries_left, rnr_left; /* for the request at window.finished, since the peer made progress last */
+    bool begun;                      /* the request at window.finished was tried before */
     bool drain_notify;               /* SQ_DRAINED is to be raised */
     bool waiting;
-    bool refused;      /* the peer had no receive, and the request at window.taken was not sent again since */
+    bool refused;      /* the peer had no receive, and the request at window.finished was not sent again since */
     bool rewind;       /* all is sent again as soon as the peer has ended its copies; nothing is sent before */
     uint64_t deadline; /* when the oldest request counts as lost; UINT64_MAX: never */
     uint64_t pause;    /* the peer had no receive: nothing is sent before this time; 0: no pause */
@@ -103,9 +103,9 @@ struct soft_qp {
 	 * consistent: who posts and then reads it, or sets ERR and then reads the ring, sees the other. */
     atomic_uint state;
     struct ibv_qp_attr attr; /* written under both locks, read under either */
-    bool leads_here;         /* as attr: its path ends at this device */
+    bool is_loopback;        /* as attr: its path ends at this device */
     struct soft_link *link;  /* as attr: the way to a remote peer; of a datagram's queue, to the last one. Or NULL */
-    bool leaving;            /* as attr: it is being destroyed, and stays in RESET */
+    bool destroying;         /* as attr: it is being destroyed, and stays in RESET */
 
     struct soft_lock sq_lock;  /* the sending device half */
     struct soft_requester req; /* sq */
@@ -119,11 +119,11 @@ struct soft_qp {
         atomic_replays[SOFT_MAX_RD_ATOMIC]; /* rq: responses to atomics of a remote peer, for repetitions */
     uint32_t atomic_replays_next;           /* rq */
 
-    /* It stands on one of the engine's lists, or is being added. Set by who adds it, cleared under engine.lock when it
+    /* It stands on one of the worker thread's lists, or is being added. Set by who adds it, cleared under worker.lock when it
      * is taken off, before it is executed: who finds it set has left his work to that execution. */
     atomic_bool queued;
-    struct soft_qp *next_queued; /* of who set `queued`, until it is added; from then on under engine.lock */
-    struct soft_timer timer;     /* under engine.lock */
+    struct soft_qp *next_queued; /* of who set `queued`, until it is added; from then on under worker.lock */
+    struct soft_timer timer;     /* under worker.lock */
     struct soft_event_source events;
     struct soft_waiter waiter;             /* for room on a link to a remote peer */
     struct soft_fault_counts fault_counts; /* under the fault plan's lock */

@@ -29,7 +29,7 @@
 #define SOFT_SHARED_SLOTS 240u
 #define SOFT_SHARED_KEYS 65536u /* of a process; with the slots this fills the numbers that a device's own leave free */
 #define SOFT_SHARED_CHUNK (1u << 16) /* memory is given out by so many bytes */
-#define SOFT_SHARED_WORDS 64u
+#define SOFT_SHARED_READERS 64u
 
 /* ---- The file ---------------------------------------------------------------------------------------------- */
 
@@ -44,8 +44,8 @@ struct soft_shared_key {
 #define SOFT_SHARED_LIVE 0x100u
 
 /* How many sections of a process reach what others registered, by threads: see soft_shared_wait. */
-struct soft_shared_word {
-    _Alignas(64) atomic_uint inside;
+struct soft_shared_reader {
+    _Alignas(64) atomic_uint sections;
 };
 
 struct soft_shared_slot {
@@ -59,11 +59,11 @@ struct soft_shared_head {
 };
 
 struct soft_shared_page {
-    struct soft_shared_head head; /* const */
-    atomic_uint gone;             /* the last instance went */
-    _Atomic uint64_t taken[4];    /* a bit for each slot: something of it may be here */
+    struct soft_shared_head head;   /* const */
+    atomic_uint is_closed;          /* the last instance went */
+    _Atomic uint64_t used_slots[4]; /* a bit for each slot: something of it may be here */
     _Alignas(4096) struct soft_shared_slot slots[SOFT_SHARED_SLOTS];
-    _Alignas(4096) struct soft_shared_word words[SOFT_SHARED_SLOTS][SOFT_SHARED_WORDS];
+    _Alignas(4096) struct soft_shared_reader readers[SOFT_SHARED_SLOTS][SOFT_SHARED_READERS];
     _Alignas(4096) struct soft_shared_key keys[SOFT_SHARED_SLOTS][SOFT_SHARED_KEYS];
 };
 /* Behind it: for each chunk the number of the slot that has it plus one, then the memory. */
@@ -87,30 +87,30 @@ struct soft_shared {
     atomic_uint references; /* domains, keys, allocators; the last one goes under device->lock */
     bool member;            /* under device->lock: an instance of the domain is in this process */
     struct soft_mutex reaping;
-    atomic_bool late;                       /* somebody was not waited for to the end: no chunk is given out again */
-    atomic_bool overdue[SOFT_SHARED_SLOTS]; /* that was its process, which is still there as far as is known */
-    struct soft_lock waiting;               /* guards what follows */
-    struct soft_waited waited;             /* for all others: one process may have several slots, or another one soon */
-    atomic_ullong seen[SOFT_SHARED_SLOTS]; /* when its process was there */
+    atomic_bool no_reuse;                     /* somebody was not waited for to the end: no chunk is given out again */
+    atomic_bool timed_out[SOFT_SHARED_SLOTS]; /* that was its process, which is still there as far as is known */
+    struct soft_lock wait_lock;               /* guards what follows */
+    struct soft_wait_budget wait_budget; /* for all others: one process may have several slots, or another one soon */
+    atomic_ullong last_seen[SOFT_SHARED_SLOTS]; /* when its process was there */
 };
 
 /* NULL and errno. The one makes a file, under device->lock; the other takes what another process made, by a descriptor
  * that stays the caller's: EPROTO where it is none, EMFILE where there are as many processes as there can be. */
-struct soft_shared *soft_shared_make(struct soft_device *device);
-struct soft_shared *soft_shared_take(struct soft_device *device, int fd);
+struct soft_shared *soft_shared_create(struct soft_device *device);
+struct soft_shared *soft_shared_import(struct soft_device *device, int fd);
 
 void soft_shared_hold(struct soft_shared *file);
 void soft_shared_drop(struct soft_shared *file); /* not under device->lock; nobody of this process is in there */
 
 /* A further descriptor for another process, the caller's to close; -1 and errno. */
-int soft_shared_give(const struct soft_shared *file);
+int soft_shared_export(const struct soft_shared *file);
 
 /* Under device->lock: this process has an instance, or has none any more. 0, or ENOENT: the last one went. */
 int soft_shared_join(struct soft_shared *file, bool first);
-void soft_shared_part(struct soft_shared *file);
+void soft_shared_leave(struct soft_shared *file);
 
 /* Whether a slot's process is there, by the kernel's word; what a process left that is not is cleared. */
-bool soft_shared_is_there(const struct soft_shared *file, uint32_t slot);
+bool soft_shared_is_alive(const struct soft_shared *file, uint32_t slot);
 void soft_shared_reap(struct soft_shared *file);
 
 #endif

@@ -43,7 +43,7 @@ static bool others_hold(const struct soft_shared *file, off_t byte)
     return fcntl(file->fd, F_OFD_GETLK, &what) || what.l_type != F_UNLCK;
 }
 
-bool soft_shared_is_there(const struct soft_shared *file, uint32_t slot)
+bool soft_shared_is_alive(const struct soft_shared *file, uint32_t slot)
 {
     return slot == file->slot || others_hold(file, slot);
 }
@@ -52,7 +52,7 @@ bool soft_shared_is_there(const struct soft_shared *file, uint32_t slot)
 
 static bool is_marked(const struct soft_shared *file, uint32_t slot)
 {
-    return atomic_load(&file->page->taken[slot / 64]) >> slot % 64 & 1;
+    return atomic_load(&file->page->used_slots[slot / 64]) >> slot % 64 & 1;
 }
 
 static void mark(struct soft_shared *file, uint32_t slot, bool taken)
@@ -60,9 +60,9 @@ static void mark(struct soft_shared *file, uint32_t slot, bool taken)
     uint64_t bit = 1ull << slot % 64;
 
     if (taken)
-        atomic_fetch_or(&file->page->taken[slot / 64], bit);
+        atomic_fetch_or(&file->page->used_slots[slot / 64], bit);
     else
-        atomic_fetch_and(&file->page->taken[slot / 64], ~bit);
+        atomic_fetch_and(&file->page->used_slots[slot / 64], ~bit);
 }
 
 static bool is_of(const struct alloc_area *area, size_t chunk, const bool gone[SOFT_SHARED_SLOTS])
@@ -102,9 +102,9 @@ static void shared_slot_silence(struct soft_shared *file, uint32_t slot)
 {
     unsigned int i;
 
-    for (i = 0; i < SOFT_SHARED_WORDS; i++)
-        atomic_store(&file->page->words[slot][i].inside, 0);
-    soft_shared_forget_keys(file, slot);
+    for (i = 0; i < SOFT_SHARED_READERS; i++)
+        atomic_store(&file->page->readers[slot][i].sections, 0);
+    soft_shared_clear_keys(file, slot);
 }
 
 static void shared_slots_clear(struct soft_shared *file, const bool gone[SOFT_SHARED_SLOTS])
@@ -135,7 +135,7 @@ void soft_shared_reap(struct soft_shared *file)
         if (!gone[slot])
             continue;
         mark(file, slot, false);
-        atomic_store(&file->overdue[slot], false);
+        atomic_store(&file->timed_out[slot], false);
         shared_file_lock(file, F_UNLCK, slot);
     }
     soft_mutex_give(&file->reaping);
@@ -182,7 +182,7 @@ int soft_shared_join(struct soft_shared *file, bool first)
 
     if (error) /* the last one is just leaving */
         return error == EAGAIN || error == EACCES ? ENOENT : error;
-    if (!file->member && !first && (atomic_load(&file->page->gone) || !others_hold(file, MEMBERS))) {
+    if (!file->member && !first && (atomic_load(&file->page->is_closed) || !others_hold(file, MEMBERS))) {
         shared_file_lock(file, F_UNLCK, MEMBERS);
         return ENOENT;
     }
@@ -190,11 +190,11 @@ int soft_shared_join(struct soft_shared *file, bool first)
     return 0;
 }
 
-void soft_shared_part(struct soft_shared *file)
+void soft_shared_leave(struct soft_shared *file)
 {
     /* Of two that leave at once neither may be the last: who comes then finds nobody there. */
     if (!shared_file_lock(file, F_WRLCK, MEMBERS))
-        atomic_store(&file->page->gone, 1);
+        atomic_store(&file->page->is_closed, 1);
     shared_file_lock(file, F_UNLCK, MEMBERS);
     file->member = false;
 }
@@ -270,7 +270,7 @@ static int shared_file_map(struct soft_shared *file, uint64_t bytes)
         .bytes = bytes,
         .chunk_bytes = SOFT_SHARED_CHUNK,
         .owners = (void *)(at + sizeof(struct soft_shared_page)),
-        .late = &file->late,
+        .no_reuse = &file->no_reuse,
         .handle = file,
         .hold = shared_area_hold,
         .drop = shared_area_drop,
@@ -307,7 +307,7 @@ static struct soft_shared *begin(struct soft_device *device)
     file->generation = soft_generation;
     file->fd = -1;
     file->slot = SOFT_SHARED_SLOTS; /* none */
-    soft_lock_init(&file->waiting, SOFT_RANK_WAITED);
+    soft_lock_init(&file->wait_lock, SOFT_RANK_WAITED);
     atomic_init(&file->references, 1);
     return file;
 }
@@ -338,7 +338,7 @@ static struct soft_shared *shared_file_finish(struct soft_shared *file, int erro
     return file;
 }
 
-struct soft_shared *soft_shared_make(struct soft_device *device)
+struct soft_shared *soft_shared_create(struct soft_device *device)
 {
     struct soft_shared *file = begin(device);
     uint64_t bytes = memory_bytes();
@@ -346,7 +346,7 @@ struct soft_shared *soft_shared_make(struct soft_device *device)
 
     if (!file)
         return NULL;
-    file->fd = soft_sealed_make("aioverbs-domain", (off_t)(memory_at(bytes) + bytes), F_SEAL_SEAL);
+    file->fd = soft_sealed_create("aioverbs-domain", (off_t)(memory_at(bytes) + bytes), F_SEAL_SEAL);
     error = file->fd < 0 ? errno : shared_file_map(file, bytes);
     if (!error) {
         memcpy(file->page->head.magic, MAGIC, sizeof(file->page->head.magic));
@@ -358,7 +358,7 @@ struct soft_shared *soft_shared_make(struct soft_device *device)
     return shared_file_finish(file, error);
 }
 
-/* It is what soft_shared_make made, as far as it can be told. That it is never cut short is what counts, and that it
+/* It is what soft_shared_create made, as far as it can be told. That it is never cut short is what counts, and that it
  * gets no further seals: with F_SEAL_FUTURE_WRITE its pages could not be given back, and would be written instead. */
 static int shared_file_check(const struct soft_shared *file, uint64_t *bytes)
 {
@@ -426,7 +426,7 @@ static int shared_file_join(struct soft_shared *file, int fd)
 /* What others left, and they themselves, may have to be waited for, so it is made ready before device->lock is taken.
  * And whoever asks any other file than a memory file for anything may have to wait for that, as long as its owner likes.
  */
-struct soft_shared *soft_shared_take(struct soft_device *device, int fd)
+struct soft_shared *soft_shared_import(struct soft_device *device, int fd)
 {
     struct soft_shared *file, *found;
     int error;
@@ -458,7 +458,7 @@ struct soft_shared *soft_shared_take(struct soft_device *device, int fd)
     return file;
 }
 
-int soft_shared_give(const struct soft_shared *file)
+int soft_shared_export(const struct soft_shared *file)
 {
     return open_again(file->fd);
 }

@@ -90,13 +90,13 @@ static uint32_t number_of(const struct soft_key *key)
 }
 
 /* At once, and not when it is given back: a process that dies has used up what it used. */
-void soft_key_use(struct soft_device *device, const struct soft_key *key, uint8_t use)
+void soft_key_set_use(struct soft_device *device, const struct soft_key *key, uint8_t use)
 {
     struct soft_shared_key *told;
     uint32_t serial;
 
     if (!key->file) {
-        soft_table_use(&device->keys, key->number, use);
+        soft_table_set_use(&device->keys, key->number, use);
         return;
     }
     told = mine(key->file, number_of(key));
@@ -109,14 +109,14 @@ void soft_key_publish(struct soft_device *device, struct soft_key *key)
 {
     soft_table_publish(table_of(device, key), number_of(key), key);
     if (key->file && !key->is_window)
-        soft_shared_tell(key->file, number_of(key), container_of(key, struct soft_mr, key));
+        soft_shared_publish_key(key->file, number_of(key), container_of(key, struct soft_mr, key));
 }
 
 void soft_key_withdraw(struct soft_device *device, struct soft_key *key)
 {
     soft_table_withdraw(table_of(device, key), number_of(key));
     if (key->file)
-        soft_shared_recall(key->file, number_of(key));
+        soft_shared_withdraw_key(key->file, number_of(key));
 }
 
 void soft_key_release(struct soft_device *device, struct soft_key *key)
@@ -136,7 +136,7 @@ struct soft_key *soft_shared_find(const struct soft_pd *pd, uint32_t key)
     return soft_table_find(&file->keys, place.key);
 }
 
-bool soft_shared_find_others(const struct soft_pd *pd, uint32_t key)
+bool soft_shared_find_foreign(const struct soft_pd *pd, uint32_t key)
 {
     struct soft_shared *file = pd_file(pd);
     struct place place;
@@ -146,7 +146,7 @@ bool soft_shared_find_others(const struct soft_pd *pd, uint32_t key)
 
 /* ---- What others are told ------------------------------------------------------------------------------------ */
 
-void soft_shared_tell(struct soft_shared *file, uint32_t place, const struct soft_mr *mr)
+void soft_shared_publish_key(struct soft_shared *file, uint32_t place, const struct soft_mr *mr)
 {
     struct soft_shared_key *key = mine(file, place);
     const struct alloc_area *area = &file->area;
@@ -165,12 +165,12 @@ void soft_shared_tell(struct soft_shared *file, uint32_t place, const struct sof
     atomic_fetch_or(&key->state, SOFT_SHARED_LIVE);
 }
 
-void soft_shared_recall(struct soft_shared *file, uint32_t place)
+void soft_shared_withdraw_key(struct soft_shared *file, uint32_t place)
 {
     atomic_fetch_and(&mine(file, place)->state, ~(uint64_t)SOFT_SHARED_LIVE);
 }
 
-void soft_shared_forget_keys(struct soft_shared *file, uint32_t slot)
+void soft_shared_clear_keys(struct soft_shared *file, uint32_t slot)
 {
     uint32_t used = atomic_load(&file->page->slots[slot].used), i;
 
@@ -185,17 +185,17 @@ static bool is_there(struct soft_shared *file, uint32_t slot)
 {
     uint64_t now = soft_now_ns();
 
-    if (now - atomic_load_explicit(&file->seen[slot], memory_order_relaxed) < BELIEVED_NS)
+    if (now - atomic_load_explicit(&file->last_seen[slot], memory_order_relaxed) < BELIEVED_NS)
         return true;
-    if (!soft_shared_is_there(file, slot))
+    if (!soft_shared_is_alive(file, slot))
         return false;
-    atomic_store_explicit(&file->seen[slot], now, memory_order_relaxed);
+    atomic_store_explicit(&file->last_seen[slot], now, memory_order_relaxed);
     return true;
 }
 
 static atomic_uint *word_of(struct soft_shared *file)
 {
-    return &file->page->words[file->slot][soft_thread() % SOFT_SHARED_WORDS].inside;
+    return &file->page->readers[file->slot][soft_thread_id() % SOFT_SHARED_READERS].sections;
 }
 
 /* At the end of a section. */
@@ -203,9 +203,9 @@ static void leave_visited(struct grace_reader *self)
 {
     unsigned int i;
 
-    for (i = 0; i < SOFT_VISITS && self->visits[i]; i++) {
-        atomic_fetch_sub(word_of(self->visits[i]), 1);
-        self->visits[i] = NULL;
+    for (i = 0; i < SOFT_SECTION_FILES && self->shared_files[i]; i++) {
+        atomic_fetch_sub(word_of(self->shared_files[i]), 1);
+        self->shared_files[i] = NULL;
     }
 }
 
@@ -217,17 +217,17 @@ static void enter(struct soft_shared *file)
     struct soft_shared *before = file, *at;
     unsigned int i;
 
-    self->visits_end = leave_visited;
-    for (i = 0; i < SOFT_VISITS; i++) {
-        at = self->visits[i];
-        self->visits[i] = before;
+    self->files_leave = leave_visited;
+    for (i = 0; i < SOFT_SECTION_FILES; i++) {
+        at = self->shared_files[i];
+        self->shared_files[i] = before;
         if (at == file)
             return;
         before = at;
         if (!at)
             break;
     }
-    if (i == SOFT_VISITS)
+    if (i == SOFT_SECTION_FILES)
         atomic_fetch_sub(word_of(before), 1);
     atomic_fetch_add(word_of(file), 1);
 }
@@ -385,9 +385,9 @@ static bool have_time(struct soft_shared *file, uint64_t begin, uint64_t now)
 {
     bool have;
 
-    soft_lock_take(&file->waiting);
-    have = soft_waited_more(&file->waited, begin, now, STUCK_NS);
-    soft_lock_give(&file->waiting);
+    soft_lock_take(&file->wait_lock);
+    have = soft_wait_budget_spend(&file->wait_budget, begin, now, STUCK_NS);
+    soft_lock_give(&file->wait_lock);
     return have;
 }
 
@@ -402,11 +402,11 @@ static bool wait_for(struct soft_shared *file, uint32_t slot, const atomic_uint 
             sched_yield();
             continue;
         }
-        if (!soft_shared_is_there(file, slot)) {
-            atomic_store(&file->overdue[slot], false); /* the next one that has the slot is another process */
+        if (!soft_shared_is_alive(file, slot)) {
+            atomic_store(&file->timed_out[slot], false); /* the next one that has the slot is another process */
             return true;
         }
-        if (now >= soon && (atomic_load(&file->overdue[slot]) || !have_time(file, begin, now)))
+        if (now >= soon && (atomic_load(&file->timed_out[slot]) || !have_time(file, begin, now)))
             return false;
         nanosleep(&(struct timespec){.tv_nsec = 100000}, NULL);
     }
@@ -416,15 +416,15 @@ static bool wait_for(struct soft_shared *file, uint32_t slot, const atomic_uint 
 /* All of the slot's words. Who was never overdue has a moment of its own, however long the others took. */
 static void wait_for_slot(struct soft_shared *file, uint32_t slot, uint64_t begin)
 {
-    uint64_t soon = (atomic_load(&file->overdue[slot]) ? begin : soft_now_ns()) + OVERDUE_NS;
+    uint64_t soon = (atomic_load(&file->timed_out[slot]) ? begin : soft_now_ns()) + OVERDUE_NS;
     uint32_t word = 0;
 
-    while (word < SOFT_SHARED_WORDS && wait_for(file, slot, &file->page->words[slot][word].inside, begin, soon))
+    while (word < SOFT_SHARED_READERS && wait_for(file, slot, &file->page->readers[slot][word].sections, begin, soon))
         word++;
-    if (word == SOFT_SHARED_WORDS)
+    if (word == SOFT_SHARED_READERS)
         return;
-    atomic_store(&file->late, true);
-    atomic_store(&file->overdue[slot], true);
+    atomic_store(&file->no_reuse, true);
+    atomic_store(&file->timed_out[slot], true);
 }
 
 void soft_shared_wait(struct soft_shared *file)
@@ -433,6 +433,6 @@ void soft_shared_wait(struct soft_shared *file)
     uint32_t slot;
 
     for (slot = 0; slot < SOFT_SHARED_SLOTS; slot++)
-        if (slot != file->slot && atomic_load(&file->page->taken[slot / 64]) >> slot % 64 & 1)
+        if (slot != file->slot && atomic_load(&file->page->used_slots[slot / 64]) >> slot % 64 & 1)
             wait_for_slot(file, slot, begin);
 }

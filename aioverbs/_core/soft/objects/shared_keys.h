@@ -31,7 +31,7 @@ struct soft_key {
 /* A number for a region or window of a protection domain, with what tells one use of it from the next: 0 or an errno.
  * Then it finds the key, or nothing; and then it is free. Meanwhile a window may count its uses on, to this one. */
 int soft_key_reserve(struct soft_pd *pd, struct soft_key *key, uint8_t *use);
-void soft_key_use(struct soft_device *device, const struct soft_key *key, uint8_t use);
+void soft_key_set_use(struct soft_device *device, const struct soft_key *key, uint8_t use);
 void soft_key_publish(struct soft_device *device, struct soft_key *key);
 void soft_key_withdraw(struct soft_device *device, struct soft_key *key);
 void soft_key_release(struct soft_device *device, struct soft_key *key);
@@ -43,12 +43,12 @@ uint8_t *soft_shared_resolve(const struct soft_pd *pd, uint32_t key, uint64_t ad
 uint8_t *soft_shared_open(struct soft_remote *remote, const struct soft_qp *qp, const struct soft_pd *pd, uint32_t key,
                           uint64_t address, uint64_t length, int access);
 struct soft_key *soft_shared_find(const struct soft_pd *pd, uint32_t key);
-bool soft_shared_find_others(const struct soft_pd *pd, uint32_t key);
+bool soft_shared_find_foreign(const struct soft_pd *pd, uint32_t key);
 
 /* Whether it is the number of a region of another process, as far as it is one. */
-static inline bool soft_shared_is_others(const struct soft_pd *pd, uint32_t key)
+static inline bool soft_shared_is_foreign(const struct soft_pd *pd, uint32_t key)
 {
-    return key >> 8 >= SOFT_MAX_NUMBER && soft_shared_find_others(pd, key);
+    return key >> 8 >= SOFT_MAX_NUMBER && soft_shared_find_foreign(pd, key);
 }
 
 static inline struct soft_key *soft_key_find(struct soft_device *device, const struct soft_pd *pd, uint32_t key)
@@ -68,16 +68,16 @@ int soft_unimport_mr(struct ibv_mr *mr);
 /* ---- Domains that processes share ------------------------------------------------------------------------ */
 
 /* A region's place in the slot leads other processes there; it does not any more; what a process that died left. */
-void soft_shared_tell(struct soft_shared *file, uint32_t place, const struct soft_mr *mr);
-void soft_shared_recall(struct soft_shared *file, uint32_t place);
-void soft_shared_forget_keys(struct soft_shared *file, uint32_t slot);
+void soft_shared_publish_key(struct soft_shared *file, uint32_t place, const struct soft_mr *mr);
+void soft_shared_withdraw_key(struct soft_shared *file, uint32_t place);
+void soft_shared_clear_keys(struct soft_shared *file, uint32_t slot);
 
 /* No other process is at memory by a key that was recalled before, as grace_wait for the threads of this one. A process
  * that was stopped in the middle, or says so, is waited for two seconds, once, and all of them together no longer: what
  * was waited in one call counts in the next (soft/base/wait_budget.h). From then on it has a millisecond, for as long
  * as it has the slot. What it has then still to do it does to memory that no allocator gives out again. More is not
  * promised: each process of the domain can write to all of its memory whenever it likes. Not under device->lock, like
- * soft_shared_reap and soft_shared_take. */
+ * soft_shared_reap and soft_shared_import. */
 void soft_shared_wait(struct soft_shared *file);
 
 #endif

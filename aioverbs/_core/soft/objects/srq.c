@@ -236,7 +236,7 @@ int soft_destroy_srq(struct ibv_srq *ibv_srq)
     if (srq->cq)
         soft_cq_purge(srq->cq, NULL, srq);
     leave_for_destruction(srq); /* who took an event may post before he acknowledges it */
-    soft_events_finish(context, &srq->events, &ibv_srq->mutex, &ibv_srq->cond, &ibv_srq->events_completed);
+    soft_events_drain(context, &srq->events, &ibv_srq->mutex, &ibv_srq->cond, &ibv_srq->events_completed);
 
     soft_table_release(&context->device->srqs, srq->number);
     soft_memory_put(&srq->record);
@@ -306,7 +306,7 @@ static int move_entries(struct soft_srq *srq, struct soft_memory *buffer, uint32
     limit = new_limit ? *new_limit : srq->limit;
     if (limit <= depth && atomic_load_explicit(&srq->outstanding, memory_order_acquire) <= depth) {
         posted = atomic_load_explicit(srq->posted, memory_order_relaxed);
-        for (counter = srq->taken; counter != posted; counter++)
+        for (counter = srq->consumed; counter != posted; counter++)
             memcpy(entry_of(entries, depth - 1, srq->stride, counter),
                    entry_of(srq->entries, srq->mask, srq->stride, counter), srq->stride);
         srq->entries = entries;
@@ -407,10 +407,10 @@ int soft_post_srq_recv(struct ibv_srq *ibv_srq, struct ibv_recv_wr *wr, struct i
 static uint32_t waiting(const struct soft_srq *srq)
 {
     assert_held(&srq->lock);
-    return srq->broken ? 0 : atomic_load_explicit(srq->posted, memory_order_acquire) - srq->taken;
+    return srq->broken ? 0 : atomic_load_explicit(srq->posted, memory_order_acquire) - srq->consumed;
 }
 
-bool soft_srq_has(struct soft_srq *srq)
+bool soft_srq_has_receive(struct soft_srq *srq)
 {
     bool has;
 
@@ -432,7 +432,7 @@ bool soft_srq_take(struct soft_srq *srq, struct soft_receive *receive)
         soft_lock_give(&srq->lock);
         return false;
     }
-    rwqe = entry_of(srq->entries, srq->mask, srq->stride, srq->taken++);
+    rwqe = entry_of(srq->entries, srq->mask, srq->stride, srq->consumed++);
     receive->wr_id = rwqe->wr_id;
     receive->num_sge = (uint32_t)rwqe->num_sge;
     soft_copy_sges(receive->sges, (const struct ibv_sge *)(rwqe + 1), receive->num_sge);
@@ -442,7 +442,7 @@ bool soft_srq_take(struct soft_srq *srq, struct soft_receive *receive)
     }
     soft_lock_give(&srq->lock);
     if (reached)
-        soft_raise(srq->context, &srq->events, IBV_EVENT_SRQ_LIMIT_REACHED);
+        soft_raise_event(srq->context, &srq->events, IBV_EVENT_SRQ_LIMIT_REACHED);
     return true;
 }
 
@@ -454,8 +454,8 @@ void soft_srq_give_back(struct soft_srq *srq, const struct soft_receive *receive
 
     assert(receive->num_sge <= srq->max_sge);
     soft_lock_take(&srq->lock);
-    rwqe = entry_of(srq->entries, srq->mask, srq->stride, --srq->taken);
-    assert(atomic_load_explicit(srq->posted, memory_order_acquire) - srq->taken <= srq->depth);
+    rwqe = entry_of(srq->entries, srq->mask, srq->stride, --srq->consumed);
+    assert(atomic_load_explicit(srq->posted, memory_order_acquire) - srq->consumed <= srq->depth);
     rwqe->wr_id = receive->wr_id;
     rwqe->num_sge = receive->num_sge;
     soft_copy_sges((struct ibv_sge *)(rwqe + 1), receive->sges, receive->num_sge);
@@ -471,5 +471,5 @@ void soft_srq_break(struct soft_srq *srq)
     srq->broken = true;
     soft_lock_give(&srq->lock);
     if (!broken)
-        soft_raise(srq->context, &srq->events, IBV_EVENT_SRQ_ERR);
+        soft_raise_event(srq->context, &srq->events, IBV_EVENT_SRQ_ERR);
 }

@@ -36,7 +36,7 @@ struct soft_srq {
     struct soft_lock lock; /* guards what follows */
     uint8_t *entries;      /* this and the next two: changed under the lock by who holds the driver half (resize) */
     uint32_t mask, depth;
-    uint32_t taken, limit;    /* free-running; 0: no limit is armed */
+    uint32_t consumed, limit; /* free-running; 0: no limit is armed */
     _Atomic uint32_t *posted; /* const; the doorbell record: written by the driver half, release */
     bool broken;
     struct soft_event_source events;
@@ -64,7 +64,7 @@ struct soft_receive {
 
 /* From the device half of a queue pair. Whether there is a receive; takes the oldest, raises SRQ_LIMIT_REACHED where
  * that is due. False: there is none, or the queue is broken. */
-bool soft_srq_has(struct soft_srq *srq);
+bool soft_srq_has_receive(struct soft_srq *srq);
 bool soft_srq_take(struct soft_srq *srq, struct soft_receive *receive);
 
 /* A receive that was taken, and neither completed nor was counted down from `outstanding`, is the oldest again. */

@@ -28,7 +28,7 @@ struct soft_wqe {
         } bind;
         union ibv_gid dgid; /* of a datagram */
     };
-    uint64_t due_ns; /* engine mode: not to be executed before */
+    uint64_t due_ns; /* thread mode: not to be executed before */
     union {
         uint32_t remote_srqn;
         struct {
@@ -59,7 +59,7 @@ struct soft_ring {
     uint32_t stride, mask;    /* const */
     uint32_t depth, max_sge;  /* const; 0 where the ring was not asked for */
     _Atomic uint32_t *posted; /* doorbell record: written by the driver half with release, read by the device half */
-    uint32_t taken;           /* rq lock: how far the device half is; of a send queue its window says so */
+    uint32_t consumed;        /* rq lock: how far the device half is; of a send queue its window says so */
     _Atomic uint32_t reaped;  /* written by whoever polls (the CQ's driver half), release: slots free again */
 };
 

@@ -13,7 +13,7 @@
 struct soft_context;
 struct soft_qp;
 
-/* Embedded in what is to be visited later. Under engine->lock. */
+/* Embedded in what is to be visited later. Under worker->lock. */
 struct soft_timer {
     uint32_t slot; /* its place in the heap + 1, or 0 */
     bool forgotten;
@@ -21,7 +21,7 @@ struct soft_timer {
     uint64_t due;                             /* CLOCK_MONOTONIC */
 };
 
-struct soft_engine {
+struct soft_worker {
     struct soft_mutex lock; /* guards all of this but the next two */
     /* Queue pairs with something to do, the last one first: anybody adds one, without a lock, and whoever holds the
      * lock takes all at once. So none that was taken can be the head again under who adds. */
@@ -34,17 +34,17 @@ struct soft_engine {
     uint32_t timer_count, timer_room, reserved; /* room for each timer that may be set */
 };
 
-int soft_engine_init(struct soft_context *context);
-void soft_engine_halt(struct soft_context *context); /* the thread stops for good */
-void soft_engine_destroy(struct soft_context *context);
-int soft_engine_reserve(struct soft_context *context); /* room for one more timer; may start the thread */
-void soft_engine_unreserve(struct soft_context *context);
-void soft_engine_ring(struct soft_qp *qp); /* the engine executes it soon. In a grace section; takes no lock */
-int soft_engine_start(struct soft_context *context); /* makes sure that the thread runs: 0 or an errno */
-void soft_engine_forget(struct soft_qp *qp);         /* neither executed nor timed from here on */
+int soft_worker_init(struct soft_context *context);
+void soft_worker_halt(struct soft_context *context); /* the thread stops for good */
+void soft_worker_destroy(struct soft_context *context);
+int soft_worker_reserve_timer(struct soft_context *context); /* room for one more timer; may start the thread */
+void soft_worker_release_timer(struct soft_context *context);
+void soft_worker_submit(struct soft_qp *qp); /* the worker thread executes it soon. In a grace section; takes no lock */
+int soft_worker_start(struct soft_context *context); /* makes sure that the thread runs: 0 or an errno */
+void soft_worker_remove(struct soft_qp *qp);         /* neither executed nor timed from here on */
 
-/* The engine comes back then: to execute a queue pair, or for soft_cq_expired. The earliest of several counts. */
-void soft_engine_timer(struct soft_context *context, struct soft_timer *timer, uint64_t due);
-void soft_engine_cancel(struct soft_context *context, struct soft_timer *timer, bool for_good);
+/* The worker thread comes back then: to execute a queue pair, or for soft_cq_moderation_expired. The earliest of several counts. */
+void soft_worker_set_timer(struct soft_context *context, struct soft_timer *timer, uint64_t due);
+void soft_worker_cancel_timer(struct soft_context *context, struct soft_timer *timer, bool for_good);
 
 #endif

@@ -109,7 +109,7 @@ bool soft_cached_read(struct soft_qp *qp, const struct soft_wqe *wqe, const stru
     if (qp->req.waiting) /* the queue pair waits for the connection: nothing is in flight */
         soft_reset_retries(qp);
     for (i = 0; i < run.count && atomic_load(&qp->state) == IBV_QPS_RTS; i++) {
-        soft_end_request(qp, soft_request_at(qp, qp->req.window.taken), IBV_WC_SUCCESS, 0, run.reads[i].length, 0);
+        soft_end_request(qp, soft_request_at(qp, qp->req.window.finished), IBV_WC_SUCCESS, 0, run.reads[i].length, 0);
         *left -= SOFT_REQUEST_COST + (int64_t)run.reads[i].length;
     }
     return true;

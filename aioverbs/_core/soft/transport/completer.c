@@ -54,13 +54,13 @@ static enum ibv_wc_status completer_copy_response(struct soft_qp *qp, const stru
 }
 
 /* Complete the requests whose packets are all among the `packets` oldest in flight, up to the first request that needs
- * data. That one is at window.taken afterwards. */
+ * data. That one is at window.finished afterwards. */
 static void completer_acknowledge(struct soft_qp *qp, uint32_t packets)
 {
     bool some = false;
 
-    while (qp->req.window.sent != qp->req.window.taken) {
-        const struct soft_wqe *wqe = soft_request_at(qp, qp->req.window.taken);
+    while (qp->req.window.sent != qp->req.window.finished) {
+        const struct soft_wqe *wqe = soft_request_at(qp, qp->req.window.finished);
         uint32_t length = soft_request_length(wqe), count = soft_packets(qp, length);
 
         /* A read of no bytes is acknowledged like requests without data. */
@@ -76,7 +76,7 @@ static void completer_acknowledge(struct soft_qp *qp, uint32_t packets)
         soft_reset_retries(qp);
 }
 
-/* Handle a response with data: the next part of the read or atomic at window.taken, or nothing that is expected. The
+/* Handle a response with data: the next part of the read or atomic at window.finished, or nothing that is expected. The
  * packet that the response ends with is in flight, so the whole response can only belong to a request that was sent
  * completely. */
 static bool completer_response(struct soft_qp *qp, const struct soft_frame *frame, const uint8_t *payload)
@@ -88,7 +88,7 @@ static bool completer_response(struct soft_qp *qp, const struct soft_frame *fram
 
     if (!packets)
         return true;
-    wqe = soft_request_at(qp, qp->req.window.taken);
+    wqe = soft_request_at(qp, qp->req.window.finished);
     if (!soft_returns_data(wqe->opcode))
         return true;
     length = soft_request_length(wqe);
@@ -131,7 +131,7 @@ static bool handle_response(struct soft_qp *qp, const struct soft_frame *frame, 
         qp->req.rewind = true;
         return true;
     }
-    if (soft_window_hear(&qp->req.window, packets))
+    if (soft_window_note_answer(&qp->req.window, packets))
         restart_timer(qp); /* each part of a long message has the whole timeout */
     if (data) {
         completer_acknowledge(qp, packets - data);

@@ -125,7 +125,7 @@ static bool request_uses_mr(const struct soft_qp *qp, const struct soft_mr *mr)
     uint32_t at, end = qp->req.window.sent + (qp->req.window.offset != 0);
     unsigned int i;
 
-    for (at = qp->req.window.taken; at != end; at++) {
+    for (at = qp->req.window.finished; at != end; at++) {
         const struct soft_wqe *wqe = soft_request_at(qp, at);
         const struct ibv_sge *sge = (const struct ibv_sge *)(wqe + 1);
 

@@ -195,7 +195,7 @@ static bool is_addressed_to(const struct soft_qp *peer, const struct soft_stream
                soft_gid_is_local(soft_stream_device(stream), &dgid);
     }
     return type == (frame->transport == IBV_QPT_XRC_SEND ? IBV_QPT_XRC_RECV : (enum ibv_qp_type)frame->transport) &&
-           peer->attr.dest_qp_num == frame->from && !peer->leads_here &&
+           peer->attr.dest_qp_num == frame->from && !peer->is_loopback &&
            soft_stream_is_from(stream, &peer->attr.ah_attr.grh.dgid);
 }
 
@@ -314,7 +314,7 @@ static bool is_connected_to_peer(const struct soft_stream *stream)
         if (!qp || qp->qp.qp_type == IBV_QPT_UD)
             continue;
         soft_lock_take(&qp->rq_lock);
-        found = soft_can_receive(qp) && !qp->leads_here && soft_stream_is_from(stream, &qp->attr.ah_attr.grh.dgid);
+        found = soft_can_receive(qp) && !qp->is_loopback && soft_stream_is_from(stream, &qp->attr.ah_attr.grh.dgid);
         soft_lock_give(&qp->rq_lock);
     }
     return found;

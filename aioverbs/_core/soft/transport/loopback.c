@@ -36,7 +36,7 @@ static bool accepts_connected(const struct soft_qp *peer, const struct soft_requ
     enum ibv_qp_type from = request->from->qp.qp_type;
 
     return peer->qp.qp_type == (from == IBV_QPT_XRC_SEND ? IBV_QPT_XRC_RECV : from) &&
-           peer->attr.dest_qp_num == request->from->qp.qp_num && peer->leads_here &&
+           peer->attr.dest_qp_num == request->from->qp.qp_num && peer->is_loopback &&
            (peer->expected_psn == request->psn || from == IBV_QPT_UC);
 }
 

@@ -106,7 +106,7 @@ static bool wqe_uses_shared_memory(const struct soft_qp *qp, const struct soft_w
     unsigned int i;
 
     for (i = 0; i < wqe->num_sge; i++)
-        if (soft_shared_is_others(qp->pd, sge[i].lkey))
+        if (soft_shared_is_foreign(qp->pd, sge[i].lkey))
             return true;
     return false;
 }

@@ -95,7 +95,7 @@ void soft_complete_request(struct soft_qp *qp, const struct soft_wqe *wqe, enum 
         .qp = qp,
         .byte_len = byte_len,
         .qp_num = qp->qp.qp_num,
-        .wqe_index = qp->req.window.taken - 1,
+        .wqe_index = qp->req.window.finished - 1,
         .vendor_err = vendor_err,
         .status = (uint8_t)status,
         .opcode = completion_opcode(wqe->opcode),
@@ -105,14 +105,14 @@ void soft_complete_request(struct soft_qp *qp, const struct soft_wqe *wqe, enum 
         return;
     /* A lost flush completion in ERR is no news to the application: no event. */
     if (atomic_exchange(&qp->state, IBV_QPS_ERR) != IBV_QPS_ERR || status != IBV_WC_WR_FLUSH_ERR)
-        soft_raise(qp->context, &qp->events, IBV_EVENT_QP_FATAL);
+        soft_raise_event(qp->context, &qp->events, IBV_EVENT_QP_FATAL);
     soft_read_cache_invalidate_qp(qp);
 }
 
 void soft_end_request(struct soft_qp *qp, const struct soft_wqe *wqe, enum ibv_wc_status status, uint32_t vendor_err,
                       uint32_t byte_len, uint32_t packets)
 {
-    soft_window_pass(&qp->req.window, packets);
+    soft_window_skip(&qp->req.window, packets);
     soft_complete_request(qp, wqe, status, vendor_err, byte_len);
 }
 
@@ -217,7 +217,7 @@ void soft_await_response(struct soft_qp *qp)
  * set. */
 static bool can_start_timer(struct soft_qp *qp)
 {
-    return soft_is_remote(qp) || !soft_engine_start(qp->context);
+    return soft_is_remote(qp) || !soft_worker_start(qp->context);
 }
 
 void soft_requester_go_back(struct soft_qp *qp)
@@ -233,11 +233,11 @@ void soft_requester_go_back(struct soft_qp *qp)
 
 void soft_requester_fail(struct soft_qp *qp, enum ibv_wc_status status)
 {
-    const struct soft_wqe *wqe = soft_request_at(qp, qp->req.window.taken);
+    const struct soft_wqe *wqe = soft_request_at(qp, qp->req.window.finished);
 
     soft_requester_go_back(qp);
     qp->req.waiting = false;
-    soft_window_refuse(&qp->req.window);
+    soft_window_fail(&qp->req.window);
     soft_complete_request(qp, wqe, status, 0, 0);
 }
 
@@ -262,10 +262,10 @@ static void requester_drop(struct soft_qp *qp, const struct soft_wqe *wqe, uint3
     soft_end_request(qp, wqe, IBV_WC_SUCCESS, 0, length, soft_packets(qp, length));
 }
 
-/* Give up the request at window.taken. The peer has ended all copies. */
+/* Give up the request at window.finished. The peer has ended all copies. */
 static void requester_give_up(struct soft_qp *qp, enum ibv_wc_status status)
 {
-    const struct soft_wqe *wqe = soft_request_at(qp, qp->req.window.taken);
+    const struct soft_wqe *wqe = soft_request_at(qp, qp->req.window.finished);
 
     if (soft_is_reliable(qp)) {
         soft_requester_fail(qp, status);
@@ -287,7 +287,7 @@ static void requester_timeout(struct soft_qp *qp)
     }
 }
 
-/* Handle an RNR NAK: the peer has no receive for the request at window.taken. That request and all after it are sent
+/* Handle an RNR NAK: the peer has no receive for the request at window.finished. That request and all after it are sent
  * again; the peer executed none of them. */
 static void requester_rnr(struct soft_qp *qp, uint64_t delay_ns)
 {
@@ -407,7 +407,7 @@ static inline int requester_transmit(struct soft_qp *qp, const struct soft_reque
     return 0;
 }
 
-/* Wait for a response to the request at window.taken, or for the connection. */
+/* Wait for a response to the request at window.finished, or for the connection. */
 static void requester_wait(struct soft_qp *qp)
 {
     soft_await_response(qp);
@@ -476,7 +476,7 @@ static bool send_remote(struct soft_qp *qp, const struct soft_request *request, 
 
     /* Not if the request was sent before: then the peer counts it in the sequence, or refused it. */
     if (!request->offset && !has_left_before(qp) && soft_cached_read_may(qp, wqe, request->length)) {
-        if (qp->req.window.reads && qp->req.window.sent - qp->req.window.taken == qp->req.window.reads)
+        if (qp->req.window.reads && qp->req.window.sent - qp->req.window.finished == qp->req.window.reads)
             return false; /* waiting for the reads before it, which are alike, is quicker */
         if (!soft_is_in_flight(qp) && soft_cached_read(qp, wqe, request, left))
             return true;
@@ -572,7 +572,7 @@ static uint64_t flush_sends(struct soft_qp *qp)
     while (soft_has_posted(qp)) {
         if (left <= 0)
             return 0;
-        soft_end_request(qp, soft_request_at(qp, qp->req.window.taken), IBV_WC_WR_FLUSH_ERR, 0, 0, 0);
+        soft_end_request(qp, soft_request_at(qp, qp->req.window.finished), IBV_WC_WR_FLUSH_ERR, 0, 0, 0);
         left -= SOFT_REQUEST_COST;
     }
     return UINT64_MAX;
@@ -583,7 +583,7 @@ static void sq_drained(struct soft_qp *qp)
 {
     assert_held(&qp->sq_lock);
     if (qp->req.drain_notify)
-        soft_raise(qp->context, &qp->events, IBV_EVENT_SQ_DRAINED);
+        soft_raise_event(qp->context, &qp->events, IBV_EVENT_SQ_DRAINED);
     qp->req.drain_notify = false;
 }
 
@@ -649,18 +649,18 @@ static void flush_receives(struct soft_qp *qp)
 
     assert_held(&qp->rq_lock);
     soft_inbound_abort(qp, true);
-    while (qp->rq.taken != posted) {
-        const struct soft_rwqe *rwqe = soft_ring_entry(&qp->rq, qp->rq.taken);
+    while (qp->rq.consumed != posted) {
+        const struct soft_rwqe *rwqe = soft_ring_entry(&qp->rq, qp->rq.consumed);
         struct soft_cqe cqe = {
             .wr_id = rwqe->wr_id,
             .qp = qp,
             .qp_num = qp->qp.qp_num,
-            .wqe_index = qp->rq.taken,
+            .wqe_index = qp->rq.consumed,
             .status = IBV_WC_WR_FLUSH_ERR,
             .opcode = IBV_WC_RECV,
         };
 
-        qp->rq.taken++;
+        qp->rq.consumed++;
         soft_complete(qp->context, qp->recv_cq,
                       &cqe); /* if the completion queue is full, it breaks as a whole, and reports that */
     }
@@ -672,7 +672,7 @@ static void last_wqe_reached(struct soft_qp *qp)
 {
     assert_held(&qp->rq_lock);
     if (qp->srq && !qp->last_wqe)
-        soft_raise(qp->context, &qp->events, IBV_EVENT_QP_LAST_WQE_REACHED);
+        soft_raise_event(qp->context, &qp->events, IBV_EVENT_QP_LAST_WQE_REACHED);
     qp->last_wqe = true;
 }
 
@@ -707,14 +707,14 @@ void soft_kick(struct soft_qp *qp)
     uint64_t again;
 
     if (qp->context->mode == SOFT_THREAD) {
-        soft_engine_ring(qp);
+        soft_worker_submit(qp);
         return;
     }
     do
         again = soft_execute(qp);
     while (!again); /* no other thread continues; the number of posted requests is bounded by the queue */
     if (again != UINT64_MAX)
-        soft_engine_timer(qp->context, &qp->timer, again);
+        soft_worker_set_timer(qp->context, &qp->timer, again);
 }
 
 void soft_kick_from_driver(struct soft_qp *qp)

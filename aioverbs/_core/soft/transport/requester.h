@@ -47,12 +47,12 @@ static inline bool soft_has_posted(struct soft_qp *qp)
     return soft_window_post(&qp->req.window, atomic_load_explicit(qp->sq.posted, memory_order_acquire));
 }
 
-/* Complete the request before window.taken, which is finished. An error is reported whether or not the request was
+/* Complete the request before window.finished, which is finished. An error is reported whether or not the request was
  * signalled, and breaks the queue; so does a full completion queue, and then an event reports it. */
 void soft_complete_request(struct soft_qp *qp, const struct soft_wqe *wqe, enum ibv_wc_status status,
                            uint32_t vendor_err, uint32_t byte_len);
 
-/* Finish the request at window.taken, which took so many packets, and complete it. Nothing is in flight. */
+/* Finish the request at window.finished, which took so many packets, and complete it. Nothing is in flight. */
 void soft_end_request(struct soft_qp *qp, const struct soft_wqe *wqe, enum ibv_wc_status status, uint32_t vendor_err,
                       uint32_t byte_len, uint32_t packets);
 
@@ -77,19 +77,19 @@ static inline bool soft_is_in_flight(const struct soft_qp *qp)
     return !soft_window_is_idle(&qp->req.window);
 }
 
-/* Start the timeout for the request at window.taken, which was tried. The first attempt and each repetition have the
+/* Start the timeout for the request at window.finished, which was tried. The first attempt and each repetition have the
  * whole timeout, 4.096 us * 2^timeout. With timeout 0 nothing is sent again, and only a change of state ends the
  * wait. */
 void soft_await_response(struct soft_qp *qp);
 
-/* Go back to window.taken: all requests in flight are sent again, or none is. The peer has ended all copies. */
+/* Go back to window.finished: all requests in flight are sent again, or none is. The peer has ended all copies. */
 void soft_requester_go_back(struct soft_qp *qp);
 
-/* Fail the request at window.taken, and the queue with it. The application receives the completion now, and those of
+/* Fail the request at window.finished, and the queue with it. The application receives the completion now, and those of
  * the flushed requests behind it soon, and may reuse their memory. The peer has ended all copies. */
 void soft_requester_fail(struct soft_qp *qp, enum ibv_wc_status status);
 
-/* Handle a refusal: the peer refused the request at window.taken, and executed nothing that came after it. */
+/* Handle a refusal: the peer refused the request at window.finished, and executed nothing that came after it. */
 void soft_requester_refused(struct soft_qp *qp, const struct soft_reply *reply);
 
 /* Reset timeout and retry counters: the peer made progress beyond any before. */

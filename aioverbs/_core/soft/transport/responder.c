@@ -111,8 +111,8 @@ static void responder_refuse(struct soft_qp *peer, struct soft_reply *reply, enu
     reply->kind = SOFT_NAK;
     reply->status = status;
     if (!completed)
-        soft_raise(peer->context, &peer->events,
-                   status == IBV_WC_REM_ACCESS_ERR ? IBV_EVENT_QP_ACCESS_ERR : IBV_EVENT_QP_REQ_ERR);
+        soft_raise_event(peer->context, &peer->events,
+                         status == IBV_WC_REM_ACCESS_ERR ? IBV_EVENT_QP_ACCESS_ERR : IBV_EVENT_QP_REQ_ERR);
 }
 
 /* Decode an RNR timer of 5 bits. The table is in units of 10 us; 0 is the longest. */
@@ -139,8 +139,8 @@ struct responder {
 static bool has_posted_receive(const struct responder *at)
 {
     if (at->srq)
-        return soft_srq_has(at->srq);
-    return at->peer->rq.taken != atomic_load_explicit(at->peer->rq.posted, memory_order_acquire);
+        return soft_srq_has_receive(at->srq);
+    return at->peer->rq.consumed != atomic_load_explicit(at->peer->rq.posted, memory_order_acquire);
 }
 
 /* Take a receive for the message, until it completes or is returned. Return false if there is none. */
@@ -162,11 +162,11 @@ static bool take_recv_wqe(const struct responder *at)
     } else {
         if (!has_posted_receive(at))
             return false;
-        rwqe = soft_ring_entry(ring, ring->taken);
+        rwqe = soft_ring_entry(ring, ring->consumed);
         recv_wqe->wr_id = rwqe->wr_id;
         recv_wqe->num_sge = (uint32_t)rwqe->num_sge;
         recv_wqe->sges = (const struct ibv_sge *)(rwqe + 1);
-        recv_wqe->index = ring->taken++;
+        recv_wqe->index = ring->consumed++;
     }
     in->srq = at->srq;
     in->has_recv_wqe = true;
@@ -184,8 +184,8 @@ static void return_recv_wqe(struct soft_qp *peer)
     if (in->srq) {
         soft_srq_give_back(in->srq, &in->recv_wqe.copy);
     } else {
-        assert(in->recv_wqe.index + 1 == peer->rq.taken); /* no other message takes a receive meanwhile */
-        peer->rq.taken--;
+        assert(in->recv_wqe.index + 1 == peer->rq.consumed); /* no other message takes a receive meanwhile */
+        peer->rq.consumed--;
     }
 }
 
@@ -268,7 +268,7 @@ static void complete_receive(const struct responder *at, const struct soft_reque
     if (soft_complete(to_soft_context(at->cq->ex.context), at->cq, &cqe))
         return;
     responder_refuse(at->peer, at->reply, IBV_WC_REM_OP_ERR, true);
-    soft_raise(at->peer->context, &at->peer->events, IBV_EVENT_QP_FATAL);
+    soft_raise_event(at->peer->context, &at->peer->events, IBV_EVENT_QP_FATAL);
 }
 
 /* Return the status that the fault plan has for a receive, before the receive is used. */
@@ -629,7 +629,7 @@ void soft_respond(struct soft_qp *peer, const struct soft_request *request, stru
     /* The first message arrives before the application knows that the connection is established. */
     if (peer->qp.qp_type != IBV_QPT_UD && !peer->established && atomic_load(&peer->state) == IBV_QPS_RTR) {
         peer->established = true;
-        soft_raise(peer->context, &peer->events, IBV_EVENT_COMM_EST);
+        soft_raise_event(peer->context, &peer->events, IBV_EVENT_COMM_EST);
     }
     switch (request->wqe->opcode) {
     case IBV_WR_RDMA_WRITE:

@@ -227,7 +227,7 @@ static void wait_leaving(struct ibv_cq *cq)
         REQUIRE(now_ns() < end);
         sched_yield();
         soft_mutex_take(&worker->lock);
-        leaving = to_soft_cq(cq)->timer.forgotten;
+        leaving = to_soft_cq(cq)->timer.cancelled;
         soft_mutex_give(&worker->lock);
     }
     wait_left(&to_soft_cq(cq)->half);

@@ -105,7 +105,7 @@ static void *area_take(struct alloc_source *source, size_t size, size_t alignmen
 }
 
 /* Nothing of the area is needed any more. */
-static void let_go(struct area *area)
+static void release_area(struct area *area)
 {
     if (area->held)
         area->at.drop(area->at.handle);
@@ -127,7 +127,7 @@ static int area_give(struct alloc_source *source, void *address, uint64_t resour
     area->chunks -= entry->size;
     alloc_table_remove(&area->table, entry);
     if (area->closed && !area->table.used)
-        let_go(area);
+        release_area(area);
     return 0;
 }
 
@@ -155,7 +155,7 @@ static void area_destroy(struct alloc_source *source)
     struct area *area = (struct area *)source;
 
     alloc_table_clear(&area->table);
-    let_go(area);
+    release_area(area);
 }
 
 static const struct alloc_ops area_ops = {area_take, area_give, area_count, area_forget, area_destroy};
@@ -180,6 +180,6 @@ void alloc_area_close(struct alloc_source *source)
     if (!area->closed)
         area->closed = ENXIO;
     if (!area->table.used)
-        let_go(area);
+        release_area(area);
     alloc_source_unlock(source);
 }

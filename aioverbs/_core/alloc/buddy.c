@@ -12,7 +12,7 @@ void buddy_init(uint8_t *tree, unsigned int order)
 }
 
 /* `node` of order `at` has changed: its ancestors learn of it. */
-static void tell_ancestors(uint8_t *tree, size_t node, unsigned int at)
+static void update_ancestors(uint8_t *tree, size_t node, unsigned int at)
 {
     for (; node > 1; node /= 2, at++) {
         uint8_t one = tree[node], other = tree[node ^ 1];
@@ -34,7 +34,7 @@ size_t buddy_take(uint8_t *tree, unsigned int order, unsigned int wanted)
         node = 2 * node + (left <= wanted || (right > wanted && right < left));
     }
     tree[node] = 0;
-    tell_ancestors(tree, node, wanted);
+    update_ancestors(tree, node, wanted);
     return (node << wanted) - ((size_t)1 << order);
 }
 
@@ -48,6 +48,6 @@ bool buddy_give(uint8_t *tree, unsigned int order, size_t unit)
         if (node & 1) /* the root: all is free; a right half: no block begins here */
             return false;
     tree[node] = (uint8_t)(at + 1);
-    tell_ancestors(tree, node, at);
+    update_ancestors(tree, node, at);
     return true;
 }

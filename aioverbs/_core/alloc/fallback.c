@@ -54,7 +54,7 @@ static void tiers_count(struct alloc_source *source, struct alloc_counts *counts
     counts->bookkeeping_bytes += sizeof(*tiers);
 }
 
-static void nothing_to_forget(struct alloc_source *source)
+static void no_op(struct alloc_source *source)
 {
     (void)source;
 }
@@ -67,7 +67,7 @@ static void tiers_destroy(struct alloc_source *source)
         alloc_release(tiers->tier[--tiers->count]);
 }
 
-static const struct alloc_ops tiers_ops = {tiers_take, tiers_give, tiers_count, nothing_to_forget, tiers_destroy};
+static const struct alloc_ops tiers_ops = {tiers_take, tiers_give, tiers_count, no_op, tiers_destroy};
 
 struct alloc_source *alloc_tiers_create(struct alloc_source *const *tier, size_t count)
 {
@@ -105,8 +105,7 @@ static void default_count(struct alloc_source *source, struct alloc_counts *coun
     counts->bookkeeping_bytes += sizeof(*source);
 }
 
-static const struct alloc_ops default_ops = {default_take, default_give, default_count, nothing_to_forget,
-                                             nothing_to_forget};
+static const struct alloc_ops default_ops = {default_take, default_give, default_count, no_op, no_op};
 
 struct alloc_source *alloc_default_create(void)
 {

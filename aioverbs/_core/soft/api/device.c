@@ -207,7 +207,7 @@ struct ibv_context *soft_open(const struct soft_options *options)
     verbs->context.num_comp_vectors = 1;
     error = soft_events_init(context);
     if (error)
-        goto destroy_engine;
+        goto destroy_worker;
     error = pthread_mutex_init(&verbs->context.mutex, NULL);
     if (error)
         goto destroy_events;
@@ -222,7 +222,7 @@ struct ibv_context *soft_open(const struct soft_options *options)
     pthread_mutex_destroy(&verbs->context.mutex);
 destroy_events:
     soft_events_destroy(context);
-destroy_engine:
+destroy_worker:
     soft_worker_destroy(context);
 free_faults:
     soft_faults_free(context);

@@ -26,24 +26,25 @@
 /* DOOR(result, failed, name, context, (arguments), parameters...): a verb, `failed` being what it returns where it is
  * refused with `error`. The others are the usual manners of that. Asking is apart, so that the usual path saves no
  * registers and ends in a jump. */
-#define DOOR(result, failed, name, from, arguments, ...)                                 \
-    __attribute__((noinline, cold)) static result ask_##name(__VA_ARGS__)                \
+#define WRAPPER(result, failed, name, from, arguments, ...)                              \
+    __attribute__((noinline, cold)) static result check_##name(__VA_ARGS__)              \
     {                                                                                    \
         int error = soft_fault_verb_error(to_soft_context(from), SOFT_VERB_##name);      \
                                                                                          \
         return error ? (failed) : soft_##name arguments;                                 \
     }                                                                                    \
-    static result enter_##name(__VA_ARGS__)                                              \
+    static result wrap_##name(__VA_ARGS__)                                               \
     {                                                                                    \
         if (atomic_load_explicit(&to_soft_context(from)->special, memory_order_relaxed)) \
-            return ask_##name arguments;                                                 \
+            return check_##name arguments;                                               \
         return soft_##name arguments;                                                    \
     }
-#define RETURNS_ERRNO(name, from, arguments, ...) DOOR(int, error, name, from, arguments, __VA_ARGS__)
-#define RETURNS_MINUS_ONE(name, from, arguments, ...) DOOR(int, (errno = error, -1), name, from, arguments, __VA_ARGS__)
-#define RETURNS_BAD(name, from, arguments, ...) DOOR(int, (*bad = wr, error), name, from, arguments, __VA_ARGS__)
+#define RETURNS_ERRNO(name, from, arguments, ...) WRAPPER(int, error, name, from, arguments, __VA_ARGS__)
+#define RETURNS_MINUS_ONE(name, from, arguments, ...) \
+    WRAPPER(int, (errno = error, -1), name, from, arguments, __VA_ARGS__)
+#define RETURNS_BAD(name, from, arguments, ...) WRAPPER(int, (*bad = wr, error), name, from, arguments, __VA_ARGS__)
 #define RETURNS_OBJECT(type, name, from, arguments, ...) \
-    DOOR(struct type *, (errno = error, NULL), name, from, arguments, __VA_ARGS__)
+    WRAPPER(struct type *, (errno = error, NULL), name, from, arguments, __VA_ARGS__)
 
 /* ---- The device ------------------------------------------------------------------------------------------ */
 
@@ -97,7 +98,7 @@ RETURNS_ERRNO(resize_cq, cq->context, (cq, cqe), struct ibv_cq *cq, int cqe)
 RETURNS_ERRNO(modify_cq, cq->context, (cq, attr), struct ibv_cq *cq, struct ibv_modify_cq_attr *attr)
 RETURNS_ERRNO(destroy_cq, cq->context, (cq), struct ibv_cq *cq)
 RETURNS_ERRNO(req_notify_cq, cq->context, (cq, solicited_only), struct ibv_cq *cq, int solicited_only)
-DOOR(int, -error, poll_cq, cq->context, (cq, count, wc), struct ibv_cq *cq, int count, struct ibv_wc *wc)
+WRAPPER(int, -error, poll_cq, cq->context, (cq, count, wc), struct ibv_cq *cq, int count, struct ibv_wc *wc)
 
 /* ---- Shared receive queues ------------------------------------------------------------------------------- */
 
@@ -130,57 +131,57 @@ RETURNS_ERRNO(destroy_ah, ah->context, (ah), struct ibv_ah *ah)
 void soft_ops_fill(struct verbs_context *verbs)
 {
     soft_unsupported_fill(verbs);
-    verbs->query_port = enter_query_port;
-    verbs->query_device_ex = enter_query_device_ex;
-    verbs->query_rt_values = enter_query_rt_values;
-    verbs->alloc_td = enter_alloc_td;
-    verbs->dealloc_td = enter_dealloc_td;
-    verbs->alloc_parent_domain = enter_alloc_parent_domain;
-    verbs->open_xrcd = enter_open_xrcd;
-    verbs->close_xrcd = enter_close_xrcd;
-    verbs->create_cq_ex = enter_create_cq_ex;
-    verbs->modify_cq = enter_modify_cq;
-    verbs->create_srq_ex = enter_create_srq_ex;
-    verbs->get_srq_num = enter_get_srq_num;
-    verbs->create_qp_ex = enter_create_qp_ex;
-    verbs->context.ops.poll_cq = enter_poll_cq;
-    verbs->context.ops.req_notify_cq = enter_req_notify_cq;
-    verbs->context.ops.post_send = enter_post_send;
-    verbs->context.ops.post_recv = enter_post_recv;
-    verbs->context.ops.post_srq_recv = enter_post_srq_recv;
-    verbs->context.ops.alloc_mw = enter_alloc_mw;
-    verbs->context.ops.bind_mw = enter_bind_mw;
-    verbs->context.ops.dealloc_mw = enter_dealloc_mw;
+    verbs->query_port = wrap_query_port;
+    verbs->query_device_ex = wrap_query_device_ex;
+    verbs->query_rt_values = wrap_query_rt_values;
+    verbs->alloc_td = wrap_alloc_td;
+    verbs->dealloc_td = wrap_dealloc_td;
+    verbs->alloc_parent_domain = wrap_alloc_parent_domain;
+    verbs->open_xrcd = wrap_open_xrcd;
+    verbs->close_xrcd = wrap_close_xrcd;
+    verbs->create_cq_ex = wrap_create_cq_ex;
+    verbs->modify_cq = wrap_modify_cq;
+    verbs->create_srq_ex = wrap_create_srq_ex;
+    verbs->get_srq_num = wrap_get_srq_num;
+    verbs->create_qp_ex = wrap_create_qp_ex;
+    verbs->context.ops.poll_cq = wrap_poll_cq;
+    verbs->context.ops.req_notify_cq = wrap_req_notify_cq;
+    verbs->context.ops.post_send = wrap_post_send;
+    verbs->context.ops.post_recv = wrap_post_recv;
+    verbs->context.ops.post_srq_recv = wrap_post_srq_recv;
+    verbs->context.ops.alloc_mw = wrap_alloc_mw;
+    verbs->context.ops.bind_mw = wrap_bind_mw;
+    verbs->context.ops.dealloc_mw = wrap_dealloc_mw;
 }
 
 const struct verbs_table soft_verbs = {
-    .close_device = enter_close_device,
-    .query_device = enter_query_device,
-    .query_gid = enter_query_gid,
-    .query_pkey = enter_query_pkey,
-    .get_async_event = enter_get_async_event,
+    .close_device = wrap_close_device,
+    .query_device = wrap_query_device,
+    .query_gid = wrap_query_gid,
+    .query_pkey = wrap_query_pkey,
+    .get_async_event = wrap_get_async_event,
     .ack_async_event = soft_ack_async_event,
-    .alloc_pd = enter_alloc_pd,
-    .dealloc_pd = enter_dealloc_pd,
-    .reg_mr = enter_reg_mr,
-    .dereg_mr = enter_dereg_mr,
-    .create_comp_channel = enter_create_comp_channel,
-    .destroy_comp_channel = enter_destroy_comp_channel,
-    .get_cq_event = enter_get_cq_event,
+    .alloc_pd = wrap_alloc_pd,
+    .dealloc_pd = wrap_dealloc_pd,
+    .reg_mr = wrap_reg_mr,
+    .dereg_mr = wrap_dereg_mr,
+    .create_comp_channel = wrap_create_comp_channel,
+    .destroy_comp_channel = wrap_destroy_comp_channel,
+    .get_cq_event = wrap_get_cq_event,
     .ack_cq_events = soft_ack_cq_events,
-    .create_cq = enter_create_cq,
-    .resize_cq = enter_resize_cq,
-    .destroy_cq = enter_destroy_cq,
-    .create_srq = enter_create_srq,
-    .modify_srq = enter_modify_srq,
-    .query_srq = enter_query_srq,
-    .destroy_srq = enter_destroy_srq,
-    .create_qp = enter_create_qp,
-    .query_qp = enter_query_qp,
-    .modify_qp = enter_modify_qp,
-    .destroy_qp = enter_destroy_qp,
-    .create_ah = enter_create_ah,
-    .destroy_ah = enter_destroy_ah,
+    .create_cq = wrap_create_cq,
+    .resize_cq = wrap_resize_cq,
+    .destroy_cq = wrap_destroy_cq,
+    .create_srq = wrap_create_srq,
+    .modify_srq = wrap_modify_srq,
+    .query_srq = wrap_query_srq,
+    .destroy_srq = wrap_destroy_srq,
+    .create_qp = wrap_create_qp,
+    .query_qp = wrap_query_qp,
+    .modify_qp = wrap_modify_qp,
+    .destroy_qp = wrap_destroy_qp,
+    .create_ah = wrap_create_ah,
+    .destroy_ah = wrap_destroy_ah,
     .import_device = soft_import_device,
     .import_pd = soft_import_pd,
     .unimport_pd = soft_unimport_pd,

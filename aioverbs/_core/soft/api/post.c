@@ -51,7 +51,7 @@ static bool is_local(enum ibv_wr_opcode opcode)
     return opcode == IBV_WR_LOCAL_INV || opcode == IBV_WR_BIND_MW;
 }
 
-static bool is_absent(enum ibv_wr_opcode opcode)
+static bool is_unsupported(enum ibv_wr_opcode opcode)
 {
     return opcode == IBV_WR_TSO || opcode == IBV_WR_DRIVER1 || opcode == IBV_WR_ATOMIC_WRITE;
 }
@@ -59,7 +59,7 @@ static bool is_absent(enum ibv_wr_opcode opcode)
 static int check_opcode(const struct soft_qp *qp, const struct ibv_send_wr *wr)
 {
     if ((unsigned int)wr->opcode > 31 || !(qp_type_opcodes(qp->qp.qp_type) & 1u << wr->opcode))
-        return is_absent(wr->opcode) ? EOPNOTSUPP : EINVAL;
+        return is_unsupported(wr->opcode) ? EOPNOTSUPP : EINVAL;
     /* An answer needs a place to go to; what is done here carries no bytes at all. */
     if ((needs_answer(wr->opcode) || is_local(wr->opcode)) && (wr->send_flags & IBV_SEND_INLINE))
         return EINVAL;
@@ -188,19 +188,19 @@ static int write_send(const struct soft_qp *qp, struct soft_wqe *wqe, const stru
 }
 
 /* UINT64_MAX is never, and nothing is later. */
-static uint64_t later(uint64_t time, uint64_t by)
+static uint64_t add_saturated(uint64_t time, uint64_t by)
 {
     return by > UINT64_MAX - time ? UINT64_MAX : time + by;
 }
 
 /* When a request that is posted now is to be executed at the earliest; 0: at once. */
-static uint64_t due(struct soft_qp *qp)
+static uint64_t earliest_execution(struct soft_qp *qp)
 {
     uint64_t delay = atomic_load_explicit(&qp->context->delay_ns, memory_order_relaxed);
 
     if (atomic_load_explicit(&qp->context->special, memory_order_relaxed) & SOFT_SPECIAL_FAULTS)
-        delay = later(delay, soft_fault_delay(qp));
-    return delay ? later(soft_now_ns(), delay) : 0;
+        delay = add_saturated(delay, soft_fault_delay(qp));
+    return delay ? add_saturated(soft_now_ns(), delay) : 0;
 }
 
 static int post_sends(struct ibv_qp *ibv_qp, struct ibv_send_wr *wr, struct ibv_send_wr **bad, enum ibv_mw_type window)
@@ -225,7 +225,7 @@ static int post_sends(struct ibv_qp *ibv_qp, struct ibv_send_wr *wr, struct ibv_
     for (; wr; wr = wr->next, head++) {
         error = check_send(qp, wr, head, window);
         if (!error)
-            error = write_send(qp, soft_ring_entry(&qp->sq, head), wr, due(qp));
+            error = write_send(qp, soft_ring_entry(&qp->sq, head), wr, earliest_execution(qp));
         if (error)
             break;
     }

@@ -39,13 +39,13 @@ static uint32_t round_up(uint32_t size, uint32_t to)
     return (size + to - 1) / to * to;
 }
 
-static uint32_t larger(uint32_t a, uint32_t b)
+static uint32_t max_of(uint32_t a, uint32_t b)
 {
     return a > b ? a : b;
 }
 
 /* What a queue pair of this type is made of, and of nothing else. */
-static int check_parts(const struct ibv_context *context, const struct ibv_qp_init_attr_ex *attr)
+static int check_objects(const struct ibv_context *context, const struct ibv_qp_init_attr_ex *attr)
 {
     const struct ibv_cq *send_cq = attr->send_cq, *recv_cq = attr->recv_cq;
 
@@ -72,7 +72,7 @@ static int check_parts(const struct ibv_context *context, const struct ibv_qp_in
 
 static int qp_check_init_attr(struct soft_context *context, const struct ibv_qp_init_attr_ex *attr)
 {
-    int error = soft_stale(context) ? ENODEV : check_parts(&context->verbs.context, attr);
+    int error = soft_stale(context) ? ENODEV : check_objects(&context->verbs.context, attr);
 
     if (error)
         return error;
@@ -84,7 +84,7 @@ static int qp_check_init_attr(struct soft_context *context, const struct ibv_qp_
 }
 
 /* A queue that a type does not have has no depth, whatever was asked for. */
-static void drop_absent(struct ibv_qp_cap *cap, const struct ibv_qp_init_attr_ex *attr)
+static void zero_unused_caps(struct ibv_qp_cap *cap, const struct ibv_qp_init_attr_ex *attr)
 {
     bool target = attr->qp_type == IBV_QPT_XRC_RECV;
 
@@ -98,7 +98,7 @@ static void drop_absent(struct ibv_qp_cap *cap, const struct ibv_qp_init_attr_ex
  * for has one entry, which is never used: its depth is 0. */
 static uint32_t lay_out(struct soft_qp *qp, struct ibv_qp_cap *cap)
 {
-    uint32_t payload = larger(cap->max_send_sge * (uint32_t)sizeof(struct ibv_sge), cap->max_inline_data);
+    uint32_t payload = max_of(cap->max_send_sge * (uint32_t)sizeof(struct ibv_sge), cap->max_inline_data);
 
     qp->rq.max_sge = cap->max_recv_sge;
     qp->rq.stride =
@@ -118,7 +118,7 @@ static int get_rings(struct soft_qp *qp, struct ibv_qp_cap *cap)
 {
     uint32_t size = lay_out(qp, cap);
     /* As mlx5 aligns it: to its largest stride, 64 bytes at least. */
-    uint32_t alignment = larger(64, larger(soft_power_of_two(qp->rq.stride), soft_power_of_two(qp->sq.stride)));
+    uint32_t alignment = max_of(64, max_of(soft_power_of_two(qp->rq.stride), soft_power_of_two(qp->sq.stride)));
     _Atomic uint32_t *record = qp->own_record;
     int error;
 
@@ -181,7 +181,7 @@ release:
 }
 
 /* What it is made of cannot go before it. */
-static void refer(struct soft_qp *qp, int by)
+static void add_refs(struct soft_qp *qp, int by)
 {
     if (qp->pd)
         atomic_fetch_add(&qp->pd->references, (unsigned int)by);
@@ -197,7 +197,7 @@ static void refer(struct soft_qp *qp, int by)
 }
 
 /* Under both locks, but where nobody knows it yet. */
-static void begin_life(struct soft_qp *qp)
+static void init_requester(struct soft_qp *qp)
 {
     /* Answers to an earlier life, and to other queue pairs that had its number, are none; and nobody guesses it who was
      * not asked. The device has its GIDs from there, so it works. */
@@ -227,8 +227,8 @@ static void qp_fill_attr(struct soft_qp *qp, const struct ibv_qp_init_attr_ex *a
     qp->xrcd = target ? to_soft_xrcd(attr->xrcd) : NULL;
     qp->sq_sig_all = attr->sq_sig_all;
     qp->serial = 1 + atomic_fetch_add(&qp->context->device->serial, 1);
-    qp->timer.of = SOFT_TIMER_QP;
-    begin_life(qp);
+    qp->timer.kind = SOFT_TIMER_QP;
+    init_requester(qp);
     qp->events.element = &qp->qp;
 }
 
@@ -249,13 +249,13 @@ static struct ibv_qp *qp_create(struct soft_context *context, struct ibv_qp_init
     soft_lock_init(&qp->sq_lock, SOFT_RANK_SQ);
     soft_lock_init(&qp->rq_lock, SOFT_RANK_RQ);
     atomic_init(&qp->state, IBV_QPS_RESET);
-    drop_absent(&cap, attr);
+    zero_unused_caps(&cap, attr);
     error = init_qp(qp, &cap);
     if (error)
         goto fail;
     attr->cap = qp->attr.cap = cap;
     qp->qp.handle = qp->qp.qp_num;
-    refer(qp, 1);
+    add_refs(qp, 1);
     soft_table_publish(&context->device->qps, qp->qp.qp_num, qp);
     return &qp->qp;
 
@@ -344,7 +344,7 @@ static void purge_cqs(struct soft_qp *qp)
 
 /* Who took an event of it may use it until he acknowledges: all that he posts or changes is refused, for it would
  * complete to nobody. */
-static void retire(struct soft_qp *qp)
+static void begin_destroy(struct soft_qp *qp)
 {
     soft_lock_take(&qp->sq_lock);
     soft_lock_take(&qp->rq_lock);
@@ -380,7 +380,7 @@ int soft_destroy_qp(struct ibv_qp *ibv_qp)
     }
     /* First no one finds it any more; then those who had found it are gone, and with them the last who could
 	 * ring the worker thread for it; then the worker thread forgets it, and is waited for in its turn. */
-    retire(qp);
+    begin_destroy(qp);
     soft_table_withdraw(&context->device->qps, ibv_qp->qp_num);
     grace_wait();
     soft_worker_remove(qp);
@@ -396,7 +396,7 @@ int soft_destroy_qp(struct ibv_qp *ibv_qp)
         soft_link_put(qp->link);
     soft_memory_put(&qp->record);
     soft_memory_put(&qp->buffer);
-    refer(qp, -1);
+    add_refs(qp, -1);
     soft_half_destroy(&qp->half);
     pthread_cond_destroy(&ibv_qp->cond);
     pthread_mutex_destroy(&ibv_qp->mutex);
@@ -471,31 +471,31 @@ static int check_values(const struct ibv_qp_attr *attr, int mask)
 }
 
 /* Under both locks. */
-static void take_over(struct soft_qp *qp, const struct ibv_qp_attr *attr, int mask)
+static void apply_attr(struct soft_qp *qp, const struct ibv_qp_attr *attr, int mask)
 {
     struct ibv_qp_attr *own = &qp->attr;
 
     assert_held(&qp->rq_lock);
     assert_held(&qp->sq_lock);
-#define TAKE(bit, field)              \
+#define COPY_ATTR(bit, field)         \
     do {                              \
         if (mask & (bit))             \
             own->field = attr->field; \
     } while (0)
-    TAKE(IBV_QP_PKEY_INDEX, pkey_index);
-    TAKE(IBV_QP_PORT, port_num);
-    TAKE(IBV_QP_QKEY, qkey);
-    TAKE(IBV_QP_ACCESS_FLAGS, qp_access_flags);
-    TAKE(IBV_QP_AV, ah_attr);
-    TAKE(IBV_QP_PATH_MTU, path_mtu);
-    TAKE(IBV_QP_DEST_QPN, dest_qp_num);
-    TAKE(IBV_QP_MAX_QP_RD_ATOMIC, max_rd_atomic);
-    TAKE(IBV_QP_MAX_DEST_RD_ATOMIC, max_dest_rd_atomic);
-    TAKE(IBV_QP_MIN_RNR_TIMER, min_rnr_timer);
-    TAKE(IBV_QP_TIMEOUT, timeout);
-    TAKE(IBV_QP_RETRY_CNT, retry_cnt);
-    TAKE(IBV_QP_RNR_RETRY, rnr_retry);
-#undef TAKE
+    COPY_ATTR(IBV_QP_PKEY_INDEX, pkey_index);
+    COPY_ATTR(IBV_QP_PORT, port_num);
+    COPY_ATTR(IBV_QP_QKEY, qkey);
+    COPY_ATTR(IBV_QP_ACCESS_FLAGS, qp_access_flags);
+    COPY_ATTR(IBV_QP_AV, ah_attr);
+    COPY_ATTR(IBV_QP_PATH_MTU, path_mtu);
+    COPY_ATTR(IBV_QP_DEST_QPN, dest_qp_num);
+    COPY_ATTR(IBV_QP_MAX_QP_RD_ATOMIC, max_rd_atomic);
+    COPY_ATTR(IBV_QP_MAX_DEST_RD_ATOMIC, max_dest_rd_atomic);
+    COPY_ATTR(IBV_QP_MIN_RNR_TIMER, min_rnr_timer);
+    COPY_ATTR(IBV_QP_TIMEOUT, timeout);
+    COPY_ATTR(IBV_QP_RETRY_CNT, retry_cnt);
+    COPY_ATTR(IBV_QP_RNR_RETRY, rnr_retry);
+#undef COPY_ATTR
     if (mask & IBV_QP_AV)
         qp->is_loopback = soft_gid_is_local(qp->context->device, &attr->ah_attr.grh.dgid);
     if (mask & IBV_QP_RQ_PSN)
@@ -523,7 +523,7 @@ static void reset(struct soft_qp *qp)
     if (qp->link)
         soft_link_put(qp->link);
     qp->link = NULL;
-    begin_life(qp);
+    init_requester(qp);
     soft_inbound_abort(qp, false);
     memset(qp->atomic_replays, 0, sizeof(qp->atomic_replays));
     qp->established = qp->last_wqe = false;
@@ -537,7 +537,7 @@ static void reset(struct soft_qp *qp)
 
 /* Inside of the driver half. `link`, where the path leads to a remote peer, becomes the queue pair's, and what it had
  * the caller's. */
-static int change(struct soft_qp *qp, const struct ibv_qp_attr *attr, int mask, struct soft_link **link)
+static int apply_modify(struct soft_qp *qp, const struct ibv_qp_attr *attr, int mask, struct soft_link **link)
 {
     enum ibv_qp_state from, to;
     int error;
@@ -561,7 +561,7 @@ static int change(struct soft_qp *qp, const struct ibv_qp_attr *attr, int mask, 
         soft_lock_take(&qp->rq_lock);
         reset(qp);
     } else if (!error) {
-        take_over(qp, attr, mask);
+        apply_attr(qp, attr, mask);
     }
     if (!error) {
         if (mask & IBV_QP_AV) {
@@ -593,7 +593,7 @@ static int change(struct soft_qp *qp, const struct ibv_qp_attr *attr, int mask, 
 
 /* A remote peer is to be found, and to find us: 0 or an errno. A datagram's queue, whose peers are not known, is as
  * good without: its way here is closed then. */
-static int find_way(struct soft_qp *qp, const struct ibv_qp_attr *attr, int mask, struct soft_link **link)
+static int resolve_path(struct soft_qp *qp, const struct ibv_qp_attr *attr, int mask, struct soft_link **link)
 {
     struct soft_device *device = qp->context->device;
     int error;
@@ -630,9 +630,9 @@ int soft_modify_qp(struct ibv_qp *ibv_qp, struct ibv_qp_attr *attr, int mask)
     error = soft_half_enter(&qp->half, "modify_qp");
     if (error)
         goto leave;
-    error = find_way(qp, attr, mask, &link);
+    error = resolve_path(qp, attr, mask, &link);
     if (!error)
-        error = change(qp, attr, mask, &link);
+        error = apply_modify(qp, attr, mask, &link);
     if (link)
         soft_link_put(link);
     if (!error && to_reset)

@@ -7,49 +7,49 @@
 #pragma GCC diagnostic ignored "-Wunused-parameter" /* their types are all that these functions have of them */
 
 /* An op that returns an errno, and one that returns an object; by the names that `struct verbs_context` has. */
-#define ABSENT(op, ...)        \
+#define UNSUPPORTED(op, ...)   \
     static int op(__VA_ARGS__) \
     {                          \
         return EOPNOTSUPP;     \
     }
-#define ABSENT_OBJECT(type, op, ...)    \
-    static struct type *op(__VA_ARGS__) \
-    {                                   \
-        errno = EOPNOTSUPP;             \
-        return NULL;                    \
+#define UNSUPPORTED_OBJECT(type, op, ...) \
+    static struct type *op(__VA_ARGS__)   \
+    {                                     \
+        errno = EOPNOTSUPP;               \
+        return NULL;                      \
     }
 
-ABSENT(advise_mr, struct ibv_pd *pd, enum ibv_advise_mr_advice advice, uint32_t flags, struct ibv_sge *list,
-       uint32_t count)
-ABSENT_OBJECT(ibv_mr, alloc_null_mr, struct ibv_pd *pd)
+UNSUPPORTED(advise_mr, struct ibv_pd *pd, enum ibv_advise_mr_advice advice, uint32_t flags, struct ibv_sge *list,
+            uint32_t count)
+UNSUPPORTED_OBJECT(ibv_mr, alloc_null_mr, struct ibv_pd *pd)
 
-ABSENT_OBJECT(ibv_counters, create_counters, struct ibv_context *context, struct ibv_counters_init_attr *attr)
-ABSENT(destroy_counters, struct ibv_counters *counters)
-ABSENT(read_counters, struct ibv_counters *counters, uint64_t *values, uint32_t count, uint32_t flags)
-ABSENT(attach_counters_point_flow, struct ibv_counters *counters, struct ibv_counter_attach_attr *attr,
-       struct ibv_flow *flow)
+UNSUPPORTED_OBJECT(ibv_counters, create_counters, struct ibv_context *context, struct ibv_counters_init_attr *attr)
+UNSUPPORTED(destroy_counters, struct ibv_counters *counters)
+UNSUPPORTED(read_counters, struct ibv_counters *counters, uint64_t *values, uint32_t count, uint32_t flags)
+UNSUPPORTED(attach_counters_point_flow, struct ibv_counters *counters, struct ibv_counter_attach_attr *attr,
+            struct ibv_flow *flow)
 
-ABSENT_OBJECT(ibv_dm, alloc_dm, struct ibv_context *context, struct ibv_alloc_dm_attr *attr)
-ABSENT(free_dm, struct ibv_dm *dm)
-ABSENT_OBJECT(ibv_mr, reg_dm_mr, struct ibv_pd *pd, struct ibv_dm *dm, uint64_t offset, size_t length,
-              unsigned int access)
+UNSUPPORTED_OBJECT(ibv_dm, alloc_dm, struct ibv_context *context, struct ibv_alloc_dm_attr *attr)
+UNSUPPORTED(free_dm, struct ibv_dm *dm)
+UNSUPPORTED_OBJECT(ibv_mr, reg_dm_mr, struct ibv_pd *pd, struct ibv_dm *dm, uint64_t offset, size_t length,
+                   unsigned int access)
 
-ABSENT_OBJECT(ibv_flow, create_flow, struct ibv_qp *qp, struct ibv_flow_attr *attr)
-ABSENT(destroy_flow, struct ibv_flow *flow)
-ABSENT_OBJECT(ibv_flow_action, create_flow_action_esp, struct ibv_context *context,
-              struct ibv_flow_action_esp_attr *attr)
-ABSENT(modify_flow_action_esp, struct ibv_flow_action *action, struct ibv_flow_action_esp_attr *attr)
-ABSENT(destroy_flow_action, struct ibv_flow_action *action)
+UNSUPPORTED_OBJECT(ibv_flow, create_flow, struct ibv_qp *qp, struct ibv_flow_attr *attr)
+UNSUPPORTED(destroy_flow, struct ibv_flow *flow)
+UNSUPPORTED_OBJECT(ibv_flow_action, create_flow_action_esp, struct ibv_context *context,
+                   struct ibv_flow_action_esp_attr *attr)
+UNSUPPORTED(modify_flow_action_esp, struct ibv_flow_action *action, struct ibv_flow_action_esp_attr *attr)
+UNSUPPORTED(destroy_flow_action, struct ibv_flow_action *action)
 
-ABSENT_OBJECT(ibv_wq, create_wq, struct ibv_context *context, struct ibv_wq_init_attr *attr)
-ABSENT(modify_wq, struct ibv_wq *wq, struct ibv_wq_attr *attr)
-ABSENT(destroy_wq, struct ibv_wq *wq)
-ABSENT_OBJECT(ibv_rwq_ind_table, create_rwq_ind_table, struct ibv_context *context,
-              struct ibv_rwq_ind_table_init_attr *attr)
-ABSENT(destroy_rwq_ind_table, struct ibv_rwq_ind_table *table)
+UNSUPPORTED_OBJECT(ibv_wq, create_wq, struct ibv_context *context, struct ibv_wq_init_attr *attr)
+UNSUPPORTED(modify_wq, struct ibv_wq *wq, struct ibv_wq_attr *attr)
+UNSUPPORTED(destroy_wq, struct ibv_wq *wq)
+UNSUPPORTED_OBJECT(ibv_rwq_ind_table, create_rwq_ind_table, struct ibv_context *context,
+                   struct ibv_rwq_ind_table_init_attr *attr)
+UNSUPPORTED(destroy_rwq_ind_table, struct ibv_rwq_ind_table *table)
 
-ABSENT(modify_qp_rate_limit, struct ibv_qp *qp, struct ibv_qp_rate_limit_attr *attr)
-ABSENT_OBJECT(ibv_qp, open_qp, struct ibv_context *context, struct ibv_qp_open_attr *attr)
+UNSUPPORTED(modify_qp_rate_limit, struct ibv_qp *qp, struct ibv_qp_rate_limit_attr *attr)
+UNSUPPORTED_OBJECT(ibv_qp, open_qp, struct ibv_context *context, struct ibv_qp_open_attr *attr)
 
 static int post_srq_ops(struct ibv_srq *srq, struct ibv_ops_wr *wr, struct ibv_ops_wr **bad)
 {

@@ -26,8 +26,8 @@ struct set {
 
 static unsigned long owned[LIMIT / WORD]; /* under the lock, a bit for each descriptor */
 static int highest = -1;                  /* of all that were ever owned; under the lock */
-static struct set doomed;                 /* under the lock, like the next two: the closing thread closes these */
-static struct set brought;                /* and these first, which came out of one of those */
+static struct set to_close;               /* under the lock, like the next two: the closing thread closes these */
+static struct set received_fds;           /* and these first, which came out of one of those */
 static bool closing;                      /* that thread runs */
 static struct soft_mutex lock = SOFT_MUTEX_INITIALIZER(SOFT_RANK_DESCRIPTORS);
 static pthread_once_t once = PTHREAD_ONCE_INIT;
@@ -117,7 +117,7 @@ void soft_descriptor_close(int fd)
 /* ---- What strangers send -------------------------------------------------------------------------------------- */
 
 /* Under the lock: takes one away, of which there is one. */
-static int take_from(struct set *set)
+static int take_lowest(struct set *set)
 {
     int fd;
 
@@ -130,15 +130,15 @@ static int take_from(struct set *set)
 }
 
 /* The number of one that is to be closed, which is in no set from here on; -1: there is none. */
-static int take_doomed(bool *is_brought)
+static int next_to_close(bool *was_received)
 {
     int fd = -1;
 
     soft_descriptors_hold();
-    *is_brought = brought.count;
-    closing = brought.count || doomed.count;
+    *was_received = received_fds.count;
+    closing = received_fds.count || to_close.count;
     if (closing)
-        fd = take_from(brought.count ? &brought : &doomed);
+        fd = take_lowest(received_fds.count ? &received_fds : &to_close);
     soft_descriptors_release();
     return fd;
 }
@@ -196,25 +196,25 @@ static bool socket_is(int fd, int option, int expected)
  * than one message's descriptors are open at once, however many wait there. What waits in a Unix socket of messages is
  * the kernel's to close, which this thread waits for: messages may be empty, so that the last one is not told from the
  * end. So is what waits in a Unix stream that came out of another one. */
-static void *close_doomed(void *unused)
+static void *close_queued(void *unused)
 {
     static const struct linger none = {0};
     char bytes[4096];
-    bool is_brought;
+    bool was_received;
     ssize_t got;
     int fd;
 
     (void)unused;
     prctl(PR_SET_NAME, "aioverbs-close");
-    while ((fd = take_doomed(&is_brought)) >= 0) {
+    while ((fd = next_to_close(&was_received)) >= 0) {
         setsockopt(fd, SOL_SOCKET, SO_LINGER, &none, sizeof(none)); /* most are no sockets */
-        if (!is_brought && socket_is(fd, SO_DOMAIN, AF_UNIX) && socket_is(fd, SO_TYPE, SOCK_STREAM)) {
+        if (!was_received && socket_is(fd, SO_DOMAIN, AF_UNIX) && socket_is(fd, SO_TYPE, SOCK_STREAM)) {
             soft_descriptors_prepare_socket(fd);
             shutdown(fd, SHUT_RDWR);
-            take_message(fd, bytes, sizeof(bytes), &brought, &got);
+            take_message(fd, bytes, sizeof(bytes), &received_fds, &got);
             if (got > 0) {
                 soft_descriptors_hold();
-                put_into(&doomed, fd);
+                put_into(&to_close, fd);
                 soft_descriptors_release();
                 continue;
             }
@@ -225,27 +225,27 @@ static void *close_doomed(void *unused)
 }
 
 /* Under the lock. Where the thread does not start they wait for the next attempt: by who discards one, or asks. */
-static void begin_closing(void)
+static void start_closing(void)
 {
     pthread_attr_t detached;
     sigset_t all, before;
     pthread_t thread;
 
-    if (closing || !(doomed.count || brought.count) || pthread_attr_init(&detached))
+    if (closing || !(to_close.count || received_fds.count) || pthread_attr_init(&detached))
         return;
     pthread_attr_setdetachstate(&detached, PTHREAD_CREATE_DETACHED);
     sigfillset(&all); /* signals are for the user's threads */
     pthread_sigmask(SIG_SETMASK, &all, &before);
-    closing = !pthread_create(&thread, &detached, close_doomed, NULL);
+    closing = !pthread_create(&thread, &detached, close_queued, NULL);
     pthread_sigmask(SIG_SETMASK, &before, NULL);
     pthread_attr_destroy(&detached);
 }
 
 /* Under the lock. */
-static void doom(int fd)
+static void queue_close(int fd)
 {
-    put_into(&doomed, fd);
-    begin_closing();
+    put_into(&to_close, fd);
+    start_closing();
 }
 
 void soft_descriptor_discard(int fd)
@@ -253,7 +253,7 @@ void soft_descriptor_discard(int fd)
     if (fd < 0)
         return;
     soft_descriptors_hold();
-    doom(fd);
+    queue_close(fd);
     soft_descriptors_release();
 }
 
@@ -262,8 +262,8 @@ bool soft_descriptors_are_stuck(void)
     bool stuck;
 
     soft_descriptors_hold();
-    begin_closing(); /* where nobody is let in meanwhile, nobody brings another one */
-    stuck = doomed.count > MESSAGE;
+    start_closing(); /* where nobody is let in meanwhile, nobody brings another one */
+    stuck = to_close.count > MESSAGE;
     soft_descriptors_release();
     return stuck;
 }
@@ -276,7 +276,7 @@ void soft_descriptors_prepare_socket(int fd)
 }
 
 /* Under the lock: the one that came, which the message still has. */
-static void keep(struct msghdr *message, int *kept, bool *unwanted)
+static void own_received(struct msghdr *message, int *memory_fd, bool *unwanted)
 {
     const struct cmsghdr *header = CMSG_FIRSTHDR(message);
     int fd;
@@ -285,16 +285,16 @@ static void keep(struct msghdr *message, int *kept, bool *unwanted)
         return;
     memcpy(&fd, CMSG_DATA(header), sizeof(fd));
     if (fcntl(fd, F_GET_SEALS) >= 0) {
-        *kept = soft_descriptor_own(fd);
+        *memory_fd = soft_descriptor_own(fd);
         return;
     }
-    doom(fd); /* closing it closes no file, but may wait as well */
+    queue_close(fd); /* closing it closes no file, but may wait as well */
     *unwanted = true;
 }
 
 /* What comes is looked at first, which takes nothing away: whatever finds no room here is not closed by that. Then it
  * is taken only where it has no descriptors that are not kept here. */
-ssize_t soft_descriptors_receive(int fd, void *to, size_t size, int *kept, bool *unwanted)
+ssize_t soft_descriptors_receive(int fd, void *to, size_t size, int *memory_fd, bool *unwanted)
 {
     union {
         struct cmsghdr header;
@@ -304,7 +304,7 @@ ssize_t soft_descriptors_receive(int fd, void *to, size_t size, int *kept, bool 
     struct msghdr message = {.msg_iov = &piece, .msg_iovlen = 1};
     ssize_t got;
 
-    if (kept && *kept < 0) {
+    if (memory_fd && *memory_fd < 0) {
         message.msg_control = &control;
         message.msg_controllen = CMSG_LEN(sizeof(int)); /* and not of two, for which there is space */
         soft_descriptors_hold();
@@ -314,7 +314,7 @@ ssize_t soft_descriptors_receive(int fd, void *to, size_t size, int *kept, bool 
         *unwanted = true;
     if (message.msg_control) {
         if (got > 0)
-            keep(&message, kept, unwanted);
+            own_received(&message, memory_fd, unwanted);
         soft_descriptors_release();
     }
     if (got <= 0 || *unwanted)
@@ -329,9 +329,9 @@ ssize_t soft_descriptors_receive_discarding(int fd, void *to, size_t size, bool 
 {
     ssize_t got;
 
-    if (take_message(fd, to, size, &doomed, &got)) {
+    if (take_message(fd, to, size, &to_close, &got)) {
         soft_descriptors_hold();
-        begin_closing();
+        start_closing();
         soft_descriptors_release();
         *unwanted = true;
     }
@@ -339,7 +339,7 @@ ssize_t soft_descriptors_receive_discarding(int fd, void *to, size_t size, bool 
 }
 
 /* Takes what waits in a Unix stream, as far as no descriptors come: whether all was taken. */
-static bool empty(int fd)
+static bool drain(int fd)
 {
     char bytes[4096];
     bool unwanted = false;
@@ -355,7 +355,7 @@ void soft_descriptor_close_socket(int fd)
         return;
     soft_descriptors_prepare_socket(fd);
     shutdown(fd, SHUT_RDWR);
-    if (empty(fd))
+    if (drain(fd))
         soft_descriptor_close(fd);
     else
         soft_descriptor_discard(fd);

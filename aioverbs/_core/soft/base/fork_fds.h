@@ -30,9 +30,9 @@ void soft_descriptors_prepare_socket(int fd);
 
 /* As recv(fd, to, size, MSG_DONTWAIT) of a Unix socket. One descriptor may come, where `*kept` is -1 and it is a memory
  * file, whose close takes as long as giving its pages back: it goes to `*kept`. Where others come, or that one finds no room, nothing is taken
- * and `*unwanted` becomes true: nothing is left to do with the socket than to hang up. None may come where `kept` is
+ * and `*unwanted` becomes true: nothing is left to do with the socket than to hang up. None may come where `memory_fd` is
  * NULL. */
-ssize_t soft_descriptors_receive(int fd, void *to, size_t size, int *kept, bool *unwanted);
+ssize_t soft_descriptors_receive(int fd, void *to, size_t size, int *memory_fd, bool *unwanted);
 
 /* The same in one system call, of who is no stranger any more and could stop this process as well: those that come are
  * discarded, as far as they find room, and closed by the kernel at once beyond that. A child that is forked meanwhile

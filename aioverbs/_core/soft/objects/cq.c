@@ -110,7 +110,7 @@ static struct soft_cq *cq_create(struct soft_context *context, const struct ibv_
     cq->ex.cqe = (int)cq->mask + 1;
     cq->timestamps =
         attr->wc_flags & (IBV_WC_EX_WITH_COMPLETION_TIMESTAMP | IBV_WC_EX_WITH_COMPLETION_TIMESTAMP_WALLCLOCK);
-    cq->timer.of = SOFT_TIMER_CQ;
+    cq->timer.kind = SOFT_TIMER_CQ;
     cq->events.element = &cq->ex;
     soft_lock_init(&cq->lock, SOFT_RANK_CQ);
     if (attr->channel) {

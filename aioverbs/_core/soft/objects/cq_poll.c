@@ -117,7 +117,7 @@ static struct soft_cq *from_ex(struct ibv_cq_ex *ex)
     return container_of(ex, struct soft_cq, ex);
 }
 
-static int show(struct soft_cq *cq)
+static int show_current(struct soft_cq *cq)
 {
     uint32_t consumer;
 
@@ -130,7 +130,7 @@ static int show(struct soft_cq *cq)
 }
 
 /* The current entry stays in the ring, where its fields are read, until the next one is asked for. */
-static void step(struct soft_cq *cq)
+static void consume_current(struct soft_cq *cq)
 {
     if (cq->current)
         consume(cq, cq->current, atomic_load_explicit(cq->consumer, memory_order_relaxed));
@@ -147,7 +147,7 @@ static uint64_t wallclock_ns(void)
 
 /* What to add to CLOCK_MONOTONIC for CLOCK_REALTIME; wraps around where that is less. A thread may lose its processor
  * between the clocks: of a few attempts the closest one counts. */
-static uint64_t clocks_apart(void)
+static uint64_t wallclock_offset(void)
 {
     uint64_t apart = 0, closest = UINT64_MAX;
     int attempts;
@@ -180,11 +180,11 @@ static int start_poll(struct ibv_cq_ex *ex, struct ibv_poll_cq_attr *attr)
         return error;
     if (is_empty(cq))
         poll_peers(cq);
-    error = show(cq);
+    error = show_current(cq);
     if (error)
         soft_half_leave(&cq->half);
     else if (ex->read_completion_wallclock_ns)
-        cq->to_wallclock = clocks_apart();
+        cq->to_wallclock = wallclock_offset();
     return error;
 }
 
@@ -214,8 +214,8 @@ static int next_poll(struct ibv_cq_ex *ex)
     error = in_session(cq, "next_poll");
     if (error)
         return error;
-    step(cq);
-    return show(cq);
+    consume_current(cq);
+    return show_current(cq);
 }
 
 static void end_poll(struct ibv_cq_ex *ex)
@@ -224,7 +224,7 @@ static void end_poll(struct ibv_cq_ex *ex)
 
     if (soft_stale(to_soft_context(ex->context)) || in_session(cq, "end_poll"))
         return;
-    step(cq);
+    consume_current(cq);
     soft_half_leave(&cq->half);
 }
 

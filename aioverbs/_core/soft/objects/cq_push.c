@@ -13,22 +13,22 @@
 
 /* What is to be told once the lock is given back: others may want it meanwhile, and telling may be a system call, if
  * not one that waits. The caller keeps the queue, by a grace section or as its user. */
-struct news {
+struct follow_up {
     bool broke;   /* CQ_ERR */
     bool notify;  /* the channel */
     uint64_t due; /* the worker thread is to come then, for soft_cq_moderation_expired; or 0 */
 };
 
-static void give_and_tell(struct soft_cq *cq, struct news news)
+static void unlock_and_notify(struct soft_cq *cq, struct follow_up follow_up)
 {
     struct soft_context *context = to_soft_context(cq->ex.context);
 
     soft_lock_give(&cq->lock);
-    if (news.notify)
+    if (follow_up.notify)
         soft_channel_notify(cq->channel, cq);
-    if (news.due)
-        soft_worker_set_timer(context, &cq->timer, news.due);
-    if (news.broke)
+    if (follow_up.due)
+        soft_worker_set_timer(context, &cq->timer, follow_up.due);
+    if (follow_up.broke)
         soft_raise_event(context, &cq->events, IBV_EVENT_CQ_ERR);
 }
 
@@ -45,12 +45,12 @@ static bool disarm(struct soft_cq *cq)
 
 /* The queue works no more; who sleeps must hear of it, and of each completion that comes nevertheless: poll_cq tells
  * the rest. */
-static struct news fail(struct soft_cq *cq)
+static struct follow_up mark_overrun(struct soft_cq *cq)
 {
     bool broke = !atomic_exchange_explicit(&cq->overrun, true, memory_order_relaxed);
 
     assert_held(&cq->lock);
-    return (struct news){.broke = broke, .notify = disarm(cq)};
+    return (struct follow_up){.broke = broke, .notify = disarm(cq)};
 }
 
 static bool moderates(const struct soft_cq *cq)
@@ -59,28 +59,28 @@ static bool moderates(const struct soft_cq *cq)
 }
 
 /* Whether the queue notifies now of completions that it is armed for and has counted; or else when. */
-static struct news consider(struct soft_cq *cq)
+static struct follow_up check_moderation(struct soft_cq *cq)
 {
     uint64_t due = cq->moderated_since + 1000ull * cq->moderate_period_us;
 
     assert_held(&cq->lock);
     if (!cq->moderated)
-        return (struct news){0};
+        return (struct follow_up){0};
     if (!moderates(cq) || cq->moderated >= cq->moderate_count || due <= soft_now_ns())
-        return (struct news){.notify = disarm(cq)};
-    return (struct news){.due = due};
+        return (struct follow_up){.notify = disarm(cq)};
+    return (struct follow_up){.due = due};
 }
 
 /* One more completion came that the queue is armed for. */
-static struct news count_one(struct soft_cq *cq)
+static struct follow_up count_completion(struct soft_cq *cq)
 {
     assert_held(&cq->lock);
     if (!moderates(cq) || ++cq->moderated >= cq->moderate_count)
-        return (struct news){.notify = disarm(cq)};
+        return (struct follow_up){.notify = disarm(cq)};
     if (cq->moderated > 1)
-        return (struct news){0}; /* the worker thread knows already when to come */
+        return (struct follow_up){0}; /* the worker thread knows already when to come */
     cq->moderated_since = soft_now_ns();
-    return consider(cq);
+    return check_moderation(cq);
 }
 
 static bool is_armed_for(const struct soft_cq *cq, const struct soft_cqe *cqe)
@@ -99,7 +99,7 @@ bool soft_cq_push(struct soft_cq *cq, const struct soft_cqe *cqe)
     producer = atomic_load_explicit(&cq->producer, memory_order_relaxed);
     if (atomic_load_explicit(&cq->overrun, memory_order_relaxed) ||
         producer - atomic_load_explicit(cq->consumer, memory_order_acquire) > cq->mask) {
-        give_and_tell(cq, fail(cq));
+        unlock_and_notify(cq, mark_overrun(cq));
         return false;
     }
     entry = &cq->ring[producer & cq->mask];
@@ -108,7 +108,7 @@ bool soft_cq_push(struct soft_cq *cq, const struct soft_cqe *cqe)
         entry->timestamp = soft_now_ns();
     atomic_store_explicit(&cq->producer, producer + 1, memory_order_release);
     if (is_armed_for(cq, cqe))
-        give_and_tell(cq, count_one(cq));
+        unlock_and_notify(cq, count_completion(cq));
     else
         soft_lock_give(&cq->lock);
     return true;
@@ -117,7 +117,7 @@ bool soft_cq_push(struct soft_cq *cq, const struct soft_cqe *cqe)
 void soft_cq_break(struct soft_cq *cq)
 {
     soft_lock_take(&cq->lock);
-    give_and_tell(cq, fail(cq));
+    unlock_and_notify(cq, mark_overrun(cq));
 }
 
 int soft_req_notify_cq(struct ibv_cq *ibv_cq, int solicited_only)
@@ -177,7 +177,7 @@ int soft_modify_cq(struct ibv_cq *ibv_cq, struct ibv_modify_cq_attr *attr)
         soft_lock_take(&cq->lock);
         cq->moderate_count = attr->moderate.cq_count;
         cq->moderate_period_us = attr->moderate.cq_period;
-        give_and_tell(cq, consider(cq));
+        unlock_and_notify(cq, check_moderation(cq));
     }
     soft_half_leave(&cq->half);
     return error;
@@ -188,5 +188,5 @@ void soft_cq_moderation_expired(struct soft_cq *cq)
     /* Of several times the worker thread keeps the earliest, and the queue may have notified and begun a new count since:
 	 * so this may be too early, or for nothing. */
     soft_lock_take(&cq->lock);
-    give_and_tell(cq, consider(cq));
+    unlock_and_notify(cq, check_moderation(cq));
 }

@@ -116,7 +116,7 @@ int soft_gid_reserve(const union ibv_gid *gid)
 /* Without an address: one of the loopback network, but for 127.0.0.1, which everybody has. With so few bits two of some
  * thousand devices of a host would have the same one: it is reserved before anybody is told of it. Where that cannot be,
  * as there are no such sockets here, nobody connects to it either. */
-static int pick(struct soft_device *device)
+static int choose_loopback_gid(struct soft_device *device)
 {
     union ibv_gid *gid = &device->gids[1];
     uint8_t random[3];
@@ -151,7 +151,7 @@ int soft_gids_init(struct soft_device *device)
     memcpy(own + 8, random, sizeof(random));
     own[8] = (uint8_t)((own[8] & 0xfc) | 2); /* locally administered, of one device */
     if (!device->address.family)
-        return pick(device);
+        return choose_loopback_gid(device);
     from_address(&device->gids[1], &device->address);
     return 0;
 }

@@ -94,7 +94,7 @@ static struct soft_mw *find_window(const struct soft_qp *qp, const struct soft_p
 }
 
 /* The region of a binding, with the rules of the architecture's chapter 10.6.7.2.1; NULL where it breaks one. */
-static struct soft_mr *region_of(const struct soft_qp *qp, const struct soft_wqe *wqe)
+static struct soft_mr *bind_region(const struct soft_qp *qp, const struct soft_wqe *wqe)
 {
     struct soft_key *found = soft_key_find(qp->context->device, qp->pd, wqe->imm_data);
     struct soft_mr *mr;
@@ -124,7 +124,7 @@ bool soft_mw_bind(const struct soft_qp *qp, const struct soft_wqe *wqe)
         return false;
     second = mw->mw.type == IBV_MW_TYPE_2;
     if (wqe->bind.length) {
-        mr = region_of(qp, wqe);
+        mr = bind_region(qp, wqe);
         if (!mr)
             return false;
     } else if (second) { /* it is unbound by being invalidated */
@@ -171,8 +171,8 @@ bool soft_mw_invalidate(const struct soft_qp *qp, const struct soft_pd *pd, uint
 /* Under the window's lock. A window of type 2 is a queue pair's in all of its lives: ibv_alloc_mw(3) says what ends a
  * binding, and RESET is not among that, nor is it with soft-RoCE. A serial number is nobody else's, ever: when its queue
  * pair is destroyed the key leads nowhere. */
-static bool leads_to(const struct soft_mw *mw, const struct soft_qp *qp, const struct soft_pd *pd, uint32_t key,
-                     uint64_t address, uint64_t length, int access)
+static bool allows_access(const struct soft_mw *mw, const struct soft_qp *qp, const struct soft_pd *pd, uint32_t key,
+                          uint64_t address, uint64_t length, int access)
 {
     uint64_t offset = address - mw->address;
 
@@ -190,7 +190,7 @@ uint8_t *soft_mw_open(struct soft_mw *mw, struct soft_remote *remote, const stru
                       const struct soft_pd *pd, uint32_t key, uint64_t address, uint64_t length, int access)
 {
     soft_lock_take(&mw->lock);
-    if (!leads_to(mw, qp, pd, key, address, length, access)) {
+    if (!allows_access(mw, qp, pd, key, address, length, access)) {
         soft_lock_give(&mw->lock);
         return NULL;
     }

@@ -282,7 +282,7 @@ struct ibv_pd *soft_alloc_parent_domain(struct ibv_context *ibv_context, struct 
 /* ---- Memory of queues ------------------------------------------------------------------------------------ */
 
 /* The document's demands on what an allocator returns: aligned as asked for, and zero. */
-static bool fit_for_use(const uint8_t *memory, size_t size, size_t alignment)
+static bool is_valid_memory(const uint8_t *memory, size_t size, size_t alignment)
 {
     if ((uintptr_t)memory % alignment)
         return false;
@@ -314,7 +314,7 @@ int soft_memory_get(struct soft_memory *memory, struct soft_pd *pd, size_t size,
         return get_default(memory, size, alignment);
     if (!memory->address)
         return errno ? errno : ENOMEM;
-    if (!fit_for_use(memory->address, size, alignment)) {
+    if (!is_valid_memory(memory->address, size, alignment)) {
         soft_memory_put(memory);
         return EINVAL;
     }

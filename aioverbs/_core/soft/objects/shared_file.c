@@ -20,42 +20,42 @@
 #include "soft/objects/shared_keys.h"
 
 #define MAGIC "aioshpd1"
-#define MEMBERS 4096 /* the byte that all processes with an instance lock together */
+#define MEMBERS_BYTE 4096 /* the byte that all processes with an instance lock together */
 #define HUGE_PAGE ((size_t)2 << 20)
-#define MOST_BYTES ((uint64_t)1 << 44)
+#define MAX_BYTES ((uint64_t)1 << 44)
 
-_Static_assert(SOFT_SHARED_SLOTS <= 256 && SOFT_SHARED_SLOTS < MEMBERS, "a bit and a byte for each slot");
+_Static_assert(SOFT_SHARED_SLOTS <= 256 && SOFT_SHARED_SLOTS < MEMBERS_BYTE, "a bit and a byte for each slot");
 _Static_assert((uint64_t)SOFT_SHARED_SLOTS *SOFT_SHARED_KEYS == (1u << 24) - SOFT_MAX_NUMBER, "all numbers are used");
 
 /* ---- Locks --------------------------------------------------------------------------------------------------- */
 
 static int shared_file_lock(const struct soft_shared *file, short type, off_t byte)
 {
-    struct flock what = {.l_type = type, .l_whence = SEEK_SET, .l_start = byte, .l_len = 1};
+    struct flock lock = {.l_type = type, .l_whence = SEEK_SET, .l_start = byte, .l_len = 1};
 
-    return fcntl(file->fd, F_OFD_SETLK, &what) ? errno : 0;
+    return fcntl(file->fd, F_OFD_SETLK, &lock) ? errno : 0;
 }
 
-static bool others_hold(const struct soft_shared *file, off_t byte)
+static bool is_locked_by_others(const struct soft_shared *file, off_t byte)
 {
-    struct flock what = {.l_type = F_WRLCK, .l_whence = SEEK_SET, .l_start = byte, .l_len = 1};
+    struct flock lock = {.l_type = F_WRLCK, .l_whence = SEEK_SET, .l_start = byte, .l_len = 1};
 
-    return fcntl(file->fd, F_OFD_GETLK, &what) || what.l_type != F_UNLCK;
+    return fcntl(file->fd, F_OFD_GETLK, &lock) || lock.l_type != F_UNLCK;
 }
 
 bool soft_shared_is_alive(const struct soft_shared *file, uint32_t slot)
 {
-    return slot == file->slot || others_hold(file, slot);
+    return slot == file->slot || is_locked_by_others(file, slot);
 }
 
 /* ---- Slots --------------------------------------------------------------------------------------------------- */
 
-static bool is_marked(const struct soft_shared *file, uint32_t slot)
+static bool is_used(const struct soft_shared *file, uint32_t slot)
 {
     return atomic_load(&file->page->used_slots[slot / 64]) >> slot % 64 & 1;
 }
 
-static void mark(struct soft_shared *file, uint32_t slot, bool taken)
+static void set_used(struct soft_shared *file, uint32_t slot, bool taken)
 {
     uint64_t bit = 1ull << slot % 64;
 
@@ -65,40 +65,40 @@ static void mark(struct soft_shared *file, uint32_t slot, bool taken)
         atomic_fetch_and(&file->page->used_slots[slot / 64], ~bit);
 }
 
-static bool is_of(const struct alloc_area *area, size_t chunk, const bool gone[SOFT_SHARED_SLOTS])
+static bool is_owned_by_ended(const struct alloc_area *area, size_t chunk, const bool ended[SOFT_SHARED_SLOTS])
 {
     uint16_t owner = atomic_load(&area->owners[chunk]);
 
-    return owner && owner <= SOFT_SHARED_SLOTS && gone[owner - 1];
+    return owner && owner <= SOFT_SHARED_SLOTS && ended[owner - 1];
 }
 
 /* The chunks of slots whose processes are gone: once for all of them, as each may be said to reach to the end. */
-static void free_chunks(struct soft_shared *file, const bool gone[SOFT_SHARED_SLOTS])
+static void free_chunks(struct soft_shared *file, const bool ended[SOFT_SHARED_SLOTS])
 {
     const struct alloc_area *area = &file->area;
-    size_t end = 0, count = area->bytes / area->chunk_bytes, i, run;
+    size_t shared_file_free = 0, count = area->bytes / area->chunk_bytes, i, run;
     uint32_t slot;
 
     for (slot = 0; slot < SOFT_SHARED_SLOTS; slot++) {
-        unsigned int highest = gone[slot] ? atomic_load(&file->page->slots[slot].highest) : 0;
+        unsigned int highest = ended[slot] ? atomic_load(&file->page->slots[slot].highest) : 0;
 
-        end = highest > end ? highest : end;
+        shared_file_free = highest > shared_file_free ? highest : shared_file_free;
     }
-    if (end > count)
-        end = count;
-    for (i = 0; i < end; i += run + 1) {
-        for (run = 0; i + run < end && is_of(area, i + run, gone); run++)
+    if (shared_file_free > count)
+        shared_file_free = count;
+    for (i = 0; i < shared_file_free; i += run + 1) {
+        for (run = 0; i + run < shared_file_free && is_owned_by_ended(area, i + run, ended); run++)
             ;
         if (run)
             alloc_area_put(area, i, run);
     }
     for (slot = 0; slot < SOFT_SHARED_SLOTS; slot++)
-        if (gone[slot])
+        if (ended[slot])
             atomic_store(&file->page->slots[slot].highest, 0);
 }
 
 /* Whoever has the slot's lock, and nothing of his own there, like the next one. Nobody waits for it or finds a key. */
-static void shared_slot_silence(struct soft_shared *file, uint32_t slot)
+static void shared_slot_clear(struct soft_shared *file, uint32_t slot)
 {
     unsigned int i;
 
@@ -107,34 +107,34 @@ static void shared_slot_silence(struct soft_shared *file, uint32_t slot)
     soft_shared_clear_keys(file, slot);
 }
 
-static void shared_slots_clear(struct soft_shared *file, const bool gone[SOFT_SHARED_SLOTS])
+static void shared_slots_clear(struct soft_shared *file, const bool ended[SOFT_SHARED_SLOTS])
 {
     uint32_t slot;
 
     for (slot = 0; slot < SOFT_SHARED_SLOTS; slot++)
-        if (gone[slot])
-            shared_slot_silence(file, slot);
+        if (ended[slot])
+            shared_slot_clear(file, slot);
     grace_wait();
     soft_shared_wait(file);
-    free_chunks(file, gone);
+    free_chunks(file, ended);
 }
 
 void soft_shared_reap(struct soft_shared *file)
 {
-    bool gone[SOFT_SHARED_SLOTS], some = false;
+    bool ended[SOFT_SHARED_SLOTS], any_ended = false;
     uint32_t slot;
 
     soft_mutex_take(&file->reaping);
     for (slot = 0; slot < SOFT_SHARED_SLOTS; slot++) {
-        gone[slot] = slot != file->slot && is_marked(file, slot) && !shared_file_lock(file, F_WRLCK, slot);
-        some = some || gone[slot];
+        ended[slot] = slot != file->slot && is_used(file, slot) && !shared_file_lock(file, F_WRLCK, slot);
+        any_ended = any_ended || ended[slot];
     }
-    if (some)
-        shared_slots_clear(file, gone);
+    if (any_ended)
+        shared_slots_clear(file, ended);
     for (slot = 0; slot < SOFT_SHARED_SLOTS; slot++) {
-        if (!gone[slot])
+        if (!ended[slot])
             continue;
-        mark(file, slot, false);
+        set_used(file, slot, false);
         atomic_store(&file->timed_out[slot], false);
         shared_file_lock(file, F_UNLCK, slot);
     }
@@ -142,19 +142,19 @@ void soft_shared_reap(struct soft_shared *file)
 }
 
 /* A slot that nothing is left in, which waits for nobody; or any that is free, if need be. */
-static int take_slot(struct soft_shared *file, bool any)
+static int acquire_slot(struct soft_shared *file, bool any)
 {
-    bool gone[SOFT_SHARED_SLOTS] = {false};
+    bool ended[SOFT_SHARED_SLOTS] = {false};
     uint32_t slot;
     int error = EAGAIN;
 
     for (slot = 0; slot < SOFT_SHARED_SLOTS && error; slot++) {
-        if (!any && is_marked(file, slot))
+        if (!any && is_used(file, slot))
             continue;
         error = shared_file_lock(file, F_WRLCK, slot);
         if (error && error != EAGAIN && error != EACCES)
             return error;
-        if (!error && !any && is_marked(file, slot)) { /* its process died just now */
+        if (!error && !any && is_used(file, slot)) { /* its process died just now */
             shared_file_lock(file, F_UNLCK, slot);
             error = EAGAIN;
         }
@@ -163,12 +163,12 @@ static int take_slot(struct soft_shared *file, bool any)
     }
     if (error)
         return EMFILE;
-    gone[file->slot] = true;
-    if (is_marked(file, file->slot))
-        shared_slots_clear(file, gone);
+    ended[file->slot] = true;
+    if (is_used(file, file->slot))
+        shared_slots_clear(file, ended);
     else
-        shared_slot_silence(file, file->slot);
-    mark(file, file->slot, true);
+        shared_slot_clear(file, file->slot);
+    set_used(file, file->slot, true);
     file->area.owner = (uint16_t)(file->slot + 1);
     file->area.highest = &file->page->slots[file->slot].highest;
     return 0;
@@ -178,12 +178,12 @@ static int take_slot(struct soft_shared *file, bool any)
 
 int soft_shared_join(struct soft_shared *file, bool first)
 {
-    int error = file->member ? 0 : shared_file_lock(file, F_RDLCK, MEMBERS);
+    int error = file->member ? 0 : shared_file_lock(file, F_RDLCK, MEMBERS_BYTE);
 
     if (error) /* the last one is just leaving */
         return error == EAGAIN || error == EACCES ? ENOENT : error;
-    if (!file->member && !first && (atomic_load(&file->page->is_closed) || !others_hold(file, MEMBERS))) {
-        shared_file_lock(file, F_UNLCK, MEMBERS);
+    if (!file->member && !first && (atomic_load(&file->page->is_closed) || !is_locked_by_others(file, MEMBERS_BYTE))) {
+        shared_file_lock(file, F_UNLCK, MEMBERS_BYTE);
         return ENOENT;
     }
     file->member = true;
@@ -193,39 +193,39 @@ int soft_shared_join(struct soft_shared *file, bool first)
 void soft_shared_leave(struct soft_shared *file)
 {
     /* Of two that leave at once neither may be the last: who comes then finds nobody there. */
-    if (!shared_file_lock(file, F_WRLCK, MEMBERS))
+    if (!shared_file_lock(file, F_WRLCK, MEMBERS_BYTE))
         atomic_store(&file->page->is_closed, 1);
-    shared_file_lock(file, F_UNLCK, MEMBERS);
+    shared_file_lock(file, F_UNLCK, MEMBERS_BYTE);
     file->member = false;
 }
 
 /* ---- Mapping --------------------------------------------------------------------------------------------------- */
 
-static size_t up(size_t size, size_t to)
+static size_t align_up(size_t size, size_t to)
 {
     return (size + to - 1) & ~(to - 1);
 }
 
 /* Where the memory begins, and the file ends, that has so many bytes of memory. */
-static size_t memory_at(uint64_t bytes)
+static size_t memory_offset(uint64_t bytes)
 {
-    return up(sizeof(struct soft_shared_page) + bytes / SOFT_SHARED_CHUNK * sizeof(uint16_t), HUGE_PAGE);
+    return align_up(sizeof(struct soft_shared_page) + bytes / SOFT_SHARED_CHUNK * sizeof(uint16_t), HUGE_PAGE);
 }
 
 /* As much as the machine has, so that it is never what there is too little of. The kernel gives pages for what is
  * touched. */
 static uint64_t memory_bytes(void)
 {
-    uint64_t bytes = up((size_t)sysconf(_SC_PHYS_PAGES) * (size_t)sysconf(_SC_PAGESIZE), HUGE_PAGE);
+    uint64_t bytes = align_up((size_t)sysconf(_SC_PHYS_PAGES) * (size_t)sysconf(_SC_PAGESIZE), HUGE_PAGE);
 
-    return bytes < MOST_BYTES ? bytes : MOST_BYTES;
+    return bytes < MAX_BYTES ? bytes : MAX_BYTES;
 }
 
 /* What another process says. The machine may have had more memory when the file was made; with much more than that, to
  * clear what the dead left would take as long as who made the file likes. */
-static bool possible(uint64_t bytes)
+static bool is_plausible_size(uint64_t bytes)
 {
-    return bytes && bytes <= MOST_BYTES && bytes / 4 <= memory_bytes() && bytes % HUGE_PAGE == 0;
+    return bytes && bytes <= MAX_BYTES && bytes / 4 <= memory_bytes() && bytes % HUGE_PAGE == 0;
 }
 
 static void shared_area_hold(void *file)
@@ -247,7 +247,7 @@ static void reap(void *file)
  * touched the kernel would give pages for that. */
 static int shared_file_map(struct soft_shared *file, uint64_t bytes)
 {
-    size_t size = file->size = memory_at(bytes) + bytes, head;
+    size_t size = file->size = memory_offset(bytes) + bytes, head;
     char *room = mmap(NULL, size + HUGE_PAGE, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0), *at;
 
     if (room == MAP_FAILED)
@@ -266,7 +266,7 @@ static int shared_file_map(struct soft_shared *file, uint64_t bytes)
     madvise(at, size, MADV_DONTDUMP);
     file->page = (void *)at;
     file->area = (struct alloc_area){
-        .memory = at + memory_at(bytes),
+        .memory = at + memory_offset(bytes),
         .bytes = bytes,
         .chunk_bytes = SOFT_SHARED_CHUNK,
         .owners = (void *)(at + sizeof(struct soft_shared_page)),
@@ -281,10 +281,10 @@ static int shared_file_map(struct soft_shared *file, uint64_t bytes)
 
 /* ---- Life -------------------------------------------------------------------------------------------------------- */
 
-static void end(struct soft_shared *file)
+static void shared_file_free(struct soft_shared *file)
 {
     if (file->slot < SOFT_SHARED_SLOTS)
-        mark(file, file->slot, false); /* nothing of this process is in it any more */
+        set_used(file, file->slot, false); /* nothing of this process is in it any more */
     soft_descriptor_close(file->fd); /* first: who closes last gives back all of the memory, and this is under a lock */
     if (file->page)
         munmap(file->page, file->size);
@@ -293,7 +293,7 @@ static void end(struct soft_shared *file)
     free(file);
 }
 
-static struct soft_shared *begin(struct soft_device *device)
+static struct soft_shared *shared_file_new(struct soft_device *device)
 {
     struct soft_shared *file = calloc(1, sizeof(*file));
 
@@ -329,7 +329,7 @@ static struct soft_shared *shared_file_finish(struct soft_shared *file, int erro
 {
     assert_held(&file->device->lock);
     if (error) {
-        end(file);
+        shared_file_free(file);
         errno = error;
         return NULL;
     }
@@ -340,13 +340,13 @@ static struct soft_shared *shared_file_finish(struct soft_shared *file, int erro
 
 struct soft_shared *soft_shared_create(struct soft_device *device)
 {
-    struct soft_shared *file = begin(device);
+    struct soft_shared *file = shared_file_new(device);
     uint64_t bytes = memory_bytes();
     int error;
 
     if (!file)
         return NULL;
-    file->fd = soft_sealed_create("aioverbs-domain", (off_t)(memory_at(bytes) + bytes), F_SEAL_SEAL);
+    file->fd = soft_sealed_create("aioverbs-domain", (off_t)(memory_offset(bytes) + bytes), F_SEAL_SEAL);
     error = file->fd < 0 ? errno : shared_file_map(file, bytes);
     if (!error) {
         memcpy(file->page->head.magic, MAGIC, sizeof(file->page->head.magic));
@@ -354,7 +354,7 @@ struct soft_shared *soft_shared_create(struct soft_device *device)
         error = shared_file_identify(file);
     }
     if (!error)
-        error = take_slot(file, false);
+        error = acquire_slot(file, false);
     return shared_file_finish(file, error);
 }
 
@@ -367,8 +367,8 @@ static int shared_file_check(const struct soft_shared *file, uint64_t *bytes)
 
     if (size < 0 || !(fcntl(file->fd, F_GET_SEALS) & F_SEAL_SEAL) ||
         pread(file->fd, &head, sizeof(head), 0) != (ssize_t)sizeof(head) ||
-        memcmp(head.magic, MAGIC, sizeof(head.magic)) || !possible(head.bytes) ||
-        (uint64_t)size != memory_at(head.bytes) + head.bytes)
+        memcmp(head.magic, MAGIC, sizeof(head.magic)) || !is_plausible_size(head.bytes) ||
+        (uint64_t)size != memory_offset(head.bytes) + head.bytes)
         return EPROTO;
     *bytes = head.bytes;
     return 0;
@@ -393,7 +393,7 @@ static struct soft_shared *shared_file_find(struct soft_device *device, int fd)
 
 /* A description of its own, as locks belong to that; who gave the descriptor has the other one, too. EWOULDBLOCK: he
  * has a lease on the file (F_SETLEASE), for which opening it would wait. */
-static int open_again(int fd)
+static int reopen(int fd)
 {
     char path[64];
 
@@ -407,7 +407,7 @@ static int shared_file_join(struct soft_shared *file, int fd)
     int error = 0;
 
     soft_descriptors_hold();
-    file->fd = soft_descriptor_own(open_again(fd));
+    file->fd = soft_descriptor_own(reopen(fd));
     if (file->fd < 0)
         error = errno == EWOULDBLOCK ? EPROTO : errno;
     soft_descriptors_release();
@@ -419,8 +419,8 @@ static int shared_file_join(struct soft_shared *file, int fd)
         error = shared_file_map(file, bytes);
     if (error)
         return error;
-    error = take_slot(file, false);
-    return error == EMFILE ? take_slot(file, true) : error;
+    error = acquire_slot(file, false);
+    return error == EMFILE ? acquire_slot(file, true) : error;
 }
 
 /* What others left, and they themselves, may have to be waited for, so it is made ready before device->lock is taken.
@@ -440,14 +440,14 @@ struct soft_shared *soft_shared_import(struct soft_device *device, int fd)
     soft_mutex_give(&device->lock);
     if (found)
         return found;
-    file = begin(device);
+    file = shared_file_new(device);
     if (!file)
         return NULL;
     error = shared_file_join(file, fd);
     soft_mutex_take(&device->lock);
     found = shared_file_find(device, fd); /* another thread was faster, and may have had the last slot */
     if (found)
-        end(file);
+        shared_file_free(file);
     else
         file = shared_file_finish(file, error);
     soft_mutex_give(&device->lock);
@@ -460,7 +460,7 @@ struct soft_shared *soft_shared_import(struct soft_device *device, int fd)
 
 int soft_shared_export(const struct soft_shared *file)
 {
-    return open_again(file->fd);
+    return reopen(file->fd);
 }
 
 void soft_shared_hold(struct soft_shared *file)
@@ -484,5 +484,5 @@ void soft_shared_drop(struct soft_shared *file)
     }
     soft_mutex_give(&file->device->lock);
     if (last)
-        end(file);
+        shared_file_free(file);
 }

@@ -20,12 +20,12 @@
 #include "soft/objects/shared.h"
 
 /* How long it is believed of a process that it is there. A system call for each access would cost more than that. */
-#define BELIEVED_NS 10000000u
+#define ALIVE_CACHE_NS 10000000u
 
 /* As for copy tokens: processes that were stopped between two instructions have the one time, in all. From then on each of
  * them has no more than the other one, which is long enough for what is just being done. */
 #define STUCK_NS 2000000000u
-#define OVERDUE_NS 1000000u
+#define TIMED_OUT_NS 1000000u
 
 /* ---- Where a key is ------------------------------------------------------------------------------------------ */
 
@@ -52,7 +52,7 @@ static struct soft_shared *pd_file(const struct soft_pd *pd)
     return atomic_load_explicit(&pd->domain->file, memory_order_acquire);
 }
 
-static struct soft_shared_key *mine(struct soft_shared *file, uint32_t place)
+static struct soft_shared_key *own_entry(struct soft_shared *file, uint32_t place)
 {
     return &file->page->keys[file->slot][place];
 }
@@ -70,9 +70,9 @@ int soft_key_reserve(struct soft_pd *pd, struct soft_key *key, uint8_t *use)
     if (error)
         return error;
     /* It goes on where the process stopped that had the slot before, so that no key of that one fits. */
-    serial = (atomic_load(&mine(file, place)->state) >> 32) + 1;
+    serial = (atomic_load(&own_entry(file, place)->state) >> 32) + 1;
     *use = (uint8_t)serial;
-    atomic_store(&mine(file, place)->state, serial << 32 | *use);
+    atomic_store(&own_entry(file, place)->state, serial << 32 | *use);
     soft_shared_hold(file);
     key->file = file;
     key->number = SOFT_MAX_NUMBER + file->slot * SOFT_SHARED_KEYS + place;
@@ -92,17 +92,17 @@ static uint32_t number_of(const struct soft_key *key)
 /* At once, and not when it is given back: a process that dies has used up what it used. */
 void soft_key_set_use(struct soft_device *device, const struct soft_key *key, uint8_t use)
 {
-    struct soft_shared_key *told;
+    struct soft_shared_key *info;
     uint32_t serial;
 
     if (!key->file) {
         soft_table_set_use(&device->keys, key->number, use);
         return;
     }
-    told = mine(key->file, number_of(key));
-    serial = (uint32_t)(atomic_load(&told->state) >> 32);
+    info = own_entry(key->file, number_of(key));
+    serial = (uint32_t)(atomic_load(&info->state) >> 32);
     serial += (uint8_t)(use - serial);
-    atomic_store(&told->state, (uint64_t)serial << 32 | use); /* it is a window's: never live */
+    atomic_store(&info->state, (uint64_t)serial << 32 | use); /* it is a window's: never live */
 }
 
 void soft_key_publish(struct soft_device *device, struct soft_key *key)
@@ -148,7 +148,7 @@ bool soft_shared_find_foreign(const struct soft_pd *pd, uint32_t key)
 
 void soft_shared_publish_key(struct soft_shared *file, uint32_t place, const struct soft_mr *mr)
 {
-    struct soft_shared_key *key = mine(file, place);
+    struct soft_shared_key *key = own_entry(file, place);
     const struct alloc_area *area = &file->area;
     uint64_t offset = (uintptr_t)mr->mr.addr - (uintptr_t)area->memory;
     atomic_uint *at = &file->page->slots[file->slot].used;
@@ -167,7 +167,7 @@ void soft_shared_publish_key(struct soft_shared *file, uint32_t place, const str
 
 void soft_shared_withdraw_key(struct soft_shared *file, uint32_t place)
 {
-    atomic_fetch_and(&mine(file, place)->state, ~(uint64_t)SOFT_SHARED_LIVE);
+    atomic_fetch_and(&own_entry(file, place)->state, ~(uint64_t)SOFT_SHARED_LIVE);
 }
 
 void soft_shared_clear_keys(struct soft_shared *file, uint32_t slot)
@@ -181,11 +181,11 @@ void soft_shared_clear_keys(struct soft_shared *file, uint32_t slot)
 
 /* ---- What others told ---------------------------------------------------------------------------------------- */
 
-static bool is_there(struct soft_shared *file, uint32_t slot)
+static bool is_slot_alive(struct soft_shared *file, uint32_t slot)
 {
     uint64_t now = soft_now_ns();
 
-    if (now - atomic_load_explicit(&file->last_seen[slot], memory_order_relaxed) < BELIEVED_NS)
+    if (now - atomic_load_explicit(&file->last_seen[slot], memory_order_relaxed) < ALIVE_CACHE_NS)
         return true;
     if (!soft_shared_is_alive(file, slot))
         return false;
@@ -193,31 +193,31 @@ static bool is_there(struct soft_shared *file, uint32_t slot)
     return true;
 }
 
-static atomic_uint *word_of(struct soft_shared *file)
+static atomic_uint *own_reader(struct soft_shared *file)
 {
     return &file->page->readers[file->slot][soft_thread_id() % SOFT_SHARED_READERS].sections;
 }
 
 /* At the end of a section. */
-static void leave_visited(struct grace_reader *self)
+static void leave_files(struct grace_reader *self)
 {
     unsigned int i;
 
     for (i = 0; i < SOFT_SECTION_FILES && self->shared_files[i]; i++) {
-        atomic_fetch_sub(word_of(self->shared_files[i]), 1);
+        atomic_fetch_sub(own_reader(self->shared_files[i]), 1);
         self->shared_files[i] = NULL;
     }
 }
 
 /* The section that the thread is in reaches what others registered from here on, to its end. One request is about no
  * more than three domains: of more files, the one that was longest not reached is left. */
-static void enter(struct soft_shared *file)
+static void enter_file(struct soft_shared *file)
 {
     struct grace_reader *self = grace_self;
     struct soft_shared *before = file, *at;
     unsigned int i;
 
-    self->files_leave = leave_visited;
+    self->files_leave = leave_files;
     for (i = 0; i < SOFT_SECTION_FILES; i++) {
         at = self->shared_files[i];
         self->shared_files[i] = before;
@@ -228,32 +228,32 @@ static void enter(struct soft_shared *file)
             break;
     }
     if (i == SOFT_SECTION_FILES)
-        atomic_fetch_sub(word_of(before), 1);
-    atomic_fetch_add(word_of(file), 1);
+        atomic_fetch_sub(own_reader(before), 1);
+    atomic_fetch_add(own_reader(file), 1);
 }
 
-struct told {
+struct info {
     uint64_t address, length, offset;
     uint32_t access;
 };
 
 /* What stands there; false: nothing, by that key. */
-static bool read_key(struct soft_shared *file, const struct place *at, uint32_t key, struct told *told)
+static bool read_key(struct soft_shared *file, const struct place *at, uint32_t key, struct info *info)
 {
     struct soft_shared_key *entry = &file->page->keys[at->slot][at->key];
     uint64_t state = atomic_load(&entry->state);
 
-    if (!(state & SOFT_SHARED_LIVE) || (state & 0xff) != (key & 0xff) || !is_there(file, at->slot))
+    if (!(state & SOFT_SHARED_LIVE) || (state & 0xff) != (key & 0xff) || !is_slot_alive(file, at->slot))
         return false;
-    told->address = atomic_load(&entry->address);
-    told->length = atomic_load(&entry->length);
-    told->offset = atomic_load(&entry->offset);
-    told->access = atomic_load(&entry->access);
+    info->address = atomic_load(&entry->address);
+    info->length = atomic_load(&entry->length);
+    info->offset = atomic_load(&entry->offset);
+    info->access = atomic_load(&entry->access);
     return atomic_load(&entry->state) == state;
 }
 
 /* Where that is here, whatever was told: in the memory, or nowhere. */
-static uint8_t *place_here(const struct soft_shared *file, uint64_t offset, uint64_t length)
+static uint8_t *map_offset(const struct soft_shared *file, uint64_t offset, uint64_t length)
 {
     if (offset > file->area.bytes || length > file->area.bytes - offset)
         return NULL;
@@ -261,19 +261,19 @@ static uint8_t *place_here(const struct soft_shared *file, uint64_t offset, uint
 }
 
 /* Another process' region. Either it is found recalled here, or who recalls it finds the thread's word. */
-static uint8_t *reach(struct soft_shared *file, const struct place *at, uint32_t key, uint64_t address, uint64_t length,
-                      int access)
+static uint8_t *shared_reach(struct soft_shared *file, const struct place *at, uint32_t key, uint64_t address,
+                             uint64_t length, int access)
 {
-    struct told told;
+    struct info info;
     uint64_t within;
 
-    enter(file);
-    if (!read_key(file, at, key, &told) || (told.access & (uint32_t)access) != (uint32_t)access)
+    enter_file(file);
+    if (!read_key(file, at, key, &info) || (info.access & (uint32_t)access) != (uint32_t)access)
         return NULL;
-    within = address - told.address;
-    if (within > told.length || length > told.length - within || !place_here(file, told.offset, told.length))
+    within = address - info.address;
+    if (within > info.length || length > info.length - within || !map_offset(file, info.offset, info.length))
         return NULL;
-    return place_here(file, told.offset + within, length);
+    return map_offset(file, info.offset + within, length);
 }
 
 uint8_t *soft_shared_resolve(const struct soft_pd *pd, uint32_t key, uint64_t address, uint64_t length, int access)
@@ -285,7 +285,7 @@ uint8_t *soft_shared_resolve(const struct soft_pd *pd, uint32_t key, uint64_t ad
     if (!file || !shared_key_place(key, &place))
         return NULL;
     if (place.slot != file->slot)
-        return reach(file, &place, key, address, length, access);
+        return shared_reach(file, &place, key, address, length, access);
     found = soft_table_find(&file->keys, place.key);
     if (!found || found->is_window)
         return NULL;
@@ -304,13 +304,13 @@ uint8_t *soft_shared_open(struct soft_remote *remote, const struct soft_qp *qp, 
 
 /* ---- Regions of others, by name --------------------------------------------------------------------------------- */
 
-struct borrowed {
+struct imported_mr {
     struct ibv_mr mr; /* with the address that its own process knows */
     struct soft_pd *pd;
 };
 
 /* That of this process has its memory where it was registered; that of others, where the file is mapped. */
-static int shared_key_look_up(const struct soft_pd *pd, uint32_t key, struct told *told, void **here)
+static int shared_key_look_up(const struct soft_pd *pd, uint32_t key, struct info *info, void **here)
 {
     struct soft_key *found = soft_shared_find(pd, key);
     struct soft_shared *file = pd_file(pd);
@@ -319,14 +319,14 @@ static int shared_key_look_up(const struct soft_pd *pd, uint32_t key, struct tol
     if (found && !found->is_window) {
         const struct soft_mr *mr = container_of(found, struct soft_mr, key);
 
-        *told = (struct told){(uintptr_t)mr->mr.addr, mr->mr.length, 0, (uint32_t)mr->access};
+        *info = (struct info){(uintptr_t)mr->mr.addr, mr->mr.length, 0, (uint32_t)mr->access};
         *here = mr->mr.addr;
         return mr->mr.lkey == key ? 0 : ENOENT;
     }
     if (!file || found || !shared_key_place(key, &place) || place.slot == file->slot ||
-        !read_key(file, &place, key, told))
+        !read_key(file, &place, key, info))
         return ENOENT;
-    *here = place_here(file, told->offset, told->length);
+    *here = map_offset(file, info->offset, info->length);
     return *here ? 0 : EFAULT;
 }
 
@@ -334,54 +334,54 @@ struct ibv_mr *soft_import_mr(struct ibv_pd *ibv_pd, uint32_t key, void **here, 
 {
     struct soft_context *context = to_soft_context(ibv_pd->context);
     struct soft_pd *pd = to_soft_pd(ibv_pd);
-    struct borrowed *borrowed = NULL;
+    struct imported_mr *imported_mr = NULL;
     struct grace_reader *grace;
-    struct told told;
+    struct info info;
     int error = soft_stale(context) ? ENODEV : grace_ready() ? 0 : ENOMEM;
 
     if (!error) {
         grace = grace_enter();
-        error = shared_key_look_up(pd, key, &told, here);
+        error = shared_key_look_up(pd, key, &info, here);
         grace_leave(grace);
     }
-    if (!error && !(borrowed = calloc(1, sizeof(*borrowed))))
+    if (!error && !(imported_mr = calloc(1, sizeof(*imported_mr))))
         error = ENOMEM;
     if (error) {
         errno = error;
         return NULL;
     }
-    *access = (int)told.access;
-    borrowed->mr = (struct ibv_mr){
+    *access = (int)info.access;
+    imported_mr->mr = (struct ibv_mr){
         .context = ibv_pd->context,
         .pd = ibv_pd,
-        .addr = (void *)(uintptr_t)told.address,
-        .length = told.length,
+        .addr = (void *)(uintptr_t)info.address,
+        .length = info.length,
         .lkey = key,
         .rkey = key,
     };
-    borrowed->pd = pd;
+    imported_mr->pd = pd;
     atomic_fetch_add(&pd->references, 1);
     atomic_fetch_add(&context->mrs, 1);
-    return &borrowed->mr;
+    return &imported_mr->mr;
 }
 
 int soft_unimport_mr(struct ibv_mr *mr)
 {
-    struct borrowed *borrowed = container_of(mr, struct borrowed, mr);
+    struct imported_mr *imported_mr = container_of(mr, struct imported_mr, mr);
     struct soft_context *context = to_soft_context(mr->context);
 
     if (soft_stale(context))
         return ENODEV;
-    atomic_fetch_sub(&borrowed->pd->references, 1);
+    atomic_fetch_sub(&imported_mr->pd->references, 1);
     atomic_fetch_sub(&context->mrs, 1);
-    free(borrowed);
+    free(imported_mr);
     return 0;
 }
 
 /* ---- Waiting for others --------------------------------------------------------------------------------------- */
 
 /* Somebody is still waited for, since `begin`. False: the other processes have had their time, in all. */
-static bool have_time(struct soft_shared *file, uint64_t begin, uint64_t now)
+static bool has_time_left(struct soft_shared *file, uint64_t begin, uint64_t now)
 {
     bool have;
 
@@ -391,14 +391,15 @@ static bool have_time(struct soft_shared *file, uint64_t begin, uint64_t now)
     return have;
 }
 
-/* Until nobody of the slot is inside of that word, or its process is gone. False: it is time: `soon`, and if it was
+/* Until nobody of the slot is inside of that word, or its process is gone. False: it is time: `deadline`, and if it was
  * never overdue, not before the others have had theirs. The word is the other process's to write. */
-static bool wait_for(struct soft_shared *file, uint32_t slot, const atomic_uint *inside, uint64_t begin, uint64_t soon)
+static bool wait_for_reader(struct soft_shared *file, uint32_t slot, const atomic_uint *sections, uint64_t begin,
+                            uint64_t deadline)
 {
-    uint64_t now = soft_now_ns(), patient = now + SOFT_YIELD_NS;
+    uint64_t now = soft_now_ns(), yield_until = now + SOFT_YIELD_NS;
 
-    for (; atomic_load(inside); now = soft_now_ns()) {
-        if (now < patient && now < soon) {
+    for (; atomic_load(sections); now = soft_now_ns()) {
+        if (now < yield_until && now < deadline) {
             sched_yield();
             continue;
         }
@@ -406,7 +407,7 @@ static bool wait_for(struct soft_shared *file, uint32_t slot, const atomic_uint 
             atomic_store(&file->timed_out[slot], false); /* the next one that has the slot is another process */
             return true;
         }
-        if (now >= soon && (atomic_load(&file->timed_out[slot]) || !have_time(file, begin, now)))
+        if (now >= deadline && (atomic_load(&file->timed_out[slot]) || !has_time_left(file, begin, now)))
             return false;
         nanosleep(&(struct timespec){.tv_nsec = 100000}, NULL);
     }
@@ -416,12 +417,13 @@ static bool wait_for(struct soft_shared *file, uint32_t slot, const atomic_uint 
 /* All of the slot's words. Who was never overdue has a moment of its own, however long the others took. */
 static void wait_for_slot(struct soft_shared *file, uint32_t slot, uint64_t begin)
 {
-    uint64_t soon = (atomic_load(&file->timed_out[slot]) ? begin : soft_now_ns()) + OVERDUE_NS;
-    uint32_t word = 0;
+    uint64_t deadline = (atomic_load(&file->timed_out[slot]) ? begin : soft_now_ns()) + TIMED_OUT_NS;
+    uint32_t reader = 0;
 
-    while (word < SOFT_SHARED_READERS && wait_for(file, slot, &file->page->readers[slot][word].sections, begin, soon))
-        word++;
-    if (word == SOFT_SHARED_READERS)
+    while (reader < SOFT_SHARED_READERS &&
+           wait_for_reader(file, slot, &file->page->readers[slot][reader].sections, begin, deadline))
+        reader++;
+    if (reader == SOFT_SHARED_READERS)
         return;
     atomic_store(&file->no_reuse, true);
     atomic_store(&file->timed_out[slot], true);

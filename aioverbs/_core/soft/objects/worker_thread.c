@@ -20,7 +20,7 @@
 
 /* ---- Timers: a binary heap, earliest first. All under worker->lock ---------------------------------------- */
 
-static void place(struct soft_worker *worker, uint32_t slot, struct soft_timer *timer)
+static void heap_place(struct soft_worker *worker, uint32_t slot, struct soft_timer *timer)
 {
     worker->timers[slot] = timer;
     timer->slot = slot + 1;
@@ -33,10 +33,10 @@ static void sift_up(struct soft_worker *worker, uint32_t slot, struct soft_timer
 
         if (worker->timers[above]->due <= timer->due)
             break;
-        place(worker, slot, worker->timers[above]);
+        heap_place(worker, slot, worker->timers[above]);
         slot = above;
     }
-    place(worker, slot, timer);
+    heap_place(worker, slot, timer);
 }
 
 static void sift_down(struct soft_worker *worker, uint32_t slot, struct soft_timer *timer)
@@ -48,10 +48,10 @@ static void sift_down(struct soft_worker *worker, uint32_t slot, struct soft_tim
             below++;
         if (worker->timers[below]->due >= timer->due)
             break;
-        place(worker, slot, worker->timers[below]);
+        heap_place(worker, slot, worker->timers[below]);
         slot = below;
     }
-    place(worker, slot, timer);
+    heap_place(worker, slot, timer);
 }
 
 static void cancel_timer(struct soft_worker *worker, struct soft_timer *timer)
@@ -77,7 +77,7 @@ static void cancel_timer(struct soft_worker *worker, struct soft_timer *timer)
 static bool set_timer(struct soft_worker *worker, struct soft_timer *timer, uint64_t due)
 {
     assert_held(&worker->lock);
-    if (timer->forgotten || (timer->slot && timer->due <= due))
+    if (timer->cancelled || (timer->slot && timer->due <= due))
         return false;
     cancel_timer(worker, timer);
     timer->due = due;
@@ -168,7 +168,7 @@ static struct soft_cq *expire_timers(struct soft_worker *worker)
         struct soft_timer *timer = worker->timers[0];
 
         cancel_timer(worker, timer);
-        if (timer->of == SOFT_TIMER_CQ)
+        if (timer->kind == SOFT_TIMER_CQ)
             return container_of(timer, struct soft_cq, timer);
         enqueue(worker, container_of(timer, struct soft_qp, timer));
     }
@@ -344,7 +344,7 @@ void soft_worker_cancel_timer(struct soft_context *context, struct soft_timer *t
 
     soft_mutex_take(&worker->lock);
     if (for_good)
-        timer->forgotten = true;
+        timer->cancelled = true;
     cancel_timer(worker, timer);
     soft_mutex_give(&worker->lock);
 }
@@ -356,7 +356,7 @@ void soft_worker_remove(struct soft_qp *qp)
 
     soft_mutex_take(&worker->lock);
     /* The thread may be executing it, and come back for it to be timed: it is not taken in any more. */
-    qp->timer.forgotten = true;
+    qp->timer.cancelled = true;
     cancel_timer(worker, &qp->timer);
     /* Nobody submits it any more: who may do so is in its driver half, where the caller is, or found it in a grace
      * section, and those are over. So where it is marked it stands on the list by now. */

@@ -16,9 +16,9 @@ struct soft_qp;
 /* Embedded in what is to be visited later. Under worker->lock. */
 struct soft_timer {
     uint32_t slot; /* its place in the heap + 1, or 0 */
-    bool forgotten;
-    enum { SOFT_TIMER_QP, SOFT_TIMER_CQ } of; /* const: what it is embedded in */
-    uint64_t due;                             /* CLOCK_MONOTONIC */
+    bool cancelled;
+    enum { SOFT_TIMER_QP, SOFT_TIMER_CQ } kind; /* const: what it is embedded in */
+    uint64_t due;                               /* CLOCK_MONOTONIC */
 };
 
 struct soft_worker {

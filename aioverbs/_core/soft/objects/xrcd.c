@@ -31,7 +31,7 @@
 #include "soft/objects/hooks.h"
 
 /* How long to wait for the flock. Each holds it for a few system calls, and may stand still in there. */
-#define PATIENCE_NS 10000000000ull
+#define LOCK_TIMEOUT_NS 10000000000ull
 
 struct soft_xrc_inode {
     dev_t device; /* const, like the next three */
@@ -59,7 +59,7 @@ static int check_attr(const struct soft_context *context, const struct ibv_xrcd_
 
 /* Another name for the inode behind `fd`. It is no further open file: neither keeps it a pipe or a lock open that the
  * user closes, nor does closing it drop the process's record locks, as it would with a duplicate. -1 and errno. */
-static int hold_inode(int fd)
+static int reopen_inode(int fd)
 {
     int flags = fcntl(fd, F_GETFL), held, error;
     char path[32];
@@ -89,7 +89,7 @@ static void shared_free(struct soft_xrc_inode *shared)
 }
 
 /* The byte that stands for an inode: two inodes have the same one by a chance of 2^-63. */
-static off_t byte_of(dev_t device, ino_t inode)
+static off_t lock_byte(dev_t device, ino_t inode)
 {
     const uint64_t numbers[2] = {device, inode};
     uint8_t digest[SOFT_DIGEST];
@@ -117,7 +117,7 @@ static struct soft_xrc_inode *shared_new(int fd)
     shared->fd = shared->locks = -1;
     if (fd == -1)
         return shared;
-    shared->fd = hold_inode(fd);
+    shared->fd = reopen_inode(fd);
     if (shared->fd < 0 || fstat(shared->fd, &status))
         error = errno;
     if (error) {
@@ -127,7 +127,7 @@ static struct soft_xrc_inode *shared_new(int fd)
     }
     shared->device = status.st_dev;
     shared->inode = status.st_ino;
-    shared->byte = byte_of(shared->device, shared->inode);
+    shared->byte = lock_byte(shared->device, shared->inode);
     return shared;
 }
 
@@ -135,16 +135,16 @@ static struct soft_xrc_inode *shared_new(int fd)
 
 static int xrc_inode_lock(const struct soft_xrc_inode *shared, int command, short type, short *found)
 {
-    struct flock what = {.l_type = type, .l_whence = SEEK_SET, .l_start = shared->byte, .l_len = 1};
-    int error = fcntl(shared->locks, command, &what) ? errno : 0;
+    struct flock lock = {.l_type = type, .l_whence = SEEK_SET, .l_start = shared->byte, .l_len = 1};
+    int error = fcntl(shared->locks, command, &lock) ? errno : 0;
 
-    *found = what.l_type;
+    *found = lock.l_type;
     return error;
 }
 
-static int decide_begin(const struct soft_xrc_inode *shared)
+static int lock_decision(const struct soft_xrc_inode *shared)
 {
-    uint64_t end = soft_now_ns() + PATIENCE_NS;
+    uint64_t end = soft_now_ns() + LOCK_TIMEOUT_NS;
 
     while (flock(shared->locks, LOCK_EX | LOCK_NB)) {
         if (errno != EWOULDBLOCK)
@@ -157,7 +157,7 @@ static int decide_begin(const struct soft_xrc_inode *shared)
 }
 
 /* The rules of the verb, where others have the domain or not. The errors are the kernel's. */
-static int judge(bool exists, int oflags)
+static int check_oflags(bool exists, int oflags)
 {
     if (exists)
         return oflags & O_EXCL ? EINVAL : 0;
@@ -173,13 +173,13 @@ static int associate(const struct soft_device *device, struct soft_xrc_inode *sh
 
     shared->locks = device->hooks->open_directory_locks(device);
     if (shared->locks < 0)
-        return errno == EMFILE || errno == ENFILE || errno == ENOMEM ? errno : judge(false, oflags);
-    error = decide_begin(shared);
+        return errno == EMFILE || errno == ENFILE || errno == ENOMEM ? errno : check_oflags(false, oflags);
+    error = lock_decision(shared);
     if (error)
         return error;
     error = xrc_inode_lock(shared, F_OFD_GETLK, F_WRLCK, &found);
     if (!error)
-        error = judge(found != F_UNLCK, oflags);
+        error = check_oflags(found != F_UNLCK, oflags);
     if (!error)
         error = xrc_inode_lock(shared, F_OFD_SETLK, F_RDLCK, &found);
     flock(shared->locks, LOCK_UN);
@@ -206,7 +206,7 @@ static struct soft_xrc_inode *xrc_inode_find(const struct soft_device *device, c
     return shared;
 }
 
-static void list(struct soft_device *device, struct soft_xrc_inode *shared)
+static void add_to_list(struct soft_device *device, struct soft_xrc_inode *shared)
 {
     assert_held(&device->xrcd_lock);
     shared->next = device->xrcds;
@@ -225,11 +225,11 @@ static int join(struct soft_device *device, struct soft_xrc_inode *fresh, int of
     soft_mutex_take(&device->xrcd_lock);
     shared = fresh->fd < 0 ? NULL : xrc_inode_find(device, fresh);
     if (shared)
-        error = judge(true, oflags);
+        error = check_oflags(true, oflags);
     else if (fresh->fd >= 0)
         error = associate(device, fresh, oflags);
     if (!error && !shared && fresh->fd >= 0)
-        list(device, fresh);
+        add_to_list(device, fresh);
     if (!error) {
         *joined = shared ? shared : fresh;
         (*joined)->handles++;

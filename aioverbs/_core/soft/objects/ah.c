@@ -1,4 +1,5 @@
-/* Address handles: where datagrams go. Posting copies what it needs, so that a handle may go at any time. */
+/* Address handles: destinations of datagrams. Posting copies the attributes, so a handle can be destroyed at any time.
+ */
 #include "soft/objects/ah.h"
 
 #include <stdlib.h>
@@ -10,7 +11,7 @@
 
 int soft_ah_check(const struct ibv_ah_attr *attr)
 {
-    /* RoCE: a path without a GRH leads nowhere. */
+    /* A RoCE path needs a GRH. */
     return attr->is_global && attr->grh.sgid_index < SOFT_GIDS && attr->port_num == 1 ? 0 : EINVAL;
 }
 

@@ -12,7 +12,8 @@ struct soft_ah {
     struct ibv_ah_attr attr;
 };
 
-int soft_ah_check(const struct ibv_ah_attr *attr); /* 0 or EINVAL: whether it leads anywhere from this device */
+/* Check a path: return 0, or EINVAL where no path from this device has such attributes. */
+int soft_ah_check(const struct ibv_ah_attr *attr);
 struct ibv_ah *soft_create_ah(struct ibv_pd *pd, struct ibv_ah_attr *attr);
 int soft_destroy_ah(struct ibv_ah *ah);
 

@@ -1,4 +1,4 @@
-/* Asynchronous events: what happens to an object unasked. `async_fd` is readable exactly while one waits. */
+/* Asynchronous events of objects. `async_fd` is readable exactly while an event is pending. */
 #define _GNU_SOURCE
 #include "soft/objects/async_event.h"
 
@@ -34,8 +34,8 @@ void soft_events_destroy(struct soft_context *context)
 
 /* ---- The list of sources with events that wait, all under events.lock -------------------------------------- */
 
-/* When the list became empty or stopped being so. The counter is 0 or 1, so neither call waits, whatever the user
- * made of the descriptor's flags; a failure would mean that somebody closed it. */
+/* Call when the list became empty or stopped being empty. The counter is 0 or 1, so neither call blocks, whatever flags
+ * the user sets on the descriptor; a call fails only where the user has closed the descriptor. */
 static void async_fd_set_readable(struct soft_context *context, bool readable)
 {
     eventfd_t value;
@@ -73,7 +73,8 @@ static void remove_type(struct soft_event_source *source, unsigned int index)
     memmove(&source->types[index], &source->types[index + 1], source->pending - index);
 }
 
-/* The oldest event of the source that waits longest; the source goes to the end where it has more. */
+/* Return the source that has waited longest, and its oldest event; the source moves to the end of the list if it has
+ * further events. */
 static struct soft_event_source *event_source_take(struct soft_context *context, enum ibv_event_type *type)
 {
     struct soft_events *events = &context->events;
@@ -116,7 +117,7 @@ void soft_raise_event(struct soft_context *context, struct soft_event_source *so
 
 /* ---- Taking and acknowledging ------------------------------------------------------------------------------- */
 
-/* What an event is about: the member of its union that counts. */
+/* Member of the event's union that is set. */
 enum subject { OF_PORT, OF_CQ, OF_QP, OF_SRQ };
 
 static enum subject subject_of(enum ibv_event_type type)
@@ -175,7 +176,7 @@ int soft_get_async_event(struct ibv_context *ibv_context, struct ibv_async_event
         }
         soft_mutex_take(&context->events.lock);
         source = event_source_take(context, &type);
-        if (source) /* from here on its destruction waits for the acknowledgement */
+        if (source) /* from here on the object's destruction waits for the acknowledgement */
             async_event_fill(event, source, type);
         soft_mutex_give(&context->events.lock);
         if (source)
@@ -189,11 +190,11 @@ int soft_get_async_event(struct ibv_context *ibv_context, struct ibv_async_event
     }
 }
 
-/* The object may be gone as soon as the mutex is given back. */
+/* The object may be destroyed as soon as the mutex is released. */
 static void async_event_acknowledge(const struct ibv_context *context, pthread_mutex_t *mutex, pthread_cond_t *cond,
                                     uint32_t *completed)
 {
-    if (soft_stale(to_soft_context(context))) /* the mutex may have been held at the moment of the fork */
+    if (soft_stale(to_soft_context(context))) /* another thread may have held the mutex at the fork */
         return;
     pthread_mutex_lock(mutex);
     ++*completed;
@@ -217,7 +218,7 @@ void soft_ack_async_event(struct ibv_async_event *event)
     case OF_SRQ:
         async_event_acknowledge(srq->context, &srq->mutex, &srq->cond, &srq->events_completed);
         break;
-    case OF_PORT: /* nobody waits: a context can go with events that were not acknowledged */
+    case OF_PORT: /* closing a context does not wait for acknowledgements */
         break;
     }
 }

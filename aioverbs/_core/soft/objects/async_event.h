@@ -1,4 +1,4 @@
-/* Asynchronous events of a context and of the objects in it. */
+/* Asynchronous events of a context and of its objects. */
 #ifndef AIOVERBS_SOFT_OBJECTS_ASYNC_EVENT_H
 #define AIOVERBS_SOFT_OBJECTS_ASYNC_EVENT_H
 
@@ -10,30 +10,30 @@
 
 struct soft_context;
 
-/* What may raise events: a queue pair, a completion queue, a shared receive queue, and the context itself, for its
- * port and device. An event that waits already is not added a second time but becomes the source's latest. */
+/* Source of events: a queue pair, a completion queue, a shared receive queue, or the context itself, for its port and
+ * device. A pending event is not added a second time, but becomes the latest of its source. */
 enum { SOFT_EVENTS_PER_SOURCE = 8 };
 
 struct soft_event_source {
-    struct soft_event_source *next; /* under events.lock, like all of it */
+    struct soft_event_source *next; /* under events.lock, like all fields */
     void *element;                  /* const: the ibv object; NULL for the context */
-    uint32_t delivered;             /* handed out by get_async_event */
-    uint8_t pending;                /* how many of `types` */
+    uint32_t delivered;             /* number of events that get_async_event returned */
+    uint8_t pending;                /* number of pending events in `types` */
     uint8_t types[SOFT_EVENTS_PER_SOURCE];
 };
 
 struct soft_events {
     struct soft_mutex lock;
     struct soft_event_source *first, *last;
-    struct soft_event_source own; /* of the port and the device */
+    struct soft_event_source own; /* events of the port and the device */
 };
 
-int soft_events_init(struct soft_context *context); /* makes async_fd */
+int soft_events_init(struct soft_context *context); /* Create async_fd: return 0 or an errno. */
 void soft_events_destroy(struct soft_context *context);
 void soft_raise_event(struct soft_context *context, struct soft_event_source *source, enum ibv_event_type type);
 
-/* For a destroy verb: drops what waits, then waits until `*completed` (under `mutex`, signalled by `cond`) says that
- * each event that was taken is acknowledged. Nobody raises events of this source any more. */
+/* End a source in a destroy verb, when nothing raises events of the source any more: drop its pending events, then wait
+ * until `*completed` (under `mutex`, signalled by `cond`) equals the number of events that were delivered. */
 void soft_events_drain(struct soft_context *context, struct soft_event_source *source, pthread_mutex_t *mutex,
                        pthread_cond_t *cond, const uint32_t *completed);
 int soft_get_async_event(struct ibv_context *context, struct ibv_async_event *event);

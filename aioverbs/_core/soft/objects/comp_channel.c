@@ -1,4 +1,4 @@
-/* Completion channels: a file descriptor that is readable exactly while a completion event waits. */
+/* Completion channels: a file descriptor that is readable exactly while a completion event is pending. */
 #define _GNU_SOURCE
 #include "soft/objects/comp_channel.h"
 
@@ -91,8 +91,8 @@ int soft_destroy_comp_channel(struct ibv_comp_channel *ibv_channel)
     return 0;
 }
 
-/* Under the lock, when the list became empty or stopped being so. The counter is 0 or 1, so neither call waits,
- * whatever the user made of the descriptor's flags; a failure would mean that somebody closed it. */
+/* Call under the lock when the list became empty or stopped being empty. The counter is 0 or 1, so neither call blocks,
+ * whatever flags the user sets on the descriptor; a call fails only where the user has closed the descriptor. */
 static void channel_set_readable(struct soft_channel *channel, bool readable)
 {
     eventfd_t value;
@@ -141,7 +141,7 @@ void soft_channel_notify(struct soft_channel *channel, struct soft_cq *cq)
     soft_mutex_give(&channel->lock);
 }
 
-/* Drops the events of a queue that goes away; returns how many of its events were ever taken. */
+/* Drop the pending events of a queue that is being destroyed; return how many of its events were ever delivered. */
 uint32_t soft_channel_remove_cq(struct soft_channel *channel, struct soft_cq *cq)
 {
     struct soft_cq **link, *last = NULL;
@@ -163,7 +163,7 @@ uint32_t soft_channel_remove_cq(struct soft_channel *channel, struct soft_cq *cq
     return taken;
 }
 
-/* The next event that waits; NULL: none does. */
+/* Return the queue of the next pending event, or NULL. */
 static struct soft_cq *channel_take(struct soft_channel *channel)
 {
     struct soft_cq *cq;
@@ -181,7 +181,8 @@ static struct soft_cq *channel_take(struct soft_channel *channel)
     return cq;
 }
 
-/* Of a channel that leads, and has none: a peer sent something, which may bring one. */
+/* Poll peers for a wakeup channel without events: their frames may complete a request that raises one. If peers sent
+ * something else, the channel is no wakeup channel any more. */
 static struct soft_cq *take_from_peers(struct soft_device *device, struct soft_channel *channel)
 {
     bool something = device->hooks->poll_peers(device, true);
@@ -224,7 +225,7 @@ int soft_get_cq_event(struct ibv_comp_channel *ibv_channel, struct ibv_cq **ibv_
 
 void soft_ack_cq_events(struct ibv_cq *cq, unsigned int count)
 {
-    if (soft_stale(to_soft_context(cq->context))) /* the mutex may have been held at the moment of the fork */
+    if (soft_stale(to_soft_context(cq->context))) /* another thread may have held the mutex at the fork */
         return;
     pthread_mutex_lock(&cq->mutex);
     cq->comp_events_completed += count;

@@ -11,10 +11,11 @@
 struct soft_cq;
 
 struct soft_channel {
-    struct ibv_comp_channel channel; /* its fd is of an epoll, with event_fd in it, and the fabric's where it leads */
-    int event_fd;                    /* an eventfd, readable while the list is not empty */
-    struct soft_mutex lock;          /* guards the list */
-    struct soft_cq *first, *last;    /* queues with events that nobody took yet */
+    /* its fd: an epoll with event_fd, and the fabric's epoll while the channel is the wakeup channel */
+    struct ibv_comp_channel channel;
+    int event_fd;                 /* eventfd that is readable while the list is not empty */
+    struct soft_mutex lock;       /* guards the list */
+    struct soft_cq *first, *last; /* completion queues with pending events */
     atomic_uint references;
 };
 

@@ -1,4 +1,4 @@
-/* The context: what one caller opened of a device. */
+/* Contexts: each is one opening of a device. */
 #ifndef AIOVERBS_SOFT_OBJECTS_CONTEXT_H
 #define AIOVERBS_SOFT_OBJECTS_CONTEXT_H
 
@@ -19,18 +19,18 @@ struct soft_faults;
 
 struct soft_context {
     struct soft_device *device;
-    uint32_t generation; /* const: soft_generation when it was opened */
+    uint32_t generation; /* const: value of soft_generation at opening */
     enum soft_mode mode; /* const */
     atomic_ullong delay_ns;
-    /* atomic: what is alive, and the next handle to give */
+    /* atomic: number of live objects, and the next handle */
     atomic_uint pds, parent_domains, thread_domains, xrcds, mrs, mws, ahs, channels, cqs, srqs, qps;
     atomic_uint overlaps, next_handle;
     struct soft_worker worker;
     struct soft_events events;
     struct soft_faults *faults;        /* const */
-    atomic_uint special;               /* enum soft_special, any combination; 0 on the usual path */
+    atomic_uint special;               /* combination of enum soft_special; 0 on the usual path */
     struct soft_context *next, **link; /* under device->lock */
-    struct verbs_context verbs;        /* must be last: libibverbs' layout is counted from its end */
+    struct verbs_context verbs;        /* must be last: libibverbs addresses it from its end */
 };
 
 static inline struct soft_context *to_soft_context(const struct ibv_context *context)
@@ -38,17 +38,19 @@ static inline struct soft_context *to_soft_context(const struct ibv_context *con
     return container_of(context, struct soft_context, verbs.context);
 }
 
-/* LOST is looked for in grace sections, sequentially consistently: see soft_lose. FAULTS may be looked for relaxed. Faults
- * are planned for requests that come after the planning: those of the planning thread, and those of threads that it told
- * of it. Their posting, or a lock or an atomic operation by which another thread gets them to execute, is what orders the
- * planning before the look. What else is executed meanwhile is executed either way. */
+/* Conditions that take a call off the usual path.
+ *
+ * LOST is read in grace sections with sequential consistency: see soft_lose. FAULTS may be read relaxed: faults are
+ * planned for requests that come after the planning, of the planning thread and of threads that it notified. The later
+ * posting, or the lock or atomic operation by which another thread gets to execute those requests, orders the planning
+ * before the read. A request that is executed concurrently with the planning may or may not see the plan. */
 enum soft_special {
-    SOFT_SPECIAL_FAULTS = 1, /* the fault plan has something to say */
-    SOFT_SPECIAL_LOST = 2,   /* the device was taken away, for good as far as this context goes */
+    SOFT_SPECIAL_FAULTS = 1, /* the fault plan has rules */
+    SOFT_SPECIAL_LOST = 2,   /* the device is lost to this context, for good */
 };
 
-/* The errno with which this call of a verb is to fail before it does anything: the device is lost, or the fault plan
- * has it so. 0 on the usual path. */
+/* Return the errno with which this call of a verb fails before it does anything, because the device is lost or by the
+ * fault plan; 0 on the usual path. */
 static inline int soft_verb_error(struct soft_context *context, enum soft_verb verb)
 {
     return atomic_load_explicit(&context->special, memory_order_relaxed)
@@ -56,6 +58,7 @@ static inline int soft_verb_error(struct soft_context *context, enum soft_verb v
                : 0;
 }
 
+/* Return whether the context was opened before a fork that made this process. */
 static inline bool soft_stale(const struct soft_context *context)
 {
     return context->generation != soft_generation;

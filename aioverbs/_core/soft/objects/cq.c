@@ -1,5 +1,5 @@
-/* Completion queues: a ring in memory of the user's choice, filled by device halves (soft/objects/cq_push.c), emptied by one
- * driver half (soft/objects/cq_poll.c). Here they are made, resized and destroyed. */
+/* Completion queues: creation, resizing and destruction. A queue is a ring in memory that the user may provide; device
+ * halves fill it (soft/objects/cq_push.c), one driver half empties it (soft/objects/cq_poll.c). */
 #include "soft/objects/cq.h"
 
 #include <stdlib.h>
@@ -166,7 +166,7 @@ struct ibv_cq_ex *soft_create_cq_ex(struct ibv_context *context, struct ibv_cq_i
         single_threaded = attr->flags & IBV_CREATE_CQ_ATTR_SINGLE_THREADED;
     }
     if (attr->comp_mask & IBV_CQ_INIT_ATTR_MASK_PD) {
-        /* Like mlx5: the field is for parent domains, a plain one is a mistake. */
+        /* As with mlx5, the field is for parent domains: a plain protection domain is an error. */
         if (!attr->parent_domain || attr->parent_domain->context != context ||
             to_soft_pd(attr->parent_domain)->base == to_soft_pd(attr->parent_domain)) {
             errno = EINVAL;
@@ -181,9 +181,10 @@ struct ibv_cq_ex *soft_create_cq_ex(struct ibv_context *context, struct ibv_cq_i
     return &cq->ex;
 }
 
-/* ---- Another size ---------------------------------------------------------------------------------------- */
+/* ---- Resizing -------------------------------------------------------------------------------------------- */
 
-/* Inside of the driver half: the completions move, each to its counter's place, and `buffer` becomes the old memory. */
+/* Move the completions to the places of their counters in another ring, inside of the driver half; `buffer` becomes the
+ * old memory. */
 static int move_to(struct soft_cq *cq, struct soft_memory *buffer, uint32_t cqe, uint32_t entries)
 {
     struct soft_cqe *ring = buffer->address;
@@ -220,7 +221,8 @@ int soft_resize_cq(struct ibv_cq *ibv_cq, int cqe)
     if (cqe < 1 || (uint32_t)cqe > SOFT_MAX_CQE)
         return EINVAL;
     entries = soft_power_of_two((uint32_t)cqe);
-    /* An allocator may need what another thread holds that waits for this queue: it is called outside of the half. */
+    /* The user's allocator may need what a thread holds that waits for this queue, so call it outside of the driver
+     * half. */
     error = get_buffer(&buffer, cq, entries);
     if (error)
         return error;
@@ -250,11 +252,12 @@ int soft_destroy_cq(struct ibv_cq *ibv_cq)
         soft_half_leave(&cq->half);
         return EBUSY;
     }
-    /* No queue pair refers to it; an execution that still pushed into it is waited for, and the worker thread, which came
-	 * for its timer. */
+    /* No queue pair refers to the queue. Wait for executions that still push into it, and for a worker thread that
+     * handles its timer. */
     soft_worker_cancel_timer(context, &cq->timer, true);
     grace_wait();
-    soft_half_leave(&cq->half); /* who took an event may poll, and moderate, before he acknowledges it */
+    /* a thread that received an event may poll and moderate before it acknowledges the event */
+    soft_half_leave(&cq->half);
     soft_events_drain(context, &cq->events, &cq->ex.mutex, &cq->ex.cond, &cq->ex.async_events_completed);
     if (cq->channel) {
         uint32_t taken = soft_channel_remove_cq(cq->channel, cq);

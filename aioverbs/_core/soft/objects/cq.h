@@ -16,15 +16,16 @@ struct soft_channel;
 struct soft_qp;
 struct soft_srq;
 
-/* A completion, in the queue's own memory. `qp` and `srq` are good as long as the entry is there: destroying them
- * removes their entries first. */
+/* Completion in the queue's memory. `qp` and `srq` are valid as long as the entry is there: destroying either removes
+ * its entries first. */
 struct soft_cqe {
     uint64_t wr_id;
-    struct soft_qp *qp;   /* NULL in the completion of an XRC shared receive queue */
-    struct soft_srq *srq; /* of a receive that came from one */
-    uint64_t timestamp;   /* CLOCK_MONOTONIC, where the queue has timestamps */
+    struct soft_qp *qp;   /* NULL for completions of an XRC shared receive queue */
+    struct soft_srq *srq; /* shared receive queue of the receive, or NULL */
+    uint64_t timestamp;   /* CLOCK_MONOTONIC in nanoseconds, if the queue has timestamps */
     uint32_t byte_len, imm_data, qp_num, src_qp;
-    uint32_t wqe_index; /* of a send or of the queue pair's own receive: it and all before it are done */
+    /* index of a send, or of a receive of the queue pair's own queue: this entry and all before it are finished */
+    uint32_t wqe_index;
     uint32_t vendor_err;
     uint8_t status, opcode, wc_flags;
     bool is_send : 1, solicited : 1;
@@ -33,31 +34,34 @@ struct soft_cqe {
 _Static_assert(sizeof(struct soft_cqe) == 64, "a completion is a cache line");
 
 struct soft_cq {
-    struct ibv_cq_ex ex; /* its first part is a struct ibv_cq */
+    struct ibv_cq_ex ex; /* begins with the fields of struct ibv_cq */
     struct soft_half half;
     struct soft_pd *parent_domain; /* const, or NULL */
     struct soft_channel *channel;  /* const, or NULL */
     bool timestamps;               /* const */
-    bool has_timer;                /* driver: the worker thread has room for `timer` */
+    bool has_timer;                /* driver: a timer is reserved for `timer` */
     struct soft_memory buffer, record;
-    struct soft_cqe *ring;      /* entries [consumer, producer) are the driver's, the others the device's; */
-    uint32_t mask;              /* both are changed by who holds the driver half and the lock, and read under either */
-    _Atomic uint32_t *consumer; /* the doorbell record; written by the driver half, release */
-    struct soft_cqe *current;   /* driver: between start_poll and end_poll */
-    uint64_t to_wallclock;      /* driver: from a timestamp to CLOCK_REALTIME, as it was at start_poll */
-    atomic_uint references;     /* queue pairs' ends, XRC shared receive queues */
+    /* entries [consumer, producer) belong to the driver half, the others to the device half */
+    struct soft_cqe *ring;
+    /* `ring` and `mask` change under both the driver half and the lock, and are read under either */
+    uint32_t mask;
+    _Atomic uint32_t *consumer; /* doorbell record; written by the driver half, release */
+    struct soft_cqe *current;   /* driver: current entry between start_poll and end_poll */
+    uint64_t to_wallclock;      /* driver: difference of CLOCK_REALTIME and CLOCK_MONOTONIC at start_poll */
+    atomic_uint references;     /* send and receive sides of queue pairs, XRC shared receive queues */
 
     struct soft_lock lock;                                             /* the device half */
     _Atomic uint32_t producer;                                         /* written under lock, release */
     enum { SOFT_UNARMED, SOFT_ARMED_SOLICITED, SOFT_ARMED_ANY } armed; /* cq */
-    atomic_bool overrun; /* written under lock, for good: a completion found no room, or the fault plan had it so */
+    /* written under lock, never reset: a completion found no room, or the fault plan broke the queue */
+    atomic_bool overrun;
     uint16_t moderate_count, moderate_period_us; /* cq */
-    uint16_t moderated;                          /* cq: completions since it was armed that would have notified */
-    uint64_t moderated_since;                    /* cq: when the first of them came, CLOCK_MONOTONIC */
-    struct soft_timer timer;                     /* until the period is over */
+    uint16_t moderated;                          /* cq: completions since the queue was armed that moderation delays */
+    uint64_t moderated_since;                    /* cq: time of the first of them, CLOCK_MONOTONIC */
+    struct soft_timer timer;                     /* end of the moderation period */
 
-    uint32_t events_pending;    /* under channel->lock: raised, not taken */
-    uint32_t events_delivered;  /* under channel->lock: handed out by soft_get_cq_event */
+    uint32_t events_pending;    /* under channel->lock: events raised and not delivered */
+    uint32_t events_delivered;  /* under channel->lock: events that soft_get_cq_event returned */
     struct soft_cq *next_event; /* under channel->lock */
     struct soft_event_source events;
 };

@@ -1,5 +1,5 @@
-/* The driver half of completion queues: one thread at a time takes completions out, in the basic way or the extended
- * one. */
+/* The driver half of completion queues: one thread at a time polls completions, by ibv_poll_cq or by ibv_start_poll and
+ * ibv_next_poll. */
 #include "soft/objects/cq_poll.h"
 
 #include <time.h>
@@ -31,7 +31,7 @@ static struct soft_cqe *peek(struct soft_cq *cq, uint32_t *consumer)
     return &cq->ring[*consumer & cq->mask];
 }
 
-/* The entry was copied or is done with: its place, and the work requests' slots that it tells of, are free. */
+/* Free an entry that was copied or is no longer needed, and the slots of the work requests that it completes. */
 static void consume(struct soft_cq *cq, const struct soft_cqe *cqe, uint32_t consumer)
 {
     if (cqe->srq) {
@@ -44,7 +44,7 @@ static void consume(struct soft_cq *cq, const struct soft_cqe *cqe, uint32_t con
     atomic_store_explicit(cq->consumer, consumer + 1, memory_order_release);
 }
 
-/* The queue is empty: perhaps a remote peer has answered. */
+/* Read what remote peers sent, since the queue is empty: a response may complete a request. */
 static void poll_peers(const struct soft_cq *cq)
 {
     struct soft_device *device = to_soft_context(cq->ex.context)->device;
@@ -80,7 +80,7 @@ int soft_poll_cq(struct ibv_cq *ibv_cq, int count, struct ibv_wc *wc)
         };
         consume(cq, cqe, consumer);
     }
-    /* An overrun queue lost completions for good: say so once what it still has was handed out. */
+    /* An overrun queue lost completions for good: report this once the remaining completions are polled. */
     if (!n && count > 0 && atomic_load_explicit(&cq->overrun, memory_order_relaxed))
         n = -EIO;
     soft_half_leave(&cq->half);
@@ -92,12 +92,12 @@ void soft_cq_purge(struct soft_cq *cq, const struct soft_qp *qp, const struct so
     struct soft_context *context = to_soft_context(cq->ex.context);
     uint32_t consumer, producer, from, to;
 
-    /* First: what is held goes to the ring when it is released, in whichever thread that happens. */
+    /* First the held completions: a release, in any thread, would move them to the ring. */
     context->device->hooks->purge_held(context, cq, qp, srq);
-    soft_lock_take(&cq->lock); /* no entry comes meanwhile; the caller keeps pollers out */
+    soft_lock_take(&cq->lock); /* no entry is added meanwhile; the caller keeps pollers out */
     consumer = atomic_load_explicit(cq->consumer, memory_order_relaxed);
     producer = atomic_load_explicit(&cq->producer, memory_order_relaxed);
-    /* What stays moves up against the producer, so that only the consumer's counter changes. */
+    /* Entries that stay move up against the producer, so that only the consumer's counter changes. */
     for (from = to = producer; from != consumer; from--) {
         const struct soft_cqe *cqe = &cq->ring[(from - 1) & cq->mask];
 
@@ -129,7 +129,7 @@ static int show_current(struct soft_cq *cq)
     return 0;
 }
 
-/* The current entry stays in the ring, where its fields are read, until the next one is asked for. */
+/* Free the current entry. An entry stays in the ring, where its fields are read, until the next one is requested. */
 static void consume_current(struct soft_cq *cq)
 {
     if (cq->current)
@@ -145,8 +145,8 @@ static uint64_t wallclock_ns(void)
     return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
 }
 
-/* What to add to CLOCK_MONOTONIC for CLOCK_REALTIME; wraps around where that is less. A thread may lose its processor
- * between the clocks: of a few attempts the closest one counts. */
+/* Return the difference of CLOCK_REALTIME and CLOCK_MONOTONIC in nanoseconds, modulo 2^64. The thread may lose its
+ * processor between reading the clocks: of a few attempts the one with the shortest interval counts. */
 static uint64_t wallclock_offset(void)
 {
     uint64_t apart = 0, closest = UINT64_MAX;
@@ -188,8 +188,8 @@ static int start_poll(struct ibv_cq_ex *ex, struct ibv_poll_cq_attr *attr)
     return error;
 }
 
-/* 0 where the calling thread is in the session that start_poll opened. Only an unlocked queue can tell; on a locked
- * one the session is its mutex. */
+/* Return 0 if the calling thread is in the session that start_poll opened. Only an unlocked queue can check this; on a
+ * locked one the session is its mutex. */
 static int in_session(struct soft_cq *cq, const char *verb)
 {
     struct soft_exclusive *exclusive = cq->half.exclusive;
@@ -203,7 +203,7 @@ static int in_session(struct soft_cq *cq, const char *verb)
     return soft_half_refuse(&cq->half, verb, owner);
 }
 
-/* A child of a fork must not consume what may be shared memory with its parent. */
+/* The child of a fork must not consume entries of memory that it may share with its parent. */
 static int next_poll(struct ibv_cq_ex *ex)
 {
     struct soft_cq *cq = from_ex(ex);
@@ -286,7 +286,7 @@ static uint64_t read_completion_ts(struct ibv_cq_ex *ex)
     return from_ex(ex)->current->timestamp;
 }
 
-/* All of a session by the same measure of the clocks, so that their order is that of the completions. */
+/* One difference of the clocks serves the whole session, so that timestamps keep the order of the completions. */
 static uint64_t read_completion_wallclock_ns(struct ibv_cq_ex *ex)
 {
     return from_ex(ex)->current->timestamp + from_ex(ex)->to_wallclock;
@@ -300,7 +300,7 @@ void soft_cq_ex_methods(struct ibv_cq_ex *ex, uint64_t wc_flags)
     ex->read_opcode = read_opcode;
     ex->read_vendor_err = read_vendor_err;
     ex->read_wc_flags = read_wc_flags;
-    /* The others are there for those who asked at creation, as the verb has it. */
+    /* Further readers exist if they were requested at creation: ibv_create_cq_ex. */
     if (wc_flags & IBV_WC_EX_WITH_BYTE_LEN)
         ex->read_byte_len = read_byte_len;
     if (wc_flags & IBV_WC_EX_WITH_IMM)

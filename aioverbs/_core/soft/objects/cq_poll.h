@@ -13,8 +13,8 @@ struct soft_srq;
 int soft_poll_cq(struct ibv_cq *cq, int count, struct ibv_wc *wc);
 void soft_cq_ex_methods(struct ibv_cq_ex *ex, uint64_t wc_flags);
 
-/* Removes what `qp` or `srq` completed and nobody polled; either may be NULL. The caller is inside of the queue's
- * driver half. Credits of shared receive queues are given back. */
+/* Remove the completions of `qp` or `srq` (either may be NULL) that were not polled yet, and return the credits of
+ * shared receive queues. Call inside of the queue's driver half. */
 void soft_cq_purge(struct soft_cq *cq, const struct soft_qp *qp, const struct soft_srq *srq);
 
 #endif

@@ -1,4 +1,4 @@
-/* The device half of completion queues: completions come from all threads, and the channel hears of those that the
+/* The device half of completion queues: any thread adds completions, and the channel is notified of those that the
  * queue is armed for. */
 #include "soft/objects/cq_push.h"
 
@@ -11,12 +11,12 @@
 #include "soft/objects/hooks.h"
 #include "soft/objects/worker_thread.h"
 
-/* What is to be told once the lock is given back: others may want it meanwhile, and telling may be a system call, if
- * not one that waits. The caller keeps the queue, by a grace section or as its user. */
+/* Actions after the lock is released: other threads may want the lock meanwhile, and an action may be a system call, or
+ * take a mutex. A grace section of the caller, or its use of the queue, keeps the queue alive. */
 struct follow_up {
-    bool broke;   /* CQ_ERR */
-    bool notify;  /* the channel */
-    uint64_t due; /* the worker thread is to come then, for soft_cq_moderation_expired; or 0 */
+    bool broke;   /* raise CQ_ERR */
+    bool notify;  /* notify the channel */
+    uint64_t due; /* when the worker thread calls soft_cq_moderation_expired; or 0 */
 };
 
 static void unlock_and_notify(struct soft_cq *cq, struct follow_up follow_up)
@@ -32,7 +32,7 @@ static void unlock_and_notify(struct soft_cq *cq, struct follow_up follow_up)
         soft_raise_event(context, &cq->events, IBV_EVENT_CQ_ERR);
 }
 
-/* Under the lock, like all up to soft_cq_push. Whether somebody waits for the channel; he waits no longer. */
+/* Disarm the queue; return whether it was armed. Call under the lock, like all functions up to soft_cq_push. */
 static bool disarm(struct soft_cq *cq)
 {
     bool armed = cq->armed != SOFT_UNARMED;
@@ -43,8 +43,8 @@ static bool disarm(struct soft_cq *cq)
     return armed;
 }
 
-/* The queue works no more; who sleeps must hear of it, and of each completion that comes nevertheless: poll_cq tells
- * the rest. */
+/* Mark the queue as overrun, for good. Sleeping threads are notified of that, and of each further completion: poll_cq
+ * reports the rest. */
 static struct follow_up mark_overrun(struct soft_cq *cq)
 {
     bool broke = !atomic_exchange_explicit(&cq->overrun, true, memory_order_relaxed);
@@ -58,7 +58,8 @@ static bool moderates(const struct soft_cq *cq)
     return cq->moderate_count > 1 && cq->moderate_period_us;
 }
 
-/* Whether the queue notifies now of completions that it is armed for and has counted; or else when. */
+/* Decide whether the queue notifies now of the completions that it is armed for and has counted, or when to decide
+ * again. */
 static struct follow_up check_moderation(struct soft_cq *cq)
 {
     uint64_t due = cq->moderated_since + 1000ull * cq->moderate_period_us;
@@ -71,14 +72,14 @@ static struct follow_up check_moderation(struct soft_cq *cq)
     return (struct follow_up){.due = due};
 }
 
-/* One more completion came that the queue is armed for. */
+/* Count one more completion that the queue is armed for. */
 static struct follow_up count_completion(struct soft_cq *cq)
 {
     assert_held(&cq->lock);
     if (!moderates(cq) || ++cq->moderated >= cq->moderate_count)
         return (struct follow_up){.notify = disarm(cq)};
     if (cq->moderated > 1)
-        return (struct follow_up){0}; /* the worker thread knows already when to come */
+        return (struct follow_up){0}; /* the timer is set already */
     cq->moderated_since = soft_now_ns();
     return check_moderation(cq);
 }
@@ -104,7 +105,7 @@ bool soft_cq_push(struct soft_cq *cq, const struct soft_cqe *cqe)
     }
     entry = &cq->ring[producer & cq->mask];
     *entry = *cqe;
-    if (cq->timestamps) /* under the lock, so that they never go back from one entry to the next */
+    if (cq->timestamps) /* under the lock, so that timestamps are ordered as the entries are */
         entry->timestamp = soft_now_ns();
     atomic_store_explicit(&cq->producer, producer + 1, memory_order_release);
     if (is_armed_for(cq, cqe))
@@ -129,20 +130,20 @@ int soft_req_notify_cq(struct ibv_cq *ibv_cq, int solicited_only)
         return ENODEV;
     if (!cq->channel)
         return EINVAL;
-    /* As the architecture has it: the next completion that is added raises the event, not one that waits
-	 * already. A request for any completion outdoes one for solicited ones. What moderation still owes to an
-	 * earlier request, on which another thread may sleep, goes on being counted and timed. */
+    /* InfiniBand architecture: the next completion that is added raises the event, not one that is in the queue
+     * already. A request for any completion replaces one for solicited completions. Completions that moderation has
+     * counted for an earlier request, which another thread may be waiting for, stay counted and timed. */
     soft_lock_take(&cq->lock);
     if (cq->armed != SOFT_ARMED_ANY)
         cq->armed = solicited_only ? SOFT_ARMED_SOLICITED : SOFT_ARMED_ANY;
     soft_lock_give(&cq->lock);
-    device->hooks->stop_polling(device, cq->channel); /* who arms it polls no more */
+    device->hooks->stop_polling(device, cq->channel); /* a thread that arms the queue stops polling */
     return 0;
 }
 
 /* ---- Moderation ------------------------------------------------------------------------------------------ */
 
-/* The worker thread comes for the period's end, in inline mode, too. */
+/* Reserve a timer for the end of the period, which the worker thread handles in inline mode, too. */
 static int get_timer(struct soft_cq *cq)
 {
     struct soft_context *context = to_soft_context(cq->ex.context);
@@ -170,7 +171,7 @@ int soft_modify_cq(struct ibv_cq *ibv_cq, struct ibv_modify_cq_attr *attr)
     error = soft_half_enter(&cq->half, "modify_cq");
     if (error)
         return error;
-    /* A queue without a channel has nothing to moderate. */
+    /* Without a channel there is nothing to moderate. */
     if (cq->channel && !cq->has_timer && attr->moderate.cq_count > 1 && attr->moderate.cq_period)
         error = get_timer(cq);
     if (!error) {
@@ -185,8 +186,8 @@ int soft_modify_cq(struct ibv_cq *ibv_cq, struct ibv_modify_cq_attr *attr)
 
 void soft_cq_moderation_expired(struct soft_cq *cq)
 {
-    /* Of several times the worker thread keeps the earliest, and the queue may have notified and begun a new count since:
-	 * so this may be too early, or for nothing. */
+    /* The worker thread keeps the earliest of several times, and the queue may have notified and begun to count anew
+     * since: this call may be too early, or without need. */
     soft_lock_take(&cq->lock);
     unlock_and_notify(cq, check_moderation(cq));
 }

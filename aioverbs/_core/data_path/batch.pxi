@@ -27,7 +27,9 @@ cdef class Batch(SendVerbs):
         cdef section within
         cdef QpWorkState requests = _requests_of(queue_pair, &within)
         if requests is None:
-            raise ClosedResourceError(f"{queue_pair!r} is not open: open it by `async with`; after closing, make a new one")
+            raise ClosedResourceError(
+                f"{queue_pair!r} is not open: open it by `async with`; after closing, make a new one"
+            )
         self._requests = requests
         self._pin_at_post = True
         self.elements = []

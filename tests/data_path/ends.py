@@ -1,4 +1,4 @@
-"""Two ends that are connected, of any type, with memory on both sides."""
+"""Two connected queue pairs of any type, with registered memory on both sides."""
 
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -35,14 +35,16 @@ CAPABILITIES = QpCapabilities(max_send_sge=4, max_recv_sge=4)
 CONNECTED = [QpType.RC, QpType.UC, QpType.XRC_SEND]
 TYPES = [*CONNECTED, QpType.UD]
 UNRELIABLE = [QpType.UC, QpType.UD]
-# A request that is not answered is sent again after 1.07 s, and not after 67 ms: for those that are to be answered,
-# however long the other side stands still.
+# Retransmit an unanswered request after 1.07 s instead of 67 ms, so that a test may hold the other side still for long.
 PATIENT: dict[str, Any] = {"timeout": 18}
 
 
 @dataclass
 class Ends:
-    """Near asks, far answers; both complete in one completion queue, but where far is of another device."""
+    """A near queue pair that posts requests and a far one that answers them.
+
+    Both complete in one completion queue, unless far belongs to another device.
+    """
 
     device: Device
     domain: ResourceDomain
@@ -54,11 +56,11 @@ class Ends:
     srq: SharedReceiveQueue | None
     far_domain: ResourceDomain
     far_cq: CompletionQueue
-    way: dict[str, Any] = field(default_factory=dict)  # what a request needs to get to far
+    way: dict[str, Any] = field(default_factory=dict)  # arguments that address a request to far
 
     @property
     def receives(self) -> QueuePair | SharedReceiveQueue:
-        """Where messages to far are received."""
+        """The queue that receives messages sent to far."""
         return self.srq if self.srq is not None else self.far
 
     def receive(self, local: RegionSlice | None = None) -> Operation[Received]:
@@ -81,15 +83,15 @@ class Ends:
             self.far.connect(here, PEERS)
 
     async def settle(self) -> None:
-        """Until far has heard of all that it is to hear: where it is of another device, that comes later."""
+        """Wait until far has completed all of its receives, which takes longer when far is of another device."""
         await until(lambda: not self.far.statistics().receives.in_flight)
 
     async def arrives(self, data: bytes, offset: int = 0) -> None:
-        """Until that is in the target: what nobody acknowledges comes when it comes."""
+        """Wait until `data` is in the target: an unreliable write completes before its data arrives."""
         await until(lambda: self.target.buffer[offset : offset + len(data)] == data)
 
     def nothing_is_left(self) -> bool:
-        """Whether nothing is under way, and no memory in use."""
+        """Return whether no request is in flight and no memory is pinned."""
         queues = {self.cq, self.far_cq}
         in_flight = sum(queue.statistics().in_flight for queue in queues)
         return in_flight == len(self.source.pins) == len(self.target.pins) == 0
@@ -97,10 +99,10 @@ class Ends:
 
 @asynccontextmanager
 async def met(domain: ResourceDomain, far_domain: ResourceDomain) -> AsyncIterator[None]:
-    """Two devices have reached each other, and stay in touch.
+    """Keep a link between two devices established, by a connected pair of queue pairs.
 
-    Unreliable queue pairs do not wait for long until one reaches the other: what they send first may be lost. Reliable
-    ones wait, and what is sent after them goes the same way.
+    Unreliable queue pairs do not wait long for the link to another device: what they send first may be lost. Reliable
+    queue pairs wait, and later traffic uses the same link.
     """
     async with (
         domain.completion_queue(256) as cq,

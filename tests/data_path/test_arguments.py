@@ -1,4 +1,4 @@
-"""What is asked for is checked before it is posted: refused, it leaves nothing behind."""
+"""Requests are checked before they are posted; a refused request leaves nothing behind."""
 
 import errno
 import mmap
@@ -124,7 +124,7 @@ async def test_a_wrong_argument_is_refused_before_it_is_posted(
 
 
 class Short(list[RegionSlice]):
-    """Says that it has one piece."""
+    """A list that claims to have one element."""
 
     def __len__(self) -> int:
         return 1
@@ -262,11 +262,11 @@ async def test_a_verb_that_fails_leaves_nothing_behind(device: Device) -> None:
                 call()
             assert pair.nothing_is_left()
         assert pair.near.statistics().sends.posted == 0
-        for number in range(40):  # no place got lost, nor any piece of memory of an atomic's
+        for number in range(40):  # no slot is lost, nor any buffer of an atomic's result
             assert await pair.near.fetch_and_add(_remote(pair), 1) == number
 
 
-# ---- What is right
+# ---- Valid arguments
 
 
 @pytest.mark.every_way
@@ -316,12 +316,12 @@ async def test_requests_of_no_bytes_are_carried_out(device: Device, qp_type: QpT
 
 @pytest.mark.every_way
 async def test_small_requests_go_inline(device: Device) -> None:
-    """What is inline has been taken by the device when the call returns: changing it afterwards changes nothing."""
+    """Inline data is copied by the time the call returns: changing the buffer afterwards has no effect."""
     capabilities = QpCapabilities(max_send_sge=4, max_inline_data=64)
     async with ends(device, capabilities=capabilities) as pair:
         most = pair.near.capabilities.max_inline_data
         assert most >= 64
-        pair.near.to_sqd()  # nothing is begun
+        pair.near.to_sqd()  # nothing is started
         pair.source.buffer[:1024] = b"a" * 1024
         small = pair.near.write([pair.source[: most - 1], pair.source[1000:1001]], _remote(pair, most))
         large = pair.near.write(pair.source[: most + 1], pair.target.remote()[1024 : 1025 + most])
@@ -353,7 +353,7 @@ async def test_memory_of_a_shared_protection_domain_is_taken(device: Device) -> 
 
 
 async def test_a_message_longer_than_the_port_takes_is_refused(device: Device) -> None:
-    """Of many pieces, which may be one place: no device has that much memory registered for it."""
+    """Use many pieces that name the same memory: no device has that much memory registered."""
     most = device.port().max_msg_sz
     pieces = min(device.attributes().max_sge, 16)
     with mmap.mmap(-1, most // pieces + mmap.PAGESIZE) as memory:
@@ -370,7 +370,7 @@ async def test_a_message_longer_than_the_port_takes_is_refused(device: Device) -
 
 
 async def test_a_read_into_more_pieces_than_the_device_scatters_to_is_refused(device: Device) -> None:
-    """Some devices have fewer pieces for reads than for the rest, as it is made believe here."""
+    """Use a limit of 2 pieces for reads: some devices allow fewer pieces for reads than for other requests."""
     async with ends(device) as pair:
         dispatcher = pair.cq._cq_dispatcher
         asks = QueuePairVerbs()

@@ -1,4 +1,4 @@
-"""An operation is awaited once: who comes second is refused, as a coroutine does it, and the first goes on."""
+"""An operation has one awaiter: a second one is refused, as with a coroutine, and the first goes on."""
 
 import asyncio
 import threading
@@ -17,7 +17,7 @@ from tests.waiting import until
 AWAITED = "is awaited by another task: an operation can be awaited once"
 Use = Callable[[Operation[Any]], object]
 
-# What another one than who awaits may try.
+# Calls that a second awaiter may try.
 TRIES: dict[str, Use] = {
     "await": lambda operation: operation.__await__(),
     "send": lambda operation: operation.send(None),
@@ -28,7 +28,7 @@ TRIES: dict[str, Use] = {
 
 
 async def waiting(pair: Ends) -> tuple[Operation[Received], "asyncio.Task[Received]"]:
-    """A receive, and a task that sleeps until there is a message."""
+    """Post a receive, and start a task that sleeps until a message arrives."""
     operation = pair.receive()
 
     async def wait() -> Received:
@@ -48,12 +48,12 @@ async def goes_on(pair: Ends, task: "asyncio.Task[Received]") -> None:
 
 
 async def in_thread(function: Callable[[], object]) -> None:
-    """In a thread without a loop."""
+    """Call `function` in a thread without an event loop."""
     await asyncio.to_thread(function)
 
 
 async def in_loop(function: Callable[[], object]) -> None:
-    """In a thread with a loop of its own."""
+    """Call `function` in a thread with an event loop of its own."""
 
     async def use() -> None:
         function()
@@ -62,12 +62,12 @@ async def in_loop(function: Callable[[], object]) -> None:
 
 
 async def in_task(function: Callable[[], object]) -> None:
-    """In another task of the same loop, which is the test's own."""
+    """Call `function` in another task of the same loop: that of the test."""
     function()
 
 
 async def in_callback(function: Callable[[], object]) -> None:
-    """On the same loop, in no task at all."""
+    """Call `function` on the same loop, outside any task."""
     over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def call() -> None:
@@ -123,7 +123,7 @@ async def test_a_second_task_is_refused(device: Device) -> None:
 
 @pytest.mark.every_way
 async def test_a_task_that_was_cancelled_has_left(device: Device) -> None:
-    """As it always had: only others are refused."""
+    """Refuse only other tasks: the cancelled task may have been the awaiter, and has left."""
     async with ends(device) as pair:
         operation, task = await waiting(pair)
         task.cancel()
@@ -138,7 +138,7 @@ async def test_a_task_that_was_cancelled_has_left(device: Device) -> None:
 async def test_one_of_two_loops_that_await_at_once_is_refused(
     device: Device, factory: Callable[[], asyncio.AbstractEventLoop]
 ) -> None:
-    """Anybody may await it, but one of them."""
+    """Any of the two loops may await the operation, but only one."""
     async with ends(device, thread_model=ThreadModel.SAFE) as pair:
         operation = pair.receive()
         begun, is_refused = threading.Barrier(2), threading.Event()
@@ -169,7 +169,7 @@ async def test_one_of_two_loops_that_await_at_once_is_refused(
 
 @pytest.mark.parametrize("where", THERE)
 async def test_one_that_nobody_awaits_yet_is_its_owners(device: Device, where: Callable[..., Any]) -> None:
-    """It is its owner's: neither used up by others nor ended."""
+    """Other threads can neither start nor end an operation that is not awaited yet."""
     async with ends(device) as pair:
         operation = pair.receive()
 
@@ -213,7 +213,7 @@ class Delegating:
 
 @pytest.mark.every_way
 async def test_a_coroutine_delegates_to_an_operation(device: Device) -> None:
-    """At once, after others ran, and after a sleep."""
+    """Delegate with an await that completes at once, one that yields to other tasks, and one that sleeps."""
     async with ends(device) as pair:
         for number in range(200):
             assert await Delegating(pair.near.fetch_and_add(pair.target.remote()[64:72], 1)) == number
@@ -228,12 +228,12 @@ async def _awaited(awaitable: Delegating) -> Any:
     return await awaitable
 
 
-# ---- While it begins
+# ---- While an await begins
 
 
 @pytest.mark.skipif("asyncio" not in LOOP_FACTORIES, reason="a method of the loop is replaced")
 async def test_what_runs_while_an_await_begins(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The loop's own code may be anybody's: it finds the operation taken, and an error leaves it as it was."""
+    """Code of the loop may run anything: it finds the operation in use, and an error leaves the operation as it was."""
     loop = asyncio.get_running_loop()
     create_future = loop.create_future
     refused = 0
@@ -268,7 +268,7 @@ async def test_what_runs_while_an_await_begins(device: Device, monkeypatch: pyte
 
 @pytest.mark.parametrize("where", THERE)
 async def test_messages_are_refused_to_others_than_their_owner(device: Device, where: Callable[..., Any]) -> None:
-    """Before the end, and after it, when what came is still given: nothing is taken from their owner."""
+    """Refuse other threads before the iteration ends, and afterwards while messages are left: the owner loses none."""
     async with (
         device.resource_domain() as domain,
         domain.completion_queue(64) as cq,

@@ -1,4 +1,4 @@
-"""An operation is a coroutine: whatever takes coroutines takes it."""
+"""An operation is a coroutine: every function that takes coroutines accepts an operation."""
 
 import asyncio
 import sys
@@ -47,7 +47,7 @@ async def test_asyncio_takes_it(device: Device, model: MessageModel) -> None:
 async def test_ended_does_not_look(device: Device) -> None:
     async with ends(device) as pair:
         asked = add(pair)
-        assert not asked.ended  # whatever the device has done
+        assert not asked.ended  # although the device may have completed it
         seen = pair.cq.statistics().completions
         assert not asked.ended
         assert pair.cq.statistics().completions == seen
@@ -157,7 +157,7 @@ async def test_asking_for_the_result_does_not_spin(device: Device) -> None:
 async def test_an_operation_is_done_by_looking_alone(device: Device) -> None:
     async with ends(device) as pair:
         asked = add(pair)
-        wait_until(asked.done)  # the loop has no part in this
+        wait_until(asked.done)  # without a turn of the event loop
         assert asked.result() == 0
         assert pair.nothing_is_left()
 

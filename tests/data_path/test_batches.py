@@ -180,7 +180,7 @@ async def test_a_batch_is_posted_once(device: Device) -> None:
         batch = pair.near.batch()
         batch.write(pair.source[:1], pair.target.remote()[:1])
         async with batch:
-            await batch.post()  # and not again at the end of the block
+            await batch.post()  # the end of the block does not post again
         calls: list[Callable[[], object]] = [batch.post, batch.post_nowait, lambda: batch.send(None)]
         for call in calls:
             with pytest.raises(RuntimeError, match="was posted before: create a new batch"):
@@ -217,7 +217,6 @@ async def test_a_block_that_fails_posts_nothing(device: Device) -> None:
 
 @needs(Capability.FAULT_PLAN)
 async def test_a_batch_that_the_verb_refused_can_be_posted_again(device: Device) -> None:
-    """What was not posted can be posted again."""
     async with ends(device) as pair:
         batch = pair.near.batch()
         batch.write(pair.source[:1], pair.target.remote()[:1])

@@ -1,4 +1,4 @@
-"""A completion queue that breaks: whoever waits is told, when the device writes to the memory no more."""
+"""A completion queue that breaks: waiters are notified once the device can no longer write to their memory."""
 
 import asyncio
 import contextlib
@@ -26,7 +26,7 @@ OTHERS = b"M" * SIZE
 
 
 async def leased_again(pool: BufferPool, stack: contextlib.AsyncExitStack) -> bytearray | memoryview:
-    """The pool's only buffer, with somebody else's data in it."""
+    """Lease the pool's only buffer, and fill it with other data."""
     buffer = (await stack.enter_async_context(pool.lease())).buffer
     buffer[:] = OTHERS
     return buffer
@@ -62,7 +62,7 @@ async def test_a_receive_ends_when_its_completion_queue_breaks(device: Device) -
 
 @contextlib.asynccontextmanager
 async def stuck(device: Device, number: int) -> AsyncIterator[tuple[QueuePair, BufferPool]]:
-    """A queue pair in RTS that completes nothing any more, and has the pool's only buffer."""
+    """Open a queue pair in RTS whose completions are lost and which still holds the pool's only buffer."""
     async with (
         device.resource_domain() as domain,
         domain.buffer_pool(SIZE, 1) as pool,
@@ -75,7 +75,7 @@ async def stuck(device: Device, number: int) -> AsyncIterator[tuple[QueuePair, B
         far.connect(near.local_endpoint())
         async with pool.lease() as first:
             receive = asyncio.ensure_future(near.receive(first))
-            await asyncio.sleep(0)  # it is waited for
+            await asyncio.sleep(0)  # the receive is awaited
             device.faults.fail("modify_qp", number, times=1)
             device.faults.break_completion_queue(cq.handle)
             with pytest.raises(BrokenResourceError, match=r"is broken: .*EIO"):
@@ -88,7 +88,7 @@ async def stuck(device: Device, number: int) -> AsyncIterator[tuple[QueuePair, B
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENODEV, errno.ENOMEM], ids=errno.errorcode.get)
 @needs(Capability.FAULT_PLAN)
 async def test_memory_stays_pinned_where_a_queue_pair_cannot_be_reset(device: Device, number: int) -> None:
-    """It has the use of the memory until it is closed, whatever error the verb gave."""
+    """The queue pair keeps the memory until it is closed, whatever errno the verb returned."""
     async with stuck(device, number) as (near, pool):
         assert near.query().qp_state is QpState.RTS
         assert pool.statistics().under_dma == 1
@@ -124,7 +124,7 @@ async def test_receives_of_a_shared_receive_queue_stay_pinned_where_a_queue_pair
         at_another.connect(at_one.local_endpoint())
         async with pool.lease() as first:
             receive = asyncio.ensure_future(srq.receive(first))
-            await asyncio.sleep(0)  # it is waited for
+            await asyncio.sleep(0)  # the receive is awaited
             device.faults.fail("modify_qp", errno.EIO, times=1)
             device.faults.break_completion_queue(one.handle)
             device.faults.break_completion_queue(another.handle)
@@ -139,7 +139,7 @@ async def test_receives_of_a_shared_receive_queue_stay_pinned_where_a_queue_pair
 @needs(Capability.FAULT_PLAN)
 @pytest.mark.every_way
 async def test_receives_of_a_shared_receive_queue_go_on_with_another_queue_pair(device: Device) -> None:
-    """They go on as long as one of the queue pairs can complete them."""
+    """Receives go on as long as one of the queue pairs can complete them."""
     async with (
         device.resource_domain() as domain,
         domain.register(SIZE) as source,
@@ -178,7 +178,7 @@ async def test_receives_of_a_shared_receive_queue_go_on_with_another_queue_pair(
 @needs(Capability.FAULT_PLAN)
 @pytest.mark.every_way
 async def test_receives_for_xrc_stay_pinned_as_long_as_their_queue_is_there(device: Device) -> None:
-    """Queue pairs of other processes may take them, which nobody here can reset."""
+    """Queue pairs of other processes, which cannot be reset from here, may take these receives."""
     async with (
         device.xrc_domain() as xrc_domain,
         device.resource_domain() as domain,
@@ -199,7 +199,9 @@ async def test_receives_for_xrc_stay_pinned_as_long_as_their_queue_is_there(devi
 @needs(Capability.FAULT_PLAN)
 @pytest.mark.every_way
 async def test_a_queue_pair_of_another_loop_is_reset_by_that_loop(device: Device) -> None:
-    """The completion queue is anybody's, and watched by one loop; the queue pair is reset by another one, its own."""
+    """The completion queue belongs to no loop, and one loop watches it; another loop owns the queue pair, and resets
+    it.
+    """
     access = AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_WRITE
 
     async def watched_there() -> CompletionQueue:

@@ -1,4 +1,4 @@
-"""Completion queues: room that is kept, room that is not there, and what they count."""
+"""Completion queues: reserved capacity, insufficient capacity, and statistics."""
 
 import asyncio
 
@@ -91,7 +91,7 @@ async def test_completions_of_what_is_not_there_are_counted(device: Device) -> N
 async def test_a_late_completion_is_not_taken_for_another_requests(
     device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its slot is another one's by then: that is not taken for done."""
+    """Completions of a closed queue pair do not end the request that reuses their slot."""
     monkeypatch.setattr("aioverbs._verbs.queue_pair._FLUSH_S", 0.02)
     async with ends(device) as pair, pair.domain.queue_pair(pair.cq) as other:
         other.connect(other.local_endpoint(), PEERS)

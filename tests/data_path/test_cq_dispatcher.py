@@ -1,4 +1,4 @@
-"""Whoever waits is woken, and counts hold, whatever comes in between a request and its completion."""
+"""Waiters are woken and counters stay right, whatever happens between a request and its completion."""
 
 import asyncio
 import errno
@@ -68,7 +68,7 @@ async def test_a_chain_that_a_lost_device_refused_ends_once() -> None:
     ):
         device.faults.fail("post_send", errno.ENOMEM, times=100)
         writes = [near.write(memory[:8], memory.remote()[8:16]) for _ in range(64)]
-        cq._cq_dispatcher.broke(VerbsError("ibv_poll_cq", errno.EIO))  # before the turn that tells what was refused
+        cq._cq_dispatcher.broke(VerbsError("ibv_poll_cq", errno.EIO))  # before the turn that reports the refusal
         assert near.statistics().in_flight == 0
         await asyncio.sleep(0.01)
         assert near.statistics().in_flight == cq.statistics().in_flight == 0
@@ -114,7 +114,7 @@ def test_a_turn_that_was_taken_while_it_was_asked_for_is_not_waited_for(device_n
     asked: list[object] = []
 
     class Quick(asyncio.SelectorEventLoop):
-        """Takes a completion queue's turn before the thread that asks for it goes on."""
+        """An event loop that runs a completion queue's turn before the thread that scheduled it goes on."""
 
         def call_soon_threadsafe(self, callback, *args, **kwargs):  # type: ignore[no-untyped-def, override]
             handle = super().call_soon_threadsafe(callback, *args, **kwargs)
@@ -171,7 +171,7 @@ async def test_a_future_that_somebody_else_ended_is_waited_for_once_more(device:
         with pytest.raises(StopIteration):
             receive.send(None)
         another = far.receive(memory[:8])
-        await polled_turns(cq)  # it comes to rest
+        await polled_turns(cq)  # polling stops
         assert await polled_turns(cq) == 0, "nobody awaits it"
         assert not another.done()
 

@@ -1,4 +1,4 @@
-"""Requests that fail: with each status, and what becomes of their queue pair, and of all others."""
+"""Requests that fail with each status, and the effect on their queue pair and on others."""
 
 import asyncio
 import itertools
@@ -42,7 +42,7 @@ async def status_of(operation: Operation[Any]) -> WcStatus:
     return caught.value.status
 
 
-# ---- Misuse
+# ---- Requests that the peer or the device rejects
 
 Misuse = tuple[WcStatus, WcOpcode, dict[str, Any], Callable[[Ends], Operation[Any]]]
 
@@ -110,7 +110,7 @@ MISUSE: dict[str, Misuse] = {
 }
 
 
-# What a device may not notice.
+# Capabilities of devices that detect the failure.
 MISUSE_NEEDS = {
     "a key that is none": needs(Capability.CHECKS_INVALIDATED_KEYS),
 }
@@ -174,7 +174,7 @@ async def test_misuse_fails_one_request_and_flushes_those_behind_it(
 
 
 async def test_reads_that_were_not_agreed_on_are_refused(device: Device) -> None:
-    """Some devices would let them wait for ever: they are refused, and nothing is broken by that."""
+    """Reads beyond max_rd_atomic are refused at once, and break nothing; some devices would let them wait forever."""
     async with ends(device) as pair:
         connect_badly(pair, max_rd_atomic=0)
         remote = pair.target.remote()[:8]
@@ -191,7 +191,7 @@ async def test_reads_that_were_not_agreed_on_are_refused(device: Device) -> None
 
 @every_model
 async def test_a_receive_that_comes_after_the_failure_is_flushed(device: Device, model: MessageModel) -> None:
-    """It is posted before anybody knows of that, and flushed all the same."""
+    """Flush a receive that is posted before the failure is noticed."""
     async with ends(device, message_model=model) as pair:
         failed = pair.near.write(pair.source[:8], RemoteRegion(pair.target.address, 8, pair.target.rkey ^ 0x5500))
         receive = pair.near.receive(pair.source[64:72])
@@ -214,7 +214,7 @@ async def test_a_window_that_is_granted_too_much_fails_to_bind(device: Device) -
 
 @pytest.mark.every_way
 async def test_memory_that_is_deregistered_by_its_handle_fails_the_request(device: Device) -> None:
-    """By the handles somebody can do what resources do not do."""
+    """Deregister through the handle, which does not wait for requests in flight as the resource does."""
     async with ends(device) as pair, pair.domain.register(4096) as region:
         pair.near.to_sqd()
         write = pair.near.write(region, pair.target.remote())  # too large to be inline
@@ -343,7 +343,7 @@ async def test_a_queue_pair_that_breaks_by_itself_flushes_its_requests(device: D
             _ = good(pair)
 
 
-# ---- Where nobody answers: the send queue stops, and receives go on
+# ---- Unreliable types: the send queue stops (SQE), and receives go on
 
 
 @needs(Capability.FAULT_PLAN)

@@ -1,4 +1,4 @@
-"""Who awaits messages is told what there is to tell, and what nobody has asked for goes back."""
+"""Waiting for messages ends when no message can arrive any more, and unclaimed messages are returned."""
 
 import asyncio
 import errno
@@ -80,7 +80,7 @@ async def test_a_message_that_is_dropped_unawaited_goes_to_who_asked_and_does_no
     ["by a request", "by a request, and that is known", "by its user", "by its receives' queue", "by its sends' queue"],
 )
 async def test_who_awaits_messages_is_told_where_nothing_is_posted(device: Device, how: str) -> None:
-    """Whatever its queue pair broke by."""
+    """The iterator raises whatever broke the queue pair."""
     async with (
         ends(device) as pair,
         pair.far_domain.completion_queue(64) as sends,
@@ -93,9 +93,9 @@ async def test_who_awaits_messages_is_told_where_nothing_is_posted(device: Devic
             kept.append(await anext(messages))
         waiting = asyncio.ensure_future(anext(messages))
         await asyncio.sleep(0)
-        if how.startswith("by a request"):  # to nowhere
+        if how.startswith("by a request"):  # to an address that does not exist
             write = box.qp.write(pair.source[:8], type(pair.target.remote())(0, 8, 1))
-            if "known" in how:  # without a turn of the loop, which would take what completed
+            if "known" in how:  # without a turn of the loop, which would take the completion
                 wait_until(lambda: box.qp.query().qp_state is QpState.ERR)
             with pytest.raises(Exception, match="REM_ACCESS_ERR"):
                 await write
@@ -139,7 +139,7 @@ async def test_who_awaits_messages_of_a_shared_queue_is_told_where_nothing_is_po
         far.connect(pair.near.local_endpoint(), PEERS)
         async with srq.messages(pool, 1) as messages:
             await until(lambda: srq.statistics().in_flight == 2)
-            others = [await pool.lease() for _ in range(pool.statistics().free)]  # it is not filled again
+            others = [await pool.lease() for _ in range(pool.statistics().free)]  # so that the queue is not refilled
             kept = []
             for _ in range(2):
                 await pair.near.send(pair.source[:8])
@@ -172,7 +172,7 @@ async def test_who_awaits_messages_of_a_shared_queue_for_xrc_is_told_where_nothi
 
 
 async def test_messages_that_nobody_asked_for_go_back_where_the_block_is_cancelled(device: Device) -> None:
-    count = 600  # more than are awaited before others have their turn
+    count = 600  # more than are awaited before other tasks run
     async with (
         ends(device) as pair,
         pair.far_domain.buffer_pool(64, count) as pool,
@@ -196,7 +196,7 @@ async def test_messages_that_nobody_asked_for_go_back_where_the_block_is_cancell
 
 @asynccontextmanager
 async def shared(pair: Ends) -> AsyncIterator[tuple[SharedReceiveQueue, QueuePair]]:
-    """A shared receive queue, and a queue pair that takes from it, where near sends to."""
+    """Open a shared receive queue and a queue pair that uses it; near is connected to that queue pair."""
     async with (
         pair.far_domain.shared_receive_queue(2) as srq,
         pair.far_domain.completion_queue(256) as cq,
@@ -209,7 +209,7 @@ async def shared(pair: Ends) -> AsyncIterator[tuple[SharedReceiveQueue, QueuePai
 
 
 async def test_who_awaits_messages_of_a_shared_queue_that_is_closed(device: Device) -> None:
-    """Where nothing is posted: there is no receive whose end would tell."""
+    """Nothing is posted, so no receive is flushed that would end the iteration."""
     async with ends(device) as pair, pair.far_domain.buffer_pool(64, 2, limit=2) as pool, shared(pair) as (srq, far):
         kept = []
 
@@ -256,7 +256,7 @@ async def test_a_shared_queue_is_filled_when_other_threads_have_left(
 
 
 async def test_what_cannot_be_taken_in_while_another_thread_changes_the_state(device: Device) -> None:
-    """It is moved to ERR after that, also where no receive is left that would see to it."""
+    """Move the queue pair to ERR afterwards, even if no receive is left that would trigger the move."""
 
     def fail(_: object) -> None:
         raise RuntimeError("a planted mistake")
@@ -271,7 +271,7 @@ async def test_what_cannot_be_taken_in_while_another_thread_changes_the_state(de
         await pair.near.send(pair.source[:8])
         with pytest.raises(BrokenResourceError, match="a planted mistake"):
             await anext(inbox)
-        for _ in range(3):  # turns of the loop, in which it is tried
+        for _ in range(3):  # turns of the loop, in which the move is attempted
             await asyncio.sleep(0)
         change.end()
         await until(lambda: pair.far.query().qp_state is QpState.ERR)

@@ -1,4 +1,4 @@
-"""Messages in the order of their arrival, in memory that goes back and forth."""
+"""Messages arrive in order, in receive buffers that are posted again once released."""
 
 import asyncio
 from typing import Any, cast
@@ -24,7 +24,7 @@ from tests.waiting import until
 
 
 class Postbox:
-    """A queue pair that keeps receives posted, and what sends to it."""
+    """A queue pair that keeps receives posted, with a sender connected to it."""
 
     def __init__(self, pair: Ends, depth: int = 4, size: int = 64, send_cq: CompletionQueue | None = None) -> None:
         self.pair = pair
@@ -85,7 +85,7 @@ async def test_messages_come_in_their_order(device: Device, qp_type: QpType) -> 
 
 
 async def test_a_write_with_immediate_data_brings_no_bytes(device: Device) -> None:
-    """They are where it wrote them; where it was received there is an earlier message, or nothing."""
+    """The data is where it was written; the receive buffer holds an earlier message, or nothing."""
     async with ends(device) as pair, Postbox(pair, depth=1, size=32) as box:
         await box.send(b"earlier")
         with await anext(box.qp.messages()) as message:
@@ -97,7 +97,11 @@ async def test_a_write_with_immediate_data_brings_no_bytes(device: Device) -> No
 
 
 class Meanwhile:
-    """Posts receives; when it has posted one a message is forgotten, and the next is in another thread's way."""
+    """A requester that posts receives: the first post drops the messages of the caller, the next raises once.
+
+    After the first post `kept` is cleared, which releases further buffers; the next post is refused as if another
+    thread were inside.
+    """
 
     def __init__(self, requester: Any, kept: list[Message]) -> None:
         self._requester = requester
@@ -253,13 +257,13 @@ async def test_wrong_sizes_of_receives_are_refused(device: Device) -> None:
 async def test_who_forgets_to_await_loses_nothing(device: Device) -> None:
     async with ends(device) as pair, Postbox(pair) as box, asyncio.timeout(patience(5)):
         for _ in range(2):
-            forgotten = anext(box.qp.messages())  # before it comes, and before somebody else asks
+            forgotten = anext(box.qp.messages())  # before a message arrives, and before another waiter asks
             del forgotten
         await box.send(b"first")
         assert bytes((await anext(box.qp.messages())).data) == b"first"
         await box.send(b"second")
         await asyncio.sleep(0.01)
-        forgotten = anext(box.qp.messages())  # after it came
+        forgotten = anext(box.qp.messages())  # after the message arrived
         del forgotten
         assert bytes((await anext(box.qp.messages())).data) == b"second"
 

@@ -1,4 +1,4 @@
-"""Each operation on each type of queue pair that has it, however its queues wait and whoever may use them."""
+"""Each operation on each type of queue pair that has it, with each thread model and message model."""
 
 import itertools
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from tests.data_path.ends import CONNECTED, TYPES, Ends, ends
 
 
 def each_type(*of: QpType) -> pytest.MarkDecorator:
-    """Each type of queue pair with each thread model, and with the message models in turn."""
+    """Parametrize over queue pair types and thread models, and over the message models in turn."""
     message_models = itertools.cycle(MessageModel)
     return pytest.mark.parametrize(
         ("qp_type", "thread_model", "message_model"),
@@ -43,7 +43,7 @@ async def test_sends_arrive_in_receives(
             assert (received.byte_len, received.immediate, received.invalidated_rkey) == (5, immediate, None)
             assert bytes(received.data) == b"hello"
             assert received.qp_num == pair.far.qp_num
-            # Whom a connected queue pair hears is known; of XRC the device tells.
+            # The sender of a connected queue pair is known in advance; only of datagrams is it reported per message.
             assert qp_type is not QpType.UD or received.src_qp == pair.near.qp_num
             assert (received.route is not None and len(received.route) == 40) == (qp_type is QpType.UD)
             assert bytes(pair.target.buffer[:16]) == bytes(16), "the route went elsewhere"
@@ -109,7 +109,7 @@ async def test_windows_grant_access_until_they_are_invalidated(
             assert granted == bind.result()
             assert (granted.address, granted.length) == (pair.source.address + 64, 64)
             assert granted.rkey == window.rkey != pair.source.rkey
-            if qp_type is not QpType.XRC_SEND:  # far asks
+            if qp_type is not QpType.XRC_SEND:  # far posts the request
                 await pair.far.write(pair.target[:4], granted[:4])
             uc = qp_type is QpType.UC and Capability.INVALIDATES_ON_UC not in capabilities(device.name)
             if mw_type is MwType.TYPE_2 and not uc:
@@ -126,7 +126,7 @@ async def test_windows_grant_access_until_they_are_invalidated(
 async def test_a_send_invalidates_a_window_of_the_peer(device: Device, qp_type: QpType) -> None:
     async with ends(device, qp_type) as pair, pair.far_domain.memory_window(MwType.TYPE_2) as window:
         if qp_type is QpType.XRC_SEND:
-            # Its far end binds nothing: what it is asked to invalidate is none of its.
+            # The far end of XRC binds no windows: any key that it is asked to invalidate is unknown to it.
             with pytest.raises(WorkCompletionError):
                 await pair.near.send_with_invalidate(None, 0x1234, **pair.way)
             return

@@ -1,7 +1,7 @@
-"""Completions are told of in the order in which they came, whoever looks for newer ones meanwhile.
+"""Completions are reported in the order in which they arrived, whatever code polls for newer ones meanwhile.
 
-Python code of others runs while they are told of: signals' handlers, finalizers, threads. A function for profiles
-stands for these here, since it is called where it is wanted.
+Other Python code can run while completions are reported: signal handlers, finalizers, other threads. A profile function
+stands in for all of these, since it runs at a chosen call.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from tests.data_path.test_messages import Postbox
 from tests.pace import patience
 from tests.waiting import wait_until
 
-MESSAGES = 40  # more than are taken at once
+MESSAGES = 40  # more than one poll takes from the queue
 
 
 @contextlib.contextmanager
@@ -47,7 +47,7 @@ async def test_messages_keep_their_order_where_their_teller_asks_for_more(device
     ):
         pair.source.buffer[:MESSAGES] = bytes(range(MESSAGES))
         *_, sent = [pair.near.send(pair.source[number : number + 1]) for number in range(MESSAGES)]
-        time.sleep(patience(0.05))  # noqa: ASYNC251  # all are done, and nobody has looked
+        time.sleep(patience(0.05))  # noqa: ASYNC251  # all of them complete, and no poll happens
         seen = []
         with at_each_message(lambda: asked.append(sent.done())):
             async with asyncio.timeout(patience(10)):
@@ -62,7 +62,10 @@ async def test_messages_keep_their_order_where_their_teller_asks_for_more(device
 
 @pytest.mark.every_way
 async def test_a_waiter_hears_of_what_came_while_another_thread_told(device: Device) -> None:
-    """The loop looks, and goes to sleep; what was done by then it hears of when that thread is through."""
+    """Report completions that arrive while another thread reports earlier ones.
+
+    The loop polls and goes to sleep meanwhile; it is notified once that thread is finished.
+    """
     telling, go_on = threading.Event(), threading.Event()
 
     def hold() -> None:
@@ -77,7 +80,7 @@ async def test_a_waiter_hears_of_what_came_while_another_thread_told(device: Dev
         sent = pair.near.send(pair.source[:1])
         thread = threading.Thread(target=ask)
         thread.start()
-        assert telling.wait(patience(10))  # the loop does not look meanwhile
+        assert telling.wait(patience(10))  # the loop does not poll meanwhile
         written = pair.near.write(pair.source[:8], pair.target.remote()[:8])
         asyncio.get_running_loop().call_later(patience(0.05), go_on.set)
         async with asyncio.timeout(patience(5)):

@@ -1,4 +1,6 @@
-"""What finds no place in a queue waits for one: first come, first served, and withdrawn when nobody keeps it."""
+"""Requests wait in order of their calls for a free slot in a full queue; a waiting request that is dropped is
+withdrawn.
+"""
 
 import asyncio
 import gc
@@ -16,7 +18,7 @@ every_model = pytest.mark.parametrize("model", MessageModel, ids=lambda model: m
 
 
 def arrange(pair: Ends, count: int) -> "asyncio.Future[list[int | None]]":
-    """Receive so many messages; what they tell."""
+    """Post `count` receives, and return a future of their immediate data."""
     receives = [pair.far.receive(pair.target[:64]) for _ in range(count)]
 
     async def told() -> list[int | None]:
@@ -201,7 +203,7 @@ async def test_who_drops_what_was_posted_does_not(device: Device, model: Message
         with pytest.raises(anyio.WouldBlock):
             _ = pair.near.send_nowait(None)
         unhold(device, pair.near)
-        await pair.source.pins.wait()  # nobody awaits them, and they are done all the same
+        await pair.source.pins.wait()  # they complete although nothing awaits them
         assert pair.nothing_is_left()
         assert bytes(pair.target.buffer[:5]) == b"ABCD\0"
         assert pair.near.statistics().sends.completed == 4
@@ -250,7 +252,7 @@ async def test_what_is_awaited_while_it_waits_is_kept(device: Device) -> None:
 @pytest.mark.every_way
 async def test_closing_ends_what_waits(device: Device) -> None:
     async with ends(device, capabilities=FEW) as pair:
-        pair.near.to_sqd()  # nothing is begun any more
+        pair.near.to_sqd()  # no request is started any more
         writes = [pair.write(b"x", number) for number in range(6)]
         tasks = [asyncio.ensure_future(write) for write in writes]
         await asyncio.sleep(0.01)

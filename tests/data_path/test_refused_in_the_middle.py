@@ -1,4 +1,4 @@
-"""What is posted together and refused in the middle: what was taken ends, and so does what was not."""
+"""Requests posted together of which the device takes only some: all of them end."""
 
 import asyncio
 import errno
@@ -28,7 +28,7 @@ DEPTH = 8
 
 @asynccontextmanager
 async def crowded(device: Device, model: MessageModel, free: int) -> AsyncIterator[Ends]:
-    """Ends whose send queue takes no more than so many requests, since it is full of others that are not begun."""
+    """Open a pair whose send queue has `free` slots left, the rest being held by requests that are not started."""
     capabilities = QpCapabilities(max_send_wr=DEPTH, max_recv_wr=1)
     async with (
         ends(device, message_model=model, capabilities=capabilities) as pair,
@@ -47,9 +47,9 @@ async def crowded(device: Device, model: MessageModel, free: int) -> AsyncIterat
 
 
 def fill(pair: Ends, most: int = 4 * DEPTH) -> int:
-    """Post what asks for no completions, until the send queue refuses it; how many that were.
+    """Post unsignaled requests until the send queue refuses one, and return the number posted.
 
-    Devices may take more than their queue pairs tell.
+    Devices may take more than the capability of the queue pair says.
     """
     for posted in range(most):
         try:
@@ -62,7 +62,9 @@ def fill(pair: Ends, most: int = 4 * DEPTH) -> int:
 
 
 async def check(pair: Ends, failures: list[BaseException | None], taken: int) -> None:
-    """Of those that were taken nobody knows what became; the others were refused. The queue pair begins anew."""
+    """Check that the first `taken` requests failed by the reset and the others by the verb, and that a reset revives
+    the pair.
+    """
     for at, failure in enumerate(failures):
         if at >= taken:
             assert isinstance(failure, VerbsError)

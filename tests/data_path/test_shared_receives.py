@@ -1,4 +1,4 @@
-"""Receives that several queue pairs take from, on one completion queue and on several."""
+"""Receives that several queue pairs share, on one completion queue and on several."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -34,7 +34,7 @@ both = pytest.mark.parametrize("queues", [1, 3])
 async def takers(
     device: Device, queues: int, model: MessageModel = MessageModel.DEFAULT
 ) -> AsyncIterator[tuple[Ends, SharedReceiveQueue, list[QueuePair], list[CompletionQueue]]]:
-    """Three queue pairs that each send to themselves, on so many completion queues."""
+    """Open three queue pairs that each send to themselves, on `queues` completion queues."""
     async with ends(device, message_model=model) as pair, AsyncExitStack() as stack:
         opened = stack.enter_async_context
         srq = await opened(pair.domain.shared_receive_queue(8))
@@ -51,7 +51,7 @@ async def test_a_shared_receive_goes_to_the_queue_pair_that_hears_first(
     device: Device, queues: int, model: MessageModel
 ) -> None:
     async with takers(device, queues, model) as (pair, srq, qps, cqs):
-        receives = [srq.receive(pair.target[n : n + 1]) for n in range(12)]  # four wait for a place
+        receives = [srq.receive(pair.target[n : n + 1]) for n in range(12)]  # four wait for a slot
         assert (srq.statistics().in_flight, srq.statistics().queued) == (8, 4)
         for n in range(12):
             pair.source.buffer[0] = n + 1
@@ -118,7 +118,7 @@ async def test_queue_pairs_of_it_have_no_receives_of_their_own(device: Device) -
 
 @pytest.mark.every_way
 async def test_a_pool_that_is_opened_after_the_queue_that_it_fills(device: Device) -> None:
-    """It is closed before that, in one `async with`, and without a word: it ends with the queue's receives."""
+    """Close the pool before the queue, as one `async with` does: the pool ends silently with the queue's receives."""
     async with ends(device) as pair:
         async with (
             pair.domain.shared_receive_queue(8) as srq,
@@ -132,7 +132,7 @@ async def test_a_pool_that_is_opened_after_the_queue_that_it_fills(device: Devic
             await qp.send(pair.source[:2])
             with await anext(messages) as message:
                 assert bytes(message.data) == b"ok"
-            await qp.send(pair.source[:8])  # nobody asks for this one
+            await qp.send(pair.source[:8])  # not consumed
             await until(lambda: srq.statistics().completed == 2)
             region = pool._free_list.slabs[0]
         await until(lambda: pool.closed)
@@ -168,7 +168,7 @@ async def test_a_pool_is_not_closed_under_receives_in_buffers_that_somebody_has(
             receive = srq.receive(buffer)
             with pytest.raises(BusyResourceError, match=r"1 receives are posted in buffers of .* were not released"):
                 await pool.aclose()
-            (await pool.lease()).release()  # nothing was done
+            (await pool.lease()).release()  # the pool is still usable
             buffer.release()
             await pool.aclose()
             assert pool.state is ResourceState.CLOSING
@@ -178,7 +178,7 @@ async def test_a_pool_is_not_closed_under_receives_in_buffers_that_somebody_has(
         await until(lambda: pool.closed)
 
 
-# ---- Who waits for them
+# ---- Waking the waiters
 
 
 @pytest.mark.every_way
@@ -226,7 +226,7 @@ async def test_a_shared_receive_queue_counts_each_completion_queue_once(device: 
                 assert cq.statistics().in_flight == 1
             assert cq.statistics().in_flight == 1
             assert not more.done()
-            await polled_turns(cq)  # it comes to rest
+            await polled_turns(cq)  # polling stops
             assert await polled_turns(cq) == 0, "nobody awaits"
         assert cq.statistics().in_flight == 0
 

@@ -1,4 +1,4 @@
-"""How often a completion queue is polled by its loop, counted."""
+"""Count how often an event loop polls a completion queue."""
 
 import asyncio
 from collections.abc import Callable
@@ -14,7 +14,7 @@ TURNS = 20
 
 
 async def polled_turns(cq: CompletionQueue) -> int:
-    """Go round the loop `TURNS` times, and count those for which the completion queue asked, to be polled in them."""
+    """Run `TURNS` turns of the loop, and return how many of them the completion queue was scheduled to be polled in."""
     loop = asyncio.get_running_loop()
     call_soon = loop.call_soon
     count = 0

@@ -18,7 +18,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))
 sys.path.append(str(Path(__file__).resolve().parents[2] / "examples"))
 
 from tests.pace import PACE
-from tests.storage.loading import load, look, shares_of_two
+from tests.storage.loading import check_data, load, shares_of_two
 from tests.storage.model import Blocks
 from tests.storage.processes import served
 
@@ -53,15 +53,15 @@ class Journalled(Blocks):
         self._note("write", {block: self.latest[block]})
         return data
 
-    def flushed(self, about: dict[int, int]) -> None:
+    def flush_completed(self, about: dict[int, int]) -> None:
         """That was acknowledged."""
         changed = {block: writing for block, writing in about.items() if writing != self.acknowledged[block]}
-        super().flushed(about)
+        super().flush_completed(about)
         self._note("flushed", changed)
 
-    def go_on(self, volume: bytes) -> None:
+    def continue_from(self, volume: bytes) -> None:
         """This is there now."""
-        super().go_on(volume)
+        super().continue_from(volume)
         self._note("asked", self.latest)
         self._note("there", self.acknowledged)
 
@@ -86,7 +86,7 @@ def main(last: Path, journal: Path, backing: str, device: str, cut: str) -> None
     chance = random.Random(number)
     with served(DISK / "root", "--backing", backing, device=device, recovers=True) as server:
         if not cut:
-            asyncio.run(look(server, shares))
+            asyncio.run(check_data(server, shares))
         else:
             delay = chance.random() * 0.3 * PACE
             asyncio.run(load(server, shares, chance, lambda: _cut(cut, delay), turn=number, create=not before))

@@ -1,4 +1,4 @@
-"""Watching a child process for its exit, on an event loop."""
+"""Detection of the exit of a child process on an event loop."""
 
 import asyncio
 import contextlib
@@ -12,27 +12,32 @@ from aioverbs._lifecycle import forks
 
 __all__ = ["ExitWatch"]
 
-_POLL_S = 1.0  # between two looks at a process in a program that has forked
+_POLL_S = 1.0  # interval between polls of a process in a program that has forked
 
-_has_forked = False  # whether this process has children that have copies of its event loops
-_watches: "set[weakref.ref[ExitWatch]]" = set()  # that have begun and are not closed
+_has_forked = False  # True if children of this process may have copies of its event loops
+_watches: "set[weakref.ref[ExitWatch]]" = set()  # watches that are started and not closed
 
 
 class ExitWatch:
-    """Call a function once when a child process has exited, though another process may keep all its sockets open.
+    """Watch that calls a function once when a child process has exited, even if another process keeps its sockets open.
 
-    The event loop polls an epoll instance of the watch, which has the pidfd. A forked child's copy of the loop polls
-    the same kernel object as the loop, and a pidfd stays readable: the copy would spin on it until the parent's loop
-    has handled it. So before each fork the pidfd is taken out of the epoll instance, which is ready in neither process
-    from then on: a copy has nothing to spin on, and no event to take from the parent. Nothing is lost, because after a
-    fork the parent needs no event: it asks for the status of the process at intervals.
+    The process exit makes a pidfd readable. The pidfd is not in the loop's own epoll set, but in an epoll instance of
+    the watch, which the loop polls::
 
-    Where there is no pidfd (a kernel older than 5.3, a filter of system calls, no more descriptors), nothing is
-    watched, and only the ends of the process's sockets tell of its exit.
+        loop's epoll set  ->  epoll instance of the watch  ->  pidfd  ->  child process
 
-    :param loop: the running loop, or one whose thread this is.
-    :param process: a child of this process, which only `process` itself waits for.
-    :param on_exit: called on the loop, unless the watch is closed before.
+    A fork makes a copy of the loop in the forked child. The copy polls the same kernel objects as the loop, and a pidfd
+    stays readable, so the copy would spin until the parent's loop has handled the exit. Therefore the pidfd is removed
+    from the watch's epoll instance before each fork. From then on the instance is ready in neither process: the copy
+    has no event to spin on, and none to take from the parent. The parent loses nothing, because after a fork it needs
+    no event: it polls the status of the process at intervals.
+
+    Without a pidfd (kernel older than 5.3, system call filter, no free descriptors) nothing is watched, and only the
+    closing of the process's sockets shows its exit.
+
+    :param loop: running loop, or loop that the calling thread will run.
+    :param process: child of this process; only this object may wait for it.
+    :param on_exit: called on the loop without arguments, unless the watch is closed before.
     """
 
     def __init__(
@@ -49,8 +54,8 @@ class ExitWatch:
         self._ref = weakref.ref(self, _watches.discard)
 
     def start(self) -> None:
-        """Begin to watch. Call on the loop."""
-        if not hasattr(os, "pidfd_open"):  # CPython that was built with headers of an older kernel
+        """Start watching. Call on the loop."""
+        if not hasattr(os, "pidfd_open"):  # CPython was built with the headers of an older kernel
             return
         _watches.add(self._ref)  # before the pidfd can be ready, so that a fork in another thread finds it
         try:
@@ -65,9 +70,10 @@ class ExitWatch:
             self._poll()
 
     def close(self) -> None:
-        """Stop watching. Call on the loop, or where that runs no more; again and again. Do nothing in a forked child.
+        """Stop watching. Call on the loop, or when the loop does not run any more; any number of times.
 
-        The kernel's object of the loop is one for parent and child, so the child takes nothing out of it.
+        In a forked child this does nothing: parent and child share the kernel object of the loop's epoll set, so the
+        child must not remove anything from it.
         """
         if self._forks != forks.count:
             return
@@ -85,29 +91,31 @@ class ExitWatch:
             os.close(pidfd)
 
     def _poll(self) -> None:
-        """Close the watch and call the function if the process has exited, or look again later."""
+        """If the process has exited, close the watch and call `on_exit`; else poll again after an interval."""
         if self._is_closed or self._forks != forks.count:
             return
         if self._process.poll() is not None:
             self.close()
             self._on_exit()
             return
-        self._disarm()  # for a debugger may have the exit first: the pidfd is readable, and there is no status yet
+        # A debugger may receive the exit first: then the pidfd is readable, and there is no status yet.
+        self._disarm()
         if self._timer is not None:
             self._timer.cancel()
         self._timer = self._loop.call_later(_POLL_S, self._poll)
 
     def _disarm(self) -> None:
-        """Have the epoll instance never be ready again. Call from any thread."""
+        """Remove the pidfd from the epoll instance, which is never ready again. Call from any thread."""
         if (epoll := self._epoll) is not None:
-            with contextlib.suppress(OSError, ValueError):  # it was done, or the watch is closed meanwhile
+            with contextlib.suppress(OSError, ValueError):  # removed before, or the watch is being closed
                 epoll.unregister(self._pidfd)
 
     def _poll_after_fork(self) -> None:
-        """Look on the loop, and at intervals from there on. Call from any thread.
+        """Start to poll on the loop. Call from any thread.
 
-        A copy of the loop may take what wakes the loop from other threads. uvloop sends that once until it has arrived,
-        and would never be woken again: so it is used only where another thread runs the loop, of which no copy can run.
+        A copy of the loop may read the byte that wakes the loop from other threads. uvloop sends no further byte before
+        it has read the last one itself, so it would never be woken again. Therefore `call_soon_threadsafe` is used only
+        if another thread runs the loop: a forked child does not have that thread, and so no running copy of the loop.
         """
         loop = self._loop
         with contextlib.suppress(RuntimeError):  # the loop is closed
@@ -117,7 +125,10 @@ class ExitWatch:
                 loop.call_soon(self._poll)
 
     def _close_in_child(self) -> None:
-        """Close the pidfd. The epoll instance stays, for the copy of the loop knows its number."""
+        """Close the pidfd in a forked child.
+
+        The epoll instance stays open, because the copy of the loop uses its descriptor number.
+        """
         pidfd, self._pidfd = self._pidfd, -1
         if pidfd >= 0:
             os.close(pidfd)
@@ -141,7 +152,7 @@ def _after_fork_in_parent() -> None:
 
 def _after_fork_in_child() -> None:
     global _has_forked
-    _has_forked = False  # loops that are made here are this process's alone
+    _has_forked = False  # no other process has copies of the loops that are made in this one
     for watch in _live_watches():
         watch._close_in_child()
     _watches.clear()

@@ -1,4 +1,4 @@
-"""Workers that are processes, from within: what the interpreter runs that a pool spawned."""
+"""Worker processes from inside: the main function of the interpreters that a pool spawns."""
 
 import asyncio
 import contextlib
@@ -26,10 +26,15 @@ __all__ = ["ProcessSettings", "Ready", "SpawnedWorker"]
 
 @dataclass(frozen=True)
 class ProcessSettings:
-    """What a worker is to be, as it goes to its process.
+    """Settings of a worker process. They are pickled.
 
-    :param shared: the id and the key of the pool's protection domain, where processes can share it; then the worker
-        is sent the device's context over a socket of its own.
+    :param device: name of the device.
+    :param execution: execution of a software device's work requests.
+    :param delay_ns: delay of a software device, in nanoseconds.
+    :param max_native_thread_domains: limit of thread domains without locks, as for `open_device`.
+    :param shared: ID and key of the pool's protection domain, if processes can share it. Then the process receives the
+        device's context over a socket.
+    :param worker: settings that all workers share.
     """
 
     device: str
@@ -41,28 +46,37 @@ class ProcessSettings:
 
     @staticmethod
     def of(device: Device, worker: WorkerSettings, shared: tuple[int, int] | None) -> "ProcessSettings":
-        """For workers of a pool on an open device."""
+        """Return the settings for workers of a pool on an open device.
+
+        :param device: device of the pool.
+        :param worker: settings that all workers share.
+        :param shared: ID and key of the shared protection domain; None if it cannot be shared.
+        """
         execution, delay_ns, limit = open_arguments(device)
-        name = device.name.partition("@")[0] if device.software else device.name  # its address is this process's
+        # The network address after "@" belongs to this process.
+        name = device.name.partition("@")[0] if device.software else device.name
         return ProcessSettings(name, execution, delay_ns, limit, shared, worker)
 
 
 @dataclass(frozen=True)
 class Ready:
-    """What a worker says of itself when it is at work."""
+    """Contents of a READY frame.
+
+    :param native: True if the worker's resource domain takes no locks.
+    """
 
     native: bool
 
 
 @dataclass(frozen=True)
 class SpawnedWorker:
-    """What `multiprocessing.spawn` makes and runs in a new process, when the main module is there.
+    """Object that `multiprocessing.spawn` unpickles and runs in a new process, after it has imported the main module.
 
-    :param number: the worker's.
-    :param settings: its `ProcessSettings`, pickled: what keeps them from being made is told to the pool.
-    :param link: the descriptor of a socket to the pool.
-    :param share: that of another one, over which the pool shares its protection domain, where it does.
-    :param door: that of another one, over which sockets come.
+    :param number: number of the worker.
+    :param settings: pickled `ProcessSettings`, so that an error in unpickling them can be reported to the pool.
+    :param link: descriptor of the socket that carries frames.
+    :param share: descriptor of the socket over which the pool shares its protection domain, if it does.
+    :param fd_channel: descriptor of the socket over which the pool sends sockets.
     """
 
     number: int
@@ -72,16 +86,17 @@ class SpawnedWorker:
     fd_channel: int
 
     def _bootstrap(self, parent_sentinel: int) -> int:
-        """Be a worker, until the pool says otherwise or is gone, and return the status of the process.
+        """Run the worker until the pool stops it or is gone.
 
-        :param parent_sentinel: a descriptor that tells others of the parent's end; the link does that here.
+        :param parent_sentinel: descriptor that shows the end of the parent process; the link is used for that instead.
+        :returns: exit status of the process.
         """
         os.close(parent_sentinel)
         sock, fd_channel = socket.socket(fileno=self.link), socket.socket(fileno=self.fd_channel)
         for each in (sock, fd_channel):
-            os.register_at_fork(after_in_child=each.close)  # or children of this process would keep it from ending
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to the pool's process, too, which decides
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # from the beginning until now
+            os.register_at_fork(after_in_child=each.close)  # else children would hide this process's exit
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the pool's process receives it as well, and decides
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # blocked since the process was spawned
         try:
             settings: ProcessSettings = pickle.loads(self.settings)
             factory = loop_factory(settings.worker.loop)
@@ -94,7 +109,7 @@ class SpawnedWorker:
 
 
 class _ReceivedCall(CrossLoopCall[Any]):
-    """A call that came over the link."""
+    """Call that was received over the link."""
 
     __slots__ = ("_number", "_process")
 
@@ -111,7 +126,7 @@ class _ReceivedCall(CrossLoopCall[Any]):
 
     def settle(self, result: object, error: BaseException | None) -> None:
         if self._process.is_ending():
-            return  # the pool is told of that
+            return  # the pool ends all calls when the process exits
         self._process.calls.pop(self._number, None)
         link = self._process.link
         assert link is not None
@@ -130,14 +145,14 @@ class _ReceivedCall(CrossLoopCall[Any]):
             link.send(FrameType.ERROR, self._number, pickled_error(error))
 
     def cancellation(self) -> BaseException:
-        return asyncio.CancelledError()  # the pool knows whether it asked for it
+        return asyncio.CancelledError()  # the pool knows whether it cancelled the call
 
     def leave(self, error: BaseException) -> None:
-        """The process ends, which the pool is told of."""
+        """Do nothing: the process exits, and the pool ends its calls."""
 
 
 class _ReceivedSocketCall(_ReceivedCall):
-    """One whose function gets a socket, which it takes out of its object."""
+    """Call whose function takes a socket. The function detaches the descriptor from the socket object."""
 
     __slots__ = ("_socket",)
 
@@ -155,18 +170,18 @@ class _ReceivedSocketCall(_ReceivedCall):
             self._process.link.send(FrameType.REPORT, self._number, b"1" if value else b"")
 
     def settle(self, result: object, error: BaseException | None) -> None:
-        self._socket.close()  # where it was not called
+        self._socket.close()  # if the function was not called
         super().settle(result, error)
 
 
 @functools.lru_cache(maxsize=16)
 def _unpickled(payload: bytes) -> Any:
-    """What all visits to one server have in common: it is made once."""
+    """Return the function and arguments of a socket call. All calls for one server have the same payload."""
     return pickle.loads(payload)
 
 
 class _WorkerProcess:
-    """A worker in its process."""
+    """Worker in its process."""
 
     worker: Worker
 
@@ -184,7 +199,7 @@ class _WorkerProcess:
         self.calls: dict[int, _ReceivedCall] = {}
 
     async def serve(self) -> None:
-        """Until the end."""
+        """Start the worker, execute calls until the pool stops it or is gone, and close everything."""
         self._main_task = asyncio.current_task()
         async with contextlib.AsyncExitStack() as stack:
             stack.push_async_callback(self._close_link)
@@ -194,9 +209,7 @@ class _WorkerProcess:
                     worker_context(self._number, device, pd, self._settings.worker)
                 )
             except Exception as error:
-                self._sock.sendall(
-                    encode_frame(FrameType.FAILED, 0, pickled_error(error))
-                )  # it is small, and blocks for no time
+                self._sock.sendall(encode_frame(FrameType.FAILED, 0, pickled_error(error)))  # small enough not to block
                 return
             loop = asyncio.get_running_loop()
             self._sock.setblocking(False)
@@ -213,7 +226,7 @@ class _WorkerProcess:
 
     @contextlib.asynccontextmanager
     async def _open_device_and_pd(self) -> AsyncGenerator[tuple[Device, ProtectionDomain], None]:
-        """The device, and the pool's protection domain; where that cannot be shared, one of its own."""
+        """Open the device and the protection domain: the pool's, if it can be shared, or else a new one."""
         settings = self._settings
         if settings.shared is None:
             async with (
@@ -258,6 +271,6 @@ class _WorkerProcess:
         self.worker.loop.call_soon(call.start, context=contextvars.Context())
 
     def is_ending(self) -> bool:
-        """Whether its loop cancels everything because something ended it."""
+        """Return whether the loop cancels all tasks because something ended it."""
         assert self._main_task is not None
         return self._main_task.done() or self._main_task.cancelling() > 0

@@ -1,4 +1,22 @@
-"""What a pool and a worker that is a process say to each other, over a socket that nobody else has."""
+"""Protocol between a pool and a worker process, over private socket pairs.
+
+The link is a stream of frames. Over a second socket pair, the fd channel, the pool sends sockets. The third one, over
+which the pool shares its protection domain, is not used here::
+
+    pool                                  worker process
+      |                                         |
+      | <----------------------------- READY -- |   or FAILED, and the process exits
+      | -- CALL n ----------------------------> |
+      | -- CANCEL n --------------------------> |   optional
+      | <-------- RESULT n, ERROR n, CANCELLED n|   one of these
+      |                                         |
+      | == socket, over the fd channel =======> |   sent before the frame, so present when the frame arrives
+      | -- SOCKET_CALL m ---------------------> |
+      | <-------------------------- REPORT m -- |   any number
+      | <-------- RESULT m, ERROR m, CANCELLED m|   one of these
+      |                                         |
+      | -- STOP ------------------------------> |   the process ends its tasks, and exits
+"""
 
 import asyncio
 import contextlib
@@ -12,51 +30,58 @@ from typing import cast
 __all__ = ["FrameType", "Link", "encode_frame", "receive_socket", "send_socket"]
 
 _INT = struct.Struct("=i")
-_HEADER = struct.Struct("=QQB")  # bytes that follow, number of the call, kind
+_HEADER = struct.Struct("=QQB")  # payload size in bytes, number of the call, frame type
 
 
 class FrameType(enum.IntEnum):
-    """What is said."""
+    """Type of a frame."""
 
     READY = 1
-    """From the worker: it is at work."""
+    """From the worker: it takes calls."""
     FAILED = 2
-    """From the worker: the error for which it cannot be; it ends."""
+    """From the worker: error that prevents its start; the process exits."""
     CALL = 3
-    """To the worker: a function and its arguments."""
+    """To the worker: function and arguments of a call."""
     CANCEL = 4
-    """To the worker: a call is to be cancelled, if it is not over."""
+    """To the worker: cancel a call, if it has not ended."""
     RESULT = 5
-    """From the worker: what a call returned."""
+    """From the worker: result of a call."""
     ERROR = 6
-    """From the worker: what a call raised."""
+    """From the worker: exception of a call."""
     CANCELLED = 7
-    """From the worker: a call ended by a cancellation."""
+    """From the worker: a call was cancelled."""
     STOP = 8
-    """To the worker: it is to end."""
+    """To the worker: end."""
     SOCKET_CALL = 9
-    """To the worker: a function that gets a socket, which was sent over another socket before, and its arguments."""
+    """To the worker: function and arguments of a call that takes the next socket of the fd channel."""
     REPORT = 10
-    """From the worker: a truth value that such a call tells before it is over."""
+    """From the worker: bool that a socket call reports before it ends; an empty payload means False."""
 
 
 def encode_frame(frame_type: FrameType, number: int, payload: bytes = b"") -> bytes:
-    """One thing to say."""
+    """Return the bytes of a frame.
+
+    :param frame_type: type of the frame.
+    :param number: number of the call; 0 if the frame belongs to no call.
+    :param payload: pickled contents.
+    """
     return _HEADER.pack(len(payload), number, frame_type) + payload
 
 
 def send_socket(fd_channel: socket.socket, sent: socket.socket) -> None:
-    """Send a socket over a non-blocking one that keeps messages apart: it is there before what is said after this.
+    """Send a socket over the fd channel. The receiver has the socket before any frame that is sent after this.
 
-    :raises OSError: not now, or never.
+    :param fd_channel: non-blocking SOCK_SEQPACKET socket.
+    :param sent: socket to send; the caller still has to close it.
+    :raises OSError: EAGAIN: the channel is full. Another errno: the worker process is gone, or a descriptor is invalid.
     """
     socket.send_fds(fd_channel, [b"\0"], [sent.fileno()])
 
 
 def receive_socket(fd_channel: socket.socket) -> socket.socket:
-    """The next one that was sent.
+    """Return the next socket that was sent over the fd channel.
 
-    :raises OSError: it was lost, as this process has no more descriptors.
+    :raises OSError: the socket was lost, because this process has no free file descriptors (EMFILE).
     """
     size = socket.CMSG_LEN(_INT.size)
     _, ancillary, _, _ = fd_channel.recvmsg(1, size, socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT)
@@ -66,9 +91,9 @@ def receive_socket(fd_channel: socket.socket) -> socket.socket:
 
 
 class Link(asyncio.Protocol):
-    """One end.
+    """One end of the stream of frames.
 
-    :param on_frame: called with each thing that is said: its kind, the call's number, and the rest.
+    :param on_frame: called with the type, the number of the call and the payload of each received frame.
     """
 
     def __init__(self, on_frame: Callable[[FrameType, int, bytes], None]) -> None:
@@ -78,11 +103,11 @@ class Link(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """It can be spoken."""
-        self._transport = cast(asyncio.Transport, transport)  # which uvloop's is only by what it can do
+        """Record the transport."""
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's class has the methods, but not the base class
 
     def data_received(self, data: bytes) -> None:
-        """Something was said, or a part of it."""
+        """Call `on_frame` for each complete frame, and buffer the rest."""
         buffer = self._buffer
         buffer += data
         offset = 0
@@ -97,43 +122,44 @@ class Link(asyncio.Protocol):
         del buffer[:offset]
 
     def eof_received(self) -> None:
-        """Drop what the other end has not read: nobody reads it any more, and the transport would wait for that."""
+        """Drop unsent frames: the other end reads no more, and a regular close would wait for it."""
         self.abort()
 
     def connection_lost(self, error: Exception | None) -> None:
-        """The other end is gone, or this one was closed."""
+        """Complete `disconnected`: the other end or this one was closed."""
         self._transport = None
         if not self.disconnected.done():
             self.disconnected.set_result(None)
 
     def send(self, frame_type: FrameType, number: int = 0, payload: bytes = b"") -> None:
-        """Say something; where the other end is gone, nobody hears it."""
+        """Send a frame. Do nothing if the link is disconnected."""
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(encode_frame(frame_type, number, payload))
 
     def close(self) -> None:
-        """Say no more, when what was said is sent."""
+        """Close the link after sending the pending frames."""
         if self._transport is not None:
             self._transport.close()
 
     def abort(self) -> None:
-        """Say no more, and drop what was said and is not sent."""
+        """Close the link now, and drop pending frames."""
         if self._transport is not None:
             self._transport.abort()
 
     def finish_reading(self, sock: socket.socket) -> None:
-        """Receive what has arrived, then be lost, though a process may keep the other end open.
+        """Receive all frames that have arrived, then disconnect, even if another process keeps the other end open.
 
-        A socket that is shut down for reading gives what it has, and then its end, like one whose peer has closed it.
+        A socket that is shut down for reading returns the data that has arrived, and then end-of-file, as if the peer
+        had closed its end.
 
-        :param sock: the socket of this end.
+        :param sock: socket of this end.
         """
         transport = cast(asyncio.ReadTransport | None, self._transport)
         if transport is None:
             return
         with contextlib.suppress(OSError):
             sock.shutdown(socket.SHUT_RD)
-        # A forked child's copy of the loop may have seen the end before, and have removed the socket from the kernel
-        # object that both loops poll. This adds it again.
+        # A copy of the loop in a forked child may have handled end-of-file before, and have removed the socket from the
+        # epoll set that both loops share. Pausing and resuming adds the socket again.
         transport.pause_reading()
         transport.resume_reading()

@@ -1,4 +1,4 @@
-"""Workers that are processes, from without."""
+"""Worker processes as seen by the pool: spawning, calls, and detection of their exit."""
 
 import asyncio
 import contextlib
@@ -31,20 +31,20 @@ from aioverbs.errors import BrokenResourceError
 
 __all__ = ["ProcessWorker", "SocketCall", "pickled_call"]
 
-# For how long a new process may be busy with what its main module imports, and one that closed its socket with its end.
-_START_S = 60.0
-_EXIT_S = 10.0
+_START_S = 60.0  # time limit for a new process, which imports the main module, to become ready
+_EXIT_S = 10.0  # time limit for a process to exit after it closed its socket; then it is killed
 _EXIT_POLL_S = 0.005
-_LOOP_POLL_S = 0.1  # between two looks at the home loop by a caller that waits elsewhere
-_RETRY_S = 0.01  # after which sockets are sent again that a process had no room for
+_LOOP_POLL_S = 0.1  # interval between checks of the owner's loop by a caller on another loop
+_RETRY_S = 0.01  # delay before a socket is sent again after the fd channel was full
 
-_numbers = itertools.count(1)  # of calls
+_numbers = itertools.count(1)  # numbers of calls
 
 
 def pickled_call(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
-    """A call as it goes to another process.
+    """Pickle a function and its arguments for a worker process.
 
-    :raises pickle.PicklingError: it cannot, as a lambda cannot; or another error, with a note.
+    :raises pickle.PicklingError: the function or an argument, such as a lambda, cannot be pickled. `pickle` may raise
+        other exceptions instead. A note explains the reason.
     """
     try:
         return pickle.dumps((function, args), pickle.HIGHEST_PROTOCOL)
@@ -55,14 +55,15 @@ def pickled_call(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
 
 @dataclass(frozen=True)
 class SocketCall:
-    """A call that gets a socket first.
+    """Call of a function with a socket and a callback, in a worker process.
 
-    Servers send what they have accepted. If each worker listened for itself, at one port of all (SO_REUSEPORT), the
-    kernel would choose the worker, not the pool; limits would be each one's own; and a dead one's queue would be lost.
+    Servers send accepted sockets this way. The alternative, one listener for each worker on the same port
+    (SO_REUSEPORT), has three disadvantages: the kernel and not the pool would choose the worker, limits would apply to
+    each worker on its own, and the connections in the queue of a dead worker would be lost.
 
-    :param payload: as `pickled_call` made it.
-    :param sock: is closed when it has gone to the worker's process.
-    :param report: called at home with what the call tells before it is over.
+    :param payload: function and further arguments, from `pickled_call`.
+    :param sock: socket, which is closed here after it was sent to the process.
+    :param report: called on the pool's loop with each bool that the call reports before it ends.
     """
 
     payload: bytes
@@ -71,7 +72,7 @@ class SocketCall:
 
 
 class _ProcessCall:
-    """A call of a worker's."""
+    """Call that a worker process executes."""
 
     def __init__(
         self, handle: "ProcessWorker", payload: bytes, outcome: ResultSink[Any], socket_call: SocketCall | None
@@ -93,7 +94,7 @@ class _ProcessCall:
             self.handle.call_on_loop(self.handle.cancel_call, self)
 
     def cancellation(self) -> BaseException:
-        """How it ends where it was cancelled there."""
+        """Return the error with which the call ends if it was cancelled in the process."""
         if self.is_cancelled_by_pool:
             return self.handle.supervisor.closed_error()
         if self.is_withdrawn:
@@ -102,9 +103,17 @@ class _ProcessCall:
 
 
 class ProcessWorker(WorkerHandle):
-    """A process with an event loop and a resource domain.
+    """Worker process with an event loop and a resource domain.
 
-    What is said to it goes through one loop, its home, which started it.
+    Only one loop communicates with the process: the owner, which started it. Other loops and threads schedule their
+    requests there.
+
+    :param supervisor: supervisor of the pool.
+    :param number: number of the worker in its pool.
+    :param counts: counts of the worker and of those that it replaces.
+    :param owner: event loop that opened the pool, and its thread.
+    :param settings: settings of the worker processes.
+    :param shared: shared protection domain that is sent to the process; None if each worker makes its own.
     """
 
     def __init__(
@@ -125,7 +134,7 @@ class ProcessWorker(WorkerHandle):
         self._shared = shared
         self.shares_pd = shared is not None
         self._sent_calls: dict[int, _ProcessCall] = {}
-        self._unsent_sockets: deque[_ProcessCall] = deque()  # whose sockets are to be sent
+        self._unsent_sockets: deque[_ProcessCall] = deque()  # calls that wait until their sockets are sent
         self._fd_channel: socket.socket | None = None
         self._link: Link | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -133,29 +142,35 @@ class ProcessWorker(WorkerHandle):
         self._task: asyncio.Task[str] | None = None
 
     def call_on_loop(self, function: Callable[..., object], *args: object) -> None:
-        """Call something on its home. Where that is gone this is its end."""
+        """Call a function on the owner's loop. If that loop has ended, end the worker instead."""
         if asyncio._get_running_loop() is self._loop:
             function(*args)
             return
         self.poll()
         try:
             self._loop.call_soon_threadsafe(function, *args)
-        except RuntimeError:  # closed, just now
+        except RuntimeError:  # the loop was closed just now
             self.poll()
 
     @property
     def poll_interval_s(self) -> float | None:
-        """Seconds between two looks elsewhere than at home: the end of that loop is told to nobody."""
+        """Seconds between polls by callers on other loops; None on the owner's loop.
+
+        Polling is needed because no event reports the end of a loop.
+        """
         return _LOOP_POLL_S if asyncio._get_running_loop() is not self._loop else None
 
     def poll_error(self, call: PendingCall) -> BaseException | None:
-        """Why who waits for a call on another loop than the home waits no longer: nothing comes by one that stands
-        still. Where the home is gone, this is the worker's end, which is told."""
+        """Poll, and return the error that ends the wait for a call on another loop than the owner's.
+
+        A withdrawn call ends at once while the owner's loop does not run, because no result can arrive. If that loop
+        has ended, so has the worker, and the supervisor ends the call.
+        """
         self.poll()
         return asyncio.CancelledError() if call.is_withdrawn and not self._loop.is_running() else None
 
     def poll(self) -> None:
-        """Where its home is gone, on which its end would be waited for, end it."""
+        """End the worker if the owner's loop, which waits for the process, is closed, or its thread has ended."""
         if not self._owner.orphaned or self.supervisor.inherited:
             return
         with self.supervisor.lock:
@@ -166,19 +181,19 @@ class ProcessWorker(WorkerHandle):
         if self._process is not None:
             self._process.wait()
         if self._task is not None and (coroutine := self._task.get_coro()) is not None:
-            with contextlib.suppress(RuntimeError):  # of a transport, which asks its loop to close it
+            with contextlib.suppress(RuntimeError):  # from a transport, which needs its loop for closing
                 coroutine.close()
         self.supervisor.on_worker_end(self, "the loop that started it is gone", None, is_replaceable=False)
 
-    # ---- Its life
+    # ---- Process
 
     def start(self) -> None:
-        """Spawn the process. At home."""
+        """Spawn the process. Call on the owner's loop."""
         self._task = self._loop.create_task(self._run_process())
-        self._task.add_done_callback(self._on_process_end)  # comes also where it is cancelled before it began
+        self._task.add_done_callback(self._on_process_end)  # runs even if the task is cancelled before its start
 
     def _on_process_end(self, task: "asyncio.Task[str]") -> None:
-        if task.cancelled():  # by the end of its home: nothing else cancels this before it is to end
+        if task.cancelled():  # by the end of the owner's loop, or by `kill`, after which the reason does not matter
             self.supervisor.on_worker_end(self, "the loop that started it has ended", None, is_replaceable=False)
             return
         if (error := task.exception()) is not None:
@@ -188,6 +203,10 @@ class ProcessWorker(WorkerHandle):
         self.supervisor.on_worker_end(self, reason, self._cause)
 
     async def _run_process(self) -> str:
+        """Spawn the process, communicate with it until it exits, and release everything.
+
+        :returns: description of how the process ended.
+        """
         ours, theirs = socket.socketpair()
         share_ours, share_theirs = socket.socketpair()
         fd_ours, fd_theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
@@ -198,12 +217,13 @@ class ProcessWorker(WorkerHandle):
                 self._process = process = self._spawn(theirs, share_theirs, fd_theirs)
                 self.process_id = process.pid
             link = self._link = Link(self._on_frame)
-            # A child that the process forked before it was a worker, as its main module may, keeps the link open.
+            # The link alone does not show the exit: the main module may have forked a child in the worker process
+            # before the worker started, and that child keeps the link open.
             watch = ExitWatch(self._loop, process, functools.partial(link.finish_reading, ours))
             ours.setblocking(False)
             try:
                 await self._loop.create_unix_connection(lambda: link, sock=ours)
-                until_connected.pop_all()  # it is the loop's now
+                until_connected.pop_all()  # the transport closes the socket from here on
                 if not self.supervisor.inherited:
                     watch.start()
                 with anyio.move_on_after(_START_S) as startup:
@@ -212,20 +232,20 @@ class ProcessWorker(WorkerHandle):
                     return f"it did not start within {duration(_START_S)}"
                 await asyncio.wait([link.disconnected])
                 with anyio.move_on_after(_EXIT_S):
-                    while process.poll() is None:  # noqa: ASYNC110  (it is about to end, and nobody tells)
+                    while process.poll() is None:  # noqa: ASYNC110  (exits soon, without a notification)
                         await asyncio.sleep(_EXIT_POLL_S)
             finally:
-                # In a child of a fork the process is the parent's, and so is what the kernel watches for both.
+                # In the child of a fork the process belongs to the parent, and the epoll set is shared with the parent.
                 if not self.supervisor.inherited:
                     watch.close()
                     if process.poll() is None:
                         process.kill()
                     process.wait()
-                    link.abort()  # closing it would wait until the process has read what was sent
+                    link.abort()  # close() would wait until the process has read all frames
         return f"its process ended {_describe_exit(process.returncode)}"
 
     async def _wait_ready(self, share: socket.socket, link: Link) -> None:
-        """Until it is at work, or gone."""
+        """Share the protection domain with the process, and wait until it is ready or gone."""
         sharing: asyncio.Task[None] | None = None
         if self._shared is not None:
             share.setblocking(False)
@@ -239,25 +259,25 @@ class ProcessWorker(WorkerHandle):
                 sharing.cancel()
                 await asyncio.wait([sharing])
                 error = sharing.exception() if not sharing.cancelled() else None
-                # Where it went, the end of its process tells more.
+                # BrokenResourceError: the process is gone, and its exit is the better explanation.
                 if error is not None and self._cause is None and not isinstance(error, BrokenResourceError):
                     self._cause = error
 
     def _spawn(self, *sockets: socket.socket) -> "subprocess.Popen[bytes]":
-        """Start the process as multiprocessing starts those that it spawns, and have it run a `SpawnedWorker`.
+        """Start a process in the same way as the spawn method of `multiprocessing`, and have it run a `SpawnedWorker`.
 
-        Not by a `multiprocessing.Process`: it stays one of this process's children in a child of a fork, too, whose
-        end would be to terminate it; daemons may not make any; and at exit the others are waited for, as long as their
-        calls take.
+        `multiprocessing.Process` is not used for three reasons. In the child of a fork it counts as a child of that
+        process as well, which terminates it on exit. A daemonic process cannot have children. A process that is not
+        daemonic is waited for at exit, as long as its calls take.
         """
         descriptors = [sock.fileno() for sock in sockets]
         preparation = multiprocessing.spawn.get_preparation_data(f"{self.supervisor.name}, worker {self.number}")
-        preparation["authkey"] = bytes(preparation["authkey"])  # its type refuses pickle; nobody else reads
+        preparation["authkey"] = bytes(preparation["authkey"])  # AuthenticationString refuses to be pickled
         spawned = SpawnedWorker(self.number, pickle.dumps(self._settings), *descriptors)
-        with os.fdopen(os.memfd_create("aioverbs worker"), "r+b") as setup:  # a pipe might not take all of it at once
+        with os.fdopen(os.memfd_create("aioverbs worker"), "r+b") as setup:  # a pipe could be too small
             setup.write(pickle.dumps(preparation) + pickle.dumps(spawned))
             setup.seek(0)
-            # Ctrl-C is the pool's, from the first instruction of the process on.
+            # Ctrl-C is for the pool's process. SIGINT is blocked from the first instruction of the new process on.
             blocked_before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
             try:
                 return subprocess.Popen(
@@ -270,7 +290,7 @@ class ProcessWorker(WorkerHandle):
                 signal.pthread_sigmask(signal.SIG_SETMASK, blocked_before)
 
     def stop(self) -> None:
-        """Have it end."""
+        """Tell the worker to end."""
         self.call_on_loop(self._request_stop)
 
     def _request_stop(self) -> None:
@@ -280,7 +300,10 @@ class ProcessWorker(WorkerHandle):
             self.kill()
 
     def kill(self) -> bool:
-        """End it."""
+        """Kill the process, or cancel its start.
+
+        :returns: True.
+        """
         if self._process is not None:
             self._process.kill()
         elif self._task is not None:
@@ -288,20 +311,23 @@ class ProcessWorker(WorkerHandle):
         return True
 
     def join(self, timeout_s: float) -> bool:
-        """It was waited for."""
+        """Return True: the process was waited for before its end was reported.
+
+        :param timeout_s: ignored.
+        """
         return True
 
-    # ---- What is said
+    # ---- Calls
 
     def make_call(self, payload: object, outcome: ResultSink[Any]) -> PendingCall:
-        """A call as `pickled_call` made it, or a visit."""
+        """Return a call from a `SocketCall`, or from the bytes that `pickled_call` returned."""
         socket_call = payload if isinstance(payload, SocketCall) else None
         data = socket_call.payload if socket_call is not None else payload
         assert isinstance(data, bytes)
         return _ProcessCall(self, data, outcome, socket_call)
 
     def send_call(self, call: _ProcessCall) -> None:
-        """Say a call. At home; maybe under the crew's lock."""
+        """Send a call to the process. Call on the owner's loop, with or without the supervisor's lock."""
         if call.is_withdrawn:
             self._loop.call_soon(self.on_done, call, None, call.cancellation())
         elif call.socket_call is None:
@@ -325,8 +351,8 @@ class ProcessWorker(WorkerHandle):
             try:
                 send_socket(self._fd_channel, call.socket_call.sock)
             except OSError as error:
-                # Else it is gone, and that will be told of.
-                if error.errno not in (errno.EPIPE, errno.ECONNRESET, errno.EBADF):  # mostly EAGAIN: it has many
+                # With these errors the process is gone, and its end ends the calls. Others (EAGAIN) are temporary.
+                if error.errno not in (errno.EPIPE, errno.ECONNRESET, errno.EBADF):
                     self._loop.call_later(_RETRY_S, self._send_sockets)
                 return
             self._unsent_sockets.popleft()
@@ -334,7 +360,7 @@ class ProcessWorker(WorkerHandle):
             self._send_frame(FrameType.SOCKET_CALL, call)
 
     def cancel_call(self, call: _ProcessCall) -> None:
-        """Say that a call is to be cancelled, if it was said. At home."""
+        """Cancel a call that was sent or waits for its socket to be sent. Call on the owner's loop."""
         if call in self._unsent_sockets:
             self._unsent_sockets.remove(call)
             self.on_done(call, None, call.cancellation())
@@ -351,7 +377,7 @@ class ProcessWorker(WorkerHandle):
             self._cause = unpickled_error(payload)
             return
         if frame_type is FrameType.REPORT:
-            call = self._sent_calls.get(number)  # a connection may outlive it by a moment
+            call = self._sent_calls.get(number)  # None if the connection was closed just after the call ended
             if call is not None and call.socket_call is not None:
                 call.socket_call.report(bool(payload))
             return

@@ -177,7 +177,7 @@ class CallFuture(concurrent.futures.Future[T]):
             return
         error = super().exception()
         if error is not None:
-            logger.error("a call that was started in a pool failed, and nobody asked for its end", exc_info=error)
+            logger.error("a call of WorkerPool.start_soon failed, and its result was never retrieved", exc_info=error)
 
 
 publish(__name__)

@@ -16,7 +16,7 @@ def pickled_error(error: BaseException) -> bytes:
         data = pickle.dumps(error)
         pickle.loads(data)  # some exceptions can be pickled, but not unpickled
     except Exception as why:
-        stand_in = RuntimeError(f"{type(error).__name__}: {error} (which cannot be sent: {why})")
+        stand_in = RuntimeError(f"{type(error).__name__}: {error} (the original exception cannot be pickled: {why})")
         data = pickle.dumps(stand_in)
     return pickle.dumps((data, text))
 
@@ -30,6 +30,6 @@ def unpickled_error(payload: bytes) -> BaseException:
     try:
         error: BaseException = pickle.loads(data)
     except Exception as why:
-        error = RuntimeError(f"a worker process raised what cannot be made here: {why}")
+        error = RuntimeError(f"a worker process raised an exception that cannot be unpickled: {why}")
     error.add_note(f"in the worker process:\n{text.rstrip()}")
     return error

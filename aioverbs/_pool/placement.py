@@ -88,7 +88,7 @@ def _key_bytes(key: Key) -> bytes:
     if isinstance(key, int):
         size = max(_INT_BYTES, key.bit_length() // 8 + 1)
         return b"i" + key.to_bytes(size, "little", signed=True)
-    raise TypeError(f"a key is a text, bytes or an integer, so that it is the same everywhere, not {key!r}")
+    raise TypeError(f"`key` must be a string, bytes or an integer, got {key!r}")
 
 
 def _mix64(value: int) -> int:

@@ -119,9 +119,9 @@ class WorkerPool(Resource):
         processes: bool = False,
     ) -> None:
         if size < 1:
-            raise ValueError(f"a pool has one worker or more, not {size}")
+            raise ValueError(f"size of a worker pool must be at least 1, got {size}")
         if on_worker_death not in ("replace", "fail"):
-            raise ValueError(f"on_worker_death is 'replace' or 'fail', not {on_worker_death!r}")
+            raise ValueError(f"`on_worker_death` must be 'replace' or 'fail', got {on_worker_death!r}")
         loop_factory(loop)
         self._device = device
         self._is_own_pd = pd is None
@@ -250,7 +250,9 @@ class WorkerPool(Resource):
 
     def _check_not_on_worker(self) -> None:
         if self._supervisor.is_on_worker():
-            raise BusyResourceError(f"{self!r} waits for the functions that run there: have it closed from without")
+            raise BusyResourceError(
+                f"{self!r} cannot be drained or closed by a function that runs on it: call from outside of the pool"
+            )
 
     async def aclose(self) -> None:
         """Close the pool: call `stop` with a deadline of `drain_s` seconds. Raises the same exceptions.
@@ -433,7 +435,7 @@ class WorkerPool(Resource):
         """
         concurrency = limit if limit is not None else _CALLS_PER_WORKER * self._supervisor.size
         if concurrency < 1:
-            raise ValueError(f"limit is 1 or more, not {limit}")
+            raise ValueError(f"`limit` must be at least 1, got {limit}")
         numbered_items = enumerate(items)
         results: dict[int, Any] = {}
         errors: list[Exception] = []
@@ -528,7 +530,10 @@ async def _end_workers(supervisor: Supervisor, grace_s: float) -> None:
         await supervisor.wait_while(supervisor.has_workers)
     supervisor.join()
     if unended := supervisor.kill():
-        raise BusyResourceError(f"{supervisor.name} cannot be closed, these do not end: {', '.join(unended)}")
+        raise BusyResourceError(
+            f"{supervisor.name} cannot be closed while these workers do not end: {', '.join(unended)}; "
+            "close it again when their functions have returned"
+        )
     await supervisor.wait_while(supervisor.has_workers)
     supervisor.join()
 

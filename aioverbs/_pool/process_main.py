@@ -134,7 +134,7 @@ class _ReceivedCall(CrossLoopCall[Any]):
             try:
                 payload = pickle.dumps(result, pickle.HIGHEST_PROTOCOL)
             except Exception as why:
-                why.add_note("what a worker process returns goes by pickle")
+                why.add_note("results of worker processes are pickled")
                 error = why
             else:
                 link.send(FrameType.RESULT, self._number, payload)

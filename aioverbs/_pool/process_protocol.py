@@ -87,7 +87,7 @@ def receive_socket(fd_channel: socket.socket) -> socket.socket:
     _, ancillary, _, _ = fd_channel.recvmsg(1, size, socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT)
     for _, _, data in ancillary:
         return socket.socket(fileno=_INT.unpack(data)[0])
-    raise OSError(errno.EMFILE, "a socket was sent and could not be received: no more descriptors")
+    raise OSError(errno.EMFILE, "a received socket was lost, because this process has no free file descriptors")
 
 
 class Link(asyncio.Protocol):

@@ -49,7 +49,9 @@ def pickled_call(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     try:
         return pickle.dumps((function, args), pickle.HIGHEST_PROTOCOL)
     except Exception as error:
-        error.add_note("what a worker process is to do goes by pickle: a module's function, and arguments that can")
+        error.add_note(
+            "worker processes take pickled calls: pass a module's function, and arguments that can be pickled"
+        )
         raise
 
 
@@ -183,7 +185,7 @@ class ProcessWorker(WorkerHandle):
         if self._task is not None and (coroutine := self._task.get_coro()) is not None:
             with contextlib.suppress(RuntimeError):  # from a transport, which needs its loop for closing
                 coroutine.close()
-        self.supervisor.on_worker_end(self, "the loop that started it is gone", None, is_replaceable=False)
+        self.supervisor.on_worker_end(self, "the event loop that opened the pool has ended", None, is_replaceable=False)
 
     # ---- Process
 
@@ -194,7 +196,9 @@ class ProcessWorker(WorkerHandle):
 
     def _on_process_end(self, task: "asyncio.Task[str]") -> None:
         if task.cancelled():  # by the end of the owner's loop, or by `kill`, after which the reason does not matter
-            self.supervisor.on_worker_end(self, "the loop that started it has ended", None, is_replaceable=False)
+            self.supervisor.on_worker_end(
+                self, "the event loop that opened the pool has ended", None, is_replaceable=False
+            )
             return
         if (error := task.exception()) is not None:
             reason, self._cause = f"it could not be started: {error}", error
@@ -393,7 +397,7 @@ class ProcessWorker(WorkerHandle):
         try:
             result = pickle.loads(payload)
         except Exception as error:
-            error.add_note("what a worker process returned cannot be made here from its pickle")
+            error.add_note("the result of a worker process cannot be unpickled")
             self.on_done(call, None, error)
         else:
             self.on_done(call, result, None)

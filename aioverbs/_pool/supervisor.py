@@ -373,22 +373,24 @@ class Supervisor:
         if self.state is not SupervisorState.OPEN and (
             self.state is SupervisorState.STOPPED or not self.is_on_worker()
         ):
-            raise ClosedResourceError(f"{self.name} takes no more calls: it is being closed, or was")
+            raise ClosedResourceError(f"{self.name} takes no more calls: it is closing or closed")
         if self.broken is not None:
             self.check_unbroken()
 
     def _choose_worker(self, worker: int | None, key: Key | None) -> int:
         if worker is not None:
             if key is not None:
-                raise ValueError("a call goes to a worker or where its key belongs: give one of both")
+                raise ValueError(f"`worker` and `key` exclude each other, got {worker} and {key!r}: pass one of them")
             if not 0 <= worker < self.size:
-                raise ValueError(f"{self.name} has the workers 0 to {self.size - 1}, and no {worker}")
+                raise ValueError(f"`worker` must be in 0..{self.size - 1} for {self.name}, got {worker}")
             return worker
         if key is not None:
             return rendezvous(key, self._numbers)
         worker = self._policy.choose(self._numbers, [len(handle.calls) for handle in self._handles])
         if worker not in self._numbers:
-            raise ValueError(f"{self._policy!r} chose worker {worker!r}: {self.name} has 0 to {self.size - 1}")
+            raise ValueError(
+                f"{self._policy!r} chose worker {worker!r}, but {self.name} has the workers 0..{self.size - 1}"
+            )
         return worker
 
     # ---- Deaths
@@ -522,7 +524,7 @@ class Supervisor:
 
     def closed_error(self) -> ClosedResourceError:
         """Return a new error for a call that was cancelled because the pool was closed."""
-        return ClosedResourceError(f"{self.name} was closed before this call was over, and cancelled it")
+        return ClosedResourceError(f"{self.name} was closed before this call ended, and cancelled it")
 
     def stop(self) -> None:
         """Tell all workers to end. Call from any thread."""

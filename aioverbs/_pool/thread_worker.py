@@ -104,7 +104,7 @@ class ThreadWorker(WorkerHandle):
         return not self._thread.is_alive()
 
     def _run(self) -> None:
-        reason, cause = "it was told to end", None
+        reason, cause = "it was stopped", None
         try:
             with asyncio.Runner(loop_factory=loop_factory(self._settings.loop)) as runner:
                 runner.run(self._main())

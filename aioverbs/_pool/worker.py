@@ -67,7 +67,7 @@ def current_worker() -> Worker:
     """
     worker = worker_or_none()
     if worker is None:
-        raise RuntimeError("this is not called by a worker: use pool.run(function) to have it called by one")
+        raise RuntimeError("current_worker() was called outside of a worker: use pool.run(function)")
     return worker
 
 
@@ -114,7 +114,7 @@ def loop_factory(loop: str | LoopFactory) -> LoopFactory:
                 raise ImportError("uvloop is not installed: `pip install uvloop`, or use loop='asyncio'") from error
             return factory
         case str():
-            raise ValueError(f"loop is 'asyncio', 'uvloop' or a function that makes event loops, not {loop!r}")
+            raise ValueError(f"`loop` must be 'asyncio', 'uvloop' or a function that makes event loops, got {loop!r}")
     return loop
 
 

@@ -36,7 +36,7 @@ def test_processes_of_a_closed_loop(cancel: bool, caplog: pytest.LogCaptureFixtu
     async def close(device: Device, pool: WorkerPool) -> None:
         async with asyncio.timeout(patience(20)):
             if cancel:
-                with pytest.raises(BrokenResourceError, match="the loop that started it has ended"):
+                with pytest.raises(BrokenResourceError, match="the event loop that opened the pool has ended"):
                     await pool.run(variable)
             await pool.aclose()
             await device.aclose()
@@ -74,9 +74,11 @@ def test_calls_of_processes_end_whose_loop_is_gone(closed: bool) -> None:
     async def close(device: Device, pool: WorkerPool, started: CallFuture[None]) -> None:
         async with asyncio.timeout(patience(20)):
             waiting = asyncio.create_task(started.wait())
-            with pytest.raises((WorkerDiedError, BrokenResourceError), match="the loop that started it is gone"):
+            with pytest.raises(
+                (WorkerDiedError, BrokenResourceError), match="the event loop that opened the pool has ended"
+            ):
                 await pool.run(variable)
-            with pytest.raises(WorkerDiedError, match="the loop that started it is gone"):
+            with pytest.raises(WorkerDiedError, match="the event loop that opened the pool has ended"):
                 await waiting
             assert not started.cancel()
             await pool.aclose()
@@ -166,7 +168,7 @@ def test_who_waits_for_a_started_call_is_told_that_the_loop_of_its_processes_is_
                 await asyncio.to_thread(started.result, 0.01)
             loop.close()
             for task in tasks[:2]:
-                with pytest.raises(WorkerDiedError, match="the loop that started it is gone"):
+                with pytest.raises(WorkerDiedError, match="the event loop that opened the pool has ended"):
                     await task
             assert isinstance(await tasks[2], WorkerDiedError)
 
@@ -188,7 +190,7 @@ def test_a_call_that_passed_to_another_worker_ends_when_the_loop_of_its_processe
             wait_until(lambda: pool.statistics().workers[0].calls)
             loop.run_until_complete(kill(pool))
             loop.close()
-            with pytest.raises(WorkerDiedError, match="the loop that started it is gone"):
+            with pytest.raises(WorkerDiedError, match="the event loop that opened the pool has ended"):
                 call.result()
 
     in_a_pool(scene)
@@ -200,7 +202,7 @@ def test_a_server_stops_when_the_loop_of_its_pool_of_processes_is_gone() -> None
             waiting = asyncio.create_task(server.wait_closed())
             await asyncio.sleep(0)
             loop.close()
-            with pytest.raises(BrokenResourceError, match="the loop that started it is gone"):
+            with pytest.raises(BrokenResourceError, match="the event loop that opened the pool has ended"):
                 await waiting
 
     in_a_pool(lambda pool, loop: asyncio.run(serve(pool, loop)))

@@ -110,7 +110,7 @@ async def test_a_deadline_under_load(device: Device, loop_name: str, by: str) ->
     assert (ended, worker_threads(), pool.state) == (["ended there"] * 3, [], ResourceState.CLOSED)
     cut_off = sum("and cancelled it" in why for why in await asyncio.gather(*asking))  # where a worker is slow
     for each in staying:
-        with pytest.raises(ClosedResourceError, match="was closed before this call was over, and cancelled it"):
+        with pytest.raises(ClosedResourceError, match="was closed before this call ended, and cancelled it"):
             await each
     assert [worker.calls for worker in pool.statistics().workers] == [0, 0]
     assert sum(worker.cancelled for worker in pool.statistics().workers) == 3 + cut_off
@@ -141,7 +141,7 @@ async def test_functions_that_run_may_call_others_while_it_drains(device: Device
 async def test_its_own_functions_do_not_close_it(device: Device) -> None:
     async with WorkerPool(device, 2) as pool:
         for call in (pool.drain, pool.aclose):
-            with pytest.raises(BusyResourceError, match="have it closed from without"):
+            with pytest.raises(BusyResourceError, match="cannot be drained or closed by a function that runs on it"):
                 await pool.run(call)
         assert await pool.run(number) == 0
 
@@ -200,7 +200,7 @@ async def test_a_thread_that_does_not_end_is_named(device: Device) -> None:
     stuck = pool.start_soon(wait)
     await asyncio.to_thread(begun.wait, 10)
     try:
-        with pytest.raises(BusyResourceError, match=r"these do not end: <worker 0 of WorkerPool \d+> with 1 calls"):
+        with pytest.raises(BusyResourceError, match=r"do not end: <worker 0 of WorkerPool \d+> with 1 calls"):
             await pool.stop(0)
         assert not stuck.done()
         with pytest.raises(ClosedResourceError):
@@ -259,9 +259,9 @@ async def test_what_is_forgotten_is_warned_of_and_ends(device: Device) -> None:
 
 async def test_wrong_arguments(device: Device) -> None:
     wrong: list[tuple[dict[str, Any], str]] = [
-        ({"size": 0}, "one worker or more"),
-        ({"size": 1, "loop": "twisted"}, "loop is 'asyncio', 'uvloop' or a function"),
-        ({"size": 1, "on_worker_death": "ignore"}, "on_worker_death is 'replace' or 'fail'"),
+        ({"size": 0}, "must be at least 1, got 0"),
+        ({"size": 1, "loop": "twisted"}, "`loop` must be 'asyncio', 'uvloop' or a function"),
+        ({"size": 1, "on_worker_death": "ignore"}, "`on_worker_death` must be 'replace' or 'fail'"),
     ]
     for arguments, message in wrong:
         with pytest.raises(ValueError, match=message):

@@ -65,14 +65,14 @@ async def test_what_goes_by_pickle_and_what_does_not(pool: WorkerPool) -> None:
         await pool.run(work.fail, "own")
     assert "in the worker process:\nTraceback" in caught.value.__notes__[0]
     assert 'raise Own("there")' in caught.value.__notes__[0]
-    with pytest.raises(RuntimeError, match=r"Stubborn: 1 and 2 \(which cannot be sent"):
+    with pytest.raises(RuntimeError, match=r"Stubborn: 1 and 2 \(the original exception cannot be pickled"):
         await pool.run(work.fail, "stubborn")
     with pytest.raises((pickle.PicklingError, AttributeError)) as caught_there:
         await pool.run(work.fail, "lambda")
-    assert "what a worker process returns goes by pickle" in caught_there.value.__notes__[0]
+    assert "results of worker processes are pickled" in caught_there.value.__notes__[0]
     with pytest.raises((pickle.PicklingError, AttributeError)) as caught_here:
         await pool.run(lambda: None)
-    assert "what a worker process is to do goes by pickle" in caught_here.value.__notes__[0]
+    assert "worker processes take pickled calls" in caught_here.value.__notes__[0]
     assert ([each.calls for each in pool.statistics().workers], pool.statistics().deaths) == ([0, 0], deaths)
 
 

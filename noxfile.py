@@ -294,7 +294,7 @@ def tsan(session: nox.Session) -> None:
 
     tests = ["tests/data_path_endings/test_threads.py", "tests/data_path_endings/test_storm.py"]
     tests += ["tests/manager/test_many_loops.py", "tests/manager/test_waking.py", "tests/manager/test_sharing.py"]
-    tests += ["tests/pool/test_calls.py", "tests/pool/test_ends.py", "tests/connections/test_serving.py"]
+    tests += ["tests/pool/test_calls.py", "tests/pool/test_lifecycle.py", "tests/connections/test_serving.py"]
     run(*tests)
     # Of the fabric: without those that look at memory which a peer may write just then, as RDMA has it.
     fabric = [f"tests/fabric/test_{name}.py" for name in ("frames", "messages", "awaiting", "completion_queues")]
@@ -302,7 +302,7 @@ def tsan(session: nox.Session) -> None:
     run(*fabric, "-k", chosen)
     # Of processes, most of whose time goes to starting them: on one loop always. Most of their workers have the other.
     processes = ["tests/sharing", "tests/pool/test_servers.py", "tests/pool/test_processes.py"]
-    processes += ["tests/pool/test_process_ends.py"]
+    processes += ["tests/pool/test_process_lifecycle.py"]
     run(*processes, AIOVERBS_TEST_LOOPS="asyncio", AIOVERBS_TEST_PACE="3")
 
 

@@ -10,7 +10,7 @@ from aioverbs import Connection, current_worker
 from tests.pool import work
 
 
-def where() -> str:
+def worker_and_process() -> str:
     """The worker that this is called by, and its process."""
     return f"{current_worker().number} {os.getpid()}"
 
@@ -21,7 +21,7 @@ async def echo(connection: Connection) -> None:
     assert domain.owner is not None
     assert domain.owner.owns()
     assert connection._lifecycle.owner == domain.owner
-    await connection.send(where().encode())
+    await connection.send(worker_and_process().encode())
     async for message in connection:
         await connection.send(message)
 
@@ -31,17 +31,17 @@ async def obey(connection: Connection) -> None:
     async for message in connection:
         match message.decode().split():
             case ["where"]:
-                await connection.send(where().encode())
+                await connection.send(worker_and_process().encode())
             case ["fail"]:
                 raise RuntimeError("what went wrong")
             case ["leave"]:
-                work.leave()
+                work.exit_worker()
             case ["die"]:
-                work.kill_myself()
+                work.kill_own_process()
             case ["block", folder]:
                 block(folder)
             case ["stay", folder]:
-                await work.stay(folder)
+                await work.sleep_until_cancelled(folder)
             case ["finish"]:
                 await connection.send(b"goodbye")
                 return
@@ -64,13 +64,13 @@ def descriptors() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
-def tls(folder: Path) -> ssl.SSLContext:
+def server_context(folder: Path) -> ssl.SSLContext:
     """Of a server with the certificate that `contexts` made there."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(folder / "certificate.pem", folder / "key.pem")
     return context
 
 
-def tls_in(folder: Path) -> functools.partial[ssl.SSLContext]:
+def server_context_factory(folder: Path) -> functools.partial[ssl.SSLContext]:
     """What makes that."""
-    return functools.partial(tls, folder)
+    return functools.partial(server_context, folder)

@@ -40,13 +40,13 @@ async def number_later() -> int:
     return number()
 
 
-async def stay(started: threading.Event, ended: list[str]) -> None:
+async def sleep_until_cancelled(started: threading.Event, ended: list[str]) -> None:
     started.set()
     try:
         await asyncio.sleep(30)
     finally:
         await asyncio.sleep(0.02)
-        ended.append("ended there")
+        ended.append("ended")
 
 
 async def cancelled_when(begun: threading.Event, call: Coroutine[Any, Any, object]) -> bool:
@@ -100,7 +100,7 @@ async def test_each_worker_has_a_loop_a_thread_and_a_domain_of_its_own(pool: Wor
     assert [each.native for each in pool.statistics().workers] == [native for *_, native in seen]
 
 
-async def test_plain_functions_coroutine_functions_and_awaitables(pool: WorkerPool) -> None:
+async def test_run_takes_plain_functions_coroutine_functions_and_awaitables(pool: WorkerPool) -> None:
     assert await pool.run(divmod, 7, 2) == (3, 1)
     assert await pool.run(number, worker=2) == 2
     assert await pool.run(number_later, worker=1) == 1
@@ -113,7 +113,7 @@ async def test_plain_functions_coroutine_functions_and_awaitables(pool: WorkerPo
     assert not await pool.run(none_of_the_callers_tasks)
 
 
-async def test_one_after_the_other_unless_said_otherwise(pool: WorkerPool) -> None:
+async def test_calls_go_round_robin_unless_worker_or_key_is_given(pool: WorkerPool) -> None:
     assert [await pool.run(number) for _ in range(6)] == [0, 1, 2] * 2
     for key in ("a", b"b", 3):
         assert {await pool.run(number, key=key) for _ in range(3)} == {rendezvous(key, range(3))}
@@ -126,20 +126,22 @@ async def test_one_after_the_other_unless_said_otherwise(pool: WorkerPool) -> No
         await pool.run(number, key=cast(Any, ()))
 
 
-async def test_the_least_loaded_gets_the_call(device: Device) -> None:
+async def test_the_least_loaded_worker_gets_the_call(device: Device) -> None:
     async with WorkerPool(device, 3, placement=LeastLoaded()) as pool:
         begun, ended = {0: threading.Event(), 2: threading.Event()}, list[str]()
-        blocking = [pool.start_soon(stay, each, ended, worker=number) for number, each in begun.items()]
+        blocking = [
+            pool.start_soon(sleep_until_cancelled, each, ended, worker=number) for number, each in begun.items()
+        ]
         assert {await pool.run(number_later) for _ in range(5)} == {1}
         for event in begun.values():
             assert await asyncio.to_thread(event.wait, patience(10))
         for each in blocking:
             assert each.cancel()
-    assert ended == ["ended there"] * 2
+    assert ended == ["ended"] * 2
 
 
 @pytest.mark.every_way
-async def test_context_variables_go_there_and_nothing_comes_back(pool: WorkerPool) -> None:
+async def test_context_variables_are_copied_to_the_worker_and_not_back(pool: WorkerPool) -> None:
     def plain() -> str:
         value = VARIABLE.get()
         VARIABLE.set("changed there")
@@ -156,7 +158,7 @@ async def test_context_variables_go_there_and_nothing_comes_back(pool: WorkerPoo
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-async def test_what_it_raises_is_raised_here(pool: WorkerPool, asynchronous: bool) -> None:
+async def test_exceptions_of_functions_are_raised_by_run(pool: WorkerPool, asynchronous: bool) -> None:
     def fail() -> None:
         raise ZeroDivisionError("there")
 
@@ -171,12 +173,12 @@ async def test_what_it_raises_is_raised_here(pool: WorkerPool, asynchronous: boo
 
 
 @pytest.mark.parametrize("kind", ["native", "native, often", "anyio", "wait_for"])
-async def test_a_cancellation_goes_there_and_waits_for_its_end(pool: WorkerPool, kind: str) -> None:
+async def test_cancelling_a_call_cancels_the_function_and_waits_for_its_end(pool: WorkerPool, kind: str) -> None:
     started, ended = threading.Event(), list[str]()
     if kind == "anyio":
-        assert await cancelled_when(started, pool.run(stay, started, ended))
+        assert await cancelled_when(started, pool.run(sleep_until_cancelled, started, ended))
     else:
-        task = asyncio.create_task(pool.run(stay, started, ended))
+        task = asyncio.create_task(pool.run(sleep_until_cancelled, started, ended))
         assert await asyncio.to_thread(started.wait, patience(10))
         if kind == "wait_for":
             with pytest.raises(TimeoutError):
@@ -187,12 +189,12 @@ async def test_a_cancellation_goes_there_and_waits_for_its_end(pool: WorkerPool,
                 await asyncio.sleep(0)
             with pytest.raises(asyncio.CancelledError):
                 await task
-    assert ended == ["ended there"]
+    assert ended == ["ended"]
     assert sum(worker.cancelled for worker in pool.statistics().workers) == 1
 
 
 @pytest.mark.every_way
-async def test_one_that_is_cancelled_before_it_began_does_not_begin(pool: WorkerPool) -> None:
+async def test_a_call_cancelled_before_its_start_does_not_start(pool: WorkerPool) -> None:
     began: list[int] = []
     go_on = threading.Event()
     blocking = pool.start_soon(go_on.wait, patience(30), worker=0)
@@ -207,7 +209,7 @@ async def test_one_that_is_cancelled_before_it_began_does_not_begin(pool: Worker
 
 
 @pytest.mark.every_way
-async def test_one_that_something_there_cancels(pool: WorkerPool) -> None:
+async def test_a_function_cancelled_on_its_worker_raises_broken_resource_error(pool: WorkerPool) -> None:
     async def cancel_myself() -> None:
         task = asyncio.current_task()
         assert task is not None
@@ -219,7 +221,7 @@ async def test_one_that_something_there_cancels(pool: WorkerPool) -> None:
 
 
 @pytest.mark.every_way
-async def test_calls_between_workers_and_to_oneself(pool: WorkerPool) -> None:
+async def test_workers_call_each_other_and_themselves(pool: WorkerPool) -> None:
     async def there_and_back(hops: int) -> list[int]:
         here = number()
         rest = await pool.run(there_and_back, hops - 1, worker=hops % 3) if hops else []
@@ -243,7 +245,7 @@ async def test_calls_from_other_loops_and_threads(pool: WorkerPool) -> None:
 # ---- What belongs to a worker
 
 
-async def test_what_belongs_to_a_worker_is_refused_elsewhere(pool: WorkerPool) -> None:
+async def test_objects_of_a_workers_domain_are_refused_on_other_threads(pool: WorkerPool) -> None:
     async def make() -> CompletionQueue:
         return await current_worker().domain.completion_queue(4).open()
 
@@ -259,7 +261,7 @@ async def test_what_belongs_to_a_worker_is_refused_elsewhere(pool: WorkerPool) -
 
 
 @pytest.mark.parametrize("execution", ["inline", "thread"])
-async def test_memory_that_is_registered_once_serves_all(execution: Execution) -> None:
+async def test_memory_registered_once_serves_all_workers(execution: Execution) -> None:
     async def write(region: MemoryRegion, at: int) -> None:
         domain = current_worker().domain
         async with domain.completion_queue(64) as cq, domain.queue_pair(cq) as near, domain.queue_pair(cq) as far:
@@ -278,7 +280,7 @@ async def test_memory_that_is_registered_once_serves_all(execution: Execution) -
         assert [bytes(region.buffer[at : at + 5]) for at in (100, 200, 300)] == [b"hello"] * 3
 
 
-async def test_a_protection_domain_that_is_there_already(device: Device) -> None:
+async def test_a_pool_over_an_existing_protection_domain(device: Device) -> None:
     async with device.protection_domain() as pd:
         async with WorkerPool(device, 2, pd=pd, thread_model=ThreadModel.UNSAFE) as pool:
             assert pool.pd is pd
@@ -288,7 +290,7 @@ async def test_a_protection_domain_that_is_there_already(device: Device) -> None
         assert not pd.closed
 
 
-def test_there_is_no_worker_here() -> None:
+def test_current_worker_raises_outside_of_a_worker() -> None:
     with pytest.raises(RuntimeError, match=r"use pool.run\(function\)"):
         current_worker()
 
@@ -296,7 +298,7 @@ def test_there_is_no_worker_here() -> None:
 # ---- Many
 
 
-async def test_results_are_in_the_order_of_the_items(pool: WorkerPool) -> None:
+async def test_map_returns_results_in_the_order_of_the_items(pool: WorkerPool) -> None:
     async def late(item: int) -> int:
         await asyncio.sleep((item * 7 % 5) / 1000)
         return item * item
@@ -307,7 +309,7 @@ async def test_results_are_in_the_order_of_the_items(pool: WorkerPool) -> None:
     assert numbers == [rendezvous(str(item), range(3)) for item in range(30)]
 
 
-async def test_items_are_asked_for_as_they_are_needed(pool: WorkerPool) -> None:
+async def test_map_advances_its_items_lazily(pool: WorkerPool) -> None:
     running: collections.Counter[str] = collections.Counter()
     most = 0
 
@@ -329,7 +331,7 @@ async def test_items_are_asked_for_as_they_are_needed(pool: WorkerPool) -> None:
 
 
 @pytest.mark.every_way
-async def test_the_first_that_fails_cancels_the_others(pool: WorkerPool) -> None:
+async def test_map_cancels_the_other_calls_when_one_fails(pool: WorkerPool) -> None:
     begun: list[int] = []
     ended: list[int] = []
 
@@ -362,33 +364,35 @@ async def test_the_first_that_fails_cancels_the_others(pool: WorkerPool) -> None
 
 
 @pytest.mark.every_way
-async def test_a_started_call_is_awaited_asked_or_cancelled(pool: WorkerPool) -> None:
+async def test_a_started_call_can_be_awaited_queried_and_cancelled(pool: WorkerPool) -> None:
     started: CallFuture[int] = pool.start_soon(number_later, worker=2)
     assert await started.wait() == 2
     assert (started.done(), started.result(), started.exception(), started.cancel()) == (True, 2, None, False)
     begun, ended = threading.Event(), list[str]()
-    staying = pool.start_soon(stay, begun, ended)
+    staying = pool.start_soon(sleep_until_cancelled, begun, ended)
     await asyncio.to_thread(begun.wait, patience(10))
     assert staying.cancel()
     with pytest.raises(asyncio.CancelledError):
         await staying.wait()
     await until(staying.cancelled)
-    assert ended == ["ended there"]
+    assert ended == ["ended"]
     failing = pool.start_soon(divmod, 1, 0)
     with pytest.raises(ZeroDivisionError):
         await failing.wait()
 
 
 @pytest.mark.every_way
-async def test_who_awaits_it_and_is_cancelled_cancels_it(pool: WorkerPool) -> None:
+async def test_cancelling_the_wait_for_a_started_call_cancels_the_call(pool: WorkerPool) -> None:
     begun, ended = threading.Event(), list[str]()
-    staying = pool.start_soon(stay, begun, ended)
+    staying = pool.start_soon(sleep_until_cancelled, begun, ended)
     assert await cancelled_when(begun, staying.wait())
     await pool.drain()
-    assert ended == ["ended there"]
+    assert ended == ["ended"]
 
 
-async def test_one_that_fails_and_is_forgotten_is_logged(pool: WorkerPool, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_failed_call_whose_result_is_not_retrieved_is_logged(
+    pool: WorkerPool, caplog: pytest.LogCaptureFixture
+) -> None:
     pool.start_soon(divmod, 1, 0)
     await pool.drain()
     await until(lambda: "its result was never retrieved" in caplog.text)
@@ -408,14 +412,14 @@ class Busiest:
         return max(self.pool.statistics().workers, key=lambda worker: (worker.completed, worker.number)).number
 
 
-async def test_a_policy_looks_at_its_pools_statistics(device: Device) -> None:
+async def test_a_placement_policy_can_read_the_pools_statistics(device: Device) -> None:
     policy = Busiest()
     async with WorkerPool(device, 2, placement=policy) as pool:
         policy.pool = pool
         assert [await pool.run(number) for _ in range(3)] == [1] * 3
 
 
-async def test_one_that_is_started_in_the_middle_of_another(device: Device) -> None:
+async def test_a_call_can_be_started_while_its_thread_holds_the_lock(device: Device) -> None:
     """A handler of signals, or a finalizer."""
     async with WorkerPool(device, 2) as pool:
         with pool._supervisor.lock:

@@ -22,7 +22,7 @@ from tests.waiting import until, wait_until
 pytestmark = pytest.mark.timeout(60)
 
 
-async def make() -> tuple[Device, WorkerPool]:
+async def open_pool() -> tuple[Device, WorkerPool]:
     device = await open_device("soft0").open()
     pool = await WorkerPool(device, 1, processes=True).open()
     await pool.run(variable)
@@ -30,7 +30,9 @@ async def make() -> tuple[Device, WorkerPool]:
 
 
 @pytest.mark.parametrize("cancel", [True, False], ids=["run", "closed"])
-def test_processes_of_a_closed_loop(cancel: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_another_loop_closes_a_process_pool_whose_loop_is_closed(
+    cancel: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     """Its end by `asyncio.run` cancels what waits for them; a bare close does not."""
 
     async def close(device: Device, pool: WorkerPool) -> None:
@@ -41,36 +43,36 @@ def test_processes_of_a_closed_loop(cancel: bool, caplog: pytest.LogCaptureFixtu
             await pool.aclose()
             await device.aclose()
 
-    def make_and_close() -> None:
+    def open_and_close() -> None:
         if cancel:
-            made = asyncio.run(make())
+            made = asyncio.run(open_pool())
         else:
             with contextlib.closing(asyncio.new_event_loop()) as loop:
-                made = loop.run_until_complete(make())
+                made = loop.run_until_complete(open_pool())
         asyncio.run(close(*made))
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ResourceWarning)  # of asyncio's transports
-        make_and_close()
+        open_and_close()
         gc.collect()
     assert "replaced" not in caplog.text
 
 
-def test_a_call_is_cancelled_while_the_loop_of_its_processes_stands_still() -> None:
-    with contextlib.closing(asyncio.new_event_loop()) as home, contextlib.closing(asyncio.new_event_loop()) as here:
-        device, pool = home.run_until_complete(make())
+def test_a_call_is_cancelled_while_the_owning_loop_does_not_run() -> None:
+    with contextlib.closing(asyncio.new_event_loop()) as owning, contextlib.closing(asyncio.new_event_loop()) as here:
+        device, pool = owning.run_until_complete(open_pool())
         call = here.create_task(pool.run(variable))
         here.run_until_complete(asyncio.sleep(0))
         call.cancel()
         here.run_until_complete(asyncio.wait([call], timeout=patience(20)))
         assert call.cancelled()
-        assert home.run_until_complete(pool.run(variable)) == "none"
-        home.run_until_complete(pool.aclose())
-        home.run_until_complete(device.aclose())
+        assert owning.run_until_complete(pool.run(variable)) == "none"
+        owning.run_until_complete(pool.aclose())
+        owning.run_until_complete(device.aclose())
 
 
 @pytest.mark.parametrize("closed", [True, False], ids=["its loop is closed", "the thread of that has ended"])
-def test_calls_of_processes_end_whose_loop_is_gone(closed: bool) -> None:
+def test_calls_fail_when_the_owning_loop_has_ended(closed: bool) -> None:
     async def close(device: Device, pool: WorkerPool, started: CallFuture[None]) -> None:
         async with asyncio.timeout(patience(20)):
             waiting = asyncio.create_task(started.wait())
@@ -84,10 +86,10 @@ def test_calls_of_processes_end_whose_loop_is_gone(closed: bool) -> None:
             await pool.aclose()
             await device.aclose()
 
-    def make_and_close() -> None:
+    def open_and_close() -> None:
         with contextlib.closing(asyncio.new_event_loop()) as loop:
             with ThreadPoolExecutor(1) as thread:
-                made = thread.submit(loop.run_until_complete, make()).result()
+                made = thread.submit(loop.run_until_complete, open_pool()).result()
                 started = made[1].start_soon(asyncio.sleep, 3600.0)
                 thread.submit(loop.run_until_complete, made[1].run(variable)).result()
             if closed:
@@ -96,30 +98,30 @@ def test_calls_of_processes_end_whose_loop_is_gone(closed: bool) -> None:
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ResourceWarning)  # of asyncio's transports
-        make_and_close()
+        open_and_close()
         gc.collect()
 
 
-def test_a_pool_of_processes_whose_loop_was_closed_under_calls_is_closed() -> None:
+def test_a_process_pool_whose_loop_was_closed_during_a_call_can_be_closed() -> None:
     async def close(device: Device, pool: WorkerPool) -> None:
         async with asyncio.timeout(patience(20)):
             await pool.aclose()
             await device.aclose()
 
-    def make_and_close() -> None:
+    def open_and_close() -> None:
         with contextlib.closing(asyncio.new_event_loop()) as loop:
-            made = loop.run_until_complete(make())
+            made = loop.run_until_complete(open_pool())
             started = made[1].start_soon(asyncio.sleep, 3600.0)
         asyncio.run(close(*made))
         assert isinstance(started.exception(), WorkerDiedError)
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ResourceWarning)  # as above
-        make_and_close()
+        open_and_close()
         gc.collect()
 
 
-def in_a_pool(scene: Callable[[WorkerPool, asyncio.AbstractEventLoop], None]) -> None:
+def run_with_pool(use: Callable[[WorkerPool, asyncio.AbstractEventLoop], None]) -> None:
     """Call a function with a pool and its loop, which it closes; close the pool on another one."""
 
     async def close(device: Device, pool: WorkerPool) -> None:
@@ -127,36 +129,36 @@ def in_a_pool(scene: Callable[[WorkerPool, asyncio.AbstractEventLoop], None]) ->
             await pool.aclose()
             await device.aclose()
 
-    def play() -> None:
+    def open_use_and_close() -> None:
         with contextlib.closing(asyncio.new_event_loop()) as loop:
-            device, pool = loop.run_until_complete(make())
-            scene(pool, loop)
+            device, pool = loop.run_until_complete(open_pool())
+            use(pool, loop)
         asyncio.run(close(device, pool))
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ResourceWarning)  # as above
-        play()
+        open_use_and_close()
         gc.collect()
 
 
-def start_one(pool: WorkerPool, loop: asyncio.AbstractEventLoop) -> CallFuture[None]:
+def start_long_call(pool: WorkerPool, loop: asyncio.AbstractEventLoop) -> CallFuture[None]:
     started = pool.start_soon(asyncio.sleep, 3600.0)
     loop.run_until_complete(pool.run(variable))
     return started
 
 
-def test_a_started_call_is_over_when_the_loop_of_its_processes_is_gone() -> None:
-    def scene(pool: WorkerPool, loop: asyncio.AbstractEventLoop) -> None:
-        started = start_one(pool, loop)
+def test_a_started_call_is_done_when_the_owning_loop_has_ended() -> None:
+    def use(pool: WorkerPool, loop: asyncio.AbstractEventLoop) -> None:
+        started = start_long_call(pool, loop)
         assert not started.done()
         loop.close()
         assert started.done()
         assert isinstance(started.exception(0), WorkerDiedError)
 
-    in_a_pool(scene)
+    run_with_pool(use)
 
 
-def test_who_waits_for_a_started_call_is_told_that_the_loop_of_its_processes_is_gone() -> None:
+def test_waiting_for_a_started_call_fails_when_the_owning_loop_has_ended() -> None:
     async def wait(started: CallFuture[None], loop: asyncio.AbstractEventLoop) -> None:
         async with asyncio.timeout(patience(20)):
             tasks = [
@@ -172,10 +174,10 @@ def test_who_waits_for_a_started_call_is_told_that_the_loop_of_its_processes_is_
                     await task
             assert isinstance(await tasks[2], WorkerDiedError)
 
-    in_a_pool(lambda pool, loop: asyncio.run(wait(start_one(pool, loop), loop)))
+    run_with_pool(lambda pool, loop: asyncio.run(wait(start_long_call(pool, loop), loop)))
 
 
-def test_a_call_that_passed_to_another_worker_ends_when_the_loop_of_its_processes_is_gone() -> None:
+def test_a_call_moved_to_a_replacement_fails_when_the_owning_loop_has_ended() -> None:
     """Its second worker dies before it is at work, and leaves the call to the third one."""
 
     async def kill(pool: WorkerPool) -> None:
@@ -183,7 +185,7 @@ def test_a_call_that_passed_to_another_worker_ends_when_the_loop_of_its_processe
         os.kill(before, signal.SIGKILL)
         await until(lambda: processes(pool) not in ([before], []))
 
-    def scene(pool: WorkerPool, loop: asyncio.AbstractEventLoop) -> None:
+    def use(pool: WorkerPool, loop: asyncio.AbstractEventLoop) -> None:
         loop.run_until_complete(kill(pool))
         with ThreadPoolExecutor(1) as thread:
             call = thread.submit(lambda: asyncio.run(asyncio.wait_for(pool.run(variable), patience(20))))
@@ -193,10 +195,10 @@ def test_a_call_that_passed_to_another_worker_ends_when_the_loop_of_its_processe
             with pytest.raises(WorkerDiedError, match="the event loop that opened the pool has ended"):
                 call.result()
 
-    in_a_pool(scene)
+    run_with_pool(use)
 
 
-def test_a_server_stops_when_the_loop_of_its_pool_of_processes_is_gone() -> None:
+def test_a_server_stops_when_the_loop_of_its_process_pool_has_ended() -> None:
     async def serve(pool: WorkerPool, loop: asyncio.AbstractEventLoop) -> None:
         async with asyncio.timeout(patience(20)), served(pool, handlers.echo) as server:
             waiting = asyncio.create_task(server.wait_closed())
@@ -205,4 +207,4 @@ def test_a_server_stops_when_the_loop_of_its_pool_of_processes_is_gone() -> None
             with pytest.raises(BrokenResourceError, match="the event loop that opened the pool has ended"):
                 await waiting
 
-    in_a_pool(lambda pool, loop: asyncio.run(serve(pool, loop)))
+    run_with_pool(lambda pool, loop: asyncio.run(serve(pool, loop)))

@@ -22,7 +22,7 @@ def run_script(folder: Path, body: str) -> "subprocess.CompletedProcess[str]":
     return run(command, patience(50), env=environment)
 
 
-def test_functions_of_the_main_module(tmp_path: Path) -> None:
+def test_workers_run_functions_of_the_main_module(tmp_path: Path) -> None:
     body = """
         def square(number):
             return number * number
@@ -38,7 +38,7 @@ def test_functions_of_the_main_module(tmp_path: Path) -> None:
     assert (done.stdout, done.stderr, done.returncode) == ("[0, 1, 4, 9, 16]\n", "", 0)
 
 
-def test_a_main_module_that_opens_a_pool_whoever_imports_it(tmp_path: Path) -> None:
+def test_a_main_module_that_opens_a_pool_on_import_fails(tmp_path: Path) -> None:
     body = """
         async def main():
             async with open_device() as device, WorkerPool(device, 1, processes=True) as pool:
@@ -52,7 +52,7 @@ def test_a_main_module_that_opens_a_pool_whoever_imports_it(tmp_path: Path) -> N
     assert "has finished its bootstrapping phase" in done.stderr
 
 
-def test_a_main_module_that_cannot_be_imported(tmp_path: Path) -> None:
+def test_open_fails_when_workers_cannot_import_the_main_module(tmp_path: Path) -> None:
     body = """
         if __name__ != "__main__":
             raise ZeroDivisionError("in a worker")
@@ -73,7 +73,7 @@ def test_a_main_module_that_cannot_be_imported(tmp_path: Path) -> None:
     assert "ZeroDivisionError: in a worker" in done.stderr
 
 
-def test_functions_of_a_main_module_that_is_run_by_its_name(tmp_path: Path) -> None:
+def test_workers_run_functions_of_a_module_run_with_python_m(tmp_path: Path) -> None:
     (tmp_path / "named.py").write_text(
         textwrap.dedent(
             """
@@ -97,7 +97,7 @@ def test_functions_of_a_main_module_that_is_run_by_its_name(tmp_path: Path) -> N
     assert (done.stdout, done.stderr, done.returncode) == ("__mp_main__ ['1', '2']\n", "", 0)
 
 
-def test_a_pool_whose_process_is_killed_leaves_no_workers(tmp_path: Path) -> None:
+def test_workers_exit_when_the_pools_process_is_killed(tmp_path: Path) -> None:
     body = """
         async def main():
             async with open_device() as device, WorkerPool(device, 1, processes=True) as pool:

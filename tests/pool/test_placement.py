@@ -25,7 +25,7 @@ def loaded(draw: st.DrawFn) -> tuple[list[int], list[int]]:
 
 
 @given(loaded())
-def test_a_policy_names_a_worker_that_is_there(case: tuple[list[int], list[int]]) -> None:
+def test_policies_choose_existing_workers(case: tuple[list[int], list[int]]) -> None:
     policies: list[PlacementPolicy] = [RoundRobin(), LeastLoaded()]
     for policy in policies:
         assert {policy.choose(*case) for _ in range(5)} <= set(case[0])
@@ -39,13 +39,13 @@ def test_round_robin_is_even(numbers: list[int], rounds: int) -> None:
 
 
 @given(loaded())
-def test_the_least_loaded_is_no_more_loaded_than_others(case: tuple[list[int], list[int]]) -> None:
+def test_least_loaded_chooses_a_worker_with_minimal_load(case: tuple[list[int], list[int]]) -> None:
     numbers, loads = case
     assert loads[numbers.index(LeastLoaded().choose(numbers, loads))] == min(loads)
 
 
 @given(loaded())
-def test_those_with_equal_loads_take_turns(case: tuple[list[int], list[int]]) -> None:
+def test_least_loaded_takes_turns_among_equal_loads(case: tuple[list[int], list[int]]) -> None:
     numbers, loads = case
     idle = [worker for worker, load in zip(numbers, loads, strict=True) if load == min(loads)]
     policy = LeastLoaded()
@@ -54,7 +54,7 @@ def test_those_with_equal_loads_take_turns(case: tuple[list[int], list[int]]) ->
 
 
 @given(keys, workers, st.data())
-def test_who_goes_moves_only_its_own_keys(key: Key, numbers: list[int], data: st.DataObject) -> None:
+def test_removing_a_worker_moves_only_its_own_keys(key: Key, numbers: list[int], data: st.DataObject) -> None:
     home = rendezvous(key, numbers)
     assert home in numbers
     gone = data.draw(st.sampled_from(numbers))
@@ -66,26 +66,26 @@ def test_who_goes_moves_only_its_own_keys(key: Key, numbers: list[int], data: st
 
 
 @given(keys, workers, st.randoms())
-def test_the_order_of_the_workers_is_nothing(key: Key, numbers: list[int], random: object) -> None:
+def test_rendezvous_ignores_the_order_of_workers(key: Key, numbers: list[int], random: object) -> None:
     assert rendezvous(key, numbers[::-1]) == rendezvous(key, numbers)
 
 
 @pytest.mark.parametrize("count", [2, 31])
-def test_workers_have_equal_parts_of_the_keys(count: int) -> None:
+def test_rendezvous_distributes_keys_evenly(count: int) -> None:
     shares = collections.Counter(rendezvous(key, range(count)) for key in KEYS)
     mean = len(KEYS) / count
     assert len(shares) == count
     assert all(abs(share - mean) < 5 * mean**0.5 for share in shares.values()), shares
 
 
-def test_the_keys_of_one_that_goes_are_spread() -> None:
+def test_keys_of_a_removed_worker_are_distributed_evenly() -> None:
     moved = [key for key in KEYS if rendezvous(key, range(8)) == 3]
     shares = collections.Counter(rendezvous(key, [0, 1, 2, 4, 5, 6, 7]) for key in moved)
     mean = len(moved) / 7
     assert all(abs(shares[worker] - mean) < 5 * mean**0.5 for worker in (0, 1, 2, 4, 5, 6, 7)), shares
 
 
-def test_keys_are_the_same_in_every_process() -> None:
+def test_rendezvous_is_the_same_in_every_process() -> None:
     code = f"from aioverbs._pool.placement import rendezvous\nprint([rendezvous(k, range(16)) for k in {KEYS[:50]}])"
     command = [sys.executable, "-c", code]
     there = subprocess.run(command, capture_output=True, text=True, check=True, timeout=50)
@@ -93,18 +93,18 @@ def test_keys_are_the_same_in_every_process() -> None:
     assert [rendezvous(key, range(1000)) for key in ("a", b"a", 1, -1, 2**70, "")] == [0, 0, 217, 943, 654, 224]
 
 
-def test_a_text_and_its_bytes_are_one_key_and_numbers_are_others() -> None:
+def test_a_string_and_its_bytes_are_one_key_and_integers_are_others() -> None:
     assert rendezvous("é", range(1000)) == rendezvous("é".encode(), range(1000))
     assert len({rendezvous(key, range(100_000)) for key in ("1", 1, -1, 2**64 + 1)}) == 4
 
 
 @pytest.mark.parametrize("key", [None, ("a",)])
-def test_what_has_no_bytes_is_no_key(key: object) -> None:
+def test_keys_of_other_types_are_rejected(key: object) -> None:
     with pytest.raises(TypeError, match="`key` must be a string, bytes or an integer"):
         rendezvous(key, [0])  # type: ignore[arg-type]
 
 
-async def test_a_policy_that_names_a_worker_that_is_not_there(device: Device) -> None:
+async def test_a_policy_that_chooses_a_missing_worker_raises_value_error(device: Device) -> None:
     class Wrong:
         number: Any = 2
 

@@ -172,20 +172,20 @@ def run_module(folder: Path, text: str, *arguments: str) -> "subprocess.Complete
 
 @pytest.mark.parametrize("forks", ["forks", "does not fork"])
 @pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
-def test_a_death_is_noticed_though_a_child_of_the_worker_keeps_its_sockets(
+def test_a_death_is_detected_although_a_child_of_the_worker_keeps_its_sockets(
     tmp_path: Path, loop: str, forks: str
 ) -> None:
     done = run_module(tmp_path, LEAVES_A_CHILD + DIES + RUN_MAIN, loop, forks)
     assert (done.stdout.splitlines(), done.returncode) == ([DIED, "0 more descriptors"], 0)
 
 
-def test_what_a_dead_worker_has_answered_is_received(tmp_path: Path) -> None:
+def test_results_that_a_dead_worker_has_sent_are_received(tmp_path: Path) -> None:
     done = run_module(tmp_path, LEAVES_A_CHILD + HAS_ANSWERED + RUN_MAIN, "asyncio")
     assert (done.stdout.splitlines(), done.returncode) == (["50000", DIED, "0 more descriptors"], 0)
 
 
 @pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
-def test_what_a_dead_worker_has_not_read_is_dropped(tmp_path: Path, loop: str) -> None:
+def test_calls_that_a_dead_worker_has_not_read_fail(tmp_path: Path, loop: str) -> None:
     done = run_module(tmp_path, LEAVES_A_CHILD + HAS_MORE_TO_READ + RUN_MAIN, loop)
     assert (done.stdout.splitlines(), done.returncode) == ([DIED, "0 more descriptors"], 0)
     assert "ResourceWarning" not in done.stderr
@@ -193,7 +193,7 @@ def test_what_a_dead_worker_has_not_read_is_dropped(tmp_path: Path, loop: str) -
 
 @pytest.mark.parametrize("parent", ["waits", "is gone"])
 @pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
-def test_a_childs_copy_of_the_loop_sleeps_when_a_worker_has_exited(loop: str, parent: str) -> None:
+def test_a_forked_copy_of_the_loop_does_not_spin_when_a_worker_exits(loop: str, parent: str) -> None:
     done = run([sys.executable, "-P", "-W", "ignore", "-c", COPY, loop, parent], patience(60))
     expected = ["slept", "True"] if parent == "waits" else ["slept"]
     assert (done.stdout.splitlines(), done.returncode) == (expected, 0), done.stderr
@@ -205,23 +205,25 @@ async def use(device: Device) -> None:
     async with WorkerPool(device, 1, processes=True) as pool:
         (first,) = processes(pool)
         with pytest.raises(WorkerDiedError, match="its process ended by SIGKILL"):
-            await pool.run(work.kill_myself)
+            await pool.run(work.kill_own_process)
         assert await pool.run(os.getpid) != first
     assert descriptors() == before
 
 
 @pytest.mark.every_way
-async def test_workers_that_are_watched_leave_no_descriptors(device: Device) -> None:
+async def test_watches_of_exits_leak_no_descriptors(device: Device) -> None:
     await use(device)
 
 
-async def test_workers_without_pidfds_in_python(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_deaths_are_detected_without_pidfds_in_python(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "pidfd_open")
     await use(device)
 
 
 @pytest.mark.parametrize("code", [errno.ENOSYS, errno.EPERM, errno.EMFILE])
-async def test_workers_without_pidfds_in_the_kernel(device: Device, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+async def test_deaths_are_detected_without_pidfds_in_the_kernel(
+    device: Device, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
     def refuse(pid: int, flags: int = 0) -> int:
         raise OSError(code, os.strerror(code))
 
@@ -229,7 +231,9 @@ async def test_workers_without_pidfds_in_the_kernel(device: Device, monkeypatch:
     await use(device)
 
 
-async def test_workers_without_another_epoll_instance(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_deaths_are_detected_without_another_epoll_instance(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(size: int) -> select.epoll:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 

@@ -36,36 +36,36 @@ async def test_each_worker_is_a_process_with_a_loop_and_a_domain(pool: WorkerPoo
     assert len({*ids, os.getpid()}) == 3
     assert [(each.ready, each.native) for each in statistics.workers] == [(True, True)] * 2
     for worker, process_id in enumerate(ids):
-        for function in (work.look, work.look_later):
+        for function in (work.describe_worker, work.describe_worker_later):
             assert await pool.run(function, worker=worker) == (process_id, worker, other_loop(), True)
     assert await pool.map(work.write, [b"hello", b"x" * 4096]) == [b"hello", b"x" * 4096]
-    assert [each[1] for each in [await pool.run(work.look) for _ in range(4)]] in ([0, 1] * 2, [1, 0] * 2)
-    assert (await pool.run(work.look, key="a"))[1] == rendezvous("a", range(2))
+    assert [each[1] for each in [await pool.run(work.describe_worker) for _ in range(4)]] in ([0, 1] * 2, [1, 0] * 2)
+    assert (await pool.run(work.describe_worker, key="a"))[1] == rendezvous("a", range(2))
     large = bytes(5_000_000)
     assert await pool.run(bytes, large, worker=1) == large
 
 
-async def test_memory_that_is_registered_once_serves_all(pool: WorkerPool) -> None:
+async def test_memory_registered_once_serves_all_workers(pool: WorkerPool) -> None:
     """Those that take the places of others, too."""
     assert all(each.shares_pd for each in pool.statistics().workers)
     async with pool.pd.register(4096, work.ACCESS, pool.pd.shared_memory) as region:
         for at, worker in ((0, 0), (8, 1)):
-            await pool.run(work.write_there, region.remote()[at : at + 8], b"worker %d" % worker, worker=worker)
+            await pool.run(work.write_to_remote, region.remote()[at : at + 8], b"worker %d" % worker, worker=worker)
         with pytest.raises(WorkerDiedError):
-            await pool.run(work.kill_myself, worker=0)
-        await pool.run(work.write_there, region.remote()[16:24], b"the next", worker=0)
+            await pool.run(work.kill_own_process, worker=0)
+        await pool.run(work.write_to_remote, region.remote()[16:24], b"the next", worker=0)
         assert bytes(region.buffer[:24]) == b"worker 0worker 1the next"
 
 
-async def test_what_goes_by_pickle_and_what_does_not(pool: WorkerPool) -> None:
+async def test_pickling_of_calls_results_and_exceptions(pool: WorkerPool) -> None:
     deaths = pool.statistics().deaths
     work.VARIABLE.set("here")
     assert await pool.run(work.variable) == "none"
-    with pytest.raises(work.Own, match="there") as caught:
+    with pytest.raises(work.PicklableError, match="there") as caught:
         await pool.run(work.fail, "own")
     assert "in the worker process:\nTraceback" in caught.value.__notes__[0]
-    assert 'raise Own("there")' in caught.value.__notes__[0]
-    with pytest.raises(RuntimeError, match=r"Stubborn: 1 and 2 \(the original exception cannot be pickled"):
+    assert 'raise PicklableError("there")' in caught.value.__notes__[0]
+    with pytest.raises(RuntimeError, match=r"UnpicklableError: 1 and 2 \(the original exception cannot be pickled"):
         await pool.run(work.fail, "stubborn")
     with pytest.raises((pickle.PicklingError, AttributeError)) as caught_there:
         await pool.run(work.fail, "lambda")
@@ -78,16 +78,18 @@ async def test_what_goes_by_pickle_and_what_does_not(pool: WorkerPool) -> None:
 
 @pytest.mark.every_way
 @pytest.mark.parametrize("kind", ["native", "anyio", "started"])
-async def test_a_cancellation_goes_there_and_waits_for_its_end(pool: WorkerPool, tmp_path: Path, kind: str) -> None:
+async def test_cancelling_a_call_cancels_the_function_and_waits_for_its_end(
+    pool: WorkerPool, tmp_path: Path, kind: str
+) -> None:
     begun, ended = tmp_path / "begun", tmp_path / "ended"
     cancelled = sum(each.cancelled for each in pool.statistics().workers)
     if kind == "anyio":
         async with anyio.create_task_group() as group:
-            group.start_soon(pool.run, work.stay, str(tmp_path))
+            group.start_soon(pool.run, work.sleep_until_cancelled, str(tmp_path))
             await until(begun.exists)
             group.cancel_scope.cancel()
     elif kind == "native":
-        task = asyncio.create_task(pool.run(work.stay, str(tmp_path)))
+        task = asyncio.create_task(pool.run(work.sleep_until_cancelled, str(tmp_path)))
         await until(begun.exists)
         for _ in range(3):
             task.cancel()
@@ -95,7 +97,7 @@ async def test_a_cancellation_goes_there_and_waits_for_its_end(pool: WorkerPool,
         with pytest.raises(asyncio.CancelledError):
             await task
     else:
-        started = pool.start_soon(work.stay, str(tmp_path))
+        started = pool.start_soon(work.sleep_until_cancelled, str(tmp_path))
         await until(begun.exists)
         assert started.cancel()
         await until(started.cancelled)
@@ -104,24 +106,24 @@ async def test_a_cancellation_goes_there_and_waits_for_its_end(pool: WorkerPool,
 
 
 @pytest.mark.every_way
-async def test_cancelled_before_it_began_or_by_itself(pool: WorkerPool, tmp_path: Path) -> None:
+async def test_cancellation_before_the_start_and_by_the_function_itself(pool: WorkerPool, tmp_path: Path) -> None:
     folder = str(tmp_path)
     blocking = pool.start_soon(handlers.block, folder, worker=0)
     await until((tmp_path / "blocking").exists)
-    stay = partial(pool.run, work.stay, folder, worker=0)
+    stay = partial(pool.run, work.sleep_until_cancelled, folder, worker=0)
     assert await cancelled_before(partial(work.mark, folder, "go on"), pool, stay)
     await blocking.wait()
     assert not (tmp_path / "begun").exists()
     with pytest.raises(BrokenResourceError, match="cancelled the call that was sent there"):
-        await pool.run(work.cancel_myself)
+        await pool.run(work.cancel_own_task)
 
 
 @pytest.mark.every_way
 async def test_calls_from_other_loops_and_threads(pool: WorkerPool, tmp_path: Path) -> None:
     def elsewhere() -> tuple[int, int]:
-        started = pool.start_soon(work.look_later, worker=1)
-        here = asyncio.run(pool.run(work.look, worker=0))[1]
-        cancelled = pool.start_soon(work.stay, str(tmp_path))
+        started = pool.start_soon(work.describe_worker_later, worker=1)
+        here = asyncio.run(pool.run(work.describe_worker, worker=0))[1]
+        cancelled = pool.start_soon(work.sleep_until_cancelled, str(tmp_path))
         cancelled.cancel()
         return here, started.result(patience(10))[1]
 
@@ -129,49 +131,49 @@ async def test_calls_from_other_loops_and_threads(pool: WorkerPool, tmp_path: Pa
     for end in (pool.aclose, pool.stop, lambda: pool.stop(0)):
         with pytest.raises(AffinityError, match="aclose on <WorkerPool"):
             await asyncio.to_thread(lambda end: asyncio.run(end()), end)
-    assert (await pool.run(work.look, worker=0))[1] == 0, "the pool that refused goes on"
+    assert (await pool.run(work.describe_worker, worker=0))[1] == 0, "the pool that refused goes on"
 
 
-async def test_a_pool_in_a_pool(pool: WorkerPool) -> None:
-    assert await pool.run(work.inner, 1) == [0]
+async def test_a_worker_opens_a_pool_of_its_own(pool: WorkerPool) -> None:
+    assert await pool.run(work.open_inner_pool, 1) == [0]
 
 
 # ---- In the child of a fork
 
 
-async def test_the_child_of_a_fork_has_no_workers(pool: WorkerPool) -> None:
+async def test_a_forked_child_cannot_use_worker_processes(pool: WorkerPool) -> None:
     def child() -> str:
         with pytest.raises(ForkedProcessError) as caught:
-            asyncio.run(pool.run(work.look))
+            asyncio.run(pool.run(work.describe_worker))
         asyncio.run(pool.aclose())
         return type(caught.value).__name__
 
     assert in_child(child) == "ForkedProcessError"
-    assert (await pool.run(work.look, worker=1))[1] == 1
+    assert (await pool.run(work.describe_worker, worker=1))[1] == 1
 
 
 # ---- Deaths
 
 
 DEATHS: dict[str, tuple[Callable[..., Any], str]] = {
-    "exit": (work.leave, "its process ended with status 3"),
-    "exit of a coroutine": (work.leave_later, "its process ended with status 3"),
+    "exit": (work.exit_worker, "its process ended with status 3"),
+    "exit of a coroutine": (work.exit_worker_later, "its process ended with status 3"),
     "its loop is stopped": (work.stop_the_loop, "its process ended with status 1"),
     "its child lives on": (work.fork_and_die, "its process ended by SIGKILL"),
 }
 
 
-@pytest.mark.parametrize("way", DEATHS)
-async def test_one_that_dies_is_told_of_and_replaced(
-    pool: WorkerPool, way: str, caplog: pytest.LogCaptureFixture, tmp_path: Path
+@pytest.mark.parametrize("cause", DEATHS)
+async def test_a_dead_worker_is_reported_and_replaced(
+    pool: WorkerPool, cause: str, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     """What it had ends, and what another one has goes on."""
-    function, how = DEATHS[way]
+    function, how = DEATHS[cause]
     arguments = [str(tmp_path)] if function is work.fork_and_die else []
     before, deaths = processes(pool), [each.deaths for each in pool.statistics().workers]
     others = [asyncio.create_task(pool.run(asyncio.sleep, 30, worker=1)) for _ in range(3)]
-    elsewhere = asyncio.create_task(pool.run(work.stay_until, str(tmp_path), "go on", worker=0))
-    assert (await pool.run(work.look_later, worker=1))[0] == before[1]
+    elsewhere = asyncio.create_task(pool.run(work.wait_for_mark, str(tmp_path), "go on", worker=0))
+    assert (await pool.run(work.describe_worker_later, worker=1))[0] == before[1]
     async with asyncio.timeout(patience(8)):  # its child would live longer
         with pytest.raises(WorkerDiedError, match=f"worker 1 of the pool died: {how}"):
             await pool.run(function, *arguments, worker=1)
@@ -180,7 +182,7 @@ async def test_one_that_dies_is_told_of_and_replaced(
         with pytest.raises(WorkerDiedError):
             await each
     assert not alive(before[1])
-    found = await pool.run(work.look, worker=1)
+    found = await pool.run(work.describe_worker, worker=1)
     assert (found[0] in before, found[1]) == (False, 1)
     work.mark(str(tmp_path), "go on")
     assert await elsewhere == "go on"
@@ -189,7 +191,7 @@ async def test_one_that_dies_is_told_of_and_replaced(
     assert "and is replaced" in caplog.text
 
 
-async def test_kill_9_under_load(pool: WorkerPool) -> None:
+async def test_every_call_ends_when_workers_are_killed_under_load(pool: WorkerPool) -> None:
     """Every call ends, by its result or by the death; what runs elsewhere goes on."""
     results: list[str] = []
     asked, over, deaths = 0, False, pool.statistics().deaths
@@ -199,7 +201,7 @@ async def test_kill_9_under_load(pool: WorkerPool) -> None:
         while not over:
             asked += 1
             try:
-                await pool.run(work.look_later)
+                await pool.run(work.describe_worker_later)
             except WorkerDiedError:
                 results.append("died")
             else:
@@ -217,4 +219,4 @@ async def test_kill_9_under_load(pool: WorkerPool) -> None:
         over = True
     assert len(results) == asked
     assert pool.statistics().deaths == deaths + 2
-    assert (await pool.run(work.look, worker=0))[1] == 0
+    assert (await pool.run(work.describe_worker, worker=0))[1] == 0

@@ -42,7 +42,7 @@ from tests.waiting import until
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(120)]
 
 
-both_kinds = pytest.mark.parametrize("processes", [False, True], ids=["threads", "processes"])
+both_backends = pytest.mark.parametrize("processes", [False, True], ids=["threads", "processes"])
 """Of workers in pools of a test's own."""
 
 
@@ -69,12 +69,12 @@ async def domain(device: Device) -> AsyncIterator[ResourceDomain]:
         yield domain
 
 
-async def told(connection: Connection, what: str) -> str:
+async def request(connection: Connection, what: str) -> str:
     await connection.send(what.encode())
     return (await connection.receive()).decode()
 
 
-async def nobody(server: Server) -> None:
+async def all_disconnected(server: Server) -> None:
     await until(lambda: not server.statistics().connections and not server.statistics().handshakes)
 
 
@@ -90,9 +90,9 @@ async def test_echo_on_each_worker(pool: WorkerPool, domain: ResourceDomain) -> 
         for _ in range(2):
             async with contextlib.AsyncExitStack() as stack:
                 nears = [await stack.enter_async_context(asked(server, domain)) for _ in range(4)]
-                places = [(await near.receive()).decode().split() for near in nears]
-                assert [number for number, _ in places] in (["0", "1"] * 2, ["1", "0"] * 2)
-                assert not pool.processes or {int(each) for _, each in places} == set(ids)
+                workers = [(await near.receive()).decode().split() for near in nears]
+                assert [number for number, _ in workers] in (["0", "1"] * 2, ["1", "0"] * 2)
+                assert not pool.processes or {int(each) for _, each in workers} == set(ids)
                 for size in (0, 5, 5000, 300_000):
                     data = bytes(range(256)) * (size // 256) + bytes(size % 256)
                     sending = [asyncio.create_task(near.send(data)) for near in nears]
@@ -100,7 +100,7 @@ async def test_echo_on_each_worker(pool: WorkerPool, domain: ResourceDomain) -> 
                     await asyncio.gather(*sending)
                 assert server.statistics().workers == (2, 2)
                 assert [worker.calls for worker in pool.statistics().workers] == [2, 2]
-            await nobody(server)
+            await all_disconnected(server)
         assert (server.statistics().accepted, server.statistics().refused) == (8, ())
         assert server.statistics().workers == (0, 0)
     assert sum(worker.completed for worker in pool.statistics().workers) == completed + 8
@@ -113,8 +113,8 @@ async def test_the_least_loaded_worker_gets_the_next_connection(device: Device) 
         device.resource_domain() as domain,
     ):
         first, second = [await asked(server, domain) for _ in range(2)]
-        places = [(await told(each, "where")).split()[0] for each in (first, second)]
-        assert sorted(places) == ["0", "1"]
+        workers = [(await request(each, "where")).split()[0] for each in (first, second)]
+        assert sorted(workers) == ["0", "1"]
 
         def calls() -> int:
             return sum(worker.calls for worker in pool.statistics().workers)
@@ -123,7 +123,7 @@ async def test_the_least_loaded_worker_gets_the_next_connection(device: Device) 
             await second.aclose()
             await until(lambda: (server.statistics().connections, calls()) == (1, 1))
             second = await asked(server, domain)
-            assert (await told(second, "where")).split()[0] == places[1]
+            assert (await request(second, "where")).split()[0] == workers[1]
         await first.aclose()
         await second.aclose()
 
@@ -136,7 +136,7 @@ async def test_peers_with_one_key_share_a_worker(device: Device) -> None:
         contextlib.AsyncExitStack() as stack,
     ):
         nears = [await stack.enter_async_context(asked(server, domain)) for _ in range(5)]
-        assert len({await told(near, "where") for near in nears}) == 1
+        assert len({await request(near, "where") for near in nears}) == 1
 
 
 async def test_tls_and_a_secret(pool: WorkerPool, domain: ResourceDomain, tmp_path: Path) -> None:
@@ -145,11 +145,13 @@ async def test_tls_and_a_secret(pool: WorkerPool, domain: ResourceDomain, tmp_pa
     if pool.processes:
         with pytest.raises(ValueError, match="a function of a module"):
             served(pool, handlers.echo, ssl=server_side)
-    async with served(pool, handlers.echo, secret=b"correct horse", ssl=handlers.tls_in(tmp_path)) as server:
+    async with served(
+        pool, handlers.echo, secret=b"correct horse", ssl=handlers.server_context_factory(tmp_path)
+    ) as server:
         for _ in range(2):  # on each worker
             async with asked(server, domain, **known) as near:
                 assert await near.receive()
-                assert await told(near, "hello") == "hello"
+                assert await request(near, "hello") == "hello"
         with pytest.raises(HandshakeError) as caught:
             await asked(server, domain, ssl=client_side, secret=b"another")
         assert caught.value.reason == Reason.SECRET
@@ -165,7 +167,7 @@ async def test_tls_and_a_secret(pool: WorkerPool, domain: ResourceDomain, tmp_pa
 async def test_a_missing_certificate(device: Device, tmp_path: Path) -> None:
     async with WorkerPool(device, 1) as pool:
         with pytest.raises(FileNotFoundError):
-            served(pool, handlers.echo, ssl=handlers.tls_in(tmp_path))
+            served(pool, handlers.echo, ssl=handlers.server_context_factory(tmp_path))
 
 
 async def test_a_failing_handler_breaks_its_connection(
@@ -174,12 +176,12 @@ async def test_a_failing_handler_breaks_its_connection(
     async with served(pool, handlers.obey) as server:
         async with asked(server, domain) as near:
             with pytest.raises(BrokenResourceError):
-                await told(near, "fail")
+                await request(near, "fail")
         async with asked(server, domain) as near:
-            assert await told(near, "finish") == "goodbye"
+            assert await request(near, "finish") == "goodbye"
             with pytest.raises(anyio.EndOfStream):
                 await near.receive()
-        await nobody(server)
+        await all_disconnected(server)
     (record,) = [each for each in caplog.records if each.levelno >= logging.ERROR]
     assert "the handler of the connection with 127.0.0.1:" in record.message
     assert record.exc_info is not None
@@ -199,35 +201,35 @@ async def test_a_dead_worker_breaks_only_its_connections(pool: WorkerPool, domai
     async with served(pool, handlers.obey, handshake_timeout_s=patience(10)) as server:
         nears = [await asked(server, domain) for _ in range(6)]
         counts = [0] * 6
-        places = {at: (await told(near, "where")).split()[0] for at, near in enumerate(nears)}
+        workers = {at: (await request(near, "where")).split()[0] for at, near in enumerate(nears)}
 
         async def load(at: int) -> None:
             while True:
-                await told(nears[at], "where")
+                await request(nears[at], "where")
                 counts[at] += 1
 
         loads = [asyncio.create_task(load(at)) for at in range(1, 6)]
         await until(lambda: all(counts[1:]))
         await nears[0].send(how.encode())
-        lost = [at for at in range(1, 6) if places[at] == places[0]]
+        lost = [at for at in range(1, 6) if workers[at] == workers[0]]
         for at in (0, *lost):
             with pytest.raises(BrokenResourceError):
                 async with asyncio.timeout(patience(10)):
                     await (loads[at - 1] if at else nears[0].receive())
-        kept = [at for at in range(1, 6) if at not in lost]
+        unaffected = [at for at in range(1, 6) if at not in lost]
         before = list(counts)
-        await until(lambda: all(counts[at] > before[at] + 5 for at in kept))
+        await until(lambda: all(counts[at] > before[at] + 5 for at in unaffected))
         await until(lambda: server.statistics().connections == 3 and pool.statistics().deaths == deaths + 1)
         assert sorted(server.statistics().workers) == [0, 3]
         for _ in range(2):
             async with asked(server, domain) as near:
-                assert await told(near, "where")
-        for at in kept:
+                assert await request(near, "where")
+        for at in unaffected:
             loads[at - 1].cancel()
         await asyncio.wait(loads)
         for near in nears:
             await near.abort()
-        await nobody(server)
+        await all_disconnected(server)
 
 
 @pytest.mark.every_way
@@ -241,7 +243,7 @@ async def test_stop_waits_for_handlers(pool: WorkerPool, domain: ResourceDomain)
             await connect(HOST, port, domain=domain)
         assert not stopping.done()
         for near in nears:
-            assert await told(near, "finish") == "goodbye"
+            assert await request(near, "finish") == "goodbye"
         await stopping
         await server.wait_closed()
         for near in nears:
@@ -260,7 +262,7 @@ async def loaded(server: Server, domain: ResourceDomain, folder: Path) -> AsyncI
     async def load(at: int) -> None:
         with contextlib.suppress(BrokenResourceError, anyio.EndOfStream):
             while True:
-                await told(nears[at], "where")
+                await request(nears[at], "where")
                 counts[at] += 1
 
     loads = [asyncio.create_task(load(at)) for at in range(2, 6)]
@@ -297,7 +299,7 @@ async def test_closing_cancels_handlers_that_do_not_end(
     await server.aclose()
 
 
-@both_kinds
+@both_backends
 async def test_closing_the_pool_stops_the_server(
     device: Device, domain: ResourceDomain, processes: bool, tmp_path: Path
 ) -> None:
@@ -310,7 +312,7 @@ async def test_closing_the_pool_stops_the_server(
     await pool.aclose()
 
 
-@both_kinds
+@both_backends
 async def test_a_blocked_handler_is_left_to_the_pool(
     device: Device, domain: ResourceDomain, processes: bool, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
@@ -335,7 +337,7 @@ async def test_a_blocked_handler_is_left_to_the_pool(
     await near.aclose()
 
 
-@both_kinds
+@both_backends
 async def test_a_failing_pool_stops_the_server(device: Device, domain: ResourceDomain, processes: bool) -> None:
     pool = await WorkerPool(device, 1, on_worker_death="fail", processes=processes).open()
     server = await served(pool, handlers.obey, drain_timeout_s=0.1).open()
@@ -376,7 +378,7 @@ async def test_a_stalling_peer_is_dropped_after_the_timeout(pool: WorkerPool, do
                     assert await reader.read() == b""
         await until(lambda: server.statistics().refused == (("TimeoutError", 4),))
         async with asked(server, domain) as near:
-            assert await told(near, "where")
+            assert await request(near, "where")
         assert sum(worker.failed for worker in pool.statistics().workers) == failed
 
 
@@ -385,11 +387,11 @@ async def test_limits_hold_for_all_workers_during_a_flood(pool: WorkerPool, doma
     async with served(pool, handlers.obey, max_handshakes=4, handshake_timeout_s=patience(30)) as server:
         silent = [await asyncio.open_connection(HOST, server.port) for _ in range(4)]
         await until(lambda: server.statistics().handshakes == 4)
-        for arrival in server._acceptor._tasks.values():
-            arrival.started_at -= patience(5)  # as if they had come so long ago
+        for pending in server._acceptor._tasks.values():
+            pending.started_at -= patience(5)  # as if they had come so long ago
         for _ in range(fewer(3)):
             async with asked(server, domain) as near:  # the oldest gives way
-                assert await told(near, "where")
+                assert await request(near, "where")
         assert server.statistics().refused == (("TimeoutError", 1),)
         silent[1][1].write(bytes(600))
         for _, writer in (silent[0], *silent[2:]):
@@ -397,7 +399,7 @@ async def test_limits_hold_for_all_workers_during_a_flood(pool: WorkerPool, doma
         await until(lambda: server.statistics().handshakes == 0)
         silent[1][1].close()
         async with asked(server, domain) as near:
-            assert await told(near, "where")
+            assert await request(near, "where")
 
 
 async def test_max_connections_is_enforced(device: Device) -> None:
@@ -412,12 +414,12 @@ async def test_max_connections_is_enforced(device: Device) -> None:
         await nears.pop().aclose()
         await until(lambda: (server.statistics().handshakes, server.statistics().connections) == (0, 2))
         nears.append(await asked(server, domain))
-        assert await told(nears[-1], "where")
+        assert await request(nears[-1], "where")
         for near in nears:
             await near.aclose()
 
 
-async def test_many_connections_leave_nothing(pool: WorkerPool, domain: ResourceDomain) -> None:
+async def test_many_connections_leak_no_descriptors(pool: WorkerPool, domain: ResourceDomain) -> None:
     """Neither here nor in the processes of the workers."""
     async with (
         served(pool, handlers.echo, max_handshakes=1000) as server,
@@ -425,49 +427,51 @@ async def test_many_connections_leave_nothing(pool: WorkerPool, domain: Resource
     ):
         # A device closes a connection with another one that nobody uses for a while. So that there are as many of those
         # each time, somebody uses them throughout.
-        stay = [await stack.enter_async_context(asked(server, domain)) for _ in range(4)]
-        assert len({await near.receive() for near in stay}) == 2, "both workers have some of them"
+        permanent = [await stack.enter_async_context(asked(server, domain)) for _ in range(4)]
+        assert len({await near.receive() for near in permanent}) == 2, "both workers have some of them"
 
-        async def come_and_go(meeting: asyncio.Barrier) -> None:
+        async def connect_once(meeting: asyncio.Barrier) -> None:
             async with asked(server, domain) as near:
                 assert await near.receive()
                 await meeting.wait()
 
-        async def some(count: int, *, at_once: int) -> list[int]:
-            meeting = asyncio.Barrier(at_once)
-            await asyncio.gather(*(come_and_go(meeting) for _ in range(count)))
-            await until(lambda: server.statistics().connections == len(stay) and not server.statistics().handshakes)
+        async def connect_many(count: int, *, concurrency: int) -> list[int]:
+            meeting = asyncio.Barrier(concurrency)
+            await asyncio.gather(*(connect_once(meeting) for _ in range(count)))
+            await until(
+                lambda: server.statistics().connections == len(permanent) and not server.statistics().handshakes
+            )
             gc.collect()
             return [await pool.run(handlers.descriptors, worker=worker) for worker in range(2)]
 
         # A domain keeps the completion queues that it needed once: later there are never more connections at once.
-        before = *await some(10, at_once=10), handlers.descriptors()
+        before = *await connect_many(10, concurrency=10), handlers.descriptors()
         for _ in range(2):
-            now = *await some(10, at_once=1), handlers.descriptors()
+            now = *await connect_many(10, concurrency=1), handlers.descriptors()
             assert all(each <= earlier for each, earlier in zip(now, before, strict=True)), (now, before)
-        assert server.statistics().accepted == 30 + len(stay)
+        assert server.statistics().accepted == 30 + len(permanent)
 
 
 async def test_a_peer_of_a_busy_worker_times_out(pool: WorkerPool, domain: ResourceDomain, tmp_path: Path) -> None:
     """Other peers are not affected."""
     async with served(pool, handlers.obey, handshake_timeout_s=patience(60)) as server:
         blocked = await asked(server, domain)
-        place = await told(blocked, "where")
+        place = await request(blocked, "where")
         await blocked.send(f"block {tmp_path}".encode())
         await until((tmp_path / "blocking").exists)
         async with asked(server, domain) as near:
-            assert await told(near, "where") != place
+            assert await request(near, "where") != place
         waiting = asyncio.ensure_future(asked(server, domain))
         await until(lambda: server.statistics().handshakes == 1)
-        (arrival,) = (each for each in server._acceptor._tasks.values() if each.state is AcceptState.HANDSHAKING)
-        time = arrival.timeout
-        assert time is not None
-        time.reschedule(asyncio.get_running_loop().time())  # as if it had waited so long
-        await until(time.expired)
+        (pending,) = (each for each in server._acceptor._tasks.values() if each.state is AcceptState.HANDSHAKING)
+        timeout = pending.timeout
+        assert timeout is not None
+        timeout.reschedule(asyncio.get_running_loop().time())  # as if it had waited so long
+        await until(timeout.expired)
         work.mark(str(tmp_path), "go on")
         with pytest.raises((HandshakeError, BrokenResourceError, OSError)):
             await waiting
-        assert await told(blocked, "where") == place
+        assert await request(blocked, "where") == place
         await until(lambda: server.statistics().refused == (("TimeoutError", 1),))
         await blocked.aclose()
 
@@ -487,7 +491,7 @@ async def test_sockets_wait_for_a_busy_process(device: Device, domain: ResourceD
             await asyncio.sleep(0)
         await until(lambda: server.statistics().handshakes == count)
         work.mark(str(tmp_path), "go on")
-        assert await told(blocked, "where")
+        assert await request(blocked, "where")
         for sock in socks:
             sock.close()
         await until(lambda: not server.statistics().handshakes)
@@ -522,6 +526,6 @@ async def test_handlers_of_thread_workers_need_no_pickling(device: Device) -> No
         for _ in range(4):
             async with asked(server, domain) as near:
                 await near.receive()
-        await nobody(server)
+        await all_disconnected(server)
     assert len(set(seen)) == 2
     assert threading.get_ident() not in seen

@@ -19,21 +19,21 @@ VARIABLE: contextvars.ContextVar[str] = contextvars.ContextVar("VARIABLE", defau
 ACCESS = AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_WRITE
 
 
-def look() -> tuple[int, int, str, bool]:
+def describe_worker() -> tuple[int, int, str, bool]:
     worker = current_worker()
     owner = worker.domain.owner
     assert owner is not None
     return os.getpid(), worker.number, type(asyncio.get_running_loop()).__module__.partition(".")[0], owner.owns()
 
 
-def look_for(_: object) -> tuple[int, int, str, bool]:
+def describe_worker_for_item(_: object) -> tuple[int, int, str, bool]:
     """Do the same, for each item of a `map`."""
-    return look()
+    return describe_worker()
 
 
-async def look_later() -> tuple[int, int, str, bool]:
+async def describe_worker_later() -> tuple[int, int, str, bool]:
     await asyncio.sleep(0.001)
-    return look()
+    return describe_worker()
 
 
 async def write(data: bytes) -> bytes:
@@ -52,7 +52,7 @@ async def write(data: bytes) -> bytes:
         return bytes(region.buffer[4096 : 4096 + len(data)])
 
 
-async def write_there(remote: RemoteRegion, data: bytes) -> None:
+async def write_to_remote(remote: RemoteRegion, data: bytes) -> None:
     """Into memory of the pool's process, through queue pairs of the worker's own."""
     domain = current_worker().domain
     async with (
@@ -71,11 +71,11 @@ def variable() -> str:
     return VARIABLE.get()
 
 
-class Own(Exception):
+class PicklableError(Exception):
     """An error that goes by pickle."""
 
 
-class Stubborn(Exception):
+class UnpicklableError(Exception):
     """One that does not come out of it."""
 
     def __init__(self, one: int, two: int) -> None:
@@ -86,15 +86,15 @@ async def fail(kind: str) -> object:
     await asyncio.sleep(0)
     match kind:
         case "own":
-            raise Own("there")
+            raise PicklableError("there")
         case "stubborn":
-            raise Stubborn(1, 2)
+            raise UnpicklableError(1, 2)
         case "lambda":
             return lambda: None
     raise AssertionError(kind)
 
 
-async def stay(folder: str) -> None:
+async def sleep_until_cancelled(folder: str) -> None:
     """Until it is cancelled, and then a while."""
     mark(folder, "begun")
     try:
@@ -104,7 +104,7 @@ async def stay(folder: str) -> None:
         mark(folder, "ended")
 
 
-async def stay_until(folder: str, what: str) -> str:
+async def wait_for_mark(folder: str, what: str) -> str:
     """Until there is a mark; what that is."""
     mark(folder, "begun")
     await until(Path(folder, what).exists)
@@ -115,7 +115,7 @@ def mark(folder: str, what: str) -> None:
     Path(folder, what).touch()
 
 
-async def cancel_myself() -> None:
+async def cancel_own_task() -> None:
     task = asyncio.current_task()
     assert task is not None
     task.cancel()
@@ -128,17 +128,17 @@ def block(seconds: float, folder: str | None = None) -> None:
     time.sleep(seconds)
 
 
-def kill_myself() -> None:
+def kill_own_process() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def leave() -> None:
+def exit_worker() -> None:
     sys.exit(3)
 
 
-async def leave_later() -> None:
+async def exit_worker_later() -> None:
     await asyncio.sleep(0)
-    leave()
+    exit_worker()
 
 
 async def stop_the_loop() -> None:
@@ -153,7 +153,7 @@ def fork_and_die(folder: str) -> None:
         warnings.simplefilter("ignore", DeprecationWarning)  # of threads, which are what is tested
         child = os.fork()
     if child:
-        kill_myself()
+        kill_own_process()
     end = time.monotonic() + patience(10)
     while Path(folder, "child").exists() and time.monotonic() < end:
         time.sleep(0.01)
@@ -166,9 +166,9 @@ async def setup(worker: Worker) -> AsyncIterator[str]:
 
 
 @contextlib.asynccontextmanager
-async def refuse(worker: Worker) -> AsyncIterator[None]:
+async def failing_setup(worker: Worker) -> AsyncIterator[None]:
     if worker.number == 1:
-        raise Own("not this one")
+        raise PicklableError("not this one")
     yield
 
 
@@ -176,7 +176,7 @@ def state() -> object:
     return current_worker().state
 
 
-async def inner(size: int) -> list[int]:
+async def open_inner_pool(size: int) -> list[int]:
     """A pool in a worker of a pool."""
     async with open_device("soft0") as device, WorkerPool(device, size, processes=True) as pool:
-        return [each[1] for each in [await pool.run(look) for _ in range(size)]]
+        return [each[1] for each in [await pool.run(describe_worker) for _ in range(size)]]

@@ -30,7 +30,7 @@ from aioverbs._pool.thread_worker import _ThreadCall
 from aioverbs._pool.worker import Worker
 from tests.capabilities import Capability, needs
 from tests.pace import patience
-from tests.pool.test_calls import number, number_later, stay
+from tests.pool.test_calls import number, number_later, sleep_until_cancelled
 from tests.waiting import until
 
 
@@ -38,21 +38,21 @@ def worker_threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if "WorkerPool" in thread.name]
 
 
-async def linger(seconds: float, ended: list[str]) -> None:
+async def sleep_and_record(seconds: float, ended: list[str]) -> None:
     await asyncio.sleep(seconds)
-    ended.append("of its own accord")
+    ended.append("ended by itself")
 
 
 # ---- Closing
 
 
-async def test_a_block_waits_for_what_was_started(device: Device, loop_name: str) -> None:
+async def test_the_end_of_the_block_waits_for_started_calls(device: Device, loop_name: str) -> None:
     ended: list[str] = []
     async with WorkerPool(device, 2, loop=loop_name) as pool:
         assert len(worker_threads()) == 2
         for _ in range(4):
-            pool.start_soon(linger, 0.05, ended)
-    assert ended == ["of its own accord"] * 4
+            pool.start_soon(sleep_and_record, 0.05, ended)
+    assert ended == ["ended by itself"] * 4
     assert (worker_threads(), pool.state, pool.pd.closed) == ([], ResourceState.CLOSED, True)
     with pytest.raises(ClosedResourceError):
         pool.start_soon(number)
@@ -64,26 +64,26 @@ async def test_a_block_waits_for_what_was_started(device: Device, loop_name: str
 
 
 @pytest.mark.every_way
-async def test_a_block_that_raises_cancels_them(device: Device) -> None:
+async def test_an_exception_in_the_block_cancels_calls(device: Device) -> None:
     started, ended = threading.Event(), list[str]()
     left: list[CallFuture[None]] = []
 
     async def use() -> None:
         async with WorkerPool(device, 2) as pool:
-            left.append(pool.start_soon(stay, started, ended))
+            left.append(pool.start_soon(sleep_until_cancelled, started, ended))
             await asyncio.to_thread(started.wait, 10)
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
         await use()
-    assert ended == ["ended there"]
+    assert ended == ["ended"]
     assert isinstance(left[0].exception(), ClosedResourceError)
     assert worker_threads() == []
 
 
 @pytest.mark.every_way
 @pytest.mark.parametrize("by", ["deadline", "cancellation"])
-async def test_a_deadline_under_load(device: Device, loop_name: str, by: str) -> None:
+async def test_stop_cancels_calls_at_its_deadline_under_load(device: Device, loop_name: str, by: str) -> None:
     ended: list[str] = []
     pool = await WorkerPool(device, 2, loop=loop_name).open()
     counts = [0] * 8
@@ -98,7 +98,7 @@ async def test_a_deadline_under_load(device: Device, loop_name: str, by: str) ->
 
     asking = [asyncio.create_task(ask(at)) for at in range(8)]
     begun = [threading.Event() for _ in range(3)]
-    staying = [asyncio.create_task(pool.run(stay, each, ended)) for each in begun]
+    staying = [asyncio.create_task(pool.run(sleep_until_cancelled, each, ended)) for each in begun]
     await until(lambda: all(counts) and all(each.is_set() for each in begun))
     async with asyncio.timeout(patience(10)):
         if by == "deadline":
@@ -107,7 +107,7 @@ async def test_a_deadline_under_load(device: Device, loop_name: str, by: str) ->
             with anyio.move_on_after(0.05) as scope:
                 await pool.stop()
             assert scope.cancelled_caught
-    assert (ended, worker_threads(), pool.state) == (["ended there"] * 3, [], ResourceState.CLOSED)
+    assert (ended, worker_threads(), pool.state) == (["ended"] * 3, [], ResourceState.CLOSED)
     cut_off = sum("and cancelled it" in why for why in await asyncio.gather(*asking))  # where a worker is slow
     for each in staying:
         with pytest.raises(ClosedResourceError, match="was closed before this call ended, and cancelled it"):
@@ -117,7 +117,7 @@ async def test_a_deadline_under_load(device: Device, loop_name: str, by: str) ->
 
 
 @pytest.mark.every_way
-async def test_functions_that_run_may_call_others_while_it_drains(device: Device) -> None:
+async def test_running_functions_may_call_the_pool_while_it_drains(device: Device) -> None:
     async with WorkerPool(device, 2) as pool:
         begun, go_on = threading.Event(), threading.Event()
 
@@ -138,7 +138,7 @@ async def test_functions_that_run_may_call_others_while_it_drains(device: Device
         await draining
 
 
-async def test_its_own_functions_do_not_close_it(device: Device) -> None:
+async def test_functions_on_workers_cannot_close_the_pool(device: Device) -> None:
     async with WorkerPool(device, 2) as pool:
         for call in (pool.drain, pool.aclose):
             with pytest.raises(BusyResourceError, match="cannot be drained or closed by a function that runs on it"):
@@ -147,7 +147,9 @@ async def test_its_own_functions_do_not_close_it(device: Device) -> None:
 
 
 @pytest.mark.every_way
-async def test_a_call_that_another_thread_is_about_to_post(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_stop_cancels_a_call_that_another_thread_has_not_posted_yet(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """When the pool is stopped its worker has it already, and the worker's loop does not."""
     about, go_on = threading.Event(), threading.Event()
     post = _ThreadCall.post
@@ -172,24 +174,24 @@ async def test_a_call_that_another_thread_is_about_to_post(device: Device, monke
 
 
 @pytest.mark.every_way
-async def test_two_close_it(device: Device) -> None:
+async def test_several_tasks_close_a_pool_at_once(device: Device) -> None:
     pool = await WorkerPool(device, 2).open()
     ended: list[str] = []
-    pool.start_soon(linger, 0.05, ended)
+    pool.start_soon(sleep_and_record, 0.05, ended)
     async with asyncio.TaskGroup() as group:
         for _ in range(3):
             group.create_task(pool.aclose())
-    assert (ended, pool.state) == (["of its own accord"], ResourceState.CLOSED)
+    assert (ended, pool.state) == (["ended by itself"], ResourceState.CLOSED)
 
 
 @pytest.mark.every_way
-async def test_it_is_closed_by_another_loop(device: Device) -> None:
+async def test_another_loop_can_close_a_thread_pool(device: Device) -> None:
     pool = await WorkerPool(device, 2).open()
     await asyncio.to_thread(lambda: asyncio.run(pool.aclose()))
     assert (worker_threads(), pool.state) == ([], ResourceState.CLOSED)
 
 
-async def test_a_thread_that_does_not_end_is_named(device: Device) -> None:
+async def test_closing_names_a_thread_that_does_not_end(device: Device) -> None:
     pool = await WorkerPool(device, 1, grace_s=0.05).open()
     begun, release = threading.Event(), threading.Event()
 
@@ -212,7 +214,7 @@ async def test_a_thread_that_does_not_end_is_named(device: Device) -> None:
 
 
 @pytest.mark.every_way
-async def test_tasks_that_functions_leave_end_before_the_domain(device: Device) -> None:
+async def test_tasks_left_by_functions_end_before_the_domain_closes(device: Device) -> None:
     states: list[ResourceState] = []
 
     async def use(domain: ResourceDomain) -> None:
@@ -222,18 +224,18 @@ async def test_tasks_that_functions_leave_end_before_the_domain(device: Device) 
             await asyncio.sleep(0)
             states.append(domain.state)
 
-    def leave() -> None:
+    def exit_worker() -> None:
         worker = current_worker()
-        kept.append(worker.loop.create_task(use(worker.domain)))
+        tasks_left.append(worker.loop.create_task(use(worker.domain)))
 
-    kept: list[asyncio.Task[None]] = []
+    tasks_left: list[asyncio.Task[None]] = []
     async with WorkerPool(device, 1) as pool:
-        await pool.run(leave)
+        await pool.run(exit_worker)
         await pool.run(number_later)
     assert states == [ResourceState.OPEN]
 
 
-async def test_a_device_is_not_closed_under_it() -> None:
+async def test_a_device_with_an_open_thread_pool_cannot_be_closed() -> None:
     device = await open_device("soft0").open()
     async with WorkerPool(device, 1):
         with pytest.raises(BusyResourceError, match="close that there first"):
@@ -241,7 +243,7 @@ async def test_a_device_is_not_closed_under_it() -> None:
     await device.aclose()
 
 
-async def test_what_is_forgotten_is_warned_of_and_ends(device: Device) -> None:
+async def test_a_garbage_collected_pool_warns_and_ends_its_workers(device: Device) -> None:
     pool = await WorkerPool(device, 2).open()
     assert await pool.run(number) == 0
     pd = pool.pd
@@ -257,7 +259,7 @@ async def test_what_is_forgotten_is_warned_of_and_ends(device: Device) -> None:
 # ---- Opening
 
 
-async def test_wrong_arguments(device: Device) -> None:
+async def test_invalid_arguments_and_unopened_pools(device: Device) -> None:
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"size": 0}, "must be at least 1, got 0"),
         ({"size": 1, "loop": "twisted"}, "`loop` must be 'asyncio', 'uvloop' or a function"),
@@ -277,7 +279,7 @@ async def test_wrong_arguments(device: Device) -> None:
 
 
 @needs(Capability.FAULT_PLAN)
-async def test_a_worker_that_cannot_be_made(device: Device, caplog: pytest.LogCaptureFixture) -> None:
+async def test_open_raises_when_a_worker_cannot_be_made(device: Device, caplog: pytest.LogCaptureFixture) -> None:
     device.faults.fail("alloc_parent_domain", errno.ENOMEM, first=3)
     with pytest.raises(VerbsError, match="ibv_alloc_parent_domain"):
         await WorkerPool(device, 4).open()
@@ -285,7 +287,7 @@ async def test_a_worker_that_cannot_be_made(device: Device, caplog: pytest.LogCa
 
 
 @pytest.mark.every_way
-async def test_opening_that_is_cancelled_leaves_nothing(device: Device) -> None:
+async def test_cancelled_opening_leaves_no_workers(device: Device) -> None:
     inside = threading.Event()
 
     @contextlib.asynccontextmanager
@@ -303,7 +305,7 @@ async def test_opening_that_is_cancelled_leaves_nothing(device: Device) -> None:
     assert (worker_threads(), pool.state) == ([], ResourceState.CLOSED)
 
 
-async def test_what_workers_enter_before_they_take_calls(device: Device, loop_name: str) -> None:
+async def test_setup_is_entered_before_calls_and_left_at_the_end(device: Device, loop_name: str) -> None:
     left: list[int] = []
 
     @contextlib.asynccontextmanager
@@ -321,7 +323,7 @@ async def test_what_workers_enter_before_they_take_calls(device: Device, loop_na
 # ---- Deaths
 
 
-async def leave() -> None:
+async def exit_worker() -> None:
     raise SystemExit(3)
 
 
@@ -338,17 +340,17 @@ def interrupt() -> None:
     raise KeyboardInterrupt
 
 
-WAYS: dict[str, Callable[[], Any]] = {
+CAUSES: dict[str, Callable[[], Any]] = {
     "SystemExit": lambda: exit(3),
-    "SystemExit of a coroutine": leave,
+    "SystemExit of a coroutine": exit_worker,
     "KeyboardInterrupt": interrupt,
     "its loop is stopped": stop_the_loop_and_wait,
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-async def test_one_that_dies_is_told_of_and_replaced(
-    device: Device, loop_name: str, way: str, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("cause", CAUSES)
+async def test_a_dead_worker_is_reported_and_replaced(
+    device: Device, loop_name: str, cause: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with WorkerPool(device, 2, loop=loop_name) as pool:
         others = [asyncio.create_task(pool.run(asyncio.sleep, 30, worker=1)) for _ in range(3)]
@@ -357,7 +359,7 @@ async def test_one_that_dies_is_told_of_and_replaced(
         thread = await pool.run(threading.get_ident, worker=1)
         await pool.run(number_later, worker=1)
         with pytest.raises(WorkerDiedError, match="worker 1 of the pool died: its event loop ended by") as caught:
-            await pool.run(WAYS[way], worker=1)
+            await pool.run(CAUSES[cause], worker=1)
         assert (caught.value.worker, caught.value.__cause__ is None) == (1, False)
         for each in others:
             with pytest.raises(WorkerDiedError):
@@ -375,7 +377,7 @@ async def test_one_that_dies_is_told_of_and_replaced(
 
 
 @pytest.mark.every_way
-async def test_calls_wait_for_who_takes_the_place(device: Device) -> None:
+async def test_calls_wait_for_the_replacement_of_a_dead_worker(device: Device) -> None:
     gate = threading.Event()
     gate.set()
 
@@ -387,7 +389,7 @@ async def test_calls_wait_for_who_takes_the_place(device: Device) -> None:
     async with WorkerPool(device, 1, setup=setup) as pool:
         gate.clear()
         with pytest.raises(WorkerDiedError):
-            await pool.run(leave)
+            await pool.run(exit_worker)
         waiting = [asyncio.create_task(pool.run(number_later)) for _ in range(3)]
         started, withdrawn = pool.start_soon(number), pool.start_soon(number)
         assert withdrawn.cancel()
@@ -399,12 +401,14 @@ async def test_calls_wait_for_who_takes_the_place(device: Device) -> None:
         assert withdrawn.cancelled()
 
 
-async def test_a_pool_that_is_to_fail_fails(device: Device, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_death_breaks_a_pool_that_does_not_replace_workers(
+    device: Device, caplog: pytest.LogCaptureFixture
+) -> None:
     async def use() -> None:
         async with WorkerPool(device, 2, on_worker_death="fail") as pool:
             others = pool.start_soon(number_later, worker=1)
             with pytest.raises(WorkerDiedError):
-                await pool.run(leave, worker=0)
+                await pool.run(exit_worker, worker=0)
             assert await others.wait() == 1
             for worker in (0, 1, None):
                 with pytest.raises(BrokenResourceError, match="is broken"):
@@ -416,7 +420,7 @@ async def test_a_pool_that_is_to_fail_fails(device: Device, caplog: pytest.LogCa
     assert (worker_threads(), "and is replaced" in caplog.text) == ([], False)
 
 
-async def test_one_that_cannot_be_replaced_breaks_the_pool(device: Device) -> None:
+async def test_a_worker_that_cannot_be_replaced_breaks_the_pool(device: Device) -> None:
     times = 0
 
     @contextlib.asynccontextmanager
@@ -430,7 +434,7 @@ async def test_one_that_cannot_be_replaced_breaks_the_pool(device: Device) -> No
     async def use() -> None:
         async with WorkerPool(device, 1, setup=once) as pool:
             with pytest.raises(WorkerDiedError):
-                await pool.run(leave)
+                await pool.run(exit_worker)
             with contextlib.suppress(BrokenResourceError):
                 await pool.run(number)
             with pytest.raises(BrokenResourceError):
@@ -441,7 +445,7 @@ async def test_one_that_cannot_be_replaced_breaks_the_pool(device: Device) -> No
     assert (times, worker_threads()) == (4, [])
 
 
-async def test_calls_wait_where_the_first_that_takes_the_place_dies(device: Device) -> None:
+async def test_calls_wait_when_the_first_replacement_dies(device: Device) -> None:
     times = 0
 
     @contextlib.asynccontextmanager
@@ -455,7 +459,7 @@ async def test_calls_wait_where_the_first_that_takes_the_place_dies(device: Devi
 
     async with WorkerPool(device, 1, setup=not_twice) as pool:
         with pytest.raises(WorkerDiedError):
-            await pool.run(leave)
+            await pool.run(exit_worker)
         assert await pool.run(number) == 0
         assert (times, pool.statistics().deaths) == (3, 2)
 
@@ -463,14 +467,14 @@ async def test_calls_wait_where_the_first_that_takes_the_place_dies(device: Devi
 # ---- Several
 
 
-async def test_a_pool_in_a_pool(device: Device, loop_name: str) -> None:
+async def test_a_worker_opens_a_pool_of_its_own(device: Device, loop_name: str) -> None:
     async def inner(outer: int) -> list[tuple[int, int]]:
-        def look() -> tuple[int, int]:
+        def numbers() -> tuple[int, int]:
             return outer, number()
 
         async with WorkerPool(device, 2, loop=loop_name) as pool:
             assert number() == outer
-            return [await pool.run(look) for _ in range(2)]
+            return [await pool.run(numbers) for _ in range(2)]
 
     async with WorkerPool(device, 2, loop=loop_name) as pool:
         assert await pool.map(inner, range(2)) == [[(0, 0), (0, 1)], [(1, 0), (1, 1)]]
@@ -479,7 +483,7 @@ async def test_a_pool_in_a_pool(device: Device, loop_name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-async def test_a_thousand_pools_leave_nothing() -> None:
+async def test_a_thousand_pools_leak_no_descriptors_or_threads() -> None:
     before = 0, 0
     async with open_device("soft0") as device:
         for round_ in range(1000):
@@ -487,7 +491,7 @@ async def test_a_thousand_pools_leave_nothing() -> None:
                 assert await pool.map(lambda _: number(), range(2)) == [0, 1]
                 if not round_ % 10:
                     with pytest.raises(WorkerDiedError):
-                        await pool.run(leave)
+                        await pool.run(exit_worker)
             if round_ == 20:
                 before = len(os.listdir("/proc/self/fd")), threading.active_count()
         assert (len(os.listdir("/proc/self/fd")), threading.active_count()) == before
@@ -500,7 +504,7 @@ def _warnings() -> None:
 
 
 @pytest.mark.every_way
-async def test_a_pool_that_cannot_be_closed_stays_open_where_that_was_cancelled(device: Device) -> None:
+async def test_a_pool_stays_open_when_its_closing_is_cancelled_and_fails(device: Device) -> None:
     go_on, inside = threading.Event(), threading.Event()
 
     def stick() -> None:
@@ -528,7 +532,7 @@ async def test_a_pool_that_cannot_be_closed_stays_open_where_that_was_cancelled(
 
 
 @pytest.mark.every_way
-async def test_a_call_that_waits_for_a_worker_that_is_being_made_can_be_cancelled(device: Device) -> None:
+async def test_a_call_that_waits_for_a_starting_worker_can_be_cancelled(device: Device) -> None:
     go_on = threading.Event()
     made = 0
 

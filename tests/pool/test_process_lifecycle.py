@@ -32,12 +32,12 @@ pytestmark = pytest.mark.timeout(120)
 
 
 @pytest.mark.every_way
-async def test_a_block_that_another_loop_leaves_by_an_error_still_drains(device: Device, tmp_path: Path) -> None:
+async def test_a_process_pool_drains_after_another_loop_failed_to_close_it(device: Device, tmp_path: Path) -> None:
     pool = await WorkerPool(device, 1, processes=True).open()
     error = ValueError("of the block")
     await asyncio.to_thread(lambda: asyncio.run(pool.__aexit__(ValueError, error, None)))
     assert "AffinityError: aclose on <WorkerPool" in error.__notes__[0]
-    call = pool.start_soon(work.stay_until, str(tmp_path), "go on")
+    call = pool.start_soon(work.wait_for_mark, str(tmp_path), "go on")
     await until((tmp_path / "begun").exists)
     closing = asyncio.create_task(pool.aclose())
     await until(lambda: not pool._supervisor.accepts_calls())
@@ -46,25 +46,27 @@ async def test_a_block_that_another_loop_leaves_by_an_error_still_drains(device:
     await closing
 
 
-async def test_a_pool_that_is_to_fail_fails(device: Device, capfd: pytest.CaptureFixture[str]) -> None:
+async def test_a_death_breaks_a_pool_that_does_not_replace_workers(
+    device: Device, capfd: pytest.CaptureFixture[str]
+) -> None:
     """A worker that exits says nothing on its way."""
 
     async def use() -> None:
         async with WorkerPool(device, 1, processes=True, on_worker_death="fail") as pool:
             with pytest.raises(WorkerDiedError):
-                await pool.run(work.leave)
+                await pool.run(work.exit_worker)
             with pytest.raises(BrokenResourceError, match="is broken: worker 0 of the pool died"):
-                await pool.run(work.look)
+                await pool.run(work.describe_worker)
 
     with pytest.raises(BrokenResourceError, match="is broken: worker 0 of the pool died"):
         await use()
     assert "Traceback" not in capfd.readouterr().err
 
 
-async def test_a_deadline_cancels_and_then_kills(device: Device, tmp_path: Path) -> None:
+async def test_stop_cancels_calls_and_then_kills_processes(device: Device, tmp_path: Path) -> None:
     pool = await WorkerPool(device, 2, processes=True, grace_s=1.0).open()
     ids = processes(pool)
-    staying = pool.start_soon(work.stay, str(tmp_path), worker=0)
+    staying = pool.start_soon(work.sleep_until_cancelled, str(tmp_path), worker=0)
     blocking = pool.start_soon(work.block, 60.0, str(tmp_path), worker=1)
     await until(lambda: (tmp_path / "begun").exists() and (tmp_path / "blocking").exists())
     async with asyncio.timeout(patience(20)):
@@ -75,7 +77,7 @@ async def test_a_deadline_cancels_and_then_kills(device: Device, tmp_path: Path)
     assert (pool.state, [alive(each) for each in ids]) == (ResourceState.CLOSED, [False] * 2)
 
 
-async def test_a_block_waits_for_what_was_started(device: Device) -> None:
+async def test_the_end_of_the_block_waits_for_started_calls(device: Device) -> None:
     async with WorkerPool(device, 1, processes=True) as pool:
         started = [pool.start_soon(work.block, 0.05) for _ in range(2)]
         (process_id,) = processes(pool)
@@ -83,18 +85,18 @@ async def test_a_block_waits_for_what_was_started(device: Device) -> None:
     assert not alive(process_id)
 
 
-async def test_setup_and_one_that_cannot_be_made(device: Device, caplog: pytest.LogCaptureFixture) -> None:
+async def test_setup_in_processes_and_its_errors(device: Device, caplog: pytest.LogCaptureFixture) -> None:
     async with WorkerPool(device, 1, processes=True, setup=work.setup) as pool:
         assert await pool.run(work.state) == "of 0"
-    pool = WorkerPool(device, 2, processes=True, setup=work.refuse)
-    with pytest.raises(work.Own, match="not this one"):
+    pool = WorkerPool(device, 2, processes=True, setup=work.failing_setup)
+    with pytest.raises(work.PicklableError, match="not this one"):
         await pool.open()
     assert (pool.state, caplog.text) == (ResourceState.CLOSED, "")
     with pytest.raises((pickle.PicklingError, AttributeError)):
         await WorkerPool(device, 1, processes=True, setup=lambda _: work.setup(_)).open()
 
 
-async def test_ctrl_c_does_not_end_one_that_starts(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_ctrl_c_does_not_end_a_starting_worker(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     make = subprocess.Popen
 
     def interrupted(*args: Any, **kwargs: Any) -> "subprocess.Popen[bytes]":
@@ -109,7 +111,7 @@ async def test_ctrl_c_does_not_end_one_that_starts(device: Device, monkeypatch: 
 
 
 @pytest.mark.every_way
-async def test_opening_that_is_cancelled_leaves_nothing(device: Device) -> None:
+async def test_cancelled_opening_leaves_no_workers(device: Device) -> None:
     pool = WorkerPool(device, 2, processes=True)
     with anyio.move_on_after(0.01) as scope:
         await pool.open()
@@ -117,7 +119,7 @@ async def test_opening_that_is_cancelled_leaves_nothing(device: Device) -> None:
     assert (pool.state, [alive(each) for each in processes(pool)]) == (ResourceState.CLOSED, [False] * 2)
 
 
-async def test_a_device_that_is_closed_closes_it() -> None:
+async def test_closing_the_device_closes_a_process_pool() -> None:
     device = await open_device("soft0").open()
     pool = await WorkerPool(device, 1, processes=True).open()
     (process_id,) = processes(pool)
@@ -126,7 +128,7 @@ async def test_a_device_that_is_closed_closes_it() -> None:
     assert (alive(process_id), pool.state) == (False, ResourceState.CLOSED)
 
 
-async def test_what_is_forgotten_is_warned_of_and_ends(device: Device) -> None:
+async def test_a_garbage_collected_pool_warns_and_ends_its_workers(device: Device) -> None:
     pool = await WorkerPool(device, 1, processes=True).open()
     (process_id,) = processes(pool)
     pd = pool.pd
@@ -141,15 +143,15 @@ async def test_what_is_forgotten_is_warned_of_and_ends(device: Device) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-async def test_many_pools_leave_nothing() -> None:
+async def test_many_process_pools_leak_no_descriptors_or_threads() -> None:
     before = 0, 0
     async with open_device("soft0") as device:
         for round_ in range(60):
             async with WorkerPool(device, 2, processes=True, loop=("asyncio", "uvloop")[round_ % 2]) as pool:
-                assert [each[1] for each in await pool.map(work.look_for, range(2))] == [0, 1]
+                assert [each[1] for each in await pool.map(work.describe_worker_for_item, range(2))] == [0, 1]
                 if not round_ % 10:
                     with pytest.raises(WorkerDiedError):
-                        await pool.run(work.kill_myself)
+                        await pool.run(work.kill_own_process)
             if round_ == 10:
                 before = len(os.listdir("/proc/self/fd")), threading.active_count()
         assert (len(os.listdir("/proc/self/fd")), threading.active_count()) == before

@@ -48,7 +48,7 @@ import asyncio, os, sys, threading
 from aioverbs import WorkerPool, current_worker, open_device
 from aioverbs._lifecycle.affinity import wait_uncancelled
 
-async def hear(device):
+async def next_event(device):
     await anext(device.events())
 
 async def wait_for_a_thread(go_on):
@@ -65,7 +65,7 @@ async def main():
         there = (await pool.run(current_worker)).domain
         started = pool.start_soon(go_on.wait)
         region.pins.add()
-        here = pool.run(int), started.wait(), region.pins.wait(), hear(device), wait_for_a_thread(go_on)
+        here = pool.run(int), started.wait(), region.pins.wait(), next_event(device), wait_for_a_thread(go_on)
         waiting = [asyncio.create_task(each) for each in (*here, there.run(int))]
         while pool.statistics().workers[0].calls < 2:
             await asyncio.sleep(0)
@@ -83,7 +83,7 @@ asyncio.run(main())
 """
 
 
-def test_processes_stay_with_the_parent(tmp_path: Path) -> None:
+def test_worker_processes_stay_with_the_parent_after_a_fork(tmp_path: Path) -> None:
     """The child neither ends nor replaces them, and the parent goes on to hear them."""
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
@@ -92,12 +92,12 @@ def test_processes_stay_with_the_parent(tmp_path: Path) -> None:
     assert done.stdout.splitlines() == ["3", "as ever True 0", "closed"]
 
 
-def test_a_child_waits_for_nothing_that_its_parent_waits_for() -> None:
+def test_a_forked_child_does_not_wait_for_the_end_of_the_parents_calls() -> None:
     done = run([sys.executable, "-P", "-W", "ignore", "-c", THREADS], patience(50))
     assert (done.returncode, done.stdout, done.stderr) == (0, "3\n", "")
 
 
-async def test_threads_stay_with_the_parent(pool: WorkerPool) -> None:
+async def test_worker_threads_stay_with_the_parent_after_a_fork(pool: WorkerPool) -> None:
     calls: list[Callable[[], object]] = [
         lambda: asyncio.run(pool.run(number)),
         lambda: pool.start_soon(number),
@@ -117,7 +117,7 @@ async def test_threads_stay_with_the_parent(pool: WorkerPool) -> None:
     assert await pool.run(number, worker=1) == 1
 
 
-async def test_calls_that_were_started_before_say_so(device: Device) -> None:
+async def test_calls_in_flight_at_a_fork_raise_in_the_child(device: Device) -> None:
     go_on = threading.Event()
     async with WorkerPool(device, 1) as pool:
         over = pool.start_soon(number)
@@ -140,7 +140,7 @@ async def test_calls_that_were_started_before_say_so(device: Device) -> None:
         assert await in_flight.wait()
 
 
-async def test_who_was_inside_of_a_pool_is_not_in_the_child(device: Device) -> None:
+async def test_a_lock_held_at_a_fork_is_free_in_the_child(device: Device) -> None:
     async with WorkerPool(device, 1) as pool:
         before = pool.statistics()
         with pool._supervisor.lock:

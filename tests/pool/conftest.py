@@ -1,7 +1,8 @@
-"""An open device, and pools on it: of threads for a test, of processes for all tests of a module.
+"""Fixtures: an open device, and pools on it: of threads for each test, of processes for all tests of a module.
 
-A process takes a third of a second to start. Tests that leave a pool's workers at work, or have others in their places,
-share one; those that close it, wedge it or break it have their own. What shares one runs on the module's event loop:
+A worker process takes a third of a second to start. So tests that leave the workers running, or replace them, share a
+process pool. Tests that close, block or break a pool use one of their own. Tests with the shared pool run on the event
+loop of the module:
 
     pytestmark = pytest.mark.asyncio(loop_scope="module")
 """
@@ -23,9 +24,10 @@ __all__ = ["device", "device_name", "loop_name", "pool", "process_pool"]
 
 @pytest.fixture(autouse=True, scope="package")
 def _no_main_module() -> Iterator[None]:
-    """Keep worker processes from importing the program that runs the tests, which takes as long as all of aioverbs.
+    """Keep worker processes from importing the main module, which is the test runner.
 
-    What they do with a main module is tested with programs: see test_main_modules.py.
+    The import takes as long as that of aioverbs. Imports of main modules are tested with separate programs in
+    test_main_modules.py.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "__main__", ModuleType("__main__"))
@@ -34,7 +36,7 @@ def _no_main_module() -> Iterator[None]:
 
 @pytest.fixture(params=["asyncio", "uvloop"], ids=["on asyncio", "on uvloop"])
 def loop_name(request: pytest.FixtureRequest) -> str:
-    """The event loops that workers have."""
+    """Type of the workers' event loops."""
     name: str = request.param
     return name
 
@@ -47,13 +49,13 @@ async def device(device_name: str) -> AsyncIterator[Device]:
 
 @pytest_asyncio.fixture
 async def pool(device: Device, loop_name: str) -> AsyncIterator[WorkerPool]:
-    """Three threads."""
+    """Open pool of three threads."""
     async with WorkerPool(device, 3, loop=loop_name) as pool:
         yield pool
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def process_pool() -> AsyncIterator[WorkerPool]:
-    """Two processes, whose event loops are of another kind than that of the tests."""
+    """Open pool of two processes, whose event loops have another type than that of the tests."""
     async with open_device("soft0") as device, WorkerPool(device, 2, processes=True, loop=other_loop()) as pool:
         yield pool

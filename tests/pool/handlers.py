@@ -1,4 +1,4 @@
-"""What servers on pools do with connections: worker processes import it."""
+"""Handlers of connections for servers on pools. Worker processes import this module."""
 
 import functools
 import os
@@ -11,12 +11,12 @@ from tests.pool import work
 
 
 def worker_and_process() -> str:
-    """The worker that this is called by, and its process."""
+    """Return the number of the worker that runs the caller, and its process ID."""
     return f"{current_worker().number} {os.getpid()}"
 
 
 async def echo(connection: Connection) -> None:
-    """Says first where it is."""
+    """Send the worker and process, then return each message."""
     domain = current_worker().domain
     assert domain.owner is not None
     assert domain.owner.owns()
@@ -27,7 +27,7 @@ async def echo(connection: Connection) -> None:
 
 
 async def obey(connection: Connection) -> None:
-    """Does what it is told."""
+    """Execute the commands that the client sends."""
     async for message in connection:
         match message.decode().split():
             case ["where"]:
@@ -50,7 +50,7 @@ async def obey(connection: Connection) -> None:
 
 
 def block(folder: str) -> None:
-    """Until it is told to go on, and not for ever."""
+    """Block the thread until the mark 'go on' exists, for 30 s at most."""
     work.mark(folder, "blocking")
     for _ in range(6000):
         if Path(folder, "go on").exists():
@@ -60,17 +60,17 @@ def block(folder: str) -> None:
 
 
 def descriptors() -> int:
-    """How many this process has."""
+    """Return the number of open descriptors of this process."""
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
 def server_context(folder: Path) -> ssl.SSLContext:
-    """Of a server with the certificate that `contexts` made there."""
+    """Return the context of a server with the certificate that `contexts` created in a folder."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(folder / "certificate.pem", folder / "key.pem")
     return context
 
 
 def server_context_factory(folder: Path) -> functools.partial[ssl.SSLContext]:
-    """What makes that."""
+    """Return a function without arguments that makes such a context, and can be pickled."""
     return functools.partial(server_context, folder)

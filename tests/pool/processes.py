@@ -1,4 +1,4 @@
-"""The processes of a pool's workers."""
+"""Processes of a pool's workers."""
 
 import asyncio
 import os
@@ -10,20 +10,20 @@ __all__ = ["alive", "descriptors", "other_loop", "processes"]
 
 
 def processes(pool: WorkerPool) -> list[int]:
-    """Return the ids of its workers' processes, of those workers that have one."""
+    """Return the process IDs of the pool's workers, without workers that have none."""
     return [worker.process_id for worker in pool.statistics().workers if worker.process_id is not None]
 
 
 def alive(process_id: int) -> bool:
-    """Tell whether a process has an entry, as a child has that nobody has waited for."""
+    """Return whether a process exists. A child that has exited exists until it is waited for."""
     return os.path.exists(f"/proc/{process_id}")
 
 
 def descriptors() -> int:
-    """Count the descriptors of this process, without those of /dev/null: uvloop keeps one for all streams."""
+    """Return the number of open descriptors of this process, without /dev/null: uvloop keeps one open."""
     return sum(path.exists() and not path.samefile(os.devnull) for path in Path("/proc/self/fd").iterdir())
 
 
 def other_loop() -> str:
-    """Name the kind of event loop that the running one is not."""
+    """Return the type of event loop that the running loop does not have."""
     return "asyncio" if "uvloop" in type(asyncio.get_running_loop()).__module__ else "uvloop"

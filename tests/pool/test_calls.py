@@ -1,4 +1,4 @@
-"""Calls to a pool's workers: where they go, what goes with them, how they end."""
+"""Calls to a pool's workers: choice of the worker, context variables, cancellation, results."""
 
 import asyncio
 import collections
@@ -50,7 +50,7 @@ async def sleep_until_cancelled(started: threading.Event, ended: list[str]) -> N
 
 
 async def cancelled_when(begun: threading.Event, call: Coroutine[Any, Any, object]) -> bool:
-    """Cancel the scope of a call when the call has begun; whether that was its end."""
+    """Cancel the scope of a call after an event, and return whether the cancellation ended the scope."""
     scope = anyio.CancelScope()
 
     async def wait() -> None:
@@ -65,7 +65,10 @@ async def cancelled_when(begun: threading.Event, call: Coroutine[Any, Any, objec
 
 
 async def cancelled_before(release: Callable[[], object], pool: WorkerPool, *calls: Callable[[], Any]) -> bool:
-    """Cancel calls of worker 0, which has one that blocks it, and release it then; whether that was their end."""
+    """Cancel calls that wait for worker 0, which another call blocks, and then release that call.
+
+    :returns: whether the cancellation ended the calls.
+    """
     with anyio.CancelScope() as scope:
         async with anyio.create_task_group() as group:
             for call in calls:
@@ -73,7 +76,7 @@ async def cancelled_before(release: Callable[[], object], pool: WorkerPool, *cal
             await until(lambda: pool.statistics().workers[0].calls == 1 + len(calls))
             scope.cancel()
             with anyio.CancelScope(shield=True):
-                await asyncio.sleep(0.01)  # a turn of the loop, in which the worker is told
+                await asyncio.sleep(0.01)  # time for the cancellation to reach the worker
                 release()
     return scope.cancelled_caught
 
@@ -242,7 +245,7 @@ async def test_calls_from_other_loops_and_threads(pool: WorkerPool) -> None:
     assert await asyncio.to_thread(elsewhere) == (1, 2)
 
 
-# ---- What belongs to a worker
+# ---- Objects of the workers
 
 
 async def test_objects_of_a_workers_domain_are_refused_on_other_threads(pool: WorkerPool) -> None:
@@ -295,7 +298,7 @@ def test_current_worker_raises_outside_of_a_worker() -> None:
         current_worker()
 
 
-# ---- Many
+# ---- map
 
 
 async def test_map_returns_results_in_the_order_of_the_items(pool: WorkerPool) -> None:
@@ -360,7 +363,7 @@ async def test_map_cancels_the_other_calls_when_one_fails(pool: WorkerPool) -> N
         await pool.map(lambda item: item, broken(), limit=2)
 
 
-# ---- Calls that nobody waits for
+# ---- start_soon
 
 
 @pytest.mark.every_way
@@ -399,11 +402,11 @@ async def test_a_failed_call_whose_result_is_not_retrieved_is_logged(
     assert "ZeroDivisionError" in caplog.text
 
 
-# ---- Calls while the same thread is inside of the pool
+# ---- Reentrant calls
 
 
 class Busiest:
-    """A policy that looks at its pool's statistics."""
+    """Policy that reads the statistics of its pool."""
 
     pool: WorkerPool
 
@@ -420,7 +423,7 @@ async def test_a_placement_policy_can_read_the_pools_statistics(device: Device) 
 
 
 async def test_a_call_can_be_started_while_its_thread_holds_the_lock(device: Device) -> None:
-    """A handler of signals, or a finalizer."""
+    """As a signal handler or a finalizer may."""
     async with WorkerPool(device, 2) as pool:
         with pool._supervisor.lock:
             call = pool.start_soon(number)

@@ -1,4 +1,4 @@
-"""Pools of processes whose loop is closed, or stands still: their calls end, and another loop closes them."""
+"""Process pools whose loop is closed or does not run: their calls end, and another loop closes the pool."""
 
 import asyncio
 import contextlib
@@ -33,7 +33,7 @@ async def open_pool() -> tuple[Device, WorkerPool]:
 def test_another_loop_closes_a_process_pool_whose_loop_is_closed(
     cancel: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its end by `asyncio.run` cancels what waits for them; a bare close does not."""
+    """`asyncio.run` cancels the tasks of the workers when it ends; closing the loop directly does not."""
 
     async def close(device: Device, pool: WorkerPool) -> None:
         async with asyncio.timeout(patience(20)):
@@ -122,7 +122,10 @@ def test_a_process_pool_whose_loop_was_closed_during_a_call_can_be_closed() -> N
 
 
 def run_with_pool(use: Callable[[WorkerPool, asyncio.AbstractEventLoop], None]) -> None:
-    """Call a function with a pool and its loop, which it closes; close the pool on another one."""
+    """Call a function with an open process pool and its loop, and close the pool on a new loop.
+
+    :param use: function that takes the pool and the loop, and closes the loop.
+    """
 
     async def close(device: Device, pool: WorkerPool) -> None:
         async with asyncio.timeout(patience(20)):
@@ -178,7 +181,7 @@ def test_waiting_for_a_started_call_fails_when_the_owning_loop_has_ended() -> No
 
 
 def test_a_call_moved_to_a_replacement_fails_when_the_owning_loop_has_ended() -> None:
-    """Its second worker dies before it is at work, and leaves the call to the third one."""
+    """The first replacement dies before it is ready, and the call moves to the second one."""
 
     async def kill(pool: WorkerPool) -> None:
         (before,) = processes(pool)

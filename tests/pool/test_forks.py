@@ -1,4 +1,4 @@
-"""Pools in the child of a fork, and in the parent of one that ends by an exception."""
+"""Pools in a forked child, and in the parent of a child that ends by an exception."""
 
 import asyncio
 import os
@@ -17,8 +17,9 @@ from tests.running import run
 
 LIMIT_S = int(patience(20))
 
-# A child that a task forks and that ends by an exception: asyncio cancels the parent's tasks in it, and waits for them.
-# The parent is ended at once: asyncio's own end of the child's loop takes what wakes it from other threads.
+# A task forks a child that ends by an exception: asyncio cancels the copies of the parent's tasks in the child, and
+# waits for them. The parent exits by os._exit: when asyncio ends the child's copy of the loop, it takes the wake-ups
+# from other threads that the parent's loop needs to end.
 PROCESSES = """
 import asyncio, os, sys
 from pathlib import Path
@@ -35,7 +36,7 @@ async def main():
         if not child:
             sys.exit(3)
         print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
-        fifo.write_text("as ever")      # which waits for the worker
+        fifo.write_text("as ever")      # blocks until the worker has opened it
         print(await waiting, await pool.run(os.getpid) == before, pool.statistics().deaths)
     print("closed", flush=True)
     os._exit(0)
@@ -84,7 +85,7 @@ asyncio.run(main())
 
 
 def test_worker_processes_stay_with_the_parent_after_a_fork(tmp_path: Path) -> None:
-    """The child neither ends nor replaces them, and the parent goes on to hear them."""
+    """The child neither ends nor replaces the workers, and the parent still communicates with them."""
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
     done = run([sys.executable, "-P", "-W", "ignore", "-c", PROCESSES, str(fifo)], patience(50))
@@ -133,7 +134,7 @@ async def test_calls_in_flight_at_a_fork_raise_in_the_child(device: Device) -> N
                     await in_flight.wait()
                 return in_flight.cancel(), in_flight.done(), await over.wait()
 
-        with in_flight._condition:  # as a worker that is just about to say that it is over
+        with in_flight._condition:  # held at the fork, as by a worker that is setting the result
             seen = await asyncio.to_thread(in_child, lambda: asyncio.run(ask()), LIMIT_S)
         assert seen == (False, False, 0)
         go_on.set()

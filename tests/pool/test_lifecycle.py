@@ -1,4 +1,4 @@
-"""How pools end, and what is left when a worker dies."""
+"""Opening and closing of thread pools, and deaths of their workers."""
 
 import asyncio
 import contextlib
@@ -108,7 +108,8 @@ async def test_stop_cancels_calls_at_its_deadline_under_load(device: Device, loo
                 await pool.stop()
             assert scope.cancelled_caught
     assert (ended, worker_threads(), pool.state) == (["ended"] * 3, [], ResourceState.CLOSED)
-    cut_off = sum("and cancelled it" in why for why in await asyncio.gather(*asking))  # where a worker is slow
+    # Calls in flight at the deadline, if a worker is slow.
+    cut_off = sum("and cancelled it" in why for why in await asyncio.gather(*asking))
     for each in staying:
         with pytest.raises(ClosedResourceError, match="was closed before this call ended, and cancelled it"):
             await each
@@ -150,7 +151,7 @@ async def test_functions_on_workers_cannot_close_the_pool(device: Device) -> Non
 async def test_stop_cancels_a_call_that_another_thread_has_not_posted_yet(
     device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """When the pool is stopped its worker has it already, and the worker's loop does not."""
+    """When the pool is stopped, its worker has the call already, but the worker's loop does not."""
     about, go_on = threading.Event(), threading.Event()
     post = _ThreadCall.post
 
@@ -207,7 +208,7 @@ async def test_closing_names_a_thread_that_does_not_end(device: Device) -> None:
         assert not stuck.done()
         with pytest.raises(ClosedResourceError):
             await pool.run(number)
-    finally:  # else it stays for all tests that follow
+    finally:  # else the thread stays during all later tests
         release.set()
         await pool.aclose()
     assert (stuck.done(), worker_threads()) == (True, [])
@@ -464,7 +465,7 @@ async def test_calls_wait_when_the_first_replacement_dies(device: Device) -> Non
         assert (times, pool.statistics().deaths) == (3, 2)
 
 
-# ---- Several
+# ---- Several pools
 
 
 async def test_a_worker_opens_a_pool_of_its_own(device: Device, loop_name: str) -> None:

@@ -1,4 +1,4 @@
-"""Programs with pools of processes: what workers import of the main module, and how they end with the program."""
+"""Programs with process pools: imports of the main module by workers, and their exit with the program."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Which worker a call goes to."""
+"""Policies and keys that choose the worker of a call."""
 
 import asyncio
 import collections

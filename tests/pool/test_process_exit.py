@@ -1,4 +1,4 @@
-"""How a pool notices that a worker's process has exited: in programs that fork, and on systems without pidfds."""
+"""Detection of the exit of a worker process: in programs that fork, and on systems without pidfds."""
 
 import errno
 import os
@@ -18,7 +18,8 @@ from tests.running import run
 
 pytestmark = pytest.mark.timeout(120)
 
-# A main module that leaves a child in each worker that imports it. The child has the worker's sockets, and lives on.
+# A main module that forks a child in each worker that imports it. The child keeps the worker's sockets, and outlives
+# the worker.
 LEAVES_A_CHILD = """
 import asyncio, os, signal, sys, time, warnings
 from pathlib import Path
@@ -83,7 +84,7 @@ async def scene(pool, process_id):
         print(error)
 """
 
-# The loop of the program reads little at a time, and finds the results and the exit at once.
+# The loop of the program reads small pieces, and finds unread results and the exit at the same time.
 HAS_ANSWERED = """
 asyncio.selector_events._SelectorSocketTransport.max_size = 512
 
@@ -98,7 +99,7 @@ async def scene(pool, process_id):
         print(error)
 """
 
-# The worker is busy, and dies before it reads the rest of what was sent.
+# The worker is busy, and dies before it has read all calls that were sent to it.
 HAS_MORE_TO_READ = """
 async def scene(pool, process_id):
     busy = pool.start_soon(time.sleep, 60)
@@ -116,8 +117,8 @@ async def scene(pool, process_id):
 
 DIED = "worker 0 of the pool died: its process ended by SIGKILL"
 
-# A child runs its copy of the program's loop when the worker has exited, and the program's loop stands still or is no
-# more. The child prints whether it slept.
+# A child runs its copy of the program's loop after the worker has exited, while the program's loop does not run or the
+# program has exited. The child prints whether its loop slept.
 COPY = """
 import asyncio, os, signal, sys, time, warnings
 import psutil, uvloop
@@ -200,7 +201,7 @@ def test_a_forked_copy_of_the_loop_does_not_spin_when_a_worker_exits(loop: str, 
 
 
 async def use(device: Device) -> None:
-    """Have a worker die and be replaced, and see that nothing of both is left."""
+    """Check that a worker that dies is replaced, and that no descriptor of either is left."""
     before = descriptors()
     async with WorkerPool(device, 1, processes=True) as pool:
         (first,) = processes(pool)

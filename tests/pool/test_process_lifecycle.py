@@ -1,4 +1,4 @@
-"""How pools of processes begin and end."""
+"""Opening and closing of process pools."""
 
 import asyncio
 import gc
@@ -49,7 +49,7 @@ async def test_a_process_pool_drains_after_another_loop_failed_to_close_it(devic
 async def test_a_death_breaks_a_pool_that_does_not_replace_workers(
     device: Device, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A worker that exits says nothing on its way."""
+    """A worker that exits prints no traceback."""
 
     async def use() -> None:
         async with WorkerPool(device, 1, processes=True, on_worker_death="fail") as pool:

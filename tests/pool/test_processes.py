@@ -1,4 +1,4 @@
-"""Worker processes: calls go there and come back, and are cancelled there; one that dies is told of and replaced."""
+"""Worker processes: calls and results, cancellation, deaths and replacement."""
 
 import asyncio
 import os
@@ -46,7 +46,7 @@ async def test_each_worker_is_a_process_with_a_loop_and_a_domain(pool: WorkerPoo
 
 
 async def test_memory_registered_once_serves_all_workers(pool: WorkerPool) -> None:
-    """Those that take the places of others, too."""
+    """Workers that replace others as well."""
     assert all(each.shares_pd for each in pool.statistics().workers)
     async with pool.pd.register(4096, work.ACCESS, pool.pd.shared_memory) as region:
         for at, worker in ((0, 0), (8, 1)):
@@ -131,7 +131,7 @@ async def test_calls_from_other_loops_and_threads(pool: WorkerPool, tmp_path: Pa
     for end in (pool.aclose, pool.stop, lambda: pool.stop(0)):
         with pytest.raises(AffinityError, match="aclose on <WorkerPool"):
             await asyncio.to_thread(lambda end: asyncio.run(end()), end)
-    assert (await pool.run(work.describe_worker, worker=0))[1] == 0, "the pool that refused goes on"
+    assert (await pool.run(work.describe_worker, worker=0))[1] == 0, "the pool still works after it refused"
 
 
 async def test_a_worker_opens_a_pool_of_its_own(pool: WorkerPool) -> None:
@@ -167,14 +167,14 @@ DEATHS: dict[str, tuple[Callable[..., Any], str]] = {
 async def test_a_dead_worker_is_reported_and_replaced(
     pool: WorkerPool, cause: str, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
-    """What it had ends, and what another one has goes on."""
+    """All calls of the dead worker fail, and calls of another one continue."""
     function, how = DEATHS[cause]
     arguments = [str(tmp_path)] if function is work.fork_and_die else []
     before, deaths = processes(pool), [each.deaths for each in pool.statistics().workers]
     others = [asyncio.create_task(pool.run(asyncio.sleep, 30, worker=1)) for _ in range(3)]
     elsewhere = asyncio.create_task(pool.run(work.wait_for_mark, str(tmp_path), "go on", worker=0))
     assert (await pool.run(work.describe_worker_later, worker=1))[0] == before[1]
-    async with asyncio.timeout(patience(8)):  # its child would live longer
+    async with asyncio.timeout(patience(8)):  # less than the life of the worker's child
         with pytest.raises(WorkerDiedError, match=f"worker 1 of the pool died: {how}"):
             await pool.run(function, *arguments, worker=1)
     (tmp_path / "child").unlink(missing_ok=True)
@@ -192,7 +192,7 @@ async def test_a_dead_worker_is_reported_and_replaced(
 
 
 async def test_every_call_ends_when_workers_are_killed_under_load(pool: WorkerPool) -> None:
-    """Every call ends, by its result or by the death; what runs elsewhere goes on."""
+    """Each call ends by its result or by `WorkerDiedError`. Calls on another worker continue."""
     results: list[str] = []
     asked, over, deaths = 0, False, pool.statistics().deaths
 

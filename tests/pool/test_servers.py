@@ -1,4 +1,4 @@
-"""Servers on pools: each connection is made, handled and closed on a worker, a thread or a process."""
+"""Servers on pools: a worker, thread or process, accepts, handles and closes each connection."""
 
 import asyncio
 import contextlib
@@ -43,7 +43,7 @@ pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(120)
 
 
 both_backends = pytest.mark.parametrize("processes", [False, True], ids=["threads", "processes"])
-"""Of workers in pools of a test's own."""
+"""Runs a test with a thread pool and with a process pool of its own."""
 
 
 @pytest_asyncio.fixture(loop_scope="module")
@@ -54,7 +54,7 @@ async def device() -> AsyncIterator[Device]:
 
 @pytest_asyncio.fixture(loop_scope="module", params=["threads", "processes"])
 async def pool(request: pytest.FixtureRequest, device: Device, process_pool: WorkerPool) -> AsyncIterator[WorkerPool]:
-    """A pool of two workers, whose event loops are of another kind than the test's."""
+    """Open pool of two workers, whose event loops have another type than that of the test."""
     if request.param == "processes":
         yield process_pool
         return
@@ -374,7 +374,7 @@ async def test_a_stalling_peer_is_dropped_after_the_timeout(pool: WorkerPool, do
         silent[0][1].write(b"aiov\1")
         for reader, _ in silent:
             async with asyncio.timeout(patience(10)):
-                with contextlib.suppress(ConnectionResetError):  # where what it said was not even read
+                with contextlib.suppress(ConnectionResetError):  # if the server closed the socket with unread data
                     assert await reader.read() == b""
         await until(lambda: server.statistics().refused == (("TimeoutError", 4),))
         async with asked(server, domain) as near:
@@ -388,9 +388,9 @@ async def test_limits_hold_for_all_workers_during_a_flood(pool: WorkerPool, doma
         silent = [await asyncio.open_connection(HOST, server.port) for _ in range(4)]
         await until(lambda: server.statistics().handshakes == 4)
         for pending in server._acceptor._tasks.values():
-            pending.started_at -= patience(5)  # as if they had come so long ago
+            pending.started_at -= patience(5)  # as if the peers had connected that long ago
         for _ in range(fewer(3)):
-            async with asked(server, domain) as near:  # the oldest gives way
+            async with asked(server, domain) as near:  # the oldest handshake is dropped
                 assert await request(near, "where")
         assert server.statistics().refused == (("TimeoutError", 1),)
         silent[1][1].write(bytes(600))
@@ -420,13 +420,12 @@ async def test_max_connections_is_enforced(device: Device) -> None:
 
 
 async def test_many_connections_leak_no_descriptors(pool: WorkerPool, domain: ResourceDomain) -> None:
-    """Neither here nor in the processes of the workers."""
+    """Neither this process nor the worker processes keep descriptors."""
     async with (
         served(pool, handlers.echo, max_handshakes=1000) as server,
         contextlib.AsyncExitStack() as stack,
     ):
-        # A device closes a connection with another one that nobody uses for a while. So that there are as many of those
-        # each time, somebody uses them throughout.
+        # Software devices close idle connections between each other. Permanent users keep the number of those constant.
         permanent = [await stack.enter_async_context(asked(server, domain)) for _ in range(4)]
         assert len({await near.receive() for near in permanent}) == 2, "both workers have some of them"
 
@@ -466,7 +465,7 @@ async def test_a_peer_of_a_busy_worker_times_out(pool: WorkerPool, domain: Resou
         (pending,) = (each for each in server._acceptor._tasks.values() if each.state is AcceptState.HANDSHAKING)
         timeout = pending.timeout
         assert timeout is not None
-        timeout.reschedule(asyncio.get_running_loop().time())  # as if it had waited so long
+        timeout.reschedule(asyncio.get_running_loop().time())  # as if its time was over
         await until(timeout.expired)
         work.mark(str(tmp_path), "go on")
         with pytest.raises((HandshakeError, BrokenResourceError, OSError)):

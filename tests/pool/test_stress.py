@@ -1,4 +1,4 @@
-"""Calls from several loops at once, cancelled and left at random, while workers die: every one of them ends."""
+"""Calls from several loops at once, cancelled at random, while workers die: every call ends."""
 
 import asyncio
 import collections
@@ -22,6 +22,7 @@ Ends = collections.Counter[str]
 
 
 async def call_at_random(pool: WorkerPool, chance: random.Random, ends: Ends) -> None:
+    """Make one random call, and count how it ends."""
     functions: list[Callable[[], Any]] = [
         work.variable,
         partial(asyncio.sleep, chance.random() / 200),
@@ -60,7 +61,7 @@ both_backends = pytest.mark.parametrize("processes", [False, True], ids=["thread
 
 
 async def stress(pool: WorkerPool, calls: int) -> None:
-    """Call functions by three loops at once, so often each, while workers die."""
+    """Make the given number of calls from each of three loops at once, while workers die."""
     loops = enumerate(LOOP_FACTORIES)
     threads = [asyncio.to_thread(call_many_on_new_loop, pool, seed, calls, loop) for seed, loop in loops]
     calls_ended = asyncio.gather(call_many(pool, 10, calls), *threads)

@@ -1,4 +1,4 @@
-"""What worker processes are to do: they import it."""
+"""Functions for worker processes, which import this module."""
 
 import asyncio
 import contextlib
@@ -20,6 +20,7 @@ ACCESS = AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_WRITE
 
 
 def describe_worker() -> tuple[int, int, str, bool]:
+    """Return the process ID, worker number, type of the event loop, and whether it owns the domain."""
     worker = current_worker()
     owner = worker.domain.owner
     assert owner is not None
@@ -27,7 +28,7 @@ def describe_worker() -> tuple[int, int, str, bool]:
 
 
 def describe_worker_for_item(_: object) -> tuple[int, int, str, bool]:
-    """Do the same, for each item of a `map`."""
+    """Do the same as a function for `map`."""
     return describe_worker()
 
 
@@ -37,7 +38,7 @@ async def describe_worker_later() -> tuple[int, int, str, bool]:
 
 
 async def write(data: bytes) -> bytes:
-    """By queue pairs of the worker's own."""
+    """Write data from one half of a buffer to the other by queue pairs of the worker, and return the other half."""
     domain = current_worker().domain
     async with (
         domain.register(8192, ACCESS) as region,
@@ -53,7 +54,7 @@ async def write(data: bytes) -> bytes:
 
 
 async def write_to_remote(remote: RemoteRegion, data: bytes) -> None:
-    """Into memory of the pool's process, through queue pairs of the worker's own."""
+    """Write data to memory of the pool's process, by queue pairs of the worker."""
     domain = current_worker().domain
     async with (
         domain.register(64) as region,
@@ -72,11 +73,11 @@ def variable() -> str:
 
 
 class PicklableError(Exception):
-    """An error that goes by pickle."""
+    """Exception that can be pickled and unpickled."""
 
 
 class UnpicklableError(Exception):
-    """One that does not come out of it."""
+    """Exception that can be pickled, but not unpickled."""
 
     def __init__(self, one: int, two: int) -> None:
         super().__init__(f"{one} and {two}")
@@ -95,7 +96,7 @@ async def fail(kind: str) -> object:
 
 
 async def sleep_until_cancelled(folder: str) -> None:
-    """Until it is cancelled, and then a while."""
+    """Sleep until cancelled, and take some time to end."""
     mark(folder, "begun")
     try:
         await asyncio.sleep(30)
@@ -105,7 +106,7 @@ async def sleep_until_cancelled(folder: str) -> None:
 
 
 async def wait_for_mark(folder: str, what: str) -> str:
-    """Until there is a mark; what that is."""
+    """Wait for a mark, and return its name."""
     mark(folder, "begun")
     await until(Path(folder, what).exists)
     return what
@@ -147,10 +148,10 @@ async def stop_the_loop() -> None:
 
 
 def fork_and_die(folder: str) -> None:
-    """A child of the worker's outlives it, as long as its mark is there, and not for ever."""
+    """Fork a child, which lives until its mark is removed or 10 s have passed, and kill the worker."""
     mark(folder, "child")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of threads, which are what is tested
+        warnings.simplefilter("ignore", DeprecationWarning)  # about forking with threads, which is tested here
         child = os.fork()
     if child:
         kill_own_process()
@@ -177,6 +178,6 @@ def state() -> object:
 
 
 async def open_inner_pool(size: int) -> list[int]:
-    """A pool in a worker of a pool."""
+    """Use a process pool inside of a worker process."""
     async with open_device("soft0") as device, WorkerPool(device, size, processes=True) as pool:
         return [each[1] for each in [await pool.run(describe_worker) for _ in range(size)]]

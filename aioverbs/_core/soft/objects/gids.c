@@ -1,4 +1,4 @@
-/* What a device is found by: its GIDs, and the address in its name. */
+/* GIDs of a device, its name, and the check of addresses. */
 #define _GNU_SOURCE
 #include "soft/objects/gids.h"
 
@@ -25,8 +25,8 @@ static bool is_zero(const uint8_t *bytes, size_t count)
     return !count;
 }
 
-/* A GID tells one interface from another by nothing but its address: link-local ones are on each of them. IPv6
- * addresses that contain one of IPv4 are that one's GID. */
+/* The address alone identifies an interface by its GID, but each interface has link-local addresses. IPv6 addresses
+ * that contain an IPv4 address have the GID of the IPv4 address. */
 bool soft_address_is_usable(const struct soft_address *address)
 {
     const uint8_t *bytes = address->bytes;
@@ -84,7 +84,7 @@ static void from_address(union ibv_gid *gid, const struct soft_address *address)
         return;
     }
     map_ipv4(gid, address->bytes);
-    /* Without a port those of the loopback network are of devices that have no address. */
+    /* Without a port, GIDs of the loopback network belong to devices that have no address. */
     if (address->port != SOFT_PORT || address->bytes[0] == 127) {
         gid->raw[8] = (uint8_t)(address->port >> 8);
         gid->raw[9] = (uint8_t)address->port;
@@ -96,7 +96,7 @@ int soft_gid_reserve(const union ibv_gid *gid)
     struct sockaddr_un name = {.sun_family = AF_UNIX};
     int fd, error = 0;
 
-    /* An abstract name: no file that could be left, nobody else's while we live. */
+    /* An abstract name leaves no file behind, and belongs to this process alone while the socket is open. */
     memcpy(name.sun_path + 1, "aioverbs-", 9);
     soft_gid_name(gid, name.sun_path + 10);
     soft_descriptors_hold();
@@ -113,9 +113,9 @@ int soft_gid_reserve(const union ibv_gid *gid)
     return -1;
 }
 
-/* Without an address: one of the loopback network, but for 127.0.0.1, which everybody has. With so few bits two of some
- * thousand devices of a host would have the same one: it is reserved before anybody is told of it. Where that cannot be,
- * as there are no such sockets here, nobody connects to it either. */
+/* Choose a GID of the loopback network for a device without an address, except 127.0.0.1, which every host uses. With
+ * so few bits, two of some thousand devices of a host would collide, so the GID is reserved before any peer learns it.
+ * Where abstract sockets do not exist, reserving fails, but peers cannot connect to this device either. */
 static int choose_loopback_gid(struct soft_device *device)
 {
     union ibv_gid *gid = &device->gids[1];
@@ -133,8 +133,8 @@ static int choose_loopback_gid(struct soft_device *device)
     return EADDRINUSE;
 }
 
-/* Index 0 is the link-local address made from the GUID; index 1, as RoCE NICs have it for RoCE v2, one made from the
- * device's address. A device that has none leads to no other host. */
+/* GID 0 is the link-local address made from the GUID; GID 1, as with RoCE v2 on NICs, is made from the device's
+ * address. A device without an address has no path to other hosts. */
 int soft_gids_init(struct soft_device *device)
 {
     uint8_t *own = device->gids[0].raw, random[8];
@@ -149,7 +149,7 @@ int soft_gids_init(struct soft_device *device)
     own[0] = 0xfe;
     own[1] = 0x80;
     memcpy(own + 8, random, sizeof(random));
-    own[8] = (uint8_t)((own[8] & 0xfc) | 2); /* locally administered, of one device */
+    own[8] = (uint8_t)((own[8] & 0xfc) | 2); /* locally administered, unicast */
     if (!device->address.family)
         return choose_loopback_gid(device);
     from_address(&device->gids[1], &device->address);

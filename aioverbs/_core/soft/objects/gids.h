@@ -10,19 +10,20 @@
 
 struct soft_device;
 
-/* Whether a device can be there; one that has a family. */
+/* Return whether a device can have this address, which has a family. */
 bool soft_address_is_usable(const struct soft_address *address);
 bool soft_address_is_same(const struct soft_address *one, const struct soft_address *other);
 void soft_device_name(const struct soft_address *address, char *name, size_t size);
 
-/* Fills the GIDs of a device that has its address. 0 or an errno. */
+/* Set the GIDs of a device whose address is set: return 0 or an errno. */
 int soft_gids_init(struct soft_device *device);
 
-/* A socket, which is owned: as long as it is open others are told EADDRINUSE. -1 and errno. */
+/* Reserve a GID on this host: return an owned socket, or -1 and errno. As long as the socket is open, other calls fail
+ * with EADDRINUSE. */
 int soft_gid_reserve(const union ibv_gid *gid);
 bool soft_gid_is_local(const struct soft_device *device, const union ibv_gid *gid);
 
-/* Whether it is made of an IPv4 address, which its last four bytes are; bytes 8 and 9 may be a port. */
+/* Return whether a GID is made from an IPv4 address, which its last four bytes are; bytes 8 and 9 may be a port. */
 bool soft_gid_is_ipv4(const union ibv_gid *gid);
 
 #endif

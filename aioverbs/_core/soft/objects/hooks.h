@@ -1,5 +1,5 @@
-/* Calls of objects, and of the fabric, to what stands above them. The device has one table of them for all of its life
- * (api/device.c), so that a call needs no lock. */
+/* Calls of objects and of the fabric to the layers above them. A device has one table for all of its life
+ * (api/device.c), so a call needs no lock. */
 #ifndef AIOVERBS_SOFT_OBJECTS_HOOKS_H
 #define AIOVERBS_SOFT_OBJECTS_HOOKS_H
 
@@ -19,28 +19,42 @@ struct soft_srq;
 struct soft_stream;
 
 struct soft_hooks {
-    /* The fabric (soft/fabric/fabric.h): reads what peers sent; a poller stops, to sleep on a channel; whether peers
-     * wake who sleeps on it; they do no more; a descriptor of the directory's locks, which is owned, or -1 and errno. */
+    /* Fabric (soft/fabric/fabric.h).
+     *
+     *   poll_peers           read what peers sent
+     *   stop_polling         a polling thread stops, to sleep on a channel
+     *   is_wakeup_channel    return whether frames of peers wake threads that sleep on the channel
+     *   drop_wakeup_channel  frames of peers wake no thread on the channel any more
+     *   open_directory_locks return an owned descriptor of the directory's lock file, or -1 and errno
+     */
     bool (*poll_peers)(struct soft_device *device, bool all);
     void (*stop_polling)(struct soft_device *device, struct soft_channel *channel);
     bool (*is_wakeup_channel)(const struct soft_device *device, const struct soft_channel *channel);
     void (*drop_wakeup_channel)(struct soft_device *device, const struct soft_channel *channel);
     int (*open_directory_locks)(const struct soft_device *device);
 
-    /* Reads without asking (soft/fabric/read_cache.h): a key leads nowhere any more, or no key does. */
+    /* Read cache (soft/fabric/read_cache.h): one key, or every key, is not valid any more. */
     void (*invalidate_key)(struct soft_device *device, uint32_t number);
     void (*invalidate_all)(struct soft_device *device);
 
-    /* The fault plan (soft/fault/injection.h): the errno of a call that is to fail; completions that it holds of a queue
-     * pair or shared receive queue are dropped; what is to become of a frame. */
+    /* Fault plan (soft/fault/injection.h).
+     *
+     *   verb_fault   return the errno of a call that is to fail, or 0
+     *   purge_held   drop the held completions of a queue pair or shared receive queue
+     *   frame_fault  return the fault of a frame
+     */
     int (*verb_fault)(struct soft_context *context, enum soft_verb verb);
     void (*purge_held)(struct soft_context *context, const struct soft_cq *cq, const struct soft_qp *qp,
                        const struct soft_srq *srq);
     enum soft_frame_fault_kind (*frame_fault)(struct soft_qp *qp, enum soft_frame_kind kind,
                                               const struct soft_stream *stream, uint64_t *delay_ns);
 
-    /* The transport: executes a send queue, and says when to come again; requests and messages that are under way give
-     * up a region or a shared receive queue, which cannot be found any more. */
+    /* Transport.
+     *
+     *   execute      execute a send queue; return when to execute it again
+     *   release_mr   end the uses of a region, which no key finds any more, by requests and messages in flight
+     *   release_srq  the same of a shared receive queue
+     */
     uint64_t (*execute)(struct soft_qp *qp);
     void (*release_mr)(struct soft_device *device, const struct soft_mr *mr);
     void (*release_srq)(struct soft_device *device, const struct soft_srq *srq);

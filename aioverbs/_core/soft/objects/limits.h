@@ -1,4 +1,4 @@
-/* What the device has room for. */
+/* Limits of the device. */
 #ifndef AIOVERBS_SOFT_OBJECTS_LIMITS_H
 #define AIOVERBS_SOFT_OBJECTS_LIMITS_H
 
@@ -11,8 +11,8 @@
 #define SOFT_MAX_CQE (1u << 22)
 #define SOFT_MAX_RD_ATOMIC 16u
 #define SOFT_MAX_MESSAGE (1u << 30)
-#define SOFT_MTU 4096u /* of the port */
-#define SOFT_GRH 40u   /* bytes before a datagram */
+#define SOFT_MTU 4096u /* MTU of the port, in bytes */
+#define SOFT_GRH 40u   /* bytes of the GRH before a datagram */
 
 #define SOFT_FIRST_QPN 0x10u /* 0 and 1 are the management queue pairs of the architecture */
 #define SOFT_FIRST_MR 1u

@@ -1,4 +1,4 @@
-/* Memory regions: keys, rights and bounds. */
+/* Memory regions: keys, access rights and bounds. */
 #define _GNU_SOURCE
 #include "soft/objects/mr.h"
 
@@ -17,7 +17,7 @@
     (IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ | IBV_ACCESS_REMOTE_ATOMIC | \
      IBV_ACCESS_MW_BIND | IBV_ACCESS_OPTIONAL_RANGE)
 
-/* Since Linux 5.14; headers may be older. */
+/* since Linux 5.14; headers may be older */
 #ifndef MADV_POPULATE_READ
 #define MADV_POPULATE_READ 22
 #define MADV_POPULATE_WRITE 23
@@ -28,9 +28,9 @@ static uintptr_t page_of(const void *address)
     return (uintptr_t)address & ~(uintptr_t)(soft_page() - 1);
 }
 
-/* As a NIC's driver pins the pages, this makes sure that they are there and allow what was asked for: an access later
- * on must not be the program's end. Where the kernel cannot do so, it looks at the mappings only (MS_ASYNC starts no
- * I/O). Nobody can help who unmaps what is registered. */
+/* Check that the pages exist and allow the requested access, as a NIC's driver does by pinning them: a later access
+ * must not end the process. Where the kernel cannot populate pages, only the mappings are checked (MS_ASYNC starts no
+ * I/O). A caller that unmaps registered memory is not protected. */
 static int populate(const void *address, size_t length, bool writable)
 {
     static char probe;
@@ -39,7 +39,8 @@ static int populate(const void *address, size_t length, bool writable)
 
     if (!madvise((void *)first, size, writable ? MADV_POPULATE_WRITE : MADV_POPULATE_READ))
         return 0;
-    if (errno == EINVAL && madvise((void *)page_of(&probe), 1, MADV_POPULATE_READ)) /* not this mapping: the kernel */
+    /* EINVAL comes from the kernel, not from this mapping */
+    if (errno == EINVAL && madvise((void *)page_of(&probe), 1, MADV_POPULATE_READ))
         return msync((void *)first, size, MS_ASYNC) ? EFAULT : 0;
     return errno == EAGAIN ? EAGAIN : EFAULT;
 }
@@ -52,7 +53,7 @@ static int check_registration(struct soft_context *context, const void *address,
         return EOPNOTSUPP;
     if (access & ~SOFT_ACCESS_KNOWN)
         return EINVAL;
-    /* The architecture's rule: who may write from afar may write from here. */
+    /* InfiniBand architecture: remote write and remote atomic access require local write access */
     if ((access & (IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_ATOMIC)) && !(access & IBV_ACCESS_LOCAL_WRITE))
         return EINVAL;
     if (!length || (uintptr_t)address + length < (uintptr_t)address)
@@ -85,8 +86,8 @@ struct ibv_mr *soft_reg_mr(struct ibv_pd *ibv_pd, void *address, size_t length, 
     mr->mr.addr = address;
     mr->mr.length = length;
     mr->mr.handle = mr->key.number;
-    /* The low byte differs from one use of a number to the next. How long an old key fits no new region is said in
-     * soft/base/id_table.h; where it does fit, its domain, rights and bounds are the new one's. */
+    /* The low byte differs between uses of a number. soft/base/id_table.h says for how long an old key fits no new
+     * region; where an old key does fit, the domain, rights and bounds of the new region apply. */
     mr->mr.lkey = mr->mr.rkey = mr->key.number << 8 | use;
     soft_pd_add_key(pd, &mr->key);
     atomic_fetch_add(&context->mrs, 1);
@@ -102,14 +103,14 @@ int soft_dereg_mr(struct ibv_mr *ibv_mr)
 
     if (soft_stale(context))
         return ENODEV;
-    if (atomic_load(&mr->windows)) /* who uses it meanwhile is not to notice */
+    if (atomic_load(&mr->windows)) /* concurrent uses of the region must not notice this call */
         return EBUSY;
     if (!grace_ready())
         return ENOMEM;
     soft_key_withdraw(context->device, &mr->key);
-    grace_wait(); /* from here on nobody reads or writes the memory through this region, nor binds a window to it */
+    grace_wait(); /* from here on no thread accesses memory through this region, or binds a window to it */
     if (mr->key.file)
-        soft_shared_wait(mr->key.file); /* in no other process either */
+        soft_shared_wait(mr->key.file); /* nor does another process */
     if (atomic_load(&mr->windows)) {
         soft_pd_restore_key(mr->pd, &mr->key);
         return EBUSY;

@@ -10,13 +10,14 @@
 #include "soft/objects/pd.h"
 #include "soft/objects/shared_keys.h"
 
-/* All const while it can be found, but for `windows`. */
+/* Memory region. All fields but `windows` are const while the region can be found. */
 struct soft_mr {
     struct soft_key key;
     struct ibv_mr mr;
-    struct soft_pd *pd; /* as given at registration; its domain is what access is checked against */
+    struct soft_pd *pd; /* protection domain of the registration; access is checked against its domain */
     int access;
-    atomic_uint windows; /* bound to it: with any, it cannot be deregistered */
+    /* number of windows bound to the region, which cannot be deregistered before they are unbound */
+    atomic_uint windows;
 };
 
 struct soft_segment {
@@ -27,14 +28,14 @@ struct soft_segment {
 struct ibv_mr *soft_reg_mr(struct ibv_pd *pd, void *address, size_t length, int access);
 int soft_dereg_mr(struct ibv_mr *mr);
 
-/* What follows is asked for every request, and so is inline up to where a window is in it.
- *
- * The address, or NULL where the key is not this region's as it is now, `pd` is not of its domain, the range leaves
- * it, or a bit of `access` was not granted. In a grace section; the address stays good until the section ends. */
+/* Return the address of a range, or NULL if `key` is not the region's current key, `pd` is of another domain, the range
+ * exceeds the region, or a bit of `access` was not granted. Call in a grace section; the address stays valid until the
+ * section ends. Inline, since every request calls this. */
 static inline uint8_t *soft_mr_reach(const struct soft_mr *mr, const struct soft_pd *pd, uint32_t key, uint64_t address,
                                      uint64_t length, int access)
 {
-    uint64_t offset = address - (uintptr_t)mr->mr.addr; /* wraps to something large where the address is below */
+    /* wraps to a large number where `address` lies below the region */
+    uint64_t offset = address - (uintptr_t)mr->mr.addr;
 
     if (mr->mr.lkey != key || mr->pd->domain != pd->domain || (mr->access & access) != access)
         return NULL;
@@ -43,7 +44,7 @@ static inline uint8_t *soft_mr_reach(const struct soft_mr *mr, const struct soft
     return (uint8_t *)(uintptr_t)address;
 }
 
-/* Local memory: the same by a key, which must be a region's. */
+/* Return the address of a range of local memory by the key of a region, as soft_mr_reach does. */
 static inline uint8_t *soft_mr_resolve(struct soft_device *device, const struct soft_pd *pd, uint32_t key,
                                        uint64_t address, uint64_t length, int access)
 {

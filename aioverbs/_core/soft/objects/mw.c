@@ -1,4 +1,4 @@
-/* Memory windows: keys that lead to a part of a region, come and go by work requests, and are refused after. */
+/* Memory windows: keys to a part of a region, which work requests bind and invalidate. */
 #include "soft/objects/mw.h"
 
 #include <stdlib.h>
@@ -75,7 +75,7 @@ int soft_dealloc_mw(struct ibv_mw *ibv_mw)
     if (soft_stale(context))
         return ENODEV;
     soft_key_withdraw(context->device, &mw->key);
-    grace_wait(); /* nobody finds it, nobody is in it */
+    grace_wait(); /* no key finds the window, and no access through it is in progress */
     soft_mw_unbind(mw);
     soft_pd_remove_key(mw->pd, &mw->key);
     soft_key_release(context->device, &mw->key);
@@ -93,7 +93,8 @@ static struct soft_mw *find_window(const struct soft_qp *qp, const struct soft_p
     return found && found->is_window ? container_of(found, struct soft_mw, key) : NULL;
 }
 
-/* The region of a binding, with the rules of the architecture's chapter 10.6.7.2.1; NULL where it breaks one. */
+/* Return the region of a bind request; NULL where the request breaks a rule of the InfiniBand architecture, chapter
+ * 10.6.7.2.1. */
 static struct soft_mr *bind_region(const struct soft_qp *qp, const struct soft_wqe *wqe)
 {
     struct soft_key *found = soft_key_find(qp->context->device, qp->pd, wqe->imm_data);
@@ -127,7 +128,7 @@ bool soft_mw_bind(const struct soft_qp *qp, const struct soft_wqe *wqe)
         mr = bind_region(qp, wqe);
         if (!mr)
             return false;
-    } else if (second) { /* it is unbound by being invalidated */
+    } else if (second) { /* a window of type 2 is unbound by invalidation alone */
         return false;
     }
     soft_lock_take(&mw->lock);
@@ -137,7 +138,7 @@ bool soft_mw_bind(const struct soft_qp *qp, const struct soft_wqe *wqe)
         mw->rkey = wqe->rkey;
         soft_key_set_use(qp->context->device, &mw->key, (uint8_t)mw->rkey);
         if (mr) {
-            /* Who deregisters the region withdraws it first and waits for this section before he counts. */
+            /* Deregistering withdraws the region's key first, and waits for this section before it reads the count. */
             atomic_fetch_add(&mr->windows, 1);
             mw->mr = mr;
             mw->address = wqe->remote_addr;
@@ -168,9 +169,11 @@ bool soft_mw_invalidate(const struct soft_qp *qp, const struct soft_pd *pd, uint
 
 /* ---- Access by peers ------------------------------------------------------------------------------------- */
 
-/* Under the window's lock. A window of type 2 is a queue pair's in all of its lives: ibv_alloc_mw(3) says what ends a
- * binding, and RESET is not among that, nor is it with soft-RoCE. A serial number is nobody else's, ever: when its queue
- * pair is destroyed the key leads nowhere. */
+/* Return whether the window allows an access. Call under the window's lock.
+ *
+ * A window of type 2 belongs to its queue pair across resets: ibv_alloc_mw(3) lists what ends a binding, and RESET is
+ * not among these, nor with soft-RoCE. A serial number is never reused: after the queue pair is destroyed the key
+ * allows no access. */
 static bool allows_access(const struct soft_mw *mw, const struct soft_qp *qp, const struct soft_pd *pd, uint32_t key,
                           uint64_t address, uint64_t length, int access)
 {
@@ -181,7 +184,7 @@ static bool allows_access(const struct soft_mw *mw, const struct soft_qp *qp, co
         return false;
     if (mw->mw.type == IBV_MW_TYPE_2 && mw->qp_serial != qp->serial)
         return false;
-    if (atomic_load(&mw->mr->key.dead)) /* of an instance that went, where the window's did not */
+    if (atomic_load(&mw->mr->key.dead)) /* the region's instance of the domain was deallocated, the window's was not */
         return false;
     return offset <= mw->length && length <= mw->length - offset;
 }

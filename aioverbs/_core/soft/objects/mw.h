@@ -1,4 +1,4 @@
-/* Memory windows, and memory that peers name by a key: of a region or of a window. */
+/* Memory windows, and memory that peers address by the key of a region or of a window. */
 #ifndef AIOVERBS_SOFT_OBJECTS_MW_H
 #define AIOVERBS_SOFT_OBJECTS_MW_H
 
@@ -12,15 +12,16 @@
 struct soft_qp;
 struct soft_wqe;
 
-/* A window's key as a number stays; its low byte, and whether it leads anywhere, change with each binding. */
+/* Memory window. The number of its key is const; the low byte of the key, and whether the window is bound, change with
+ * each binding. */
 struct soft_mw {
     struct soft_key key;
     struct ibv_mw mw;
     struct soft_pd *pd;    /* const */
-    struct soft_lock lock; /* guards what follows; held while bytes move through the window */
+    struct soft_lock lock; /* guards the fields below; held while bytes are copied through the window */
     bool bound;
     uint32_t rkey;
-    uint64_t qp_serial; /* type 2: the queue pair that it was bound on, and that alone may be used */
+    uint64_t qp_serial; /* type 2: serial number of the queue pair of the binding, which alone may use the window */
     struct soft_mr *mr;
     uint64_t address, length;
     int access;
@@ -28,10 +29,11 @@ struct soft_mw {
 
 struct ibv_mw *soft_alloc_mw(struct ibv_pd *pd, enum ibv_mw_type type);
 int soft_dealloc_mw(struct ibv_mw *mw);
-void soft_mw_unbind(struct soft_mw *mw); /* nobody finds it any more: it gives the region free that it is bound to */
+/* Unbind a window that no key finds any more, so that its region can be deregistered. */
+void soft_mw_unbind(struct soft_mw *mw);
 
-/* Memory that a peer of `qp` names by a region's or a window's key. In a grace section, under rq_lock. NULL as
- * for soft_mr_reach; else the address stays good, and a window bound, until soft_remote_close. */
+/* Memory that a peer of `qp` addresses by the key of a region or window. Opened in a grace section, under rq_lock: NULL
+ * as with soft_mr_reach; otherwise the address stays valid, and a window bound, until soft_remote_close. */
 struct soft_remote {
     struct soft_mw *window; /* locked, or NULL */
 };
@@ -59,8 +61,8 @@ static inline void soft_remote_close(struct soft_remote *remote)
         soft_lock_give(&remote->window->lock);
 }
 
-/* What a queue pair does with a window when it executes: in a grace section, under sq_lock or rq_lock. False: it is
- * not to be. After an unbinding nobody is in the window any more. */
+/* Execute a bind or an invalidation on a queue pair, in a grace section, under sq_lock or rq_lock. Return false where
+ * the request is invalid. After an unbinding no access through the window is in progress. */
 bool soft_mw_bind(const struct soft_qp *qp, const struct soft_wqe *wqe);
 bool soft_mw_invalidate(const struct soft_qp *qp, const struct soft_pd *pd, uint32_t rkey);
 

@@ -1,4 +1,4 @@
-/* Protection, thread and parent domains, and the memory that a parent domain's allocator gives to queues. */
+/* Protection, thread and parent domains, and the memory that a parent domain's allocator provides for queues. */
 #define _GNU_SOURCE
 #include "soft/objects/pd.h"
 
@@ -96,9 +96,10 @@ void soft_pd_remove_key(struct soft_pd *pd, struct soft_key *key)
         free_pd(pd);
 }
 
-/* Under device->lock. What is to be given back after it: the domain, where this was the last instance, and the hold on
- * its file. An instance of a shared domain takes its regions and windows with it: nobody finds them any more.
- * Otherwise, and for all else, what refers to it keeps it. */
+/* Remove an instance from its domain, under device->lock. Return EBUSY where objects refer to the instance; regions and
+ * windows of a shared domain do not count, but die with the instance: no key finds them any more. Set `*last` to the
+ * domain if this was its last instance, and `*file` to a held reference of its file, for the caller to release
+ * afterwards. */
 static int leave_domain(struct soft_device *device, struct soft_pd *pd, struct soft_domain **last,
                         struct soft_shared **file)
 {
@@ -106,7 +107,7 @@ static int leave_domain(struct soft_device *device, struct soft_pd *pd, struct s
     struct soft_key *key;
 
     assert_held(&device->lock);
-    soft_mutex_take(&pd->lock); /* who releases the last key has left by then */
+    soft_mutex_take(&pd->lock); /* a thread that releases the last key has left by then */
     busy = atomic_load(&pd->references) != (shared ? pd->key_count : 0);
     for (key = busy ? NULL : pd->keys; key; key = key->next) {
         atomic_store(&key->dead, true);
@@ -124,17 +125,17 @@ static int leave_domain(struct soft_device *device, struct soft_pd *pd, struct s
     return 0;
 }
 
-/* Nobody finds its keys any more. It stays as long as one of them is to be given back. */
+/* End an instance whose keys find nothing any more. The instance stays until its last key is released. */
 static void end_instance(struct soft_pd *pd, struct soft_shared *file)
 {
     struct soft_device *device = to_soft_context(pd->pd.context)->device;
     struct soft_key *key;
     bool last;
 
-    grace_wait(); /* nobody is in its memory */
+    grace_wait(); /* no thread accesses its memory */
     device->hooks->invalidate_all(device);
     if (file)
-        soft_shared_wait(file); /* nor in another process */
+        soft_shared_wait(file); /* nor does another process */
     soft_mutex_take(&pd->lock);
     for (key = pd->keys; key; key = key->next)
         if (key->is_window)
@@ -261,9 +262,9 @@ struct ibv_pd *soft_alloc_parent_domain(struct ibv_context *ibv_context, struct 
         errno = error;
         return NULL;
     }
-    parent->base = to_soft_pd(attr->pd)->base; /* a parent domain takes the place of its protection domain here, too */
+    parent->base = to_soft_pd(attr->pd)->base; /* the base of a parent domain is a protection domain here, too */
     parent->domain = parent->base->domain;
-    parent->pd = parent->base->pd; /* the same handle: resources of both mix freely */
+    parent->pd = parent->base->pd; /* the same handle: objects of both can be mixed */
     atomic_fetch_add(&parent->base->references, 1);
     if (attr->td) {
         parent->td = container_of(attr->td, struct soft_td, td);
@@ -281,7 +282,7 @@ struct ibv_pd *soft_alloc_parent_domain(struct ibv_context *ibv_context, struct 
 
 /* ---- Memory of queues ------------------------------------------------------------------------------------ */
 
-/* The document's demands on what an allocator returns: aligned as asked for, and zero. */
+/* Check what ibv_alloc_parent_domain(3) requires of an allocator: memory that is aligned as requested, and zero. */
 static bool is_valid_memory(const uint8_t *memory, size_t size, size_t alignment)
 {
     if ((uintptr_t)memory % alignment)
@@ -300,7 +301,7 @@ static int get_default(struct soft_memory *memory, size_t size, size_t alignment
     return 0;
 }
 
-/* Calls the user's allocator, which may do as it likes: no lock is held here. */
+/* Allocate memory for a queue. The user's allocator may do anything, so no lock is held here. */
 int soft_memory_get(struct soft_memory *memory, struct soft_pd *pd, size_t size, size_t alignment, uint32_t kind)
 {
     memory->size = size;

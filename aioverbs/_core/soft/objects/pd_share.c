@@ -1,4 +1,5 @@
-/* Protection domains that contexts of the device share: one domain, an instance of it for each who asked. */
+/* Protection domains that several contexts of a device, or several processes, share: one domain with several instances.
+ */
 #define _GNU_SOURCE
 #include "soft/objects/pd_share.h"
 
@@ -23,7 +24,8 @@ static struct soft_domain *domain_find(const struct soft_device *device, uint32_
     return domain;
 }
 
-/* Under device->lock. It comes again when all others were given: an old one meets nothing rather than a stranger. */
+/* Return the next unused identifier, under device->lock. An identifier is reused after all others, so that a stale one
+ * finds nothing. */
 static uint32_t next_share(struct soft_device *device)
 {
     do
@@ -104,7 +106,7 @@ void soft_domain_free(struct soft_domain *domain)
 
 /* ---- Other processes ------------------------------------------------------------------------------------------- */
 
-/* Under device->lock. The domain's file, which is made where it has none yet; NULL and errno. */
+/* Return the file of a domain, created on first use, or NULL and errno. Call under device->lock. */
 static struct soft_shared *domain_file(struct soft_device *device, struct soft_domain *domain)
 {
     struct soft_shared *file = atomic_load(&domain->file);
@@ -167,7 +169,7 @@ const struct alloc_area *soft_shared_area(struct ibv_pd *pd)
     return &file->area;
 }
 
-/* Under device->lock: the domain of a file that an instance of this process is in. */
+/* Return the domain of a file that has an instance in this process, or NULL. Call under device->lock. */
 static struct soft_domain *domain_of(const struct soft_device *device, const struct soft_shared *file)
 {
     struct soft_domain *domain = device->shared;
@@ -178,7 +180,7 @@ static struct soft_domain *domain_of(const struct soft_device *device, const str
     return domain;
 }
 
-/* Under device->lock. An instance of a domain that this process has none of, which holds the file then. */
+/* Create this process's first instance of a domain, which then holds the file. Call under device->lock. */
 static struct soft_pd *first_instance(struct soft_context *context, struct soft_shared *file, uint64_t share_key)
 {
     struct soft_device *device = context->device;

@@ -46,9 +46,9 @@ struct soft_device {
     struct soft_shared *files;      /* files of the domains that other processes share; under `lock` */
     struct soft_mutex xrcd_lock;    /* held while waiting for other processes */
     struct soft_xrc_inode *xrcds;   /* XRC domains that have an inode; under xrcd_lock */
-    uint32_t next_share;        /* next identifier of a shared protection domain */
-    struct soft_fabric *fabric; /* const: connections to the devices of other processes */
-    atomic_uint direct_parts;   /* parts of requests whose bytes a peer copies itself */
+    uint32_t next_share;            /* next identifier of a shared protection domain */
+    struct soft_fabric *fabric;     /* const: connections to the devices of other processes */
+    atomic_uint direct_parts;       /* parts of requests whose bytes a peer copies itself */
 };
 
 #endif

@@ -1,15 +1,15 @@
-/* The send window of a queue pair: which of its requests were posted, sent and finished, and which packet sequence
- * numbers (PSNs) those in flight have. Pure: no I/O, no locks, no memory but the caller's.
+/* Send window of a queue pair: which of its requests were posted, sent and finished, and which packet sequence numbers
+ * (PSNs) the requests in flight have. Pure: no I/O, no locks, no memory but the caller's.
  *
- *      taken          sent              posted      free-running counters of requests: taken <= sent <= posted
- *        |  in flight  |  to be sent      |
- *        |             | `offset` bytes of the request at `sent` are in flight, too
- *        |
- *      first_psn, and `packets` PSNs from there on, belong to what is in flight
+ *      finished           sent              posted      free-running counters: finished <= sent <= posted
+ *         |  in flight  |  not sent yet    |
+ *         |             | `offset` bytes of the request at `sent` are in flight, too
+ *         |
+ *       first_psn, and `packets` PSNs from there on, belong to the packets in flight
  *
- * Whatever a peer answers, the counters move by these functions alone, so their order holds; assertions check it where
- * they are compiled in. A PSN is only ever looked up among those in flight (soft_window_locate), which are less than
- * half of all, so that an old one is never taken for a new one.
+ * The counters change by these functions alone, so their order holds whatever a peer responds; assertions check the
+ * order where they are compiled in. A PSN is looked up only among those in flight (soft_window_locate), which are less
+ * than half of all PSNs, so an old PSN is never mistaken for a new one.
  *
  * Part of a queue pair, under its sq_lock. */
 #ifndef AIOVERBS_SOFT_OBJECTS_PSN_WINDOW_H
@@ -20,30 +20,30 @@
 #include <stdint.h>
 
 #define SOFT_PSN_MASK 0xffffffu
-#define SOFT_WINDOW_PACKETS (SOFT_PSN_MASK / 2) /* in flight at most: less than half of all sequence numbers */
+#define SOFT_WINDOW_PACKETS (SOFT_PSN_MASK / 2) /* limit of packets in flight: less than half of all PSNs */
 
 struct soft_window {
-    uint32_t posted;        /* as the doorbell was seen last */
-    uint32_t sent;          /* requests before it left whole */
-    uint32_t finished;      /* requests before it are finished: completed, or not to be told of */
-    uint32_t offset;        /* bytes of the request at `sent` that left */
-    uint32_t received;      /* bytes of the answer to the read or atomic at `finished` that came */
-    uint32_t most_received; /* the most that `received` was for the request at `finished`, however often it was sent */
-    uint32_t reads;         /* reads and atomics in flight, that at `sent` included when a part of it left */
-    uint32_t first_psn;     /* of the request at `finished` */
-    uint32_t packets;       /* in flight */
-    uint32_t answered;      /* packets from `first_psn` on up to the last one that an answer told of; <= packets */
-    uint32_t ever_sent; /* packets from `first_psn` on that left at some time, so the peer may know them; >= packets */
+    uint32_t posted;        /* doorbell record when it was last read */
+    uint32_t sent;          /* requests before this one were sent completely */
+    uint32_t finished;      /* requests before this one are finished: completed, or without a completion */
+    uint32_t offset;        /* sent bytes of the request at `sent` */
+    uint32_t received;      /* received bytes of the response to the read or atomic at `finished` */
+    uint32_t most_received; /* maximum of `received` for the request at `finished`, across all times it was sent */
+    uint32_t reads;         /* reads and atomics in flight, including the one at `sent` when a part of it was sent */
+    uint32_t first_psn;     /* PSN of the request at `finished` */
+    uint32_t packets;       /* packets in flight */
+    uint32_t answered;      /* packets from `first_psn` on that responses have covered; <= packets */
+    uint32_t ever_sent;     /* packets from `first_psn` on that were ever sent, so the peer may know them; >= packets */
 };
 
-/* Check what every function leaves behind. */
+/* Check the invariants that every function preserves. */
 static inline void soft_window_check(const struct soft_window *window)
 {
     uint32_t sent = window->sent - window->finished, posted = window->posted - window->finished;
 
     (void)sent;
     (void)posted;
-    assert(sent <= posted && posted <= UINT32_MAX / 2); /* taken <= sent <= posted, however far they ran */
+    assert(sent <= posted && posted <= UINT32_MAX / 2); /* finished <= sent <= posted, modulo 2^32 */
     assert(!window->offset || sent < posted);
     assert((window->packets == 0) == (!sent && !window->offset));
     assert(window->packets || !window->received);
@@ -53,7 +53,7 @@ static inline void soft_window_check(const struct soft_window *window)
     assert(window->first_psn <= SOFT_PSN_MASK);
 }
 
-/* Note how far the doorbell is. Return whether some request did not leave whole yet. */
+/* Record the doorbell. Return whether a request was not completely sent yet. */
 static inline bool soft_window_post(struct soft_window *window, uint32_t posted)
 {
     window->posted = posted;
@@ -79,13 +79,13 @@ static inline bool soft_window_repeats(const struct soft_window *window)
     return window->packets < window->ever_sent;
 }
 
-/* Return whether so many further packets may be in flight; else answers have to come first. */
+/* Return whether `packets` further packets may be in flight; otherwise responses have to come first. */
 static inline bool soft_window_has_room(const struct soft_window *window, uint32_t packets)
 {
     return packets <= SOFT_WINDOW_PACKETS - window->packets;
 }
 
-/* Finish the request at `finished` without an answer, where nothing is in flight. It took so many PSNs. */
+/* Finish the request at `finished` without a response, while nothing is in flight. The request took `packets` PSNs. */
 static inline void soft_window_skip(struct soft_window *window, uint32_t packets)
 {
     assert(soft_window_is_idle(window) && window->finished != window->posted);
@@ -96,34 +96,35 @@ static inline void soft_window_skip(struct soft_window *window, uint32_t packets
     soft_window_check(window);
 }
 
-/* Begin with this PSN, where nothing is in flight. */
+/* Begin with this PSN, while nothing is in flight. */
 void soft_window_begin(struct soft_window *window, uint32_t psn);
 
-/* Count a part of the request at `sent` as in flight: the last part, or one of so many bytes. There is room for its
+/* Count a part of the request at `sent` as in flight: the last part, or one of `bytes` bytes. There is room for its
  * packets. */
 void soft_window_send(struct soft_window *window, uint32_t bytes, uint32_t packets, bool last, bool is_read);
 
-/* Return how many packets are in flight up to the one with this PSN, including it; 0: none in flight has it. */
+/* Return the number of packets in flight up to the one with this PSN, inclusive; 0: no packet in flight has it. */
 uint32_t soft_window_locate(const struct soft_window *window, uint32_t psn);
 
-/* Note that an answer told of so many packets in flight. Return whether none told of as many since they left: one that
- * tells nothing new gives no more time. */
+/* Record that a response covers `packets` packets in flight. Return whether no response has covered as many since they
+ * were sent: a response without news does not extend the timeout. */
 bool soft_window_note_answer(struct soft_window *window, uint32_t packets);
 
-/* Count bytes of the answer to the read or atomic at `finished`. Return whether more than ever came, however often it was
- * sent: who sends the beginning again and again gets no further repetitions by that. */
+/* Count received bytes of the response to the read or atomic at `finished`. Return whether the total exceeds all
+ * earlier ones, across all times the request was sent: a peer that sends the beginning repeatedly gets no further
+ * retries by that. */
 bool soft_window_receive(struct soft_window *window, uint32_t bytes);
 
-/* Finish the request at `finished`, which left whole in so many packets, and was answered. */
+/* Finish the request at `finished`, which was sent in `packets` packets and acknowledged. */
 void soft_window_acknowledge(struct soft_window *window, uint32_t packets, bool is_read);
 
-/* Finish the request at `finished`, which failed. Nothing is in flight any more. */
+/* Finish the request at `finished`, which failed. Nothing is in flight afterwards. */
 void soft_window_fail(struct soft_window *window);
 
-/* Take back all that is in flight, to be sent again. The peer may know of it. */
+/* Rewind all that is in flight, to send it again. The peer may have received the packets. */
 void soft_window_rewind(struct soft_window *window);
 
-/* Take back all that is in flight, to be sent again. The peer did nothing of it. */
+/* Rewind all that is in flight, to send it again. The peer executed none of the packets. */
 void soft_window_undo(struct soft_window *window);
 
 #endif

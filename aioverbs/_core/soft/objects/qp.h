@@ -86,48 +86,50 @@ struct soft_requester {
 struct soft_qp {
     struct ibv_qp qp;
     struct soft_half half;
-    struct soft_context *context;      /* const, like the next eight */
-    struct soft_pd *pd;                /* NULL: XRC_RECV */
+    struct soft_context *context;      /* const, like the next eight fields */
+    struct soft_pd *pd;                /* NULL with XRC_RECV */
     struct soft_cq *send_cq, *recv_cq; /* NULL where the type has no such queue */
-    struct soft_srq *srq;              /* or NULL */
-    struct soft_xrcd *xrcd;            /* XRC_RECV */
-    uint64_t serial;                   /* never given to another queue pair */
+    struct soft_srq *srq;              /* shared receive queue, or NULL */
+    struct soft_xrcd *xrcd;            /* XRC domain of XRC_RECV */
+    uint64_t serial;                   /* unique among all queue pairs of the device */
     uint32_t max_inline;
     bool sq_sig_all;
     struct soft_memory buffer, record;
-    _Alignas(64) _Atomic uint32_t own_record[2]; /* used where the allocator gave none: [0] receive, [1] send */
+    _Alignas(64) _Atomic uint32_t own_record[2]; /* used without an allocator: [0] receive, [1] send */
     struct soft_ring sq, rq;
 
-    /* An `enum ibv_qp_state`. Written under sq_lock (by this side's execution), under rq_lock (by what a peer
-	 * does here) or under both (soft_modify_qp); so a change other than to ERR needs both. Sequentially
-	 * consistent: who posts and then reads it, or sets ERR and then reads the ring, sees the other. */
+    /* An `enum ibv_qp_state`. Written under sq_lock (by executing sends), under rq_lock (by a peer's requests) or under
+     * both (soft_modify_qp); so a change other than to ERR needs both. Sequentially consistent: of a thread that posts
+     * and then reads the state, and one that sets ERR and then reads the ring, at least one sees the other's write. */
     atomic_uint state;
     struct ibv_qp_attr attr; /* written under both locks, read under either */
-    bool is_loopback;        /* as attr: its path ends at this device */
-    struct soft_link *link;  /* as attr: the way to a remote peer; of a datagram's queue, to the last one. Or NULL */
-    bool destroying;         /* as attr: it is being destroyed, and stays in RESET */
+    bool is_loopback;        /* as attr: the path ends at this device */
+    struct soft_link *link;  /* as attr: link to the remote peer; of a datagram queue pair, to the last one; or NULL */
+    bool destroying;         /* as attr: the queue pair is being destroyed, and stays in RESET */
 
-    struct soft_lock sq_lock;  /* the sending device half */
+    struct soft_lock sq_lock;  /* device half that sends */
     struct soft_requester req; /* sq */
 
-    struct soft_lock rq_lock; /* the receiving device half */
+    struct soft_lock rq_lock; /* device half that receives */
     uint32_t expected_psn;    /* rq */
     bool established;         /* rq: COMM_EST was raised */
     bool last_wqe;            /* rq: QP_LAST_WQE_REACHED was raised */
-    struct soft_inbound in;   /* rq: the message that comes in */
+    struct soft_inbound in;   /* rq: message that is being received */
     struct soft_atomic_replay
         atomic_replays[SOFT_MAX_RD_ATOMIC]; /* rq: responses to atomics of a remote peer, for repetitions */
     uint32_t atomic_replays_next;           /* rq */
 
-    /* It stands on one of the worker thread's lists, or is being added. Set by who adds it, cleared under worker.lock when it
-     * is taken off, before it is executed: who finds it set has left his work to that execution. */
+    /* Whether the queue pair is on a list of the worker thread, or is being added. Set by the thread that adds it;
+     * cleared under worker.lock when it is removed, before it is executed: a thread that finds the flag set leaves its
+     * work to that execution. */
     atomic_bool queued;
-    struct soft_qp *next_queued; /* of who set `queued`, until it is added; from then on under worker.lock */
-    struct soft_timer timer;     /* under worker.lock */
+    /* written by the thread that set `queued` until the queue pair is added; then under worker.lock */
+    struct soft_qp *next_queued;
+    struct soft_timer timer; /* under worker.lock */
     struct soft_event_source events;
-    struct soft_waiter waiter;             /* for room on a link to a remote peer */
+    struct soft_waiter waiter;             /* waits for room on a link to a remote peer */
     struct soft_fault_counts fault_counts; /* under the fault plan's lock */
-    struct soft_frame_counts frame_counts; /* under its lock of frames */
+    struct soft_frame_counts frame_counts; /* under the plan's lock of frames */
 };
 
 static inline struct soft_qp *to_soft_qp(struct ibv_qp *qp)
@@ -135,7 +137,7 @@ static inline struct soft_qp *to_soft_qp(struct ibv_qp *qp)
     return container_of(qp, struct soft_qp, qp);
 }
 
-/* Whether a queue pair waits for answers: the others send and forget. */
+/* Return whether a queue pair waits for acknowledgements: UC and UD do not. */
 static inline bool soft_is_reliable(const struct soft_qp *qp)
 {
     return qp->qp.qp_type != IBV_QPT_UC && qp->qp.qp_type != IBV_QPT_UD;

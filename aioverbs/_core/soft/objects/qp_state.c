@@ -1,4 +1,4 @@
-/* The queue pair's state machine: which attributes each transition must and may have. Pure. */
+/* State machine of queue pairs: the attributes that each transition must and may have. */
 #include "soft/objects/qp_state.h"
 
 #include <errno.h>
@@ -12,10 +12,9 @@ enum { RC = 1, UC = 2, UD = 4, INI = 8, TGT = 16, CONNECTED = RC | UC | INI | TG
 #define REQUESTER (IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY | IBV_QP_MAX_QP_RD_ATOMIC)
 #define PLACE (IBV_QP_PKEY_INDEX | IBV_QP_PORT)
 
-/* The tables of the InfiniBand architecture, volume 1, chapter 11.2.5, with annex A14 for XRC, without alternate
- * paths, which this device does not have. A transition takes the attributes of all rows that fit its type. To RESET a
- * queue pair goes from everywhere, to ERR from everywhere but RESET, as with kernel providers; both with nothing but
- * the state. */
+/* Tables of the InfiniBand architecture, volume 1, chapter 11.2.5, with annex A14 for XRC, without alternate paths,
+ * which this device does not have. A transition takes the attributes of all rows that match the type. As with kernel
+ * providers, any state may change to RESET, and any state but RESET to ERR, with no attribute but the state. */
 static const struct row {
     enum ibv_qp_state from, to;
     int types, required, optional;

@@ -1,6 +1,6 @@
-/* Shared receive queues: a ring of receives that any number of queue pairs take from. An entry is copied out when it is
- * taken, so its place in the ring is free at once; what the depth limits is receives that were posted and whose
- * completions were not polled yet. So a receive that was taken and did not complete has a place to be given back to. */
+/* Shared receive queues: a ring of receives for any number of queue pairs. Taking an entry copies it, so its place in
+ * the ring is free at once. The depth limits the receives that were posted and whose completions were not polled yet,
+ * so a receive that was taken and did not complete has a place to return to. */
 #define _GNU_SOURCE
 #include "soft/objects/srq.h"
 
@@ -29,7 +29,8 @@ static struct soft_rwqe *entry_of(uint8_t *entries, uint32_t mask, uint32_t stri
     return (struct soft_rwqe *)(void *)(entries + (size_t)(counter & mask) * stride);
 }
 
-/* As mlx5 asks: entries of 32 bytes at least, all of them on pages of their own, not rounded up to a page. */
+/* As with mlx5: entries of at least 32 bytes, on pages that they do not share, with a size that is not rounded up to a
+ * page. */
 static int get_entries(const struct soft_srq *srq, struct soft_memory *buffer, uint32_t depth)
 {
     return soft_memory_get(buffer, srq->pd, (size_t)depth * srq->stride, soft_page(), SOFT_RES_SRQ);
@@ -119,7 +120,7 @@ static int srq_check_init_attr(const struct ibv_context *context, const struct i
     return check_type(context, attr, type);
 }
 
-/* From here on the queue can be found, and what it is made of cannot go. */
+/* Publish the queue, and count it in the objects that it refers to. */
 static void publish(struct soft_srq *srq)
 {
     atomic_fetch_add(&srq->pd->references, 1);
@@ -190,7 +191,7 @@ struct ibv_srq *soft_create_srq(struct ibv_pd *pd, struct ibv_srq_init_attr *att
 
 /* ---- Destruction ----------------------------------------------------------------------------------------- */
 
-/* The completion queue of an XRC queue comes first, since its completions are taken out of it. */
+/* Enter the driver half of an XRC queue's completion queue first, since its completions are removed from there. */
 static int enter_for_destruction(struct soft_srq *srq)
 {
     int error = srq->cq ? soft_half_enter(&srq->cq->half, "destroy_srq") : 0;
@@ -227,15 +228,15 @@ int soft_destroy_srq(struct ibv_srq *ibv_srq)
         leave_for_destruction(srq);
         return EBUSY;
     }
-    /* No queue pair refers to it; who found it by its number is waited for, and with him his completions. A target of
-     * XRC may have taken a receive for a message of which more parts are to come. */
+    /* No queue pair refers to the queue. Wait for threads that found it by its number, and so for their completions. An
+     * XRC target may hold a receive for a message of which further parts are expected. */
     soft_table_withdraw(&context->device->srqs, srq->number);
     grace_wait();
     if (srq->type == IBV_SRQT_XRC)
         context->device->hooks->release_srq(context->device, srq);
     if (srq->cq)
         soft_cq_purge(srq->cq, NULL, srq);
-    leave_for_destruction(srq); /* who took an event may post before he acknowledges it */
+    leave_for_destruction(srq); /* a thread that received an event may post before it acknowledges the event */
     soft_events_drain(context, &srq->events, &ibv_srq->mutex, &ibv_srq->cond, &ibv_srq->events_completed);
 
     soft_table_release(&context->device->srqs, srq->number);
@@ -256,7 +257,7 @@ int soft_destroy_srq(struct ibv_srq *ibv_srq)
 
 /* ---- Queries and changes --------------------------------------------------------------------------------- */
 
-/* Neither this nor arming a limit enters the driver half: the device is asked, not the ring. */
+/* Query the device half: like arming a limit, this does not enter the driver half. */
 int soft_query_srq(struct ibv_srq *ibv_srq, struct ibv_srq_attr *attr)
 {
     struct soft_srq *srq = to_soft_srq(ibv_srq);
@@ -294,7 +295,7 @@ static int arm(struct soft_srq *srq, uint32_t limit)
     return error;
 }
 
-/* Inside of the driver half. The buffers change places. */
+/* Move the waiting receives to another ring, inside of the driver half; `buffer` becomes the old one. */
 static int move_entries(struct soft_srq *srq, struct soft_memory *buffer, uint32_t depth, const uint32_t *new_limit)
 {
     uint8_t *entries = buffer->address;
@@ -321,7 +322,8 @@ static int move_entries(struct soft_srq *srq, struct soft_memory *buffer, uint32
     return error;
 }
 
-/* An allocator may wait for who waits for this driver half, so it is asked before and told after. */
+/* Resize the ring. The user's allocator may wait for a thread that waits for this driver half, so it is called before
+ * entering and after leaving. */
 static int resize(struct soft_srq *srq, struct ibv_srq_attr *attr, int mask)
 {
     struct soft_memory buffer = {0};
@@ -364,7 +366,7 @@ static int srq_check_receive(const struct soft_srq *srq, const struct ibv_recv_w
 {
     if (wr->num_sge < 0 || (uint32_t)wr->num_sge > srq->max_sge)
         return EINVAL;
-    /* Who gave a credit back had his receive taken before: that place in the ring is free. */
+    /* A returned credit means that its receive was taken before, so that place in the ring is free. */
     if (atomic_load_explicit(&srq->outstanding, memory_order_acquire) + posted_before >= srq->depth)
         return ENOMEM;
     return 0;
@@ -394,7 +396,7 @@ int soft_post_srq_recv(struct ibv_srq *ibv_srq, struct ibv_recv_wr *wr, struct i
         soft_copy_sges((struct ibv_sge *)(rwqe + 1), wr->sg_list, (unsigned int)wr->num_sge);
     }
     *bad = wr;
-    /* Counted before they can be taken, completed and polled. */
+    /* Count the receives before another thread can take, complete and poll them. */
     atomic_fetch_add_explicit(&srq->outstanding, count, memory_order_relaxed);
     atomic_store_explicit(srq->posted, first + count, memory_order_release);
     soft_half_leave(&srq->half);
@@ -403,7 +405,7 @@ int soft_post_srq_recv(struct ibv_srq *ibv_srq, struct ibv_recv_wr *wr, struct i
 
 /* ---- The device half ------------------------------------------------------------------------------------- */
 
-/* Under the lock. */
+/* Return the number of receives in the ring. Call under the lock. */
 static uint32_t waiting(const struct soft_srq *srq)
 {
     assert_held(&srq->lock);
@@ -446,8 +448,8 @@ bool soft_srq_take(struct soft_srq *srq, struct soft_receive *receive)
     return true;
 }
 
-/* No entry that a receive comes back to is written to by who posts: those that wait, those that he posts and those that
- * were taken and may come back are `outstanding` together, which is no more than the entries are. */
+/* Posting overwrites no entry that a receive returns to: waiting receives, receives being posted, and receives taken
+ * that may return are counted together in `outstanding`, which never exceeds the number of entries. */
 void soft_srq_give_back(struct soft_srq *srq, const struct soft_receive *receive)
 {
     struct soft_rwqe *rwqe;

@@ -19,25 +19,26 @@ struct soft_xrcd;
 
 struct soft_srq {
     struct ibv_srq srq;
-    struct soft_half half; /* who posts */
+    struct soft_half half; /* entered by posting threads */
     struct soft_context *context;
-    enum ibv_srq_type type;   /* const, like the next five */
-    struct soft_pd *pd;       /* receives go to its memory; one-sided XRC requests, too */
-    struct soft_xrcd *xrcd;   /* XRC */
-    struct soft_cq *cq;       /* XRC: where its receives complete */
-    uint32_t number;          /* in device->srqs */
-    uint32_t max_sge, stride; /* granted; bytes of an entry, a struct soft_rwqe and its list */
+    enum ibv_srq_type type;   /* const, like the next five fields */
+    struct soft_pd *pd;       /* protection domain of the receives' memory, and of one-sided XRC requests */
+    struct soft_xrcd *xrcd;   /* XRC domain, or NULL */
+    struct soft_cq *cq;       /* completion queue of an XRC queue, or NULL */
+    uint32_t number;          /* number in device->srqs */
+    uint32_t max_sge, stride; /* max_sge as granted; stride in bytes of an entry: a struct soft_rwqe and its list */
     struct soft_memory buffer, record;
-    _Atomic uint32_t own_record; /* used where the allocator gave none */
-    atomic_uint references;      /* queue pairs */
-    /* Posted and not polled: what the depth limits. Raised by who posts, lowered by who polls. */
+    _Atomic uint32_t own_record; /* used without an allocator */
+    atomic_uint references;      /* number of queue pairs */
+    /* Receives that were posted and whose completions were not polled: the depth limits them. Incremented by posting,
+     * decremented by polling. */
     atomic_uint outstanding;
 
-    struct soft_lock lock; /* guards what follows */
-    uint8_t *entries;      /* this and the next two: changed under the lock by who holds the driver half (resize) */
+    struct soft_lock lock; /* guards the fields below */
+    uint8_t *entries;      /* this and the next two fields change under both the lock and the driver half (resizing) */
     uint32_t mask, depth;
-    uint32_t consumed, limit; /* free-running; 0: no limit is armed */
-    _Atomic uint32_t *posted; /* const; the doorbell record: written by the driver half, release */
+    uint32_t consumed, limit; /* consumed: free-running counter; limit: 0 if none is armed */
+    _Atomic uint32_t *posted; /* const pointer; doorbell record: written by the driver half, release */
     bool broken;
     struct soft_event_source events;
 };
@@ -55,28 +56,29 @@ int soft_destroy_srq(struct ibv_srq *srq);
 int soft_get_srq_num(struct ibv_srq *srq, uint32_t *number);
 int soft_post_srq_recv(struct ibv_srq *srq, struct ibv_recv_wr *wr, struct ibv_recv_wr **bad);
 
-/* A receive, wherever it was posted; the list is a copy. */
+/* Receive work request, of a shared queue or of a queue pair's own; the list is a copy. */
 struct soft_receive {
     uint64_t wr_id;
     uint32_t num_sge;
     struct ibv_sge sges[SOFT_MAX_SGE];
 };
 
-/* From the device half of a queue pair. Whether there is a receive; takes the oldest, raises SRQ_LIMIT_REACHED where
- * that is due. False: there is none, or the queue is broken. */
+/* Called from the device half of a queue pair: return whether there is a receive; take the oldest receive, and raise
+ * SRQ_LIMIT_REACHED where the limit is reached. False: the queue is empty or broken. */
 bool soft_srq_has_receive(struct soft_srq *srq);
 bool soft_srq_take(struct soft_srq *srq, struct soft_receive *receive);
 
-/* A receive that was taken, and neither completed nor was counted down from `outstanding`, is the oldest again. */
+/* Return a receive that was taken, and neither completed nor subtracted from `outstanding`, to the front of the queue.
+ */
 void soft_srq_give_back(struct soft_srq *srq, const struct soft_receive *receive);
 
-/* `count` of its completions were polled or purged. */
+/* Subtract `count` completions that were polled or purged. */
 static inline void soft_srq_credit(struct soft_srq *srq, uint32_t count)
 {
     atomic_fetch_sub_explicit(&srq->outstanding, count, memory_order_release);
 }
 
-/* Nothing is taken from it any more. SRQ_ERR is raised. */
+/* Break the queue: no receive is taken any more, and SRQ_ERR is raised. */
 void soft_srq_break(struct soft_srq *srq);
 
 #endif

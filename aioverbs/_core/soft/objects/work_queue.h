@@ -1,4 +1,4 @@
-/* Work requests, and the rings in which they are posted. */
+/* Work requests, and the rings that they are posted to. */
 #ifndef AIOVERBS_SOFT_OBJECTS_WORK_QUEUE_H
 #define AIOVERBS_SOFT_OBJECTS_WORK_QUEUE_H
 
@@ -10,14 +10,14 @@
 #include "abi/libibverbs.h"
 #include "soft/objects/limits.h"
 
-/* A send work request in the queue's memory; scatter/gather entries or inline bytes follow it. */
+/* Send work request in the queue's memory; scatter/gather entries or inline bytes follow it. */
 struct soft_wqe {
     uint64_t wr_id;
     uint8_t opcode, flags, num_sge;
-    bool ah_refused;      /* a datagram: its address handle is of another protection domain */
-    uint32_t imm_data;    /* or the key to invalidate; of a bind: the lkey of the region */
-    uint64_t remote_addr; /* of a datagram: the peer's number; of a bind: where the window begins */
-    uint32_t rkey;        /* of a datagram: the Q_Key; of a bind: the window's new key */
+    bool ah_refused;      /* datagram: the address handle belongs to another protection domain */
+    uint32_t imm_data;    /* immediate data, or the key to invalidate; bind: lkey of the region */
+    uint64_t remote_addr; /* remote address; datagram: queue pair number of the peer; bind: address of the window */
+    uint32_t rkey;        /* remote key; datagram: Q_Key; bind: new key of the window */
     uint32_t inline_length;
     union {
         struct {
@@ -26,22 +26,22 @@ struct soft_wqe {
         struct {
             uint64_t length, access;
         } bind;
-        union ibv_gid dgid; /* of a datagram */
+        union ibv_gid dgid; /* datagram: destination */
     };
-    uint64_t due_ns; /* thread mode: not to be executed before */
+    uint64_t due_ns; /* thread mode: earliest time of the execution, CLOCK_MONOTONIC */
     union {
         uint32_t remote_srqn;
         struct {
             uint32_t flow_label;
             uint8_t sgid_index, hop_limit, traffic_class;
-        } path; /* of a datagram */
+        } path; /* datagram: path */
     };
 };
 _Static_assert(sizeof(struct soft_wqe) == 64, "a work request's head is a cache line");
 _Static_assert(SOFT_MAX_SGE < 256, "num_sge is one byte");
 
-/* One at a time: compilers make of a memcpy with a known limit a string instruction, which costs as much as all the
- * rest of posting, and nearly all lists have one element. */
+/* Copy entries one at a time: compilers turn a memcpy with a known limit into a string instruction, which costs as much
+ * as the rest of posting, and nearly all lists have one entry. */
 static inline void soft_copy_sges(struct ibv_sge *to, const struct ibv_sge *from, unsigned int count)
 {
     while (count--)
@@ -53,14 +53,16 @@ struct soft_rwqe {
     uint64_t num_sge;
 };
 
-/* Counters of a ring run freely; an index is a counter masked. */
+/* Ring of work requests. Counters run freely; an index is a masked counter. */
 struct soft_ring {
     uint8_t *entries;         /* const */
     uint32_t stride, mask;    /* const */
-    uint32_t depth, max_sge;  /* const; 0 where the ring was not asked for */
+    uint32_t depth, max_sge;  /* const; 0 if the ring was not requested */
     _Atomic uint32_t *posted; /* doorbell record: written by the driver half with release, read by the device half */
-    uint32_t consumed;        /* rq lock: how far the device half is; of a send queue its window says so */
-    _Atomic uint32_t reaped;  /* written by whoever polls (the CQ's driver half), release: slots free again */
+    /* rq lock: requests that the device half has taken; a send queue has its window instead */
+    uint32_t consumed;
+    /* requests whose slots are free again; written by polling (the CQ's driver half), release */
+    _Atomic uint32_t reaped;
 };
 
 static inline void *soft_ring_entry(const struct soft_ring *ring, uint32_t counter)

@@ -1,6 +1,6 @@
-/* The C thread of a context. In thread mode it executes every request; in inline mode it is started by the first
- * one that has to be tried again later, or by the first completion queue that is moderated, and serves as their alarm
- * clock. It never calls into Python. */
+/* Worker thread of a context. In thread mode it executes every request. In inline mode it starts with the first request
+ * that has to be repeated later, or with the first moderated completion queue, and handles timers. It never calls into
+ * Python. */
 #define _GNU_SOURCE
 #include "soft/objects/worker_thread.h"
 
@@ -72,8 +72,8 @@ static void cancel_timer(struct soft_worker *worker, struct soft_timer *timer)
         sift_down(worker, slot, last);
 }
 
-/* Whether it is the next one now, and was not before. One that is set for an earlier moment stays: who is called then
- * finds that it is not time yet, and sets it again. */
+/* Set a timer; return whether it is the next one now and was not before. A timer that is set for an earlier time stays:
+ * its handler finds that the time has not come, and sets the timer again. */
 static bool set_timer(struct soft_worker *worker, struct soft_timer *timer, uint64_t due)
 {
     assert_held(&worker->lock);
@@ -98,14 +98,14 @@ static void worker_append(struct soft_worker *worker, struct soft_qp *first, str
     worker->last = last;
 }
 
-/* Its timer was due. Who submits it just now adds it himself. */
+/* Add a queue pair whose timer expired. A thread that is submitting it adds it instead. */
 static void enqueue(struct soft_worker *worker, struct soft_qp *qp)
 {
     if (!atomic_exchange(&qp->queued, true))
         worker_append(worker, qp, qp);
 }
 
-/* Those that were submitted since, in the order in which they were. */
+/* Take the queue pairs that were submitted since, in the order of submission. */
 static void take_submitted(struct soft_worker *worker)
 {
     struct soft_qp *qp, *next, *first = NULL, *last;
@@ -113,7 +113,8 @@ static void take_submitted(struct soft_worker *worker)
     assert_held(&worker->lock);
     if (!atomic_load_explicit(&worker->submitted, memory_order_relaxed))
         return;
-    last = atomic_exchange_explicit(&worker->submitted, NULL, memory_order_acquire); /* nobody else takes them */
+    /* the lock keeps other threads from taking them */
+    last = atomic_exchange_explicit(&worker->submitted, NULL, memory_order_acquire);
     for (qp = last; qp; qp = next) {
         next = qp->next_queued;
         qp->next_queued = first;
@@ -131,8 +132,8 @@ static struct soft_qp *dequeue(struct soft_worker *worker)
         worker->first = qp->next_queued;
         if (!worker->first)
             worker->last = NULL;
-        /* It may be submitted again from here on. Who found it set before did so with release: what he posted is seen
-         * by the execution that comes now. */
+        /* The queue pair may be submitted again from here on. A thread that found the flag set before wrote with
+         * release, so the execution that follows sees the requests that it posted. */
         atomic_exchange_explicit(&qp->queued, false, memory_order_acq_rel);
     }
     return qp;
@@ -140,8 +141,9 @@ static struct soft_qp *dequeue(struct soft_worker *worker)
 
 /* ---- The thread ------------------------------------------------------------------------------------------ */
 
-/* Under the lock, which is given back meanwhile: sleeps until there may be something to do. What is changed under the
- * lock from here on comes after soft_sleeper_begin, so who changes it wakes us; who submits needs no lock for that. */
+/* Sleep until there may be work; the lock is released meanwhile. A change under the lock from here on comes after
+ * soft_sleeper_begin, so the thread that makes the change wakes this one; a thread that submits needs no lock for that.
+ */
 static void sleep_until_work(struct soft_worker *worker)
 {
     uint64_t due = worker->timer_count ? worker->timers[0]->due : UINT64_MAX;
@@ -155,7 +157,8 @@ static void sleep_until_work(struct soft_worker *worker)
     soft_mutex_take(&worker->lock);
 }
 
-/* Under the lock: queue pairs whose timers are due join the list, up to a completion queue whose timer is. */
+/* Add queue pairs whose timers have expired to the list, up to a completion queue whose timer has expired, which is
+ * returned. Call under the lock. */
 static struct soft_cq *expire_timers(struct soft_worker *worker)
 {
     uint64_t now;
@@ -175,7 +178,7 @@ static struct soft_cq *expire_timers(struct soft_worker *worker)
     return NULL;
 }
 
-/* In a grace section. */
+/* Execute a queue pair in a grace section. */
 static void worker_execute(struct soft_context *context, struct soft_qp *qp)
 {
     uint64_t again = context->device->hooks->execute(qp);
@@ -189,10 +192,10 @@ static void *worker_main(void *argument)
     struct soft_context *context = argument;
     struct soft_worker *worker = &context->worker;
 
-    prctl(PR_SET_TIMERSLACK, 1000); /* ns: delays are to be what they are set to */
+    prctl(PR_SET_TIMERSLACK, 1000); /* nanoseconds; delays are to be exact */
     while (!grace_ready())
-        sched_yield();                   /* memory for one record: requests wait until there is some */
-    prctl(PR_SET_NAME, "aioverbs-soft"); /* last: whoever reads it knows that this thread allocates no more */
+        sched_yield();                   /* until there is memory for a record, requests wait */
+    prctl(PR_SET_NAME, "aioverbs-soft"); /* last: an observer of the name knows that this thread allocates no more */
     soft_mutex_take(&worker->lock);
     while (!worker->stop) {
         struct soft_cq *cq = expire_timers(worker);
@@ -204,9 +207,9 @@ static void *worker_main(void *argument)
             sleep_until_work(worker);
             continue;
         }
-        /* The section begins before the lock is given back, so that soft_worker_remove, which then finds
-		 * the queue pair in no list, or soft_worker_cancel_timer, which finds the timer not set, is followed by a
-		 * grace_wait that sees us. Entering waits for nobody. */
+        /* Begin the section before the lock is released: soft_worker_remove, which then finds the queue pair on no
+         * list, or soft_worker_cancel_timer, which finds the timer not set, is followed by a grace_wait that waits for
+         * this section. Entering a section does not block. */
         grace = grace_enter();
         qp = dequeue(worker);
         soft_mutex_give(&worker->lock);
@@ -221,7 +224,7 @@ static void *worker_main(void *argument)
     return NULL;
 }
 
-/* Under the lock. Signals are for the user's threads. */
+/* Start the thread under the lock, with all signals blocked: signals are for the user's threads. */
 static int worker_start(struct soft_context *context)
 {
     struct soft_worker *worker = &context->worker;
@@ -249,7 +252,7 @@ int soft_worker_start(struct soft_context *context)
     return error;
 }
 
-/* ---- What others call ------------------------------------------------------------------------------------ */
+/* ---- Interface ------------------------------------------------------------------------------------------- */
 
 int soft_worker_init(struct soft_context *context)
 {
@@ -355,11 +358,11 @@ void soft_worker_remove(struct soft_qp *qp)
     struct soft_qp **link, *last = NULL;
 
     soft_mutex_take(&worker->lock);
-    /* The thread may be executing it, and come back for it to be timed: it is not taken in any more. */
+    /* The thread may be executing the queue pair, and set its timer afterwards: that is ignored from here on. */
     qp->timer.cancelled = true;
     cancel_timer(worker, &qp->timer);
-    /* Nobody submits it any more: who may do so is in its driver half, where the caller is, or found it in a grace
-     * section, and those are over. So where it is marked it stands on the list by now. */
+    /* No thread submits the queue pair any more: one that may is in its driver half, which the caller is in, or found
+     * it in a grace section, and those have ended. So if the flag is set, the queue pair is on the list by now. */
     take_submitted(worker);
     if (atomic_load_explicit(&qp->queued, memory_order_relaxed)) {
         for (link = &worker->first; *link != qp; link = &(*link)->next_queued)

@@ -1,15 +1,21 @@
-/* XRC domains. What all handles of one inode's domain have in common is kept by the device.
+/* XRC domains. All handles of one inode's domain share a struct soft_xrc_inode of the device.
  *
- * That an inode has a domain, other processes know by locks, on what the fabric's directory has for that.
- * Each device that has the domain holds a read lock on the inode's byte there, by a description of its own; whoever does
- * not have it yet looks for such a lock, and takes one. The kernel takes locks back when their process ends, however it
- * ends. The bytes need not be there, and nothing is ever written.
+ * Locks on a file of the fabric's directory tell processes which inodes have a domain. Each device with the domain
+ * holds a read lock on the byte that stands for the inode, through an open file description of its own; a device
+ * without the domain looks for such a lock, and takes one. The kernel releases the locks of a process however it ends.
+ * The bytes need not exist, and nothing is ever written.
  *
- * Looking and taking is one step, as only who holds the flock() does it. Giving up needs no flock: who is just looking
- * either sees the lock, and then the domain was there and is his, or he does not.
+ *   device that opens              device that closes
+ *   flock(LOCK_EX)
+ *   look for a lock on the byte    release its lock on the byte
+ *   take a lock on the byte
+ *   flock(LOCK_UN)
  *
- * In the child of a fork the descriptor is closed at once, and the lock stays the parent's. A child on its way to exec()
- * has the description, too, for a moment. So locks are given back, and not left to close(). */
+ * Looking and taking is one step, since only the holder of the flock() does it. Closing needs no flock: an opening
+ * device either sees the lock, in which case the domain existed and is joined, or does not see it.
+ *
+ * In the child of a fork the descriptor is closed at once, and the lock stays with the parent. A child on its way to
+ * exec() shares the description for a moment, so locks are released explicitly and not left to close(). */
 #define _GNU_SOURCE
 #include "soft/objects/xrcd.h"
 
@@ -30,17 +36,18 @@
 #include "soft/objects/device.h"
 #include "soft/objects/hooks.h"
 
-/* How long to wait for the flock. Each holds it for a few system calls, and may stand still in there. */
+/* Time limit for the flock. Each holder needs only a few system calls, but may be stopped among them. */
 #define LOCK_TIMEOUT_NS 10000000000ull
 
 struct soft_xrc_inode {
-    dev_t device; /* const, like the next three */
+    dev_t device; /* const, like the next three fields */
     ino_t inode;
-    int fd;                       /* keeps the inode from being another file's; -1: there is none */
-    off_t byte;                   /* what the inode's lock is on */
-    int locks;                    /* const once it is listed: has that lock; -1: there is no directory, or no inode */
-    uint32_t handles;             /* under device->xrcd_lock, like the next two */
-    struct soft_xrc_inode **link; /* NULL: not of device->xrcds */
+    int fd;     /* keeps the inode from being reused by another file; -1: no inode */
+    off_t byte; /* byte that stands for the inode */
+    /* const once listed: description that holds the lock; -1: no directory, or no inode */
+    int locks;
+    uint32_t handles;             /* under device->xrcd_lock, like the next two fields */
+    struct soft_xrc_inode **link; /* NULL: not in device->xrcds */
     struct soft_xrc_inode *next;
 };
 
@@ -57,8 +64,9 @@ static int check_attr(const struct soft_context *context, const struct ibv_xrcd_
     return attr->fd == -1 && !(attr->oflags & O_CREAT) ? EINVAL : 0;
 }
 
-/* Another name for the inode behind `fd`. It is no further open file: neither keeps it a pipe or a lock open that the
- * user closes, nor does closing it drop the process's record locks, as it would with a duplicate. -1 and errno. */
+/* Open the inode behind `fd` by O_PATH. The result is no further open file: it keeps no pipe or lock open that the user
+ * closes, nor does closing it drop the process's record locks, as closing a duplicate would. Return -1 and errno on
+ * failure. */
 static int reopen_inode(int fd)
 {
     int flags = fcntl(fd, F_GETFL), held, error;
@@ -66,7 +74,7 @@ static int reopen_inode(int fd)
 
     if (flags < 0)
         return -1;
-    if (flags & O_PATH) { /* the kernel takes none for an XRC domain either */
+    if (flags & O_PATH) { /* the kernel accepts none for an XRC domain either */
         errno = EBADF;
         return -1;
     }
@@ -88,7 +96,7 @@ static void shared_free(struct soft_xrc_inode *shared)
     free(shared);
 }
 
-/* The byte that stands for an inode: two inodes have the same one by a chance of 2^-63. */
+/* Return the byte that stands for an inode: two inodes have the same one with a probability of 2^-63. */
 static off_t lock_byte(dev_t device, ino_t inode)
 {
     const uint64_t numbers[2] = {device, inode};
@@ -103,7 +111,7 @@ static off_t lock_byte(dev_t device, ino_t inode)
     return (off_t)(byte >> 1);
 }
 
-/* What a new domain would be, in no list yet. NULL and errno. */
+/* Return the state of a new domain, in no list yet; NULL and errno on failure. */
 static struct soft_xrc_inode *shared_new(int fd)
 {
     struct soft_xrc_inode *shared = calloc(1, sizeof(*shared));
@@ -156,7 +164,7 @@ static int lock_decision(const struct soft_xrc_inode *shared)
     return 0;
 }
 
-/* The rules of the verb, where others have the domain or not. The errors are the kernel's. */
+/* Check `oflags` against whether the domain exists, with the errors of the kernel: see ibv_open_xrcd(3). */
 static int check_oflags(bool exists, int oflags)
 {
     if (exists)
@@ -164,8 +172,8 @@ static int check_oflags(bool exists, int oflags)
     return oflags & O_CREAT ? 0 : EAGAIN;
 }
 
-/* This device has no domain of the inode yet: from here on it has, if it may. Without a directory that can be used there
- * are no others for this device; peers do not find it either. */
+/* Find out whether other devices have the inode's domain, and take its lock for this device if `oflags` allow it.
+ * Without a usable directory there are no other devices for this one, as peers cannot find it either. */
 static int associate(const struct soft_device *device, struct soft_xrc_inode *shared, int oflags)
 {
     short found = F_UNLCK;
@@ -216,7 +224,7 @@ static void add_to_list(struct soft_device *device, struct soft_xrc_inode *share
     device->xrcds = shared;
 }
 
-/* Takes the domain that is there, or `fresh`. */
+/* Join the device's domain of the inode, or add `fresh`. */
 static int join(struct soft_device *device, struct soft_xrc_inode *fresh, int oflags, struct soft_xrc_inode **joined)
 {
     struct soft_xrc_inode *shared;
@@ -238,7 +246,7 @@ static int join(struct soft_device *device, struct soft_xrc_inode *fresh, int of
     return error;
 }
 
-/* Whether it was the domain's last handle: then it is the device's no more. */
+/* Leave a domain. Return whether that was the domain's last handle: then the device does not have it any more. */
 static bool xrc_inode_leave(struct soft_device *device, struct soft_xrc_inode *shared)
 {
     bool last;

@@ -11,8 +11,8 @@ struct soft_xrc_inode;
 
 struct soft_xrcd {
     struct ibv_xrcd xrcd;
-    struct soft_xrc_inode *shared; /* const: what all handles of one inode's domain have in common */
-    atomic_uint references;        /* queue pairs and shared receive queues made with this handle */
+    struct soft_xrc_inode *shared; /* const: state that all handles of one inode's domain share */
+    atomic_uint references;        /* number of queue pairs and shared receive queues created with this handle */
 };
 
 static inline struct soft_xrcd *to_soft_xrcd(struct ibv_xrcd *xrcd)

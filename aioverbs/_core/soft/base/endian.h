@@ -1,4 +1,4 @@
-/* Numbers as they stand in frames: little-endian, at any address. */
+/* Numbers as in frames: little-endian, at any alignment. */
 #ifndef AIOVERBS_SOFT_BASE_ENDIAN_H
 #define AIOVERBS_SOFT_BASE_ENDIAN_H
 

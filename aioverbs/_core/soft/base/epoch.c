@@ -52,7 +52,7 @@ void soft_sleeper_rouse(struct soft_sleeper *sleeper)
 
 SOFT_THREAD_LOCAL struct grace_reader *grace_self;
 
-/* Records are pushed and never removed; a thread that ends gives its record to the next one that comes. */
+/* Records are pushed and never removed; a thread that ends leaves its record to the next new thread. */
 static _Atomic(struct grace_reader *) grace_readers;
 static pthread_once_t grace_once = PTHREAD_ONCE_INIT;
 static pthread_key_t grace_key;
@@ -123,8 +123,8 @@ void grace_wait(void)
 
 uint32_t soft_generation;
 
-/* In the child, which has one thread. Whatever the other threads of the parent held or were inside of is
- * abandoned: the device starts anew, and what was opened before is recognised by its generation. */
+/* Start anew in the child, which has one thread. What the parent's other threads held or were inside of is abandoned;
+ * contexts opened before are recognised by their generation. */
 void soft_sync_after_fork(void)
 {
     soft_generation++;

@@ -20,21 +20,21 @@ enum {
 };
 
 struct set {
-    unsigned long bits[LIMIT / WORD]; /* one for each descriptor */
+    unsigned long bits[LIMIT / WORD]; /* a bit for each descriptor */
     unsigned int count;
 };
 
-static unsigned long owned[LIMIT / WORD]; /* under the lock, a bit for each descriptor */
-static int highest = -1;                  /* of all that were ever owned; under the lock */
-static struct set to_close;               /* under the lock, like the next two: the closing thread closes these */
-static struct set received_fds;           /* and these first, which came out of one of those */
-static bool closing;                      /* that thread runs */
+static unsigned long owned[LIMIT / WORD]; /* under the lock, a bit for each owned descriptor */
+static int highest = -1;                  /* under the lock: largest descriptor that was ever owned */
+static struct set to_close;               /* under the lock, like the next two: descriptors for the closing thread */
+static struct set received_fds;           /* descriptors received while closing one of `to_close`; closed first */
+static bool closing;                      /* whether the closing thread runs */
 static struct soft_mutex lock = SOFT_MUTEX_INITIALIZER(SOFT_RANK_DESCRIPTORS);
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 static int watch_error;
 
-/* This thread forks, and has the lock: what others do in it meanwhile needs none. A handler of another library may come
- * between ours and run Python, whose garbage collector may close what it finds. */
+/* Whether this thread is forking. It holds the lock then, and its calls in between take no lock: the atfork handler of
+ * another library may run Python, whose garbage collector may close descriptors. */
 static _Thread_local bool forking;
 
 void soft_descriptors_hold(void)
@@ -61,8 +61,9 @@ static void fork_fds_after_fork(void)
     soft_descriptors_release();
 }
 
-/* In the child, by the thread that held the lock in the parent. What was to be closed by a thread is left to the one
- * that begins here with the next such descriptor, or when somebody asks whether too many wait. */
+/* Close all owned descriptors in the child, in the thread that held the lock in the parent. Descriptors that wait to be
+ * closed are left to the closing thread of the child, which starts with the next such descriptor, or when
+ * soft_descriptors_are_stuck is called. */
 static void fork_fds_close_all(void)
 {
     int fd;
@@ -110,13 +111,13 @@ void soft_descriptor_close(int fd)
         return;
     soft_descriptors_hold();
     owned[fd / WORD] &= ~(1ul << fd % WORD);
-    close(fd); /* under the lock: the number may be another's right after */
+    close(fd); /* under the lock: the number may be reused right after */
     soft_descriptors_release();
 }
 
-/* ---- What strangers send -------------------------------------------------------------------------------------- */
+/* ---- Descriptors sent by untrusted peers ---------------------------------------------------------------------- */
 
-/* Under the lock: takes one away, of which there is one. */
+/* Take the lowest descriptor out of a set that is not empty. Call under the lock. */
 static int take_lowest(struct set *set)
 {
     int fd;
@@ -129,7 +130,7 @@ static int take_lowest(struct set *set)
     return fd;
 }
 
-/* The number of one that is to be closed, which is in no set from here on; -1: there is none. */
+/* Take the next descriptor to close, which is in no set afterwards; return -1 if there is none. */
 static int next_to_close(bool *was_received)
 {
     int fd = -1;
@@ -146,7 +147,7 @@ static int next_to_close(bool *was_received)
 /* Under the lock. */
 static void put_into(struct set *set, int fd)
 {
-    if (fd >= LIMIT) { /* there are none where few files may be open */
+    if (fd >= LIMIT) { /* cannot happen while the limit on open files is small */
         close(fd);
         return;
     }
@@ -155,10 +156,10 @@ static void put_into(struct set *set, int fd)
     set->count++;
 }
 
-/* As recv(fd, to, size, MSG_DONTWAIT) of a Unix socket; the descriptors that come go to the set, as far as there is
- * room for them, and the kernel closes the others here: whether there were some. Without the lock, as whoever has the
- * socket, too, may have the kernel wait in the middle of his own reading, and this one with it. So a child that is
- * forked meanwhile may keep them. */
+/* Receive from a Unix socket, as recv(fd, to, size, MSG_DONTWAIT) does. Received descriptors are added to the set as
+ * far as there is room for them; the kernel closes the others in this call. Return whether there were descriptors. Call
+ * without the lock: another holder of the socket may make the kernel wait in the middle of its own read, and this read
+ * with it. So a child that is forked meanwhile may keep the descriptors. */
 static bool take_message(int fd, void *to, size_t size, struct set *set, ssize_t *got)
 {
     union {
@@ -192,10 +193,12 @@ static bool socket_is(int fd, int option, int expected)
     return !getsockopt(fd, SOL_SOCKET, option, &value, &size) && value == expected;
 }
 
-/* What waits in a Unix stream is taken out a message at a time, and closed before the next one is taken: so no more
- * than one message's descriptors are open at once, however many wait there. What waits in a Unix socket of messages is
- * the kernel's to close, which this thread waits for: messages may be empty, so that the last one is not told from the
- * end. So is what waits in a Unix stream that came out of another one. */
+/* Close the queued descriptors, in a thread.
+ *
+ * The data in a Unix stream is read one message at a time, and its descriptors are closed before the next read: so at
+ * most one message's descriptors are open at once, however many are queued in the stream. A Unix datagram socket is
+ * left to the kernel, which this thread waits for: since its messages may be empty, the last one cannot be told from
+ * the end. So is a Unix stream that was received from another one. */
 static void *close_queued(void *unused)
 {
     static const struct linger none = {0};
@@ -207,7 +210,7 @@ static void *close_queued(void *unused)
     (void)unused;
     prctl(PR_SET_NAME, "aioverbs-close");
     while ((fd = next_to_close(&was_received)) >= 0) {
-        setsockopt(fd, SOL_SOCKET, SO_LINGER, &none, sizeof(none)); /* most are no sockets */
+        setsockopt(fd, SOL_SOCKET, SO_LINGER, &none, sizeof(none)); /* fails for most, which are no sockets */
         if (!was_received && socket_is(fd, SO_DOMAIN, AF_UNIX) && socket_is(fd, SO_TYPE, SOCK_STREAM)) {
             soft_descriptors_prepare_socket(fd);
             shutdown(fd, SHUT_RDWR);
@@ -224,7 +227,8 @@ static void *close_queued(void *unused)
     return NULL;
 }
 
-/* Under the lock. Where the thread does not start they wait for the next attempt: by who discards one, or asks. */
+/* Start the closing thread if it has work. Call under the lock. Where the thread does not start, descriptors wait for
+ * the next call. */
 static void start_closing(void)
 {
     pthread_attr_t detached;
@@ -262,7 +266,7 @@ bool soft_descriptors_are_stuck(void)
     bool stuck;
 
     soft_descriptors_hold();
-    start_closing(); /* where nobody is let in meanwhile, nobody brings another one */
+    start_closing(); /* without new peers, no other call starts the thread */
     stuck = to_close.count > MESSAGE;
     soft_descriptors_release();
     return stuck;
@@ -275,7 +279,7 @@ void soft_descriptors_prepare_socket(int fd)
     setsockopt(fd, SOL_SOCKET, SO_OOBINLINE, &one, sizeof(one));
 }
 
-/* Under the lock: the one that came, which the message still has. */
+/* Own the descriptor of a message that was peeked at. Call under the lock. */
 static void own_received(struct msghdr *message, int *memory_fd, bool *unwanted)
 {
     const struct cmsghdr *header = CMSG_FIRSTHDR(message);
@@ -288,12 +292,12 @@ static void own_received(struct msghdr *message, int *memory_fd, bool *unwanted)
         *memory_fd = soft_descriptor_own(fd);
         return;
     }
-    queue_close(fd); /* closing it closes no file, but may wait as well */
+    queue_close(fd); /* the message still refers to the file, but this close may block as well */
     *unwanted = true;
 }
 
-/* What comes is looked at first, which takes nothing away: whatever finds no room here is not closed by that. Then it
- * is taken only where it has no descriptors that are not kept here. */
+/* Peek first, which takes nothing: what does not fit here is not closed by that. Then take the message only if it has
+ * no descriptors other than the one that is kept. */
 ssize_t soft_descriptors_receive(int fd, void *to, size_t size, int *memory_fd, bool *unwanted)
 {
     union {
@@ -306,7 +310,7 @@ ssize_t soft_descriptors_receive(int fd, void *to, size_t size, int *memory_fd, 
 
     if (memory_fd && *memory_fd < 0) {
         message.msg_control = &control;
-        message.msg_controllen = CMSG_LEN(sizeof(int)); /* and not of two, for which there is space */
+        message.msg_controllen = CMSG_LEN(sizeof(int)); /* not two, which the padding has space for */
         soft_descriptors_hold();
     }
     got = recvmsg(fd, &message, MSG_PEEK | MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
@@ -338,7 +342,7 @@ ssize_t soft_descriptors_receive_discarding(int fd, void *to, size_t size, bool 
     return got;
 }
 
-/* Takes what waits in a Unix stream, as far as no descriptors come: whether all was taken. */
+/* Read what is queued in a Unix stream, up to a message with descriptors; return whether all was read. */
 static bool drain(int fd)
 {
     char bytes[4096];

@@ -1,51 +1,51 @@
-/* File descriptors that a child of a fork must not keep: as long as it has a socket open, no peer learns that the
- * parent is gone. */
+/* File descriptors that the child of a fork must not keep: as long as a child has a socket open, no peer notices that
+ * the parent has ended. */
 #ifndef AIOVERBS_SOFT_BASE_FORK_FDS_H
 #define AIOVERBS_SOFT_BASE_FORK_FDS_H
 
 #include <stdbool.h>
 #include <sys/types.h>
 
-/* Once, before the first of them: 0 or an errno. */
+/* Watch for forks, before the first owned descriptor: return 0 or an errno. May be called again. */
 int soft_descriptors_watch_forks(void);
 
-/* Around making a descriptor and soft_descriptor_own, so that no fork comes in between. Nothing in there waits. */
+/* Hold off forks between creating a descriptor and soft_descriptor_own. No call in between may block. */
 void soft_descriptors_hold(void);
 void soft_descriptors_release(void);
 
-/* Between these two: the descriptor, or -1 and errno, as it was given; -1 and EMFILE where its number is too large,
- * and then it is closed. */
+/* Own a descriptor, between these two calls. Return `fd`: the descriptor, or -1 and errno, as passed. A descriptor with
+ * too large a number is closed: -1 and EMFILE. */
 int soft_descriptor_own(int fd);
-void soft_descriptor_close(int fd); /* anywhere; nothing where it is negative */
+void soft_descriptor_close(int fd); /* Close an owned descriptor; ignore a negative one. May be called anywhere. */
 
-/* ---- What strangers send -------------------------------------------------------------------------------------- */
+/* ---- Descriptors sent by untrusted peers ---------------------------------------------------------------------- */
 
-/* The last close of a file takes as long as who made it likes: a TCP socket lingers for the time that was set for it, a
- * file of FUSE waits for its server. So a stranger's descriptor is closed by a thread that has nothing else to do, and
- * never in the thread that reads, by the kernel neither: that one looks at a message before it takes it, and leaves one
- * with descriptors where it is, unless it has them itself by then. */
+/* The last close of a file takes as long as the file's creator likes: a TCP socket lingers for the time that was set
+ * for it, a FUSE file waits for its server. So descriptors of an untrusted peer are closed by a thread of their own.
+ * The reading thread never closes one, nor may the kernel do so in the reading thread: the reader peeks at a message
+ * before taking it, and does not take a message with descriptors unless it has them already. */
 
-/* Before the first look at a Unix socket: what comes out of band waits in line, where the kernel would else drop it. */
+/* Prepare a Unix socket for reading: out-of-band data stays in the stream, where the kernel would drop it otherwise. */
 void soft_descriptors_prepare_socket(int fd);
 
-/* As recv(fd, to, size, MSG_DONTWAIT) of a Unix socket. One descriptor may come, where `*kept` is -1 and it is a memory
- * file, whose close takes as long as giving its pages back: it goes to `*kept`. Where others come, or that one finds no room, nothing is taken
- * and `*unwanted` becomes true: nothing is left to do with the socket than to hang up. None may come where `memory_fd` is
- * NULL. */
+/* Receive from a Unix socket, as recv(fd, to, size, MSG_DONTWAIT) does. One descriptor may come, where `*memory_fd` is
+ * -1: a memory file, whose close takes only as long as freeing its pages; it is stored in `*memory_fd`. Where other
+ * descriptors come, or there is no room for that one, nothing is taken and `*unwanted` becomes true: the caller can
+ * only close the socket. With `memory_fd` NULL no descriptor may come. */
 ssize_t soft_descriptors_receive(int fd, void *to, size_t size, int *memory_fd, bool *unwanted);
 
-/* The same in one system call, of who is no stranger any more and could stop this process as well: those that come are
- * discarded, as far as they find room, and closed by the kernel at once beyond that. A child that is forked meanwhile
- * may keep them. */
+/* Receive in one system call from a peer that is trusted, and could stop this process anyway: descriptors are discarded
+ * as far as there is room for them, and closed by the kernel at once otherwise. A child that is forked meanwhile may
+ * keep them. */
 ssize_t soft_descriptors_receive_discarding(int fd, void *to, size_t size, bool *unwanted);
 
-/* Closes one by that thread, some time. A child that is forked while it is being closed keeps it. */
+/* Have the closing thread close a descriptor. A child that is forked while the descriptor is being closed keeps it. */
 void soft_descriptor_discard(int fd);
 
-/* Closes a Unix socket to a stranger. Nothing is sent or comes any more after it. */
+/* Close a Unix socket to an untrusted peer. Nothing is sent or received afterwards. */
 void soft_descriptor_close_socket(int fd);
 
-/* Whether so many wait to be closed that no more should come: the thread waits for one of them. */
+/* Return whether too many descriptors wait to be closed to accept more: the thread is blocked in one close. */
 bool soft_descriptors_are_stuck(void);
 
 #endif

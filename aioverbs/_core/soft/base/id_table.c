@@ -24,7 +24,7 @@ void soft_table_destroy(struct soft_table *table)
     soft_mutex_destroy(&table->lock);
 }
 
-/* Room in the ring for every number given out is made when it is given out, so that giving back cannot fail. */
+/* Make room in the ring for every number in use when it is reserved, so that freeing cannot fail. */
 static int id_table_make_room(struct soft_table *table)
 {
     uint32_t wanted = table->live + table->freed_count + 1;
@@ -81,7 +81,7 @@ int soft_table_reserve(struct soft_table *table, uint32_t *number, uint8_t *uses
     soft_mutex_take(&table->lock);
     error = id_table_make_room(table);
     if (error) {
-        /* nothing was taken */
+        /* no number was taken */
     } else if (table->freed_count >= SOFT_MIN_FREED || (table->fresh >= table->limit && table->freed_count)) {
         *number = take_freed(table);
     } else if (table->fresh < table->limit) {

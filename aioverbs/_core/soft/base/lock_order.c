@@ -69,7 +69,8 @@ static const char *const names[SOFT_RANKS] = {
     [SOFT_RANK_DESCRIPTORS] = "the lock of descriptors",
 };
 
-/* What the calling thread holds, in the order in which it took it. A user's sessions of start_poll are among them. */
+/* Locks that the calling thread holds, in the order in which it took them, including those of a user's sessions of
+ * start_poll. */
 enum { MOST = 64 };
 static _Thread_local struct {
     const void *lock;

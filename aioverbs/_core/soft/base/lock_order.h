@@ -1,14 +1,14 @@
-/* The locks of the software device, and the order in which a thread takes them.
+/* Locks of the software device, and the order in which a thread takes them.
  *
- *   soft_mutex  whose waiters sleep.
+ *   soft_mutex  a mutex whose waiters sleep.
  *   soft_lock   a short mutual exclusion between device halves ("the hardware").
  *
- * Each has a rank, and so has the wait for others' grace sections. Builds without NDEBUG, as those for sanitizers and
- * of the C programs are, end the process where a thread waits for what does not rank behind all that it holds, and
- * where assert_held() names a lock that the calling thread has not. Other builds check nothing of that.
+ * Each lock has a rank, and so has waiting for the grace sections of other threads. Builds without NDEBUG, such as
+ * those for sanitizers and of the C tests, abort where a thread waits for a lock that does not rank behind all locks
+ * that it holds, and where assert_held() names a lock that the calling thread does not hold. Other builds check
+ * nothing.
  *
- * The locks of `struct ibv_qp` and the like, which users wait for acknowledgements with, are taken alone.
- */
+ * The locks of `struct ibv_qp` and the like, by which users wait for acknowledgements, are taken alone. */
 #ifndef AIOVERBS_SOFT_BASE_LOCK_ORDER_H
 #define AIOVERBS_SOFT_BASE_LOCK_ORDER_H
 
@@ -16,35 +16,35 @@
 #include <stdatomic.h>
 #include <stdbool.h>
 
-/* Outermost first: a thread takes a later one while it holds an earlier one, never the reverse. */
+/* Ranks, outermost first: a thread takes a later one while it holds an earlier one, never the reverse. */
 enum soft_rank {
-    SOFT_RANK_CQ_HALF,     /* as in a user's sessions of start_poll; who takes two takes the lower address first */
-    SOFT_RANK_HALF,        /* of a queue pair or a shared receive queue */
-    SOFT_RANK_DEVICES,     /* the list of devices */
+    SOFT_RANK_CQ_HALF,     /* also held in a user's sessions of start_poll; of two, the lower address is taken first */
+    SOFT_RANK_HALF,        /* driver half of a queue pair or a shared receive queue */
+    SOFT_RANK_DEVICES,     /* list of devices */
     SOFT_RANK_XRCD,        /* device->xrcd_lock */
     SOFT_RANK_DEVICE,      /* device->lock */
-    SOFT_RANK_REAPING,     /* of a domain that processes share */
+    SOFT_RANK_REAPING,     /* file->reaping of a domain that processes share */
     SOFT_RANK_PD,          /* pd->lock */
-    SOFT_RANK_SETUP,       /* of the fabric, like the next one */
-    SOFT_RANK_PROGRESS,    /* not waited for in a grace section */
-    SOFT_RANK_GRACE,       /* no lock: a grace section begins, or those of others are waited for */
-    SOFT_RANK_SQ,          /* qp->sq_lock. One at a time: what is done to a peer's send queue is done after it */
+    SOFT_RANK_SETUP,       /* fabric->setup */
+    SOFT_RANK_PROGRESS,    /* fabric->progress; not waited for in a grace section */
+    SOFT_RANK_GRACE,       /* no lock: a grace section begins, or the sections of other threads are waited for */
+    SOFT_RANK_SQ,          /* qp->sq_lock. One at a time: work on a peer's send queue follows after the release */
     SOFT_RANK_RQ,          /* qp->rq_lock, of the same queue pair or of its peer */
-    SOFT_RANK_MW,          /* of a memory window */
+    SOFT_RANK_MW,          /* mw->lock */
     SOFT_RANK_SRQ,         /* srq->lock */
-    SOFT_RANK_FAULTS,      /* the plan's lock: held while completions are released, so that none overtakes another */
+    SOFT_RANK_FAULTS,      /* plan->lock; held while completions are released, so that none overtakes another */
     SOFT_RANK_CQ,          /* cq->lock */
     SOFT_RANK_CHANNEL,     /* channel->lock */
     SOFT_RANK_WORKER,      /* worker->lock */
     SOFT_RANK_EVENTS,      /* context->events.lock */
     SOFT_RANK_LINKS,       /* fabric->links */
     SOFT_RANK_TX,          /* stream->tx */
-    SOFT_RANK_FRAMES,      /* the fault plan's of frames */
+    SOFT_RANK_FRAMES,      /* plan->frames */
     SOFT_RANK_HELD,        /* fabric->held */
     SOFT_RANK_WAKEUP,      /* fabric->wakeup_lock */
-    SOFT_RANK_WAITED,      /* for how long co-owners were waited for */
-    SOFT_RANK_TABLE,       /* of numbers */
-    SOFT_RANK_DESCRIPTORS, /* held over a fork */
+    SOFT_RANK_WAITED,      /* file->wait_lock */
+    SOFT_RANK_TABLE,       /* table->lock */
+    SOFT_RANK_DESCRIPTORS, /* lock of descriptors; held over a fork */
     SOFT_RANKS,
 };
 
@@ -69,9 +69,9 @@ enum soft_rank {
 #define soft_rank_wait_for_sections() soft_rank_check(NULL, SOFT_RANK_GRACE)
 #define assert_held(lock) soft_rank_assert((lock), (lock)->rank, #lock, __func__)
 
-void soft_rank_check(const void *lock, enum soft_rank rank); /* the calling thread may wait for it */
-void soft_rank_push(const void *lock, enum soft_rank rank);  /* it has it */
-void soft_rank_pop(const void *lock, enum soft_rank rank);   /* it has it no more */
+void soft_rank_check(const void *lock, enum soft_rank rank); /* abort unless the calling thread may wait for the lock */
+void soft_rank_push(const void *lock, enum soft_rank rank);  /* record that the calling thread holds the lock */
+void soft_rank_pop(const void *lock, enum soft_rank rank);   /* record that it does not any more */
 bool soft_rank_holds(const void *lock);
 void soft_rank_assert(const void *lock, enum soft_rank rank, const char *text, const char *function);
 #endif
@@ -103,7 +103,7 @@ static inline void soft_mutex_take(struct soft_mutex *mutex)
     soft_rank_take(mutex);
 }
 
-/* Whether it was free: that waits for nobody, and so may come in any order. */
+/* Take the mutex if it is free; return whether it was. Since this never waits, the order of locks does not apply. */
 static inline bool soft_mutex_try(struct soft_mutex *mutex)
 {
     if (pthread_mutex_trylock(&mutex->mutex))
@@ -118,7 +118,8 @@ static inline void soft_mutex_give(struct soft_mutex *mutex)
     pthread_mutex_unlock(&mutex->mutex);
 }
 
-/* One that refuses its own thread with EDEADLK, where another would wait for itself, and another thread with EPERM. */
+/* Error-checking mutex: fails with EDEADLK where its owner would wait for itself, and with EPERM where another thread
+ * releases it. */
 int soft_mutex_init_checking(struct soft_mutex *mutex, enum soft_rank rank);
 
 static inline int soft_mutex_take_checking(struct soft_mutex *mutex)
@@ -140,8 +141,8 @@ static inline void soft_mutex_give_checking(struct soft_mutex *mutex)
 
 /* ---- A lock for device halves ---------------------------------------------------------------------------- */
 
-/* Held for a memory copy at the longest, never across a callback or a call that waits for another thread's work. A
- * waiter gives its processor away, since the holder may have lost its own. */
+/* Held for a memory copy at the longest, never across a callback or a call that waits for another thread. A waiter
+ * yields its processor, since the holder may have lost its own. */
 struct soft_lock {
     atomic_uint held;
     SOFT_RANKED

@@ -12,7 +12,7 @@
 
 enum {
     SETTLED = F_SEAL_SHRINK | F_SEAL_GROW,
-    SMALL = 2 << 20, /* a huge page */
+    SMALL = 2 << 20, /* bytes: one huge page */
 };
 
 int soft_sealed_create(const char *name, off_t bytes, int more)
@@ -38,7 +38,7 @@ off_t soft_sealed_bytes(int fd)
     struct statfs home;
     int seals = fcntl(fd, F_GET_SEALS);
 
-    /* One of huge pages has a size that is settled, and yet no memory where none of these is left. */
+    /* A file of huge pages has a sealed size, but no memory where no huge page is left. */
     if (seals < 0 || (seals & SETTLED) != SETTLED || fstat(fd, &found) || fstatfs(fd, &home) ||
         home.f_type == HUGETLBFS_MAGIC)
         return -1;
@@ -50,6 +50,6 @@ bool soft_sealed_is_small(int fd)
     off_t bytes = soft_sealed_bytes(fd);
     struct stat found;
 
-    /* It may have pages behind its end, which it got before it was sealed. */
+    /* The file may have pages behind its end, allocated before it was sealed. */
     return bytes >= 0 && bytes <= SMALL && !fstat(fd, &found) && found.st_blocks <= SMALL / 512;
 }

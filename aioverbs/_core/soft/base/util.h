@@ -8,13 +8,13 @@
 
 #define container_of(pointer, type, member) ((type *)(void *)((char *)(pointer) - offsetof(type, member)))
 
-/* A page of this kernel: 4 KiB, 16 KiB or 64 KiB. */
+/* Return the page size of this kernel: 4 KiB, 16 KiB or 64 KiB. */
 static inline size_t soft_page(void)
 {
     return (size_t)sysconf(_SC_PAGESIZE);
 }
 
-/* The smallest power of two that is not less; the sizes here are far below 2^31. */
+/* Return the smallest power of two that is not less than `at_least`, which is far below 2^31. */
 static inline uint32_t soft_power_of_two(uint32_t at_least)
 {
     uint32_t size = 1;

@@ -1,9 +1,9 @@
-/* For how long one that is not trusted was waited for, all in all.
+/* Budget of time for waiting on an untrusted process.
  *
- * A limit for each wait alone is none: one that keeps others waiting, goes just before the limit, and comes again,
- * costs as much each time. So waits add up. What is shorter than SOFT_WAIT_FREE_NS is not counted, nor that much of a
- * longer one: on a busy machine an honest one loses its processor for as long. And the sum shrinks between waits, so
- * that they count together only where they take more than a fifth of the time. */
+ * A limit for each wait alone is not enough: a process that keeps others waiting, stops just before the limit, and
+ * starts again costs as much each time. So waits add up. The first SOFT_WAIT_FREE_NS of each wait are not counted: on a
+ * busy machine an honest process loses its processor for as long. The sum shrinks between waits, so waits add up only
+ * where they take more than a fifth of the time. */
 #ifndef AIOVERBS_SOFT_BASE_WAIT_BUDGET_H
 #define AIOVERBS_SOFT_BASE_WAIT_BUDGET_H
 
@@ -11,17 +11,17 @@
 #include <stdint.h>
 
 #define SOFT_WAIT_FREE_NS 50000000u
-#define SOFT_WAIT_SHRINKS 4u /* a second less after so many seconds */
+#define SOFT_WAIT_SHRINKS 4u /* the sum shrinks by a second in so many seconds */
 
-/* Zero: of one that was never waited for. Who has it sees to it that one thread at a time is in it. */
+/* Time waited so far; all zero for a process that was never waited for. The owner serialises the calls. */
 struct soft_wait_budget {
-    uint64_t counted_until; /* up to this time */
-    uint64_t sum;           /* then */
+    uint64_t counted_until; /* waits are counted up to this time */
+    uint64_t sum;           /* sum of waits, in nanoseconds, at that time */
 };
 
-/* A wait that began then goes on now. What several waits have in common counts once. False: that makes `limit` in all,
- * with what is free of this wait. Call it while the other one is seen to be there: what passes between the last look
- * and the end of the wait may be the caller's own doing, which was stopped meanwhile. */
+/* Count a wait that began at `begin` and goes on at `now`. Overlapping waits count once. Return false where the waits
+ * reach `limit` in total, including the free part of this wait. Call while the other process is known to be alive: the
+ * time between the last check and the end of the wait may be due to the caller, which may have been stopped. */
 static inline bool soft_wait_budget_spend(struct soft_wait_budget *budget, uint64_t begin, uint64_t now, uint64_t limit)
 {
     uint64_t from = begin + SOFT_WAIT_FREE_NS, shrunk;

@@ -1,17 +1,21 @@
-/* Protection domains that processes share: a file without a name (memfd), which all of them have mapped. In it are the
- * keys of the domain's regions and memory to register, so that the device of one process reaches what another one
+/* Protection domains that processes share. The processes of a domain map one file without a name (memfd), which holds
+ * the keys of the domain's regions and memory to register, so that the device of one process accesses what another
  * registered.
  *
- * A process has a slot in it, for as long as it holds the lock of the byte with the slot's number (an open file
- * description's lock, which the kernel takes away when the process dies, however it dies). It alone writes the keys of
- * its slot, and has the chunks of memory that bear the slot's number. So nothing in the file needs a lock that a
- * process could die with: what a dead one left is cleared by who finds the slot free (soft_shared_reap).
+ * A process owns a slot of the file as long as it holds the lock of the byte with the slot's number: a lock of an open
+ * file description, which the kernel releases however the process ends. The owner alone writes the keys of its slot,
+ * and owns the chunks of memory that bear the slot's number. So nothing in the file needs a lock that a process could
+ * die with; the process that finds the slot of a dead owner unlocked clears it (soft_shared_reap).
  *
- * The others are processes of the same user, and are not trusted further than that: sizes come from the file's own,
- * which is sealed; places are checked before they are used.
+ *   process A (slot 0)      process B (slot 1)      process C
+ *   locks byte 0            locks byte 1            finds byte 1 unlocked, slot 1 in use:
+ *   writes keys of slot 0   dies: byte 1 unlocked   locks byte 1, clears slot 1, unlocks byte 1
  *
- * Only what lies in the file's memory serves other processes. What else is registered has a number of its own in the
- * domain, too, and they refuse it. */
+ * The other processes belong to the same user, and are trusted no further: sizes come from the file's size, which is
+ * sealed; positions are checked before use.
+ *
+ * Other processes can use only memory that lies in the file. Other memory of a process has keys of its own in the
+ * domain, too, which the other processes refuse. */
 #ifndef AIOVERBS_SOFT_OBJECTS_SHARED_H
 #define AIOVERBS_SOFT_OBJECTS_SHARED_H
 
@@ -27,89 +31,95 @@
 #include "soft/base/wait_budget.h"
 
 #define SOFT_SHARED_SLOTS 240u
-#define SOFT_SHARED_KEYS 65536u /* of a process; with the slots this fills the numbers that a device's own leave free */
-#define SOFT_SHARED_CHUNK (1u << 16) /* memory is given out by so many bytes */
+/* keys of a process; all slots together fill the numbers that a device does not assign itself */
+#define SOFT_SHARED_KEYS 65536u
+#define SOFT_SHARED_CHUNK (1u << 16) /* bytes of a chunk, the unit of allocation */
 #define SOFT_SHARED_READERS 64u
 
 /* ---- The file ---------------------------------------------------------------------------------------------- */
 
-/* What other processes need of a region. `state` is written last; who finds it the same after reading the others has
- * read what belongs together. */
+/* Region of a process, as the others need it. `state` is written last; a reader that finds the same `state` before and
+ * after the other fields has read a consistent entry. */
 struct soft_shared_key {
-    _Alignas(64) _Atomic uint64_t state; /* the key's low byte, SOFT_SHARED_LIVE, and a serial number from bit 32 on */
-    _Atomic uint64_t address, length;    /* as registered, where it was registered */
-    _Atomic uint64_t offset;             /* in the memory; UINT64_MAX: not in there */
+    _Alignas(64) _Atomic uint64_t state; /* low byte of the key, SOFT_SHARED_LIVE, and a serial number from bit 32 on */
+    _Atomic uint64_t address, length;    /* as registered, in the process that registered it */
+    _Atomic uint64_t offset;             /* offset in the memory; UINT64_MAX: outside of it */
     _Atomic uint32_t access;
 };
 #define SOFT_SHARED_LIVE 0x100u
 
-/* How many sections of a process reach what others registered, by threads: see soft_shared_wait. */
+/* Number of grace sections of a process that access what others registered; each thread counts in one of several
+ * entries: see soft_shared_wait. */
 struct soft_shared_reader {
     _Alignas(64) atomic_uint sections;
 };
 
 struct soft_shared_slot {
-    _Alignas(64) atomic_uint used; /* keys beyond were never written */
-    atomic_uint highest;           /* chunks beyond were never its own */
+    _Alignas(64) atomic_uint used; /* keys from here on were never written */
+    atomic_uint highest;           /* chunks from here on never belonged to the slot */
 };
 
 struct soft_shared_head {
     char magic[8];
-    uint64_t bytes; /* of the memory */
+    uint64_t bytes; /* bytes of the memory */
 };
 
 struct soft_shared_page {
     struct soft_shared_head head;   /* const */
-    atomic_uint is_closed;          /* the last instance went */
-    _Atomic uint64_t used_slots[4]; /* a bit for each slot: something of it may be here */
+    atomic_uint is_closed;          /* the last instance has ended */
+    _Atomic uint64_t used_slots[4]; /* a bit for each slot that may have something in the file */
     _Alignas(4096) struct soft_shared_slot slots[SOFT_SHARED_SLOTS];
     _Alignas(4096) struct soft_shared_reader readers[SOFT_SHARED_SLOTS][SOFT_SHARED_READERS];
     _Alignas(4096) struct soft_shared_key keys[SOFT_SHARED_SLOTS][SOFT_SHARED_KEYS];
 };
-/* Behind it: for each chunk the number of the slot that has it plus one, then the memory. */
+/* After the page: for each chunk the number of its slot plus one, then the memory. */
 
-/* ---- What a process has of it -------------------------------------------------------------------------------- */
+/* ---- A process's view of the file ---------------------------------------------------------------------------- */
 
 struct soft_device;
 
 struct soft_shared {
-    struct soft_shared *next;   /* of device->files, under device->lock */
-    struct soft_device *device; /* const, like all up to `keys` */
+    struct soft_shared *next;   /* next of device->files, under device->lock */
+    struct soft_device *device; /* const, like all fields up to `keys` */
     uint32_t generation;
-    int fd; /* what holds the locks; no other process has this description */
+    int fd; /* holds the locks; no other process has this open file description */
     dev_t dev;
     ino_t ino;
     uint32_t slot;
     struct soft_shared_page *page;
-    size_t size;            /* of the mapping, which begins with the page */
-    struct alloc_area area; /* the memory, as allocators use it */
-    struct soft_table keys; /* this process's struct soft_key, by the key's place in the slot */
-    atomic_uint references; /* domains, keys, allocators; the last one goes under device->lock */
-    bool member;            /* under device->lock: an instance of the domain is in this process */
+    size_t size;            /* bytes of the mapping, which begins with the page */
+    struct alloc_area area; /* the memory, for allocators */
+    struct soft_table keys; /* struct soft_key of this process, by its index in the slot */
+    atomic_uint references; /* domains, keys, allocators; the last reference is dropped under device->lock */
+    bool member;            /* under device->lock: this process has an instance of the domain */
     struct soft_mutex reaping;
-    atomic_bool no_reuse;                     /* somebody was not waited for to the end: no chunk is given out again */
-    atomic_bool timed_out[SOFT_SHARED_SLOTS]; /* that was its process, which is still there as far as is known */
-    struct soft_lock wait_lock;               /* guards what follows */
-    struct soft_wait_budget wait_budget; /* for all others: one process may have several slots, or another one soon */
-    atomic_ullong last_seen[SOFT_SHARED_SLOTS]; /* when its process was there */
+    atomic_bool no_reuse; /* a wait for a process timed out: no chunk is allocated again */
+    /* waiting for the slot's process timed out, and it is alive as far as is known */
+    atomic_bool timed_out[SOFT_SHARED_SLOTS];
+    struct soft_lock wait_lock; /* guards the fields below */
+    /* for all other processes together, since one process may own several slots in turn */
+    struct soft_wait_budget wait_budget;
+    atomic_ullong last_seen[SOFT_SHARED_SLOTS]; /* when its process was last known to be alive */
 };
 
-/* NULL and errno. The one makes a file, under device->lock; the other takes what another process made, by a descriptor
- * that stays the caller's: EPROTO where it is none, EMFILE where there are as many processes as there can be. */
+/* Create a file, under device->lock; or map the file that another process created, by a descriptor that remains the
+ * caller's. Return NULL and errno on failure: EPROTO (not such a file), EMFILE (no slot is free). */
 struct soft_shared *soft_shared_create(struct soft_device *device);
 struct soft_shared *soft_shared_import(struct soft_device *device, int fd);
 
 void soft_shared_hold(struct soft_shared *file);
-void soft_shared_drop(struct soft_shared *file); /* not under device->lock; nobody of this process is in there */
+/* Call without device->lock, when no thread of this process accesses the file. */
+void soft_shared_drop(struct soft_shared *file);
 
-/* A further descriptor for another process, the caller's to close; -1 and errno. */
+/* Return a new descriptor for another process, which the caller closes; -1 and errno on failure. */
 int soft_shared_export(const struct soft_shared *file);
 
-/* Under device->lock: this process has an instance, or has none any more. 0, or ENOENT: the last one went. */
+/* Record that this process has an instance, or has none any more. Call under device->lock. Return 0, or ENOENT where
+ * the last instance has ended. */
 int soft_shared_join(struct soft_shared *file, bool first);
 void soft_shared_leave(struct soft_shared *file);
 
-/* Whether a slot's process is there, by the kernel's word; what a process left that is not is cleared. */
+/* Return whether a slot's process is alive, by asking the kernel; clear the slots of processes that are not. */
 bool soft_shared_is_alive(const struct soft_shared *file, uint32_t slot);
 void soft_shared_reap(struct soft_shared *file);
 

@@ -1,4 +1,5 @@
-/* The file of a protection domain that processes share: how it is made, who is in it, and what the dead leave. */
+/* File of a protection domain that processes share: creating and joining it, the locks of its slots, and clearing what
+ * dead processes left. */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>
@@ -20,7 +21,7 @@
 #include "soft/objects/shared_keys.h"
 
 #define MAGIC "aioshpd1"
-#define MEMBERS_BYTE 4096 /* the byte that all processes with an instance lock together */
+#define MEMBERS_BYTE 4096 /* byte that all processes with an instance lock together (F_RDLCK) */
 #define HUGE_PAGE ((size_t)2 << 20)
 #define MAX_BYTES ((uint64_t)1 << 44)
 
@@ -72,7 +73,8 @@ static bool is_owned_by_ended(const struct alloc_area *area, size_t chunk, const
     return owner && owner <= SOFT_SHARED_SLOTS && ended[owner - 1];
 }
 
-/* The chunks of slots whose processes are gone: once for all of them, as each may be said to reach to the end. */
+/* Free the chunks of slots whose processes have ended, in one pass for all of them, since each slot's `highest` may be
+ * at the end of the memory. */
 static void free_chunks(struct soft_shared *file, const bool ended[SOFT_SHARED_SLOTS])
 {
     const struct alloc_area *area = &file->area;
@@ -97,7 +99,8 @@ static void free_chunks(struct soft_shared *file, const bool ended[SOFT_SHARED_S
             atomic_store(&file->page->slots[slot].highest, 0);
 }
 
-/* Whoever has the slot's lock, and nothing of his own there, like the next one. Nobody waits for it or finds a key. */
+/* Clear a slot whose lock this process holds, and in which this process has nothing, like the next function. Afterwards
+ * no process waits for the slot or finds a key in it. */
 static void shared_slot_clear(struct soft_shared *file, uint32_t slot)
 {
     unsigned int i;
@@ -141,7 +144,8 @@ void soft_shared_reap(struct soft_shared *file)
     soft_mutex_give(&file->reaping);
 }
 
-/* A slot that nothing is left in, which waits for nobody; or any that is free, if need be. */
+/* Lock a free slot: without `any`, one that was left clean, which needs no waiting; with `any`, also one that a dead
+ * process left. */
 static int acquire_slot(struct soft_shared *file, bool any)
 {
     bool ended[SOFT_SHARED_SLOTS] = {false};
@@ -154,7 +158,7 @@ static int acquire_slot(struct soft_shared *file, bool any)
         error = shared_file_lock(file, F_WRLCK, slot);
         if (error && error != EAGAIN && error != EACCES)
             return error;
-        if (!error && !any && is_used(file, slot)) { /* its process died just now */
+        if (!error && !any && is_used(file, slot)) { /* its process has died just now */
             shared_file_lock(file, F_UNLCK, slot);
             error = EAGAIN;
         }
@@ -180,7 +184,7 @@ int soft_shared_join(struct soft_shared *file, bool first)
 {
     int error = file->member ? 0 : shared_file_lock(file, F_RDLCK, MEMBERS_BYTE);
 
-    if (error) /* the last one is just leaving */
+    if (error) /* the last instance is being ended */
         return error == EAGAIN || error == EACCES ? ENOENT : error;
     if (!file->member && !first && (atomic_load(&file->page->is_closed) || !is_locked_by_others(file, MEMBERS_BYTE))) {
         shared_file_lock(file, F_UNLCK, MEMBERS_BYTE);
@@ -192,7 +196,8 @@ int soft_shared_join(struct soft_shared *file, bool first)
 
 void soft_shared_leave(struct soft_shared *file)
 {
-    /* Of two that leave at once neither may be the last: who comes then finds nobody there. */
+    /* Of two processes that leave at the same time neither may count as the last, but a process that joins later finds
+     * no member. */
     if (!shared_file_lock(file, F_WRLCK, MEMBERS_BYTE))
         atomic_store(&file->page->is_closed, 1);
     shared_file_lock(file, F_UNLCK, MEMBERS_BYTE);
@@ -206,14 +211,14 @@ static size_t align_up(size_t size, size_t to)
     return (size + to - 1) & ~(to - 1);
 }
 
-/* Where the memory begins, and the file ends, that has so many bytes of memory. */
+/* Return the offset of the memory in a file with `bytes` bytes of memory. The memory ends the file. */
 static size_t memory_offset(uint64_t bytes)
 {
     return align_up(sizeof(struct soft_shared_page) + bytes / SOFT_SHARED_CHUNK * sizeof(uint16_t), HUGE_PAGE);
 }
 
-/* As much as the machine has, so that it is never what there is too little of. The kernel gives pages for what is
- * touched. */
+/* Return the size of the memory: as much as the machine has, so that the file is never the limit. The kernel allocates
+ * pages on first access. */
 static uint64_t memory_bytes(void)
 {
     uint64_t bytes = align_up((size_t)sysconf(_SC_PHYS_PAGES) * (size_t)sysconf(_SC_PAGESIZE), HUGE_PAGE);
@@ -221,8 +226,8 @@ static uint64_t memory_bytes(void)
     return bytes < MAX_BYTES ? bytes : MAX_BYTES;
 }
 
-/* What another process says. The machine may have had more memory when the file was made; with much more than that, to
- * clear what the dead left would take as long as who made the file likes. */
+/* Check a size that another process wrote. The machine may have had more memory when the file was created; with far
+ * more than that, the creator of the file could make clearing dead slots arbitrarily slow. */
 static bool is_plausible_size(uint64_t bytes)
 {
     return bytes && bytes <= MAX_BYTES && bytes / 4 <= memory_bytes() && bytes % HUGE_PAGE == 0;
@@ -243,8 +248,8 @@ static void reap(void *file)
     soft_shared_reap(file);
 }
 
-/* At a multiple of a huge page, so that the memory is. No child of a fork has it, and no core file: of what was never
- * touched the kernel would give pages for that. */
+/* Map the file at a multiple of a huge page, so that the memory is aligned to one. Children of forks do not get the
+ * mapping, and core files do not contain it: the kernel would allocate the pages that were never accessed. */
 static int shared_file_map(struct soft_shared *file, uint64_t bytes)
 {
     size_t size = file->size = memory_offset(bytes) + bytes, head;
@@ -279,13 +284,14 @@ static int shared_file_map(struct soft_shared *file, uint64_t bytes)
     return 0;
 }
 
-/* ---- Life -------------------------------------------------------------------------------------------------------- */
+/* ---- Creation and destruction ------------------------------------------------------------------------------------ */
 
 static void shared_file_free(struct soft_shared *file)
 {
     if (file->slot < SOFT_SHARED_SLOTS)
-        set_used(file, file->slot, false); /* nothing of this process is in it any more */
-    soft_descriptor_close(file->fd); /* first: who closes last gives back all of the memory, and this is under a lock */
+        set_used(file, file->slot, false); /* nothing of this process is left in the slot */
+    /* first: the last close frees all of the memory, and the caller of this function holds a lock */
+    soft_descriptor_close(file->fd);
     if (file->page)
         munmap(file->page, file->size);
     soft_table_destroy(&file->keys);
@@ -306,13 +312,13 @@ static struct soft_shared *shared_file_new(struct soft_device *device)
     file->device = device;
     file->generation = soft_generation;
     file->fd = -1;
-    file->slot = SOFT_SHARED_SLOTS; /* none */
+    file->slot = SOFT_SHARED_SLOTS; /* no slot */
     soft_lock_init(&file->wait_lock, SOFT_RANK_WAITED);
     atomic_init(&file->references, 1);
     return file;
 }
 
-/* Which file it is, so that it is found again. */
+/* Record the file's identity, by which it is found again. */
 static int shared_file_identify(struct soft_shared *file)
 {
     struct stat found;
@@ -324,7 +330,7 @@ static int shared_file_identify(struct soft_shared *file)
     return 0;
 }
 
-/* It has a slot, unless there was an error. */
+/* Publish a file that has a slot, or free it on an error. */
 static struct soft_shared *shared_file_finish(struct soft_shared *file, int error)
 {
     assert_held(&file->device->lock);
@@ -358,8 +364,9 @@ struct soft_shared *soft_shared_create(struct soft_device *device)
     return shared_file_finish(file, error);
 }
 
-/* It is what soft_shared_create made, as far as it can be told. That it is never cut short is what counts, and that it
- * gets no further seals: with F_SEAL_FUTURE_WRITE its pages could not be given back, and would be written instead. */
+/* Check a file of another process, as far as possible. Two properties matter: the file never shrinks, and it gets no
+ * further seals, since with F_SEAL_FUTURE_WRITE its pages could not be freed, and would be zeroed by writing instead.
+ */
 static int shared_file_check(const struct soft_shared *file, uint64_t *bytes)
 {
     struct soft_shared_head head;
@@ -374,7 +381,7 @@ static int shared_file_check(const struct soft_shared *file, uint64_t *bytes)
     return 0;
 }
 
-/* It is the caller's to drop, or NULL. */
+/* Return the device's file behind a descriptor, with a reference that the caller drops; or NULL. */
 static struct soft_shared *shared_file_find(struct soft_device *device, int fd)
 {
     struct soft_shared *file;
@@ -391,8 +398,8 @@ static struct soft_shared *shared_file_find(struct soft_device *device, int fd)
     return file;
 }
 
-/* A description of its own, as locks belong to that; who gave the descriptor has the other one, too. EWOULDBLOCK: he
- * has a lease on the file (F_SETLEASE), for which opening it would wait. */
+/* Open the file anew. Locks belong to an open file description, and the sender of the descriptor shares the other one.
+ * EWOULDBLOCK: the sender holds a lease on the file (F_SETLEASE), and opening would wait for it. */
 static int reopen(int fd)
 {
     char path[64];
@@ -423,9 +430,9 @@ static int shared_file_join(struct soft_shared *file, int fd)
     return error == EMFILE ? acquire_slot(file, true) : error;
 }
 
-/* What others left, and they themselves, may have to be waited for, so it is made ready before device->lock is taken.
- * And whoever asks any other file than a memory file for anything may have to wait for that, as long as its owner likes.
- */
+/* Import a file. Joining may have to wait for other processes and for what they left, so the file is prepared before
+ * device->lock is taken. Any call on a file other than a memory file may block for as long as its owner likes, so the
+ * type is checked first. */
 struct soft_shared *soft_shared_import(struct soft_device *device, int fd)
 {
     struct soft_shared *file, *found;
@@ -445,7 +452,8 @@ struct soft_shared *soft_shared_import(struct soft_device *device, int fd)
         return NULL;
     error = shared_file_join(file, fd);
     soft_mutex_take(&device->lock);
-    found = shared_file_find(device, fd); /* another thread was faster, and may have had the last slot */
+    /* another thread may have imported the file meanwhile, and may have taken the last slot */
+    found = shared_file_find(device, fd);
     if (found)
         shared_file_free(file);
     else
@@ -473,7 +481,7 @@ void soft_shared_drop(struct soft_shared *file)
     struct soft_shared **link;
     bool last;
 
-    if (file->generation != soft_generation) /* in a child, which has none of it but this */
+    if (file->generation != soft_generation) /* the child of a fork inherits nothing of the file but this structure */
         return;
     soft_mutex_take(&file->device->lock);
     last = atomic_fetch_sub(&file->references, 1) == 1;

@@ -1,5 +1,5 @@
-/* The keys of a protection domain that processes share: what a process tells others of its regions, and how it reaches
- * theirs. */
+/* Keys of a protection domain that processes share: publishing regions to other processes, accessing theirs, and
+ * waiting for accesses of other processes. */
 #define _GNU_SOURCE
 #include "soft/objects/shared_keys.h"
 
@@ -19,11 +19,11 @@
 #include "soft/objects/qp.h"
 #include "soft/objects/shared.h"
 
-/* How long it is believed of a process that it is there. A system call for each access would cost more than that. */
+/* How long a process counts as alive after the kernel was asked: a system call for each access would cost too much. */
 #define ALIVE_CACHE_NS 10000000u
 
-/* As for copy tokens: processes that were stopped between two instructions have the one time, in all. From then on each of
- * them has no more than the other one, which is long enough for what is just being done. */
+/* Time limits, as for copy tokens: processes that are stopped between two instructions are waited for STUCK_NS
+ * together. Afterwards each of them gets TIMED_OUT_NS, which is enough for an access in progress. */
 #define STUCK_NS 2000000000u
 #define TIMED_OUT_NS 1000000u
 
@@ -33,7 +33,7 @@ struct place {
     uint32_t slot, key;
 };
 
-/* False: it is a number of the device's own. */
+/* Split a key into slot and index. Return false for a number of the device's own. */
 static bool shared_key_place(uint32_t key, struct place *place)
 {
     uint32_t number = key >> 8;
@@ -45,8 +45,9 @@ static bool shared_key_place(uint32_t key, struct place *place)
     return true;
 }
 
-/* Acquired with all that is in it, which is there before it is stored. It is stored once, and stays as long as the domain:
- * what was registered or looked up without it came before. */
+/* Return the file of the protection domain's domain, or NULL. The load acquires the file's fields, which are set before
+ * the pointer is stored. The pointer is stored once, and stays as long as the domain: keys that were registered or
+ * looked up without it precede it. */
 static struct soft_shared *pd_file(const struct soft_pd *pd)
 {
     return atomic_load_explicit(&pd->domain->file, memory_order_acquire);
@@ -69,7 +70,7 @@ int soft_key_reserve(struct soft_pd *pd, struct soft_key *key, uint8_t *use)
     error = soft_table_reserve(&file->keys, &place, NULL);
     if (error)
         return error;
-    /* It goes on where the process stopped that had the slot before, so that no key of that one fits. */
+    /* Continue the serial number of the slot's former owner, so that none of its keys fits. */
     serial = (atomic_load(&own_entry(file, place)->state) >> 32) + 1;
     *use = (uint8_t)serial;
     atomic_store(&own_entry(file, place)->state, serial << 32 | *use);
@@ -89,7 +90,7 @@ static uint32_t number_of(const struct soft_key *key)
     return key->file ? (key->number - SOFT_MAX_NUMBER) % SOFT_SHARED_KEYS : key->number;
 }
 
-/* At once, and not when it is given back: a process that dies has used up what it used. */
+/* Store the use at once, and not at the release: uses count even if the process dies. */
 void soft_key_set_use(struct soft_device *device, const struct soft_key *key, uint8_t use)
 {
     struct soft_shared_key *info;
@@ -102,7 +103,7 @@ void soft_key_set_use(struct soft_device *device, const struct soft_key *key, ui
     info = own_entry(key->file, number_of(key));
     serial = (uint32_t)(atomic_load(&info->state) >> 32);
     serial += (uint8_t)(use - serial);
-    atomic_store(&info->state, (uint64_t)serial << 32 | use); /* it is a window's: never live */
+    atomic_store(&info->state, (uint64_t)serial << 32 | use); /* a window's entry is never live */
 }
 
 void soft_key_publish(struct soft_device *device, struct soft_key *key)
@@ -144,7 +145,7 @@ bool soft_shared_find_foreign(const struct soft_pd *pd, uint32_t key)
     return file && shared_key_place(key, &place) && place.slot != file->slot;
 }
 
-/* ---- What others are told ------------------------------------------------------------------------------------ */
+/* ---- Publishing ---------------------------------------------------------------------------------------------- */
 
 void soft_shared_publish_key(struct soft_shared *file, uint32_t place, const struct soft_mr *mr)
 {
@@ -179,7 +180,7 @@ void soft_shared_clear_keys(struct soft_shared *file, uint32_t slot)
     atomic_store(&file->page->slots[slot].used, 0);
 }
 
-/* ---- What others told ---------------------------------------------------------------------------------------- */
+/* ---- Regions of other processes ------------------------------------------------------------------------------ */
 
 static bool is_slot_alive(struct soft_shared *file, uint32_t slot)
 {
@@ -198,7 +199,7 @@ static atomic_uint *own_reader(struct soft_shared *file)
     return &file->page->readers[file->slot][soft_thread_id() % SOFT_SHARED_READERS].sections;
 }
 
-/* At the end of a section. */
+/* End the accesses to the files of a grace section, at its end. */
 static void leave_files(struct grace_reader *self)
 {
     unsigned int i;
@@ -209,8 +210,8 @@ static void leave_files(struct grace_reader *self)
     }
 }
 
-/* The section that the thread is in reaches what others registered from here on, to its end. One request is about no
- * more than three domains: of more files, the one that was longest not reached is left. */
+/* Count the thread's grace section, until its end, as one that accesses what others registered in the file. A request
+ * concerns at most three domains; if the section has used more files, the least recently used one is left. */
 static void enter_file(struct soft_shared *file)
 {
     struct grace_reader *self = grace_self;
@@ -237,7 +238,7 @@ struct info {
     uint32_t access;
 };
 
-/* What stands there; false: nothing, by that key. */
+/* Read another process's entry. Return false where the entry does not have that key. */
 static bool read_key(struct soft_shared *file, const struct place *at, uint32_t key, struct info *info)
 {
     struct soft_shared_key *entry = &file->page->keys[at->slot][at->key];
@@ -252,7 +253,8 @@ static bool read_key(struct soft_shared *file, const struct place *at, uint32_t 
     return atomic_load(&entry->state) == state;
 }
 
-/* Where that is here, whatever was told: in the memory, or nowhere. */
+/* Return the address of a range in this process's mapping, checking what the other process wrote: NULL where the range
+ * is not in the memory. */
 static uint8_t *map_offset(const struct soft_shared *file, uint64_t offset, uint64_t length)
 {
     if (offset > file->area.bytes || length > file->area.bytes - offset)
@@ -260,7 +262,8 @@ static uint8_t *map_offset(const struct soft_shared *file, uint64_t offset, uint
     return (uint8_t *)file->area.memory + offset;
 }
 
-/* Another process' region. Either it is found recalled here, or who recalls it finds the thread's word. */
+/* Return the address of a range of another process's region. Either this function finds the key withdrawn, or the
+ * process that withdraws it finds this thread's section counted. */
 static uint8_t *shared_reach(struct soft_shared *file, const struct place *at, uint32_t key, uint64_t address,
                              uint64_t length, int access)
 {
@@ -302,14 +305,15 @@ uint8_t *soft_shared_open(struct soft_remote *remote, const struct soft_qp *qp, 
     return soft_shared_resolve(pd, key, address, length, access);
 }
 
-/* ---- Regions of others, by name --------------------------------------------------------------------------------- */
+/* ---- Imported regions ------------------------------------------------------------------------------------------- */
 
 struct imported_mr {
-    struct ibv_mr mr; /* with the address that its own process knows */
+    struct ibv_mr mr; /* with the address in the process that registered the region */
     struct soft_pd *pd;
 };
 
-/* That of this process has its memory where it was registered; that of others, where the file is mapped. */
+/* Look up a region by key: of this process, at the address where it was registered; of another, at the address where
+ * the file is mapped. */
 static int shared_key_look_up(const struct soft_pd *pd, uint32_t key, struct info *info, void **here)
 {
     struct soft_key *found = soft_shared_find(pd, key);
@@ -378,9 +382,10 @@ int soft_unimport_mr(struct ibv_mr *mr)
     return 0;
 }
 
-/* ---- Waiting for others --------------------------------------------------------------------------------------- */
+/* ---- Waiting for other processes ------------------------------------------------------------------------------ */
 
-/* Somebody is still waited for, since `begin`. False: the other processes have had their time, in all. */
+/* Charge a wait since `begin` that is not over to the budget of all other processes. Return false where the budget is
+ * used up. */
 static bool has_time_left(struct soft_shared *file, uint64_t begin, uint64_t now)
 {
     bool have;
@@ -391,8 +396,9 @@ static bool has_time_left(struct soft_shared *file, uint64_t begin, uint64_t now
     return have;
 }
 
-/* Until nobody of the slot is inside of that word, or its process is gone. False: it is time: `deadline`, and if it was
- * never overdue, not before the others have had theirs. The word is the other process's to write. */
+/* Wait until one count of the slot's sections is zero, or its process has died. Return false on a timeout: at
+ * `deadline`, if the slot has timed out before; otherwise not before the budget of all processes is used up. The other
+ * process writes the count. */
 static bool wait_for_reader(struct soft_shared *file, uint32_t slot, const atomic_uint *sections, uint64_t begin,
                             uint64_t deadline)
 {
@@ -404,7 +410,7 @@ static bool wait_for_reader(struct soft_shared *file, uint32_t slot, const atomi
             continue;
         }
         if (!soft_shared_is_alive(file, slot)) {
-            atomic_store(&file->timed_out[slot], false); /* the next one that has the slot is another process */
+            atomic_store(&file->timed_out[slot], false); /* the next owner of the slot is another process */
             return true;
         }
         if (now >= deadline && (atomic_load(&file->timed_out[slot]) || !has_time_left(file, begin, now)))
@@ -414,7 +420,8 @@ static bool wait_for_reader(struct soft_shared *file, uint32_t slot, const atomi
     return true;
 }
 
-/* All of the slot's words. Who was never overdue has a moment of its own, however long the others took. */
+/* Wait for all counts of a slot. A slot that has not timed out gets TIMED_OUT_NS of its own, however long the others
+ * took. */
 static void wait_for_slot(struct soft_shared *file, uint32_t slot, uint64_t begin)
 {
     uint64_t deadline = (atomic_load(&file->timed_out[slot]) ? begin : soft_now_ns()) + TIMED_OUT_NS;

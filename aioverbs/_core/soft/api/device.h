@@ -17,8 +17,7 @@ struct soft_options {
     struct soft_address address; /* which device of this process: "soft0", or for each address one more */
     /* Of the fabric, taken over by who opens the device while nobody else has it open; NULL: soft_settings_default. */
     const struct soft_settings *settings;
-    char *
-        error_text; /* NULL, or SOFT_ERROR_TEXT characters for what errno does not tell where opening fails; "" where it does */
+    char *error_text; /* NULL, or SOFT_ERROR_TEXT characters */
 };
 
 enum { SOFT_ERROR_TEXT = 256 };

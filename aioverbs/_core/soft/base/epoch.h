@@ -177,7 +177,7 @@ int soft_half_refuse(struct soft_half *half, const char *verb, uint32_t inside);
 static inline int soft_half_enter(struct soft_half *half, const char *verb)
 {
     struct soft_exclusive *exclusive = half->exclusive;
-    unsigned int nobody = 0;
+    unsigned int found_owner = 0;
     uint32_t self;
 
     self = soft_thread_id();
@@ -187,9 +187,9 @@ static inline int soft_half_enter(struct soft_half *half, const char *verb)
     if (atomic_load_explicit(&exclusive->owner, memory_order_relaxed) == self) {
         if (half->inside)
             return soft_half_refuse(half, verb, self);
-    } else if (!atomic_compare_exchange_strong_explicit(&exclusive->owner, &nobody, self, memory_order_acquire,
+    } else if (!atomic_compare_exchange_strong_explicit(&exclusive->owner, &found_owner, self, memory_order_acquire,
                                                         memory_order_relaxed)) {
-        return soft_half_refuse(half, verb, nobody);
+        return soft_half_refuse(half, verb, found_owner);
     }
     exclusive->depth++;
     half->inside = true;

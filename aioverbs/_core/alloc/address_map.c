@@ -1,4 +1,4 @@
-/* Addresses and what is known of them: open addressing, linear probing, no tombstones. */
+/* Hash table by address: open addressing, linear probing, no tombstones. */
 #include "alloc/base.h"
 
 #include <errno.h>
@@ -63,7 +63,8 @@ struct alloc_entry *alloc_table_find(const struct alloc_table *table, uintptr_t 
     return NULL;
 }
 
-/* What was pushed beyond the place moves back, so that a search may stop at the first vacant one. */
+/* Remove an entry. Entries that were displaced beyond its place move back, so that a search may stop at the first
+ * vacant place. */
 void alloc_table_remove(struct alloc_table *table, struct alloc_entry *entry)
 {
     size_t mask = table->room - 1, hole = (size_t)(entry - table->entries), place = hole;
@@ -80,7 +81,7 @@ void alloc_table_remove(struct alloc_table *table, struct alloc_entry *entry)
     table->entries[hole] = (struct alloc_entry){0};
     table->used--;
     if (table->room > LEAST_ROOM && table->used < table->room / 8)
-        change_room(table, table->room / 2); /* where memory has run out, it stays as it is */
+        change_room(table, table->room / 2); /* without memory, the table keeps its size */
 }
 
 void alloc_table_clear(struct alloc_table *table)

@@ -1,4 +1,4 @@
-/* Pieces of memory that processes have together: whole chunks, for which no process waits for another one. */
+/* Pieces of memory that processes share: whole chunks, for which no process waits for another. */
 #define _GNU_SOURCE
 #include "alloc/area.h"
 
@@ -9,11 +9,11 @@
 struct area {
     struct alloc_source source;
     struct alloc_area at;
-    struct alloc_table table; /* size: of the piece in chunks */
-    size_t next;              /* where to look first */
-    size_t chunks;            /* in pieces */
-    int closed;               /* 0, or why nothing is given out any more: ENXIO, or in the child of a fork ENODEV */
-    bool held;                /* the area stays for this */
+    struct alloc_table table; /* size: chunks of the piece */
+    size_t next;              /* where the next search begins */
+    size_t chunks;            /* chunks in all pieces */
+    int closed;               /* 0, or why nothing is allocated any more: ENXIO, or in the child of a fork ENODEV */
+    bool held;                /* whether this source holds the area */
 };
 
 static size_t total(const struct area *area)
@@ -21,7 +21,7 @@ static size_t total(const struct area *area)
     return area->at.bytes / area->at.chunk_bytes;
 }
 
-/* Who comes after this process, should it die, looks no further. */
+/* Raise the bound up to which another process searches for chunks of this one, should this one die. */
 static void area_raise_highest(atomic_uint *highest, size_t to)
 {
     unsigned int found = atomic_load(highest);
@@ -30,7 +30,7 @@ static void area_raise_highest(atomic_uint *highest, size_t to)
         ;
 }
 
-/* Takes chunks from `first` on: how many, which is `count` or less where the one behind is somebody's. */
+/* Claim chunks from `first` on; return how many, less than `count` where the next one has an owner. */
 static size_t claim(struct area *area, size_t first, size_t count)
 {
     size_t taken;
@@ -51,7 +51,8 @@ static size_t claim(struct area *area, size_t first, size_t count)
     return taken;
 }
 
-/* The first of `count` chunks that were taken between two, at a multiple of `step`; `end`: there are none. */
+/* Claim `count` chunks between `begin` and `end`, the first at a multiple of `step`; return the first, or `end` where
+ * there are none. */
 static size_t area_find(struct area *area, size_t begin, size_t end, size_t count, size_t step)
 {
     size_t first = begin;
@@ -85,7 +86,7 @@ static void *area_take(struct alloc_source *source, size_t size, size_t alignmen
     void *address;
 
     (void)resource_type;
-    (void)dirty; /* what was given back is zero */
+    (void)dirty; /* freed memory is zero */
     if (area->closed)
         return alloc_fail(ALLOC_AREA, area->closed, size, 0, ALLOC_ANY_NODE);
     if (alloc_table_reserve(&area->table))
@@ -104,7 +105,7 @@ static void *area_take(struct alloc_source *source, size_t size, size_t alignmen
     return address;
 }
 
-/* Nothing of the area is needed any more. */
+/* Drop the area, when nothing in it is needed any more. */
 static void release_area(struct area *area)
 {
     if (area->held)
@@ -147,7 +148,7 @@ static void area_forget(struct alloc_source *source)
     alloc_table_clear(&area->table);
     area->chunks = 0;
     area->closed = ENODEV;
-    area->held = false; /* so is the hold */
+    area->held = false; /* the child does not hold the area either */
 }
 
 static void area_destroy(struct alloc_source *source)

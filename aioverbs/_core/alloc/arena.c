@@ -1,9 +1,9 @@
-/* Small pieces in common chunks, and large ones by themselves.
+/* Arena: small pieces share chunks, large ones have memory of their own.
  *
- * A chunk is cut by halves (alloc/buddy.h): a piece takes the next power of two of its size or of its alignment, from a
- * unit up. With units of a cache line, two doorbell records, which two processors write at the same time, never share
- * one, and 10,000 of them take 625 KiB. What needs more than half a chunk comes from the source under the arena
- * directly, rounded to pages and no further. One chunk without pieces is kept for the next that need one. */
+ * A chunk is split by halves (alloc/buddy.h): a piece takes the next power of two of its size or its alignment, at
+ * least a unit. With units of a cache line, two doorbell records, which two processors may write at the same time,
+ * never share a line, and 10,000 of them take 625 KiB. A piece of more than half a chunk comes from the source under
+ * the arena directly, rounded to pages and no further. One chunk without pieces is kept for the next piece. */
 #include "alloc/base.h"
 
 #include "alloc/buddy.h"
@@ -16,7 +16,7 @@
 #define MOST_ORDER 24
 
 struct chunk {
-    struct chunk *next, **link; /* in the bin of its largest free block */
+    struct chunk *next, **link; /* links in the bin of its largest free block */
     char *address;
     uint8_t tree[];
 };
@@ -25,8 +25,9 @@ struct arena {
     struct alloc_source source;
     struct alloc_source *under;
     size_t chunk_bytes, unit_bytes;
-    unsigned int order;       /* of a chunk: it has 2^order units */
-    struct alloc_table table; /* chunks and large pieces; size: of a large piece, 0: of a chunk; value: its struct */
+    unsigned int order; /* a chunk has 2^order units */
+    /* chunks and large pieces; size: of a large piece, 0 for a chunk; value: its struct chunk */
+    struct alloc_table table;
     struct chunk *bins[MOST_ORDER + 2]; /* chunks by buddy_largest() */
     size_t chunks;
 };
@@ -49,7 +50,7 @@ static void bin(struct arena *arena, struct chunk *chunk)
     *head = chunk;
 }
 
-/* The chunk with the tightest room for a block of that order, a new one where there is none. */
+/* Return the chunk with the smallest sufficient free block for that order, or a new chunk. */
 static struct chunk *chunk_for(struct arena *arena, unsigned int wanted, uint64_t resource_type, void **instead)
 {
     struct chunk *chunk = NULL;

@@ -1,4 +1,4 @@
-/* The common life of allocators, and what a fork does to them. */
+/* Functions of all sources of memory, and their behaviour across forks. */
 #include "alloc/base.h"
 
 #include <errno.h>
@@ -32,15 +32,15 @@ void *alloc_fail(enum alloc_step step, int error, size_t size, size_t page_bytes
 
 /* ---- Forks ----------------------------------------------------------------------------------------------- */
 
-/* All sources, the newest first, in which order their locks are taken. A fork takes them all: no child is made between
- * the mapping of pages and the advice not to give them to it, and the child finds every table whole. */
+/* All sources, the newest first; their locks are taken in this order. A fork takes all locks: no child is made between
+ * the mapping of pages and MADV_DONTFORK, and the child finds every table consistent. */
 static struct {
     pthread_mutex_t lock;
     struct alloc_source *newest;
 } all = {PTHREAD_MUTEX_INITIALIZER, NULL};
 
-/* This thread forks, and has all locks: what others do in it meanwhile needs none. Handlers of other libraries may come
- * between ours, and one of them may run Python, whose garbage collector may give a source back. */
+/* Whether this thread is forking. It holds all locks then, and its calls in between take none: the atfork handler of
+ * another library may run Python, whose garbage collector may release a source. */
 static _Thread_local bool forking;
 
 static void alloc_lock(pthread_mutex_t *mutex)
@@ -110,7 +110,7 @@ int alloc_watch_forks(void)
     return watch_error;
 }
 
-/* ---- Life ------------------------------------------------------------------------------------------------ */
+/* ---- Creation and release -------------------------------------------------------------------------------- */
 
 void *alloc_source_create(size_t size, const struct alloc_ops *ops)
 {
@@ -132,7 +132,7 @@ void *alloc_source_create(size_t size, const struct alloc_ops *ops)
     if (source->older)
         source->older->newer = source;
     all.newest = source;
-    if (forking) /* it has this one, too */
+    if (forking) /* the forking thread holds all locks, including this one */
         pthread_mutex_lock(&source->lock);
     unlock(&all.lock);
     return source;
@@ -187,7 +187,7 @@ void *alloc_piece(void *self, size_t size, size_t alignment, uint64_t resource_t
     if (!alignment)
         alignment = 1;
     if (!size)
-        size = 1; /* an address of its own, as from malloc */
+        size = 1; /* return a unique address, as malloc does */
     if (alignment & (alignment - 1))
         return alloc_fail(ALLOC_ARGUMENTS, EINVAL, alignment, 0, ALLOC_ANY_NODE);
     if (size > MOST_BYTES || alignment > MOST_BYTES)
@@ -197,7 +197,7 @@ void *alloc_piece(void *self, size_t size, size_t alignment, uint64_t resource_t
     if (address && address != IBV_ALLOCATOR_USE_DEFAULT)
         source->pieces++;
     unlock(&source->lock);
-    if (dirty) /* the piece is the caller's already, nobody needs to wait for this */
+    if (dirty) /* after the lock is released: no other thread has the piece */
         memset(address, 0, size);
     return address;
 }

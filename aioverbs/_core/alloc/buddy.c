@@ -11,7 +11,7 @@ void buddy_init(uint8_t *tree, unsigned int order)
         memset(tree + ((size_t)1 << depth), (int)(order - depth) + 1, (size_t)1 << depth);
 }
 
-/* `node` of order `at` has changed: its ancestors learn of it. */
+/* Update the ancestors of `node`, which has order `at` and has changed. */
 static void update_ancestors(uint8_t *tree, size_t node, unsigned int at)
 {
     for (; node > 1; node /= 2, at++) {
@@ -30,7 +30,7 @@ size_t buddy_take(uint8_t *tree, unsigned int order, unsigned int wanted)
     for (at = order; at > wanted; at--) {
         uint8_t left = tree[2 * node], right = tree[2 * node + 1];
 
-        /* Into the half that fits more tightly, to keep large blocks whole. */
+        /* Choose the half that fits more tightly, to keep large blocks whole. */
         node = 2 * node + (left <= wanted || (right > wanted && right < left));
     }
     tree[node] = 0;
@@ -43,7 +43,8 @@ bool buddy_give(uint8_t *tree, unsigned int order, size_t unit)
     size_t node = ((size_t)1 << order) + unit;
     unsigned int at = 0;
 
-    /* Upwards from the unit, the first node without anything free is the taken block: its descendants do not know. */
+    /* The first node upwards from the unit without a free block is the allocated block: its descendants keep old
+     * values. */
     for (; tree[node]; node /= 2, at++)
         if (node & 1) /* the root: all is free; a right half: no block begins here */
             return false;

@@ -1,4 +1,4 @@
-/* Sources without memory of their own: the first of several that has some, and the caller's. */
+/* Sources without memory of their own: tiers, which try several sources in turn, and the caller's own memory. */
 #include "alloc/base.h"
 
 #include <errno.h>
@@ -19,7 +19,7 @@ static void *tiers_take(struct alloc_source *source, size_t size, size_t alignme
     void *address = NULL;
     size_t i;
 
-    (void)dirty; /* each tier clears its own */
+    (void)dirty; /* each tier clears its pieces */
     for (i = 0; i < tiers->count && !address; i++)
         address = alloc_piece(tiers->tier[i], size, alignment, resource_type);
     return address;

@@ -1,6 +1,6 @@
-/* Pages from the kernel, a mapping for each piece: shared, so that no write copies them, and kept from children. Shared
- * alone is not enough, since a child could write there; the advice alone is not, since whoever deregisters the memory
- * with fork support on (ibv_fork_init) takes it back. */
+/* Pages from the kernel, a mapping for each piece: shared, so that no write copies them, and not inherited by children
+ * of forks. Shared alone is not enough, since a child could write there; MADV_DONTFORK alone is not, since
+ * deregistering the memory with fork support (ibv_fork_init) undoes it. */
 #define _GNU_SOURCE
 #include "alloc/base.h"
 
@@ -14,7 +14,7 @@
 #define MAP_HUGE_SHIFT 26
 #endif
 
-/* Of <linux/mempolicy.h>, which not every system with a compiler has. */
+/* From <linux/mempolicy.h>, which some systems with a compiler lack. */
 #define POLICY_PREFERRED 1
 #define POLICY_BIND 2
 
@@ -26,7 +26,7 @@ struct pages {
     struct alloc_source source;
     struct alloc_table table; /* size: of the mapping; value: whether it is bound to the node */
     size_t page_bytes;
-    int huge_flags, node; /* flags: 0 with base pages */
+    int huge_flags, node; /* huge_flags: 0 with base pages */
     bool strict;
     size_t mapped_bytes, bound_bytes;
 };
@@ -39,7 +39,8 @@ static void *map_at(const struct pages *pages, void *address, size_t length)
     return mapped == MAP_FAILED ? NULL : mapped;
 }
 
-/* Room for it is found first, without memory: huge pages that only serve the alignment may not be there. */
+/* Map pages at a multiple of `alignment`. Address space is reserved first, without memory: a larger mapping of huge
+ * pages, cut to fit, might exceed their number. */
 static void *map_aligned(const struct pages *pages, size_t length, size_t alignment)
 {
     size_t room = length + alignment, head;
@@ -73,14 +74,14 @@ static int bind_to_node(void *address, size_t length, int node, int policy)
     return syscall(SYS_mbind, address, length, policy, mask, (unsigned long)ALLOC_MAX_NODES + 1, 0u) ? errno : 0;
 }
 
-/* 0, or what failed; `bound` tells whether the pages come from the node. */
+/* Prepare new pages; return ALLOC_NOTHING or the step that failed. `*bound`: whether the pages come from the node. */
 static enum alloc_step prepare(const struct pages *pages, void *address, size_t length, bool *bound)
 {
     *bound = false;
     if (madvise(address, length, MADV_DONTFORK))
         return ALLOC_DONT_FORK;
-    /* A control group's limit on huge pages may be met only when they are touched, which ends the process: they are
-     * touched here, where it can be told. EINVAL: a kernel before 5.14, which cannot tell. */
+    /* A control group's limit on huge pages may apply only at the first access, which then ends the process: access
+     * them here, where the failure can be reported. EINVAL: a kernel before 5.14, which cannot. */
     if (pages->huge_flags && madvise(address, length, MADV_POPULATE_WRITE) && errno != EINVAL) {
         errno = ENOMEM;
         return ALLOC_MAP_HUGE;
@@ -101,7 +102,7 @@ static void *pages_take(struct alloc_source *source, size_t size, size_t alignme
     bool bound;
 
     (void)resource_type;
-    (void)dirty; /* the kernel's pages are clean */
+    (void)dirty; /* the kernel's pages are zero */
     if (alloc_table_reserve(&pages->table))
         return alloc_fail(ALLOC_BOOKKEEPING, ENOMEM, size, 0, pages->node);
     if (alignment > pages->page_bytes)

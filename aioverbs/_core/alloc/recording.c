@@ -1,4 +1,4 @@
-/* What was asked for and is out, by resource type. A piece counts under the type that it was asked for with. */
+/* Records of allocations by resource type. A piece counts under the type that it was requested with. */
 #include "alloc/base.h"
 
 #include <errno.h>
@@ -9,13 +9,13 @@
 
 struct recording {
     struct alloc_source source;
-    struct alloc_source *inner; /* NULL: pieces come from elsewhere, and are noted by who got them */
-    struct alloc_table table;   /* size: as asked for; value: the usage's place */
-    struct alloc_usage *usages; /* as many as there are types */
+    struct alloc_source *inner; /* NULL: pieces come from elsewhere, and their allocator records them */
+    struct alloc_table table;   /* size: as requested; value: index of the usage */
+    struct alloc_usage *usages; /* one for each type */
     size_t types, room;
 };
 
-/* The usage of a type; NULL where memory has run out. */
+/* Return the usage of a type; NULL without memory. */
 static struct alloc_usage *usage_of(struct recording *recording, uint64_t resource_type)
 {
     struct alloc_usage *usage;
@@ -39,7 +39,7 @@ static struct alloc_usage *usage_of(struct recording *recording, uint64_t resour
     return usage;
 }
 
-/* In room that was made for it. */
+/* Record a piece, in room that was reserved for it. */
 static void note(struct recording *recording, struct alloc_usage *usage, const void *address, size_t size)
 {
     alloc_table_insert(&recording->table, address, size, (uint64_t)(usage - recording->usages));
@@ -73,7 +73,7 @@ static void *recording_take(struct alloc_source *source, size_t size, size_t ali
     struct alloc_usage *usage = usage_of(recording, resource_type);
     void *address;
 
-    (void)dirty; /* the inner source clears its own */
+    (void)dirty; /* the inner source clears its pieces */
     if (!usage || alloc_table_reserve(&recording->table))
         return alloc_fail(ALLOC_BOOKKEEPING, ENOMEM, size, 0, ALLOC_ANY_NODE);
     address = alloc_piece(recording->inner, size, alignment, resource_type);
@@ -139,7 +139,7 @@ struct alloc_source *alloc_recording_create(struct alloc_source *inner)
     return &recording->source;
 }
 
-/* ---- For who asks elsewhere ------------------------------------------------------------------------------ */
+/* ---- Pieces allocated elsewhere -------------------------------------------------------------------------- */
 
 int alloc_recording_note(struct alloc_source *source, const void *address, size_t size, uint64_t resource_type)
 {

@@ -1,4 +1,4 @@
-/* The devices of this process, their contexts, and what happens to them. */
+/* Devices of this process: opening and closing contexts, and faults of devices. */
 #define _GNU_SOURCE
 #include "soft/api/device.h"
 
@@ -35,14 +35,14 @@
 
 /* ---- Devices --------------------------------------------------------------------------------------------- */
 
-static struct soft_device *devices; /* under device_lock; never freed, contexts and tables refer to them */
+static struct soft_device *devices; /* under device_lock; never freed, since contexts and tables refer to them */
 static struct soft_mutex device_lock = SOFT_MUTEX_INITIALIZER(SOFT_RANK_DEVICES);
 static pthread_once_t fork_once = PTHREAD_ONCE_INIT;
 static int fork_error;
 
 static void child_after_fork(void)
 {
-    /* Another thread may have held the lock at the moment of the fork: it is made anew, not released. */
+    /* Another thread may have held the lock at the fork, so initialise it anew. */
     soft_mutex_init(&device_lock, SOFT_RANK_DEVICES);
     devices = NULL;
     soft_sync_after_fork();
@@ -100,7 +100,7 @@ static struct soft_device *device_new(const struct soft_address *address)
         soft_table_init(&device->srqs, SOFT_FIRST_SRQ, SOFT_MAX_NUMBER) ||
         soft_mutex_init(&device->lock, SOFT_RANK_DEVICE) || soft_mutex_init(&device->xrcd_lock, SOFT_RANK_XRCD))
         error = ENOMEM;
-    if (!error) /* the last that can fail: it is never freed */
+    if (!error) /* the last step that can fail, since the fabric is never freed */
         error = soft_fabric_new(device, &soft_remote_user);
     if (error) {
         soft_descriptor_close(device->reserved);
@@ -158,7 +158,7 @@ static void unlink_context(struct soft_context *context)
     *context->link = context->next;
     if (context->next)
         context->next->link = context->link;
-    if (!context->device->first) /* under the lock: another context begins with a fabric of its own */
+    if (!context->device->first) /* under the lock, since another context starts a fabric of its own */
         soft_fabric_stop(context->device);
     soft_mutex_give(&context->device->lock);
 }
@@ -212,7 +212,7 @@ struct ibv_context *soft_open(const struct soft_options *options)
     if (error)
         goto destroy_events;
     link_context(context, options->settings);
-    error = options->address.family ? soft_fabric_listen(device) : 0; /* who has an address is found by it */
+    error = options->address.family ? soft_fabric_listen(device) : 0; /* a device with an address listens at once */
     if (!error)
         return &verbs->context;
 
@@ -241,7 +241,7 @@ int soft_close_device(struct ibv_context *ibv_context)
     if (context->pds || context->parent_domains || context->thread_domains || context->xrcds || context->mrs ||
         context->mws || context->ahs || context->channels || context->cqs || context->srqs || context->qps)
         return EBUSY;
-    unlink_context(context); /* from here on nobody raises an event of the port */
+    unlink_context(context); /* from here on no thread raises an event of the port */
     soft_worker_destroy(context);
     soft_events_destroy(context);
     pthread_mutex_destroy(&ibv_context->mutex);
@@ -283,7 +283,7 @@ int soft_set_delay(struct ibv_context *ibv_context, uint64_t delay_ns)
     return 0;
 }
 
-/* ---- What the fabric tells ------------------------------------------------------------------------------- */
+/* ---- Statistics of the fabric ---------------------------------------------------------------------------- */
 
 void soft_get_fabric_stats(struct ibv_context *context, struct soft_fabric_stats *stats)
 {
@@ -305,7 +305,7 @@ bool soft_has_fabric(const struct ibv_context *context)
     return soft_fabric_has_begun(to_soft_context(context)->device);
 }
 
-/* ---- What happens to a device ---------------------------------------------------------------------------- */
+/* ---- Faults of the device -------------------------------------------------------------------------------- */
 
 int soft_set_port(struct ibv_context *ibv_context, bool up)
 {
@@ -335,17 +335,18 @@ int soft_lose(struct ibv_context *ibv_context)
     if (!grace_ready())
         return ENOMEM;
     is_first = !(atomic_fetch_or(&context->special, SOFT_SPECIAL_LOST) & SOFT_SPECIAL_LOST);
-    /* What was being executed is: either grace_wait sees its section, or it sees that the device is lost. For that, who
-     * looks in a section does so sequentially consistently: on ARMv8.0 a relaxed load may come before the section begins. */
+    /* Finish executions in progress: either grace_wait sees their section, or they see that the device is lost. For
+     * that, a section reads the flag with sequential consistency: on ARMv8.0 a relaxed load may come before the section
+     * begins. */
     grace_wait();
     soft_read_cache_invalidate_all(context->device);
     soft_direct_release_context(context);
-    if (is_first) /* whoever hears of it uses the memory for other things */
+    if (is_first) /* the receiver of the event may reuse the memory */
         soft_raise_event(context, &context->events.own, IBV_EVENT_DEVICE_FATAL);
     return 0;
 }
 
-/* Whether the caller can break an object of this context: then he is in the grace section. */
+/* Enter a grace section, if an object of this context can be broken: return 0 or an errno. */
 static int break_begin(struct ibv_context *context, struct grace_reader **grace)
 {
     if (soft_stale(to_soft_context(context)))

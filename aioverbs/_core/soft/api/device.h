@@ -1,6 +1,6 @@
-/* The software device, as its users see it: a verbs provider in this process that needs no kernel, no rdma-core
- * and no root. What it opens is an ordinary `struct ibv_context` inside of a `struct verbs_context`; the verbs
- * that libibverbs exports are in its `verbs_table`. */
+/* Interface of the software device: a verbs provider in this process that needs no kernel, no rdma-core and no root. It
+ * opens an ordinary `struct ibv_context` inside of a `struct verbs_context`; the verbs that libibverbs exports are in
+ * its `verbs_table`. */
 #ifndef AIOVERBS_SOFT_API_DEVICE_H
 #define AIOVERBS_SOFT_API_DEVICE_H
 
@@ -13,38 +13,40 @@
 
 struct soft_options {
     enum soft_mode mode;
-    uint64_t delay_ns;           /* thread mode only */
-    struct soft_address address; /* which device of this process: "soft0", or for each address one more */
-    /* Of the fabric, taken over by who opens the device while nobody else has it open; NULL: soft_settings_default. */
+    uint64_t delay_ns;           /* thread mode: delay of requests, in nanoseconds */
+    struct soft_address address; /* device of this process: "soft0", or another device for each address */
+    /* settings of the fabric; they apply if no other context has the device open. NULL: soft_settings_default */
     const struct soft_settings *settings;
-    char *error_text; /* NULL, or SOFT_ERROR_TEXT characters */
+    /* NULL, or SOFT_ERROR_TEXT characters for details of a failure that errno does not tell; "" where it does */
+    char *error_text;
 };
 
 enum { SOFT_ERROR_TEXT = 256 };
 
-/* What is alive in a context. */
+/* Number of live objects in a context. */
 struct soft_counts {
     uint32_t pds, parent_domains, thread_domains, xrcds, mrs, mws, ahs, channels, cqs, srqs, qps;
-    uint32_t overlaps; /* calls that were refused because another was inside of the same unlocked half */
+    uint32_t overlaps; /* calls refused because another call was inside of the same unlocked driver half */
 };
 
 extern const struct verbs_table soft_verbs;
 
-/* NULL and errno: EINVAL (mode; a delay in inline mode; an address that no host has for its own, or that is that of one
- * network interface only), ENOMEM, EMFILE; with an address, why nobody can be let in there,
- * such as EADDRINUSE and EADDRNOTAVAIL. */
+/* Open a device. Return NULL and errno on failure: EINVAL (mode; a delay in inline mode; an address that no host has
+ * for its own, or that belongs to one network interface only), ENOMEM, EMFILE; with an address, the error of listening
+ * there, such as EADDRINUSE and EADDRNOTAVAIL. */
 struct ibv_context *soft_open(const struct soft_options *options);
 int soft_close_device(struct ibv_context *context);
 
-/* Has children of forks begin anew from here on; soft_open does it by itself. 0 or an errno. */
+/* Let children of forks start anew from here on; soft_open calls this itself. Return 0 or an errno. */
 int soft_watch_forks(void);
 
-/* True where the context was opened before a fork that made this process: each verb on it answers ENODEV. */
+/* Return whether the context was opened before a fork that made this process: each verb on it fails with ENODEV. */
 bool soft_is_stale(const struct ibv_context *context);
 
 void soft_get_counts(struct ibv_context *context, struct soft_counts *counts);
 
-/* For measurements and tests: changes the delay of requests posted from here on. EINVAL in inline mode. */
+/* Change the delay of requests that are posted from here on, for measurements and tests. Return EINVAL in inline mode.
+ */
 int soft_set_delay(struct ibv_context *context, uint64_t delay_ns);
 
 /* ---- Peers of other processes ------------------------------------------------------------------------------ */
@@ -52,32 +54,36 @@ int soft_set_delay(struct ibv_context *context, uint64_t delay_ns);
 struct soft_fabric_stats;
 struct soft_stream_stats;
 
-/* For all contexts of the device at once. Streams: how many there are, of which the first `room` are told. */
+/* Get the statistics of the fabric, for all contexts of the device; and of its streams: return their number, and write
+ * the first `room` of them. */
 void soft_get_fabric_stats(struct ibv_context *context, struct soft_fabric_stats *stats);
 size_t soft_get_stream_stats(struct ibv_context *context, struct soft_stream_stats *streams, size_t room);
 
-/* Why peers do not find the device, "" where nothing is wrong with that: SOFT_ERROR_TEXT characters. */
+/* Write why peers cannot find the device, SOFT_ERROR_TEXT characters; "" if they can. */
 void soft_get_fabric_error(struct ibv_context *context, char *why);
 
-/* Whether there may be peers: from the first queue pair that has one, until the last context is closed. */
+/* Return whether there may be peers: from the first queue pair with a remote peer until the last context is closed. */
 bool soft_has_fabric(const struct ibv_context *context);
 
-/* ---- What happens to a device ------------------------------------------------------------------------------ */
+/* ---- Faults of the device ---------------------------------------------------------------------------------- */
 
-/* The device's port goes down or up, for all contexts, with an event in each. While it is down nobody answers. */
+/* Set the device's port down or up for all contexts, with an event in each. While the port is down, the device does not
+ * respond. */
 int soft_set_port(struct ibv_context *context, bool up);
 
-/* The device is gone as far as this context goes: verbs answer EIO, but for those that destroy or take what is there;
- * nothing completes any more. DEVICE_FATAL comes when no memory of what was under way is touched any more: a peer that
- * is just at it is waited for, SOFT_COPY_TIMEOUT_NS at most. */
+/* Lose the device, for this context: verbs fail with EIO, except those that destroy objects or fetch completions and
+ * events; nothing completes any more. DEVICE_FATAL is raised when no memory of requests in flight is accessed any more:
+ * a copy by a peer in progress is waited for, at most SOFT_COPY_TIMEOUT_NS. */
 int soft_lose(struct ibv_context *context);
 
-/* An object breaks, as by a fault of the hardware: ERR and QP_FATAL; CQ_ERR; SRQ_ERR. 0 or an errno. */
+/* Break an object, as a hardware fault does: the queue pair enters ERR and raises QP_FATAL; CQ_ERR; SRQ_ERR. Return 0
+ * or an errno. */
 int soft_break_qp(struct ibv_qp *qp);
 int soft_break_cq(struct ibv_cq *cq);
 int soft_break_srq(struct ibv_srq *srq);
 
-/* Stops the context's C thread for good, and the device's fabric, before memory that requests refer to goes away (end of the process). */
+/* Stop the context's worker thread and the device's fabric for good, before memory that requests refer to is freed at
+ * the end of the process. */
 void soft_halt(struct ibv_context *context);
 
 #endif

@@ -1,6 +1,6 @@
-/* The doors of the device: the two tables by which verbs come in. At each door is decided whether the call is to fail
- * before it does anything, since the device is lost or since the fault plan has it so; on the usual path that is one
- * relaxed load. What lies behind a door is called from inside of the device without passing it. */
+/* Wrappers of the verbs, and the two tables of verbs with them. Each wrapper checks whether the call fails before it
+ * does anything, because the device is lost or by the fault plan; on the usual path that is one relaxed load. The
+ * device itself calls the verbs without their wrappers. */
 #include "soft/api/ops.h"
 
 #include "soft/api/device.h"
@@ -23,9 +23,9 @@
 #include "soft/objects/verbs.h"
 #include "soft/objects/xrcd.h"
 
-/* DOOR(result, failed, name, context, (arguments), parameters...): a verb, `failed` being what it returns where it is
- * refused with `error`. The others are the usual manners of that. Asking is apart, so that the usual path saves no
- * registers and ends in a jump. */
+/* WRAPPER(result, failed, name, context, (arguments), parameters...): wrap a verb; `failed` is the value to return
+ * where the call fails with `error`. The macros below cover the usual conventions. The check is a function of its own,
+ * so that the usual path saves no registers and ends in a jump. */
 #define WRAPPER(result, failed, name, from, arguments, ...)                              \
     __attribute__((noinline, cold)) static result check_##name(__VA_ARGS__)              \
     {                                                                                    \

@@ -1,4 +1,4 @@
-/* The wrappers of verbs: where they are refused, and the tables by which they come in. */
+/* Wrappers of the verbs, which check for injected failures; and the tables of verbs with them. */
 #ifndef AIOVERBS_SOFT_API_OPS_H
 #define AIOVERBS_SOFT_API_OPS_H
 

@@ -1,5 +1,5 @@
-/* Posting: the driver halves of the send and the receive queue. A work request is written into the queue's memory
- * and made known by the doorbell record; from there on it is the device half's. */
+/* Posting: the driver halves of the send and the receive queue. Posting writes a work request into the queue's memory
+ * and publishes it by the doorbell record; from there on the request belongs to the device half. */
 #include "soft/api/post.h"
 
 #include <string.h>
@@ -21,7 +21,7 @@ static bool is_sending_state(unsigned int state)
     return state == IBV_QPS_RTS || state == IBV_QPS_SQD || state == IBV_QPS_SQE || state == IBV_QPS_ERR;
 }
 
-/* What each type of queue pair can send, a bit per opcode. */
+/* Return the opcodes that a type of queue pair can send, a bit for each. */
 static uint32_t qp_type_opcodes(enum ibv_qp_type type)
 {
     const uint32_t sends = 1u << IBV_WR_SEND | 1u << IBV_WR_SEND_WITH_IMM;
@@ -60,13 +60,13 @@ static int check_opcode(const struct soft_qp *qp, const struct ibv_send_wr *wr)
 {
     if ((unsigned int)wr->opcode > 31 || !(qp_type_opcodes(qp->qp.qp_type) & 1u << wr->opcode))
         return is_unsupported(wr->opcode) ? EOPNOTSUPP : EINVAL;
-    /* An answer needs a place to go to; what is done here carries no bytes at all. */
+    /* A response needs memory to be written to, and a local operation carries no bytes. */
     if ((needs_answer(wr->opcode) || is_local(wr->opcode)) && (wr->send_flags & IBV_SEND_INLINE))
         return EINVAL;
     return 0;
 }
 
-/* A window keeps the upper bits of its key; one of type 1 is bound by ibv_bind_mw only. */
+/* Check a bind request. A window keeps the upper bits of its key, and one of type 1 is bound by ibv_bind_mw only. */
 static int check_window(const struct soft_qp *qp, const struct ibv_send_wr *wr, enum ibv_mw_type type)
 {
     const struct ibv_mw *mw = wr->bind_mw.mw;
@@ -98,7 +98,7 @@ static int check_send(const struct soft_qp *qp, const struct ibv_send_wr *wr, ui
     return error;
 }
 
-/* Whether some of its memory is another process's, whose addresses are none here. */
+/* Return whether a work request refers to memory that another process registered, whose addresses are invalid here. */
 static bool wr_uses_shared_memory(const struct soft_qp *qp, const struct ibv_send_wr *wr)
 {
     int i;
@@ -109,7 +109,7 @@ static bool wr_uses_shared_memory(const struct soft_qp *qp, const struct ibv_sen
     return false;
 }
 
-/* Copies the bytes that the caller may change as soon as the call returns. */
+/* Copy the bytes of an inline request, which the caller may change as soon as the call returns. */
 static int copy_inline(const struct soft_qp *qp, struct soft_wqe *wqe, const struct ibv_send_wr *wr)
 {
     uint8_t *to = (uint8_t *)(wqe + 1);
@@ -187,13 +187,13 @@ static int write_send(const struct soft_qp *qp, struct soft_wqe *wqe, const stru
     return 0;
 }
 
-/* UINT64_MAX is never, and nothing is later. */
+/* Add without overflow: UINT64_MAX means never. */
 static uint64_t add_saturated(uint64_t time, uint64_t by)
 {
     return by > UINT64_MAX - time ? UINT64_MAX : time + by;
 }
 
-/* When a request that is posted now is to be executed at the earliest; 0: at once. */
+/* Return the earliest time to execute a request that is posted now; 0: at once. */
 static uint64_t earliest_execution(struct soft_qp *qp)
 {
     uint64_t delay = atomic_load_explicit(&qp->context->delay_ns, memory_order_relaxed);
@@ -244,7 +244,7 @@ int soft_post_send(struct ibv_qp *qp, struct ibv_send_wr *wr, struct ibv_send_wr
     return post_sends(qp, wr, bad, IBV_MW_TYPE_2);
 }
 
-/* A window of type 1: the verb makes the work request by itself, with the window's next key. */
+/* Bind a window of type 1: the verb itself creates the work request, with the window's next key. */
 int soft_bind_mw(struct ibv_qp *qp, struct ibv_mw *mw, struct ibv_mw_bind *bind)
 {
     struct ibv_send_wr *bad, wr = {
@@ -290,7 +290,7 @@ int soft_post_recv(struct ibv_qp *ibv_qp, struct ibv_recv_wr *wr, struct ibv_rec
         return error;
     if (qp->srq || qp->qp.qp_type == IBV_QPT_XRC_SEND || qp->qp.qp_type == IBV_QPT_XRC_RECV ||
         atomic_load(&qp->state) == IBV_QPS_RESET) {
-        error = EINVAL; /* it has no receive queue, or cannot use it yet */
+        error = EINVAL; /* the queue pair has no receive queue, or cannot use it yet */
         goto leave;
     }
     first = head = atomic_load_explicit(qp->rq.posted, memory_order_relaxed);
@@ -306,8 +306,8 @@ int soft_post_recv(struct ibv_qp *ibv_qp, struct ibv_recv_wr *wr, struct ibv_rec
     }
     *bad = wr;
     if (head != first) {
-        /* Sequentially consistent, as the state is: either this thread sees ERR and has the requests
-		 * flushed, or who sets ERR sees them in the ring. */
+        /* Sequentially consistent, as the state is: either this thread sees ERR and has the requests flushed, or the
+         * thread that sets ERR sees them in the ring. */
         atomic_store(qp->rq.posted, head);
         if (atomic_load(&qp->state) == IBV_QPS_ERR)
             soft_kick_from_driver(qp);

@@ -1,4 +1,4 @@
-/* Queue pairs: creation, destruction, queries, and changes of state. */
+/* Queue pairs: creation, destruction, queries and state changes. */
 #define _GNU_SOURCE
 #include "soft/api/qp.h"
 
@@ -44,7 +44,7 @@ static uint32_t max_of(uint32_t a, uint32_t b)
     return a > b ? a : b;
 }
 
-/* What a queue pair of this type is made of, and of nothing else. */
+/* Check that the attributes have the objects that this type of queue pair needs, and no others. */
 static int check_objects(const struct ibv_context *context, const struct ibv_qp_init_attr_ex *attr)
 {
     const struct ibv_cq *send_cq = attr->send_cq, *recv_cq = attr->recv_cq;
@@ -83,7 +83,7 @@ static int qp_check_init_attr(struct soft_context *context, const struct ibv_qp_
     return 0;
 }
 
-/* A queue that a type does not have has no depth, whatever was asked for. */
+/* Set the capabilities of queues that the type does not have to 0, whatever was requested. */
 static void zero_unused_caps(struct ibv_qp_cap *cap, const struct ibv_qp_init_attr_ex *attr)
 {
     bool target = attr->qp_type == IBV_QPT_XRC_RECV;
@@ -94,8 +94,8 @@ static void zero_unused_caps(struct ibv_qp_cap *cap, const struct ibv_qp_init_at
         cap->max_recv_wr = cap->max_recv_sge = 0;
 }
 
-/* Lays both rings out in one buffer, the receive ring first, and says how large it is. A ring that was not asked
- * for has one entry, which is never used: its depth is 0. */
+/* Lay both rings out in one buffer, the receive ring first; return its size in bytes. A ring that was not requested has
+ * one entry that is never used, and depth 0. */
 static uint32_t lay_out(struct soft_qp *qp, struct ibv_qp_cap *cap)
 {
     uint32_t payload = max_of(cap->max_send_sge * (uint32_t)sizeof(struct ibv_sge), cap->max_inline_data);
@@ -107,7 +107,7 @@ static uint32_t lay_out(struct soft_qp *qp, struct ibv_qp_cap *cap)
     qp->sq.max_sge = cap->max_send_sge;
     qp->sq.stride = round_up((uint32_t)sizeof(struct soft_wqe) + payload, 64);
     qp->sq.mask = soft_power_of_two(cap->max_send_wr) - 1;
-    /* What was granted: at least what was asked for. */
+    /* The granted sizes are at least the requested ones. */
     cap->max_send_wr = qp->sq.depth = cap->max_send_wr ? qp->sq.mask + 1 : 0;
     cap->max_recv_wr = qp->rq.depth = cap->max_recv_wr ? qp->rq.mask + 1 : 0;
     cap->max_inline_data = qp->max_inline = qp->sq.stride - (uint32_t)sizeof(struct soft_wqe);
@@ -117,7 +117,7 @@ static uint32_t lay_out(struct soft_qp *qp, struct ibv_qp_cap *cap)
 static int get_rings(struct soft_qp *qp, struct ibv_qp_cap *cap)
 {
     uint32_t size = lay_out(qp, cap);
-    /* As mlx5 aligns it: to its largest stride, 64 bytes at least. */
+    /* Aligned as with mlx5: to the largest stride, at least 64 bytes. */
     uint32_t alignment = max_of(64, max_of(soft_power_of_two(qp->rq.stride), soft_power_of_two(qp->sq.stride)));
     _Atomic uint32_t *record = qp->own_record;
     int error;
@@ -180,7 +180,8 @@ release:
     return error;
 }
 
-/* What it is made of cannot go before it. */
+/* Add `by` (1 or -1) to the reference counts of all objects that the queue pair refers to, so that they cannot be
+ * destroyed before it. */
 static void add_refs(struct soft_qp *qp, int by)
 {
     if (qp->pd)
@@ -196,11 +197,12 @@ static void add_refs(struct soft_qp *qp, int by)
     atomic_fetch_add(&qp->context->qps, (unsigned int)by);
 }
 
-/* Under both locks, but where nobody knows it yet. */
+/* Start the requester anew. Call under both locks, unless no other thread knows the queue pair yet. */
 static void init_requester(struct soft_qp *qp)
 {
-    /* Answers to an earlier life, and to other queue pairs that had its number, are none; and nobody guesses it who was
-     * not asked. The device has its GIDs from there, so it works. */
+    /* With a random token, responses to requests before a reset, or to other queue pairs that had the same number, are
+     * ignored, and processes that received no request cannot guess it. getentropy() works, since the device got its
+     * GIDs from it. */
     uint32_t token;
 
     while (getentropy(&token, sizeof(token)))
@@ -232,7 +234,7 @@ static void qp_fill_attr(struct soft_qp *qp, const struct ibv_qp_init_attr_ex *a
     qp->events.element = &qp->qp;
 }
 
-/* Tells in `attr->cap` what was granted. */
+/* Create a queue pair; set `attr->cap` to the granted capabilities. */
 static struct ibv_qp *qp_create(struct soft_context *context, struct ibv_qp_init_attr_ex *attr)
 {
     int error = qp_check_init_attr(context, attr);
@@ -284,7 +286,8 @@ struct ibv_qp *soft_create_qp(struct ibv_pd *pd, struct ibv_qp_init_attr *attr)
     return qp;
 }
 
-/* Posting by builders (IBV_QP_INIT_ATTR_SEND_OPS_FLAGS) is not here, nor is any other optional feature. */
+/* Extended creation. The builder interface for posting (IBV_QP_INIT_ATTR_SEND_OPS_FLAGS) is not supported, nor is any
+ * other optional feature. */
 struct ibv_qp *soft_create_qp_ex(struct ibv_context *context, struct ibv_qp_init_attr_ex *attr)
 {
     bool target = attr->qp_type == IBV_QPT_XRC_RECV;
@@ -303,9 +306,10 @@ struct ibv_qp *soft_create_qp_ex(struct ibv_context *context, struct ibv_qp_init
 
 /* ---- Entering the queue pair together with its completion queues ------------------------------------------ */
 
-/* Destroying or resetting a queue pair takes its completions out of its queues, from where pollers must stay out.
- * The queues come before the queue pair, since who polls may post before end_poll. The order of two queues is that of
- * their addresses, so that two queue pairs cannot wait for each other. */
+/* Enter the driver halves of the completion queues: destroying or resetting a queue pair removes its completions from
+ * them, so pollers must stay out. The completion queues come before the queue pair, since a polling thread may post
+ * before end_poll. Of two completion queues the one with the lower address comes first, so that two queue pairs cannot
+ * wait for each other. */
 static int enter_cqs(struct soft_qp *qp, const char *verb)
 {
     struct soft_cq *first = qp->send_cq, *second = qp->recv_cq;
@@ -342,8 +346,8 @@ static void purge_cqs(struct soft_qp *qp)
         soft_cq_purge(qp->recv_cq, qp, NULL);
 }
 
-/* Who took an event of it may use it until he acknowledges: all that he posts or changes is refused, for it would
- * complete to nobody. */
+/* Refuse posting and state changes from here on: the receiver of an event may use the queue pair until it acknowledges
+ * the event, but its requests could not complete. */
 static void begin_destroy(struct soft_qp *qp)
 {
     soft_lock_take(&qp->sq_lock);
@@ -378,8 +382,9 @@ int soft_destroy_qp(struct ibv_qp *ibv_qp)
         leave_cqs(qp);
         return error;
     }
-    /* First no one finds it any more; then those who had found it are gone, and with them the last who could
-	 * ring the worker thread for it; then the worker thread forgets it, and is waited for in its turn. */
+    /* First, no look-up finds the queue pair any more. Then wait for the threads that found it before, which are the
+     * last that could submit it to the worker thread. Then remove it from the worker thread, and wait for an execution
+     * there. */
     begin_destroy(qp);
     soft_table_withdraw(&context->device->qps, ibv_qp->qp_num);
     grace_wait();
@@ -411,7 +416,7 @@ int soft_query_qp(struct ibv_qp *ibv_qp, struct ibv_qp_attr *attr, int mask, str
     struct soft_qp *qp = to_soft_qp(ibv_qp);
     int error;
 
-    (void)mask; /* all is told, whatever was asked: the verb allows it */
+    (void)mask; /* the verb allows returning all attributes, whatever was requested */
     if (soft_stale(qp->context))
         return ENODEV;
     error = soft_half_enter(&qp->half, "query_qp");
@@ -470,7 +475,7 @@ static int check_values(const struct ibv_qp_attr *attr, int mask)
     return 0;
 }
 
-/* Under both locks. */
+/* Copy the attributes of the mask to the queue pair. Call under both locks. */
 static void apply_attr(struct soft_qp *qp, const struct ibv_qp_attr *attr, int mask)
 {
     struct ibv_qp_attr *own = &qp->attr;
@@ -502,14 +507,15 @@ static void apply_attr(struct soft_qp *qp, const struct ibv_qp_attr *attr, int m
         qp->expected_psn = attr->rq_psn;
     if (mask & IBV_QP_SQ_PSN)
         soft_window_begin(&qp->req.window, attr->sq_psn);
-    /* A change of something else leaves a request that is tried again the attempts that it has. */
+    /* A change of other attributes keeps the remaining retries of a request that is being repeated. */
     if (mask & IBV_QP_RETRY_CNT)
         qp->req.retries_left = own->retry_cnt;
     if (mask & IBV_QP_RNR_RETRY)
         qp->req.rnr_left = own->rnr_retry;
 }
 
-/* Under both locks and inside of the driver halves of the queue pair and of its completion queues. */
+/* Reset the queue pair. Call under both locks, inside of the driver halves of the queue pair and of its completion
+ * queues. */
 static void reset(struct soft_qp *qp)
 {
     struct ibv_qp_cap cap = qp->attr.cap;
@@ -535,8 +541,8 @@ static void reset(struct soft_qp *qp)
     atomic_store(&qp->rq.reaped, 0);
 }
 
-/* Inside of the driver half. `link`, where the path leads to a remote peer, becomes the queue pair's, and what it had
- * the caller's. */
+/* Change the state and attributes, inside of the driver half. `*link`, the link to a remote peer if the path leads to
+ * one, is exchanged with the queue pair's. */
 static int apply_modify(struct soft_qp *qp, const struct ibv_qp_attr *attr, int mask, struct soft_link **link)
 {
     enum ibv_qp_state from, to;
@@ -550,9 +556,10 @@ static int apply_modify(struct soft_qp *qp, const struct ibv_qp_attr *attr, int 
     if (!error && (mask & IBV_QP_CUR_STATE) && attr->cur_qp_state != from)
         error = EINVAL;
     if (!error && from == IBV_QPS_SQD && to == IBV_QPS_SQD && qp->req.waiting)
-        error = EINVAL; /* what is under way goes by the attributes that it began with */
+        error = EINVAL; /* requests in flight keep the attributes that they began with */
     if (!error && to == IBV_QPS_RESET) {
-        /* Nothing is sent nor answered from here on. Nobody else changes it to what is not ERR, by the driver half. */
+        /* Nothing is sent or responded to from here on. The driver half keeps other threads from changing the state,
+         * except to ERR. */
         atomic_store(&qp->state, IBV_QPS_RESET);
         soft_lock_give(&qp->rq_lock);
         soft_lock_give(&qp->sq_lock);
@@ -567,14 +574,15 @@ static int apply_modify(struct soft_qp *qp, const struct ibv_qp_attr *attr, int 
         if (mask & IBV_QP_AV) {
             struct soft_link *before = qp->link;
 
-            /* What is not sent may wait there, though all that was sent is answered. Nobody looks there later. */
+            /* Unsent requests may wait at the old link, even if all that was sent is acknowledged, and would not be
+             * found there later. */
             if (before)
                 soft_link_forget(before, qp);
             qp->link = *link;
             *link = before;
         }
         if (to != IBV_QPS_RTS && to != IBV_QPS_SQD) {
-            if (to != IBV_QPS_ERR) /* else whoever flushes it sees to it */
+            if (to != IBV_QPS_ERR) /* with ERR, the flush stops the requester */
                 soft_requester_stop(qp);
             qp->req.waiting = false;
         }
@@ -591,8 +599,8 @@ static int apply_modify(struct soft_qp *qp, const struct ibv_qp_attr *attr, int 
     return error;
 }
 
-/* A remote peer is to be found, and to find us: 0 or an errno. A datagram's queue, whose peers are not known, is as
- * good without: its way here is closed then. */
+/* Prepare for a remote peer: listen, and get the link to it. Return 0 or an errno. A datagram queue pair, whose peers
+ * are not known yet, does without listening if that fails: peers cannot reach it then. */
 static int resolve_path(struct soft_qp *qp, const struct ibv_qp_attr *attr, int mask, struct soft_link **link)
 {
     struct soft_device *device = qp->context->device;
@@ -607,7 +615,7 @@ static int resolve_path(struct soft_qp *qp, const struct ibv_qp_attr *attr, int 
         return 0;
     error = soft_fabric_listen(device);
     if (!error)
-        error = soft_worker_start(qp->context); /* the clock of what is repeated */
+        error = soft_worker_start(qp->context); /* its timers repeat requests */
     if (!error && !(*link = soft_link_get(device, &attr->ah_attr.grh.dgid)))
         error = errno;
     return error;
@@ -638,7 +646,7 @@ int soft_modify_qp(struct ibv_qp *ibv_qp, struct ibv_qp_attr *attr, int mask)
     if (!error && to_reset)
         purge_cqs(qp);
     if (!error)
-        soft_kick_from_driver(qp); /* to ERR: flush; back to RTS: go on with what was posted */
+        soft_kick_from_driver(qp); /* to ERR: flush; back to RTS: continue with the posted requests */
     soft_half_leave(&qp->half);
 leave:
     if (to_reset)
@@ -646,13 +654,13 @@ leave:
     return error;
 }
 
-/* ---- Breaking by itself ---------------------------------------------------------------------------------- */
+/* ---- Fatal errors ---------------------------------------------------------------------------------------- */
 
 void soft_qp_break(struct soft_qp *qp)
 {
     bool broken;
 
-    soft_lock_take(&qp->sq_lock); /* soft_modify_qp stays out */
+    soft_lock_take(&qp->sq_lock); /* keeps soft_modify_qp out */
     broken = qp->destroying || atomic_exchange(&qp->state, IBV_QPS_ERR) == IBV_QPS_ERR;
     soft_lock_give(&qp->sq_lock);
     if (broken)

@@ -12,7 +12,7 @@ int soft_destroy_qp(struct ibv_qp *qp);
 int soft_query_qp(struct ibv_qp *qp, struct ibv_qp_attr *attr, int mask, struct ibv_qp_init_attr *init_attr);
 int soft_modify_qp(struct ibv_qp *qp, struct ibv_qp_attr *attr, int mask);
 
-/* QP_FATAL: the queue pair breaks by itself. In a grace section, no device lock held. */
+/* Break the queue pair: it enters ERR and raises QP_FATAL. Call in a grace section, with no lock of the device held. */
 void soft_qp_break(struct soft_qp *qp);
 
 #endif

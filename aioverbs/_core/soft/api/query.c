@@ -1,4 +1,4 @@
-/* What the device tells of itself: attributes, its port, addresses, its clock. */
+/* Queries of the device: attributes, port, GIDs, P_Keys, clock. */
 #define _GNU_SOURCE
 #include "soft/api/query.h"
 
@@ -10,12 +10,12 @@
 #include "soft/objects/device.h"
 #include "soft/objects/limits.h"
 
-#define SOFT_CLOCK_KHZ 1000000u /* timestamps are CLOCK_MONOTONIC's nanoseconds */
+#define SOFT_CLOCK_KHZ 1000000u /* timestamps are nanoseconds of CLOCK_MONOTONIC */
 
 /* ---- The device ------------------------------------------------------------------------------------------ */
 
-/* MEM_MGT_EXTENSIONS is, to a user of verbs, that keys can be invalidated, here and by a message to there; windows of
- * type 2 are of a queue pair and of its protection domain, which is 2B. */
+/* To users of verbs, MEM_MGT_EXTENSIONS means that keys can be invalidated, locally and by a peer's message. Windows of
+ * type 2 belong to a queue pair and to its protection domain, which is type 2B. */
 #define SOFT_CAPABILITIES                                                                                        \
     (IBV_DEVICE_CURR_QP_STATE_MOD | IBV_DEVICE_PORT_ACTIVE_EVENT | IBV_DEVICE_SYS_IMAGE_GUID |                   \
      IBV_DEVICE_RC_RNR_NAK_GEN | IBV_DEVICE_SRQ_RESIZE | IBV_DEVICE_MEM_WINDOW | IBV_DEVICE_MEM_WINDOW_TYPE_2B | \
@@ -25,7 +25,7 @@ static void fill_attr(const struct soft_device *device, struct ibv_device_attr *
 {
     memset(attr, 0, sizeof(*attr));
     strcpy(attr->fw_ver, "soft-1");
-    memcpy(&attr->node_guid, device->gids[0].raw + 8, sizeof(attr->node_guid)); /* both in network byte order */
+    memcpy(&attr->node_guid, device->gids[0].raw + 8, sizeof(attr->node_guid)); /* both are in network byte order */
     attr->sys_image_guid = attr->node_guid;
     attr->max_mr_size = UINT64_MAX;
     attr->page_size_cap = soft_page();
@@ -41,8 +41,9 @@ static void fill_attr(const struct soft_device *device, struct ibv_device_attr *
     attr->max_qp_rd_atom = SOFT_MAX_RD_ATOMIC;
     attr->max_qp_init_rd_atom = SOFT_MAX_RD_ATOMIC;
     attr->max_res_rd_atom = SOFT_MAX_RD_ATOMIC * attr->max_qp;
-    attr->atomic_cap = IBV_ATOMIC_GLOB; /* they are the processor's own atomic instructions */
-    attr->max_mw = attr->max_mr;        /* of both together: they share their keys */
+    attr->atomic_cap = IBV_ATOMIC_GLOB; /* executed by atomic instructions of the processor */
+    /* the limit applies to regions and windows together, since they share the key numbers */
+    attr->max_mw = attr->max_mr;
     attr->max_ah = INT32_MAX;
     attr->max_srq = SOFT_MAX_NUMBER - SOFT_FIRST_SRQ;
     attr->max_srq_wr = SOFT_MAX_SRQ_WR;
@@ -59,7 +60,7 @@ int soft_query_device(struct ibv_context *context, struct ibv_device_attr *attr)
     return 0;
 }
 
-/* The members of the extended part that are 0 tell of what the device does not have. */
+/* Members of the extended attributes that stay 0 belong to features that the device does not have. */
 int soft_query_device_ex(struct ibv_context *context, const struct ibv_query_device_ex_input *input,
                          struct ibv_device_attr_ex *out, size_t size)
 {
@@ -83,7 +84,7 @@ int soft_query_device_ex(struct ibv_context *context, const struct ibv_query_dev
     return 0;
 }
 
-/* As with mlx5, the clock's value is in `tv_nsec` as it is, however many seconds that may be. */
+/* As with mlx5, `tv_nsec` has the whole value of the clock, however many seconds that is. */
 int soft_query_rt_values(struct ibv_context *context, struct ibv_values_ex *values)
 {
     if (soft_stale(to_soft_context(context)))
@@ -128,7 +129,7 @@ int soft_query_port(struct ibv_context *context, uint8_t port, struct ibv_port_a
     return 0;
 }
 
-/* As with libibverbs, the queries of tables answer -1 with errno. */
+/* As with libibverbs, queries of the tables return -1 and errno. */
 int soft_query_gid(struct ibv_context *context, uint8_t port, int index, union ibv_gid *gid)
 {
     bool stale = soft_stale(to_soft_context(context));

@@ -1,4 +1,4 @@
-/* What the device says of itself. */
+/* Queries of the device, its port, GIDs and P_Keys. */
 #ifndef AIOVERBS_SOFT_API_QUERY_H
 #define AIOVERBS_SOFT_API_QUERY_H
 

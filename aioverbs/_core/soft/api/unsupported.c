@@ -1,12 +1,11 @@
-/* What this device does not have: on-demand paging and its null region, counters, device memory, flow steering, rate
- * limits, tag matching, receive work queues, queue pairs shared by number, multicast, contexts over another's
- * descriptor. Such an op answers EOPNOTSUPP, as with libibverbs' providers, and is never NULL: who wants to know calls
- * it. */
+/* Unsupported verbs: on-demand paging and the null region, counters, device memory, flow steering, rate limits, tag
+ * matching, receive work queues, queue pairs shared by number, multicast, contexts over another descriptor. As with
+ * providers of libibverbs, such an op fails with EOPNOTSUPP and is never NULL: a caller finds out by calling it. */
 #include "soft/api/unsupported.h"
 
-#pragma GCC diagnostic ignored "-Wunused-parameter" /* their types are all that these functions have of them */
+#pragma GCC diagnostic ignored "-Wunused-parameter" /* these functions need only the types of their parameters */
 
-/* An op that returns an errno, and one that returns an object; by the names that `struct verbs_context` has. */
+/* Define an op that returns an errno, and one that returns an object, named as in `struct verbs_context`. */
 #define UNSUPPORTED(op, ...)   \
     static int op(__VA_ARGS__) \
     {                          \
@@ -57,7 +56,7 @@ static int post_srq_ops(struct ibv_srq *srq, struct ibv_ops_wr *wr, struct ibv_o
     return EOPNOTSUPP;
 }
 
-/* These are of the other table: libibverbs exports them. */
+/* Functions of the other table, which libibverbs exports. */
 struct ibv_context *soft_import_device(int cmd_fd)
 {
     errno = EOPNOTSUPP;
@@ -72,7 +71,7 @@ struct ibv_pd *soft_import_pd(struct ibv_context *context, uint32_t handle)
 
 void soft_unimport_pd(struct ibv_pd *pd)
 {
-    /* There is none that this could be called with. */
+    /* No such protection domain exists. */
 }
 
 int soft_attach_mcast(struct ibv_qp *qp, const union ibv_gid *gid, uint16_t lid)

@@ -37,9 +37,9 @@ static size_t claim(struct area *area, size_t first, size_t count)
 
     area_raise_highest(area->at.highest, first + count);
     for (taken = 0; taken < count; taken++) {
-        uint16_t nobody = 0;
+        uint16_t owner = 0;
 
-        if (!atomic_compare_exchange_strong(&area->at.owners[first + taken], &nobody, area->at.owner))
+        if (!atomic_compare_exchange_strong(&area->at.owners[first + taken], &owner, area->at.owner))
             break;
     }
     if (taken < count) {

@@ -144,7 +144,7 @@ static int next_to_close(bool *was_received)
     return fd;
 }
 
-/* Under the lock. */
+/* Add a descriptor to a set. Call under the lock. */
 static void put_into(struct set *set, int fd)
 {
     if (fd >= LIMIT) { /* cannot happen while the limit on open files is small */
@@ -245,7 +245,7 @@ static void start_closing(void)
     pthread_attr_destroy(&detached);
 }
 
-/* Under the lock. */
+/* Have the closing thread close a descriptor. Call under the lock. */
 static void queue_close(int fd)
 {
     put_into(&to_close, fd);

@@ -11,7 +11,7 @@
 struct soft_cq;
 
 struct soft_channel {
-    /* its fd: an epoll with event_fd, and the fabric's epoll while the channel is the wakeup channel */
+    /* fd: an epoll with event_fd, and with the fabric's epoll while this is the wakeup channel */
     struct ibv_comp_channel channel;
     int event_fd;                 /* eventfd that is readable while the list is not empty */
     struct soft_mutex lock;       /* guards the list */

@@ -22,7 +22,7 @@ struct soft_part {
 
 struct soft_message {
     bool in_flight;              /* more parts of the message are expected */
-    uint32_t offset;             /* offset of the next part: all bytes before it have come */
+    uint32_t offset;             /* offset of the next part: all bytes before it were received */
     struct soft_part first_part; /* first part of the message */
 };
 
@@ -37,7 +37,7 @@ static inline bool soft_message_fits(const struct soft_message *message, const s
            part->key == first_part->key && part->srqn == first_part->srqn && part->address == first_part->address;
 }
 
-/* Note that a part came, which fits. */
+/* Advance past a part that fits. */
 static inline void soft_message_advance(struct soft_message *message, const struct soft_part *part)
 {
     assert(soft_message_fits(message, part));

@@ -47,7 +47,7 @@ struct ibv_mw *soft_alloc_mw(struct ibv_pd *ibv_pd, enum ibv_mw_type type)
     return &mw->mw;
 }
 
-/* Under the window's lock. */
+/* Unbind the window, if it is bound. Call under the window's lock. */
 static void unbind(struct soft_mw *mw)
 {
     struct soft_device *device = to_soft_context(mw->mw.context)->device;

@@ -1,4 +1,4 @@
-/* Protection, thread and parent domains, and the memory of queues: by default or from a parent domain's allocator. */
+/* Protection, thread and parent domains; memory of queues, by default or from a parent domain's allocator. */
 #ifndef AIOVERBS_SOFT_OBJECTS_PD_H
 #define AIOVERBS_SOFT_OBJECTS_PD_H
 

@@ -13,7 +13,7 @@
 #include "soft/objects/shared.h"
 #include "soft/objects/verbs.h"
 
-/* Under device->lock. */
+/* Return the domain with an identifier, or NULL. Call under device->lock. */
 static struct soft_domain *domain_find(const struct soft_device *device, uint32_t share)
 {
     struct soft_domain *domain = device->shared;

@@ -1,4 +1,4 @@
-/* The send window of a queue pair: see soft/objects/psn_window.h. */
+/* Send window of a queue pair: see soft/objects/psn_window.h. */
 #include "soft/objects/psn_window.h"
 
 void soft_window_begin(struct soft_window *window, uint32_t psn)

@@ -1,4 +1,4 @@
-/* The verbs of the device by number. */
+/* Numbers of the device's verbs. */
 #ifndef AIOVERBS_SOFT_OBJECTS_VERBS_H
 #define AIOVERBS_SOFT_OBJECTS_VERBS_H
 

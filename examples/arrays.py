@@ -1,9 +1,10 @@
-"""Arrays that go from one process to another, each byte once: from where numpy has it to where numpy wants it.
+"""Share numpy arrays between processes without copies, except for the one RDMA transfer.
 
     python examples/arrays.py [HOST]
 
-One process makes arrays in registered memory and grants them; what they are it says in messages. The other one has
-arrays of the same shapes in registered memory of its own, reads into them, and reckons with them where they lie.
+One process creates arrays in registered memory, grants access to the memory, and describes the arrays in messages. The
+other process allocates arrays of the same shapes in registered memory of its own, reads into them, and computes with
+them in place.
 
 HOST is 127.0.0.1, or this host's address on an RDMA device, where rdma_cm connects the two.
 """
@@ -23,12 +24,12 @@ OWNED = AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_READ | AccessFlags.MW_BIND
 
 
 def array_of(region: MemoryRegion, dtype: str, shape: list[int]) -> NDArray[np.generic]:
-    """What lies in a region, as an array."""
+    """Return the memory of a region as an array."""
     return np.frombuffer(region.buffer, dtype).reshape(shape)
 
 
 async def offer(connection: Connection, domain: ResourceDomain) -> None:
-    """Make arrays, and let the peer read each for as long as it wants to."""
+    """Create arrays, and let the peer read each until it sends a message."""
     chance = np.random.default_rng(7)
     for made in (chance.random((512, 512)), chance.integers(0, 1000, (64, 1024), dtype=np.int32)):
         async with domain.register(made.nbytes, OWNED) as region:
@@ -37,13 +38,13 @@ async def offer(connection: Connection, domain: ResourceDomain) -> None:
             told = {"dtype": made.dtype.str, "shape": made.shape, "sum": float(made.sum())}
             async with await connection.grant(region, AccessFlags.REMOTE_READ):
                 await connection.send(json.dumps(told).encode())
-                await connection.receive()  # it has it
-            del here  # the region's memory is in use as long as there are arrays of it
+                await connection.receive()  # the peer has read the array
+            del here  # a region cannot be closed while arrays use its memory
     await connection.send(b"")
 
 
 async def take(connection: Connection, domain: ResourceDomain) -> None:
-    """Read the peer's arrays, until it says that there are no more."""
+    """Read the peer's arrays until it sends an empty message."""
     while told := await connection.receive():
         what = json.loads(told)
         granted = await connection.receive_grant()

@@ -1,7 +1,7 @@
-"""A web service whose objects lie in another process: its workers read them there by RDMA.
+"""A web service whose objects are in another process: its workers read them by RDMA.
 
-    python examples/asgi.py [HOST]                 a store, a server of two workers, and somebody who uses it
-    python examples/asgi.py store HOST [PORT]      the store only; it prints where it is, and ends with its input
+    python examples/asgi.py [HOST]                 a store, a server with two workers, and a client
+    python examples/asgi.py store HOST [PORT]      the store only; it prints its address, and ends with its input
 
     STORE=HOST:PORT uvicorn --app-dir examples --workers 2 asgi:app
     cd examples; STORE=HOST:PORT gunicorn --preload --workers 2 --worker-class uvicorn_worker.UvicornWorker asgi:app
@@ -9,9 +9,9 @@
     curl -T FILE http://127.0.0.1:8000/objects/NAME      and       curl http://127.0.0.1:8000/objects/NAME
 
 The store is the cache of key_value.py. HOST is 127.0.0.1, or this host's address on an RDMA device (AIOVERBS_DEVICE
-names the device), where rdma_cm connects the two. Nothing of aioverbs is made when this is imported, since servers may
-fork after that: what is opened before a fork is the parent's. Each worker opens a device, a domain and a connection of
-its own in its lifespan.
+names the device), where rdma_cm connects the two. Importing this module creates no aioverbs object, since servers may
+fork afterwards, and an object created before a fork belongs to the parent. Each worker opens a device, a domain and a
+connection of its own in its lifespan.
 """
 
 import asyncio
@@ -36,12 +36,12 @@ from starlette.routing import Route
 import aioverbs
 from aioverbs import BufferPool, ResourceDomain
 
-START_S = 30.0  # for the store to be reached when a worker starts
+START_S = 30.0  # timeout for reaching the store when a worker starts
 LOST = (anyio.BrokenResourceError, anyio.ClosedResourceError, anyio.EndOfStream, aioverbs.WorkCompletionError)
 
 
 class Store:
-    """The store, as a worker sees it, connected again whenever it was lost."""
+    """A worker's connection to the store, which is renewed whenever it is lost."""
 
     cache: Cache
 
@@ -49,7 +49,7 @@ class Store:
         self.reached, self.lost = asyncio.Event(), asyncio.Event()
 
     async def run(self, domain: ResourceDomain, pool: BufferPool, host: str, port: int) -> None:
-        """Be connected until this is cancelled; whoever finds the connection broken sets `lost`."""
+        """Stay connected until cancelled. A request that finds the connection broken sets `lost`."""
         again = aioverbs.reconnect(host, port, domain=domain, backoff=aioverbs.Backoff(longest_s=1))
         async with contextlib.aclosing(again) as connections:
             async for connection in connections:
@@ -62,7 +62,7 @@ class Store:
 
 @contextlib.asynccontextmanager
 async def lifespan(app: Starlette) -> AsyncIterator[dict[str, Store]]:
-    """All that a worker has."""
+    """Open a worker's device, domain and connection for the lifetime of the worker."""
     host, _, port = os.environ["STORE"].rpartition(":")
     async with (
         aioverbs.open_device() as device,
@@ -118,7 +118,7 @@ app = Starlette(
 
 
 async def store(host: str, port: int = 0) -> None:
-    """Until the input ends."""
+    """Serve the store until the end of the input."""
     async with (
         aioverbs.open_device() as device,
         device.resource_domain() as domain,
@@ -129,7 +129,7 @@ async def store(host: str, port: int = 0) -> None:
 
 
 def use(url: str) -> None:
-    """What somebody does with the service."""
+    """Put and get some objects as a client of the service."""
 
     def ask(name: str, data: bytes | None = None) -> tuple[bytes, str]:
         request = urllib.request.Request(f"{url}/objects/{name}", data, method="GET" if data is None else "PUT")
@@ -150,7 +150,7 @@ def everything(host: str = "127.0.0.1") -> None:
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as storing:
         assert storing.stdout is not None
         env = {**os.environ, "STORE": storing.stdout.readline().strip()}
-        # The server is given a socket that listens: who comes early waits there for a worker.
+        # Clients that connect to this listening socket early wait until a worker accepts.
         with socket.create_server(("127.0.0.1", 0)) as listening:
             port, fd = listening.getsockname()[1], listening.fileno()
             command = [sys.executable, "-P", "-m", "uvicorn", "--log-level", "warning", "--workers", "2"]

@@ -1,6 +1,6 @@
-"""Buffers that are registered once and leased for each transfer, and a buffer of one's own that comes back.
+"""Registered buffers that are leased for each transfer, and a cache of registrations for the user's own buffers.
 
-On an RDMA device where there is one, else on the software device: AIOVERBS_DEVICE chooses.
+Uses an RDMA device if there is one, else the software device; AIOVERBS_DEVICE names another.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ async def main() -> None:
 
         async def send(number: int) -> None:
             text = f"message {number}".encode()
-            async with pool.lease() as buffer:  # waits as long as the others have all of them
+            async with pool.lease() as buffer:  # waits while all buffers are leased
                 buffer.buffer[: len(text)] = text
                 start = number * 64
                 await near.write(buffer[: len(text)], target.remote()[start : start + len(text)])

@@ -1,6 +1,7 @@
-"""Where the memory of queues and doorbell records comes from: an allocator of one's own, and a built-in one.
+"""Allocators for the memory of queues and doorbell records: a custom one and a built-in one.
 
-On an RDMA device where there is one, else on the software device: AIOVERBS_DEVICE chooses. Not all devices ask.
+Uses an RDMA device if there is one, else the software device; AIOVERBS_DEVICE names another. Some providers do not call
+allocators.
 """
 
 import asyncio
@@ -12,7 +13,10 @@ import aioverbs
 
 
 class Mappings:
-    """An allocator in Python: a mapping for each piece. Shared memory, so that no fork copies it."""
+    """An allocator in Python that creates a mapping for each request.
+
+    The memory is shared, so a fork does not copy it.
+    """
 
     def __init__(self) -> None:
         self._pieces: dict[int, mmap.mmap] = {}
@@ -20,12 +24,12 @@ class Mappings:
     def allocate(
         self, size: int, alignment: int, resource_type: int, pd: object, context: object
     ) -> int | aioverbs.UseDefault | None:
-        """Zeroed memory at an address that is a multiple of `alignment`; what is asked for tells `resource_type`.
+        """Return the address of zeroed memory, a multiple of `alignment`. `resource_type` says what the memory is for.
 
-        `context` is what the domain was made with. Both are None for buffers.
+        `context` is the context that the domain was created with. `pd` and `context` are None for buffers.
         """
         if alignment > mmap.PAGESIZE:
-            return aioverbs.USE_DEFAULT  # let the provider do it
+            return aioverbs.USE_DEFAULT  # let the provider allocate
         mapping = mmap.mmap(-1, size)
         address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
         self._pieces[address] = mapping
@@ -33,12 +37,12 @@ class Mappings:
         return address
 
     def free(self, address: int, resource_type: int, pd: object, context: object) -> None:
-        """Take a piece back."""
+        """Unmap the memory at an address."""
         del self._pieces[address]
 
 
 async def use(device: aioverbs.Device, allocator: aioverbs.Allocator) -> None:
-    """Make some queues whose memory comes from an allocator."""
+    """Create queues whose memory comes from an allocator."""
     async with (
         device.resource_domain(allocator=allocator, context="the example") as domain,
         domain.completion_queue(64) as cq,

@@ -1,6 +1,6 @@
-"""What a resource domain is made of: a protection domain, a thread domain, and a parent domain of both.
+"""The parts of a resource domain: a protection domain, a thread domain, and a parent domain of both.
 
-Two event loops in two threads use one protection domain, and so one memory region; each has a thread domain of its own.
+Two event loops in two threads share a protection domain, and therefore a memory region. Each has its own thread domain.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ ACCESS = AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_WRITE
 async def worker(
     device: aioverbs.Device, pd: aioverbs.ProtectionDomain, region: aioverbs.MemoryRegion, part: slice
 ) -> None:
-    """Write half of a region into its other half, on queues that only this thread touches."""
+    """Write one half of a region into the other half, on queues that only this thread uses."""
     async with (
         device.thread_domain() as td,
         pd.parent_domain(td) as domain,

@@ -1,6 +1,6 @@
-"""Two queue pairs on one event loop, a write, and a call from another loop's thread that is stopped.
+"""A write between two queue pairs on one event loop, and the error for a call from another loop.
 
-On an RDMA device where there is one, else on the software device: AIOVERBS_DEVICE chooses.
+Uses an RDMA device if there is one, else the software device; AIOVERBS_DEVICE names another.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ ACCESS = AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_WRITE
 async def main() -> None:
     async with (
         aioverbs.open_device() as device,
-        device.resource_domain() as domain,  # a thread domain of this loop, over a protection domain
+        device.resource_domain() as domain,  # protection domain, and a thread domain for this loop
         domain.register(4096, ACCESS) as source,
         domain.register(4096, ACCESS) as target,
         domain.completion_queue(64) as cq,

@@ -1,9 +1,9 @@
-"""A cache of keys and values: who asks reads the server's memory, and its program does nothing for that.
+"""A key-value cache whose clients read the server's memory by RDMA, without running code on the server.
 
     python examples/key_value.py [HOST]
 
-Values are put by messages, and got by one-sided reads of the table. A reader may see a slot that is being written just
-then: the checksum tells, and it reads again.
+Clients put values by message, and get them by one-sided reads of the table. A read may overlap with a write of the
+slot; the client detects that by the checksum, and reads again.
 
 HOST is the server's address: 127.0.0.1, or that of an RDMA device, where rdma_cm connects the two.
 """
@@ -22,24 +22,24 @@ from aioverbs import AccessFlags, BufferPool, Connection, ResourceDomain
 HOST = "127.0.0.1"
 SLOT = 1024  # bytes
 SLOTS = 4096
-NEIGHBOURS = 4  # slots that a key may be in, side by side: one read gets them all
-HEADER = struct.Struct("<IHH")  # checksum of what follows, lengths of key and value; all 0: nothing is here
+NEIGHBOURS = 4  # adjacent slots that may hold a key; one read fetches all of them
+HEADER = struct.Struct("<IHH")  # checksum of the rest, lengths of key and value; all 0: the slot is empty
 LONGEST = SLOT - HEADER.size
-READS = 100  # of a slot that is being written
+READS = 100  # limit of attempts to read a slot that is being written
 
 DONE, FULL = b"done", b"full"
 
 
 def place_of(key: bytes) -> int:
-    """Where in the table the slots of a key begin."""
+    """Return the offset in the table of the first slot for a key."""
     number = int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little")
     return number % (SLOTS - NEIGHBOURS + 1) * SLOT
 
 
 def pack(key: bytes, value: bytes) -> bytes:
-    """A slot's content.
+    """Return the contents of a slot.
 
-    :raises ValueError: it does not fit.
+    :raises ValueError: key and value are too long, or the key is empty.
     """
     if not key or len(key) + len(value) > LONGEST:
         raise ValueError(f"a key, which is not empty, and its value have {LONGEST} bytes at most")
@@ -48,9 +48,9 @@ def pack(key: bytes, value: bytes) -> bytes:
 
 
 def unpack(slot: memoryview) -> tuple[bytes, bytes] | None:
-    """Key and value; None where there are none.
+    """Return key and value; None if the slot is empty.
 
-    :raises ValueError: it is being written.
+    :raises ValueError: the checksum is wrong: the slot is being written.
     """
     checksum, key_length, value_length = HEADER.unpack_from(slot)
     end = HEADER.size + key_length + value_length
@@ -65,7 +65,7 @@ def unpack(slot: memoryview) -> tuple[bytes, bytes] | None:
 
 
 def slot_for(table: memoryview, key: bytes) -> memoryview | None:
-    """The slot that a key has, else one that it may have; None: there is no room."""
+    """Return the slot that holds a key, else an empty slot for it, or None if there is none."""
     first, free = place_of(key), None
     for at in range(first, first + NEIGHBOURS * SLOT, SLOT):
         slot = table[at : at + SLOT]
@@ -78,7 +78,7 @@ def slot_for(table: memoryview, key: bytes) -> memoryview | None:
 
 
 def put(table: memoryview, content: bytes) -> bytes:
-    """Have what a message brings in its slot. Only the server's loop writes there."""
+    """Store the slot contents of a message in the table. Only the server's loop writes to the table."""
     found = unpack(memoryview(content))
     slot = slot_for(table, found[0]) if found is not None else None
     if slot is None:
@@ -89,7 +89,7 @@ def put(table: memoryview, content: bytes) -> bytes:
 
 @asynccontextmanager
 async def serving(domain: ResourceDomain, host: str = HOST, port: int = 0) -> AsyncIterator[int]:
-    """A server on a domain, for the time of the block; its port."""
+    """Run a server on a domain for the duration of the block; yield its port."""
     access = AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_READ | AccessFlags.MW_BIND
     async with domain.register(SLOTS * SLOT, access) as region:
 
@@ -98,7 +98,7 @@ async def serving(domain: ResourceDomain, host: str = HOST, port: int = 0) -> As
             async for content in connection:
                 await connection.send(put(region.buffer, content))
 
-        # Clients stay for as long as they like: there is nothing to wait for at the end.
+        # Clients stay connected for any time: do not wait for them at the end.
         async with aioverbs.serve(serve_one, host, port, domain=domain, drain_timeout_s=0) as server:
             yield server.port
 
@@ -107,16 +107,16 @@ async def serving(domain: ResourceDomain, host: str = HOST, port: int = 0) -> As
 
 
 class Cache:
-    """A server's table, as a client sees it. Made by `cache`."""
+    """A client's view of a server's table. Created by `cache`."""
 
     def __init__(self, connection: Connection, table: aioverbs.RemoteGrant, pool: BufferPool) -> None:
         self.connection = connection
         self._table = table
         self._pool = pool
-        self._asking = asyncio.Lock()  # one question at a time, so that the next answer is its own
+        self._asking = asyncio.Lock()  # one request at a time, so that the next answer belongs to it
 
     async def get(self, key: bytes) -> bytes | None:
-        """The value of a key, None where it has none. Any number of tasks may get at once."""
+        """Return the value of a key, or None. Several tasks may call this concurrently."""
         first = place_of(key)
         async with self._pool.lease() as buffer:
             for _ in range(READS):
@@ -130,7 +130,7 @@ class Cache:
         raise TimeoutError(f"the slots of {key!r} were being written, {READS} times")
 
     async def put(self, key: bytes, value: bytes) -> bool:
-        """Give a key a value: whether there was room where the key could stand."""
+        """Store a value; return whether there was a free slot for the key."""
         content = pack(key, value)
         async with self._asking:
             await self.connection.send(content)
@@ -139,7 +139,7 @@ class Cache:
 
 @asynccontextmanager
 async def cache(domain: ResourceDomain, host: str, port: int) -> AsyncIterator[Cache]:
-    """A connection to a server."""
+    """Connect to a server."""
     async with (
         domain.buffer_pool(NEIGHBOURS * SLOT, 16) as pool,
         aioverbs.connect(host, port, domain=domain) as connection,

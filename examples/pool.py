@@ -1,4 +1,4 @@
-"""Two workers, each with an event loop and queue pairs of its own, that write into memory that was registered once."""
+"""Two workers with an event loop and queue pairs each, which write into memory that was registered once."""
 
 import asyncio
 
@@ -9,7 +9,7 @@ ACCESS = AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_WRITE
 
 
 async def shout(region: MemoryRegion, name: str, at: int) -> str:
-    domain = current_worker().domain  # this worker's own, over the pool's protection domain
+    domain = current_worker().domain  # the worker's own domain, on top of the pool's protection domain
     async with (
         domain.register(64) as words,
         domain.completion_queue(64) as cq,

@@ -1,4 +1,4 @@
-"""A server on a pool: each connection is on one of its workers, and memory that is registered once serves them all."""
+"""A server on a worker pool: its connections are spread over the workers, and share memory that was registered once."""
 
 import asyncio
 import functools
@@ -10,7 +10,7 @@ ACCESS = AccessFlags.LOCAL_WRITE | AccessFlags.MW_BIND
 
 
 async def share(region: MemoryRegion, connection: Connection) -> None:
-    """Called for each connection, on the worker that has it."""
+    """Handle a connection, on the worker that it was assigned to."""
     async with await connection.grant(region, AccessFlags.REMOTE_READ):
         await connection.send(f"worker {current_worker().number}".encode())
         async for question in connection:

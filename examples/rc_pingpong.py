@@ -1,11 +1,12 @@
-"""Ping-pong over a reliable connection, with rdma-core's ``ibv_rc_pingpong`` or with another of these.
+"""Ping-pong over a reliable connection, with rdma-core's ``ibv_rc_pingpong`` or with this program as the peer.
 
-    rc_pingpong.py              waits for a peer, as `ibv_rc_pingpong -g 1` does
-    rc_pingpong.py HOST         goes to one, as `ibv_rc_pingpong -g 1 HOST` does
-    rc_pingpong.py --both       is both ends
+    rc_pingpong.py              server, like `ibv_rc_pingpong -g 1`
+    rc_pingpong.py HOST         client, like `ibv_rc_pingpong -g 1 HOST`
+    rc_pingpong.py --both       server and client
 
-The ends tell each other over TCP who they are. Then the one that came sends messages, each one another, and checks what
-comes back; the one that waited sends back what it gets. Options are those of ``ibv_rc_pingpong``.
+Server and client exchange their queue pair attributes over TCP. The client then sends messages, all different, and
+checks that each comes back unchanged; the server sends back all it receives. The options are those of
+``ibv_rc_pingpong``.
 """
 
 import argparse
@@ -18,8 +19,8 @@ import time
 import aioverbs
 from aioverbs import Device, Endpoint, Mtu, QpCapabilities, QueuePair, RegionSlice
 
-# What is said over TCP: LID, number and first sequence number of a queue pair and its GID, in hexadecimal, and a byte
-# of zero; at last the one that came says that it knows the other.
+# Messages over TCP: LID, queue pair number, initial packet sequence number and GID, in hexadecimal, and a zero byte. At
+# last the client confirms that it has connected.
 DONE = b"done\0"
 WIRE_SIZE = len("0000:000000:000000:\0") + 2 * 16
 
@@ -73,7 +74,7 @@ async def go_to_peer(qp: QueuePair, options: argparse.Namespace) -> None:
 async def answer(
     qp: QueuePair, listener: socket.socket, here: RegionSlice, there: RegionSlice, options: argparse.Namespace
 ) -> None:
-    """Send back what comes. The next receive is posted before that, since the next message may follow at once."""
+    """Send each message back. Post the next receive first, since the next message may follow immediately."""
     received = qp.receive(here)
     await wait_for_peer(qp, listener, options)
     for remaining in reversed(range(options.iters)):
@@ -85,7 +86,7 @@ async def answer(
 
 
 async def ask(qp: QueuePair, here: RegionSlice, there: RegionSlice, options: argparse.Namespace) -> None:
-    """Send messages, and see that each comes back."""
+    """Send messages, and check that each comes back unchanged."""
     received = qp.receive(there)
     await go_to_peer(qp, options)
     here.buffer[:] = os.urandom(options.size)
@@ -113,7 +114,7 @@ async def run_end(device: Device, listener: socket.socket | None, options: argpa
         domain.completion_queue(2) as cq,
         domain.queue_pair(cq, capabilities=depths, port=options.ib_port, gid_index=options.gid_idx) as qp,
     ):
-        qp.to_init()  # where it can be given receives
+        qp.to_init()  # receives can be posted from this state on
         here, there = region[: options.size], region[options.size :]
         if listener is not None:
             await answer(qp, listener, here, there, options)

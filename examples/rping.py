@@ -1,11 +1,18 @@
-"""rping of rdma-core, either side of it: pings that the server reads by RDMA READ and writes back by RDMA WRITE.
+"""Server and client of rdma-core's rping: the server fetches pings by RDMA READ, and returns them by RDMA WRITE.
 
     python examples/rping.py -s -a 10.77.0.1 -C 3 -v        and        rping -c -a 10.77.0.1 -C 3 -V
     rping -s -a 10.77.0.1 -C 3 -v                           and        python examples/rping.py -c -a 10.77.0.1 -C 3 -V
 
-For each ping the client sends where its text stands, the server reads it and sends that it may go on, the client sends
-where the text is wanted, the server writes it there and sends the same again. Each of these messages is an address, a
-key and a length. It takes RDMA devices: the software device has no addresses.
+Messages for one ping (each has an address, an rkey and a length):
+
+    client --SEND(source region)-------> server
+    client <------RDMA READ------------- server
+    client <------SEND("go on")--------- server
+    client --SEND(sink region)---------> server
+    client <------RDMA WRITE------------ server
+    client <------SEND("go on")--------- server
+
+This needs RDMA devices: the software device has no IP addresses.
 """
 
 import argparse
@@ -30,11 +37,11 @@ from aioverbs import (
 
 INFO = struct.Struct(">QII")
 ACCESS = AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_WRITE | AccessFlags.REMOTE_READ
-LEAST, MOST = 26, 65535  # bytes of a ping, as rping has them
+LEAST, MOST = 26, 65535  # limits of a ping in bytes, as in rping
 
 
 def text(number: int, size: int) -> bytes:
-    """What rping's client sends: a head, letters that begin one further each time, and a zero."""
+    """Return a ping as rping's client sends it: a header, letters (one further for each ping), and a zero byte."""
     head = b"rdma-ping-%d: " % number
     letters = range(65, 123)
     first = number % len(letters)
@@ -43,7 +50,7 @@ def text(number: int, size: int) -> bytes:
 
 
 class End:
-    """What both sides have: a queue pair with receives that are kept posted, and memory."""
+    """Common part of both sides: a queue pair that keeps receives posted, and memory."""
 
     def __init__(self, domain: ResourceDomain, qp: QueuePair, info: MemoryRegion, data: MemoryRegion) -> None:
         self.domain, self.qp, self.data = domain, qp, data
@@ -51,13 +58,13 @@ class End:
         self._messages = qp.messages()
 
     async def send(self, region: RemoteRegion | None = None) -> None:
-        """Say where something stands, or just that the other side may go on."""
+        """Send the location of a region, or zeros as the signal to go on."""
         info = INFO.pack(region.address, region.rkey, region.length) if region is not None else bytes(INFO.size)
         self._info.buffer[: INFO.size] = info
         await self.qp.send(self._info[:])
 
     async def receive(self) -> RemoteRegion:
-        """What the other side said."""
+        """Return the region in the peer's next message."""
         message: Message = await anext(self._messages)
         with message:
             address, rkey, length = INFO.unpack(message.data)
@@ -66,7 +73,7 @@ class End:
 
 @contextlib.asynccontextmanager
 async def end_on(name: str, size: int) -> AsyncIterator[End]:
-    """All that one side needs of a device."""
+    """Open all that one side needs on a device."""
     async with (
         open_device(name) as device,
         device.resource_domain() as domain,
@@ -79,11 +86,11 @@ async def end_on(name: str, size: int) -> AsyncIterator[End]:
 
 
 async def answer(end: End, verbose: bool) -> int:
-    """The server's part, until the client leaves; how many pings there were."""
+    """Run the server until the client disconnects; return the number of pings."""
     for number in itertools.count():
         try:
             source = await end.receive()
-        except (WorkCompletionError, BrokenResourceError):  # it disconnected: the receives were flushed
+        except (WorkCompletionError, BrokenResourceError):  # disconnected: the receives were flushed
             return number
         if source.length > len(end.data.buffer):
             raise ValueError(f"a ping has {source.length} bytes, and there is room for {len(end.data.buffer)}: see -S")
@@ -99,16 +106,16 @@ async def answer(end: End, verbose: bool) -> int:
 
 
 async def ask(end: End, count: int, size: int, verbose: bool, validate: bool) -> int:
-    """The client's part; how many pings came back."""
+    """Run the client; return the number of pings."""
     async with end.domain.register(size, ACCESS) as start:
         for number in itertools.count():
             if count and number == count:
                 return number
             start.buffer[:] = text(number, size)
             await end.send(start.remote())
-            await end.receive()  # it has read them
+            await end.receive()  # the server has read the ping
             await end.send(end.data.remote())
-            await end.receive()  # it has written them
+            await end.receive()  # the server has written the ping
             if validate and end.data.buffer != start.buffer:
                 raise ValueError("what came back is not what was sent")
             if verbose:
@@ -117,7 +124,7 @@ async def ask(end: End, count: int, size: int, verbose: bool, validate: bool) ->
 
 
 async def serve(address: str, port: int, size: int, verbose: bool) -> int:
-    """Answer one client."""
+    """Serve one client."""
     async with rdma_cm.Channel() as channel, channel.listener(address, port) as listener:
         print("listening at", *listener.address[:2], flush=True)
         async with await anext(listener) as client:
@@ -130,7 +137,7 @@ async def serve(address: str, port: int, size: int, verbose: bool) -> int:
 
 
 async def ping(address: str, port: int, size: int, count: int, verbose: bool, validate: bool) -> int:
-    """Ask a server."""
+    """Send pings to a server."""
     async with rdma_cm.Channel() as channel, channel.identifier() as server:
         await server.resolve(address, port)
         assert server.device_name is not None

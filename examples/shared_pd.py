@@ -1,6 +1,7 @@
-"""A protection domain that two contexts share: what one registers, the queue pairs of the other use.
+"""A protection domain shared by two contexts: queue pairs of one use memory that the other registered.
 
-On an RDMA device where there is one, else on the software device: AIOVERBS_DEVICE chooses. Not all devices can.
+Uses an RDMA device if there is one, else the software device; AIOVERBS_DEVICE names another. Not all devices support
+this.
 """
 
 import asyncio
@@ -11,7 +12,7 @@ import aioverbs
 from aioverbs import AccessFlags
 
 ACCESS = AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_WRITE
-KEY = 0x5EC2E7  # a secret of 64 bits that both know
+KEY = 0x5EC2E7  # 64-bit secret known to both
 
 
 async def main() -> None:

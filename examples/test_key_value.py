@@ -1,8 +1,8 @@
-"""How a service is tested with `aioverbs.testing`: here the cache of key_value.py.
+"""Tests of a service with `aioverbs.testing`, here for the cache of key_value.py.
 
     pytest examples/test_key_value.py        (with pytest-asyncio)
 
-Each test runs in both ways of execution of the software device, and fails where the service leaves something open.
+Each test runs with both values of `execution` of the software device, and fails if the service leaves resources open.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ async def test_what_is_put_is_got(aioverbs_device: aioverbs.Device) -> None:
 
 
 async def test_readers_see_whole_values(aioverbs_device: aioverbs.Device) -> None:
-    """While somebody puts, who reads finds one value or the other."""
+    """A get that overlaps with puts returns either the old or the new value."""
     long = [bytes([at]) * 900 for at in range(2)]
     async with (
         aioverbs_device as device,
@@ -71,7 +71,7 @@ async def test_a_slot_that_is_being_written_is_read_again(aioverbs_device: aiove
 
 
 async def test_a_read_that_fails(aioverbs_device: aioverbs.Device) -> None:
-    """It is told with its cause, and the connection is broken by it; another one works."""
+    """The error has the cause, and breaks the connection. A new connection works."""
     async with (
         aioverbs_device as device,
         device.resource_domain() as domain,

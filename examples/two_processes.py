@@ -1,9 +1,9 @@
-"""Two processes: one has memory, the other one writes to it, reads it and counts in it, and says hello.
+"""Two processes: one offers memory, and the other sends a message, writes, reads and counts in that memory.
 
     python examples/two_processes.py
 
-The first starts the second, and they tell each other their endpoints over a pair of sockets. On soft0 bytes go from
-one process to the other without any setting; on an RDMA device (AIOVERBS_DEVICE=mlx5_0) through the network.
+The first process starts the second, and both exchange their endpoints over a socket pair. On soft0 data moves between
+the processes without further setup; on an RDMA device (AIOVERBS_DEVICE=mlx5_0) it moves through the network.
 """
 
 import asyncio
@@ -22,12 +22,12 @@ Talk = tuple[StreamReader, StreamWriter]
 
 
 def say(talk: Talk, line: str) -> None:
-    """A line to the other process."""
+    """Send a line to the other process."""
     talk[1].write(f"{line}\n".encode())
 
 
 async def hear(talk: Talk) -> list[str]:
-    """The next line of the other process."""
+    """Receive a line from the other process."""
     line = await asyncio.wait_for(talk[0].readline(), timeout=30)
     if not line:
         raise RuntimeError("the other process ended")
@@ -35,7 +35,7 @@ async def hear(talk: Talk) -> list[str]:
 
 
 async def end(talk: Talk, *, asks: bool) -> None:
-    """One of the two: it connects to the other one, and asks or is asked."""
+    """Run one of the processes: connect to the other, then either use its memory or offer memory."""
     async with (
         aioverbs.open_device() as device,
         device.resource_domain() as domain,
@@ -52,7 +52,7 @@ async def end(talk: Talk, *, asks: bool) -> None:
         if asks:
             await ask(qp, region, RemoteRegion(int(address), SIZE, int(rkey)))
             say(talk, "done")
-            await hear(talk)  # the other one may look at its memory until then
+            await hear(talk)  # the other process may check its memory until then
         else:
             received = await hello
             print(f"process {os.getpid()} received {bytes(received.data)!r}")
@@ -65,7 +65,7 @@ async def end(talk: Talk, *, asks: bool) -> None:
 
 
 async def ask(qp: aioverbs.QueuePair, region: aioverbs.MemoryRegion, remote: RemoteRegion) -> None:
-    """What one may ask of the other's memory."""
+    """Send a message, then write, count and read in the other process's memory."""
     region.buffer[:5] = b"hello"
     await qp.send(region[:5])
     await qp.write(region[:5], remote[64:69])

@@ -1,6 +1,7 @@
-"""XRC domains are found by the inode of a file, by every context of the device that may open it.
+"""An XRC domain opened by two contexts, which find it by the inode of a file.
 
-On an RDMA device where there is one, else on the software device: AIOVERBS_DEVICE chooses. Not all devices have them.
+Uses an RDMA device if there is one, else the software device; AIOVERBS_DEVICE names another. Not all devices support
+this.
 """
 
 import asyncio

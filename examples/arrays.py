@@ -28,31 +28,31 @@ def array_of(region: MemoryRegion, dtype: str, shape: list[int]) -> NDArray[np.g
     return np.frombuffer(region.buffer, dtype).reshape(shape)
 
 
-async def offer(connection: Connection, domain: ResourceDomain) -> None:
+async def serve_arrays(connection: Connection, domain: ResourceDomain) -> None:
     """Create arrays, and let the peer read each until it sends a message."""
-    chance = np.random.default_rng(7)
-    for made in (chance.random((512, 512)), chance.integers(0, 1000, (64, 1024), dtype=np.int32)):
-        async with domain.register(made.nbytes, OWNED) as region:
-            here = array_of(region, made.dtype.str, list(made.shape))
-            here[:] = made
-            told = {"dtype": made.dtype.str, "shape": made.shape, "sum": float(made.sum())}
+    rng = np.random.default_rng(7)
+    for source in (rng.random((512, 512)), rng.integers(0, 1000, (64, 1024), dtype=np.int32)):
+        async with domain.register(source.nbytes, OWNED) as region:
+            array = array_of(region, source.dtype.str, list(source.shape))
+            array[:] = source
+            description = {"dtype": source.dtype.str, "shape": source.shape, "sum": float(source.sum())}
             async with await connection.grant(region, AccessFlags.REMOTE_READ):
-                await connection.send(json.dumps(told).encode())
+                await connection.send(json.dumps(description).encode())
                 await connection.receive()  # the peer has read the array
-            del here  # a region cannot be closed while arrays use its memory
+            del array  # a region cannot be closed while arrays use its memory
     await connection.send(b"")
 
 
-async def take(connection: Connection, domain: ResourceDomain) -> None:
+async def read_arrays(connection: Connection, domain: ResourceDomain) -> None:
     """Read the peer's arrays until it sends an empty message."""
-    while told := await connection.receive():
-        what = json.loads(told)
+    while data := await connection.receive():
+        description = json.loads(data)
         granted = await connection.receive_grant()
         async with domain.register(len(granted), AccessFlags.LOCAL_WRITE) as region:
             await connection.read(region, granted)
-            array = array_of(region, what["dtype"], what["shape"])
-            same = "as told" if float(array.sum()) == what["sum"] else "NOT as told"
-            print(f"{array.dtype} {array.shape}: {array.nbytes:,} bytes, their sum is {same}")
+            array = array_of(region, description["dtype"], description["shape"])
+            result = "correct" if float(array.sum()) == description["sum"] else "WRONG"
+            print(f"{array.dtype} {array.shape}: {array.nbytes:,} bytes, their sum is {result}")
             del array
         await connection.send(b"thanks")
 
@@ -61,20 +61,20 @@ async def owner(host: str) -> None:
     async with aioverbs.open_device() as device, device.resource_domain() as domain:
 
         async def handle(connection: Connection) -> None:
-            await offer(connection, domain)
+            await serve_arrays(connection, domain)
 
         async with aioverbs.serve(handle, host, domain=domain) as server:
             print(server.port, flush=True)
             await asyncio.to_thread(sys.stdin.read)
 
 
-async def taker(host: str, port: int) -> None:
+async def reader(host: str, port: int) -> None:
     async with (
         aioverbs.open_device() as device,
         device.resource_domain() as domain,
         aioverbs.connect(host, port, domain=domain) as connection,
     ):
-        await take(connection, domain)
+        await read_arrays(connection, domain)
 
 
 def main() -> None:
@@ -85,7 +85,7 @@ def main() -> None:
     command = [sys.executable, __file__, "owner", host]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout is not None
-        asyncio.run(taker(host, int(other.stdout.readline())))
+        asyncio.run(reader(host, int(other.stdout.readline())))
         other.communicate()
 
 

@@ -36,8 +36,13 @@ from starlette.routing import Route
 import aioverbs
 from aioverbs import BufferPool, ResourceDomain
 
-START_S = 30.0  # timeout for reaching the store when a worker starts
-LOST = (anyio.BrokenResourceError, anyio.ClosedResourceError, anyio.EndOfStream, aioverbs.WorkCompletionError)
+START_TIMEOUT_S = 30.0  # timeout for reaching the store when a worker starts
+CONNECTION_ERRORS = (
+    anyio.BrokenResourceError,
+    anyio.ClosedResourceError,
+    anyio.EndOfStream,
+    aioverbs.WorkCompletionError,
+)
 
 
 class Store:
@@ -50,10 +55,10 @@ class Store:
 
     async def run(self, domain: ResourceDomain, pool: BufferPool, host: str, port: int) -> None:
         """Stay connected until cancelled. A request that finds the connection broken sets `lost`."""
-        again = aioverbs.reconnect(host, port, domain=domain, backoff=aioverbs.Backoff(longest_s=1))
-        async with contextlib.aclosing(again) as connections:
+        reconnections = aioverbs.reconnect(host, port, domain=domain, backoff=aioverbs.Backoff(longest_s=1))
+        async with contextlib.aclosing(reconnections) as connections:
             async for connection in connections:
-                with contextlib.suppress(*LOST):
+                with contextlib.suppress(*CONNECTION_ERRORS):
                     self.cache = Cache(connection, await connection.receive_grant(), pool)
                     self.reached.set()
                     self.lost.clear()
@@ -72,7 +77,7 @@ async def lifespan(app: Starlette) -> AsyncIterator[dict[str, Store]]:
     ):
         store = Store()
         running = tasks.create_task(store.run(domain, pool, host, int(port)))
-        async with asyncio.timeout(START_S):
+        async with asyncio.timeout(START_TIMEOUT_S):
             await store.reached.wait()
         yield {"store": store}
         running.cancel()
@@ -96,10 +101,10 @@ async def put_object(request: Request) -> Response:
         if len(data) > SLOT:
             break
     try:
-        there_is_room = await request.state.store.cache.put(request.path_params["name"].encode(), bytes(data))
+        stored = await request.state.store.cache.put(request.path_params["name"].encode(), bytes(data))
     except ValueError as error:
         raise HTTPException(413, str(error)) from error
-    return reply(204 if there_is_room else 507)
+    return reply(204 if stored else 507)
 
 
 async def unavailable(request: Request, error: Exception) -> Response:
@@ -112,7 +117,7 @@ app = Starlette(
         Route("/objects/{name}", get_object, methods=["GET"]),
         Route("/objects/{name}", put_object, methods=["PUT"]),
     ],
-    exception_handlers=dict.fromkeys(LOST, unavailable),
+    exception_handlers=dict.fromkeys(CONNECTION_ERRORS, unavailable),
     lifespan=lifespan,
 )
 
@@ -128,24 +133,24 @@ async def store(host: str, port: int = 0) -> None:
         await asyncio.to_thread(sys.stdin.read)
 
 
-def use(url: str) -> None:
+def use_service(url: str) -> None:
     """Put and get some objects as a client of the service."""
 
-    def ask(name: str, data: bytes | None = None) -> tuple[bytes, str]:
+    def request_object(name: str, data: bytes | None = None) -> tuple[bytes, str]:
         request = urllib.request.Request(f"{url}/objects/{name}", data, method="GET" if data is None else "PUT")
         with urllib.request.urlopen(request, timeout=60) as answer:
             return answer.read(), answer.headers["x-worker"]
 
     objects = {f"object-{number}": os.urandom(50 * number) for number in range(20)}
     with ThreadPoolExecutor(8) as threads:
-        list(threads.map(ask, objects, objects.values()))
-        got = list(threads.map(ask, objects))
+        list(threads.map(request_object, objects, objects.values()))
+        got = list(threads.map(request_object, objects))
     same = sum(data == answer for data, (answer, _) in zip(objects.values(), got, strict=True))
     print(f"put {len(objects)} objects, got {same} of them as they were put")
     print(f"from the workers {', '.join(sorted({worker for _, worker in got}))}")
 
 
-def everything(host: str = "127.0.0.1") -> None:
+def run_all(host: str = "127.0.0.1") -> None:
     command = [sys.executable, __file__, "store", host]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as storing:
         assert storing.stdout is not None
@@ -157,7 +162,7 @@ def everything(host: str = "127.0.0.1") -> None:
             command += ["--app-dir", str(Path(__file__).parent), "--fd", str(fd), "asgi:app"]
             server = subprocess.Popen(command, env=env, pass_fds=[fd])
         try:
-            use(f"http://127.0.0.1:{port}")
+            use_service(f"http://127.0.0.1:{port}")
         finally:
             server.terminate()
             server.wait()
@@ -168,4 +173,4 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["store"]:
         asyncio.run(store(sys.argv[2], *map(int, sys.argv[3:])))
     else:
-        everything(*sys.argv[1:])
+        run_all(*sys.argv[1:])

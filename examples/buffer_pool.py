@@ -40,8 +40,8 @@ async def main() -> None:
         for _ in range(3):
             async with domain.cache.region(log) as region:
                 await near.write(region, target.remote()[: len(log)])
-        kept = domain.cache.statistics()
-        print(f"{bytes(target.buffer[: len(log)])!r}: registered {kept.misses} time, found {kept.hits} times")
+        cached = domain.cache.statistics()
+        print(f"{bytes(target.buffer[: len(log)])!r}: registered {cached.misses} time, found {cached.hits} times")
         await domain.cache.drop(log)
         log += b", which may be resized again"
 

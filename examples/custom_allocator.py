@@ -19,7 +19,7 @@ class Mappings:
     """
 
     def __init__(self) -> None:
-        self._pieces: dict[int, mmap.mmap] = {}
+        self._mappings: dict[int, mmap.mmap] = {}
 
     def allocate(
         self, size: int, alignment: int, resource_type: int, pd: object, context: object
@@ -32,16 +32,16 @@ class Mappings:
             return aioverbs.USE_DEFAULT  # let the provider allocate
         mapping = mmap.mmap(-1, size)
         address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
-        self._pieces[address] = mapping
+        self._mappings[address] = mapping
         print(f"  {size} bytes at {address:#x} for {aioverbs.ResourceKind.decode(resource_type)} of {context}")
         return address
 
     def free(self, address: int, resource_type: int, pd: object, context: object) -> None:
         """Unmap the memory at an address."""
-        del self._pieces[address]
+        del self._mappings[address]
 
 
-async def use(device: aioverbs.Device, allocator: aioverbs.Allocator) -> None:
+async def create_queues(device: aioverbs.Device, allocator: aioverbs.Allocator) -> None:
     """Create queues whose memory comes from an allocator."""
     async with (
         device.resource_domain(allocator=allocator, context="the example") as domain,
@@ -56,10 +56,10 @@ async def use(device: aioverbs.Device, allocator: aioverbs.Allocator) -> None:
 async def main() -> None:
     async with aioverbs.open_device() as device:
         print("one of our own:")
-        await use(device, Mappings())
+        await create_queues(device, Mappings())
         print("an arena, which packs small pieces, recorded:")
         allocator = aioverbs.RecordingAllocator(aioverbs.ArenaAllocator())
-        await use(device, allocator)
+        await create_queues(device, allocator)
         for kind, usage in allocator.usage().items():
             print(f"  {kind}: {usage}")
 

@@ -29,11 +29,11 @@ async def main() -> None:
         await near.write(source[:5], target.remote()[:5])
         print(f"written: {bytes(target.buffer[:5])!r}")
 
-        async def elsewhere() -> None:
+        async def write_from_other_loop() -> None:
             await near.write(source[:5], target.remote()[:5])
 
         try:
-            await asyncio.to_thread(asyncio.run, elsewhere())
+            await asyncio.to_thread(asyncio.run, write_from_other_loop())
         except aioverbs.AffinityError as error:
             print(f"stopped: {error}")
         print(device.resources())

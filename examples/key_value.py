@@ -24,13 +24,13 @@ SLOT = 1024  # bytes
 SLOTS = 4096
 NEIGHBOURS = 4  # adjacent slots that may hold a key; one read fetches all of them
 HEADER = struct.Struct("<IHH")  # checksum of the rest, lengths of key and value; all 0: the slot is empty
-LONGEST = SLOT - HEADER.size
-READS = 100  # limit of attempts to read a slot that is being written
+MAX_PAIR = SLOT - HEADER.size
+MAX_READS = 100  # limit of attempts to read a slot that is being written
 
 DONE, FULL = b"done", b"full"
 
 
-def place_of(key: bytes) -> int:
+def slot_offset(key: bytes) -> int:
     """Return the offset in the table of the first slot for a key."""
     number = int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little")
     return number % (SLOTS - NEIGHBOURS + 1) * SLOT
@@ -41,8 +41,8 @@ def pack(key: bytes, value: bytes) -> bytes:
 
     :raises ValueError: key and value are too long, or the key is empty.
     """
-    if not key or len(key) + len(value) > LONGEST:
-        raise ValueError(f"a key, which is not empty, and its value have {LONGEST} bytes at most")
+    if not key or len(key) + len(value) > MAX_PAIR:
+        raise ValueError(f"a key, which is not empty, and its value have {MAX_PAIR} bytes at most")
     rest = struct.pack("<HH", len(key), len(value)) + key + value
     return struct.pack("<I", zlib.crc32(rest)) + rest
 
@@ -64,9 +64,9 @@ def unpack(slot: memoryview) -> tuple[bytes, bytes] | None:
 # ---- The server
 
 
-def slot_for(table: memoryview, key: bytes) -> memoryview | None:
+def find_slot(table: memoryview, key: bytes) -> memoryview | None:
     """Return the slot that holds a key, else an empty slot for it, or None if there is none."""
-    first, free = place_of(key), None
+    first, free = slot_offset(key), None
     for at in range(first, first + NEIGHBOURS * SLOT, SLOT):
         slot = table[at : at + SLOT]
         found = unpack(slot)
@@ -80,7 +80,7 @@ def slot_for(table: memoryview, key: bytes) -> memoryview | None:
 def put(table: memoryview, content: bytes) -> bytes:
     """Store the slot contents of a message in the table. Only the server's loop writes to the table."""
     found = unpack(memoryview(content))
-    slot = slot_for(table, found[0]) if found is not None else None
+    slot = find_slot(table, found[0]) if found is not None else None
     if slot is None:
         return FULL
     slot[: len(content)] = content
@@ -113,13 +113,13 @@ class Cache:
         self.connection = connection
         self._table = table
         self._pool = pool
-        self._asking = asyncio.Lock()  # one request at a time, so that the next answer belongs to it
+        self._put_lock = asyncio.Lock()  # one request at a time, so that the next answer belongs to it
 
     async def get(self, key: bytes) -> bytes | None:
         """Return the value of a key, or None. Several tasks may call this concurrently."""
-        first = place_of(key)
+        first = slot_offset(key)
         async with self._pool.lease() as buffer:
-            for _ in range(READS):
+            for _ in range(MAX_READS):
                 await self.connection.read(buffer, self._table[first : first + NEIGHBOURS * SLOT])
                 try:
                     slots = [unpack(buffer.buffer[at * SLOT : (at + 1) * SLOT]) for at in range(NEIGHBOURS)]
@@ -127,12 +127,12 @@ class Cache:
                     await asyncio.sleep(0)
                     continue
                 return next((value for found, value in filter(None, slots) if found == key), None)
-        raise TimeoutError(f"the slots of {key!r} were being written, {READS} times")
+        raise TimeoutError(f"the slots of {key!r} were being written, {MAX_READS} times")
 
     async def put(self, key: bytes, value: bytes) -> bool:
         """Store a value; return whether there was a free slot for the key."""
         content = pack(key, value)
-        async with self._asking:
+        async with self._put_lock:
             await self.connection.send(content)
             return await self.connection.receive() == DONE
 

@@ -8,18 +8,18 @@ from aioverbs import AccessFlags, MemoryRegion, current_worker
 ACCESS = AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_WRITE
 
 
-async def shout(region: MemoryRegion, name: str, at: int) -> str:
+async def write_word(region: MemoryRegion, name: str, at: int) -> str:
     domain = current_worker().domain  # the worker's own domain, on top of the pool's protection domain
     async with (
-        domain.register(64) as words,
+        domain.register(64) as source,
         domain.completion_queue(64) as cq,
         domain.queue_pair(cq) as near,
         domain.queue_pair(cq) as far,
     ):
         near.connect(far.local_endpoint(), ACCESS)
         far.connect(near.local_endpoint(), ACCESS)
-        words.buffer[:5] = name.encode()
-        await near.write(words[:5], region.remote()[at : at + 5])
+        source.buffer[:5] = name.encode()
+        await near.write(source[:5], region.remote()[at : at + 5])
     return f"{name} by worker {current_worker().number}"
 
 
@@ -30,8 +30,8 @@ async def main() -> None:
         pool.pd.register(4096, ACCESS) as region,
     ):
         first, second = await asyncio.gather(
-            pool.run(shout, region, "hello", 0),
-            pool.run(shout, region, "world", 8),
+            pool.run(write_word, region, "hello", 0),
+            pool.run(write_word, region, "world", 8),
         )
         print(first, "and", second)
         print(bytes(region.buffer[:5]), bytes(region.buffer[8:13]))

@@ -9,15 +9,15 @@ from aioverbs import AccessFlags, Connection, Device, MemoryRegion, current_work
 ACCESS = AccessFlags.LOCAL_WRITE | AccessFlags.MW_BIND
 
 
-async def share(region: MemoryRegion, connection: Connection) -> None:
+async def serve_connection(region: MemoryRegion, connection: Connection) -> None:
     """Handle a connection, on the worker that it was assigned to."""
     async with await connection.grant(region, AccessFlags.REMOTE_READ):
         await connection.send(f"worker {current_worker().number}".encode())
-        async for question in connection:
-            await connection.send(question.upper())
+        async for request in connection:
+            await connection.send(request.upper())
 
 
-async def visit(device: Device, port: int) -> str:
+async def run_client(device: Device, port: int) -> str:
     async with (
         device.resource_domain() as domain,
         aioverbs.connect("127.0.0.1", port, domain=domain) as connection,
@@ -34,10 +34,10 @@ async def main() -> None:
         aioverbs.open_device() as device,
         aioverbs.WorkerPool(device, size=2) as pool,
         pool.pd.register(4096, ACCESS) as region,
-        aioverbs.serve(functools.partial(share, region), "127.0.0.1", pool=pool) as server,
+        aioverbs.serve(functools.partial(serve_connection, region), "127.0.0.1", pool=pool) as server,
     ):
         region.buffer[:6] = b"stored"
-        print(*[await visit(device, server.port) for _ in range(2)], sep="\n")
+        print(*[await run_client(device, server.port) for _ in range(2)], sep="\n")
 
 
 if __name__ == "__main__":

@@ -49,7 +49,7 @@ def connect(qp: QueuePair, data: bytes, options: argparse.Namespace) -> None:
     qp.connect(remote)
 
 
-async def wait_for_peer(qp: QueuePair, listener: socket.socket, options: argparse.Namespace) -> None:
+async def accept_peer(qp: QueuePair, listener: socket.socket, options: argparse.Namespace) -> None:
     connection, _ = await asyncio.get_running_loop().sock_accept(listener)
     reader, writer = await asyncio.open_connection(sock=connection)
     try:
@@ -60,7 +60,7 @@ async def wait_for_peer(qp: QueuePair, listener: socket.socket, options: argpars
         writer.close()
 
 
-async def go_to_peer(qp: QueuePair, options: argparse.Namespace) -> None:
+async def connect_to_peer(qp: QueuePair, options: argparse.Namespace) -> None:
     reader, writer = await asyncio.open_connection(options.host or "localhost", options.port)
     try:
         writer.write(to_wire(qp.local_endpoint()))
@@ -71,34 +71,34 @@ async def go_to_peer(qp: QueuePair, options: argparse.Namespace) -> None:
         writer.close()
 
 
-async def answer(
-    qp: QueuePair, listener: socket.socket, here: RegionSlice, there: RegionSlice, options: argparse.Namespace
+async def run_server(
+    qp: QueuePair, listener: socket.socket, first: RegionSlice, second: RegionSlice, options: argparse.Namespace
 ) -> None:
     """Send each message back. Post the next receive first, since the next message may follow immediately."""
-    received = qp.receive(here)
-    await wait_for_peer(qp, listener, options)
+    received = qp.receive(first)
+    await accept_peer(qp, listener, options)
     for remaining in reversed(range(options.iters)):
         await received
         if remaining:
-            received = qp.receive(there)
-        await qp.send(here)
-        here, there = there, here
+            received = qp.receive(second)
+        await qp.send(first)
+        first, second = second, first
 
 
-async def ask(qp: QueuePair, here: RegionSlice, there: RegionSlice, options: argparse.Namespace) -> None:
+async def run_client(qp: QueuePair, first: RegionSlice, second: RegionSlice, options: argparse.Namespace) -> None:
     """Send messages, and check that each comes back unchanged."""
-    received = qp.receive(there)
-    await go_to_peer(qp, options)
-    here.buffer[:] = os.urandom(options.size)
+    received = qp.receive(second)
+    await connect_to_peer(qp, options)
+    first.buffer[:] = os.urandom(options.size)
     started = time.perf_counter()
     for number in range(options.iters):
-        here.buffer[: min(8, options.size)] = number.to_bytes(8, "little")[: options.size]
-        sent = qp.send(here)
+        first.buffer[: min(8, options.size)] = number.to_bytes(8, "little")[: options.size]
+        sent = qp.send(first)
         await received
-        if there.buffer != here.buffer:
+        if second.buffer != first.buffer:
             raise RuntimeError(f"what came back as message {number} is not what was sent")
         if number + 1 < options.iters:
-            received = qp.receive(there)
+            received = qp.receive(second)
         await sent
     elapsed = time.perf_counter() - started
     volume = 2 * options.size * options.iters
@@ -106,7 +106,7 @@ async def ask(qp: QueuePair, here: RegionSlice, there: RegionSlice, options: arg
     print(f"{options.iters} iters in {elapsed:.2f} seconds = {elapsed / options.iters * 1e6:.2f} usec/iter")
 
 
-async def run_end(device: Device, listener: socket.socket | None, options: argparse.Namespace) -> None:
+async def run_side(device: Device, listener: socket.socket | None, options: argparse.Namespace) -> None:
     depths = QpCapabilities(max_send_wr=1, max_recv_wr=1)
     async with (
         device.resource_domain() as domain,
@@ -115,28 +115,28 @@ async def run_end(device: Device, listener: socket.socket | None, options: argpa
         domain.queue_pair(cq, capabilities=depths, port=options.ib_port, gid_index=options.gid_idx) as qp,
     ):
         qp.to_init()  # receives can be posted from this state on
-        here, there = region[: options.size], region[options.size :]
+        first, second = region[: options.size], region[options.size :]
         if listener is not None:
-            await answer(qp, listener, here, there, options)
+            await run_server(qp, listener, first, second, options)
             print(f"answered {options.iters} messages")
         else:
-            await ask(qp, here, there, options)
+            await run_client(qp, first, second, options)
 
 
 async def main(options: argparse.Namespace) -> None:
     async with aioverbs.open_device(options.device) as device, asyncio.timeout(options.timeout or None):
         options.device = device.name
         if options.host is not None:
-            await run_end(device, None, options)
+            await run_side(device, None, options)
             return
         with listen(options.port) as listener:
             port = listener.getsockname()[1]
             print(f"waiting at port {port}", flush=True)
             async with asyncio.TaskGroup() as ends:
-                ends.create_task(run_end(device, listener, options))
+                ends.create_task(run_side(device, listener, options))
                 if options.both:
                     options.port = port
-                    ends.create_task(run_end(device, None, options))
+                    ends.create_task(run_side(device, None, options))
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:

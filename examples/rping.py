@@ -37,10 +37,10 @@ from aioverbs import (
 
 INFO = struct.Struct(">QII")
 ACCESS = AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_WRITE | AccessFlags.REMOTE_READ
-LEAST, MOST = 26, 65535  # limits of a ping in bytes, as in rping
+MIN_SIZE, MAX_SIZE = 26, 65535  # limits of a ping in bytes, as in rping
 
 
-def text(number: int, size: int) -> bytes:
+def ping_data(number: int, size: int) -> bytes:
     """Return a ping as rping's client sends it: a header, letters (one further for each ping), and a zero byte."""
     head = b"rdma-ping-%d: " % number
     letters = range(65, 123)
@@ -49,7 +49,7 @@ def text(number: int, size: int) -> bytes:
     return head + bytes(body) + b"\0"
 
 
-class End:
+class Side:
     """Common part of both sides: a queue pair that keeps receives posted, and memory."""
 
     def __init__(self, domain: ResourceDomain, qp: QueuePair, info: MemoryRegion, data: MemoryRegion) -> None:
@@ -72,7 +72,7 @@ class End:
 
 
 @contextlib.asynccontextmanager
-async def end_on(name: str, size: int) -> AsyncIterator[End]:
+async def open_side(name: str, size: int) -> AsyncIterator[Side]:
     """Open all that one side needs on a device."""
     async with (
         open_device(name) as device,
@@ -82,68 +82,68 @@ async def end_on(name: str, size: int) -> AsyncIterator[End]:
         domain.completion_queue(64) as cq,
         domain.queue_pair(cq, receive_depth=2, receive_size=INFO.size) as qp,
     ):
-        yield End(domain, qp, info, data)
+        yield Side(domain, qp, info, data)
 
 
-async def answer(end: End, verbose: bool) -> int:
+async def serve_pings(side: Side, verbose: bool) -> int:
     """Run the server until the client disconnects; return the number of pings."""
     for number in itertools.count():
         try:
-            source = await end.receive()
+            source = await side.receive()
         except (WorkCompletionError, BrokenResourceError):  # disconnected: the receives were flushed
             return number
-        if source.length > len(end.data.buffer):
-            raise ValueError(f"a ping has {source.length} bytes, and there is room for {len(end.data.buffer)}: see -S")
-        await end.qp.read(end.data[: source.length], source)
-        said = bytes(end.data.buffer[: source.length]).partition(b"\0")[0]
+        if source.length > len(side.data.buffer):
+            raise ValueError(f"a ping has {source.length} bytes, and there is room for {len(side.data.buffer)}: see -S")
+        await side.qp.read(side.data[: source.length], source)
+        ping_text = bytes(side.data.buffer[: source.length]).partition(b"\0")[0]
         if verbose:
-            print("server ping data:", said.decode(), flush=True)
-        await end.send()
-        sink = await end.receive()
-        await end.qp.write(end.data[: len(said) + 1], sink[: len(said) + 1])
-        await end.send()
+            print("server ping data:", ping_text.decode(), flush=True)
+        await side.send()
+        sink = await side.receive()
+        await side.qp.write(side.data[: len(ping_text) + 1], sink[: len(ping_text) + 1])
+        await side.send()
     raise AssertionError
 
 
-async def ask(end: End, count: int, size: int, verbose: bool, validate: bool) -> int:
+async def send_pings(side: Side, count: int, size: int, verbose: bool, validate: bool) -> int:
     """Run the client; return the number of pings."""
-    async with end.domain.register(size, ACCESS) as start:
+    async with side.domain.register(size, ACCESS) as start:
         for number in itertools.count():
             if count and number == count:
                 return number
-            start.buffer[:] = text(number, size)
-            await end.send(start.remote())
-            await end.receive()  # the server has read the ping
-            await end.send(end.data.remote())
-            await end.receive()  # the server has written the ping
-            if validate and end.data.buffer != start.buffer:
+            start.buffer[:] = ping_data(number, size)
+            await side.send(start.remote())
+            await side.receive()  # the server has read the ping
+            await side.send(side.data.remote())
+            await side.receive()  # the server has written the ping
+            if validate and side.data.buffer != start.buffer:
                 raise ValueError("what came back is not what was sent")
             if verbose:
-                print("ping data:", bytes(end.data.buffer).partition(b"\0")[0].decode(), flush=True)
+                print("ping data:", bytes(side.data.buffer).partition(b"\0")[0].decode(), flush=True)
     raise AssertionError
 
 
-async def serve(address: str, port: int, size: int, verbose: bool) -> int:
+async def run_server(address: str, port: int, size: int, verbose: bool) -> int:
     """Serve one client."""
     async with rdma_cm.Channel() as channel, channel.listener(address, port) as listener:
         print("listening at", *listener.address[:2], flush=True)
         async with await anext(listener) as client:
             assert client.device_name is not None
-            async with end_on(client.device_name, size) as end:
-                await client.accept(end.qp, ACCESS)
-                count = await answer(end, verbose)
+            async with open_side(client.device_name, size) as side:
+                await client.accept(side.qp, ACCESS)
+                count = await serve_pings(side, verbose)
                 await client.disconnect()
                 return count
 
 
-async def ping(address: str, port: int, size: int, count: int, verbose: bool, validate: bool) -> int:
+async def run_client(address: str, port: int, size: int, count: int, verbose: bool, validate: bool) -> int:
     """Send pings to a server."""
     async with rdma_cm.Channel() as channel, channel.identifier() as server:
         await server.resolve(address, port)
         assert server.device_name is not None
-        async with end_on(server.device_name, size) as end:
-            await server.connect(end.qp, ACCESS)
-            done = await ask(end, count, size, verbose, validate)
+        async with open_side(server.device_name, size) as side:
+            await server.connect(side.qp, ACCESS)
+            done = await send_pings(side, count, size, verbose, validate)
             await server.disconnect()
             return done
 
@@ -156,17 +156,17 @@ def main() -> None:
     parser.add_argument("-a", dest="address", default="0.0.0.0", help="the server's address")
     parser.add_argument("-p", dest="port", type=int, default=7174, help="the server's port")
     parser.add_argument("-C", dest="count", type=int, default=0, help="how many pings, for the client; 0: without end")
-    parser.add_argument("-S", dest="size", type=int, default=64, help=f"bytes of a ping, {LEAST} to {MOST}")
+    parser.add_argument("-S", dest="size", type=int, default=64, help=f"bytes of a ping, {MIN_SIZE} to {MAX_SIZE}")
     parser.add_argument("-v", dest="verbose", action="store_true", help="print the pings")
     parser.add_argument("-V", dest="validate", action="store_true", help="compare what comes back")
     options = parser.parse_args()
-    if not LEAST <= options.size <= MOST:
-        parser.error(f"-S is from {LEAST} to {MOST}")
+    if not MIN_SIZE <= options.size <= MAX_SIZE:
+        parser.error(f"-S is from {MIN_SIZE} to {MAX_SIZE}")
     if options.server:
-        done = asyncio.run(serve(options.address, options.port, options.size, options.verbose))
+        done = asyncio.run(run_server(options.address, options.port, options.size, options.verbose))
     else:
         arguments = options.address, options.port, options.size, options.count, options.verbose, options.validate
-        done = asyncio.run(ping(*arguments))
+        done = asyncio.run(run_client(*arguments))
     print(f"{done} pings", flush=True)
 
 

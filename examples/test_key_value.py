@@ -8,7 +8,7 @@ Each test runs with both values of `execution` of the software device, and fails
 import asyncio
 
 import pytest
-from key_value import DONE, SLOT, cache, pack, put, serving, slot_for
+from key_value import DONE, SLOT, cache, find_slot, pack, put, serving
 
 import aioverbs
 from aioverbs import AccessFlags, WcStatus
@@ -16,7 +16,7 @@ from aioverbs import AccessFlags, WcStatus
 pytestmark = pytest.mark.asyncio
 
 
-async def test_what_is_put_is_got(aioverbs_device: aioverbs.Device) -> None:
+async def test_put_and_get(aioverbs_device: aioverbs.Device) -> None:
     async with (
         aioverbs_device as device,
         device.resource_domain() as domain,
@@ -31,7 +31,7 @@ async def test_what_is_put_is_got(aioverbs_device: aioverbs.Device) -> None:
             await values.put(b"long", bytes(SLOT))
 
 
-async def test_readers_see_whole_values(aioverbs_device: aioverbs.Device) -> None:
+async def test_concurrent_gets_return_whole_values(aioverbs_device: aioverbs.Device) -> None:
     """A get that overlaps with puts returns either the old or the new value."""
     long = [bytes([at]) * 900 for at in range(2)]
     async with (
@@ -55,14 +55,14 @@ async def test_readers_see_whole_values(aioverbs_device: aioverbs.Device) -> Non
         assert seen <= set(long)
 
 
-async def test_a_slot_that_is_being_written_is_read_again(aioverbs_device: aioverbs.Device) -> None:
+async def test_a_wrong_checksum_is_detected(aioverbs_device: aioverbs.Device) -> None:
     async with (
         aioverbs_device as device,
         device.resource_domain() as domain,
         domain.register(1 << 22, AccessFlags.LOCAL_WRITE) as region,
     ):
         assert put(region.buffer, pack(b"key", b"value")) == DONE
-        slot = slot_for(region.buffer, b"key")
+        slot = find_slot(region.buffer, b"key")
         assert slot is not None
         slot[10] ^= 1
         with pytest.raises(ValueError, match="being written"):
@@ -70,7 +70,7 @@ async def test_a_slot_that_is_being_written_is_read_again(aioverbs_device: aiove
         slot.release()
 
 
-async def test_a_read_that_fails(aioverbs_device: aioverbs.Device) -> None:
+async def test_a_failed_read_breaks_only_its_connection(aioverbs_device: aioverbs.Device) -> None:
     """The error has the cause, and breaks the connection. A new connection works."""
     async with (
         aioverbs_device as device,

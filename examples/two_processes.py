@@ -18,23 +18,23 @@ from aioverbs import AccessFlags, Endpoint, RemoteRegion
 SIZE = 1 << 20
 ACCESS = AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_WRITE | AccessFlags.REMOTE_READ | AccessFlags.REMOTE_ATOMIC
 
-Talk = tuple[StreamReader, StreamWriter]
+Channel = tuple[StreamReader, StreamWriter]
 
 
-def say(talk: Talk, line: str) -> None:
+def send_line(channel: Channel, line: str) -> None:
     """Send a line to the other process."""
-    talk[1].write(f"{line}\n".encode())
+    channel[1].write(f"{line}\n".encode())
 
 
-async def hear(talk: Talk) -> list[str]:
+async def receive_line(channel: Channel) -> list[str]:
     """Receive a line from the other process."""
-    line = await asyncio.wait_for(talk[0].readline(), timeout=30)
+    line = await asyncio.wait_for(channel[0].readline(), timeout=30)
     if not line:
         raise RuntimeError("the other process ended")
     return line.decode().split()
 
 
-async def end(talk: Talk, *, asks: bool) -> None:
+async def run_process(channel: Channel, *, is_active: bool) -> None:
     """Run one of the processes: connect to the other, then either use its memory or offer memory."""
     async with (
         aioverbs.open_device() as device,
@@ -43,28 +43,28 @@ async def end(talk: Talk, *, asks: bool) -> None:
         domain.completion_queue(64) as cq,
         domain.queue_pair(cq) as qp,
     ):
-        say(talk, f"{bytes(qp.local_endpoint()).hex()} {region.address} {region.rkey}")
-        endpoint, address, rkey = await hear(talk)
+        send_line(channel, f"{bytes(qp.local_endpoint()).hex()} {region.address} {region.rkey}")
+        endpoint, address, rkey = await receive_line(channel)
         qp.connect(Endpoint.from_bytes(bytes.fromhex(endpoint)), ACCESS)
         hello = qp.receive(region[:64])
-        say(talk, "ready")
-        await hear(talk)
-        if asks:
-            await ask(qp, region, RemoteRegion(int(address), SIZE, int(rkey)))
-            say(talk, "done")
-            await hear(talk)  # the other process may check its memory until then
+        send_line(channel, "ready")
+        await receive_line(channel)
+        if is_active:
+            await use_memory(qp, region, RemoteRegion(int(address), SIZE, int(rkey)))
+            send_line(channel, "done")
+            await receive_line(channel)  # the other process may check its memory until then
         else:
             received = await hello
             print(f"process {os.getpid()} received {bytes(received.data)!r}")
-            await hear(talk)
+            await receive_line(channel)
             print(f"and has in its memory {bytes(region.buffer[64:69])!r}, which nobody here wrote")
             for peer in (each for each in device.peers() if not each.connected_by_us) if device.software else ():
                 how = "from memory to memory" if peer.direct else f"by {peer.transport} socket"
                 print(f"process {peer.process_id} came over a {peer.transport} socket; large data goes {how}")
-            say(talk, "bye")
+            send_line(channel, "bye")
 
 
-async def ask(qp: aioverbs.QueuePair, region: aioverbs.MemoryRegion, remote: RemoteRegion) -> None:
+async def use_memory(qp: aioverbs.QueuePair, region: aioverbs.MemoryRegion, remote: RemoteRegion) -> None:
     """Send a message, then write, count and read in the other process's memory."""
     region.buffer[:5] = b"hello"
     await qp.send(region[:5])
@@ -81,18 +81,18 @@ async def ask(qp: aioverbs.QueuePair, region: aioverbs.MemoryRegion, remote: Rem
 
 async def main() -> None:
     if sys.argv[1:2] == ["--ask"]:
-        talk = await asyncio.open_unix_connection(sock=socket.socket(fileno=int(sys.argv[2])))
-        await end(talk, asks=True)
+        channel = await asyncio.open_unix_connection(sock=socket.socket(fileno=int(sys.argv[2])))
+        await run_process(channel, is_active=True)
         return
     ours, theirs = socket.socketpair()
-    talk = await asyncio.open_unix_connection(sock=ours)
+    channel = await asyncio.open_unix_connection(sock=ours)
     with theirs:
         number = str(theirs.fileno())
         other = await asyncio.create_subprocess_exec(sys.executable, __file__, "--ask", number, pass_fds=[int(number)])
     try:
-        await end(talk, asks=False)
+        await run_process(channel, is_active=False)
     finally:
-        talk[1].close()
+        channel[1].close()
         status = await other.wait()
     sys.exit(status)
 

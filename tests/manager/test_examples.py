@@ -13,7 +13,7 @@ from tests.pace import patience
 from tests.running import run
 
 SAYS = {
-    "arrays": ["float64 (512, 512): 2,097,152 bytes, their sum is as told", "int32 (64, 1024)"],
+    "arrays": ["float64 (512, 512): 2,097,152 bytes, their sum is correct", "int32 (64, 1024)"],
     "asgi": ["put 20 objects, got 20 of them as they were put", "from the workers"],
     "buffer_pool": [
         "received: b'message 7'",

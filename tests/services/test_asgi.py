@@ -26,7 +26,7 @@ import httpx
 
 sys.path.append(str(ROOT / "examples"))
 
-from key_value import LONGEST, NEIGHBOURS, SLOT, place_of
+from key_value import MAX_PAIR, NEIGHBOURS, SLOT, slot_offset
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -167,7 +167,7 @@ def only(server: str) -> pytest.MarkDecorator:
 
 def test_objects(service: Service) -> None:
     """What one worker was given the others give, the last one that was put."""
-    sizes = (0, 1, 500, LONGEST - 4)
+    sizes = (0, 1, 500, MAX_PAIR - 4)
     service.until_workers(2)
     with ThreadPoolExecutor(8) as threads:
         for turn in range(3):
@@ -176,7 +176,7 @@ def test_objects(service: Service) -> None:
             for name, got in zip([*objects] * 8, threads.map(service.get, [*objects] * 8), strict=True):
                 assert got == objects[name], (turn, name)
     assert service.ask("nothing").status_code == 404
-    assert service.ask("large", bytes(LONGEST - 4)).status_code == 413
+    assert service.ask("large", bytes(MAX_PAIR - 4)).status_code == 413
     assert service.ask("large", bytes(1 << 20)).status_code == 413
 
 
@@ -198,10 +198,12 @@ def test_objects_that_are_put_while_they_are_got(service: Service) -> None:
 @only("uvicorn")
 def test_no_room(service: Service) -> None:
     """For a key all of whose places have other keys."""
-    others = ["nothing", "object", "large", "0", "1", "500", str(LONGEST - 4), *map("object-{}".format, range(4))]
-    taken = [place_of(name.encode()) for name in others]
-    names = sorted(map(str, range(1000, 50_000)), key=lambda name: place_of(name.encode()))
-    groups = ((place, list(group)) for place, group in itertools.groupby(names, lambda name: place_of(name.encode())))
+    others = ["nothing", "object", "large", "0", "1", "500", str(MAX_PAIR - 4), *map("object-{}".format, range(4))]
+    taken = [slot_offset(name.encode()) for name in others]
+    names = sorted(map(str, range(1000, 50_000)), key=lambda name: slot_offset(name.encode()))
+    groups = (
+        (place, list(group)) for place, group in itertools.groupby(names, lambda name: slot_offset(name.encode()))
+    )
     together = next(
         group[: NEIGHBOURS + 1]
         for place, group in groups

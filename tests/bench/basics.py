@@ -1,4 +1,4 @@
-"""Benchmarks of what the data path stands on: the software device in C, imports, domains."""
+"""Benchmarks of the data path's foundations: the software device in C, imports, domains."""
 
 import asyncio
 import json
@@ -35,7 +35,7 @@ print(middle - start, end - middle, core - end)
 
 
 def machine() -> Result:
-    """What all the figures are of, and how busy it is with other things."""
+    """Describe the machine, and how busy it is."""
     model = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     figures = {
         "processor": model[1] if model else platform.machine(),
@@ -49,7 +49,7 @@ def machine() -> Result:
 
 
 def native(seconds: float) -> Iterator[Result]:
-    """The figures of the C benchmark programs, as they come."""
+    """Run the C benchmark programs; yield their figures."""
     from tests.native.build import build
 
     with tempfile.TemporaryDirectory(prefix="aioverbs-bench-") as folder:
@@ -60,7 +60,7 @@ def native(seconds: float) -> Iterator[Result]:
 
 
 def imports(runs: int) -> Result:
-    """What importing costs, each time in a new interpreter."""
+    """Measure the duration of imports, each in a new interpreter."""
     times = []
     for _ in range(runs):
         done = subprocess.run([sys.executable, "-P", "-c", IMPORTS], capture_output=True, text=True, check=True)
@@ -71,7 +71,7 @@ def imports(runs: int) -> Result:
 
 
 def affinity(rounds: int, operations: int) -> Result:
-    """What the check of thread and running loop adds to a verb, on two queues in turns, one of them bound."""
+    """Measure the cost of the affinity check for a verb, on two queues in turn, one bound and one not."""
     from aioverbs._core.handles import handles
     from tests.rdma.seam import opened
 
@@ -102,7 +102,7 @@ def affinity(rounds: int, operations: int) -> Result:
 
 
 def resource_domains(rounds: int, operations: int) -> Result:
-    """Resource domains opened and closed one after the other, with a protection domain of their own or over one."""
+    """Measure opening and closing resource domains, with a protection domain of their own and with a shared one."""
     import aioverbs
 
     async def measure() -> dict[str, list[float]]:
@@ -122,7 +122,7 @@ def resource_domains(rounds: int, operations: int) -> Result:
 
 
 def repeat(function: Callable[[], object], operations: int) -> float:
-    """Nanoseconds for each of so many calls."""
+    """Return the duration of one call in nanoseconds."""
     start = time.perf_counter_ns()
     for _ in range(operations):
         function()
@@ -130,7 +130,7 @@ def repeat(function: Callable[[], object], operations: int) -> float:
 
 
 def parts(fast: bool) -> Result:
-    """What parts.py says: medians, and how far half of the values are from them."""
+    """Run parts.py; return medians, and the relative deviation within which half of the values are."""
     with tempfile.TemporaryDirectory(prefix="aioverbs-bench-") as folder:
         file = Path(folder, "parts.json")
         script = Path(__file__).with_name("parts.py")

@@ -1,6 +1,6 @@
-"""Benchmarks of connections: how many can be made, what an idle one costs, echoes between two processes.
+"""Benchmarks of connections: rate of connecting, cost of an idle connection, echoes between two processes.
 
-Run as a script this is the other process of the echoes.
+Run as a script, this is the peer process of the echoes.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from pathlib import Path
 
 import uvloop
 
-sys.path.append(str(Path(__file__).resolve().parents[2]))  # this is run as a script
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # for running this as a script
 
 from aioverbs import Connection, ConnectionSettings, MessageModel, connect, listen, open_device, serve
 from tests.bench.measuring import Contender, Limit, Result, interleaved
@@ -30,11 +30,11 @@ USUAL = ConnectionSettings()
 LEAN = ConnectionSettings(buffer_size=4096, receive_depth=4, send_buffers=2, send_depth=8)
 
 
-# ---- How many can be made
+# ---- Rate of connecting
 
 
 async def setup(count: int) -> Result:
-    """Connections one after the other, both ends on this loop, all of them kept open."""
+    """Open connections one after the other, with both ends on this loop, and keep all of them open."""
     async with (
         open_device("soft0") as device,
         device.resource_domain() as domain,
@@ -63,16 +63,16 @@ async def setup(count: int) -> Result:
     return Result(f"connection_setup_{count}", figures, limits)
 
 
-# ---- What one costs that does nothing
+# ---- Cost of an idle connection
 
 
 def _resident() -> int:
-    """Bytes of this process that are in memory."""
+    """Return the resident memory of this process in bytes."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
 
 
 async def idle(count: int) -> Result:
-    """Both ends of so many connections in this process, beyond their buffers, for each end."""
+    """Measure the memory of idle connections for each end, beyond the buffers. Both ends are in this process."""
     async with (
         open_device("soft0") as device,
         device.resource_domain() as domain,
@@ -85,7 +85,7 @@ async def idle(count: int) -> Result:
             stack.push_async_callback(near.abort)
             stack.push_async_callback((await listener.accept()).abort)
 
-        for _ in range(8):  # what is made once for many
+        for _ in range(8):  # allocate what all connections share
             await one()
         gc.collect()
         before = _resident()
@@ -99,12 +99,12 @@ async def idle(count: int) -> Result:
 
 # ---- Echoes
 #
-# Each contender has a process of its own, which sleeps while another one is measured: one that polls for a message
-# would disturb the others.
+# Each contender has its own peer process, which sleeps while another contender is measured: a peer that polls for a
+# message would disturb the others.
 
 
 async def _answer_connection(model: str) -> None:
-    """The other process: it tells its port, and is asked by a line for so many echoes, until its input ends."""
+    """Run as the peer: print the port, then for each input line echo that many messages, until the end of the input."""
     settings, ended = _settings(MessageModel[model]), asyncio.Event()
     control = await _lines()
 
@@ -126,7 +126,7 @@ async def _answer_connection(model: str) -> None:
 
 
 async def _answer_unix(path: str) -> None:
-    """As that, over a Unix stream; what ends is told by the stream."""
+    """Run as the peer over a Unix stream, where the end of the stream ends the echo."""
 
     async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
@@ -140,7 +140,7 @@ async def _answer_unix(path: str) -> None:
 
 
 async def _lines() -> asyncio.StreamReader:
-    """What this process is told."""
+    """Return the standard input as a stream."""
     reader = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
     return reader
@@ -176,7 +176,7 @@ async def _other(*arguments: str) -> AsyncIterator[_Other]:
 
 
 def _settings(model: MessageModel) -> ConnectionSettings:
-    # Who has chosen to poll polls on until the answer is there.
+    # With this model, an application polls until the answer arrives.
     return replace(USUAL, spin_ns=1_000_000) if model is MessageModel.FORCE_LOW_LATENCY else USUAL
 
 
@@ -208,7 +208,7 @@ def _through(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, message
 
 
 async def echo(rounds: int) -> Result:
-    """Messages there and back between two processes, by each message model, beside a Unix stream of uvloop's."""
+    """Measure echoes between two processes for each message model, compared with a Unix stream of uvloop."""
     figures: dict[str, object] = {}
     limits = {}
     async with contextlib.AsyncExitStack() as stack:

@@ -1,4 +1,4 @@
-"""The awaitable data path beside what it is measured by: the same work in C, memcpy, an echo, a bare wake-up."""
+"""The awaitable data path compared with baselines: the same work in C, memcpy, an echo, a bare wake-up."""
 
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -28,13 +28,13 @@ __all__ = ["batch", "large_write", "message_models", "small_write", "wake_up", "
 BATCH = WINDOW = 64
 KIB = 1 << 10
 LARGE_BATCH = 16
-DELAY_NS = 50_000  # long enough for a loop to come to sleep
-COLD = 2048  # places of 64 KiB: 128 MiB from either region, more than a cache holds
+DELAY_NS = 50_000  # long enough for a loop to go to sleep
+COLD = 2048  # slots of 64 KiB: 128 MiB for each region, more than a cache holds
 
 
 @asynccontextmanager
 async def _inline(size: int = 1 << 18) -> AsyncIterator[tuple[Ends, Yard, Yard]]:
-    """Queue pairs that poll, and their like in C, by ``ibv_poll_cq`` and by ``ibv_start_poll``."""
+    """Open queue pairs that poll, and equivalents in C, with ``ibv_poll_cq`` and with ``ibv_start_poll``."""
     async with ends(MessageModel.FORCE_LOW_LATENCY, size=size) as here:
         context = here.device.handle
         with (
@@ -47,7 +47,7 @@ async def _inline(size: int = 1 << 18) -> AsyncIterator[tuple[Ends, Yard, Yard]]
 
 
 def _over_c(rounds: Rounds, per: int = 1) -> dict[str, object]:
-    """Beside the better one of the two in C: by the medians, and without what the machine did meanwhile (`quiet`)."""
+    """Compare with the faster of the two C variants, by medians and without other load of the machine (`quiet`)."""
     best = min(("c", "c_extended"), key=rounds.ns)
     return {
         "await_ns": rounds.ns("await") / per,
@@ -61,7 +61,7 @@ def _over_c(rounds: Rounds, per: int = 1) -> dict[str, object]:
 
 
 async def small_write(rounds: int) -> Result:
-    """An 8-byte write of one task, in inline mode with FORCE_LOW_LATENCY."""
+    """Measure awaited 8-byte writes of one task, with inline execution and FORCE_LOW_LATENCY."""
     async with _inline() as (here, basic, extended), stream_echo() as echo, protocol_echo() as bare_echo:
         taken = await interleaved(
             {
@@ -93,7 +93,7 @@ async def small_write(rounds: int) -> Result:
 
 
 async def window(rounds: int) -> Result:
-    """4 KiB reads of one task, 64 handles of them under way, in inline mode."""
+    """Measure 4 KiB reads of one task with 64 handles in flight, with inline execution."""
     async with _inline(WINDOW * 4 * KIB) as (here, basic, extended):
         taken = await interleaved(
             {
@@ -109,7 +109,7 @@ async def window(rounds: int) -> Result:
 
 
 async def batch(rounds: int) -> Result:
-    """Batches of 64 8-byte writes, in inline mode; the figures are for one write."""
+    """Measure batches of 64 8-byte writes, with inline execution; the figures are for one write."""
     async with _inline() as (here, basic, extended):
         taken = await interleaved(
             {
@@ -123,9 +123,10 @@ async def batch(rounds: int) -> Result:
 
 
 async def large_write(rounds: int) -> Result:
-    """64 KiB writes in inline mode, within the caches (the same 64 KiB) and beyond them (128 MiB, in turn).
+    """Measure 64 KiB writes with inline execution, within the caches (the same 64 KiB) and beyond (128 MiB in turn).
 
-    Bandwidth is what many give that are under way together: batches. Beside it, each one awaited before the next.
+    Bandwidth is measured with batches, that is, many writes in flight; and for comparison with each write awaited
+    before the next.
     """
     length = 64 * KIB
     figures: dict[str, object] = {}
@@ -161,11 +162,10 @@ async def large_write(rounds: int) -> Result:
 
 
 async def wake_up(rounds: int) -> Result:
-    """An 8-byte write in engine mode with DEFAULT, beside a thread that does nothing but wake the loop.
+    """Measure an 8-byte write with thread execution and DEFAULT, compared with a thread that only wakes the loop.
 
-    What is done at once may be there before the loop has come to sleep, and is then found without a wake-up. So this
-    is also measured with a delay, the same for both, in which the loop does sleep; the figures are what both take
-    beyond it.
+    A write may complete before the loop goes to sleep, and is then found without a wake-up. So this also measures with
+    a delay, the same for both contenders, during which the loop sleeps; the figures are the time beyond the delay.
     """
     figures: dict[str, object] = {}
     for name, delay_ns in (("at_once", 0), ("asleep", DELAY_NS)):
@@ -180,7 +180,7 @@ async def wake_up(rounds: int) -> Result:
         }
     limits = {
         "asleep_to_bare": Limit(at_most=1.3),
-        # Not each and every one: what runs beside the benchmark holds some up on their way to sleep.
+        # Not all operations sleep: other load of the machine holds up some threads on their way to sleep.
         "asleep_wake_ups_per_write": Limit(at_least=0.95),
         "asleep_sleeps_per_write": Limit(at_least=0.95),
         "asleep_sleeps_per_bare": Limit(at_least=0.95),
@@ -189,7 +189,7 @@ async def wake_up(rounds: int) -> Result:
 
 
 async def _wake_ups(rounds: int, delay_ns: int) -> tuple[Rounds, dict[str, float]]:
-    """The times, and how often the library was woken and the thread slept for each operation."""
+    """Return durations, and the number of wake-ups and of sleeps for each operation."""
     slept = {"await": Sleeps(), "bare": Sleeps()}
     done = dict.fromkeys(slept, 0)
 
@@ -216,7 +216,7 @@ async def _wake_ups(rounds: int, delay_ns: int) -> tuple[Rounds, dict[str, float
 
 
 async def message_models(rounds: int, *, execution: Execution) -> Result:
-    """All four, side by side: a write that is awaited at once, and a window of 64 reads of 4 KiB."""
+    """Compare all message models: a write awaited immediately, and a window of 64 reads of 4 KiB."""
     contenders: dict[str, Contender] = {}
     async with AsyncExitStack() as stack:
         for model in MessageModel:

@@ -1,4 +1,4 @@
-"""Echoes of a few bytes with both ends on the running loop: what else a loop does with two sockets."""
+"""Echoes of a few bytes with both ends on the running loop: other work of a loop, on two sockets."""
 
 import asyncio
 import socket
@@ -32,7 +32,7 @@ async def _round_trips(reader: asyncio.StreamReader, writer: asyncio.StreamWrite
 
 @asynccontextmanager
 async def stream_echo() -> AsyncIterator[Contender]:
-    """Over a pair of Unix sockets, by streams."""
+    """Open an echo over a Unix socket pair, with asyncio streams."""
     near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     server = asyncio.create_task(_answer(*await asyncio.open_unix_connection(sock=far)))
     reader, writer = await asyncio.open_unix_connection(sock=near)
@@ -45,7 +45,7 @@ async def stream_echo() -> AsyncIterator[Contender]:
 
 @asynccontextmanager
 async def tcp_echo() -> AsyncIterator[Contender]:
-    """Over TCP on the loopback interface, by streams."""
+    """Open an echo over TCP on the loopback interface, with asyncio streams."""
     server = await asyncio.start_server(_answer, "127.0.0.1", 0)
     async with server:
         address = server.sockets[0].getsockname()
@@ -59,7 +59,7 @@ async def tcp_echo() -> AsyncIterator[Contender]:
 
 class _Answering(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = cast(asyncio.Transport, transport)  # which uvloop's is only by what it can do
+        self.transport = cast(asyncio.Transport, transport)  # uvloop's transport is no subclass of it
 
     def data_received(self, data: bytes) -> None:
         self.transport.write(data)
@@ -75,7 +75,7 @@ class _Asking(_Answering):
 
 @asynccontextmanager
 async def protocol_echo() -> AsyncIterator[Contender]:
-    """Over a pair of Unix sockets, by protocols: less than streams do, and less than a program wants."""
+    """Open an echo over a Unix socket pair, with asyncio protocols: less than streams do, and than programs need."""
     loop = asyncio.get_running_loop()
     near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     answering, _ = await loop.create_unix_connection(_Answering, sock=far)

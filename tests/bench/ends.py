@@ -1,4 +1,4 @@
-"""What the benchmarks of the data path work on, and the loops that they measure."""
+"""Queue pairs for the benchmarks of the data path, and the loops that the benchmarks measure."""
 
 import asyncio
 import itertools
@@ -32,7 +32,7 @@ __all__ = [
 
 ACCESS = AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_WRITE | AccessFlags.REMOTE_READ
 
-# The message model that is measured with each execution.
+# Message model measured with each execution.
 MODELS: dict[Execution, MessageModel] = {"thread": MessageModel.DEFAULT, "inline": MessageModel.FORCE_LOW_LATENCY}
 
 Place = tuple[RegionSlice, RemoteRegion]
@@ -53,15 +53,15 @@ class Ends:
 
     @property
     def qp(self) -> QueuePair:
-        """The first."""
+        """The first queue pair."""
         return self.qps[0]
 
     def place(self, length: int, offset: int = 0) -> Place:
-        """A part of the one region and the same part of the other."""
+        """Return a slice of the local region and the same slice of the remote region."""
         return self.local[offset : offset + length], self.remote.remote()[offset : offset + length]
 
     def places(self, length: int, count: int) -> list[Place]:
-        """So many of them, side by side."""
+        """Return adjacent slices."""
         return [self.place(length, at * length) for at in range(count)]
 
 
@@ -71,10 +71,10 @@ async def ends(
 ) -> AsyncIterator[Ends]:
     """Open `Ends` on the software device.
 
-    :param execution: of the device.
-    :param count: of queue pairs.
-    :param depth: of each.
-    :param size: of each region, in bytes.
+    :param execution: execution of the device.
+    :param count: number of queue pairs.
+    :param depth: depth of the queues.
+    :param size: size of each region in bytes.
     """
     capabilities = QpCapabilities(max_send_wr=depth, max_recv_wr=1)
     async with (
@@ -86,18 +86,18 @@ async def ends(
         AsyncExitStack() as stack,
     ):
         for region in (local, remote):
-            region.buffer[:] = bytes(size)  # every page is there
+            region.buffer[:] = bytes(size)  # touch all pages
         qps = [await stack.enter_async_context(domain.queue_pair(cq, capabilities=capabilities)) for _ in range(count)]
         for qp in qps:
             qp.connect(qp.local_endpoint(), ACCESS)
         yield Ends(device, cq, qps, local, remote)
 
 
-# ---- What is measured: so many operations; nanoseconds for all of them.
+# ---- Measured functions: run a number of operations, and return the nanoseconds for all of them
 
 
 async def writes(qp: QueuePair, place: Place, operations: int) -> float:
-    """Writes one after the other, each awaited."""
+    """Write repeatedly; await each write before the next."""
     local, remote = place
     begin = time.perf_counter_ns()
     for _ in range(operations):
@@ -108,7 +108,7 @@ async def writes(qp: QueuePair, place: Place, operations: int) -> float:
 async def windowed(
     call: Callable[[Local, Remote], Awaitable[None]], places: Sequence[tuple[Local, Remote]], operations: int
 ) -> float:
-    """Operations, as many of them under way as there are places; the oldest is awaited."""
+    """Keep one operation for each place in flight, and await the oldest."""
     window = deque[Awaitable[None]]()
     source = itertools.cycle(places)
     begin = time.perf_counter_ns()
@@ -123,12 +123,12 @@ async def windowed(
 
 
 async def reads(qp: QueuePair, places: Sequence[Place], operations: int) -> float:
-    """Reads, so many of them under way."""
+    """Read repeatedly, with one read for each place in flight."""
     return await windowed(qp.read, places, operations)
 
 
 async def batches(qp: QueuePair, places: Sequence[Place], count: int) -> float:
-    """Batches of writes, one to each place, each batch awaited."""
+    """Post batches with one write to each place, and await each batch."""
     begin = time.perf_counter_ns()
     for _ in range(count):
         batch = qp.batch()
@@ -139,7 +139,7 @@ async def batches(qp: QueuePair, places: Sequence[Place], count: int) -> float:
 
 
 async def bare_awaits(operations: int) -> float:
-    """The loop of `writes` where the call does nothing, in C, and what it gives was done before: Python's own share."""
+    """Run the loop of `writes` with a C function that returns a completed awaitable: the share of the interpreter."""
     done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     done.set_result(None)
     call = {0: done}.get
@@ -150,14 +150,14 @@ async def bare_awaits(operations: int) -> float:
 
 
 async def bare_window(places: Sequence[Place], operations: int) -> float:
-    """The loop of `reads`, likewise."""
+    """Run the loop of `reads` with a C function that returns a completed awaitable."""
     done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     done.set_result(None)
     return await windowed({0: done}.get, [(0, done)] * len(places), operations)
 
 
 class Walk:
-    """Goes through places, on and on: whoever takes its turn finds memory that was not touched for long."""
+    """Cycle through slices of the regions, so that each operation uses memory that was not touched recently."""
 
     def __init__(self, places: Sequence[Place]) -> None:
         self._places = places
@@ -165,15 +165,15 @@ class Walk:
 
     @property
     def stride(self) -> int:
-        """From one place to the next; 0 where there is one."""
+        """The distance between slices in bytes; 0 if there is one slice only."""
         return len(self._places[0][0]) if len(self._places) > 1 else 0
 
     def take(self, operations: int) -> int:
-        """The offset of the next place; so many are gone over."""
+        """Return the offset of the next slice, and advance by a number of operations."""
         return self._go(operations) * self.stride
 
     def places(self, operations: int) -> list[Place]:
-        """So many of the next places."""
+        """Return the next slices."""
         first = self._go(operations)
         return list(itertools.islice(itertools.cycle(self._places), first, first + operations))
 
@@ -183,7 +183,7 @@ class Walk:
 
 
 async def writes_over(qp: QueuePair, walk: Walk, operations: int) -> float:
-    """Writes one after the other, each to another place."""
+    """Write to one slice after another; await each write before the next."""
     places = walk.places(operations)
     begin = time.perf_counter_ns()
     for local, remote in places:
@@ -192,7 +192,7 @@ async def writes_over(qp: QueuePair, walk: Walk, operations: int) -> float:
 
 
 async def batches_over(qp: QueuePair, walk: Walk, operations: int, size: int) -> float:
-    """The same in batches of so many."""
+    """Write to one slice after another, in batches of `size`."""
     places = walk.places(operations)
     begin = time.perf_counter_ns()
     for first in range(0, len(places), size):

@@ -1,4 +1,4 @@
-"""The software fabric between two processes of this machine, against what programs do without it."""
+"""The software fabric between two processes of this machine, compared with plain sockets and system calls."""
 
 import os
 import statistics
@@ -18,14 +18,14 @@ __all__ = ["FEW", "MANY", "direct_writes", "large_writes", "reads_asleep", "smal
 HERE = Path(__file__).resolve().parent
 TURN_S = 60
 LARGE = 1 << 20
-FEW, MANY = 4, 64  # places of them: in the cache, and not
+FEW, MANY = 4, 64  # number of messages in memory: within a cache, and beyond it
 
 Turn = Callable[[], Awaitable[bytes]]
 
 
 @contextmanager
 def _yard() -> Iterator[str]:
-    """The program of fabric_yard.c, compiled."""
+    """Compile fabric_yard.c; yield the path of the program."""
     with tempfile.TemporaryDirectory(prefix="fabric-yard-") as folder:
         yield compiled(Path(folder, "fabric_yard"), "fabric_yard.c")
 
@@ -46,13 +46,13 @@ def _c(yard: str, what: str, length: int, places: int, operations: int) -> Turn:
 
 
 async def _medians(turns: Mapping[str, Turn], rounds: int) -> dict[str, list[float]]:
-    """Of each of the numbers that each one says."""
+    """Run the contenders in turns; return the median of each of their numbers."""
     taken = await in_turns(turns, rounds, TURN_S)
     return {name: [statistics.median(each) for each in zip(*lines, strict=True)] for name, lines in taken.items()}
 
 
 async def small_writes(rounds: int) -> Result:
-    """8-byte writes, each awaited before the next, where nobody sleeps; C sends 8 bytes there and back."""
+    """Measure awaited 8-byte writes with polling; the baseline in C sends 8 bytes back and forth."""
     with _yard() as yard:
         turns = {
             "await": _ours("write", "FORCE_LOW_LATENCY", 8, 1, 50_000),
@@ -65,7 +65,7 @@ async def small_writes(rounds: int) -> Result:
 
 
 async def reads_asleep(rounds: int) -> Result:
-    """4 KiB reads in DEFAULT, each awaited before the next; uvloop asks with 8 bytes for as many."""
+    """Measure awaited 4 KiB reads with DEFAULT; the baseline in uvloop requests as much by 8 bytes."""
     operations = 10_000
     turns = {
         "await": _ours("read", "DEFAULT", 4096, 1, operations),
@@ -86,7 +86,7 @@ async def reads_asleep(rounds: int) -> Result:
 
 
 async def large_writes(rounds: int) -> Result:
-    """1 MiB writes, some under way, through the socket; C sends as much."""
+    """Measure 1 MiB writes, several in flight, through the socket; the baseline in C sends as much."""
     with _yard() as yard:
         turns = {
             "await": _ours("write", "DEFAULT", LARGE, FEW, 500, direct=False),
@@ -99,7 +99,7 @@ async def large_writes(rounds: int) -> Result:
 
 
 async def direct_writes(rounds: int, places: int) -> Result:
-    """1 MiB writes from memory to memory; memcpy of as much, and what the system's call for that does by itself."""
+    """Measure 1 MiB writes from memory to memory; the baselines are memcpy and process_vm_readv."""
     with _yard() as yard:
         turns = {
             "await": _ours("write", "DEFAULT", LARGE, places, 2000),

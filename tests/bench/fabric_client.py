@@ -1,9 +1,9 @@
-"""One of many processes that ask one other, by a few queue pairs each.
+"""One of many client processes that write to one server process, with a few queue pairs each.
 
     python fabric_client.py QUEUE_PAIRS LENGTH SECONDS
 
-It says its endpoints, hears those of the other end with its memory, and that all are there; then it writes by all queue
-pairs for so long, and says how many writes each one did.
+The client prints its endpoints, reads the endpoints and the memory region of the server, and waits until all clients
+are connected. It then writes on all queue pairs for the given time, and prints the number of writes of each.
 """
 
 import asyncio

@@ -1,10 +1,10 @@
-"""One of two processes that reach each other through the software fabric; it starts the other one.
+"""One of two processes connected by the software fabric; it starts the other one.
 
     python fabric_end.py WHAT MODEL LENGTH WINDOW OPERATIONS
 
-WHAT: `write` or `read`, of so many bytes, so many of them under way; or `answer`, which the other one does. Its line
-tells how many nanoseconds an operation took, how often the completion queue's event woke it up for one, and whether
-the peer moves data directly (1) or not (0).
+WHAT is `write` or `read`, of LENGTH bytes, with WINDOW operations in flight; or `answer` for the peer process. The
+program prints the nanoseconds for an operation, the number of wake-ups by the completion queue's event for an
+operation, and whether the peer moves data directly (1) or not (0).
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from pathlib import Path
 
 import uvloop
 
-sys.path.append(str(Path(__file__).resolve().parents[2]))  # this is run as a script
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # for running this as a script
 
 from aioverbs import (
     AccessFlags,
@@ -41,7 +41,7 @@ ACCESS = AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_WRITE | AccessFlags.REMOTE
 
 @dataclass(frozen=True)
 class End:
-    """A queue pair that is not connected yet, and memory of so many places."""
+    """A queue pair that is not yet connected, and memory for `window` messages."""
 
     device: Device
     cq: CompletionQueue
@@ -49,13 +49,13 @@ class End:
     region: MemoryRegion
 
     def line(self) -> str:
-        """What the other end is told."""
+        """Return the line that the peer needs to connect."""
         remote = self.region.remote()
         told = {"endpoint": bytes(self.qp.local_endpoint()).hex(), "address": remote.address, "rkey": remote.rkey}
         return json.dumps(told)
 
     def connect(self, line: str) -> RemoteRegion:
-        """Connect to who told that, with memory of the same size."""
+        """Connect to the peer that sent `line`. The peer's memory has the same size as ours."""
         told = json.loads(line)
         self.qp.connect(Endpoint.from_bytes(bytes.fromhex(told["endpoint"])), ACCESS)
         return RemoteRegion(told["address"], len(self.region), told["rkey"])
@@ -75,7 +75,7 @@ async def end(model: str, length: int, window: int) -> AsyncIterator[End]:
 
 
 async def answer(model: str, length: int, window: int) -> None:
-    """Have memory that somebody else asks for, until the input ends."""
+    """Offer memory to the peer until the end of the input."""
     async with end(model, length, window) as here:
         reader = asyncio.StreamReader()
         await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
@@ -86,7 +86,7 @@ async def answer(model: str, length: int, window: int) -> None:
 
 
 def work(what: str, here: End, places: list[Place]) -> Callable[[int], Awaitable[float]]:
-    """What is measured, for so many operations."""
+    """Return the function to measure; it takes the number of operations."""
     if what == "write" and len(places) == 1:
         return partial(writes, here.qp, places[0])
     return partial(windowed, {"write": here.qp.write, "read": here.qp.read}[what], places)

@@ -1,4 +1,4 @@
-"""One process that many others ask through the software fabric: whether all get their share, and what they cost it."""
+"""One process that serves many others through the software fabric: fairness, and cost in memory."""
 
 import asyncio
 import json
@@ -19,7 +19,7 @@ ACCESS = AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_WRITE
 
 
 def _anonymous_kib() -> int:
-    """What memory of its own this process has."""
+    """Return the anonymous memory of this process in KiB."""
     for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
         if line.startswith("Anonymous:"):
             return int(line.split()[1])
@@ -32,7 +32,7 @@ def _say(process: Process, line: str) -> None:
 
 
 async def many_clients(seconds: float) -> Result:
-    """4 KiB writes by 64 processes with 4 queue pairs each, each one awaited before the next of its queue pair."""
+    """Measure 4 KiB writes by 64 processes with 4 queue pairs each; each queue pair awaits a write before the next."""
     command = (sys.executable, "-P", str(HERE / "fabric_client.py"), str(QUEUE_PAIRS), str(LENGTH), str(seconds))
     async with (
         open_device("soft0") as device,

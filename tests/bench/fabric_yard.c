@@ -1,12 +1,12 @@
-/* What a program in C pays for what the software fabric does: two processes, a Unix stream, and nothing else.
+/* Baselines in C for the software fabric: two processes with a Unix stream.
  *
- *     fabric_yard spins LENGTH PLACES OPERATIONS      messages there and back, both ends looking without sleeping
- *     fabric_yard streams LENGTH PLACES OPERATIONS    messages one after the other, one way
+ *     fabric_yard spins LENGTH PLACES OPERATIONS      messages back and forth, with both ends polling
+ *     fabric_yard streams LENGTH PLACES OPERATIONS    messages one after the other in one direction
  *     fabric_yard moves LENGTH PLACES OPERATIONS      from the memory of the other process: process_vm_readv
  *     fabric_yard copies LENGTH PLACES OPERATIONS     no other process: memcpy
  *
- * Each end has memory of so many messages, and goes from one to the next.
- * It says how many nanoseconds an operation took. */
+ * Each end has memory for PLACES messages, and cycles through it. The program prints the nanoseconds for an
+ * operation. */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <inttypes.h>
@@ -57,7 +57,7 @@ static void ask(int fd, char *memory, bool spins, int64_t operations)
             receive_all(fd, place, MSG_DONTWAIT);
     }
     if (!spins)
-        check(recv(fd, memory, 1, 0) == 1, "recv"); /* all of it is there */
+        check(recv(fd, memory, 1, 0) == 1, "recv"); /* all data has arrived */
 }
 
 static void answer(int fd, char *memory, bool spins, int64_t operations)
@@ -110,7 +110,7 @@ static char *places(void)
     return memory;
 }
 
-/* The other process only has memory. */
+/* The other process only provides memory. */
 static int64_t from_other(int64_t operations)
 {
     char *from = places(), *to = places();
@@ -122,9 +122,9 @@ static int64_t from_other(int64_t operations)
     check((other = fork()) >= 0, "fork");
     if (!other) {
         close(fds[0]);
-        memset(from, 2, (size_t)place_count * length); /* its own, from here on */
+        memset(from, 2, (size_t)place_count * length); /* a private copy from here on */
         check(send(fds[1], from, 1, MSG_NOSIGNAL) == 1, "send");
-        _exit(recv(fds[1], from, 1, 0) != 0); /* until we are done */
+        _exit(recv(fds[1], from, 1, 0) != 0); /* until the parent is done */
     }
     close(fds[1]);
     check(recv(fds[0], to, 1, 0) == 1, "recv");

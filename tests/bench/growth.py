@@ -1,4 +1,4 @@
-"""Memory: what stays after millions of operations, and what each one takes that is under way."""
+"""Memory: growth after millions of operations, and cost of each operation in flight."""
 
 import gc
 import sys
@@ -17,7 +17,7 @@ UNDER_WAY = 16384
 
 
 def resident() -> int:
-    """Bytes of this process that are in memory, of its own."""
+    """Return the resident memory of this process in bytes, without shared pages."""
     gc.collect()
     with open("/proc/self/statm") as file:
         fields = file.read().split()
@@ -25,9 +25,9 @@ def resident() -> int:
 
 
 async def growth(operations: int, limit_s: float) -> Result:
-    """Awaited writes and windows of reads, half and half, in ten steps: what is there after the first and the last.
+    """Compare memory after the first and the last of ten steps, each half awaited writes and half windows of reads.
 
-    :param limit_s: begin no step after so many seconds; the result says how far it came.
+    :param limit_s: begin no step after this time in seconds; the result has the number of operations done.
     """
     step = operations // 10
     done = 0
@@ -53,15 +53,15 @@ async def growth(operations: int, limit_s: float) -> Result:
 
 
 async def outstanding() -> Result:
-    """What the process grows by when many writes are under way, for each of them, their handles kept.
+    """Measure the memory of each write in flight, including its handle.
 
-    The queues were gone over once before: their memory belongs to the queue pair and not to an operation.
+    The queues are used up once before: their memory belongs to the queue pair, not to an operation.
     """
     async with ends(MessageModel.DEFAULT, execution="thread", depth=UNDER_WAY) as here:
         qp, (local, remote) = here.qp, here.place(8)
         await writes(qp, (local, remote), UNDER_WAY + 1)
         before = resident(), sys.getallocatedblocks()
-        soft_context(here.device).set_delay(1_000_000_000)  # none is done before all are posted
+        soft_context(here.device).set_delay(1_000_000_000)  # no write completes before all are posted
         handles = [qp.write(local, remote) for _ in range(UNDER_WAY)]
         during = resident(), sys.getallocatedblocks()
         done = sum(handle.done() for handle in handles)

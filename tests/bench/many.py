@@ -1,4 +1,4 @@
-"""Many queue pairs on one loop, each used by a task of its own: what they do together, and the share of each."""
+"""Many queue pairs on one loop, each used by a task of its own: total rate, and fairness."""
 
 import asyncio
 import statistics
@@ -15,12 +15,12 @@ __all__ = ["many_queue_pairs"]
 
 FEW, MANY = 10, 1000
 DEPTH = 4
-ROUND_S = 1.0  # many turns of the loop, so that a turn more or less is nothing
+ROUND_S = 1.0  # many iterations of the loop, so that one more or less does not matter
 LOOK_S = 0.01
 
 
 async def active(here: Ends, clock: Callable[[], float], seconds: float) -> tuple[list[int], float]:
-    """Writes of 8 bytes on all queue pairs for so long by a clock: how many each did, and how long it was."""
+    """Write 8 bytes repeatedly on all queue pairs for some time by a clock; return the counts and the time."""
     counts = [0] * len(here.qps)
     places = here.places(8, len(counts))
     loop = asyncio.get_running_loop()
@@ -37,7 +37,7 @@ async def active(here: Ends, clock: Callable[[], float], seconds: float) -> tupl
         if took < seconds:
             loop.call_later(LOOK_S, look)
         else:
-            over.set_result((list(counts), took))  # before those that are under way add theirs
+            over.set_result((list(counts), took))  # copied, before the writes still in flight are counted
 
     tasks = [asyncio.create_task(run(at)) for at in range(len(counts))]
     begin = clock()
@@ -47,9 +47,9 @@ async def active(here: Ends, clock: Callable[[], float], seconds: float) -> tupl
 
 
 async def many_queue_pairs(rounds: int, *, execution: Execution) -> Result:
-    """1,000 queue pairs against 10, on one loop and one completion queue; beside it, what that costs C.
+    """Compare 1,000 queue pairs with 10, on one loop and one completion queue; and the same in C.
 
-    In inline mode, where this thread does everything and never sleeps, seconds are those that it had a processor.
+    With inline execution, this thread does all the work and never sleeps, so time is its CPU time.
     """
     clock = time.perf_counter if execution == "thread" else time.thread_time
     model = MODELS[execution]
@@ -60,7 +60,7 @@ async def many_queue_pairs(rounds: int, *, execution: Execution) -> Result:
         ends(model, execution=execution, count=MANY, depth=DEPTH) as many,
     ):
         for here in (few, many):
-            await active(here, clock, ROUND_S / 10)  # to warm up
+            await active(here, clock, ROUND_S / 10)  # warm up
         for at in range(rounds):
             for here in (few, many) if at % 2 else (many, few):
                 counts, took = await active(here, clock, ROUND_S)
@@ -68,7 +68,7 @@ async def many_queue_pairs(rounds: int, *, execution: Execution) -> Result:
                 spreads[len(counts)].append(max(counts) / max(1, min(counts)))
         c = (
             {} if execution == "thread" else {"c_1000_to_10": await _in_c(few, many)}
-        )  # which would wait for each one in turn
+        )  # the C code would wait for each write in turn
     return Result(
         f"queue_pairs_{execution}",
         {
@@ -84,7 +84,7 @@ async def many_queue_pairs(rounds: int, *, execution: Execution) -> Result:
 
 
 async def _in_c(few: Ends, many: Ends) -> float:
-    """The same in C, one write after the other, round the queue pairs."""
+    """Return the ratio for the same work in C: one write after the other, cycling through the queue pairs."""
     with (
         yard(few.device.handle, few.local, few.remote, count=FEW, depth=DEPTH) as c_few,
         yard(many.device.handle, many.local, many.remote, count=MANY, depth=DEPTH) as c_many,

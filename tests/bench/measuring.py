@@ -1,4 +1,4 @@
-"""How the benchmarks measure: in turns, in many short rounds, by medians; and what the table says of a figure."""
+"""How the benchmarks measure: contenders in turns, in many short rounds, by medians; and limits for figures."""
 
 import math
 import resource
@@ -14,12 +14,12 @@ __all__ = ["Contender", "Limit", "Result", "Rounds", "Sleeps", "check_build", "i
 
 WARM_UP = 32  # operations
 
-# A contender runs so many operations and says how many nanoseconds all of them took.
+# A contender runs a number of operations, and returns the nanoseconds for all of them.
 Contender = Callable[[int], Awaitable[float]]
 
 
 def check_build() -> None:
-    """See that what is measured was compiled as its users have it.
+    """Check that the measured code was compiled as users compile it.
 
     :raises SystemExit: it was compiled without optimization.
     """
@@ -29,13 +29,13 @@ def check_build() -> None:
 
 @dataclass(frozen=True)
 class Limit:
-    """The bounds of a figure."""
+    """Bounds of a figure."""
 
     at_most: float = math.inf
     at_least: float = -math.inf
 
     def met(self, value: float) -> bool:
-        """Whether a value is within it."""
+        """Return whether a value is within the bounds."""
         return self.at_least <= value <= self.at_most
 
     def __str__(self) -> str:
@@ -47,9 +47,9 @@ class Limit:
 
 @dataclass(frozen=True)
 class Result:
-    """The figures of a benchmark. Their names end with their units; a ratio has none.
+    """Figures of a benchmark. Names end with the unit; ratios have none.
 
-    :param limits: of those figures that have one.
+    :param limits: limits of some figures.
     """
 
     name: str
@@ -57,51 +57,51 @@ class Result:
     limits: Mapping[str, Limit] = field(default_factory=dict)
 
     def met(self, figure: str) -> bool | None:
-        """Whether a figure is within its limit; None where it has none. One that was not measured is not."""
+        """Return whether a figure is within its limit; None if it has no limit. A missing figure is not."""
         if figure not in self.limits:
             return None
         value = self.figures[figure]
         return isinstance(value, int | float) and self.limits[figure].met(value)
 
     def as_json(self) -> dict[str, object]:
-        """All of it, flat but for the limits."""
+        """Return all fields, flat except for the limits."""
         limits = {figure: {"limit": str(limit), "met": self.met(figure)} for figure, limit in self.limits.items()}
         return {"name": self.name, **self.figures, **({"limits": limits} if limits else {})}
 
 
 @dataclass(frozen=True)
 class Rounds:
-    """Nanoseconds for one operation of each contender, round by round."""
+    """Nanoseconds for one operation of each contender, by round."""
 
     times: Mapping[str, list[float]]
 
     def ns(self, name: str) -> float:
-        """The median of a contender."""
+        """Return the median of a contender in nanoseconds."""
         return statistics.median(self.times[name])
 
     def quiet_ns(self, name: str) -> float:
-        """What a contender takes where nothing else has the processor: nine of ten rounds take longer."""
+        """Return the 10th percentile of a contender in nanoseconds, which approximates an idle machine."""
         return percentile(self.times[name], 0.1)
 
     def over(self, name: str, other: str) -> float:
-        """The median of how much longer one takes than the other in the same round."""
+        """Return the median difference between two contenders in the same round."""
         return statistics.median(a - b for a, b in zip(self.times[name], self.times[other], strict=True))
 
     def ratio(self, name: str, other: str) -> float:
-        """The median of how many times as long one takes as the other in the same round."""
+        """Return the median ratio of two contenders in the same round."""
         return statistics.median(a / b for a, b in zip(self.times[name], self.times[other], strict=True))
 
     def noise(self, name: str) -> float:
-        """Half of the rounds differ from the median by no more than this part of it."""
+        """Return the relative deviation from the median within which half of the rounds are."""
         median = self.ns(name)
         return statistics.median(abs(time - median) for time in self.times[name]) / median
 
 
 async def interleaved(contenders: Mapping[str, Contender], rounds: int, turn_s: float = 0.0005) -> Rounds:
-    """Measure contenders against each other: in each round each has its turn, in an order that rotates.
+    """Measure contenders against each other: each has one turn in each round, in rotating order.
 
-    :param turn_s: how long a turn is to take, in seconds. Shorter than what a scheduler gives a thread at once, most
-        turns are not interrupted, and the medians are of those, however busy the machine is.
+    :param turn_s: target duration of a turn in seconds. If it is shorter than a scheduler's time slice, most turns are
+        not interrupted, and the medians come from those even on a busy machine.
     """
     counts = {name: await _calibrate(contender, turn_s) for name, contender in contenders.items()}
     times: dict[str, list[float]] = {name: [] for name in contenders}
@@ -109,14 +109,15 @@ async def interleaved(contenders: Mapping[str, Contender], rounds: int, turn_s: 
     for at in range(rounds):
         first = at % len(names)
         for name in (*names[first:], *names[:first]):
-            # Before it counts: caches, and how long the loop had no turn, are to be its own and not of who was before.
+            # A warm-up before each turn: the caches and the loop's idle time should be the contender's own, not its
+            # predecessor's.
             await contenders[name](min(WARM_UP, counts[name] // 10 + 1))
             times[name].append(await contenders[name](counts[name]) / counts[name])
     return Rounds(times)
 
 
 async def _calibrate(contender: Contender, turn_s: float) -> int:
-    """How many operations take about so long; the contender is warm then."""
+    """Return the number of operations that take about `turn_s`, and warm the contender up."""
     count = 1
     while True:
         took = await contender(count)
@@ -126,12 +127,12 @@ async def _calibrate(contender: Contender, turn_s: float) -> int:
 
 
 def percentile(values: list[float], part: float) -> float:
-    """The smallest of the values that so large a part of them does not exceed."""
+    """Return the smallest value that is greater than or equal to the given part of all values."""
     return sorted(values)[min(len(values) - 1, math.ceil(part * len(values)) - 1)]
 
 
 class Sleeps:
-    """How often this thread gave up its processor of its own accord inside of the blocks: `count`, of all of them."""
+    """Count the voluntary context switches of this thread inside the blocks: `count` is the total."""
 
     def __init__(self) -> None:
         self.count = 0

@@ -1,4 +1,4 @@
-"""What else runs on a loop, a timer and an echo over TCP, while a task writes without end."""
+"""Other work on a loop, a timer and an echo over TCP, while a task writes without pause."""
 
 import asyncio
 import contextlib
@@ -17,7 +17,7 @@ ROUND_S = 0.5
 
 
 async def _ticks(seconds: float) -> list[float]:
-    """By how many microseconds a timer of 1 ms is late, again and again."""
+    """Return how many microseconds late a timer of 1 ms fires, repeatedly."""
     late = []
     loop = asyncio.get_running_loop()
     end = time.perf_counter() + seconds
@@ -30,7 +30,7 @@ async def _ticks(seconds: float) -> list[float]:
 
 
 async def _echoes(echo: Contender, seconds: float) -> list[float]:
-    """How many microseconds a round trip takes, with a rest in between."""
+    """Return the durations of round trips in microseconds, with pauses in between."""
     times = []
     end = time.perf_counter() + seconds
     while time.perf_counter() < end:
@@ -41,7 +41,7 @@ async def _echoes(echo: Contender, seconds: float) -> list[float]:
 
 @contextlib.asynccontextmanager
 async def _writing(here: Ends) -> AsyncIterator[list[int]]:
-    """A task that writes without end; how many it did is the one number of the list."""
+    """Run a task that writes without pause; yield a list with one item, the number of writes."""
     done = [0]
     local, remote = here.place(8)
 
@@ -60,7 +60,7 @@ async def _writing(here: Ends) -> AsyncIterator[list[int]]:
 
 
 async def neighbours(rounds: int, *, execution: Execution) -> Result:
-    """A timer's delay and an echo's round trip on a loop that is idle otherwise, and beside endless writes."""
+    """Compare a timer's delay and an echo's round trip on an idle loop, and on one with a writing task."""
     ticks: dict[str, list[float]] = {"idle": [], "busy": []}
     echoes: dict[str, list[float]] = {"idle": [], "busy": []}
     written, seconds = 0, 0.0

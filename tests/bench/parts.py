@@ -1,4 +1,4 @@
-"""The parts of the data path, each by itself, measured by pyperf: in processes of its own, with its statistics.
+"""Parts of the data path, each measured by pyperf in processes of their own.
 
 python tests/bench/parts.py [--fast] [-o FILE] [--help]
 """
@@ -13,7 +13,7 @@ from pathlib import Path
 import pyperf
 import uvloop
 
-sys.path.append(str(Path(__file__).resolve().parents[2]))  # this is run as a script
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # for running this as a script
 
 from aioverbs import MessageModel
 from tests.bench.ends import Ends, batches, ends, reads, writes
@@ -35,7 +35,7 @@ async def batch(here: Ends, loops: int) -> float:
 
 
 async def post_and_drop(here: Ends, loops: int) -> float:
-    """Posting without awaiting: its cost, and that of being told when nobody listens."""
+    """Post without awaiting: the cost includes completing an operation without a waiter."""
     local, remote = here.place(8)
     begin = time.perf_counter_ns()
     for _ in range(loops):
@@ -46,7 +46,7 @@ async def post_and_drop(here: Ends, loops: int) -> float:
 
 
 async def slices(here: Ends, loops: int) -> float:
-    """The two that an operation takes."""
+    """Make the two slices that an operation takes."""
     local, remote = here.local, here.remote.remote()
     begin = time.perf_counter_ns()
     for _ in range(loops):
@@ -55,7 +55,7 @@ async def slices(here: Ends, loops: int) -> float:
 
 
 async def request_notify(here: Ends, loops: int) -> float:
-    """A verb that does nearly nothing: what is left is the way to it."""
+    """Call a verb that does nearly nothing: the cost is that of the call."""
     call = here.cq.handle.request_notify
     begin = time.perf_counter_ns()
     for _ in range(loops):
@@ -76,7 +76,7 @@ PARTS: dict[str, tuple[Callable[[Ends, int], Awaitable[float]], int]] = {  # wit
 
 
 def measure(loops: int, part: Callable[[Ends, int], Awaitable[float]]) -> float:
-    """Seconds for so many loops of a part."""
+    """Return the seconds for a number of loops of a part."""
 
     async def run() -> float:
         async with ends(MessageModel.FORCE_LOW_LATENCY, size=SIZE) as here:

@@ -1,4 +1,4 @@
-"""Worker pools: what a call to a worker and back costs, and how much more two workers do than one."""
+"""Worker pools: cost of a call to a worker, and gain of a second worker."""
 
 import asyncio
 import contextlib
@@ -22,11 +22,11 @@ CHUNK = 1000
 
 
 def nothing() -> None:
-    """What is called."""
+    """Do nothing."""
 
 
 async def nothing_awaited() -> None:
-    """The same in a task."""
+    """Do nothing, as a coroutine."""
 
 
 def _each(call: Callable[[], Awaitable[object]]) -> Contender:
@@ -40,7 +40,7 @@ def _each(call: Callable[[], Awaitable[object]]) -> Contender:
 
 
 def _bare(there: asyncio.AbstractEventLoop) -> Contender:
-    """``call_soon_threadsafe`` there, and back."""
+    """Return a contender: ``call_soon_threadsafe`` to another loop and back."""
     here = asyncio.get_running_loop()
 
     def answer(back: asyncio.Future[None]) -> None:
@@ -60,7 +60,7 @@ def _bare(there: asyncio.AbstractEventLoop) -> Contender:
 
 @contextlib.asynccontextmanager
 async def _portal(pool: WorkerPool) -> AsyncIterator[BlockingPortal]:
-    """anyio's way into the worker's loop."""
+    """Open an anyio portal to the worker's loop."""
     made: asyncio.Future[BlockingPortal] = asyncio.get_running_loop().create_future()
     here = asyncio.get_running_loop()
 
@@ -79,7 +79,7 @@ async def _portal(pool: WorkerPool) -> AsyncIterator[BlockingPortal]:
 
 
 async def calls(rounds: int) -> Result:
-    """A call of a function that does nothing, on another thread's loop of the same kind, one after the other."""
+    """Compare calls of a function that does nothing on another thread's loop, one after the other."""
     loop = "uvloop" if type(asyncio.get_running_loop()).__module__.startswith("uvloop") else "asyncio"
     async with open_device("soft0") as device, WorkerPool(device, 1, loop=loop) as pool, _portal(pool) as portal:
         there = await pool.run(lambda: current_worker().loop)
@@ -112,14 +112,14 @@ async def calls(rounds: int) -> Result:
 
 @dataclass(frozen=True)
 class _Load:
-    """What a worker does in these benchmarks."""
+    """Work of a worker in these benchmarks."""
 
     write: Contender
 
 
 @contextlib.asynccontextmanager
 async def loaded(worker: Worker) -> AsyncIterator[_Load]:
-    """Queue pairs of the worker's own, one write after the other."""
+    """Open queue pairs of the worker's own, which write repeatedly."""
     domain = worker.domain
     async with (
         domain.register(64, ACCESS) as local,
@@ -135,7 +135,7 @@ async def loaded(worker: Worker) -> AsyncIterator[_Load]:
 
 
 async def work(seconds: float) -> tuple[float, float]:
-    """How many writes a second the worker does by itself, and for a second of a processor."""
+    """Return writes per second of this worker, and per second of CPU time."""
     load: _Load = current_worker().state
     begin, begin_busy = time.perf_counter(), time.thread_time()
     done = 0
@@ -146,7 +146,7 @@ async def work(seconds: float) -> tuple[float, float]:
 
 
 async def scaling(rounds: int, *, processes: bool) -> Result:
-    """Writes of 8 bytes a second of one worker, and of two at the same time, each to itself."""
+    """Compare the rate of 8-byte writes of one worker with that of two concurrent workers, each writing to itself."""
     rates: dict[int, list[tuple[float, ...]]] = {1: [], 2: []}
     async with (
         open_device("soft0") as device,
@@ -157,7 +157,7 @@ async def scaling(rounds: int, *, processes: bool) -> Result:
         await asyncio.gather(*(pool.run(work, ROUND_S / 5, worker=worker) for worker in range(2)))
         for at in range(rounds):
             for count in rates if at % 2 else reversed(rates):
-                # Alone, each has its turn: one of the processors may be the slower one.
+                # Measure each worker alone, since one of the processors may be slower.
                 some = range(2) if count == 2 else [at // 2 % 2]
                 each = await asyncio.gather(*(pool.run(work, ROUND_S, worker=one) for one in some))
                 rates[count].append(tuple(map(sum, zip(*each, strict=True))))
@@ -173,7 +173,7 @@ async def scaling(rounds: int, *, processes: bool) -> Result:
             "one_per_s": statistics.median(rate for rate, _ in rates[1]),
             "two_per_s": statistics.median(rate for rate, _ in rates[2]),
             "two_to_one": ratios[0],
-            # Where others have the processors, too; what waits for the interpreter's lock does not count there.
+            # CPU time excludes waiting for other processes and for the GIL.
             **({"two_to_one_of_processor_time": ratios[1]} if processes else {}),
         },
         {"two_to_one": Limit(at_least=1.8)} if processes or free else {},

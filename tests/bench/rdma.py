@@ -1,9 +1,9 @@
-"""The benchmarks on an RDMA device: `nox -s rdma -- --bench`, in the virtual machine where there is none.
+"""Benchmarks on an RDMA device: `nox -s rdma -- --bench`, in a virtual machine if there is no device.
 
-Each figure is a median over processes that measure nothing else, those that are compared in turns: where the machine is
-emulated some are slower than others for all of their life. What is `quiet` compares the best of each instead, where the
-machine has other things to do. Absolute values are for orientation. The exit status is 1 where a limit is not met, or
-something was not measured.
+Each figure is a median over processes that measure nothing else; compared contenders run in turns, since on emulated
+machines some processes are slower than others for their whole life. `quiet` figures compare the best process of each
+instead, for machines that are busy. Absolute values are for orientation only. The exit status is 1 if a limit is not
+met, or something was not measured.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-sys.path.append(str(Path(__file__).resolve().parents[2]))  # this is run as a script
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # for running this as a script
 
 from aioverbs._verbs.ports import gid_index
 from tests.bench.measuring import Limit, Result, check_build
@@ -35,15 +35,15 @@ EMULATED = Path("/sys/class/net", NEAR).exists() and os.geteuid() == 0
 WINDOW = 64
 LARGE = 1 << 16
 LARGE_WINDOW = 16
-DELAY_US = 500  # of a packet: long enough for who waits for the answer to come to sleep, where all is emulated
+DELAY_US = 500  # delay of a packet: long enough for the waiting thread to go to sleep on an emulated machine
 
 
 @dataclass(frozen=True)
 class Contender:
     """A program that takes the arguments of `rdma_yard.c`.
 
-    :param program: how it is run.
-    :param wait: how it waits.
+    :param program: command that runs it.
+    :param wait: argument WAIT or MODEL.
     """
 
     program: tuple[str, ...]
@@ -52,7 +52,7 @@ class Contender:
 
 @dataclass(frozen=True)
 class Work:
-    """What all contenders of a benchmark do: see `rdma_yard.c`."""
+    """Work of all contenders of a benchmark: see `rdma_yard.c`."""
 
     what: str
     length: int
@@ -69,11 +69,11 @@ class Work:
 
 @dataclass(frozen=True)
 class Taken:
-    """What processes of a contender measured, for one operation.
+    """Measurements by processes of a contender, for one operation.
 
-    :param ns: how many nanoseconds it took.
-    :param sleeps: how often the thread gave up its processor.
-    :param events: how many the completion channel gave.
+    :param ns: nanoseconds.
+    :param sleeps: number of voluntary context switches of the thread.
+    :param events: number of completion channel events.
     """
 
     ns: list[float]
@@ -82,21 +82,21 @@ class Taken:
 
     @property
     def us(self) -> float:
-        """The median, in microseconds."""
+        """Return the median in microseconds."""
         return statistics.median(self.ns) / 1e3
 
     def quicker_than(self, other: "Taken") -> float:
-        """How many times as many operations per second, each at its best: without what the machine did meanwhile."""
+        """Return the ratio of the best rates: without other load of the machine."""
         return min(other.ns) / min(self.ns)
 
     @property
     def per_s(self) -> float:
-        """The same as a rate."""
+        """Return the median as a rate per second."""
         return 1e6 / self.us
 
 
 async def both(work: Work, contender: Contender) -> bytes:
-    """The answer of the one that asks, of two processes that are told what the other one says."""
+    """Run two processes that receive each other's lines; return the answer of the one that asks."""
     async with (
         running(*work.command(contender, "ask", work.near, work.far)) as ask,
         running(*work.command(contender, "answer", work.far, work.near)) as answer,
@@ -113,7 +113,7 @@ async def both(work: Work, contender: Contender) -> bytes:
 
 
 async def measure(work: Work, contenders: Mapping[str, Contender], rounds: int) -> dict[str, Taken]:
-    """What each of them took."""
+    """Measure each contender."""
 
     def turn(contender: Contender) -> Callable[[], Awaitable[bytes]]:
         if work.what == "echo":
@@ -126,12 +126,12 @@ async def measure(work: Work, contenders: Mapping[str, Contender], rounds: int) 
 
 
 class Benchmarks:
-    """All of them, each a coroutine function of its name.
+    """All benchmarks, each a coroutine method of its name.
 
-    :param yard: the program that `rdma_yard.c` is compiled to.
-    :param devices: the near one and the far one, which may be one.
-    :param rounds: how many processes each contender has.
-    :param scale: how much of the usual number of operations each of them does.
+    :param yard: path of the program compiled from `rdma_yard.c`.
+    :param devices: the near and the far device, which may be the same.
+    :param rounds: number of processes of each contender.
+    :param scale: factor for the usual number of operations.
     """
 
     def __init__(self, yard: str, devices: list[str], rounds: int, scale: float) -> None:
@@ -157,7 +157,7 @@ class Benchmarks:
         return Work(what, length, window, round(operations * self._scale), self._near, far, self._gids)
 
     async def polling(self) -> Result:
-        """An 8-byte write, awaited before the next, of a device to itself."""
+        """Measure awaited 8-byte writes of a device to itself."""
         contenders = {"await": Contender(self._library, "FORCE_LOW_LATENCY"), "c": Contender(self._yard, "polls")}
         taken = await measure(self._work("writes", 8, 1, 20_000, self._near), contenders, self._rounds)
         ours, c = taken["await"], taken["c"]
@@ -165,10 +165,10 @@ class Benchmarks:
         return Result("write_8_polling", figures, {"to_c": Limit(at_most=1.3)})
 
     async def sleeping(self) -> Result:
-        """The same from one device to the other, where each has to sleep.
+        """Measure awaited 8-byte writes between devices, where each side has to sleep.
 
-        Soft-RoCE has done a write before the call that posts it returns, so that nobody would: its network is slowed
-        down. `beyond_delay_to_c` is without that.
+        Soft-RoCE completes a write before the posting call returns, so no thread would sleep: its network is slowed
+        down. `beyond_delay_to_c` excludes that delay.
         """
         contenders = {"await": Contender(self._library, "DEFAULT"), "c": Contender(self._yard, "sleeps")}
         with netem(f"delay {DELAY_US // 2}us") if EMULATED else nullcontext():
@@ -186,15 +186,15 @@ class Benchmarks:
             "sleeps_per_await": statistics.median(ours.sleeps),
             "sleeps_per_c": statistics.median(c.sleeps),
         }
-        # Not each and every one: what runs beside the benchmark holds some up on their way to sleep.
+        # Not all operations sleep: other load of the machine holds up some threads on their way to sleep.
         asleep = Limit(at_least=0.95)
         limits = {"to_c": Limit(at_most=3), "events_per_await": asleep, "events_per_c": asleep}
         return Result("write_8_sleeping", figures, limits)
 
     async def window(self) -> Result:
-        """8-byte writes of a device to itself, 64 handles of one task under way.
+        """Measure 8-byte writes of a device to itself, with 64 handles of one task in flight.
 
-        HIGH_BANDWIDTH posts in chains what C posts one by one.
+        HIGH_BANDWIDTH posts chains of requests, where C posts one by one.
         """
         contenders = {
             "handles": Contender(self._library, "FORCE_LOW_LATENCY"),
@@ -212,7 +212,7 @@ class Benchmarks:
         return Result("window_64_writes_8", figures, {"handles_to_c": Limit(at_least=0.75)})
 
     async def large(self) -> Result:
-        """64 KiB writes of a device to itself, some under way."""
+        """Measure 64 KiB writes of a device to itself, several in flight."""
         contenders = {"handles": Contender(self._library, "FORCE_LOW_LATENCY"), "c": Contender(self._yard, "polls")}
         taken = await measure(self._work("writes", LARGE, LARGE_WINDOW, 500, self._near), contenders, self._rounds)
         ours, c = taken["handles"], taken["c"]
@@ -221,9 +221,10 @@ class Benchmarks:
         return Result("writes_64k", figures, {"to_c": Limit(at_least=0.95)})
 
     async def echo(self) -> Result:
-        """8 bytes to another process and back, 64 under way; all of them wait for the completion channel.
+        """Measure echoes of 8 bytes with another process, 64 in flight; all contenders wait for the completion channel.
 
-        By hand it is done with what can be awaited, as here, and without (`bare`).
+        The hand-written contenders use awaitable requests, as this library does, and completions without futures
+        (`bare`).
         """
         contenders = {
             "handles": Contender(self._library, "DEFAULT"),
@@ -263,7 +264,7 @@ async def main() -> int:
     for part in options.parts or benchmarks.all:
         try:
             result = await benchmarks.all[part]()
-        except Exception:  # the others are worth having
+        except Exception:  # keep the results of the other benchmarks
             failed = True
             print(f"{part} was not measured:", file=sys.stderr)
             traceback.print_exc()

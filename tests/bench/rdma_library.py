@@ -1,8 +1,8 @@
-"""What `rdma_yard.c` does, by this library: a process that measures one thing, with the same arguments and answers.
+"""The work of `rdma_yard.c` with this library: a process that measures one thing, with the same arguments and output.
 
     python rdma_library.py WHAT MODEL LENGTH WINDOW OPERATIONS GID_INDEX NEAR FAR
 
-MODEL is the message model's name.
+MODEL is the name of a message model.
 """
 
 import logging
@@ -34,12 +34,12 @@ from aioverbs import (
 
 ACCESS = AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_WRITE
 
-Receives = deque[tuple[Operation[Received], RegionSlice]]  # in the order of what arrives
+Receives = deque[tuple[Operation[Received], RegionSlice]]  # in the order of arrival
 
 
 @dataclass(frozen=True)
 class How:
-    """What both ends have in common."""
+    """Parameters of both ends."""
 
     model: MessageModel
     length: int
@@ -48,7 +48,7 @@ class How:
 
     @asynccontextmanager
     async def end(self, device_name: str) -> AsyncIterator[tuple[QueuePair, MemoryRegion, CompletionQueue]]:
-        """A queue pair, and memory of twice as many messages as are under way."""
+        """Open a queue pair, and memory for twice as many messages as are in flight."""
         places = 2 * self.window
         async with (
             open_device(device_name) as device,
@@ -61,7 +61,7 @@ class How:
             yield qp, region, cq
 
     def slices(self, region: MemoryRegion) -> list[RegionSlice]:
-        """The places of messages."""
+        """Return the slices for messages."""
         return [region[at : at + self.length] for at in range(0, len(region), self.length)]
 
 
@@ -84,7 +84,7 @@ async def write_all(qp: QueuePair, local: list[RegionSlice], region: MemoryRegio
 
 
 async def ask_all(qp: QueuePair, window: list[RegionSlice], receives: Receives, operations: int) -> None:
-    """Messages, so many under way, each from a place of its own."""
+    """Send messages with `window` in flight, each from a slice of its own."""
     places = deque((local, qp.send(local)) for local in window[:operations])
     for remaining in range(operations, 0, -1):
         arriving, free = receives.popleft()
@@ -97,7 +97,7 @@ async def ask_all(qp: QueuePair, window: list[RegionSlice], receives: Receives, 
 
 
 async def answer_all(qp: QueuePair, window: int, receives: Receives, operations: int) -> None:
-    """Each one goes back from where it came to, which is received into again when it is sent."""
+    """Send each message back from its slice, and receive into that slice again once it is sent."""
     sending: deque[tuple[Operation[None], RegionSlice]] = deque()
     for _ in range(operations):
         arriving, local = receives.popleft()
@@ -113,13 +113,13 @@ async def answer_all(qp: QueuePair, window: int, receives: Receives, operations:
 
 
 def meet(line: str) -> str:
-    """Say a line to the other process, and hear its line."""
+    """Send a line to the other process, and return its line."""
     print(line, flush=True)
     return sys.stdin.readline().strip()
 
 
 async def timed(work: Callable[[int], Awaitable[None]], cq: CompletionQueue, operations: int) -> str:
-    """The answer: what the operations took, after a tenth of them that do not count."""
+    """Run a tenth of the operations as a warm-up, then measure all; return the output line."""
     await work(operations // 10 + 1)
     slept, began = resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw, time.perf_counter_ns()
     woken = cq.statistics().wakeups
@@ -159,7 +159,8 @@ async def echo(how: How, what: str, near: str, operations: int) -> str:
 
 
 def main() -> None:
-    logging.getLogger("aioverbs").setLevel(logging.ERROR)  # that the device has no thread domains of its own is known
+    # the warning that the device lacks native thread domains is expected
+    logging.getLogger("aioverbs").setLevel(logging.ERROR)
     what, model, *numbers, near, far = sys.argv[1:]
     length, window, operations, gid_index = map(int, numbers)
     how = How(MessageModel[model], length, window, gid_index)

@@ -1,10 +1,10 @@
-"""The echo of `rdma_yard.c` by hand: uvloop, and the bindings of the package `ibverbs`, with the same arguments.
+"""The echo of `rdma_yard.c` written by hand with uvloop and the package `ibverbs`, with the same arguments.
 
     python rdma_peer.py ask|answer awaits|bare LENGTH WINDOW OPERATIONS GID_INDEX NEAR FAR
 
-`awaits` has what the library has: requests that can be awaited, so a future for each. `bare` has nothing but this echo:
-one task, which deals with completions itself and has a future for each time that it sleeps. Both poll before they
-sleep, and make their requests once, to post them again and again.
+`awaits` offers as much as the library: awaitable requests, hence a future for each. `bare` does nothing but this echo:
+one task handles completions directly, with a future for each sleep only. Both poll before they sleep, and create their
+requests once to post them repeatedly.
 """
 
 import asyncio
@@ -24,13 +24,13 @@ BATCH = 16
 
 
 def meet(line: str) -> str:
-    """Say a line to the other process, and hear its line."""
+    """Send a line to the other process, and return its line."""
     print(line, flush=True)
     return sys.stdin.readline().strip()
 
 
 class End:
-    """A queue pair, and memory of so many messages, each of which has a request to send it and one to receive it."""
+    """A queue pair, and memory for messages, each with a send request and a receive request."""
 
     def __init__(self, device: str, length: int, places: int, gid_index: int) -> None:
         (named,) = (each for each in ib.get_device_list() if each.name == device)
@@ -49,7 +49,8 @@ class End:
         )
         self.qp.to_init(1, ib.AccessFlags.LOCAL_WRITE)
         pieces = [self.mr.sge(length, place * length) for place in range(places)]
-        # A list each, as posting takes it; wr_id is the place, and of a receive beyond all places.
+        # Each request is a list, as posting takes it. wr_id is the message's index, for receives plus the number of
+        # messages.
         self.sends = [
             [ib.SendWR(place, [piece], int(ib.WROpcode.SEND), int(ib.SendFlags.SIGNALED))]
             for place, piece in enumerate(pieces)
@@ -81,7 +82,7 @@ class End:
         self.dispatch()
 
     def dispatch(self) -> None:
-        """Tell those who await what is done."""
+        """Resolve the futures of completed requests."""
         futures = self.futures
         if not futures:
             return
@@ -92,26 +93,26 @@ class End:
                 futures.pop(completion.wr_id).set_result(None)
 
     def send(self, place: int) -> asyncio.Future[None]:
-        """Post it; the future is done when it is."""
+        """Post a send; return a future of its completion."""
         future = self.futures[place] = self.loop.create_future()
         self.qp.post_send(self.sends[place])
         return future
 
     def receive(self, place: int) -> asyncio.Future[None]:
-        """Likewise."""
+        """Post a receive; return a future of its completion."""
         future = self.futures[self.places + place] = self.loop.create_future()
         self.qp.post_recv(self.receives[place])
         return future
 
     async def until(self, future: asyncio.Future[None]) -> None:
-        """Poll once, then sleep."""
+        """Poll once, then sleep until the future is done."""
         if not future.done():
             self.dispatch()
             if not future.done():
                 await future
 
     async def take(self) -> list[ib.WC]:
-        """Some completions, at least one."""
+        """Return some completions, at least one."""
         while not (found := self.cq.poll(BATCH)):
             self.waiter = self.loop.create_future()
             await self.waiter
@@ -122,7 +123,7 @@ class End:
 
 
 async def ask_bare(end: End, window: int, operations: int) -> None:
-    """Messages out of the first `window` places, and their echoes into as many others."""
+    """Send messages from the first `window` slots, and receive their echoes into as many others."""
     places = 2 * window
     sends, receives, post_send, post_recv = end.sends, end.receives, end.qp.post_send, end.qp.post_recv
     posted = sent = came = 0
@@ -143,7 +144,7 @@ async def ask_bare(end: End, window: int, operations: int) -> None:
 
 
 async def answer_bare(end: End, window: int, operations: int) -> None:
-    """Each one goes back from where it came to, which is received into again when it is sent."""
+    """Send each message back from its slot, and receive into that slot again once it is sent."""
     places = 2 * window
     sends, receives, post_send, post_recv = end.sends, end.receives, end.qp.post_send, end.qp.post_recv
     sent = 0
@@ -161,7 +162,7 @@ Receives = deque[tuple[asyncio.Future[None], int]]
 
 
 async def ask_awaiting(end: End, window: int, receives: Receives, operations: int) -> None:
-    """As `rdma_library.py` does it."""
+    """Send messages as `rdma_library.py` does."""
     sends = deque((end.send(place), place) for place in range(min(window, operations)))
     for remaining in range(operations, 0, -1):
         arriving, free = receives.popleft()
@@ -174,7 +175,7 @@ async def ask_awaiting(end: End, window: int, receives: Receives, operations: in
 
 
 async def answer_awaiting(end: End, window: int, receives: Receives, operations: int) -> None:
-    """Likewise."""
+    """Send messages back as `rdma_library.py` does."""
     sending: Receives = deque()
     for _ in range(operations):
         arriving, place = receives.popleft()
@@ -190,7 +191,7 @@ async def answer_awaiting(end: End, window: int, receives: Receives, operations:
 
 
 async def timed(work: Callable[[int], Awaitable[None]], end: End, operations: int) -> str:
-    """The answer: what the operations took, after a tenth of them that do not count."""
+    """Run a tenth of the operations as a warm-up, then measure all; return the output line."""
     await work(operations // 10 + 1)
     slept, began = resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw, time.perf_counter_ns()
     end.events = 0

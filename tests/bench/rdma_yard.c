@@ -1,11 +1,11 @@
-/* What a program in C pays for the work of the benchmarks on an RDMA device: a loop over the verbs, and nothing else.
+/* Baseline in C for the benchmarks on an RDMA device: a loop over the verbs, and nothing else.
  *
  *     rdma_yard WHAT WAIT LENGTH WINDOW OPERATIONS GID_INDEX NEAR FAR
  *
- * WHAT: `writes` of a queue pair on the device NEAR to one on FAR, to itself where these are one; or an echo of two
- * processes, which `ask` and `answer`, each on NEAR, and exchange lines over their standard streams. WAIT: `polls`, or
- * `sleeps` on the completion channel. The last line tells how many nanoseconds an operation took, how often the thread
- * slept for it, and how many events it took. */
+ * WHAT is `writes`, of a queue pair on the device NEAR to one on FAR (to itself if they are the same); or `ask` or
+ * `answer`, the two processes of an echo, each on NEAR, which exchange lines over their standard streams. WAIT is
+ * `polls`, or `sleeps` on the completion channel. The last line has the nanoseconds for an operation, the number of
+ * times that the thread slept for it, and the number of events it took. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <inttypes.h>
@@ -17,9 +17,9 @@
 #include "abi/verbs_ops.h"
 #include "yard.h"
 
-#define BATCH 16 /* completions taken at once */
+#define BATCH 16 /* completions polled at once */
 #define ACCESS (IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE)
-#define RECEIVE (1ull << 32) /* in a wr_id, beside the place */
+#define RECEIVE (1ull << 32) /* in a wr_id, beside the index */
 
 struct device_list_verbs {
     struct ibv_device **(*get_device_list)(int *count);
@@ -77,7 +77,7 @@ static struct ibv_context *open_by_name(const char *name)
     return NULL;
 }
 
-/* Memory of `places` messages, as many receives as sends, and a queue for the completions of both. */
+/* Open memory for `places` messages, as many receives as sends, and a queue for the completions of both. */
 static void begin(struct end *end, const char *device, uint32_t places)
 {
     size_t size = (size_t)places * length;
@@ -137,7 +137,7 @@ static void connect_to(struct end *end, uint32_t qp_num, uint16_t lid, const uni
         check(!verbs_req_notify_cq(end->cq, 0), "ibv_req_notify_cq");
 }
 
-/* Some completions, at least one: all that succeeded, or the process ends. */
+/* Poll some completions, at least one. End the process unless all succeeded. */
 static int take(struct end *end, struct ibv_wc *wcs)
 {
     struct ibv_cq *cq;
@@ -147,7 +147,7 @@ static int take(struct end *end, struct ibv_wc *wcs)
     while (!(found = verbs_poll_cq(end->cq, BATCH, wcs))) {
         if (!sleeps)
             continue;
-        /* What completes after the request raises an event, what did before is found by the next poll. */
+        /* A completion after the request for notification raises an event; the next poll finds earlier ones. */
         check(!verbs.get_cq_event(end->channel, &cq, &context), "ibv_get_cq_event");
         verbs.ack_cq_events(cq, 1);
         events++;
@@ -205,7 +205,7 @@ static void write_all(struct end *near, const struct end *far, int64_t operation
     }
 }
 
-/* Messages out of the first `window` places, and their echoes into as many others. */
+/* Send messages from the first `window` slots, and receive their echoes into as many others. */
 static void ask_all(struct end *end, int64_t operations)
 {
     struct ibv_wc wcs[BATCH];
@@ -229,7 +229,7 @@ static void ask_all(struct end *end, int64_t operations)
     }
 }
 
-/* Each one goes back from where it came to, which is received into again when it is sent. */
+/* Send each message back from its slot, and receive into that slot again once it is sent. */
 static void answer_all(struct end *end, int64_t operations)
 {
     struct ibv_wc wcs[BATCH];
@@ -251,9 +251,9 @@ static void answer_all(struct end *end, int64_t operations)
     }
 }
 
-/* ---- The two processes of an echo --------------------------------------------------------------------------------- */
+/* ---- The two processes of an echo -------------------------------------------------------------------------------- */
 
-/* Says a line to the other process, and hears its line. */
+/* Send a line to the other process, and receive its line. */
 static void meet(const char *line, char *answer, int size)
 {
     printf("%s\n", line);
@@ -311,7 +311,7 @@ int main(int count, char **arguments)
             receive_into(&near, i);
         meet_and_connect(&near);
     }
-    /* A tenth of them first: caches, and what two ends that have just met take longer for. */
+    /* A tenth of the operations first, as a warm-up of caches and of the new connection. */
     for (round = 0; round < 2; round++) {
         int64_t part = round ? operations : operations / 10 + 1;
 
@@ -331,5 +331,5 @@ int main(int count, char **arguments)
         meet("done", answer, sizeof(answer));
     printf("%f %f %f\n", (double)began / (double)operations, (double)sleeps_before / (double)operations,
            (double)events / (double)operations);
-    return 0; /* the kernel destroys what is left */
+    return 0; /* the kernel destroys the remaining objects */
 }

@@ -1,8 +1,8 @@
-"""The benchmarks: `nox -s bench`, or `nox -s bench -- write_8 window` for some of their parts.
+"""Run the benchmarks: `nox -s bench`, or `nox -s bench -- write_8 window` for some of them.
 
-Everything that is compared is measured side by side in one run, interleaved, and given as a median; absolute values
-are for orientation, since machines differ and are shared. A limit that is not met fails nothing: it is in the table,
-and named at the end.
+Compared contenders are measured side by side in one run, interleaved, and reported as medians. Absolute values are for
+orientation only, since machines differ and are shared. A limit that is not met fails nothing: it is marked in the
+table, and listed at the end.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from rich.console import Console
 
 from aioverbs.attributes import Execution
 
-sys.path.append(str(Path(__file__).resolve().parents[2]))  # this is run as a script
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # for running this as a script
 
 from tests.bench import basics, connections, data_path, fabric, fabric_many, growth, many, neighbours, pools, storage
 from tests.bench.measuring import Result, check_build
@@ -39,7 +39,7 @@ LOOPS: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {
 
 
 def on_loops(measures: Iterable[Callable[[], Awaitable[Result]]], loops: Iterable[str], seconds: float) -> Results:
-    """Run measurements on event loops, each for so long at most."""
+    """Run measurements on event loops, each for at most some seconds."""
 
     async def limited(measure: Callable[[], Awaitable[Result]]) -> Result:
         async with asyncio.timeout(seconds):
@@ -53,7 +53,7 @@ def on_loops(measures: Iterable[Callable[[], Awaitable[Result]]], loops: Iterabl
 
 
 def alone(measure: Callable[[], Awaitable[Result]], seconds: float) -> Results:
-    """Run a measurement in a process of its own: in this one there is free memory, of what was measured before."""
+    """Run a measurement in a process of its own: this process has free memory left from earlier measurements."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         yield pool.submit(_only, measure, seconds).result()
 
@@ -64,9 +64,9 @@ def _only(measure: Callable[[], Awaitable[Result]], seconds: float) -> Result:
 
 
 def benchmarks(options: argparse.Namespace) -> dict[str, Callable[[], Results]]:
-    """All parts by their names."""
+    """Return all benchmarks by name."""
     rounds, seconds = options.rounds, options.timeout
-    short = max(1, rounds // 200)  # of what takes a second or more
+    short = max(1, rounds // 200)  # for rounds of a second or more
     turns = max(1, rounds // 143)  # of processes
     modes: tuple[dict[str, Execution], ...] = ({"execution": "inline"}, {"execution": "thread"})
 
@@ -132,7 +132,7 @@ def main() -> int:
                         print(json.dumps(result.as_json()), flush=True)
                     else:
                         add(table, result)
-            except Exception:  # the others are worth having
+            except Exception:  # keep the results of the other benchmarks
                 failed = True
                 print(f"{part} was not measured:", file=sys.stderr)
                 traceback.print_exc()

@@ -1,6 +1,6 @@
-"""Benchmarks of the storage server of the examples: reads beside a uvloop protocol over TCP, and what a flush costs.
+"""Benchmarks of the storage server example: reads compared with a uvloop protocol over TCP, and the cost of a flush.
 
-Run as a script this is one of the client processes.
+Run as a script, this is one of the client processes.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from pathlib import Path
 
 import uvloop
 
-sys.path.append(str(Path(__file__).resolve().parents[2]))  # this is run as a script
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # for running this as a script
 sys.path.append(str(Path(__file__).resolve().parents[2] / "examples"))
 
 from storage_server.client import connect
@@ -35,14 +35,14 @@ HOST = "127.0.0.1"
 SIZE = 64 << 20
 CLIENTS = 2
 TURN_S = 0.5
-FLUSHES = 16  # of a round
-SPIN_US = 20000  # both ends look for what comes for so long before they sleep
+FLUSHES = 16  # in a round
+SPIN_US = 20000  # both ends poll for this time before they sleep
 WRITTEN = (4 << 10, 64 << 10, 1 << 20)
 
 
 @dataclass(frozen=True)
 class Pattern:
-    """What a client reads: blocks of so many bytes, `window` at a time, at random or one after the other."""
+    """Reads of a client: blocks of some size, `window` at a time, at random or sequential offsets."""
 
     block: int
     window: int
@@ -59,7 +59,7 @@ LEAST = {"random_4k": 3.0, "sequential_1m": 2.0}
 async def read_on(
     read: Callable[[int, int], Awaitable[None]], pattern: Pattern, seconds: float, chance: random.Random
 ) -> float:
-    """Reads for so long; how many per second. `read(task, offset)` is a task's."""
+    """Read for some seconds; return reads per second. `read(task, offset)` is a task's read."""
     blocks, end = SIZE // pattern.block, time.perf_counter() + seconds
     following, done = chance.randrange(blocks), 0
 
@@ -80,7 +80,7 @@ async def read_on(
 
 @contextlib.asynccontextmanager
 async def rdma(port: int, pattern: Pattern) -> AsyncIterator[Callable[[int, int], Awaitable[None]]]:
-    """One-sided reads, into registered memory."""
+    """Connect for one-sided reads into registered memory."""
     settings = ConnectionSettings(send_depth=max(64, 2 * pattern.window))
     async with (
         open_device("soft0") as device,
@@ -95,7 +95,7 @@ async def rdma(port: int, pattern: Pattern) -> AsyncIterator[Callable[[int, int]
 
 @contextlib.asynccontextmanager
 async def tcp(port: int, pattern: Pattern) -> AsyncIterator[Callable[[int, int], Awaitable[None]]]:
-    """The same from the peer."""
+    """Connect for reads from the TCP peer."""
     _, volume = await asyncio.get_running_loop().create_connection(TcpVolume, HOST, port)
     every = memoryview(bytearray(pattern.block * pattern.window))
     memory = [every[at : at + pattern.block] for at in range(0, len(every), pattern.block)]
@@ -103,7 +103,7 @@ async def tcp(port: int, pattern: Pattern) -> AsyncIterator[Callable[[int, int],
 
 
 async def client(way: str, port: int, name: str) -> None:
-    """Reads for as many seconds as a line says, and prints how many per second, until its input ends."""
+    """For each input line, read for as many seconds as it says, and print the reads per second."""
     chance = random.Random(os.getpid())
     lines = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
@@ -113,11 +113,11 @@ async def client(way: str, port: int, name: str) -> None:
             print(await read_on(read, PATTERNS[name], float(line), chance), flush=True)
 
 
-# ---- The processes together
+# ---- Processes together
 
 
 class Process:
-    """Another process, which is told and tells lines."""
+    """Another process, controlled by lines."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         assert process.stdin is not None
@@ -125,13 +125,13 @@ class Process:
         self._stdin, self._stdout = process.stdin, process.stdout
 
     def tell(self, line: object) -> None:
-        """What it reads."""
+        """Send a line to its input."""
         self._stdin.write(f"{line}\n".encode())
 
     async def hear(self) -> str:
-        """What it prints.
+        """Return the next line of its output.
 
-        :raises EOFError: it ended.
+        :raises EOFError: the process ended.
         """
         line = await self._stdout.readline()
         if not line:
@@ -141,7 +141,7 @@ class Process:
 
 @contextlib.asynccontextmanager
 async def running(*command: str, terminate: bool = False, **environment: str) -> AsyncIterator[Process]:
-    """A process, whose input ends with the block; or it is told to end."""
+    """Run a process. At the end of the block, end it by closing its input or by SIGTERM."""
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, env=os.environ | environment)
     try:
@@ -171,7 +171,7 @@ def _only_volume(folder: Path) -> Path:
 
 @contextlib.asynccontextmanager
 async def serving(*options: str) -> AsyncIterator[Server]:
-    """A storage server in a process of its own, and a volume of random bytes."""
+    """Run a storage server in a process of its own, with a volume of random bytes."""
     command = [sys.executable, str(SERVER), "serve", *options, "--loop", "uvloop", "--metrics-port", "0"]
     with tempfile.TemporaryDirectory(prefix="aioverbs-bench-", dir=os.environ.get("AIOVERBS_BENCH_FOLDER")) as folder:
         async with running(*command, folder, terminate=True) as process:
@@ -191,7 +191,7 @@ async def serving(*options: str) -> AsyncIterator[Server]:
 
 
 async def reads(rounds: int, name: str) -> Result:
-    """Two client processes of each kind, in turns: those of the other kind sleep meanwhile."""
+    """Compare two client processes of each kind, in turns: those of the other kind sleep meanwhile."""
     pattern = PATTERNS[name]
     async with contextlib.AsyncExitStack() as stack:
         server = await stack.enter_async_context(serving())
@@ -211,7 +211,7 @@ async def reads(rounds: int, name: str) -> Result:
                 for each in processes:
                     each.tell(TURN_S)
                 per_s = sum([float(await each.hear()) for each in processes])
-                if number:  # the first is to warm up
+                if number:  # the first round is a warm-up
                     seen[way].append(per_s)
     speed_up = statistics.median(ours / theirs for ours, theirs in zip(*seen.values(), strict=True))
     unit, scale = ("mib_per_s", pattern.block / (1 << 20)) if pattern.block >= 1 << 20 else ("per_s", 1)
@@ -224,7 +224,7 @@ async def reads(rounds: int, name: str) -> Result:
 
 
 def _synced(metrics: str) -> tuple[float, int]:
-    """Seconds that the server's disk took in all, and how often it was asked."""
+    """Return the total time of the server's disk syncs in seconds, and their number."""
     with urllib.request.urlopen(metrics, timeout=10) as answer:
         text = answer.read().decode()
     found = {name: re.search(rf"^storage_sync_seconds_{name} (\S+)$", text, re.MULTILINE) for name in ("sum", "count")}
@@ -235,7 +235,7 @@ def _synced(metrics: str) -> tuple[float, int]:
 
 
 async def flushes(rounds: int, written: int) -> Result:
-    """One client writes so many bytes, blocks at random places, and flushes: the flush beside the fdatasync beneath."""
+    """Compare a client's flush after writes to random blocks with the fdatasync beneath it."""
     chance, block = random.Random(7), 4096
     over, took, beneath = [], [], []
     settings = ConnectionSettings(spin_ns=SPIN_US * 1000)

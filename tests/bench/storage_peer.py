@@ -1,10 +1,10 @@
-"""The peer of the storage server's benchmarks: blocks of the same file, over TCP, by uvloop.
+"""Baseline for the storage server's benchmarks: blocks of the same file over TCP, with uvloop.
 
-As good as such a protocol is in Python: requests and answers of fixed heads, any number of them under way, all that
-came at once parsed and answered at once, blocks sent from the mapped file without a copy of our own, received into the
-buffer that they are parsed in and copied once from there to where they are wanted.
+This is as good as such a protocol can be in Python. Requests and answers have fixed headers; any number of requests is
+in flight; all requests that arrive together are parsed and answered together; blocks are sent from the mapped file
+without a copy in user space; received data is copied once, from the parse buffer to its destination.
 
-Run as a script it serves the file that is its argument, and prints its port.
+Run as a script, this serves the file in its argument, and prints its port.
 """
 
 import asyncio
@@ -21,13 +21,13 @@ import uvloop
 
 __all__ = ["TcpVolume", "start"]
 
-_REQUEST = struct.Struct("<QQI")  # number, offset, length; of no bytes: flush
+_REQUEST = struct.Struct("<QQI")  # number, offset, length; length 0: flush
 _ANSWER = struct.Struct("<QI")  # number, length
 _ROOM = 4 << 20
 
 
 class _Server(asyncio.Protocol):
-    """One client's connection."""
+    """Connection of one client."""
 
     def __init__(self, memory: memoryview, fd: int) -> None:
         self._memory = memory
@@ -35,7 +35,7 @@ class _Server(asyncio.Protocol):
         self._rest = b""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's are no subclass of it
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's transport is no subclass of it
 
     def data_received(self, data: bytes) -> None:
         if self._rest:
@@ -61,7 +61,7 @@ async def _serve(path: Path) -> None:
 
 
 class TcpVolume(asyncio.BufferedProtocol):
-    """The client's end, with the same method as a volume of the storage server has."""
+    """Client, with the same method as a volume of the storage server."""
 
     def __init__(self) -> None:
         self._buffer = bytearray(_ROOM)
@@ -103,7 +103,7 @@ class TcpVolume(asyncio.BufferedProtocol):
                 done.set_exception(exc or ConnectionResetError("the server is gone"))
 
     def read_into(self, into: memoryview, offset: int) -> Awaitable[None]:
-        """Read a part of the file: what it returns is awaited."""
+        """Read a part of the file. Await the result."""
         self._number += 1
         done: asyncio.Future[None] = self._loop.create_future()
         self._asked[self._number] = done, into
@@ -112,7 +112,7 @@ class TcpVolume(asyncio.BufferedProtocol):
 
 
 def start(path: Path) -> tuple[str, ...]:
-    """The command of a server."""
+    """Return the command of a server."""
     return sys.executable, __file__, str(path)
 
 

@@ -1,8 +1,9 @@
-"""What programs do without RDMA: an asker and an answerer, two processes with a Unix stream between them, on uvloop.
+"""Baseline without RDMA: two processes with a Unix stream in between, on uvloop.
 
     python stream_end.py streams|protocols ASKED ANSWERED OPERATIONS
 
-So many bytes are asked with, and so many come back, one after the other. It says how many nanoseconds one took.
+The client sends ASKED bytes and receives ANSWERED bytes, one request after the other. The program prints the
+nanoseconds for one.
 """
 
 import asyncio
@@ -29,9 +30,9 @@ async def _answer_by_streams(sock: socket.socket, asked: int, answer: bytes) -> 
 
 
 class _Counting(asyncio.Protocol):
-    """Calls each time that so many bytes came.
+    """Call a function each time that a number of bytes has arrived.
 
-    :param length: so many.
+    :param length: that number.
     """
 
     def __init__(self, length: int) -> None:
@@ -39,7 +40,7 @@ class _Counting(asyncio.Protocol):
         self.ended = asyncio.get_running_loop().create_future()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = cast(asyncio.Transport, transport)  # which uvloop's is only by what it can do
+        self.transport = cast(asyncio.Transport, transport)  # uvloop's transport is no subclass of it
 
     def data_received(self, data: bytes) -> None:
         self._missing -= len(data)
@@ -122,7 +123,7 @@ def main() -> None:
     far.close()
     print(uvloop.run(_measure(kind, near, asked, answered, operations)), flush=True)
     near.close()
-    other.terminate()  # it has the end of ours, too, and hears of no end
+    other.terminate()  # the process inherited our end of the stream, so closing the stream does not end it
     other.join()
 
 

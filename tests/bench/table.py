@@ -1,4 +1,4 @@
-"""The table that the benchmarks print."""
+"""Table that the benchmarks print."""
 
 from rich.table import Table
 
@@ -8,7 +8,7 @@ __all__ = ["add", "empty_table", "missed"]
 
 
 def empty_table() -> Table:
-    """One without results."""
+    """Return a table without results."""
     table = Table("benchmark", "figure", "value", "limit", "met")
     for column in table.columns[2:]:
         column.justify = "right"
@@ -16,7 +16,7 @@ def empty_table() -> Table:
 
 
 def add(table: Table, result: Result) -> None:
-    """A result's rows."""
+    """Add the rows of a result."""
     name = result.name
     for figure, value in result.figures.items():
         limit = result.limits.get(figure)
@@ -27,7 +27,7 @@ def add(table: Table, result: Result) -> None:
 
 
 def missed(result: Result) -> list[str]:
-    """Name the figures that are not within their limits, in a line each."""
+    """Return a line for each figure that is not within its limit."""
     return [
         f"{result.name}: {figure} is {_shown(result.figures[figure])}, and its limit {limit}"
         for figure, limit in result.limits.items()

@@ -1,4 +1,4 @@
-"""Processes that measure one thing each and print numbers, in turns: some are slower than others all their life."""
+"""Processes that measure one thing each and print numbers, in turns: some processes are slower for their whole life."""
 
 import asyncio
 from asyncio.subprocess import PIPE, Process
@@ -10,7 +10,7 @@ __all__ = ["alone", "in_turns", "line_of", "running"]
 
 @asynccontextmanager
 async def running(*command: str, env: Mapping[str, str] | None = None) -> AsyncIterator[Process]:
-    """A process that does not outlive the block."""
+    """Run a process, and end it with the block."""
     process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, env=env)
     try:
         yield process
@@ -21,7 +21,7 @@ async def running(*command: str, env: Mapping[str, str] | None = None) -> AsyncI
 
 
 async def line_of(process: Process) -> bytes:
-    """The next line that it says, which it has to."""
+    """Return the process's next line; raise an error if there is none."""
     assert process.stdout is not None
     line = await process.stdout.readline()
     if not line:
@@ -30,7 +30,7 @@ async def line_of(process: Process) -> bytes:
 
 
 async def alone(*command: str, env: Mapping[str, str] | None = None) -> bytes:
-    """The line that a process says."""
+    """Run a process, and return its line."""
     async with running(*command, env=env) as process:
         answer = await line_of(process)
         await process.wait()
@@ -40,9 +40,9 @@ async def alone(*command: str, env: Mapping[str, str] | None = None) -> bytes:
 async def in_turns(
     contenders: Mapping[str, Callable[[], Awaitable[bytes]]], rounds: int, seconds: float
 ) -> dict[str, list[list[float]]]:
-    """What each one answers, number by number. In each round each has its turn, in an order that rotates.
+    """Return the numbers of each contender, number by number. Each has one turn in each round, in rotating order.
 
-    :param seconds: for each turn at most.
+    :param seconds: limit for each turn.
     """
     taken: dict[str, list[list[float]]] = {name: [] for name in contenders}
     names = list(contenders)

@@ -1,5 +1,5 @@
-/* The barest thread that wakes an event loop: asked, it wakes up, waits for its delay to be over, and makes an eventfd
- * readable. That is what the software device's thread does around a request, without the request. */
+/* Minimal thread that wakes an event loop: on request, the thread wakes up, waits for its delay, and makes an
+ * eventfd readable. The software device's thread does the same around a request, without the request here. */
 #define _GNU_SOURCE
 #include "yardsticks.h"
 
@@ -10,7 +10,7 @@
 #include <unistd.h>
 
 struct waker {
-    pthread_mutex_t lock; /* guards what follows */
+    pthread_mutex_t lock; /* guards the fields below */
     pthread_cond_t wake;
     bool asked, asleep, stop;
     uint64_t due; /* CLOCK_MONOTONIC */
@@ -27,7 +27,7 @@ static uint64_t now_ns(void)
     return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
 }
 
-/* Under the lock. */
+/* Called with the lock held. */
 static void sleep_until_due(struct waker *waker)
 {
     struct timespec due = {.tv_sec = (time_t)(waker->due / 1000000000u), .tv_nsec = (long)(waker->due % 1000000000u)};
@@ -45,7 +45,7 @@ static void *serve(void *argument)
     static const uint64_t one = 1;
     struct waker *waker = argument;
 
-    prctl(PR_SET_TIMERSLACK, 1000); /* ns, as the device's thread */
+    prctl(PR_SET_TIMERSLACK, 1000); /* nanoseconds, as in the device's thread */
     pthread_mutex_lock(&waker->lock);
     while (!waker->stop) {
         if (!waker->asked || (waker->delay_ns && now_ns() < waker->due)) {
@@ -55,7 +55,7 @@ static void *serve(void *argument)
         waker->asked = false;
         pthread_mutex_unlock(&waker->lock);
         if (write(waker->eventfd, &one, sizeof(one)) != sizeof(one))
-            return NULL; /* whoever waits for it says so after a while */
+            return NULL; /* the waiting side times out and reports that */
         pthread_mutex_lock(&waker->lock);
     }
     pthread_mutex_unlock(&waker->lock);

@@ -1,4 +1,4 @@
-/* What the programs of the benchmarks have in common. */
+/* Common code of the benchmark programs. */
 #ifndef AIOVERBS_BENCH_YARD_H
 #define AIOVERBS_BENCH_YARD_H
 

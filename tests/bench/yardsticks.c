@@ -1,6 +1,6 @@
-/* What a program in C pays for the work that the benchmarks do: domains, queues and requests of its own, through the
- * verbs of the very context that aioverbs has open and over the very memory that it registered. Times are nanoseconds
- * for all that was asked for; below 0: a verb failed or a request did, and the figures are worth nothing. */
+/* Baselines in C for the benchmarks: domains, queues and requests of their own, through the verbs of the context
+ * that aioverbs has open, and over the memory that aioverbs registered. Results are nanoseconds for all operations;
+ * a negative result means that a verb or a request failed, and that the figures are invalid. */
 #include "yardsticks.h"
 
 #include <stdlib.h>
@@ -8,7 +8,7 @@
 
 #include "abi/verbs_ops.h"
 
-#define BATCH 16 /* completions taken at once */
+#define BATCH 16 /* completions polled at once */
 #define GID_INDEX 1
 #define ACCESS (IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ)
 
@@ -17,7 +17,7 @@ struct yard {
     const struct verbs_table *table;
     uint8_t *local, *remote; /* `length` bytes each */
     uint64_t length;
-    uint64_t idle; /* polls that found nothing: none where requests execute in the posting call */
+    uint64_t idle; /* polls that found nothing: none if requests execute in the posting call */
     struct ibv_pd *base, *pd;
     struct ibv_td *td;
     struct ibv_mr *from, *to;
@@ -34,7 +34,7 @@ static int64_t now_ns(void)
     return now.tv_sec * 1000000000ll + now.tv_nsec;
 }
 
-/* ---- What it works on ------------------------------------------------------------------------------------------- */
+/* ---- Objects ------------------------------------------------------------------------------------------------ */
 
 static int connect_to_itself(const struct yard *yard, struct ibv_qp *qp)
 {
@@ -155,7 +155,7 @@ struct request {
     struct ibv_send_wr wr;
 };
 
-/* One at the beginning of both regions; it is moved from place to place, not built again. */
+/* One at the beginning of both regions; moved from slot to slot instead of being built again. */
 static void build(const struct yard *yard, struct request *request, enum ibv_wr_opcode opcode, uint32_t length)
 {
     *request = (struct request){
@@ -179,7 +179,7 @@ static uint64_t after(const struct yard *yard, uint64_t offset, uint64_t stride,
     return offset + length <= yard->length ? offset : 0;
 }
 
-/* How many of `wanted` completions there were, up to BATCH; below 0: one was none, or the queue is broken. */
+/* Number of completions polled, up to BATCH and `wanted`; negative if one failed, or polling did. */
 static int take_basic(struct yard *yard, int wanted)
 {
     struct ibv_wc wcs[BATCH];
@@ -208,7 +208,7 @@ static int take_extended(struct yard *yard, int wanted)
     return good && (!error || error == ENOENT) ? found : -1;
 }
 
-/* Polls until there are some. */
+/* Polls until there are some completions. */
 static inline int take(struct yard *yard, int wanted, bool extended)
 {
     int found;
@@ -273,7 +273,7 @@ int64_t yard_batches(struct yard *yard, uint32_t length, uint32_t size, uint64_t
     if (!size || size > YARD_MAX_BATCH || (uint64_t)size * length > yard->length)
         return -1;
     for (i = 0; i < batches; i++) {
-        for (k = 0; k < size; k++) { /* every time, as who has other requests in each batch must */
+        for (k = 0; k < size; k++) { /* built every time, as programs with varying requests must */
             build(yard, &requests[k], IBV_WR_RDMA_WRITE, length);
             move(yard, &requests[k], (uint64_t)k * length);
             requests[k].wr.send_flags = k + 1 < size ? 0 : IBV_SEND_SIGNALED;
@@ -308,7 +308,7 @@ int64_t yard_copies(struct yard *yard, uint32_t length, uint64_t offset, uint64_
 
     for (i = 0; i < operations; i++) {
         memcpy(yard->remote + offset, yard->local + offset, length);
-        __asm__ volatile("" : : "r"(yard->remote) : "memory"); /* it is wanted */
+        __asm__ volatile("" : : "r"(yard->remote) : "memory"); /* keeps the compiler from dropping the copy */
         offset = after(yard, offset, stride, length);
     }
     return now_ns() - begin;

@@ -1,4 +1,4 @@
-/* The yardsticks of the benchmarks, as yardsticks.py calls them. */
+/* Baselines of the benchmarks, as called by yardsticks.py. */
 #ifndef AIOVERBS_TESTS_BENCH_YARDSTICKS_H
 #define AIOVERBS_TESTS_BENCH_YARDSTICKS_H
 
@@ -10,27 +10,27 @@
 
 struct yard;
 
-/* `count` queue pairs of `depth`, each connected to itself, on one thread domain with one single-threaded completion
- * queue. NULL, with errno, where a verb failed. */
+/* Opens `count` queue pairs of depth `depth`, each connected to itself, on one thread domain with one
+ * single-threaded completion queue. Returns NULL, with errno, if a verb failed. */
 struct yard *yard_open(struct ibv_context *context, const struct verbs_table *table, void *local, void *remote,
                        uint64_t length, uint32_t count, uint32_t depth);
 int yard_close(struct yard *yard);
 
-/* How often a poll found nothing so far. */
+/* Number of polls that found nothing so far. */
 uint64_t yard_idle_polls(const struct yard *yard);
 
-/* Each posts, and polls by ibv_poll_cq or, if `extended`, by ibv_start_poll and its relatives. Where there is a
- * `stride` the first is at `offset` and each goes that much further than the one before, round the memory. */
+/* Each posts, and polls by ibv_poll_cq or, if `extended`, by ibv_start_poll and its relatives. With a `stride`, the
+ * first operation is at `offset`, and each goes that much further than the one before, wrapping around the memory. */
 int64_t yard_writes(struct yard *yard, uint32_t length, uint64_t offset, uint64_t stride, uint64_t operations,
                     int extended);
 int64_t yard_window(struct yard *yard, uint32_t length, uint32_t window, uint64_t operations, int extended);
 int64_t yard_batches(struct yard *yard, uint32_t length, uint32_t size, uint64_t batches, int extended);
 int64_t yard_round_robin(struct yard *yard, uint32_t length, uint64_t operations, int extended);
 
-/* memcpy instead of a write. */
+/* Uses memcpy instead of a write. */
 int64_t yard_copies(struct yard *yard, uint32_t length, uint64_t offset, uint64_t stride, uint64_t operations);
 
-/* A thread that writes to an eventfd so long after it is asked to, and sleeps in between. NULL: with errno. */
+/* Thread that writes to an eventfd `delay_ns` after a request, and sleeps in between. NULL, with errno, on failure. */
 struct waker;
 struct waker *waker_start(int eventfd, uint64_t delay_ns);
 void waker_ask(struct waker *waker);

@@ -1,4 +1,4 @@
-"""yardsticks.c and wake_up.c, compiled when they are needed and called by ctypes, which releases the GIL."""
+"""Baselines in C: yardsticks.c and wake_up.c, compiled when needed and called by ctypes, which releases the GIL."""
 
 import asyncio
 import ctypes
@@ -46,7 +46,7 @@ _SIGNATURES: dict[str, tuple[object, ...]] = {
 
 
 def compiled(target: Path, *sources: str, flags: Sequence[str] = ()) -> str:
-    """A program of these files, or with other flags a library; its path."""
+    """Compile a program (or, by flags, a library) from these files; return its path."""
     compiler = shlex.split(os.environ.get("CC", "cc"))
     every = [*COMMON, *KINDS["bench"], *shlex.split(os.environ.get("CFLAGS", "")), *flags]
     subprocess.run([*compiler, *every, *(str(HERE / name) for name in sources), "-o", str(target)], check=True)
@@ -54,7 +54,7 @@ def compiled(target: Path, *sources: str, flags: Sequence[str] = ()) -> str:
 
 
 def library(folder: Path, loader: type[ctypes.CDLL] = ctypes.CDLL) -> ctypes.CDLL:
-    """Compile the yardsticks into a folder and load them, with the flags of the other benchmarks in C."""
+    """Compile the baselines into a folder with the flags of the other C benchmarks, and load them."""
     target = folder / "yardsticks.so"
     if not target.exists():
         compiled(target, "wake_up.c", "yardsticks.c", flags=("-fPIC", "-shared"))
@@ -77,14 +77,16 @@ def _releasing() -> ctypes.CDLL:
 
 @cache
 def _holding() -> ctypes.CDLL:
-    """For calls that are shorter than letting go of the GIL."""
+    """Load the library without releasing the GIL, for calls that are shorter than releasing it."""
     return library(Path(_folder().name), ctypes.PyDLL)
 
 
 class Yard:
-    """Queue pairs in C, each connected to itself. Its methods run so many operations; nanoseconds for all of them.
+    """Queue pairs in C, each connected to itself.
 
-    They are coroutines only to take turns with those that are: the loop stands still meanwhile.
+    Methods run a number of operations; they return the nanoseconds for all.
+
+    Methods are coroutines only to be contenders like those in Python: they block the loop.
     """
 
     def __init__(self, pointer: int, extended: bool) -> None:
@@ -93,7 +95,7 @@ class Yard:
 
     @property
     def idle_polls(self) -> int:
-        """How many polls found nothing so far."""
+        """Return the number of polls that found nothing."""
         return int(_releasing().yard_idle_polls(self._pointer))
 
     def _call(self, function: str, *arguments: int) -> float:
@@ -103,23 +105,23 @@ class Yard:
         return float(took)
 
     async def writes(self, length: int, operations: int, *, offset: int = 0, stride: int = 0) -> float:
-        """Writes one after the other, each posted and polled."""
+        """Write repeatedly: post and poll one write at a time."""
         return self._call("yard_writes", length, offset, stride, operations, self._extended)
 
     async def window(self, length: int, window: int, operations: int) -> float:
-        """Reads, so many of them under way."""
+        """Read, with `window` reads in flight."""
         return self._call("yard_window", length, window, operations, self._extended)
 
     async def batches(self, length: int, size: int, batches: int) -> float:
-        """Batches of writes: one list, one doorbell, one completion."""
+        """Post batches of writes: one list, one doorbell, one completion."""
         return self._call("yard_batches", length, size, batches, self._extended)
 
     async def round_robin(self, length: int, operations: int) -> float:
-        """Writes of all queue pairs in turn."""
+        """Write on all queue pairs in turn."""
         return self._call("yard_round_robin", length, operations, self._extended)
 
     async def copies(self, length: int, operations: int, *, offset: int = 0, stride: int = 0) -> float:
-        """memcpy from the one region to the other."""
+        """Copy with memcpy from one region to the other."""
         return self._call("yard_copies", length, offset, stride, operations)
 
 
@@ -133,11 +135,11 @@ def yard(
     depth: int = 128,
     extended: bool = False,
 ) -> Iterator[Yard]:
-    """Open queue pairs in C, of a context and over regions that are open.
+    """Open queue pairs in C, on an open context and open regions.
 
     :param extended: poll by ``ibv_start_poll`` and its relatives instead of by ``ibv_poll_cq``.
     """
-    table = context.table_slot("close_device")  # which is its first member
+    table = context.table_slot("close_device")  # the first member of the table
     addresses = (context.address, table, local.address, remote.address)
     pointer = _releasing().yard_open(*addresses, min(len(local), len(remote)), count, depth)
     if not pointer:
@@ -152,7 +154,7 @@ def yard(
 
 
 class Waker:
-    """A thread that makes an eventfd readable when it is asked to, and the loop that is woken by that."""
+    """A thread that makes an eventfd readable on request, and the loop that the eventfd wakes."""
 
     def __init__(self, pointer: int, eventfd: int) -> None:
         self._ask, self._pointer, self._eventfd = _holding().waker_ask, pointer, eventfd
@@ -160,13 +162,13 @@ class Waker:
         self._waiter: asyncio.Future[None] | None = None
 
     def readable(self) -> None:
-        """The reader callback."""
+        """Handle a readable eventfd: the reader callback of the loop."""
         os.eventfd_read(self._eventfd)
         assert self._waiter is not None
         self._waiter.set_result(None)
 
     async def wake_ups(self, operations: int) -> float:
-        """Ask, and sleep until it was done, so many times; nanoseconds for all of them."""
+        """Request a wake-up and sleep until it comes, repeatedly; return the nanoseconds for all."""
         begin = time.perf_counter_ns()
         for _ in range(operations):
             self._waiter = self._loop.create_future()
@@ -177,9 +179,9 @@ class Waker:
 
 @contextmanager
 def waker(delay_ns: int = 0) -> Iterator[Waker]:
-    """A `Waker` of the running loop.
+    """Open a `Waker` for the running loop.
 
-    :param delay_ns: how long after it was asked.
+    :param delay_ns: delay from request to wake-up, in nanoseconds.
     """
     eventfd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
     pointer = _releasing().waker_start(eventfd, delay_ns)

@@ -21,7 +21,7 @@ while time.monotonic() < end and os.getppid() == parent: pass
 
 @contextmanager
 def busy_processes(count: int, seconds: float) -> Iterator[None]:
-    """Keep processors busy; the processes end by themselves after that time, or when this one has ended."""
+    """Keep processors busy. The processes end after `seconds`, or when this process ends."""
     with ExitStack() as stack:
         for _ in range(count):
             process = stack.enter_context(subprocess.Popen([sys.executable, "-c", _SPIN, str(seconds)]))
@@ -30,15 +30,15 @@ def busy_processes(count: int, seconds: float) -> Iterator[None]:
 
 
 class Stopper:
-    """Stops a random descendant of a process for a moment, again and again.
+    """Stops a random descendant of a process for a moment, repeatedly.
 
-    One at a time, and never the same one twice in a row unless it is the only one.
+    Stops one process at a time, and never the same process twice in a row unless it is the only one.
 
-    :param parent: the ID of the process whose descendants are stopped.
-    :param stop_s: how long each is stopped, in seconds.
-    :param pause_s: the longest time between two stops, in seconds.
-    :param exempt: a folder; processes whose ID is a file's name there are not stopped, nor are their children.
-    :param seed: of the choice of processes and pauses.
+    :param parent: ID of the process whose descendants are stopped.
+    :param stop_s: duration of a stop in seconds.
+    :param pause_s: maximum time between two stops in seconds.
+    :param exempt: folder of files named by process IDs; these processes and their children are not stopped.
+    :param seed: seed for the choice of processes and pauses.
     """
 
     def __init__(self, parent: int, stop_s: float, pause_s: float, exempt: Path, seed: int) -> None:
@@ -73,7 +73,7 @@ class Stopper:
         return found
 
     def stop(self, process: psutil.Process) -> None:
-        """Stop a process, and let it go on; one that is stopped already, or has ended, is left alone."""
+        """Stop a process, and let it continue. Leave a process alone that is stopped already or has ended."""
         try:
             if process.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP, psutil.STATUS_ZOMBIE):
                 return

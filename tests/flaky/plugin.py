@@ -1,6 +1,6 @@
-"""A pytest plugin that runs the tests of one round in their order and appends each result to a file.
+"""A pytest plugin that runs the tests of one round in their order, and appends each result to a file.
 
-`run.py` names the round's file in AIOVERBS_TEST_ROUND; `tests/conftest.py` loads the plugin where that is set. With
+`run.py` names the round's file in AIOVERBS_TEST_ROUND; `tests/conftest.py` loads the plugin if that is set. With
 pytest-xdist each worker orders the tests, and the controller writes the results.
 """
 
@@ -46,7 +46,7 @@ def exempt(round_: Round) -> Iterator[None]:
     mark = Path(round_.exempt, str(os.getpid()))
     mark.touch()
     try:
-        time.sleep(2 * round_.stop_s)  # a stop that has begun is over then
+        time.sleep(2 * round_.stop_s)  # a stop that has begun is over by then
         yield
     finally:
         mark.unlink()
@@ -94,11 +94,11 @@ class _TimeLimit:
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
-        self._until: float | None = None  # the first test has not begun
+        self._until: float | None = None  # set by the first test
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> bool | None:
-        """Say that the test is dealt with, without a report."""
+        """Skip the test without a report once the time is over, by returning True."""
         now = time.monotonic()
         if self._until is None:
             self._until = now + self._seconds
@@ -106,7 +106,7 @@ class _TimeLimit:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Register what this process has to do in the round."""
+    """Register the plugins that this process needs in the round."""
     round_ = Round(**json.loads(Path(os.environ["AIOVERBS_TEST_ROUND"]).read_text()))
     config.pluginmanager.register(_TimeLimit(round_.seconds))
     config.pluginmanager.register(_Plugin(round_, writes=not hasattr(config, "workerinput")))

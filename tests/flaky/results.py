@@ -1,4 +1,4 @@
-"""Results of single tests, collected over several runs in a file of JSON lines, and what is still to be run."""
+"""Results of single tests, collected over several runs in a file of JSON lines, and the choice of tests to run next."""
 
 import dataclasses
 import json

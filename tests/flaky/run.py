@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-# This is run as a script, and its parts are found from the project's root.
+# Run as a script: import the project's packages from its root.
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
 from tests.flaky.disturbances import Stopper, busy_processes
@@ -32,14 +32,14 @@ from tests.flaky.results import Result, next_round, passes_in_a_row, read_result
 PYTEST = (sys.executable, "-P", "-m", "pytest", "-p", "no:cacheprovider")
 PROCESSORS = os.cpu_count() or 1
 ROUND = ("-q", "--no-header", "--tb=short", "--dist=worksteal")
-TIMEOUT = ("-o", "timeout=300")  # of a test that has none of its own, on a machine that is five times slower than usual
+TIMEOUT = ("-o", "timeout=300")  # for tests that set none, on a machine that is five times slower than usual
 STOP_S = 0.3
 PAUSE_S = 0.5
 GRACE_S = 1800.0  # for collecting, and for the tests that have begun when the time is over
 
 
 class PytestError(Exception):
-    """pytest ended otherwise than by passed and failed tests."""
+    """pytest ended in another way than by passed or failed tests."""
 
 
 def collect(arguments: Sequence[str]) -> list[str]:
@@ -112,7 +112,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=random.SystemRandom().getrandbits(32), help="of order and stops")
     parser.add_argument("arguments", nargs="*", metavar="PYTEST ARGUMENT", help="after --")
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # and end what was started
+    # so that child processes are ended, too
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     until = time.monotonic() + 60 * options.minutes
     if options.fresh:
         options.results.unlink(missing_ok=True)

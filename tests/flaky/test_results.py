@@ -1,4 +1,4 @@
-"""Which tests of a collection of results are still to be run."""
+"""The choice of the tests to run next."""
 
 from collections.abc import Sequence
 from pathlib import Path

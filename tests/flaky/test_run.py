@@ -1,4 +1,4 @@
-"""`run.py` as `nox -s flaky` starts it, with tests of which one fails by chance."""
+"""`run.py` as started by `nox -s flaky`, on a test suite with a flaky test."""
 
 import os
 import signal
@@ -18,7 +18,7 @@ from tests.pace import patience
 from tests.running import run, wait_for_ends
 from tests.waiting import wait_until
 
-pytestmark = [pytest.mark.toolchain, pytest.mark.timeout(240)]  # it has pytest run several times
+pytestmark = [pytest.mark.toolchain, pytest.mark.timeout(240)]  # starts pytest several times
 
 CONFTEST = f"""
 import sys
@@ -46,13 +46,13 @@ def suite(tmp_path: Path) -> Path:
     (folder / "test_passing.py").write_text(PASSING)
     below = folder / "below"
     below.mkdir()
-    (below / "conftest.py").touch()  # where several folders have one, pytest asks some plugins only
+    (below / "conftest.py").touch()  # if several folders have such a file, pytest calls some hooks of one of them only
     (below / "test_failing.py").write_text(FAILS_AT_FIRST.format(folder=str(tmp_path)))
     return folder
 
 
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "AIOVERBS_TEST_ROUND"}
-# What this suite does not need is not loaded each time.
+# Plugins that this suite does not need are not loaded, to save time.
 ENVIRONMENT |= {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_PLUGINS": "xdist.plugin,pytest_timeout"}
 
 
@@ -133,10 +133,10 @@ def test_descendants_are_stopped_and_go_on(tmp_path: Path) -> None:
         assert child not in stopper.candidates()
         (tmp_path / str(child.pid)).unlink()
 
-        child.suspend()  # by itself: it stays as it is
+        child.suspend()  # suspended by the test: the stopper must not resume it
         wait_until(lambda: child.status() == psutil.STATUS_STOPPED)
         stopper.stop(child)
         assert child.status() == psutil.STATUS_STOPPED
         child.resume()
         parent.communicate("\n", timeout=patience(20))
-        stopper.stop(child)  # and one that has ended is nothing to stop
+        stopper.stop(child)  # must not fail for a process that has ended

@@ -1,5 +1,5 @@
-/* The parsers of frames, segments and the handshake, for libFuzzer: what they take for good is within the bounds that
- * memory is kept for, and packs to the same bytes again. The first byte says which of them. */
+/* Fuzzer for the parsers of frames, segments and the handshake: accepted input is within the bounds of the memory
+ * reserved for it, and packs to the same bytes. The first byte selects the parser. */
 #include <stdlib.h>
 #include <string.h>
 

@@ -1,4 +1,4 @@
-"""Fuzz the handshake and the frames of a connection: arbitrary bytes are accepted or refused.
+"""Fuzz the handshake and the messages of a connection: arbitrary bytes are accepted or rejected.
 
 python tests/fuzz/fuzz_handshake.py -max_total_time=30 CORPUS
 """
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import atheris
 
-sys.path.append(str(Path(__file__).resolve().parents[2]))  # this is run as a script
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # for running this as a script
 
 with atheris.instrument_imports(include=["aioverbs"]):
     from aioverbs._connection.handshake import Handshake, MessageType, Offer, encode_reject, parse
@@ -21,7 +21,7 @@ OFFER = Offer(Endpoint(bytes(15) + b"\1", 5, 6, Mtu.MTU_1024), 4096, 16, 1 << 20
 
 
 def listener_before(secret: bytes | None, greeted: bool) -> Handshake:
-    """Return a listener that expects a HELLO, or an OFFER."""
+    """Return the state machine of a listener that expects a HELLO, or an OFFER."""
     listener = Handshake(False, b"\1" * 16, secret)
     if greeted:
         listener.receive_hello(Handshake(True, b"\2" * 16, secret).hello())
@@ -61,7 +61,7 @@ def one_input(data: bytes) -> None:
 
 
 def seeds(folder: Path) -> None:
-    """Write the messages of honest ends as the initial corpus."""
+    """Write the messages of honest peers as the initial corpus."""
     near, listener = Handshake(True, b"\2" * 16), listener_before(None, False)
     messages = [near.hello()]
     listener.receive_hello(messages[0])

@@ -1,12 +1,11 @@
-/* Peers that speak the fabric's language and mean harm, behind the parser: what they say is by the grammar, but of any
- * order, with any numbers, and to queue pairs of all types, which are reset meanwhile, as regions are registered again
- * and shared receive queues made anew.
+/* Hostile fabric peers behind the parser: frames are well-formed, but in any order, with any numbers, and to queue
+ * pairs of all types. Meanwhile queue pairs are reset, regions registered again and shared receive queues replaced.
  *
  *     fuzz_peers {inline,thread} SECONDS [SEED]
  *
- * A run goes wrong where a sanitizer or an assertion stops it; where a receive counts bytes that nobody sent; where a
- * receive that was posted to a shared queue neither completes nor is there in the end; or where the completion queue
- * overruns. Threads take part in it, so a seed makes a run similar, not the same. */
+ * A run fails if a sanitizer or an assertion stops it; if a receive counts bytes that no peer sent; if a receive
+ * posted to a shared queue neither completes nor is there at the end; or if the completion queue overruns. Threads
+ * take part, so a seed makes runs similar, not identical. */
 #include "support.h"
 #include "support_fabric.h"
 #include "support_srq.h"
@@ -21,16 +20,16 @@
 enum {
     ROOM = 40 + 5 * 4096, /* bytes of a receive */
     SLOTS = 16,           /* receives, and sends, of each queue */
-    REMOTE = 1 << 18,     /* bytes of the region that peers have keys of */
-    OWN = 1 << 16,        /* bytes that each queue pair sends, and reads others to */
+    REMOTE = 1 << 18,     /* bytes of the region whose key the peers have */
+    OWN = 1 << 16,        /* bytes that each queue pair sends, and reads into */
     ASKERS = 2,
-    STALE = 'S', /* what a receive has before */
+    STALE = 'S', /* initial contents of a receive */
     SENT = 0xa5,
 };
 
-/* The peers' queue pair of number 100 + i is the other end of the i-th one. */
+/* The peers' queue pair number 100 + i is the other end of the i-th queue pair. */
 enum { RC, RC_SHARED, UC, UC_SHARED, UD, TARGET, INITIATOR, QPS };
-/* Queues of receives: the first five queue pairs' own ones, where they have one; then shared ones. */
+/* Receive queues: first the first five queue pairs' own ones (if any), then shared ones. */
 enum { SHARED = UD + 1, XRC_A, XRC_B, QUEUES };
 
 static const enum ibv_qp_type types[QPS] = {IBV_QPT_RC, IBV_QPT_RC,       IBV_QPT_UC,      IBV_QPT_UC,
@@ -38,7 +37,7 @@ static const enum ibv_qp_type types[QPS] = {IBV_QPT_RC, IBV_QPT_RC,       IBV_QP
 
 static struct home home;
 static struct ibv_cq *cq;
-static struct ibv_qp *qps[QPS]; /* const, once the peers are there */
+static struct ibv_qp *qps[QPS]; /* const once the peers run */
 static struct ibv_srq *srqs[QUEUES];
 static struct ibv_xrcd *xrcd;
 static struct ibv_ah *ah;
@@ -47,10 +46,10 @@ static uint8_t remote_memory[REMOTE];
 static uint8_t memory[QUEUES][SLOTS][ROOM], own_memory[QPS][2][OWN];
 static bool posted[QUEUES][SLOTS];
 static unsigned int sends[QPS];
-static uint8_t payload[SOFT_DIRECT_FRAGMENT]; /* of all that is asked; const, once the peers are there */
-static uint64_t outcomes[3];                  /* completions: good, flushed, others */
+static uint8_t payload[SOFT_DIRECT_FRAGMENT]; /* data of all requests; const once the peers run */
+static uint64_t outcomes[3];                  /* completions: successful, flushed, others */
 static const union ibv_gid peer_gids[2] = {{.raw = {0xfe, 0x80, [15] = 1}}, {.raw = {[10] = 0xff, 0xff, 127, 9, 9, 9}}};
-static union ibv_gid gids[2]; /* the device's; const, once the peers are there */
+static union ibv_gid gids[2]; /* GIDs of the device; const once the peers run */
 
 static atomic_uint rkey, srq_numbers[2], lives[QPS];
 static atomic_bool over;
@@ -82,7 +81,8 @@ static void seed_thread(void)
         any(1);
 }
 
-/* ---- A peer that asks -------------------------------------------------------------------------------------- */
+/* ---- A peer that sends requests
+ * ------------------------------------------------------------------------------------- */
 
 struct flow {
     unsigned int life;
@@ -91,7 +91,7 @@ struct flow {
     uint8_t opcode;
 };
 
-/* A device of its own, with nothing but a fabric. Both asking ones say that they are the same, and one answers, too. */
+/* A device of its own, with a fabric only. Both requesting peers claim the same identity; one of them also responds. */
 struct asker {
     struct node *node;
     struct sender sender; /* its link leads to the device */
@@ -151,7 +151,7 @@ static void begin_message(struct flow *flow, int which)
     flow->offset = 0;
 }
 
-/* The next part of it, as an honest peer would send it. */
+/* The next frame of the flow, as an honest peer sends it. */
 static struct soft_frame next_part(const struct flow *flow, int which)
 {
     uint32_t left = flow->total - flow->offset, length = one_in(2) ? left : 4096 * (1 + any(4));
@@ -190,7 +190,7 @@ static struct soft_frame next_part(const struct flow *flow, int which)
     return frame;
 }
 
-/* ... and as another one would. */
+/* Falsifies a frame, as a hostile peer does. */
 static void spoil(struct soft_frame *frame)
 {
     switch (any(12)) {
@@ -233,11 +233,11 @@ static void spoil(struct soft_frame *frame)
     }
 }
 
-/* What others of the frame follow from, and what comes with it. Whether it is by the grammar. */
+/* Sets dependent fields of the frame, and its payload. Returns whether the frame is well-formed. */
 static bool complete(struct soft_frame *frame, const struct asker *asker, uint8_t list[SOFT_SEGMENT_SIZE],
                      struct iovec *data)
 {
-    static uint8_t taken[SOFT_DIRECT_FRAGMENT]; /* what the device writes to us: nobody looks */
+    static uint8_t taken[SOFT_DIRECT_FRAGMENT]; /* data that the device writes to us, which is ignored */
     struct soft_frame_segment segment = {(uintptr_t)payload, frame->part};
     uint8_t bytes[SOFT_FRAME_SIZE];
     struct soft_frame parsed;
@@ -255,7 +255,7 @@ static bool complete(struct soft_frame *frame, const struct asker *asker, uint8_
         if (frame->opcode == IBV_WR_RDMA_READ)
             segment.address = (uintptr_t)taken;
         if (one_in(64))
-            segment.address = any(1 << 20); /* nothing is there */
+            segment.address = any(1 << 20); /* not mapped */
         soft_segments_pack(&segment, 1, list);
         frame->flags |= SOFT_FRAME_DIRECT;
         frame->segments = 1;
@@ -266,7 +266,7 @@ static bool complete(struct soft_frame *frame, const struct asker *asker, uint8_
     return !soft_frame_parse(bytes, &parsed);
 }
 
-/* Whether it went. */
+/* Returns whether the frame was sent. */
 static bool send_to_device(struct asker *asker, const struct soft_frame *frame, const struct iovec *data)
 {
     struct sender *sender = &asker->sender;
@@ -303,7 +303,7 @@ static void ask(struct asker *asker)
     if (spoilt)
         spoil(&frame);
     sent = complete(&frame, asker, list, &data) && send_to_device(asker, &frame, &data);
-    if (frame.serial) { /* before it was moved, or while it is, or after that */
+    if (frame.serial) { /* before, during or after the transfer */
         if (one_in(2))
             sleep_us(any(200));
         while (!soft_copy_token_close(asker->sender.link, frame.copy_token, frame.serial))
@@ -312,7 +312,7 @@ static void ask(struct asker *asker)
     if (!sent)
         return;
     atomic_fetch_add_explicit(&requests, 1, memory_order_relaxed);
-    if (spoilt || one_in(64)) /* ... and once more */
+    if (spoilt || one_in(64)) /* ... and sometimes again */
         return;
     flow->psn = (flow->psn + frame.packets) & SOFT_PSN_MASK;
     flow->offset += frame.part;
@@ -334,9 +334,10 @@ static void *ask_on(void *argument)
     return NULL;
 }
 
-/* ---- A peer that answers ----------------------------------------------------------------------------------- */
+/* ---- A peer that responds
+ * ------------------------------------------------------------------------------------------- */
 
-/* Whether there is more to be said. */
+/* Returns whether there is more to send. */
 static bool answer(struct soft_stream *stream, const struct soft_frame *asked)
 {
     static const uint8_t statuses[] = {IBV_WC_REM_INV_REQ_ERR, IBV_WC_REM_ACCESS_ERR, IBV_WC_REM_OP_ERR};
@@ -381,7 +382,7 @@ static bool answer(struct soft_stream *stream, const struct soft_frame *asked)
         return true;
     atomic_fetch_add_explicit(&answers, 1, memory_order_relaxed);
     soft_stream_answer(stream, &frame, &piece, frame.size ? 1 : 0);
-    return !frame.size; /* there is room for one with data */
+    return !frame.size; /* there is room for one frame with data */
 }
 
 static bool on_request(struct soft_stream *stream, const struct soft_frame *asked, const uint8_t *data)
@@ -414,7 +415,7 @@ static void on_batch(struct soft_stream *stream)
 
 static void on_kick(struct soft_qp *qp)
 {
-    (void)qp; /* who sends tries again by himself */
+    (void)qp; /* the sender retries */
 }
 
 static bool is_expected(const struct soft_stream *from)
@@ -424,7 +425,8 @@ static bool is_expected(const struct soft_stream *from)
 
 static const struct soft_fabric_user hostile = {on_request, on_response, on_batch, on_kick, is_expected};
 
-/* ---- The device's user ------------------------------------------------------------------------------------- */
+/* ---- The device's user
+ * ---------------------------------------------------------------------------------------------- */
 
 static void register_remote(void)
 {
@@ -433,7 +435,7 @@ static void register_remote(void)
     atomic_store(&rkey, remote->rkey);
 }
 
-/* Into the state in which it sends and receives, from RESET. */
+/* From RESET to RTS. */
 static void bring_up(int which)
 {
     struct ibv_qp *qp = qps[which];
@@ -528,7 +530,7 @@ static void post_receives(void)
     uint32_t queue, slot;
 
     for (queue = 0; queue < QUEUES; queue++) {
-        if (queue == RC_SHARED || queue == UC_SHARED || one_in(4)) /* those have no queue of their own */
+        if (queue == RC_SHARED || queue == UC_SHARED || one_in(4)) /* these have no queue of their own */
             continue;
         for (slot = 0; slot < SLOTS; slot++)
             if (!posted[queue][slot])
@@ -571,8 +573,8 @@ static void post_sends(void)
             post_send_by(which);
 }
 
-/* Its receives complete, or are the shared queue's again; what completed of it already is not to be lost, for then the
- * shared queue's receives could not be counted. A target of XRC has no completions of its own. */
+/* The receives complete, or go back to the shared queue. Completions that have arrived must be polled first, for
+ * otherwise the receives of the shared queue could not be counted. An XRC target has no completions of its own. */
 static void reset(int which)
 {
     struct soft_qp *qp = to_soft_qp(qps[which]);
@@ -621,7 +623,8 @@ static void do_something(void)
     REQUIRE(!atomic_load(&to_soft_cq(cq)->overrun));
 }
 
-/* ---- All of it --------------------------------------------------------------------------------------------- */
+/* ---- Main
+ * ----------------------------------------------------------------------------------------------------------- */
 
 static void open_all(enum soft_mode mode)
 {
@@ -650,7 +653,7 @@ static void open_all(enum soft_mode mode)
     memset(payload, SENT, sizeof(payload));
 }
 
-/* Nothing is under way any more: each receive of a shared queue that did not complete is there. */
+/* Nothing is in flight any more: each receive of a shared queue that did not complete must still be there. */
 static void check_receives(int queue)
 {
     const struct soft_srq *srq = to_soft_srq(srqs[queue]);

@@ -1,8 +1,8 @@
-/* A peer that may say anything, for libFuzzer: to a device that serves it, and to a link that looked for it.
+/* Fuzzer: a peer that sends arbitrary bytes, to a device that accepts it, and to a link that connected to it.
  *
- * The first byte says which of the two; the rest is what the peer says after an honest handshake (bit 1), or from the
- * beginning, where bit 3 says that there is a secret; bit 2 has it come in small pieces. All runs in this thread: what
- * a run does depends on its input alone, but for nonces. */
+ * Bits of the first byte: bit 0 selects device or link; bit 1: the input follows an honest handshake, instead of being
+ * the handshake; bit 3: there is a secret; bit 2: the input arrives in small pieces. Everything runs in this thread:
+ * a run depends on its input alone, except for nonces. */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <poll.h>
@@ -40,7 +40,7 @@ static struct soft_device device;
 static struct soft_link *the_link;
 static uint64_t sum;
 
-/* Reads all that a frame offers, and answers with as much as may be. */
+/* Reads all data that a frame offers, and answers with as much as allowed. */
 static bool on_request(struct soft_stream *from, const struct soft_frame *frame, const uint8_t *payload)
 {
     static uint8_t data[SOFT_FRAGMENT];
@@ -117,7 +117,7 @@ static void open_pair(int fds[2])
     soft_descriptors_release();
 }
 
-/* What there is, and what the device has said, which nobody is interested in. */
+/* Drains incoming data: the device's output is ignored. */
 static void look(int peer)
 {
     static uint8_t said[1 << 18];

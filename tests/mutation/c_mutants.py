@@ -16,7 +16,7 @@ _PARSER = Parser(Language(tree_sitter_c.language()))
 _NEGATED = {"<": ">=", "<=": ">", ">": "<=", ">=": "<", "==": "!=", "!=": "=="}
 _BOUND = {"<": "<=", "<=": "<", ">": ">=", ">=": ">"}
 _LOGIC = {"&&": "||", "||": "&&"}
-# Names of functions, by what is missing where their call is.
+# Function names, by the kind of fault if a call of the function is missing.
 _LOCKS = (("_take", "_give"), ("lock", "unlock"), ("_rdlock", "_unlock"), ("_wrlock", "_unlock"), ("_enter", "_leave"))
 _STORES = re.compile("^atomic_")
 _WAKES = re.compile(r"wake|signal|broadcast|notify|kick|ring|tell|eventfd_write")
@@ -31,12 +31,12 @@ def _text(node: Node | None) -> str:
 
 
 def _expression(node: Node) -> Node | None:
-    """Return the expression of a statement that is one; None of another, and of an empty one."""
+    """Return the expression of an expression statement; None for other and empty statements."""
     return node.named_children[0] if node.type == "expression_statement" and node.named_children else None
 
 
 def _called(node: Node) -> str:
-    """Return the name of the function that a statement does nothing but call; else an empty string."""
+    """Return the name of the function if a statement only calls a function; else an empty string."""
     inner = _expression(node)
     return _text(inner.child_by_field_name("function")) if inner is not None and inner.type == "call_expression" else ""
 
@@ -53,7 +53,7 @@ def _name_of(function: Node) -> str:
 
 
 def _walk(node: Node) -> Iterator[Node]:
-    """Yield the nodes of a function in the order of the file, without those that no test can say anything of."""
+    """Yield the nodes of a function in source order, without those that tests cannot check."""
     yield node
     if _text(node.child_by_field_name("function")) in ("assert", "assert_held", "static_assert", "_Static_assert"):
         return
@@ -86,9 +86,9 @@ def _unlocked(function: Node, statement: Node) -> Iterator[Replacement]:
 
 
 def _freed(node: Node) -> set[str]:
-    """Return what a statement that frees something names, and what the statements before it in its block made of that.
+    """Return the expressions that a freeing statement names, and the targets that its block assigned them to before.
 
-    Where it frees a field, the other fields of the same object are something else.
+    If the statement frees a field, other fields of the same object do not count.
     """
     call = _expression(node)
     arguments = call.child_by_field_name("arguments") if call is not None else None
@@ -104,7 +104,7 @@ def _freed(node: Node) -> set[str]:
 
 
 def _names(node: Node, names: set[str]) -> bool:
-    """Return whether one of these expressions is in the text of a node."""
+    """Return whether a node's text contains one of these expressions."""
     return any(re.search(rf"(?<![\w.>]){re.escape(each)}(?!\w)", _text(node)) for each in names if each)
 
 
@@ -196,7 +196,7 @@ def c_faults(source: bytes) -> Iterator[Fault]:
 
 
 def functions_of_lines(source: bytes) -> dict[int, str]:
-    """Return the name of the function that each line belongs to; lines of none are left out."""
+    """Return the name of the function that each line belongs to; lines outside of functions are left out."""
     return {
         line: _name_of(function)
         for function in _functions(_PARSER.parse(source).root_node)

@@ -1,4 +1,4 @@
-"""Mutants: faults that can be planted in a source file, and the choice of those that are."""
+"""Mutants: faults that can be planted in a source file, and the choice of mutants to try."""
 
 import hashlib
 import random
@@ -10,14 +10,14 @@ from difflib import unified_diff
 
 __all__ = ["Fault", "Mutant", "Replacement", "choose", "mutants_of", "only", "place_key"]
 
-# Kinds that few lines have, and that do much harm: they have their turn early.
+# Kinds that few lines have, but that do much harm: they are chosen early.
 RARE = {"freed too early", "handler removed", "lock removed", "missing free", "missing wake-up", "wrong errno"}
 FAVOUR = 0.4
 
 
 @dataclass(frozen=True, slots=True)
 class Replacement:
-    """Bytes of a source file, from `start` to before `end`, that become `text`."""
+    """Bytes `start` to `end` (exclusive) of a source file, to be replaced by `text`."""
 
     start: int
     end: int
@@ -71,7 +71,7 @@ class Mutant:
 
 
 def place_key(function: str, text: str) -> str:
-    """Return the name of a line that survives edits elsewhere: its function, without classes, and what it says."""
+    """Return the key of a line, which survives edits elsewhere: the function, without classes, and the line's text."""
     return f"{function.rpartition('.')[2]}: {text.strip()}"
 
 
@@ -90,12 +90,12 @@ def mutants_of(path: str, source: bytes, faults: Iterable[Fault]) -> Iterator[Mu
 
 
 def choose(mutants: Sequence[Mutant], count: int, seed: int) -> list[Mutant]:
-    """Choose mutants: of each file by its share of all, and of a file each operator in turn.
+    """Choose mutants: from each file in proportion to its number of mutants, and in a file each operator in turn.
 
-    The choice depends on the seed and the mutants' IDs alone: a greater count adds to the choice of a smaller one, but
-    for the roundings of the shares.
+    The choice depends only on the seed and the mutants' IDs: a greater count adds to the choice of a smaller one,
+    except for rounding.
 
-    :returns: in the order of the files, and there of the lines.
+    :returns: sorted by file and line.
     """
     files: dict[str, dict[str, list[Mutant]]] = defaultdict(lambda: defaultdict(list))
 
@@ -107,7 +107,7 @@ def choose(mutants: Sequence[Mutant], count: int, seed: int) -> list[Mutant]:
 
     for mutant in sorted(mutants, key=rank):
         files[mutant.path][mutant.fault.operator].append(mutant)
-    # Each file's mutants stand at even distances between 0 and 1: below any limit each file has its share of all.
+    # Each file's mutants are at even distances between 0 and 1, so below any limit each file has its share.
     placed: list[tuple[float, str, Mutant]] = []
     for path, operators in files.items():
         by_operator = [operators[operator] for operator in sorted(operators, key=lambda each: turn_of(path, each))]

@@ -1,4 +1,4 @@
-"""Programs that may be broken: they are run one at a time, and all that they started ends with them."""
+"""Run programs that may be broken: one at a time, and end all that they started with them."""
 
 import ctypes
 import os
@@ -17,11 +17,12 @@ PR_SET_CHILD_SUBREAPER = 36
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """What came of a program.
+    """Result of a program.
 
     Attributes:
-        status: its exit status; negative if a signal ended it; None if it did not end in time.
-        output: what it printed, errors included.
+
+            status: exit status; negative if a signal ended the program; None if it did not end in time.
+            output: standard output and errors.
     """
 
     status: int | None
@@ -29,7 +30,7 @@ class Ended:
 
 
 def become_subreaper() -> None:
-    """Have this process be the parent of descendants whose parent has ended, so that it can end them.
+    """Make this process adopt descendants whose parent has ended, so that it can end them.
 
     :raises OSError: the kernel refused.
     """
@@ -39,10 +40,10 @@ def become_subreaper() -> None:
 
 
 def run_alone(command: Sequence[str], limit_s: float, *, cwd: Path, env: Mapping[str, str] | None = None) -> Ended:
-    """Run a program that is given nothing to read, then end all descendants of this process.
+    """Run a program without input, then end all descendants of this process.
 
     :param limit_s: when to end it, in seconds.
-    :param env: variables beside those of this process.
+    :param env: variables in addition to those of this process.
     """
     with tempfile.TemporaryFile("w+", errors="replace") as output:
         process = subprocess.Popen(
@@ -52,7 +53,7 @@ def run_alone(command: Sequence[str], limit_s: float, *, cwd: Path, env: Mapping
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            process_group=0,  # in the same session, whose priority counts
+            process_group=0,  # in the same session, since priorities are by session
         )
         try:
             status = process.wait(limit_s)
@@ -66,7 +67,7 @@ def run_alone(command: Sequence[str], limit_s: float, *, cwd: Path, env: Mapping
 
 
 def _end_descendants() -> None:
-    """Kill all descendants, those that others leave meanwhile included, and ask for their statuses."""
+    """Kill all descendants, including those adopted meanwhile, and reap them."""
     this = psutil.Process()
     while descendants := this.children(recursive=True):
         for each in descendants:

@@ -15,17 +15,18 @@ from tests.mutation.workspace import Workspace
 __all__ = ["collect", "run_tests"]
 
 COLLECT_LIMIT_S = 600.0
-# Native programs are run without pytest; what needs a compiler is about builds.
+# Native programs run without pytest; tests that need a compiler are about builds.
 MARKED = "not rdma and not slow and not toolchain"
 PYTEST = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short", "-m", MARKED)
-HANG_S = 120.0  # for collecting, and for the test that has begun when the time is over
+HANG_S = 120.0  # for collecting, and for the test in progress when the time is over
 
 
 def _environment(workspace: Workspace) -> dict[str, str]:
     return {
         "AIOVERBS_TEST_LOOPS": "asyncio",
         "PYTHONPATH": str(workspace.tree),
-        "PYTHONDONTWRITEBYTECODE": "1",  # a fault has the size, and may have the time, of what it takes the place of
+        # a mutated file has the size, and may have the mtime, of the original, so stale bytecode would be used
+        "PYTHONDONTWRITEBYTECODE": "1",
         "HYPOTHESIS_STORAGE_DIRECTORY": str(workspace.tree / ".hypothesis"),
     }
 
@@ -44,12 +45,12 @@ def run_tests(
     *arguments: str,
     env: Mapping[str, str] | None = None,
 ) -> tuple[list[Result], Ended]:
-    """Run tests in their order, and return the results of those that ended, and how pytest ended.
+    """Run tests in the given order. Return the results of those that ended, and how pytest ended.
 
     :param tests: their node IDs.
     :param seconds: after this time no further test begins; collecting does not count.
-    :param arguments: more of them, for pytest.
-    :param env: variables beside those of this process.
+    :param arguments: further arguments for pytest.
+    :param env: variables in addition to those of this process.
     """
     with tempfile.TemporaryDirectory(prefix="mutation-") as name:
         exempt, plan, results = Path(name, "exempt"), Path(name, "round.json"), Path(name, "results.jsonl")

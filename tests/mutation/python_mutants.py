@@ -1,4 +1,4 @@
-"""Faults in Python and in Cython, by parso, which reads on after what it does not know: Cython's declarations."""
+"""Faults in Python and Cython, found by parso, which continues after syntax that it does not know, such as cdef."""
 
 import errno
 import re
@@ -12,7 +12,7 @@ from tests.mutation.mutants import Fault, Replacement
 
 __all__ = ["functions_of_lines", "python_faults"]
 
-_parse: Callable[[str], NodeOrLeaf] = parso.parse  # which has no types
+_parse: Callable[[str], NodeOrLeaf] = parso.parse  # parso has no type annotations
 
 _OPERATORS = {
     "comparison flipped": {"<": ">=", "<=": ">", ">": "<=", ">=": "<", "==": "!=", "!=": "=="}
@@ -29,11 +29,11 @@ _CAST = re.compile(r"<\s*(const )?[\w. ]+[\s*]*\??>")
 _DEFINITION = re.compile(r"(?P<indent> *)(?:async def|def|class|cp?def\b.*?)\s*\b(?P<name>\w+)\s*[(:\[]")
 _ENDS = re.compile(r"(raise|return|continue|break)\b")
 _ERRNO = set(errno.errorcode.values())
-_NOT_MUTATED = ("cdef ", "ctypedef ", "assert ")  # lines that begin so
+_NOT_MUTATED = ("cdef ", "ctypedef ", "assert ")  # beginnings of lines
 
 
 class _Source:
-    """A file's text, and where its lines begin in bytes."""
+    """A file's text, and the byte offsets of its lines."""
 
     def __init__(self, source: bytes) -> None:
         self._source = source
@@ -76,7 +76,7 @@ def _is_annotation(leaf: Leaf) -> bool:
 
 
 def _statements(leaves: Sequence[Leaf]) -> Iterator[tuple[Leaf, Leaf]]:
-    """Yield the first and the last leaf of each logical line, by leaves: in what is not Python there are no nodes."""
+    """Yield the first and the last leaf of each logical line. This uses leaves, since Cython syntax has no nodes."""
     first = 0
     for position, leaf in enumerate(leaves):
         if leaf.type in ("newline", "endmarker"):
@@ -102,7 +102,7 @@ def _statement(source: _Source, first: Leaf, last: Leaf) -> Iterator[tuple[str, 
 
 
 def _head_of(following: Iterable[Leaf]) -> list[Leaf]:
-    """Return the leaves between a keyword and the colon that ends the line; none if no colon does."""
+    """Return the leaves between a keyword and the colon that ends the line; none if there is no such colon."""
     head: list[Leaf] = []
     depth = 0
     for leaf in following:
@@ -177,7 +177,7 @@ def python_faults(source: bytes) -> Iterator[Fault]:
 
 
 def functions_of_lines(source: bytes) -> dict[int, str]:
-    """Return the name, with that of classes, of the function that each line belongs to, by indentation."""
+    """Return the qualified name of the function that each line belongs to, by indentation."""
     functions: dict[int, str] = {}
     open_: list[tuple[int, str]] = []
     for number, line in enumerate(source.decode().split("\n"), 1):

@@ -1,7 +1,7 @@
-"""What each test and native program reaches: recorded once, kept in a folder, one file for each file of tests.
+"""Coverage of each test and native program: recorded once, and stored in a folder with a file for each test file.
 
-Native programs count their lines for gcov; so do the extension modules, for all tests of a file together. Lines of
-Python are recorded for each test, by coverage. A process that is killed leaves no record of what it reached.
+gcov counts the lines of native programs, and those of extension modules for all tests of a file together. coverage
+records lines of Python for each test. A killed process leaves no record.
 """
 
 import contextlib
@@ -35,12 +35,13 @@ data_file = {data}
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """What was recorded of a native program or a file of tests.
+    """Record of a native program or a file of tests.
 
     Attributes:
-        tests: the seconds that each test took that passed.
-        reach: by file and key of a line (see `place_key`), the tests that reach it, as positions in `tests`; None: not
-            known which of them. A line that none reaches is there, with an empty list.
+
+            tests: duration in seconds of each test that passed.
+            reach: by file and key of a line (see `place_key`), the tests that reach it, as positions in `tests`; None:
+                unknown which of them. Lines that no test reaches have an empty list.
     """
 
     tests: dict[str, float]
@@ -48,9 +49,9 @@ class Unit:
 
 
 class Reach:
-    """What was recorded so far.
+    """All records so far.
 
-    :param folder: where the units are kept.
+    :param folder: where the units are stored.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -61,7 +62,7 @@ class Reach:
             self.units[file.stem.replace("+", "/")] = Unit(**json.loads(file.read_text()))
 
     def add(self, name: str, unit: Unit) -> None:
-        """Keep what was recorded of a native program, by its name, or of a file of tests, by its path."""
+        """Store the record of a native program, by name, or of a file of tests, by path."""
         file = self._folder / f"{name.replace('/', '+')}.json"
         part = file.with_suffix(".part")
         part.write_text(json.dumps(asdict(unit)))
@@ -69,12 +70,12 @@ class Reach:
         self.units[name] = unit
 
     def covering(self, path: str, key: str, names: Sequence[str]) -> dict[str, dict[str, float]]:
-        """Return the tests that reach a line, with the seconds they take, by the units that they are in.
+        """Return the tests that reach a line, with their durations in seconds, by unit.
 
-        A line that is not known, as the second one of a statement, is reached by what reaches its function.
+        An unknown line, such as the second line of a statement, is reached by what reaches its function.
 
-        :param key: of the line, see `place_key`.
-        :param names: of the units to look at; those that are not recorded are passed over.
+        :param key: key of the line, see `place_key`.
+        :param names: units to consider; unrecorded ones are skipped.
         """
         function = f"{key.partition(':')[0]}: "
         names = [name for name in names if name in self.units]
@@ -102,7 +103,7 @@ def _keys_of_lines(tree: Path, path: str) -> dict[int, str]:
 
 
 class _Keys(dict[str, dict[int, str]]):
-    """The keys of the lines of each file of a copy of the project."""
+    """Keys of the lines of each file in a copy of the project."""
 
     def __init__(self, tree: Path) -> None:
         self._tree = tree
@@ -117,7 +118,7 @@ _KEYS: dict[Path, _Keys] = {}
 
 @contextlib.contextmanager
 def _counting(notes: Path) -> Iterator[tuple[dict[str, str], Path]]:
-    """Provide the environment in which counted code leaves its counts in a folder of its own, and the folder.
+    """Provide the environment that makes instrumented code write its counts to a temporary folder, and the folder.
 
     :param notes: the folder with the compiler's notes.
     """
@@ -128,7 +129,7 @@ def _counting(notes: Path) -> Iterator[tuple[dict[str, str], Path]]:
 
 
 def _counted_lines(folder: Path, tree: Path) -> Iterator[tuple[str, int, bool]]:
-    """Yield the file and number of each line that can be executed, and whether it was; lines may come again.
+    """Yield the file and number of each executable line, and whether the line was executed; lines may repeat.
 
     :raises RuntimeError: the compiler is not gcc.
     """
@@ -163,10 +164,10 @@ def _add_counts(
 
 
 def record_program(workspace: Workspace, tried: Workspace, name: str) -> Unit:
-    """Run a native program and return what it reaches; a unit without tests if it does not pass.
+    """Run a native program, and return its record; a record without tests if the program fails.
 
-    :param workspace: with a program that counts.
-    :param tried: with the program that mutants will be tried with, whose time counts.
+    :param workspace: has the instrumented program.
+    :param tried: has the program that mutants are tried with, whose duration counts.
     """
     begin = time.monotonic()
     if run_alone([tried.program("asan", name)], PROGRAM_LIMIT_S, cwd=tried.tree).status != 0:
@@ -179,7 +180,7 @@ def record_program(workspace: Workspace, tried: Workspace, name: str) -> Unit:
 
 
 def record_tests(workspace: Workspace, tests: Sequence[str]) -> Unit:
-    """Run the tests of a file and return what they reach; those that fail are left out."""
+    """Run the tests of a file, and return their record without tests that fail."""
     with _counting(workspace.counts("extensions")) as (env, folder):
         config, data = folder / "coverage.ini", folder / "data"
         config.write_text(_COVERAGE.format(data=data))
@@ -207,10 +208,10 @@ def _add_lines(unit: Unit, data: Path, tree: Path) -> None:
         for line in _statements(file):
             lines.setdefault(keys[path][line], [])
         for line, names in contexts.items():
-            if line not in keys[path]:  # coverage has taken a line of another file for one of this, beside threads
+            if line not in keys[path]:  # with threads, coverage sometimes attributes a line to the wrong file
                 continue
             reached = {positions[test] for name in names if (test := name.rpartition("|")[0]) in positions}
-            # Without a test: while modules were imported, or in another process.
+            # Not executed by a test, but during import, or in another process.
             lines[keys[path][line]] = sorted(reached) if reached else None if "" in names else []
 
 

@@ -1,4 +1,4 @@
-"""Results of single mutants, kept in a file of JSON lines, and the tables that are made of them."""
+"""Results of single mutants, stored in a file of JSON lines, and tables of them."""
 
 import dataclasses
 import json
@@ -11,32 +11,33 @@ __all__ = ["Outcome", "Result", "append_result", "latest_results", "survivors", 
 
 
 class Outcome(StrEnum):
-    """What became of a mutant."""
+    """Outcome of a mutant."""
 
-    FOUND = "found"  # by a test that failed, twice in a row
-    TIMED_OUT = "timed out"  # a test did not end: found
-    SURVIVED = "survived"  # all tests passed, or none runs that line
-    NOT_COMPILED = "not compiled"  # found by the compiler: says nothing of the tests
-    EQUIVALENT = "equivalent"  # the compiler makes the same of it
+    FOUND = "found"  # a test failed, twice in a row
+    TIMED_OUT = "timed out"  # a test did not end; counts as found
+    SURVIVED = "survived"  # all tests passed, or none reaches the line
+    NOT_COMPILED = "not compiled"  # the compiler rejected it, which says nothing about the tests
+    EQUIVALENT = "equivalent"  # the compiler produces the same code
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Result:
-    """The outcome of one mutant.
+    """Result of one mutant.
 
     Attributes:
-        id: the mutant's.
-        path: of the file that the fault was planted in.
-        line: where it stood then.
-        operator: the kind of fault.
-        outcome: one of `Outcome`.
-        by: the test or program that found it; empty if none did.
-        seconds: from the start of the first test until then, builds included.
-        tests: how many tests were run, or native programs.
-        covering: how many reach the line that was changed: more than `tests` if they take longer than the cap.
-        by_pytest: whether pytest looked for it; False: native programs did, and pytest has not been asked yet.
-        diff: what was changed.
-        report: the end of what the test printed.
+
+            id: the mutant's ID.
+            path: file that the fault was planted in.
+            line: line number at that time.
+            operator: kind of fault.
+            outcome: one of `Outcome`.
+            by: test or program that found the mutant; empty if none did.
+            seconds: time from the start of the first test until the outcome, including builds.
+            tests: number of tests or native programs that were run.
+            covering: number of tests that reach the changed line; more than `tests` if they take longer than the cap.
+            by_pytest: whether pytest looked for the mutant; False: native programs did, and pytest has not run yet.
+            diff: the change.
+            report: end of the test's output.
     """
 
     id: str
@@ -66,7 +67,7 @@ def latest_results(path: Path) -> dict[str, Result]:
 
 
 def table(results: Iterable[Result]) -> str:
-    """Describe how many mutants of each folder were found, and by the kind of fault."""
+    """Describe how many mutants were found, by folder and by kind of fault."""
     folders: dict[str, Counter[str]] = defaultdict(Counter)
     kinds: dict[str, Counter[str]] = defaultdict(Counter)
     for result in results:
@@ -90,7 +91,7 @@ def _row(name: str, counts: Counter[str]) -> tuple[str, ...]:
 
 
 def survivors(results: Iterable[Result]) -> str:
-    """Describe each mutant that no test found, with what was changed."""
+    """Describe each mutant that no test found, with its diff."""
     return "\n\n".join(
         f"{each.path}:{each.line}: {each.operator}, {each.id}, "
         f"{each.tests} of {each.covering} tests{'' if each.by_pytest else ', native programs alone'}\n{each.diff}"

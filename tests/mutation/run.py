@@ -1,17 +1,17 @@
-"""Plant faults in C, Cython and Python, one at a time, and see whether tests find them.
+"""Plant faults in C, Cython and Python, one at a time, and check whether tests find them.
 
     python tests/mutation/run.py --count 300 --minutes 60 --results results.jsonl --work FOLDER
 
-Faults are planted in a copy of the project. The tests that reach the line are run, until one fails: of C the native
-programs of tests/native under the address sanitizer first (faults of locks and wake-ups also under the thread
-sanitizer), then those of pytest.
+Faults are planted in a copy of the project. Then the tests that reach the line run until one fails. For C, these are
+first the native programs of tests/native under the address sanitizer (for faults of locks and wake-ups also under the
+thread sanitizer), then the tests of pytest.
 
-Which tests reach a line is recorded once, which takes most of a first run; as long as it is not complete, a fault that
-survives has no result. `--record` does so again, for sources and tests that have changed: until then a new line is
-reached by what reached its function, and a new function by nothing.
+Coverage is recorded once, which takes most of a first run; until it is complete, a fault that survives has no result.
+`--record` records again after sources or tests have changed: until then a new line counts as reached by what reached
+its function, and a new function as reached by nothing.
 
-Results are appended to a file: the next run goes on from there. At the end it prints how many faults were planted in
-each folder, and how many of them were found, and those that survived.
+Results are appended to a file: the next run continues from there. At the end the program prints how many faults were
+planted and found in each folder, and the faults that survived.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from collections.abc import Sequence
 from itertools import zip_longest
 from pathlib import Path, PurePath
 
-# This is run as a script, and its parts are found from the project's root.
+# Run as a script: import the project's packages from its root.
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
 from tests.mutation.c_mutants import c_faults
@@ -41,8 +41,8 @@ from tests.mutation.trial import Trials
 from tests.mutation.workspace import ROOT, Workspace
 from tests.native.build import programs
 
-# Folders whose tests are about RDMA devices, builds, times or the tests themselves. Native programs need no pytest.
-RECORDING = 0.6  # the share of a run's time that may pass before faults are tried with what is recorded by then
+# Folders with tests of RDMA devices, builds, timing or the tests themselves. Native programs run without pytest.
+RECORDING = 0.6  # share of a run's time for recording, before faults are tried with the records so far
 NOT_ASKED = {"bench", "checks", "flaky", "fuzz", "mutation", "native", "packaging", "rdma", "soak", "verbs_matrix"}
 
 
@@ -54,7 +54,7 @@ def all_mutants(places: Sequence[str]) -> list[Mutant]:
     sources = [str(each.relative_to(ROOT)) for each in sorted((ROOT / "aioverbs").rglob("*.*"))]
     sources = [each for each in only(sources, places) if not each.startswith(("aioverbs/_build/", "aioverbs/_docs/"))]
     found: list[Mutant] = []
-    # What headers change takes long to build, and is built anew after the last of them alone.
+    # Changes of headers take long to build, and need another build after the last of them.
     for suffixes in ((".c",), (".h",), (".pyx", ".pxi"), (".py",)):
         faults = c_faults if suffixes[0] in (".c", ".h") else python_faults
         for path in sources:
@@ -65,7 +65,7 @@ def all_mutants(places: Sequence[str]) -> list[Mutant]:
 
 
 def test_files(places: Sequence[str]) -> list[str]:
-    """Return the files of tests that pytest may be asked to run, from the project's root: of each folder one in turn.
+    """Return the test files that pytest may run, from the project's root, one of each folder in turn.
 
     :param places: folders or files; all if there are none.
     """
@@ -78,14 +78,14 @@ def test_files(places: Sequence[str]) -> list[str]:
 
 
 def fixed_addresses() -> list[str]:
-    """Return what runs a command with addresses that are not randomised, as the thread sanitizer wants; if it can."""
+    """Return the command prefix that turns off address randomization, as the thread sanitizer needs; empty without."""
     fixed = ["setarch", platform.machine(), "-R"]
     able = shutil.which(fixed[0]) and subprocess.run([*fixed, "true"], capture_output=True).returncode == 0
     return fixed if able else []
 
 
 class Run:
-    """One run: what is to be tried, until its time is over."""
+    """One run, with a limit of time."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self._begin = time.monotonic()
@@ -105,13 +105,13 @@ class Run:
         self._trials = Trials(self._tried, self._reach, self._programs, self._files, options.cap, fixed_addresses())
 
     def over(self, share: float = 1.0) -> bool:
-        """Return whether the time is over, or a share of it."""
+        """Return whether the time, or a share of it, is over."""
         return time.monotonic() > self._begin + share * self._seconds
 
     def record(self, names: Sequence[str], share: float = 1.0) -> bool:
-        """Record what native programs or files of tests reach; return whether all of them are recorded.
+        """Record the coverage of native programs or test files; return whether all are recorded.
 
-        :param share: of the run's time, after which no further one begins.
+        :param share: share of the run's time after which no further recording begins.
         """
         missing = [name for name in names if name not in self._reach.units]
         if not missing or self.over(share):
@@ -136,7 +136,7 @@ class Run:
     def try_all(self, mutants: Sequence[Mutant], *, by_pytest: bool, complete: bool) -> None:
         """Try mutants until the time is over, and append the results.
 
-        :param complete: whether it is known of all tests what they reach; else that none finds a mutant says nothing.
+        :param complete: whether the coverage of all tests is known; if not, a survivor gets no result.
         """
         for position, mutant in enumerate(mutants, 1):
             if self.over():
@@ -153,9 +153,9 @@ class Run:
             )
 
     def run(self, mutants: Sequence[Mutant], results: dict[str, Result], *, again: bool) -> None:
-        """Try the mutants that have no result yet: those of C by native programs, then all that are left by pytest.
+        """Try the mutants without a result: those of C by native programs, then all that remain by pytest.
 
-        :param again: whether to try again those that survived.
+        :param again: whether to try survivors again.
         """
 
         def is_left(mutant: Mutant) -> bool:
@@ -197,7 +197,8 @@ def main() -> int:
     parser.add_argument("--results", type=Path, required=True, help="the file that collects the results")
     parser.add_argument("--work", type=Path, required=True, help="a folder for the copies and what is built there")
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # and end what was started
+    # so that child processes are ended, too
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     become_subreaper()
 
     mutants = choose(all_mutants(options.only), options.count, options.seed)

@@ -1,4 +1,4 @@
-"""Which faults are planted in a source, and which of them are chosen."""
+"""Faults found in a source, and the choice of mutants."""
 
 import textwrap
 from collections import Counter
@@ -59,7 +59,7 @@ CYTHON = textwrap.dedent("""
 
 
 def changes(source: bytes, mutants: list[Mutant]) -> set[tuple[str, str]]:
-    """Return the kind of each fault and what became of the lines, without spaces around them."""
+    """Return the kind of each fault and the changed lines, stripped."""
     found = set()
     for mutant in mutants:
         lines = [line[1:].strip() for line in mutant.diff(source).splitlines() if line.startswith("+")]

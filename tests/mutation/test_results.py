@@ -1,4 +1,4 @@
-"""What is kept of mutants, and what is printed of them."""
+"""Stored results of mutants, and the printed tables."""
 
 from pathlib import Path
 

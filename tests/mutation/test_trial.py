@@ -1,4 +1,4 @@
-"""Which tests look for a mutant, and how they are run."""
+"""The choice of tests for a mutant, and how they are run."""
 
 import sys
 from pathlib import Path

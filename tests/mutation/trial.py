@@ -1,4 +1,4 @@
-"""One mutant: it is planted in a copy of the project, and tests look for it."""
+"""Trial of one mutant: plant it in a copy of the project, and run tests."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -14,22 +14,22 @@ from tests.mutation.workspace import ROOT, BuildError, Workspace
 
 __all__ = ["IN_THREADS", "Trials", "in_turn"]
 
-# Faults that the thread sanitizer may see where tests pass.
+# Faults that the thread sanitizer may find although tests pass.
 IN_THREADS = ("lock removed", "freed too early", "missing wake-up")
-FIRST = ("-x", "-o", "timeout=30")  # for pytest: the first failure will do; few tests take so long
-PYTEST_PATIENCE = 2.0  # tests may take so many times as long as when they were recorded
-PROGRAM_PATIENCE, PROGRAM_LEAST_S = 10.0, 20.0  # likewise native programs, and what they may take in any case
+FIRST = ("-x", "-o", "timeout=30")  # pytest options: stop at the first failure; few tests take that long
+PYTEST_PATIENCE = 2.0  # factor of a test's recorded duration before it times out
+PROGRAM_PATIENCE, PROGRAM_LEAST_S = 10.0, 20.0  # the same for native programs, and their minimum timeout
 REPORT_CHARACTERS = 2000
 TSAN = {"TSAN_OPTIONS": "halt_on_error=1:second_deadlock_stack=1"}
 ASAN = {"ASAN_OPTIONS": "detect_leaks=1", "UBSAN_OPTIONS": "print_stacktrace=1:halt_on_error=1"}
 
 
 def in_turn(units: Mapping[str, Mapping[str, float]], seconds: float) -> list[str]:
-    """Choose tests for a time: the quickest one of each file, then the second one of each, and so on.
+    """Choose tests for a limit of time: the quickest one of each file, then the second of each, and so on.
 
-    :param units: the seconds that each test takes, by the files they are in.
-    :param seconds: that all of them may take; one is chosen in any case.
-    :returns: those of a file together, the files in the order of their quickest tests.
+    :param units: duration in seconds of each test, by file.
+    :param seconds: limit for all of them; at least one test is chosen.
+    :returns: tests grouped by file, files ordered by their quickest tests.
     """
     columns = [sorted(tests.items(), key=lambda each: each[1]) for tests in units.values()]
     columns.sort(key=lambda column: column[0][1])
@@ -44,16 +44,16 @@ def in_turn(units: Mapping[str, Mapping[str, float]], seconds: float) -> list[st
 
 @dataclass(slots=True)
 class _Trial:
-    """What is known of a mutant while tests look for it."""
+    """State of a trial."""
 
-    left_s: float  # for tests; what they are built in does not count
+    left_s: float  # for tests; building does not count
     outcome: Outcome = Outcome.SURVIVED
     by: str = ""
     tests: int = 0
     report: str = ""
 
     def end(self, outcome: Outcome, by: str, report: str) -> bool:
-        """Note what became of the mutant; always true."""
+        """Record the outcome; return True."""
         self.outcome, self.by, self.report = outcome, by, report
         return True
 
@@ -63,12 +63,13 @@ class Trials:
     """Tries mutants one after another.
 
     Attributes:
-        workspace: the copy that they are planted in, with native programs for `asan` and `tsan`.
-        reach: which tests reach which lines.
-        programs: the native programs.
-        files: the files of tests that pytest may run.
-        cap_s: when no further test of one mutant begins, in seconds.
-        fixed: the command by which programs run that the thread sanitizer watches.
+
+            workspace: copy of the project to plant mutants in, with native programs for `asan` and `tsan`.
+            reach: which tests reach which lines.
+            programs: the native programs.
+            files: the test files that pytest may run.
+            cap_s: time in seconds after which no further test of a mutant begins.
+            fixed: command prefix for programs under the thread sanitizer.
     """
 
     workspace: Workspace
@@ -79,13 +80,13 @@ class Trials:
     fixed: Sequence[str]
 
     def tests_of(self, mutant: Mutant, *, by_pytest: bool) -> dict[str, dict[str, float]]:
-        """Return the tests of pytest, or else the native programs, that reach a mutant: see `Reach.covering`."""
+        """Return the tests of pytest, or the native programs, that reach a mutant: see `Reach.covering`."""
         return self.reach.covering(mutant.path, mutant.key, self.files if by_pytest else self.programs)
 
     def run(self, mutant: Mutant, *, by_pytest: bool) -> Result:
-        """Plant a mutant, look for it and take it out again.
+        """Plant a mutant, look for it, and remove it.
 
-        :param by_pytest: whether pytest looks for it; else native programs do.
+        :param by_pytest: whether to use pytest; otherwise, native programs.
         """
         source = (ROOT / mutant.path).read_bytes()
         units = self.tests_of(mutant, by_pytest=by_pytest)
@@ -124,7 +125,7 @@ class Trials:
         """Plant a mutant.
 
         :raises BuildError: it does not compile.
-        :raises _EquivalentError: the compiler makes the same of it as without the fault.
+        :raises _EquivalentError: the compiler produces the same code.
         """
         content = mutant.apply(source)
         if mutant.path.endswith(".c"):
@@ -147,12 +148,12 @@ class Trials:
                 return False
             program = self.workspace.program(kind, name)
             self.workspace.build(program)
-            trial.tests += kind == "asan"  # not those again that the thread sanitizer watches
+            trial.tests += kind == "asan"  # do not count the runs under the thread sanitizer a second time
             command = [*(self.fixed if kind == "tsan" else ()), program]
             limit = PROGRAM_PATIENCE * seconds[name] + PROGRAM_LEAST_S
             begin = time.monotonic()
             ended = run_alone(command, limit, cwd=self.workspace.tree, env=ASAN | TSAN)
-            if ended.status != 0:  # it may have been kept waiting
+            if ended.status != 0:  # another run may have delayed it
                 ended = run_alone(command, limit, cwd=self.workspace.tree, env=ASAN | TSAN)
             trial.left_s -= time.monotonic() - begin
             if ended.status != 0:
@@ -161,7 +162,7 @@ class Trials:
         return False
 
     def _unless_without(self, trial: _Trial, mutant: Mutant, source: bytes) -> None:
-        """Take back that the thread sanitizer found the mutant if it complains without the fault as well."""
+        """Withdraw the result if the thread sanitizer complains without the fault, too."""
         name = trial.by.partition(" ")[0]
         self.workspace.plant(mutant.path, source)
         sound = _Trial(self.cap_s)
@@ -181,16 +182,16 @@ class Trials:
             failed = next((result for result in results if not result.passed), None)
             if failed is not None:
                 again, ended = run_tests(self.workspace, [failed.test], self.cap_s, *FIRST)
-                if ended.status == 0 and again:  # it had been kept waiting
+                if ended.status == 0 and again:  # it had been delayed
                     tests = tests[tests.index(failed.test) + 1 :]
                     continue
                 trial.end(Outcome.FOUND, failed.test, failed.report)
             elif ended.status is None:
                 trial.end(Outcome.TIMED_OUT, tests[min(len(results), len(tests) - 1)], ended.output)
-            elif ended.status not in (0, 5):  # 5: none of them was collected
+            elif ended.status not in (0, 5):  # 5: no test was collected
                 trial.end(Outcome.FOUND, f"pytest ended with {ended.status}", ended.output)
             return
 
 
 class _EquivalentError(Exception):
-    """The compiler makes the same of a mutant as without the fault."""
+    """The compiler produces the same code with and without the fault."""

@@ -1,4 +1,4 @@
-"""Copies of the project that faults are planted in, and what ninja builds from them, a changed file at a time."""
+"""Copies of the project for planting faults; ninja rebuilds one changed file at a time."""
 
 import filecmp
 import os
@@ -39,21 +39,21 @@ rule cython
 
 
 class BuildError(Exception):
-    """Something does not compile; the message is what the compiler said."""
+    """Something does not compile; the message is the compiler's output."""
 
 
 class Workspace:
     """A copy of the project.
 
-    :param folder: where it is; files that differ from the project's are copied, what is built there is kept.
-    :param kinds: what the native programs are built for: keys of `KINDS` in tests/native/build.py.
-    :param counted: whether the extension modules count which of their lines are executed.
+    :param folder: its path; files that differ from the project's are copied, and build outputs are kept.
+    :param kinds: builds of the native programs: keys of `KINDS` in tests/native/build.py.
+    :param counted: whether extension modules count executed lines.
     """
 
     def __init__(self, folder: Path, kinds: Sequence[str], *, counted: bool) -> None:
         self.tree = folder.resolve()
         self._copy()
-        package = self.tree / "aioverbs" / "_examples" / "storage_server"  # where pyproject.toml has it
+        package = self.tree / "aioverbs" / "_examples" / "storage_server"  # installed there by pyproject.toml
         package.parent.mkdir(exist_ok=True)
         package.unlink(missing_ok=True)
         package.symlink_to(Path("../../examples/storage_server"))
@@ -63,7 +63,7 @@ class Workspace:
             rules.write_text(text)
 
     def _copy(self) -> None:
-        """Make the copy the same as the project. A file that is copied has a time of its own: it is built anew."""
+        """Update the copy. A copied file gets a new mtime, so that it is built again."""
         wanted: set[Path] = set()
         for name in _COPIED:
             source = ROOT / name
@@ -98,15 +98,15 @@ class Workspace:
         return ended.output
 
     def plant(self, path: str, content: bytes) -> None:
-        """Write a file; what depends on it is built anew."""
+        """Write a file; what depends on it is built again."""
         (self.tree / path).write_bytes(content)
 
     def program(self, kind: str, name: str) -> str:
-        """Return the path of a native program in the copy, which is the target to build as well."""
+        """Return the path of a native program in the copy, which is also the target to build."""
         return f"{PRODUCTS}/{kind}/{name}"
 
     def counts(self, kind: str) -> Path:
-        """Return the folder of the compiler's notes for counts: of the native programs, or of `extensions`."""
+        """Return the folder of the compiler's notes for coverage of native programs, or of `extensions`."""
         return self.tree / PRODUCTS / kind
 
     def _native(self, kinds: Sequence[str]) -> Iterator[str]:
@@ -134,7 +134,7 @@ class Workspace:
                     how = [f"-Wl,--wrap={each}" for each in WRAPPED[name]]
                 else:
                     how = [library, "-Wl,-rpath,'$$ORIGIN'"]
-                    parts += ["||", library]  # it is built first; the program need not be linked again
+                    parts += ["||", library]  # order-only dependency: the program is not linked again
                 yield from _edge(f"{folder}/{name}", "link", parts, [*KINDS[kind], *how, "-pthread", "-ldl"])
             yield from _edge(kind, "phony", [f"{folder}/{name}" for name in tests], [])
 

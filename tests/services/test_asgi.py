@@ -1,4 +1,4 @@
-"""examples/asgi.py behind real servers: workers that are spawned, and workers that are forked after its import."""
+"""examples/asgi.py behind real servers: spawned workers, and workers forked after its import."""
 
 import contextlib
 import itertools
@@ -45,12 +45,12 @@ SERVERS = {
 
 
 def until(condition: Callable[[], object]) -> None:
-    """As long as a start may take."""
+    """Wait for a condition, for as long as a start may take."""
     wait_until(condition, START_S)
 
 
 class Store:
-    """The process that has the objects.
+    """The store's process.
 
     :param env: its environment.
     """
@@ -63,23 +63,23 @@ class Store:
         self.place = self.process.stdout.readline().strip()
 
     def end(self) -> None:
-        """As it is meant to: with nothing left open, which it would be warned of."""
+        """End the store by closing its input. It must report nothing left open."""
         _, complaints = self.process.communicate(timeout=patience(START_S))
         assert (self.process.returncode, complaints) == (0, "")
 
 
 @dataclass
 class Service:
-    """A store, and a server before it."""
+    """A store, and a server in front of it."""
 
     url: str
     store: Store
     client: "httpx.Client"
     env: Mapping[str, str]
-    workers: set[int] = field(default_factory=set)  # that answered, and were not killed
+    workers: set[int] = field(default_factory=set)  # process IDs of workers that answered and were not killed
 
     def ask(self, name: str, data: bytes | None = None) -> "httpx.Response":
-        """By a TCP connection of its own, as whichever worker takes it."""
+        """Send a request over a TCP connection of its own, to whichever worker accepts it."""
         method = "GET" if data is None else "PUT"
         answer = self.client.request(method, f"{self.url}/objects/{name}", content=data)
         if "x-worker" in answer.headers:
@@ -97,7 +97,7 @@ class Service:
         assert answer.status_code == 204, answer.text
 
     def until_workers(self, count: int) -> None:
-        """Until so many have answered."""
+        """Wait until `count` workers have answered."""
 
         def ask_many() -> bool:
             list(threads.map(self.ask, ["nothing", "object"] * 8))
@@ -109,7 +109,7 @@ class Service:
 
 
 def stopped(pid: int) -> bool:
-    """Whether a process runs no more."""
+    """Return whether a process has stopped running."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except (FileNotFoundError, ProcessLookupError):
@@ -155,18 +155,18 @@ def serving(server: str, folder: Path) -> Iterator[Service]:
 
 @pytest.fixture(scope="module", params=SERVERS)
 def service(request: pytest.FixtureRequest) -> Iterator[Service]:
-    """A store and a server for all tests: starting them takes much longer than what is asked of them."""
+    """A store and a server for all tests: starting them takes much longer than the tests' requests."""
     with tempfile.TemporaryDirectory(prefix="aioverbs-") as folder, serving(request.param, Path(folder)) as service:
         yield service
 
 
 def only(server: str) -> pytest.MarkDecorator:
-    """Have a test run with one of the servers."""
+    """Run a test with one of the servers only."""
     return pytest.mark.parametrize("service", [server], indirect=True, scope="module")
 
 
 def test_objects(service: Service) -> None:
-    """What one worker was given the others give, the last one that was put."""
+    """Each worker returns the object that was put last, through whichever worker."""
     sizes = (0, 1, 500, MAX_PAIR - 4)
     service.until_workers(2)
     with ThreadPoolExecutor(8) as threads:
@@ -182,7 +182,7 @@ def test_objects(service: Service) -> None:
 
 @only("gunicorn")
 def test_objects_that_are_put_while_they_are_got(service: Service) -> None:
-    """One or the other, and always a whole one."""
+    """A get returns either the old or the new object, and always a whole one."""
     whole = {bytes([each]) * 900 for each in range(4)}
     with ThreadPoolExecutor(4) as threads:
         service.put("object", min(whole))
@@ -197,7 +197,7 @@ def test_objects_that_are_put_while_they_are_got(service: Service) -> None:
 
 @only("uvicorn")
 def test_no_room(service: Service) -> None:
-    """For a key all of whose places have other keys."""
+    """Putting fails if other keys fill all slots for the key."""
     others = ["nothing", "object", "large", "0", "1", "500", str(MAX_PAIR - 4), *map("object-{}".format, range(4))]
     taken = [slot_offset(name.encode()) for name in others]
     names = sorted(map(str, range(1000, 50_000)), key=lambda name: slot_offset(name.encode()))
@@ -214,9 +214,9 @@ def test_no_room(service: Service) -> None:
 
 
 def test_a_worker_that_is_killed(service: Service) -> None:
-    """With it go the requests that it had; whoever asks later is answered by the other one, and by one that comes."""
+    """Requests of the killed worker fail; later requests are answered by the other worker, and by a replacement."""
     over, begun = threading.Event(), threading.Barrier(5)
-    failed: list[float] = []  # when those began
+    failed: list[float] = []  # start times of failed requests
     done = [0] * 4
 
     def load(client: int) -> None:
@@ -270,4 +270,4 @@ def test_a_store_that_goes_and_comes_back(service: Service) -> None:
     service.store = Store(service.env, int(service.store.place.rpartition(":")[2]))
     until(lambda: [service.ask("object").status_code for _ in range(8)] == [404] * 8)
     until(lambda: service.ask("object", b"2").status_code == 204)
-    until(lambda: [service.ask("object").content for _ in range(8)] == [b"2"] * 8)  # of the other worker as well
+    until(lambda: [service.ask("object").content for _ in range(8)] == [b"2"] * 8)  # from the other worker, too

@@ -1,4 +1,4 @@
-"""examples/asgi.py, which says what it leaves when its lifespan is over: for servers to import."""
+"""examples/asgi.py for servers to import; it reports resources left open at the end of its lifespan."""
 
 import os
 import sys

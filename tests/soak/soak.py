@@ -1,6 +1,6 @@
-"""A soak: storms, ends and threads in turn, at random, for as long as it is told; memory and the ledger are watched.
+"""Soak test: random storms of cancellations, closes and threads for a given time, watching memory and the ledger.
 
-`python tests/soak/soak.py --seconds 300 --seed 1`; what fails says by which seed.
+`python tests/soak/soak.py --seconds 300 --seed 1`; a failure reports its seed.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from aioverbs._core.handles import handles
 from tests.data_path_endings.pair import PATIENCE_S, open_pair, pair_on
 from tests.data_path_endings.storm import storm_on
 
-WARM_UP = 8  # rounds until memory is what it stays
+WARM_UP = 8  # rounds until memory usage is stable
 GROWTH_BYTES = 48 << 20
 LOOPS: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {
     "asyncio": asyncio.SelectorEventLoop,
@@ -37,13 +37,13 @@ Round = Callable[[Device, random.Random], Awaitable[int]]
 
 
 def resident() -> int:
-    """Bytes of this process that are in memory now."""
+    """Return the resident memory of this process in bytes."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * resource.getpagesize()
 
 
 async def storm(device: Device, draw: random.Random) -> int:
-    """A storm of cancellations."""
+    """Cancel many operations in flight."""
     operations, tasks = draw.randint(1000, 20_000), draw.randint(4, 48)
     async with (
         device.resource_domain(message_model=draw.choice(list(MessageModel))) as domain,
@@ -54,7 +54,7 @@ async def storm(device: Device, draw: random.Random) -> int:
 
 
 async def closing(device: Device, draw: random.Random) -> int:
-    """Queue pairs that are closed with work under way, held or not."""
+    """Close queue pairs with work in flight, with and without references to them."""
     rounds = draw.randint(5, 40)
     for _ in range(rounds):
         async with pair_on(device, draw.choice(list(MessageModel)), sends=draw.randint(1, 16)) as pair:
@@ -73,7 +73,7 @@ async def closing(device: Device, draw: random.Random) -> int:
 
 
 async def threads(device: Device, draw: random.Random) -> int:
-    """Several loops on one domain that anybody may use."""
+    """Run several loops on one domain that any thread may use."""
     count = draw.randint(50, 500)
     async with pair_on(device, draw.choice(list(MessageModel)), ThreadModel.SAFE, sends=draw.randint(1, 8)) as pair:
 
@@ -92,7 +92,7 @@ async def threads(device: Device, draw: random.Random) -> int:
 
 
 async def orphans(device: Device, draw: random.Random) -> int:
-    """A loop that ends with work outstanding; the device closes what it left."""
+    """End a loop with work in flight; closing the device closes the remaining resources."""
     rounds = draw.randint(1, 5)
 
     async def leave() -> None:
@@ -111,7 +111,7 @@ ROUNDS: list[Round] = [storm, storm, closing, threads, orphans]
 
 
 async def one(kind: Round, draw: random.Random) -> int:
-    """A round on a device of its own."""
+    """Run a round on a device of its own."""
     execution: Execution = "thread" if draw.random() < 0.7 else "inline"
     delay_ns = draw.choice([0, 1000, 50_000]) if execution == "thread" else 0
     device = await open_device("soft0", execution=execution, delay_ns=delay_ns).open()
@@ -121,12 +121,12 @@ async def one(kind: Round, draw: random.Random) -> int:
         return await kind(device, draw)
     finally:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ResourceWarning)  # of orphans
+            warnings.simplefilter("ignore", ResourceWarning)  # expected for resources that are left open
             await asyncio.wait_for(device.aclose(), 2 * PATIENCE_S)
 
 
 def main() -> None:
-    """Until the time is up, or something fails."""
+    """Run rounds until the time is over or a round fails."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=300, help="how long (%(default)s)")
     parser.add_argument("--seed", type=int, default=int(time.time()), help="of all that is drawn")

@@ -1,9 +1,9 @@
-"""Builds the probe, with all of the software device in it.
+"""Build the probe, including the software device.
 
-python tests/verbs_matrix/build.py OUT_DIR
+    python tests/verbs_matrix/build.py OUT_DIR
 
-prints its path. ``$CC`` is the compiler, ``$CFLAGS`` and ``$LDFLAGS`` are added. It is not optimized: compiling takes
-longer than running.
+The script prints the program's path. ``$CC`` is the compiler; ``$CFLAGS`` and ``$LDFLAGS`` are added. Optimization is
+off: compiling takes longer than running.
 """
 
 import os
@@ -13,7 +13,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).resolve().parents[2]))  # this is run as a script
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # for running this as a script
 
 from tests.native.build import object_name
 
@@ -23,9 +23,9 @@ FLAGS = ["-std=c11", "-Wall", "-Wextra", "-Werror", "-O0", "-pthread", f"-I{CORE
 
 
 def build(out_dir: Path) -> Path:
-    """Compile everything again; the program's path.
+    """Compile everything; return the program's path.
 
-    :raises subprocess.CalledProcessError: the compiler refused something; it has said what.
+    :raises subprocess.CalledProcessError: the compiler failed, and has printed its errors.
     """
     compiler = shlex.split(os.environ.get("CC", "cc"))
     flags = [*FLAGS, *shlex.split(os.environ.get("CFLAGS", ""))]

@@ -1,9 +1,9 @@
-/* Runs the rows and prints their answers:
+/* Runs the rows, and prints their results:
  *
  *     probe DEVICE [VERB]
  *
- * DEVICE is soft0, soft0:engine or a device of libibverbs; a line is the verb, what is asked and the answer, with
- * tabs between them. */
+ * DEVICE is soft0, soft0:engine or a device of libibverbs. A line has the verb, the case and the result, separated
+ * by tabs. */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
 #endif
@@ -27,7 +27,7 @@ struct verbs_context *extended;
 
 static struct row *first, **last = &first;
 static const char *device_name;
-static struct ibv_device *device; /* of libibverbs */
+static struct ibv_device *device; /* device of libibverbs */
 static struct ibv_context *(*open_device)(struct ibv_device *);
 static struct verbs_table libibverbs;
 static int answers = STDOUT_FILENO;
@@ -100,7 +100,7 @@ _Noreturn void finish(void)
     _exit(written < 0);
 }
 
-/* In the row's own process. */
+/* Runs in the row's own process. */
 static _Noreturn void run(const struct row *row)
 {
     context = open_again();
@@ -137,7 +137,7 @@ static void print_answer(const struct row *row)
         length = read(ends[0], answer, sizeof(answer) - 1);
         waitpid(child, &status, 0);
     } else {
-        kill(child, SIGKILL); /* not waited for: it may be deep in the kernel for long */
+        kill(child, SIGKILL); /* without waiting for its end: it may be blocked in the kernel for long */
         snprintf(answer, sizeof(answer), "hangs");
     }
     close(ends[0]);

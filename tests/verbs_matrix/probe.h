@@ -1,5 +1,5 @@
-/* The probe: what each verb answers, on whichever device. A row asks one thing in a process of its own, with a
- * context of its own, so no row meets what another one left, and a crash or a hang is an answer, too. */
+/* The probe: results of each verb, on any device. A row tests one case in a process and with a context of its own,
+ * so rows do not influence each other, and a crash or a hang is a result, too. */
 #ifndef AIOVERBS_TESTS_PROBE_H
 #define AIOVERBS_TESTS_PROBE_H
 
@@ -25,7 +25,7 @@ void row_add(struct row *row);
 #define ROW_JOIN_(a, b) a##b
 #define ROW_JOIN(a, b) ROW_JOIN_(a, b)
 
-/* ROW(verb, "what is asked") { ... } */
+/* ROW(verb, "case") { ... } */
 #define ROW(verb_, asked_) ROW_AS(verb_, asked_, ROW_JOIN(row_, __LINE__))
 #define ROW_AS(verb_, asked_, name)                                             \
     static void name(void);                                                     \
@@ -49,28 +49,30 @@ bool on_soft_device(void);
 /* Another context of the same device. */
 struct ibv_context *open_again(void);
 
-/* A function that libibverbs exports beyond the seam's table; NULL on the software device. */
+/* A function of libibverbs that the library's table of verbs lacks; NULL on the software device. */
 void *beyond_the_seam(const char *name);
 
-/* Calls an extended op where the context has it; else `answer` is `absent` and errno EOPNOTSUPP. */
+/* Calls an extended op if the context has it; otherwise `answer` is `absent` and errno is EOPNOTSUPP. */
 #define CALL_OP(absent, op, ...) \
     (VERBS_HAS_OP(extended, op) ? extended->op(__VA_ARGS__) : (errno = EOPNOTSUPP, (absent)))
 
 /* ---- Answers ---------------------------------------------------------------------------------------------- */
 
-/* Words of the answer, in the order in which they are said. */
+/* Prints words of the result. */
 __attribute__((format(printf, 1, 2))) void say(const char *format, ...);
-_Noreturn void finish(void); /* the answer is complete */
+_Noreturn void finish(void); /* ends the row: the result is complete */
 
 const char *status_name(enum ibv_wc_status status);
 const char *state_name(enum ibv_qp_state state);
 
-int say_int(int answer);            /* of a verb that returns an errno, or -1 and errno: "0" or the errno's name */
-void *say_made(const void *object); /* of a verb that returns an object or NULL and errno: "ok" or the name */
+/* for verbs that return an errno, or -1 and set errno: prints "0" or the errno's name */
+int say_int(int answer);
+/* for verbs that return an object, or NULL and set errno: prints "ok" or the errno's name */
+void *say_made(const void *object);
 #define SAY_MADE(call) (errno = 0, say_made(call))
 #define SAY_INT(call) (errno = 0, say_int(call))
 
-/* What a row stands on and does not ask about: where it fails, the answer says so and is complete. */
+/* Checks a precondition of a row: if it failed, prints that as the result, and ends the row. */
 void *need_made(const void *object);
 void need_int(int answer);
 #define NEED_MADE(call) (errno = 0, need_made(call))
@@ -83,23 +85,23 @@ void need_int(int answer);
 #define MEMORY_BYTES (64u << 10)
 #define QKEY 0x1234u
 
-struct ibv_pd *domain(void); /* the one that everything is made on */
-uint8_t *pages(size_t size); /* zeroed, of whole pages */
+struct ibv_pd *domain(void); /* the protection domain of all objects */
+uint8_t *pages(size_t size); /* zeroed, page-aligned */
 struct ibv_mr *region(int access);
 struct ibv_cq *queue(int cqe);
 struct ibv_srq *shared_queue(uint32_t depth);
-struct ibv_qp_init_attr qp_attr(enum ibv_qp_type type); /* with queues of its own for 16 requests each way */
+struct ibv_qp_init_attr qp_attr(enum ibv_qp_type type); /* with queues of its own for 16 requests each */
 struct ibv_device_attr device_attr(void);
 
 struct end {
     struct ibv_qp *qp;
     struct ibv_cq *send_cq, *recv_cq;
-    struct ibv_mr *mr; /* all of the memory, with all access */
+    struct ibv_mr *mr; /* covers all of the memory, with all access */
     uint8_t *memory;
 };
 extern struct end a, b;
 
-/* What pairs are made of; a row may change it before it makes one. */
+/* Attributes for pairs; a row may change them before it creates one. */
 extern struct ibv_qp_attr link_attr;
 extern struct ibv_qp_init_attr pair_attr;
 extern struct ibv_srq *pair_srq;
@@ -113,7 +115,7 @@ struct ibv_ah *handle_to_self(void);
 
 /* ---- States ----------------------------------------------------------------------------------------------- */
 
-/* The mask that a type demands for the step to INIT, RTR or RTS; others: the state alone. */
+/* The attribute mask that a type requires for the step to INIT, RTR or RTS; for other states, the state alone. */
 int mask_to(enum ibv_qp_type type, enum ibv_qp_state state);
 int step(struct ibv_qp *qp, enum ibv_qp_state state, uint32_t dest_qp_num);
 int step_as(struct ibv_qp *qp, enum ibv_qp_state state, uint32_t dest_qp_num, struct ibv_qp_attr attr, int mask);
@@ -122,23 +124,24 @@ enum ibv_qp_state state_of(struct ibv_qp *qp);
 
 /* ---- Work ------------------------------------------------------------------------------------------------- */
 
-/* A signalled request of `length` bytes from the beginning of `from`'s memory, to the same place at `to`. Valid
- * until the next but seven. */
+/* A signalled request of `length` bytes from the beginning of `from`'s memory to the same place at `to`. Valid until
+ * seven more requests were made. */
 struct ibv_send_wr *request(enum ibv_wr_opcode opcode, struct end *from, struct end *to, uint32_t length);
 int post(struct end *end, struct ibv_send_wr *wr);
 int post_receive(struct end *end, uint32_t length);
 int post_receive_list(struct end *end, struct ibv_sge *list, int count);
 int post_shared(struct ibv_srq *srq, uint32_t length);
 
-/* Waits for a completion; false where none comes. */
+/* Waits for a completion; returns false on timeout. */
 bool wait_wc(struct ibv_cq *cq, struct ibv_wc *wc);
 void need_success(struct ibv_cq *cq, unsigned int count);
-void say_statuses(struct ibv_cq *cq, unsigned int count);    /* "SUCCESS", or "none" */
-void say_completions(struct ibv_cq *cq, unsigned int count); /* "SUCCESS SEND 8 imm" */
-void say_none(struct ibv_cq *cq);                            /* "none", or what came */
-void say_event(void);                                        /* the next asynchronous event, or "no event" */
-bool say_cq_event(struct ibv_comp_channel *channel);         /* "event" or "no event" */
+void say_statuses(struct ibv_cq *cq, unsigned int count);    /* prints "SUCCESS", or "none" */
+void say_completions(struct ibv_cq *cq, unsigned int count); /* prints "SUCCESS SEND 8 imm" */
+void say_none(struct ibv_cq *cq);                            /* prints "none", or unexpected completions */
+void say_event(void);                                        /* prints the next asynchronous event, or "no event" */
+bool say_cq_event(struct ibv_comp_channel *channel);         /* prints "event" or "no event" */
 void pause_ms(unsigned int milliseconds);
-void settle(unsigned int milliseconds); /* the device does what it was given; so long where nobody tells when it has */
+/* waits until the device is idle; for that time if idleness cannot be detected */
+void settle(unsigned int milliseconds);
 
 #endif

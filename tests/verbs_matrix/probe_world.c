@@ -1,4 +1,4 @@
-/* What rows are made of: objects, connected pairs, work, and waiting that ends. */
+/* Helpers for rows: objects, connected pairs, work, and waiting with a timeout. */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
 #endif
@@ -271,7 +271,7 @@ static bool wait_up_to(struct ibv_cq *cq, struct ibv_wc *wc, unsigned int millis
         if (over)
             return false;
         usleep(100);
-        over = now_ms() > end; /* looked at once more: this thread may have stood still until then */
+        over = now_ms() > end; /* check once more: this thread may not have run since then */
     }
     if (found < 0) {
         say("poll fails");
@@ -280,8 +280,8 @@ static bool wait_up_to(struct ibv_cq *cq, struct ibv_wc *wc, unsigned int millis
     return true;
 }
 
-/* On the software device: its C thread takes queue pairs in turn, and has come to those that had something to do
- * before it comes to one that flushes what is posted now. They may have given others something to do, and so on. */
+/* On the software device: its thread serves queue pairs in turn, so it has served those with pending work before it
+ * flushes a request that is posted now. That work may have created work for other queue pairs, and so on. */
 static bool settled(void)
 {
     static struct end flushing;
@@ -311,7 +311,7 @@ bool wait_wc(struct ibv_cq *cq, struct ibv_wc *wc)
 {
     if (wait_up_to(cq, wc, PATIENCE_MS))
         return true;
-    return settled() && wait_up_to(cq, wc, QUIET_MS); /* all of the process may have stood still so long */
+    return settled() && wait_up_to(cq, wc, QUIET_MS); /* the whole process may not have run for that time */
 }
 
 void settle(unsigned int milliseconds)

@@ -1,5 +1,5 @@
-/* Ops that the software device does not have, and hardly any does: an answer, never a crash. Their objects cannot be made;
- * those that take one are called with a block of zeroes, which no answer of EOPNOTSUPP looks at. */
+/* Ops that the software device lacks, as nearly all devices do: the result is an error, never a crash. Their objects
+ * cannot be created; ops that take one are called with a zeroed block, which an answer of EOPNOTSUPP does not read. */
 #include "probe.h"
 
 static _Alignas(16) unsigned char nothing[512];

@@ -291,7 +291,8 @@ ROW(close_xrcd, "with a shared receive queue")
     SAY_INT(verbs_close_xrcd(xrcd));
 }
 
-/* ---- Shared protection domains, which libibverbs never got ------------------------------------------------- */
+/* ---- Shared protection domains, which libibverbs never adopted
+ * ------------------------------------------------------ */
 
 static bool shares(void)
 {

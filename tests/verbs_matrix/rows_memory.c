@@ -94,7 +94,8 @@ ROW(dereg_mr, "then its key in a request")
     say_statuses(a.send_cq, 1);
 }
 
-/* ---- What is beyond the seam, or nowhere ------------------------------------------------------------------- */
+/* ---- Verbs outside of the library's table, or missing
+ * --------------------------------------------------------------- */
 
 ROW(rereg_mr, "other access")
 {
@@ -105,7 +106,7 @@ ROW(rereg_mr, "other access")
         say("absent");
         return;
     }
-    /* Its refusals are numbers of its own, from -1 to -5; the errno says why. */
+    /* Error results are numbers from -1 to -5; errno has the reason. */
     errno = 0;
     say_int(rereg(region(ALL_ACCESS), IBV_REREG_MR_CHANGE_ACCESS, NULL, NULL, 0, 0) ? -1 : 0);
 }

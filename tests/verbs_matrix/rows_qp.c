@@ -1,4 +1,4 @@
-/* Making queue pairs, and what they say of themselves. */
+/* Creating queue pairs, and querying their attributes. */
 #include "probe.h"
 
 static struct ibv_qp *say_qp(struct ibv_qp_init_attr attr)

@@ -1,4 +1,4 @@
-/* The device, its port, and what becomes of a context. */
+/* The device, its port, and closing a context. */
 #include "probe.h"
 
 #include <fcntl.h>

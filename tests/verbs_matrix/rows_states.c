@@ -1,4 +1,4 @@
-/* The states of queue pairs: what may follow what, with which attributes. */
+/* States of queue pairs: allowed transitions, and their attributes. */
 #include "probe.h"
 
 static void say_step(enum ibv_qp_state state, struct ibv_qp_attr attr, int mask)
@@ -224,7 +224,8 @@ ROW(modify_qp, "a path from port 2")
     say_path(path);
 }
 
-/* ---- What follows from states ------------------------------------------------------------------------------ */
+/* ---- Consequences of states
+ * ----------------------------------------------------------------------------------------- */
 
 ROW(modify_qp, "to ERR: what was posted is flushed")
 {

@@ -18,7 +18,7 @@ static int bind_1(struct ibv_mw *mw, uint64_t length, unsigned int access)
     return verbs_bind_mw(b.qp, mw, &bind);
 }
 
-/* As ibv_inc_rkey: the eight bits that are the user's. */
+/* Like ibv_inc_rkey: changes the eight bits that belong to the user. */
 static uint32_t next_key(uint32_t rkey)
 {
     return (rkey & ~0xffu) | ((rkey + 1) & 0xff);
@@ -35,7 +35,7 @@ static struct ibv_send_wr *bind_2(struct ibv_mw *mw, uint64_t length, unsigned i
     return wr;
 }
 
-/* Posts a type 2 binding and waits for it; the key that it gave. */
+/* Posts a type 2 binding, and waits for it; returns the new key. */
 static uint32_t bound_2(struct ibv_mw *mw)
 {
     struct ibv_send_wr *wr = bind_2(mw, 4096, ALL_REMOTE);

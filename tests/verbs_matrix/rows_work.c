@@ -1,4 +1,4 @@
-/* Work requests of connected queue pairs: where they may be posted, what they do, how they fail. */
+/* Work requests of connected queue pairs: states in which they may be posted, results, and failures. */
 #include "probe.h"
 
 #include <unistd.h>
@@ -20,7 +20,7 @@ static void say_receive_in(enum ibv_qp_state state)
     if (state != IBV_QPS_RESET)
         walk(a.qp, state, a.qp->qp_num);
     if (state == IBV_QPS_ERR)
-        sleep(1); /* soft-RoCE flushes in a thread of the kernel: what is posted meanwhile may go with it */
+        sleep(1); /* soft-RoCE flushes in a kernel thread: requests posted meanwhile may be flushed, too */
     say_int(post_receive(&a, 64));
     say_none(a.recv_cq);
 }
@@ -181,7 +181,7 @@ ROW(post_send, "more than the queue holds")
     for (uint32_t i = 0; i <= attr.cap.max_send_wr && !error; i++) {
         struct ibv_send_wr *wr = request(IBV_WR_RDMA_WRITE, &a, &b, 8);
 
-        wr->send_flags = 0; /* its slot is not free before something signalled is polled */
+        wr->send_flags = 0; /* its slot is not free before a signalled request is polled */
         error = post(&a, wr);
     }
     say_int(error);
@@ -229,7 +229,7 @@ ROW(post_recv, "more than the queue holds")
 
 /* ---- How requests fail ------------------------------------------------------------------------------------- */
 
-/* A request and another behind it: what each end completes, and the states. */
+/* A request and another one behind it: completions of both ends, and states. */
 static void say_failure(struct ibv_send_wr *wr, bool received)
 {
     if (say_int(post(&a, wr)))

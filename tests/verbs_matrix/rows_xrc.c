@@ -1,4 +1,4 @@
-/* XRC: one domain's shared receive queues, which any queue pair of the domain delivers to. */
+/* XRC: shared receive queues of a domain, which any queue pair of the domain delivers to. */
 #include "probe.h"
 
 #include <fcntl.h>

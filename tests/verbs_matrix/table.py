@@ -1,11 +1,11 @@
-"""The table of what each verb answers on the software device and on kernel soft-RoCE, as verbs.md keeps it.
+"""The table of each verb's results on the software device and on kernel soft-RoCE, stored in verbs.md.
 
     probe soft0 > soft0.txt
     python tests/rdma/vm.py -- probe rxe0 > rxe.txt      # a Linux guest with soft-RoCE
     python -m tests.verbs_matrix.table soft0.txt rxe.txt
 
-writes verbs.md anew from the probe's answers and reasons.toml. With one file, the other column stays as it is; a
-file is named after its column.
+The last command writes verbs.md from the probe's results and reasons.toml. With one file, the other column keeps its
+contents; a file is named after its column.
 """
 
 import re
@@ -39,7 +39,7 @@ does not have the verb. Where the answers differ, the reason stands beside them.
 
 @dataclass(frozen=True)
 class Reason:
-    """Why some rows differ: patterns, as of a shell, that they fit."""
+    """Reason why some rows differ, and shell-style patterns of these rows."""
 
     verb: str
     asked: tuple[str, ...]
@@ -47,13 +47,13 @@ class Reason:
     text: str
 
     def fits(self, key: Key, rxe: str) -> bool:
-        """Whether it speaks of this row."""
+        """Return whether the reason applies to a row."""
         asked = any(fnmatchcase(key[1], pattern) for pattern in self.asked)
         return asked and fnmatchcase(key[0], self.verb) and fnmatchcase(rxe, self.rxe)
 
 
 def verbs() -> dict[str, list[str]]:
-    """The verbs that need rows, by the heading of their part: all that the seam's headers name."""
+    """Return the verbs that need rows, by section: all verbs that the headers of the seam declare."""
     headers = ("abi/verbs_ops.h", "abi/libibverbs.h", "soft/objects/pd_share.h")
     seam, abi, shared = ((CORE / name).read_text() for name in headers)
     listed = seam.partition("define VERBS_EXPORTED(X)")[2].partition("struct verbs_table {")[0].replace("\\\n", " ")
@@ -62,7 +62,7 @@ def verbs() -> dict[str, list[str]]:
         "Exported verbs": exported,
         "Inline verbs of `struct ibv_context`": _ops(abi, "ibv_context_ops"),
         "Inline verbs of `struct verbs_context`": _ops(abi, "verbs_context"),
-        "Extended completion queues": ["start_poll"],  # with next_poll and end_poll, the rest of a session
+        "Extended completion queues": ["start_poll"],  # next_poll and end_poll belong to the same session
         "Shared protection domains": re.findall(r"\bsoft_(alloc_shpd|share_pd)\(", shared),
         "Beyond the seam": ["rereg_mr", "reg_dmabuf_mr"],
     }
@@ -74,9 +74,9 @@ def _ops(header: str, struct: str) -> list[str]:
 
 
 def parse_answers(lines: Iterable[str]) -> Answers:
-    """What the probe printed.
+    """Parse the probe's output.
 
-    :raises ValueError: a row came twice.
+    :raises ValueError: a row occurs twice.
     """
     answers: Answers = {}
     for line in lines:
@@ -88,7 +88,7 @@ def parse_answers(lines: Iterable[str]) -> Answers:
 
 
 def parse_reasons(text: str) -> list[Reason]:
-    """What reasons.toml says. `verb`, `asked` (several) and `rxe` are patterns, by default of everything."""
+    """Parse reasons.toml. `verb`, `asked` (several) and `rxe` are patterns, which match everything by default."""
     return [
         Reason(entry.get("verb", "*"), tuple(entry.get("asked", ["*"])), entry.get("rxe", "*"), entry["text"])
         for entry in tomllib.loads(text)["reason"]
@@ -96,7 +96,7 @@ def parse_reasons(text: str) -> list[Reason]:
 
 
 def parse_table(text: str) -> tuple[dict[str, Answers], dict[Key, str]]:
-    """The columns of the table by their names, and its reasons."""
+    """Return the columns of the table by name, and its reasons."""
     columns: dict[str, Answers] = {name: {} for name in COLUMNS}
     reasons: dict[Key, str] = {}
     for line in text.splitlines():
@@ -108,12 +108,12 @@ def parse_table(text: str) -> tuple[dict[str, Answers], dict[Key, str]]:
 
 
 def first_fitting(reasons: Iterable[Reason], key: Key, rxe: str) -> Reason | None:
-    """The reason that speaks of a row, or None."""
+    """Return the reason that applies to a row, or None."""
     return next((reason for reason in reasons if reason.fits(key, rxe)), None)
 
 
 def render(columns: dict[str, Answers], reasons: list[Reason]) -> str:
-    """The table's text."""
+    """Return the table's text."""
     parts = [HEAD]
     for heading, names in verbs().items():
         parts.append(
@@ -130,7 +130,7 @@ def render(columns: dict[str, Answers], reasons: list[Reason]) -> str:
 
 
 def main(files: list[str]) -> None:
-    """Write the table anew."""
+    """Write the table."""
     columns = parse_table(TABLE.read_text())[0] if TABLE.exists() else {name: {} for name in COLUMNS}
     for path in map(Path, files):
         columns[path.stem] = parse_answers(path.read_text().splitlines())

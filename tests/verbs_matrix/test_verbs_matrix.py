@@ -1,4 +1,4 @@
-"""Keeps the table of verbs.md: what each verb answers on the software device and on soft-RoCE, and why they differ."""
+"""Check the table in verbs.md: results of each verb on the software device and soft-RoCE, and why they differ."""
 
 import contextlib
 import os
@@ -18,14 +18,14 @@ RULES = table.parse_reasons(table.REASONS.read_text())
 
 @pytest.fixture(scope="module")
 def probe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The program that asks; built here unless AIOVERBS_TEST_PROBE names it."""
+    """Path of the probe; built here unless AIOVERBS_TEST_PROBE names it."""
     if path := os.environ.get("AIOVERBS_TEST_PROBE"):
         return Path(path)
     return build(tmp_path_factory.mktemp("probe"))
 
 
 def answers(probe: Path, *devices: str) -> list[table.Answers]:
-    """What each device says, all at the same time: they wait a good part of it."""
+    """Results of all devices, run concurrently, since they mostly wait."""
     with contextlib.ExitStack() as stack:
 
         def ask(device: str) -> "subprocess.Popen[str]":

@@ -26,7 +26,7 @@ def address_of(name: str) -> str:
 
 
 def free_port() -> int:
-    """Return a port that no other test of this process uses."""
+    """Return a port that no other test in this process uses."""
     return next(_ports)
 
 

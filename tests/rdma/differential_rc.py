@@ -1,15 +1,15 @@
-"""Random sequences of RC work: drawn once, executed by the same code on any device, and what came of them.
+"""Random sequences of RC work: drawn once, then executed by the same code on any device, and their results.
 
-A sequence is a list of bursts. In a burst one end posts receives, then the other one posts requests, of which the
-last is signalled; then everything that this brings about is awaited. Only what the order of requests decides is drawn,
-so a right device has one outcome only:
+A sequence is a list of bursts. In a burst one end posts receives, then the other end posts requests, the last of them
+signalled; then all results are awaited. Only behaviour that the order of requests determines is drawn, so a correct
+device has exactly one result:
 
-- Requests read from a part of the memory that they do not change, and receives and answers have slots of their own.
-- What a device may do in more than one way is left out: receives posted while a sender waits, both ends at once.
-- A request with a local fault begins its burst: in front of it might be requests that are on their way. Reads and
-  atomics have none: whether the peer has executed one before its answer finds no place is nobody's promise.
-- Where requests will be tried again (the peer is broken or has too few receives), none has a fence: on soft-RoCE a
-  fenced one with an atomic behind it is then tried for ever.
+- Requests read from a part of the memory that they do not change; receives and responses have slots of their own.
+- Behaviour in which devices may differ is left out: receives posted while a sender waits, both ends posting at once.
+- A request with a local fault is the first of its burst; before it, requests might still be in flight. Reads and
+  atomics have no local faults: it is unspecified whether the peer executes one whose response cannot be stored.
+- If requests are going to be retried (the peer is broken or has too few receives), none has a fence: on soft-RoCE, a
+  fenced request followed by an atomic is then retried for ever.
 """
 
 import random
@@ -25,13 +25,13 @@ GID_INDEX = 1
 PATIENCE_S = 3.0
 MTU = 1024
 
-# The memory of an end: what requests read from and peers write to, slots of answers, slots of receives.
+# Memory of an end: the source of requests and target of peers' writes, slots of responses, slots of receives.
 SOURCE, SLOT, ANSWERS, RECEIVES = 16384, 6144, 8, 8
 ANSWERS_AT = SOURCE
 RECEIVES_AT = ANSWERS_AT + SLOT * ANSWERS
 SIZE = RECEIVES_AT + SLOT * RECEIVES
 
-# Regions of the same memory, by their names; peers reach for any of them.
+# Regions of the same memory by name; peers access any of them.
 LOCAL = AccessFlags.LOCAL_WRITE
 REGIONS = {
     "all": LOCAL | AccessFlags.REMOTE_WRITE | AccessFlags.REMOTE_READ | AccessFlags.REMOTE_ATOMIC,
@@ -48,16 +48,16 @@ BAD_KEY = 0x500000  # added to a key
 
 @dataclass
 class Request:
-    """A send work request; offsets are into the ends' memories."""
+    """A send request; offsets are into the memories of the ends."""
 
     opcode: SendOpcode
     flags: SendFlags
-    pieces: list[tuple[int, int]]  # of local memory: offset, length
+    pieces: list[tuple[int, int]]  # parts of local memory: offset, length
     remote: int = 0
-    region: str = "all"  # of the peer
+    region: str = "all"  # region of the peer
     bad_lkey: bool = False
     bad_rkey: bool = False
-    slot: int | None = None  # where the answer goes
+    slot: int | None = None  # slot for the response
     operands: tuple[int, int] = (0, 0)
 
 
@@ -72,17 +72,17 @@ class Receive:
 
 @dataclass
 class Burst:
-    """What one end posts, after its peer has posted receives; and a change of state before all that."""
+    """Requests of one end, after its peer has posted receives; and an optional change of state before."""
 
     side: int
     receives: list[Receive]
     requests: list[Request]
-    before: str = ""  # "", "error" (of that side) or "again" (both ends are reset and connected)
+    before: str = ""  # "", "error" (of that end) or "again" (both ends are reset and reconnected)
 
 
 @dataclass
 class Sequence:
-    """What is drawn from a seed."""
+    """A sequence drawn from a seed."""
 
     seed: int
     qp_access: tuple[AccessFlags, AccessFlags]
@@ -94,7 +94,7 @@ def _length(rng: random.Random) -> int:
 
 
 def _pieces(rng: random.Random, length: int, start: int) -> list[tuple[int, int]]:
-    """Up to three parts that make up `length`, one after the other or, within the source, anywhere."""
+    """Return up to three pieces of total `length`, contiguous or, within the source, anywhere."""
     cuts = sorted(rng.sample(range(1, length), min(rng.randrange(3), length - 1))) if length > 1 else []
     parts = [(begin, end) for begin, end in zip([0, *cuts], [*cuts, length], strict=True) if end > begin]
     if start:
@@ -133,7 +133,7 @@ def _burst(rng: random.Random, before: str) -> Burst:
     wanted = sum(request.opcode in RECEIVED for request in requests)
     count = min(RECEIVES, wanted if rng.random() < 0.85 else rng.randrange(RECEIVES))
     if count < wanted:
-        # soft-RoCE tries these for ever: the packets before the last one, which alone needs a receive, are progress.
+        # soft-RoCE retries these for ever: packets before the last one, which alone needs a receive, count as progress.
         for request in requests:
             if request.opcode is SendOpcode.RDMA_WRITE_WITH_IMM:
                 request.pieces = [(offset, min(length, MTU // 3)) for offset, length in request.pieces]
@@ -147,7 +147,7 @@ def _burst(rng: random.Random, before: str) -> Burst:
 
 
 def draw(seed: int) -> Sequence:
-    """The sequence of a seed."""
+    """Return the sequence for a seed."""
     rng = random.Random(seed)
     remote = REGIONS["all"] & ~LOCAL
     accesses = (remote, remote, remote, AccessFlags.REMOTE_READ, AccessFlags.REMOTE_WRITE)
@@ -161,14 +161,14 @@ def draw(seed: int) -> Sequence:
 
 @dataclass
 class Result:
-    """What a burst came to: completions by queue, states, and the memory of both ends but for what is undefined."""
+    """Results of a burst: completions by queue, states, and the memory of both ends except undefined parts."""
 
     sends: list[tuple[object, ...]] = field(default_factory=list)
     receives: list[tuple[object, ...]] = field(default_factory=list)
-    others: list[tuple[object, ...]] = field(default_factory=list)  # on the two queues that this burst does not use
+    others: list[tuple[object, ...]] = field(default_factory=list)  # on the two queues that the burst does not use
     states: list[str] = field(default_factory=list)
     memory: list[bytes] = field(default_factory=list)
-    bad_keys: set[int] = field(default_factory=set)  # receives that were posted with one
+    bad_keys: set[int] = field(default_factory=set)  # receives posted with a bad key
 
 
 class End:
@@ -183,7 +183,7 @@ class End:
             max_send_wr=32, max_recv_wr=64, max_send_sge=4, max_recv_sge=4, max_inline_data=64
         )
         self.qp = handles.QueuePair(pd, self.send_cq, self.recv_cq, capabilities)
-        self.posted: dict[int, Receive] = {}  # by wr_id; if it goes to ERR, all of them complete
+        self.posted: dict[int, Receive] = {}  # by wr_id; if the queue pair enters ERR, all of them complete
 
     def address(self, offset: int) -> int:
         return self.regions["all"].address + offset
@@ -204,7 +204,7 @@ def _connect(qp: handles.QueuePair, peer: handles.QueuePair, access: AccessFlags
         min_rnr_timer=1,
         av=AddressVector(dgid=qp.context.query_gid(1, GID_INDEX), sgid_index=GID_INDEX),
     )
-    # A virtual machine may stall for 50 ms: nobody gives up before 134 ms.
+    # A virtual machine may stall for 50 ms: the retry timeout is at least 134 ms.
     qp.modify(QpState.RTS, timeout=14, retry_cnt=1, rnr_retry=1, sq_psn=7, max_rd_atomic=4)
 
 
@@ -264,14 +264,14 @@ class World:
 
     def _post_receive(self, end: End, receive: Receive) -> None:
         if end.qp.query().qp_state is QpState.ERR:
-            return  # soft-RoCE never flushes what is posted in ERR
+            return  # soft-RoCE never flushes requests posted in ERR
         self.wr_id += 1
         end.posted[self.wr_id] = receive
         key = end.regions["all"].lkey + (BAD_KEY if receive.bad_key else 0)
         post_recv(end.qp, [(end.address(RECEIVES_AT + SLOT * receive.slot), receive.length, key)], wr_id=self.wr_id)
 
     def _post(self, sender: End, receiver: End, request: Request, flags: SendFlags) -> list[tuple[object, ...]]:
-        """Post it; what there is to say if that is refused."""
+        """Post a request; return the results if posting fails."""
         lkey = sender.regions["all"].lkey + (BAD_KEY if request.bad_lkey else 0)
         region = receiver.regions[request.region]
         try:
@@ -292,14 +292,14 @@ class World:
         return []
 
     def _collect_sends(self, end: End, result: Result) -> WcStatus:
-        """All send completions up to the burst's last request; the status of the first that failed."""
+        """Collect all send completions up to the burst's last request; return the status of the first failure."""
         failed = WcStatus.SUCCESS
         deadline = time.monotonic() + PATIENCE_S
         while ("refused", self.wr_id) not in [entry[:2] for entry in result.sends]:
             for completion in poll(end.send_cq, 16):
                 good = completion.status is WcStatus.SUCCESS
                 failed = failed or completion.status
-                # Of a failure only this much is valid.
+                # For failed requests, only these fields are valid.
                 result.sends.append((completion.wr_id, completion.status, completion.opcode if good else None))
                 if completion.wr_id == self.wr_id:
                     return failed
@@ -309,7 +309,7 @@ class World:
         return failed
 
     def _collect_receives(self, end: End, found: list[tuple[object, ...]]) -> None:
-        """What was received; all that is posted, where the queue pair is in ERR."""
+        """Collect completed receives; all posted ones if the queue pair is in ERR."""
         all_of_it = end.qp.query().qp_state is QpState.ERR
         deadline = time.monotonic() + PATIENCE_S
         while True:
@@ -317,7 +317,7 @@ class World:
             for completion in completions:
                 end.posted.pop(completion.wr_id, None)
                 good = completion.status is WcStatus.SUCCESS
-                flags = completion.wc_flags & WcFlags.WITH_IMM  # soft-RoCE says GRH on connected queue pairs, too
+                flags = completion.wc_flags & WcFlags.WITH_IMM  # soft-RoCE sets GRH on connected queue pairs, too
                 valid = (completion.opcode, completion.byte_len, flags, completion.imm_data if flags else 0)
                 found.append((completion.wr_id, completion.status, valid if good else None))
             if not completions and not (all_of_it and end.posted):
@@ -334,14 +334,14 @@ class World:
         posted: dict[int, Request],
         waiting: dict[int, Receive],
     ) -> None:
-        """States and memory. What a failed receive or answer has left is undefined, and is wiped out."""
+        """Record states and memory. Clear what failed receives and responses left, which is undefined."""
         good = {entry[0] for entry in (*result.sends, *result.receives) if entry[1] is WcStatus.SUCCESS}
         broken = sender.qp.query().qp_state is QpState.ERR
         for wr_id, request in posted.items():
             if broken and wr_id not in good and request.slot is not None:
                 _wipe(sender, ANSWERS_AT + SLOT * request.slot, SLOT)
             if broken and wr_id not in good and request.opcode is SendOpcode.RDMA_WRITE_WITH_IMM:
-                # That there is no receive may be found with the last packet only.
+                # The responder may detect the lack of a receive only at the last packet.
                 _wipe(receiver, request.remote, sum(length for _, length in request.pieces))
         for wr_id, receive in waiting.items():
             if wr_id not in good:
@@ -356,14 +356,14 @@ def _wipe(end: End, offset: int, length: int) -> None:
 
 
 def _wait_for_error(qp: handles.QueuePair) -> None:
-    """It refused a request; its sender may hear of that a little earlier than it gets there."""
+    """Wait for the ERR state: the sender may learn of the rejected request slightly before the responder enters it."""
     deadline = time.monotonic() + PATIENCE_S
     while qp.query().qp_state is not QpState.ERR and time.monotonic() < deadline:
         time.sleep(1e-4)
 
 
 def execute(pd: handles.ProtectionDomain, sequence: Sequence) -> list[Result]:
-    """What each burst of a sequence comes to on the device of a protection domain."""
+    """Return the results of each burst of a sequence, executed on the device of a protection domain."""
     world = World(pd, sequence)
     try:
         return [world.execute(burst) for burst in sequence.bursts]
@@ -371,17 +371,19 @@ def execute(pd: handles.ProtectionDomain, sequence: Sequence) -> list[Result]:
         world.destroy()
 
 
-# ---- What is known to differ ---------------------------------------------------------------------------------------
+# ---- Known differences
+# -------------------------------------------------------------------------------------------------
 
 
 def normalised(results: list[Result]) -> list[Result]:
-    """What soft-RoCE answered, in the specification's words, where its own are known and explained.
+    """Replace soft-RoCE's known deviations by the results that the specification requires.
 
-    - A bad local key is LOC_QP_OP_ERR to it, and LOC_PROT_ERR by the specification: at the sender, and at the
-      receiver, whose sender is told REM_OP_ERR in either case.
-    - So is a message longer than its receive: LOC_LEN_ERR at the receiver, and REM_INV_REQ_ERR at the sender.
-    - A write with immediate data takes its receive before its key is looked at: if that is refused, the receive fails
-      with the sender's status. By the specification it is not taken, and is flushed.
+    - For a bad local key, soft-RoCE reports LOC_QP_OP_ERR instead of LOC_PROT_ERR: at the sender, and at the receiver,
+      whose sender gets REM_OP_ERR in either case.
+    - It reports the same for a message longer than its receive, instead of LOC_LEN_ERR at the receiver and
+      REM_INV_REQ_ERR at the sender.
+    - A write with immediate data consumes its receive before its key is checked: if the write is rejected, the receive
+      fails with the sender's status. By the specification the receive is not consumed, and is flushed.
     """
     for result in results:
         at_receiver = {entry[0]: _at_receiver(result, entry) for entry in result.receives}
@@ -400,7 +402,7 @@ def normalised(results: list[Result]) -> list[Result]:
 
 
 def _at_receiver(result: Result, entry: tuple[object, ...]) -> WcStatus:
-    """What a receive that failed with LOC_QP_OP_ERR fails with by the specification; else SUCCESS."""
+    """Return the specified status of a receive that failed with LOC_QP_OP_ERR; else SUCCESS."""
     if entry[1] is not WcStatus.LOC_QP_OP_ERR:
         return WcStatus.SUCCESS
     return WcStatus.LOC_PROT_ERR if entry[0] in result.bad_keys else WcStatus.LOC_LEN_ERR

@@ -1,7 +1,8 @@
-"""Random datagrams: drawn once, executed by the same code on any device, and what came of them.
+"""Random datagrams: drawn once, then executed by the same code on any device, and their results.
 
-Three queue pairs send to each other, one datagram after the other. One that must arrive is awaited; whether it must is
-drawn with it, and what came is what counts: at the end of a sequence there is time for what should not have come.
+Three queue pairs send to each other, one datagram after the other. Whether a datagram must arrive is drawn with it; one
+that must is awaited. The result is what arrives: at the end of a sequence there is time for datagrams that should not
+arrive.
 """
 
 import random
@@ -17,14 +18,14 @@ GID_INDEX = 1
 PATIENCE_S = 5.0
 QUIET_S = 0.03
 GRH = 40
-MTU = 4096  # the largest
+MTU = 4096  # maximum
 SLOT, SLOTS = MTU + GRH + 24, 8
 QKEYS = (0x11, 0x22, 0x33)  # of the queue pairs
 
 
 @dataclass
 class Datagram:
-    """A datagram, and how many receives its target has posted before it."""
+    """A datagram, and the number of receives that its target posts before."""
 
     source: int
     target: int
@@ -32,17 +33,17 @@ class Datagram:
     with_imm: bool
     inline: bool
     qkey: int
-    to_nobody: bool  # a number that no queue pair has
+    to_nobody: bool  # sent to a number that no queue pair has
     receives: int
 
     @property
     def welcome(self) -> bool:
-        """Whether it arrives where a receive is posted."""
+        """Whether the datagram arrives if a receive is posted."""
         return self.qkey == QKEYS[self.target] and not self.to_nobody
 
 
 def draw(seed: int, mtu: int = MTU) -> list[Datagram]:
-    """The sequence of a seed, for a port that takes so many bytes in a datagram."""
+    """Return the sequence for a seed, for a port with an MTU."""
     rng = random.Random(seed)
     sequence = []
     for _ in range(rng.randrange(4, 25)):
@@ -65,7 +66,7 @@ def draw(seed: int, mtu: int = MTU) -> list[Datagram]:
 
 @dataclass
 class Result:
-    """What came of a sequence, by queue pair."""
+    """Results of a sequence, by queue pair."""
 
     sends: list[list[tuple[object, ...]]] = field(default_factory=lambda: [[] for _ in QKEYS])
     receives: list[list[tuple[object, ...]]] = field(default_factory=lambda: [[] for _ in QKEYS])
@@ -76,7 +77,7 @@ class Member:
     """A queue pair with queues and memory."""
 
     def __init__(self, pd: handles.ProtectionDomain, qkey: int) -> None:
-        self.memory = bytearray(MTU + SLOT * SLOTS)  # what is sent, then slots of receives
+        self.memory = bytearray(MTU + SLOT * SLOTS)  # source, then slots of receives
         self.region = handles.MemoryRegion(pd, self.memory, AccessFlags.LOCAL_WRITE)
         self.send_cq = handles.CompletionQueue(pd.context, 64)
         self.recv_cq = handles.CompletionQueue(pd.context, 64)
@@ -140,7 +141,7 @@ class World:
                 return
 
     def receive(self, index: int) -> int:
-        """Take what has arrived at a queue pair; how many."""
+        """Collect the datagrams that arrived at a queue pair; return their number."""
         member = self.members[index]
         found = poll(member.recv_cq, 8)
         for each in found:
@@ -151,7 +152,7 @@ class World:
             begin = MTU + SLOT * each.wr_id
             flags = each.wc_flags & (WcFlags.GRH | WcFlags.WITH_IMM)
             imm = each.imm_data if flags & WcFlags.WITH_IMM else 0
-            # Of the GRH only its length counts: the addresses in it are the devices' own.
+            # Only the length of the GRH counts: its addresses are those of the device.
             content = bytes(member.memory[begin + GRH : begin + each.byte_len])
             source = self.numbers.get(each.src_qp)
             entry = (each.wr_id, each.status, each.opcode, each.byte_len, flags, imm, source, content)
@@ -167,7 +168,7 @@ class World:
 
 
 def execute(pd: handles.ProtectionDomain, seed: int, sequence: list[Datagram]) -> Result:
-    """What a sequence comes to on the device of a protection domain."""
+    """Return the results of a sequence, executed on the device of a protection domain."""
     world = World(pd, seed)
     try:
         for position, datagram in enumerate(sequence):

@@ -1,4 +1,4 @@
-"""An `ibv_import_device` for soft-RoCE, which has none: the shim's, put into the table of exported verbs."""
+"""`ibv_import_device` for soft-RoCE, which lacks it: the shim's functions, put into the table of exported verbs."""
 
 import ctypes
 import os
@@ -17,7 +17,7 @@ class Counts(ctypes.Structure):
 
 
 class Imports:
-    """The shim's verbs, from here on those of new contexts."""
+    """The shim's verbs, which new contexts use from here on."""
 
     def __init__(self) -> None:
         self.library = ctypes.CDLL(os.environ["AIOVERBS_TEST_SHIM"])
@@ -27,12 +27,12 @@ class Imports:
             slot.value = ctypes.cast(getattr(self.library, f"shim_{verb}"), ctypes.c_void_p).value
 
     def restore(self) -> None:
-        """The provider's own again."""
+        """Restore the provider's verbs."""
         for slot, value in zip(self._slots, self._before, strict=True):
             slot.value = value
 
     def counts(self) -> tuple[int, int, int]:
-        """How many devices and protection domains were imported, and how many of the latter unimported."""
+        """Return the number of imported devices, imported protection domains, and unimported protection domains."""
         counts = Counts()
         self.library.shim_count_imports(ctypes.byref(counts))
         return counts.devices, counts.pds, counts.unimported
@@ -40,7 +40,7 @@ class Imports:
 
 @contextmanager
 def imports() -> Iterator[Imports]:
-    """With the shim's verbs."""
+    """Use the shim's verbs for the duration of the block."""
     made = Imports()
     try:
         yield made

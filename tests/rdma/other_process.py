@@ -1,7 +1,7 @@
-"""The other one of two processes that share a protection domain; it does what it reads, line by line.
+"""Second of two processes that share a protection domain; it executes commands from its input, line by line.
 
-Its arguments are the device and the descriptor of a socket. Each line of its input is a command, each line of its
-output what came of it; the first command is to share or to import, and so is the next one when all is closed.
+Arguments: the device, and the descriptor of a socket. Each input line is a command, each output line a result. The
+first command is to share or to import, and so is the next one after everything was closed.
 """
 
 import asyncio
@@ -29,10 +29,10 @@ ACCESS = AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_WRITE
 
 @contextlib.asynccontextmanager
 async def queue_pair(device: Device, pd: ProtectionDomain) -> AsyncIterator[QueuePair]:
-    """One with all that it needs.
+    """Open a queue pair with all that it needs.
 
-    It posts nothing: soft-RoCE is told of a request by a write to its descriptor, which the kernel lets nobody do but
-    who opened it. NICs are told in their own registers.
+    It posts nothing: a process posts to soft-RoCE by writing to its descriptor, which the kernel allows only for the
+    process that opened the descriptor. For NICs, doorbells are registers.
     """
     async with device.resource_domain(pd) as domain, domain.completion_queue(64) as cq, domain.queue_pair(cq) as qp:
         yield qp
@@ -90,6 +90,6 @@ async def main(name: str, fd: int) -> None:
 
 
 def run() -> None:
-    """The process."""
+    """Run the process."""
     with imports():
         asyncio.run(main(sys.argv[1], int(sys.argv[2])))

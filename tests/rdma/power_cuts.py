@@ -1,11 +1,11 @@
-"""Cut the power of a virtual machine whose storage server is under load, many times, and see what is left.
+"""Cut the power of a virtual machine with a loaded storage server many times, and check the data that is left.
 
     python tests/rdma/power_cuts.py --rounds 50
 
-The server's volumes are on an ext4 file system on a disk of the machine's. Each round boots it, serves them again, sees
-that all is there that was acknowledged before, and loads the server until QEMU is killed: what the guest's kernel had
-not given to the disk by then is lost. `power_guest.py` is what runs in there. Rounds take turns among both backings on
-the software device, and the cache on soft-RoCE.
+The server's volumes are on an ext4 file system on a disk of the machine. Each round boots the machine, serves the
+volumes again, checks that all acknowledged data is there, and loads the server until QEMU is killed: data that the
+guest's kernel had not given to the disk by then is lost. `power_guest.py` runs in the guest. Rounds alternate between
+both backings on the software device, and the cache on soft-RoCE.
 """
 
 import argparse
@@ -22,7 +22,7 @@ WAYS = (("mapped", "soft0"), ("cached", "soft0"), ("cached", "rxe0"))
 
 
 def main(rounds: int, folder: Path) -> int:
-    """Run them; the status of the first that fails."""
+    """Run the rounds; return the status of the first that fails, else 0."""
     disk, results = folder / "disk", folder / "results"
     with disk.open("wb") as file:
         file.truncate(DISK_MIB << 20)

@@ -1,9 +1,9 @@
-"""In the virtual machine: see what the last power cut left of a storage server's volumes, then load it until the next.
+"""Guest part of power_cuts.py: check the volumes after the last power cut, then load the server until the next.
 
     python tests/rdma/power_guest.py LAST-JOURNAL JOURNAL BACKING DEVICE CUT
 
-What clients know is in a journal, a file of the host's, which a power cut of this machine does not touch. It begins
-with what was there; a line is added before a block is written, and one for each block whose flush was acknowledged.
+The clients' knowledge is in a journal, a file on the host, which a power cut of this machine does not affect. It begins
+with the state found; a line is added before each write of a block, and one for each block whose flush was acknowledged.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-# This is run as a script; aioverbs is the one that is installed.
+# Run as a script, with the installed aioverbs.
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 sys.path.append(str(Path(__file__).resolve().parents[2] / "examples"))
 
@@ -27,16 +27,16 @@ RESULTS = Path(os.environ.get("AIOVERBS_RESULTS", "/run/vm/results"))
 
 
 class Journalled(Blocks):
-    """Blocks whose state is written down where it outlives this machine.
+    """Blocks whose model is written to a journal that outlives this machine.
 
-    :param last: what was written down before.
-    :param journal: the file to go on with.
+    :param last: the previous journal's contents.
+    :param journal: the file to continue in.
     """
 
     def __init__(self, blocks: range, last: str, journal: int) -> None:
         super().__init__(blocks)
         self._journal = journal
-        for line in last.split("\n")[:-1]:  # what follows the last of them was never written to its end
+        for line in last.split("\n")[:-1]:  # text after the last newline was not written completely
             kind, block, writing = line.split()
             if int(block) in blocks:
                 known = self.latest if kind in ("asked", "write") else self.acknowledged
@@ -48,19 +48,19 @@ class Journalled(Blocks):
             text = text[os.write(self._journal, text) :]
 
     def write(self, block: int) -> bytes:
-        """A block's next bytes: this is written down before they are."""
+        """Return a block's next contents, after recording the write in the journal."""
         data = super().write(block)
         self._note("write", {block: self.latest[block]})
         return data
 
     def flush_completed(self, about: dict[int, int]) -> None:
-        """That was acknowledged."""
+        """Record that a flush was acknowledged."""
         changed = {block: writing for block, writing in about.items() if writing != self.acknowledged[block]}
         super().flush_completed(about)
         self._note("flushed", changed)
 
     def continue_from(self, volume: bytes) -> None:
-        """This is there now."""
+        """Record the contents found."""
         super().continue_from(volume)
         self._note("asked", self.latest)
         self._note("there", self.acknowledged)
@@ -73,9 +73,9 @@ async def _cut(name: str, seconds: float) -> None:
 
 
 def main(last: Path, journal: Path, backing: str, device: str, cut: str) -> None:
-    """See, and load until the machine has no power any more; only see where `cut` names no file that brings that about.
+    """Check, and load until the power is cut; check only if `cut` names no file.
 
-    :param journal: its name is the number of the round.
+    :param journal: named by the number of the round.
     """
     DISK.mkdir()
     subprocess.run(["mount", "-t", "ext4", "/dev/vda", DISK], check=True)

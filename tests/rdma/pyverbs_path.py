@@ -1,11 +1,11 @@
-"""Make the distribution's pyverbs importable in a virtual environment, and nothing else of it.
+"""Make the distribution's pyverbs importable in a virtual environment, and nothing else from the distribution.
 
     .venv/bin/python tests/rdma/pyverbs_path.py [PACKAGE]
 
-A build of pyverbs fits exactly one libibverbs, so the tests use the one that Debian or Ubuntu built
-beside theirs: python3-pyverbs. It is no wheel, and the environment shall not see everything else
-that the distribution has, as it would with `--system-site-packages`: a link to this one package
-does. It works for the Python version that the distribution built it for.
+A build of pyverbs fits exactly one libibverbs, so the tests use the one that Debian or Ubuntu built beside theirs:
+python3-pyverbs. It is not available as a wheel, and `--system-site-packages` would expose all other packages of the
+distribution, too; a link to this one package does not. This works only for the Python version that the distribution
+built it for.
 """
 
 import importlib.machinery
@@ -19,7 +19,7 @@ DISTRIBUTION = Path("/usr/lib/python3/dist-packages/pyverbs")
 
 
 class PyverbsPathError(Exception):
-    """This Python cannot have the distribution's pyverbs; the message says why and what to do."""
+    """This Python cannot use the distribution's pyverbs; the message has the reason and the remedy."""
 
 
 def expose_pyverbs(distribution: Path = DISTRIBUTION) -> str:
@@ -70,7 +70,7 @@ def _endings() -> list[str]:
 
 
 def _import_anew() -> str:
-    """Import pyverbs in a fresh process: a library that does not load is an answer, not a crash."""
+    """Import pyverbs in a new process, so that a library that does not load cannot crash this one."""
     code = "import pyverbs, pyverbs.device; print(pyverbs.__path__[0])"
     done = subprocess.run((sys.executable, "-c", code), capture_output=True, text=True, timeout=60, check=False)
     if done.returncode != 0:

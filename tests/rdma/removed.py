@@ -1,4 +1,4 @@
-"""A process that loses its device: all that it waits for ends, and all that it has can be closed.
+"""A process that loses its device: all its waiters end, and all its resources can be closed.
 
 python -m tests.rdma.removed DEVICE ADDRESS PORT
 """
@@ -51,11 +51,11 @@ async def main(name: str, address: str, port: int) -> None:
         print("ready", flush=True)
         async with asyncio.timeout(30):
             ended = dict(zip(waiting, await asyncio.gather(*waiting.values(), return_exceptions=True), strict=True))
-        # The kernel takes away one end first, and the other may hear that its peer left before it is told itself.
+        # The kernel removes one end first; the other end may see the disconnect before its own removal.
         either = [ended["asking"], ended["asked"]]
         assert any(isinstance(each, DeviceRemovedError) for each in either), ended
         assert all(each is None or isinstance(each, DeviceRemovedError) for each in either), ended
-        # Both ends of a connection are told the cause, by what they raise and in words.
+        # Both ends of a connection report the cause, by exception and by text.
         for each in (ended["near"], ended["far"]):
             assert isinstance(each, BrokenResourceError), ended
             assert ": the device was removed" in str(each) or ": the peer disconnected" in str(each), ended

@@ -1,4 +1,4 @@
-"""What the seam's tests do on any device: the same handles, so the same compiled functions."""
+"""Scenarios of the seam's tests for any device: the same handles, hence the same compiled functions."""
 
 import os
 import select
@@ -12,24 +12,24 @@ from aioverbs._providers import hardware, software
 from aioverbs.attributes import AddressVector, QpCapabilities
 from tests.raw_verbs import Completion, poll
 
-GID_INDEX = 1  # an IPv4 GID, RoCE v2, on kernel soft-RoCE and on the software device alike
+GID_INDEX = 1  # an IPv4 GID, RoCE v2, on kernel soft-RoCE and on the software device
 ALL_ACCESS = AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_WRITE | AccessFlags.REMOTE_READ | AccessFlags.REMOTE_ATOMIC
 
 
 def rdma_devices() -> list[str]:
-    """The RDMA devices to test on: what AIOVERBS_DEVICE or AIOVERBS_RDMA_DEVICES names, else all of the machine."""
+    """Return the RDMA devices to test: those in AIOVERBS_DEVICE or AIOVERBS_RDMA_DEVICES, else all of the machine."""
     named = os.environ.get("AIOVERBS_DEVICE") or os.environ.get("AIOVERBS_RDMA_DEVICES")
     return named.split(",") if named else hardware.names()
 
 
 def open_context(name: str) -> handles.Context:
-    """Open a device by its name, whichever provider has it."""
+    """Open a device of any provider by name."""
     return software.open_context(name) if software.is_software(name) else hardware.open_context(name)
 
 
 @contextmanager
 def opened(name: str) -> Iterator[handles.Context]:
-    """An open device; everything made of it is destroyed at the end, newest first."""
+    """Open a device; at the end of the block, destroy everything created on it, newest first."""
     context = open_context(name)
     try:
         yield context
@@ -69,12 +69,12 @@ class Pair:
         connect(self.qps[1], self.qps[0])
 
     def sge(self, side: int, offset: int, length: int) -> tuple[int, int, int]:
-        """A scatter/gather entry of one side's region."""
+        """Return a scatter/gather entry of one side's region."""
         region = self.regions[side]
         return region.address + offset, length, region.lkey
 
     def wait(self, side: int) -> Completion:
-        """The next completion of one side, by polling."""
+        """Poll for the next completion of one side."""
         deadline = time.monotonic() + 20
         while not (found := poll(self.queues[side], 1)):
             if time.monotonic() > deadline:
@@ -82,7 +82,7 @@ class Pair:
         return found[0]
 
     def succeed(self, side: int) -> Completion:
-        """The next completion of one side, which must be a success."""
+        """Poll for the next completion of one side, and check that it succeeded."""
         completion = self.wait(side)
         assert completion.status is WcStatus.SUCCESS
         return completion
@@ -96,13 +96,13 @@ class Pair:
         queue.ack_events()
 
     def destroy(self) -> None:
-        """Destroy all of it, children first."""
+        """Destroy all objects, children first."""
         for handle in (*self.qps, *self.queues, *self.channels, *self.regions):
             handle.destroy()
 
 
 def connect(qp: handles.QueuePair, peer: handles.QueuePair, max_rd_atomic: int = 1) -> None:
-    """Take a queue pair to RTS, towards a peer."""
+    """Move a queue pair to RTS, connected to a peer."""
     mtu = qp.context.query_port(1).active_mtu
     qp.modify(QpState.INIT, pkey_index=0, port_num=1, qp_access_flags=ALL_ACCESS)
     qp.modify(
@@ -118,7 +118,7 @@ def connect(qp: handles.QueuePair, peer: handles.QueuePair, max_rd_atomic: int =
 
 
 def to_itself(qp: handles.QueuePair) -> None:
-    """Take one of type UC to RTS, towards itself."""
+    """Move a UC queue pair to RTS, connected to itself."""
     qp.modify(QpState.INIT, pkey_index=0, port_num=1, qp_access_flags=ALL_ACCESS)
     qp.modify(
         QpState.RTR,

@@ -1,4 +1,4 @@
-/* The shim's ops are put into a context and taken out again here, and its objects are kept. */
+/* Installing the shim's ops in a context and removing them; the list of the shim's objects. */
 #include "shim.h"
 
 #include <stdlib.h>
@@ -65,7 +65,7 @@ void shim_counts(struct shim_counts *counts)
         counts->parents += object->kind == PARENT;
         counts->xrcds += object->kind == XRCD;
     }
-    /* A domain is counted where the last of its openings stands in the list. */
+    /* A domain is counted at the last of its openings in the list. */
     for (struct object *object = shim_objects; object; object = object->next) {
         bool later = false;
 

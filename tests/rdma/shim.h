@@ -1,13 +1,12 @@
-/* Thread domains, parent domains, XRC domains and imported contexts for a provider that has none.
+/* Thread domains, parent domains, XRC domains and imported contexts for a provider without them.
  *
- * Kernel soft-RoCE answers EOPNOTSUPP for all of them. This test-only library puts ops of its own
- * into the provider's `struct verbs_context`, as libibverbs made it, so that the calling
- * convention, lifetime and order of the documented verbs are proven there: ibv_alloc_td(3),
- * ibv_alloc_parent_domain(3), ibv_open_xrcd(3). Nothing here makes a queue faster.
+ * Kernel soft-RoCE answers EOPNOTSUPP for all of them. This test-only library puts its ops into the provider's
+ * `struct verbs_context`, as libibverbs created it, so that the calling convention, lifetime and order of the
+ * documented verbs are tested there: ibv_alloc_td(3), ibv_alloc_parent_domain(3), ibv_open_xrcd(3). No queue becomes
+ * faster.
  *
- * It serves one context at a time. `shim_lock` guards every variable and every object; it is never
- * held while a caller's allocator runs.
- */
+ * The library serves one context at a time. `shim_lock` guards every variable and every object; it is never held
+ * while a caller's allocator runs. */
 #ifndef AIOVERBS_TESTS_SHIM_H
 #define AIOVERBS_TESTS_SHIM_H
 
@@ -17,29 +16,29 @@
 
 /* -- For the tests ----------------------------------------------------------------------------- */
 
-/* Objects alive, and calls made to callers' allocators since the installation. */
+/* Live objects, and calls of callers' allocators since the installation. */
 struct shim_counts {
     uint32_t tds;
     uint32_t parents;
     uint32_t xrcds;
-    uint32_t xrc_domains; /* several `struct ibv_xrcd` may stand for one domain */
+    uint32_t xrc_domains; /* several `struct ibv_xrcd` may refer to one domain */
     uint32_t alloc_calls;
     uint32_t free_calls;
 };
 
-/* Fills the ops of a live context and replaces `*slot`, an `int (*)(struct ibv_pd *)` through which
- * everyone who may hold a parent domain calls ibv_dealloc_pd. 0, EBUSY (already done), EINVAL, or
- * EOPNOTSUPP (the context is too old to have the ops). No verb may run on the context meanwhile. */
+/* Sets the ops of a live context and replaces `*slot`, an `int (*)(struct ibv_pd *)` that all callers of
+ * ibv_dealloc_pd use for PDs that may be parent domains. Returns 0, EBUSY (already installed), EINVAL, or EOPNOTSUPP
+ * (the context is too old for the ops). No verb may run on the context meanwhile. */
 int shim_install(struct verbs_context *context, void **slot);
 
-/* Puts everything back while the context is still open. 0, EBUSY (an object of ours is alive, and
- * nobody else could destroy it) or EINVAL (nothing is installed). */
+/* Restores the ops while the context is still open. Returns 0, EBUSY (a shim's object is alive, which only the shim
+ * can destroy) or EINVAL (not installed). */
 int shim_uninstall(void);
 
 void shim_counts(struct shim_counts *counts);
 
-/* Adds to the number of queues that count as associated with an XRC domain: rxe has no XRC queues.
- * 0 or EINVAL. */
+/* Changes the number of queues that count as associated with an XRC domain, since rxe has no XRC queues. Returns 0
+ * or EINVAL. */
 int shim_associate(struct ibv_xrcd *address, int difference);
 
 /* -- Contexts over another one's descriptor: ibv_import_device(3), ibv_import_pd(3) ----------------
@@ -51,7 +50,7 @@ struct ibv_context *shim_import_device(int cmd_fd);
 struct ibv_pd *shim_import_pd(struct ibv_context *context, uint32_t handle);
 void shim_unimport_pd(struct ibv_pd *pd);
 
-/* How often each of the three did what it is for. */
+/* Number of successful calls. */
 struct shim_imports {
     uint32_t devices;
     uint32_t pds;
@@ -72,16 +71,16 @@ struct object {
         struct ibv_pd pd;
         struct {
             struct ibv_xrcd xrcd;
-            /* libibverbs reads these when a queue is made with the domain. The kernel knows no
-             * such handle and refuses it. */
+            /* libibverbs reads these when a queue is created on the domain. The kernel does not know the handle, and
+             * rejects it. */
             uint32_t comp_mask;
             uint32_t handle;
         };
-    }; /* first, so that what the caller holds is the object's address */
+    }; /* first member: the caller's pointer is the object's address */
     enum kind kind;
     struct object *next;
 
-    /* Of a parent domain. */
+    /* For a parent domain. */
     struct ibv_pd *base;
     struct ibv_td *thread_domain;
     void *(*alloc)(struct ibv_pd *, void *, size_t, size_t, uint64_t);
@@ -90,7 +89,7 @@ struct object {
     void *control_page;
     bool page_is_ours;
 
-    /* Of an XRC domain. */
+    /* For an XRC domain. */
     struct xrc_domain *domain;
     unsigned int associated;
 };
@@ -101,12 +100,12 @@ extern uint32_t shim_alloc_calls, shim_free_calls;
 extern int (*shim_original_dealloc_pd)(struct ibv_pd *);
 extern struct ibv_cq_ex *(*shim_original_create_cq_ex)(struct ibv_context *, struct ibv_cq_init_attr_ex *);
 
-/* With `shim_lock` held. `shim_add` answers NULL when there is no memory; `shim_drop` frees nothing. */
+/* Called with `shim_lock` held. `shim_add` returns NULL without memory; `shim_drop` frees nothing. */
 struct object *shim_find(enum kind kind, const void *address);
 struct object *shim_add(enum kind kind);
 void shim_drop(struct object *object);
 
-/* NULL, with errno set. */
+/* Returns NULL, with errno set. */
 void *shim_refused(int error);
 
 struct ibv_td *shim_alloc_td(struct ibv_context *context, struct ibv_td_init_attr *attr);

@@ -9,7 +9,7 @@ from aioverbs._core.handles import handles, parent_domain
 
 __all__ = ["CONTROL_PAGE", "Shim"]
 
-CONTROL_PAGE = 1 << 32 | 1  # what the shim asks an allocator for
+CONTROL_PAGE = 1 << 32 | 1  # resource type that the shim requests from allocators
 COUNTS = ("tds", "parents", "xrcds", "xrc_domains", "alloc_calls", "free_calls")
 
 
@@ -31,20 +31,20 @@ class Shim:
         assert self.library.shim_install(verbs, slot) == 0
 
     def counts(self) -> dict[str, int]:
-        """What is alive, and the calls of allocators."""
+        """Return the number of live objects, and of calls of allocators."""
         counts = Counts()
         self.library.shim_counts(ctypes.byref(counts))
         return {name: getattr(counts, name) for name in COUNTS}
 
     def associate(self, xrcd: parent_domain.XrcDomain, difference: int) -> None:
-        """Have a queue associated with an XRC domain, or no more."""
+        """Change the number of queues associated with an XRC domain."""
         assert self.library.shim_associate(ctypes.c_void_p(xrcd.address), difference) == 0
 
     def alive(self) -> dict[str, int]:
-        """What is alive, where anything is."""
+        """Return the number of live objects, without zeros."""
         return {name: count for name, count in self.counts().items() if count and not name.endswith("calls")}
 
     def uninstall(self) -> None:
-        """Take it out again: nothing of it is alive."""
+        """Uninstall the shim, and check that none of its objects is alive."""
         assert not self.alive()
         assert self.library.shim_uninstall() == 0

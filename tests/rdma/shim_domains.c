@@ -1,14 +1,14 @@
-/* Thread domains and parent domains that keep order and do nothing else. */
+/* Thread domains and parent domains that check lifetimes and do nothing else. */
 #include "shim.h"
 
 #include <stdlib.h>
 #include <string.h>
 
 #define PAGE_SIZE 4096
-/* As providers do: a driver's number in the upper half, its own kind of resource in the lower. */
+/* Like providers do: the driver's number in the upper half, its own resource type in the lower. */
 #define CONTROL_PAGE (1ull << 32 | 1)
 
-/* How many parent domains refer to a thread domain or a base PD. */
+/* Number of parent domains that refer to a thread domain or a base PD. */
 static unsigned int references(const void *address)
 {
     unsigned int count = 0;
@@ -72,7 +72,7 @@ static int check_parent(struct ibv_context *context, const struct ibv_parent_dom
     return 0;
 }
 
-/* What the document demands of a caller's allocator: the alignment asked for, and zeros. */
+/* Requirements of the document for memory from a caller's allocator: the requested alignment, and zeros. */
 static bool fit_for_use(const unsigned char *page)
 {
     return (uintptr_t)page % PAGE_SIZE == 0 && !page[0] && !memcmp(page, page + 1, PAGE_SIZE - 1);
@@ -99,7 +99,7 @@ static int give_control_page(struct object *parent)
     return fit_for_use(page) ? 0 : EINVAL;
 }
 
-/* The parent is dropped already: the caller's `free` runs without the lock. */
+/* The parent was removed from the list already: the caller's `free` runs without the lock. */
 static void destroy_parent(struct object *parent)
 {
     if (parent->page_is_ours)
@@ -152,8 +152,8 @@ struct ibv_pd *shim_alloc_parent_domain(struct ibv_context *context, struct ibv_
     return &parent->pd;
 }
 
-/* In the place of ibv_dealloc_pd: a parent domain is not the kernel's, and has its base PD's
- * handle, which must live on. */
+/* Replaces ibv_dealloc_pd: a parent domain does not exist in the kernel, and has the handle of its base PD, which
+ * must stay alive. */
 int shim_dealloc_pd(struct ibv_pd *pd)
 {
     int (*dealloc_pd)(struct ibv_pd *);

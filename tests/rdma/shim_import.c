@@ -1,7 +1,7 @@
-/* A context over another one's descriptor: opened as any, then its commands are turned to that descriptor.
+/* A context on another context's descriptor: opened as usual, then its commands are redirected to that descriptor.
  *
- * The kernel keeps a context by its open file, so that both processes are the same user of the device to it, as with
- * the provider that has the verb. */
+ * The kernel identifies a context by its open file, so for the kernel both processes are the same user of the
+ * device, as with a provider that has the verb. */
 #define _GNU_SOURCE
 #include "shim.h"
 
@@ -57,7 +57,7 @@ static bool is_of(const struct ibv_device *device, dev_t wanted)
     return major_number && makedev(major_number, minor_number) == wanted;
 }
 
-/* A descriptor for asynchronous events of the open file that commands go to; -1 and errno. */
+/* A descriptor for asynchronous events of the file that commands go to; -1 and errno on failure. */
 static int alloc_async_fd(int cmd_fd)
 {
     struct {
@@ -78,7 +78,7 @@ static int alloc_async_fd(int cmd_fd)
     return (int)command.attr.data_s64;
 }
 
-/* As in libibverbs, the descriptor is taken where a context is made of it, and by a failure of that. */
+/* As in libibverbs, creating a context takes over the descriptor, even if that fails. */
 static struct ibv_context *turn(struct ibv_context *context, int cmd_fd)
 {
     int error;
@@ -117,7 +117,7 @@ struct ibv_context *shim_import_device(int cmd_fd)
     return context;
 }
 
-/* As the provider makes them: nothing is behind the public part. */
+/* Like in providers, there is nothing behind the public part. */
 struct ibv_pd *shim_import_pd(struct ibv_context *context, uint32_t handle)
 {
     struct ibv_pd *pd = calloc(1, sizeof(*pd));

@@ -1,8 +1,8 @@
 /* Completion queues on a parent domain. */
 #include "shim.h"
 
-/* Up to v54, soft-RoCE's own steps over the end of the queue here, and then finds old completions again for ever. That
- * there is no more than one is a valid answer: who wants more starts to poll again. */
+/* Up to v54, soft-RoCE's own next_poll steps over the end of the queue, and then finds old completions for ever. A
+ * session with a single completion is valid: callers start another session for more. */
 static int next_poll(struct ibv_cq_ex *cq)
 {
     (void)cq;

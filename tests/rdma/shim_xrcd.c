@@ -1,4 +1,4 @@
-/* XRC domains, found by the inode that they were opened with. */
+/* XRC domains, identified by the inode that they were opened with. */
 #define _GNU_SOURCE
 #include "shim.h"
 
@@ -8,13 +8,13 @@
 #include <unistd.h>
 
 struct xrc_domain {
-    int file; /* a duplicate: the inode cannot be reused while it is open; -1: no inode */
+    int file; /* a duplicate: the inode cannot be reused while the file is open; -1: no inode */
     dev_t device;
     ino_t inode;
     unsigned int opened;
 };
 
-/* The open domain of an inode (`shim_lock` is held). */
+/* The open domain of an inode. Called with `shim_lock` held. */
 static struct xrc_domain *find_domain(const struct stat *status)
 {
     for (struct object *object = shim_objects; object; object = object->next) {
@@ -42,8 +42,8 @@ static struct xrc_domain *make_domain(int fd, const struct stat *status)
     return domain;
 }
 
-/* The domain that the attributes ask for, or NULL with errno set (`shim_lock` is held). Where the
- * document names no error, it is the kernel's. */
+/* The domain that the attributes ask for; NULL with errno set on failure. Called with `shim_lock` held. If the
+ * document names no errno, it is the kernel's. */
 static struct xrc_domain *choose_domain(const struct ibv_xrcd_init_attr *attr)
 {
     struct stat status = {0};

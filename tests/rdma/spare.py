@@ -1,4 +1,4 @@
-"""A soft-RoCE device on an interface of its own, which a test may take down and away: others do not notice."""
+"""A soft-RoCE device on an interface of its own, which a test may take down and remove without affecting others."""
 
 import contextlib
 import os
@@ -25,22 +25,22 @@ def _run(*command: str) -> None:
 
 @dataclass(frozen=True)
 class SpareDevice:
-    """Its name, and that of the interface that it is on."""
+    """Names of the device and of its interface."""
 
     name: str
     interface: str
 
     def set_link(self, state: str) -> None:
-        """Take the interface ``"up"`` or ``"down"``."""
+        """Set the interface ``"up"`` or ``"down"``."""
         _run("ip", "link", "set", self.interface, state)
 
     def delete_command(self) -> tuple[str, ...]:
-        """What takes the device away."""
+        """Return the command that removes the device."""
         return ("rdma", "link", "delete", self.name)
 
 
 def _wait_for_its_address(name: str) -> None:
-    """The GID of the address comes a little later than the device."""
+    """Wait for the GID of the address, which appears slightly later than the device."""
     end = time.monotonic() + patience(5)
     while True:
         context = hardware.open_context(name)
@@ -55,9 +55,9 @@ def _wait_for_its_address(name: str) -> None:
 
 @contextlib.contextmanager
 def spare_device() -> Iterator[SpareDevice]:
-    """One that is there for a while, in the virtual machine of `vm.py`; elsewhere the test is skipped.
+    """Create a spare device in the virtual machine of `vm.py`; elsewhere, skip the test.
 
-    A virtual machine can spare what it makes. What is there already is somebody's.
+    Only devices created here may be removed; others may be in use.
     """
     if "AIOVERBS_RESULTS" not in os.environ:
         pytest.skip("here is no device to spare: this is not the virtual machine of tests/rdma/vm.py")
@@ -69,4 +69,4 @@ def spare_device() -> Iterator[SpareDevice]:
         _wait_for_its_address(_DEVICE)
         yield SpareDevice(_DEVICE, _INTERFACE)
     finally:
-        _run("ip", "link", "delete", _INTERFACE)  # and the device with it, where it is still there
+        _run("ip", "link", "delete", _INTERFACE)  # removes the device, too, if it is still there

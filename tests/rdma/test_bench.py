@@ -1,4 +1,4 @@
-"""`aioverbs bench` on an RDMA device, beside streams and the software device."""
+"""`aioverbs bench` on an RDMA device, compared with streams and the software device."""
 
 import json
 import subprocess
@@ -10,7 +10,7 @@ from tests.pace import patience
 from tests.rdma.cm import nothing_left
 from tests.rdma.seam import rdma_devices
 
-pytestmark = [pytest.mark.rdma, pytest.mark.slow, pytest.mark.timeout(400)]  # minutes, where it is emulated
+pytestmark = [pytest.mark.rdma, pytest.mark.slow, pytest.mark.timeout(400)]  # takes minutes on an emulated machine
 
 
 def test_devices_that_are_active_are_measured() -> None:

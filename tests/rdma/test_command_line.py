@@ -1,4 +1,4 @@
-"""`aioverbs devices`, `ping` and `top` on RDMA devices, as people type them."""
+"""The commands `aioverbs devices`, `ping` and `top` on RDMA devices."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ from tests.rdma.seam import rdma_devices
 pytestmark = [pytest.mark.rdma, pytest.mark.timeout(240)]
 
 NATIVE = {"thread domains": "thread_domains", "parent domains": "parent_domains", "XRC domains": "xrc_domains"}
-NOT_NATIVE = "not native from here on"  # which is said of soft-RoCE
+NOT_NATIVE = "not native from here on"  # logged for soft-RoCE
 
 
 def complaints(text: str) -> list[str]:
@@ -106,7 +106,7 @@ def test_top(tmp_path: Path) -> None:
     ):
         try:
             told = sampled(process.pid, **watched)
-            while not told["rates"]["operations"]:  # the client has yet to begin, or ends this by its end
+            while not told["rates"]["operations"]:  # the client has not begun yet; if it ends first, the test fails
                 assert client.poll() is None
                 told = sampled(process.pid, **watched)
         finally:

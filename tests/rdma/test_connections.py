@@ -1,4 +1,4 @@
-"""Connections by rdma_cm, against the kernel's connection manager: both ends on one event loop."""
+"""Connections by rdma_cm, through the kernel's connection manager, with both ends on one event loop."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""A port that goes down and comes back, and a device that is taken away, under those who use it."""
+"""A port that goes down and comes back, and a device that is removed, while both are in use."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
@@ -39,7 +39,7 @@ def spare() -> Iterator[SpareDevice]:
 
 @asynccontextmanager
 async def ends(device: Device, model: MessageModel) -> AsyncIterator[tuple[QueuePair, MemoryRegion]]:
-    """A queue pair that is connected to another one, and memory."""
+    """Open a queue pair that is connected to another one, and memory."""
     async with (
         device.resource_domain(message_model=model) as domain,
         domain.register(4096, REMOTE) as region,
@@ -53,7 +53,7 @@ async def ends(device: Device, model: MessageModel) -> AsyncIterator[tuple[Queue
 
 
 async def heard(events: AsyncIterator[DeviceEvent], wanted: EventType) -> DeviceEvent:
-    """The next event of a type; GIDs may come and go beside it."""
+    """Return the next event of a type; ignore others, such as changes of GIDs."""
     async with asyncio.timeout(patience(10)):
         async for event in events:
             if event.event_type is wanted:
@@ -79,7 +79,7 @@ async def test_a_port_that_goes_down_and_comes_back(spare: SpareDevice) -> None:
 
 @every_model
 async def test_a_device_that_is_taken_away(spare: SpareDevice, model: MessageModel) -> None:
-    """Some kernels take it from those who use it, others wait for those: nobody waits in vain either way."""
+    """Some kernels remove a device in use immediately, others wait for its users: all waiters end in both cases."""
     written = 0
 
     async def write(near: QueuePair, region: MemoryRegion) -> None:

@@ -1,7 +1,7 @@
-"""The same random work on two devices: equal outcomes.
+"""The same random work on two devices must have equal results.
 
-In the ordinary run, on the software device in both of its modes of execution; where soft-RoCE is, also there.
-AIOVERBS_DIFFERENTIAL says how many sequences of each kind, AIOVERBS_DIFFERENTIAL_SEED with which one to begin.
+Ordinary runs compare both values of `execution` of the software device, and soft-RoCE if there is any.
+AIOVERBS_DIFFERENTIAL is the number of sequences of each kind, AIOVERBS_DIFFERENTIAL_SEED the first seed.
 """
 
 import os
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.timeout(600)
 
 @pytest.fixture
 def software() -> Iterator[dict[str, handles.ProtectionDomain]]:
-    """A protection domain of the software device in each mode of execution."""
+    """Open a protection domain of the software device for each value of `execution`."""
     with ExitStack() as stack:
         contexts = {mode: stack.enter_context(opened_software(mode)) for mode in ("inline", "thread")}
         yield {mode: handles.ProtectionDomain(context) for mode, context in contexts.items()}
@@ -46,7 +46,7 @@ def check_rc(
     theirs: list[differential_rc.Result],
     names: tuple[str, str],
 ) -> None:
-    """Equal burst by burst; what is said if not is enough to see it again."""
+    """Compare the results burst by burst; the message of a failure suffices to reproduce it."""
     for burst, one, other in zip(sequence.bursts, ours, theirs, strict=True):
         for part in ("sends", "receives", "others", "states", "memory"):
             found, expected = getattr(one, part), getattr(other, part)
@@ -63,7 +63,7 @@ def check_rc(
 
 
 def _differences(ours: list[bytes], theirs: list[bytes]) -> str:
-    """The first and the last byte that differ, of each end."""
+    """Return the first and the last different byte of each end."""
     found = []
     for side, (one, other) in enumerate(zip(ours, theirs, strict=True)):
         places = [at for at, (left, right) in enumerate(zip(one, other, strict=True)) if left != right]

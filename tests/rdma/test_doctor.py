@@ -1,4 +1,4 @@
-"""`aioverbs doctor` on soft-RoCE, and where something was taken away from it."""
+"""`aioverbs doctor` on soft-RoCE, also with something missing."""
 
 import contextlib
 import functools
@@ -18,23 +18,23 @@ from tests.rdma.seam import rdma_devices
 pytestmark = [pytest.mark.rdma, pytest.mark.timeout(240)]
 
 DOCTOR = [sys.executable, "-P", "-m", "aioverbs.cli", "doctor", "--json"]
-OURS = "av_doctor"  # an interface, and the soft-RoCE link over it
+OURS = "av_doctor"  # an interface, and the soft-RoCE link on it
 PATIENCE_S = 10.0
 
-# Another user, who may look into folders: Python may be installed in somebody's home.
+# An unprivileged user with the right to traverse folders, since Python may be installed in a home directory.
 ANOTHER_USER = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
 ANOTHER_USER += ["--inh-caps=+dac_read_search", "--ambient-caps=+dac_read_search"]
 
 
 @pytest.fixture(autouse=True)
 def machine_of_our_own() -> None:
-    """These change the machine."""
+    """Skip unless these tests may change the machine."""
     if os.geteuid() != 0 or not Path("/sys/module/rdma_rxe").exists():
         pytest.skip("this needs soft-RoCE and root, as in the virtual machine")
 
 
 def ask(*command: str) -> dict[str, Any]:
-    """What the doctor says to somebody; its exit status agrees with that."""
+    """Run the doctor as an unprivileged user; check that its exit status and its output agree."""
     done = subprocess.run([*command, *DOCTOR], capture_output=True, text=True, timeout=120, check=False)
     assert done.stderr == ""
     told: dict[str, Any] = json.loads(done.stdout)
@@ -43,18 +43,18 @@ def ask(*command: str) -> dict[str, Any]:
 
 
 def ask_with_mount(mount: str) -> dict[str, Any]:
-    """Where something is mounted that nobody else sees."""
+    """Run the doctor with a mount that other processes do not see."""
     return ask("unshare", "--mount", "sh", "-c", f'{mount} && exec "$@"', "sh")
 
 
 def findings(told: dict[str, Any], subject: str) -> dict[str, list[str]]:
-    """The commands by the codes of findings."""
+    """Return the commands of a subject's findings, by code."""
     return {each["code"]: each["commands"] for each in told["findings"] if each["subject"] == subject}
 
 
 @functools.cache
 def libibverbs() -> str:
-    """The path of the library, to those who find it."""
+    """Return the path of libibverbs."""
     path: str = ask()["machine"]["probe"]["libibverbs"]["path"]
     return path
 
@@ -65,7 +65,7 @@ def run(*command: str) -> None:
 
 @contextlib.contextmanager
 def another_link(*, up: bool) -> Iterator[None]:
-    """One over an interface that has no IP address."""
+    """Create a soft-RoCE link over an interface without an IP address."""
     run("ip", "link", "add", OURS, "type", "dummy")
     try:
         if up:
@@ -78,7 +78,7 @@ def another_link(*, up: bool) -> Iterator[None]:
             time.sleep(0.05)
         yield
     finally:
-        run("ip", "link", "delete", OURS)  # and the link over it
+        run("ip", "link", "delete", OURS)  # removes the link, too
 
 
 def test_all_is_well() -> None:
@@ -98,7 +98,7 @@ def test_a_port_that_is_down() -> None:
         told = ask()
     assert told["unusable"] == [OURS]
     assert findings(told, OURS) == {"port": [f"sudo ip link set {OURS} up"]}
-    assert told["status"] == 0  # others can be used
+    assert told["status"] == 0  # other devices are usable
 
 
 @pytest.mark.rdma_all
@@ -162,7 +162,7 @@ def test_no_libibverbs() -> None:
 
 @pytest.mark.rdma_all
 def test_pyverbs_of_another_libibverbs() -> None:
-    """The release's pyverbs, and the libibverbs that is installed."""
+    """Use the pyverbs of another release with the installed libibverbs."""
     library = libibverbs()
     if next(Path(library).parent.glob("libibverbs/*-rdmav34.so"), None) is not None:
         pytest.skip("up to rdma-core 56 all have the same private interface, and others than those are not installed")

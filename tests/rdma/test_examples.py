@@ -1,4 +1,4 @@
-"""The examples on an RDMA device, as who has one runs them; those that connect do it by rdma_cm."""
+"""The examples on an RDMA device; those with connections use rdma_cm."""
 
 import re
 import sys
@@ -15,8 +15,8 @@ from tests.running import run
 
 pytestmark = [pytest.mark.rdma, pytest.mark.rdma_all, pytest.mark.timeout(620)]
 
-NOT_NATIVE = "not native from here on"  # what is said of devices without domains
-CONNECTS = {"arrays", "asgi", "key_value"}  # with `aioverbs.connect`, at an address that they are told
+NOT_NATIVE = "not native from here on"  # logged for devices without native thread domains
+CONNECTS = {"arrays", "asgi", "key_value"}  # examples that call `aioverbs.connect`; they take an address
 REFUSED = {
     "custom_allocator": (Capability.PARENT_DOMAINS, "{} does not ask where its memory is to come from"),
     "shared_pd": (
@@ -28,7 +28,7 @@ REFUSED = {
 
 
 def lines(name: str, device: str) -> list[str]:
-    """What it says where that is not what it says on soft0."""
+    """Return the expected output where it differs from soft0's."""
     native = Capability.THREAD_DOMAINS in capabilities(device)
     match name:
         case "first_write":
@@ -41,7 +41,7 @@ def lines(name: str, device: str) -> list[str]:
 
 
 def connected() -> int:
-    """How often the kernel's connection managers said, as the end that asked, that a connection is established."""
+    """Return how many connections the kernel's connection managers established as the active side."""
     return sum(int(each.read_text()) for each in Path("/sys/class/infiniband").glob("*/ports/*/cm_tx_msgs/rtu"))
 
 

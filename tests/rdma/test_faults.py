@@ -1,7 +1,7 @@
-"""The network breaks during traffic: every waiter ends, with the right status, and nothing of it is left.
+"""Network failures during traffic: every waiter ends, with the right status, and nothing is left.
 
-Soft-RoCE's own answers: a peer that is not reached is RETRY_EXC_ERR, an interface of its own that leads nowhere any
-more LOC_QP_OP_ERR. A device that is deleted goes on until its users let go of it.
+Statuses are those of soft-RoCE: RETRY_EXC_ERR for an unreachable peer, LOC_QP_OP_ERR if the own interface has no route
+any more. A deleted device stays until its users close it.
 """
 
 import asyncio
@@ -34,9 +34,9 @@ pytestmark = [pytest.mark.rdma, pytest.mark.timeout(180)]
 
 ACCESS = AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_WRITE
 SIZE = 1 << 16
-LENGTH = 20_000  # of a write: some packets
+LENGTH = 20_000  # bytes of a write: several packets
 WINDOW = 16
-OURS = "av_faults"  # an interface, and the soft-RoCE link over it
+OURS = "av_faults"  # an interface, and the soft-RoCE link on it
 PATIENCE_S = 30.0
 
 
@@ -67,7 +67,7 @@ def connect(near: End, far: End, timeout: int = 14) -> None:
 
 
 def again(near: End, far: End) -> None:
-    """Connect both anew."""
+    """Reset and reconnect both ends."""
     for end in (near, far):
         end.qp.to_reset()
     connect(near, far)
@@ -75,7 +75,7 @@ def again(near: End, far: End) -> None:
 
 @pytest.fixture(autouse=True)
 def nothing_is_left() -> Iterator[None]:
-    """In the kernel, and of descriptors of devices and of their events."""
+    """Check that nothing is left: objects of the kernel, and descriptors of devices and of their events."""
     links.need_pair()
     before = links.kernel_objects(), descriptors()
     yield
@@ -83,18 +83,18 @@ def nothing_is_left() -> Iterator[None]:
 
 
 def descriptors() -> list[str]:
-    """Of devices and of their events; librdmacm, once used, keeps its own until the process ends."""
+    """Return the descriptors of devices and of their events. librdmacm keeps its own until the process ends."""
     targets = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
     return sorted(target for target in targets if "infiniband" in target)
 
 
 async def shell(command: str) -> str:
-    """The loop goes on meanwhile."""
+    """Run a command in a thread, while the loop continues."""
     return await asyncio.to_thread(links.run, command)
 
 
 async def write(near: End, far: End, number: int) -> WcStatus:
-    """How one write ends."""
+    """Write once; return the status."""
     start = number % 2 * LENGTH
     try:
         await near.qp.write(near.region[start : start + LENGTH], far.region.remote()[start : start + LENGTH])
@@ -104,20 +104,20 @@ async def write(near: End, far: End, number: int) -> WcStatus:
 
 
 async def write_all(near: End, far: End) -> list[WcStatus]:
-    """How all writes of a window end."""
+    """Write a window of messages; return the statuses."""
     async with asyncio.timeout(PATIENCE_S):
         return await asyncio.gather(*(write(near, far, number) for number in range(WINDOW)))
 
 
 async def flushed(waiting: "asyncio.Future[Received]") -> None:
-    """A receive of a queue pair that went to ERR, or was closed."""
+    """Check that a receive was flushed, by ERR or by closing its queue pair."""
     with pytest.raises(WorkCompletionError) as caught:
         await asyncio.wait_for(waiting, PATIENCE_S)
     assert caught.value.status is WcStatus.WR_FLUSH_ERR
 
 
 async def event(device: Device, wanted: EventType) -> None:
-    """Wait for one of the port."""
+    """Wait for an event of the port."""
     async with asyncio.timeout(PATIENCE_S):
         async for found in device.events():
             if found.event_type is wanted:
@@ -132,7 +132,7 @@ BROKEN = [WcStatus.RETRY_EXC_ERR] + [WcStatus.WR_FLUSH_ERR] * (WINDOW - 1)
     "rules", [("loss", "5%"), ("delay", "3ms", "2ms"), ("delay", "1ms", "loss", "5%")], ids=" ".join
 )
 async def test_loss_and_delay(rules: tuple[str, ...]) -> None:
-    """Messages come once, in their order and whole, whatever that takes."""
+    """Messages arrive once, in order and undamaged, despite loss and delay."""
     count = 100
     async with an_end("rxe0") as near, an_end("rxe1") as far:
         connect(near, far)
@@ -155,7 +155,7 @@ async def test_loss_and_delay(rules: tuple[str, ...]) -> None:
 
 
 async def test_all_is_lost() -> None:
-    """The connection breaks; the loop, other connections of the device and later ones do not."""
+    """The connection breaks; the loop, other connections of the device and later ones are unaffected."""
     async with an_end("rxe0") as near, an_end("rxe1") as far, an_end("rxe0") as left, an_end("rxe0") as right:
         connect(near, far)
         connect(left, right)
@@ -165,10 +165,10 @@ async def test_all_is_lost() -> None:
             broken, fine = await asyncio.gather(write_all(near, far), write_all(left, right))
             assert 0.2 < time.monotonic() - started < 10
             assert broken == BROKEN
-            assert fine == [WcStatus.SUCCESS] * WINDOW  # it does not leave the device
+            assert fine == [WcStatus.SUCCESS] * WINDOW  # these packets do not leave the device
         with pytest.raises(BrokenResourceError, match="RETRY_EXC_ERR"):
             await near.qp.write(near.region[:8], far.region.remote()[:8])
-        assert not waiting.done()  # the far end has heard of nothing
+        assert not waiting.done()  # the far end has not noticed anything
         far.qp.to_error()
         await flushed(waiting)
         near.qp.query()
@@ -177,9 +177,9 @@ async def test_all_is_lost() -> None:
 
 
 async def test_the_link_is_down_for_a_moment() -> None:
-    """What is sent meanwhile is sent again; who listens hears of it."""
+    """Messages sent while the link is down are sent again; listeners get events."""
     async with an_end("rxe0") as near, an_end("rxe1") as far:
-        connect(near, far, timeout=19)  # 2 s, seven times
+        connect(near, far, timeout=19)  # a timeout of 2 s, seven times
         stop = asyncio.Event()
 
         async def traffic() -> int:
@@ -223,13 +223,13 @@ async def test_the_link_stays_down() -> None:
 
 @contextlib.contextmanager
 def another_link() -> Iterator[None]:
-    """One of soft-RoCE over an interface of its own, which may go."""
+    """Create a soft-RoCE link over an interface of its own, which tests may delete."""
     links.run(f"ip link add {OURS} type dummy && ip address add 10.78.0.1/24 dev {OURS} && ip link set {OURS} up")
     try:
         links.run(f"rdma link add {OURS} type rxe netdev {OURS}")
         gid = Path(f"/sys/class/infiniband/{OURS}/ports/1/gids/1")
         deadline = time.monotonic() + PATIENCE_S
-        while "ffff" not in gid.read_text():  # a little after the link
+        while "ffff" not in gid.read_text():  # the GID appears slightly later than the link
             assert time.monotonic() < deadline
             time.sleep(0.05)
         yield
@@ -243,11 +243,11 @@ def another_link() -> Iterator[None]:
 
 @pytest.mark.parametrize("command", [f"rdma link delete {OURS}", f"ip link delete {OURS}"])
 async def test_the_device_is_deleted(command: str) -> None:
-    """Deleting the link waits for us, and we go on; without its interface nothing gets through. Then it goes."""
+    """Deleting the link waits until the device is closed, and traffic continues. Without the interface it ends."""
     stop = asyncio.Event()
 
     async def traffic(near: End, far: End) -> tuple[int, WcStatus]:
-        """How many writes went through, and the status of the last one."""
+        """Write until told to stop; return the number of successful writes, and the last status."""
         count, status = 0, WcStatus.SUCCESS
         while not stop.is_set() and status is WcStatus.SUCCESS:
             status = await write(near, far, count)
@@ -267,7 +267,7 @@ async def test_the_device_is_deleted(command: str) -> None:
             if command.startswith("rdma"):
                 assert deleting.returncode is None
                 assert near.qp.statistics().sends.completed > before
-                stop.set()  # without its interface it ends by itself
+                stop.set()  # without its interface, the traffic ends by itself
             count, status = await asyncio.wait_for(running, PATIENCE_S)
             assert count > 1
             assert status is (WcStatus.SUCCESS if command.startswith("rdma") else WcStatus.LOC_QP_OP_ERR)
@@ -275,6 +275,6 @@ async def test_the_device_is_deleted(command: str) -> None:
         await flushed(waiting)
         assert await asyncio.wait_for(deleting.wait(), PATIENCE_S) == 0
         there = Path("/sys/class/infiniband", OURS)
-        if command.startswith("ip"):  # which leaves that to the kernel
+        if command.startswith("ip"):  # then the kernel deletes the link
             await until(lambda: not there.exists())
         assert not there.exists()  # noqa: ASYNC240  # sysfs is memory: nobody waits for it

@@ -1,4 +1,4 @@
-"""The resource manager on an RDMA device: with what it has natively, and without what it has not."""
+"""The resource manager on an RDMA device, with the features that the device has or lacks."""
 
 import asyncio
 import contextlib
@@ -60,7 +60,7 @@ def test_it_is_listed(name: str) -> None:
 
 
 def test_logging_is_the_applications_own(name: str) -> None:
-    """pyverbs configures the root logger when it is imported."""
+    """Importing pyverbs would configure the root logger: the application's configuration must stay."""
     program = f"""
 import asyncio, logging
 from aioverbs import devices, open_device
@@ -85,7 +85,7 @@ async def test_it_comes_before_the_software_device(monkeypatch: pytest.MonkeyPat
 
 
 async def test_a_neighbour_that_does_not_answer(name: str) -> None:
-    """The kernel looks for it while the queue pair goes to RTR; the loop goes on meanwhile."""
+    """The kernel resolves the neighbour while the queue pair moves to RTR; the loop continues meanwhile."""
     nobody = ipaddress.ip_address(address_of(name).rpartition(".")[0] + ".223")
     async with (
         open_device(name) as device,
@@ -134,7 +134,7 @@ async def test_a_write(name: str, model: ThreadModel, caplog: pytest.LogCaptureF
 
 @pytest.mark.parametrize("qp_type", [QpType.RC, QpType.UC, QpType.UD], ids=lambda qp_type: qp_type.name)
 async def test_states_by_hand(name: str, qp_type: QpType) -> None:
-    """What the table allows the device does, and it finds what the table says."""
+    """The device accepts all transitions in the table of transitions, and has the state that the table says."""
     async with (
         open_device(name) as device,
         device.resource_domain() as domain,
@@ -207,7 +207,7 @@ async def test_over_a_context_of_the_user(name: str) -> None:
         region.buffer[:2] = b"ok"
         await near.write(region[:2], region.remote()[32:34])
         assert bytes(region.buffer[32:34]) == b"ok"
-    # It is the user's still.
+    # The object still belongs to the user.
     assert context.query_device().phys_port_cnt >= 1
     context.close()
     with pytest.raises(ValueError, match="context is closed"):
@@ -217,12 +217,12 @@ async def test_over_a_context_of_the_user(name: str) -> None:
 
 
 def descriptors() -> int:
-    """How many descriptors this process has open."""
+    """Return the number of open descriptors of this process."""
     return len(os.listdir("/proc/self/fd"))
 
 
 class TestAdopting:
-    """What the user made with pyverbs, and closes."""
+    """Objects that the user created with pyverbs, and closes."""
 
     @pytest.fixture
     def context(self, name: str) -> "Iterator[Context]":
@@ -258,7 +258,8 @@ class TestAdopting:
                 ours.buffer[5:10] = b"again"
                 await near.write(ours[5:10], region.remote()[4090:4095])
                 assert mr.read(5, 4090) == bytes(region.buffer[4090:4095]) == b"again"
-                with pytest.raises(PyverbsError, match="Failed to dealloc PD"):  # which closed its memory regions
+                # pyverbs has closed the domain's memory regions before
+                with pytest.raises(PyverbsError, match="Failed to dealloc PD"):
                     theirs.close()
                 with pytest.raises(BorrowedObjectClosedError):
                     await near.write(region[:5], ours.remote()[:5])
@@ -324,7 +325,7 @@ class TestAdopting:
                 near.connect(far.local_endpoint(), REMOTE)
                 far.connect(near.local_endpoint(), REMOTE)
                 await near.write(ours[:5], ours.remote()[5:10])
-            pending = asyncio.ensure_future(near.write(ours[:5], ours.remote()[5:10]))  # which nobody answers
+            pending = asyncio.ensure_future(near.write(ours[:5], ours.remote()[5:10]))  # not answered by any peer
             await asyncio.sleep(0)
             context.close()
             for ask in (

@@ -1,7 +1,7 @@
-"""The resource manager over native domains, in the structures of a live kernel context.
+"""The resource manager with native domains, in the structures of a live kernel context.
 
-Kernel soft-RoCE has no thread domains, parent domains or XRC domains: the test-only library of `shim.h` gives them to
-the context that the manager has open. Without it the manager goes on without them, which is tested here, too.
+Kernel soft-RoCE lacks thread domains, parent domains and XRC domains: the test-only library of `shim.h` adds them to
+the context that the manager has open. Without the shim the manager works without them, which is tested here, too.
 """
 
 import asyncio
@@ -61,7 +61,7 @@ def shim(device: Device) -> Iterator[Shim]:
 
 @asynccontextmanager
 async def ends(domain: ResourceDomain) -> AsyncIterator[tuple[QueuePair, MemoryRegion, MemoryRegion]]:
-    """A connected queue pair, memory to write from, memory to write to."""
+    """Open a connected queue pair, memory to write from, and memory to write to."""
     async with (
         domain.register(4096, REMOTE) as source,
         domain.register(4096, REMOTE) as target,
@@ -76,7 +76,7 @@ async def ends(domain: ResourceDomain) -> AsyncIterator[tuple[QueuePair, MemoryR
 
 
 async def write(near: QueuePair, source: MemoryRegion, target: MemoryRegion) -> None:
-    """One write, then many at once."""
+    """Write once, then many times concurrently."""
     source.buffer[:256] = bytes(range(256))
     await near.write(source[:16], target.remote()[:16])
     await asyncio.gather(
@@ -106,7 +106,7 @@ async def test_as_many_as_the_budget_has_are_native(device: Device, shim: Shim) 
         device._budget.limit = 1
         async with device.thread_domain() as second, device.protection_domain() as pd:
             assert (first.native, second.native, shim.alive()["tds"]) == (True, False, 1)
-            async with pd.parent_domain(second) as parent:  # its thread domain is only kept to here
+            async with pd.parent_domain(second) as parent:  # the thread domain stays open only up to here
                 assert parent.native
                 assert parent.owner is second.owner
                 with pytest.raises(VerbsError, match="is not native"):
@@ -144,7 +144,8 @@ async def test_an_allocator_may_decline_or_fail(device: Device, shim: Shim) -> N
             await pd.parent_domain(allocator=Recording(fail)).open()
         assert str(caught.value.__cause__) == "no pages left"
         with pytest.raises(VerbsError, match="ibv_alloc_parent_domain failed: EINVAL") as caught:
-            # The same number as of a provider that takes no allocator: that one would be gone on without.
+            # The same errno as of a provider without allocators; for that one, the manager would continue without the
+            # allocator.
             await pd.parent_domain(allocator=Recording(unaligned)).open()
         assert "not aligned to 4096 bytes" in str(caught.value.__cause__)
         assert not shim.alive()
@@ -186,7 +187,7 @@ async def test_a_write_from_another_loop(device: Device, shim: Shim, model: Thre
 
 
 async def test_a_domain_for_each_loop_over_one_protection_domain(device: Device, shim: Shim) -> None:
-    """One protection domain, one memory region, a thread domain for each loop's thread."""
+    """One protection domain and one memory region, with a thread domain for each loop's thread."""
     async with device.protection_domain() as pd, pd.register(bytearray(8192), REMOTE) as shared:
         started = threading.Barrier(3, timeout=60)
 
@@ -205,7 +206,7 @@ async def test_a_domain_for_each_loop_over_one_protection_domain(device: Device,
         assert not shim.alive()
 
 
-# ---- Orders
+# ---- Orders of closing
 
 
 PARTS = ("pd", "td", "parent", "qp")
@@ -227,7 +228,7 @@ async def opened_parts(device: Device, td_first: bool) -> dict[str, Resource]:
 async def test_every_order_of_closing(device: Device, shim: Shim, order: tuple[str, ...], td_first: bool) -> None:
     parts = await opened_parts(device, td_first)
     assert shim.alive() == {"tds": 1, "parents": 1}
-    # What was made from it goes with it: all below a domain, with a warning for each that was left open.
+    # Closing a domain closes everything created from it, with a warning for each object that was left open.
     below = {"qp": {"qp"}, "parent": {"qp", "parent"}, "td": {"qp", "parent", "td"}, "pd": {"qp", "parent", "pd"}}
     closed: set[str] = set()
     for name in order:
@@ -298,7 +299,7 @@ async def test_an_xrc_domain(device: Device, shim: Shim, tmp_path: Path) -> None
 
 
 async def test_what_the_kernel_refuses_leaves_nothing(device: Device, shim: Shim) -> None:
-    """Its soft-RoCE has no XRC transport: that is an error of the verb, and everything can be closed."""
+    """Soft-RoCE has no XRC transport: the verb fails, and everything can be closed."""
     async with (
         device.xrc_domain() as xrc,
         device.resource_domain() as domain,
@@ -316,7 +317,7 @@ async def test_what_the_kernel_refuses_leaves_nothing(device: Device, shim: Shim
         assert shim.alive() == {"tds": 1, "parents": 1, "xrcds": 1, "xrc_domains": 1}
 
 
-# ---- Without
+# ---- Without native domains
 
 
 async def test_without_them_it_goes_on(device: Device, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,4 +1,4 @@
-"""examples/rc_pingpong.py against rdma-core's `ibv_rc_pingpong`, in both roles; no one here wrote that."""
+"""examples/rc_pingpong.py with rdma-core's `ibv_rc_pingpong` as the peer, in both roles."""
 
 import contextlib
 import os
@@ -19,11 +19,11 @@ pytestmark = [pytest.mark.rdma, pytest.mark.rdma_all, pytest.mark.timeout(240)]
 GID_INDEX = os.environ.get("AIOVERBS_RDMA_GID_INDEX", "1")
 OURS = [sys.executable, "-W", "error", str(ROOT / "examples" / "rc_pingpong.py"), "--timeout", "60"]
 THEIRS = ["ibv_rc_pingpong"]
-NOT_NATIVE = "not native from here on"  # what is said of devices without domains
+NOT_NATIVE = "not native from here on"  # logged for devices without native thread domains
 PATIENCE_S = 90
 
-# What both are told: the size of messages, the path's MTU, how many. And theirs: whether it polls and looks at what it
-# received, or sleeps.
+# Options of both: message size, path MTU, number of messages. Options of rdma-core's program: polling and checking
+# received data, or sleeping.
 SHAPES = [
     pytest.param((4096, 1024, 200), [*THEIRS, "-c"], id="4096"),
     pytest.param((1, 256, 100), [*THEIRS, "-e"], id="1"),
@@ -32,7 +32,7 @@ SHAPES = [
 
 
 class Match:
-    """Two programs: the one that waits, then the one that goes there."""
+    """Two programs: a server, then a client."""
 
     def __init__(self, waiting: list[str], coming: list[str], *options: str) -> None:
         devices = rdma_devices()
@@ -53,7 +53,7 @@ class Match:
         self.programs.append(subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=unbuffered))
 
     def outcome(self, which: int) -> tuple[str, str, int]:
-        """What one of them printed, what it complained of, and its exit status."""
+        """Return output, errors and exit status of a program."""
         out, err = self.programs[which].communicate(timeout=PATIENCE_S)
         complaints = [line for line in err.splitlines() if NOT_NATIVE not in line]
         return out, "\n".join(complaints), self.programs[which].returncode
@@ -91,7 +91,7 @@ def test_it_answers_c(shape: tuple[int, int, int], theirs: list[str]) -> None:
 
 @pytest.mark.parametrize(("shape", "theirs"), SHAPES)
 def test_c_answers_it(shape: tuple[int, int, int], theirs: list[str]) -> None:
-    """It checks each message that comes back, and none is like another one."""
+    """Our program checks each returned message; all messages differ."""
     size, _, count = shape
     with match(theirs, OURS, *_options(shape)) as played:
         out, err, status = played.outcome(1)
@@ -104,8 +104,8 @@ def test_c_answers_it(shape: tuple[int, int, int], theirs: list[str]) -> None:
 
 @pytest.mark.parametrize("role", ["answers", "asks"])
 def test_a_peer_that_dies(role: str) -> None:
-    """Whichever was under way, a send, a receive or both: it ends, and says that it is no success."""
-    ours = [*OURS, "--timeout", "10"]  # which passes where a receive was
+    """With a send, a receive or both in flight, our program ends with an error."""
+    ours = [*OURS, "--timeout", "10"]  # a receive in flight ends by this timeout
     waiting, coming, us = (ours, THEIRS, 0) if role == "answers" else (THEIRS, ours, 1)
     with match(waiting, coming, "-n", "1000000") as played:
         stdout = played.programs[us].stdout

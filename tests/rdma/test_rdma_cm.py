@@ -69,7 +69,7 @@ async def resolved(channel: Channel, near: Side, listener: Listener | tuple[str,
         yield identifier
 
 
-# ---- What it is for
+# ---- Connections
 
 
 @pytest.mark.parametrize("model", ThreadModel, ids=lambda model: model.name)
@@ -198,7 +198,7 @@ async def test_both_ends_disconnect_at_once(channel: Channel, listener: Listener
         await asyncio.gather(asking.aclose(), asked.aclose())
 
 
-# ---- What does not come about
+# ---- Failures to connect
 
 
 async def test_a_rejected_connection(channel: Channel, listener: Listener, ends: Ends) -> None:
@@ -216,7 +216,7 @@ async def test_a_rejected_connection(channel: Channel, listener: Listener, ends:
         assert qp.query().qp_state is QpState.INIT
         with pytest.raises(QueuePairStateError, match="is not connected"):
             await asking.disconnect()
-        for resolves in (False, True):  # it is good for another try, and so is the queue pair
+        for resolves in (False, True):  # identifier and queue pair can be used for another attempt
             if resolves:
                 await asking.resolve(*listener.address[:2], source=near.address)
             connecting = asyncio.create_task(asking.connect(qp))
@@ -233,7 +233,7 @@ async def test_a_rejected_connection(channel: Channel, listener: Listener, ends:
         qp.to_reset()
         async with resolved(channel, near, listener) as again:
             connecting = asyncio.create_task(again.connect(qp))
-            await (await anext(listener)).aclose()  # unanswered
+            await (await anext(listener)).aclose()  # closed without an answer
             with pytest.raises(ConnectionRejectedError):
                 await connecting
 
@@ -273,7 +273,7 @@ async def test_a_peer_that_does_not_answer(channel: Channel, listener: Listener,
         async with resolved(channel, near, listener) as asking:
             with pytest.raises(TimeoutError, match=r"connect: the peer did not answer within 300 ms"):
                 await asking.connect(qp, timeout_s=0.3)
-        async with await anext(listener) as asked:  # too late
+        async with await anext(listener) as asked:  # after the request has timed out
             with pytest.raises((ConnectionRejectedError, BrokenResourceError, VerbsError, TimeoutError)):
                 await asked.accept(peer_qp, timeout_s=5)
 
@@ -416,7 +416,7 @@ async def test_identifiers_refuse_other_loops(channel: Channel, listener: Listen
         await asyncio.to_thread(asyncio.run, elsewhere(channel.aclose))
     async with resolved(channel, near, listener) as asking, near.queue_pair() as qp:
         await asyncio.to_thread(asyncio.run, elsewhere(lambda: asking.connect(qp)))
-        # Nothing has changed: the owner goes on as if nobody else had called.
+        # Nothing has changed: the owner continues as if there had been no call.
         connecting = asyncio.create_task(asking.connect(qp))
         async with await anext(listener) as answering, far.queue_pair() as another:
             for refused in (answering.reject, lambda: answering.accept(another)):
@@ -594,7 +594,7 @@ def test_a_forked_child_leaves_the_channel_alone() -> None:
     asyncio.run(main())
 
 
-# ---- Many
+# ---- Large numbers
 
 
 def descriptors() -> int:
@@ -618,7 +618,7 @@ async def test_connects_and_disconnects_leave_nothing(
     """`nox -s rdma -- --soak` makes 10,000 connections on both kinds of loops. Resources are counted after every
     hundred.
     """
-    await connect_and_disconnect(*ends, channel, listener, 0)  # librdmacm keeps the devices open that it meets
+    await connect_and_disconnect(*ends, channel, listener, 0)  # librdmacm keeps devices open once it has used them
     before = descriptors(), counts()
     for number in range(1, count + 1):
         await connect_and_disconnect(*ends, channel, listener, number)

@@ -1,4 +1,4 @@
-"""A device that is taken away from under its connections: one of the virtual machine's, made for that."""
+"""Removal of a device below its connections: a device of the virtual machine, created for that."""
 
 import os
 import subprocess
@@ -38,12 +38,12 @@ def device() -> Iterator[str]:
             time.sleep(0.05)
         yield NAME
     finally:
-        run(f"ip link delete {INTERFACE}")  # and with it the RDMA device
+        run(f"ip link delete {INTERFACE}")  # removes the RDMA device, too
 
 
 def test_everything_ends(device: str) -> None:
     root = str(Path(__file__).parents[2])
-    # What is installed, not what lies in the tree.
+    # Use the installed package, not the source tree.
     code = f"import runpy, sys; sys.path.append({root!r}); runpy.run_module('tests.rdma.removed', run_name='__main__')"
     command = (sys.executable, "-P", "-c", code, device, ADDRESS, str(free_port()))
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -55,7 +55,8 @@ def test_everything_ends(device: str) -> None:
             if line == "ready\n":
                 break
         assert lines[-1:] == ["ready\n"], lines
-        with subprocess.Popen(("rdma", "link", "delete", device)) as removing:  # which waits for the process
+        # waits for the process to close the device
+        with subprocess.Popen(("rdma", "link", "delete", device)) as removing:
             said, _ = process.communicate(timeout=50)
         assert process.returncode == 0, said
         assert said.splitlines()[-2:] == ["removed", "closed"]

@@ -1,4 +1,4 @@
-"""Which rdma-core and pyverbs the tests have: those that are installed, or those of an unpacked release."""
+"""The rdma-core and pyverbs that the tests use: the installed ones, or those of an unpacked release."""
 
 import importlib
 import os
@@ -15,7 +15,7 @@ ROOT = Path(os.environ.get("AIOVERBS_RDMA_RELEASE", "/"))
 
 
 def mapped(start: str) -> Path:
-    """The one library of this process whose name starts so."""
+    """Return the only library of this process whose name starts with `start`."""
     lines = Path("/proc/self/maps").read_text().splitlines()
     (path,) = {path for path in (Path(line.split()[-1]) for line in lines) if path.name.startswith(start)}
     return path
@@ -27,7 +27,7 @@ def test_the_libraries_are_its_own() -> None:
     with opened(name):
         libraries = [mapped(f"{each}.so.") for each in ("libibverbs", "librdmacm")]
         assert all(path.is_relative_to(ROOT) for path in libraries)
-        # They are of one release; so is the provider, which stands where the installed one does.
+        # Both are of one release; so is the provider, which is mounted at the installed one's path.
         assert len({path.name.rpartition(".so.")[2].split(".", 2)[2] for path in libraries}) == 1
         if name.startswith("rxe"):
             provider = mapped("librxe-")
@@ -36,7 +36,7 @@ def test_the_libraries_are_its_own() -> None:
 
 
 def test_its_pyverbs_is_laid_out_as_expected() -> None:
-    """What is found at the place of the pointer says what the object itself does; else these raise."""
+    """The structure behind the pointer agrees with the attributes of the object; otherwise these raise."""
     from pyverbs.device import Context
     from pyverbs.mr import MR
     from pyverbs.pd import PD

@@ -1,4 +1,4 @@
-"""examples/rping.py with rping of rdma-core on the other end, in both roles."""
+"""examples/rping.py with rdma-core's rping as the peer, in both roles."""
 
 import contextlib
 import json
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.rdma, pytest.mark.timeout(170)]
 
 EXAMPLE = (sys.executable, "-P", "-W", "error", str(Path(__file__).parents[2] / "examples" / "rping.py"))
 RPING = ("stdbuf", "-oL", "rping")
-LIMIT_S = 50  # starting Python takes long in an emulated machine
+LIMIT_S = 50  # starting Python takes long on an emulated machine
 
 
 @pytest.fixture(autouse=True)
@@ -39,14 +39,14 @@ def running(*command: str) -> "Iterator[subprocess.Popen[str]]":
 
 
 def output(process: "subprocess.Popen[str]", status: int = 0) -> list[str]:
-    """All that it says until it ends, which it does by itself."""
+    """Return all output of a process, which must end by itself."""
     said, _ = process.communicate(timeout=LIMIT_S)
     assert process.returncode == status, said
     return said.splitlines()
 
 
 def wait_listening(port: int) -> None:
-    """Until somebody listens at a port: rping does not tell."""
+    """Wait until a port is listened on: rping does not print that."""
     deadline = time.monotonic() + LIMIT_S
     while time.monotonic() < deadline:
         told = subprocess.run(("rdma", "-j", "resource", "show", "cm_id"), check=True, capture_output=True, text=True)
@@ -67,7 +67,7 @@ def wait_for(process: "subprocess.Popen[str]", start: str) -> None:
 
 
 def pings(count: int, size: int) -> list[str]:
-    """What each ping says, as rping makes them."""
+    """Return the expected output for each ping."""
     letters = "".join(map(chr, range(65, 123)))
     said = []
     for number in range(count):
@@ -125,7 +125,7 @@ def test_their_client_dies() -> None:
             wait_for(client, "ping data: rdma-ping-20:")
             client.send_signal(signal.SIGKILL)
             client.communicate()
-            server.communicate(timeout=LIMIT_S)  # it hears of it, and ends
+            server.communicate(timeout=LIMIT_S)  # the server notices the disconnect, and ends
 
 
 @pytest.mark.rdma_all

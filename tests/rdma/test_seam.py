@@ -1,4 +1,4 @@
-"""One machine-code path: the same handles on the software device and on RDMA devices through libibverbs."""
+"""One machine-code path: the same handles on the software device, and on RDMA devices through libibverbs."""
 
 import errno
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from tests.rdma.seam import Pair, opened, rdma_devices
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    # RDMA devices are looked up only where their tests were asked for: elsewhere pyverbs need not be there.
+    # Look up RDMA devices only if their tests were selected: pyverbs may be missing otherwise.
     if "device" not in metafunc.fixturenames:
         return
     wanted = metafunc.config.option.markexpr.startswith("rdma")
@@ -110,7 +110,7 @@ def test_bad_rkey_breaks_the_queue_pair(pair: Pair) -> None:
 
 @pytest.mark.rdma
 class TestAbsent:
-    """Kernel soft-RoCE has no domains of its own: the answer is an error number, not a crash."""
+    """Verbs that kernel soft-RoCE lacks: the result is an errno, not a crash."""
 
     @pytest.fixture
     def context(self) -> Iterator[handles.Context]:
@@ -160,7 +160,7 @@ def test_two_devices() -> None:
 
 @pytest.mark.rdma
 class TestBridge:
-    """Pointers out of pyverbs objects."""
+    """Pointers from pyverbs objects."""
 
     def test_context(self) -> None:
         import pyverbs.device
@@ -173,7 +173,7 @@ class TestBridge:
             assert ours.name == name
             assert ours.num_comp_vectors == theirs.num_comp_vectors
             assert ours.query_device().max_qp == theirs.query_device().max_qp
-            ours.destroy()  # closes pyverbs' context: its owner
+            ours.destroy()  # destroying it closes the pyverbs context, which owns it
             with pytest.raises(ValueError, match="closed"):
                 pyverbs_bridge.context_capsule(theirs)
 

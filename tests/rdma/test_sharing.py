@@ -1,10 +1,10 @@
 """Protection domains of one RDMA device in several processes: ``ibv_import_device`` and ``ibv_import_pd``.
 
-"even though the same PD is shared by multiple contexts of an RDMA device or processes" (ibv_share_pd): these are what
-has become of that for processes.
+The documentation of ibv_share_pd says: "even though the same PD is shared by multiple contexts of an RDMA device or
+processes". For processes, these verbs took its place.
 
-Soft-RoCE has neither and says so. With the shim's, which turn the commands of an opened context to the descriptor that
-was passed, the kernel sees what it would see of a provider that has them.
+Soft-RoCE lacks both verbs, and reports that. The shim's versions send the commands of an open context to the passed
+descriptor, so the kernel sees the same as with a provider that has the verbs.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ from tests.rdma.imports import Imports, imports
 from tests.rdma.other_process import ACCESS, KEY, queue_pair
 from tests.rdma.seam import rdma_devices
 
-# The package is the installed one, the tests are these.
+# Use the installed package with these tests.
 START = f"import sys; sys.path.append({str(ROOT)!r}); from tests.rdma.other_process import run; run()"
 
 pytestmark = [pytest.mark.rdma, pytest.mark.timeout(240)]
@@ -68,13 +68,13 @@ def ends() -> Iterator[tuple[socket.socket, socket.socket]]:
 
 
 def kernel_domains(name: str) -> int:
-    """How many protection domains the kernel knows of a device."""
+    """Return the number of the kernel's protection domains of a device."""
     shown = subprocess.run(["rdma", "-j", "resource", "show", "pd"], check=True, capture_output=True, text=True).stdout
     return sum(each.get("ifname") == name for each in json.loads(shown or "[]"))
 
 
 class OtherProcess:
-    """`other_process`, running."""
+    """A running `other_process`."""
 
     def __init__(self, name: str, process: asyncio.subprocess.Process, end: socket.socket) -> None:
         self.name = name
@@ -83,7 +83,7 @@ class OtherProcess:
 
     @classmethod
     async def start(cls, name: str, ends: tuple[socket.socket, socket.socket]) -> Self:
-        """Start it on a device, with a pair of which the second end goes there."""
+        """Start the process on a device, with a socket pair whose second end is passed to it."""
         ours, theirs = ends
         with theirs:
             return cls(
@@ -98,37 +98,37 @@ class OtherProcess:
             )
 
     async def answer(self) -> str:
-        """The next line that it says."""
+        """Return the next line of output."""
         assert self.process.stdout is not None
         line = await asyncio.wait_for(self.process.stdout.readline(), 60)
         assert line, "it has ended"
         return line.decode().strip()
 
     async def do(self, command: str) -> str:
-        """Have something done."""
+        """Send a command; return its result."""
         self.tell(command)
         return await self.answer()
 
     def tell(self, command: str) -> None:
-        """Have something done that is not over before something else is."""
+        """Send a command without waiting for its result."""
         assert self.process.stdin is not None
         self.process.stdin.write(f"{command}\n".encode())
 
     async def take(self, pd: ProtectionDomain) -> None:
-        """Have it import a domain."""
+        """Let the process import a domain."""
         async with pd.share(KEY) as shared:
             self.tell(f"import {shared.id}")
             await shared.send(self.our_end)
             assert await self.answer() == self.name
 
     async def end(self) -> None:
-        """The end of its input."""
+        """Close the input of the process, and wait for its end."""
         assert self.process.stdin is not None
         self.process.stdin.close()
         assert await asyncio.wait_for(self.process.wait(), 60) == 0
 
     async def kill(self) -> None:
-        """Its end, with everything open; nothing where it has ended."""
+        """Kill the process with everything open, if it still runs."""
         assert self.process.stdin is not None
         self.process.stdin.close()
         if self.process.returncode is None:
@@ -138,7 +138,7 @@ class OtherProcess:
 
 @asynccontextmanager
 async def other_process(name: str) -> AsyncIterator[OtherProcess]:
-    """One that is killed at the end, if it is still there."""
+    """Run a process; kill it at the end if it still runs."""
     near, far = socket.socketpair()
     near.setblocking(False)
     with near:
@@ -151,14 +151,14 @@ async def other_process(name: str) -> AsyncIterator[OtherProcess]:
 
 @asynccontextmanager
 async def importer(device: Device, pd: ProtectionDomain) -> AsyncIterator[OtherProcess]:
-    """A process that has an instance."""
+    """Run a process that has imported a domain."""
     async with other_process(device.name) as other:
         await other.take(pd)
         yield other
 
 
 async def write_to(device: Device, pd: ProtectionDomain, other: OtherProcess, text: bytes, *, over_it: bool) -> None:
-    """From this process into the other one's memory, by a queue pair of that process or by one of this."""
+    """Write from this process into the other one's memory, by a queue pair of that process or of this one."""
     address, rkey = map(int, (await other.do("memory")).split())
     async with (
         device.resource_domain(pd) as domain,
@@ -217,7 +217,7 @@ async def test_the_three_errors(name: str, shim: Imports, ends: tuple[socket.soc
             with pytest.raises(VerbsError) as caught:
                 await there
             assert refused.value.errno == caught.value.errno == error
-            # And of an instance in the context that has it.
+            # Likewise for an instance in its own context.
             with pytest.raises(VerbsError) as caught:
                 await device.shared_protection_domain(shared_id, key).open()
             assert caught.value.errno == error
@@ -295,7 +295,7 @@ async def test_two_processes(name: str, shim: Imports) -> None:
         await write_to(device, pd, other, b"by-theirs", over_it=True)
 
 
-# Who closes what: the one that shares its domain and its device, the other one its region, its instance and its device.
+# Steps of closing: one process closes its domain and device, the other its region, instance and device.
 OURS, THEIRS = ["our pd", "our device"], ["region", "pd", "device"]
 ORDERS = [
     [next(parts[place in taken]) for place in range(5)]
@@ -306,7 +306,7 @@ ORDERS = [
 
 @pytest.mark.rdma_all
 async def test_every_order_of_closing(name: str, shim: Imports) -> None:
-    """The domain goes with the last instance, whosever that is, and what is left works until then."""
+    """The kernel's domain ends with the last instance, in whichever process; until then the other objects work."""
     domains = kernel_domains(name)
     async with other_process(name) as other:
         for order in ORDERS:
@@ -316,7 +316,7 @@ async def test_every_order_of_closing(name: str, shim: Imports) -> None:
             instances = {"our pd", "pd"}
             for what in order:
                 if what in THEIRS:
-                    # The last of it leaves no descriptor.
+                    # The last one leaves no descriptor open.
                     assert await other.do(f"close {what}") == "closed", order
                 else:
                     await (pd if what == "our pd" else device).aclose()
@@ -332,7 +332,7 @@ async def test_every_order_of_closing(name: str, shim: Imports) -> None:
 
 
 async def test_the_importer_dies(name: str, shim: Imports) -> None:
-    """What it made stays in the kernel, and the domain with it, as long as there is a descriptor."""
+    """Objects of the dead process stay in the kernel, and the domain with them, as long as there is a descriptor."""
     domains = kernel_domains(name)
     async with open_device(name) as device:
         pd = await device.protection_domain().open()
@@ -354,7 +354,7 @@ async def test_the_sharer_dies(name: str, shim: Imports, ends: tuple[socket.sock
             await other.kill()
             async with pd.register(64), queue_pair(device, pd) as qp:
                 qp.connect(qp.local_endpoint(), ACCESS)
-        # What the dead one registered keeps it until the last descriptor goes.
+        # A region of the dead process keeps the domain until the last descriptor is closed.
         assert kernel_domains(name) == domains + 1
     assert kernel_domains(name) == domains
     with pytest.raises(BrokenResourceError):

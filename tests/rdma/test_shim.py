@@ -1,8 +1,8 @@
-"""The documents' domains on a live kernel context: ibv_alloc_td, ibv_alloc_parent_domain, ibv_open_xrcd.
+"""The documented domains on a live kernel context: ibv_alloc_td, ibv_alloc_parent_domain, ibv_open_xrcd.
 
-Kernel soft-RoCE has none of them. A test-only library (`shim.h`) puts ops that follow the documents into the
-context's own ``struct verbs_context``, so that calling convention, lifetime and order are proven in the very
-structures that libibverbs made.
+Kernel soft-RoCE lacks them. A test-only library (`shim.h`) puts ops that follow the documentation into the context's
+own ``struct verbs_context``, so that calling convention, lifetime and order are tested in the structures that
+libibverbs created.
 """
 
 import ctypes
@@ -41,7 +41,7 @@ def shim(context: handles.Context) -> Iterator[Shim]:
 
 
 class Pages:
-    """An allocator of whole pages that remembers what it was asked for."""
+    """An allocator of whole pages that records requests."""
 
     def __init__(self) -> None:
         self.pages: dict[int, mmap.mmap] = {}
@@ -49,7 +49,7 @@ class Pages:
         self.freed: list[int] = []
 
     def allocate(self, size: int, alignment: int, resource_type: int, *of: object) -> int:
-        """Fresh shared anonymous memory, which is zero and is not copied by a fork."""
+        """Return new shared anonymous memory, which is zeroed and not copied by a fork."""
         self.asked.append((size, alignment, resource_type))
         pages = mmap.mmap(-1, size)
         address = ctypes.addressof(ctypes.c_char.from_buffer(pages))
@@ -57,13 +57,13 @@ class Pages:
         return address
 
     def free(self, address: int, resource_type: int, *of: object) -> None:
-        """Give it back; a second time is a KeyError."""
+        """Unmap the pages; a second call is a KeyError."""
         del self.pages[address]
         self.freed.append(resource_type)
 
 
 def transfer(pair: Pair) -> None:
-    """Prove that a pair works."""
+    """Check that a pair transfers data."""
     pair.memory[0][:8] = b"proof..."
     post_send(
         pair.qps[0],
@@ -88,7 +88,7 @@ def test_thread_domain(context: handles.Context, shim: Shim) -> None:
 def test_a_parent_domain_takes_its_base_s_place(context: handles.Context, shim: Shim) -> None:
     pd, td = handles.ProtectionDomain(context), parent_domain.ThreadDomain(context)
     parent = parent_domain.ParentDomain(pd, td)
-    pair = Pair(parent, pd)  # one side on the parent domain, the other on the base: one protection domain
+    pair = Pair(parent, pd)  # one side on the parent domain, the other on its base: one protection domain
     transfer(pair)
     pair.destroy()
 
@@ -204,19 +204,19 @@ class TestXrcDomain:
 
     def test_one_domain_for_an_inode(self, context: handles.Context, shim: Shim, fd: int) -> None:
         with pytest.raises(VerbsError, match="ibv_open_xrcd"):
-            parent_domain.XrcDomain(context, fd, 0)  # there is none yet, and O_CREAT was not asked for
+            parent_domain.XrcDomain(context, fd, 0)  # the domain does not exist, and O_CREAT is not set
         first = parent_domain.XrcDomain(context, fd, os.O_CREAT)
         again = parent_domain.XrcDomain(context, fd, 0)
-        same = parent_domain.XrcDomain(context, fd, os.O_CREAT)  # no effect: it exists
+        same = parent_domain.XrcDomain(context, fd, os.O_CREAT)  # O_CREAT has no effect: the domain exists
         counts = shim.counts()
         assert (counts["xrcds"], counts["xrc_domains"]) == (3, 1)
         with pytest.raises(VerbsError) as caught:
             parent_domain.XrcDomain(context, fd, os.O_CREAT | os.O_EXCL)
-        assert caught.value.errno == errno.EINVAL  # as the kernel answers it
+        assert caught.value.errno == errno.EINVAL  # as the kernel does
         first.destroy()
         again.destroy()
         assert shim.counts()["xrc_domains"] == 1
-        same.destroy()  # the last reference destroys it
+        same.destroy()  # the last reference destroys the domain
         assert shim.counts()["xrc_domains"] == 0
 
     def test_closing_fails_while_associated(self, context: handles.Context, shim: Shim) -> None:

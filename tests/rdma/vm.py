@@ -1,15 +1,14 @@
-"""Run a command where there are RDMA devices: a virtual machine with two soft-RoCE links.
+"""Run a command with RDMA devices: in a virtual machine with two soft-RoCE links.
 
     python tests/rdma/vm.py -- ibv_devinfo
     python tests/rdma/vm.py --shell
 
-The guest sees the host's files at their own places; what it writes there goes to its memory and
-is gone with it. Only what it puts into $AIOVERBS_RESULTS survives, with `--results`. Its devices,
-named in $AIOVERBS_RDMA_DEVICES, are rxe0 at 10.77.0.1 and rxe1 at 10.77.0.2; their IPv4 GID has
-index 1, their MTU is 4096, and what one sends to the other crosses a pair of veth interfaces,
+The guest sees the host's files at their paths; what it writes goes to memory and is lost at its end, except files in
+$AIOVERBS_RESULTS, with `--results`. Its devices, named in $AIOVERBS_RDMA_DEVICES, are rxe0 at 10.77.0.1 and rxe1 at
+10.77.0.2; their IPv4 GID has index 1, and their MTU is 4096. Packets between them cross a pair of veth interfaces,
 veth0 and veth1, which tests may slow down, break or take down.
 
-The exit status is the command's own, or one of `vm_errors.Failure`.
+The exit status is the command's, or one of `vm_errors.Failure`.
 """
 
 import argparse
@@ -22,7 +21,7 @@ import tempfile
 from pathlib import Path
 from types import FrameType
 
-# This is run as a script, and its parts are found from the project's root.
+# Run as a script: import the project's packages from its root.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from tests.debian import PackageError
@@ -77,7 +76,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _fill_share(share: Path, options: argparse.Namespace, pace: int) -> None:
-    """Lay out what the guest reads from the share, and room for what it writes."""
+    """Write the files that the guest reads from the share, and create a place for its results."""
     (share / "results").mkdir()
     shutil.copyfile(GUEST_SCRIPT, share / "guest.sh")
     (share / "command").write_text(_command_script(options, pace))
@@ -87,10 +86,10 @@ def _fill_share(share: Path, options: argparse.Namespace, pace: int) -> None:
 
 
 def _command_script(options: argparse.Namespace, pace: int) -> str:
-    """The command with its environment, as a script for the guest's /bin/sh."""
+    """Return the command with its environment, as a script for the guest's /bin/sh."""
     environment = {
-        # A virtual environment's programs come first, as on the host; the system's tools follow
-        # even if the host's user cannot see them.
+        # Programs of a virtual environment come first, as on the host, then the system's tools, even if the host's user
+        # has them not in PATH.
         "PATH": f"{os.environ.get('PATH', '')}:{SYSTEM_PATH}".removeprefix(":"),
         "HOME": "/tmp",
         "TMPDIR": "/run/tmp",
@@ -188,7 +187,7 @@ def _assignment(text: str) -> tuple[str, str]:
 
 
 def _end(number: int, frame: FrameType | None) -> None:
-    """Leave by the way that cleans up."""
+    """Exit, with clean-up."""
     raise SystemExit(128 + number)
 
 

@@ -1,24 +1,24 @@
-"""How the virtual machine can fail to run a command, each with an exit status of its own."""
+"""Ways in which the virtual machine can fail to run a command, each with its exit status."""
 
 import enum
 
 
 class Failure(enum.IntEnum):
-    """Exit statuses of `vm.py` when they are not the command's own.
+    """Exit statuses of `vm.py` that are not the command's.
 
-    The values stand where programs rarely put theirs; 124 is what `timeout(1)` says.
+    Programs rarely use these values; 124 is the status of `timeout(1)`.
     """
 
     NOT_PREPARED = 120
-    """The host lacks a package, or the kernel could not be fetched."""
+    """The host lacks a package, or the kernel could not be downloaded."""
     NOT_BOOTED = 121
-    """The guest ended, or was ended, before it could start the command."""
+    """The guest ended, or was ended, before it started the command."""
     PANIC = 122
-    """The guest's kernel died while the command ran."""
+    """The guest's kernel panicked while the command ran."""
     LOST = 123
-    """The guest ended during the command, without a panic and without its exit status."""
+    """The guest ended during the command, without a panic and without an exit status."""
     TIMED_OUT = 124
-    """The command took longer than it was given."""
+    """The command exceeded its time limit."""
 
 
 class VmError(Exception):

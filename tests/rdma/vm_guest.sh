@@ -1,6 +1,6 @@
 #!/bin/sh
-# Second stage of the guest, with the host's files in sight: devices, two soft-RoCE links that
-# reach each other over a veth pair, then the host's command. This is process 1: it never returns.
+# Second stage of the guest, on the host's files: create devices and two soft-RoCE links, connected by a veth pair,
+# then run the host's command. This is process 1: it never returns.
 
 PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
 export PATH
@@ -35,8 +35,8 @@ for link in fd:fd stdin:fd/0 stdout:fd/1 stderr:fd/2; do
 done
 must ulimit -l unlimited
 
-# A TCP or RoCE packet between two addresses of one machine would take the loopback device. The
-# rules put the veth pair before the table of local addresses, for what leaves this machine only.
+# A packet between two addresses of one machine would take the loopback device. The rules put the veth pair before
+# the table of local addresses, for outgoing packets only.
 must ip link set lo up
 must ip link add veth0 mtu 9000 type veth peer name veth1 mtu 9000
 set_ipv4 accept_local 1
@@ -56,7 +56,7 @@ for n in 0 1; do
     must rdma link add "rxe$n" type rxe netdev "veth$n"
 done
 
-# The IPv4 GID comes a little later than the device.
+# The IPv4 GID appears slightly later than the device.
 for n in 0 1; do
     gid="0000:0000:0000:0000:0000:ffff:0a4d:000$((n + 1))"
     tries=100
@@ -79,8 +79,8 @@ if [ -e /run/vm/terminal ]; then
     off
 fi
 
-# Not straight to the port: a command is to see a pipe that it can open anew as /dev/stdout, and
-# one that leaves a process behind which holds its output open must not keep the machine up.
+# Not directly to the port: the command gets a pipe that it can reopen as /dev/stdout, and a process left behind that
+# keeps the output open does not keep the machine running.
 mkfifo /run/output
 cat /run/output >/dev/vport0p1 &
 copier=$!

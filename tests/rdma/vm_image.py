@@ -1,7 +1,7 @@
-"""The guest's kernel and initramfs: fetched and built once, then kept in a cache directory.
+"""The guest's kernel and initramfs: downloaded and built once, then kept in a cache directory.
 
-The kernel is the distribution's, unpacked and never installed. It is kept until the cache is
-removed: a test bed that changes its kernel by itself explains no failure.
+The kernel is the distribution's, unpacked and never installed. It is kept until the cache is removed: if it were
+updated automatically, failures would be harder to explain.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from pathlib import Path
 from tests.debian import PackageError, apt_get
 from tests.rdma.vm_errors import Failure, VmError
 
-# depmod and modprobe stand where the path of a user who is not root does not lead.
+# depmod and modprobe are in directories that unprivileged users lack in PATH.
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 BUSYBOX = Path("/bin/busybox")
 TOOL_LIMIT_S = 300
@@ -39,27 +39,28 @@ MODULES = (
     "virtio_blk",
     "ext4",
 )
-# rxe on Linux 6.1 cannot be made without crc32_generic, later kernels have none; the others are
-# for tests to use: another interface, and loss and delay on the veth pair.
+# On Linux 6.1 rxe needs crc32_generic, which later kernels do not have. The other modules are for tests: another
+# interface, and loss and delay on the veth pair.
 OPTIONAL_MODULES = ("crc32_generic", "dummy", "sch_netem")
 
-# The package that always depends on the newest kernel, by the distribution's ID.
+# The package that depends on the newest kernel, by the distribution's ID.
 KERNEL_PACKAGES = {"debian": "linux-image-amd64", "ubuntu": "linux-image-generic"}
 
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """What QEMU boots."""
+    """Files that QEMU boots."""
 
     kernel: Path
     initramfs: Path
 
 
 def prepare_image(cache: Path) -> Image:
-    """Return the kernel and initramfs in `cache`, making first what is not there.
+    """Return the kernel and initramfs in `cache`; create missing ones first.
 
     Raises:
-        VmError: the kernel could not be fetched or unpacked.
+
+            VmError: the kernel could not be downloaded or unpacked.
     """
     cache.mkdir(parents=True, exist_ok=True)
     with _locked(cache / "lock"):
@@ -97,11 +98,11 @@ def _fetch_kernel(scratch: Path) -> None:
 
 
 def _kernel_packages(meta: str) -> list[str]:
-    """Names of the packages that hold the kernel that `meta` stands for, and its modules."""
+    """Return the names of the packages with the kernel of `meta`, and with its modules."""
     direct = _depends(meta, r"linux-(?:image|modules)-(?:\w+-)?\d\S*")
     if not direct:
         raise VmError(Failure.NOT_PREPARED, f"apt knows no kernel that {meta} depends on")
-    # Ubuntu's kernel comes without its modules, and depends on them.
+    # Ubuntu's kernel package depends on a package with its modules.
     indirect = {name for package in direct for name in _depends(package, r"linux-modules-\d\S*")}
     return sorted({*direct, *indirect})
 
@@ -112,7 +113,7 @@ def _depends(package: str, pattern: str) -> list[str]:
 
 
 def _collect_kernel(unpacked: Path, kernel: Path) -> None:
-    """Copy out of an unpacked package what the guest needs: the kernel and a few modules."""
+    """Copy the kernel and a few modules from an unpacked package."""
     images = sorted(unpacked.glob("boot/vmlinuz-*"))
     if len(images) != 1:
         raise VmError(Failure.NOT_PREPARED, f"expected one kernel, the packages hold {images}")
@@ -130,7 +131,7 @@ def _collect_kernel(unpacked: Path, kernel: Path) -> None:
             check=module in MODULES,
         )
         for file in re.findall(r"^insmod (\S+)", plan.decode(), re.MULTILINE):
-            # busybox reads only what is not compressed.
+            # busybox reads uncompressed modules only.
             name = f"{Path(file).name.partition('.')[0]}.ko"
             (kernel / "modules" / name).write_bytes(_uncompress(Path(file).read_bytes()))
             if name not in order:
@@ -139,14 +140,14 @@ def _collect_kernel(unpacked: Path, kernel: Path) -> None:
 
 
 def _bootable(compressed: bytes) -> bytes:
-    """The ELF file inside a kernel if QEMU can enter it, else the kernel as it is.
+    """Return the ELF file inside a kernel if QEMU can boot it, else the kernel unchanged.
 
-    A kernel that must uncompress itself takes 3 s longer to boot where instructions are translated.
+    Under emulation, a kernel that uncompresses itself takes 3 s longer to boot.
     """
     # Linux' Documentation/arch/x86/boot.rst: setup_sects, payload_offset, payload_length.
     offset, length = struct.unpack_from("<II", compressed, 0x248)
     start = (compressed[0x1F1] + 1) * 512 + offset
-    # The last four bytes of the payload are its size uncompressed, not part of the stream.
+    # The last four bytes of the payload are its uncompressed size, not part of the stream.
     elf = _uncompress(compressed[start : start + length - 4])
     # QEMU enters at the address in this ELF note: name "Xen", type 18, a word of 4 or 8 bytes.
     notes = (struct.pack("<III4s", 4, size, 18, b"Xen") for size in (4, 8))
@@ -154,7 +155,7 @@ def _bootable(compressed: bytes) -> bytes:
 
 
 def _uncompress(data: bytes) -> bytes:
-    """Undo what distributions do to kernels and modules; other data is returned as it is."""
+    """Decompress a kernel or module; return other data unchanged."""
     if data.startswith(b"\xfd7zXZ\x00"):
         return lzma.decompress(data)
     if data.startswith(b"\x28\xb5\x2f\xfd"):
@@ -177,7 +178,7 @@ def _pack_initramfs(kernel: Path, scratch: Path) -> None:
 
 
 def _digest(kernel: Path) -> str:
-    """Name what an initramfs is made of, so that a change of any part makes a new one."""
+    """Return a digest of an initramfs's parts, so that a change of any part makes a new one."""
     digest = hashlib.sha256(INIT.read_bytes())
     for path in (BUSYBOX, Path(__file__), *sorted((kernel / "modules").iterdir())):
         digest.update(path.read_bytes())
@@ -191,7 +192,7 @@ def _distribution() -> str:
 
 
 def _run(*command: str, stdin: bytes = b"", cwd: Path | None = None, check: bool = True) -> bytes:
-    """Run a tool and return what it prints; with `check`, its failure is ours."""
+    """Run a tool and return its output; with `check`, raise if it fails."""
     try:
         done = subprocess.run(
             command,
@@ -212,7 +213,7 @@ def _run(*command: str, stdin: bytes = b"", cwd: Path | None = None, check: bool
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Let one process at a time fill the cache; the kernel drops the lock of one that dies."""
+    """Let one process at a time fill the cache; the kernel drops the lock of a process that dies."""
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
@@ -220,6 +221,6 @@ def _locked(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _scratch(cache: Path) -> Iterator[Path]:
-    """A directory beside its result, so that a finished result is moved there at one stroke."""
+    """A directory beside the result, so that a complete result can be renamed into place."""
     with tempfile.TemporaryDirectory(dir=cache, prefix="making-") as name:
         yield Path(name)

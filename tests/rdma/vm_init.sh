@@ -1,6 +1,6 @@
 #!/bin/busybox sh
-# First stage of the guest, in its initramfs: load modules, lay a writable tmpfs over the host's
-# root, and go there. Whatever fails here ends the machine; the host then shows this console.
+# First stage of the guest, in its initramfs: load modules, mount a writable tmpfs over the host's root, and switch to
+# it. Any failure here ends the machine; the host then shows this console.
 
 die() {
     echo "vm: $*"
@@ -28,7 +28,7 @@ mkdir /upper/data /upper/work
 mount -t overlay -o lowerdir=/lower,upperdir=/upper/data,workdir=/upper/work overlay /root ||
     die "cannot mount the overlay"
 
-# The host's /run is full of sockets that nobody answers here.
+# The host's /run has sockets of services that do not run in the guest.
 mount -t tmpfs -o mode=755 tmpfs /root/run
 mkdir -m 1777 /root/run/tmp
 mkdir /root/run/vm

@@ -1,7 +1,7 @@
-"""What the host must have before it can boot the virtual machine: Debian or Ubuntu packages.
+"""Packages of Debian or Ubuntu that the host needs to boot the virtual machine.
 
-The guest has no system of its own, it sees the host's root. So what runs inside, such as
-libibverbs and its providers, is installed on the host.
+The guest has no system of its own: it uses the host's root. So programs that run in the guest, such as libibverbs and
+its providers, are installed on the host.
 """
 
 import platform
@@ -28,11 +28,12 @@ PACKAGES = (
 
 
 def ensure_packages() -> None:
-    """Install what is missing of `PACKAGES` when this is root, else say how to.
+    """Install missing packages of `PACKAGES` if this is root, else raise an error with the command.
 
     Raises:
-        VmError: this machine is of another architecture.
-        PackageError: something is missing and could not be installed.
+
+            VmError: this machine has another architecture.
+            PackageError: a package is missing and could not be installed.
     """
     if platform.machine() != "x86_64":
         raise VmError(

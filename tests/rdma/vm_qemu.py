@@ -1,4 +1,4 @@
-"""Run QEMU: with KVM where that works, for a limited time, and never beyond our own life."""
+"""Run QEMU: with KVM if that works, with a time limit, and never beyond the life of this process."""
 
 import contextlib
 import os
@@ -17,7 +17,7 @@ from tests.rdma.vm_image import Image
 QEMU = "qemu-system-x86_64"
 KVM = ("-accel", "kvm", "-cpu", "host")
 TCG = ("-accel", "tcg,thread=multi", "-cpu", "max")
-TCG_PACE = 10  # times slower than KVM: system calls 6 or 7 times, Python 17 times
+TCG_PACE = 10  # factor to KVM: system calls take 6 or 7 times as long, Python 17 times
 KVM_PROBE_LIMIT_S = 10.0
 BOOT_LIMIT_S = 120.0
 MEMORY_MIB = 3072
@@ -47,8 +47,8 @@ class Guest:
     cut: Path | None = None
 
     def command(self) -> list[str]:
-        """QEMU's command line; the guest's output is its standard output."""
-        # A console is a terminal but passes 16 bytes at a time, a port is neither.
+        """Return QEMU's command line; the guest's output is its standard output."""
+        # A virtio console is a terminal but passes 16 bytes at a time; a virtio port is neither.
         output = "virtconsole" if self.terminal else "virtserialport"
         drive = f"file={self.disk},format=raw,if=none,id=disk,cache=writeback"
         return [
@@ -73,8 +73,8 @@ class Guest:
             VmError: there is no exit status of the command; the message ends with what the
                 guest's kernel had to say.
         """
-        # Nothing is written to QEMU's standard input, but its end would tell the guest that nobody
-        # reads what it writes.
+        # QEMU reads nothing from its standard input, but an end of file would tell the guest that its output is not
+        # read.
         stream = None if self.terminal else subprocess.PIPE
         with (
             _restored_terminal(self.terminal),
@@ -86,7 +86,7 @@ class Guest:
             failure = self._wait(process, timeout_s)
             if self._is_cut():
                 process.kill()
-        # A reader of our output that has stalled must not stall us for ever.
+        # A stalled reader of our output must not stall us for ever.
         copier.join(10.0)
         if self._is_cut():
             return 0
@@ -98,7 +98,7 @@ class Guest:
         return self.cut is not None and self.cut.exists()
 
     def _wait(self, process: "subprocess.Popen[bytes]", timeout_s: float) -> Failure | None:
-        """Wait for the end of QEMU; the answer says which limit was passed, if one was."""
+        """Wait for the end of QEMU; return which limit was exceeded, if any."""
         deadline = time.monotonic() + BOOT_LIMIT_S
         booted = False
         while process.poll() is None:
@@ -129,7 +129,7 @@ class Guest:
         else:
             failure = Failure.LOST
             message = "the guest ended and left no exit status of the command"
-        # About an end that we brought about, QEMU says nothing that the message does not say.
+        # If we ended QEMU, its message adds nothing.
         remarks = "" if failure is Failure.TIMED_OUT else _tail(self.share / "qemu")
         for title, text in (("console", console), ("QEMU", remarks)):
             if text.strip():
@@ -138,10 +138,10 @@ class Guest:
 
 
 def choose_accelerator(image: Image, cache: Path) -> tuple[str, ...]:
-    """KVM if a guest really runs under it, else QEMU's own translator.
+    """Return QEMU's arguments for KVM if a guest really runs under it, else for emulation.
 
-    A /dev/kvm that can be opened says nothing: where virtual machines are nested it may hang
-    every guest. The answer is kept in `cache` until the host boots anew.
+    An accessible /dev/kvm does not suffice: with nested virtualization it may hang every guest. The answer is kept in
+    `cache` until the host is rebooted.
     """
     if not os.access("/dev/kvm", os.R_OK | os.W_OK):
         return TCG
@@ -155,7 +155,7 @@ def choose_accelerator(image: Image, cache: Path) -> tuple[str, ...]:
 
 
 def forget_accelerator(cache: Path) -> None:
-    """Have the next run probe KVM anew, since a guest under it did not boot."""
+    """Make the next run probe KVM again, since a guest under KVM did not boot."""
     (cache / "kvm").unlink(missing_ok=True)
 
 
@@ -178,7 +178,7 @@ def _kvm_works(image: Image, cache: Path) -> bool:
 
 def _base_command(image: Image, accelerator: tuple[str, ...], console: Path, kernel_line: str) -> list[str]:
     return [
-        # QEMU ends with us even when we are killed and can clean up nothing.
+        # QEMU ends with this process, even if this process is killed and cannot clean up.
         *("setpriv", "--pdeathsig", "KILL", QEMU),
         *accelerator,
         *("-nodefaults", "-display", "none", "-no-reboot", "-nic", "none"),
@@ -194,7 +194,7 @@ def _bound_process(
     stdout: int | None,
     stderr: int | IO[bytes],
 ) -> Iterator["subprocess.Popen[bytes]"]:
-    """A process that does not outlive the block."""
+    """Start a process that ends with the block."""
     process = subprocess.Popen(command, stdin=stdin, stdout=stdout, stderr=stderr)
     try:
         yield process
@@ -210,7 +210,7 @@ def _bound_process(
 
 @contextlib.contextmanager
 def _restored_terminal(ours: bool) -> Iterator[None]:
-    """Undo what QEMU does to the terminal that it shares with us, however it ends."""
+    """Restore the terminal that QEMU shares with us, however QEMU ends."""
     if not ours or not os.isatty(0):
         yield
         return
@@ -225,10 +225,9 @@ def _restored_terminal(ours: bool) -> Iterator[None]:
 
 
 def _copy_output(process: "subprocess.Popen[bytes]") -> None:
-    """Pass on what the guest prints.
+    """Copy the guest's output to our standard output.
 
-    QEMU does not get our standard output itself: it would make it non-blocking, for every
-    process that shares it.
+    QEMU does not get our standard output itself: it would make it non-blocking for all processes that share it.
     """
     if process.stdout is None:
         return

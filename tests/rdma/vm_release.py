@@ -1,10 +1,10 @@
-"""rdma-core, pyverbs and Python of a later Debian release, unpacked beside this system and not installed.
+"""rdma-core, pyverbs and Python of a later Debian release, unpacked next to this system, but not installed.
 
     python tests/rdma/vm_release.py trixie DIR [PROGRAM ...]
 
-prints the folder with programs that run with that release's C library, loader and libraries: `python`, for which an
-environment is made by `python -m venv --without-pip`, the examples of rdma-core, and what is named of this system's.
-`vm_release.sh` has them find their providers in the guest.
+The script prints a folder of programs that use that release's C library, loader and libraries: `python`, with an
+environment made by `python -m venv --without-pip`, the examples of rdma-core, and the given programs of this system.
+`vm_release.sh` lets them find their providers in the guest.
 """
 
 import re
@@ -14,7 +14,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-# This is run as a script, and its parts are found from the project's root.
+# Run as a script: import the project's packages from its root.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from tests.debian import Archive, PackageError
@@ -23,8 +23,8 @@ from tests.rdma.vm_errors import Failure
 LIBRARIES = "usr/lib/x86_64-linux-gnu"
 PACKAGES = ("python3-pyverbs", "ibverbs-providers", "ibverbs-utils", "rdmacm-utils")
 
-# It is called by many names, and runs the program of its own name with the release's loader, which is told that name:
-# so Python finds itself, and the environment that it is called from.
+# The script has many names; it runs the program of its name with the release's loader, and passes that name on, so that
+# Python finds itself and the environment that it is called from.
 RUN = """#!/bin/sh
 program=${{0##*/}}
 [ -x {root}/usr/bin/"$program" ] || program={python}
@@ -47,21 +47,22 @@ class Release:
 
     @property
     def programs(self) -> Path:
-        """The folder of programs that run here."""
+        """Return the folder of programs that run here."""
         return self.root / "usr/run"
 
     def add(self, program: Path) -> None:
-        """Have a program of this system run with the release's libraries, too."""
+        """Add a program of this system, to run with the release's libraries."""
         for link, target in ((self.root / "usr/bin", program), (self.programs, Path(self.python))):
             (link / program.name).unlink(missing_ok=True)
             (link / program.name).symlink_to(target)
 
 
 def unpack(name: str, cache: Path) -> Release:
-    """Return a release that is kept in `cache`, fetching and unpacking it first where it is not there.
+    """Return a release in `cache`; download and unpack it first if missing.
 
     Raises:
-        PackageError: its packages could not be fetched or unpacked.
+
+            PackageError: its packages could not be downloaded or unpacked.
     """
     root = cache / name
     if not root.is_dir():
@@ -72,8 +73,8 @@ def unpack(name: str, cache: Path) -> Release:
             archive = Archive(Path(scratch), name)
             python = _python_of(archive.dependencies(PACKAGES[0]))
             archive.fetch(*PACKAGES, python)
-            # Without the C library's, which it depends on: what is built for the release is built with the headers of
-            # here.
+            # Without the C library's headers, which the package depends on: builds for the release use this system's
+            # headers.
             archive.fetch_alone(f"lib{python}-dev")
             archive.unpack(made)
             _write_programs(Release(made, python), root)
@@ -84,7 +85,7 @@ def unpack(name: str, cache: Path) -> Release:
 
 
 def _python_of(text: str) -> str:
-    """The Python that a file's or a package's name is about."""
+    """Return the Python version in the name of a file or a package."""
     found = re.search(r"cpython-3(\d+)-|libpython3\.(\d+)", text)
     if found is None:
         raise PackageError(f"python3-pyverbs is built for no Python that is known: {text}")
@@ -92,7 +93,7 @@ def _python_of(text: str) -> str:
 
 
 def _write_programs(release: Release, final: Path) -> None:
-    """Write what runs the programs; `final` is where they will be."""
+    """Write the wrappers of the programs; `final` is their later path."""
     release.programs.mkdir()
     run = release.programs / release.python
     run.write_text(RUN.format(root=final, libraries=LIBRARIES, python=release.python))
@@ -103,7 +104,7 @@ def _write_programs(release: Release, final: Path) -> None:
 
 
 def _copy_providers(folder: Path) -> None:
-    """Have no links among the providers: where the guest has them, these would lead elsewhere."""
+    """Replace links among the providers by copies: in the guest's directory the links would point elsewhere."""
     for provider in folder.iterdir():
         if provider.is_symlink():
             library = provider.resolve(strict=True)

@@ -1,6 +1,6 @@
 #!/bin/sh
-# vm_release.sh ROOT COMMAND...: run a command in the guest with the programs of an unpacked release, whose providers
-# stand where its libibverbs looks for them from here on. The programs that are installed find none any more.
+# vm_release.sh ROOT COMMAND...: run a command in the guest with the programs of an unpacked release. Its providers are
+# mounted where its libibverbs looks for them. Installed programs find no providers from here on.
 set -e
 root=$1
 shift

@@ -9,7 +9,7 @@ import click
 
 from aioverbs._durations import duration
 from aioverbs.cli.common import Status, console, device_names, json_option, print_json, runner
-from aioverbs.cli.measuring import OPERATIONS, Figure, Operation, cells, size_of
+from aioverbs.cli.measuring import OPERATIONS, Figure, Operation, cells, format_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from aioverbs.cli.bench_run import Report
 
-__all__ = ["bench", "rate"]
+__all__ = ["bench", "format_rate"]
 
 MODELS = ("default", "low-latency", "force-low-latency", "high-bandwidth")
 
@@ -32,27 +32,27 @@ MODELS = ("default", "low-latency", "force-low-latency", "high-bandwidth")
     metavar="NAME",
     multiple=True,
     shell_complete=device_names,
-    help="Measure this device beside the streams; may be given again. Without it all that have an active port.",
+    help="Device to measure, repeatable. Default: all devices that have an active port.",
 )
 @click.option(
     "--message-model",
     type=click.Choice(MODELS),
     default="default",
     show_default=True,
-    help="How awaits of devices wait, in both processes.",
+    help="How both processes wait for completions of devices.",
 )
 @click.option(
     "--seconds",
     type=click.FloatRange(1, 3600),
     default=20.0,
     show_default=True,
-    help="About how long all of it takes.",
+    help="Approximate duration of the benchmark.",
 )
 @click.option(
     "--plot",
     type=click.Path(dir_okay=False, writable=True, path_type=Path),
     metavar="FILE",
-    help="Draw it, too: as SVG or PNG, by the file's name. Needs the extra `bench`.",
+    help="Plot the results to FILE, as SVG or PNG by its extension. Needs the extra `bench`.",
 )
 @json_option
 @click.pass_context
@@ -67,27 +67,27 @@ def bench(
 ) -> None:
     """Measure writes, reads and messages of 8 bytes to 1 MiB, between two processes of this host.
 
-    Devices, a TCP stream on the loopback interface and a Unix stream take turns, so that what disturbs the machine
-    disturbs all of them. What is shown are medians, and how many times as fast as TCP that is. A write is over when
-    its bytes are in the peer's memory, a read when they are here; a message is answered by eight bytes by the peer's
-    program. Over a stream the peer's program does all of that. The bytes of each turn are compared.
+    Devices, a TCP stream on the loopback interface and a Unix stream take turns, so that a disturbance of the machine
+    affects all of them alike. The tables show medians, and the speed relative to TCP. A write completes when its bytes
+    are in the peer's memory, a read when the bytes have arrived; the peer's program answers a message with eight bytes.
+    Over a stream, the peer's program also serves writes and reads. The bytes of each turn are verified.
 
-    Message models that poll want a processor for each process, and with the software device two: where there are fewer,
-    they wait for each other.
+    Message models that poll need one processor for each process, two with the software device. With fewer processors
+    the processes wait for each other.
 
-    The exit status is 0 where all were measured to the end, 1 where one of them could not be, 3 where there is no
-    such device.
+    The exit status is 0 if all contenders were measured, 1 if one of them failed, 3 if a device named by --device does
+    not exist.
     """
     if plot is not None:
         _check_plot(plot)
     operations = tuple(dict.fromkeys(names)) or OPERATIONS
-    report = _measured(operations, device, message_model.upper().replace("-", "_"), seconds)
+    report = _measure(operations, device, message_model.upper().replace("-", "_"), seconds)
     if plot is not None:
         from aioverbs.cli.plot import draw
 
         draw(report.figures, report.contenders, plot)
     if as_json:
-        print_json(_for_programs(report, message_model))
+        print_json(_to_json(report, message_model))
     else:
         out = console()
         for table in tables(report):
@@ -105,36 +105,37 @@ class _NotInstalledError(click.ClickException):
 
 
 def _check_plot(path: Path) -> None:
-    """See that it can be drawn, before anything is measured.
+    """Check before the measurement that the plot can be drawn.
 
-    :raises click.ClickException: it cannot.
+    :raises click.ClickException: the file's extension is unsupported, its directory does not exist, or matplotlib is
+        not installed.
     """
     from importlib.util import find_spec
 
     if path.suffix not in (".svg", ".png"):
         raise click.BadParameter(
-            f"the file is drawn by its name, as .svg or .png, not {path.name!r}", param_hint="--plot"
+            f"the name of the file must end in .svg or .png, got {path.name!r}", param_hint="--plot"
         )
     if not path.absolute().parent.is_dir():
-        raise click.BadParameter(f"there is no folder {path.absolute().parent}", param_hint="--plot")
+        raise click.BadParameter(f"the directory {path.absolute().parent} does not exist", param_hint="--plot")
     if find_spec("matplotlib") is None:
-        raise _NotInstalledError("--plot draws with matplotlib, which is not here: pip install 'aioverbs[bench]'")
+        raise _NotInstalledError("--plot needs matplotlib, which is not installed: pip install 'aioverbs[bench]'")
 
 
-def _measured(operations: "Sequence[Operation]", named: "Sequence[str]", model: str, seconds: float) -> "Report":
+def _measure(operations: "Sequence[Operation]", named: "Sequence[str]", model: str, seconds: float) -> "Report":
     from aioverbs._verbs.completion_queue import MessageModel
-    from aioverbs.cli.bench_run import chosen_devices, measure
+    from aioverbs.cli.bench_run import measure, select_devices
 
-    devices, problems = chosen_devices(named)
-    wanted = cells(operations)
-    with _Progress(len(wanted)) as advance, runner() as loop:
-        report = loop.run(measure(wanted, devices, MessageModel[model], seconds, advance))
+    devices, problems = select_devices(named)
+    planned = cells(operations)
+    with _Progress(len(planned)) as advance, runner() as loop:
+        report = loop.run(measure(planned, devices, MessageModel[model], seconds, advance))
     report.problems = problems | report.problems
     return report
 
 
 class _Progress:
-    """How far it is, on a terminal."""
+    """Progress bar on standard error, if that is a terminal."""
 
     def __init__(self, total: int) -> None:
         from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -152,7 +153,7 @@ class _Progress:
         self._shown.stop()
 
 
-def _for_programs(report: "Report", message_model: str) -> dict[str, Any]:
+def _to_json(report: "Report", message_model: str) -> dict[str, Any]:
     from aioverbs.cli.bench_run import BASE, loop_name
 
     return {
@@ -172,11 +173,11 @@ def _for_programs(report: "Report", message_model: str) -> dict[str, Any]:
 
 
 def tables(report: "Report") -> "Iterator[Table]":
-    """A table for each operation, one by one, and one with a window."""
+    """Yield two tables for each operation: with a window of 1, and with larger windows."""
     for operation in dict.fromkeys(figure.operation for figure in report.figures):
-        its = [figure for figure in report.figures if figure.operation == operation]
-        single = [figure for figure in its if figure.window == 1]
-        many = [figure for figure in its if figure.window > 1]
+        own = [figure for figure in report.figures if figure.operation == operation]
+        single = [figure for figure in own if figure.window == 1]
+        many = [figure for figure in own if figure.window > 1]
         yield _table(f"{operation}, one at a time", single, report.contenders)
         yield _table(f"{operation}, many at a time", many, report.contenders)
 
@@ -193,7 +194,7 @@ def _table(title: str, figures: "Sequence[Figure]", contenders: "Sequence[str]")
         fastest = min(row.values(), key=lambda figure: figure.median_ns)
         texts = (_text(row.get(name), fastest) for name in contenders)
         window = [str(fastest.window)] if windows else []
-        table.add_row(size_of(size), *window, *texts)
+        table.add_row(format_size(size), *window, *texts)
     return table
 
 
@@ -202,21 +203,21 @@ def _text(figure: Figure | None, fastest: Figure) -> "Text":
 
     if figure is None:
         return Text("-")
-    value = duration(figure.median_ns / 1e9) if figure.window == 1 else rate(figure.bytes_per_s)
-    ratio = f" {_three(figure.ratio):>4}x" if figure.ratio is not None else ""
+    value = duration(figure.median_ns / 1e9) if figure.window == 1 else format_rate(figure.bytes_per_s)
+    ratio = f" {_three_digits(figure.ratio):>4}x" if figure.ratio is not None else ""
     return Text.assemble((value, "green" if figure is fastest else ""), (ratio, "dim"))
 
 
-def rate(bytes_per_s: float) -> str:
-    """Bytes in a second, in a unit that fits them."""
+def format_rate(bytes_per_s: float) -> str:
+    """Format a number of bytes per second: ``"12.3 kB/s"``."""
     for unit, letters in ((1e9, "GB/s"), (1e6, "MB/s"), (1e3, "kB/s")):
         if bytes_per_s >= unit:
-            return f"{_three(bytes_per_s / unit)} {letters}"
-    return f"{_three(bytes_per_s)} B/s"
+            return f"{_three_digits(bytes_per_s / unit)} {letters}"
+    return f"{_three_digits(bytes_per_s)} B/s"
 
 
-def _three(value: float) -> str:
-    """Three digits, or as many as stand before the point; of what is small, one."""
+def _three_digits(value: float) -> str:
+    """Format with three significant digits, more for large numbers, one below 0.1."""
     if value < 0.1:
         return f"{value:.1g}"
     return f"{value:.{0 if value >= 100 else 1 if value >= 10 else 2}f}"

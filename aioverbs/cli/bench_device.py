@@ -1,4 +1,4 @@
-"""What programs do with aioverbs, either side of it: a connection, and memory that is granted over it."""
+"""Device contender of `aioverbs bench`, client and server: a connection, and memory granted over it."""
 
 import asyncio
 import contextlib
@@ -23,16 +23,18 @@ from aioverbs.types import AccessFlags
 
 __all__ = ["DeviceClient", "DeviceServer", "device_client", "device_server"]
 
-HERE = "127.0.0.1"  # where the two meet; what is measured goes from device to device
+LOOPBACK = "127.0.0.1"  # for connection setup; the measured data goes through the device
 
 _ACCESS = AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_READ | AccessFlags.REMOTE_WRITE | AccessFlags.MW_BIND
-# Answers have a receive each, besides those of the messages that are under way: neither side waits for the other's.
+# A receive for each message in flight and one for each answer, so that neither side waits for the other's receives.
 _SETTINGS = ConnectionSettings(receive_depth=2 * WINDOW + 4, send_depth=2 * WINDOW + 4)
 
 
 @asynccontextmanager
-async def _end(name: str, model: MessageModel) -> AsyncIterator[tuple[ResourceDomain, MemoryRegion, MemoryRegion]]:
-    """A device, a domain, and memory for what goes out and what comes in."""
+async def _open_endpoint(
+    name: str, model: MessageModel
+) -> AsyncIterator[tuple[ResourceDomain, MemoryRegion, MemoryRegion]]:
+    """Open a device; yield its domain, the region for outgoing bytes and the region for incoming bytes."""
     async with (
         open_device(name) as device,
         device.resource_domain(message_model=model) as domain,
@@ -43,7 +45,7 @@ async def _end(name: str, model: MessageModel) -> AsyncIterator[tuple[ResourceDo
 
 
 class DeviceClient:
-    """The side that asks."""
+    """Client side: posts operations over a connection."""
 
     def __init__(
         self,
@@ -56,99 +58,99 @@ class DeviceClient:
         self._remote_outgoing, self._remote_incoming = remote
         self.memory = Memory(self._outgoing.buffer, self._incoming.buffer)
 
-    async def one(self, operation: Operation, size: int) -> None:
-        """Do it once."""
+    async def run_one(self, operation: Operation, size: int) -> None:
+        """Run one operation of `size` bytes, and wait until it completes."""
         if operation == "send":
             await self._connection.send(self.memory.outgoing[:size])
             self.memory.check_answer(await self._connection.receive(), size, 0)
         else:
             await self._post(operation, size, 0)
 
-    async def many(self, operation: Operation, size: int, window: int, count: int) -> None:
-        """Do it so often, with a window of them under way."""
+    async def run_many(self, operation: Operation, size: int, window: int, count: int) -> None:
+        """Run `count` operations of `size` bytes, at most `window` of them in flight."""
         if operation == "send":
-            await self._messages(size, window, count)
+            await self._exchange_messages(size, window, count)
             return
         in_flight = deque[Awaitable[None]]()
-        for at in range(count):
+        for index in range(count):
             if len(in_flight) == window:
                 await in_flight.popleft()
-            in_flight.append(self._post(operation, size, at % window))
-        for each in in_flight:
-            await each
+            in_flight.append(self._post(operation, size, index % window))
+        for operation_result in in_flight:
+            await operation_result
 
-    def _post(self, operation: Operation, size: int, place: int) -> Awaitable[None]:
-        part = slice(place * size, (place + 1) * size)
+    def _post(self, operation: Operation, size: int, slot: int) -> Awaitable[None]:
+        span = slice(slot * size, (slot + 1) * size)
         if operation == "write":
-            return self._connection.write(self._outgoing[part], self._remote_incoming[part])
-        return self._connection.read(self._incoming[part], self._remote_outgoing[part])
+            return self._connection.write(self._outgoing[span], self._remote_incoming[span])
+        return self._connection.read(self._incoming[span], self._remote_outgoing[span])
 
-    async def _messages(self, size: int, window: int, count: int) -> None:
+    async def _exchange_messages(self, size: int, window: int, count: int) -> None:
         send, receive, memory = self._connection.send, self._connection.receive, self.memory
-        for at in range(min(window, count)):
-            await send(memory.outgoing[at * size : (at + 1) * size])
-        for at in range(count):
-            place = at % window
-            memory.check_answer(await receive(), size, place)
-            if at + window < count:
-                await send(memory.outgoing[place * size : (place + 1) * size])
+        for index in range(min(window, count)):
+            await send(memory.outgoing[index * size : (index + 1) * size])
+        for index in range(count):
+            slot = index % window
+            memory.check_answer(await receive(), size, slot)
+            if index + window < count:
+                await send(memory.outgoing[slot * size : (slot + 1) * size])
 
 
 @asynccontextmanager
 async def device_client(name: str, model: MessageModel, port: int, secret: bytes) -> AsyncIterator[DeviceClient]:
-    """Connect with the other process, which serves the same device there."""
+    """Connect to the peer process, which serves the same device at `port`."""
     async with (
-        _end(name, model) as (domain, outgoing, incoming),
-        connect(HERE, port, domain=domain, transport="tcp", secret=secret, settings=_SETTINGS) as connection,
+        _open_endpoint(name, model) as (domain, outgoing, incoming),
+        connect(LOOPBACK, port, domain=domain, transport="tcp", secret=secret, settings=_SETTINGS) as connection,
     ):
         remote = await connection.receive_grant(), await connection.receive_grant()
         yield DeviceClient(connection, (outgoing, incoming), remote)
 
 
 class DeviceServer:
-    """The side that answers.
+    """Server side: grants memory and answers messages.
 
-    :param memory: what a peer reads and writes.
+    :param memory: the memory that the peer reads and writes.
     """
 
     def __init__(self, memory: Memory) -> None:
         self.memory = memory
-        self.port = 0  # where it listens, when it does
+        self.port = 0  # port that the server listens at; 0 until it does
         self._connection: Connection | None = None
-        self._answering: asyncio.Task[None] | None = None
+        self._answer_task: asyncio.Task[None] | None = None
 
     async def handle(self, connection: Connection, outgoing: MemoryRegion, incoming: MemoryRegion) -> None:
-        """Grant the memory, and be there until the server ends."""
+        """Grant the memory to the peer, and hold the connection until the server cancels the handler."""
         self._connection = connection
         await connection.grant(outgoing, AccessFlags.REMOTE_READ)
         await connection.grant(incoming, AccessFlags.REMOTE_WRITE)
         await asyncio.Event().wait()
 
-    async def begin(self, operation: Operation) -> None:
-        """A turn begins. Only now, where messages come, is one awaited: some message models poll as long as one is."""
+    async def start_turn(self, operation: Operation) -> None:
+        """Start a turn. Wait for messages only in turns that have them: some message models poll while a call waits."""
         if operation == "send":
-            self._answering = asyncio.create_task(self._answer())
+            self._answer_task = asyncio.create_task(self._answer_messages())
 
-    async def end(self) -> None:
-        """It is over."""
-        answering, self._answering = self._answering, None
-        if answering is not None:
-            answering.cancel()
+    async def end_turn(self) -> None:
+        """End a turn: stop answering messages."""
+        task, self._answer_task = self._answer_task, None
+        if task is not None:
+            task.cancel()
             with contextlib.suppress(asyncio.CancelledError, anyio.BrokenResourceError, anyio.ClosedResourceError):
-                await answering  # where the connection broke the client knows it by itself
+                await task  # the client notices a broken connection itself
 
-    async def _answer(self) -> None:
+    async def _answer_messages(self) -> None:
         connection = self._connection
         assert connection is not None
         async for message in connection:
-            self.memory.message(message)
+            self.memory.store_message(message)
             await connection.send(message[:8])
 
 
 @asynccontextmanager
 async def device_server(name: str, model: MessageModel, secret: bytes) -> AsyncIterator[DeviceServer]:
-    """Serve a device to the other process."""
-    async with _end(name, model) as (domain, outgoing, incoming):
+    """Serve a device to the client process."""
+    async with _open_endpoint(name, model) as (domain, outgoing, incoming):
         server = DeviceServer(Memory(outgoing.buffer, incoming.buffer))
 
         async def handle(connection: Connection) -> None:
@@ -156,7 +158,7 @@ async def device_server(name: str, model: MessageModel, secret: bytes) -> AsyncI
 
         async with serve(
             handle,
-            HERE,
+            LOOPBACK,
             domain=domain,
             transport="tcp",
             secret=secret,

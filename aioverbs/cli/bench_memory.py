@@ -1,6 +1,6 @@
-"""Memory of one side of a contender, by which both see that the bytes of each turn arrived.
+"""Memory of one side of a contender, with checksums that verify the bytes of each turn.
 
-What goes out is a pattern that both sides know, with the turn's number at the beginning and the end of each place.
+Outgoing bytes are a pattern that both sides know, with the number of the turn at the start and the end of each slot.
 """
 
 import random
@@ -10,9 +10,9 @@ from functools import cache
 
 from aioverbs.cli.measuring import MEMORY, Operation
 
-__all__ = ["Memory", "expected"]
+__all__ = ["Memory", "expected_checksum"]
 
-_STAMP = struct.Struct("<II")  # the number of the turn, and of the place
+_STAMP = struct.Struct("<II")  # number of the turn, number of the slot
 
 
 @cache
@@ -20,30 +20,30 @@ def _pattern() -> bytes:
     return random.Random(0).randbytes(MEMORY)
 
 
-def _stamp(memory: "bytearray | memoryview[int]", size: int, places: int, turn: int) -> None:
-    for place in range(places):
-        stamp = _STAMP.pack(turn, place)
-        begin, end = place * size, (place + 1) * size
+def _stamp(memory: "bytearray | memoryview[int]", size: int, slots: int, turn: int) -> None:
+    for slot in range(slots):
+        stamp = _STAMP.pack(turn, slot)
+        begin, end = slot * size, (slot + 1) * size
         memory[end - len(stamp) : end] = stamp
         memory[begin : begin + len(stamp)] = stamp
 
 
-def _prepared(size: int, places: int, turn: int) -> bytearray:
-    data = bytearray(_pattern()[: size * places])
-    _stamp(data, size, places, turn)
+def _turn_bytes(size: int, slots: int, turn: int) -> bytearray:
+    data = bytearray(_pattern()[: size * slots])
+    _stamp(data, size, slots, turn)
     return data
 
 
-def expected(operation: Operation, size: int, places: int, turn: int) -> int:
-    """The checksum of what arrives in a turn: of all places, or of the last message's bytes, which are any place's."""
-    return zlib.crc32(_prepared(size, places, turn))
+def expected_checksum(operation: Operation, size: int, slots: int, turn: int) -> int:
+    """Return the checksum of the bytes that arrive in a turn, over all slots."""
+    return zlib.crc32(_turn_bytes(size, slots, turn))
 
 
 class Memory:
-    """Bytes that go out, and room for those that come in.
+    """Outgoing bytes, and space for incoming bytes.
 
-    :param outgoing: as much as is ever under way.
-    :param incoming: the same.
+    :param outgoing: `MEMORY` bytes; None: allocate them.
+    :param incoming: `MEMORY` bytes; None: allocate them.
     """
 
     def __init__(self, outgoing: "memoryview[int] | None" = None, incoming: "memoryview[int] | None" = None) -> None:
@@ -51,27 +51,27 @@ class Memory:
         self.incoming = incoming if incoming is not None else memoryview(bytearray(MEMORY))
         self._turn = 0
 
-    def begin(self, size: int, places: int, turn: int) -> None:
-        """Have the bytes of a turn go out, and none of them here."""
+    def prepare(self, size: int, slots: int, turn: int) -> None:
+        """Write the bytes of a turn to the outgoing slots, and clear the incoming slots."""
         self._turn = turn
-        self.outgoing[: size * places] = _prepared(size, places, turn)
-        self.incoming[: size * places] = bytes(size * places)
+        self.outgoing[: size * slots] = _turn_bytes(size, slots, turn)
+        self.incoming[: size * slots] = bytes(size * slots)
 
-    def message(self, data: bytes) -> None:
-        """Keep a message where the one of its place is to be."""
-        _, place = _STAMP.unpack_from(data)
-        self.incoming[place * len(data) : (place + 1) * len(data)] = data
+    def store_message(self, data: bytes) -> None:
+        """Store a received message in its slot, which the message names."""
+        _, slot = _STAMP.unpack_from(data)
+        self.incoming[slot * len(data) : (slot + 1) * len(data)] = data
 
-    def check_answer(self, answer: bytes, size: int, place: int) -> None:
-        """See that the answer to a message is the beginning of that message.
+    def check_answer(self, answer: bytes, size: int, slot: int) -> None:
+        """Check that the answer to a message is the beginning of that message.
 
-        :raises ValueError: it is not.
+        :raises ValueError: the answer differs.
         """
-        if answer != self.outgoing[place * size : place * size + len(answer)]:
+        if answer != self.outgoing[slot * size : slot * size + len(answer)]:
             raise ValueError(
-                f"message {place} of turn {self._turn} was answered by {answer!r}, which is not its beginning"
+                f"message {slot} of turn {self._turn}: the answer {answer!r} is not the beginning of the message"
             )
 
-    def checksum(self, size: int, places: int) -> int:
-        """Of what came in."""
-        return zlib.crc32(self.incoming[: size * places])
+    def checksum(self, size: int, slots: int) -> int:
+        """Return the checksum of the incoming slots."""
+        return zlib.crc32(self.incoming[: size * slots])

@@ -1,6 +1,6 @@
-"""The other process of `aioverbs bench`: what it is told comes as lines of JSON, and so does what it answers.
+"""Peer process of `aioverbs bench`: receives requests as lines of JSON on its standard input, and prints the answers.
 
-It ends when its input does, as it does when the first process dies.
+The process ends at the end of its input, so also when the first process dies.
 """
 
 import asyncio
@@ -11,9 +11,9 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 from aioverbs._verbs.completion_queue import MessageModel
-from aioverbs.cli.bench_device import HERE, DeviceServer, device_server
+from aioverbs.cli.bench_device import LOOPBACK, DeviceServer, device_server
 from aioverbs.cli.bench_memory import Memory
-from aioverbs.cli.bench_stream import LIMIT, serve_stream
+from aioverbs.cli.bench_stream import READ_LIMIT, serve_stream
 from aioverbs.cli.common import runner
 from aioverbs.errors import DeviceNotFoundError
 
@@ -21,58 +21,58 @@ __all__ = ["main"]
 
 
 @asynccontextmanager
-async def _tcp(memory: Memory, secret: bytes) -> AsyncIterator[int]:
-    async with await asyncio.start_server(serve_stream(memory, secret), HERE, 0, limit=LIMIT) as server:
+async def _serve_tcp(memory: Memory, secret: bytes) -> AsyncIterator[int]:
+    async with await asyncio.start_server(serve_stream(memory, secret), LOOPBACK, 0, limit=READ_LIMIT) as server:
         yield server.sockets[0].getsockname()[1]
 
 
 @asynccontextmanager
-async def _unix(memory: Memory, secret: bytes, path: str) -> AsyncIterator[str]:
-    async with await asyncio.start_unix_server(serve_stream(memory, secret), path, limit=LIMIT):
+async def _serve_unix(memory: Memory, secret: bytes, path: str) -> AsyncIterator[str]:
+    async with await asyncio.start_unix_server(serve_stream(memory, secret), path, limit=READ_LIMIT):
         yield path
 
 
 class _Peer:
-    """All that it serves."""
+    """Servers and memories of all contenders."""
 
     def __init__(self) -> None:
         self._memories: dict[str, Memory] = {}
         self._servers: dict[str, DeviceServer] = {}
 
-    async def serve(self, stack: AsyncExitStack, told: dict[str, Any]) -> dict[str, Any]:
-        """Serve streams and devices; where they are, and why some are not."""
-        secret, model = bytes.fromhex(told["secret"]), MessageModel[told["model"]]
+    async def serve(self, stack: AsyncExitStack, request: dict[str, Any]) -> dict[str, Any]:
+        """Serve streams and devices; return their addresses, and the reasons why devices cannot be served."""
+        secret, model = bytes.fromhex(request["secret"]), MessageModel[request["model"]]
         self._memories = {"tcp": Memory(), "unix": Memory()}
-        places: dict[str, int | str] = {
-            "tcp": await stack.enter_async_context(_tcp(self._memories["tcp"], secret)),
-            "unix": await stack.enter_async_context(_unix(self._memories["unix"], secret, told["path"])),
+        addresses: dict[str, int | str] = {
+            "tcp": await stack.enter_async_context(_serve_tcp(self._memories["tcp"], secret)),
+            "unix": await stack.enter_async_context(_serve_unix(self._memories["unix"], secret, request["path"])),
         }
         problems = {}
-        for name in told["devices"]:
+        for name in request["devices"]:
             try:
                 server = await stack.enter_async_context(device_server(name, model, secret))
             except (OSError, ValueError, DeviceNotFoundError) as error:
                 problems[name] = str(error)
                 continue
             self._servers[name], self._memories[name] = server, server.memory
-            places[name] = server.port
-        return {"places": places, "problems": problems}
+            addresses[name] = server.port
+        return {"addresses": addresses, "problems": problems}
 
-    async def turn(self, told: dict[str, Any]) -> dict[str, Any]:
-        """A turn begins, or is over: then the checksum of what came."""
-        name, size, places = told["name"], told["size"], told["places"]
+    async def handle_turn(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Begin or end a turn; at the end, return the checksum of the incoming bytes."""
+        name, size, slots = request["name"], request["size"], request["slots"]
         server = self._servers.get(name)
-        if told["what"] == "begin":
-            self._memories[name].begin(size, places, told["turn"])
+        if request["action"] == "begin":
+            self._memories[name].prepare(size, slots, request["turn"])
             if server is not None:
-                await server.begin(told["operation"])
+                await server.start_turn(request["operation"])
             return {}
         if server is not None:
-            await server.end()
-        return {"checksum": self._memories[name].checksum(size, places)}
+            await server.end_turn()
+        return {"checksum": self._memories[name].checksum(size, slots)}
 
 
-async def _lines() -> AsyncIterator[dict[str, Any]]:
+async def _requests() -> AsyncIterator[dict[str, Any]]:
     reader = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
     while line := await reader.readline():
@@ -84,10 +84,10 @@ async def main() -> None:
     async with AsyncExitStack() as stack:
         peer = _Peer()
         serving = False
-        async for told in _lines():
-            answer = await peer.turn(told) if serving else await peer.serve(stack, told)
+        async for request in _requests():
+            answer = await peer.handle_turn(request) if serving else await peer.serve(stack, request)
             serving = True
-            print(json.dumps({"number": told["number"], **answer}), flush=True)
+            print(json.dumps({"number": request["number"], **answer}), flush=True)
 
 
 if __name__ == "__main__":

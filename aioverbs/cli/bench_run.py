@@ -1,4 +1,4 @@
-"""Runs the contenders of `aioverbs bench` against each other, each between this process and another one."""
+"""Run the contenders of `aioverbs bench` in turns, each between this process and a peer process."""
 
 import asyncio
 import json
@@ -19,35 +19,35 @@ import anyio
 from aioverbs._durations import duration
 from aioverbs._verbs.completion_queue import MessageModel
 from aioverbs._verbs.device import devices
-from aioverbs.cli.bench_device import HERE, device_client
-from aioverbs.cli.bench_memory import Memory, expected
-from aioverbs.cli.bench_stream import LIMIT, StreamClient
-from aioverbs.cli.common import tell
+from aioverbs.cli.bench_device import LOOPBACK, device_client
+from aioverbs.cli.bench_memory import Memory, expected_checksum
+from aioverbs.cli.bench_stream import READ_LIMIT, StreamClient
+from aioverbs.cli.common import write_line
 from aioverbs.cli.measuring import (
     Cell,
     Figure,
     Operation,
     Samples,
+    count_for_turn,
     figures,
-    fitting_count,
     median,
     next_count,
-    turn_s,
-    turns,
+    turn_order,
+    turn_seconds,
 )
 from aioverbs.errors import DeviceNotFoundError, QueuePairStateError, WorkCompletionError
 
-__all__ = ["BASE", "STREAMS", "PeerGoneError", "Report", "chosen_devices", "loop_name", "measure"]
+__all__ = ["BASE", "STREAMS", "PeerExitedError", "Report", "loop_name", "measure", "select_devices"]
 
 BASE = "tcp"
 STREAMS = ("tcp", "unix")
-_STUCK_S = 10.0  # a turn that takes longer does not end
-_START_S = 60.0
-_WARM_UP = 0.05  # of the time
-_LONGEST = 3  # times as long as it is told
-_END_S = 10.0
+_TURN_LIMIT_S = 10.0  # a contender whose turn takes longer is dropped
+_START_LIMIT_S = 60.0
+_WARM_UP_FRACTION = 0.05  # part of the requested time
+_TIME_LIMIT_FACTOR = 3  # multiple of the requested time
+_EXIT_LIMIT_S = 10.0
 
-# What a contender ends with that cannot go on. The others do.
+# Exceptions that drop one contender; the other contenders continue.
 _FAILURES = (
     OSError,
     EOFError,
@@ -61,33 +61,36 @@ _FAILURES = (
 
 
 def loop_name() -> str:
-    """Whose event loop is used."""
+    """Return the name of the event loop library in use, ``"uvloop"`` or ``"asyncio"``."""
     return "uvloop" if find_spec("uvloop") is not None else "asyncio"
 
 
-def chosen_devices(named: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """The devices that are measured, those with an active port or those that are named; and why some cannot be.
+def select_devices(named: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """Select the devices to measure.
 
-    :raises DeviceNotFoundError: one that is named is not there.
+    :param named: names of devices; if empty, select every usable device with an active port.
+    :returns: the names of the selected devices, and for each named device that is unusable, the reason.
+    :raises DeviceNotFoundError: a name in `named` is unknown.
     """
-    there = {each.name: each for each in devices()}
+    known = {each.name: each for each in devices()}
     for name in named:
-        if name not in there:
-            raise DeviceNotFoundError(name, list(there))
-    able = [name for name, each in there.items() if each.problem is None and each.active]
+        if name not in known:
+            raise DeviceNotFoundError(name, list(known))
+    usable = [name for name, each in known.items() if each.problem is None and each.active]
     if not named:
-        return able, {}
-    problems = {name: there[name].problem or "none of its ports is active" for name in named if name not in able}
-    return [name for name in dict.fromkeys(named) if name in able], problems
+        return usable, {}
+    problems = {name: known[name].problem or "none of its ports is active" for name in named if name not in usable}
+    return [name for name in dict.fromkeys(named) if name in usable], problems
 
 
 @dataclass
 class Report:
-    """What came out.
+    """Result of a benchmark.
 
-    :param contenders: those that began.
-    :param problems: why some of them did not begin, or go on to the end.
-    :param seconds: how long all took.
+    :param contenders: names of the contenders that started.
+    :param problems: contenders that failed to start or to finish, with the reason.
+    :param figures: the measurements.
+    :param seconds: duration of the whole benchmark.
     """
 
     contenders: list[str] = field(default_factory=list)
@@ -96,47 +99,48 @@ class Report:
     seconds: float = 0.0
 
 
-class PeerGoneError(ConnectionError):
-    """The other process has ended."""
+class PeerExitedError(ConnectionError):
+    """The peer process ended during the benchmark."""
 
 
 class Client(Protocol):
-    """How a contender asks."""
+    """Client side of a contender."""
 
-    async def one(self, operation: Operation, size: int) -> None:
-        """Do it once."""
+    async def run_one(self, operation: Operation, size: int) -> None:
+        """Run one operation of `size` bytes, and wait until it completes."""
 
-    async def many(self, operation: Operation, size: int, window: int, count: int) -> None:
-        """Do it so often, with a window of them under way."""
+    async def run_many(self, operation: Operation, size: int, window: int, count: int) -> None:
+        """Run `count` operations of `size` bytes, at most `window` of them in flight."""
 
 
 class _Peer:
-    """The other process, as it is talked to."""
+    """Connection to the peer process, over its standard input and output."""
 
     def __init__(self, process: Process) -> None:
         assert process.stdin is not None
         assert process.stdout is not None
         self._process, self._stdin, self._stdout = process, process.stdin, process.stdout
-        self._asked = 0
+        self._request_number = 0
 
-    async def ask(self, **told: object) -> dict[str, Any]:
-        """Tell it something; what it answers.
+    async def request(self, **fields: object) -> dict[str, Any]:
+        """Send a request to the peer process, and return its answer.
 
-        :raises PeerGoneError: it has ended.
+        :param fields: the request's fields, which become a JSON object.
+        :raises PeerExitedError: the peer process ended.
         """
-        self._asked += 1
-        tell(self._stdin, json.dumps({"number": self._asked, **told}))
+        self._request_number += 1
+        write_line(self._stdin, json.dumps({"number": self._request_number, **fields}))
         while line := await self._stdout.readline():
             answer: dict[str, Any] = json.loads(line)
-            if answer["number"] == self._asked:  # and not what somebody asked who did not wait for it
+            if answer["number"] == self._request_number:  # an earlier request that timed out may be answered first
                 return answer
-        raise PeerGoneError(f"the other process ended with status {await self._process.wait()}")
+        raise PeerExitedError(f"the peer process ended with status {await self._process.wait()}")
 
     async def aclose(self) -> None:
-        """End it: by its input, and where that does not help by force."""
+        """Close the peer process's input, and kill the process if it does not end in time."""
         self._stdin.close()
         try:
-            with anyio.fail_after(_END_S, shield=True):
+            with anyio.fail_after(_EXIT_LIMIT_S, shield=True):
                 await self._process.wait()
         except TimeoutError:
             with suppress(ProcessLookupError):
@@ -146,10 +150,11 @@ class _Peer:
 
 
 @asynccontextmanager
-async def _within(seconds: float, otherwise: str) -> AsyncIterator[None]:
-    """A block that takes so long at most.
+async def _time_limit(seconds: float, message: str) -> AsyncIterator[None]:
+    """Limit the duration of the block.
 
-    :param otherwise: what the `TimeoutError` says.
+    :param message: text of the `TimeoutError`.
+    :raises TimeoutError: the block took longer than `seconds`.
     """
     limit = asyncio.timeout(seconds)
     try:
@@ -157,15 +162,15 @@ async def _within(seconds: float, otherwise: str) -> AsyncIterator[None]:
             yield
     except TimeoutError as error:
         if limit.expired():
-            raise TimeoutError(otherwise) from error
+            raise TimeoutError(message) from error
         raise
 
 
 @asynccontextmanager
-async def _other_process() -> AsyncIterator[_Peer]:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}  # it is to find what this finds
+async def _peer_process() -> AsyncIterator[_Peer]:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}  # the same import path as here
     command = (sys.executable, "-P", "-m", "aioverbs.cli.bench_peer")
-    # Ctrl-C is for this process: by its end the other one ends.
+    # In a session of its own, the peer process does not receive Ctrl-C. It ends when this process closes its input.
     process = await asyncio.create_subprocess_exec(
         *command, stdin=PIPE, stdout=PIPE, env=environment, start_new_session=True
     )
@@ -177,11 +182,11 @@ async def _other_process() -> AsyncIterator[_Peer]:
 
 
 @asynccontextmanager
-async def _stream(place: int | str, secret: bytes) -> AsyncIterator[tuple[Client, Memory]]:
+async def _stream_client(address: int | str, secret: bytes) -> AsyncIterator[tuple[Client, Memory]]:
     opened = (
-        asyncio.open_unix_connection(place, limit=LIMIT)
-        if isinstance(place, str)
-        else asyncio.open_connection(HERE, place, limit=LIMIT)
+        asyncio.open_unix_connection(address, limit=READ_LIMIT)
+        if isinstance(address, str)
+        else asyncio.open_connection(LOOPBACK, address, limit=READ_LIMIT)
     )
     reader, writer = await opened
     memory = Memory()
@@ -190,12 +195,12 @@ async def _stream(place: int | str, secret: bytes) -> AsyncIterator[tuple[Client
         await client.prove(secret)
         yield client, memory
     finally:
-        with suppress(ConnectionError):  # one that broke is told of where it did
+        with suppress(ConnectionError):  # the operation that broke the stream has reported it
             await client.aclose()
 
 
-class _Run:
-    """Everybody who is still in."""
+class _Benchmark:
+    """The contenders that have not failed, and the measurements of cells."""
 
     def __init__(self, peer: _Peer, report: Report) -> None:
         self._peer = peer
@@ -203,132 +208,146 @@ class _Run:
         self._turn = 0
         self.clients: dict[str, tuple[Client, Memory]] = {}
 
-    async def cell(self, cell: Cell, wanted_s: float) -> None:
-        """Measure a cell, all in turns.
+    async def measure_cell(self, cell: Cell, target_s: float) -> None:
+        """Measure a cell: calibrate every contender, then let the contenders take turns.
 
-        :raises ConnectionError: none of them is left.
+        :param target_s: target duration of a turn, in seconds.
+        :raises ConnectionError: no contender is left.
         """
         counts: dict[str, int] = {}
         for name in tuple(self.clients):
-            async with self._dropping(name):
-                counts[name] = await self._calibrate(name, cell, wanted_s)
+            async with self._drop_on_failure(name):
+                counts[name] = await self._calibrate(name, cell, target_s)
         samples = {name: Samples() for name in self.clients}
-        for _, name in turns(tuple(self.clients)):
+        for _, name in turn_order(tuple(self.clients)):
             if name in self.clients:
-                async with self._dropping(name):
-                    await self._take_turn(name, cell, counts[name], samples[name])
+                async with self._drop_on_failure(name):
+                    await self._run_turn(name, cell, counts[name], samples[name])
         if not self.clients:
             reasons = "; ".join(f"{name}: {problem}" for name, problem in self._report.problems.items())
-            raise ConnectionError(f"nobody is left who could be measured: {reasons}")
+            raise ConnectionError(f"no contender is left to measure: {reasons}")
         self._report.figures += figures(cell, {name: samples[name] for name in self.clients}, BASE)
 
     @asynccontextmanager
-    async def _dropping(self, name: str) -> AsyncIterator[None]:
-        """A block that leaves out the contender that fails in it, and nobody else."""
+    async def _drop_on_failure(self, name: str) -> AsyncIterator[None]:
+        """Drop the contender if the block fails; the others continue."""
         try:
             yield
-        except PeerGoneError:
+        except PeerExitedError:
             raise
         except _FAILURES as error:
             del self.clients[name]
             self._report.problems[name] = str(error) or type(error).__name__
-            async with _within(_STUCK_S, "the other process does not answer"):
-                await self._peer.ask(what="end", name=name, size=0, places=0)  # it is to wait for nothing any more
+            async with _time_limit(_TURN_LIMIT_S, "the peer process does not answer"):
+                await self._peer.request(
+                    action="end", name=name, size=0, slots=0
+                )  # so that the peer stops waiting for messages
 
-    async def _calibrate(self, name: str, cell: Cell, wanted_s: float) -> int:
+    async def _calibrate(self, name: str, cell: Cell, target_s: float) -> int:
         count = cell.window
         while True:
             samples = Samples()
-            await self._take_turn(name, cell, count, samples)
-            more = next_count(count, samples.rounds[0] * count, wanted_s)
-            if more is None:
-                return max(cell.window, fitting_count(samples.rounds[0], wanted_s))
-            count = max(cell.window, more)
+            await self._run_turn(name, cell, count, samples)
+            next_number = next_count(count, samples.rounds[0] * count, target_s)
+            if next_number is None:
+                return max(cell.window, count_for_turn(samples.rounds[0], target_s))
+            count = max(cell.window, next_number)
 
-    async def _take_turn(self, name: str, cell: Cell, count: int, samples: Samples) -> None:
+    async def _run_turn(self, name: str, cell: Cell, count: int, samples: Samples) -> None:
         client, memory = self.clients[name]
         self._turn += 1
-        about = {"name": name, "operation": cell.operation, "size": cell.size, "places": cell.window}
-        async with _within(_STUCK_S, f"it is stuck: a turn took more than {duration(_STUCK_S)}"):
-            memory.begin(cell.size, cell.window, self._turn)
-            await self._peer.ask(what="begin", turn=self._turn, **about)
+        fields = {"name": name, "operation": cell.operation, "size": cell.size, "slots": cell.window}
+        async with _time_limit(_TURN_LIMIT_S, f"stuck: a turn took more than {duration(_TURN_LIMIT_S)}"):
+            memory.prepare(cell.size, cell.window, self._turn)
+            await self._peer.request(action="begin", turn=self._turn, **fields)
             if cell.window == 1:
-                times = await _one_by_one(client, cell, count)
+                times = await _run_sequentially(client, cell, count)
                 samples.single += times
                 samples.rounds.append(median(times))
             else:
                 begin = time.perf_counter_ns()
-                await client.many(cell.operation, cell.size, cell.window, count)
+                await client.run_many(cell.operation, cell.size, cell.window, count)
                 samples.rounds.append((time.perf_counter_ns() - begin) / count)
-            theirs = (await self._peer.ask(what="end", **about))["checksum"]
-        arrived = memory.checksum(cell.size, cell.window) if cell.operation == "read" else theirs
-        if arrived != expected(cell.operation, cell.size, cell.window, self._turn):
-            raise ValueError(f"what arrived in turn {self._turn} ({cell}) are not the bytes that were sent")
+            peer_checksum = (await self._peer.request(action="end", **fields))["checksum"]
+        arrived = memory.checksum(cell.size, cell.window) if cell.operation == "read" else peer_checksum
+        if arrived != expected_checksum(cell.operation, cell.size, cell.window, self._turn):
+            raise ValueError(f"turn {self._turn} ({cell}): the bytes that arrived differ from those that were sent")
 
 
-async def _one_by_one(client: Client, cell: Cell, count: int) -> list[int]:
-    one, operation, size, clock = client.one, cell.operation, cell.size, time.perf_counter_ns
+async def _run_sequentially(client: Client, cell: Cell, count: int) -> list[int]:
+    run_one, operation, size, clock = client.run_one, cell.operation, cell.size, time.perf_counter_ns
     times = []
     for _ in range(count):
         begin = clock()
-        await one(operation, size)
+        await run_one(operation, size)
         times.append(clock() - begin)
     return times
 
 
 async def measure(
     cells: Sequence[Cell],
-    names: Sequence[str],
+    device_names: Sequence[str],
     model: MessageModel,
     seconds: float,
     advance: Callable[[], object] = lambda: None,
 ) -> Report:
-    """Measure, for about so many seconds, and three times as many and a minute at most.
+    """Measure all cells in about `seconds`; the limit is three times `seconds` and a minute.
 
-    :param names: of devices; streams are measured beside them.
+    :param cells: the cells to measure, each by all contenders.
+    :param device_names: names of the devices to measure; TCP and Unix streams are measured as well.
+    :param model: message model of the devices, in both processes.
+    :param seconds: target duration of the whole benchmark.
     :param advance: called after each cell.
-    :raises ConnectionError: the other process ended, or none of the contenders is left.
-    :raises TimeoutError: it took longer than that.
+    :raises ConnectionError: the peer process ended, or no contender is left.
+    :raises TimeoutError: the benchmark exceeded the limit.
     """
-    longest_s = _LONGEST * seconds + _START_S
-    advice = "this machine is too busy, or has too few processors for the message model: measure less, or for longer"
-    async with _within(longest_s, f"it took more than {duration(longest_s)}; {advice}"):
-        return await _measure(cells, names, model, seconds, advance)
+    limit_s = _TIME_LIMIT_FACTOR * seconds + _START_LIMIT_S
+    advice = (
+        "the machine is too busy, or has too few processors for the message model; select fewer operations or devices, "
+        "or raise --seconds"
+    )
+    async with _time_limit(limit_s, f"the benchmark took more than {duration(limit_s)}: {advice}"):
+        return await _measure(cells, device_names, model, seconds, advance)
 
 
 async def _measure(
-    cells: Sequence[Cell], names: Sequence[str], model: MessageModel, seconds: float, advance: Callable[[], object]
+    cells: Sequence[Cell],
+    device_names: Sequence[str],
+    model: MessageModel,
+    seconds: float,
+    advance: Callable[[], object],
 ) -> Report:
     began = time.monotonic()
     report = Report()
     secret = secrets.token_bytes(32)
     async with AsyncExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="aioverbs-bench-"))
-        peer = await stack.enter_async_context(_other_process())
-        run = _Run(peer, report)
-        async with _within(_START_S, f"the other process did not answer within {duration(_START_S)}"):
-            told = {"devices": list(names), "model": model.name, "secret": secret.hex(), "path": f"{folder}/stream"}
-            served = await peer.ask(**told)
+        peer = await stack.enter_async_context(_peer_process())
+        benchmark = _Benchmark(peer, report)
+        async with _time_limit(_START_LIMIT_S, f"the peer process did not answer within {duration(_START_LIMIT_S)}"):
+            served = await peer.request(
+                devices=list(device_names), model=model.name, secret=secret.hex(), path=f"{folder}/stream"
+            )
             report.problems |= served["problems"]
-            for name, place in served["places"].items():
+            for name, address in served["addresses"].items():
                 try:
                     if name in STREAMS:
-                        run.clients[name] = await stack.enter_async_context(_stream(place, secret))
+                        benchmark.clients[name] = await stack.enter_async_context(_stream_client(address, secret))
                     else:
-                        client = await stack.enter_async_context(device_client(name, model, place, secret))
-                        run.clients[name] = client, client.memory
-                except PeerGoneError:
+                        client = await stack.enter_async_context(device_client(name, model, address, secret))
+                        benchmark.clients[name] = client, client.memory
+                except PeerExitedError:
                     raise
                 except (*_FAILURES, DeviceNotFoundError) as error:
                     report.problems[name] = str(error) or type(error).__name__
-        report.contenders = list(run.clients)
-        wanted_s = turn_s(seconds, len(cells), len(run.clients))
-        end = time.monotonic() + seconds * _WARM_UP
-        while time.monotonic() < end:  # caches, clocks, and the ways between the two processes
-            await run.cell(cells[0], wanted_s)
+        report.contenders = list(benchmark.clients)
+        target_s = turn_seconds(seconds, len(cells), len(benchmark.clients))
+        end = time.monotonic() + seconds * _WARM_UP_FRACTION
+        while time.monotonic() < end:  # warms caches, CPU clocks and connections
+            await benchmark.measure_cell(cells[0], target_s)
         report.figures.clear()
         for cell in cells:
-            await run.cell(cell, wanted_s)
+            await benchmark.measure_cell(cell, target_s)
             advance()
     report.seconds = time.monotonic() - began
     return report

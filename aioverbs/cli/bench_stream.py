@@ -1,7 +1,7 @@
-"""What programs do without RDMA, either side of it: requests and answers over a TCP or Unix stream.
+"""Stream contenders of `aioverbs bench`, client and server: requests and answers over a TCP or Unix stream.
 
-A request is a head, and after that of a write or a message its bytes. A write is answered by one byte when its bytes
-are in the peer's memory, a read by the bytes, a message by its first eight.
+A request is a header, followed by the bytes of a write or a message. The server answers a write with one byte when the
+bytes are in its memory, a read with the bytes, and a message with the first eight bytes of the message.
 """
 
 import asyncio
@@ -14,10 +14,10 @@ from aioverbs.cli.measuring import Operation
 
 __all__ = ["StreamClient", "serve_stream"]
 
-_HEAD = struct.Struct("!cII")  # the operation, its bytes, where in the memory
+_HEAD = struct.Struct("!cII")  # operation code, size in bytes, offset in the memory
 _CODES: dict[Operation, bytes] = {"write": b"w", "read": b"r", "send": b"s"}
-ANSWER = 8  # bytes that a message is answered with
-LIMIT = 4 << 20  # of what a stream keeps until it is read: as much as is ever under way
+ANSWER_BYTES = 8  # size of the answer to a message
+READ_LIMIT = 4 << 20  # bytes that a stream buffers until they are read: more than is ever in flight
 
 
 def _proofs(secret: bytes) -> Proofs:
@@ -25,47 +25,48 @@ def _proofs(secret: bytes) -> Proofs:
 
 
 class StreamClient:
-    """The side that asks.
+    """Client side of an open stream.
 
-    :param reader: of a stream that is open.
-    :param writer: of the same.
+    :param reader: the stream's reader.
+    :param writer: the stream's writer.
+    :param memory: outgoing and incoming bytes of this side.
     """
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, memory: Memory) -> None:
         self._reader, self._writer, self._memory = reader, writer, memory
 
     async def prove(self, secret: bytes) -> None:
-        """Prove to the other side that this one may ask."""
+        """Prove to the server that this client knows the secret."""
         self._writer.write(_proofs(secret).make(b"client", await self._reader.readexactly(NONCE_BYTES)))
 
-    async def one(self, operation: Operation, size: int) -> None:
-        """Do it once."""
-        self._ask(operation, size, 0)
-        await self._answer(operation, size, 0)
+    async def run_one(self, operation: Operation, size: int) -> None:
+        """Run one operation of `size` bytes, and wait until it completes."""
+        self._send_request(operation, size, 0)
+        await self._receive_answer(operation, size, 0)
 
-    async def many(self, operation: Operation, size: int, window: int, count: int) -> None:
-        """Do it so often, with a window of them under way."""
-        for at in range(min(window, count)):
-            self._ask(operation, size, at)
-        for at in range(count):
-            await self._answer(operation, size, at % window)
-            if at + window < count:
-                self._ask(operation, size, at % window)
+    async def run_many(self, operation: Operation, size: int, window: int, count: int) -> None:
+        """Run `count` operations of `size` bytes, at most `window` of them in flight."""
+        for index in range(min(window, count)):
+            self._send_request(operation, size, index)
+        for index in range(count):
+            await self._receive_answer(operation, size, index % window)
+            if index + window < count:
+                self._send_request(operation, size, index % window)
 
-    def _ask(self, operation: Operation, size: int, place: int) -> None:
-        head = _HEAD.pack(_CODES[operation], size, place * size)
+    def _send_request(self, operation: Operation, size: int, slot: int) -> None:
+        head = _HEAD.pack(_CODES[operation], size, slot * size)
         if operation == "read":
             self._writer.write(head)
         else:
-            self._writer.writelines((head, self._memory.outgoing[place * size : (place + 1) * size]))
+            self._writer.writelines((head, self._memory.outgoing[slot * size : (slot + 1) * size]))
 
-    async def _answer(self, operation: Operation, size: int, place: int) -> None:
+    async def _receive_answer(self, operation: Operation, size: int, slot: int) -> None:
         if operation == "read":
-            self._memory.incoming[place * size : (place + 1) * size] = await self._reader.readexactly(size)
+            self._memory.incoming[slot * size : (slot + 1) * size] = await self._reader.readexactly(size)
         elif operation == "write":
             await self._reader.readexactly(1)
         else:
-            self._memory.check_answer(await self._reader.readexactly(ANSWER), size, place)
+            self._memory.check_answer(await self._reader.readexactly(ANSWER_BYTES), size, slot)
 
     async def aclose(self) -> None:
         """Close the stream."""
@@ -76,9 +77,10 @@ class StreamClient:
 def serve_stream(
     memory: Memory, secret: bytes
 ) -> Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]:
-    """The side that answers: for `asyncio.start_server`.
+    """Return a callback for `asyncio.start_server` that serves the memory.
 
-    :param secret: that who may ask knows.
+    :param memory: outgoing and incoming bytes of the server.
+    :param secret: the secret that a client must prove to know.
     """
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -86,26 +88,26 @@ def serve_stream(
             nonce = make_nonce()
             writer.write(nonce)
             if _proofs(secret).check(await reader.readexactly(PROOF_BYTES), b"client", nonce):
-                await _answer_all(reader, writer, memory)
+                await _answer_requests(reader, writer, memory)
         except (asyncio.IncompleteReadError, ConnectionError):
-            pass  # it has no more to ask
+            pass  # the client closed the stream
         finally:
             writer.close()
 
     return answer
 
 
-async def _answer_all(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, memory: Memory) -> None:
+async def _answer_requests(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, memory: Memory) -> None:
     while True:
         code, size, offset = _HEAD.unpack(await reader.readexactly(_HEAD.size))
         if code == b"r":
             writer.write(memory.outgoing[offset : offset + size])
             await writer.drain()
             continue
-        data = await reader.readexactly(size)
+        payload = await reader.readexactly(size)
         if code == b"w":
-            memory.incoming[offset : offset + size] = data
+            memory.incoming[offset : offset + size] = payload
             writer.write(b"\0")
         else:
-            memory.message(data)
-            writer.write(data[:ANSWER])
+            memory.store_message(payload)
+            writer.write(payload[:ANSWER_BYTES])

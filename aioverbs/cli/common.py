@@ -1,7 +1,7 @@
-"""What all commands have in common: options, exit statuses, where they print, and how they run.
+"""Shared parts of all commands: options, exit statuses, printing, and running coroutines.
 
-It loads neither rich nor the compiled core, nor does the file of any command: the command line is there at once, and
-`aioverbs doctor` where the core does not load.
+Neither this module nor a command's module imports rich or the compiled core at its top: the command line starts fast,
+and `aioverbs doctor` works where the core does not load.
 """
 
 import asyncio
@@ -30,61 +30,61 @@ __all__ = [
     "device_names",
     "json_option",
     "print_json",
-    "report",
+    "report_error",
     "run",
     "runner",
-    "tell",
+    "write_line",
 ]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_STOPS = (signal.SIGINT, signal.SIGTERM)
-_WIDE = 1_000  # columns, where nobody looks: tables are as wide as what they hold
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_PIPE_COLUMNS = 1_000  # columns if the output is no terminal, so that tables are not cut
 
 
 class Status(IntEnum):
-    """The exit statuses of all commands."""
+    """Exit statuses of all commands."""
 
     OK = 0
-    """It was done; what was asked is so."""
+    """The command succeeded, and the checked condition holds."""
 
     NO = 1
-    """It was done, and what was asked is not so: a device cannot be used, answers were lost."""
+    """The command succeeded, and the checked condition does not hold: a device is unusable, answers were lost."""
 
     USAGE = 2
-    """The command line is wrong. It is click's."""
+    """The command line is invalid. Same value as `click.UsageError.exit_code`."""
 
-    NOT_THERE = 3
-    """What was named is not there, or cannot be reached: a device, a peer, a process."""
+    NOT_FOUND = 3
+    """A device, peer or process named by the caller does not exist or is unreachable."""
 
     FAILED = 4
-    """It could not be done, or not to its end: the line on standard error says why."""
+    """The command failed; a line on standard error gives the reason."""
 
     INTERRUPTED = 130
-    """Ctrl-C, before there was anything to tell."""
+    """Ctrl-C interrupted the command before it had a result."""
 
 
 # ---- Options and arguments
 
 
 def json_option(command: F) -> F:
-    """The option ``--json``, which a command gets as `as_json`."""
+    """Add the option ``--json``, passed to the command as `as_json`."""
     return click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")(command)
 
 
 class Seconds(click.FloatRange):
-    """A number of seconds, of which there is an end."""
+    """Parameter type of a finite number of seconds."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """A number of its range."""
+        """Convert to a number of seconds, and check that it is finite and in the range."""
         seconds = super().convert(value, param, ctx)
         if not math.isfinite(seconds):
-            self.fail(f"{seconds} is no number of seconds", param, ctx)
+            self.fail(f"expected a finite number of seconds, got {seconds}", param, ctx)
         return seconds
 
 
 def device_names(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
-    """What completes a device's name: those that the kernel knows and the software device. None of them is opened."""
+    """Return completions of a device name: the kernel's devices and the software device. Opens no device."""
     return [name for name in (*kernel_devices(), "soft0") if name.startswith(incomplete)]
 
 
@@ -92,19 +92,23 @@ def device_names(ctx: click.Context, param: click.Parameter, incomplete: str) ->
 
 
 def console(*, stderr: bool = False) -> "Console":
-    """Where to print for people: in colours on terminals only, and not where NO_COLOR is set to anything."""
+    """Return a rich console for human-readable output; it uses colours only on a terminal, without NO_COLOR.
+
+    :param stderr: write to standard error instead of standard output.
+    """
     from rich.console import Console
 
     made = Console(stderr=stderr, highlight=False, color_system=None if os.environ.get("NO_COLOR") else "auto")
     if not made.is_terminal:
-        made.width = _WIDE
+        made.width = _PIPE_COLUMNS
     return made
 
 
 def print_json(value: object, *, one_line: bool = False) -> None:
-    """Print a value for programs, dataclasses as objects, members of enumerations by their names.
+    """Print a value as JSON: dataclasses become objects, members of enumerations their names.
 
-    :param one_line: for commands that print many.
+    :param value: the value.
+    :param one_line: print no line breaks within the value, for commands that print one value per line.
     """
     click.echo(json.dumps(to_jsonable(value), indent=None if one_line else 2))
 
@@ -113,14 +117,14 @@ def print_json(value: object, *, one_line: bool = False) -> None:
 
 
 def run(main: Coroutine[Any, Any, Status]) -> NoReturn:
-    """Run a coroutine on uvloop, or on asyncio where that is not installed, and exit with the status it returns."""
-    with runner() as chosen:
-        status = chosen.run(main)
+    """Run a coroutine on uvloop, or on asyncio if uvloop is not installed, and exit with the returned status."""
+    with runner() as event_loop_runner:
+        status = event_loop_runner.run(main)
     click.get_current_context().exit(status)
 
 
 def runner() -> asyncio.Runner:
-    """One of uvloop, or of asyncio where that is not installed."""
+    """Return an `asyncio.Runner` with uvloop's event loop, or with asyncio's if uvloop is not installed."""
     try:
         from uvloop import new_event_loop
     except ImportError:
@@ -128,14 +132,17 @@ def runner() -> asyncio.Runner:
     return asyncio.Runner(loop_factory=new_event_loop)
 
 
-def tell(stdin: asyncio.StreamWriter, line: str) -> None:
-    """Tell another process something by its standard input. One that has ended is told nothing."""
-    if not stdin.is_closing():  # one that is closed raises RuntimeError on uvloop, and on asyncio it does not
+def write_line(stdin: asyncio.StreamWriter, line: str) -> None:
+    """Write a line to another process's standard input; do nothing if that process has ended."""
+    if not stdin.is_closing():  # write() on a closed pipe raises RuntimeError on uvloop, not on asyncio
         stdin.write(f"{line}\n".encode())
 
 
 class UntilStopped:
-    """A block that Ctrl-C and SIGTERM end, so that what comes after it can tell what was. The next Ctrl-C ends all."""
+    """Context manager whose block SIGINT and SIGTERM cancel; the code after the block then prints a summary.
+
+    A second Ctrl-C interrupts the program as usual.
+    """
 
     def __enter__(self) -> None:
         import anyio
@@ -143,16 +150,16 @@ class UntilStopped:
         self._loop = asyncio.get_running_loop()
         self._scope = anyio.CancelScope()
         self._scope.__enter__()
-        for number in _STOPS:
-            self._loop.add_signal_handler(number, self._stop)
+        for signal_number in _STOP_SIGNALS:
+            self._loop.add_signal_handler(signal_number, self._stop)
 
     def _stop(self) -> None:
         self._release()
         self._scope.cancel()
 
     def _release(self) -> None:
-        for number in _STOPS:
-            self._loop.remove_signal_handler(number)
+        for signal_number in _STOP_SIGNALS:
+            self._loop.remove_signal_handler(signal_number)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -161,21 +168,21 @@ class UntilStopped:
         return bool(self._scope.__exit__(kind, error, traceback))
 
 
-def report(error: BaseException) -> Status:
-    """Say in one line on standard error what went wrong, and tell the status to exit with."""
+def report_error(error: BaseException) -> Status:
+    """Print an error as one line on standard error, and return the exit status."""
     if isinstance(error, (KeyboardInterrupt, asyncio.CancelledError)):
         return Status.INTERRUPTED
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     text = " ".join(str(error).split()) or type(error).__name__
-    if not isinstance(error, _expected()):
+    if not isinstance(error, _expected_errors()):
         text = f"{type(error).__name__}: {text} (aioverbs --traceback … shows where)"
     click.echo(f"aioverbs: {text}", err=True)
-    return Status.NOT_THERE if isinstance(error, _absences()) else Status.FAILED
+    return Status.NOT_FOUND if isinstance(error, _not_found_errors()) else Status.FAILED
 
 
-def _expected() -> tuple[type[BaseException], ...]:
-    """What is raised by what is there and what was asked for, not by a mistake of the program's."""
+def _expected_errors() -> tuple[type[BaseException], ...]:
+    """Return the exceptions caused by the environment or by the arguments, not by a bug of the program."""
     import anyio
 
     from aioverbs import errors
@@ -184,7 +191,7 @@ def _expected() -> tuple[type[BaseException], ...]:
     return (OSError, ValueError, errors.DeviceNotFoundError, anyio.BrokenResourceError, *completion)
 
 
-def _absences() -> tuple[type[BaseException], ...]:
+def _not_found_errors() -> tuple[type[BaseException], ...]:
     from aioverbs import errors
 
     return (ConnectionError, errors.DeviceNotFoundError, errors.LibraryNotFoundError, errors.UnreachableError)

@@ -1,4 +1,4 @@
-"""`aioverbs completion`: what makes a shell complete the command line."""
+"""`aioverbs completion`: print the completion script of a shell."""
 
 import click
 from click.shell_completion import get_completion_class
@@ -12,11 +12,11 @@ _INSTALL = {
 }
 
 
-@click.command(short_help="Have a shell complete the command line.", epilog="\b\n" + "\n".join(_INSTALL.values()))
+@click.command(short_help="Print the completion script of a shell.", epilog="\b\n" + "\n".join(_INSTALL.values()))
 @click.argument("shell", type=click.Choice(list(_INSTALL)))
 @click.pass_context
 def completion(ctx: click.Context, shell: str) -> None:
-    """Print what makes SHELL complete commands, options and the names of devices."""
+    """Print a script that makes SHELL complete commands, options and the names of devices."""
     kind = get_completion_class(shell)
     assert kind is not None
     click.echo(kind(ctx.find_root().command, {}, "aioverbs", "_AIOVERBS_COMPLETE").source())

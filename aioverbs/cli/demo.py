@@ -1,4 +1,4 @@
-"""`aioverbs demo`: two processes on the best device there is, and every byte between them compared."""
+"""`aioverbs demo`: exchange data between two processes on the best available device, and verify every byte."""
 
 from typing import TYPE_CHECKING
 
@@ -15,17 +15,19 @@ __all__ = ["demo"]
 
 
 @click.command()
-@click.option("--device", shell_complete=device_names, help="Its name; else AIOVERBS_DEVICE's, else the best there is.")
-@click.option("--size", type=click.IntRange(1, 4096), default=64, show_default=True, help="MiB of memory to read.")
 @click.option(
-    "--messages", type=click.IntRange(1, 10**6), default=1000, show_default=True, help="To send and get back."
+    "--device", shell_complete=device_names, help="Device name. Default: AIOVERBS_DEVICE, else the best device."
+)
+@click.option("--size", type=click.IntRange(1, 4096), default=64, show_default=True, help="Memory to read, in MiB.")
+@click.option(
+    "--messages", type=click.IntRange(1, 10**6), default=1000, show_default=True, help="Number of round trips."
 )
 @json_option
 def demo(device: str | None, size: int, messages: int, as_json: bool) -> None:
-    """Exchange messages with a second process, read its memory one-sidedly, and compare every byte.
+    """Exchange messages with a second process, read its memory one-sidedly, and verify every byte.
 
-    Then call the connection from a thread and an event loop that do not own it, which raises an AffinityError, and show
-    what the device does natively. The exit status is 1 if a byte was wrong or that call was not stopped.
+    Then use the connection from a thread and an event loop that do not own it, which raises an AffinityError, and show
+    the device's native features. The exit status is 1 if a byte was wrong or the foreign call did not fail.
     """
     run(_demo(device, size << 20, messages, as_json))
 
@@ -39,10 +41,10 @@ async def _demo(device: str | None, size: int, messages: int, as_json: bool) -> 
     if outcome is None:
         return Status.INTERRUPTED
     if as_json:
-        print_json({"verified": outcome.good, **vars(outcome)})
+        print_json({"verified": outcome.verified, **vars(outcome)})
     else:
         _print(console(), outcome)
-    return Status.OK if outcome.good else Status.NO
+    return Status.OK if outcome.verified else Status.NO
 
 
 def _print(out: "Console", outcome: "Outcome") -> None:
@@ -60,13 +62,13 @@ def _print(out: "Console", outcome: "Outcome") -> None:
     this, other = outcome.processes
     latencies = ", ".join(f"{name} {duration(value / 1e9)}" for name, value in outcome.round_trip_ns.items())
     rate = outcome.bytes / outcome.read_seconds
-    table.add_row("processes", f"{this}, which asked, and {other}, which answered messages and owned the memory")
-    table.add_row("messages", f"{outcome.messages:,} of 64 bytes there and back: {latencies}")
+    table.add_row("processes", f"{this} (client) and {other} (server, owner of the memory)")
+    table.add_row("messages", f"{outcome.messages:,} round trips of 64 bytes: {latencies}")
     table.add_row("one-sided reads", f"{outcome.bytes:,} bytes, {quantity(rate)}B/s")
-    stopped = f"AffinityError: {outcome.affinity_error}" if outcome.affinity_error else "its call was not stopped"
-    table.add_row("a wrong loop", stopped)
+    foreign_call = f"AffinityError: {outcome.affinity_error}" if outcome.affinity_error else "did not fail"
+    table.add_row("foreign loop", foreign_call)
     out.print(table)
-    if outcome.good:
-        out.print(Text("verified: each message and each byte", "bold green"))
+    if outcome.verified:
+        out.print(Text("verified: every message and every byte", "bold green"))
     else:
-        out.print(Text(f"not as it should be: {'; '.join(outcome.faults)}", "bold red"))
+        out.print(Text(f"failed: {'; '.join(outcome.faults)}", "bold red"))

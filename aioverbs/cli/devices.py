@@ -1,4 +1,4 @@
-"""`aioverbs devices`: the devices of this machine, what state they are in and what they have."""
+"""`aioverbs devices`: list this machine's devices with their state, native features and limits."""
 
 from typing import TYPE_CHECKING
 
@@ -15,25 +15,25 @@ if TYPE_CHECKING:
 __all__ = ["devices"]
 
 
-@click.command(short_help="List devices, and what they have.")
+@click.command(short_help="List devices and their native features.")
 @click.argument("name", required=False, shell_complete=device_names)
 @json_option
 def devices(name: str | None, as_json: bool) -> None:
-    """List devices: their ports, and what they do natively.
+    """List devices with their ports and native features.
 
-    With NAME, all of that device: its GIDs and its limits, too. A software device with an address has that in its name,
-    as in soft0@10.0.0.1:7470.
+    With NAME, show that device alone, with its GIDs and limits. The name of a software device with an address contains
+    the address, as in soft0@10.0.0.1:7470.
 
-    The exit status is 1 where NAME is there and cannot be used, 3 where it is not there.
+    The exit status is 1 if NAME is unusable, 3 if it does not exist.
     """
     run(_devices(name, as_json))
 
 
 async def _devices(name: str | None, as_json: bool) -> Status:
-    from aioverbs.cli.inventory import look_at, names
+    from aioverbs.cli.inventory import inspect_device, list_devices
 
-    listed, problem = names() if name is None else ([name], None)
-    found = [await look_at(each) for each in listed]
+    listed, problem = list_devices() if name is None else ([name], None)
+    found = [await inspect_device(each) for each in listed]
     if as_json:
         print_json({"devices": found, "rdma_problem": problem})
     else:
@@ -79,13 +79,17 @@ def _print_all(out: "Console", found: "list[DeviceReport]", problem: str | None)
         if device.problem is not None:
             out.print(Text.assemble((device.name, "bold"), ": ", (device.problem, "red")))
     if problem is not None:
-        out.print(Text.assemble(("RDMA devices cannot be listed: ", "yellow"), f"{problem}\n`aioverbs doctor` helps"))
+        out.print(
+            Text.assemble(
+                ("RDMA devices cannot be listed: ", "yellow"), f"{problem}\nrun `aioverbs doctor` to find the reason"
+            )
+        )
 
 
 def _native(device: "DeviceReport") -> list[str]:
     from aioverbs.cli.inventory import FEATURES
 
-    return [FEATURES[feature] for feature, there in device.native.items() if there]
+    return [FEATURES[feature] for feature, native in device.native.items() if native]
 
 
 def _print_one(out: "Console", device: "DeviceReport") -> None:
@@ -104,12 +108,12 @@ def _print_one(out: "Console", device: "DeviceReport") -> None:
         out.print(Text.assemble(f"\nport {port.number}: ", (port.state, _STATES.get(port.state, "yellow")), line))
         gids = _table("INDEX", "GID", "TYPE", "")
         for gid in port.gids:
-            gids.add_row(str(gid.index), Text(gid.address), gid.type, "sent from" if gid.preferred else "")
+            gids.add_row(str(gid.index), Text(gid.address), gid.type, "default" if gid.preferred else "")
         out.print(gids)
     out.print()
     features = _table("NATIVE", "")
-    for feature, there in device.native.items():
-        features.add_row(FEATURES[feature], Text("yes", "green") if there else Text("no", "yellow"))
+    for feature, native in device.native.items():
+        features.add_row(FEATURES[feature], Text("yes", "green") if native else Text("no", "yellow"))
     out.print(features)
     out.print()
     limits = _table("LIMIT", "")

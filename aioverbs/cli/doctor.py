@@ -1,4 +1,4 @@
-"""`aioverbs doctor`: a diagnosis for people and, as JSON, for programs."""
+"""`aioverbs doctor`: print a diagnosis of the machine's RDMA devices, as text or JSON."""
 
 import os
 import platform
@@ -11,28 +11,28 @@ import click
 
 from aioverbs.cli.common import Status, device_names, json_option, print_json
 from aioverbs.cli.diagnosis import Diagnosis, Finding, Severity, diagnose
-from aioverbs.cli.machine import Device, Library, Machine, look
+from aioverbs.cli.machine import Device, Library, Machine, inspect_machine
 
 __all__ = ["as_text", "doctor", "status_of"]
 
 _COLOURS = {Severity.ERROR: "red", Severity.WARNING: "yellow"}
 
 
-@click.command(short_help="Find what is wrong with RDMA devices.")
+@click.command(short_help="Diagnose problems with RDMA devices.")
 @click.argument("device", required=False, shell_complete=device_names)
 @json_option
 @click.pass_context
 def doctor(ctx: click.Context, device: str | None, as_json: bool) -> None:
-    """Tell which RDMA devices can be used, why others cannot, and which command mends that.
+    """Show which RDMA devices are usable, why others are not, and the commands that fix them.
 
-    The exit status is 0 where DEVICE, or without one any RDMA device, can be used; 1 where it is there and cannot be;
-    3 where there is none.
+    The exit status is 0 if DEVICE is usable, 1 if it is unusable, 3 if it does not exist. Without DEVICE, the status is
+    0 if at least one RDMA device is usable, 1 if none is, and 3 if there is no RDMA device.
     """
-    machine = look()
+    machine = inspect_machine()
     diagnosis = diagnose(machine)
     status = status_of(diagnosis, device)
     if as_json:
-        print_json(_for_programs(machine, diagnosis, status))
+        print_json(_to_json(machine, diagnosis, status))
     else:
         for line in as_text(machine, diagnosis):
             click.echo(line, color=False if os.environ.get("NO_COLOR") else None)
@@ -40,20 +40,23 @@ def doctor(ctx: click.Context, device: str | None, as_json: bool) -> None:
 
 
 def status_of(diagnosis: Diagnosis, name: str | None = None) -> Status:
-    """Whether a device, or where none is named any RDMA device, can be used."""
+    """Return the exit status for a device, or for all RDMA devices.
+
+    :param name: the device's name; None: any RDMA device counts.
+    """
     if name is not None:
         if name in diagnosis.usable:
             return Status.OK
-        return Status.NO if name in diagnosis.unusable else Status.NOT_THERE
+        return Status.NO if name in diagnosis.unusable else Status.NOT_FOUND
     if diagnosis.usable:
         return Status.OK
-    return Status.NO if diagnosis.unusable else Status.NOT_THERE
+    return Status.NO if diagnosis.unusable else Status.NOT_FOUND
 
 
-def _for_programs(machine: Machine, diagnosis: Diagnosis, status: Status) -> dict[str, Any]:
-    """All that was found, of the machine and of what is wrong with it."""
+def _to_json(machine: Machine, diagnosis: Diagnosis, status: Status) -> dict[str, Any]:
+    """Return the diagnosis and the machine's data as a JSON object."""
     described = asdict(machine)
-    del described["modules"], described["loadable"]  # hundreds, and nothing of RDMA
+    del described["modules"], described["loadable"]  # hundreds, most unrelated to RDMA
     return {
         "aioverbs": metadata.version("aioverbs"),
         "python": platform.python_version(),
@@ -66,7 +69,7 @@ def _for_programs(machine: Machine, diagnosis: Diagnosis, status: Status) -> dic
 
 
 def as_text(machine: Machine, diagnosis: Diagnosis) -> Iterator[str]:
-    """Lines, coloured."""
+    """Yield the lines of the report, with ANSI colours."""
     yield f"aioverbs {metadata.version('aioverbs')}, Python {platform.python_version()}, Linux {machine.kernel}"
     probe = machine.probe
     if probe.crash is None:
@@ -75,11 +78,11 @@ def as_text(machine: Machine, diagnosis: Diagnosis) -> Iterator[str]:
     yield f"providers: {', '.join(machine.providers) or 'none'}"
     yield ""
     for device in machine.devices:
-        good = device.name in diagnosis.usable
-        yield from _device(device, good)
+        usable = device.name in diagnosis.usable
+        yield from _device(device, usable)
         yield from _findings(diagnosis, device.name)
     if machine.soft_problem is None:
-        yield f"{click.style('soft0', bold=True)}  {_verdict(True)}: the software device needs nothing"
+        yield f"{click.style('soft0', bold=True)}  {_verdict(True)}: the software device, without requirements"
     else:
         yield f"{click.style('soft0', bold=True)}  {_verdict(False)}"
         yield from _findings(diagnosis, "soft0")
@@ -92,15 +95,15 @@ def _library(name: str, library: Library) -> str:
     return f"{name} {library.version or f'in {library.path}'}"
 
 
-def _verdict(good: bool) -> str:
-    return click.style("usable", fg="green") if good else click.style("unusable", fg="red")
+def _verdict(usable: bool) -> str:
+    return click.style("usable", fg="green") if usable else click.style("unusable", fg="red")
 
 
-def _device(device: Device, good: bool) -> Iterator[str]:
-    yield f"{click.style(device.name, bold=True)}  {_verdict(good)}"
+def _device(device: Device, usable: bool) -> Iterator[str]:
+    yield f"{click.style(device.name, bold=True)}  {_verdict(usable)}"
     for port in device.ports:
-        of = f", {port.netdev}" if port.netdev is not None else ""
-        yield f"  port {port.number}: {port.state}, {port.link_layer}{of}"
+        suffix = f", {port.netdev}" if port.netdev is not None else ""
+        yield f"  port {port.number}: {port.state}, {port.link_layer}{suffix}"
         yield from (f"    GID {gid.index}: {gid.address} {gid.kind}" for gid in port.gids)
 
 

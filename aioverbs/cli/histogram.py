@@ -1,7 +1,7 @@
-"""PURE: how long things took, counted in buckets that grow with what they hold.
+"""PURE: a histogram of durations, with buckets whose width grows with the value.
 
-A bucket is as wide as 1/64 of the power of two that it lies in: what is told of the values is exact to 1.6 %, and takes
-no more memory the more there are.
+A bucket is 1/64 of a power of two wide: percentiles are exact to 1.6 %, and the memory does not grow with the number of
+values.
 """
 
 import math
@@ -11,12 +11,12 @@ from collections.abc import Iterator
 __all__ = ["Histogram"]
 
 _BITS = 6
-_EXACT = 1 << (_BITS + 1)  # values below have a bucket each
-_FRACTIONS = (8, 4, 2, 1)  # of a power of two, that a row of a picture may be
+_EXACT = 1 << (_BITS + 1)  # smaller values have a bucket each
+_FRACTIONS = (8, 4, 2, 1)  # allowed row widths: a power of two divided by one of these
 
 
 class Histogram:
-    """Counts of values, which are integers from 0."""
+    """Counts of non-negative integers."""
 
     def __init__(self) -> None:
         self._buckets: Counter[int] = Counter()
@@ -24,15 +24,15 @@ class Histogram:
         self.minimum = 0
         self.maximum = 0
         self._mean = 0.0
-        self._squares = 0.0  # the sum of those of distances from the mean
+        self._squares = 0.0  # sum of the squared distances from the mean
 
     def record(self, value: int) -> None:
         """Count a value.
 
-        :raises ValueError: it is negative.
+        :raises ValueError: `value` is negative.
         """
         if value < 0:
-            raise ValueError(f"nothing takes {value}: values are 0 and more")
+            raise ValueError(f"`value` must be at least 0, got {value}")
         self.minimum = min(self.minimum, value) if self.count else value
         self.maximum = max(self.maximum, value)
         self.count += 1
@@ -43,46 +43,48 @@ class Histogram:
 
     @property
     def mean(self) -> float:
-        """The mean of all values, exactly; 0 of none."""
+        """Exact mean of all values; 0 if there are none."""
         return self._mean
 
     @property
     def deviation(self) -> float:
-        """The standard deviation of all values, exactly; 0 of none."""
+        """Exact standard deviation of all values; 0 if there are none."""
         return math.sqrt(self._squares / self.count) if self.count else 0.0
 
     def percentile(self, percent: float) -> int:
-        """What so many percent of the values are not above, as near as buckets tell; 0 of none.
+        """Return a percentile of the values, to the precision of a bucket; 0 if there are no values.
 
-        :param percent: from 0 to 100.
-        :raises ValueError: it is something else.
+        :param percent: 0..100.
+        :raises ValueError: `percent` is outside 0..100.
         """
         if not 0 <= percent <= 100:
-            raise ValueError(f"a percentile is from 0 to 100, not {percent}")
+            raise ValueError(f"`percent` must be from 0 to 100, got {percent}")
         if not self.count:
             return 0
-        wanted = max(1, math.ceil(self.count * percent / 100))
-        seen = 0
+        rank = max(1, math.ceil(self.count * percent / 100))
+        counted = 0
         for bucket in sorted(self._buckets):
-            seen += self._buckets[bucket]
-            if seen >= wanted:
+            counted += self._buckets[bucket]
+            if counted >= rank:
                 return max(self.minimum, min(self.maximum, _end(bucket) - 1))
         return self.maximum
 
-    def rows(self, most: int = 20) -> list[tuple[int, int, int]]:
-        """The values in rows from the least to the greatest: where each begins and ends, and how many lie in it.
+    def rows(self, max_rows: int = 20) -> list[tuple[int, int, int]]:
+        """Return rows of a picture, in ascending order: the first value, the end (exclusive), and the count of each.
 
-        They are eighths of powers of two, or quarters, halves, wholes, so that there are no more rows than wanted; of
-        wholes there are as many as it takes.
+        A row covers an eighth, a quarter, a half or the whole of a power of two: the narrowest that needs at most
+        `max_rows` rows. If even whole powers need more, there are more rows.
+
+        :param max_rows: wanted limit of the number of rows.
         """
         if not self.count:
             return []
         first, last = _bucket(self.minimum), _bucket(self.maximum)
         widths = [(1 << _BITS) // parts for parts in _FRACTIONS]  # in buckets
-        width = next((width for width in widths if last // width - first // width < most), widths[-1])
-        return list(self._in_rows(first // width, last // width, width))
+        width = next((width for width in widths if last // width - first // width < max_rows), widths[-1])
+        return list(self._merge_buckets(first // width, last // width, width))
 
-    def _in_rows(self, first: int, last: int, width: int) -> Iterator[tuple[int, int, int]]:
+    def _merge_buckets(self, first: int, last: int, width: int) -> Iterator[tuple[int, int, int]]:
         counts: Counter[int] = Counter()
         for bucket, count in self._buckets.items():
             counts[bucket // width] += count
@@ -98,7 +100,7 @@ def _bucket(value: int) -> int:
 
 
 def _begin(bucket: int) -> int:
-    """The least value of a bucket."""
+    """Return the smallest value of a bucket."""
     if bucket < _EXACT:
         return bucket
     shift = (bucket >> _BITS) - 1

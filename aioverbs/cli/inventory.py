@@ -1,4 +1,4 @@
-"""What there is to tell of devices: asked of each, by opening it and making one of each kind of thing on it."""
+"""Reports about devices: open a device, and try each feature on it."""
 
 import contextlib
 import errno
@@ -19,9 +19,9 @@ from aioverbs.errors import DeviceNotFoundError, LibraryNotFoundError, VerbsErro
 from aioverbs.gid_selection import select_gid_index
 from aioverbs.types import PortState
 
-__all__ = ["FEATURES", "DeviceReport", "GidReport", "PortReport", "look_at", "names"]
+__all__ = ["FEATURES", "DeviceReport", "GidReport", "PortReport", "inspect_device", "list_devices"]
 
-# What a device may lack, by its name in JSON: as people call it.
+# Optional features: name in JSON, name in text.
 FEATURES = {
     "thread_domains": "thread domains",
     "parent_domains": "parent domains",
@@ -31,14 +31,19 @@ FEATURES = {
     "memory_windows": "memory windows",
     "cq_moderation": "CQ moderation",
 }
-# What is said where there is no such thing: EINVAL by some providers, of attributes that they do not know.
-_LACKING = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
+# Errors that mean "unsupported". Some providers fail with EINVAL for attributes they do not know.
+_UNSUPPORTED = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
 
 
 @dataclass(frozen=True)
 class GidReport:
-    """A GID: its place in the port's table, what packets from it look like, and whether it is the one that is sent
-    from where nobody says which."""
+    """A GID of a port.
+
+    :param index: index in the port's GID table.
+    :param address: the GID as an IPv6 address.
+    :param type: name of the GID type, such as ``"ROCE_V2"``.
+    :param preferred: whether aioverbs uses this GID by default.
+    """
 
     index: int
     address: str
@@ -48,7 +53,7 @@ class GidReport:
 
 @dataclass(frozen=True)
 class PortReport:
-    """A port. Sizes are bytes."""
+    """A port of a device; sizes are in bytes."""
 
     number: int
     state: str
@@ -64,9 +69,10 @@ class DeviceReport:
     """A device.
 
     :param provider: ``"software"`` or ``"hardware"``.
-    :param problem: why it cannot be opened or used; what is not known then is empty.
-    :param native: whether it has each of `FEATURES` itself.
-    :param limits: what it tells by ``ibv_query_device``: the most of each thing.
+    :param problem: why the device cannot be opened or used; fields that are unknown then keep their defaults.
+    :param active: whether a port is active.
+    :param native: whether the device implements each of `FEATURES`.
+    :param limits: limits reported by ``ibv_query_device``.
     """
 
     name: str
@@ -82,38 +88,42 @@ class DeviceReport:
     limits: dict[str, int | str] = field(default_factory=dict)
 
 
-def names() -> tuple[list[str], str | None]:
-    """The devices that are there, RDMA devices first, and why RDMA devices cannot be listed, if so."""
+def list_devices() -> tuple[list[str], str | None]:
+    """List devices, RDMA devices first.
+
+    :returns: the names of the devices, and the reason why RDMA devices cannot be listed, or None.
+    """
     try:
         return [*hardware.names(), *software.names()], None
     except OSError as error:
         return software.names(), str(error)
 
 
-async def look_at(name: str) -> DeviceReport:
-    """Open a device, and find out what there is to tell of it.
+async def inspect_device(name: str) -> DeviceReport:
+    """Open a device and report about it. If opening or testing the device fails, the report contains the problem.
 
-    :raises DeviceNotFoundError: there is no such device.
+    :param name: the device's name.
+    :raises DeviceNotFoundError: no device has that name.
     """
     provider = "software" if software.is_software(name) else "hardware"
     try:
-        with _silence():
+        with _suppress_warnings():
             async with open_device(name) as device:
                 return await _report(device, provider)
     except DeviceNotFoundError:
         raise
-    except LibraryNotFoundError as error:  # which would know whether it is there
+    except LibraryNotFoundError as error:  # then only the kernel's list tells whether the device exists
         known = kernel_devices()
         if name not in known:
             raise DeviceNotFoundError(name, (*known, *software.names())) from error
         return DeviceReport(name, provider, str(error))
-    except (OSError, ValueError) as error:  # the latter: of the software device's environment
+    except (OSError, ValueError) as error:  # ValueError: an invalid setting of the software device
         return DeviceReport(name, provider, str(error))
 
 
 @contextlib.contextmanager
-def _silence() -> Iterator[None]:
-    """Nobody is to be warned of what a device has not: that is what is asked."""
+def _suppress_warnings() -> Iterator[None]:
+    """Suppress warnings about missing features, since the report contains them."""
     logger = logging.getLogger("aioverbs")
     before = logger.level
     logger.setLevel(logging.ERROR)
@@ -132,8 +142,8 @@ async def _report(device: Device, provider: str) -> DeviceReport:
     limits["atomic_cap"] = attributes.atomic_cap.name
     problem, native = None, dict[str, bool]()
     try:
-        native = await _native(device)
-    except OSError as error:  # as where no memory may be locked
+        native = await _native_features(device)
+    except OSError as error:  # for example, no memory may be locked
         problem = str(error)
     return DeviceReport(
         device.name,
@@ -165,16 +175,16 @@ def _address(gid: bytes) -> str:
     return f"::ffff:{ipv4}" if ipv4 is not None else str(address)
 
 
-async def _native(device: Device) -> dict[str, bool]:
-    """What it has, by trying: what a provider does not have answers so, or is made without being native."""
+async def _native_features(device: Device) -> dict[str, bool]:
+    """Try each of `FEATURES`: an unsupported one fails, or is emulated and says so."""
     found = dict.fromkeys(FEATURES, False)
     async with device.thread_domain() as td, device.protection_domain() as pd:
         found["thread_domains"] = td.native
         async with pd.parent_domain() as parent:
             found["parent_domains"] = parent.native
-        found["allocators"] = found["parent_domains"] and await _opens(_with_allocator(device))
-        found["xrc_domains"] = await _opens(device.xrc_domain())
-        found["shared_protection_domains"] = await _opens(pd.share(1))
+        found["allocators"] = found["parent_domains"] and await _can_open(_with_allocator(device))
+        found["xrc_domains"] = await _can_open(device.xrc_domain())
+        found["shared_protection_domains"] = await _can_open(pd.share(1))
         found["memory_windows"] = has_windows(device.handle)
         async with pd.completion_queue(16, message_model=MessageModel.HIGH_BANDWIDTH) as cq:
             found["cq_moderation"] = cq.moderated
@@ -186,17 +196,17 @@ async def _with_allocator(device: Device) -> AsyncIterator[None]:
     async with (
         device.protection_domain() as pd,
         pd.parent_domain(allocator=ArenaAllocator()) as parent,
-        parent.completion_queue(16),  # which it is asked for memory for
+        parent.completion_queue(16),  # takes its memory from the allocator
     ):
         yield
 
 
-async def _opens(resource: AbstractAsyncContextManager[object]) -> bool:
+async def _can_open(resource: AbstractAsyncContextManager[object]) -> bool:
     async with AsyncExitStack() as stack:
         try:
             await stack.enter_async_context(resource)
         except VerbsError as error:
-            if error.errno not in _LACKING:
+            if error.errno not in _UNSUPPORTED:
                 raise
             return False
         return True

@@ -1,4 +1,4 @@
-"""What there is on a machine for RDMA, as data: read from its files, and by a process that tries the libraries."""
+"""Data about RDMA on a machine, read from its files and from a process that tests the libraries."""
 
 import json
 import os
@@ -15,22 +15,29 @@ from aioverbs._durations import duration
 from aioverbs._providers.software_settings import SoftSettings
 from aioverbs._providers.sysfs import device_nodes, try_open
 
-__all__ = ["Device", "Gid", "Library", "Machine", "Port", "Probe", "Trial", "look"]
+__all__ = ["Device", "Gid", "Library", "Machine", "Port", "Probe", "Trial", "inspect_machine"]
 
 _NO_GID = "0000:0000:0000:0000:0000:0000:0000:0000"
 _PROBE_S = 60.0
 _CAP_IPC_LOCK = 14
-_PARENT = "parent"  # an attribute that links of soft-RoCE have, and no other device: the interface below
-_UNLOADED = re.compile(r"couldn't load driver '(?:.*/)?lib([^'/]+)-rdmav\d+\.so'")  # of libibverbs, on its stderr
+_PARENT = "parent"  # attribute of soft-RoCE devices only: their network interface
+_UNLOADED = re.compile(
+    r"couldn't load driver '(?:.*/)?lib([^'/]+)-rdmav\d+\.so'"
+)  # warning of libibverbs on standard error
 _DIST_PACKAGES = Path("usr/lib/python3/dist-packages")
 
-# Which module of the kernel drives what stands on the PCI bus, where the vendor's number leaves no doubt.
+# PCI vendor IDs of RDMA hardware whose kernel module is known.
 _MELLANOX, _AMAZON = "0x15b3", "0x1d0f"
 
 
 @dataclass(frozen=True)
 class Gid:
-    """An address of a port: its place in the port's table, the address, and its kind, as ``"RoCE v2"``."""
+    """A GID of a port.
+
+    :param index: index in the port's GID table.
+    :param address: the GID, in the kernel's notation.
+    :param kind: GID type in the kernel's notation, such as ``"RoCE v2"``.
+    """
 
     index: int
     address: str
@@ -39,13 +46,13 @@ class Gid:
 
 @dataclass(frozen=True)
 class Port:
-    """A port, as the kernel tells of it.
+    """A port, as reported by the kernel.
 
-    :param state: as ``"ACTIVE"``.
-    :param physical: as ``"LinkUp"``.
+    :param state: logical state, such as ``"ACTIVE"``.
+    :param physical: physical state, such as ``"LinkUp"``.
     :param link_layer: ``"Ethernet"`` or ``"InfiniBand"``.
-    :param netdev: the network interface that it goes with.
-    :param ipv6: whether that interface has IPv6, or nothing is known of it here.
+    :param netdev: name of the port's network interface, if known.
+    :param ipv6: False if that interface has IPv6 disabled; True if enabled or unknown.
     """
 
     number: int
@@ -59,21 +66,21 @@ class Port:
 
 @dataclass(frozen=True)
 class Device:
-    """An RDMA device, as the kernel tells of it.
+    """An RDMA device, as reported by the kernel.
 
-    :param node: the file by which programs reach it; None where the kernel offers none.
+    :param node: path of the device file; None if the kernel has none.
     :param refused: the error number of opening that; 0 where it can be opened.
     """
 
     name: str
     node: str | None
-    refused: int
+    open_errno: int
     ports: tuple[Port, ...]
 
 
 @dataclass(frozen=True)
 class Library:
-    """A library: where it was found and its version, or what the loader said."""
+    """A library: its path and version, or the loader's error."""
 
     path: str | None = None
     version: str | None = None
@@ -82,10 +89,10 @@ class Library:
 
 @dataclass(frozen=True)
 class Trial:
-    """What came of making a queue pair and registering memory on a device.
+    """Result of creating a queue pair and registering memory on a device.
 
-    :param problem: what was raised; None where all went well.
-    :param number: its error number, if it had one.
+    :param problem: message of the error; None: no error.
+    :param number: errno of the error; 0 if the error has none.
     """
 
     problem: str | None = None
@@ -94,13 +101,13 @@ class Trial:
 
 @dataclass(frozen=True)
 class Probe:
-    """What a process of its own found when it used the libraries.
+    """Results of a separate process that tests the libraries.
 
-    :param listed: the devices that libibverbs has a provider for.
-    :param trials: what came of using a device, by its name; of those that pyverbs can open.
-    :param warnings: what the libraries wrote.
-    :param crash: how the process ended, where it did not end well.
-    :param optimized: whether the compiler optimized the compiled core.
+    :param listed: names of the devices for which libibverbs has a provider.
+    :param trials: results of using the devices, by name; empty if pyverbs cannot be loaded.
+    :param warnings: lines that the libraries wrote to standard error.
+    :param crash: how the process ended, if not normally.
+    :param optimized: whether the compiled core was compiled with optimization.
     """
 
     libibverbs: Library = Library()
@@ -115,21 +122,21 @@ class Probe:
 
 @dataclass(frozen=True)
 class Machine:
-    """All that a diagnosis is made from.
+    """Input of a diagnosis.
 
-    :param kernel: its release.
-    :param soabi: what extensions for this Python have in their names, as ``"cpython-311"``.
-    :param platlib: where this Python has packages with extensions.
-    :param container: whether this is a container, which has of the machine what it was given.
-    :param memlock: bytes that may be locked in memory; None: any number.
-    :param modules: that the kernel has.
-    :param loadable: that it could load; None where that is not known.
-    :param hardware: the modules that drive what stands on the PCI bus.
-    :param interfaces: of the network, but for the loopback.
-    :param rdma_cm: the error number of opening the file of connection management, 0 where it can be opened.
-    :param pyverbs_builds: which Pythons the distribution's pyverbs is for.
-    :param providers: of libibverbs, as ``"mlx5"``: those that are configured, without those that it could not load.
-    :param soft_problem: what cannot be understood of the environment variables of the software device; None: nothing.
+    :param kernel: release of the running kernel.
+    :param soabi: ABI tag of this Python's extension modules, such as ``"cpython-311"``.
+    :param platlib: directory of this Python's packages with extension modules.
+    :param container: whether this is a container, with only the devices given to it.
+    :param memlock: limit of locked memory in bytes; None: unlimited.
+    :param modules: kernel modules that are loaded.
+    :param loadable: kernel modules that can be loaded; None: unknown.
+    :param hardware: kernel modules that drive the RDMA hardware on the PCI bus.
+    :param interfaces: network interfaces without the loopback interface.
+    :param rdma_cm: errno of opening /dev/infiniband/rdma_cm; 0: it can be opened.
+    :param pyverbs_builds: ABI tags for which the distribution's pyverbs is built.
+    :param providers: providers of libibverbs that are configured and can be loaded, such as ``"mlx5"``.
+    :param soft_problem: the error in the software device's environment variables; None: no error.
     """
 
     kernel: str
@@ -150,9 +157,9 @@ class Machine:
 
 
 def probe() -> Probe:
-    """Use the libraries in a process of its own, which may crash."""
+    """Test the libraries in a separate process, since they may crash."""
     command = [sys.executable, "-P", "-m", "aioverbs.cli.probe"]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}  # it is to find what this finds
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}  # the same import path as here
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_PROBE_S, env=environment, check=False)
     except subprocess.TimeoutExpired:
@@ -164,20 +171,24 @@ def probe() -> Probe:
 
 
 def parse_probe(text: str, warnings: tuple[str, ...] = ()) -> Probe:
-    """What the probing process printed."""
-    told = json.loads(text)
+    """Parse the output of the probe process.
+
+    :param text: the process's standard output, a JSON object.
+    :param warnings: lines of its standard error.
+    """
+    found = json.loads(text)
     return Probe(
-        libibverbs=Library(**told["libibverbs"]),
-        librdmacm=Library(**told["librdmacm"]),
-        pyverbs=Library(**told["pyverbs"]),
-        listed=tuple(told["listed"]),
-        trials={name: Trial(**trial) for name, trial in told["trials"].items()},
+        libibverbs=Library(**found["libibverbs"]),
+        librdmacm=Library(**found["librdmacm"]),
+        pyverbs=Library(**found["pyverbs"]),
+        listed=tuple(found["listed"]),
+        trials={name: Trial(**trial) for name, trial in found["trials"].items()},
         warnings=warnings,
-        optimized=told["optimized"],
+        optimized=found["optimized"],
     )
 
 
-def look(
+def inspect_machine(
     root: Path = Path("/"),
     *,
     try_open: Callable[[Path], int] = try_open,
@@ -185,13 +196,13 @@ def look(
     kernel: str | None = None,
     environment: Mapping[str, str] = os.environ,
 ) -> Machine:
-    """What there is.
+    """Collect the data about a machine.
 
-    :param root: where the machine's files are.
-    :param try_open: tells whether a device's file can be opened.
-    :param probe: tries the libraries.
-    :param kernel: its release; None: that of the running one.
-    :param environment: the variables of the process.
+    :param root: directory of the machine's file system.
+    :param try_open: returns the errno of opening a device file, 0 if it can be opened.
+    :param probe: tests the libraries.
+    :param kernel: release of the kernel; None: the running kernel's.
+    :param environment: environment variables.
     """
     release = platform.release() if kernel is None else kernel
     builds = (root / _DIST_PACKAGES / "pyverbs").glob("device.*.so")
@@ -230,7 +241,7 @@ def _names(folder: Path) -> list[str]:
 
 
 def _text(path: Path) -> str:
-    """What an attribute of the kernel says; empty ones cannot be read at all."""
+    """Return the text of a kernel attribute; "" if reading fails, as it does for an empty GID entry."""
     try:
         return path.read_text().strip()
     except OSError:
@@ -246,7 +257,7 @@ def _is_container(root: Path) -> bool:
 def _memlock(root: Path) -> int | None:
     for line in _text(root / "proc/self/status").splitlines():
         if line.startswith("CapEff:") and int(line.split()[1], 16) >> _CAP_IPC_LOCK & 1:
-            return None  # who may lock anything
+            return None  # CAP_IPC_LOCK lifts the limit
     found = re.search(r"^Max locked memory +(\d+)", _text(root / "proc/self/limits"), re.MULTILINE)
     return int(found[1]) if found else None
 
@@ -273,11 +284,11 @@ def _devices(root: Path, try_open: Callable[[Path], int]) -> Iterator[Device]:
     folder = root / "sys/class/infiniband"
     for name in _names(folder):
         node = nodes.get(name)
-        refused = try_open(node) if node is not None else 0
+        open_errno = try_open(node) if node is not None else 0
         numbers = sorted(map(int, _names(folder / name / "ports")))
         ports = tuple(_port(root, folder / name, number) for number in numbers)
         path = f"/{node.relative_to(root)}" if node is not None else None
-        yield Device(name, path, refused, ports)
+        yield Device(name, path, open_errno, ports)
 
 
 def _port(root: Path, device: Path, number: int) -> Port:
@@ -304,6 +315,6 @@ def _port(root: Path, device: Path, number: int) -> Port:
 
 
 def _has_ipv6(root: Path, interface: str) -> bool:
-    if not (root / "sys/class/net" / interface).exists():  # it is another network namespace's
+    if not (root / "sys/class/net" / interface).exists():  # in another network namespace: unknown
         return True
     return _text(root / "proc/sys/net/ipv6/conf" / interface / "disable_ipv6") == "0"

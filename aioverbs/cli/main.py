@@ -1,31 +1,31 @@
-"""The command line: each command is a file of its own, which is loaded when it is called."""
+"""Command line entry point; each command is a module, imported when the command is called."""
 
 from importlib import import_module
 from typing import Any
 
 import click
 
-from aioverbs.cli.common import Status, report
+from aioverbs.cli.common import Status, report_error
 
 __all__ = ["main"]
 
-# Of each one, `aioverbs.cli.NAME` has the command NAME. Such a file imports at its top no more than click and
-# `common`, nor rich or the compiled core: what the command does it imports when it is called.
+# The module `aioverbs.cli.NAME` defines the command NAME. At its top, such a module imports neither rich nor the
+# compiled core, only click, `common` and other light modules; the command imports the rest when it is called.
 COMMANDS = ("bench", "completion", "demo", "devices", "doctor", "ping", "top")
 
 _STATUSES = """\b
 Exit status:
-  0    it was done, and what was asked is so
-  1    it was done, and what was asked is not so: no usable device, answers lost
-  2    the command line is wrong
-  3    what was named is not there, or cannot be reached: device, peer, process
-  4    it could not be done: the line on standard error says why
-  130  Ctrl-C, before there was anything to tell
+  0    success
+  1    negative result: device unusable, answers lost, wrong bytes
+  2    invalid command line
+  3    device, peer or process not found or unreachable
+  4    failure; a line on standard error gives the reason
+  130  interrupted by Ctrl-C before there was a result
 """
 
 
 class _Commands(click.Group):
-    """Commands by their names, and what becomes of their errors."""
+    """Group that imports commands by name, and prints their errors."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted(COMMANDS)
@@ -41,15 +41,15 @@ class _Commands(click.Group):
         try:
             return super().invoke(ctx)
         except (click.ClickException, click.exceptions.Exit, click.Abort, BrokenPipeError):
-            raise  # click's own, as is that nobody reads what is printed
+            raise  # click handles these; BrokenPipeError: the reader of the output is gone
         except (Exception, KeyboardInterrupt) as error:
             if ctx.params["traceback"]:
                 raise
-            ctx.exit(report(error))
+            ctx.exit(report_error(error))
 
 
 @click.group(cls=_Commands, epilog=_STATUSES, context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--traceback", is_flag=True, help="Show all of an error, where the program was and how it came there.")
+@click.option("--traceback", is_flag=True, help="Show the traceback of an error.")
 @click.version_option(package_name="aioverbs")
 def main(traceback: bool) -> None:
     """RDMA for asyncio."""

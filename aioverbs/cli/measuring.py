@@ -1,4 +1,4 @@
-"""PURE: what is measured of whom, in which order, and what comes out of it."""
+"""PURE: which cells are measured, the order of turns, and the figures computed from samples."""
 
 import math
 import statistics
@@ -15,38 +15,38 @@ __all__ = [
     "Operation",
     "Samples",
     "cells",
+    "count_for_turn",
     "figures",
-    "fitting_count",
+    "format_size",
     "median",
     "next_count",
     "percentile",
-    "places",
-    "size_of",
-    "turn_s",
-    "turns",
+    "slot_count",
+    "turn_order",
+    "turn_seconds",
 ]
 
 Operation = Literal["write", "read", "send"]
 OPERATIONS: tuple[Operation, ...] = ("write", "read", "send")
 
 SIZES = (8, 64, 512, 4 << 10, 32 << 10, 256 << 10, 1 << 20)  # bytes
-WINDOW = 16  # operations under way, of those of which that many have room
+WINDOW = 16  # operations in flight at most; fewer if their bytes exceed MEMORY
 ROUNDS = 7
-MEMORY = 2 << 20  # bytes: the most that is under way at once
+MEMORY = 2 << 20  # bytes in flight at most
 
-_WARMING = 1.5  # turns that finding the counts takes, and what ends the turn before
-_MEASURED = 0.75  # of the whole time; the rest is for starting, telling the other process, and comparing bytes
-_LEAST_TURN_S = 0.001
-_GROWTH = 8  # times as many operations as before, at most: caches and clocks were cold
-_MOST = 200_000  # operations of a turn: each one's time is kept
+_CALIBRATION_TURNS = 1.5  # duration of the calibration of a contender, in turns
+_MEASURED_FRACTION = 0.75  # part of the time spent in turns; the rest: startup, requests to the peer, checksums
+_MIN_TURN_S = 0.001
+_MAX_GROWTH = 8  # limit of the growth of a turn's operation count: the first turns run with cold caches
+_MAX_COUNT = 200_000  # operations of a turn at most, since the time of each one is stored
 
 
 @dataclass(frozen=True)
 class Cell:
-    """What all contenders do in the same rounds.
+    """Work that all contenders do in the same rounds.
 
     :param size: bytes of each operation.
-    :param window: operations that are under way at once.
+    :param window: number of operations in flight.
     """
 
     operation: Operation
@@ -56,10 +56,10 @@ class Cell:
 
 @dataclass
 class Samples:
-    """What one contender took for a cell, in nanoseconds.
+    """Times of one contender in a cell, in nanoseconds.
 
-    :param rounds: for an operation, of each round: the median where they went one by one, else the average.
-    :param single: of each operation, where they went one by one.
+    :param rounds: time of an operation in each round: the median if the window is 1, else the average.
+    :param single: time of each operation; empty unless the window is 1.
     """
 
     rounds: list[float] = field(default_factory=list)
@@ -68,13 +68,13 @@ class Samples:
 
 @dataclass(frozen=True)
 class Figure:
-    """What came out for one contender and cell.
+    """Result of one contender in a cell.
 
-    :param median_ns: what an operation took in the median round.
-    :param p99_ns: what 99 of 100 operations did not exceed; None where they did not go one by one.
-    :param bytes_per_s: by that.
-    :param ratio: how many times as fast as the contender that all are compared with: the median of the ratios within
-        one round each; None where that one has no figure.
+    :param median_ns: time of an operation in the median round.
+    :param p99_ns: 99th percentile of the times of operations; None unless the window is 1.
+    :param bytes_per_s: throughput, from `size` and `median_ns`.
+    :param ratio: speed relative to the base contender: the median of the ratios of each round; None if the base
+        contender was not measured.
     """
 
     contender: str
@@ -88,54 +88,59 @@ class Figure:
     ratio: float | None
 
 
-def places(size: int) -> int:
-    """How many operations of a size have memory of their own."""
+def slot_count(size: int) -> int:
+    """Return the number of operations of `size` bytes that have a memory slot each, 1..WINDOW."""
     return max(1, min(WINDOW, MEMORY // size))
 
 
 def cells(operations: Iterable[Operation], sizes: Sequence[int] = SIZES) -> list[Cell]:
-    """What is measured: each size one by one, and with a window, where there is room for more than one."""
+    """Return the cells of all operations: each size with a window of 1, and with the largest window if larger."""
     both = (
-        (Cell(operation, size, 1), Cell(operation, size, places(size))) for operation in operations for size in sizes
+        (Cell(operation, size, 1), Cell(operation, size, slot_count(size)))
+        for operation in operations
+        for size in sizes
     )
     return [cell for pair in both for cell in dict.fromkeys(pair)]
 
 
-def turn_s(seconds: float, count: int, contenders: int, rounds: int = ROUNDS) -> float:
-    """How long a contender's turn is, so that all together take so many seconds.
+def turn_seconds(seconds: float, count: int, contenders: int, rounds: int = ROUNDS) -> float:
+    """Return the duration of a contender's turn, in seconds, so that the benchmark takes `seconds`.
 
-    :param count: of cells.
+    :param count: number of cells.
+    :param contenders: number of contenders.
+    :param rounds: rounds of each cell.
     """
-    return max(_LEAST_TURN_S, seconds * _MEASURED / (max(1, count * contenders) * (rounds + _WARMING)))
+    return max(_MIN_TURN_S, seconds * _MEASURED_FRACTION / (max(1, count * contenders) * (rounds + _CALIBRATION_TURNS)))
 
 
-def turns(names: Sequence[str], rounds: int = ROUNDS) -> Iterator[tuple[int, str]]:
-    """Who measures when: in each round each one once, and each round another one first.
+def turn_order(names: Sequence[str], rounds: int = ROUNDS) -> Iterator[tuple[int, str]]:
+    """Yield each turn's round and contender: each contender has one turn in a round, and the first one rotates.
 
-    What disturbs a machine for a while disturbs all of them, and nobody always comes after the same one.
+    A disturbance of the machine then affects all contenders alike, and no contender always follows the same one.
     """
     for number in range(rounds):
         first = number % max(1, len(names))
         yield from ((number, name) for name in (*names[first:], *names[:first]))
 
 
-def next_count(count: int, took_ns: float, wanted_s: float) -> int | None:
-    """How many operations to try next, after so many took so long; None: they took about a turn.
+def next_count(count: int, elapsed_ns: float, target_s: float) -> int | None:
+    """Return the operation count to try next, or None if `count` operations already take about a turn.
 
-    :param wanted_s: how long a turn is to be, in seconds.
+    :param elapsed_ns: duration of `count` operations.
+    :param target_s: target duration of a turn, in seconds.
     """
-    if took_ns >= wanted_s * 1e9 / 2 or count >= _MOST:
+    if elapsed_ns >= target_s * 1e9 / 2 or count >= _MAX_COUNT:
         return None
-    return min(max(count + 1, fitting_count(took_ns / count, wanted_s)), count * _GROWTH, _MOST)
+    return min(max(count + 1, count_for_turn(elapsed_ns / count, target_s)), count * _MAX_GROWTH, _MAX_COUNT)
 
 
-def fitting_count(operation_ns: float, wanted_s: float) -> int:
-    """How many operations make a turn, where one takes so long."""
-    return max(1, min(_MOST, round(wanted_s * 1e9 / max(operation_ns, 1.0))))
+def count_for_turn(operation_ns: float, target_s: float) -> int:
+    """Return the number of operations in a turn of `target_s` seconds, if one takes `operation_ns`."""
+    return max(1, min(_MAX_COUNT, round(target_s * 1e9 / max(operation_ns, 1.0))))
 
 
-def size_of(size: int) -> str:
-    """A size in a unit that fits it."""
+def format_size(size: int) -> str:
+    """Format a number of bytes: ``"64 B"``, ``"4 KiB"``, ``"1 MiB"``."""
     for unit, letters in ((1 << 20, "MiB"), (1 << 10, "KiB")):
         if size >= unit:
             return f"{size // unit} {letters}"
@@ -143,41 +148,43 @@ def size_of(size: int) -> str:
 
 
 def median(values: Iterable[float]) -> float:
-    """The median, of one value at least."""
+    """Return the median of at least one value."""
     return statistics.median(values)
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """The smallest of the values that so many percent of them do not exceed.
+    """Return the smallest value that `percent` percent of the values do not exceed.
 
-    :raises ValueError: there are no values, or it is not from 0 to 100.
+    :raises ValueError: `values` is empty, or `percent` is outside 0..100.
     """
     if not values or not 0 <= percent <= 100:
-        raise ValueError(f"a percentile is of one value at least, and from 0 to 100, not {percent} of {len(values)}")
+        raise ValueError(
+            f"a percentile needs at least one value and a percentage from 0 to 100, got {percent} and {len(values)}"
+        )
     return sorted(values)[max(0, math.ceil(percent / 100 * len(values)) - 1)]
 
 
 def figures(cell: Cell, samples: Mapping[str, Samples], base: str) -> list[Figure]:
-    """The figures of a cell: of those contenders that have samples.
+    """Compute the figures of a cell, for each contender that has samples.
 
-    :param base: the contender that all are compared with.
+    :param base: name of the contender that the others are compared with.
     """
-    others = samples[base].rounds if base in samples else []
+    base_rounds = samples[base].rounds if base in samples else []
     found = []
-    for name, its in samples.items():
-        if not its.rounds:
+    for name, own in samples.items():
+        if not own.rounds:
             continue
-        ratios = [other / own for own, other in zip(its.rounds, others, strict=False)]
-        median_ns = median(its.rounds)
+        ratios = [base_ns / own_ns for own_ns, base_ns in zip(own.rounds, base_rounds, strict=False)]
+        median_ns = median(own.rounds)
         found.append(
             Figure(
                 name,
                 cell.operation,
                 cell.size,
                 cell.window,
-                len(its.rounds),
+                len(own.rounds),
                 median_ns,
-                percentile(its.single, 99) if its.single else None,
+                percentile(own.single, 99) if own.single else None,
                 cell.size * 1e9 / median_ns,
                 median(ratios) if ratios else None,
             )

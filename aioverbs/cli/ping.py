@@ -1,4 +1,4 @@
-"""`aioverbs ping`: how long messages, reads and writes take between two hosts."""
+"""`aioverbs ping`: measure the latency of messages, reads and writes between two hosts."""
 
 import re
 import sys
@@ -18,15 +18,15 @@ if TYPE_CHECKING:
 __all__ = ["ping"]
 
 PORT = 7471
-SMALLEST, LARGEST = 8, 64 << 20  # as `ping_request` has them
+SMALLEST, LARGEST = 8, 64 << 20  # same values as in `ping_request`, which imports too much for this module
 MODELS = ("default", "low-latency", "force-low-latency", "high-bandwidth")
 PERCENTILES = (50.0, 90.0, 99.0, 99.9)
-_PEER = re.compile(r"(\[(?P<address>[^]]+)]|(?P<host>[^][:]+))(:(?P<port>.*))?")
-_BAR = 40  # characters
+_PEER_PATTERN = re.compile(r"(\[(?P<address>[^]]+)]|(?P<host>[^][:]+))(:(?P<port>.*))?")
+_BAR_COLUMNS = 40  # characters
 
 
 class _Ping(click.Group):
-    """`ping HOST` where no other of its commands is named."""
+    """Group whose default command is `to`: `ping HOST` is `ping to HOST`."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         if args and args[0] not in (*self.commands, *ctx.help_option_names):
@@ -34,25 +34,25 @@ class _Ping(click.Group):
         return super().parse_args(ctx, args)
 
 
-def _common(command: Callable[..., None]) -> Callable[..., None]:
-    """The options of both ends."""
+def _shared_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Add the options that client and server share."""
     options = (
         click.option(
-            "--device", metavar="NAME", shell_complete=device_names, help="The device; else the first that is active."
+            "--device", metavar="NAME", shell_complete=device_names, help="Device. Default: the first active one."
         ),
         click.option(
             "--transport",
             type=click.Choice(["auto", "tcp", "rdmacm"]),
             default="auto",
             show_default=True,
-            help="By what the two ends find each other.",
+            help="How client and server set up the connection.",
         ),
         click.option(
             "--message-model",
             type=click.Choice(MODELS),
             default="default",
             show_default=True,
-            help="How this end waits for what completes.",
+            help="How this process waits for completions.",
         ),
         json_option,
     )
@@ -63,35 +63,35 @@ def _common(command: Callable[..., None]) -> Callable[..., None]:
 
 @click.group(cls=_Ping, short_help="Measure latency between two hosts.")
 def ping() -> None:
-    """Measure how long messages, reads and writes take: a server here, a client there.
+    """Measure the latency of messages, reads and writes between a client and a server.
 
     \b
-      aioverbs ping serve [HOST]      answers
-      aioverbs ping HOST[:PORT]       asks; `aioverbs ping to --help` has its options
+      aioverbs ping serve [HOST]      run the server
+      aioverbs ping HOST[:PORT]       run the client; `aioverbs ping to --help` lists its options
 
-    Ctrl-C ends it, with a summary. The exit status is 0 where all was answered, 1 where answers were lost, 3 where
-    there is no connection.
+    Ctrl-C ends the client with a summary. The exit status is 0 if all requests were answered, 1 if answers were lost,
+    3 if the connection failed.
     """
 
 
 @ping.command()
 @click.argument("host", required=False)
-@click.option("--port", type=click.IntRange(0, 0xFFFF), default=PORT, show_default=True, help="0: one that is free.")
-@_common
+@click.option("--port", type=click.IntRange(0, 0xFFFF), default=PORT, show_default=True, help="0: any free port.")
+@_shared_options
 def serve(host: str | None, port: int, device: str | None, transport: str, message_model: str, as_json: bool) -> None:
-    """Answer pings at an address of this host's, or at all of them."""
+    """Answer pings at HOST, an address of this host; without HOST, at all addresses."""
     run(_serve(host, port, device, transport, message_model, as_json))
 
 
-@ping.command(short_help="Ask a server; `to` may be left out.")
+@ping.command(short_help="Ping a server; `to` may be omitted.")
 @click.argument("peer", metavar="HOST[:PORT]")
-@click.option("-c", "--count", type=click.IntRange(1), help="How many; without it until Ctrl-C.")
+@click.option("-c", "--count", type=click.IntRange(1), help="Number of requests. Default: until Ctrl-C.")
 @click.option(
-    "-s", "--size", type=click.IntRange(SMALLEST, LARGEST), default=64, show_default=True, help="Bytes of each."
+    "-s", "--size", type=click.IntRange(SMALLEST, LARGEST), default=64, show_default=True, help="Bytes of a request."
 )
-@click.option("-i", "--interval", type=Seconds(0), default=1.0, show_default=True, help="Seconds from one to the next.")
+@click.option("-i", "--interval", type=Seconds(0), default=1.0, show_default=True, help="Seconds between requests.")
 @click.option(
-    "-f", "--flood", is_flag=True, help="The next as soon as the last is answered; only the summary is shown."
+    "-f", "--flood", is_flag=True, help="Send the next request as soon as the answer arrives; show only the summary."
 )
 @click.option(
     "-v",
@@ -99,7 +99,7 @@ def serve(host: str | None, port: int, device: str | None, transport: str, messa
     type=click.Choice(["send", "read", "write"]),
     default="send",
     show_default=True,
-    help="Messages there and back, or reading or writing memory there.",
+    help="Send messages that the server sends back, or read or write the server's memory.",
 )
 @click.option(
     "-t",
@@ -107,10 +107,10 @@ def serve(host: str | None, port: int, device: str | None, transport: str, messa
     type=Seconds(0, min_open=True),
     default=2.0,
     show_default=True,
-    help="Seconds after which an answer is lost.",
+    help="Seconds after which an answer counts as lost.",
 )
-@click.option("-q", "--quiet", is_flag=True, help="Only the summary.")
-@_common
+@click.option("-q", "--quiet", is_flag=True, help="Show only the summary.")
+@_shared_options
 def to(
     peer: str,
     count: int | None,
@@ -125,28 +125,29 @@ def to(
     message_model: str,
     as_json: bool,
 ) -> None:
-    """Ask a server, and show how long each answer takes, at the end all of them.
+    """Ping a server: print the latency of each request, and a summary at the end.
 
-    An IPv6 address with a port stands in brackets: [fd00::1]:7471. With --json each answer is a line, and so is the
-    summary, the last one.
+    An IPv6 address with a port needs brackets: [fd00::1]:7471. With --json, print one JSON object per line: one for
+    each answer, and the summary last.
     """
-    show = _AsJson() if as_json else _AsText()
-    show.quiet = quiet or flood
-    where = _address(peer)
-    run(_to(where, count, 0.0 if flood else interval, timeout, device, transport, message_model, verb, size, show))
+    output = _JsonOutput() if as_json else _TextOutput()
+    output.quiet = quiet or flood
+    address = _parse_address(peer)
+    interval_s = 0.0 if flood else interval
+    run(_ping_peer(address, count, interval_s, timeout, device, transport, message_model, verb, size, output))
 
 
-def _address(text: str) -> tuple[str, int]:
+def _parse_address(text: str) -> tuple[str, int]:
     if text.count(":") > 1 and not text.startswith("["):
-        return text, PORT  # an IPv6 address alone
-    found = _PEER.fullmatch(text)
+        return text, PORT  # an IPv6 address without a port
+    found = _PEER_PATTERN.fullmatch(text)
     if found is None:
-        raise click.BadParameter(f"a peer is as HOST, HOST:{PORT}, ::1 or [::1]:{PORT}, and not {text!r}")
+        raise click.BadParameter(f"expected an address like HOST, HOST:{PORT}, ::1 or [::1]:{PORT}, got {text!r}")
     host, port = found["address"] or found["host"], found["port"]
     if port is None:
         return host, PORT
     if not (port.isascii() and port.isdecimal()) or not 0 < int(port) <= 0xFFFF:
-        raise click.BadParameter(f"a port is from 1 to 65535, and {port!r} is none")
+        raise click.BadParameter(f"expected a port from 1 to 65535, got {port!r}")
     return host, int(port)
 
 
@@ -164,36 +165,36 @@ async def _serve(
 ) -> Status:
     from aioverbs.cli.ping_serve import serve_pings
 
-    def tell(event: str, **told: object) -> None:
+    def on_event(event: str, **fields: object) -> None:
         if as_json:
-            print_json({"event": event, **told}, one_line=True)
+            print_json({"event": event, **fields}, one_line=True)
         else:
-            click.echo(_SAYS[event].format_map({key: _words(value) for key, value in told.items()}))
+            click.echo(_EVENT_TEXTS[event].format_map({key: _format_value(value) for key, value in fields.items()}))
 
     with UntilStopped():
         await serve_pings(
-            host, port, device=device, transport=transport, message_model=_model(message_model), tell=tell
+            host, port, device=device, transport=transport, message_model=_model(message_model), on_event=on_event
         )
     return Status.OK
 
 
-_SAYS = {
-    "listening": "serving pings by {device} at {addresses}",
+_EVENT_TEXTS = {
+    "listening": "serving pings on device {device} at {addresses}",
     "peer": "{peer}: {verb} of {size} bytes",
     "refused": "{peer}: refused: {reason}",
-    "gone": "{peer}: gone",
+    "disconnected": "{peer}: disconnected",
 }
 
 
-def _words(value: object) -> object:
+def _format_value(value: object) -> object:
     return ", ".join(map(str, value)) if isinstance(value, list) else value
 
 
 # ---- The client
 
 
-async def _to(
-    where: tuple[str, int],
+async def _ping_peer(
+    address: tuple[str, int],
     count: int | None,
     interval_s: float,
     timeout_s: float,
@@ -202,10 +203,10 @@ async def _to(
     message_model: str,
     verb: Any,
     size: int,
-    show: "_AsJson | _AsText",
+    output: "_JsonOutput | _TextOutput",
 ) -> Status:
     from aioverbs._verbs.device import open_device
-    from aioverbs.cli.ping_client import Pings, Tally, connected
+    from aioverbs.cli.ping_client import Pings, Tally, connect_pings
     from aioverbs.cli.ping_request import PingRequest
 
     tally = Tally()
@@ -214,13 +215,13 @@ async def _to(
         with UntilStopped():
             opened = await stack.enter_async_context(open_device(device))
             domain = await stack.enter_async_context(opened.resource_domain(message_model=_model(message_model)))
-            once = await connected(stack, domain, *where, transport, PingRequest(verb, size))
-            show.start(*where, opened.name, verb, size, message_model)
+            ping_once = await connect_pings(stack, domain, *address, transport, PingRequest(verb, size))
+            output.start(*address, opened.name, verb, size, message_model)
             begin = time.monotonic()
-            await Pings(once, count, interval_s, timeout_s, show.answer).run(tally)
+            await Pings(ping_once, count, interval_s, timeout_s, output.show_answer).run(tally)
         if begin is None:
             return Status.INTERRUPTED
-        show.summary(tally, time.monotonic() - begin)
+        output.show_summary(tally, time.monotonic() - begin)
     return Status.OK if tally.sent and not tally.lost else Status.NO
 
 
@@ -234,8 +235,8 @@ def _latency(tally: "Tally") -> dict[str, float] | None:
     return {**found, "max": times.maximum}
 
 
-class _AsJson:
-    """A line for each event."""
+class _JsonOutput:
+    """Prints one JSON object per event."""
 
     quiet = False
 
@@ -244,28 +245,28 @@ class _AsJson:
             "host": host, "port": port, "device": device, "verb": verb, "size": size, "message_model": message_model,
         }  # fmt: skip
 
-    def answer(self, number: int, nanoseconds: int | None) -> None:
+    def show_answer(self, number: int, nanoseconds: int | None) -> None:
         if not self.quiet:
             print_json({"event": "answer", "seq": number, "time_ns": nanoseconds}, one_line=True)
 
-    def summary(self, tally: "Tally", seconds: float) -> None:
+    def show_summary(self, tally: "Tally", seconds: float) -> None:
         rows = [{"from_ns": begin, "to_ns": end, "count": count} for begin, end, count in tally.times_ns.rows()]
         counts = {"sent": tally.sent, "received": tally.received, "lost": tally.lost, "broken": tally.broken}
-        more = {"duration_s": seconds, "latency_ns": _latency(tally), "histogram": rows}
-        print_json({"event": "summary", **self._subject, **counts, **more}, one_line=True)
+        timing = {"duration_s": seconds, "latency_ns": _latency(tally), "histogram": rows}
+        print_json({"event": "summary", **self._subject, **counts, **timing}, one_line=True)
 
 
-class _AsText:
-    """Lines for people, as ping(8) has them."""
+class _TextOutput:
+    """Prints text in the format of ping(8)."""
 
     quiet = False
 
     def start(self, host: str, port: int, device: str, verb: str, size: int, message_model: str) -> None:
         self._size = size
         self._peer = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        click.echo(f"PING {self._peer} by {device}: {verb} of {size} bytes, {message_model}")
+        click.echo(f"PING {self._peer} on device {device}: {verb} of {size} bytes, {message_model}")
 
-    def answer(self, number: int, nanoseconds: int | None) -> None:
+    def show_answer(self, number: int, nanoseconds: int | None) -> None:
         if self.quiet:
             return
         if nanoseconds is None:
@@ -273,9 +274,9 @@ class _AsText:
         else:
             click.echo(f"{self._size} bytes from {self._peer}: seq={number} time={duration(nanoseconds / 1e9)}")
 
-    def summary(self, tally: "Tally", seconds: float) -> None:
+    def show_summary(self, tally: "Tally", seconds: float) -> None:
         if sys.stdout.isatty():
-            click.echo()  # after ^C
+            click.echo()  # the terminal has echoed ^C
         if tally.broken is not None:
             click.echo(f"aioverbs: the connection is lost: {tally.broken}", err=True)
         click.echo(f"--- {self._peer} ---")
@@ -285,14 +286,14 @@ class _AsText:
         if latency is None:
             return
         click.echo(", ".join(f"{name} {duration(value / 1e9)}" for name, value in latency.items()))
-        self._picture(tally)
+        self._print_histogram(tally)
 
-    def _picture(self, tally: "Tally") -> None:
+    def _print_histogram(self, tally: "Tally") -> None:
         from rich.text import Text
 
         rows = tally.times_ns.rows()
-        most = max(count for _, _, count in rows)
+        largest = max(count for _, _, count in rows)
         out = console()
         for begin, _, count in rows:
-            bar = "█" * round(_BAR * count / most) or ("▏" if count else "")
-            out.print(Text.assemble(f"{duration(begin / 1e9):>8} ", (f"{bar:{_BAR}}", "cyan"), f" {count:,}"))
+            bar = "█" * round(_BAR_COLUMNS * count / largest) or ("▏" if count else "")
+            out.print(Text.assemble(f"{duration(begin / 1e9):>8} ", (f"{bar:{_BAR_COLUMNS}}", "cyan"), f" {count:,}"))

@@ -1,4 +1,4 @@
-"""The client of `aioverbs ping`: how long a request takes, one after the other."""
+"""Client of `aioverbs ping`: makes requests one after the other, and measures their latency."""
 
 import asyncio
 import time
@@ -16,19 +16,21 @@ from aioverbs.cli.ping_request import PingRequest, check_answer
 from aioverbs.errors import BrokenResourceError, UnreachableError, VerbsError, WorkCompletionError
 from aioverbs.types import AccessFlags
 
-__all__ = ["Pings", "Tally", "connected"]
+__all__ = ["Pings", "Tally", "connect_pings"]
 
 _CONNECT_S = 10.0
 
-Once = Callable[[int], Awaitable[None]]
-"""Makes a request of this number, and waits for its answer."""
+PingOnce = Callable[[int], Awaitable[None]]
+"""Coroutine function that makes the request with the given number, and waits for its answer."""
 
 
 @dataclass
 class Tally:
-    """What has come of all requests.
+    """Results of all requests.
 
-    :param broken: what ended the connection.
+    :param times_ns: latencies of the answered requests, in nanoseconds.
+    :param sent: number of requests.
+    :param broken: error that ended the connection, None if it did not fail.
     """
 
     times_ns: Histogram = field(default_factory=Histogram)
@@ -37,105 +39,113 @@ class Tally:
 
     @property
     def received(self) -> int:
-        """Answers that came in time."""
+        """Number of requests answered within the timeout."""
         return self.times_ns.count
 
     @property
     def lost(self) -> int:
-        """Those that did not."""
+        """Number of requests without an answer within the timeout."""
         return self.sent - self.received
 
 
-async def connected(
+async def connect_pings(
     stack: AsyncExitStack, domain: Domain, host: str, port: int, transport: Transport, request: PingRequest
-) -> Once:
-    """Connect to a server of pings and ask it for this; what makes one request.
+) -> PingOnce:
+    """Connect to a ping server and agree on the request; return a function that makes one request.
 
-    :param stack: closes the connection and the memory.
-    :raises ConnectionError: there is no way, nobody there, somebody else there, or it refuses.
+    :param stack: exit stack that closes the connection and the memory.
+    :param domain: domain that owns the connection.
+    :param request: verb and size of each request.
+    :raises ConnectionError: the host is unreachable, no server listens at the port, the server is no ping server, or it
+        refuses the request.
     """
     try:
         connection = await connect(host, port, domain=domain, transport=transport, timeout_s=_CONNECT_S)
         await stack.enter_async_context(connection)
         async with asyncio.timeout(_CONNECT_S):
-            return await _ask(stack, connection, domain, request)
+            return await _request_pings(stack, connection, domain, request)
     except (OSError, anyio.BrokenResourceError, anyio.EndOfStream) as error:
         if isinstance(error, VerbsError) and not isinstance(error, UnreachableError):
             raise
-        reason = str(error) or ("it took too long" if isinstance(error, TimeoutError) else "the peer closed it")
-        raise ConnectionError(f"no connection to {host}, port {port}: {reason}") from error
+        reason = str(error) or ("timed out" if isinstance(error, TimeoutError) else "the peer closed the connection")
+        raise ConnectionError(f"cannot connect to {host}, port {port}: {reason}") from error
 
 
-async def _ask(stack: AsyncExitStack, connection: Connection, domain: Domain, request: PingRequest) -> Once:
+async def _request_pings(
+    stack: AsyncExitStack, connection: Connection, domain: Domain, request: PingRequest
+) -> PingOnce:
     await connection.send(request.pack())
     check_answer(await connection.receive())
     if request.verb == "send":
-        return _Echo(connection, request.size).once
-    granted = await connection.receive_grant()
+        return _Echo(connection, request.size).ping_once
+    grant = await connection.receive_grant()
     local = await stack.enter_async_context(domain.register(request.size, AccessFlags.LOCAL_WRITE))
-    # Before the memory is given back nothing is under way there any more.
+    # The stack runs this before it deregisters the memory, so that no operation on the memory is in flight then.
     stack.push_async_callback(connection.abort)
-    remote = granted[: request.size]
+    remote = grant[: request.size]
 
-    async def once(number: int) -> None:
+    async def ping_once(number: int) -> None:
         await (connection.read(local, remote) if request.verb == "read" else connection.write(local, remote))
 
-    return once
+    return ping_once
 
 
 class _Echo:
-    """Messages that come back. An answer that came too late is passed over, before the next one."""
+    """Messages that the server sends back. Late answers to earlier messages are skipped."""
 
     def __init__(self, connection: Connection, size: int) -> None:
         self._connection = connection
-        self._rest = bytes(index % 251 for index in range(size - 8))
+        self._padding = bytes(index % 251 for index in range(size - 8))
 
-    async def once(self, number: int) -> None:
-        message = number.to_bytes(8) + self._rest
+    async def ping_once(self, number: int) -> None:
+        message = number.to_bytes(8) + self._padding
         await self._connection.send(message)
         while (answer := await self._connection.receive()) != message:
             if not int.from_bytes(answer[:8]) < number:
-                raise BrokenResourceError(f"what came back is not message {number} as it was sent")
+                raise BrokenResourceError(f"the answer to message {number} differs from the message")
 
 
 @dataclass
 class Pings:
-    """Requests, one after the other.
+    """Series of requests, one after the other.
 
-    :param once: makes one.
-    :param count: how many; None: until it is cancelled.
-    :param interval_s: from the beginning of one to the beginning of the next, where it has its answer by then.
-    :param timeout_s: how long an answer may take before it counts as lost.
-    :param tell: is told each number, and its nanoseconds, or None where it is lost.
+    :param ping_once: function that makes one request.
+    :param count: number of requests; None: until cancelled.
+    :param interval_s: seconds from the start of a request to the start of the next, if the answer has arrived by then.
+    :param timeout_s: seconds after which an answer counts as lost.
+    :param on_answer: called after each request with its number and its latency in nanoseconds, or None if lost.
     """
 
-    once: Once
+    ping_once: PingOnce
     count: int | None
     interval_s: float
     timeout_s: float
-    tell: Callable[[int, int | None], None]
+    on_answer: Callable[[int, int | None], None]
 
     async def run(self, tally: Tally) -> None:
-        """Make them all, or until the connection breaks."""
+        """Make the requests until all are made or the connection breaks.
+
+        :param tally: collects the results, also if the call is cancelled.
+        """
         clock = time.perf_counter_ns
         while self.count is None or tally.sent < self.count:
             begin = time.monotonic()
             tally.sent += 1
-            taken: int | None = None
+            elapsed_ns: int | None = None
             try:
                 with anyio.move_on_after(self.timeout_s):
                     start = clock()
-                    await self.once(tally.sent)
-                    taken = clock() - start
+                    await self.ping_once(tally.sent)
+                    elapsed_ns = clock() - start
             except (anyio.BrokenResourceError, anyio.EndOfStream, WorkCompletionError) as error:
                 tally.broken = str(error) or "the peer closed the connection"
                 return
             except asyncio.CancelledError:
-                tally.sent -= 1  # nobody knows what would have come of it
+                tally.sent -= 1  # neither answered nor lost
                 raise
-            if taken is not None:
-                tally.times_ns.record(taken)
-            self.tell(tally.sent, taken)
-            rest = begin + self.interval_s - time.monotonic()
-            if rest > 0 and tally.sent != self.count:
-                await anyio.sleep(rest)
+            if elapsed_ns is not None:
+                tally.times_ns.record(elapsed_ns)
+            self.on_answer(tally.sent, elapsed_ns)
+            remaining_s = begin + self.interval_s - time.monotonic()
+            if remaining_s > 0 and tally.sent != self.count:
+                await anyio.sleep(remaining_s)

@@ -1,28 +1,38 @@
-"""PURE: what the client of `aioverbs ping` asks its server for, and what that answers: a message each."""
+"""PURE: the message that requests pings from the server of `aioverbs ping`, and its answer."""
 
 import json
 from dataclasses import asdict, dataclass
 from typing import Literal, cast, get_args
 
-__all__ = ["LARGEST", "SMALLEST", "PingRefusedError", "PingRequest", "Verb", "accepted", "check_answer", "refused"]
+__all__ = [
+    "LARGEST",
+    "SMALLEST",
+    "PingRefusedError",
+    "PingRequest",
+    "Verb",
+    "check_answer",
+    "pack_accepted",
+    "pack_refused",
+]
 
 Verb = Literal["send", "read", "write"]
-SMALLEST = 8  # bytes: the number of a message
+SMALLEST = 8  # bytes; each message contains its number in 8 bytes
 LARGEST = 64 << 20
 _VERSION = 1
-_LONGEST = 1_000  # bytes of what is said, of either end
+_MAX_MESSAGE = 1_000  # bytes of a request or an answer
 
 
 class PingRefusedError(ConnectionRefusedError):
-    """The other end is no server of pings, or does not do what was asked."""
+    """The peer is no ping server, or refused the request."""
 
 
 @dataclass(frozen=True)
 class PingRequest:
-    """What goes to and fro.
+    """Verb and size of the pings that a client requests.
 
-    :param verb: by what: messages there and back, or reading or writing the server's memory.
-    :param size: of how many bytes.
+    :param verb: ``"send"`` for messages that the server sends back; ``"read"``, ``"write"`` to access its memory.
+    :param size: bytes of each ping, 8..64 MiB.
+    :raises ValueError: an argument is invalid.
     """
 
     verb: Verb
@@ -30,64 +40,69 @@ class PingRequest:
 
     def __post_init__(self) -> None:
         if self.verb not in get_args(Verb):
-            raise ValueError(f"a ping is by send, read or write, and not by {self.verb!r}")
+            raise ValueError(f"`verb` must be send, read or write, got {self.verb!r}")
         if not SMALLEST <= self.size <= LARGEST:
-            raise ValueError(f"a ping has from {SMALLEST} to {LARGEST:,} bytes, not {self.size:,}")
+            raise ValueError(f"`size` must be from {SMALLEST} to {LARGEST:,} bytes, got {self.size:,}")
 
     def pack(self) -> bytes:
-        """As a message."""
+        """Encode the request as a message."""
         return json.dumps({"aioverbs-ping": _VERSION, **asdict(self)}).encode()
 
     @classmethod
     def parse(cls, message: bytes) -> "PingRequest":
-        """Of a message.
+        """Decode a message.
 
-        :raises ValueError: it is none, or asks for what there is not.
+        :raises ValueError: the message is no request of this version, or a field is invalid.
         """
-        told = _object(message)
-        version = told.pop("aioverbs-ping", None)
+        fields = _parse_object(message)
+        version = fields.pop("aioverbs-ping", None)
         if version != _VERSION:
-            raise ValueError("this is a server of `aioverbs ping`, and what came is no request of its version")
-        if set(told) != {"verb", "size"}:
-            raise ValueError(f"a request has a verb and a size, and this one {', '.join(map(repr, told)) or 'nothing'}")
-        size = told["size"]
+            raise ValueError(f"expected a request of `aioverbs ping` version {_VERSION}")
+        if set(fields) != {"verb", "size"}:
+            found = ", ".join(map(repr, fields)) or "no fields"
+            raise ValueError(f"a request has the fields 'verb' and 'size', got {found}")
+        size = fields["size"]
         if not isinstance(size, int) or isinstance(size, bool):
-            raise ValueError(f"a number of bytes is an integer, and {size!r} is none")
-        return cls(cast(Verb, told["verb"]), size)  # which is looked at there
+            raise ValueError(f"`size` must be an integer, got {size!r}")
+        return cls(cast(Verb, fields["verb"]), size)  # __post_init__ checks the verb
 
 
-def accepted() -> bytes:
-    """The answer to a request that is done."""
+def pack_accepted() -> bytes:
+    """Encode the answer that accepts a request."""
     return json.dumps({"aioverbs-ping": _VERSION}).encode()
 
 
-def refused(why: str) -> bytes:
-    """The answer to one that is not."""
-    return json.dumps({"aioverbs-ping": _VERSION, "refused": why[: _LONGEST // 8]}).encode()
+def pack_refused(reason: str) -> bytes:
+    """Encode the answer that refuses a request.
+
+    :param reason: the reason, which is cut if too long.
+    """
+    return json.dumps({"aioverbs-ping": _VERSION, "refused": reason[: _MAX_MESSAGE // 8]}).encode()
 
 
 def check_answer(message: bytes) -> None:
-    """See that the answer to a request is that it is done.
+    """Check that an answer accepts the request.
 
-    :raises PingRefusedError: it is something else.
+    :param message: the answer.
+    :raises PingRefusedError: the server refused the request, or the message is no answer of this version.
     """
     try:
-        told = _object(message)
+        fields = _parse_object(message)
     except ValueError:
-        told = {}
-    if told.get("aioverbs-ping") != _VERSION:
-        raise PingRefusedError("who listens there is no `aioverbs ping serve` of this version")
-    if "refused" in told:
-        raise PingRefusedError(f"the server refuses: {told['refused']}")
+        fields = {}
+    if fields.get("aioverbs-ping") != _VERSION:
+        raise PingRefusedError("the server is not `aioverbs ping serve` of this version")
+    if "refused" in fields:
+        raise PingRefusedError(f"the server refused the request: {fields['refused']}")
 
 
-def _object(message: bytes) -> dict[str, object]:
-    if len(message) > _LONGEST:
-        raise ValueError(f"{len(message):,} bytes are no request")
+def _parse_object(message: bytes) -> dict[str, object]:
+    if len(message) > _MAX_MESSAGE:
+        raise ValueError(f"a request has at most {_MAX_MESSAGE:,} bytes, got {len(message):,}")
     try:
-        told = json.loads(message)
+        fields = json.loads(message)
     except (ValueError, RecursionError) as error:
-        raise ValueError("what came is no JSON") from error
-    if not isinstance(told, dict):
-        raise ValueError("what came is no object of JSON")
-    return told
+        raise ValueError("expected JSON") from error
+    if not isinstance(fields, dict):
+        raise ValueError(f"expected a JSON object, got {type(fields).__name__}")
+    return fields

@@ -1,4 +1,4 @@
-"""The server of `aioverbs ping`: it sends back what it is sent, or has memory read and written."""
+"""Server of `aioverbs ping`: sends messages back, or grants memory for reads and writes."""
 
 from collections.abc import Callable
 
@@ -11,16 +11,16 @@ from aioverbs._verbs.base_domain import Domain
 from aioverbs._verbs.completion_queue import MessageModel
 from aioverbs._verbs.device import open_device
 from aioverbs.addresses import format_address
-from aioverbs.cli.ping_request import PingRequest, accepted, refused
+from aioverbs.cli.ping_request import PingRequest, pack_accepted, pack_refused
 from aioverbs.types import AccessFlags
 
-__all__ = ["Tell", "serve_pings"]
+__all__ = ["EventCallback", "serve_pings"]
 
-Tell = Callable[..., None]
-"""Is called with the name of an event and what there is to tell of it."""
+EventCallback = Callable[..., None]
+"""Function called with the name of an event, and its fields as keyword arguments."""
 
-_GRANTED = AccessFlags.REMOTE_READ | AccessFlags.REMOTE_WRITE
-_MOST = 64  # connections at once, each of which may have memory
+_REMOTE_ACCESS = AccessFlags.REMOTE_READ | AccessFlags.REMOTE_WRITE
+_MAX_CONNECTIONS = 64  # bounds the memory, since each connection may need LARGEST bytes
 
 
 async def serve_pings(
@@ -30,53 +30,58 @@ async def serve_pings(
     device: str | None,
     transport: Transport,
     message_model: MessageModel,
-    tell: Tell,
+    on_event: EventCallback,
 ) -> None:
-    """Serve until it is cancelled.
+    """Serve pings until cancelled.
 
-    :param tell: of ``listening`` with the device and the addresses; of ``peer`` with its address and what it asks for;
-        of ``refused`` with why; of ``gone`` with how many messages there were.
+    :param host: address to listen at; None: all addresses.
+    :param port: port to listen at; 0: any free port.
+    :param device: name of the device; None: the default device.
+    :param on_event: called with ``"listening"`` (device, addresses), ``"peer"`` (peer, verb, size), ``"refused"``
+        (peer, reason) and ``"disconnected"`` (peer, verb, number of messages).
     """
     async with (
         open_device(device) as opened,
         opened.resource_domain(message_model=message_model) as domain,
-        _server(domain, host, port, transport, tell) as server,
+        _server(domain, host, port, transport, on_event) as server,
     ):
-        tell("listening", device=opened.name, addresses=[format_address(address) for address in server.addresses])
+        on_event("listening", device=opened.name, addresses=[format_address(address) for address in server.addresses])
         await anyio.sleep_forever()
 
 
-def _server(domain: Domain, host: str | None, port: int, transport: Transport, tell: Tell) -> Server:
+def _server(domain: Domain, host: str | None, port: int, transport: Transport, on_event: EventCallback) -> Server:
     async def handle(connection: Connection) -> None:
         peer = format_address(connection.remote_address)
         try:
             request = PingRequest.parse(await connection.receive())
         except ValueError as error:
-            tell("refused", peer=peer, reason=str(error))
-            await connection.send(refused(str(error)))
+            on_event("refused", peer=peer, reason=str(error))
+            await connection.send(pack_refused(str(error)))
             return
-        tell("peer", peer=peer, verb=request.verb, size=request.size)
-        count = 0
+        on_event("peer", peer=peer, verb=request.verb, size=request.size)
+        messages = 0
         try:
             if request.verb == "send":
-                await connection.send(accepted())
+                await connection.send(pack_accepted())
                 async for message in connection:
                     await connection.send(message)
-                    count += 1
+                    messages += 1
             else:
-                await _lend(connection, domain, request)
+                await _serve_memory(connection, domain, request)
         finally:
-            tell("gone", peer=peer, verb=request.verb, messages=count)
+            on_event("disconnected", peer=peer, verb=request.verb, messages=messages)
 
-    return serve(handle, host, port, domain=domain, transport=transport, max_connections=_MOST, drain_timeout_s=0)
+    return serve(
+        handle, host, port, domain=domain, transport=transport, max_connections=_MAX_CONNECTIONS, drain_timeout_s=0
+    )
 
 
-async def _lend(connection: Connection, domain: Domain, request: PingRequest) -> None:
-    """Until the peer has done with it, which is when it closes the connection."""
-    async with domain.register(request.size, _GRANTED | AccessFlags.LOCAL_WRITE) as region:
+async def _serve_memory(connection: Connection, domain: Domain, request: PingRequest) -> None:
+    """Grant memory to the peer until the peer closes the connection."""
+    async with domain.register(request.size, _REMOTE_ACCESS | AccessFlags.LOCAL_WRITE) as region:
         region.buffer[:] = bytes(request.size)
-        await connection.grant(region, _GRANTED)
-        await connection.send(accepted())
+        await connection.grant(region, _REMOTE_ACCESS)
+        await connection.send(pack_accepted())
         async for _ in connection:
             pass
-        await connection.abort()  # before its memory goes
+        await connection.abort()  # before the memory is deregistered

@@ -1,6 +1,6 @@
-"""A process that uses the libraries of RDMA devices and prints what came of it, as JSON.
+"""Probe process of `aioverbs doctor`: uses the libraries of RDMA devices, and prints the results as JSON.
 
-It is one of its own since a library that does not fit may end it.
+The probe is a separate process because a library that does not match the others can crash its process.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ def _library(name: str) -> dict[str, str | None]:
     mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "/" in line}
     stem = name.partition(".so")[0]
     path = next((each for each in sorted(mapped) if Path(each).name.startswith(f"{stem}.so")), None)
-    version = re.search(r"\.so\.\d+\.\d+\.(.+)$", path or "")  # the interface's, then that of rdma-core
+    version = re.search(r"\.so\.\d+\.\d+\.(.+)$", path or "")  # after .so: the ABI version, then rdma-core's version
     return {"path": path, "version": version[1] if version else None}
 
 
@@ -40,7 +40,7 @@ def _pyverbs() -> dict[str, str | None]:
 
 
 def _listed() -> list[str]:
-    """The devices that libibverbs finds, whether or not pyverbs is there."""
+    """Return the names of the devices that libibverbs lists; does not need pyverbs."""
     verbs = ctypes.CDLL("libibverbs.so.1")
     verbs.ibv_get_device_list.restype = ctypes.POINTER(ctypes.c_void_p)
     verbs.ibv_get_device_name.restype = ctypes.c_char_p
@@ -54,7 +54,7 @@ def _listed() -> list[str]:
 
 
 async def _use(name: str) -> None:
-    """Make what every user makes."""
+    """Create the resources that every program needs."""
     async with (
         open_device(name) as device,
         device.resource_domain() as domain,
@@ -68,14 +68,14 @@ async def _use(name: str) -> None:
 def _try(name: str) -> dict[str, str | int]:
     try:
         asyncio.run(_use(name))
-    except Exception as error:  # whatever it is, it is what was asked for
+    except Exception as error:  # every error is a result of the probe
         return {"problem": str(error), "number": getattr(error, "errno", None) or 0}
     return {}
 
 
 def main() -> None:
-    """Print what is found."""
-    logging.getLogger("aioverbs").setLevel(logging.ERROR)  # which domains are native is nobody's trouble
+    """Print the results."""
+    logging.getLogger("aioverbs").setLevel(logging.ERROR)  # warnings about emulated domains are no result
     libraries = {name: _library(f"{name}.so.1") for name in ("libibverbs", "librdmacm")}
     pyverbs = _pyverbs()
     listed = [] if "problem" in libraries["libibverbs"] else _listed()

@@ -1,13 +1,13 @@
-"""PURE: samples of a process as they come over its socket, and what happened between two of them, per second."""
+"""PURE: samples of a watched process, parsed from its socket, and the rates between two samples."""
 
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-__all__ = ["COUNTERS", "Branch", "Report", "Sample", "Thing", "report"]
+__all__ = ["COUNTERS", "Report", "ResourceRates", "ResourceSample", "Sample", "report"]
 
-# What is counted of each kind of resource, and from which of its statistics: added up.
+# Counters of each kind of resource, and the statistics whose sum they are.
 COUNTERS: dict[str, dict[str, tuple[str, ...]]] = {
     "QueuePair": {
         "operations": ("sends.completed", "receives.completed"),
@@ -17,14 +17,22 @@ COUNTERS: dict[str, dict[str, tuple[str, ...]]] = {
     "SharedReceiveQueue": {"operations": ("completed",)},
     "CompletionQueue": {"completions": ("completions",), "wakeups": ("wakeups",)},
 }
-_DEEPEST = 64
+_MAX_DEPTH = 64
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Thing:
-    """A resource, in a sample."""
+class ResourceSample:
+    """A resource in a sample.
+
+    :param id: identity of the resource within the process.
+    :param kind: class name, such as ``"QueuePair"``.
+    :param owner: the resource's owner; None if unknown.
+    :param created: file and line of its creation.
+    :param native: whether the device implements the resource; None if that does not apply.
+    :param children: resources created from this one.
+    """
 
     id: int
     kind: str
@@ -34,108 +42,113 @@ class Thing:
     created: str
     native: bool | None
     statistics: dict[str, object]
-    children: tuple["Thing", ...]
+    children: tuple["ResourceSample", ...]
 
-    def number(self, path: str) -> int:
-        """One of its statistics; 0 where it has none of that name."""
+    def statistic(self, path: str) -> int:
+        """Return an integer from the statistics by its dotted path; 0 if missing."""
         found: object = self.statistics
         for name in path.split("."):
             found = found.get(name) if isinstance(found, dict) else None
         return found if isinstance(found, int) else 0
 
     def counts(self) -> dict[str, int]:
-        """What is counted of its kind."""
-        of = COUNTERS.get(self.kind, {})
-        return {name: sum(self.number(path) for path in paths) for name, paths in of.items()}
+        """Return the values of the kind's `COUNTERS`."""
+        counters = COUNTERS.get(self.kind, {})
+        return {name: sum(self.statistic(path) for path in paths) for name, paths in counters.items()}
 
-    def all(self) -> Iterator["Thing"]:
-        """It and all that was made from it."""
+    def walk(self) -> Iterator["ResourceSample"]:
+        """Yield this resource and all its descendants."""
         yield self
         for child in self.children:
-            yield from child.all()
+            yield from child.walk()
 
 
 @dataclass(frozen=True)
 class Sample:
-    """What a process said of itself at one moment."""
+    """Snapshot of a process's resources.
+
+    :param time_ns: the process's monotonic clock.
+    :param truncated: whether resources are missing because there are too many.
+    :param devices: the open devices.
+    """
 
     time_ns: int
     truncated: bool
-    devices: tuple[Thing, ...]
+    devices: tuple[ResourceSample, ...]
 
     @classmethod
     def parse(cls, line: bytes) -> "Sample":
-        """Of a line.
+        """Parse a line of JSON.
 
-        :raises ValueError: it is no sample.
+        :raises ValueError: the line is no valid sample.
         """
         try:
-            told = json.loads(line)
+            fields = json.loads(line)
         except RecursionError as error:
-            raise ValueError("it is nested too deep") from error
-        told = _checked(told, dict, "a sample")
-        devices = tuple(_thing(each, 0) for each in _checked(told.get("devices"), list, "devices"))
-        time_ns = _checked(told.get("time_ns"), int, "time_ns")
-        return cls(time_ns, _checked(told.get("truncated"), bool, "truncated"), devices)
+            raise ValueError("the sample is nested too deep") from error
+        fields = _checked(fields, dict, "a sample")
+        devices = tuple(_parse_resource(each, 0) for each in _checked(fields.get("devices"), list, "devices"))
+        time_ns = _checked(fields.get("time_ns"), int, "time_ns")
+        return cls(time_ns, _checked(fields.get("truncated"), bool, "truncated"), devices)
 
-    def all(self) -> Iterator[Thing]:
-        """All resources."""
+    def walk(self) -> Iterator[ResourceSample]:
+        """Yield all resources."""
         for device in self.devices:
-            yield from device.all()
+            yield from device.walk()
 
 
-def _checked(value: Any, kind: type[T], what: str) -> T:
+def _checked(value: Any, kind: type[T], name: str) -> T:
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise ValueError(f"{what} is {type(value).__name__}, and not {kind.__name__}")
+        raise ValueError(f"{name} must be {kind.__name__}, got {type(value).__name__}")
     return value
 
 
-def _text(value: object, what: str) -> str:
-    """Without what moves a terminal's cursor."""
-    return "".join(each if each.isprintable() else "�" for each in _checked(value, str, what))
+def _text(value: object, name: str) -> str:
+    """Return a string with unprintable characters replaced, so that a watched process cannot control the terminal."""
+    return "".join(each if each.isprintable() else "�" for each in _checked(value, str, name))
 
 
-def _thing(value: object, depth: int) -> Thing:
-    if depth > _DEEPEST:
-        raise ValueError("it is nested too deep")
-    told = _checked(value, dict, "a resource")
-    owner, native, statistics = told.get("owner"), told.get("native"), told.get("statistics")
-    return Thing(
-        _checked(told.get("id"), int, "id"),
-        _text(told.get("kind"), "kind"),
-        _text(told.get("label"), "label"),
-        _text(told.get("state"), "state"),
+def _parse_resource(value: object, depth: int) -> ResourceSample:
+    if depth > _MAX_DEPTH:
+        raise ValueError("the sample is nested too deep")
+    fields = _checked(value, dict, "a resource")
+    owner, native, statistics = fields.get("owner"), fields.get("native"), fields.get("statistics")
+    return ResourceSample(
+        _checked(fields.get("id"), int, "id"),
+        _text(fields.get("kind"), "kind"),
+        _text(fields.get("label"), "label"),
+        _text(fields.get("state"), "state"),
         _text(owner, "owner") if owner is not None else None,
-        _text(told.get("created"), "created"),
+        _text(fields.get("created"), "created"),
         _checked(native, bool, "native") if native is not None else None,
         _checked(statistics, dict, "statistics") if statistics is not None else {},
-        tuple(_thing(child, depth + 1) for child in _checked(told.get("children"), list, "children")),
+        tuple(_parse_resource(child, depth + 1) for child in _checked(fields.get("children"), list, "children")),
     )
 
 
 @dataclass(frozen=True)
-class Branch:
-    """A resource, and its counters per second.
+class ResourceRates:
+    """Rates of a resource.
 
-    :param rates: None where they are not known: it was not there in the sample before.
+    :param rates: counters per second; None if the resource was not in the previous sample.
     """
 
-    thing: Thing
+    resource: ResourceSample
     rates: dict[str, float] | None
-    children: tuple["Branch", ...]
+    children: tuple["ResourceRates", ...]
 
 
 @dataclass(frozen=True)
 class Report:
-    """A sample, and what happened since the one before.
+    """A sample, and the rates since the previous sample.
 
-    :param seconds: between them; None: there was none before.
-    :param totals: the counters of all resources per second.
+    :param seconds: time between the two samples; None if there is no previous sample.
+    :param totals: sums of the counters of all resources, per second.
     """
 
     sample: Sample
     seconds: float | None
-    devices: tuple[Branch, ...]
+    devices: tuple[ResourceRates, ...]
     totals: dict[str, float] = field(default_factory=dict)
 
 
@@ -143,22 +156,31 @@ _TOTALS = tuple(dict.fromkeys(name for counters in COUNTERS.values() for name in
 
 
 def report(sample: Sample, before: Sample | None) -> Report:
-    """What happened between two samples, the later one first."""
+    """Compute the rates between two samples.
+
+    :param sample: the later sample.
+    :param before: the previous sample, if any.
+    """
     seconds = (sample.time_ns - before.time_ns) / 1e9 if before is not None else 0.0
-    known = {thing.id: thing.counts() for thing in before.all()} if before is not None and seconds > 0 else {}
-    devices = tuple(_branch(each, known, seconds) for each in sample.devices)
+    earlier_counts = (
+        {resource.id: resource.counts() for resource in before.walk()} if before is not None and seconds > 0 else {}
+    )
+    devices = tuple(_resource_rates(each, earlier_counts, seconds) for each in sample.devices)
     totals = dict.fromkeys(_TOTALS, 0.0)
-    waiting = list(devices)
-    for branch in waiting:
-        waiting.extend(branch.children)
-        for name, rate in (branch.rates or {}).items():
+    pending = list(devices)
+    for node in pending:
+        pending.extend(node.children)
+        for name, rate in (node.rates or {}).items():
             totals[name] += rate
     return Report(sample, seconds if seconds > 0 else None, devices, totals)
 
 
-def _branch(thing: Thing, known: dict[int, dict[str, int]], seconds: float) -> Branch:
-    earlier = known.get(thing.id)
+def _resource_rates(
+    resource: ResourceSample, earlier_counts: dict[int, dict[str, int]], seconds: float
+) -> ResourceRates:
+    previous = earlier_counts.get(resource.id)
     rates = None
-    if earlier is not None:
-        rates = {name: max(0, count - earlier.get(name, 0)) / seconds for name, count in thing.counts().items()}
-    return Branch(thing, rates, tuple(_branch(child, known, seconds) for child in thing.children))
+    if previous is not None:
+        rates = {name: max(0, count - previous.get(name, 0)) / seconds for name, count in resource.counts().items()}
+    children = tuple(_resource_rates(child, earlier_counts, seconds) for child in resource.children)
+    return ResourceRates(resource, rates, children)

@@ -1,4 +1,4 @@
-"""`aioverbs top`: what a running process is at, as it is now."""
+"""`aioverbs top`: watch the resources and rates of a running process."""
 
 from typing import TYPE_CHECKING
 
@@ -8,22 +8,22 @@ from click.shell_completion import CompletionItem
 from aioverbs.cli.common import Seconds, Status, UntilStopped, console, json_option, print_json, run
 
 if TYPE_CHECKING:
-    from aioverbs.cli.rates import Branch, Report, Sample
+    from aioverbs.cli.rates import Report, ResourceRates, Sample
     from aioverbs.cli.watching import Watch
 
 __all__ = ["top"]
 
-_PATIENCE_S = 5.0  # beyond the interval, before a process is taken for one that stands still
+_GRACE_S = 5.0  # time beyond the interval after which a process counts as stopped
 
 
 def _complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """The processes whose sockets are there; nobody is asked."""
+    """Return the IDs of processes that have a monitor socket; connects to none of them."""
     from aioverbs._monitoring.directory import MonitorDirectory
 
     try:
         with MonitorDirectory() as directory:
             found = [str(pid) for pid, _ in directory.names()]
-    except (OSError, ValueError):  # there is nothing to complete; the command itself says why
+    except (OSError, ValueError):  # no completions; the command itself reports the error
         return []
     return [CompletionItem(pid) for pid in found if pid.startswith(incomplete)]
 
@@ -36,23 +36,23 @@ def _complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> li
     type=Seconds(0.05, 3600),
     default=1.0,
     show_default=True,
-    help="Seconds from one sample to the next.",
+    help="Seconds between samples.",
 )
-@click.option("--once", is_flag=True, help="Show what happens within one interval, and end.")
+@click.option("--once", is_flag=True, help="Show the rates of one interval, and exit.")
 @json_option
 def top(pid: int | None, interval: float, once: bool, as_json: bool) -> None:
-    """Watch a process: its devices, what was made from them, and how much each of them does per second.
+    """Watch a process: its devices, the resources created from them, and their rates.
 
-    Without PID, list the processes of this user that can be watched: those that were started with AIOVERBS_MONITOR=1,
-    or that call aioverbs.monitor(). With --json each sample is a line.
+    Without PID, list the processes of this user that can be watched: those started with AIOVERBS_MONITOR=1, and those
+    that call aioverbs.monitor(). With --json, each sample is a line.
 
-    Ctrl-C ends it, and so does the end of the process. The exit status is 1 where there is nobody to list, 3 where
-    there is no such process.
+    The command ends at Ctrl-C, or when the process ends. The exit status is 1 if no process can be listed, 3 if the
+    process does not exist or cannot be watched.
     """
     run(_list(as_json) if pid is None else _watch(pid, interval, once, as_json))
 
 
-# ---- Who can be watched
+# ---- List
 
 
 async def _list(as_json: bool) -> Status:
@@ -65,7 +65,7 @@ async def _list(as_json: bool) -> Status:
     if as_json:
         print_json({"processes": found})
     elif not found:
-        click.echo("no process can be watched: start one with AIOVERBS_MONITOR=1, or have it call aioverbs.monitor()")
+        click.echo("no process can be watched: start one with AIOVERBS_MONITOR=1, or call aioverbs.monitor() in it")
     else:
         table = Table(box=None, pad_edge=False, header_style="bold")
         table.add_column("PID", justify="right")
@@ -78,49 +78,49 @@ async def _list(as_json: bool) -> Status:
     return Status.OK if found else Status.NO
 
 
-# ---- One of them
+# ---- Watch
 
 
 async def _watch(pid: int, interval_s: float, once: bool, as_json: bool) -> Status:
     from aioverbs.cli.watching import open_watch
 
-    show: _Lines | _Screen
-    seen = False
+    output: _JsonOutput | _TerminalOutput
+    shown_any = False
     with UntilStopped():
         async with await open_watch(pid) as watch:
             watch.begin(interval_s)
-            show = _Lines(watch, once) if as_json else _Screen(watch, once)
-            with show:
-                seen = await _follow(watch, interval_s, once, show)
-            if not seen:
-                click.echo(f"aioverbs: process {pid} ended before there was anything to show", err=True)
-                return Status.NOT_THERE
+            output = _JsonOutput(watch, once) if as_json else _TerminalOutput(watch, once)
+            with output:
+                shown_any = await _follow(watch, interval_s, once, output)
+            if not shown_any:
+                click.echo(f"aioverbs: process {pid} ended before its first sample", err=True)
+                return Status.NOT_FOUND
     return Status.OK
 
 
-async def _follow(watch: "Watch", interval_s: float, once: bool, show: "_Lines | _Screen") -> bool:
-    """Until it ends; whether there was anything."""
+async def _follow(watch: "Watch", interval_s: float, once: bool, output: "_JsonOutput | _TerminalOutput") -> bool:
+    """Show samples until the process ends; return whether any was shown."""
     before: Sample | None = None
-    seen = False
+    shown_any = False
     while True:
         try:
-            sample = await watch.sample(interval_s + _PATIENCE_S)
+            sample = await watch.sample(interval_s + _GRACE_S)
         except TimeoutError as error:
-            if not show.note(str(error)):
+            if not output.show_note(str(error)):
                 raise
             continue
         if sample is None:
-            return seen
+            return shown_any
         if before is not None or not once:
-            show.show(sample, before)
-            seen = True
+            output.show_sample(sample, before)
+            shown_any = True
             if once:
                 return True
         before = sample
 
 
-class _Lines:
-    """A line of JSON for each sample."""
+class _JsonOutput:
+    """Prints each sample as a line of JSON."""
 
     def __init__(self, watch: "Watch", once: bool) -> None:
         self._watch = watch
@@ -131,44 +131,44 @@ class _Lines:
     def __exit__(self, *error: object) -> None:
         pass
 
-    def note(self, text: str) -> bool:
-        """Whether that can be shown."""
+    def show_note(self, text: str) -> bool:
+        """Return False: JSON output has no notes."""
         return False
 
-    def show(self, sample: "Sample", before: "Sample | None") -> None:
-        """Print it."""
+    def show_sample(self, sample: "Sample", before: "Sample | None") -> None:
+        """Print a sample and its rates."""
         from aioverbs.cli.rates import report
 
         now = report(sample, before)
-        told = {
+        fields = {
             "pid": self._watch.pid,
             "time_ns": sample.time_ns,
             "seconds": now.seconds,
             "truncated": sample.truncated,
             "rates": now.totals,
-            "devices": [_told(each) for each in now.devices],
+            "devices": [_to_json(each) for each in now.devices],
         }
-        print_json(told, one_line=True)
+        print_json(fields, one_line=True)
 
 
-def _told(branch: "Branch") -> dict[str, object]:
-    thing = branch.thing
+def _to_json(node: "ResourceRates") -> dict[str, object]:
+    resource = node.resource
     return {
-        "id": thing.id,
-        "kind": thing.kind,
-        "label": thing.label,
-        "state": thing.state,
-        "owner": thing.owner,
-        "created": thing.created,
-        "native": thing.native,
-        "statistics": thing.statistics,
-        "rates": branch.rates,
-        "children": [_told(child) for child in branch.children],
+        "id": resource.id,
+        "kind": resource.kind,
+        "label": resource.label,
+        "state": resource.state,
+        "owner": resource.owner,
+        "created": resource.created,
+        "native": resource.native,
+        "statistics": resource.statistics,
+        "rates": node.rates,
+        "children": [_to_json(child) for child in node.children],
     }
 
 
-class _Screen:
-    """For people: on a terminal in its place, elsewhere one below the other."""
+class _TerminalOutput:
+    """Prints tables: on a terminal, each one replaces the previous one; elsewhere, they follow one another."""
 
     def __init__(self, watch: "Watch", once: bool) -> None:
         from rich.live import Live
@@ -187,15 +187,15 @@ class _Screen:
         if self._live is not None:
             self._live.stop()
 
-    def note(self, text: str) -> bool:
-        """Whether that can be shown; it is, with what was last."""
+    def show_note(self, text: str) -> bool:
+        """Show a note with the last sample, if possible; return whether the note was shown."""
         if self._live is None or self._last is None:
             return False
         self._draw(self._last, text)
         return True
 
-    def show(self, sample: "Sample", before: "Sample | None") -> None:
-        """Draw it."""
+    def show_sample(self, sample: "Sample", before: "Sample | None") -> None:
+        """Draw a sample and its rates."""
         from aioverbs.cli.rates import report
 
         self._last = report(sample, before)

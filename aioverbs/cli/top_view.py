@@ -1,4 +1,4 @@
-"""What `aioverbs top` shows: rates, and the tree of resources, as a table."""
+"""Table of `aioverbs top`: rates and the tree of resources."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from aioverbs.cli.rates import Branch, Report, Thing
+from aioverbs.cli.rates import Report, ResourceRates, ResourceSample
 
 __all__ = ["quantity", "view"]
 
@@ -16,7 +16,7 @@ _STATES = {"open": "green", "closing": "yellow", "opening": "yellow", "failed": 
 
 
 def quantity(value: float) -> str:
-    """A number in three digits: ``"12.3k"``."""
+    """Format a number with three digits: ``"12.3k"``."""
     for size, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if value >= 0.9995 * size:
             scaled = value / size
@@ -25,9 +25,12 @@ def quantity(value: float) -> str:
 
 
 def view(pid: int, program: str, report: Report, *, note: str | None = None) -> Group:
-    """All of it.
+    """Render a report.
 
-    :param note: what there is to say of it now.
+    :param pid: process ID.
+    :param program: the process's command line.
+    :param report: the rates to show.
+    :param note: a line to show above the table.
     """
     parts: list[Text | Table] = [Text.assemble((f"{pid}", "bold"), f"  {program}", no_wrap=True, overflow="ellipsis")]
     if report.seconds is not None:
@@ -36,7 +39,7 @@ def view(pid: int, program: str, report: Report, *, note: str | None = None) -> 
     if note is not None:
         parts.append(Text(note, "yellow"))
     if report.sample.truncated:
-        parts.append(Text("there are more resources than are shown", "yellow"))
+        parts.append(Text("not all resources are shown: there are too many", "yellow"))
     if report.devices:
         parts.append(_table(report))
     else:
@@ -50,7 +53,7 @@ def _table(report: Report) -> Table:
     table.add_column("STATE")
     for title in _RATES.values():
         table.add_column(title, justify="right")
-    table.add_column("UNDER WAY", justify="right")
+    table.add_column("IN FLIGHT", justify="right")
     table.add_column("", no_wrap=True, overflow="ellipsis")
     for device in report.devices:
         for row in _rows(device, "", ""):
@@ -58,13 +61,13 @@ def _table(report: Report) -> Table:
     return table
 
 
-def _rows(branch: Branch, stem: str, below: str) -> Iterator[tuple[str | Text, ...]]:
-    thing = branch.thing
-    name = Text.assemble((stem, "dim"), thing.kind, (f" {thing.label}" if thing.label else "", "bold"))
-    state = Text(thing.state, _STATES.get(thing.state, ""))
-    yield name, state, *_numbers(branch), _in_flight(thing), Text(_details(thing), "dim")
-    single = [child for child in branch.children if _has_more(child)]
-    plain = Counter(child.thing.kind for child in branch.children if not _has_more(child))
+def _rows(node: ResourceRates, stem: str, below: str) -> Iterator[tuple[str | Text, ...]]:
+    resource = node.resource
+    name = Text.assemble((stem, "dim"), resource.kind, (f" {resource.label}" if resource.label else "", "bold"))
+    state = Text(resource.state, _STATES.get(resource.state, ""))
+    yield name, state, *_numbers(node), _in_flight(resource), Text(_details(resource), "dim")
+    single = [child for child in node.children if _has_own_row(child)]
+    plain = Counter(child.resource.kind for child in node.children if not _has_own_row(child))
     last = len(single) + len(plain) - 1
     for index, child in enumerate(single):
         yield from _rows(child, below + ("└ " if index == last else "├ "), below + ("  " if index == last else "│ "))
@@ -72,54 +75,54 @@ def _rows(branch: Branch, stem: str, below: str) -> Iterator[tuple[str | Text, .
         yield Text.assemble((below + ("└ " if index == last else "├ "), "dim"), f"{count:,} {kind}"), ""
 
 
-def _has_more(branch: Branch) -> bool:
-    """Whether there is more to say of it than how many of its kind there are."""
-    return bool(branch.children or set(branch.thing.statistics) - {"children"} or branch.thing.native is not None)
+def _has_own_row(node: ResourceRates) -> bool:
+    """Return whether a resource needs its own row; the others are shown as a count of their kind."""
+    return bool(node.children or set(node.resource.statistics) - {"children"} or node.resource.native is not None)
 
 
-def _numbers(branch: Branch) -> Iterator[str]:
+def _numbers(node: ResourceRates) -> Iterator[str]:
     for name in _RATES:
-        rate = (branch.rates or {}).get(name)
+        rate = (node.rates or {}).get(name)
         yield quantity(rate) if rate is not None else ""
 
 
-def _in_flight(thing: Thing) -> str:
-    match thing.kind:
+def _in_flight(resource: ResourceSample) -> str:
+    match resource.kind:
         case "QueuePair":
-            return f"{thing.number('sends.in_flight') + thing.number('receives.in_flight'):,}"
+            return f"{resource.statistic('sends.in_flight') + resource.statistic('receives.in_flight'):,}"
         case "CompletionQueue" | "SharedReceiveQueue":
-            return f"{thing.number('in_flight'):,} of {thing.number('depth'):,}"
+            return f"{resource.statistic('in_flight'):,} of {resource.statistic('depth'):,}"
         case "BufferPool":
-            away = thing.number("leased") + thing.number("under_dma")
-            return f"{away:,} of {away + thing.number('free'):,}"
+            in_use = resource.statistic("leased") + resource.statistic("under_dma")
+            return f"{in_use:,} of {in_use + resource.statistic('free'):,}"
         case "WorkerPool":
-            return f"{sum(worker.get('calls', 0) for worker in _workers(thing)):,}"
+            return f"{sum(worker.get('calls', 0) for worker in _workers(resource)):,}"
     return ""
 
 
-def _details(thing: Thing) -> str:
+def _details(resource: ResourceSample) -> str:
     parts = []
-    if thing.native is not None:
-        parts.append("native" if thing.native else "not native")
-    if thing.kind == "QueuePair":
-        failed = sum(_failed(thing, "sends") + _failed(thing, "receives"))
+    if resource.native is not None:
+        parts.append("native" if resource.native else "not native")
+    if resource.kind == "QueuePair":
+        failed = sum(_failed(resource, "sends") + _failed(resource, "receives"))
         parts += [f"{failed:,} failed"] if failed else []
-        queued = thing.number("sends.queued") + thing.number("receives.queued")
-        parts += [f"{queued:,} wait for a place"] if queued else []
-    if thing.kind == "BufferPool" and thing.number("waiting"):
-        parts.append(f"{thing.number('waiting'):,} wait for a buffer")
-    if thing.kind == "WorkerPool":
-        parts.append(f"{len(_workers(thing))} workers")
+        queued = resource.statistic("sends.queued") + resource.statistic("receives.queued")
+        parts += [f"{queued:,} queued"] if queued else []
+    if resource.kind == "BufferPool" and resource.statistic("waiting"):
+        parts.append(f"{resource.statistic('waiting'):,} wait for a buffer")
+    if resource.kind == "WorkerPool":
+        parts.append(f"{len(_workers(resource))} workers")
     return ", ".join(parts)
 
 
-def _workers(thing: Thing) -> list[dict[str, int]]:
-    found = thing.statistics.get("workers")
+def _workers(resource: ResourceSample) -> list[dict[str, int]]:
+    found = resource.statistics.get("workers")
     return [each for each in found if isinstance(each, dict)] if isinstance(found, list) else []
 
 
-def _failed(thing: Thing, queue: str) -> list[int]:
-    of = thing.statistics.get(queue)
-    failed = of.get("failed") if isinstance(of, dict) else None
+def _failed(resource: ResourceSample, queue: str) -> list[int]:
+    statistics = resource.statistics.get(queue)
+    failed = statistics.get("failed") if isinstance(statistics, dict) else None
     pairs = failed if isinstance(failed, list) else []
     return [pair[1] for pair in pairs if isinstance(pair, list) and len(pair) == 2 and isinstance(pair[1], int)]

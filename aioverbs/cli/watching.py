@@ -1,4 +1,4 @@
-"""The processes that can be watched, and what they say: the other end of `aioverbs._monitoring.server`."""
+"""Client of `aioverbs._monitoring.server`: finds watchable processes, and receives their samples."""
 
 import asyncio
 import contextlib
@@ -14,22 +14,22 @@ from aioverbs._monitoring.directory import MonitorDirectory
 from aioverbs._monitoring.server import VERSION
 from aioverbs.cli.rates import Sample
 
-__all__ = ["NotWatchableError", "Process", "Watch", "open_watch", "processes"]
+__all__ = ["NotWatchableError", "Watch", "WatchableProcess", "open_watch", "processes"]
 
-_CONNECT_S = 5.0  # a busy process's monitor has to wait for its interpreter
-_LONGEST = 64 << 20  # bytes of a line
+_CONNECT_S = 5.0  # generous, since the monitor of a busy process waits for the interpreter
+_MAX_LINE = 64 << 20  # bytes of a line
 
 
 class NotWatchableError(ConnectionError):
-    """No such process lets itself be watched."""
+    """The process does not exist, or cannot be watched."""
 
 
 @dataclass(frozen=True)
-class Process:
-    """A process that can be watched.
+class WatchableProcess:
+    """A process with a monitor socket.
 
-    :param program: its command line, empty where it does not answer.
-    :param problem: why it does not.
+    :param program: the process's command line; empty if it does not answer.
+    :param problem: reason why the process does not answer; None if it does.
     """
 
     pid: int
@@ -37,21 +37,21 @@ class Process:
     problem: str | None = None
 
 
-async def processes() -> list[Process]:
-    """Those of this user. What dead ones left is taken away.
+async def processes() -> list[WatchableProcess]:
+    """List the watchable processes of this user, and remove the sockets of dead processes.
 
-    :raises PermissionError: the directory is not this user's alone.
+    :raises PermissionError: the socket directory is accessible to other users.
     """
     with _directory() as directory:
         if directory is None:
             return []
-        found = [await _look_at(directory, pid, name) for pid, name in directory.names()]
+        found = [await _inspect(directory, pid, name) for pid, name in directory.names()]
     return [process for process in found if process is not None]
 
 
 @contextlib.contextmanager
 def _directory(path: Path | None = None) -> Iterator[MonitorDirectory | None]:
-    """None where nobody made it yet."""
+    """Open the socket directory; yield None if it does not exist."""
     try:
         directory = MonitorDirectory(path)
     except FileNotFoundError:
@@ -61,72 +61,77 @@ def _directory(path: Path | None = None) -> Iterator[MonitorDirectory | None]:
         yield directory
 
 
-async def _look_at(directory: MonitorDirectory, pid: int, name: str) -> Process | None:
+async def _inspect(directory: MonitorDirectory, pid: int, name: str) -> WatchableProcess | None:
     try:
-        connected = directory.connect(name, _CONNECT_S)
-        if connected is None:
+        connection = directory.connect(name, _CONNECT_S)
+        if connection is None:
             return None
-        async with Watch(pid, connected) as watch:
-            return Process(pid, watch.program)
+        async with Watch(pid, connection) as watch:
+            return WatchableProcess(pid, watch.program)
     except OSError as error:
-        return Process(pid, "", str(error))
+        return WatchableProcess(pid, "", str(error))
 
 
 async def open_watch(pid: int, path: Path | None = None) -> "Watch":
-    """Watch a process, to be used by ``async with``.
+    """Connect to the monitor of a process; use the result with ``async with``.
 
-    :param path: where its socket is; None: where those of this user are.
-    :raises NotWatchableError: there is none, or it does not let itself be watched.
-    :raises PermissionError: the directory, or who listens there, is not this user's.
-    :raises TimeoutError: it does not answer.
+    :param pid: process ID.
+    :param path: socket directory; None: this user's default directory.
+    :raises NotWatchableError: the process does not exist, or cannot be watched.
+    :raises PermissionError: the directory or the listening process belongs to another user.
+    :raises TimeoutError: the process does not answer.
     """
     with _directory(path) as directory:
         if directory is not None:
             for number, name in directory.names():
-                connected = directory.connect(name, _CONNECT_S) if number == pid else None
-                if connected is not None:
-                    return Watch(pid, connected)
+                connection = directory.connect(name, _CONNECT_S) if number == pid else None
+                if connection is not None:
+                    return Watch(pid, connection)
     raise NotWatchableError(
-        f"there is no process {pid} that lets itself be watched: start it with AIOVERBS_MONITOR=1, or have it call"
-        " aioverbs.monitor(); `aioverbs top` lists those that do"
+        f"process {pid} cannot be watched: start it with AIOVERBS_MONITOR=1, or call aioverbs.monitor() in it;"
+        " `aioverbs top` lists the processes that can be watched"
     )
 
 
 class Watch:
-    """A connection with a process, which ``async with`` begins.
+    """Connection to a process's monitor; ``async with`` performs the handshake and closes the connection.
 
-    :raises NotWatchableError: it is watched by as many as it lets, or speaks something else.
-    :raises TimeoutError: it does not answer.
+    :param pid: process ID.
+    :param connection: socket connected to the monitor; owned by this object.
+    :raises NotWatchableError: too many watchers, or another version of the protocol.
+    :raises TimeoutError: the process does not answer.
     """
 
-    def __init__(self, pid: int, connected: socket.socket) -> None:
+    def __init__(self, pid: int, connection: socket.socket) -> None:
         self.pid = pid
         self.program = ""
-        self._socket = connected
+        self._socket = connection
 
     async def __aenter__(self) -> Self:
         try:
             self._socket.setblocking(False)
-            self._reader, self._writer = await asyncio.open_unix_connection(sock=self._socket, limit=_LONGEST)
+            self._reader, self._writer = await asyncio.open_unix_connection(sock=self._socket, limit=_MAX_LINE)
         except BaseException:
             self._socket.close()
             raise
         try:
-            self._greet(await self._line(_CONNECT_S))
+            self._check_greeting(await self._read_line(_CONNECT_S))
         except BaseException:
             self._writer.close()
             raise
         return self
 
-    def _greet(self, line: bytes | None) -> None:
-        told = None
+    def _check_greeting(self, line: bytes | None) -> None:
+        greeting = None
         with contextlib.suppress(ValueError, RecursionError):
-            told = json.loads(line or b"")
-        if not isinstance(told, dict) or told.get("aioverbs-monitor") != VERSION:
-            raise NotWatchableError(f"process {self.pid} speaks another version than this: use the same of aioverbs")
-        if "refused" in told:
-            raise NotWatchableError(f"process {self.pid} cannot be watched now: {told['refused']}")
-        program = str(told.get("program", ""))
+            greeting = json.loads(line or b"")
+        if not isinstance(greeting, dict) or greeting.get("aioverbs-monitor") != VERSION:
+            raise NotWatchableError(
+                f"process {self.pid} uses another version of the protocol: use the same version of aioverbs"
+            )
+        if "refused" in greeting:
+            raise NotWatchableError(f"process {self.pid} cannot be watched now: {greeting['refused']}")
+        program = str(greeting.get("program", ""))
         self.program = "".join(each if each.isprintable() else "�" for each in program)
 
     async def __aexit__(
@@ -137,31 +142,32 @@ class Watch:
             await self._writer.wait_closed()
 
     def begin(self, interval_s: float) -> None:
-        """Ask for a sample now, and after each interval."""
+        """Request a sample now and after each interval, in seconds."""
         self._writer.write(json.dumps({"interval_s": interval_s}).encode() + b"\n")
 
     async def sample(self, timeout_s: float) -> Sample | None:
-        """The next; None where the process has ended.
+        """Return the next sample, or None if the process has ended.
 
-        :raises TimeoutError: none came in time.
-        :raises ValueError: it was none.
+        :param timeout_s: seconds to wait.
+        :raises TimeoutError: no sample arrived in time.
+        :raises ValueError: the process sent an invalid sample.
         """
-        line = await self._line(timeout_s)
+        line = await self._read_line(timeout_s)
         if line is None:
             return None
         try:
             return Sample.parse(line)
         except ValueError as error:
-            raise ValueError(f"process {self.pid} said what is no sample: {error}") from error
+            raise ValueError(f"process {self.pid} sent an invalid sample: {error}") from error
 
-    async def _line(self, timeout_s: float) -> bytes | None:
+    async def _read_line(self, timeout_s: float) -> bytes | None:
         try:
             async with asyncio.timeout(timeout_s):
                 line = await self._reader.readline()
         except ConnectionError:
             return None
         except ValueError as error:
-            raise ValueError(f"process {self.pid} said more than {_LONGEST:,} bytes at once") from error
+            raise ValueError(f"process {self.pid} sent a line of more than {_MAX_LINE:,} bytes") from error
         except TimeoutError as error:
             raise TimeoutError(f"process {self.pid} does not answer: it may be stopped") from error
         return line if line.endswith(b"\n") else None

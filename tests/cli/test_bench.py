@@ -1,4 +1,4 @@
-"""`aioverbs bench`: what it measures, draws and prints, and how it ends when something goes wrong."""
+"""`aioverbs bench`: results, plots, error messages, signals."""
 
 import asyncio
 import contextlib
@@ -22,7 +22,7 @@ from aioverbs.cli.bench_device import DeviceClient
 from aioverbs.cli.bench_memory import Memory
 from aioverbs.cli.bench_stream import StreamClient, serve_stream
 from aioverbs.cli.common import Status
-from tests.cli.processes import COMMAND, environment, on_a_terminal
+from tests.cli.processes import COMMAND, environment, run_on_terminal
 from tests.pace import patience
 from tests.running import wait_for_ends
 from tests.waiting import until
@@ -37,16 +37,16 @@ def invoke(*arguments: str) -> Result:
 
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two sizes only."""
+    """Restrict the benchmark to two sizes."""
     monkeypatch.setattr(measuring.cells, "__defaults__", ((8, 1 << 20),))
 
 
-class TestWhatIsMeasured:
-    def test_all_of_it_as_json(self) -> None:
+class TestResults:
+    def test_json_has_all_cells(self) -> None:
         done = invoke("--seconds", "1", "--json")
         assert done.exit_code == Status.OK, done.output
-        told = json.loads(done.stdout)
-        assert told.keys() == {
+        result = json.loads(done.stdout)
+        assert result.keys() == {
             "aioverbs",
             "python",
             "loop",
@@ -57,11 +57,11 @@ class TestWhatIsMeasured:
             "problems",
             "figures",
         }
-        assert (told["contenders"], told["problems"], told["compared_with"]) == (CONTENDERS, {}, "tcp")
-        found = [(each["operation"], each["size"], each["window"], each["contender"]) for each in told["figures"]]
+        assert (result["contenders"], result["problems"], result["compared_with"]) == (CONTENDERS, {}, "tcp")
+        found = [(each["operation"], each["size"], each["window"], each["contender"]) for each in result["figures"]]
         wanted = measuring.cells(measuring.OPERATIONS)
         assert found == [(cell.operation, cell.size, cell.window, name) for cell in wanted for name in CONTENDERS]
-        for each in told["figures"]:
+        for each in result["figures"]:
             assert each["median_ns"] > 0
             assert each["bytes_per_s"] == pytest.approx(each["size"] * 1e9 / each["median_ns"])
             assert (each["p99_ns"] is not None) == (each["window"] == 1)
@@ -69,7 +69,7 @@ class TestWhatIsMeasured:
 
     @pytest.mark.usefixtures("few")
     @pytest.mark.parametrize("model", ["low-latency", "high-bandwidth"])
-    def test_one_operation_as_tables(self, model: str) -> None:
+    def test_tables_of_one_operation(self, model: str) -> None:
         done = invoke("read", "--seconds", "1", "--message-model", model)
         assert (done.exit_code, done.stderr) == (Status.OK, "")
         lines = done.stdout.splitlines()
@@ -82,14 +82,14 @@ class TestWhatIsMeasured:
         assert ESCAPE not in done.stdout
 
     @pytest.mark.usefixtures("few")
-    def test_the_time_that_it_is_told_is_shared_by_all_that_is_measured(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_all_cells_share_the_requested_time(self, monkeypatch: pytest.MonkeyPatch) -> None:
         asked: list[tuple[float, ...]] = []
 
-        def turn_s(*arguments: float) -> float:
+        def turn_seconds(*arguments: float) -> float:
             asked.append(arguments)
-            return measuring.turn_s(*map(int, arguments))
+            return measuring.turn_seconds(*map(int, arguments))
 
-        monkeypatch.setattr(bench_run, "turn_s", turn_s)
+        monkeypatch.setattr(bench_run, "turn_seconds", turn_seconds)
         assert invoke("write", "--seconds", "1").exit_code == Status.OK
         assert asked == [(1.0, len(measuring.cells(("write",))), len(CONTENDERS))]
 
@@ -119,130 +119,131 @@ class TestPlots:
 
 class TestWrongInput:
     @pytest.mark.parametrize(
-        ("arguments", "said"),
+        ("arguments", "message"),
         [
             (["scribble"], "'scribble' is not one of 'write', 'read', 'send'"),
             (["--seconds", "0"], "0.0 is not in the range"),
             (["--message-model", "fast"], "'fast' is not one of"),
-            (["--plot", "figures.pdf"], "the file is drawn by its name, as .svg or .png, not 'figures.pdf'"),
-            (["--plot", "/no/such/folder/figures.svg"], "there is no folder /no/such/folder"),
+            (["--plot", "figures.pdf"], "the name of the file must end in .svg or .png, got 'figures.pdf'"),
+            (["--plot", "/no/such/folder/figures.svg"], "the directory /no/such/folder does not exist"),
         ],
     )
-    def test_usage(self, arguments: list[str], said: str) -> None:
+    def test_usage(self, arguments: list[str], message: str) -> None:
         done = invoke(*arguments)
         assert done.exit_code == Status.USAGE
-        assert said in " ".join(done.stderr.replace("│", " ").split())
+        assert message in " ".join(done.stderr.replace("│", " ").split())
 
-    def test_no_such_device(self) -> None:
+    def test_unknown_device(self) -> None:
         done = invoke("--device", "mlx5_7")
-        assert (done.exit_code, done.stdout) == (Status.NOT_THERE, "")
+        assert (done.exit_code, done.stdout) == (Status.NOT_FOUND, "")
         assert "there is no device 'mlx5_7'; available: " in done.stderr
 
-    def test_nothing_to_draw_with(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_plot_without_matplotlib(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
         done = invoke("--plot", "figures.svg")
         assert done.exit_code == Status.FAILED
         assert "pip install 'aioverbs[bench]'" in done.stderr
 
 
-# ---- What goes wrong on the way
+# ---- Failures during the measurement
 
 
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], Any]], None]:
-    """Has something happen in each single operation of the Unix stream."""
+def on_unix_operation(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], Any]], None]:
+    """Return a function that installs a hook, awaited before each single operation of the Unix stream."""
 
     def make(happen: Callable[[], Any]) -> None:
-        one = StreamClient.one
+        one = StreamClient.run_one
 
         async def instead(self: StreamClient, operation: measuring.Operation, size: int) -> None:
             if self._writer.get_extra_info("socket").family.name == "AF_UNIX":
                 await happen()
             await one(self, operation, size)
 
-        monkeypatch.setattr(StreamClient, "one", instead)
+        monkeypatch.setattr(StreamClient, "run_one", instead)
 
     return make
 
 
 @pytest.mark.usefixtures("few")
 class TestFailures:
-    def test_one_that_breaks_is_left_out(self, calls: Callable[[Callable[[], Any]], None]) -> None:
+    def test_a_broken_stream_is_dropped(self, on_unix_operation: Callable[[Callable[[], Any]], None]) -> None:
         async def fail() -> None:
             raise ConnectionResetError("cut")
 
-        calls(fail)
+        on_unix_operation(fail)
         done = invoke("write", "--seconds", "1", "--json")
         assert done.exit_code == Status.NO
-        told = json.loads(done.stdout)
-        assert told["problems"] == {"unix": "cut"}
-        assert {each["contender"] for each in told["figures"]} == {"tcp", "soft0"}
+        result = json.loads(done.stdout)
+        assert result["problems"] == {"unix": "cut"}
+        assert {each["contender"] for each in result["figures"]} == {"tcp", "soft0"}
 
-    def test_one_that_is_stuck_is_left_out(
-        self, calls: Callable[[Callable[[], Any]], None], monkeypatch: pytest.MonkeyPatch
+    def test_a_stuck_stream_is_dropped(
+        self, on_unix_operation: Callable[[Callable[[], Any]], None], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        calls(lambda: asyncio.sleep(60))
-        monkeypatch.setattr(bench_run, "_STUCK_S", patience(2))
+        on_unix_operation(lambda: asyncio.sleep(60))
+        monkeypatch.setattr(bench_run, "_TURN_LIMIT_S", patience(2))
         done = invoke("write", "--seconds", "1")
         assert done.exit_code == Status.NO
-        assert "unix: it is stuck: a turn took more than " in done.stdout
+        assert "unix: stuck: a turn took more than " in done.stdout
 
-    def test_a_device_whose_connection_breaks_is_left_out(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_device_whose_connection_breaks_is_dropped(self, monkeypatch: pytest.MonkeyPatch) -> None:
         async def broken(self: DeviceClient, operation: measuring.Operation, size: int) -> None:
             await self._connection.send(self.memory.outgoing[:size])
             await self._connection.abort()
             await self._connection.receive()
 
-        monkeypatch.setattr(DeviceClient, "one", broken)
+        monkeypatch.setattr(DeviceClient, "run_one", broken)
         done = invoke("send", "--seconds", "1", "--json")
         assert done.exit_code == Status.NO
-        told = json.loads(done.stdout)
-        assert told["problems"].keys() == {"soft0"}
-        assert {each["contender"] for each in told["figures"]} == {"tcp", "unix"}
-        assert len(told["figures"]) == 2 * 4
+        result = json.loads(done.stdout)
+        assert result["problems"].keys() == {"soft0"}
+        assert {each["contender"] for each in result["figures"]} == {"tcp", "unix"}
+        assert len(result["figures"]) == 2 * 4
 
-    def test_it_takes_too_long(
-        self, calls: Callable[[Callable[[], Any]], None], monkeypatch: pytest.MonkeyPatch
+    def test_exceeding_the_time_limit_fails(
+        self, on_unix_operation: Callable[[Callable[[], Any]], None], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        calls(lambda: asyncio.sleep(60))
-        monkeypatch.setattr(bench_run, "_START_S", patience(2))
-        monkeypatch.setattr(bench_run, "_LONGEST", 0)
+        on_unix_operation(lambda: asyncio.sleep(60))
+        monkeypatch.setattr(bench_run, "_START_LIMIT_S", patience(2))
+        monkeypatch.setattr(bench_run, "_TIME_LIMIT_FACTOR", 0)
         done = invoke("write", "--seconds", "1")
         assert (done.exit_code, done.stdout) == (Status.FAILED, "")
-        assert "it took more than " in done.stderr
+        assert "the benchmark took more than " in done.stderr
 
-    def test_bytes_that_do_not_arrive(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        def half(self: Memory, size: int, places: int, turn: int) -> None:
-            begin(self, size, places, turn)
-            self.outgoing[size - 1] ^= 1  # here, and not in the other process
+    def test_wrong_bytes_drop_the_contender(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def corrupt(self: Memory, size: int, slots: int, turn: int) -> None:
+            prepare(self, size, slots, turn)
+            self.outgoing[size - 1] ^= 1  # in this process, not in the peer
 
-        begin = Memory.begin
-        monkeypatch.setattr(Memory, "begin", half)
+        prepare = Memory.prepare
+        monkeypatch.setattr(Memory, "prepare", corrupt)
         done = invoke("write", "--seconds", "1")
-        assert done.exit_code == Status.NOT_THERE
-        assert "nobody is left who could be measured: tcp: what arrived in turn 1" in done.stderr
+        assert done.exit_code == Status.NOT_FOUND
+        assert "no contender is left to measure: tcp: turn 1 " in done.stderr
+        assert "the bytes that arrived differ" in done.stderr
 
-    async def test_the_other_process_dies(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test_peer_process_killed_during_the_measurement(self, monkeypatch: pytest.MonkeyPatch) -> None:
         processes = []
         start = asyncio.create_subprocess_exec
 
-        async def kept(*arguments: str, **settings: Any) -> asyncio.subprocess.Process:
+        async def start_and_record(*arguments: str, **settings: Any) -> asyncio.subprocess.Process:
             processes.append(await start(*arguments, **settings))
             return processes[0]
 
-        monkeypatch.setattr(asyncio, "create_subprocess_exec", kept)
+        monkeypatch.setattr(asyncio, "create_subprocess_exec", start_and_record)
         cells = measuring.cells(("write",))
-        with pytest.raises(bench_run.PeerGoneError, match="the other process ended with status -9"):
+        with pytest.raises(bench_run.PeerExitedError, match="the peer process ended with status -9"):
             await bench_run.measure(cells, ["soft0"], MessageModel.DEFAULT, 1, lambda: processes[0].kill())
         assert processes[0].returncode == -signal.SIGKILL
 
-    async def test_the_other_process_has_ended(self) -> None:
-        async with bench_run._other_process() as peer:
+    async def test_request_to_an_exited_peer_process(self) -> None:
+        async with bench_run._peer_process() as peer:
             peer._process.kill()
             await until(peer._stdin.is_closing)
-            await asyncio.sleep(0)  # by now it is closed
-            with pytest.raises(bench_run.PeerGoneError, match="the other process ended with status -9"):
-                await peer.ask(what="end")
+            await asyncio.sleep(0)  # lets the transport close
+            with pytest.raises(bench_run.PeerExitedError, match="the peer process ended with status -9"):
+                await peer.request(action="end")
 
 
 # ---- Signals, terminals
@@ -252,7 +253,7 @@ BENCH = [*COMMAND, "bench", "--device", "soft0", "write"]
 
 
 def child_of(process: "subprocess.Popen[str]") -> int:
-    """The other process, once it is there."""
+    """Return the ID of the peer process, once it runs."""
     path = Path(f"/proc/{process.pid}/task/{process.pid}/children")
     end = time.monotonic() + patience(30)
     while time.monotonic() < end:
@@ -261,7 +262,7 @@ def child_of(process: "subprocess.Popen[str]") -> int:
                 if "bench_peer" in Path(f"/proc/{child}/cmdline").read_text():
                     return child
         time.sleep(0.01)
-    raise AssertionError("the other process was not started")
+    raise AssertionError("the other process was not start_command")
 
 
 @pytest.fixture
@@ -276,30 +277,30 @@ def measuring_now() -> "Iterator[subprocess.Popen[str]]":
         process.kill()
 
 
-def test_it_is_killed(measuring_now: "subprocess.Popen[str]") -> None:
+def test_killing_the_command_ends_the_peer_process(measuring_now: "subprocess.Popen[str]") -> None:
     child = child_of(measuring_now)
     measuring_now.kill()
     wait_for_ends([child])
 
 
-def test_it_is_interrupted(measuring_now: "subprocess.Popen[str]") -> None:
+def test_an_interrupt_ends_both_processes(measuring_now: "subprocess.Popen[str]") -> None:
     child = child_of(measuring_now)
     time.sleep(0.5)
     measuring_now.send_signal(signal.SIGINT)
-    output, complaints = measuring_now.communicate(timeout=patience(30))
-    assert (measuring_now.returncode, output, complaints) == (Status.INTERRUPTED, "", "")
+    output, errors = measuring_now.communicate(timeout=patience(30))
+    assert (measuring_now.returncode, output, errors) == (Status.INTERRUPTED, "", "")
     wait_for_ends([child])
 
 
 def test_colours_on_terminals_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NO_COLOR", raising=False)
-    assert ESCAPE in on_a_terminal([*BENCH, "--seconds", "1"], TERM="xterm")
-    plain = on_a_terminal([*BENCH, "--seconds", "1"], TERM="xterm", NO_COLOR="1")
+    assert ESCAPE in run_on_terminal([*BENCH, "--seconds", "1"], TERM="xterm")
+    plain = run_on_terminal([*BENCH, "--seconds", "1"], TERM="xterm", NO_COLOR="1")
     assert f"{ESCAPE}3" not in plain
     assert "write, one at a time" in plain
 
 
-async def test_streams_answer_nobody_who_does_not_know_the_secret() -> None:
+async def test_streams_require_the_secret() -> None:
     async with await asyncio.start_server(serve_stream(Memory(), b"s" * 32), "127.0.0.1", 0) as server:
         reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
         nonce = await reader.readexactly(NONCE_BYTES)

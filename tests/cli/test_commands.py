@@ -1,4 +1,4 @@
-"""What all commands have in common: how they are found, print, end, and what they say of errors."""
+"""Shared behaviour of all commands: help, start-up, errors, signals and JSON."""
 
 import errno
 import signal
@@ -23,7 +23,7 @@ def invoke(*arguments: str) -> Result:
     return CliRunner().invoke(main.main, arguments)
 
 
-def test_each_command_says_what_it_is_for() -> None:
+def test_each_command_has_help() -> None:
     done = invoke("--help")
     assert done.exit_code == 0
     for name in main.COMMANDS:
@@ -32,18 +32,18 @@ def test_each_command_says_what_it_is_for() -> None:
 
 
 @pytest.mark.parametrize("arguments", [["frobnicate"], ["--frobnicate"], ["doctor", "--frobnicate"]])
-def test_what_there_is_none_of(arguments: list[str]) -> None:
+def test_unknown_commands_and_options_are_usage_errors(arguments: list[str]) -> None:
     done = invoke(*arguments)
     assert done.exit_code == Status.USAGE
     assert "frobnicate" in done.stderr
 
 
-def test_the_table_has_every_status() -> None:
+def test_help_lists_every_exit_status() -> None:
     table = invoke("--help").output.partition("Exit status:")[2]
     assert [int(line.split()[0]) for line in table.splitlines() if line.strip()] == list(Status)
 
 
-def test_commands_are_there_at_once() -> None:
+def test_importing_commands_loads_no_heavy_modules() -> None:
     code = (
         "import sys; from importlib import import_module; from aioverbs.cli import main\n"
         "for name in main.COMMANDS: import_module(f'aioverbs.cli.{name}')\n"
@@ -53,7 +53,7 @@ def test_commands_are_there_at_once() -> None:
     assert done.stdout.decode().strip() == "[]"
 
 
-# ---- What goes wrong
+# ---- Errors and signals
 
 
 Trial = Callable[[Callable[[], None]], None]
@@ -61,7 +61,7 @@ Trial = Callable[[Callable[[], None]], None]
 
 @pytest.fixture
 def trial(monkeypatch: pytest.MonkeyPatch) -> Trial:
-    """Makes a command ``trial`` of a function."""
+    """Return a function that installs another function as the command ``trial``."""
 
     def make(function: Callable[[], None]) -> None:
         module = ModuleType("aioverbs.cli.trial")
@@ -80,7 +80,7 @@ def raising(error: BaseException) -> Callable[[], None]:
 
 
 @pytest.mark.parametrize(
-    ("error", "status", "said"),
+    ("error", "status", "message"),
     [
         (DeviceNotFoundError("mlx5_7", ["soft0"]), 3, "there is no device 'mlx5_7'; available: soft0"),
         (LibraryNotFoundError("libibverbs.so.1"), 3, "libibverbs.so.1 cannot be loaded: on Debian"),
@@ -92,27 +92,27 @@ def raising(error: BaseException) -> Callable[[], None]:
         (KeyError("x"), 4, "KeyError: 'x' (aioverbs --traceback … shows where)"),
     ],
 )
-def test_an_error_is_one_line(trial: Trial, error: BaseException, status: int, said: str) -> None:
+def test_an_error_is_one_line(trial: Trial, error: BaseException, status: int, message: str) -> None:
     trial(raising(error))
     done = invoke("trial")
     assert (done.exit_code, done.stdout) == (status, "")
-    assert done.stderr.startswith(f"aioverbs: {said}")
+    assert done.stderr.startswith(f"aioverbs: {message}")
     assert done.stderr.count("\n") == 1
 
 
-def test_all_of_an_error(trial: Trial) -> None:
+def test_traceback_option_raises_the_error(trial: Trial) -> None:
     error = KeyError("x")
     trial(raising(error))
     assert invoke("--traceback", "trial").exception is error
 
 
-def test_interrupted(trial: Trial) -> None:
+def test_keyboard_interrupt_prints_nothing(trial: Trial) -> None:
     trial(raising(KeyboardInterrupt()))
     done = invoke("trial")
     assert (done.exit_code, done.output) == (Status.INTERRUPTED, "")
 
 
-def test_what_a_coroutine_returns_is_the_status(trial: Trial) -> None:
+def test_a_coroutine_returns_the_exit_status(trial: Trial) -> None:
     async def main() -> Status:
         return Status.NO
 
@@ -142,7 +142,7 @@ command()
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("loop", ["uvloop", "asyncio"])
-def test_signals_end_what_goes_on(number: signal.Signals, loop: str) -> None:
+def test_signals_end_the_block(number: signal.Signals, loop: str) -> None:
     hide = "import sys; sys.modules['uvloop'] = None\n" if loop == "asyncio" else ""
     command = [sys.executable, "-P", "-c", hide + SCRIPT.format(after=0)]
     with subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, text=True) as process:
@@ -153,19 +153,19 @@ def test_signals_end_what_goes_on(number: signal.Signals, loop: str) -> None:
     assert process.returncode == Status.NO
 
 
-def test_the_second_interrupt_ends_all() -> None:
+def test_a_second_interrupt_ends_the_process() -> None:
     command = [sys.executable, "-P", "-c", SCRIPT.format(after=30)]
     with subprocess.Popen(
         command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     ) as process:
         assert process.stdout is not None
-        for said in ("begun\n", "summary\n"):
-            assert process.stdout.readline() == said
+        for message in ("begun\n", "summary\n"):
+            assert process.stdout.readline() == message
             process.send_signal(signal.SIGINT)
-    assert process.returncode == 1, "click's, of a command that stands alone"
+    assert process.returncode == 1, "exit status of click for Abort, without the group of commands"
 
 
-# ---- What is printed
+# ---- JSON and completion
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ class Thing:
     more: "Thing | None" = None
 
 
-def test_json_of_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_of_dataclasses_enums_and_sets(capsys: pytest.CaptureFixture[str]) -> None:
     thing = Thing("a", LinkLayer.ETHERNET, (1, 0.5), Thing("b", LinkLayer.INFINIBAND, ()))
     common.print_json({"thing": thing, "flags": frozenset("ba"), "exists": True}, one_line=True)
     inner = '{"name": "b", "kind": "INFINIBAND", "sizes": [], "more": null}'

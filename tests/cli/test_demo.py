@@ -1,4 +1,4 @@
-"""`aioverbs demo`: what it tells, and what becomes of wrong bytes, wrong calls, and processes that end too early."""
+"""`aioverbs demo`: output, faults that it reports, and signals."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from click.testing import CliRunner, Result
 
 from aioverbs import Connection
 from aioverbs.cli import demo_run, main
-from tests.cli.processes import ask, ended, started
+from tests.cli.processes import run_command, start_command, stop
 from tests.running import wait_for_ends
 from tests.waiting import wait_until
 
@@ -22,7 +22,7 @@ KEYS += ["affinity_error", "faults"]
 
 
 def descendants(pid: int) -> list[int]:
-    """The children of a process."""
+    """Return the IDs of a process's children."""
     return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
@@ -30,87 +30,96 @@ def invoke(*arguments: str) -> Result:
     return CliRunner().invoke(main.main, ["demo", *SMALL, *arguments])
 
 
-def test_for_programs() -> None:
-    done = ask("demo", *SMALL, "--size", "5", "--json")
+def test_json_output() -> None:
+    done = run_command("demo", *SMALL, "--size", "5", "--json")
     assert (done.returncode, done.stderr) == (0, "")
-    told = json.loads(done.stdout)
-    assert list(told) == KEYS
-    assert (told["verified"], told["faults"]) == (True, [])
-    assert (told["device"], told["reason"]) == ("soft0", "it was named")
-    assert told["native"]["thread_domains"] is True
-    assert len(set(told["processes"])) == 2
-    assert (told["messages"], told["bytes"]) == (20, 5 << 20)
-    took = told["round_trip_ns"]
+    result = json.loads(done.stdout)
+    assert list(result) == KEYS
+    assert (result["verified"], result["faults"]) == (True, [])
+    assert (result["device"], result["reason"]) == ("soft0", "selected by --device")
+    assert result["native"]["thread_domains"] is True
+    assert len(set(result["processes"])) == 2
+    assert (result["messages"], result["bytes"]) == (20, 5 << 20)
+    took = result["round_trip_ns"]
     assert 0 < took["p50"] <= took["p99"] <= took["max"]
-    assert told["read_seconds"] > 0
-    assert "ibv_post_send on <QueuePair" in told["affinity_error"]
+    assert result["read_seconds"] > 0
+    assert "ibv_post_send on <QueuePair" in result["affinity_error"]
 
 
-def test_for_people() -> None:
-    done = ask("demo", *SMALL)
+def test_text_output() -> None:
+    done = run_command("demo", *SMALL)
     assert (done.returncode, done.stderr) == (0, "")
     assert all(character.isprintable() or character == "\n" for character in done.stdout)
-    for said in ("soft0: it was named", "thread domains", "native", "20 of 64 bytes", "2,097,152 bytes"):
-        assert said in done.stdout
+    for message in (
+        "soft0: selected by --device",
+        "thread domains",
+        "native",
+        "20 round trips of 64 bytes",
+        "2,097,152 bytes",
+    ):
+        assert message in done.stdout
     assert "AffinityError: ibv_post_send on <QueuePair " in done.stdout
-    assert done.stdout.splitlines()[-1] == "verified: each message and each byte"
+    assert done.stdout.splitlines()[-1] == "verified: every message and every byte"
 
 
 @pytest.mark.parametrize("variable", ["soft0", ""])
-def test_why_it_is_that_device(variable: str) -> None:
-    done = ask("demo", *SMALL[:4], "--json", AIOVERBS_DEVICE=variable)
+def test_reason_for_the_device(variable: str) -> None:
+    done = run_command("demo", *SMALL[:4], "--json", AIOVERBS_DEVICE=variable)
     assert (done.returncode, done.stderr) == (0, "")
-    told = json.loads(done.stdout)
+    result = json.loads(done.stdout)
     if variable:
-        assert told["reason"] == "AIOVERBS_DEVICE names it"
-    elif told["device"] == "soft0":
-        assert any(why in told["reason"] for why in ("there is no RDMA device", "cannot be loaded", "is active"))
+        assert result["reason"] == "selected by AIOVERBS_DEVICE"
+    elif result["device"] == "soft0":
+        assert any(why in result["reason"] for why in ("there is no RDMA device", "cannot be loaded", "is active"))
     else:
-        assert told["reason"] == "the first RDMA device with an active port"
+        assert result["reason"] == "the first RDMA device with an active port"
 
 
-# ---- What is wrong
+# ---- Faults
 
 
-def test_wrong_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    content = demo_run._content  # of this process; the other one has its own
+def test_wrong_bytes_are_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    content = demo_run._content  # of this process; the worker process has its own
 
-    def spoilt(seed: int, piece: int) -> bytes:
+    def corrupt(seed: int, piece: int) -> bytes:
         made = bytearray(content(seed, piece))
         made[7:9] = [made[7] ^ 1, made[8] ^ 1] if piece == 1 else made[7:9]
         return bytes(made)
 
-    monkeypatch.setattr(demo_run, "_content", spoilt)
+    monkeypatch.setattr(demo_run, "_content", corrupt)
     done = invoke("--json")
     assert (done.exit_code, done.stderr) == (1, "")
-    told = json.loads(done.stdout)
-    assert told["verified"] is False
-    assert told["faults"] == ["2 of 2,097,152 bytes are not those of the other process"]
-    assert "not as it should be: 2 of 2,097,152 bytes" in invoke().stdout
+    result = json.loads(done.stdout)
+    assert result["verified"] is False
+    assert result["faults"] == ["2 of 2,097,152 bytes differ from the worker's memory"]
+    assert "failed: 2 of 2,097,152 bytes" in invoke().stdout
 
 
-def test_wrong_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_messages_are_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     send = Connection.send
     monkeypatch.setattr(Connection, "send", lambda self, message: send(self, message[:-1] + b"x"))
     done = invoke("--json")
     assert done.exit_code == 1
-    assert json.loads(done.stdout)["faults"] == ["20 of 20 messages did not come back as they should"]
+    assert json.loads(done.stdout)["faults"] == ["20 of 20 messages had a wrong answer"]
 
 
-def test_a_call_that_nothing_stops(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def here(_: Any, call: Coroutine[Any, Any, None]) -> None:
+def test_a_foreign_call_that_does_not_fail_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def call_in_this_thread(_: Any, call: Coroutine[Any, Any, None]) -> None:
         await call
 
-    monkeypatch.setattr("asyncio.to_thread", here)
+    monkeypatch.setattr("asyncio.to_thread", call_in_this_thread)
     done = invoke("--json")
     assert done.exit_code == 1
-    told = json.loads(done.stdout)
-    assert told["affinity_error"] is None
-    assert told["faults"] == ["a call from a wrong loop was not stopped", "a call from a wrong loop changed memory"]
-    assert "its call was not stopped" in invoke().stdout
+    result = json.loads(done.stdout)
+    assert result["affinity_error"] is None
+    assert result["faults"] == [
+        "a call from a foreign loop did not raise AffinityError",
+        "a call from a foreign loop changed memory",
+    ]
+    assert "did not fail" in invoke().stdout
 
 
-def test_the_other_process_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_worker_process_is_one_line_of_error(monkeypatch: pytest.MonkeyPatch) -> None:
     async def exchange(self: Any, count: int) -> None:
         (peer,) = descendants(os.getpid())
         os.kill(peer, signal.SIGKILL)
@@ -125,36 +134,36 @@ def test_the_other_process_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert descendants(os.getpid()) == before
 
 
-def test_a_device_that_is_not_there() -> None:
-    done = ask("demo", "--device", "mlx5_7")
-    assert (done.returncode, done.stdout) == (3, "")  # that, or what lists such devices
+def test_unknown_device() -> None:
+    done = run_command("demo", "--device", "mlx5_7")
+    assert (done.returncode, done.stdout) == (3, "")  # the device or the library that lists devices is missing
     assert done.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize(
     "arguments", [["--size", "0"], ["--size", "x"], ["--messages", "0"], ["--seconds", "1"], ["more"]]
 )
-def test_what_is_no_command_line(arguments: list[str]) -> None:
+def test_invalid_command_lines(arguments: list[str]) -> None:
     assert invoke(*arguments).exit_code == 2
 
 
-# ---- Who has enough
+# ---- Signals
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signals_end_both_processes(number: signal.Signals) -> None:
-    with started("demo", "--messages", "1000000", "--device", "soft0") as process:
+    with start_command("demo", "--messages", "1000000", "--device", "soft0") as process:
         try:
             wait_until(lambda: descendants(process.pid), 30)
             pids = descendants(process.pid)
-            assert ended(process, number) == (130, "", "")
+            assert stop(process, number) == (130, "", "")
         finally:
             process.kill()
     wait_for_ends(pids)
 
 
-def test_one_that_is_killed_leaves_no_process() -> None:
-    with started("demo", "--messages", "1000000", "--device", "soft0") as process:
+def test_killing_the_command_ends_the_worker_process() -> None:
+    with start_command("demo", "--messages", "1000000", "--device", "soft0") as process:
         try:
             wait_until(lambda: descendants(process.pid), 30)
             pids = descendants(process.pid)

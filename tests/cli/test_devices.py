@@ -1,4 +1,4 @@
-"""`aioverbs devices`, and what completes their names."""
+"""`aioverbs devices` and `aioverbs completion`."""
 
 import errno
 import json
@@ -13,7 +13,7 @@ from aioverbs._core.handles import handles, parent_domain
 from aioverbs._providers import hardware
 from aioverbs._verbs.device import devices
 from aioverbs.cli import inventory, main
-from tests.cli.processes import COMMAND, ask, environment
+from tests.cli.processes import COMMAND, environment, run_command
 
 DEVICE_KEYS = ["name", "provider", "problem", "active", "firmware", "node_guid", "vendor_id", "vendor_part_id"]
 DEVICE_KEYS += ["ports", "native", "limits"]
@@ -30,7 +30,7 @@ def no_hardware(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AIOVERBS_SOFT_ADDRESS", raising=False)
 
 
-def test_all_of_them(no_hardware: None) -> None:
+def test_list_of_devices(no_hardware: None) -> None:
     done = invoke()
     assert (done.exit_code, done.stderr) == (0, "")
     title, line = done.stdout.splitlines()
@@ -39,11 +39,11 @@ def test_all_of_them(no_hardware: None) -> None:
     assert line.strip().endswith(", ".join(inventory.FEATURES.values()))
 
 
-def test_for_programs(no_hardware: None) -> None:
-    told = json.loads(invoke("--json").stdout)
-    assert list(told) == ["devices", "rdma_problem"]
-    assert told["rdma_problem"] is None
-    (device,) = told["devices"]
+def test_json_output(no_hardware: None) -> None:
+    result = json.loads(invoke("--json").stdout)
+    assert list(result) == ["devices", "rdma_problem"]
+    assert result["rdma_problem"] is None
+    (device,) = result["devices"]
     assert list(device) == DEVICE_KEYS
     assert device["native"] == dict.fromkeys(inventory.FEATURES, True)
     (port,) = device["ports"]
@@ -55,23 +55,23 @@ def test_for_programs(no_hardware: None) -> None:
     assert device["limits"]["max_qp_wr"] >= 32
 
 
-def test_one_of_them(no_hardware: None) -> None:
+def test_details_of_one_device(no_hardware: None) -> None:
     done = invoke("soft0")
     assert done.exit_code == 0
     assert done.stdout.startswith("soft0 (software)\nfirmware soft-1, node GUID ")
-    for text in ("\nport 1: ACTIVE, ETHERNET, MTU 4096", "sent from", "thread domains  yes", "max_qp_wr", "GLOB"):
+    for text in ("\nport 1: ACTIVE, ETHERNET, MTU 4096", "default", "thread domains  yes", "max_qp_wr", "GLOB"):
         assert text in done.stdout
     (device,) = json.loads(invoke("soft0", "--json").stdout)["devices"]
     assert list(device) == DEVICE_KEYS
 
 
-def test_one_that_is_not_there(no_hardware: None) -> None:
+def test_unknown_device(no_hardware: None) -> None:
     done = invoke("mlx5_9")
     assert (done.exit_code, done.stdout) == (3, "")
     assert done.stderr == "aioverbs: there is no device 'mlx5_9'; available: soft0\n"
 
 
-def test_rdma_devices_cannot_be_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_library_leaves_the_software_device(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail() -> list[str]:
         raise LibraryNotFoundError("pyverbs", "no such module")
 
@@ -82,8 +82,7 @@ def test_rdma_devices_cannot_be_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "no such module" in json.loads(invoke("--json").stdout)["rdma_problem"]
 
 
-def test_what_only_the_kernel_knows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where no library can be asked, it tells what is there and cannot be used from what is not there."""
+def test_kernel_list_distinguishes_unusable_from_unknown_devices(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def fail(name: str) -> handles.Context:
         raise LibraryNotFoundError("pyverbs", "no such module")
@@ -98,7 +97,7 @@ def test_what_only_the_kernel_knows(monkeypatch: pytest.MonkeyPatch) -> None:
     assert nowhere.stderr == "aioverbs: there is no device 'mlx5_9'; available: mlx5_0, soft0\n"
 
 
-def test_one_that_cannot_be_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_that_cannot_be_opened(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(name: str) -> handles.Context:
         raise VerbsError("ibv_open_device", errno.EACCES)
 
@@ -113,7 +112,9 @@ def test_one_that_cannot_be_opened(monkeypatch: pytest.MonkeyPatch) -> None:
     assert alone.stdout.startswith("mlx5_0 (hardware)\nibv_open_device failed: EACCES")
 
 
-def test_what_it_has_not(no_hardware: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_unsupported_features(
+    no_hardware: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     def lacking(verb: str, number: int) -> type:
         def make(*arguments: object, **named: object) -> None:
             raise VerbsError(verb, number)
@@ -126,12 +127,12 @@ def test_what_it_has_not(no_hardware: None, monkeypatch: pytest.MonkeyPatch, cap
     (device,) = json.loads(invoke("soft0", "--json").stdout)["devices"]
     lacks = {feature for feature, there in device["native"].items() if not there}
     assert lacks == {"thread_domains", "parent_domains", "allocators", "xrc_domains"}
-    assert not caplog.records, "it is what was asked"
+    assert not caplog.records, "the report contains the missing features"
     monkeypatch.setattr(handles, "XrcDomain", lacking("ibv_open_xrcd", errno.ENOMEM))
     done = invoke("soft0")
     assert done.exit_code == 1
     assert "ibv_open_xrcd failed: ENOMEM" in done.stdout
-    assert "port 1: ACTIVE" in done.stdout, "what is known is told"
+    assert "port 1: ACTIVE" in done.stdout, "attributes are shown despite the problem"
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
@@ -141,18 +142,18 @@ def test_completion_is_printed(shell: str) -> None:
     assert "_AIOVERBS_COMPLETE" in done.stdout
 
 
-def test_another_shell() -> None:
+def test_completion_of_an_unknown_shell() -> None:
     assert CliRunner().invoke(main.main, ["completion", "cmd.exe"]).exit_code == 2
 
 
 @pytest.mark.parametrize(("words", "found"), [("aioverbs dev", "devices"), ("aioverbs devices so", "soft0")])
 def test_words_are_completed(words: str, found: str) -> None:
     count = str(len(words.split()) - 1)
-    done = ask(_AIOVERBS_COMPLETE="bash_complete", COMP_WORDS=words, COMP_CWORD=count)
+    done = run_command(_AIOVERBS_COMPLETE="bash_complete", COMP_WORDS=words, COMP_CWORD=count)
     assert done.stdout == f"plain,{found}\n"
 
 
-def test_where_nobody_reads_the_output() -> None:
+def test_closed_output_pipe_prints_no_error() -> None:
     reader, writer = os.pipe()
     os.close(reader)
     try:

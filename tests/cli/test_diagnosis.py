@@ -1,4 +1,4 @@
-"""Each thing that can be wrong with RDMA on a machine is found, by its name, with what mends it."""
+"""Diagnosis of simulated machines: each problem has its code, message and commands."""
 
 import errno
 import sysconfig
@@ -23,28 +23,28 @@ def tree(tmp_path: Path) -> Tree:
 
 
 def the_finding(diagnosis: Diagnosis) -> Finding:
-    """The only one."""
+    """Return the only finding."""
     (finding,) = diagnosis.findings
     return finding
 
 
-def test_nothing_is_wrong(tree: Tree) -> None:
+def test_machine_without_problems(tree: Tree) -> None:
     tree.device()
-    assert diagnose(tree.look()) == Diagnosis((), ("rxe0",), ())
+    assert diagnose(tree.inspect()) == Diagnosis((), ("rxe0",), ())
 
 
-def test_what_is_seen(tree: Tree) -> None:
+def test_data_about_a_machine(tree: Tree) -> None:
     tree.device("mlx5_0", link_layer="InfiniBand", gids={0: LINK_LOCAL}, uverbs="uverbs3")
     tree.write("etc/libibverbs.d/mlx5.driver", "driver mlx5")
     tree.write("sys/class/net/ib0/operstate", "up")
-    machine = tree.look()
+    machine = tree.inspect()
     (device,) = machine.devices
     (port,) = device.ports
-    assert (device.name, device.node, device.refused) == ("mlx5_0", "/dev/infiniband/uverbs3", 0)
+    assert (device.name, device.node, device.open_errno) == ("mlx5_0", "/dev/infiniband/uverbs3", 0)
     assert (port.number, port.state, port.physical, port.link_layer) == (1, "ACTIVE", "LinkUp", "InfiniBand")
     assert [(gid.index, gid.address, gid.kind) for gid in port.gids] == [(0, LINK_LOCAL, "RoCE v2")]
     assert (machine.kernel, machine.providers, machine.interfaces) == (KERNEL, ("mlx5",), ("ib0",))
-    assert diagnose(machine).usable == ("mlx5_0",)  # over InfiniBand the addresses of the link are enough
+    assert diagnose(machine).usable == ("mlx5_0",)  # link-local GIDs suffice over InfiniBand
 
 
 def no_libibverbs(tree: Tree) -> None:
@@ -110,43 +110,49 @@ def remove(path: str) -> Callable[[Tree], None]:
 SOABI = "-".join(str(sysconfig.get_config_var("SOABI")).split("-")[:2])
 LAYOUT = "this pyverbs has an unknown object layout"
 
-# What is changed of a machine where all is well, and what is found then: code, subject, whether the device cannot be
-# used by that, a part of the message, and of the first command.
+# A change of a machine without problems, and the resulting finding: code, subject, whether the device is unusable, part
+# of the message, part of the first command.
 CHANGES = [
     (no_libibverbs, "libibverbs-missing", "system", True, "cannot open shared", "apt-get install libibverbs1"),
     (pyverbs_problem("No module named 'pyverbs'"), "pyverbs-missing", "system", True, "", "install python3-pyverbs"),
     (
         pyverbs_problem("No module named 'pyverbs'", "cpython-39", SOABI),
-        *("pyverbs-hidden", "system", True, "does not see it", "ln -s /usr/lib/python3/dist-packages/pyverbs"),
+        *("pyverbs-hidden", "system", True, "not visible", "ln -s /usr/lib/python3/dist-packages/pyverbs"),
     ),
     (
         pyverbs_problem("No module named 'pyverbs'", "cpython-39"),
-        *("pyverbs-python", "system", True, "is for cpython-39", "/usr/bin/python3 -m venv --system-site-packages"),
+        *(
+            "pyverbs-python",
+            "system",
+            True,
+            "is built for cpython-39",
+            "/usr/bin/python3 -m venv --system-site-packages",
+        ),
     ),
     (
         pyverbs_problem("libibverbs.so.1: version `IBVERBS_PRIVATE_57' not found (required by device.so)"),
-        *("pyverbs-version", "system", True, "another libibverbs than the one that is here, 44.0", "pip uninstall"),
+        *("pyverbs-version", "system", True, "than the installed one, 44.0", "pip uninstall"),
     ),
     (
         pyverbs_problem("device.so: undefined symbol: ibv_cmd_dealloc_pd"),
         *("pyverbs-version", "system", True, "undefined symbol", "pip uninstall"),
     ),
     (pyverbs_problem("cannot import name 'x'"), "pyverbs-broken", "system", True, "name 'x'", "--reinstall"),
-    (crash, "libraries-crash", "system", True, "status -11; it said: a last word", "--reinstall libibverbs1"),
+    (crash, "libraries-crash", "system", True, "status -11; its last line: a last word", "--reinstall libibverbs1"),
     (no_librdmacm, "librdmacm-missing", "system", False, "no such file", "install librdmacm1"),
     (not_optimized, "not-optimized", "system", False, "CFLAGS", "env -u CFLAGS pip install"),
     (remove("dev/infiniband/rdma_cm"), "rdma-cm-missing", "system", False, "", "modprobe rdma_ucm"),
     (refused("rdma_cm", errno.EACCES), "rdma-cm-permission", "system", False, "Permission denied", "chmod 666"),
     (remove("sys/class/infiniband_verbs/uverbs0/ibdev"), "no-uverbs", "rxe0", True, "", "modprobe ib_uverbs"),
-    (remove("dev/infiniband/uverbs0"), "no-node", "rxe0", True, "there is no /dev/infiniband/uverbs0", "udevadm"),
+    (remove("dev/infiniband/uverbs0"), "no-node", "rxe0", True, "/dev/infiniband/uverbs0 does not exist", "udevadm"),
     (refused("uverbs0", errno.EACCES), "permission", "rxe0", True, "may not open", "chmod 666 /dev/infiniband/uverbs0"),
     (
         refused("uverbs0", errno.EPERM, container=True),
         *("permission", "rxe0", True, "Operation not permitted", "docker run --device=/dev/infiniband/uverbs0"),
     ),
     (refused("uverbs0", errno.EIO), "node", "rxe0", True, "Input/output error", None),
-    (no_provider, "no-provider", "rxe0", True, "those for mlx5); libibverbs says: couldn't load", "ibverbs-providers"),
-    (trial(LAYOUT), "pyverbs-layout", "rxe0", True, "could not be used: this pyverbs", None),
+    (no_provider, "no-provider", "rxe0", True, "providers: mlx5); libibverbs says: couldn't load", "ibverbs-providers"),
+    (trial(LAYOUT), "pyverbs-layout", "rxe0", True, "use failed: this pyverbs", None),
     (trial("ibv_create_qp failed", errno.EINVAL), "use", "rxe0", True, "ibv_create_qp failed", None),
     (trial("ibv_reg_mr failed", errno.ENOMEM), "use", "rxe0", True, "ibv_reg_mr failed", None),
     (trial("ibv_reg_mr", errno.ENOMEM, 64 << 10), "memlock", "system", True, "only 64 KiB", "ulimit -l unlimited"),
@@ -157,25 +163,25 @@ CHANGES = [
 
 
 @pytest.mark.parametrize(
-    ("change", "code", "subject", "unusable", "says", "command"), CHANGES, ids=[each[1] for each in CHANGES]
+    ("change", "code", "subject", "unusable", "message", "command"), CHANGES, ids=[each[1] for each in CHANGES]
 )
-def test_change(
+def test_problem(
     tree: Tree,
     change: Callable[[Tree], None],
     code: str,
     subject: str,
     unusable: bool,
-    says: str,
+    message: str,
     command: str | None,
 ) -> None:
     tree.device()
     change(tree)
-    diagnosis = diagnose(tree.look())
+    diagnosis = diagnose(tree.inspect())
     finding = the_finding(diagnosis)
     assert (finding.code, finding.subject) == (code, subject)
     assert finding.severity is (Severity.ERROR if unusable else Severity.WARNING)
     assert (diagnosis.unusable if unusable else diagnosis.usable) == ("rxe0",)
-    assert says in finding.message
+    assert message in finding.message
     if command is None:
         assert finding.commands == ()
     else:
@@ -183,35 +189,36 @@ def test_change(
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "says", "command"),
+    ("name", "text", "message", "command"),
     [
         ("AIOVERBS_SOFT_USERS", "root", "got 'root'", "unset AIOVERBS_SOFT_USERS"),
         ("AIOVERBS_SOFT_ADDRESS", "localhost", "names are not resolved", "unset AIOVERBS_SOFT_ADDRESS"),
         ("XDG_RUNTIME_DIR", "run", "must begin with /", "export AIOVERBS_SOFT_DIRECTORY=/tmp/aioverbs-$(id -u)"),
     ],
 )
-def test_settings_of_the_software_device(tree: Tree, name: str, text: str, says: str, command: str) -> None:
-    """They keep nobody from an RDMA device."""
+def test_invalid_software_settings_leave_rdma_devices_usable(
+    tree: Tree, name: str, text: str, message: str, command: str
+) -> None:
     tree.device()
     tree.environment[name] = text
-    diagnosis = diagnose(tree.look())
+    diagnosis = diagnose(tree.inspect())
     finding = the_finding(diagnosis)
     assert (finding.code, finding.subject, finding.severity) == ("soft-settings", "soft0", Severity.ERROR)
     assert finding.message.startswith(f"the software device cannot be opened: {name}: ")
-    assert says in finding.message
+    assert message in finding.message
     assert finding.commands == (command,)
     assert diagnosis.usable == ("rxe0",)
 
 
-def test_who_may_lock_any_memory(tree: Tree) -> None:
+def test_cap_ipc_lock_lifts_the_memlock_limit(tree: Tree) -> None:
     tree.device()
     limited(tree)
     tree.write("proc/self/status", ROOT_STATUS)
-    assert diagnose(tree.look()).findings == ()
+    assert diagnose(tree.inspect()).findings == ()
 
 
 @pytest.mark.parametrize(
-    ("port", "code", "severity", "says", "command"),
+    ("port", "code", "severity", "message", "command"),
     [
         (
             {"state": "1: DOWN", "physical": "3: Disabled"},
@@ -230,58 +237,58 @@ def test_who_may_lock_any_memory(tree: Tree) -> None:
         ),
         ({"state": "1: DOWN", "physical": "2: Polling"}, "port", Severity.ERROR, "eth0 has no link", ""),
         ({"gids": {}}, "no-gid", Severity.ERROR, "port 1 has no GID", "ip address add 192.0.2.1/24 dev eth0"),
-        ({"gids": {0: LINK_LOCAL}}, "no-ip-gid", Severity.WARNING, "of no IP address", "ip address add"),
+        ({"gids": {0: LINK_LOCAL}}, "no-ip-gid", Severity.WARNING, "only link-local GIDs", "ip address add"),
     ],
     ids=["down", "init", "no link", "no carrier", "no GID", "no GID of an IP address"],
 )
-def test_port(tree: Tree, port: dict[str, str], code: str, severity: Severity, says: str, command: str) -> None:
+def test_port(tree: Tree, port: dict[str, str], code: str, severity: Severity, message: str, command: str) -> None:
     tree.device(**port)  # type: ignore[arg-type]
-    diagnosis = diagnose(tree.look())
+    diagnosis = diagnose(tree.inspect())
     finding = the_finding(diagnosis)
     assert (finding.code, finding.severity, finding.subject) == (code, severity, "rxe0")
-    assert says in finding.message
+    assert message in finding.message
     assert command in "".join(finding.commands)
     assert (diagnosis.unusable if severity is Severity.ERROR else diagnosis.usable) == ("rxe0",)
 
 
-@pytest.mark.parametrize(("limit", "says"), [(8 << 20, "more fails with ENOMEM"), (0, "any fails with EPERM")])
-def test_what_registering_beyond_the_limit_fails_with(tree: Tree, limit: int, says: str) -> None:
+@pytest.mark.parametrize(("limit", "message"), [(8 << 20, "more fails with ENOMEM"), (0, "any fails with EPERM")])
+def test_error_of_registering_beyond_the_memlock_limit(tree: Tree, limit: int, message: str) -> None:
     tree.device()
     tree.write("proc/self/limits", LIMITED.format(limit))
     tree.write("proc/self/status", USER_STATUS)
-    assert the_finding(diagnose(tree.look())).message.endswith(f"registering {says}")
+    assert the_finding(diagnose(tree.inspect())).message.endswith(f"registering {message}")
 
 
 @pytest.mark.parametrize("name", ["rxe0", "mlx5_0"])
 @pytest.mark.parametrize("gid_type", ["RoCE v2", "IB/RoCE v1"])
 def test_link_local_gids_without_ipv6(tree: Tree, name: str, gid_type: str) -> None:
-    """The kernel finds the peers of RoCE v2 by the host's IPv6, whatever device makes the packets."""
+    """For RoCE v2 the kernel resolves peers with the host's IPv6, also for hardware devices."""
     tree.device(name, gids={0: LINK_LOCAL}, ipv6=False, gid_type=gid_type)
-    diagnosis = diagnose(tree.look())
+    diagnosis = diagnose(tree.inspect())
     finding = the_finding(diagnosis)
     by_ip = gid_type == "RoCE v2"
     assert (finding.code, finding.severity) == ("no-ip-gid", Severity.ERROR if by_ip else Severity.WARNING)
-    assert ("off on eth0" in finding.message) == by_ip
+    assert ("disabled on eth0" in finding.message) == by_ip
     assert (diagnosis.unusable if by_ip else diagnosis.usable) == (name,)
 
 
 def test_a_kernel_without_ipv6(tree: Tree) -> None:
     tree.device(gids={0: LINK_LOCAL})
     (tree.root / "proc/sys/net/ipv6/conf/eth0/disable_ipv6").unlink()
-    assert diagnose(tree.look()).unusable == ("rxe0",)
+    assert diagnose(tree.inspect()).unusable == ("rxe0",)
 
 
 def test_an_interface_of_another_namespace_may_have_ipv6(tree: Tree) -> None:
     tree.device(gids={0: LINK_LOCAL}, ipv6=False)
     (tree.root / "sys/class/net/eth0/operstate").unlink()
     (tree.root / "sys/class/net/eth0").rmdir()
-    assert diagnose(tree.look()).usable == ("rxe0",)
+    assert diagnose(tree.inspect()).usable == ("rxe0",)
 
 
-def test_one_of_two_can_be_used(tree: Tree) -> None:
+def test_one_of_two_devices_is_usable(tree: Tree) -> None:
     tree.device("rxe0")
     tree.device("rxe1", state="1: DOWN", physical="3: Disabled", netdev="eth1", uverbs="uverbs1")
-    diagnosis = diagnose(tree.look())
+    diagnosis = diagnose(tree.inspect())
     assert (diagnosis.usable, diagnosis.unusable) == (("rxe0",), ("rxe1",))
     assert the_finding(diagnosis).subject == "rxe1"
 
@@ -290,32 +297,32 @@ def test_one_active_port_of_two_is_enough(tree: Tree) -> None:
     tree.device("mlx5_0")
     second = "sys/class/infiniband/mlx5_0/ports/2"
     tree.write(f"{second}/state", "1: DOWN")
-    assert diagnose(tree.look()) == Diagnosis((), ("mlx5_0",), ())
+    assert diagnose(tree.inspect()) == Diagnosis((), ("mlx5_0",), ())
 
 
 class TestNoDevice:
-    """What is said depends on what the machine could have."""
+    """Advice for a machine without devices depends on its hardware and kernel."""
 
-    def test_soft_roce_over_what_is_there(self, tree: Tree) -> None:
+    def test_soft_roce_over_an_existing_interface(self, tree: Tree) -> None:
         tree.write("sys/class/net/enp1s0/operstate", "up")
         tree.write(f"lib/modules/{KERNEL}/modules.dep", "kernel/drivers/infiniband/sw/rxe/rdma_rxe.ko.xz: kernel/x.ko")
-        finding = the_finding(diagnose(tree.look()))
+        finding = the_finding(diagnose(tree.inspect()))
         assert (finding.code, finding.severity) == ("no-device", Severity.ERROR)
         assert finding.commands == ("sudo modprobe rdma_rxe", "sudo rdma link add rxe0 type rxe netdev enp1s0")
 
     def test_a_kernel_without_soft_roce(self, tree: Tree) -> None:
         tree.write(f"lib/modules/{KERNEL}/modules.dep", "kernel/drivers/net/veth.ko:")
-        finding = the_finding(diagnose(tree.look()))
+        finding = the_finding(diagnose(tree.inspect()))
         assert (finding.code, finding.commands) == ("no-device", ())
         assert f"this kernel ({KERNEL}) has no module rdma_rxe" in finding.message
 
-    def test_a_kernel_of_which_nothing_is_known(self, tree: Tree) -> None:
-        assert the_finding(diagnose(tree.look())).commands[0] == "sudo modprobe rdma_rxe"
+    def test_a_kernel_with_unknown_modules(self, tree: Tree) -> None:
+        assert the_finding(diagnose(tree.inspect())).commands[0] == "sudo modprobe rdma_rxe"
 
     @pytest.mark.parametrize("mark", ["run/.containerenv", ".dockerenv", "proc/1/environ"])
     def test_a_container(self, tree: Tree, mark: str) -> None:
         tree.write(mark, "PATH=/bin\0container=podman\0")
-        assert the_finding(diagnose(tree.look())).commands[0].startswith("docker run --device=/dev/infiniband ")
+        assert the_finding(diagnose(tree.inspect())).commands[0].startswith("docker run --device=/dev/infiniband ")
 
     @pytest.mark.parametrize(
         ("vendor", "number", "kind", "module"),
@@ -329,27 +336,27 @@ class TestNoDevice:
         folder = "sys/bus/pci/devices/0000:01:00.0"
         for name, text in (("vendor", vendor), ("device", number), ("class", kind)):
             tree.write(f"{folder}/{name}", text)
-        finding = the_finding(diagnose(tree.look()))
+        finding = the_finding(diagnose(tree.inspect()))
         assert (finding.code, finding.commands) == ("no-module", (f"sudo modprobe {module}", "sudo modprobe ib_uverbs"))
         assert module in finding.message
-        # With its module it is a machine like another one without devices.
+        # Once the module is loaded, the advice is that of any machine without devices.
         tree.write(f"sys/module/{module}/refcnt")
-        assert the_finding(diagnose(tree.look())).code == "no-device"
+        assert the_finding(diagnose(tree.inspect())).code == "no-device"
 
     def test_other_hardware(self, tree: Tree) -> None:
         for vendor, number, kind in (("0x15b3", "0x101d", "0x010802"), ("0x8086", "0x1572", "0x020000")):
             for name, text in (("vendor", vendor), ("device", number), ("class", kind)):
                 tree.write(f"sys/bus/pci/devices/{number}/{name}", text)
-        assert the_finding(diagnose(tree.look())).code == "no-device"
+        assert the_finding(diagnose(tree.inspect())).code == "no-device"
 
 
-def test_gids_that_are_routable(tree: Tree) -> None:
+def test_routable_gids(tree: Tree) -> None:
     for address in (IPV4, "2001:0db8:0000:0000:0000:0000:0000:0001"):
         tree.device(gids={1: address})
-        assert diagnose(tree.look()).findings == ()
+        assert diagnose(tree.inspect()).findings == ()
 
 
-def test_what_a_probe_prints() -> None:
+def test_parsing_the_output_of_the_probe() -> None:
     text = """{"libibverbs": {"path": "/l", "version": "44.0"}, "librdmacm": {"problem": "none"}, "pyverbs": {},
                "listed": ["rxe0"], "trials": {"rxe0": {"problem": "no", "number": 12}},
                "optimized": false}"""

@@ -1,4 +1,4 @@
-"""`aioverbs doctor`: what it prints, where in colours, and how it exits."""
+"""`aioverbs doctor`: output, colours and exit status."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from aioverbs import LibraryNotFoundError
 from aioverbs._core.handles import handles
 from aioverbs.cli import doctor, machine, main
 from aioverbs.cli.machine import Trial
-from tests.cli.processes import COMMAND, environment, on_a_terminal
+from tests.cli.processes import COMMAND, environment, run_on_terminal
 from tests.cli.trees import Tree
 
 ESCAPE = "\x1b["
@@ -23,7 +23,7 @@ ESCAPE = "\x1b["
 @pytest.fixture
 def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tree:
     tree = Tree(tmp_path)
-    monkeypatch.setattr(doctor, "look", tree.look)
+    monkeypatch.setattr(doctor, "inspect_machine", tree.inspect)
     return tree
 
 
@@ -39,11 +39,11 @@ def test_without_devices(tree: Tree) -> None:
     assert "\n    sudo modprobe rdma_rxe\n" in done.output
 
 
-def test_the_software_device_is_told_nonsense(tree: Tree) -> None:
+def test_invalid_settings_of_the_software_device(tree: Tree) -> None:
     tree.device()
     tree.environment.update(AIOVERBS_SOFT_DIRECT="no", AIOVERBS_SOFT_SECRET="open sesame")
     done = invoke()
-    assert done.exit_code == 0, "it is RDMA devices that are asked for"
+    assert done.exit_code == 0, "the exit status is about RDMA devices"
     assert "soft0  unusable\n  error: the software device cannot be opened: AIOVERBS_SOFT_DIRECT: " in done.output
     assert "\n      unset AIOVERBS_SOFT_DIRECT\n" in done.output
     assert "open sesame" not in done.output + invoke("--json").output
@@ -58,7 +58,7 @@ def test_exit_status(tree: Tree, arguments: list[str], status: int) -> None:
     assert invoke(*arguments).exit_code == status
 
 
-def test_no_device_can_be_used(tree: Tree) -> None:
+def test_status_1_if_no_device_is_usable(tree: Tree) -> None:
     tree.device(state="1: DOWN", physical="3: Disabled")
     done = invoke()
     assert done.exit_code == 1
@@ -66,7 +66,7 @@ def test_no_device_can_be_used(tree: Tree) -> None:
     assert "  error: port 1 is DOWN (Disabled): eth0 is down\n      sudo ip link set eth0 up\n" in done.output
 
 
-def test_a_provider_that_does_not_load_is_not_among_those_that_are_there(tree: Tree) -> None:
+def test_a_provider_that_does_not_load_is_not_listed(tree: Tree) -> None:
     tree.device()
     for name in ("mlx5", "rxe"):
         tree.write(f"etc/libibverbs.d/{name}.driver", f"driver {name}")
@@ -74,26 +74,26 @@ def test_a_provider_that_does_not_load_is_not_among_those_that_are_there(tree: T
     tree.probe = replace(tree.probe, listed=(), trials={}, warnings=(warning,))
     done = invoke()
     assert "\nproviders: mlx5\n" in done.output
-    assert "(here are those for mlx5)" in done.output
+    assert "(installed providers: mlx5)" in done.output
 
 
 def test_json(tree: Tree) -> None:
     tree.device()
     tree.device("rxe1", uverbs="uverbs1", gids={}, netdev="eth1")
     done = invoke("--json")
-    told = json.loads(done.output)
-    assert done.exit_code == told["status"] == 0
-    assert (told["usable"], told["unusable"]) == (["rxe0"], ["rxe1"])
-    (finding,) = told["findings"]
+    result = json.loads(done.output)
+    assert done.exit_code == result["status"] == 0
+    assert (result["usable"], result["unusable"]) == (["rxe0"], ["rxe1"])
+    (finding,) = result["findings"]
     assert (finding["code"], finding["severity"], finding["subject"]) == ("no-gid", "error", "rxe1")
     assert finding["commands"] == ["sudo ip address add 192.0.2.1/24 dev eth1"]
-    assert told["machine"]["devices"][0]["ports"][0]["gids"][1]["index"] == 1
+    assert result["machine"]["devices"][0]["ports"][0]["gids"][1]["index"] == 1
 
 
 def test_colours_on_terminals_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NO_COLOR", raising=False)
-    assert ESCAPE in on_a_terminal([*COMMAND, "doctor"], TERM="xterm")
-    plain = on_a_terminal([*COMMAND, "doctor"], TERM="xterm", NO_COLOR="1")
+    assert ESCAPE in run_on_terminal([*COMMAND, "doctor"], TERM="xterm")
+    plain = run_on_terminal([*COMMAND, "doctor"], TERM="xterm", NO_COLOR="1")
     assert ESCAPE not in plain
     assert "soft0  usable" in plain
     done = subprocess.run([*COMMAND, "doctor"], env=environment(), capture_output=True, text=True, check=False)
@@ -103,9 +103,9 @@ def test_colours_on_terminals_only(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class TestProbe:
-    """The process that tries the libraries of this machine, whatever it has."""
+    """Tests of the process that tests this machine's libraries, whatever is installed."""
 
-    def test_it_finds_what_is_here(self) -> None:
+    def test_result_agrees_with_this_process(self) -> None:
         found = machine.probe()
         assert found.crash is None
         problem = None
@@ -119,12 +119,16 @@ class TestProbe:
     @pytest.mark.parametrize(
         ("script", "crash", "warnings"),
         [
-            ("echo trouble >&2; kill -KILL $$", "ended with status -9", ("trouble",)),  # which no sanitizer takes
+            (
+                "echo trouble >&2; kill -KILL $$",
+                "ended with status -9",
+                ("trouble",),
+            ),  # a sanitizer cannot intercept SIGKILL
             ("exit 3", "ended with status 3", ()),
             ("exec sleep 30", "did not end within 200 ms", ()),
         ],
     )
-    def test_it_may_crash(
+    def test_a_crash_is_reported(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, crash: str, warnings: tuple[str, ...]
     ) -> None:
         python = tmp_path / "python"
@@ -137,7 +141,7 @@ class TestProbe:
         assert (found.crash, found.warnings) == (crash, warnings)
 
 
-def test_where_the_compiled_core_does_not_load() -> None:
+def test_doctor_works_without_the_compiled_core() -> None:
     code = (
         "import sys; sys.modules['aioverbs._core.handles.handles'] = None; from aioverbs.cli.main import main; main()"
     )
@@ -151,7 +155,7 @@ def test_where_the_compiled_core_does_not_load() -> None:
         assert ("aioverbs._core.handles.handles" in done.stderr) == (arguments == ["devices"])
 
 
-def test_the_package_needs_none_of_it() -> None:
+def test_importing_aioverbs_does_not_import_click() -> None:
     code = "import sys, aioverbs; sys.exit(any(name.partition('.')[0] == 'click' for name in sys.modules))"
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     assert subprocess.run([sys.executable, "-P", "-c", code], env=env, check=False).returncode == 0

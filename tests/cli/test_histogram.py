@@ -1,4 +1,4 @@
-"""Histograms of times: what they tell is what is so, to 1.6 %."""
+"""Histogram: exact and approximate statistics of values."""
 
 import itertools
 import statistics
@@ -19,7 +19,7 @@ def filled(values: list[int]) -> Histogram:
 
 
 @given(TIMES)
-def test_what_is_exact(values: list[int]) -> None:
+def test_count_extremes_mean_and_deviation_are_exact(values: list[int]) -> None:
     found = filled(values)
     assert (found.count, found.minimum, found.maximum) == (len(values), min(values), max(values))
     assert found.mean == pytest.approx(statistics.fmean(values))
@@ -27,7 +27,7 @@ def test_what_is_exact(values: list[int]) -> None:
 
 
 @given(TIMES, st.floats(0, 100))
-def test_percentiles_are_near(values: list[int], percent: float) -> None:
+def test_percentiles_are_within_a_bucket(values: list[int], percent: float) -> None:
     ordered = sorted(values)
     rank = max(1, -(-len(values) * percent // 100))
     exact = ordered[int(min(rank, len(values))) - 1]
@@ -35,7 +35,7 @@ def test_percentiles_are_near(values: list[int], percent: float) -> None:
 
 
 @given(TIMES, st.integers(1, 50))
-def test_rows_have_all_of_them(values: list[int], most: int) -> None:
+def test_rows_contain_all_values(values: list[int], most: int) -> None:
     rows = filled(values).rows(most)
     for (_, end, _), (begin, _, _) in itertools.pairwise(rows):
         assert begin == end
@@ -47,17 +47,17 @@ def test_rows_have_all_of_them(values: list[int], most: int) -> None:
     assert rows[-1][2]
 
 
-def test_of_nothing() -> None:
+def test_empty_histogram() -> None:
     empty = Histogram()
     assert (empty.count, empty.mean, empty.deviation, empty.percentile(50), empty.rows()) == (0, 0, 0, 0, [])
 
 
 @pytest.mark.parametrize("percent", [-0.1, 100.1, float("nan")])
-def test_no_percentile(percent: float) -> None:
+def test_invalid_percentile(percent: float) -> None:
     with pytest.raises(ValueError, match="from 0 to 100"):
         Histogram().percentile(percent)
 
 
-def test_no_time() -> None:
-    with pytest.raises(ValueError, match="nothing takes -1"):
+def test_negative_value() -> None:
+    with pytest.raises(ValueError, match="must be at least 0, got -1"):
         Histogram().record(-1)

@@ -1,4 +1,4 @@
-"""Samples as they come over a socket, and what happened between two of them."""
+"""Parsing samples, rates between two samples, and the table of `aioverbs top`."""
 
 import contextlib
 import json
@@ -64,7 +64,7 @@ AFTER = line(
 )
 
 
-def test_rates_are_of_what_was_there_before() -> None:
+def test_rates_need_the_resource_in_both_samples() -> None:
     now = report(Sample.parse(AFTER), Sample.parse(BEFORE))
     assert now.seconds == 2
     cq, old, new, *_ = now.devices[0].children
@@ -74,26 +74,26 @@ def test_rates_are_of_what_was_there_before() -> None:
     assert now.totals == {"operations": 20, "bytes": 2000, "doorbells": 0, "completions": 100, "wakeups": 5}
 
 
-def test_without_a_sample_before() -> None:
+def test_first_sample_has_no_rates() -> None:
     now = report(Sample.parse(AFTER), None)
     assert now.seconds is None
-    assert all(branch.rates is None for branch in now.devices[0].children)
+    assert all(node.rates is None for node in now.devices[0].children)
     assert set(now.totals.values()) == {0}
 
 
-def test_no_time_went_by() -> None:
+def test_samples_of_the_same_time_have_no_rates() -> None:
     now = report(Sample.parse(AFTER), Sample.parse(AFTER))
     assert now.seconds is None
 
 
-def test_counts_that_go_back_are_no_rate() -> None:
+def test_decreasing_counters_give_a_rate_of_0() -> None:
     now = report(
         Sample.parse(line(11, pair(3, queue(1), queue(1)))), Sample.parse(line(10, pair(3, queue(9), queue(9))))
     )
     assert now.devices[0].rates == {"operations": 0, "bytes": 0, "doorbells": 0}
 
 
-def test_statistics_that_are_not_there() -> None:
+def test_missing_statistics_count_as_0() -> None:
     before, after = (line(at, *(resource(n, kind, None) for n, kind in enumerate(COUNTERS))) for at in (1, 2))
     now = report(Sample.parse(after), Sample.parse(before))
     assert set(now.totals.values()) == {0}
@@ -109,27 +109,27 @@ for _ in range(100):
 
 
 @pytest.mark.parametrize(
-    ("told", "said"),
+    ("fields", "message"),
     [
         (b"", "Expecting value"),
         (b"[" * 100_000, "nested too deep"),
         (b"\xff", "decode"),
-        (b"[]", "a sample is list, and not dict"),
-        (b"{}", "devices is NoneType, and not list"),
-        (b'{"devices": [], "truncated": false}', "time_ns is NoneType"),
-        (b'{"devices": [], "truncated": 0, "time_ns": 1}', "truncated is int, and not bool"),
-        (b'{"devices": [], "truncated": false, "time_ns": true}', "time_ns is bool, and not int"),
-        (b'{"devices": [1], "truncated": false, "time_ns": 1}', "a resource is int, and not dict"),
+        (b"[]", "a sample must be dict, got list"),
+        (b"{}", "devices must be list, got NoneType"),
+        (b'{"devices": [], "truncated": false}', "time_ns must be int, got NoneType"),
+        (b'{"devices": [], "truncated": 0, "time_ns": 1}', "truncated must be bool, got int"),
+        (b'{"devices": [], "truncated": false, "time_ns": true}', "time_ns must be int, got bool"),
+        (b'{"devices": [1], "truncated": false, "time_ns": 1}', "a resource must be dict, got int"),
         (line(1, DEEP), "nested too deep"),
     ]
     + [
-        (line(1, {**resource(1, "Device", None), name: value}), f"{name} is {type(value).__name__}, and not ")
+        (line(1, {**resource(1, "Device", None), name: value}), f"{name} must be .*, got {type(value).__name__}")
         for name, value in WRONG.items()
     ],
 )
-def test_what_is_no_sample(told: bytes, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        Sample.parse(told)
+def test_invalid_samples(fields: bytes, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Sample.parse(fields)
 
 
 JSON = st.recursive(
@@ -140,18 +140,18 @@ ALIKE = st.lists(st.fixed_dictionaries(dict.fromkeys(resource(1, "x", {}), JSON)
 
 
 @given(st.binary() | JSON.map(json.dumps).map(str.encode) | ALIKE.map(lambda devices: line(1, *devices)))
-def test_any_line_is_a_sample_or_none(told: bytes) -> None:
+def test_parsing_any_line_raises_no_other_error(fields: bytes) -> None:
     with contextlib.suppress(ValueError):
-        shown(line(1), told)
-        shown(told, line(1))
+        shown(line(1), fields)
+        shown(fields, line(1))
 
 
-def test_what_moves_the_cursor_is_no_text() -> None:
-    (thing,) = Sample.parse(line(1, {**resource(1, "Device", None), "label": "\x1b[2Jsoft0\n"})).devices
-    assert thing.label == "�[2Jsoft0�"
+def test_control_characters_are_replaced() -> None:
+    (device,) = Sample.parse(line(1, {**resource(1, "Device", None), "label": "\x1b[2Jsoft0\n"})).devices
+    assert device.label == "�[2Jsoft0�"
 
 
-# ---- On the screen
+# ---- Table
 
 
 def shown(after: bytes, before: bytes | None, **more: Any) -> str:
@@ -162,7 +162,7 @@ def shown(after: bytes, before: bytes | None, **more: Any) -> str:
     return capture.get()
 
 
-def test_all_of_it_at_once() -> None:
+def test_table_of_all_resources() -> None:
     text = shown(AFTER, BEFORE)
     assert "4711  python service.py\n20 ops/s  2.00k bytes/s  100 compl/s  5 wake/s" in text
     assert [line.split() for line in text.splitlines()[3:]] == [
@@ -174,27 +174,27 @@ def test_all_of_it_at_once() -> None:
     ]
 
 
-def test_without_rates() -> None:
+def test_table_without_rates() -> None:
     text = shown(AFTER, None)
     assert "ops/s" not in text
     assert "QueuePair 3" in text
 
 
-def test_what_there_is_to_say_of_it() -> None:
+def test_notes_above_the_table() -> None:
     assert "it does not answer" in shown(AFTER, BEFORE, note="it does not answer")
     assert "no device is open" in shown(line(1), None)
     cut = json.dumps({"time_ns": 1, "truncated": True, "devices": []}).encode()
-    assert "there are more resources than are shown" in shown(cut, None)
+    assert "not all resources are shown" in shown(cut, None)
 
 
-def test_details() -> None:
+def test_details_of_resources() -> None:
     native = {**resource(2, "ThreadDomain", {"children": 0}), "native": False}
     pool = resource(3, "BufferPool", {"children": 0, "leased": 1, "under_dma": 2, "free": 5, "waiting": 4})
     workers = resource(4, "WorkerPool", {"children": 0, "workers": [{"calls": 3}, {"calls": 4}]})
     waiting = pair(5, queue(1, queued=6), queue(1))
     text = shown(line(1, resource(1, "Device", None, native, pool, workers, waiting)), None)
-    for said in ("not native", "3 of 8", "4 wait for a buffer", "7  2 workers", "6 wait for a place"):
-        assert said in text
+    for message in ("not native", "3 of 8", "4 wait for a buffer", "7  2 workers", "6 queued"):
+        assert message in text
 
 
 QUANTITIES = [
@@ -211,5 +211,5 @@ QUANTITIES = [
 ]
 
 
-def test_numbers_as_people_read_them() -> None:
+def test_quantities_have_three_digits() -> None:
     assert [(value, quantity(value)) for value, _ in QUANTITIES] == QUANTITIES

@@ -1,4 +1,4 @@
-"""`aioverbs top` of real processes: those that are at work, die, stand still, and those that lie."""
+"""`aioverbs top` of real processes: working, dying and stopped ones, and monitors that send invalid data."""
 
 import contextlib
 import json
@@ -19,7 +19,7 @@ from click.testing import CliRunner, Result
 from aioverbs._monitoring.directory import MonitorDirectory
 from aioverbs._monitoring.server import INTERVALS_S, VERSION
 from aioverbs.cli import main, top, watching
-from tests.cli.processes import COMMAND, ended, environment, line_of, started
+from tests.cli.processes import COMMAND, environment, read_line, start_command, stop
 from tests.pace import patience
 
 KEYS = ["pid", "time_ns", "seconds", "truncated", "rates", "devices"]
@@ -63,14 +63,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @contextlib.contextmanager
 def program(code: str = PROGRAM, **variables: str) -> Iterator["subprocess.Popen[str]"]:
-    """One that is watched, and has said that it is ready."""
+    """Run a program with a monitor; yield its process once it has printed "ready"."""
     env, pipe = environment(AIOVERBS_MONITOR="1", PYTHONWARNINGS="error", **variables), subprocess.PIPE
     with subprocess.Popen([sys.executable, "-P", "-c", code], env=env, stdout=pipe, stderr=pipe, text=True) as process:
         try:
-            said = line_of(process)
-            if said != "ready\n":
+            message = read_line(process)
+            if message != "ready\n":
                 process.kill()
-                pytest.fail(f"it said {said!r} and {process.communicate()[1]}")
+                pytest.fail(f"the program printed {message!r} and {process.communicate()[1]}")
             yield process
         finally:
             process.kill()
@@ -82,8 +82,8 @@ def invoke(*arguments: str) -> Result:
 
 
 @contextlib.contextmanager
-def watching_it(*arguments: str) -> Iterator["subprocess.Popen[str]"]:
-    with started("top", *arguments) as process:
+def viewer_of(*arguments: str) -> Iterator["subprocess.Popen[str]"]:
+    with start_command("top", *arguments) as process:
         try:
             yield process
         finally:
@@ -96,28 +96,28 @@ def nodes(branch: dict[str, Any]) -> Iterator[dict[str, Any]]:
         yield from nodes(child)
 
 
-# ---- Those that are at work
+# ---- Working processes
 
 
-def test_once_for_programs() -> None:
+def test_json_output_of_one_interval() -> None:
     with program() as process:
         done = invoke(str(process.pid), "--once", "--json", "--interval", "1")
         assert (done.exit_code, done.stderr) == (0, "")
         (line,) = done.stdout.splitlines()
-        told = json.loads(line)
-        assert list(told) == KEYS
-        assert told["pid"] == process.pid
-        assert told["seconds"] > 0
-        assert told["rates"]["operations"] > 0
-        assert told["rates"]["bytes"] == pytest.approx(64 * told["rates"]["operations"], rel=0.5)
-        (device,) = told["devices"]
+        result = json.loads(line)
+        assert list(result) == KEYS
+        assert result["pid"] == process.pid
+        assert result["seconds"] > 0
+        assert result["rates"]["operations"] > 0
+        assert result["rates"]["bytes"] == pytest.approx(64 * result["rates"]["operations"], rel=0.5)
+        (device,) = result["devices"]
         found = list(nodes(device))
         assert all(list(node) == NODE for node in found)
         working = [node for node in found if (node["rates"] or {}).get("bytes")]
         assert [node["kind"] for node in working] == ["QueuePair"]
 
 
-def test_once_for_people() -> None:
+def test_text_output_of_one_interval() -> None:
     with program() as process:
         done = invoke(str(process.pid), "--once", "--interval", "0.2")
     assert done.exit_code == 0
@@ -127,22 +127,22 @@ def test_once_for_people() -> None:
 
 
 def test_a_line_for_each_sample_until_a_signal() -> None:
-    with program() as process, watching_it(str(process.pid), "--json", "-i", "0.05") as viewer:
-        times = [json.loads(line_of(viewer))["time_ns"] for _ in range(3)]
+    with program() as process, viewer_of(str(process.pid), "--json", "-i", "0.05") as viewer:
+        times = [json.loads(read_line(viewer))["time_ns"] for _ in range(3)]
         assert times == sorted(times)
-        status, _, complaints = ended(viewer)
-        assert (status, complaints) == (0, "")
-        assert process.poll() is None, "nobody is disturbed by the end of who looks"
+        status, _, errors = stop(viewer)
+        assert (status, errors) == (0, "")
+        assert process.poll() is None, "the end of the viewer does not disturb the watched process"
 
 
-def test_the_list() -> None:
+def test_list_of_watchable_processes() -> None:
     assert invoke().exit_code == 1
     with program() as first, program() as second:
         text = invoke().stdout
         assert text.splitlines()[0].split() == ["PID", "PROGRAM"]
-        told = json.loads(invoke("--json").stdout)
-        assert {each["pid"] for each in told["processes"]} == {first.pid, second.pid}
-        for each in told["processes"]:
+        result = json.loads(invoke("--json").stdout)
+        assert {each["pid"] for each in result["processes"]} == {first.pid, second.pid}
+        for each in result["processes"]:
             assert list(each) == ["pid", "program", "problem"]
             assert sys.executable in each["program"]
             assert each["problem"] is None
@@ -152,18 +152,18 @@ def test_the_list() -> None:
     assert "start one with AIOVERBS_MONITOR=1" in done.stdout
 
 
-def test_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_shows_live_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     with program() as process:
         for colours, variables in ((True, {"TERM": "xterm"}), (False, {"TERM": "xterm", "NO_COLOR": "1"})):
-            text = on_a_terminal([*COMMAND, "top", str(process.pid), "-i", "0.05"], 3, variables)
+            text = run_on_terminal([*COMMAND, "top", str(process.pid), "-i", "0.05"], 3, variables)
             assert text.count("ResourceDomain") >= 3
             assert ("\x1b[1m" in text) is colours
-            assert "\x1b[1A" in text, "it is drawn in its place"
-            assert text.rstrip().endswith("\x1b[?25h"), "the cursor is back"
+            assert "\x1b[1A" in text, "each table replaces the previous one"
+            assert text.rstrip().endswith("\x1b[?25h"), "the cursor is visible again"
 
 
-def on_a_terminal(command: list[str], frames: int, variables: dict[str, str]) -> str:
-    """What is drawn there until somebody presses Ctrl-C."""
+def run_on_terminal(command: list[str], frames: int, variables: dict[str, str]) -> str:
+    """Run a command on a terminal, send SIGINT after some frames, and return its output."""
     ours, theirs = pty.openpty()
     env = {name: value for name, value in environment().items() if name not in ("NO_COLOR", "COLUMNS", "FORCE_COLOR")}
     text = ""
@@ -177,7 +177,7 @@ def on_a_terminal(command: list[str], frames: int, variables: dict[str, str]) ->
         while True:
             try:
                 text += os.read(ours, 4096).decode(errors="replace")
-            except OSError:  # the last one who could write is gone
+            except OSError:  # reading fails when the last writer has closed the terminal
                 break
             if not stopped and text.count("ResourceDomain") >= frames:
                 stopped = True
@@ -188,27 +188,27 @@ def on_a_terminal(command: list[str], frames: int, variables: dict[str, str]) ->
     return text
 
 
-# ---- Those that die, stand still, or were never there
+# ---- Dying, stopped and missing processes
 
 
-def test_one_that_is_killed(folder: Path) -> None:
-    with program() as process, watching_it(str(process.pid), "--json", "-i", "0.05") as viewer:
-        line_of(viewer)
+def test_killed_process(folder: Path) -> None:
+    with program() as process, viewer_of(str(process.pid), "--json", "-i", "0.05") as viewer:
+        read_line(viewer)
         process.kill()
-        _, complaints = viewer.communicate(timeout=patience(20))
+        _, errors = viewer.communicate(timeout=patience(20))
         process.wait()
-        assert (viewer.returncode, complaints) == (0, "")
+        assert (viewer.returncode, errors) == (0, "")
         assert [each.name.partition("-")[0] for each in folder.iterdir()] == [str(process.pid)]
         assert invoke(str(process.pid)).exit_code == 3
-        assert list(folder.iterdir()) == [], "what it left is taken away"
+        assert list(folder.iterdir()) == [], "the socket of a dead process is removed"
 
 
-def test_one_that_ends(folder: Path) -> None:
-    with program() as process, watching_it(str(process.pid), "--json", "-i", "0.05") as viewer:
-        line_of(viewer)
-        status, said, complaints = ended(process, signal.SIGTERM)
-        assert (status, said, complaints) == (0, "done\n", "")
-        viewer.communicate(timeout=patience(20))  # what it says fills a pipe
+def test_process_that_ends(folder: Path) -> None:
+    with program() as process, viewer_of(str(process.pid), "--json", "-i", "0.05") as viewer:
+        read_line(viewer)
+        status, message, errors = stop(process, signal.SIGTERM)
+        assert (status, message, errors) == (0, "done\n", "")
+        viewer.communicate(timeout=patience(20))  # drains the pipe, so that the viewer can end
         assert viewer.returncode == 0
         assert list(folder.iterdir()) == []
 
@@ -223,16 +223,16 @@ signal.sigwait([signal.SIGUSR1])
 """
 
 
-def test_one_that_ends_by_an_error(folder: Path) -> None:
+def test_process_that_ends_by_an_exception(folder: Path) -> None:
     with program(FAILING) as process:
         assert invoke("--json").exit_code == 0
-        status, _, complaints = ended(process, signal.SIGUSR1)
+        status, _, errors = stop(process, signal.SIGUSR1)
     assert status == 1
-    assert "ZeroDivisionError" in complaints
+    assert "ZeroDivisionError" in errors
     assert list(folder.iterdir()) == []
 
 
-def test_a_child_of_multiprocessing(folder: Path) -> None:
+def test_child_process_of_multiprocessing(folder: Path) -> None:
     code = """
 import asyncio, multiprocessing, os, sys, warnings
 import aioverbs
@@ -257,17 +257,17 @@ def run():
 asyncio.run(parent())
 """
     with program(code) as process:
-        output, complaints = process.communicate(timeout=patience(20))
-    assert (output, complaints) == ("2\n0 1\n", "")
+        output, errors = process.communicate(timeout=patience(20))
+    assert (output, errors) == ("2\n0 1\n", "")
     assert list(folder.iterdir()) == []
 
 
 @pytest.mark.stops_processes
-def test_one_that_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stopped_process(monkeypatch: pytest.MonkeyPatch) -> None:
     with program() as process:
         process.send_signal(signal.SIGSTOP)
         with monkeypatch.context() as patch:
-            patch.setattr(top, "_PATIENCE_S", 0.3)
+            patch.setattr(top, "_GRACE_S", 0.3)
             patch.setattr(watching, "_CONNECT_S", 0.3)
             done = invoke(str(process.pid), "--once")
             (listed,) = json.loads(invoke("--json").stdout)["processes"]
@@ -278,14 +278,14 @@ def test_one_that_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
         assert invoke(str(process.pid), "--once", "-i", "0.1").exit_code == 0
 
 
-def test_one_that_is_not_watched(folder: Path) -> None:
+def test_process_without_monitor(folder: Path) -> None:
     done = invoke(str(os.getpid()))
     assert (done.exit_code, done.stdout) == (3, "")
-    assert done.stderr.startswith(f"aioverbs: there is no process {os.getpid()} that lets itself be watched: start it")
+    assert done.stderr.startswith(f"aioverbs: process {os.getpid()} cannot be watched: start it")
     assert not folder.exists()
 
 
-def test_a_folder_that_others_can_look_into(folder: Path) -> None:
+def test_directory_open_to_others_is_an_error(folder: Path) -> None:
     folder.mkdir()
     folder.chmod(0o755)
     done = invoke()
@@ -293,7 +293,7 @@ def test_a_folder_that_others_can_look_into(folder: Path) -> None:
     assert "is open to others: chmod 0700 it" in done.stderr
 
 
-def test_what_dead_ones_left(folder: Path) -> None:
+def test_sockets_of_dead_processes_are_removed(folder: Path) -> None:
     folder.mkdir(0o700)
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(str(folder / "4711-0123abcd.sock"))
@@ -308,24 +308,24 @@ def test_what_dead_ones_left(folder: Path) -> None:
     assert {each.name for each in folder.iterdir()} == {".4712-0123abcd.sock", "notes.txt"}
 
 
-# ---- Those that lie
+# ---- Invalid data
 
 
 @contextlib.contextmanager
-def liar(*answers: bytes) -> Iterator[None]:
-    """In this process; it says the first to whoever comes, and the others when it is asked."""
+def fake_monitor(*answers: bytes) -> Iterator[None]:
+    """Run a monitor in this process; it sends the first answer to a client, and the others after the first request."""
     with MonitorDirectory(make=True) as directory:
         listening, name = directory.listen(1)
         listening.settimeout(patience(10))
 
-        def lie() -> None:
+        def answer_client() -> None:
             with listening.accept()[0] as peer, contextlib.suppress(ConnectionError):
                 peer.sendall(answers[0])
                 if len(answers) > 1 and peer.recv(100):
                     for answer in answers[1:]:
                         peer.sendall(answer)
 
-        thread = threading.Thread(target=lie)
+        thread = threading.Thread(target=answer_client)
         thread.start()
         try:
             yield
@@ -339,55 +339,55 @@ GREETING = json.dumps({"aioverbs-monitor": VERSION, "pid": 1, "program": "\x1b[3
 
 
 @pytest.mark.parametrize(
-    ("answers", "status", "said"),
+    ("answers", "status", "message"),
     [
-        ([b""], 3, "speaks another version"),
-        ([b"hello\n"], 3, "speaks another version"),
-        ([b"[1]\n"], 3, "speaks another version"),
-        ([b'{"aioverbs-monitor": 99}\n'], 3, "speaks another version"),
+        ([b""], 3, "uses another version"),
+        ([b"hello\n"], 3, "uses another version"),
+        ([b"[1]\n"], 3, "uses another version"),
+        ([b'{"aioverbs-monitor": 99}\n'], 3, "uses another version"),
         ([b'{"aioverbs-monitor": 1, "refused": "8 others look already"}\n'], 3, "now: 8 others look already"),
-        ([GREETING, b""], 3, "ended before there was anything to show"),
-        ([GREETING, b"{}"], 3, "ended before there was anything to show"),
-        ([GREETING, b"{}\n"], 4, "said what is no sample: devices is NoneType"),
-        ([GREETING, b"nonsense\n"], 4, "said what is no sample: Expecting value"),
+        ([GREETING, b""], 3, "ended before its first sample"),
+        ([GREETING, b"{}"], 3, "ended before its first sample"),
+        ([GREETING, b"{}\n"], 4, "sent an invalid sample: devices must be list, got NoneType"),
+        ([GREETING, b"nonsense\n"], 4, "sent an invalid sample: Expecting value"),
     ],
 )
-def test_what_is_said_is_looked_at(answers: list[bytes], status: int, said: str) -> None:
-    with liar(*answers):
+def test_invalid_answers(answers: list[bytes], status: int, message: str) -> None:
+    with fake_monitor(*answers):
         done = invoke(str(os.getpid()), "--json")
     assert (done.exit_code, done.stdout) == (status, "")
-    assert said in done.stderr
+    assert message in done.stderr
     assert done.stderr.count("\n") == 1
 
 
-def test_more_than_anybody_has_to_say(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watching, "_LONGEST", 1000)
-    with liar(GREETING, b"x" * 5000):
+def test_line_beyond_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watching, "_MAX_LINE", 1000)
+    with fake_monitor(GREETING, b"x" * 5000):
         done = invoke(str(os.getpid()), "--json")
     assert done.exit_code == 4
-    assert "said more than 1,000 bytes at once" in done.stderr
+    assert "sent a line of more than 1,000 bytes" in done.stderr
 
 
-def test_a_name_that_would_colour_the_list() -> None:
-    with liar(GREETING):
-        (told,) = json.loads(invoke("--json").stdout)["processes"]
-    assert told["program"] == "�[31mred"
+def test_control_characters_in_a_program_name_are_replaced() -> None:
+    with fake_monitor(GREETING):
+        (result,) = json.loads(invoke("--json").stdout)["processes"]
+    assert result["program"] == "�[31mred"
 
 
 # ---- Command lines
 
 
 @pytest.mark.parametrize("arguments", [["0"], ["-1"], ["me"], ["1", "2"], ["1", "-i", "0"], ["1", "-i", "nan"]])
-def test_what_is_no_command_line(arguments: list[str]) -> None:
+def test_invalid_command_lines(arguments: list[str]) -> None:
     assert invoke(*arguments).exit_code == 2
 
 
-def test_the_command_line_has_what_there_is() -> None:
+def test_interval_option_matches_the_monitor() -> None:
     options: dict[str | None, Any] = {each.name: each.type for each in top.top.params}
     assert (options["interval"].min, options["interval"].max) == INTERVALS_S
 
 
-def test_numbers_of_processes_are_completed(folder: Path) -> None:
+def test_process_ids_are_completed(folder: Path) -> None:
     complete: Callable[..., Any] = top._complete
     assert complete(None, None, "") == []
     with program() as process:

@@ -1,11 +1,11 @@
-"""Machines made up of files: what the kernel shows below /sys, /dev and /proc, and what a probe of libraries found."""
+"""Simulated machines: trees of files as below /sys, /dev and /proc, and results of the libraries' probe."""
 
 import errno
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from aioverbs.cli.machine import Library, Machine, Probe, Trial, look
+from aioverbs.cli.machine import Library, Machine, Probe, Trial, inspect_machine
 
 KERNEL = "6.1.0-test"
 LINK_LOCAL = "fe80:0000:0000:0000:5054:00ff:fe12:3456"
@@ -20,7 +20,7 @@ GOOD = Trial()
 
 
 class Tree:
-    """A machine without anything, to which things are added."""
+    """File tree of a machine without RDMA, to which a test adds devices."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -49,7 +49,7 @@ class Tree:
         gid_type: str = "RoCE v2",
         ipv6: bool = True,
     ) -> None:
-        """Add an RDMA device, one that can be used where nothing else is said."""
+        """Add an RDMA device, which is usable unless an argument says otherwise."""
         port = f"sys/class/infiniband/{name}/ports/1"
         self.write(f"{port}/state", state)
         self.write(f"{port}/phys_state", physical)
@@ -69,13 +69,13 @@ class Tree:
         self.probe = replace(self.probe, listed=(*self.probe.listed, name), trials=trials)
 
     def try_open(self, path: Path) -> int:
-        """As a user who may open all but what is refused."""
+        """Return the errno of opening a file: that of `refused`, else 0."""
         assert path.is_relative_to(self.root)
         if not path.exists():
             return errno.ENOENT
         return self.refused.get(path.name, 0)
 
-    def look(self) -> Machine:
-        return look(
+    def inspect(self) -> Machine:
+        return inspect_machine(
             self.root, try_open=self.try_open, probe=lambda: self.probe, kernel=KERNEL, environment=self.environment
         )

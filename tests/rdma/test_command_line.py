@@ -8,7 +8,7 @@ import pytest
 
 from aioverbs import devices
 from aioverbs.cli.inventory import FEATURES
-from tests.cli.processes import ask, lines, server, started
+from tests.cli.processes import parse_lines, ping_server, run_command, start_command
 from tests.rdma.cm import address_of, free_port, nothing_left
 from tests.rdma.seam import rdma_devices
 
@@ -23,7 +23,7 @@ def complaints(text: str) -> list[str]:
 
 
 def listed(*arguments: str) -> list[dict[str, Any]]:
-    done = ask("devices", "--json", *arguments)
+    done = run_command("devices", "--json", *arguments)
     assert (done.returncode, done.stderr) == (0, "")
     told = json.loads(done.stdout)
     assert told["rdma_problem"] is None
@@ -54,7 +54,7 @@ def test_one_device() -> None:
     (gid,) = (each for each in port["gids"] if each["preferred"])
     if port["link_layer"] == "ETHERNET":
         assert (gid["type"], gid["address"]) == ("ROCE_V2", f"::ffff:{address_of(name)}")
-    text = ask("devices", name).stdout
+    text = run_command("devices", name).stdout
     assert text.startswith(f"{name} (hardware)\n")
     assert gid["address"] in text
 
@@ -72,10 +72,12 @@ def test_ping(verb: str, transport: str) -> None:
     port = str(free_port())
     both = ("--transport", transport)
     with nothing_left():
-        with server("--port", port, "--device", far, *both, host=address_of(far)) as (_, address):
-            done = ask("ping", address, "--device", near, *both, "--json", "-f", "-c", "200", "-v", verb, "-s", "5000")
+        with ping_server("--port", port, "--device", far, *both, host=address_of(far)) as (_, address):
+            done = run_command(
+                "ping", address, "--device", near, *both, "--json", "-f", "-c", "200", "-v", verb, "-s", "5000"
+            )
         assert (done.returncode, complaints(done.stderr)) == (0, [])
-        (summary,) = lines(done.stdout)
+        (summary,) = parse_lines(done.stdout)
         assert (summary["device"], summary["sent"], summary["received"]) == (near, 200, 200)
         assert 0 < summary["latency_ns"]["min"] <= summary["latency_ns"]["p50"] <= summary["latency_ns"]["max"]
 
@@ -83,15 +85,15 @@ def test_ping(verb: str, transport: str) -> None:
 @pytest.mark.rdma_all
 def test_nobody_is_there() -> None:
     name = rdma_devices()[0]
-    done = ask("ping", f"{address_of(name)}:{free_port()}", "--device", name, "--transport", "rdmacm")
+    done = run_command("ping", f"{address_of(name)}:{free_port()}", "--device", name, "--transport", "rdmacm")
     assert done.returncode == 3
     assert "no program listens at that port" in done.stderr
 
 
 def sampled(pid: int, **variables: str) -> dict[str, Any]:
-    done = ask("top", str(pid), "--once", "--json", **variables)
+    done = run_command("top", str(pid), "--once", "--json", **variables)
     assert (done.returncode, done.stderr) == (0, "")
-    (told,) = lines(done.stdout)
+    (told,) = parse_lines(done.stdout)
     return told
 
 
@@ -101,8 +103,8 @@ def test_top(tmp_path: Path) -> None:
     watched = {"AIOVERBS_MONITOR_DIRECTORY": str(tmp_path / "monitor")}
     on = ("--device", name)
     with (
-        server("--port", port, *on, host=address_of(name), AIOVERBS_MONITOR="1", **watched) as (process, address),
-        started("ping", address, *on, "-f", "--count", "1000000") as client,
+        ping_server("--port", port, *on, host=address_of(name), AIOVERBS_MONITOR="1", **watched) as (process, address),
+        start_command("ping", address, *on, "-f", "--count", "1000000") as client,
     ):
         try:
             told = sampled(process.pid, **watched)

@@ -1,4 +1,4 @@
-"""The project's sessions: `nox -l` lists them. Arguments after `--` go to the tool that a session runs."""
+"""Sessions of the project; `nox -l` lists them. Arguments after `--` go to the tool that a session runs."""
 
 import fcntl
 import hashlib
@@ -16,14 +16,14 @@ nox.needs_version = ">=2025.5.1"
 nox.options.sessions = ["lint", "types", "contracts", "tests"]
 nox.options.reuse_venv = "yes"
 nox.options.default_venv_backend = "virtualenv"
-nox.options.error_on_missing_interpreters = False  # where CI is set, too
+nox.options.error_on_missing_interpreters = False  # nox's default differs if CI is set
 
 ROOT = Path(__file__).parent
 PYPROJECT = nox.project.load_toml(ROOT / "pyproject.toml")
 EXTRAS = PYPROJECT["project"]["optional-dependencies"]
 COMPILED = [each["name"] for each in PYPROJECT["tool"]["setuptools"]["ext-modules"]]
 ADDRESS = "-fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer -O1 -g"
-# Tests of what any device can do, and of what only RDMA devices have around them: `nox -s rdma -- --all` runs them.
+# Tests that run on any device, and tests that need an RDMA device: `nox -s rdma -- --all` runs both.
 SHARED_TESTS = ["tests/manager", "tests/data_path", "tests/data_path_endings", "tests/sources"]
 SHARED_TESTS += [f"tests/connections/test_{name}.py" for name in ("messages", "grants", "closing", "serving")]
 SHARED_TESTS += ["tests/storage/test_serving.py", "tests/storage/test_commands.py"]
@@ -32,16 +32,18 @@ SHARED_TESTS += [
     for name in ("killed_peer_is_detected_at_once", "peer_stopped_for_longer_than_keep_alive")
 ]
 RDMA_TESTS = ["tests/rdma", "tests/verbs_matrix"]
-# The shared tests that `nox -s rdma` runs: those in which the kernel or the provider gives the answer, be it a status,
-# an errno, an attribute, an event, a flush, or pages that it registers. The others test the library's own bookkeeping,
-# which is the same on the software device.
-ANSWERS_OF_DEVICES = {
+# The shared tests that `nox -s rdma` runs: their result depends on the kernel or the provider, which return a status,
+# an errno or an attribute, report an event, flush a queue, or register pages. The other shared tests cover the
+# library's own bookkeeping, which is the same on the software device.
+DEVICE_DEPENDENT_FILES = {
     "manager": "capabilities connecting forked gids limits memory waking",
     "data_path": "batches completion_queues failures messages operations refused_in_the_middle shared_receives",
     "data_path_endings": "closing processes storm",
 }
-CHOSEN_TESTS = [f"tests/{name}/test_{each}.py" for name, files in ANSWERS_OF_DEVICES.items() for each in files.split()]
-CHOSEN_TESTS += [
+DEVICE_DEPENDENT_TESTS = [
+    f"tests/{name}/test_{each}.py" for name, files in DEVICE_DEPENDENT_FILES.items() for each in files.split()
+]
+DEVICE_DEPENDENT_TESTS += [
     f"tests/{name}"
     for name in (
         "data_path/test_arguments.py::test_pieces_are_gathered_and_scattered",
@@ -56,34 +58,37 @@ CHOSEN_TESTS += [
         "storage/test_serving.py::test_written_data_is_read_back",
     )
 ]
-CHOSEN_SEEDS = "10"  # of 60, of the tests that compare soft-RoCE with the software device
+DIFFERENTIAL_SEEDS = "10"  # of 60; for the tests that compare soft-RoCE with the software device
 RDMA_LIMIT_S = 2100
 SOAK_LIMIT_S = 7200
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
-RELEASES = ("trixie", "forky")  # of Debian, whose rdma-core and pyverbs are newer than those that are installed
+RELEASES = ("trixie", "forky")  # Debian releases with newer versions of rdma-core and pyverbs
 THREAD = "-fsanitize=thread -fno-omit-frame-pointer -O1 -g"
-# Tests sleep and wait for other processes a good part of their time. No more than a few at once: they have time limits.
-AT_ONCE = ["--numprocesses=auto", "--maxprocesses=4", "--dist=worksteal"]
-UNDER_SANITIZER = "not rdma and not slow and not toolchain"
-# The folders whose tests bring C and Cython into states that others do not. Commands, servers, services and packaging
-# are Python above them, in processes that take long to start under a sanitizer.
-REACHING_C = [
+# Tests spend much of their time asleep or waiting for other processes, so they run in parallel. Only a few at once,
+# since they have time limits.
+PARALLEL = ["--numprocesses=auto", "--maxprocesses=4", "--dist=worksteal"]
+SANITIZER_MARKERS = "not rdma and not slow and not toolchain"
+# Folders whose tests exercise C and Cython. The tests of commands, servers, services and packaging cover Python code
+# above these, in processes that start slowly under a sanitizer.
+NATIVE_CODE_TESTS = [
     f"tests/{name}"
     for name in ("core", "data_path", "data_path_endings", "manager", "fabric", "sharing", "connections", "pool")
 ]
 
 
 def group(name: str) -> tuple[str, ...]:
-    """The requirements of a dependency group of pyproject.toml."""
+    """Return the requirements of a dependency group of pyproject.toml."""
     return nox.project.dependency_groups(PYPROJECT, name)
 
 
-# What the tests of the whole suite need.
-WHOLE_SUITE = [each for name in ("test", "arrays", "plots", "services", "storage", "mutation") for each in group(name)]
+# Requirements of the whole test suite.
+SUITE_REQUIREMENTS = [
+    each for name in ("test", "arrays", "plots", "services", "storage", "mutation") for each in group(name)
+]
 
 
 def folder(session: nox.Session, name: str) -> Path:
-    """A folder of the session's own for what it builds, kept for the next run."""
+    """Return a folder for the session's build products, kept between runs."""
     path = session.cache_dir.absolute() / session.name / name
     path.mkdir(parents=True, exist_ok=True)
     return path
@@ -95,11 +100,17 @@ def install_project(
     cflags: str = "",
     ldflags: str = "",
     python: str = "python",
-    anew: bool = False,
+    rebuild: bool = False,
 ) -> Path:
-    """Compile and install the project and what is required beside it; the folder with the products of the build.
+    """Compile and install the project and further requirements; return the folder with the build products.
 
-    Nothing is built in the tree. Sessions that compile with the same flags share the folder, one at a time.
+    The build writes nothing to the source tree. Sessions that compile with the same flags share the folder; a lock lets
+    one session build at a time.
+
+    :param cflags: added to CFLAGS.
+    :param ldflags: added to LDFLAGS.
+    :param python: the interpreter to install for.
+    :param rebuild: delete earlier build products first.
     """
     check = session.run(python, "aioverbs/_build/toolchain.py", silent=True, success_codes=[0, 1], external=True)
     if isinstance(check, str) and check.strip():
@@ -107,12 +118,12 @@ def install_project(
     flags = {
         name: f"{os.environ.get(name, '')} {more}".strip()
         for name, more in (("CFLAGS", cflags), ("LDFLAGS", ldflags))
-        if more  # a variable that is set takes the place of Python's own flags, -O3 among them
+        if more  # setting the variable replaces Python's own flags, such as -O3
     }
     version = session.run(python, "-VV", silent=True, external=True)
-    same = hashlib.sha256(f"{version} {os.environ.get('CC')} {flags}".encode()).hexdigest()[:16]
-    products = session.cache_dir.absolute() / "build" / same
-    if anew:
+    key = hashlib.sha256(f"{version} {os.environ.get('CC')} {flags}".encode()).hexdigest()[:16]
+    products = session.cache_dir.absolute() / "build" / key
+    if rebuild:
         shutil.rmtree(products, ignore_errors=True)
     products.mkdir(parents=True, exist_ok=True)
     config = products / "setup.cfg"
@@ -124,13 +135,17 @@ def install_project(
     return products
 
 
-def without_all(session: nox.Session) -> tuple[list[str], bool]:
-    """The session's arguments without `--all`, and whether it is not among them."""
+def split_all_option(session: nox.Session) -> tuple[list[str], bool]:
+    """Return the session's arguments without `--all`, and whether `--all` is absent."""
     return [each for each in session.posargs if each != "--all"], "--all" not in session.posargs
 
 
 def run_native(session: nox.Session, kind: str, *wrapper: str, env: dict[str, str] | None = None) -> None:
-    """Build and run the Python-free C programs of tests/native."""
+    """Build and run the C programs of tests/native, which do not use Python.
+
+    :param kind: kind of build: plain, asan, tsan or coverage.
+    :param wrapper: command that runs each program.
+    """
     out = folder(session, f"native-{kind}")
     session.run("python", "tests/native/run.py", kind, str(out), *(("--", *wrapper) if wrapper else ()), env=env)
 
@@ -138,12 +153,12 @@ def run_native(session: nox.Session, kind: str, *wrapper: str, env: dict[str, st
 @nox.session
 def tests(session: nox.Session) -> None:
     """Run pytest on the installed project."""
-    install_project(session, *WHOLE_SUITE)
-    session.run("pytest", *AT_ONCE, *session.posargs)
+    install_project(session, *SUITE_REQUIREMENTS)
+    session.run("pytest", *PARALLEL, *session.posargs)
 
 
-# `tests` runs on nox's own Python, and `nox -s tests-3.13` on that one; `nox -t pythons` runs on each. One that is not
-# here is skipped, and named.
+# `tests` runs on nox's own Python, `nox -s tests-3.13` on Python 3.13, and `nox -t pythons` on each version. Versions
+# that are not installed are skipped, with a message.
 for _version in PYTHONS:
     nox.session(name=f"tests-{_version}", python=_version, tags=["pythons"], default=False, download_python="never")(
         tests
@@ -152,46 +167,49 @@ for _version in PYTHONS:
 
 @nox.session
 def clang(session: nox.Session) -> None:
-    """Compile the C programs with clang, whose warnings are errors, and run them; `CC=clang nox -s tests` tests all."""
+    """Compile the C programs with clang, with warnings as errors, and run them.
+
+    To run all tests with clang: `CC=clang nox -s tests`.
+    """
     compiler = os.environ.get("CLANG", "clang")
     if not shutil.which(compiler):
-        session.error(f"{compiler} is not here: on Debian and Ubuntu `apt-get install clang`; $CLANG names another")
+        session.error(f"{compiler} is not installed: on Debian and Ubuntu run `apt-get install clang`, or set CLANG")
     session.install(*group("native"))
     run_native(session, "plain", env={"CC": compiler})
 
 
 @nox.session
 def flaky(session: nox.Session) -> None:
-    """Find tests that fail by chance: random order, busy processors, stopped processes; `-- --minutes 60 --passes 3`.
+    """Find flaky tests: random order, busy processors, stopped processes; `-- --minutes 60 --passes 3`.
 
-    The results of several runs are collected: a run goes on where the one before it ended. `-- --fresh` forgets them.
+    A run continues where the previous run ended, and adds to its results; `-- --fresh` deletes the results first.
     """
-    install_project(session, *WHOLE_SUITE)
+    install_project(session, *SUITE_REQUIREMENTS)
     results = folder(session, "results") / "results.jsonl"
     session.run("python", "-P", "tests/flaky/run.py", "--results", str(results), *session.posargs)
 
 
 @nox.session
 def power_cuts(session: nox.Session) -> None:
-    """Cut the power of a storage server's disk, and kill servers, under load 92 times more than `tests` does."""
-    install_project(session, *WHOLE_SUITE)
-    session.run("pytest", *AT_ONCE, "-m", "slow", "tests/storage", *session.posargs)
+    """Cut the power of a storage server's disk and kill servers, under load, 92 times more often than `tests`."""
+    install_project(session, *SUITE_REQUIREMENTS)
+    session.run("pytest", *PARALLEL, "-m", "slow", "tests/storage", *session.posargs)
 
 
 @nox.session
 def storms(session: nox.Session) -> None:
-    """Run the long forms of tests whose short ones `tests` has: storms, kills and pools, again and again."""
-    install_project(session, *WHOLE_SUITE)
-    session.run("pytest", *AT_ONCE, "-m", "slow and not rdma", "--ignore=tests/storage", *session.posargs)
+    """Run the long versions of stress tests: storms of operations, killed processes and pools."""
+    install_project(session, *SUITE_REQUIREMENTS)
+    session.run("pytest", *PARALLEL, "-m", "slow and not rdma", "--ignore=tests/storage", *session.posargs)
 
 
 @nox.session
 def mutate(session: nox.Session) -> None:
-    """Plant faults, one at a time, and see whether tests find them; `-- --count 20 --minutes 10 --only aioverbs/_pool`.
+    """Mutate the code and check that tests fail; `-- --count 20 --minutes 10 --only aioverbs/_pool`.
 
-    The results of several runs are collected: a run goes on where the one before it ended. `-- --report` prints them.
+    A run continues where the previous run ended, and adds to its results; `-- --report` prints the results.
     """
-    install_project(session, *WHOLE_SUITE)
+    install_project(session, *SUITE_REQUIREMENTS)
     results, work = folder(session, "results") / "results.jsonl", folder(session, "work")
     paths = ("--results", str(results), "--work", str(work))
     session.run("python", "-P", "tests/mutation/run.py", *paths, *session.posargs, success_codes=[0, 1])
@@ -199,14 +217,14 @@ def mutate(session: nox.Session) -> None:
 
 @nox.session
 def demo(session: nox.Session) -> None:
-    """Have a storage server and clients move files on the best device there is; `-- --size 1G`."""
+    """Run a storage server and clients on the best available device; `-- --size 1G`."""
     install_project(session, *group("storage"), *EXTRAS["uvloop"])
     session.run("python", "examples/storage_server", "demo", *session.posargs)
 
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Check style and format of Python, Cython and C, and that packages use nothing private of others."""
+    """Check style and format of Python, Cython and C, and that packages use no private names of other packages."""
     session.install(*group("lint"))
     session.run("ruff", "check", *session.posargs)
     session.run("ruff", "format", "--check")
@@ -217,7 +235,7 @@ def lint(session: nox.Session) -> None:
 
 @nox.session
 def types(session: nox.Session) -> None:
-    """Check all types strictly, and the stubs of the compiled modules against what was compiled."""
+    """Check all types strictly, and compare the stubs with the compiled modules."""
     install_project(session, *group("types"))
     session.run("mypy", *session.posargs)
     session.run("python", "-P", "-m", "mypy.stubtest", "--mypy-config-file", "pyproject.toml", *COMPILED)
@@ -225,7 +243,7 @@ def types(session: nox.Session) -> None:
 
 @nox.session
 def contracts(session: nox.Session) -> None:
-    """Check that imports, cimports, includes and calls in C only go down the stack."""
+    """Check that imports, cimports, includes and calls in C only go to lower layers."""
     session.install(*group("contracts"))
     for config in ("pyproject.toml", "tests/checks/pure_modules.toml"):
         cache = str(folder(session, f"imports-{Path(config).stem}"))
@@ -234,89 +252,96 @@ def contracts(session: nox.Session) -> None:
     session.run("python", "tests/checks/core_layers.py")
 
 
-def fixed_addresses() -> list[str]:
-    """Return what runs a command with addresses that are not randomised, as the thread sanitizer's shadow memory wants.
+def unrandomized_addresses() -> list[str]:
+    """Return a command prefix that disables address randomisation, which the thread sanitizer's shadow memory requires.
 
-    Where setarch may not do that, nothing: the command is tried without.
+    Return an empty prefix if setarch is missing or not permitted; the command then runs without it.
     """
     fixed = ["setarch", platform.machine(), "-R"]
-    able = shutil.which(fixed[0]) and subprocess.run([*fixed, "true"], capture_output=True).returncode == 0
-    return fixed if able else []
+    works = shutil.which(fixed[0]) and subprocess.run([*fixed, "true"], capture_output=True).returncode == 0
+    return fixed if works else []
 
 
 @nox.session
 def sanitize(session: nox.Session) -> None:
     """Run the C programs, then pytest, under the address and undefined-behaviour sanitizers.
 
-    They watch C and Cython, which are the same on each event loop: pytest runs on one. `-- --all` runs each test on
-    both and with each execution, with more of hypothesis's examples.
+    The sanitizers check C and Cython, which are the same on each event loop, so pytest uses one loop. `-- --all` runs
+    each test on both loops and with each execution, with more of hypothesis's examples.
     """
-    arguments, usual = without_all(session)
+    arguments, default_run = split_all_option(session)
     install_project(session, *group("test"), cflags=ADDRESS, ldflags=ADDRESS)
     strict = {"UBSAN_OPTIONS": "print_stacktrace=1:halt_on_error=1"}
     run_native(session, "asan", env={**strict, "ASAN_OPTIONS": "detect_leaks=1"})
-    runtime = runtime_of(session, "libasan.so")
+    runtime = find_runtime(session, "libasan.so")
     env = {**strict, "ASAN_OPTIONS": "detect_leaks=0", "LD_PRELOAD": runtime, "PYTHONMALLOC": "malloc"}
-    env |= {"AIOVERBS_TEST_LOOPS": "asyncio"} if usual else {"HYPOTHESIS_PROFILE": "thorough"}
-    arguments += [] if usual else ["--every-way"]
-    tests = () if any(each.startswith("tests") for each in arguments) else REACHING_C
-    session.run("pytest", *AT_ONCE, "-m", UNDER_SANITIZER, "-o", "timeout=300", *arguments, *tests, env=env)
+    env |= {"AIOVERBS_TEST_LOOPS": "asyncio"} if default_run else {"HYPOTHESIS_PROFILE": "thorough"}
+    arguments += [] if default_run else ["--every-way"]
+    tests = () if any(each.startswith("tests") for each in arguments) else NATIVE_CODE_TESTS
+    session.run("pytest", *PARALLEL, "-m", SANITIZER_MARKERS, "-o", "timeout=300", *arguments, *tests, env=env)
 
 
 @nox.session
 def tsan(session: nox.Session) -> None:
-    """Run the C programs, then what several loops do in several threads and processes, under the thread sanitizer.
+    """Run the C programs, then tests with several threads and processes, under the thread sanitizer.
 
-    It watches C and Cython, which are the same on each event loop: pytest runs on one. `-- --all` runs it on both.
+    The sanitizer checks C and Cython, which are the same on each event loop, so pytest uses one loop. `-- --all` uses
+    both loops.
     """
-    loops = {"AIOVERBS_TEST_LOOPS": "asyncio"} if without_all(session)[1] else {}
-    fixed = fixed_addresses()
+    loops = {"AIOVERBS_TEST_LOOPS": "asyncio"} if split_all_option(session)[1] else {}
+    fixed = unrandomized_addresses()
     options = "halt_on_error=1:second_deadlock_stack=1"
-    # The interpreter itself is not compiled for it: its lock, which is a mutex of pthread's, is seen all the same.
+    # The interpreter is not compiled for the sanitizer, which nevertheless sees the GIL: it is a pthread mutex.
     install_project(session, *group("test"), cflags=THREAD, ldflags="-fsanitize=thread")
-    # A thread of the case before may be about to end where a program forks, whose child starts threads.
+    # A thread of the previous case may still be ending when a program forks, and the child starts threads.
     run_native(session, "tsan", *fixed, env={"TSAN_OPTIONS": f"{options}:die_after_fork=0"})
-    # What it has to say goes to files: of processes that tests start, too, and of those that they kill or do not ask.
+    # Reports go to files, since they also come from processes that the tests start, kill, or whose output they ignore.
     reports = folder(session, "reports")
     shutil.rmtree(reports)
     reports.mkdir()
-    env = {"LD_PRELOAD": runtime_of(session, "libtsan.so")}
+    env = {"LD_PRELOAD": find_runtime(session, "libtsan.so")}
     suppressions = ROOT / "tests" / "thread_sanitizer.txt"
     env["TSAN_OPTIONS"] = f"{options}:suppressions={suppressions}:log_path={reports / 'of'}"
-    pytest = ("python", "-P", "-m", "pytest", *AT_ONCE, "-m", UNDER_SANITIZER, "-o", "timeout=300")
+    pytest = ("python", "-P", "-m", "pytest", *PARALLEL, "-m", SANITIZER_MARKERS, "-o", "timeout=300")
 
     def run(*tests: str, **more: str) -> None:
         try:
             session.run(*fixed, *pytest, *tests, env=env | loops | more, external=True)
         finally:
-            if said := [each.read_text(errors="replace") for each in sorted(reports.iterdir())]:
-                session.error("\n".join(said))
+            if found := [each.read_text(errors="replace") for each in sorted(reports.iterdir())]:
+                session.error("\n".join(found))
 
     tests = ["tests/data_path_endings/test_threads.py", "tests/data_path_endings/test_storm.py"]
     tests += ["tests/manager/test_many_loops.py", "tests/manager/test_waking.py", "tests/manager/test_sharing.py"]
     tests += ["tests/pool/test_calls.py", "tests/pool/test_lifecycle.py", "tests/connections/test_serving.py"]
     run(*tests)
-    # Of the fabric: without those that look at memory which a peer may write just then, as RDMA has it.
+    # Tests of the fabric, without those that read memory while a peer may write it: RDMA allows that race.
     fabric = [f"tests/fabric/test_{name}.py" for name in ("frames", "messages", "awaiting", "completion_queues")]
     chosen = "test_frames and (silent or unreliable or one_queue_pair or oldest or seed) or not test_frames"
     run(*fabric, "-k", chosen)
-    # Of processes, most of whose time goes to starting them: on one loop always. Most of their workers have the other.
+    # Tests with worker processes, which mostly wait for processes to start: always on one loop. Most of the workers use
+    # the other loop.
     processes = ["tests/sharing", "tests/pool/test_servers.py", "tests/pool/test_processes.py"]
     processes += ["tests/pool/test_process_lifecycle.py"]
     run(*processes, AIOVERBS_TEST_LOOPS="asyncio", AIOVERBS_TEST_PACE="3")
 
 
-def runtime_of(session: nox.Session, library: str) -> str:
-    """The path of a sanitizer's library, to be loaded before what is compiled for it."""
+def find_runtime(session: nox.Session, library: str) -> str:
+    """Return the path of a sanitizer's runtime library, for LD_PRELOAD."""
     compiler = os.environ.get("CC", "cc").split()
     path = str(session.run(*compiler, f"-print-file-name={library}", silent=True, external=True)).strip()
     if not Path(path).is_absolute():
-        session.error(f"{compiler[0]} has no {library}: use gcc, with the package {Path(path).stem} of its release")
+        session.error(
+            f"{compiler[0]} has no {library}: use gcc, and install the package {Path(path).stem} of its version"
+        )
     return path
 
 
 def free_threaded_python(arguments: list[str]) -> tuple[str | None, list[str]]:
-    """The first argument, AIOVERBS_FREE_THREADED_PYTHON or what PATH has; and the other arguments."""
+    """Return the interpreter and the other arguments.
+
+    The interpreter is the first argument, else AIOVERBS_FREE_THREADED_PYTHON, else the one on PATH, else None.
+    """
     if arguments and Path(arguments[0]).name.startswith("python"):
         return arguments[0], arguments[1:]
     on_path = next(filter(None, map(shutil.which, ("python3.14t", "python3.13t"))), None)
@@ -325,13 +350,13 @@ def free_threaded_python(arguments: list[str]) -> tuple[str | None, list[str]]:
 
 @nox.session(python=False)
 def free_threaded(session: nox.Session) -> None:
-    """Run pytest on a free-threaded interpreter with the GIL off."""
+    """Run pytest on a free-threaded interpreter, with the GIL disabled."""
     interpreter, arguments = free_threaded_python(session.posargs)
     if interpreter is None:
         session.skip(
-            "no python3.14t or python3.13t on PATH: get one with `uv python install 3.14t`, the package "
+            "no python3.14t or python3.13t on PATH: install one with `uv python install 3.14t`, the package "
             "python3.14-nogil of the deadsnakes archive on Ubuntu, or a build of CPython with "
-            "`./configure --disable-gil`; then put it on PATH, or say `nox -s free_threaded -- /path/to/python3.14t`"
+            "`./configure --disable-gil`; then put it on PATH, or run `nox -s free_threaded -- /path/to/python3.14t`"
         )
     environment = folder(session, "venv")
     session.run(interpreter, "-m", "venv", "--clear", str(environment), external=True)
@@ -345,10 +370,10 @@ def free_threaded(session: nox.Session) -> None:
 
 @nox.session
 def coverage(session: nox.Session) -> None:
-    """Measure what pytest and the C programs reach, in Python, in the allocators and in the software device."""
-    shutil.rmtree(folder(session, "."))  # counts of before, and of sources that are gone
+    """Measure the coverage of Python, the allocators and the software device by pytest and the C programs."""
+    shutil.rmtree(folder(session, "."))  # removes counts of earlier runs, and of deleted sources
     flags = "--coverage -fprofile-update=atomic -O0 -g"
-    objects = install_project(session, *group("coverage"), cflags=flags, ldflags="--coverage", anew=True)
+    objects = install_project(session, *group("coverage"), cflags=flags, ldflags="--coverage", rebuild=True)
     run_native(session, "coverage")
     env = {"COVERAGE_FILE": str(folder(session, "python-coverage") / "data")}
     session.run("coverage", "erase", env=env)
@@ -361,11 +386,11 @@ def coverage(session: nox.Session) -> None:
 
 @nox.session
 def aarch64(session: nox.Session) -> None:
-    """Run the C programs for arm64, under Debian's qemu-user; nothing is installed for arm64 but a cross compiler.
+    """Run the C programs for arm64 under Debian's qemu-user; needs only a cross compiler.
 
     Alignment, the sign of `char`, the layout of structures and inline assembly are those of arm64. Its weak memory
-    order is not: where the emulator runs on x86, loads and stores keep the order that x86 has. The kernel and its pages
-    are this machine's.
+    order is not tested: an emulator on x86 keeps the order of loads and stores of x86. The kernel and its page size are
+    this machine's.
     """
     system = folder(session, "system")
     session.install(*group("native"))
@@ -375,14 +400,14 @@ def aarch64(session: nox.Session) -> None:
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """Run the benchmarks and print their table."""
+    """Run the benchmarks and print their results as a table."""
     install_project(session, *group("bench"))
     session.run("python", "tests/bench/run.py", *session.posargs)
 
 
 @nox.session(python=False)
 def fuzz(session: nox.Session) -> None:
-    """Have libFuzzer talk to parsers and to a device, and hostile peers to queue pairs; `-- --seconds 600`."""
+    """Fuzz parsers and the software device with libFuzzer, queue pairs with hostile peers; `-- --seconds 600`."""
     seconds = int(session.posargs[session.posargs.index("--seconds") + 1]) if "--seconds" in session.posargs else 60
     compiler = os.environ.get("CLANG", "clang")
     trial = folder(session, "trial.dir") / "trial"
@@ -390,8 +415,8 @@ def fuzz(session: nox.Session) -> None:
     command = [compiler, "-x", "c", "-", "-fsanitize=fuzzer,address,undefined", "-o", str(trial)]
     if not shutil.which(compiler) or subprocess.run(command, input=empty.encode(), capture_output=True).returncode:
         session.error(
-            f"{compiler} is no clang with libFuzzer: on Debian and Ubuntu `apt-get install clang libclang-rt-14-dev` "
-            "brings it (or -15 and so on, as clang's own version is); $CLANG names another"
+            f"{compiler} is no clang with libFuzzer: on Debian and Ubuntu run "
+            "`apt-get install clang libclang-rt-14-dev`, with clang's version in place of 14, or set CLANG"
         )
     flags = ("-std=c11", "-g", "-O1", "-Wall", "-Wextra", "-Werror", "-pthread", "-Iaioverbs/_core")
     checks = ("-fsanitize=fuzzer,address,undefined", "-fno-sanitize-recover=all")
@@ -402,12 +427,12 @@ def fuzz(session: nox.Session) -> None:
         program = folder(session, "programs") / name
         source = f"tests/fuzz/fuzz_{name}.c"
         session.run(compiler, *flags, *checks, source, *sources, "-ldl", "-o", str(program), external=True)
-        found = f"{folder(session, name)}/"  # grows from run to run; what broke it is there, too
+        found = f"{folder(session, name)}/"  # the corpus, which grows from run to run, and the inputs that failed
         limits = (f"-max_total_time={seconds // 2}", "-timeout=20", "-max_len=4096", "-print_final_stats=1")
         seeds = f"tests/fuzz/corpus/{name}"
         session.run(str(program), *limits, f"-artifact_prefix={found}", found, seeds, external=True)
     for sanitizers in ("address,undefined", "thread"):
-        prefix = fixed_addresses() if sanitizers == "thread" else []
+        prefix = unrandomized_addresses() if sanitizers == "thread" else []
         program = folder(session, "programs") / f"peers-{sanitizers.replace(',', '-')}"
         watched = (f"-fsanitize={sanitizers}", "-fno-sanitize-recover=all", "-Itests/native")
         sources = ["tests/fuzz/fuzz_peers.c", *core, *support]
@@ -422,9 +447,9 @@ def fuzz(session: nox.Session) -> None:
 
 @nox.session
 def docs(session: nox.Session) -> None:
-    """Make the documentation out of its pages, docstrings and examples, as HTML; what leads nowhere is an error.
+    """Build the HTML documentation from pages, docstrings and examples; a broken reference is an error.
 
-    Versions lie side by side, in a folder of that name each; the sidebar of each page offers all of them.
+    Each version has its own folder, and the sidebar of each page links to all versions.
     """
     install_project(session, *group("docs"))
     html = folder(session, "versions")
@@ -439,26 +464,26 @@ def docs(session: nox.Session) -> None:
 
 @nox.session
 def docs_browser(session: nox.Session) -> None:
-    """Open every page that `nox -s docs` has made in headless Chromium; `-- /path/to/chromium`."""
+    """Open every page built by `nox -s docs` in headless Chromium; `-- /path/to/chromium`."""
     html = session.cache_dir.absolute() / "docs" / "versions"
     if not (html / "index.html").is_file():
-        session.error("there are no pages yet: `nox -s docs` makes them")
+        session.error("there are no pages yet: run `nox -s docs` first")
     program = next(iter(session.posargs), "chromium")
     if not shutil.which(program):
-        session.error(f"there is no {program}: on Debian `apt-get install chromium` brings it; `-- PATH` names another")
+        session.error(f"{program} is not installed: on Debian run `apt-get install chromium`, or pass `-- PATH`")
     session.run("python", "tests/packaging/browser.py", str(html), program)
 
 
 @nox.session
 def soak(session: nox.Session) -> None:
-    """Move data for five minutes, and cancel, close and forget at random; `-- --seconds 60 --seed 1`."""
+    """Move data for five minutes, and cancel, close and drop resources at random; `-- --seconds 60 --seed 1`."""
     install_project(session, *group("test"))
     session.run("python", "-P", "-X", "faulthandler", "tests/soak/soak.py", *session.posargs)
 
 
 @nox.session
 def build(session: nox.Session) -> None:
-    """Build sdist and wheel, and try the wheel in an empty environment outside of the tree."""
+    """Build the sdist and the wheel, and test the wheel in an empty environment outside of the tree."""
     session.install(*group("build"))
     with tempfile.TemporaryDirectory(prefix="aioverbs-build-") as outside:
         config = Path(outside, "setup.cfg")
@@ -475,10 +500,10 @@ def build(session: nox.Session) -> None:
             session.run(f"{outside}/venv/bin/aioverbs", "demo", "--size", "8", external=True)
 
 
-def on_release(
+def run_on_release(
     session: nox.Session, release: str, vm: tuple[str, ...], env: dict[str, str], limit: str, tests: tuple[str, ...]
 ) -> None:
-    """Run tests with the rdma-core, pyverbs and Python of a later Debian release, in the virtual machine."""
+    """Run tests in the virtual machine with rdma-core, pyverbs and Python of a later Debian release."""
     probe = env["AIOVERBS_TEST_PROBE"]
     printed = session.run("python", "tests/rdma/vm_release.py", release, ".cache/rdma-vm", probe, silent=True)
     programs = Path(str(printed).splitlines()[-1])
@@ -497,7 +522,7 @@ def on_release(
 
 
 def bench_program(session: nox.Session) -> str:
-    """Compile the yardsticks of the benchmarks on RDMA devices."""
+    """Compile the reference programs of the benchmarks on RDMA devices; return the program's path."""
     program = str(folder(session, "bench") / "rdma_yard")
     flags = ("-std=c11", "-Wall", "-Wextra", "-Werror", "-O2", "-Iaioverbs/_core")
     sources = ("tests/bench/rdma_yard.c", "aioverbs/_core/abi/verbs_ops.c")
@@ -507,13 +532,15 @@ def bench_program(session: nox.Session) -> str:
 
 @nox.session
 def rdma(session: nox.Session) -> None:
-    """Run `pytest -m rdma` on the RDMA device that is here, else on soft-RoCE in a virtual machine; `-- --shell`.
+    """Run `pytest -m rdma` on this machine's RDMA device, else on soft-RoCE in a virtual machine; `-- --shell`.
 
-    In the virtual machine, which is emulated, those run that ask the kernel or the provider; `-- --all` runs all.
-    `-- --matrix` runs what is about RDMA devices there with the rdma-core and pyverbs of later Debian releases as well.
-    `-- --soak` runs what takes long instead: 10,000 connects and disconnects, and storms. `-- --bench` runs the
-    benchmarks on RDMA devices instead, with `-- --bench window` some of them. `-- --power-cuts` cuts the power of the
-    virtual machine 50 times under a storage server's load instead, with `-- --power-cuts --rounds 5` less often.
+    The virtual machine is emulated and slow, so only the tests whose result depends on the kernel or the provider run
+    there; `-- --all` runs all. `-- --matrix` also runs the tests of RDMA devices there with rdma-core and pyverbs of
+    later Debian releases.
+
+    These run something else instead: `-- --soak` the long tests (10,000 connects and disconnects, and storms of
+    operations); `-- --bench` the benchmarks on RDMA devices, `-- --bench window` some of them; `-- --power-cuts` 50
+    power cuts of the virtual machine under a storage server's load, `-- --power-cuts --rounds 5` fewer.
     """
     python = f"{session.bin}/python"
     vm = ("python", "tests/rdma/vm.py", "--cwd", str(ROOT))
@@ -523,12 +550,12 @@ def rdma(session: nox.Session) -> None:
     bench = "--bench" in session.posargs
     needed = ("rdma-bench",) if bench else ("test", "arrays", "services", "storage")
     install_project(session, *(each for name in needed for each in group(name)))
-    if not here:  # also installs what the tests need of the distribution, pyverbs among it
+    if not here:  # also installs the distribution's packages for the tests, such as pyverbs
         session.run(*vm, "--prepare")
     session.run("python", "tests/rdma/pyverbs_path.py")
     if "--power-cuts" in session.posargs:
         if here:
-            session.error("--power-cuts is for the virtual machine, and there is an RDMA device here")
+            session.error("--power-cuts needs the virtual machine, which is not used on a machine with an RDMA device")
         rounds = [each for each in session.posargs if each != "--power-cuts"]
         session.run("python", "-P", "tests/rdma/power_cuts.py", *rounds)
         return
@@ -551,23 +578,23 @@ def rdma(session: nox.Session) -> None:
         "AIOVERBS_TEST_DEVICES": "rdma",
         "PYTHONDONTWRITEBYTECODE": "1",
     }
-    given, usual = without_all(session)
-    soak, matrix, shell = (each in given for each in ("--soak", "--matrix", "--shell"))
-    arguments = [each for each in given if each not in ("--soak", "--matrix", "--shell")]
+    posargs, default_run = split_all_option(session)
+    soak, matrix, shell = (each in posargs for each in ("--soak", "--matrix", "--shell"))
+    arguments = [each for each in posargs if each not in ("--soak", "--matrix", "--shell")]
     named = any(each.startswith("tests") for each in arguments)
-    chosen = usual and not (here or named or soak or matrix)
+    chosen = default_run and not (here or named or soak or matrix)
     marked = "rdma and slow" if soak else "rdma and not slow and not rdma_all" if chosen else "rdma and not slow"
-    hang = f"faulthandler_timeout={SOAK_LIMIT_S if soak else 700}"  # beyond the limits of single tests
+    hang = f"faulthandler_timeout={SOAK_LIMIT_S if soak else 700}"  # above the limits of single tests
     tests = (python, "-P", "-m", "pytest", "-m", marked, "-p", "no:cacheprovider", "-o", hang, *arguments)
     if chosen:
-        env["AIOVERBS_DIFFERENTIAL"] = CHOSEN_SEEDS
-    everything = () if named else (*(CHOSEN_TESTS if chosen else SHARED_TESTS), *RDMA_TESTS)
+        env["AIOVERBS_DIFFERENTIAL"] = DIFFERENTIAL_SEEDS
+    everything = () if named else (*(DEVICE_DEPENDENT_TESTS if chosen else SHARED_TESTS), *RDMA_TESTS)
     if here:
         if matrix:
-            session.error("--matrix is for the virtual machine; an RDMA device is tested with what is installed")
+            session.error("--matrix needs the virtual machine, which is not used on a machine with an RDMA device")
         session.run(*tests, *everything, env=env)
         return
-    tests = (*tests, "-o", "timeout=240")  # where it is emulated, minutes may pass for what takes seconds
+    tests = (*tests, "-o", "timeout=240")  # an emulated machine may take minutes instead of seconds
     # The guest's copy of the tree is read-only.
     env["HYPOTHESIS_STORAGE_DIRECTORY"] = "/run/tmp/hypothesis"
     settings = [part for name, value in env.items() for part in ("--env", f"{name}={value}")]
@@ -577,8 +604,8 @@ def rdma(session: nox.Session) -> None:
     else:
         session.run(*vm, *settings, "--timeout", limit, "--", *tests, *everything)
     for release in RELEASES if matrix else ():
-        on_release(session, release, vm, env, limit, (*tests[1:], *(() if named else RDMA_TESTS)))
+        run_on_release(session, release, vm, env, limit, (*tests[1:], *(() if named else RDMA_TESTS)))
 
 
 if __name__ == "__main__":
-    sys.exit("this file is for nox: pip install nox, then nox -l")
+    sys.exit("run this file with nox: pip install nox, then nox -l")

@@ -312,7 +312,7 @@ def tsan(session: nox.Session) -> None:
                 session.error("\n".join(found))
 
     tests = ["tests/data_path_endings/test_threads.py", "tests/data_path_endings/test_storm.py"]
-    tests += ["tests/manager/test_many_loops.py", "tests/manager/test_waking.py", "tests/manager/test_sharing.py"]
+    tests += ["tests/manager/test_many_loops.py", "tests/manager/test_cq_wakeups.py", "tests/manager/test_sharing.py"]
     tests += ["tests/pool/test_calls.py", "tests/pool/test_lifecycle.py", "tests/connections/test_serving.py"]
     run(*tests)
     # Tests of the fabric, without those that read memory while a peer may write it: RDMA allows that race.

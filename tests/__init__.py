@@ -1,8 +1,9 @@
 """The tests: which folder has which, in what order to read them, and how to write one for a new verb.
 
 Read first `native/support.h` with `native/test_cq_resize.c` (the software device in C, without Python), then
-`core/test_handles.py` (its Python handles), `data_path/test_operations.py` (awaited requests), `manager/test_life.py`
-(public resources) and `connections/test_messages.py` (what stands on them). The others are like one of these.
+`core/test_handles.py` (its Python handles), `data_path/test_operations.py` (awaited requests),
+`manager/test_lifecycle.py` (public resources) and `connections/test_messages.py` (what stands on them). The others are
+like one of these.
 
 ====================== ===============================================================================================
 folder                 what it tests
@@ -47,7 +48,7 @@ A new verb has a test
    then it takes part in the tests that fail every verb.
 2. of its handle: arguments in ``core/test_arguments.py``, failures in the scene of ``core/test_fault_exhaustive.py``.
 3. of its public method: in ``data_path`` or ``manager``, marked `every_way` if the loop or the execution can change
-   what happens; and its caller from a wrong loop in ``manager/affinity_works.py``.
+   what happens; and its caller from a wrong loop in ``manager/affinity_checks.py``.
 4. on soft-RoCE: rows in ``verbs_matrix``.
 
 A test names a behaviour, orders events by their cause and not by sleeping, and fails when the behaviour breaks; try

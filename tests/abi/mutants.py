@@ -28,30 +28,30 @@ _OTHER_TYPE_OF_THAT_SIZE = {
 class Mutant:
     what: str
     aggregate: Aggregate
-    told: frozenset[str]  # of these names at least one must be reported
-    alone: bool  # and nothing else
+    reported: frozenset[str]  # of these names at least one must be reported
+    exactly: bool  # and nothing else
 
 
 def aggregate_mutants(aggregate: Aggregate) -> Iterator[Mutant]:
     """Each field with another type of its size, each doubled, each two neighbours swapped."""
     for path, member in aggregate.paths():
-        told = frozenset([f"{aggregate.name}.{path}"])
+        reported = frozenset([f"{aggregate.name}.{path}"])
         if member.members:
             continue
         other = _other_type(member.type)
         if other is not None:
             changed = replace(member, type=other)
-            yield Mutant("retyped", _with(aggregate, member, changed), told, alone=True)
+            yield Mutant("retyped", _with(aggregate, member, changed), reported, exactly=True)
         doubled = replace(member, type=member.type.replace(NAME, f"{NAME}[2]"))
-        yield Mutant("doubled", _with(aggregate, member, doubled), told, alone=False)
+        yield Mutant("doubled", _with(aggregate, member, doubled), reported, exactly=False)
     if aggregate.keyword == "struct":
         for index, (first, second) in enumerate(pairwise(aggregate.members)):
             members = (*aggregate.members[:index], second, first, *aggregate.members[index + 2 :])
             swapped = replace(aggregate, members=members)
             # Padding can keep one of the two where it was, not both.
             exchanged = (first, second, *first.members, *second.members)
-            told = frozenset(f"{aggregate.name}.{path}" for path, each in aggregate.paths() if each in exchanged)
-            yield Mutant("swapped", swapped, told, alone=False)
+            reported = frozenset(f"{aggregate.name}.{path}" for path, each in aggregate.paths() if each in exchanged)
+            yield Mutant("swapped", swapped, reported, exactly=False)
 
 
 def enumeration_mutants(enumeration: Enumeration, prefix: str) -> Iterator[tuple[str, Enumeration]]:

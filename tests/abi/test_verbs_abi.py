@@ -85,7 +85,7 @@ def test_agrees_with_the_installed_header(declarations: Declarations) -> None:
     assert not report.absent & INDISPENSABLE
 
 
-def test_all_of_it_is_compared(header: str, declarations: Declarations) -> None:
+def test_every_declaration_is_compared(header: str, declarations: Declarations) -> None:
     tags = re.findall(r"^(?:struct|union|enum) (\w+) \{", header, re.MULTILINE)
     constants = re.findall(r"^    (IBV_\w+)(?: =.*)?,", header, re.MULTILINE)
     constants += re.findall(r"^#define ((?:IBV|__VERBS)_\w+) ", header, re.MULTILINE)
@@ -147,7 +147,7 @@ def test_every_changed_field_is_noticed(declarations: Declarations, absent: froz
         mutant
         for aggregate in declarations.aggregates
         for mutant in mutants.aggregate_mutants(aggregate)
-        if not mutant.told & absent
+        if not mutant.reported & absent
     ]
     present = {each.tag for each in declarations.aggregates if each.name not in absent}
     assert {mutant.aggregate.tag for mutant in changed} == present
@@ -167,9 +167,9 @@ def test_every_changed_field_is_noticed(declarations: Declarations, absent: froz
     for index in comparison.failing("\n".join(preamble), checks):
         reported[origins[index]].add(checks[index].name)
     for mutant, names in zip(changed, reported, strict=True):
-        assert mutant.told & names, mutant
+        assert mutant.reported & names, mutant
         assert {name.split(".")[0] for name in names} == {mutant.aggregate.name}, mutant
-        assert names == mutant.told or not mutant.alone, mutant
+        assert names == mutant.reported or not mutant.exactly, mutant
 
 
 def test_every_changed_constant_is_noticed(declarations: Declarations, absent: frozenset[str]) -> None:
@@ -194,7 +194,7 @@ def test_every_changed_constant_is_noticed(declarations: Declarations, absent: f
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "told"),
+    ("before", "after", "reported"),
     [
         (
             "int (*dealloc_td)(struct ibv_td *td);",
@@ -217,15 +217,13 @@ def test_every_changed_constant_is_noticed(declarations: Declarations, absent: f
     ids=["signature of an op", "order", "missing last field", "order of values", "macro"],
 )
 @pytest.mark.usefixtures("declarations")
-def test_an_edit_of_the_header_is_noticed(header: str, before: str, after: str, told: set[str]) -> None:
+def test_an_edit_of_the_header_is_noticed(header: str, before: str, after: str, reported: set[str]) -> None:
     assert header.count(before) == 1
     edited = read(header.replace(before, after), compiler())
-    assert compare(edited).names == told
+    assert compare(edited).names == reported
 
 
-def test_a_forgotten_op_moves_those_in_front_of_it(
-    header: str, declarations: Declarations, absent: frozenset[str]
-) -> None:
+def test_a_missing_op_moves_the_ops_before_it(header: str, declarations: Declarations, absent: frozenset[str]) -> None:
     edited = header.replace("    int (*dealloc_td)(struct ibv_td *td);\n", "")
     (context,) = (each for each in declarations.aggregates if each.tag == "verbs_context")
     names = [f"{context.name}.{path}" for path, _ in context.paths()]
@@ -233,7 +231,7 @@ def test_a_forgotten_op_moves_those_in_front_of_it(
     assert compare(read(edited, compiler())).names == in_front - absent
 
 
-def test_what_a_later_release_adds_is_absent_and_not_different(header: str, absent: frozenset[str]) -> None:
+def test_additions_of_later_releases_are_absent_not_different(header: str, absent: frozenset[str]) -> None:
     for place, added in (
         ("struct verbs_context {\n", "    int (*later_op)(void);\n"),
         ("    uint32_t ndev_ifindex;\n", "    uint64_t later_field[8];\n"),

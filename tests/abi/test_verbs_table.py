@@ -38,7 +38,7 @@ def listed() -> str:
     return found.group()
 
 
-def test_each_agrees(listed: str) -> None:
+def test_every_verb_has_the_declared_type(listed: str) -> None:
     assert refused(listed) == set()
 
 
@@ -52,6 +52,6 @@ def test_each_agrees(listed: str) -> None:
     ],
     ids=["parameter", "result", "missing parameter", "size"],
 )
-def test_another_type_is_noticed(listed: str, before: str, after: str, verb: str) -> None:
+def test_a_different_type_is_noticed(listed: str, before: str, after: str, verb: str) -> None:
     assert listed.count(before) == 1
     assert refused(listed.replace(before, after)) == {verb}

@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.toolchain, pytest.mark.timeout(patience(240))]
 
 ROOT = Path(__file__).resolve().parents[2]
 ABOUT_MEMORY = [f"core/test_{name}.py" for name in ("allocators", "native_allocators", "native_allocators_queues")]
-ABOUT_MEMORY += ["core/test_shared_domains.py", "manager/test_buffers.py", "sharing/test_serving.py"]
+ABOUT_MEMORY += ["core/test_shared_domains.py", "manager/test_buffers.py", "sharing/test_shared_memory_access.py"]
 
 
 @pytest.fixture(scope="module")

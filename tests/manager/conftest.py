@@ -4,7 +4,7 @@ import pytest
 
 from aioverbs._core.software import software
 from tests.devices import device, device_name
-from tests.manager.held import helpers
+from tests.manager.held_verbs import helpers
 
 __all__ = ["device", "device_name", "helpers"]
 

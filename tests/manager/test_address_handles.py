@@ -7,11 +7,11 @@ import pytest
 from aioverbs import Device, QpType, VerbsError
 from aioverbs._lifecycle.lifecycle import ResourceState
 from tests.capabilities import Capability, needs
-from tests.manager.held import Helpers
+from tests.manager.held_verbs import Helpers
 from tests.waiting import until
 
 
-async def test_the_loop_goes_on(device: Device, helpers: Helpers) -> None:
+async def test_the_loop_runs_during_the_verb(device: Device, helpers: Helpers) -> None:
     async with (
         device.resource_domain() as domain,
         domain.register(64) as region,
@@ -29,7 +29,7 @@ async def test_the_loop_goes_on(device: Device, helpers: Helpers) -> None:
         await handle.aclose()
 
 
-async def test_one_that_is_cancelled_is_closed(device: Device, helpers: Helpers) -> None:
+async def test_a_cancelled_open_closes_the_address_handle(device: Device, helpers: Helpers) -> None:
     async with device.resource_domain() as domain, domain.completion_queue(64) as cq:
         async with domain.queue_pair(cq, qp_type=QpType.UD) as qp:
             handle = domain.address_handle(qp.local_endpoint())
@@ -45,7 +45,7 @@ async def test_one_that_is_cancelled_is_closed(device: Device, helpers: Helpers)
 
 
 @needs(Capability.FAULT_PLAN)
-async def test_what_the_device_refuses(device: Device, helpers: Helpers) -> None:
+async def test_an_error_of_the_device_is_raised(device: Device, helpers: Helpers) -> None:
     async with device.resource_domain() as domain, domain.completion_queue(64) as cq:
         async with domain.queue_pair(cq, qp_type=QpType.UD) as qp:
             handle = domain.address_handle(qp.local_endpoint())

@@ -8,6 +8,7 @@ import asyncio
 import inspect
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
@@ -27,9 +28,9 @@ from aioverbs import (
 )
 from tests.conftest import LOOP_FACTORIES
 from tests.core.children import in_child
-from tests.manager import affinity_surface as surface
-from tests.manager.affinity_scene import PLACES, Made, Scene, scene
-from tests.manager.affinity_works import works
+from tests.manager import affinity_members as surface
+from tests.manager.affinity_checks import works
+from tests.manager.affinity_objects import PLACES, Made, Scene, scene
 from tests.pace import patience
 
 pytestmark = pytest.mark.timeout(180)
@@ -109,7 +110,7 @@ def _is_free(subject: object, name: str) -> bool:
     )
 
 
-def _asked(subject: object, name: str, of: Scene) -> object:
+def _call_member(subject: object, name: str, of: Scene) -> object:
     """Ask something of an object; what that gives, which may be still to be awaited."""
     static = inspect.getattr_static(type(subject), name, None)
     if static is None or not inspect.isroutine(static):
@@ -129,16 +130,16 @@ def _awaitable(subject: object, name: str, result: object) -> Any:
     return result if inspect.isawaitable(result) else None
 
 
-async def _asked_to_its_end(subject: object, name: str, of: Scene) -> object:
+async def _call_and_await(subject: object, name: str, of: Scene) -> object:
     """The same, and what is to be awaited is."""
-    result = _asked(subject, name, of)
+    result = _call_member(subject, name, of)
     if name in ("__aiter__", "__iter__"):
         assert result is subject, "it gives another iterator: have one that is at something in the scene"
     awaitable = _awaitable(subject, name, result)
     return await awaitable if awaitable is not None else result
 
 
-async def _for_some_turns(call: Coroutine[Any, Any, object]) -> object:
+async def _await_for_some_turns(call: Coroutine[Any, Any, object]) -> object:
     """Await a call on the running loop, and not for ever."""
     task = asyncio.ensure_future(call)
     for _ in range(TURNS):
@@ -151,7 +152,7 @@ async def _for_some_turns(call: Coroutine[Any, Any, object]) -> object:
     raise _Hanging
 
 
-def _until_it_waits(call: Coroutine[Any, Any, object]) -> object:
+def _run_until_first_await(call: Coroutine[Any, Any, object]) -> object:
     """Drive a call where no loop runs."""
     try:
         call.send(None)
@@ -198,33 +199,33 @@ class _Caller:
         """Where a loop runs."""
         for label, subject, name in self._rows():
             try:
-                result = await _for_some_turns(_asked_to_its_end(subject, name, self._of))
+                result = await _await_for_some_turns(_call_and_await(subject, name, self._of))
             except BaseException as error:
-                self._ended(label, subject, name, error)
+                self._record(label, subject, name, error)
             else:
-                self._ended(label, subject, name, None, f"gave {result!r}")
+                self._record(label, subject, name, None, f"gave {result!r}")
         return self._table
 
     def without_a_loop(self) -> Table:
         """Where none does."""
         for label, subject, name in self._rows():
             try:
-                result = _until_it_waits(_asked_to_its_end(subject, name, self._of))
+                result = _run_until_first_await(_call_and_await(subject, name, self._of))
             except BaseException as error:
-                self._ended(label, subject, name, error)
+                self._record(label, subject, name, error)
             else:
-                self._ended(label, subject, name, None, f"gave {result!r}")
+                self._record(label, subject, name, None, f"gave {result!r}")
         return self._table
 
-    def _ended(self, label: str, subject: object, name: str, error: BaseException | None, gave: str = "") -> None:
+    def _record(self, label: str, subject: object, name: str, error: BaseException | None, gave: str = "") -> None:
         left_by, wrong = self._of.left_by, self._table.wrong
         row = f"{_kind(subject)}.{name} of {label}{' with an error' if left_by is not None else ''}, by {self._name}"
         self._table.rows += 1
         if error is None:
-            error = _noted(left_by)
+            error = _refusal_in_notes(left_by)
         if isinstance(error, _Hanging):
             wrong["hanging"].append(row)
-        elif not self._is_right(subject, name, error):
+        elif not self._is_expected(subject, name, error):
             wrong["let in"].append(f"{row}: {gave or repr(error)}")
         if self._before is not None and (after := self._of.fingerprint()) != self._before:
             changes = [
@@ -233,7 +234,7 @@ class _Caller:
             wrong["touched"].append(f"{row}: {'; '.join(changes)}")
             self._before = after
 
-    def _is_right(self, subject: object, name: str, error: BaseException | None) -> bool:
+    def _is_expected(self, subject: object, name: str, error: BaseException | None) -> bool:
         if isinstance(error, (AffinityError, ALSO.get(_kind(subject), AffinityError))):
             return True
         if _is_free(subject, name):
@@ -247,7 +248,7 @@ class _Caller:
         return isinstance(error, ClosedResourceError | StopAsyncIteration) or (error is None and name in DOES_NOTHING)
 
 
-def _noted(error: BaseException | None) -> BaseException | None:
+def _refusal_in_notes(error: BaseException | None) -> BaseException | None:
     """The refusal that the end of a block added to the error that it was left by, which is the one that counts."""
     for note in getattr(error, "__notes__", ()):
         for kind in (AffinityError, BusyResourceError, ClosedResourceError):
@@ -261,7 +262,7 @@ def _is_idle(subject: object) -> bool:
     return getattr(subject, "state", None) is ResourceState.NEW or bool(getattr(subject, "ended", False))
 
 
-def _elsewhere(loop: asyncio.AbstractEventLoop, call: Callable[[], Table]) -> Table:
+def _run_in_thread(loop: asyncio.AbstractEventLoop, call: Callable[[], Table]) -> Table:
     """Call something in another thread, while the owner's loop runs."""
 
     async def wait() -> Table:
@@ -284,9 +285,10 @@ def _all_callers(of: Scene, loop: asyncio.AbstractEventLoop, *, finished: bool) 
 
     table = Table()
     for name, factory in LOOP_FACTORIES.items():
-        table.add(_elsewhere(loop, lambda of=(f"another thread, with a loop of {name}", factory): on_another_loop(*of)))  # type: ignore[misc]
+        caller = partial(on_another_loop, f"another thread, with a loop of {name}", factory)
+        table.add(_run_in_thread(loop, caller))
         table.add(on_another_loop(f"the owner's thread, with another loop of {name}", factory))
-    table.add(_elsewhere(loop, lambda: without_a_loop("another thread, without a loop")))
+    table.add(_run_in_thread(loop, lambda: without_a_loop("another thread, without a loop")))
     table.add(without_a_loop("the owner's thread, without a loop"))
     before = None if finished else of.fingerprint()
     table.add(loop.run_until_complete(forked()))
@@ -295,7 +297,7 @@ def _all_callers(of: Scene, loop: asyncio.AbstractEventLoop, *, finished: bool) 
     return table
 
 
-def _check_whole(of: Scene) -> None:
+def _check_completeness(of: Scene) -> None:
     """See that every public class is asked, and every class whose objects its members give."""
     known = [each() if isinstance(each, Made) else each for each in of.subjects.values()]
     bases = {base for each in known for base in type(each).__mro__}
@@ -313,8 +315,8 @@ def _check_whole(of: Scene) -> None:
         if kind not in bases and kind.__name__ not in surface.FOR_ALL_KINDS and not surface.is_value(kind)
     ]
     assert not missing, (
-        "have one in tests/manager/affinity_scene.py, or say in FOR_ALL_KINDS of tests/manager/affinity_surface.py why "
-        f"anybody may use it: {'; '.join(missing)}"
+        "make one in tests/manager/affinity_objects.py, or state in FOR_ALL_KINDS of tests/manager/affinity_members.py "
+        f"why any caller may use it: {'; '.join(missing)}"
     )
     names = {name for each in known for name in dir(each)} | {kind.__name__ for kind in found}
     names |= {f"{base.__name__}.{name}" for base in bases for name in dir(base)}
@@ -324,13 +326,13 @@ def _check_whole(of: Scene) -> None:
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_the_table(place: str, record_property: Callable[[str, object], None]) -> None:
+def test_wrong_callers_are_refused(place: str, record_property: Callable[[str, object], None]) -> None:
     loop, block = asyncio.SelectorEventLoop(), scene(place)
     try:
         of = loop.run_until_complete(block.__aenter__())
         try:
             if of.placed is of.domain:
-                _check_whole(of)
+                _check_completeness(of)
             table = _all_callers(of, loop, finished=False)
             table.check()
             loop.run_until_complete(works(of))
@@ -344,7 +346,7 @@ def test_the_table(place: str, record_property: Callable[[str, object], None]) -
     assert table.rows > LEAST_ROWS[place] * table.callers
 
 
-async def test_a_queue_pair_is_of_the_owner_of_its_completion_queue(device: Device) -> None:
+async def test_the_owner_of_a_completion_queue_owns_its_queue_pairs(device: Device) -> None:
     async with (
         device.protection_domain() as pd,
         device.resource_domain(pd) as domain,

@@ -122,7 +122,7 @@ async def test_pages_of_64_kib(pd: ProtectionDomain, monkeypatch: pytest.MonkeyP
             buffer.release()
 
 
-async def test_nothing_can_be_done_with_a_released_buffer(pd: ProtectionDomain) -> None:
+async def test_a_released_buffer_refuses_every_use(pd: ProtectionDomain) -> None:
     async with pd.buffer_pool(64, 1) as pool:
         buffer = await pool.lease()
         part = buffer[:8]
@@ -146,7 +146,7 @@ async def test_nothing_can_be_done_with_a_released_buffer(pd: ProtectionDomain) 
             assert repr(buffer) == "<LeasedBuffer of 64 bytes (released)>"
 
 
-async def test_what_is_wrong_is_said_at_once(pd: ProtectionDomain) -> None:
+async def test_wrong_arguments_are_refused_at_once(pd: ProtectionDomain) -> None:
     makers: tuple[tuple[Callable[[], BufferPool], str], ...] = (
         (lambda: pd.buffer_pool(0, 1), "size of a buffer pool must be at least 1, got 0"),
         (lambda: pd.buffer_pool(1, 0), "count of a buffer pool must be at least 1, got 0"),
@@ -173,7 +173,7 @@ async def test_numpy_without_copies(pd: ProtectionDomain) -> None:
         assert array.ctypes.data == buffer.address
 
 
-async def test_every_domain_makes_pools(device: Device) -> None:
+async def test_pools_of_every_kind_of_domain(device: Device) -> None:
     async with device.resource_domain() as domain, domain.buffer_pool(64, 1) as pool:
         with pool.lease_nowait() as buffer:
             assert buffer.region.handle.pd is domain.pd.handle
@@ -183,7 +183,7 @@ async def test_every_domain_makes_pools(device: Device) -> None:
 # ---- Who waits
 
 
-async def test_first_come_first_served(pd: ProtectionDomain) -> None:
+async def test_leases_are_granted_first_come_first_served(pd: ProtectionDomain) -> None:
     async with pd.buffer_pool(64, 2) as pool:
         held = [await pool.lease() for _ in range(2)]
         with pytest.raises(anyio.WouldBlock):
@@ -208,7 +208,7 @@ async def test_first_come_first_served(pd: ProtectionDomain) -> None:
 
 
 @pytest.mark.parametrize("when", ["waiting", "given", "given in the same turn"])
-async def test_a_cancelled_waiter_takes_nothing(pd: ProtectionDomain, when: str) -> None:
+async def test_a_cancelled_waiter_takes_no_buffer(pd: ProtectionDomain, when: str) -> None:
     async with pd.buffer_pool(64, 1) as pool:
         held = await pool.lease()
         order: list[int] = []
@@ -237,7 +237,7 @@ async def test_a_cancelled_waiter_takes_nothing(pd: ProtectionDomain, when: str)
         assert counts(pool) == (0, 0, 1, 0)
 
 
-async def test_nobody_is_overtaken_while_another_thread_gives(pd: ProtectionDomain) -> None:
+async def test_waiters_are_not_overtaken_while_another_thread_releases(pd: ProtectionDomain) -> None:
     async with pd.buffer_pool(64, 1) as pool:
         held = await pool.lease()
         first = asyncio.ensure_future(pool.lease())
@@ -261,7 +261,7 @@ async def test_nobody_is_overtaken_while_another_thread_gives(pd: ProtectionDoma
                 assert counts(pool) == (1, 0, 0, 0)
 
 
-async def test_scopes_and_timeouts(pd: ProtectionDomain) -> None:
+async def test_cancel_scopes_and_timeouts_while_waiting(pd: ProtectionDomain) -> None:
     async with pd.buffer_pool(64, 1) as pool, pool.lease():
         with anyio.move_on_after(0.01) as scope:
             await pool.lease()
@@ -308,7 +308,7 @@ async def test_loops_share_a_pool(pd: ProtectionDomain, factory: Factory) -> Non
         assert statistics.free == statistics.high_water == 5
 
 
-async def test_a_loop_that_is_gone_keeps_nothing(pd: ProtectionDomain) -> None:
+async def test_waiters_of_a_closed_loop_keep_no_buffer(pd: ProtectionDomain) -> None:
     async with pd.buffer_pool(64, 1) as pool:
         held = await pool.lease()
         loop = asyncio.SelectorEventLoop()
@@ -336,7 +336,7 @@ async def test_a_loop_that_is_gone_keeps_nothing(pd: ProtectionDomain) -> None:
             gc.collect()
 
 
-async def test_what_was_on_its_way_to_a_loop_that_closed_comes_back(pd: ProtectionDomain) -> None:
+async def test_a_buffer_granted_to_a_loop_that_closes_returns(pd: ProtectionDomain) -> None:
     async with pd.buffer_pool(64, 1) as pool:
         held = await pool.lease()
         loop = asyncio.SelectorEventLoop()
@@ -361,7 +361,7 @@ async def test_what_was_on_its_way_to_a_loop_that_closed_comes_back(pd: Protecti
 # ---- Devices at work
 
 
-async def test_a_buffer_under_dma_is_nobody_elses(pd: ProtectionDomain) -> None:
+async def test_a_buffer_under_dma_is_not_leased_again(pd: ProtectionDomain) -> None:
     async with pd.buffer_pool(64, 1) as pool:
         buffer = await pool.lease()
         buffer[8:16].pins.add()
@@ -402,7 +402,7 @@ async def test_a_cancelled_write_keeps_its_buffer(device: Device) -> None:
         assert pair.cq.statistics().in_flight == len(buffer.region.pins) == 0
 
 
-async def test_a_forgotten_buffer_comes_back(pd: ProtectionDomain) -> None:
+async def test_a_collected_buffer_returns_to_the_pool(pd: ProtectionDomain) -> None:
     async with pd.buffer_pool(64, 1) as pool:
         buffer = await pool.lease()
         part = buffer[:8]
@@ -415,7 +415,7 @@ async def test_a_forgotten_buffer_comes_back(pd: ProtectionDomain) -> None:
             part.sge  # noqa: B018
 
 
-async def test_a_forgotten_buffer_under_dma_comes_back_when_that_is_over(pd: ProtectionDomain) -> None:
+async def test_a_collected_buffer_returns_after_its_dma(pd: ProtectionDomain) -> None:
     async with pd.buffer_pool(64, 1) as pool:
         buffer = await pool.lease()
         pins = buffer.pins
@@ -430,7 +430,7 @@ async def test_a_forgotten_buffer_under_dma_comes_back_when_that_is_over(pd: Pro
 # ---- Growing
 
 
-async def test_it_grows_up_to_its_limit(pd: ProtectionDomain) -> None:
+async def test_a_pool_grows_up_to_its_limit(pd: ProtectionDomain) -> None:
     async with pd.buffer_pool(64, 2, limit=5) as pool:
         held = [pool.lease_nowait() for _ in range(3)]
         assert pool.statistics().slabs == 2
@@ -462,7 +462,7 @@ async def test_slabs_of_an_allocator(pd: ProtectionDomain) -> None:
 
 @needs(Capability.FAULT_PLAN)
 @pytest.mark.parametrize("large", [False, True], ids=["small", "large"])
-async def test_what_fails_is_told(
+async def test_a_failed_slab_raises_for_the_waiters(
     pd: ProtectionDomain, device: Device, monkeypatch: pytest.MonkeyPatch, large: bool
 ) -> None:
     async with pd.buffer_pool(64, 1, limit=3) as pool, pool.lease():
@@ -480,9 +480,7 @@ async def test_what_fails_is_told(
         assert pool.statistics().slabs == 2
 
 
-async def test_large_slabs_are_registered_beside_the_loop(
-    pd: ProtectionDomain, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_large_slabs_are_registered_in_a_thread(pd: ProtectionDomain, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("aioverbs._memory.region._LARGE_BYTES", 1)
     threads: list[int] = []
     add_slab = BufferPool._add_slab
@@ -509,7 +507,7 @@ async def test_large_slabs_are_registered_beside_the_loop(
             (await task).release()
 
 
-class Slow:
+class SlowSlabs:
     """The next slab is added when it is said, in a thread."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -525,12 +523,10 @@ class Slow:
         monkeypatch.setattr(BufferPool, "_add_slab", slow)
 
 
-async def test_who_adds_slabs_does_it_for_those_who_come_meanwhile(
-    pd: ProtectionDomain, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_one_slab_at_a_time_serves_all_waiters(pd: ProtectionDomain, monkeypatch: pytest.MonkeyPatch) -> None:
     async with pd.buffer_pool(64, 1, limit=3) as pool, asyncio.timeout(patience(10)):
         with pool.lease_nowait():
-            slow = Slow(monkeypatch)
+            slow = SlowSlabs(monkeypatch)
             first = asyncio.ensure_future(pool.lease())
             await asyncio.to_thread(slow.begun.wait, 10)
             second = asyncio.ensure_future(pool.lease())
@@ -547,7 +543,7 @@ async def test_who_adds_slabs_does_it_for_those_who_come_meanwhile(
 async def test_closing_while_it_grows(pd: ProtectionDomain, monkeypatch: pytest.MonkeyPatch) -> None:
     pool = await pd.buffer_pool(64, 1, limit=2).open()
     held = await pool.lease()
-    slow = Slow(monkeypatch)
+    slow = SlowSlabs(monkeypatch)
     waiting = asyncio.ensure_future(pool.lease())
     await asyncio.to_thread(slow.begun.wait, 10)
     held.release()
@@ -563,7 +559,7 @@ async def test_closing_while_it_grows(pd: ProtectionDomain, monkeypatch: pytest.
 # ---- Closing
 
 
-async def test_closing_with_leases_out(pd: ProtectionDomain) -> None:
+async def test_closing_with_outstanding_leases(pd: ProtectionDomain) -> None:
     pool = await pd.buffer_pool(64, 2).open()
     held = [await pool.lease() for _ in range(2)]
     view = held[0].buffer
@@ -589,7 +585,7 @@ async def test_closing_with_leases_out(pd: ProtectionDomain) -> None:
     await refuses(pool)
 
 
-async def test_who_comes_while_another_thread_closes_it_does_not_wait(
+async def test_leasing_while_another_thread_closes_the_pool_raises(
     pd: ProtectionDomain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with pd.buffer_pool(64, 1) as pool, asyncio.timeout(patience(5)):
@@ -617,7 +613,7 @@ async def test_closing_waits_for_dma(pd: ProtectionDomain) -> None:
     assert pool.closed
 
 
-async def test_its_domain_closes_it(pd: ProtectionDomain, device: Device) -> None:
+async def test_a_domain_closes_its_pools(pd: ProtectionDomain, device: Device) -> None:
     async with device.protection_domain() as another:
         pool = await another.buffer_pool(64, 1).open()
         with pytest.warns(ResourceWarning, match="BufferPool"):
@@ -628,7 +624,7 @@ async def test_its_domain_closes_it(pd: ProtectionDomain, device: Device) -> Non
         del pool
 
 
-async def test_warnings_that_are_errors_do_not_keep_it_open(pd: ProtectionDomain) -> None:
+async def test_a_pool_closes_when_warnings_are_errors(pd: ProtectionDomain) -> None:
     pool = await pd.buffer_pool(64, 1).open()
     buffer = await pool.lease()
     with warnings.catch_warnings():
@@ -640,7 +636,7 @@ async def test_warnings_that_are_errors_do_not_keep_it_open(pd: ProtectionDomain
 
 
 @needs(Capability.FAULT_PLAN)
-async def test_an_opening_that_fails_leaves_nothing(pd: ProtectionDomain, device: Device) -> None:
+async def test_a_failed_open_leaks_nothing(pd: ProtectionDomain, device: Device) -> None:
     device.faults.fail("reg_mr", errno.ENOMEM)
     pool = pd.buffer_pool(64, 1)
     with pytest.raises(VerbsError, match="ENOMEM"):
@@ -739,7 +735,7 @@ class Pooling(RuleBasedStateMachine):
         self.run(work())
 
     @invariant()
-    def all_is_accounted_for(self) -> None:
+    def counts_match_the_model(self) -> None:
         leased, under_dma, free, waiting = counts(self.pool)
         assert (leased, under_dma, waiting) == (len(self.leased), len(self.released), len(self.queue))
         assert not (waiting and (free or leased + under_dma < 5)), "somebody waits for nothing"

@@ -3,12 +3,12 @@
 from tests.capabilities import Capability, capabilities
 
 
-def test_the_software_device_has_all_of_it() -> None:
+def test_the_software_device_has_every_capability() -> None:
     """So no test is skipped everywhere."""
     assert capabilities("soft0") == set(Capability)
 
 
-def test_a_device_has_what_it_has(device_name: str) -> None:
+def test_probing_twice_gives_the_same_capabilities(device_name: str) -> None:
     """Asked twice, the same; and on RDMA devices nothing that only a device of this process can have."""
     found = capabilities(device_name)
     capabilities.cache_clear()

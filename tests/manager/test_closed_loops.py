@@ -29,7 +29,7 @@ def a_loop() -> Iterator[asyncio.AbstractEventLoop]:
         loop.close()
 
 
-class Begun:
+class HangingClose:
     """A closing that does not end, since a write is held."""
 
     def __init__(self, what: str, left: bool = False) -> None:
@@ -79,8 +79,8 @@ def _without_warnings() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("what", "left"), [("queue pair", False), ("region", False), ("region", True), ("domain", False)]
 )
-def test_what_a_closed_loop_was_closing_is_closed_with_its_device(what: str, left: bool) -> None:
-    begun = Begun(what, left)
+def test_a_device_finishes_a_close_begun_on_a_closed_loop(what: str, left: bool) -> None:
+    begun = HangingClose(what, left)
     with a_loop() as loop:
         loop.run_until_complete(begun.begin())
     begun.forget_the_task()
@@ -91,9 +91,9 @@ def test_what_a_closed_loop_was_closing_is_closed_with_its_device(what: str, lef
     assert begun.device.closed
 
 
-def test_what_a_loop_was_closing_whose_thread_has_ended_is_closed_with_its_device() -> None:
+def test_a_device_finishes_a_close_begun_in_an_ended_thread() -> None:
     """Nobody closed that loop."""
-    begun = Begun("region")
+    begun = HangingClose("region")
     with a_loop() as loop, a_loop() as another:
         thread = threading.Thread(target=loop.run_until_complete, args=[begun.begin()])
         thread.start()
@@ -120,8 +120,8 @@ async def test_a_completion_queue_of_a_closed_loop_leaves_no_descriptor(device: 
 
 
 @pytest.mark.parametrize("left", [False, True])
-def test_who_waits_for_a_loop_that_is_closed_meanwhile_goes_on_with_what_it_did(left: bool) -> None:
-    begun = Begun("region", left)
+def test_a_waiting_closer_takes_over_when_the_other_loop_closes(left: bool) -> None:
+    begun = HangingClose("region", left)
 
     async def wait() -> None:
         second = asyncio.create_task(begun.region.aclose())
@@ -139,8 +139,8 @@ def test_who_waits_for_a_loop_that_is_closed_meanwhile_goes_on_with_what_it_did(
         another.run_until_complete(wait())
 
 
-def test_who_waits_for_a_loop_that_stands_still_can_be_cancelled() -> None:
-    begun = Begun("queue pair")
+def test_waiting_for_a_stalled_loop_can_be_cancelled() -> None:
+    begun = HangingClose("queue pair")
 
     async def leave() -> None:
         second = asyncio.create_task(begun.domain.aclose())
@@ -164,7 +164,7 @@ def test_who_waits_for_a_loop_that_stands_still_can_be_cancelled() -> None:
 
 @pytest.mark.every_way
 @pytest.mark.parametrize("whole", [False, True])
-async def test_what_cannot_be_drained_stays_open_where_that_was_cancelled(device: Device, whole: bool) -> None:
+async def test_a_resource_that_cannot_be_drained_stays_open_after_a_cancellation(device: Device, whole: bool) -> None:
     """The failure is told in a note of the cancellation."""
     domain = await device.resource_domain().open()
     window = await domain.memory_window().open()

@@ -14,7 +14,7 @@ from aioverbs._lifecycle.affinity import CrossLoopCondition
 from aioverbs._verbs.qp_state_machine import QpAttrs
 from aioverbs.rdma_cm.events import CmEventType, Dispatcher
 from aioverbs.rdma_cm.state_machine import CmState, CmStateMachine
-from tests.manager.held import Helpers
+from tests.manager.held_verbs import Helpers
 from tests.waiting import until
 
 

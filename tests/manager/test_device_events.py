@@ -31,7 +31,7 @@ from tests.waiting import until
 WRITTEN = AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_WRITE
 
 
-async def take(events: AsyncIterator[DeviceEvent], count: int) -> list[DeviceEvent]:
+async def take_events(events: AsyncIterator[DeviceEvent], count: int) -> list[DeviceEvent]:
     """The next events."""
     return [await asyncio.wait_for(anext(events), patience(10)) for _ in range(count)]
 
@@ -55,13 +55,13 @@ async def test_events_of_ports_and_objects(device: Device) -> None:
         faults = device.faults
         faults.set_port(False)
         faults.set_port(True)
-        assert await take(events, 2) == [
+        assert await take_events(events, 2) == [
             DeviceEvent(EventType.PORT_ERR, None, 1),
             DeviceEvent(EventType.PORT_ACTIVE, None, 1),
         ]
         faults.break_queue_pair(qp.handle)
         faults.break_shared_receive_queue(srq.handle)
-        assert await take(events, 2) == [
+        assert await take_events(events, 2) == [
             DeviceEvent(EventType.QP_FATAL, qp, None),
             DeviceEvent(EventType.SRQ_ERR, srq, None),
         ]
@@ -80,11 +80,11 @@ async def test_events_of_one_object(device: Device) -> None:
         device.faults.break_queue_pair(other.handle)
         device.faults.break_queue_pair(qp.handle)
         assert (await first).resource is qp
-        assert [(await second).resource, *(event.resource for event in await take(of_all, 1))] == [other, qp]
+        assert [(await second).resource, *(event.resource for event in await take_events(of_all, 1))] == [other, qp]
 
 
 @needs(Capability.FAULT_PLAN)
-async def test_objects_have_their_own(device: Device) -> None:
+async def test_each_object_has_its_own_events(device: Device) -> None:
     async with (
         device.resource_domain() as domain,
         domain.completion_queue(64) as cq,
@@ -105,7 +105,7 @@ async def test_objects_have_their_own(device: Device) -> None:
             DeviceEvent(kind, each, None) for kind, each in zip(types, objects, strict=True)
         ]
         # What they did not listen for waits for somebody who does.
-        rest = await take(device.events(), 2)
+        rest = await take_events(device.events(), 2)
         assert [(event.event_type, event.resource) for event in rest] == [
             (EventType.PORT_ERR, None),
             (EventType.QP_FATAL, other),
@@ -113,7 +113,7 @@ async def test_objects_have_their_own(device: Device) -> None:
 
 
 @pytest.mark.parametrize("by", ["itself", "its device", "its device's events"])
-async def test_the_end_of_an_object_is_the_end_of_its_events(by: str) -> None:
+async def test_closing_an_object_ends_its_events(by: str) -> None:
     device = await open_device("soft0").open()
     domain = await device.resource_domain(thread_model=ThreadModel.SAFE).open()
     srq = await domain.shared_receive_queue(4).open()
@@ -143,20 +143,20 @@ async def test_the_end_of_an_object_is_the_end_of_its_events(by: str) -> None:
 
 
 @needs(Capability.FAULT_PLAN)
-async def test_what_nobody_heard_of_keeps_no_object(device: Device) -> None:
+async def test_unread_events_keep_no_object_alive(device: Device) -> None:
     async with device.resource_domain(thread_model=ThreadModel.SAFE) as domain:
         kept = [await domain.shared_receive_queue(4).open()]
         device.faults.break_shared_receive_queue(kept[0].handle)
         async with domain.shared_receive_queue(4) as other:
             device.faults.break_shared_receive_queue(other.handle)
-            assert (await take(other.events(), 1))[0].resource is other  # of the first one nobody hears
+            assert (await take_events(other.events(), 1))[0].resource is other  # of the first one nobody hears
         with pytest.warns(ResourceWarning, match="SharedReceiveQueue"):
             kept.clear()
-        assert await take(device.events(), 1) == [DeviceEvent(EventType.SRQ_ERR, None, None)]
+        assert await take_events(device.events(), 1) == [DeviceEvent(EventType.SRQ_ERR, None, None)]
 
 
 @needs(Capability.FAULT_PLAN)
-async def test_listeners_on_several_loops_all_hear(device: Device) -> None:
+async def test_listeners_on_several_loops_all_receive_events(device: Device) -> None:
     ready = asyncio.Event()
     here = asyncio.get_running_loop()
 
@@ -173,13 +173,13 @@ async def test_listeners_on_several_loops_all_hear(device: Device) -> None:
 
 
 @needs(Capability.FAULT_PLAN)
-async def test_what_came_before_waits(device: Device) -> None:
+async def test_events_before_the_first_listener_are_queued(device: Device) -> None:
     device.faults.set_port(False)
     events = device.events()
-    assert (await take(events, 1))[0].event_type is EventType.PORT_ERR
+    assert (await take_events(events, 1))[0].event_type is EventType.PORT_ERR
 
 
-async def test_the_end_of_the_device_is_their_end() -> None:
+async def test_closing_the_device_ends_its_events() -> None:
     device = await open_device("soft0").open()
     found: list[EventType] = []
 
@@ -198,7 +198,7 @@ async def test_the_end_of_the_device_is_their_end() -> None:
         device.events()
 
 
-async def test_a_device_is_closed_as_soon_as_somebody_listened() -> None:
+async def test_closing_a_device_right_after_listening() -> None:
     """libuv ends a process whose loop polls a descriptor that was closed."""
     async with open_device("soft0") as device:
         async with device.resource_domain() as domain, domain.completion_queue(64):
@@ -212,7 +212,7 @@ async def test_a_device_is_closed_as_soon_as_somebody_listened() -> None:
 
 
 @needs(Capability.FAULT_PLAN)
-async def test_without_descriptors_nobody_is_left_waiting(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_listeners_end_when_descriptors_run_out(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(fd: int) -> int:
         raise OSError(errno.EMFILE, "too many")
 
@@ -226,14 +226,14 @@ async def test_without_descriptors_nobody_is_left_waiting(device: Device, monkey
     device.faults.set_port(False)
     device.faults.lose_device()
     await asyncio.sleep(0.01)
-    assert [event.event_type for event in await take(device.events(), 2)] == [
+    assert [event.event_type for event in await take_events(device.events(), 2)] == [
         EventType.PORT_ERR,
         EventType.DEVICE_FATAL,
     ], "they wait for somebody who listens"
 
 
 @pytest.mark.parametrize("loop_is", ["running", "standing", "closed"])
-async def test_loops_let_go_of_their_descriptors(loop_is: str) -> None:
+async def test_loops_release_their_descriptors(loop_is: str) -> None:
     before = descriptors_at_first()
     device = await open_device("soft0").open()
     loop = asyncio.new_event_loop()
@@ -257,7 +257,7 @@ async def test_loops_let_go_of_their_descriptors(loop_is: str) -> None:
 
 
 @needs(Capability.FAULT_PLAN)
-async def test_a_listener_whose_loop_was_closed_keeps_no_events_from_others(device: Device) -> None:
+async def test_a_listener_of_a_closed_loop_takes_no_events_from_others(device: Device) -> None:
     before = descriptors_at_first()
     with contextlib.closing(asyncio.new_event_loop()) as loop:
         listener = loop.create_task(listen_to_all(device))
@@ -266,7 +266,7 @@ async def test_a_listener_whose_loop_was_closed_keeps_no_events_from_others(devi
         device.faults.set_port(False)
         await until(lambda: not select.select([device.handle.async_fd], [], [], 0)[0])
         others = device.events()
-        assert [event.event_type for event in await take(others, 1)] == [EventType.PORT_ERR]
+        assert [event.event_type for event in await take_events(others, 1)] == [EventType.PORT_ERR]
         await others.aclose()
     device.faults.set_port(True)
     assert not listener.done()
@@ -278,7 +278,7 @@ async def listen_to_all(device: Device) -> int:
 
 
 @needs(Capability.FAULT_PLAN)
-async def test_where_events_cannot_be_taken_the_device_is_lost(device: Device) -> None:
+async def test_a_device_is_lost_when_reading_events_fails(device: Device) -> None:
     events = device.events()
     async with device.resource_domain() as domain, domain.completion_queue(64) as cq:
         waiting = asyncio.ensure_future(anext(events))
@@ -295,7 +295,7 @@ async def test_where_events_cannot_be_taken_the_device_is_lost(device: Device) -
 
 
 @needs(Capability.FAULT_PLAN)
-async def test_an_event_that_was_told_keeps_nothing_from_being_closed(device: Device) -> None:
+async def test_a_delivered_event_does_not_block_closing(device: Device) -> None:
     async with device.resource_domain() as domain, domain.completion_queue(64) as cq:
         events = device.events()
         async with domain.queue_pair(cq) as qp:

@@ -50,7 +50,7 @@ async def test_an_address_makes_a_device(no_hardware: None, monkeypatch: pytest.
                 await plain.shared_protection_domain(shared.id, 7).open()
 
 
-async def test_queue_pairs_are_found_by_the_address(no_hardware: None) -> None:
+async def test_queue_pairs_connect_by_the_devices_address(no_hardware: None) -> None:
     for port, in_gid in ((7470, "1d2e"), (7471, "1d2f")):  # the loopback network's always have it
         async with (
             open_device(f"soft0@{own_address()}:{port}") as device,
@@ -66,7 +66,7 @@ async def test_queue_pairs_are_found_by_the_address(no_hardware: None) -> None:
             assert far.path_to(told).dgid == told.gid
 
 
-async def test_an_address_that_is_none(no_hardware: None, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_invalid_address(no_hardware: None, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         ValueError, match=r"'soft0@localhost' is not the name of a software device: 'localhost' in .* write"
     ):
@@ -79,7 +79,7 @@ async def test_an_address_that_is_none(no_hardware: None, monkeypatch: pytest.Mo
     assert found.problem.startswith("AIOVERBS_SOFT_ADDRESS: ")
 
 
-def test_a_device_that_cannot_be_opened_is_listed_with_its_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_that_cannot_be_opened_is_listed_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(name: str) -> None:
         raise PermissionError(13, "no", name)
 
@@ -121,7 +121,9 @@ async def test_a_missing_library_is_the_reason(
         await open_device("mlx5_0").open()
 
 
-async def test_who_asks_for_it_is_not_warned(no_hardware: None, caplog: pytest.LogCaptureFixture) -> None:
+async def test_asking_for_the_software_device_does_not_warn(
+    no_hardware: None, caplog: pytest.LogCaptureFixture
+) -> None:
     async with open_device("soft0"):
         pass
     assert not caplog.records
@@ -139,7 +141,7 @@ async def test_the_environment_chooses(
         assert device.name == "soft0", "an argument is more than the environment"
 
 
-async def test_one_that_is_not_there_lists_those_that_are(
+async def test_an_unknown_name_lists_the_devices(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def refuse(name: str) -> None:
@@ -160,7 +162,7 @@ async def test_hardware_refuses_execution_and_delay(monkeypatch: pytest.MonkeyPa
     assert (opened, device.state) == ([], ResourceState.NEW)
 
 
-async def test_a_device_that_went_meanwhile_is_listed_with_its_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_device_removed_while_listing_is_listed_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     def gone(name: str) -> None:
         raise DeviceNotFoundError(name)
 
@@ -185,7 +187,7 @@ async def test_attributes_and_statistics() -> None:
         assert hash(before) == hash(device.statistics())
 
 
-def test_a_budget_is_a_number_of_things() -> None:
+def test_thread_domain_budget_is_a_count() -> None:
     with pytest.raises(ValueError, match="`max_native_thread_domains` must be 0 or more"):
         open_device(max_native_thread_domains=-1)
 
@@ -210,7 +212,7 @@ def unopened(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
     return fake
 
 
-def test_a_device_that_may_not_be_opened_is_listed_with_the_reason(unopened: types.SimpleNamespace) -> None:
+def test_missing_permission_is_listed_as_the_reason(unopened: types.SimpleNamespace) -> None:
     (found, _) = devices()
     assert found.name == "mlx5_7"
     assert found.problem is not None
@@ -220,7 +222,7 @@ def test_a_device_that_may_not_be_opened_is_listed_with_the_reason(unopened: typ
 
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM])
-async def test_the_error_of_a_device_file_is_the_one_of_opening_it(
+async def test_the_error_is_that_of_opening_the_device_file(
     unopened: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, number: int
 ) -> None:
     """The number that libibverbs leaves is that of its last attempt, which is another one."""
@@ -238,7 +240,7 @@ async def test_the_error_of_a_device_file_is_the_one_of_opening_it(
 
 
 @pytest.mark.parametrize("number", [0, errno.ENOENT])
-async def test_a_device_file_that_opens_or_is_not_there_leaves_the_error_of_the_verb(
+async def test_the_error_of_the_verb_stays_when_the_device_file_opens_or_is_missing(
     unopened: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     unopened.PyverbsError.error_code = errno.ENOENT
@@ -249,7 +251,7 @@ async def test_a_device_file_that_opens_or_is_not_there_leaves_the_error_of_the_
     assert caught.value.errno == errno.ENOENT
 
 
-async def test_the_error_of_the_connection_manager_file_is_the_one_of_opening_it(
+async def test_the_error_is_that_of_opening_the_connection_manager_file(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def refuse(affinity: object) -> None:
@@ -261,7 +263,7 @@ async def test_the_error_of_the_connection_manager_file_is_the_one_of_opening_it
         await Channel().open()
 
 
-async def test_the_warning_has_the_reasons_of_all_devices(
+async def test_the_warning_names_the_reason_of_each_device(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuse(name: str) -> None:

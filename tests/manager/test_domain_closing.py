@@ -27,7 +27,7 @@ async def resource_domain(device: Device) -> list[InterchangeableDomain]:
     return [await device.resource_domain().open()]
 
 
-async def nothing(device: Device, domain: ResourceDomain) -> list[Resource]:
+async def no_parts(device: Device, domain: ResourceDomain) -> list[Resource]:
     return []
 
 
@@ -44,7 +44,7 @@ async def domains(device: Device, domain: ResourceDomain) -> list[Resource]:
 
 @pytest.mark.parametrize("model", ThreadModel, ids=lambda model: model.value)
 @pytest.mark.parametrize("over", [protection_domain, parent_domain, resource_domain])
-@pytest.mark.parametrize("make", [nothing, queues, domains])
+@pytest.mark.parametrize("make", [no_parts, queues, domains])
 @pytest.mark.parametrize("which", ["domain", "given", "base", "device"])
 async def test_a_resource_domain_over_another_domain_ends_with_either(
     device_name: str, model: ThreadModel, over: Over, make: Make, which: str
@@ -76,7 +76,7 @@ async def test_a_resource_domain_over_another_domain_ends_with_either(
 
 @pytest.mark.parametrize("model", ThreadModel, ids=lambda model: model.value)
 @pytest.mark.parametrize("part", ["pd", "parent"])
-async def test_a_part_of_a_resource_domain_is_not_closed_under_its_queues(
+async def test_parts_of_a_resource_domain_with_queues_are_not_closed(
     device: Device, model: ThreadModel, part: str
 ) -> None:
     async with (
@@ -89,7 +89,7 @@ async def test_a_part_of_a_resource_domain_is_not_closed_under_its_queues(
         assert {each.state for each in (domain, domain.pd, domain.parent, region)} == {ResourceState.OPEN}
 
 
-async def test_a_protection_domain_is_not_closed_under_another_loops_resource_domain(device: Device) -> None:
+async def test_a_protection_domain_with_a_resource_domain_of_another_loop_is_not_closed(device: Device) -> None:
     async def elsewhere(pd: InterchangeableDomain) -> None:
         async with device.resource_domain(pd):
             await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(close(), here))

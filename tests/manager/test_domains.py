@@ -40,7 +40,7 @@ names = pytest.mark.parametrize("number", DEGRADES, ids=errno.errorcode.get)
 
 
 @needs(Capability.THREAD_DOMAINS)
-async def test_a_thread_domain_is_of_the_running_loop(device: Device) -> None:
+async def test_a_thread_domain_belongs_to_the_running_loop(device: Device) -> None:
     async with device.thread_domain() as td:
         assert td.native
         assert td.owner is not None
@@ -53,7 +53,7 @@ async def test_a_thread_domain_is_of_the_running_loop(device: Device) -> None:
 
 @needs(Capability.FAULT_PLAN)
 @names
-async def test_a_thread_domain_degrades_and_says_so_once(
+async def test_a_thread_domain_degrades_with_one_warning(
     device: Device, number: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     device.faults.fail("alloc_td", number, times=0)
@@ -75,14 +75,14 @@ async def test_a_thread_domain_degrades_and_says_so_once(
 
 
 @needs(Capability.FAULT_PLAN)
-async def test_other_errors_are_errors(device: Device) -> None:
+async def test_other_errors_are_raised(device: Device) -> None:
     device.faults.fail("alloc_td", errno.EIO)
     with pytest.raises(VerbsError, match="EIO"):
         await device.thread_domain().open()
     assert device.statistics().native_thread_domains == 0
 
 
-async def test_the_budget_is_taken_and_given_back(caplog: pytest.LogCaptureFixture) -> None:
+async def test_closing_a_thread_domain_returns_its_budget(caplog: pytest.LogCaptureFixture) -> None:
     async with open_device("soft0", max_native_thread_domains=2) as device:
         for _ in range(3):
             async with device.thread_domain() as a, device.thread_domain() as b, device.thread_domain() as c:
@@ -111,7 +111,7 @@ async def test_a_parent_domain_stands_for_its_protection_domain(device: Device) 
             handle.destroy()
 
 
-async def test_resources_are_made_from_resources(device: Device) -> None:
+async def test_parents_of_wrong_types_are_refused(device: Device) -> None:
     """Anything else is refused when it is given, not by an error from deep inside."""
     async with device.protection_domain() as pd, pd.completion_queue(4) as cq:
         given: Any
@@ -161,7 +161,7 @@ async def test_memory_comes_from_the_allocator(device: Device) -> None:
 @pytest.mark.parametrize(
     ("model", "shared"), [(ThreadModel.SINGLE, False), (ThreadModel.UNSAFE, True), (ThreadModel.SAFE, False)]
 )
-async def test_what_a_resource_domain_is_made_of(device: Device, model: ThreadModel, shared: bool) -> None:
+async def test_parts_of_a_resource_domain(device: Device, model: ThreadModel, shared: bool) -> None:
     async with device.protection_domain() as pd:
         async with device.resource_domain(
             pd if shared else None, thread_model=model, message_model=MessageModel.HIGH_BANDWIDTH
@@ -188,7 +188,7 @@ async def test_what_a_resource_domain_is_made_of(device: Device, model: ThreadMo
 
 
 @needs(Capability.PARENT_DOMAINS)
-async def test_unsafe_verbs_do_not_overlap(device: Device) -> None:
+async def test_overlapping_verbs_of_an_unsafe_domain_are_refused(device: Device) -> None:
     entered, leave = threading.Event(), threading.Event()
 
     class Slow(Recording):
@@ -208,7 +208,7 @@ async def test_unsafe_verbs_do_not_overlap(device: Device) -> None:
         queue.destroy()
 
 
-async def test_the_domain_of_a_loop_is_shared_while_somebody_has_it(device: Device) -> None:
+async def test_a_loop_domain_is_shared_while_in_use(device: Device) -> None:
     async with device.loop_domain() as first:
         async with device.loop_domain() as second:
             assert second is first
@@ -227,7 +227,7 @@ async def test_the_domain_of_a_loop_is_shared_while_somebody_has_it(device: Devi
     await asyncio.to_thread(asyncio.run, elsewhere())
 
 
-async def test_the_domain_of_a_loop_that_was_closed_meanwhile_is_forgotten() -> None:
+async def test_the_domain_of_a_closed_loop_is_dropped() -> None:
     device = await open_device("soft0").open()
 
     def leave() -> "weakref.ref[ResourceDomain]":
@@ -256,7 +256,7 @@ async def test_the_domain_of_a_loop_that_was_closed_meanwhile_is_forgotten() -> 
     assert handles.open_handles() == []
 
 
-async def test_the_domain_of_a_loop_that_somebody_closed_is_replaced(device: Device) -> None:
+async def test_a_closed_loop_domain_is_replaced(device: Device) -> None:
     async with device.loop_domain() as first:
         await first.aclose()
         async with device.loop_domain() as second:
@@ -266,7 +266,7 @@ async def test_the_domain_of_a_loop_that_somebody_closed_is_replaced(device: Dev
             assert third.state is ResourceState.OPEN
 
 
-async def test_the_domain_of_a_loop_is_in_one_block_of_a_kind_at_a_time(device: Device) -> None:
+async def test_a_loop_domain_block_object_is_entered_once_at_a_time(device: Device) -> None:
     block = device.loop_domain()
     for _ in range(2):
         async with block as domain:
@@ -278,7 +278,7 @@ async def test_the_domain_of_a_loop_is_in_one_block_of_a_kind_at_a_time(device: 
         await block.__aexit__(None, None, None)
 
 
-async def test_the_domain_of_a_loop_is_not_left_by_another_one(device: Device) -> None:
+async def test_another_loop_cannot_leave_a_loop_domain_block(device: Device) -> None:
     block = device.loop_domain()
     async with block as domain, device.loop_domain():
         with pytest.raises(AffinityError, match="loop_domain"):
@@ -293,7 +293,7 @@ async def _leave(block: AbstractAsyncContextManager[object]) -> None:
     await block.__aexit__(None, None, None)
 
 
-async def test_the_end_of_a_loop_leaves_its_domain_to_who_closes_it(device: Device) -> None:
+async def test_a_loop_domain_outlives_generators_ended_with_the_loop(device: Device) -> None:
     """In the middle of that, at an await, the loop ends what is left of generators."""
     said: list[object] = []
 
@@ -320,7 +320,7 @@ async def test_the_end_of_a_loop_leaves_its_domain_to_who_closes_it(device: Devi
 
 
 @needs(Capability.PARENT_DOMAINS)
-async def test_what_is_closed_is_native_no_more(device: Device) -> None:
+async def test_a_closed_domain_is_not_native(device: Device) -> None:
     async with device.resource_domain(allocator=DefaultAllocator()) as domain:
         parent, td = domain.parent, domain.td
         assert td is not None
@@ -366,7 +366,7 @@ class Elsewhere:
 VARIABLE: contextvars.ContextVar[str] = contextvars.ContextVar("VARIABLE")
 
 
-async def test_a_call_is_carried_there_and_back() -> None:
+async def test_a_call_runs_on_the_owner_and_returns_its_result() -> None:
     VARIABLE.set("carried")
 
     def plain(a: int, *, b: int) -> tuple[bool, int, str]:
@@ -387,7 +387,7 @@ async def test_a_call_is_carried_there_and_back() -> None:
                 assert await run_on_owner(owner, function, 1, b=2) == (False, 3, "carried")
 
 
-async def test_what_it_raises_is_raised_here() -> None:
+async def test_an_error_of_the_call_is_raised_by_the_caller() -> None:
     def fail() -> None:
         raise ZeroDivisionError("there")
 
@@ -398,7 +398,7 @@ async def test_what_it_raises_is_raised_here() -> None:
 
 
 @pytest.mark.parametrize("kind", ["native", "native, often", "anyio"])
-async def test_a_cancellation_goes_there_and_waits_for_its_end(kind: str) -> None:
+async def test_cancellation_is_forwarded_and_awaited(kind: str) -> None:
     events: list[str] = []
     started = threading.Event()
 
@@ -427,7 +427,7 @@ async def test_a_cancellation_goes_there_and_waits_for_its_end(kind: str) -> Non
         assert events == ["ended there"]
 
 
-async def test_an_owner_that_ends_meanwhile_is_an_error() -> None:
+async def test_a_call_fails_when_its_owner_ends() -> None:
     started = threading.Event()
 
     async def stay() -> None:
@@ -444,7 +444,7 @@ async def test_an_owner_that_ends_meanwhile_is_an_error() -> None:
         await run_on_owner(elsewhere.owner, stay)
 
 
-async def test_an_owner_whose_loop_never_runs_again_is_an_error() -> None:
+async def test_a_call_to_a_loop_that_ended_fails() -> None:
     loop = asyncio.new_event_loop()
 
     async def make() -> Affinity:

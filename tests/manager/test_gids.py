@@ -62,7 +62,7 @@ def test_selection_does_not_depend_on_the_order_of_the_table(gids: list[Gid], in
     assert select_gid_index(gids) == select_gid_index(reversed(gids)) == index
 
 
-def test_a_table_that_begins_later() -> None:
+def test_a_table_with_empty_first_entries() -> None:
     gids = table((V2, LINK), (V2, LINK), (V2, IPV4))
     assert select_gid_index(gids[1:2]) == 1
 
@@ -118,7 +118,7 @@ def context(monkeypatch: pytest.MonkeyPatch) -> handles.Context:
     return cast(handles.Context, Ports())
 
 
-def test_a_port_has_its_own(context: handles.Context, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_port_has_its_own_gid(context: handles.Context, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = table((V1, LINK), (V2, LINK), (V2, IPV4)), table((V1, GLOBAL), (V2, GLOBAL))
     fake = Fake([(1, each) for each in first] + [(2, each) for each in second])
     monkeypatch.setattr(hardware, "_pyverbs_contexts", {context: fake})
@@ -134,7 +134,7 @@ def test_a_port_has_its_own(context: handles.Context, monkeypatch: pytest.Monkey
         gid_index(context, 2)
 
 
-def test_a_context_that_pyverbs_did_not_make(context: handles.Context, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_context_not_made_by_pyverbs(context: handles.Context, monkeypatch: pytest.MonkeyPatch) -> None:
     """As one over another process's descriptor: the device is opened for a moment."""
     fake, opened = Fake([(1, each) for each in table((V2, IPV4))]), []
 
@@ -148,7 +148,7 @@ def test_a_context_that_pyverbs_did_not_make(context: handles.Context, monkeypat
 
 
 @pytest.mark.parametrize(("code", "number"), [(-22, errno.EINVAL), (95, errno.EOPNOTSUPP), (-1, errno.EIO)])
-def test_a_verb_that_pyverbs_says_failed(
+def test_an_error_of_pyverbs_is_raised(
     context: handles.Context, monkeypatch: pytest.MonkeyPatch, code: int, number: int
 ) -> None:
     fake = Fake([])
@@ -165,7 +165,7 @@ def test_a_verb_that_pyverbs_says_failed(
     assert (caught.value.errno, caught.value.__cause__) == (number, error)
 
 
-async def test_what_the_device_has(device: Device) -> None:
+async def test_gid_table_of_the_device(device: Device) -> None:
     found = gid_table(device.handle, 1)
     assert [device.handle.query_gid(1, each.index) for each in found] == [each.gid for each in found]
     assert all(any(each.gid) for each in found)
@@ -174,7 +174,7 @@ async def test_what_the_device_has(device: Device) -> None:
     assert [index for index, _ in told.ports[0].gids] == [each.index for each in found]
 
 
-async def test_queue_pairs_send_from_it_or_from_another_one(device: Device) -> None:
+async def test_queue_pairs_send_from_the_default_or_another_gid(device: Device) -> None:
     index = gid_index(device.handle, 1)
     for gid in gid_table(device.handle, 1):
         async with (
@@ -199,7 +199,7 @@ async def test_queue_pairs_send_from_it_or_from_another_one(device: Device) -> N
 
 
 @pytest.mark.parametrize("index", [-1, 1000])
-async def test_one_that_the_port_cannot_have(device: Device, index: int) -> None:
+async def test_an_index_beyond_the_table(device: Device, index: int) -> None:
     """It is refused for good, and not tried again as a device that fails is."""
     message = f"^`gid_index` must be 0 to [0-9]+ for port 1 of {re.escape(device.handle.name)}, got {index}: "
     settings = ConnectionSettings(gid_index=index)
@@ -214,7 +214,7 @@ async def test_one_that_the_port_cannot_have(device: Device, index: int) -> None
                 await anext(reconnect("127.0.0.1", listener.port, domain=domain, settings=settings))
 
 
-async def test_datagrams_are_sent_from_it(device: Device) -> None:
+async def test_datagrams_are_sent_from_the_chosen_gid(device: Device) -> None:
     async with (
         device.resource_domain() as domain,
         domain.register(128) as region,
@@ -230,7 +230,7 @@ async def test_datagrams_are_sent_from_it(device: Device) -> None:
         assert (await receive).byte_len == 8
 
 
-async def test_one_that_is_not_there(device: Device) -> None:
+async def test_an_empty_entry(device: Device) -> None:
     async with device.resource_domain() as domain, domain.completion_queue(64) as cq:
         empty = len(gid_table(device.handle, 1))
         length = min(device.port().gid_tbl_len, 256)  # those that an address can name

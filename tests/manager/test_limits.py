@@ -39,8 +39,8 @@ def no_verb(device: Device, *verbs: str) -> Iterator[None]:
     faults.count_calls(False)
 
 
-def more(value: int) -> str:
-    """How one more is said, and what there is."""
+def exceeding(value: int) -> str:
+    """Return the pattern of the error for one more than `value`."""
     return f"must be at most {value:,} for .*, got {value + 1:,}"
 
 
@@ -53,7 +53,7 @@ async def test_queue_pairs(device: Device, domain: ResourceDomain, cq: Completio
         ("max_recv_sge", has.max_sge),
     ):
         wanted = replace(QpCapabilities(), **{name: most + 1})
-        with no_verb(device, "create_qp"), pytest.raises(ValueError, match=f"^`{name}` {more(most)}"):
+        with no_verb(device, "create_qp"), pytest.raises(ValueError, match=f"^`{name}` {exceeding(most)}"):
             await domain.queue_pair(cq, capabilities=wanted).open()
         for negative in (-1, -(1 << 40)):
             with pytest.raises(ValueError, match=f"`{name}` must be 0 or more for {device.name}, got {negative:,}"):
@@ -64,7 +64,7 @@ async def test_queue_pairs(device: Device, domain: ResourceDomain, cq: Completio
     assert cq.statistics().reserved == 0
 
 
-async def test_as_much_as_there_is(device: Device, domain: ResourceDomain, cq: CompletionQueue) -> None:
+async def test_a_queue_pair_at_the_limits(device: Device, domain: ResourceDomain, cq: CompletionQueue) -> None:
     most = device.attributes().max_sge
     async with domain.queue_pair(cq, capabilities=QpCapabilities(max_send_sge=most, max_recv_sge=most)) as qp:
         assert qp.capabilities.max_send_sge >= most
@@ -76,7 +76,7 @@ async def test_as_much_as_there_is(device: Device, domain: ResourceDomain, cq: C
             async with datagrams:
                 pass
         else:
-            with pytest.raises(ValueError, match=f"`max_recv_sge` {more(most - 1)}"):
+            with pytest.raises(ValueError, match=f"`max_recv_sge` {exceeding(most - 1)}"):
                 await datagrams.open()
 
 
@@ -102,7 +102,7 @@ async def test_inline_data(device: Device, domain: ResourceDomain, cq: Completio
         await domain.queue_pair(cq, capabilities=QpCapabilities(max_inline_data=-1)).open()
 
 
-async def test_reads_and_atomics_under_way(device: Device, domain: ResourceDomain, cq: CompletionQueue) -> None:
+async def test_reads_and_atomics_in_flight(device: Device, domain: ResourceDomain, cq: CompletionQueue) -> None:
     has = device.attributes()
     async with domain.queue_pair(cq) as near, domain.queue_pair(cq) as far:
         told = near.local_endpoint()
@@ -119,7 +119,7 @@ async def test_reads_and_atomics_under_way(device: Device, domain: ResourceDomai
         assert (found.max_rd_atomic, found.max_dest_rd_atomic) == (min(requests, serves), min(requests, serves))
 
 
-async def test_soft_roce_serves_no_more_reads_than_at_first(
+async def test_soft_roce_read_depth_is_not_raised(
     device: Device, domain: ResourceDomain, cq: CompletionQueue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Told so, its kernel writes beyond the table that it has of them."""
@@ -147,9 +147,9 @@ async def test_soft_roce_serves_no_more_reads_than_at_first(
 
 async def test_completion_queues(device: Device, domain: ResourceDomain, cq: CompletionQueue) -> None:
     most = device.attributes().max_cqe
-    with no_verb(device, "create_cq", "create_cq_ex"), pytest.raises(ValueError, match=f"^`depth` {more(most)}"):
+    with no_verb(device, "create_cq", "create_cq_ex"), pytest.raises(ValueError, match=f"^`depth` {exceeding(most)}"):
         await domain.completion_queue(most + 1).open()
-    with no_verb(device, "resize_cq"), pytest.raises(ValueError, match=f"^`depth` {more(most)}"):
+    with no_verb(device, "resize_cq"), pytest.raises(ValueError, match=f"^`depth` {exceeding(most)}"):
         cq.resize(most + 1)
     vectors = device.handle.num_comp_vectors
     for vector in (-1, vectors):
@@ -162,8 +162,8 @@ async def test_completion_queues(device: Device, domain: ResourceDomain, cq: Com
 async def test_shared_receive_queues(device: Device, domain: ResourceDomain) -> None:
     has = device.attributes()
     for max_wr, max_sge, says in (
-        (has.max_srq_wr + 1, 1, f"^`max_wr` {more(has.max_srq_wr)}"),
-        (16, has.max_srq_sge + 1, f"^`max_sge` {more(has.max_srq_sge)}"),
+        (has.max_srq_wr + 1, 1, f"^`max_wr` {exceeding(has.max_srq_wr)}"),
+        (16, has.max_srq_sge + 1, f"^`max_sge` {exceeding(has.max_srq_sge)}"),
         (-1, 1, f"^`max_wr` must be 0 or more for {device.name}, got -1"),
     ):
         with no_verb(device, "create_srq"), pytest.raises(ValueError, match=says):
@@ -172,7 +172,7 @@ async def test_shared_receive_queues(device: Device, domain: ResourceDomain) -> 
         pass
 
 
-async def test_a_device_that_has_less(device: Device) -> None:
+async def test_concurrent_opens_never_exceed_the_devices_count(device: Device) -> None:
     """As many are: the numbers are its own, and no others."""
     less: DeviceAttributes = replace(
         device.attributes(), max_qp_wr=100, max_sge=3, max_cqe=200, max_srq_wr=50, max_srq_sge=2

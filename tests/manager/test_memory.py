@@ -55,7 +55,7 @@ BUFFERS: dict[str, Callable[[Path], "Buffer | int"]] = {
 }
 
 
-async def test_whatever_has_the_buffer_protocol(device: Device, tmp_path: Path) -> None:
+async def test_objects_with_the_buffer_protocol(device: Device, tmp_path: Path) -> None:
     async with device.protection_domain() as pd:
         for make in BUFFERS.values():
             await register_and_use(pd, make(tmp_path))
@@ -118,7 +118,7 @@ async def test_arrays_of_any_shape_are_bytes(device: Device, make: Callable[[], 
 
 
 @pytest.mark.parametrize("read_only", [True, False])
-async def test_arrays_of_numpy_that_cannot_be_written_or_lie_apart(device: Device, read_only: bool) -> None:
+async def test_read_only_or_non_contiguous_numpy_arrays(device: Device, read_only: bool) -> None:
     array = numpy("zeros", (8, 16))
     if read_only:
         array.flags.writeable = False
@@ -130,7 +130,7 @@ async def test_arrays_of_numpy_that_cannot_be_written_or_lie_apart(device: Devic
             await pd.register(unfit).open()
 
 
-async def test_read_only_memory_is_read(device: Device) -> None:
+async def test_read_only_memory_can_be_read(device: Device) -> None:
     async with device.protection_domain() as pd:
         async with pd.register(bytes(64), AccessFlags.REMOTE_READ) as region:
             assert region.buffer.readonly
@@ -138,7 +138,7 @@ async def test_read_only_memory_is_read(device: Device) -> None:
             await pd.register(bytes(64)).open()
 
 
-async def test_memory_stays_where_it_is(device: Device) -> None:
+async def test_registered_memory_is_not_moved(device: Device) -> None:
     memory, mapping = bytearray(64), mmap.mmap(-1, 4096)
     async with device.protection_domain() as pd:
         async with pd.register(memory), pd.register(mapping):
@@ -150,13 +150,13 @@ async def test_memory_stays_where_it_is(device: Device) -> None:
         mapping.close()
 
 
-async def test_a_parent_domain_registers_for_its_protection_domain(device: Device) -> None:
+async def test_a_parent_domain_registers_with_its_protection_domain(device: Device) -> None:
     async with device.protection_domain() as pd, pd.parent_domain() as domain, domain.register(64) as region:
         assert region.handle.pd is pd.handle
         assert await asyncio.to_thread(lambda: region.handle.lkey) == region.lkey, "anybody may use it"
 
 
-async def test_closed_ones_have_no_keys(device: Device) -> None:
+async def test_closed_regions_have_no_keys(device: Device) -> None:
     async with device.protection_domain() as pd:
         async with pd.register(64) as region:
             part = region[:8]
@@ -174,7 +174,7 @@ async def test_closed_ones_have_no_keys(device: Device) -> None:
                 ask()
 
 
-async def test_wrong_memory(device: Device) -> None:
+async def test_unsuitable_memory_is_refused(device: Device) -> None:
     async with device.protection_domain() as pd:
         with pytest.raises(ValueError, match="at least 1 byte, got 0"):
             pd.register(0)
@@ -186,13 +186,13 @@ async def test_wrong_memory(device: Device) -> None:
 
 
 @needs(Capability.NO_ON_DEMAND_PAGING)
-async def test_no_paging_on_demand(device: Device) -> None:
+async def test_on_demand_paging_is_refused(device: Device) -> None:
     async with device.protection_domain() as pd:
         with pytest.raises(VerbsError, match=r"EOPNOTSUPP|EINVAL"):
             await pd.register(64, AccessFlags.LOCAL_WRITE | AccessFlags.ON_DEMAND).open()
 
 
-async def test_large_memory_is_registered_beside_the_loop(device: Device) -> None:
+async def test_large_memory_is_registered_in_a_thread(device: Device) -> None:
     ticks = 0
 
     async def tick() -> None:
@@ -209,7 +209,7 @@ async def test_large_memory_is_registered_beside_the_loop(device: Device) -> Non
 
 
 @needs(Capability.OBJECT_COUNTS)
-async def test_a_cancelled_registration_leaves_nothing(device: Device) -> None:
+async def test_a_cancelled_registration_leaks_nothing(device: Device) -> None:
     async with device.protection_domain() as pd:
         region = pd.register(LARGE)
         task = asyncio.create_task(region.open())
@@ -221,7 +221,7 @@ async def test_a_cancelled_registration_leaves_nothing(device: Device) -> None:
     assert region.closed
 
 
-async def test_slices_are_inside(device: Device) -> None:
+async def test_slices_stay_within_the_region(device: Device) -> None:
     async with device.protection_domain() as pd, pd.register(100) as region:
         for whole in (region, region[:], region.remote()):
             assert len(whole[-10:]) == 10
@@ -242,7 +242,7 @@ async def test_slices_are_inside(device: Device) -> None:
     st.integers(),
     st.integers(),
 )
-def test_the_wire_form_and_parts(address: int, length: int, rkey: int, start: int, stop: int) -> None:
+def test_wire_format_and_slices(address: int, length: int, rkey: int, start: int, stop: int) -> None:
     if address + length > 1 << 64:
         with pytest.raises(ValueError, match="exceed the address space"):
             RemoteRegion(address, length, rkey)
@@ -259,7 +259,7 @@ def test_the_wire_form_and_parts(address: int, length: int, rkey: int, start: in
 
 
 @pytest.mark.parametrize("length", [sys.maxsize, sys.maxsize + 1, (1 << 64) - 1])
-def test_a_region_longer_than_any_of_ours(length: int) -> None:
+def test_a_region_longer_than_local_memory(length: int) -> None:
     region = RemoteRegion(0, length, 7)
     assert region.length == length
     if length > sys.maxsize:
@@ -276,7 +276,7 @@ def test_a_region_longer_than_any_of_ours(length: int) -> None:
         region[: length + 1]
 
 
-def test_what_is_no_wire_form() -> None:
+def test_invalid_wire_formats() -> None:
     with pytest.raises(ValueError, match="20 bytes, got 19"):
         RemoteRegion.from_bytes(bytes(19))
     for arguments in ((-1, 0, 0), (0, 1 << 64, 0), (0, 0, 1 << 32)):
@@ -352,7 +352,7 @@ async def test_memory_of_an_allocator(
 
 
 @needs(Capability.FAULT_PLAN)
-async def test_allocators_that_have_nothing(device: Device) -> None:
+async def test_allocators_that_fail(device: Device) -> None:
     async with device.protection_domain() as pd:
         with pytest.raises(MemoryError, match="returned no memory for 64 bytes"):
             await pd.register(64, REMOTE, Recording(lambda *_: None)).open()

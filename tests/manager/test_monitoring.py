@@ -17,8 +17,8 @@ from aioverbs import AccessFlags, Device, WorkerPool, monitor, open_device
 from aioverbs._monitoring import monitor as monitor_module, server, snapshot
 from tests.core.children import in_child
 from tests.descriptors import descriptors
+from tests.manager.monitor_viewers import Viewer, folder, looking, names_in, nodes, threads, until
 from tests.manager.test_write import ends
-from tests.manager.viewers import Viewer, folder, looking, names_in, nodes, threads, until
 from tests.pace import patience
 
 __all__ = ["folder"]
@@ -108,7 +108,7 @@ def devices_seen() -> set[int]:
     return {each["id"] for each in told["devices"]}
 
 
-async def test_what_was_closed_is_not_there(device_name: str) -> None:
+async def test_closed_resources_are_not_shown(device_name: str) -> None:
     async with open_device(device_name) as device:
         number = device._lifecycle.serial
         assert number in devices_seen()
@@ -116,7 +116,7 @@ async def test_what_was_closed_is_not_there(device_name: str) -> None:
     assert number not in snapshot._devices
 
 
-async def test_a_sample_has_an_end(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_sample_is_limited_in_size(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     async with device.protection_domain() as pd, pd.register(64), pd.register(64), pd.register(64):
         monkeypatch.setattr(snapshot, "MAX_RESOURCES", 3)
         told: Any = snapshot.sample()
@@ -135,7 +135,7 @@ async def test_samples_come_at_intervals() -> None:
     assert times == sorted(set(times))
 
 
-async def test_a_sample_that_takes_long_leaves_others_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_slow_sample_leaves_time_for_other_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     ends: list[float] = []
     rests: list[float] = []
 
@@ -155,7 +155,7 @@ async def test_a_sample_that_takes_long_leaves_others_their_time(monkeypatch: py
     assert min(rests) >= 0.05
 
 
-async def test_who_does_not_read_keeps_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_viewer_that_does_not_read_blocks_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "sample", lambda: {"text": "x" * (2 << 20), "devices": []})
     async with monitor() as watched:
         with looking(watched) as lazy, looking(watched) as viewer:
@@ -171,7 +171,7 @@ async def test_who_does_not_read_keeps_nobody(monkeypatch: pytest.MonkeyPatch) -
 # ---- Its end
 
 
-async def test_nothing_is_left(folder: Path) -> None:
+async def test_closing_the_monitor_leaves_nothing(folder: Path) -> None:
     gc.collect()
     before = descriptors()
     for _ in range(3):
@@ -185,7 +185,7 @@ async def test_nothing_is_left(folder: Path) -> None:
     assert names_in(folder) == []
 
 
-async def test_several_are_one() -> None:
+async def test_several_monitors_share_one_socket() -> None:
     first, second = monitor(), monitor()
     async with first:
         async with second:
@@ -202,7 +202,7 @@ async def test_several_are_one() -> None:
         assert first.path.exists()
 
 
-async def test_a_sample_that_fails_disturbs_nobody(
+async def test_a_failing_sample_is_logged_and_monitoring_continues(
     device: Device, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail() -> dict[str, object]:
@@ -223,7 +223,7 @@ async def test_a_sample_that_fails_disturbs_nobody(
     assert "this process cannot be monitored any more" in record.getMessage()
 
 
-async def test_what_dead_ones_left_is_taken_away(folder: Path) -> None:
+async def test_sockets_of_dead_processes_are_removed(folder: Path) -> None:
     os.mkdir(folder, 0o700)
     dead = in_child(os.getpid)
     with socket.socket(socket.AF_UNIX) as left, socket.socket(socket.AF_UNIX) as alive:
@@ -234,7 +234,7 @@ async def test_what_dead_ones_left_is_taken_away(folder: Path) -> None:
             assert names_in(folder) == sorted([f"{dead}-11111111.sock", watched.path.name])
 
 
-def test_on_trio() -> None:
+def test_monitoring_from_trio() -> None:
     trio = pytest.importorskip("trio")
 
     async def main() -> bool:
@@ -312,7 +312,7 @@ async def test_a_fork_waits_for_a_sample(monkeypatch: pytest.MonkeyPatch) -> Non
             thread.join()
 
 
-async def test_a_fork_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_fork_waits_for_a_sample_for_a_limited_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "_FORK_TIMEOUT_S", 0.05)
     with server._sampling:
         assert in_child(lambda: server._sampling.locked()) is False
@@ -323,7 +323,9 @@ async def test_a_fork_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) ->
 # ---- By the environment
 
 
-async def test_what_the_environment_says(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+async def test_monitoring_by_environment_variable(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(monitor_module, "_environment_was_read", False)
     for text, said in (("", ""), ("0", ""), ("yes", "write 1 for yes or 0 for no, not 'yes'")):
         monkeypatch.setenv("AIOVERBS_MONITOR", text)
@@ -335,7 +337,7 @@ async def test_what_the_environment_says(monkeypatch: pytest.MonkeyPatch, caplog
     assert caplog.text.count("write 1 for yes") == 1
 
 
-async def test_what_fails_is_a_warning(
+async def test_failure_to_start_is_a_warning(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(monitor_module, "_environment_was_read", False)

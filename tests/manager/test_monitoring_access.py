@@ -18,7 +18,7 @@ from aioverbs import monitor
 from aioverbs._monitoring import directory, monitor as monitor_module, server
 from aioverbs._monitoring.directory import MonitorDirectory, default_path
 from tests.descriptors import descriptors, descriptors_at_first
-from tests.manager.viewers import folder, looking
+from tests.manager.monitor_viewers import folder, looking
 
 __all__ = ["folder"]
 
@@ -27,7 +27,7 @@ def mode_of(path: Path) -> int:
     return path.stat().st_mode
 
 
-def test_nobody_else_can_look_into_the_folder(folder: Path) -> None:
+def test_the_folder_is_private(folder: Path) -> None:
     async def main() -> None:
         async with monitor() as watched:
             assert watched.path.parent == folder
@@ -41,7 +41,7 @@ def test_nobody_else_can_look_into_the_folder(folder: Path) -> None:
         os.umask(before)
 
 
-async def test_another_user_is_turned_away(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+async def test_another_user_is_refused(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     async with monitor() as watched:
         monkeypatch.setattr(server, "peer_user", lambda connected: os.geteuid() + 1)
         with looking(watched) as viewer:
@@ -50,7 +50,7 @@ async def test_another_user_is_turned_away(monkeypatch: pytest.MonkeyPatch, capl
     assert f"a process of user {os.geteuid() + 1} tried to monitor" in caplog.text
 
 
-async def test_who_listens_is_looked_at_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_viewers_check_the_listening_user(monkeypatch: pytest.MonkeyPatch) -> None:
     async with monitor() as watched:
         monkeypatch.setattr(directory, "peer_user", lambda connected: os.geteuid() + 1)
         with (
@@ -61,7 +61,7 @@ async def test_who_listens_is_looked_at_as_well(monkeypatch: pytest.MonkeyPatch)
         assert watched.path.exists()
 
 
-def test_a_folder_that_others_can_look_into(folder: Path) -> None:
+def test_a_folder_readable_by_others_is_refused(folder: Path) -> None:
     folder.mkdir()
     folder.chmod(0o750)
 
@@ -74,7 +74,7 @@ def test_a_folder_that_others_can_look_into(folder: Path) -> None:
         MonitorDirectory()
 
 
-def test_a_folder_of_another_user(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_of_another_user_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder.mkdir(0o700)
     user = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: user + 1)
@@ -83,7 +83,7 @@ def test_a_folder_of_another_user(folder: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("kind", ["file", "link"])
-def test_what_is_no_folder(folder: Path, kind: str) -> None:
+def test_a_path_that_is_not_a_folder_is_refused(folder: Path, kind: str) -> None:
     if kind == "file":
         folder.touch()
     else:
@@ -94,7 +94,7 @@ def test_what_is_no_folder(folder: Path, kind: str) -> None:
     assert descriptors() == before
 
 
-def test_where_the_folder_is() -> None:
+def test_default_folder() -> None:
     assert default_path({"AIOVERBS_MONITOR_DIRECTORY": "/a", "XDG_RUNTIME_DIR": "/b"}, 7) == Path("/a")
     assert default_path({"XDG_RUNTIME_DIR": "/b"}, 7) == Path("/b/aioverbs-monitor")
     assert default_path({"AIOVERBS_MONITOR_DIRECTORY": ""}, 7) == Path("/tmp/aioverbs-monitor-7")
@@ -102,7 +102,7 @@ def test_where_the_folder_is() -> None:
         default_path({"AIOVERBS_MONITOR_DIRECTORY": "here"}, 7)
 
 
-async def test_a_path_longer_than_a_socket_may_have(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_path_longer_than_a_socket_address(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     long = folder.parent / ("x" * 150)
     monkeypatch.setenv("AIOVERBS_MONITOR_DIRECTORY", str(long))
     async with monitor() as watched:
@@ -129,7 +129,7 @@ NO_QUESTIONS = [
 ]
 
 
-async def test_what_is_no_question() -> None:
+async def test_invalid_requests() -> None:
     async with monitor() as watched:
         for question in NO_QUESTIONS:
             with looking(watched) as viewer:
@@ -144,7 +144,7 @@ async def test_what_is_no_question() -> None:
             assert await viewer.gone()
 
 
-async def test_who_asks_for_nothing_is_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_silent_viewer_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "_REQUEST_TIMEOUT_S", 0.1)
     async with monitor() as watched:
         with looking(watched) as viewer:
@@ -152,7 +152,7 @@ async def test_who_asks_for_nothing_is_sent_away(monkeypatch: pytest.MonkeyPatch
             assert await viewer.gone()
 
 
-async def test_too_many_look(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_number_of_viewers_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "_MAX_VIEWERS", 1)
     async with monitor() as watched:
         with looking(watched) as first:
@@ -164,7 +164,7 @@ async def test_too_many_look(monkeypatch: pytest.MonkeyPatch) -> None:
             await first.told()
 
 
-async def test_there_is_no_descriptor_for_one(
+async def test_accepting_without_free_descriptors(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     class FailsOnce:
@@ -196,7 +196,7 @@ JSON = st.recursive(
 
 
 @given(st.binary() | JSON.map(lambda value: json.dumps(value).encode()))
-def test_any_question_is_heard_or_refused(question: bytes) -> None:
+def test_any_request_is_answered_or_refused(question: bytes) -> None:
     least, most = server.INTERVALS_S
     with contextlib.suppress(ValueError):
         assert least <= server._interval_of(question) <= most

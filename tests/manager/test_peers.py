@@ -43,7 +43,7 @@ def port() -> int:
 
 
 @pytest.fixture
-async def found(directory: Path, port: int, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Device]:
+async def discoverable(directory: Path, port: int, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Device]:
     """A device that others find. What it refuses is logged when it is asked, and not by the loop meanwhile."""
     monkeypatch.setattr(peer_log, "INTERVAL_S", 3600.0)
     async with open_device(f"soft0@{own_address()}:{port}") as device:
@@ -72,51 +72,54 @@ async def until_closed(peer: socket.socket) -> None:
     assert await asyncio.to_thread(is_closed, peer)
 
 
-async def test_it_is_found(found: Device, directory: Path, port: int) -> None:
-    told = soft_context(found).fabric()
+async def test_a_device_is_found_by_address(discoverable: Device, directory: Path, port: int) -> None:
+    told = soft_context(discoverable).fabric()
     assert told.listening
     assert told.address == f"{own_address()}:{port}"
     assert told.problem == ""
-    assert names(directory) == {found.handle.query_gid(1, index).hex() for index in range(2)}
+    assert names(directory) == {discoverable.handle.query_gid(1, index).hex() for index in range(2)}
     assert told.path in (f"{directory}/{name}" for name in names(directory))
-    assert found.peers() == ()
-    assert found.refusals() == ()
+    assert discoverable.peers() == ()
+    assert discoverable.refusals() == ()
 
 
-async def test_who_does_not_speak_the_language_is_refused(
-    found: Device, port: int, caplog: pytest.LogCaptureFixture
+async def test_a_peer_with_another_protocol_is_refused(
+    discoverable: Device, port: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     began = datetime.now(UTC) - timedelta(milliseconds=1)
-    for address in ((own_address(), port), soft_context(found).fabric().path):
+    for address in ((own_address(), port), soft_context(discoverable).fabric().path):
         with connect(address) as peer:
             peer.sendall(WRONG)
             await until_closed(peer)
-    first, second = found.refusals()
+    first, second = discoverable.refusals()
     assert began <= first.time <= second.time <= datetime.now(UTC)
     assert first.gid is None
     assert first.reason
-    told = soft_context(found).fabric()
+    told = soft_context(discoverable).fabric()
     assert (told.accepted, told.refused_peers, told.refused_frames) == (0, 2, 0)
     assert told.refusals == (first, second)
     logged = [(each.name, each.levelno, each.getMessage()) for each in caplog.records]
     assert logged == [
-        ("aioverbs.fabric", logging.WARNING, f"{found.name} rejected a peer: {each.reason}") for each in (first, second)
+        ("aioverbs.fabric", logging.WARNING, f"{discoverable.name} rejected a peer: {each.reason}")
+        for each in (first, second)
     ]
-    found.refusals()
+    discoverable.refusals()
     assert len(caplog.records) == 2, "each is told once"
 
 
-async def test_more_than_are_kept(found: Device, port: int, caplog: pytest.LogCaptureFixture) -> None:
+async def test_number_of_recorded_refusals_is_limited(
+    discoverable: Device, port: int, caplog: pytest.LogCaptureFixture
+) -> None:
     for _ in range(20):
         with connect((own_address(), port)) as peer:
             peer.sendall(WRONG)
             await until_closed(peer)
-    assert len(found.refusals()) == 16
-    assert caplog.records[0].getMessage() == f"{found.name} rejected 4 more peers before these"
+    assert len(discoverable.refusals()) == 16
+    assert caplog.records[0].getMessage() == f"{discoverable.name} rejected 4 more peers before these"
     assert len(caplog.records) == 17
 
 
-async def test_the_loop_logs_by_itself(
+async def test_the_loop_logs_refusals(
     monkeypatch: pytest.MonkeyPatch, directory: Path, port: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(peer_log, "INTERVAL_S", 0.01)
@@ -132,7 +135,7 @@ async def test_the_loop_logs_by_itself(
     assert len(caplog.records) == 1, "whatever number of contexts there are"
 
 
-async def test_closing_logs_what_is_left(directory: Path, port: int, caplog: pytest.LogCaptureFixture) -> None:
+async def test_closing_logs_remaining_refusals(directory: Path, port: int, caplog: pytest.LogCaptureFixture) -> None:
     async with open_device(f"soft0@{own_address()}:{port}"):
         with connect((own_address(), port)) as peer:
             peer.sendall(WRONG)
@@ -140,7 +143,7 @@ async def test_closing_logs_what_is_left(directory: Path, port: int, caplog: pyt
     assert len(caplog.records) == 1
 
 
-async def test_another_loop_takes_over(directory: Path, port: int) -> None:
+async def test_another_loop_takes_over_logging(directory: Path, port: int) -> None:
     device = open_device(f"soft0@{own_address()}:{port}")
     thread = threading.Thread(target=lambda: asyncio.run(opened(device)))
     thread.start()
@@ -158,7 +161,7 @@ async def opened(device: Device) -> None:
     await device.open()
 
 
-async def test_a_handler_of_signals_asks_in_the_middle(device: Device) -> None:
+async def test_refusals_from_a_signal_handler(device: Device) -> None:
     """In the thread that is at it already."""
     answers: queue.SimpleQueue[object] = queue.SimpleQueue()
 
@@ -170,10 +173,10 @@ async def test_a_handler_of_signals_asks_in_the_middle(device: Device) -> None:
     assert await asyncio.to_thread(answers.get, timeout=patience(10)) == device.refusals()
 
 
-async def test_who_says_nothing_yet(found: Device, port: int) -> None:
-    with connect((own_address(), port)), connect(soft_context(found).fabric().path):
-        await until(lambda: len(found.peers()) == 2)
-        over_tcp, over_unix = sorted(found.peers(), key=lambda peer: peer.transport or "")
+async def test_a_silent_peer(discoverable: Device, port: int) -> None:
+    with connect((own_address(), port)), connect(soft_context(discoverable).fabric().path):
+        await until(lambda: len(discoverable.peers()) == 2)
+        over_tcp, over_unix = sorted(discoverable.peers(), key=lambda peer: peer.transport or "")
         assert (over_tcp.transport, over_unix.transport) == ("tcp", "unix")
         assert (over_unix.process_id, over_unix.user_id) == (os.getpid(), os.geteuid())
         assert (over_tcp.process_id, over_tcp.user_id) == (None, None)
@@ -183,10 +186,10 @@ async def test_who_says_nothing_yet(found: Device, port: int) -> None:
             assert not peer.direct
             assert peer.gids == ()
             assert (peer.frames_in, peer.frames_out, peer.connections, peer.waiting_queue_pairs) == (0, 0, 0, 0)
-    await until(lambda: not found.peers())
+    await until(lambda: not discoverable.peers())
 
 
-async def test_an_address_that_is_taken(directory: Path, port: int) -> None:
+async def test_an_address_in_use(directory: Path, port: int) -> None:
     said = rf"ibv_open_device failed: EADDRINUSE .*{port}.*Address already in use"
     with socket.create_server((own_address(), port)), pytest.raises(VerbsError, match=said):
         await open_device(f"soft0@{own_address()}:{port}").open()
@@ -194,20 +197,20 @@ async def test_an_address_that_is_taken(directory: Path, port: int) -> None:
         pass
 
 
-async def test_a_directory_of_others(directory: Path, port: int) -> None:
+async def test_a_directory_writable_by_others(directory: Path, port: int) -> None:
     os.chmod(directory, 0o777)
     with pytest.raises(VerbsError, match=r"is writable by other users: chmod 0700 it"):
         await open_device(f"soft0@{own_address()}:{port}").open()
     os.chmod(directory, 0o700)
 
 
-async def test_others_have_none(device: Device) -> None:
+async def test_other_devices_have_no_refusals(device: Device) -> None:
     began = datetime.now(UTC)
     assert device.peers() == ()
     assert not [each for each in device.refusals() if each.time >= began]  # those of before are the process's
 
 
-async def test_in_one_process_there_is_no_fabric(directory: Path) -> None:
+async def test_a_device_of_one_process_has_no_fabric(directory: Path) -> None:
     async with open_device("soft0") as device:
         assert not soft_context(device).has_fabric
         told = soft_context(device).fabric()

@@ -28,7 +28,7 @@ async def serve() -> bytes:
         return bytes(region.buffer[32:36])
 
 
-def test_workers_that_open_after_the_fork() -> None:
+def test_workers_open_devices_after_the_fork() -> None:
     for _ in range(4):
         pid, moved = in_child(lambda: (os.getpid(), asyncio.run(serve())))
         assert moved == pid.to_bytes(4, "big")
@@ -47,7 +47,7 @@ def test_a_worker_forked_beside_an_open_device() -> None:
     assert len(asyncio.run(parent())) == 4
 
 
-def test_a_child_that_forgets_what_it_inherited_is_silent() -> None:
+def test_a_child_that_drops_inherited_resources_prints_nothing() -> None:
     opened: list[Device] = []
 
     def in_the_child() -> int:

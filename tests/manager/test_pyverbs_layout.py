@@ -47,7 +47,7 @@ def context_type(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     return device.Context
 
 
-def test_the_bridge_refuses_it(context_type: Any) -> None:
+def test_the_bridge_refuses_another_layout(context_type: Any) -> None:
     with pytest.raises(RuntimeError, match=r"this pyverbs \(pyverbs/device\.so\) has an unknown object layout"):
         pyverbs_bridge.context_capsule(context_type(name=NAME))
 

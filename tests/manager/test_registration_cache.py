@@ -78,7 +78,7 @@ async def use(pd: ProtectionDomain, buffer: "Buffer", access: AccessFlags = Acce
 
 
 @every_buffer
-async def test_what_comes_back_is_registered_once(pd: ProtectionDomain, make: Callable[[], Any]) -> None:
+async def test_a_buffer_used_again_is_registered_once(pd: ProtectionDomain, make: Callable[[], Any]) -> None:
     buffer = make()
     keys = {await use(pd, buffer) for _ in range(3)}
     assert len(keys) == 1
@@ -92,7 +92,7 @@ async def test_what_comes_back_is_registered_once(pd: ProtectionDomain, make: Ca
 
 
 @every_buffer
-async def test_what_only_the_cache_holds_is_evicted(pd: ProtectionDomain, make: Callable[[], Any]) -> None:
+async def test_buffers_held_only_by_the_cache_are_evicted(pd: ProtectionDomain, make: Callable[[], Any]) -> None:
     kept, lost = make(), make()
     await use(pd, kept)
     await use(pd, lost)
@@ -105,7 +105,7 @@ async def test_what_only_the_cache_holds_is_evicted(pd: ProtectionDomain, make: 
     assert counts(pd) == (1, 3, 2, 1)
 
 
-async def test_parts_and_access_are_told_apart(pd: ProtectionDomain) -> None:
+async def test_slices_and_access_flags_have_separate_entries(pd: ProtectionDomain) -> None:
     memory = bytearray(SIZE)
     whole = await use(pd, memory)
     for buffer, access in (
@@ -162,7 +162,7 @@ async def test_what_cannot_be_registered(pd: ProtectionDomain, device: Device) -
 # ---- Never stale
 
 
-async def test_memory_stays_where_it_is_until_it_is_dropped(pd: ProtectionDomain) -> None:
+async def test_cached_memory_is_not_moved_until_dropped(pd: ProtectionDomain) -> None:
     memory, mapping, numbers = bytearray(SIZE), mmap.mmap(-1, SIZE), array.array("B", bytes(SIZE))
     for buffer in (memory, mapping, numbers):
         await use(pd, buffer)
@@ -185,7 +185,7 @@ async def test_memory_stays_where_it_is_until_it_is_dropped(pd: ProtectionDomain
         await use(pd, mapping)
 
 
-async def test_memory_that_receives_are_posted_in_is_not_dropped(pd: ProtectionDomain) -> None:
+async def test_memory_of_posted_receives_is_not_dropped(pd: ProtectionDomain) -> None:
     memory = bytearray(SIZE)
     await use(pd, memory)
     async with pd.cache.region(memory) as region:
@@ -218,7 +218,7 @@ async def test_another_object_at_the_same_address(pd: ProtectionDomain) -> None:
     assert len(seen) == 20
 
 
-async def test_memory_of_nobody_is_not_kept(pd: ProtectionDomain) -> None:
+async def test_memory_without_an_owning_object_is_not_cached(pd: ProtectionDomain) -> None:
     pages = mmap.mmap(-1, SIZE)
     make = ctypes.pythonapi.PyMemoryView_FromMemory
     make.restype, make.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
@@ -228,7 +228,7 @@ async def test_memory_of_nobody_is_not_kept(pd: ProtectionDomain) -> None:
     assert counts(pd) == (0, 2, 0, 0)
 
 
-async def test_an_object_that_only_a_view_holds_is_kept(pd: ProtectionDomain) -> None:
+async def test_an_object_held_only_by_a_view_is_cached(pd: ProtectionDomain) -> None:
     view = memoryview(bytearray(SIZE))
     await use(pd, view)
     async with pd.cache.region(bytearray(1)):
@@ -241,7 +241,7 @@ async def test_an_object_that_only_a_view_holds_is_kept(pd: ProtectionDomain) ->
 # ---- Bounds
 
 
-async def test_the_longest_unused_goes(pd: ProtectionDomain) -> None:
+async def test_the_least_recently_used_entry_is_evicted(pd: ProtectionDomain) -> None:
     cache = pd.cache
     cache.max_bytes = 3 * SIZE
     buffers = [bytearray(SIZE) for _ in range(5)]
@@ -266,7 +266,7 @@ async def test_the_longest_unused_goes(pd: ProtectionDomain) -> None:
     assert cache.statistics().entries == 1
 
 
-async def test_what_is_too_large_drives_nothing_out(pd: ProtectionDomain) -> None:
+async def test_too_large_buffers_evict_nothing(pd: ProtectionDomain) -> None:
     small, large = bytearray(SIZE), bytearray(4 * SIZE)
     pd.cache.max_bytes = 3 * SIZE
     await use(pd, small)
@@ -277,7 +277,7 @@ async def test_what_is_too_large_drives_nothing_out(pd: ProtectionDomain) -> Non
     assert counts(pd) == (1, 3, 0, 1)
 
 
-async def test_what_is_in_use_stays(pd: ProtectionDomain) -> None:
+async def test_entries_in_use_are_not_evicted(pd: ProtectionDomain) -> None:
     pd.cache.max_bytes = SIZE
     one, two, three = (bytearray(SIZE) for _ in range(3))
     async with pd.cache.region(one) as first, pd.cache.region(one) as again:
@@ -308,7 +308,7 @@ async def test_dropping_waits_for_dma(pd: ProtectionDomain) -> None:
 
 
 @needs(Capability.FAULT_PLAN, Capability.OBJECT_COUNTS)
-async def test_one_that_cannot_be_evicted(pd: ProtectionDomain, device: Device) -> None:
+async def test_an_entry_that_fails_to_deregister(pd: ProtectionDomain, device: Device) -> None:
     one, two, three = (bytearray(SIZE) for _ in range(3))
     await use(pd, one)
     await use(pd, two)
@@ -324,7 +324,7 @@ async def test_one_that_cannot_be_evicted(pd: ProtectionDomain, device: Device) 
 # ---- Many at once, and the end
 
 
-async def test_it_is_registered_once_for_all_that_come(pd: ProtectionDomain, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_concurrent_users_share_one_registration(pd: ProtectionDomain, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("aioverbs._memory.region._LARGE_BYTES", 1)
     memory = bytearray(SIZE)
     keys = await asyncio.gather(*(use(pd, memory) for _ in range(5)))
@@ -333,7 +333,7 @@ async def test_it_is_registered_once_for_all_that_come(pd: ProtectionDomain, mon
     del memory
 
 
-async def test_a_cancelled_registration_is_done_by_the_next(
+async def test_a_cancelled_registration_is_repeated_by_the_next_waiter(
     pd: ProtectionDomain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("aioverbs._memory.region._LARGE_BYTES", 1)
@@ -349,7 +349,7 @@ async def test_a_cancelled_registration_is_done_by_the_next(
 
 
 @pytest.mark.parametrize("factory", LOOP_FACTORIES.values(), ids=LOOP_FACTORIES)
-async def test_loops_share_it(pd: ProtectionDomain, factory: Callable[[], asyncio.AbstractEventLoop]) -> None:
+async def test_loops_share_a_cache(pd: ProtectionDomain, factory: Callable[[], asyncio.AbstractEventLoop]) -> None:
     pd.cache.max_entries = 3
     buffers = [bytearray(SIZE) for _ in range(6)]
 
@@ -373,7 +373,7 @@ async def test_loops_share_it(pd: ProtectionDomain, factory: Callable[[], asynci
     assert statistics.misses - statistics.evictions == statistics.entries <= 3
 
 
-async def test_the_protection_domain_ends_it(device: Device) -> None:
+async def test_closing_the_protection_domain_closes_its_cache(device: Device) -> None:
     memory = bytearray(SIZE)
     async with (
         device.protection_domain() as pd,
@@ -395,7 +395,7 @@ async def test_the_protection_domain_ends_it(device: Device) -> None:
             pass
 
 
-async def test_a_region_that_somebody_closes_leaves(pd: ProtectionDomain) -> None:
+async def test_a_closed_region_leaves_the_cache(pd: ProtectionDomain) -> None:
     memory = bytearray(SIZE)
     async with pd.cache.region(memory) as region:
         await region.aclose()
@@ -404,7 +404,7 @@ async def test_a_region_that_somebody_closes_leaves(pd: ProtectionDomain) -> Non
     await use(pd, memory)
 
 
-async def test_a_forgotten_protection_domain_is_warned_of() -> None:
+async def test_a_collected_protection_domain_with_a_cache_warns() -> None:
     memory = bytearray(SIZE)
     async with open_device("soft0") as device:
         pd = await device.protection_domain().open()
@@ -468,7 +468,7 @@ class Caching(RuleBasedStateMachine):
         self.run(work())
 
     @invariant()
-    def it_is_bounded(self) -> None:
+    def size_is_bounded(self) -> None:
         hits, misses, evictions, entries = counts(self.pd)
         assert misses - evictions >= entries <= 4
         assert self.pd.cache.statistics().bytes <= 10_000

@@ -177,7 +177,7 @@ async def test_refusals(
     close(await exchange(ends, stand_in, shared))
 
 
-async def test_what_was_closed_meanwhile(ends: Ends, stand_in: StandIn, shared: Share) -> None:
+async def test_a_domain_closed_during_the_exchange(ends: Ends, stand_in: StandIn, shared: Share) -> None:
     stand_in.closed = True
     with pytest.raises(VerbsError, match="ENOENT"):
         await exchange(ends, stand_in, shared)
@@ -187,7 +187,7 @@ async def test_what_was_closed_meanwhile(ends: Ends, stand_in: StandIn, shared: 
         await exchange(ends, stand_in, shared)
 
 
-async def test_in_pieces(ends: Ends, stand_in: StandIn, shared: Share) -> None:
+async def test_request_and_reply_in_pieces(ends: Ends, stand_in: StandIn, shared: Share) -> None:
     """Byte by byte, the descriptors with any of them."""
     near, far = ends
     request = Request.make(ID, KEY, bytes(16))
@@ -214,7 +214,7 @@ async def test_in_pieces(ends: Ends, stand_in: StandIn, shared: Share) -> None:
     assert far.recv(64) == b"next"  # not a byte more was taken
 
 
-async def test_what_the_socket_takes_in_pieces(ends: Ends, stand_in: StandIn, shared: Share) -> None:
+async def test_partial_sends(ends: Ends, stand_in: StandIn, shared: Share) -> None:
     class Narrow(socket.socket):
         """One that takes seven bytes at a time."""
 
@@ -262,7 +262,7 @@ def one_free_descriptor() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-async def test_more_descriptors_than_the_process_may_have(ends: Ends, stand_in: StandIn, shared: Share) -> None:
+async def test_more_descriptors_than_the_process_limit(ends: Ends, stand_in: StandIn, shared: Share) -> None:
     near, far = ends
     receiving = asyncio.create_task(receive(far, ID, KEY))
     asked = Request.parse(await asyncio.get_running_loop().sock_recv(near, Request.SIZE))
@@ -273,7 +273,7 @@ async def test_more_descriptors_than_the_process_may_have(ends: Ends, stand_in: 
     assert not await asyncio.get_running_loop().sock_recv(near, 1)
 
 
-async def test_descriptors_that_nobody_asked_for(ends: Ends, stand_in: StandIn, shared: Share) -> None:
+async def test_unexpected_descriptors_are_closed(ends: Ends, stand_in: StandIn, shared: Share) -> None:
     near, far = ends
     attach(far, Request.make(ID, KEY, bytes(16)).pack(), stand_in.dup_cmd_fd(), stand_in.dup_cmd_fd())
     with pytest.raises(VerbsError, match=r"EPROTO .*attached more than 0 descriptors"):
@@ -282,7 +282,7 @@ async def test_descriptors_that_nobody_asked_for(ends: Ends, stand_in: StandIn, 
     assert not await asyncio.get_running_loop().sock_recv(far, 1)
 
 
-async def test_a_request_in_pieces_takes_no_descriptors(ends: Ends, stand_in: StandIn, shared: Share) -> None:
+async def test_descriptors_of_a_request_in_pieces_are_closed(ends: Ends, stand_in: StandIn, shared: Share) -> None:
     """However many come, with however many pieces: the process has those that it needs."""
     near, far = ends
     before = descriptors_at_first()
@@ -296,7 +296,7 @@ async def test_a_request_in_pieces_takes_no_descriptors(ends: Ends, stand_in: St
     assert len(descriptors() - before) <= 200  # of one piece, in the thread that closes them
 
 
-async def test_a_file_that_is_no_memory(ends: Ends, tmp_path: Path) -> None:
+async def test_a_descriptor_that_is_not_shared_memory(ends: Ends, tmp_path: Path) -> None:
     """Nothing is asked of it that it may keep waiting."""
     near, far = ends
     receiving = asyncio.create_task(receive(far, ID, KEY))
@@ -307,7 +307,7 @@ async def test_a_file_that_is_no_memory(ends: Ends, tmp_path: Path) -> None:
         await receiving
 
 
-def test_a_file_that_another_process_has_a_lease_on() -> None:
+def test_a_file_under_lease_is_not_waited_for() -> None:
     """It is not waited for until the kernel breaks that, after 45 seconds."""
     made = os.memfd_create("test")
     leased = os.open(f"/proc/self/fd/{made}", os.O_RDONLY)
@@ -320,7 +320,7 @@ def test_a_file_that_another_process_has_a_lease_on() -> None:
     shared.destroy()
 
 
-async def test_a_device_is_told_in_one_printable_line(ends: Ends) -> None:
+async def test_device_names_are_escaped_in_messages(ends: Ends) -> None:
     near, far = ends
     receiving = asyncio.create_task(receive(far, ID, KEY))
     await asyncio.get_running_loop().sock_recv(near, Request.SIZE)
@@ -349,7 +349,7 @@ def lingering() -> Iterator[int]:
 
 
 @pytest.mark.parametrize("out_of_band", [False, True])
-async def test_a_descriptor_whose_close_waits(
+async def test_closing_a_lingering_socket_does_not_block_the_loop(
     ends: Ends, stand_in: StandIn, shared: Share, lingering: int, out_of_band: bool
 ) -> None:
     """The loop does not wait for that."""
@@ -362,7 +362,7 @@ async def test_a_descriptor_whose_close_waits(
     assert time.monotonic() - begin < LINGERS / 2
 
 
-async def test_a_descriptor_whose_close_waits_and_that_finds_no_room(
+async def test_closing_a_lingering_socket_beyond_the_descriptor_limit(
     ends: Ends, stand_in: StandIn, shared: Share, lingering: int
 ) -> None:
     near, far = ends
@@ -393,7 +393,7 @@ async def test_another_version(ends: Ends, stand_in: StandIn, shared: Share) -> 
 
 
 @pytest.mark.parametrize(("how", "count"), [("closed", 0), ("reset", 1), ("closed", Request.SIZE - 1)])
-async def test_a_peer_that_goes_before_its_request(
+async def test_a_peer_that_disconnects_before_its_request(
     ends: Ends, stand_in: StandIn, shared: Share, count: int, how: str
 ) -> None:
     near, far = ends
@@ -409,7 +409,9 @@ async def test_a_peer_that_goes_before_its_request(
 
 
 @pytest.mark.parametrize("count", [0, 1, Reply.SIZE - 1])
-async def test_a_peer_that_goes_before_its_reply(ends: Ends, stand_in: StandIn, shared: Share, count: int) -> None:
+async def test_a_peer_that_disconnects_before_its_reply(
+    ends: Ends, stand_in: StandIn, shared: Share, count: int
+) -> None:
     near, far = ends
     receiving = asyncio.create_task(receive(far, ID, KEY))
     asked = Request.parse(await asyncio.get_running_loop().sock_recv(near, Request.SIZE))
@@ -422,7 +424,7 @@ async def test_a_peer_that_goes_before_its_reply(ends: Ends, stand_in: StandIn, 
         await receive(far, ID, KEY)
 
 
-async def test_cancelled_wherever_it_waits(ends: Ends, stand_in: StandIn, shared: Share) -> None:
+async def test_cancellation_at_each_await(ends: Ends, stand_in: StandIn, shared: Share) -> None:
     near, far = ends
 
     async def cancelled(task: asyncio.Task[object]) -> None:
@@ -457,7 +459,7 @@ def fill(sock: socket.socket) -> None:
             sock.send(bytes(4096))
 
 
-async def test_other_sockets(stand_in: StandIn, shared: Share) -> None:
+async def test_unsupported_sockets(stand_in: StandIn, shared: Share) -> None:
     with socket.socket(socket.AF_UNIX) as blocking, pytest.raises(ValueError, match=r"setblocking\(False\)"):
         await answer(blocking, stand_in.context, shared)
     for family, kind in ((socket.AF_UNIX, socket.SOCK_DGRAM), (socket.AF_INET, socket.SOCK_STREAM)):
@@ -472,7 +474,7 @@ async def test_other_sockets(stand_in: StandIn, shared: Share) -> None:
 
 
 @given(st.binary(max_size=200))
-def test_bytes_that_are_no_message(data: bytes) -> None:
+def test_invalid_messages(data: bytes) -> None:
     for kind in (Request, Reply):
         with pytest.raises(VerbsError) as caught:
             kind.parse(data)
@@ -506,7 +508,7 @@ def test_a_message_with_a_bit_turned(data: st.DataObject, kind: type[Request] | 
     st.text(st.characters(codec="ascii", exclude_characters="\0"), min_size=1, max_size=63),
     st.integers(0, (1 << 32) - 1),
 )
-def test_there_and_back(shared_id: int, key: int, nonce: bytes, name: str, handle: int) -> None:
+def test_message_round_trip(shared_id: int, key: int, nonce: bytes, name: str, handle: int) -> None:
     request = Request.make(shared_id, key, nonce)
     assert Request.parse(request.pack()) == request
     assert request.proves(key)
@@ -520,7 +522,7 @@ def test_there_and_back(shared_id: int, key: int, nonce: bytes, name: str, handl
 
 
 @given(st.binary(min_size=1, max_size=2 * Request.SIZE), st.sampled_from(list(LOOP_FACTORIES.values())))
-def test_anything_over_the_socket(data: bytes, factory: object) -> None:
+def test_arbitrary_bytes_over_the_socket(data: bytes, factory: object) -> None:
     async def run() -> None:
         near, far = socket.socketpair()
         near.setblocking(False)
@@ -541,7 +543,7 @@ def test_anything_over_the_socket(data: bytes, factory: object) -> None:
     assert descriptors() <= before
 
 
-def test_ids_tell_the_device() -> None:
+def test_ids_depend_on_the_device() -> None:
     assert device_of(ID) == "0002:c903:00a1:b2c3"
     assert share_id(GUID, "mlx5_1", NUMBER) == ID
     # Virtual functions may have no GUID: then their names tell.
@@ -551,7 +553,7 @@ def test_ids_tell_the_device() -> None:
 # ---- Who is the last
 
 
-def test_the_last_one_is_one(shared: Share) -> None:
+def test_exactly_one_instance_is_the_last(shared: Share) -> None:
     before = descriptors_at_first()
     first, second, third = shared.join(), shared.join(), shared.join()
     assert not second.is_last()
@@ -574,7 +576,7 @@ def test_the_last_one_is_one(shared: Share) -> None:
     assert descriptors() == before
 
 
-def test_who_dies_is_no_instance_any_more(shared: Share) -> None:
+def test_a_dead_process_is_not_counted_as_an_instance(shared: Share) -> None:
     def in_the_child() -> bool:
         return shared.join().is_last()  # and keeps it
 
@@ -655,7 +657,7 @@ async def test_another_software_device_of_this_process(device: Device, ends: End
 
 
 @software
-async def test_memory_that_there_is_not(device: Device) -> None:
+async def test_missing_shared_memory(device: Device) -> None:
     async with device.protection_domain() as pd:
         with pytest.raises(VerbsError, match=r"EINVAL .*open share\(\) first"):
             pd.shared_memory  # noqa: B018
@@ -670,7 +672,7 @@ async def test_memory_that_there_is_not(device: Device) -> None:
 
 
 @software
-async def test_names_of_devices_that_are_none(device: Device, ends: Ends) -> None:
+async def test_invalid_device_names(device: Device, ends: Ends) -> None:
     async with device.protection_domain() as pd, pd.share(KEY) as shared:
         for name, error in (("mlx5_0", DeviceNotFoundError), ("soft0@nowhere", ValueError)):
             sending = asyncio.create_task(shared.send(ends[0]))
@@ -699,7 +701,7 @@ async def test_other_descriptors_than_one(ends: Ends, stand_in: StandIn, shared:
 
 
 @needs(Capability.SHARED_DOMAINS)
-async def test_a_file_that_is_no_domain(ends: Ends, shared: Share) -> None:
+async def test_a_file_that_is_not_a_domain(ends: Ends, shared: Share) -> None:
     near, far = ends
     device = import_device(far, ID, KEY)
     opening = asyncio.create_task(device.open())
@@ -712,7 +714,7 @@ async def test_a_file_that_is_no_domain(ends: Ends, shared: Share) -> None:
 
 
 @needs(Capability.SHARED_DOMAINS)
-async def test_the_three_errors_of_the_software_device(device: Device, ends: Ends) -> None:
+async def test_errors_of_the_software_device(device: Device, ends: Ends) -> None:
     async with device.protection_domain() as pd, pd.share(KEY) as shared:
         for shared_id, key, error, said in (
             (shared.id, KEY ^ 1, errno.EACCES, "the share key is wrong"),
@@ -734,7 +736,7 @@ async def test_the_three_errors_of_the_software_device(device: Device, ends: End
 
 
 @pytest.mark.parametrize("busy", [False, True], ids=["", "busy"])
-async def test_two_who_open_it_at_once(
+async def test_two_concurrent_opens_of_one_domain(
     stand_in: StandIn, shared: Share, ends: Ends, monkeypatch: pytest.MonkeyPatch, busy: bool
 ) -> None:
     """Each asks; one of them gets it, and of the other's nothing is left."""
@@ -775,7 +777,7 @@ def two_at_once(
     return receive_in_turn
 
 
-async def test_a_device_that_is_not_imported_leaves_nothing(ends: Ends, stand_in: StandIn, shared: Share) -> None:
+async def test_a_failed_import_leaks_nothing(ends: Ends, stand_in: StandIn, shared: Share) -> None:
     """Everything is right but what the descriptor is of."""
     before = descriptors_at_first()
     device = import_device(ends[1], ID, KEY)

@@ -24,7 +24,7 @@ async def opened() -> AsyncIterator[tuple[Device, ProtectionDomain, ResourceDoma
         yield device, pd, domain
 
 
-def test_what_anyone_may_use_works() -> None:
+def test_shared_resources_work_from_trio() -> None:
     async def main() -> None:
         async with (
             opened() as (device, pd, domain),
@@ -68,7 +68,7 @@ ATTEMPTS: dict[str, Attempt] = {
 }
 
 
-def test_what_needs_a_loop_says_so() -> None:
+def test_resources_of_a_loop_raise_from_trio() -> None:
     async def main() -> None:
         async with opened() as (device, pd, domain):
             before = device.statistics().objects
@@ -80,7 +80,7 @@ def test_what_needs_a_loop_says_so() -> None:
     trio.run(main)
 
 
-def test_calls_to_an_owner_say_so() -> None:
+def test_cross_loop_calls_raise_from_trio() -> None:
     async def make() -> Affinity:
         return Affinity.of_running_loop()
 
@@ -94,7 +94,7 @@ def test_calls_to_an_owner_say_so() -> None:
     loop.close()
 
 
-def test_to_wait_for_the_end_says_so_and_leaves_nothing_unawaited() -> None:
+def test_wait_uncancelled_raises_from_trio_and_closes_its_coroutine() -> None:
     async def main() -> None:
         with pytest.raises(RuntimeError, match="needs an asyncio event loop, and this is a trio task"):
             await wait_uncancelled(asyncio.sleep(0))

@@ -113,7 +113,7 @@ async def test_a_write_is_awaited(device: Device, model: ThreadModel) -> None:
     assert not any(count for _, count in device.statistics().objects)
 
 
-async def test_queues_of_a_protection_domain_are_anybodys(device: Device) -> None:
+async def test_queues_of_a_protection_domain_are_usable_from_any_loop(device: Device) -> None:
     async with (
         device.protection_domain() as pd,
         pd.register(64, REMOTE) as region,
@@ -150,7 +150,7 @@ async def test_a_failed_write_is_an_error(device: Device) -> None:
         assert str(broken.value.__cause__) == str(caught.value)
 
 
-async def test_what_is_wrong_is_said_before_the_verb(device: Device) -> None:
+async def test_wrong_arguments_are_refused_before_the_verb(device: Device) -> None:
     async with ends(device) as pair:
         with pytest.raises(ValueError, match="5 bytes of local memory do not match the 6"):
             await pair.near.write(pair.source[:5], pair.target.remote()[:6])
@@ -164,7 +164,7 @@ async def test_what_is_wrong_is_said_before_the_verb(device: Device) -> None:
 
 
 @needs(Capability.FAULT_PLAN)
-async def test_one_that_is_not_posted_leaves_nothing(device: Device) -> None:
+async def test_a_write_that_is_not_posted_leaks_nothing(device: Device) -> None:
     async with ends(device) as pair:
         device.faults.fail("post_send", errno.ENOMEM)
         with pytest.raises(VerbsError, match="ENOMEM"):
@@ -174,7 +174,7 @@ async def test_one_that_is_not_posted_leaves_nothing(device: Device) -> None:
 
 
 @pytest.mark.parametrize("kind", ["native", "anyio"])
-async def test_a_cancelled_write_goes_on_with_its_memory(device: Device, kind: str) -> None:
+async def test_a_cancelled_write_continues_and_keeps_its_memory(device: Device, kind: str) -> None:
     async with ends(device) as pair:
         hold(device, pair.near)
         if kind == "anyio":
@@ -196,16 +196,16 @@ async def test_a_cancelled_write_goes_on_with_its_memory(device: Device, kind: s
         assert len(pair.source.pins) == 0
 
 
-def fall_silent(pair: Ends) -> None:
+def stop_answering(pair: Ends) -> None:
     """From here on nobody answers the near end, which goes on asking for half a minute."""
     pair.far.to_reset()
     pair.near.to_reset()
     pair.near.connect(pair.far.local_endpoint(), timeout=20)
 
 
-async def test_closing_the_queue_pair_ends_its_writes(device: Device) -> None:
+async def test_closing_the_queue_pair_flushes_its_writes(device: Device) -> None:
     async with ends(device) as pair:
-        fall_silent(pair)
+        stop_answering(pair)
         writes = [asyncio.create_task(pair.write(b"x", each)) for each in range(3)]
         await asyncio.sleep(0.01)
         await pair.near.aclose()
@@ -217,7 +217,9 @@ async def test_closing_the_queue_pair_ends_its_writes(device: Device) -> None:
 
 
 @needs(Capability.FAULT_PLAN)
-async def test_what_never_completes_ends_with_its_queue_pair(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_writes_that_never_complete_end_with_their_queue_pair(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("aioverbs._verbs.queue_pair._FLUSH_S", 0.05)
     async with ends(device) as pair:
         hold(device, pair.near)
@@ -230,7 +232,7 @@ async def test_what_never_completes_ends_with_its_queue_pair(device: Device, mon
 
 
 @needs(Capability.FAULT_PLAN)
-async def test_a_broken_completion_queue_tells_everybody(device: Device) -> None:
+async def test_a_failed_completion_queue_fails_all_writes(device: Device) -> None:
     async with ends(device) as pair:
         hold(device, pair.near)
         writes = [asyncio.create_task(pair.write(b"x", each)) for each in range(3)]
@@ -245,7 +247,7 @@ async def test_a_broken_completion_queue_tells_everybody(device: Device) -> None
 @every_model
 async def test_a_lost_device_ends_its_writes(device: Device, model: ThreadModel) -> None:
     async with open_device("soft0", execution="thread") as other, ends(other, model) as pair:
-        fall_silent(pair)
+        stop_answering(pair)
         writes = [asyncio.create_task(pair.write(b"x", each)) for each in range(3)]
         await asyncio.sleep(0.01)
         other.faults.lose_device()
@@ -258,7 +260,7 @@ async def test_a_lost_device_ends_its_writes(device: Device, model: ThreadModel)
         assert (await anext(events)).event_type is EventType.DEVICE_FATAL, "whoever asks hears of it still"
 
 
-async def test_nobody_else_writes(device: Device) -> None:
+async def test_other_callers_cannot_write(device: Device) -> None:
     async with ends(device) as pair, pair.domain.completion_queue(64) as cq:
 
         async def wrong() -> None:
@@ -286,7 +288,7 @@ async def test_nobody_else_writes(device: Device) -> None:
 
 
 @needs(Capability.FAULT_PLAN)
-async def test_every_verb_that_fails_leaves_nothing_behind(device: Device) -> None:
+async def test_failure_of_any_verb_leaks_nothing(device: Device) -> None:
     faults = device.faults
 
     async def use() -> None:
@@ -324,7 +326,7 @@ async def test_every_verb_that_fails_leaves_nothing_behind(device: Device) -> No
         assert not any(count for _, count in device.statistics().objects), k
 
 
-async def test_states_of_what_is_made(device: Device) -> None:
+async def test_resource_states(device: Device) -> None:
     async with device.resource_domain() as domain:
         cq = domain.completion_queue(64)
         qp = domain.queue_pair(cq)
@@ -335,7 +337,7 @@ async def test_states_of_what_is_made(device: Device) -> None:
 
 
 @pytest.mark.parametrize("kind", [QpType.UC, QpType.RC], ids=lambda kind: kind.name)
-async def test_types_that_write(device: Device, kind: QpType) -> None:
+async def test_queue_pair_types_that_write(device: Device, kind: QpType) -> None:
     async with (
         device.resource_domain() as domain,
         domain.register(64, REMOTE) as region,

@@ -11,12 +11,12 @@ from aioverbs._sharing.exchange import _is_device
 from tests.sharing.fuse import silent_file
 
 
-def test_a_file_whose_server_is_silent(tmp_path: Path) -> None:
+def test_a_fuse_file_whose_server_does_not_answer(tmp_path: Path) -> None:
     with silent_file(tmp_path) as descriptor:
         assert not _is_device(descriptor)
 
 
-def test_devices_and_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_files_are_told_from_other_files(monkeypatch: pytest.MonkeyPatch) -> None:
     number = os.stat("/dev/null").st_rdev
     monkeypatch.setattr(exchange, "device_numbers", lambda: {(os.major(number), os.minor(number))})
     with open("/dev/null", "rb") as device, open("/dev/zero", "rb") as other, open(__file__, "rb") as file:
@@ -36,7 +36,7 @@ def test_devices_and_others(monkeypatch: pytest.MonkeyPatch) -> None:
             os.close(writing)
 
 
-def test_the_numbers_of_rdma_devices(tmp_path: Path) -> None:
+def test_device_numbers_of_rdma_devices(tmp_path: Path) -> None:
     assert not device_numbers(tmp_path)
     devices = tmp_path / "sys/class/infiniband_verbs"
     for name, number in (("uverbs0", "231:192\n"), ("uverbs33", "510:1\n")):

@@ -62,7 +62,7 @@ async def test_is_completely_interchangeable_with_its_protection_domain(device: 
             handle.destroy()
 
 
-async def test_whatever_is_made_from_a_protection_domain_is_made_from_a_parent_domain(device: Device) -> None:
+async def test_resources_of_a_protection_domain_can_be_made_from_a_parent_domain(device: Device) -> None:
     """ "can be used as an input argument to any function accepting a struct ibv_pd": by another parent domain, a
     resource domain and a pool of workers, none of which takes over its thread domain or allocator."""
     allocator = Recording()
@@ -126,7 +126,7 @@ async def test_the_thread_domain_may_be_null(device: Device, with_td: bool) -> N
             assert domain.handle.td is (td.handle if with_td else None)
 
 
-async def test_the_thread_domain_is_nothing_else(device: Device) -> None:
+async def test_the_thread_domain_must_be_a_thread_domain(device: Device) -> None:
     """ "reference to a thread domain, or NULL" """
     async with device.protection_domain() as pd:
         given: Any
@@ -136,7 +136,7 @@ async def test_the_thread_domain_is_nothing_else(device: Device) -> None:
         assert pd.statistics().children == 0
 
 
-async def test_an_allocator_is_nothing_else(device: Device) -> None:
+async def test_the_allocator_must_be_an_allocator(device: Device) -> None:
     """One that could only fail in the middle of a verb is refused before."""
     async with device.protection_domain() as pd:
         given: Any
@@ -154,7 +154,7 @@ async def test_an_allocator_is_nothing_else(device: Device) -> None:
 
 
 @needs(Capability.FAULT_PLAN)
-async def test_what_is_made_with_it_should_be_destroyed_before_it(device: Device) -> None:
+async def test_resources_should_be_destroyed_before_it(device: Device) -> None:
     """ "ibv_dealloc_pd() will deallocate the parent domain … All resources created with the parent domain should be
     destroyed prior to deallocating the parent domain." """
     async with device.protection_domain() as pd, pd.parent_domain() as domain:
@@ -166,7 +166,7 @@ async def test_what_is_made_with_it_should_be_destroyed_before_it(device: Device
         queue.destroy()
 
 
-class Told(Recording):
+class ParentDomainRecorder(Recording):
     """Remembers the parent domains, and their contexts, that it was asked and given back for."""
 
     def __init__(self) -> None:
@@ -187,7 +187,7 @@ async def test_provider_memory_comes_from_the_allocator(device: Device) -> None:
     """ "Provider memory allocations will use this function to allocate the needed memory. The allocation function is
     passed the parent domain pd and the user-specified context pd_context. In addition, the callback receives
     the size and the alignment of the requested buffer, as well a vendor-specific resource_type" """
-    allocator = Told()
+    allocator = ParentDomainRecorder()
     async with device.protection_domain() as pd, pd.parent_domain(allocator=allocator, context="mine") as domain:
         assert domain.native_allocators
         assert domain.context == "mine"
@@ -208,7 +208,7 @@ async def test_the_context_is_passed_back_to_the_allocator(device: Device) -> No
     """ "A pointer for additional user-specific data to be associated with this parent domain. The pointer is passed
     back to the custom allocator functions": that of each domain, through an allocator that records, too. Buffers have
     none."""
-    allocator = Told()
+    allocator = ParentDomainRecorder()
     async with (
         device.protection_domain() as pd,
         pd.parent_domain(allocator=allocator, context="one") as one,
@@ -236,7 +236,7 @@ async def test_null_designates_an_error(device: Device) -> None:
         assert caught.value.errno == errno.ENOMEM
 
 
-async def test_the_default_allocator_may_be_asked_for(device: Device) -> None:
+async def test_the_default_allocator_may_be_requested(device: Device) -> None:
     """ "It may also return IBV_ALLOCATOR_USE_DEFAULT asking the callee to allocate the buffer using the default
     allocator." What the default allocator gave is not given to the other one's `free`."""
     allocator = Recording(lambda *_: parent_domain.USE_DEFAULT)

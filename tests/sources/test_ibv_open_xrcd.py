@@ -42,7 +42,7 @@ asyncio.run(main(sys.argv[1], int(sys.argv[2])))
 
 
 @dataclass
-class Other:
+class OtherProcess:
     process: asyncio.subprocess.Process
 
     async def ask(self, line: str) -> str:
@@ -57,13 +57,13 @@ class Other:
 
 
 @contextlib.asynccontextmanager
-async def another_process(device: Device, fd: int) -> AsyncIterator[Other]:
+async def another_process(device: Device, fd: int) -> AsyncIterator[OtherProcess]:
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-P", "-c", OTHER, device.name, str(fd)), stdin=pipe, stdout=pipe, pass_fds=[fd]
     )
     try:
-        yield Other(process)
+        yield OtherProcess(process)
     finally:
         if process.returncode is None:
             process.kill()
@@ -179,7 +179,7 @@ async def test_errno_indicates_the_failure_reason(device: Device) -> None:
 
 
 @needs(Capability.XRC_DOMAINS)
-async def test_closing_fails_while_something_is_associated(device: Device) -> None:
+async def test_closing_fails_while_a_resource_is_associated(device: Device) -> None:
     """ "ibv_close_xrcd() may fail if any other resource is still associated with the XRCD being closed." """
     domain = await device.xrc_domain().open()
     async with domain.queue_pair():

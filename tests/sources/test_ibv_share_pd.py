@@ -47,7 +47,7 @@ async def test_every_instance_is_deallocated_and_the_last_removes_it(device: Dev
 
 
 @needs(Capability.SHARED_DOMAINS)
-async def test_what_one_instance_registers_the_queue_pairs_of_another_use(device: Device) -> None:
+async def test_queue_pairs_of_one_instance_use_memory_of_another(device: Device) -> None:
     """ "the same PD is shared by multiple contexts of an RDMA device" """
     async with open_device("soft0") as other, device.protection_domain() as pd, pd.share(KEY) as shared:
         access = AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_WRITE
@@ -86,7 +86,7 @@ async def test_a_resource_lives_as_long_as_its_instance(device: Device) -> None:
 
 
 @needs(Capability.SHARED_DOMAINS)
-async def test_not_among_different_devices(device: Device) -> None:
+async def test_different_devices_cannot_share(device: Device) -> None:
     """ "Sharing PD is not supported among 'ibv_context' created for different RDMA devices." """
     async with open_device("soft0") as other, device.protection_domain() as pd, pd.share(KEY) as shared:
         guid = int.from_bytes(device.attributes().node_guid)

@@ -105,7 +105,7 @@ async def test_queue_pairs_and_completion_queues_of_a_domain_have_its_message_mo
 
 
 @needs(Capability.XRC_DOMAINS)
-async def test_so_have_shared_receive_queues_of_xrc(device: Device) -> None:
+async def test_xrc_shared_receive_queues_have_its_message_model(device: Device) -> None:
     """ "associated objects" """
     async with (
         device.xrc_domain() as xrc_domain,

@@ -41,7 +41,7 @@ def result(pytester: pytest.Pytester) -> pytest.RunResult:
     return pytester.runpytest_subprocess("-p", "no:randomly", "-p", "no:cacheprovider")
 
 
-def test_what_is_left_open_is_told_once(result: pytest.RunResult) -> None:
+def test_leaked_resources_are_reported_once(result: pytest.RunResult) -> None:
     """In both ways of execution; the next test begins with nothing, and who failed already is not failed twice."""
     result.assert_outcomes(passed=4, failed=2, errors=2)
     result.stdout.fnmatch_lines(["*left open: <Context of soft0*", "*ValueError: for a reason of its own*"])

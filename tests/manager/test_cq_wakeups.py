@@ -39,7 +39,7 @@ TURN = 256  # completions are taken in one turn of the loop
 
 @pytest.mark.every_way
 @needs(Capability.FAULT_PLAN)
-async def test_a_loop_that_sleeps_is_woken(device: Device) -> None:
+async def test_an_idle_loop_is_woken(device: Device) -> None:
     async with ends(device) as pair, asyncio.timeout(patience(10)):
         faults = device.faults
         hold(device, pair.near)
@@ -52,7 +52,7 @@ async def test_a_loop_that_sleeps_is_woken(device: Device) -> None:
         assert pair.cq.statistics().wakeups == 1
 
 
-async def test_more_than_a_turn(device: Device) -> None:
+async def test_more_completions_than_one_turn_takes(device: Device) -> None:
     """Others run between a turn's completions and the next ones."""
     many = 2 * TURN + 88
     async with (
@@ -76,7 +76,7 @@ async def test_more_than_a_turn(device: Device) -> None:
 
 
 @pytest.mark.every_way
-async def test_a_queue_that_overflows_tells_everybody(device: Device) -> None:
+async def test_an_overflow_fails_all_waiters(device: Device) -> None:
     """Queue pairs reserve their room: only who posts by handles of his own comes so far."""
     async with ends(device) as pair, asyncio.timeout(patience(10)):
         cq, pd = pair.cq.handle, pair.domain.handle
@@ -111,7 +111,7 @@ async def test_a_queue_that_overflows_tells_everybody(device: Device) -> None:
 
 
 @needs(Capability.FAULT_PLAN)
-async def test_who_waits_where_a_queue_breaks_is_told(device: Device) -> None:
+async def test_a_failed_queue_fails_waiters_for_space(device: Device) -> None:
     async with (
         ends(device, capabilities=QpCapabilities(max_send_wr=2, max_recv_wr=1)) as pair,
         asyncio.timeout(patience(10)),
@@ -128,7 +128,7 @@ async def test_who_waits_where_a_queue_breaks_is_told(device: Device) -> None:
 
 
 @pytest.mark.every_way
-async def test_a_queue_whose_loop_is_gone_takes_no_work(device: Device) -> None:
+async def test_a_queue_of_a_closed_loop_refuses_work(device: Device) -> None:
     async with device.protection_domain() as pd, pd.register(64, REMOTE) as region:
         cq = pd.completion_queue(64)
         await asyncio.to_thread(asyncio.run, cq.open())
@@ -142,7 +142,7 @@ async def test_a_queue_whose_loop_is_gone_takes_no_work(device: Device) -> None:
 
 
 @pytest.mark.every_way
-async def test_what_was_posted_before_its_loop_was_gone_is_looked_for_but_not_waited_for(device: Device) -> None:
+async def test_work_posted_before_its_loop_closed_is_polled_but_not_awaited(device: Device) -> None:
     async with device.protection_domain() as pd, pd.register(64, REMOTE) as region, asyncio.timeout(patience(10)):
         loop = asyncio.new_event_loop()
         cq = pd.completion_queue(64)
@@ -161,7 +161,7 @@ async def test_what_was_posted_before_its_loop_was_gone_is_looked_for_but_not_wa
 
 
 @needs(Capability.FAULT_PLAN)
-async def test_a_queue_that_could_not_be_closed_takes_no_work(device: Device) -> None:
+async def test_a_queue_that_failed_to_close_refuses_work(device: Device) -> None:
     async with device.protection_domain() as pd, pd.register(64, REMOTE) as region:
         cq = await pd.completion_queue(64).open()
         device.faults.fail("destroy_cq", errno.EIO)
@@ -174,7 +174,7 @@ async def test_a_queue_that_could_not_be_closed_takes_no_work(device: Device) ->
 
 
 @needs(Capability.FAULT_PLAN)
-async def test_a_queue_that_was_let_go_of_is_not_looked_into(device: Device) -> None:
+async def test_a_queue_being_closed_is_not_polled(device: Device) -> None:
     """A further turn that was due comes while another thread closes the queue: it must not be inside then."""
     faults = device.faults
     async with device.protection_domain() as pd, pd.register(64, REMOTE) as region:
@@ -194,7 +194,7 @@ async def test_a_queue_that_was_let_go_of_is_not_looked_into(device: Device) -> 
 
 
 @needs(Capability.FAULT_PLAN)
-async def test_a_queue_that_breaks_harms_no_other(device: Device) -> None:
+async def test_a_failed_queue_does_not_affect_others(device: Device) -> None:
     async with ends(device) as pair, ends(device) as other, asyncio.timeout(patience(10)):
         hold(device, other.near)
         writing = asyncio.create_task(other.write(b"goes on"))
@@ -210,7 +210,7 @@ async def test_a_queue_that_breaks_harms_no_other(device: Device) -> None:
         assert bytes(other.target.buffer[:7]) == b"goes on"
 
 
-class Staying:
+class StayingAllocator:
     """An allocator inside of which a thread stays, and so inside of a verb of its domain."""
 
     def __init__(self) -> None:
@@ -229,7 +229,7 @@ class Staying:
 
 
 @asynccontextmanager
-async def somebody_inside(domain: ResourceDomain, staying: Staying) -> AsyncIterator[Callable[[], object]]:
+async def thread_inside(domain: ResourceDomain, staying: StayingAllocator) -> AsyncIterator[Callable[[], object]]:
     """A thread is inside of the domain, until what this gives is called."""
     staying.stays = True
     cq = domain.completion_queue(8)
@@ -245,8 +245,8 @@ async def somebody_inside(domain: ResourceDomain, staying: Staying) -> AsyncIter
 
 @pytest.mark.every_way
 @needs(Capability.PARENT_DOMAINS)
-async def test_an_event_that_meets_another_thread_is_not_lost(device: Device) -> None:
-    staying = Staying()
+async def test_an_event_during_a_verb_of_another_thread_is_not_lost(device: Device) -> None:
+    staying = StayingAllocator()
     async with (
         device.resource_domain(thread_model=ThreadModel.UNSAFE, allocator=staying) as domain,
         pair_on(domain) as pair,
@@ -256,7 +256,7 @@ async def test_an_event_that_meets_another_thread_is_not_lost(device: Device) ->
         hold(device, pair.near)
         write = asyncio.create_task(pair.write(b"hello"))
         await asyncio.sleep(0.01)
-        async with somebody_inside(domain, staying) as leave:
+        async with thread_inside(domain, staying) as leave:
             unhold(device, pair.near)
             for _ in range(1000):
                 await asyncio.sleep(0.002)
@@ -270,8 +270,8 @@ async def test_an_event_that_meets_another_thread_is_not_lost(device: Device) ->
 
 
 @needs(Capability.PARENT_DOMAINS)
-async def test_who_meets_another_thread_is_told_and_tries_again(device: Device) -> None:
-    staying = Staying()
+async def test_a_verb_that_overlaps_another_thread_raises_and_can_be_retried(device: Device) -> None:
+    staying = StayingAllocator()
     async with (
         device.resource_domain(thread_model=ThreadModel.UNSAFE, allocator=staying) as domain,
         pair_on(domain) as pair,
@@ -279,7 +279,7 @@ async def test_who_meets_another_thread_is_told_and_tries_again(device: Device) 
     ):
         hold(device, pair.near)
         write = pair.near.write(pair.source[:5], pair.target.remote()[:5])
-        async with somebody_inside(domain, staying):
+        async with thread_inside(domain, staying):
             with pytest.raises(ConcurrentAccessError, match="ibv_post_send"):
                 await pair.write(b"other")
             for ask in (write.done, lambda: write.send(None)):
@@ -292,7 +292,7 @@ async def test_who_meets_another_thread_is_told_and_tries_again(device: Device) 
 
 
 @needs(Capability.FAULT_PLAN)
-async def test_what_is_not_posted_keeps_nobody_waiting(device: Device) -> None:
+async def test_a_failed_post_does_not_leave_waiters(device: Device) -> None:
     faults = device.faults
     async with (
         ends(device, capabilities=QpCapabilities(max_send_wr=1, max_recv_wr=1)) as pair,
@@ -314,7 +314,7 @@ async def test_what_is_not_posted_keeps_nobody_waiting(device: Device) -> None:
         await pair.near.aclose()
 
 
-async def test_statistics_tell_what_fits(device: Device) -> None:
+async def test_statistics_show_free_space(device: Device) -> None:
     async with device.resource_domain() as domain, domain.completion_queue(5) as cq:
         assert cq.statistics().depth == cq.handle.cqe > 5
         cq.resize(100)

@@ -40,7 +40,7 @@ async def refused(qp: QueuePair, here: End, remote: RemoteRegion) -> None:
     assert caught.value.status is WcStatus.REM_ACCESS_ERR
 
 
-async def test_through_the_queue_pairs_of_either(pair: Pair, direct: bool) -> None:
+async def test_access_through_queue_pairs_of_either_process(pair: Pair, direct: bool) -> None:
     async with pair() as (first, second), end(queue_pairs=2) as here:
         one = await first.register("a", 1 << 20)
         other = await second.register("b", 1 << 20)
@@ -51,7 +51,7 @@ async def test_through_the_queue_pairs_of_either(pair: Pair, direct: bool) -> No
             await reaches(here, qp, second, "b", other)
 
 
-async def test_what_was_registered_before_the_other_came(pair: Pair, direct: bool) -> None:
+async def test_memory_registered_before_the_other_process_joined(pair: Pair, direct: bool) -> None:
     async with pair(imported=False) as (first, second), end() as here:
         remote = await first.register("a", 100_000)
         await first.give(second)
@@ -60,7 +60,7 @@ async def test_what_was_registered_before_the_other_came(pair: Pair, direct: boo
         await reaches(here, here.qps[0], first, "a", remote)
 
 
-async def test_keys_are_those_of_one_region_each(pair: Pair) -> None:
+async def test_keys_are_unique_across_processes(pair: Pair) -> None:
     async with pair() as (first, second), end(queue_pairs=2) as here:
         await first.connect(here.qps[0])
         await second.connect(here.qps[1])
@@ -79,7 +79,7 @@ async def test_keys_are_those_of_one_region_each(pair: Pair) -> None:
                 assert (await owner.look(name, 0, 64)).decode().strip() == name
 
 
-async def test_memory_that_others_do_not_have(pair: Pair) -> None:
+async def test_private_memory_is_not_accessible_to_others(pair: Pair) -> None:
     """It serves where it was registered; to the others its key is none."""
     async with pair() as (first, second), end(queue_pairs=2) as here:
         remote = await first.register("a", 4096, "private")
@@ -103,7 +103,7 @@ async def test_memory_that_others_do_not_have(pair: Pair) -> None:
     ],
     ids=["another use", "the next", "another process's", "the last", "before it", "behind it"],
 )
-async def test_keys_and_places_that_are_none(pair: Pair, change: Callable[[RemoteRegion], RemoteRegion]) -> None:
+async def test_invalid_keys_and_addresses(pair: Pair, change: Callable[[RemoteRegion], RemoteRegion]) -> None:
     async with pair() as (first, second), end() as here:
         remote = await first.register("a", 4096)
         await second.connect(here.qps[0])
@@ -112,7 +112,7 @@ async def test_keys_and_places_that_are_none(pair: Pair, change: Callable[[Remot
 
 
 @pytest.mark.parametrize("size", [8, 200, 100_000])
-async def test_in_the_work_requests_of_the_other(pair: Pair, direct: bool, size: int) -> None:
+async def test_local_keys_of_the_other_process_in_work_requests(pair: Pair, direct: bool, size: int) -> None:
     """It sends from there, writes from there, reads and receives into there; small things inline."""
     async with pair() as (first, second), end() as here:
         (qp,) = here.qps
@@ -150,7 +150,7 @@ async def test_in_the_work_requests_of_the_other(pair: Pair, direct: bool, size:
 
 
 @pytest.mark.every_way
-async def test_a_key_that_is_taken_back(pair: Pair, direct: bool) -> None:
+async def test_deregistration_waits_for_accesses_of_others(pair: Pair, direct: bool) -> None:
     """At once, and whoever is at it is waited for: what has that memory next is not written to."""
     async with pair() as (first, second), end(queue_pairs=2 * fewer(10)) as here:
         here.region.buffer[:] = b"\xff" * len(here.region)

@@ -11,13 +11,13 @@ from aioverbs._core.handles import handles
 from aioverbs._server.server import Server
 from aioverbs._verbs import neighbour_lookup
 from tests.connections.serving import asked, served
-from tests.manager.held import Helpers
+from tests.manager.held_verbs import Helpers
 from tests.pace import patience
 from tests.waiting import until
 
 
 @contextlib.asynccontextmanager
-async def held_up(
+async def delayed_handshake(
     device: Device, monkeypatch: pytest.MonkeyPatch, end: str, handshake_timeout_s: float = 20.0
 ) -> AsyncIterator[tuple[Server, ResourceDomain]]:
     """A server, and the domain of a client; the verb takes its time at one end."""
@@ -41,10 +41,10 @@ def parts(domain: ResourceDomain) -> set[str]:
     return {lifecycle.kind for lifecycle in domain._lifecycle.subtree()} & {"Connection", "QueuePair"}
 
 
-async def test_connect_says_in_time_what_it_waited_for(
+async def test_connect_times_out_and_names_the_step(
     device: Device, helpers: Helpers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with held_up(device, monkeypatch, "client") as (server, near):
+    async with delayed_handshake(device, monkeypatch, "client") as (server, near):
         with pytest.raises(TimeoutError, match="s: the device did not resolve the peer's link-layer address"):
             await asked(server, near, transport="tcp", timeout_s=patience(0.5))
         assert len(helpers.waiting) == 1
@@ -53,9 +53,11 @@ async def test_connect_says_in_time_what_it_waited_for(
         await until(lambda: not parts(near))
 
 
-async def test_a_cancellation_does_not_wait(device: Device, helpers: Helpers, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_cancellation_does_not_wait_for_the_verb(
+    device: Device, helpers: Helpers, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nor does it where its domain is closed at once, which waits, and warns of nothing."""
-    async with held_up(device, monkeypatch, "client") as (server, near):
+    async with delayed_handshake(device, monkeypatch, "client") as (server, near):
         asking = asyncio.create_task(_ask(server, near))
         await until(lambda: helpers.waiting)
         asking.cancel()
@@ -72,10 +74,10 @@ async def _ask(server: Server, domain: ResourceDomain) -> None:
     await asked(server, domain, transport="tcp")
 
 
-async def test_a_server_has_its_place_for_the_next_one(
+async def test_a_timed_out_handshake_frees_its_place_in_the_server(
     device: Device, helpers: Helpers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with held_up(device, monkeypatch, "server", handshake_timeout_s=patience(0.2)) as (server, near):
+    async with delayed_handshake(device, monkeypatch, "server", handshake_timeout_s=patience(0.2)) as (server, near):
         asking = asyncio.create_task(_ask(server, near))
         await until(lambda: server.statistics().refused)
         assert len(helpers.waiting) == 1

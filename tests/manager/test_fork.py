@@ -32,7 +32,7 @@ async def write_once(device: Device) -> bytes:
 
 
 @pytest.mark.every_way
-async def test_what_was_opened_before_says_so(device: Device) -> None:
+async def test_resources_of_the_parent_raise_in_the_child(device: Device) -> None:
     async with (
         device.protection_domain() as pd,
         pd.register(4096, REMOTE) as region,
@@ -71,7 +71,7 @@ async def test_what_was_opened_before_says_so(device: Device) -> None:
         assert not any(resource.closed for resource in everything)
 
 
-def test_a_device_that_was_not_opened_before_is_opened_by_each_child() -> None:
+def test_each_child_opens_a_new_device() -> None:
     device = open_device("soft0")
 
     async def use() -> bytes:
@@ -83,7 +83,7 @@ def test_a_device_that_was_not_opened_before_is_opened_by_each_child() -> None:
 
 
 @pytest.mark.parametrize("lock", [_tree, peer_log._lock], ids=["the tree", "the log of refusals"])
-def test_who_was_inside_is_not_in_the_child(lock: AbstractContextManager[object]) -> None:
+def test_locks_held_by_other_threads_are_free_in_the_child(lock: AbstractContextManager[object]) -> None:
     async def use() -> bytes:
         async with open_device("soft0") as device:
             assert device.refusals() == ()
@@ -99,7 +99,7 @@ def test_who_was_inside_is_not_in_the_child(lock: AbstractContextManager[object]
         assert asyncio.run(hold()) == b"hello"
 
 
-async def test_what_is_forgotten_there_is_not_warned_of(device: Device) -> None:
+async def test_resources_collected_in_the_child_do_not_warn(device: Device) -> None:
     async with device.protection_domain():
         td = await device.thread_domain().open()
 
@@ -115,7 +115,7 @@ async def test_what_is_forgotten_there_is_not_warned_of(device: Device) -> None:
         await td.aclose()
 
 
-async def test_what_is_forgotten_there_takes_nothing_else_away(device: Device) -> None:
+async def test_resources_collected_in_the_child_unmap_nothing_else(device: Device) -> None:
     """Its memory is mapped in the child, too: or something else would be there, and be unmapped with it."""
     async with device.protection_domain() as pd:
         regions = [await pd.register(1 << 16).open() for _ in range(8)]
@@ -142,7 +142,7 @@ async def test_what_is_forgotten_there_takes_nothing_else_away(device: Device) -
 
 
 @pytest.mark.every_way
-async def test_no_call_is_carried_to_the_parent() -> None:
+async def test_calls_to_a_loop_of_the_parent_raise() -> None:
     owner = Affinity.of_running_loop()
 
     async def call() -> None:
@@ -155,7 +155,7 @@ async def test_no_call_is_carried_to_the_parent() -> None:
 
 @pytest.mark.every_way
 @needs(Capability.FAULT_PLAN)
-async def test_what_is_waited_for_there_says_so(device: Device) -> None:
+async def test_waiting_for_objects_of_the_parent_raises(device: Device) -> None:
     """Who waits is not left to wait for what only the parent hears of."""
     async with device.protection_domain() as pd, pd.register(64) as region:
         begun, unbegun = device.events(), device.events()
@@ -185,7 +185,7 @@ async def test_what_is_waited_for_there_says_so(device: Device) -> None:
 
 
 @needs(Capability.XRC_DOMAINS)
-async def test_nothing_is_done_where_a_child_closes_an_xrc_domain_that_is_in_use(device: Device) -> None:
+async def test_a_child_closing_a_used_xrc_domain_of_the_parent_does_nothing(device: Device) -> None:
     async with (
         device.protection_domain() as pd,
         device.xrc_domain() as xrc_domain,
@@ -195,7 +195,7 @@ async def test_nothing_is_done_where_a_child_closes_an_xrc_domain_that_is_in_use
         in_child(lambda: asyncio.run(xrc_domain.aclose()))
 
 
-async def test_a_child_cannot_drop_what_a_cache_keeps(device: Device) -> None:
+async def test_a_child_cannot_drop_cached_registrations(device: Device) -> None:
     kept = bytearray(64)
     async with device.protection_domain() as pd:
         async with pd.cache.region(kept):
@@ -212,7 +212,7 @@ async def test_a_child_cannot_drop_what_a_cache_keeps(device: Device) -> None:
         kept += b"it can be resized"
 
 
-async def test_who_is_in_a_block_of_a_cache_leaves_it_in_the_child(device: Device) -> None:
+async def test_a_child_leaves_a_block_of_a_cached_region(device: Device) -> None:
     async with device.protection_domain() as pd:
         block = pd.cache.region(bytearray(64))
         await block.__aenter__()
@@ -254,7 +254,7 @@ with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
 
 
 @pytest.mark.parametrize("before", [False, True], ids=["after aioverbs", "before aioverbs"])
-def test_what_is_collected_while_a_loop_forks(before: bool) -> None:
+def test_collection_while_a_loop_forks(before: bool) -> None:
     code = COLLECTED_IN_BETWEEN.format(before=before)
     done = run([sys.executable, "-P", "-c", code], patience(50))
     assert (done.returncode, done.stdout) == (0, "0 0\n")
@@ -318,7 +318,7 @@ with asyncio.Runner(loop_factory={factory}) as runner:
 
 
 @pytest.mark.parametrize("model", ["DEFAULT", "FORCE_LOW_LATENCY"])
-def test_a_child_that_ends_inside_of_the_parents_loop_is_silent(model: str) -> None:
+def test_a_child_that_ends_inside_the_parents_loop_prints_nothing(model: str) -> None:
     """And the parent's loop is woken as before."""
     code = ENDS_INSIDE_OF_A_LOOP.format(factory="None")
     done = run([sys.executable, "-P", "-W", "ignore", "-c", code, model], patience(50))
@@ -326,7 +326,7 @@ def test_a_child_that_ends_inside_of_the_parents_loop_is_silent(model: str) -> N
     assert done.stdout.splitlines() == ["3", "PORT_ERR PORT_ACTIVE", "PORT_ERR", "8"]
 
 
-def test_a_child_that_ends_inside_of_a_uvloop_is_silent() -> None:
+def test_a_child_that_ends_inside_a_uvloop_prints_nothing() -> None:
     """Its parent is ended at once: when libuv closes a loop in a child, it takes all descriptors from the parent's."""
     code = ENDS_INSIDE_OF_A_LOOP.format(factory="__import__('uvloop').new_event_loop")
     done = run([sys.executable, "-P", "-W", "ignore", "-c", code, "DEFAULT", "and end"], patience(50))

@@ -21,7 +21,7 @@ from tests.manager.test_domains import Elsewhere
 from tests.waiting import until
 
 
-async def forget() -> None:
+async def open_and_drop() -> None:
     """Open one, and what it takes to make queues; nobody else knows them."""
     device = await open_device("soft0").open()
     await device.protection_domain().open()
@@ -39,9 +39,9 @@ async def all_closed() -> bool:
     return False
 
 
-async def test_its_openers_loop_closes_it() -> None:
+async def test_a_collected_device_is_closed_by_its_openers_loop() -> None:
     with pytest.warns(ResourceWarning, match="it was forgotten") as caught:
-        await forget()
+        await open_and_drop()
     said = sorted(str(warning.message).split()[0] for warning in caught)
     assert said == ["<Device", "<ProtectionDomain", "<ResourceDomain"]
     assert len(handles.open_handles()) == 5, "a finalizer calls no verb"
@@ -49,7 +49,9 @@ async def test_its_openers_loop_closes_it() -> None:
 
 
 @pytest.mark.parametrize("factory", LOOP_FACTORIES.values(), ids=LOOP_FACTORIES)
-def test_where_that_is_gone_the_next_that_opens_one_closes_it(factory: Callable[[], asyncio.AbstractEventLoop]) -> None:
+def test_a_collected_device_of_a_closed_loop_is_closed_by_the_next_opener(
+    factory: Callable[[], asyncio.AbstractEventLoop],
+) -> None:
     loop = factory()
     devices: list[Device] = [loop.run_until_complete(open_device("soft0").open())]
     loop.close()
@@ -66,13 +68,13 @@ def test_where_that_is_gone_the_next_that_opens_one_closes_it(factory: Callable[
         runner.run(main())
 
 
-async def test_one_with_a_domain_of_another_loop_is_closed_after_that() -> None:
+async def test_a_collected_device_closes_after_domains_of_other_loops() -> None:
     with Elsewhere() as elsewhere:
 
         async def open_domain(device: Device) -> ResourceDomain:
             return await device.resource_domain().open()
 
-        async def forget() -> None:
+        async def open_and_drop() -> None:
             device = await open_device("soft0").open()
             opening = asyncio.run_coroutine_threadsafe(open_domain(device), elsewhere.loop)
             domain = await asyncio.wrap_future(opening)
@@ -82,11 +84,11 @@ async def test_one_with_a_domain_of_another_loop_is_closed_after_that() -> None:
             gc.collect()
 
         with pytest.warns(ResourceWarning, match="it was forgotten"):
-            await forget()
+            await open_and_drop()
         assert await all_closed()
 
 
-async def test_a_part_is_closed_elsewhere_while_that_is_found_to_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_domain_closes_on_another_loop_while_its_device_is_collected(monkeypatch: pytest.MonkeyPatch) -> None:
     """The other loop looks for devices to close just before this one has given the device up."""
     closing = threading.Event()
 
@@ -102,7 +104,7 @@ async def test_a_part_is_closed_elsewhere_while_that_is_found_to_be_missing(monk
     async def open_domain(device: Device) -> ResourceDomain:
         return await device.resource_domain().open()
 
-    async def forget() -> None:
+    async def open_and_drop() -> None:
         device = await open_device("soft0").open()
         domain = await run_on_owner(elsewhere.owner, open_domain, device)
         await run_on_owner(elsewhere.owner, lambda: None)
@@ -115,12 +117,12 @@ async def test_a_part_is_closed_elsewhere_while_that_is_found_to_be_missing(monk
     this_thread = threading.get_ident()
     with Elsewhere() as elsewhere:
         with pytest.warns(ResourceWarning, match="it was forgotten"):
-            await forget()
+            await open_and_drop()
         assert await all_closed()
         assert closing.is_set()
 
 
-async def test_one_that_cannot_be_closed_is_told_of_and_tried_again(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_collected_device_that_fails_to_close_is_logged_and_retried(caplog: pytest.LogCaptureFixture) -> None:
     devices = [await open_device("soft0").open()]
     pds = [await devices[0].protection_domain().open()]
     devices[0].faults.fail("dealloc_pd", errno.EIO)

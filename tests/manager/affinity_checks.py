@@ -5,7 +5,7 @@ import anyio
 from aioverbs import AccessFlags, Connection, EventType, Operation, QpState, ResourceState, connect
 from tests.connections.ends import HOST
 from tests.holding import unhold
-from tests.manager.affinity_scene import LARGE, SETTINGS, Scene
+from tests.manager.affinity_objects import LARGE, SETTINGS, Scene
 from tests.manager.connection_manager import request
 
 __all__ = ["works"]

@@ -23,13 +23,13 @@ from aioverbs._verbs import neighbour_lookup
 from tests.capabilities import Capability, needs
 from tests.connections.ends import pair
 from tests.core.contexts import opened
-from tests.manager.held import Helpers
+from tests.manager.held_verbs import Helpers
 from tests.waiting import until
 
 ACCESS = AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_WRITE
 
 
-async def test_the_loop_goes_on_and_nobody_else_uses_it(device: Device, helpers: Helpers) -> None:
+async def test_the_loop_runs_and_the_queue_pair_is_reserved(device: Device, helpers: Helpers) -> None:
     async with (
         device.resource_domain() as domain,
         domain.completion_queue(64) as cq,
@@ -75,7 +75,7 @@ async def test_a_cancellation_waits_for_the_verb(device: Device, helpers: Helper
         assert qp.closed
 
 
-async def test_one_that_is_answered_waits_for_none_of_a_servers_others(device: Device, helpers: Helpers) -> None:
+async def test_a_handshake_does_not_wait_for_others_of_the_server(device: Device, helpers: Helpers) -> None:
     """A server has 128 peers on their way, and lets go of each after half a second, and of its verb after a second."""
     safe = device.resource_domain(thread_model=ThreadModel.SAFE)  # helpers that are released at once overlap
     async with safe as domain, domain.completion_queue(4096) as cq:
@@ -91,7 +91,9 @@ async def test_one_that_is_answered_waits_for_none_of_a_servers_others(device: D
             await qp.aclose()
 
 
-async def test_so_many_at_once(device: Device, helpers: Helpers, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_number_of_concurrent_connects_is_limited(
+    device: Device, helpers: Helpers, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(neighbour_lookup, "_MAX_HELPERS", 8)
     async with device.resource_domain() as domain, domain.completion_queue(1024) as cq:
         queue_pairs = [await domain.queue_pair(cq).open() for _ in range(12)]
@@ -110,7 +112,7 @@ async def test_so_many_at_once(device: Device, helpers: Helpers, monkeypatch: py
 
 
 @needs(Capability.FAULT_PLAN)
-async def test_what_the_device_refuses(device: Device, helpers: Helpers) -> None:
+async def test_an_error_of_the_device_is_raised(device: Device, helpers: Helpers) -> None:
     async with device.resource_domain() as domain, domain.completion_queue(64) as cq, domain.queue_pair(cq) as qp:
         qp.to_init()
         device.faults.fail("modify_qp", 110)
@@ -125,17 +127,17 @@ async def test_what_the_device_refuses(device: Device, helpers: Helpers) -> None
             await qp.establish(qp.local_endpoint(), ACCESS)
 
 
-class NoMoreThreads(threading.Thread):
+class FailingThread(threading.Thread):
     """One that the process may not have."""
 
     def start(self) -> None:
         raise RuntimeError("can't start new thread")
 
 
-async def test_no_thread_can_be_started(device: Device, helpers: Helpers, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_failure_to_start_a_thread(device: Device, helpers: Helpers, monkeypatch: pytest.MonkeyPatch) -> None:
     async with device.resource_domain() as domain, domain.completion_queue(64) as cq, domain.queue_pair(cq) as qp:
         with monkeypatch.context() as patched:
-            patched.setattr(threading, "Thread", NoMoreThreads)
+            patched.setattr(threading, "Thread", FailingThread)
             with pytest.raises(
                 VerbsError, match=r"ibv_modify_qp failed: EAGAIN .*: no helper thread can be started"
             ) as caught:
@@ -163,7 +165,7 @@ async def test_connections(device: Device, helpers: Helpers) -> None:
         assert await ends.far.receive() == b"hello"
 
 
-def test_a_modification_is_one_verb() -> None:
+def test_a_modification_runs_once() -> None:
     with opened("inline") as context:
         pd = handles.ProtectionDomain(context)
         cq = handles.CompletionQueue(context, 4)
@@ -192,7 +194,7 @@ def test_a_modification_is_one_verb() -> None:
 
 
 @pytest.mark.parametrize("calls", [False, True])
-def test_a_modification_that_is_dropped_is_over(calls: bool) -> None:
+def test_a_dropped_modification_ends(calls: bool) -> None:
     with opened("inline") as context:
         pd = handles.ProtectionDomain(context)
         cq = handles.CompletionQueue(context, 4)

@@ -19,7 +19,7 @@ from tests.manager.test_domains import Elsewhere
 from tests.pace import patience
 
 
-async def standing() -> tuple[asyncio.AbstractEventLoop, Affinity]:
+async def stalled_loop() -> tuple[asyncio.AbstractEventLoop, Affinity]:
     """A loop that ran, does not, and is not closed; its thread lives."""
     loop = asyncio.new_event_loop()
 
@@ -30,7 +30,7 @@ async def standing() -> tuple[asyncio.AbstractEventLoop, Affinity]:
 
 
 @pytest.mark.parametrize("kind", ["native", "anyio"])
-async def test_one_that_is_cancelled_before_it_began_ends(kind: str) -> None:
+async def test_a_call_cancelled_before_it_starts_ends(kind: str) -> None:
     called: list[int] = []
     go_on = threading.Event()
 
@@ -56,8 +56,8 @@ async def test_one_that_is_cancelled_before_it_began_ends(kind: str) -> None:
     assert called == []
 
 
-async def test_one_on_a_loop_that_stands_still_can_be_cancelled() -> None:
-    loop, owner = await standing()
+async def test_a_call_to_a_stalled_loop_can_be_cancelled() -> None:
+    loop, owner = await stalled_loop()
     called: list[int] = []
     async with asyncio.timeout(patience(5)):
         with anyio.move_on_after(0.01) as scope:
@@ -68,8 +68,8 @@ async def test_one_on_a_loop_that_stands_still_can_be_cancelled() -> None:
     loop.close()
 
 
-async def test_one_whose_owner_is_replaced_is_an_error() -> None:
-    loop, owner = await standing()
+async def test_a_call_fails_when_its_owner_is_replaced() -> None:
+    loop, owner = await stalled_loop()
     task = asyncio.create_task(run_on_owner(owner, lambda: None))
     await asyncio.sleep(0.01)
     loop.close()
@@ -79,7 +79,7 @@ async def test_one_whose_owner_is_replaced_is_an_error() -> None:
             await task
 
 
-async def test_what_came_back_before_its_owner_was_gone_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_result_sent_before_the_owner_ended_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where this loop looks for the owner before it gets to what that sent."""
 
     async def stay() -> str:
@@ -98,7 +98,7 @@ async def test_what_came_back_before_its_owner_was_gone_counts(monkeypatch: pyte
         assert await run_on_owner(elsewhere.owner, stay) == "came back"
 
 
-async def test_to_the_end_is_to_the_end() -> None:
+async def test_wait_uncancelled_waits_through_cancellations() -> None:
     future: asyncio.Future[int] = asyncio.get_running_loop().create_future()
     task = asyncio.create_task(wait_uncancelled(future))
     for _ in range(3):
@@ -111,7 +111,7 @@ async def test_to_the_end_is_to_the_end() -> None:
         await task
 
 
-def test_without_asyncio_it_says_so() -> None:
+def test_calls_without_asyncio_raise() -> None:
     async def call() -> None:
         await run_on_owner(owner, print)
 
@@ -128,13 +128,13 @@ def test_without_asyncio_it_says_so() -> None:
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-async def test_one_that_ends_its_loop_says_so(asynchronous: bool) -> None:
+async def test_a_call_that_raises_system_exit_is_an_error(asynchronous: bool) -> None:
     """A SystemExit there is none here."""
 
     async def leave() -> None:
         raise SystemExit(3)
 
-    loop, owner = await standing()
+    loop, owner = await stalled_loop()
 
     def run() -> int | str | None:
         with pytest.raises(SystemExit) as caught:
@@ -149,7 +149,7 @@ async def test_one_that_ends_its_loop_says_so(asynchronous: bool) -> None:
     await asyncio.to_thread(loop.close)
 
 
-async def test_what_fails_on_its_way_out_is_raised() -> None:
+async def test_an_error_after_cancellation_is_raised() -> None:
     started = threading.Event()
 
     async def stay() -> None:
@@ -167,7 +167,7 @@ async def test_what_fails_on_its_way_out_is_raised() -> None:
             await task
 
 
-async def test_what_is_raised_there_is_garbage_soon() -> None:
+async def test_exceptions_of_calls_are_collected_soon() -> None:
     class Failed(Exception):
         pass
 

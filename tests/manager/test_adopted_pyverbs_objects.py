@@ -32,7 +32,7 @@ def pyverbs(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextlib.contextmanager
-def lending(device: Device) -> Any:
+def lent_domain(device: Device) -> Any:
     """A user's protection domain, which can be closed in the end: nothing of it is left."""
     pd = PD(device.handle)
     yield pd
@@ -41,8 +41,8 @@ def lending(device: Device) -> Any:
 
 
 @needs(Capability.STAND_INS)
-async def test_it_serves_like_one_of_ours(device: Device) -> None:
-    with lending(device) as theirs:
+async def test_an_adopted_domain_works_like_an_own_one(device: Device) -> None:
+    with lent_domain(device) as theirs:
         mr = MR(theirs, 4096, REMOTE)
         async with (
             device.adopt_protection_domain(theirs) as pd,
@@ -72,9 +72,9 @@ async def test_it_serves_like_one_of_ours(device: Device) -> None:
 
 
 @needs(Capability.STAND_INS, Capability.OBJECT_COUNTS)
-async def test_what_is_lent_is_not_destroyed(device: Device) -> None:
+async def test_adopted_objects_are_not_destroyed(device: Device) -> None:
     before = device.statistics()
-    with lending(device) as theirs:
+    with lent_domain(device) as theirs:
         mr = MR(theirs, 64, REMOTE)
         for _ in range(2):
             async with device.adopt_protection_domain(theirs) as pd, pd.adopt_memory_region(mr, REMOTE):
@@ -84,8 +84,8 @@ async def test_what_is_lent_is_not_destroyed(device: Device) -> None:
 
 
 @needs(Capability.STAND_INS)
-async def test_it_is_kept_as_long_as_it_is_used(device: Device) -> None:
-    with lending(device) as theirs:
+async def test_adopted_objects_are_referenced_while_in_use(device: Device) -> None:
+    with lent_domain(device) as theirs:
         mr = MR(theirs, 64, REMOTE)
         theirs.mrs.clear()  # pyverbs keeps its children weakly
         kept = weakref.ref(mr)
@@ -101,8 +101,8 @@ async def test_it_is_kept_as_long_as_it_is_used(device: Device) -> None:
 
 
 @needs(Capability.STAND_INS)
-async def test_what_it_was_registered_for_settles_its_buffer(device: Device) -> None:
-    with lending(device) as theirs:
+async def test_access_flags_decide_whether_the_buffer_is_writable(device: Device) -> None:
+    with lent_domain(device) as theirs:
         mr = MR(theirs, 64, AccessFlags.REMOTE_READ)
         async with device.adopt_protection_domain(theirs) as pd:
             async with pd.adopt_memory_region(mr, AccessFlags.REMOTE_READ) as region:
@@ -119,8 +119,8 @@ async def test_what_it_was_registered_for_settles_its_buffer(device: Device) -> 
 
 
 @needs(Capability.STAND_INS)
-async def test_closed_ones(device: Device) -> None:
-    with lending(device) as theirs:
+async def test_closed_objects_are_refused(device: Device) -> None:
+    with lent_domain(device) as theirs:
         mr = MR(theirs, 64, REMOTE)
         async with device.adopt_protection_domain(theirs) as pd:
             mr.close()
@@ -132,9 +132,9 @@ async def test_closed_ones(device: Device) -> None:
 
 
 @needs(Capability.STAND_INS)
-async def test_those_of_others(device: Device) -> None:
+async def test_objects_of_other_contexts_are_refused(device: Device) -> None:
     async with open_device("soft0") as another:
-        with lending(device) as first, lending(device) as second, lending(another) as third:
+        with lent_domain(device) as first, lent_domain(device) as second, lent_domain(another) as third:
             mr = MR(first, 64, REMOTE)
             for pd in (device.adopt_protection_domain(second), device.protection_domain()):
                 async with pd:
@@ -150,9 +150,9 @@ async def test_those_of_others(device: Device) -> None:
 
 
 @needs(Capability.STAND_INS)
-async def test_other_types(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_other_types_are_refused(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     wrong: Any = "mlx5_0"
-    with lending(device) as theirs:
+    with lent_domain(device) as theirs:
         parent = ParentDomain(device.handle)
         with pytest.raises(TypeError, match="make parent domains over that"):
             await device.adopt_protection_domain(parent).open()
@@ -171,7 +171,9 @@ async def test_other_types(device: Device, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize(
     "kind", [laid_out(3), laid_out(4, weak_references=1)], ids=["too small", "weak references elsewhere"]
 )
-async def test_objects_that_look_different(device: Device, monkeypatch: pytest.MonkeyPatch, kind: Any) -> None:
+async def test_objects_of_another_layout_are_refused(
+    device: Device, monkeypatch: pytest.MonkeyPatch, kind: Any
+) -> None:
     install(monkeypatch, PD=kind)
     theirs = kind()
     theirs.pointer = 0xDEAD000
@@ -180,8 +182,8 @@ async def test_objects_that_look_different(device: Device, monkeypatch: pytest.M
 
 
 @needs(Capability.STAND_INS)
-async def test_pointers_that_lead_elsewhere(device: Device) -> None:
-    with lending(device) as theirs, lending(device) as other:
+async def test_invalid_pointers_are_refused(device: Device) -> None:
+    with lent_domain(device) as theirs, lent_domain(device) as other:
         mr, another = MR(theirs, 64, REMOTE), MR(theirs, 64, REMOTE)
         async with device.adopt_protection_domain(theirs) as pd:
             for name in ("lkey", "rkey", "length"):
@@ -202,8 +204,8 @@ async def test_pointers_that_lead_elsewhere(device: Device) -> None:
 
 
 @needs(Capability.STAND_INS)
-async def test_a_memory_region_that_its_user_closed(device: Device) -> None:
-    with lending(device) as theirs:
+async def test_a_memory_region_closed_by_the_user_early(device: Device) -> None:
+    with lent_domain(device) as theirs:
         mr = MR(theirs, 64, REMOTE)
         async with (
             device.adopt_protection_domain(theirs) as pd,
@@ -239,8 +241,8 @@ async def test_a_memory_region_that_its_user_closed(device: Device) -> None:
 
 
 @needs(Capability.STAND_INS)
-async def test_a_protection_domain_that_its_user_closed(device: Device) -> None:
-    with lending(device) as theirs:
+async def test_a_protection_domain_closed_by_the_user_early(device: Device) -> None:
+    with lent_domain(device) as theirs:
         mr = MR(theirs, 64, REMOTE)
         async with (
             device.adopt_protection_domain(theirs) as pd,

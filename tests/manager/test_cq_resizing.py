@@ -10,7 +10,7 @@ from aioverbs.allocators import USE_DEFAULT, UseDefault
 pytestmark = pytest.mark.timeout(60)
 
 
-class Asking:
+class ReentrantAllocator:
     """An allocator that does something when it is asked next."""
 
     def __init__(self) -> None:
@@ -27,8 +27,8 @@ class Asking:
 
 
 @pytest.mark.parametrize("model", [ThreadModel.SINGLE, ThreadModel.UNSAFE])
-async def test_by_its_allocator(device: Device, model: ThreadModel) -> None:
-    allocator, asked = Asking(), list[str]()
+async def test_resize_from_its_allocator(device: Device, model: ThreadModel) -> None:
+    allocator, asked = ReentrantAllocator(), list[str]()
     async with (
         device.resource_domain(thread_model=model, allocator=allocator) as domain,
         domain.completion_queue(64) as cq,
@@ -45,9 +45,9 @@ async def test_by_its_allocator(device: Device, model: ThreadModel) -> None:
         assert cq.statistics().depth == cq.handle.cqe >= 128
 
 
-async def test_by_its_allocator_where_anybody_may(device: Device) -> None:
+async def test_resize_from_its_allocator_on_a_shared_queue(device: Device) -> None:
     """And what is reserved meanwhile fits into what it is about to be."""
-    allocator = Asking()
+    allocator = ReentrantAllocator()
     async with (
         device.resource_domain(thread_model=ThreadModel.SAFE, allocator=allocator) as domain,
         domain.completion_queue(1000) as cq,
@@ -66,7 +66,7 @@ async def test_by_its_allocator_where_anybody_may(device: Device) -> None:
         cq._release(60)
 
 
-async def test_by_a_handler_of_signals(device: Device) -> None:
+async def test_resize_from_a_signal_handler(device: Device) -> None:
     async with device.resource_domain() as domain, domain.completion_queue(64) as cq:
         with cq._reservation_lock:
             cq.resize(128)

@@ -78,7 +78,7 @@ async def test_a_block_opens_and_closes(device: Device, make: Callable[[Device],
 
 @needs(Capability.OBJECT_COUNTS)
 @every_kind
-async def test_without_a_block(device: Device, make: Callable[[Device], Resource]) -> None:
+async def test_open_and_close_without_a_block(device: Device, make: Callable[[Device], Resource]) -> None:
     resource = await make(device).open()
     assert verbs_left(device)
     await resource.aclose()
@@ -86,7 +86,7 @@ async def test_without_a_block(device: Device, make: Callable[[Device], Resource
 
 
 @every_kind
-async def test_nothing_is_made_of_what_is_closed(device: Device, make: Callable[[Device], Resource]) -> None:
+async def test_a_closed_parent_makes_no_children(device: Device, make: Callable[[Device], Resource]) -> None:
     other = await open_device("soft0").open()
     resource = make(other)
     await other.aclose()
@@ -98,14 +98,14 @@ async def test_nothing_is_made_of_what_is_closed(device: Device, make: Callable[
 
 
 @every_kind
-async def test_never_opened_is_closed_for_nothing(device: Device, make: Callable[[Device], Resource]) -> None:
+async def test_closing_an_unopened_resource_does_nothing(device: Device, make: Callable[[Device], Resource]) -> None:
     resource = make(device)
     await resource.aclose()
     assert resource.state is ResourceState.NEW
 
 
 @needs(Capability.FAULT_PLAN)
-async def test_what_the_block_raises_is_what_the_caller_hears(device: Device) -> None:
+async def test_an_error_of_the_block_is_not_hidden_by_an_error_of_closing(device: Device) -> None:
     faults = device.faults
     pd = device.protection_domain()
 
@@ -120,7 +120,7 @@ async def test_what_the_block_raises_is_what_the_caller_hears(device: Device) ->
     await pd.aclose()
 
 
-async def test_parents_close_their_children_newest_first_with_a_warning_each(device: Device) -> None:
+async def test_parents_close_children_newest_first_with_a_warning_for_each(device: Device) -> None:
     pd = await device.protection_domain().open()
     td = await device.thread_domain().open()
     domain = await pd.parent_domain(td).open()
@@ -134,7 +134,7 @@ async def test_parents_close_their_children_newest_first_with_a_warning_each(dev
     await td.aclose()
 
 
-async def test_a_warning_that_is_an_error_stops_nothing(device: Device) -> None:
+async def test_closing_continues_when_warnings_are_errors(device: Device) -> None:
     pd = await device.protection_domain().open()
     domains = [await pd.parent_domain().open() for _ in range(3)]
     with warnings.catch_warnings():
@@ -145,7 +145,7 @@ async def test_a_warning_that_is_an_error_stops_nothing(device: Device) -> None:
     assert all(domain.closed for domain in domains)
 
 
-async def test_closing_in_the_wrong_order_is_closing(device: Device) -> None:
+async def test_closing_parents_before_children_closes_all(device: Device) -> None:
     pd, td = await device.protection_domain().open(), await device.thread_domain().open()
     domain = await pd.parent_domain(td).open()
     with pytest.warns(ResourceWarning, match="ParentDomain"):
@@ -154,7 +154,7 @@ async def test_closing_in_the_wrong_order_is_closing(device: Device) -> None:
     await pd.aclose()
 
 
-async def test_a_child_of_another_loop_is_not_touched() -> None:
+async def test_closing_does_not_touch_children_of_another_loop() -> None:
     async with open_device("soft0") as device, device.protection_domain() as pd:
         opened = asyncio.Event()
         here = asyncio.get_running_loop()
@@ -185,7 +185,7 @@ async def test_a_child_of_another_loop_is_not_touched() -> None:
         assert domain.closed
 
 
-async def test_orphans_are_reaped_by_their_device() -> None:
+async def test_a_device_closes_resources_of_closed_loops() -> None:
     device = await open_device("soft0").open()
 
     async def leave_open() -> ResourceDomain:
@@ -201,7 +201,7 @@ async def test_orphans_are_reaped_by_their_device() -> None:
 
 
 @needs(Capability.OBJECT_COUNTS)
-async def test_what_is_forgotten_goes_to_its_owner(device: Device) -> None:
+async def test_a_collected_resource_is_closed_by_its_owner(device: Device) -> None:
     with pytest.warns(ResourceWarning, match=r"ThreadDomain .* was still open: it was forgotten"):
         await forget(device.thread_domain())
     assert verbs_left(device) == {"thread_domains": 1}, "a finalizer calls no verb"
@@ -210,7 +210,7 @@ async def test_what_is_forgotten_goes_to_its_owner(device: Device) -> None:
     assert not verbs_left(device)
 
 
-async def test_what_anyone_may_use_waits_for_its_device_when_it_is_forgotten() -> None:
+async def test_a_collected_resource_without_an_owner_is_closed_with_its_device() -> None:
     device = await open_device("soft0").open()
     with pytest.warns(ResourceWarning, match="ProtectionDomain"):
         await forget(device.protection_domain())
@@ -221,7 +221,7 @@ async def test_what_anyone_may_use_waits_for_its_device_when_it_is_forgotten() -
 
 
 @pytest.mark.parametrize("kind", ["native", "anyio"])
-async def test_a_cancelled_close_closes(device: Device, kind: str) -> None:
+async def test_a_cancelled_close_still_closes(device: Device, kind: str) -> None:
     resource = await device.resource_domain().open()
     if kind == "anyio":
         with anyio.CancelScope() as scope:
@@ -238,7 +238,7 @@ async def test_a_cancelled_close_closes(device: Device, kind: str) -> None:
 
 @needs(Capability.FAULT_PLAN)
 @every_kind
-async def test_every_verb_that_fails_leaves_nothing_behind(device: Device, make: Callable[[Device], Resource]) -> None:
+async def test_failure_of_any_verb_leaks_nothing(device: Device, make: Callable[[Device], Resource]) -> None:
     faults = device.faults
     faults.count_calls()
     async with make(device):
@@ -259,7 +259,7 @@ async def test_every_verb_that_fails_leaves_nothing_behind(device: Device, make:
 
 
 @needs(Capability.FAULT_PLAN, Capability.OBJECT_COUNTS)
-async def test_a_failed_opening_can_be_tried_again(device: Device) -> None:
+async def test_a_failed_open_can_be_retried(device: Device) -> None:
     pd = device.protection_domain()
     device.faults.fail("alloc_pd", errno.ENOMEM)
     with pytest.raises(VerbsError, match="ENOMEM"):
@@ -270,7 +270,7 @@ async def test_a_failed_opening_can_be_tried_again(device: Device) -> None:
 
 
 @needs(Capability.FAULT_PLAN)
-async def test_what_was_half_made_can_only_be_closed(device: Device) -> None:
+async def test_a_half_opened_resource_can_only_be_closed(device: Device) -> None:
     faults = device.faults
     domain = device.resource_domain()
     # The parent domain is made last; then the thread domain cannot be undone.
@@ -306,7 +306,7 @@ async def test_what_was_half_made_can_only_be_closed(device: Device) -> None:
 
 
 @needs(Capability.FAULT_PLAN)
-async def test_what_was_half_made_and_forgotten_is_closed(device: Device) -> None:
+async def test_a_collected_half_opened_resource_is_closed(device: Device) -> None:
     faults = device.faults
 
     async def fail() -> None:
@@ -323,7 +323,7 @@ async def test_what_was_half_made_and_forgotten_is_closed(device: Device) -> Non
     assert not verbs_left(device)
 
 
-async def test_the_tree(device: Device) -> None:
+async def test_resource_tree(device: Device) -> None:
     async with device.protection_domain() as pd, device.thread_domain() as td, pd.parent_domain(td):
         tree = device.resources()
         assert (tree.kind, tree.label, tree.state, tree.owner) == ("Device", device.name, ResourceState.OPEN, None)
@@ -337,7 +337,7 @@ async def test_the_tree(device: Device) -> None:
     assert device.resources().children == ()
 
 
-def test_the_tree_is_shown_as_it_is() -> None:
+def test_resource_tree_is_printed_without_interpreting_markup() -> None:
     """A label has words of a peer's, which are nobody's markup."""
     shown = io.StringIO()
     Console(file=shown, width=200).print(
@@ -346,7 +346,7 @@ def test_the_tree_is_shown_as_it_is() -> None:
     assert "Connection with [/x], open, opened at here:1" in shown.getvalue()
 
 
-async def test_the_tree_tells_the_line_that_made_each(device: Device) -> None:
+async def test_resource_tree_shows_creation_sites(device: Device) -> None:
     line = sys._getframe().f_lineno
     async with (
         device.resource_domain() as domain,
@@ -359,7 +359,7 @@ async def test_the_tree_tells_the_line_that_made_each(device: Device) -> None:
 
 
 @every_kind
-async def test_what_is_closed_is_no_garbage(device: Device, make: Callable[[Device], Resource]) -> None:
+async def test_closed_resources_need_no_garbage_collection(device: Device, make: Callable[[Device], Resource]) -> None:
     resource = make(device)
     async with resource:
         pass

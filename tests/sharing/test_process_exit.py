@@ -11,7 +11,7 @@ from aioverbs import BrokenResourceError, RemoteRegion, WcStatus, WorkCompletion
 from tests.fabric.two import End, end
 from tests.pace import patience
 from tests.sharing.processes import KEY, Pair, Refused
-from tests.sharing.test_serving import reaches
+from tests.sharing.test_shared_memory_access import reaches
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -42,7 +42,7 @@ async def test_every_order_of_closing(pair: Pair, order: list[tuple[int, str]]) 
         assert len(here.region.pins) == 0
 
 
-async def test_the_last_instance_is_the_end(pair: Pair) -> None:
+async def test_closing_the_last_instance_removes_the_domain(pair: Pair) -> None:
     async with pair() as (first, second):
         await second.ask("close pd")
         await second.instance()  # again, as there is another one
@@ -58,7 +58,7 @@ async def test_the_last_instance_is_the_end(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("dies", [False, True], ids=["closed", "killed"])
-async def test_who_comes_too_late(pair: Pair, dies: bool) -> None:
+async def test_joining_after_the_last_instance_closed(pair: Pair, dies: bool) -> None:
     async with pair(imported=False) as (first, second):
         await first.give(second)
         if dies:
@@ -101,7 +101,7 @@ async def refused_soon(try_it: Callable[[], Awaitable[object]]) -> None:
 
 
 @pytest.mark.parametrize("who", [0, 1], ids=["who shares", "who imports"])
-async def test_one_dies(pair: Pair, who: int, direct: bool) -> None:
+async def test_a_process_dies(pair: Pair, who: int, direct: bool) -> None:
     async with pair() as both, end(queue_pairs=2) as here:
         victim, survivor = both[who], both[1 - who]
         gone = await victim.register("v", 1 << 20)
@@ -120,7 +120,7 @@ async def test_one_dies(pair: Pair, who: int, direct: bool) -> None:
         assert await survivor.ask("leftovers") == "nothing"
 
 
-async def test_memory_of_the_dead_comes_back(pair: Pair) -> None:
+async def test_memory_of_a_dead_process_is_freed(pair: Pair) -> None:
     """The file has no pages of a process that died, once somebody else came."""
     async with pair() as (first, second):
         await first.register("a", 1 << 20)
@@ -133,7 +133,7 @@ async def test_memory_of_the_dead_comes_back(pair: Pair) -> None:
         assert await first.look("a", 0, 4096) == b"a" * 4096
 
 
-async def test_a_child_of_the_dead_is_not_taken_for_it(pair: Pair) -> None:
+async def test_a_child_of_a_dead_process_does_not_count_as_alive(pair: Pair) -> None:
     async with pair() as (first, second), end(queue_pairs=2) as here:
         remote = await first.register("a", 4096)
         for qp in here.qps:
@@ -181,18 +181,18 @@ async def a_kill(pair: Pair, seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(2))
-async def test_one_is_killed_in_the_middle(pair: Pair, direct: bool, seed: int) -> None:
+async def test_kill_during_traffic(pair: Pair, direct: bool, seed: int) -> None:
     await a_kill(pair, seed)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-async def test_one_is_killed_a_hundred_times(pair: Pair, direct: bool) -> None:
+async def test_hundred_kills_during_traffic(pair: Pair, direct: bool) -> None:
     for seed in range(100, 150):
         await a_kill(pair, seed)
 
 
-async def test_both_at_once_and_nobody_is_left(pair: Pair) -> None:
+async def test_killing_both_leaves_nothing(pair: Pair) -> None:
     async with pair() as (first, second):
         await asyncio.gather(first.register("a", 4096), second.register("b", 4096))
         await asyncio.gather(*(each.ask("close pd") for each in (first, second)))

@@ -39,7 +39,7 @@ async def begin_closing(pair: Ends) -> "asyncio.Task[None]":
 
 @pytest.mark.every_way
 @needs(Capability.FAULT_PLAN)
-async def test_who_closes_second_waits(device: Device) -> None:
+async def test_the_second_closer_waits(device: Device) -> None:
     async with ends(device) as pair:
         await begin_write(device, pair)
         first = await begin_closing(pair)
@@ -54,7 +54,7 @@ async def test_who_closes_second_waits(device: Device) -> None:
 
 @needs(Capability.FAULT_PLAN)
 @pytest.mark.parametrize("cancelled", [False, True])
-async def test_a_parent_waits_for_a_child_that_is_being_closed(device: Device, cancelled: bool) -> None:
+async def test_a_parent_waits_for_a_closing_child(device: Device, cancelled: bool) -> None:
     async with ends(device) as pair:
         await begin_write(device, pair)
         first = await begin_closing(pair)
@@ -77,7 +77,7 @@ async def test_a_parent_waits_for_a_child_that_is_being_closed(device: Device, c
 
 
 @needs(Capability.FAULT_PLAN)
-async def test_a_parent_that_is_cancelled_by_its_scope_waits_for_a_child_that_is_being_closed(device: Device) -> None:
+async def test_a_parent_cancelled_by_its_scope_waits_for_a_closing_child(device: Device) -> None:
     async with ends(device) as pair:
         await begin_write(device, pair)
         first = await begin_closing(pair)
@@ -100,10 +100,10 @@ async def test_a_parent_that_is_cancelled_by_its_scope_waits_for_a_child_that_is
 
 
 @pytest.mark.every_way
-async def test_a_cancelled_opener_of_many_closes_what_it_opened(device: Device) -> None:
+async def test_cancellation_while_opening_many_leaks_nothing(device: Device) -> None:
     """Each await of a block's beginning and end is cancelled in turn: nothing is left, wherever it was."""
     for turns in range(12):
-        task = asyncio.create_task(ends_and_write(device))
+        task = asyncio.create_task(resources_and_write(device))
         for _ in range(turns):
             await asyncio.sleep(0)
         task.cancel()
@@ -111,7 +111,7 @@ async def test_a_cancelled_opener_of_many_closes_what_it_opened(device: Device) 
         assert not any(count for _, count in device.statistics().objects), turns
 
 
-async def ends_and_write(device: Device) -> None:
+async def resources_and_write(device: Device) -> None:
     async with ends(device) as pair:
         await pair.write(b"hello")
 
@@ -132,7 +132,7 @@ class Slow:
         monkeypatch.setattr(MemoryRegion, "_open", slowly)
 
 
-async def test_a_parent_waits_for_a_child_that_is_being_opened(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_parent_waits_for_an_opening_child(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     slow = Slow(monkeypatch)
     pd = await device.protection_domain().open()
     region = pd.register(4096)
@@ -150,9 +150,7 @@ async def test_a_parent_waits_for_a_child_that_is_being_opened(device: Device, m
 
 
 @pytest.mark.every_way
-async def test_opening_that_is_cancelled_again_and_again_leaves_nothing(
-    device: Device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_opening_cancelled_repeatedly_leaks_nothing(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     slow = Slow(monkeypatch)
     async with device.protection_domain() as pd:
         region = pd.register(4096)
@@ -189,7 +187,7 @@ async def test_a_cancellation_is_not_lost_in_a_warning(device: Device) -> None:
 
 
 @pytest.mark.parametrize("way", ["native", "native, again", "anyio"])
-async def test_a_parent_of_memory_that_is_in_use_is_closed_after_it(device: Device, way: str) -> None:
+async def test_a_parent_closes_after_its_memory_in_use(device: Device, way: str) -> None:
     """Who closes it may leave; who comes later waits for the end."""
     pd = await device.protection_domain().open()
     pool = await pd.buffer_pool(64, 1).open()
@@ -234,7 +232,7 @@ async def cancel_all() -> None:
 
 
 @pytest.mark.parametrize("cancels", [False, True])
-def test_a_closing_that_ends_with_its_loop_can_be_done_again(cancels: bool) -> None:
+def test_closing_interrupted_by_the_end_of_its_loop_can_be_repeated(cancels: bool) -> None:
     async def leave() -> tuple[Device, Resource, MemoryRegion]:
         device = await open_device("soft0").open()
         pd = await device.protection_domain().open()
@@ -318,9 +316,7 @@ async def test_a_warning_is_not_lost_in_an_error(device: Device) -> None:
     await pd.aclose()
 
 
-async def test_memory_is_closed_after_the_queues_that_work_with_it(
-    device: Device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_memory_is_closed_after_queues_that_use_it(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("aioverbs._verbs.queue_pair._FLUSH_S", 0.05)
     pd = await device.protection_domain().open()
     cq = await pd.completion_queue(64).open()
@@ -340,7 +336,7 @@ async def test_memory_is_closed_after_the_queues_that_work_with_it(
 
 
 @pytest.mark.every_way
-async def test_an_orphan_with_work_under_way_is_reaped() -> None:
+async def test_a_queue_pair_of_a_closed_loop_with_work_in_flight_is_closed() -> None:
     device = await open_device("soft0").open()
 
     async def leave_open() -> None:
@@ -361,7 +357,7 @@ async def test_an_orphan_with_work_under_way_is_reaped() -> None:
     assert handles.open_handles() == []
 
 
-async def test_two_orphans_of_one_owner_are_anyones(device: Device) -> None:
+async def test_resources_of_a_closed_loop_can_be_closed_by_any_loop(device: Device) -> None:
     async def leave_open() -> None:
         domain = await device.resource_domain().open()
         kept.append(domain)
@@ -375,7 +371,7 @@ async def test_two_orphans_of_one_owner_are_anyones(device: Device) -> None:
 
 
 @needs(Capability.FAULT_PLAN)
-async def test_what_cannot_be_flushed_is_closed_all_the_same(device: Device) -> None:
+async def test_a_queue_pair_that_cannot_be_flushed_is_closed(device: Device) -> None:
     async with ends(device) as pair:
         await begin_write(device, pair)
         device.faults.fail("modify_qp", errno.EIO)
@@ -401,7 +397,7 @@ async def test_writes_keep_their_memory_where_destroying_fails(device: Device, m
 
 
 @pytest.mark.every_way
-async def test_a_queue_whose_loop_stands_still_is_busy(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_completion_queue_of_a_stalled_loop_is_busy(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("aioverbs._verbs.completion_queue._UNWATCH_S", 0.05)
     pd = await device.protection_domain().open()
     loop = asyncio.new_event_loop()
@@ -418,7 +414,7 @@ async def test_a_queue_whose_loop_stands_still_is_busy(device: Device, monkeypat
 
 @pytest.mark.every_way
 @pytest.mark.parametrize("times", [1, 2])
-async def test_a_queue_of_another_loop_lets_go_of_it_though_cancelled(device: Device, times: int) -> None:
+async def test_a_cancelled_close_still_removes_the_queue_from_its_loop(device: Device, times: int) -> None:
     async with device.protection_domain() as pd:
         with Elsewhere() as elsewhere:
             cq = pd.completion_queue(64)
@@ -442,7 +438,7 @@ async def test_a_queue_of_another_loop_lets_go_of_it_though_cancelled(device: De
 
 
 @needs(Capability.FAULT_PLAN)
-async def test_what_the_block_raises_is_heard_from_the_domain_of_a_loop(device: Device) -> None:
+async def test_an_error_of_the_block_of_a_loop_domain_is_raised(device: Device) -> None:
     async def body() -> None:
         async with device.loop_domain():
             device.faults.fail("dealloc_td", errno.EIO)
@@ -457,7 +453,7 @@ async def test_what_the_block_raises_is_heard_from_the_domain_of_a_loop(device: 
 
 
 @needs(Capability.OBJECT_COUNTS)
-async def test_a_forgotten_queue_pair_goes_to_its_owner(device: Device) -> None:
+async def test_a_collected_queue_pair_is_closed_by_its_owner(device: Device) -> None:
     async with device.resource_domain() as domain, domain.completion_queue(64) as cq:
 
         async def forget() -> None:
@@ -470,7 +466,7 @@ async def test_a_forgotten_queue_pair_goes_to_its_owner(device: Device) -> None:
         assert dict(device.statistics().objects)["qps"] == 0
 
 
-async def test_large_memory_needs_asyncio(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_registering_large_memory_needs_asyncio(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("aioverbs._memory.region._LARGE_BYTES", 1)
     async with device.protection_domain() as pd:
         region = pd.register(64)

@@ -101,7 +101,7 @@ def port_mtu(device: Device) -> Mtu:
 
 
 @every_type
-async def test_each_step_by_hand(device: Device, qp_type: QpType) -> None:
+async def test_each_transition_by_hand(device: Device, qp_type: QpType) -> None:
     async with scene(device, qp_type) as of:
         near, remote = of.near, of.far.local_endpoint()
         connected, requests, responds = qp_type is not UD, qp_type in (RC, XRC_SEND), qp_type in (RC, XRC_RECV)
@@ -166,7 +166,7 @@ async def test_each_step_by_hand(device: Device, qp_type: QpType) -> None:
         assert near.local_endpoint().psn != 77
 
 
-async def test_what_is_of_the_peer_one_by_one(device: Device) -> None:
+async def test_peer_attributes_one_by_one(device: Device) -> None:
     async with scene(device) as of:
         remote = of.far.local_endpoint()
         of.near.to_init(qp_access_flags=REMOTE)
@@ -186,7 +186,7 @@ async def test_what_is_of_the_peer_one_by_one(device: Device) -> None:
         await of.near.write(of.region[:8], of.region.remote()[8:16])
 
 
-async def test_a_remote_endpoint_and_more(device: Device) -> None:
+async def test_a_remote_endpoint_with_further_attributes(device: Device) -> None:
     async with scene(device) as of:
         of.near.to_init()
         of.near.to_rtr(of.far.local_endpoint(), path_mtu=Mtu.MTU_512, min_rnr_timer=5)
@@ -194,13 +194,13 @@ async def test_a_remote_endpoint_and_more(device: Device) -> None:
         assert (told.path_mtu, told.min_rnr_timer) == (Mtu.MTU_512, 5)
 
 
-async def test_changes_while_it_drains(device: Device) -> None:
+async def test_modify_while_draining(device: Device) -> None:
     async with scene(device) as of:
         near, far = of.near.local_endpoint(), of.far.local_endpoint()
         of.near.connect(far)
         of.far.connect(near, min_rnr_timer=31)  # half a second, in which it is told to wait
         post_send(of.near.handle, SendOpcode.SEND, [of.region[:4].sge])
-        wait_until(lambda: _begun(of.near))
+        wait_until(lambda: _is_draining(of.near))
         with pytest.raises(TransitionError, match=r"sq_draining: .* wait for EventType\.SQ_DRAINED"):
             of.near.to_sqd(timeout=9)
         assert of.near.query().timeout == 14
@@ -208,7 +208,7 @@ async def test_changes_while_it_drains(device: Device) -> None:
         assert wait_for(of.sent.handle)[0].status is WcStatus.WR_FLUSH_ERR
 
 
-def _begun(qp: QueuePair) -> bool:
+def _is_draining(qp: QueuePair) -> bool:
     """Whether it is stopped in the middle of something."""
     qp.to_sqd()
     found = qp.query().sq_draining
@@ -217,7 +217,7 @@ def _begun(qp: QueuePair) -> bool:
     return found
 
 
-async def test_it_tells_when_it_has_drained(device: Device) -> None:
+async def test_event_when_drained(device: Device) -> None:
     async with scene(device) as of:
         of.connect()
         events = device.events()
@@ -234,7 +234,7 @@ async def test_it_tells_when_it_has_drained(device: Device) -> None:
 
 
 @pytest.mark.parametrize("qp_type", [RC, UC], ids=lambda qp_type: qp_type.name)
-async def test_connected_ones_write(device: Device, qp_type: QpType) -> None:
+async def test_connected_queue_pairs_write(device: Device, qp_type: QpType) -> None:
     async with scene(device, qp_type) as of:
         of.connect()
         assert of.near.qp_state is of.far.qp_state is RTS
@@ -256,7 +256,7 @@ async def test_xrc_sends(device: Device) -> None:
         assert bytes(of.region.buffer[32:36]) == b"sent"
 
 
-async def test_datagrams_go_to_an_endpoint(device: Device) -> None:
+async def test_datagrams_to_an_endpoint(device: Device) -> None:
     async with scene(device, UD) as of:
         of.far.activate()
         of.near.activate(qkey=0x77)
@@ -281,7 +281,7 @@ async def test_datagrams_go_to_an_endpoint(device: Device) -> None:
         assert bytes(of.region.buffer[1024 + GRH_BYTES : 1028 + GRH_BYTES]) == b"sent"
 
 
-async def test_connecting_from_init_keeps_what_was_said_there(device: Device) -> None:
+async def test_connecting_from_init_keeps_attributes_of_init(device: Device) -> None:
     async with scene(device) as of:
         of.near.to_init(qp_access_flags=READ)
         of.far.to_init()
@@ -297,7 +297,7 @@ async def test_connecting_from_init_keeps_what_was_said_there(device: Device) ->
 
 
 @pytest.mark.parametrize("way", ["error", "reset"])
-async def test_connected_once_more(device: Device, way: str) -> None:
+async def test_reconnecting_a_queue_pair(device: Device, way: str) -> None:
     async with scene(device) as of:
         of.connect()
         psn = of.near.local_endpoint().psn
@@ -315,7 +315,7 @@ async def test_connected_once_more(device: Device, way: str) -> None:
 # ---- What two ends agree on
 
 
-async def test_what_is_told_of_an_end(device: Device) -> None:
+async def test_local_endpoint(device: Device) -> None:
     has = device.attributes()
     asks, serves = has.max_qp_init_rd_atom, has.max_qp_rd_atom
     xrc = [(XRC_SEND, asks, 0), (XRC_RECV, 0, serves)]
@@ -331,7 +331,7 @@ async def test_what_is_told_of_an_end(device: Device) -> None:
             assert told == of.near.local_endpoint() == Endpoint.from_bytes(bytes(told))
 
 
-async def test_a_peer_that_can_less(device: Device) -> None:
+async def test_a_peer_with_lower_limits(device: Device) -> None:
     async with scene(device) as of:
         less = replace(of.far.local_endpoint(), max_rd_atomic=2, max_dest_rd_atomic=4, mtu=Mtu.MTU_1024)
         of.near.connect(less)
@@ -345,7 +345,7 @@ async def test_a_peer_that_can_less(device: Device) -> None:
         assert (told.max_rd_atomic, told.max_dest_rd_atomic) == (8, served)
 
 
-async def test_a_receive_that_comes_late_is_waited_for(device: Device) -> None:
+async def test_rnr_retries_wait_for_a_late_receive(device: Device) -> None:
     async with scene(device) as of:
         near = of.near.local_endpoint()
         of.near.connect(of.far.local_endpoint(), rnr_retry=7)  # as often as it takes
@@ -358,7 +358,7 @@ async def test_a_receive_that_comes_late_is_waited_for(device: Device) -> None:
         assert bytes(of.region.buffer[64:68]) == b"late"
 
 
-async def test_one_that_never_comes_ends_it(device: Device) -> None:
+async def test_rnr_retries_end_without_a_receive(device: Device) -> None:
     async with scene(device) as of:
         of.connect()
         post_send(of.near.handle, SendOpcode.SEND, [of.region[:4].sge])
@@ -507,7 +507,7 @@ MISTAKES = [
 ]
 
 
-def _come_to(of: Scene, state: QpState) -> None:
+def _bring_to(of: Scene, state: QpState) -> None:
     remote = None if of.near.qp_type is UD else of.far.local_endpoint()
     moves: list[tuple[QpState, Callable[[], None]]] = [
         (INIT, of.near.to_init),
@@ -523,11 +523,11 @@ def _come_to(of: Scene, state: QpState) -> None:
 
 
 @needs(Capability.FAULT_PLAN)
-async def test_mistakes_are_told_before_anything_is_changed(device: Device) -> None:
+async def test_mistakes_are_refused_without_changes(device: Device) -> None:
     faults = device.faults
     for mistake in MISTAKES:
         async with scene(device, mistake.qp_type) as of:
-            _come_to(of, mistake.state)
+            _bring_to(of, mistake.state)
             before = of.near.query()
             faults.count_calls()
             with pytest.raises(mistake.kind, match=mistake.says) as caught:
@@ -544,7 +544,7 @@ async def test_mistakes_are_told_before_anything_is_changed(device: Device) -> N
 
 
 @needs(Capability.FAULT_PLAN)
-async def test_a_device_that_refuses(device: Device) -> None:
+async def test_an_error_of_the_device_is_raised(device: Device) -> None:
     async with scene(device) as of:
         remote = of.far.local_endpoint()
         device.faults.fail("modify_qp", errno.EIO, first=2)
@@ -558,7 +558,7 @@ async def test_a_device_that_refuses(device: Device) -> None:
         assert of.near.query().qp_access_flags == READ
 
 
-async def test_no_reset_under_work(device: Device) -> None:
+async def test_reset_with_work_in_flight_is_refused(device: Device) -> None:
     async with scene(device) as of:
         of.connect()
         hold(device, of.near)
@@ -573,7 +573,7 @@ async def test_no_reset_under_work(device: Device) -> None:
         assert of.near.qp_state is RESET
 
 
-async def test_to_error_ends_what_is_under_way(device: Device) -> None:
+async def test_to_error_flushes_work_in_flight(device: Device) -> None:
     async with scene(device) as of:
         of.connect(timeout=20)
         of.far.to_reset()  # nobody answers, for four seconds
@@ -586,7 +586,7 @@ async def test_to_error_ends_what_is_under_way(device: Device) -> None:
         of.near.to_reset()
 
 
-async def test_what_is_closed_has_no_states(device: Device) -> None:
+async def test_a_closed_queue_pair_has_no_states(device: Device) -> None:
     async with scene(device) as of:
         remote = of.far.local_endpoint()
         async with of.domain.queue_pair(of.sent) as qp:

@@ -16,7 +16,7 @@ from aioverbs import AccessFlags
 from tests.conftest import ROOT
 
 if TYPE_CHECKING:
-    from tests.manager.affinity_scene import Scene
+    from tests.manager.affinity_objects import Scene
 
 sys.path.append(str(ROOT / "aioverbs" / "_docs"))
 
@@ -262,7 +262,7 @@ def _argument(kind: type, name: str, parameter: str, annotation: str, of: "Scene
         if word in _BY_TYPE:
             return _BY_TYPE[word](of)
     raise AssertionError(
-        f"nothing to call {kind.__name__}.{name} with: say in tests/manager/affinity_surface.py what its argument "
+        f"nothing to call {kind.__name__}.{name} with: say in tests/manager/affinity_members.py what its argument "
         f"`{parameter}: {annotation}` may be, in _BY_NAME or _BY_TYPE"
     )
 

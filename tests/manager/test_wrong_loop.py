@@ -62,7 +62,7 @@ def listening(domain: ResourceDomain) -> ConnectionListener:
 
 @every_domain
 @pytest.mark.parametrize("error", [None, ValueError("of the block")], ids=["at its end", "by an error"])
-async def test_the_block_of_messages_of_a_shared_receive_queue(
+async def test_block_of_messages_of_a_shared_receive_queue(
     device: Device, model: ThreadModel, error: ValueError | None
 ) -> None:
     async with (
@@ -86,7 +86,7 @@ async def test_the_block_of_messages_of_a_shared_receive_queue(
             await anext(messages)
 
 
-async def test_a_block_of_messages_is_begun_once(device: Device) -> None:
+async def test_a_block_of_messages_is_entered_once(device: Device) -> None:
     async with (
         device.resource_domain() as domain,
         domain.buffer_pool(64, 4) as pool,
@@ -105,7 +105,7 @@ async def test_a_block_of_messages_is_begun_once(device: Device) -> None:
 
 
 @pytest.mark.every_way
-async def test_the_end_of_messages_of_a_loop_that_has_gone_waits_for_nobody(device: Device) -> None:
+async def test_leaving_a_block_of_messages_of_an_ended_loop_does_not_wait(device: Device) -> None:
     """Its thread has ended and its loop stands still, so that the task that fills the queue never ends."""
     async with (
         device.resource_domain(thread_model=ThreadModel.SAFE) as domain,
@@ -149,7 +149,7 @@ async def test_reconnecting(device: Device, model: ThreadModel) -> None:
         assert second.state is ResourceState.CLOSED
 
 
-async def test_reconnecting_that_another_loop_asks_first(device: Device) -> None:
+async def test_reconnecting_asked_by_another_loop_first(device: Device) -> None:
     """The domain is the owner's: what is refused has not begun, and the owner begins it."""
     async with device.resource_domain() as domain, serving(domain) as server:
         connections = reconnect(HOST, server.port, domain=domain, settings=SMALL)
@@ -160,7 +160,7 @@ async def test_reconnecting_that_another_loop_asks_first(device: Device) -> None
 
 
 @pytest.mark.every_way
-async def test_reconnecting_closes_the_connection_of_a_loop_that_is_left_by_break(device: Device) -> None:
+async def test_break_in_a_reconnecting_loop_closes_the_connection(device: Device) -> None:
     async with device.resource_domain() as domain, serving(domain) as server:
         async for connection in reconnect(HOST, server.port, domain=domain, settings=SMALL):  # noqa: B007
             break
@@ -169,7 +169,7 @@ async def test_reconnecting_closes_the_connection_of_a_loop_that_is_left_by_brea
 
 
 @every_domain
-async def test_the_connections_of_a_listener(device: Device, model: ThreadModel) -> None:
+async def test_connections_of_a_listener(device: Device, model: ThreadModel) -> None:
     async with (
         device.resource_domain(thread_model=model) as domain,
         listening(domain) as listener,
@@ -188,7 +188,7 @@ async def test_the_connections_of_a_listener(device: Device, model: ThreadModel)
 
 @every_domain
 @pytest.mark.parametrize("error", [None, ValueError("of the block")], ids=["at its end", "by an error"])
-async def test_the_block_of_a_connection(device: Device, model: ThreadModel, error: ValueError | None) -> None:
+async def test_block_of_a_connection(device: Device, model: ThreadModel, error: ValueError | None) -> None:
     async with (
         device.resource_domain(thread_model=model) as domain,
         listening(domain) as listener,
@@ -208,7 +208,7 @@ async def test_the_block_of_a_connection(device: Device, model: ThreadModel, err
         await far.aclose()
 
 
-async def test_the_block_of_the_domain_of_a_loop(device: Device) -> None:
+async def test_block_of_a_loop_domain(device: Device) -> None:
     block = device.loop_domain()
     domain = await block.__aenter__()
     await refused(lambda: block.__aexit__(None, None, None))
@@ -240,7 +240,7 @@ async def test_events(device: Device, waits: bool) -> None:
         await anext(events)
 
 
-async def test_a_block_that_was_not_entered_has_no_end(device: Device) -> None:
+async def test_leaving_a_block_that_was_not_entered(device: Device) -> None:
     with pytest.raises(RuntimeError, match="is in no block"):
         await device.loop_domain().__aexit__(None, None, None)
     async with (
@@ -258,7 +258,7 @@ async def test_a_block_that_was_not_entered_has_no_end(device: Device) -> None:
             await block.__aenter__()
 
 
-async def test_blocks_that_are_left_may_be_entered_elsewhere(device: Device) -> None:
+async def test_left_blocks_may_be_entered_on_another_loop(device: Device) -> None:
     async with device.resource_domain(thread_model=ThreadModel.SAFE) as domain, listening(domain) as listener:
         blocks = device.loop_domain(), connect(HOST, listener.port, domain=domain, settings=SMALL)
 

@@ -23,7 +23,7 @@ from aioverbs import (
 from aioverbs._core.data_path.data_path import Message, Operation
 from tests.capabilities import Capability, needs
 from tests.connections.ends import pair
-from tests.manager.held import Helpers, SlowVerb
+from tests.manager.held_verbs import Helpers, SlowVerb
 from tests.pace import patience
 from tests.waiting import until, wait_until
 
@@ -43,7 +43,7 @@ def establish(qp: QueuePair, peer: QueuePair) -> "asyncio.Task[None]":
 
 @needs(Capability.FAULT_PLAN)
 @pytest.mark.parametrize("lost", ["completion queue", "device"])
-async def test_receives_end_where_it_breaks(device: Device, helpers: Helpers, lost: str) -> None:
+async def test_receives_end_when_the_queue_pair_fails(device: Device, helpers: Helpers, lost: str) -> None:
     async with (
         device.resource_domain() as domain,
         domain.completion_queue(64) as cq,
@@ -73,7 +73,7 @@ async def test_receives_end_where_it_breaks(device: Device, helpers: Helpers, lo
 
 
 @needs(Capability.FAULT_PLAN)
-async def test_what_arrives_before_the_verb_returns(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_messages_that_arrive_before_the_verb_returns(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     """The peer is in RTS already, and sends more than there are receives."""
     slow = SlowVerb(device, monkeypatch)
     async with (
@@ -117,7 +117,7 @@ async def test_what_arrives_before_the_verb_returns(device: Device, monkeypatch:
 
 
 @needs(Capability.FAULT_PLAN)
-async def test_a_receive_waits_for_a_place(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_receive_waits_for_a_free_slot(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     slow = SlowVerb(device, monkeypatch)
     async with (
         device.resource_domain() as domain,
@@ -143,7 +143,7 @@ async def test_a_receive_waits_for_a_place(device: Device, monkeypatch: pytest.M
         await receives[1]
 
 
-async def test_a_message_is_forgotten_or_released(device: Device, helpers: Helpers) -> None:
+async def test_a_message_collected_or_released_during_connect(device: Device, helpers: Helpers) -> None:
     async with (
         device.resource_domain() as domain,
         domain.completion_queue(64) as cq,
@@ -173,7 +173,7 @@ async def test_a_message_is_forgotten_or_released(device: Device, helpers: Helpe
 
 
 @pytest.mark.parametrize("cancelled", [False, True])
-async def test_closing_waits(device: Device, helpers: Helpers, cancelled: bool) -> None:
+async def test_closing_waits_for_the_verb(device: Device, helpers: Helpers, cancelled: bool) -> None:
     async with (
         device.resource_domain() as domain,
         domain.completion_queue(64) as cq,
@@ -205,7 +205,7 @@ async def test_closing_waits(device: Device, helpers: Helpers, cancelled: bool) 
             assert isinstance(each, Exception)
 
 
-async def test_nobody_comes_before_its_owner(device: Device, helpers: Helpers) -> None:
+async def test_no_other_caller_before_the_connecting_task(device: Device, helpers: Helpers) -> None:
     """The verb is over, and who establishes was not told yet."""
     helpers.after = True
     async with device.resource_domain() as domain, domain.completion_queue(64) as cq, domain.queue_pair(cq) as qp:
@@ -218,7 +218,7 @@ async def test_nobody_comes_before_its_owner(device: Device, helpers: Helpers) -
         assert qp.query().qp_state is qp.qp_state is QpState.RTS
 
 
-async def test_it_goes_on_by_hand_after_a_cancellation(device: Device, helpers: Helpers) -> None:
+async def test_manual_transitions_after_a_cancelled_connect(device: Device, helpers: Helpers) -> None:
     async with (
         device.resource_domain() as domain,
         domain.completion_queue(64) as cq,
@@ -239,7 +239,7 @@ async def test_it_goes_on_by_hand_after_a_cancellation(device: Device, helpers: 
         assert qp.query().max_rd_atomic == connected.query().max_rd_atomic
 
 
-async def test_a_connection_that_meets_it(device: Device) -> None:
+async def test_a_connection_during_its_queue_pairs_connect(device: Device) -> None:
     async with pair(device) as ends:
         far = ends.far._channel
         assert far is not None
@@ -263,7 +263,7 @@ async def test_a_connection_that_meets_it(device: Device) -> None:
 
 
 @pytest.mark.parametrize("cancels", [True, False])
-def test_the_loop_ends(monkeypatch: pytest.MonkeyPatch, cancels: bool) -> None:
+def test_the_loop_ends_during_connect(monkeypatch: pytest.MonkeyPatch, cancels: bool) -> None:
     """As `asyncio.run` ends it, which cancels all tasks; or it is closed in the middle of them."""
     kept: list[Any] = []
     verbs: list[SlowVerb] = []

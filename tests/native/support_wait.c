@@ -54,7 +54,7 @@ void settle(struct ibv_context *of)
         bool quiet = true;
 
         soft_mutex_take(&device->lock);
-        for (context = device->first; context; context = context->next)
+        for (context = device->contexts; context; context = context->next)
             quiet = is_quiet(context, until) && quiet;
         soft_mutex_give(&device->lock);
         passes = quiet ? passes + 1 : 0;

@@ -37,10 +37,10 @@ static void gids_of_one_process(void)
 
     CHECK_EQ(draw(&first, (const uint8_t[]){9, 5, 0}), 5);
     CHECK_EQ(draw(&second, (const uint8_t[]){9, 5, 5, 6, 0}), 6);
-    soft_descriptor_close(first.reserved);
+    soft_descriptor_close(first.gid_socket);
     CHECK_EQ(draw(&third, (const uint8_t[]){9, 5, 0}), 5); /* the other process has exited */
-    soft_descriptor_close(second.reserved);
-    soft_descriptor_close(third.reserved);
+    soft_descriptor_close(second.gid_socket);
+    soft_descriptor_close(third.gid_socket);
 }
 
 static void gids_of_two_processes(void)
@@ -58,7 +58,7 @@ static void gids_of_two_processes(void)
     CHECK_EQ(status, 0);
     CHECK_EQ(soft_gid_reserve(&ours.gids[1]), -1);
     CHECK_EQ(errno, EADDRINUSE);
-    soft_descriptor_close(ours.reserved);
+    soft_descriptor_close(ours.gid_socket);
 }
 
 static void all_gids_in_use(void)
@@ -72,7 +72,7 @@ static void all_gids_in_use(void)
     script = same;
     CHECK_EQ(soft_gids_init(&second), EADDRINUSE);
     script = NULL;
-    soft_descriptor_close(first.reserved);
+    soft_descriptor_close(first.gid_socket);
 }
 
 CHECK_MAIN_ONCE(CASE(gids_of_one_process), CASE(gids_of_two_processes), CASE(all_gids_in_use))

@@ -156,16 +156,16 @@ static void order(void)
 {
     prepare();
     CHECK_ENDS(in_order);
-    CHECK_ABORTS(against_order, "qp->sq_lock is waited for under qp->rq_lock");
-    CHECK_ABORTS(two_of_a_rank, "fabric->links is waited for under fabric->links");
+    CHECK_ABORTS(against_order, "waiting for qp->sq_lock while holding qp->rq_lock");
+    CHECK_ABORTS(two_of_a_rank, "waiting for fabric->links while holding fabric->links");
     CHECK_ABORTS(half_under_half,
-                 "the driver half of a completion queue is waited for under the driver half of a queue");
-    CHECK_ABORTS(domains_under_progress, "device->xrcd_lock is waited for under fabric->progress");
-    CHECK_ABORTS(twice, "qp->sq_lock is waited for under qp->sq_lock");
-    CHECK_ABORTS(waiting_in_a_section, "fabric->progress is waited for under a grace section");
-    CHECK_ABORTS(sections_under_a_lock, "a grace section is waited for under qp->sq_lock");
-    CHECK_ABORTS(not_held, "not_held() without qp->rq_lock");
-    CHECK_ABORTS(giving_what_one_has_not, "fabric->links is given back by a thread that does not hold it");
+                 "waiting for the driver half of a completion queue while holding the driver half of a queue");
+    CHECK_ABORTS(domains_under_progress, "waiting for device->xrcd_lock while holding fabric->progress");
+    CHECK_ABORTS(twice, "waiting for qp->sq_lock while holding qp->sq_lock");
+    CHECK_ABORTS(waiting_in_a_section, "waiting for fabric->progress while holding a grace section");
+    CHECK_ABORTS(sections_under_a_lock, "waiting for a grace section while holding qp->sq_lock");
+    CHECK_ABORTS(not_held, "not_held() needs qp->rq_lock");
+    CHECK_ABORTS(giving_what_one_has_not, "fabric->links is released by a thread that does not hold it");
 }
 
 CHECK_MAIN_ONCE(CASE(order))

@@ -81,7 +81,7 @@ static void sharing_close(struct sharing *sharing)
     for (i = 0; i < 2; i++) {
         CHECK_EQ(alloc_release(sharing->sources[i]), 0);
         CHECK_EQ(soft_verbs.dealloc_pd(sharing->pds[i]), 0);
-        CHECK(to_soft_context(sharing->homes[i].context)->device->files == NULL);
+        CHECK(to_soft_context(sharing->homes[i].context)->device->shared_files == NULL);
         home_close(&sharing->homes[i]);
     }
 }
@@ -439,11 +439,11 @@ static void regions_outlive_the_domain(void)
         REQUIRE(left[i] != NULL);
         CHECK_EQ(alloc_release(sharing.sources[i]), 0);
         CHECK_EQ(soft_verbs.dealloc_pd(sharing.pds[i]), 0);
-        CHECK(to_soft_context(sharing.homes[i].context)->device->files != NULL);
+        CHECK(to_soft_context(sharing.homes[i].context)->device->shared_files != NULL);
     }
     for (i = 0; i < 2; i++) {
         CHECK_EQ(soft_verbs.dereg_mr(left[i]), 0);
-        CHECK(to_soft_context(sharing.homes[i].context)->device->files == NULL);
+        CHECK(to_soft_context(sharing.homes[i].context)->device->shared_files == NULL);
         home_close(&sharing.homes[i]);
     }
 }

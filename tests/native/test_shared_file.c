@@ -83,7 +83,7 @@ static void expect_refused(struct shared *shared, int fd, struct check_place pla
     errno = 0;
     pd = soft_import_shpd(shared->home.context, fd, KEY);
     check_refused(pd, errno, EPROTO, place, "soft_import_shpd");
-    CHECK(to_soft_context(shared->home.context)->device->files->next == NULL);
+    CHECK(to_soft_context(shared->home.context)->device->shared_files->next == NULL);
     close(fd);
 }
 
@@ -224,7 +224,7 @@ static void no_slot_is_left(void)
     CHECK_EQ(soft_mutex_init(&other->lock, SOFT_RANK_DEVICE), 0);
     CHECK_REFUSED(soft_shared_import(other, shared.fd), EMFILE);
     CHECK_EQ(atomic_load(&shared.file->page->used_slots[0]), 1);
-    CHECK(other->files == NULL);
+    CHECK(other->shared_files == NULL);
     soft_mutex_destroy(&other->lock);
     free(other);
     shared_close(&shared);
@@ -300,9 +300,9 @@ static void closed_with_an_allocated_piece(void)
     close(shared.fd);
     CHECK_EQ(soft_verbs.dealloc_pd(shared.pd), 0);
     piece[99] = 1;
-    CHECK(device->files != NULL);
+    CHECK(device->shared_files != NULL);
     CHECK_EQ(alloc_return(source, piece, 0), 0);
-    CHECK(device->files == NULL);
+    CHECK(device->shared_files == NULL);
     CHECK_EQ(alloc_release(source), 0);
     home_close(&shared.home);
 }
@@ -349,7 +349,7 @@ static bool has_files(struct soft_device *device)
     bool has;
 
     soft_mutex_take(&device->lock);
-    has = device->files;
+    has = device->shared_files;
     soft_mutex_give(&device->lock);
     return has;
 }

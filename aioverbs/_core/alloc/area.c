@@ -33,22 +33,22 @@ static void area_raise_highest(atomic_uint *highest, size_t to)
 /* Claim chunks from `first` on; return how many, less than `count` where the next one has an owner. */
 static size_t claim(struct area *area, size_t first, size_t count)
 {
-    size_t taken;
+    size_t claimed;
 
     area_raise_highest(area->at.highest, first + count);
-    for (taken = 0; taken < count; taken++) {
+    for (claimed = 0; claimed < count; claimed++) {
         uint16_t owner = 0;
 
-        if (!atomic_compare_exchange_strong(&area->at.owners[first + taken], &owner, area->at.owner))
+        if (!atomic_compare_exchange_strong(&area->at.owners[first + claimed], &owner, area->at.owner))
             break;
     }
-    if (taken < count) {
+    if (claimed < count) {
         size_t i;
 
-        for (i = 0; i < taken; i++)
+        for (i = 0; i < claimed; i++)
             atomic_store(&area->at.owners[first + i], 0);
     }
-    return taken;
+    return claimed;
 }
 
 /* Claim `count` chunks between `begin` and `end`, the first at a multiple of `step`; return the first, or `end` where
@@ -58,16 +58,16 @@ static size_t area_find(struct area *area, size_t begin, size_t end, size_t coun
     size_t first = begin;
 
     for (;;) {
-        size_t past = ((uintptr_t)area->at.memory / area->at.chunk_bytes + first) & (step - 1), taken;
+        size_t past = ((uintptr_t)area->at.memory / area->at.chunk_bytes + first) & (step - 1), claimed;
 
         if (past)
             first += step - past;
         if (first >= end || count > end - first)
             return end;
-        taken = claim(area, first, count);
-        if (taken == count)
+        claimed = claim(area, first, count);
+        if (claimed == count)
             return first;
-        first += taken + 1;
+        first += claimed + 1;
     }
 }
 

@@ -103,7 +103,7 @@ static struct soft_device *device_new(const struct soft_address *address)
     if (!error) /* the last step that can fail, since the fabric is never freed */
         error = soft_fabric_new(device, &soft_remote_user);
     if (error) {
-        soft_descriptor_close(device->reserved);
+        soft_descriptor_close(device->gid_socket);
         free(device);
         errno = error;
         return NULL;
@@ -142,13 +142,13 @@ static void link_context(struct soft_context *context, const struct soft_setting
 
     soft_settings_default(&usual);
     soft_mutex_take(&device->lock);
-    if (!device->first)
+    if (!device->contexts)
         soft_fabric_configure(device, settings ? settings : &usual);
-    context->next = device->first;
-    context->link = &device->first;
+    context->next = device->contexts;
+    context->link = &device->contexts;
     if (context->next)
         context->next->link = &context->next;
-    device->first = context;
+    device->contexts = context;
     soft_mutex_give(&device->lock);
 }
 
@@ -158,7 +158,7 @@ static void unlink_context(struct soft_context *context)
     *context->link = context->next;
     if (context->next)
         context->next->link = context->link;
-    if (!context->device->first) /* under the lock, since another context starts a fabric of its own */
+    if (!context->device->contexts) /* under the lock, since another context starts a fabric of its own */
         soft_fabric_stop(context->device);
     soft_mutex_give(&context->device->lock);
 }
@@ -316,7 +316,7 @@ int soft_set_port(struct ibv_context *ibv_context, bool up)
         return ENODEV;
     soft_mutex_take(&device->lock);
     if (atomic_exchange(&device->port_down, !up) == up)
-        for (context = device->first; context; context = context->next)
+        for (context = device->contexts; context; context = context->next)
             if (!(atomic_load(&context->special) & SOFT_SPECIAL_LOST))
                 soft_raise_event(context, &context->events.own, up ? IBV_EVENT_PORT_ACTIVE : IBV_EVENT_PORT_ERR);
     soft_mutex_give(&device->lock);

@@ -158,7 +158,8 @@ int soft_half_refuse(struct soft_half *half, const char *verb, uint32_t inside)
 
     atomic_fetch_add(half->total, 1);
     if (atomic_fetch_add(&half->overlaps, 1) == 0)
-        fprintf(stderr, "soft0: %s on %s %u by thread %u, while thread %u is inside: refused\n", verb, half->kind,
-                half->number, self, inside);
+        fprintf(stderr,
+                "soft0: %s on %s %u refused: thread %u called it while thread %u is inside; do not overlap calls\n",
+                verb, half->kind, half->number, self, inside);
     return EBUSY;
 }

@@ -71,17 +71,17 @@ static const char *const names[SOFT_RANKS] = {
 
 /* Locks that the calling thread holds, in the order in which it took them, including those of a user's sessions of
  * start_poll. */
-enum { MOST = 64 };
+enum { MAX_HELD = 64 };
 static _Thread_local struct {
     const void *lock;
     enum soft_rank rank;
-} held[MOST];
+} held[MAX_HELD];
 static _Thread_local unsigned int count;
 
 static _Noreturn void lock_order_refuse(enum soft_rank rank, enum soft_rank under)
 {
-    fprintf(stderr, "soft0: %s is waited for under %s: soft/base/lock_order.h has the order of locks\n", names[rank],
-            names[under]);
+    fprintf(stderr, "soft0: waiting for %s while holding %s breaks the order of locks in soft/base/lock_order.h\n",
+            names[rank], names[under]);
     abort();
 }
 
@@ -109,8 +109,9 @@ void soft_rank_check(const void *lock, enum soft_rank rank)
 void soft_rank_push(const void *lock, enum soft_rank rank)
 {
     assert(names[rank]);
-    if (count == MOST) {
-        fprintf(stderr, "soft0: a thread holds %u locks, and takes %s\n", count, names[rank]);
+    if (count == MAX_HELD) {
+        fprintf(stderr, "soft0: a thread holds %u locks and takes %s: raise MAX_HELD in soft/base/lock_order.c\n",
+                count, names[rank]);
         abort();
     }
     held[count].lock = lock;
@@ -124,7 +125,7 @@ void soft_rank_pop(const void *lock, enum soft_rank rank)
     while (i && held[i - 1].lock != lock)
         i--;
     if (!i) {
-        fprintf(stderr, "soft0: %s is given back by a thread that does not hold it\n", names[rank]);
+        fprintf(stderr, "soft0: %s is released by a thread that does not hold it\n", names[rank]);
         abort();
     }
     for (count--; i <= count; i++)
@@ -135,7 +136,7 @@ void soft_rank_assert(const void *lock, enum soft_rank rank, const char *text, c
 {
     if (soft_rank_holds(lock))
         return;
-    fprintf(stderr, "soft0: %s() without %s (%s)\n", function, names[rank], text);
+    fprintf(stderr, "soft0: %s() needs %s (%s), which the calling thread does not hold\n", function, names[rank], text);
     abort();
 }
 

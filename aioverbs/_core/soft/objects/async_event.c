@@ -226,7 +226,7 @@ void soft_ack_async_event(struct ibv_async_event *event)
 void soft_events_drain(struct soft_context *context, struct soft_event_source *source, pthread_mutex_t *mutex,
                        pthread_cond_t *cond, const uint32_t *completed)
 {
-    uint32_t taken;
+    uint32_t delivered;
 
     soft_mutex_take(&context->events.lock);
     if (source->pending) {
@@ -235,10 +235,10 @@ void soft_events_drain(struct soft_context *context, struct soft_event_source *s
         if (!context->events.first)
             async_fd_set_readable(context, false);
     }
-    taken = source->delivered;
+    delivered = source->delivered;
     soft_mutex_give(&context->events.lock);
     pthread_mutex_lock(mutex);
-    while (*completed != taken)
+    while (*completed != delivered)
         pthread_cond_wait(cond, mutex);
     pthread_mutex_unlock(mutex);
 }

@@ -145,7 +145,7 @@ void soft_channel_notify(struct soft_channel *channel, struct soft_cq *cq)
 uint32_t soft_channel_remove_cq(struct soft_channel *channel, struct soft_cq *cq)
 {
     struct soft_cq **link, *last = NULL;
-    uint32_t taken;
+    uint32_t delivered;
 
     soft_mutex_take(&channel->lock);
     if (cq->events_pending) {
@@ -158,9 +158,9 @@ uint32_t soft_channel_remove_cq(struct soft_channel *channel, struct soft_cq *cq
         if (!channel->first)
             channel_set_readable(channel, false);
     }
-    taken = cq->events_delivered;
+    delivered = cq->events_delivered;
     soft_mutex_give(&channel->lock);
-    return taken;
+    return delivered;
 }
 
 /* Return the queue of the next pending event, or NULL. */

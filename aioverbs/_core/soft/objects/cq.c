@@ -260,10 +260,10 @@ int soft_destroy_cq(struct ibv_cq *ibv_cq)
     soft_half_leave(&cq->half);
     soft_events_drain(context, &cq->events, &cq->ex.mutex, &cq->ex.cond, &cq->ex.async_events_completed);
     if (cq->channel) {
-        uint32_t taken = soft_channel_remove_cq(cq->channel, cq);
+        uint32_t delivered = soft_channel_remove_cq(cq->channel, cq);
 
         pthread_mutex_lock(&cq->ex.mutex);
-        while (cq->ex.comp_events_completed != taken)
+        while (cq->ex.comp_events_completed != delivered)
             pthread_cond_wait(&cq->ex.cond, &cq->ex.mutex);
         pthread_mutex_unlock(&cq->ex.mutex);
         atomic_fetch_sub(&cq->channel->references, 1);

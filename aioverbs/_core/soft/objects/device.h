@@ -30,25 +30,25 @@ struct soft_xrc_inode;
 /* Device for all contexts with the same address, or without an address. The child of a fork gets a new one. */
 struct soft_device {
     struct ibv_device device;
-    const struct soft_hooks *hooks; /* const: calls to the layers above */
-    struct soft_device *next;       /* const: the device that was created before */
-    struct soft_address address;    /* const */
-    union ibv_gid gids[SOFT_GIDS];  /* const, unique to this device */
-    int reserved;                   /* const: socket whose name reserves the second GID, or -1 */
-    struct soft_table qps;          /* struct soft_qp by queue pair number */
-    struct soft_table keys;         /* struct soft_key by key >> 8: memory regions and windows */
-    struct soft_table srqs;         /* struct soft_srq by number */
-    atomic_bool port_down;          /* written under `lock` */
-    atomic_ullong serial;           /* serial number of the next queue pair */
-    struct soft_mutex lock;         /* guards the lists below */
-    struct soft_context *first;     /* all contexts */
-    struct soft_domain *shared;     /* protection domains that have a share key */
-    struct soft_shared *files;      /* files of the domains that other processes share; under `lock` */
-    struct soft_mutex xrcd_lock;    /* held while waiting for other processes */
-    struct soft_xrc_inode *xrcds;   /* XRC domains that have an inode; under xrcd_lock */
-    uint32_t next_share;            /* next identifier of a shared protection domain */
-    struct soft_fabric *fabric;     /* const: connections to the devices of other processes */
-    atomic_uint direct_parts;       /* parts of requests whose bytes a peer copies itself */
+    const struct soft_hooks *hooks;     /* const: calls to the layers above */
+    struct soft_device *next;           /* const: the device that was created before */
+    struct soft_address address;        /* const */
+    union ibv_gid gids[SOFT_GIDS];      /* const, unique to this device */
+    int gid_socket;                     /* const: socket whose name reserves the second GID, or -1 */
+    struct soft_table qps;              /* struct soft_qp by queue pair number */
+    struct soft_table keys;             /* struct soft_key by key >> 8: memory regions and windows */
+    struct soft_table srqs;             /* struct soft_srq by number */
+    atomic_bool port_down;              /* written under `lock` */
+    atomic_ullong serial;               /* serial number of the next queue pair */
+    struct soft_mutex lock;             /* guards the lists below */
+    struct soft_context *contexts;      /* all contexts */
+    struct soft_domain *shared_domains; /* protection domains that have a share key */
+    struct soft_shared *shared_files;   /* files of the domains that other processes share; under `lock` */
+    struct soft_mutex xrcd_lock;        /* held while waiting for other processes */
+    struct soft_xrc_inode *xrcds;       /* XRC domains that have an inode; under xrcd_lock */
+    uint32_t next_share;                /* next identifier of a shared protection domain */
+    struct soft_fabric *fabric;         /* const: connections to the devices of other processes */
+    atomic_uint direct_parts;           /* parts of requests whose bytes a peer copies itself */
 };
 
 #endif

@@ -126,8 +126,8 @@ static int choose_loopback_gid(struct soft_device *device)
         if (getentropy(random, sizeof(random)))
             return errno;
         map_ipv4(gid, (uint8_t[4]){127, random[0] ? random[0] : 1, random[1], random[2]});
-        device->reserved = soft_gid_reserve(gid);
-        if (device->reserved >= 0 || errno != EADDRINUSE)
+        device->gid_socket = soft_gid_reserve(gid);
+        if (device->gid_socket >= 0 || errno != EADDRINUSE)
             return 0;
     }
     return EADDRINUSE;
@@ -145,7 +145,7 @@ int soft_gids_init(struct soft_device *device)
     if (error)
         return error;
     memset(device->gids, 0, sizeof(device->gids));
-    device->reserved = -1;
+    device->gid_socket = -1;
     own[0] = 0xfe;
     own[1] = 0x80;
     memcpy(own + 8, random, sizeof(random));

@@ -47,7 +47,7 @@ struct soft_domain {
     atomic_uint instances;
     uint64_t share_key;       /* under device->lock, like the next two */
     uint32_t share_id;        /* identifier for ibv_share_pd; 0: not shared */
-    struct soft_domain *next; /* next of device->shared */
+    struct soft_domain *next; /* next of device->shared_domains */
     /* File of a domain that other processes may share; set once, under device->lock. Objects that are created on the
      * domain from then on have numbers that no other process of the domain assigns. */
     _Atomic(struct soft_shared *) file;

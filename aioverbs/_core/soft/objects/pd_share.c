@@ -16,7 +16,7 @@
 /* Return the domain with an identifier, or NULL. Call under device->lock. */
 static struct soft_domain *domain_find(const struct soft_device *device, uint32_t share)
 {
-    struct soft_domain *domain = device->shared;
+    struct soft_domain *domain = device->shared_domains;
 
     assert_held(&device->lock);
     while (domain && domain->share_id != share)
@@ -49,8 +49,8 @@ int soft_alloc_shpd(struct ibv_pd *ibv_pd, uint64_t share_key, uint32_t *share)
     } else {
         *share = domain->share_id = next_share(device);
         domain->share_key = share_key;
-        domain->next = device->shared;
-        device->shared = domain;
+        domain->next = device->shared_domains;
+        device->shared_domains = domain;
     }
     soft_mutex_give(&device->lock);
     return error;
@@ -85,7 +85,7 @@ struct ibv_pd *soft_share_pd(struct ibv_context *ibv_context, uint32_t share, ui
 void soft_domain_unlink(struct soft_device *device, struct soft_domain *domain)
 {
     struct soft_shared *file = atomic_load(&domain->file);
-    struct soft_domain **link = &device->shared;
+    struct soft_domain **link = &device->shared_domains;
 
     while (domain->share_id && *link != domain)
         link = &(*link)->next;
@@ -172,7 +172,7 @@ const struct alloc_area *soft_shared_area(struct ibv_pd *pd)
 /* Return the domain of a file that has an instance in this process, or NULL. Call under device->lock. */
 static struct soft_domain *domain_of(const struct soft_device *device, const struct soft_shared *file)
 {
-    struct soft_domain *domain = device->shared;
+    struct soft_domain *domain = device->shared_domains;
 
     assert_held(&device->lock);
     while (domain && atomic_load(&domain->file) != file)
@@ -200,9 +200,9 @@ static struct soft_pd *first_instance(struct soft_context *context, struct soft_
     soft_shared_hold(file);
     pd->domain->share_id = next_share(device);
     pd->domain->share_key = share_key;
-    pd->domain->next = device->shared;
+    pd->domain->next = device->shared_domains;
     atomic_store(&pd->domain->file, file);
-    device->shared = pd->domain;
+    device->shared_domains = pd->domain;
     return pd;
 }
 

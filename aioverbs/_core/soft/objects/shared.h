@@ -79,7 +79,7 @@ struct soft_shared_page {
 struct soft_device;
 
 struct soft_shared {
-    struct soft_shared *next;   /* next of device->files, under device->lock */
+    struct soft_shared *next;   /* next of device->shared_files, under device->lock */
     struct soft_device *device; /* const, like all fields up to `keys` */
     uint32_t generation;
     int fd; /* holds the locks; no other process has this open file description */

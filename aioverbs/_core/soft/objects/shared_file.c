@@ -339,8 +339,8 @@ static struct soft_shared *shared_file_finish(struct soft_shared *file, int erro
         errno = error;
         return NULL;
     }
-    file->next = file->device->files;
-    file->device->files = file;
+    file->next = file->device->shared_files;
+    file->device->shared_files = file;
     return file;
 }
 
@@ -390,7 +390,7 @@ static struct soft_shared *shared_file_find(struct soft_device *device, int fd)
     assert_held(&device->lock);
     if (fstat(fd, &found))
         return NULL;
-    for (file = device->files; file; file = file->next)
+    for (file = device->shared_files; file; file = file->next)
         if (file->dev == found.st_dev && file->ino == found.st_ino)
             break;
     if (file)
@@ -486,7 +486,7 @@ void soft_shared_drop(struct soft_shared *file)
     soft_mutex_take(&file->device->lock);
     last = atomic_fetch_sub(&file->references, 1) == 1;
     if (last) {
-        for (link = &file->device->files; *link != file; link = &(*link)->next)
+        for (link = &file->device->shared_files; *link != file; link = &(*link)->next)
             ;
         *link = file->next;
     }

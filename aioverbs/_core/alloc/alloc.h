@@ -43,6 +43,7 @@ struct alloc_failure {
     int node;
 };
 
+/* Return, or clear, the last failure of this thread. */
 const struct alloc_failure *alloc_last_failure(void);
 void alloc_clear_failure(void);
 
@@ -62,6 +63,7 @@ int alloc_return(struct alloc_source *source, void *address, uint64_t resource_t
 /* Free a piece, for callers that cannot handle an error, such as a verb's callback. */
 void alloc_free(void *source, void *address, uint64_t resource_type);
 
+/* Get the counts of a source. */
 void alloc_count(struct alloc_source *source, struct alloc_counts *counts);
 
 /* Watch for forks: return 0 or an errno. Call before any other code that runs in the children of forks, so that it

@@ -28,6 +28,7 @@ struct alloc_source {
 
 /* Create a source of `size` bytes, zero except for the fields above, or return NULL with errno. */
 void *alloc_source_create(size_t size, const struct alloc_ops *ops);
+/* Add a reference to a source. */
 void alloc_source_hold(struct alloc_source *source);
 
 /* Lock a source. A thread that is forking holds all locks, and these functions do nothing in it. */

@@ -4,6 +4,7 @@
 
 #include "abi/libibverbs.h"
 
+/* Set all verbs of a context. */
 void soft_ops_fill(struct verbs_context *verbs);
 
 #endif

@@ -6,6 +6,7 @@
 
 #include "abi/libibverbs.h"
 
+/* Set the verbs of a context that fail with EOPNOTSUPP. */
 void soft_unsupported_fill(struct verbs_context *verbs);
 struct ibv_context *soft_import_device(int cmd_fd);
 struct ibv_pd *soft_import_pd(struct ibv_context *context, uint32_t handle);

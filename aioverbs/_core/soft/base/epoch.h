@@ -81,8 +81,10 @@ static inline void soft_sleeper_end(struct soft_sleeper *sleeper)
     atomic_store_explicit(&sleeper->asleep, 0, memory_order_relaxed);
 }
 
+/* Wake a sleeper that may be asleep. */
 void soft_sleeper_rouse(struct soft_sleeper *sleeper);
 
+/* Wake a sleeper after adding work. */
 static inline void soft_sleeper_wake(struct soft_sleeper *sleeper)
 {
     if (atomic_load(&sleeper->asleep))
@@ -112,6 +114,7 @@ struct grace_reader {
 };
 
 extern SOFT_THREAD_LOCAL struct grace_reader *grace_self;
+/* Return this thread's record, registered on the first call; NULL: out of memory. */
 struct grace_reader *grace_register(void);
 
 /* Return whether this thread can enter sections; false: out of memory. Callers that can fail check before they begin.
@@ -143,6 +146,7 @@ static inline void grace_leave(struct grace_reader *self)
     atomic_store_explicit(&self->sections, sections + 1, memory_order_release);
 }
 
+/* Wait until all grace sections of other threads that were open at the call have ended. */
 void grace_wait(void);
 
 /* ---- Entering a driver half ------------------------------------------------------------------------------ */
@@ -167,9 +171,12 @@ struct soft_half {
     uint32_t number;
 };
 
+/* Initialise a driver half: with a mutex of `rank`, or without a lock if `exclusive` is not NULL. `kind` and `number`
+ * name the object in reports. Return 0 or an errno. */
 int soft_half_init(struct soft_half *half, atomic_uint *total, enum soft_rank rank, const char *kind, uint32_t number,
                    struct soft_exclusive *exclusive);
 void soft_half_destroy(struct soft_half *half);
+/* Count and report an overlapping call of `verb` while thread `inside` is in the half; return EBUSY. */
 int soft_half_refuse(struct soft_half *half, const char *verb, uint32_t inside);
 
 /* Enter a driver half. Return 0, or EBUSY where another thread is inside of this unlocked half, or the calling thread

@@ -40,6 +40,7 @@ struct soft_table {
     uint32_t live; /* numbers in use */
 };
 
+/* Initialise a table of the numbers `first` to `limit` - 1: return 0 or an errno. */
 int soft_table_init(struct soft_table *table, uint32_t first, uint32_t limit);
 void soft_table_destroy(struct soft_table *table); /* Call when no thread looks anything up any more. */
 
@@ -58,6 +59,7 @@ void soft_table_release(struct soft_table *table, uint32_t number);
 /* Return a bound: all numbers that were ever reserved are less. */
 uint32_t soft_table_end(struct soft_table *table);
 
+/* Return the object of a number, or NULL. Call in a grace section. */
 static inline void *soft_table_find(struct soft_table *table, uint32_t number)
 {
     struct soft_chunk *chunk;

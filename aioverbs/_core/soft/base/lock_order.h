@@ -148,6 +148,7 @@ struct soft_lock {
     SOFT_RANKED
 };
 
+/* Spin, then yield, until the lock is taken. */
 void soft_lock_wait(struct soft_lock *lock);
 
 static inline void soft_lock_init(struct soft_lock *lock, enum soft_rank rank)

@@ -30,12 +30,14 @@ struct soft_events {
 
 int soft_events_init(struct soft_context *context); /* Create async_fd: return 0 or an errno. */
 void soft_events_destroy(struct soft_context *context);
+/* Add an event to its source, and make async_fd readable. Never blocks on a user. */
 void soft_raise_event(struct soft_context *context, struct soft_event_source *source, enum ibv_event_type type);
 
 /* End a source in a destroy verb, when nothing raises events of the source any more: drop its pending events, then wait
  * until `*completed` (under `mutex`, signalled by `cond`) equals the number of events that were delivered. */
 void soft_events_drain(struct soft_context *context, struct soft_event_source *source, pthread_mutex_t *mutex,
                        pthread_cond_t *cond, const uint32_t *completed);
+/* Verbs: ibv_get_async_event and ibv_ack_async_event. */
 int soft_get_async_event(struct ibv_context *context, struct ibv_async_event *event);
 void soft_ack_async_event(struct ibv_async_event *event);
 

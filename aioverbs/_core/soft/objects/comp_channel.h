@@ -23,7 +23,9 @@ struct ibv_comp_channel *soft_create_comp_channel(struct ibv_context *context);
 int soft_destroy_comp_channel(struct ibv_comp_channel *channel);
 int soft_get_cq_event(struct ibv_comp_channel *channel, struct ibv_cq **cq, void **cq_context);
 void soft_ack_cq_events(struct ibv_cq *cq, unsigned int count);
+/* Add a completion event of a queue to its channel. */
 void soft_channel_notify(struct soft_channel *channel, struct soft_cq *cq);
+/* Drop the pending events of a queue; return how many events were delivered for it. */
 uint32_t soft_channel_remove_cq(struct soft_channel *channel, struct soft_cq *cq);
 
 #endif

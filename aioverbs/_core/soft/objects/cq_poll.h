@@ -11,6 +11,7 @@ struct soft_qp;
 struct soft_srq;
 
 int soft_poll_cq(struct ibv_cq *cq, int count, struct ibv_wc *wc);
+/* Set the methods of an extended queue: the readers that the `wc_flags` of its creation request. */
 void soft_cq_ex_methods(struct ibv_cq_ex *ex, uint64_t wc_flags);
 
 /* Remove the completions of `qp` or `srq` (either may be NULL) that were not polled yet, and return the credits of

@@ -12,7 +12,9 @@ struct soft_device;
 
 /* Return whether a device can have this address, which has a family. */
 bool soft_address_is_usable(const struct soft_address *address);
+/* Return whether two addresses name the same device; two without a family do. */
 bool soft_address_is_same(const struct soft_address *one, const struct soft_address *other);
+/* Write the device's name: "soft0", with "@ADDRESS:PORT" if it has an address. */
 void soft_device_name(const struct soft_address *address, char *name, size_t size);
 
 /* Set the GIDs of a device whose address is set: return 0 or an errno. */

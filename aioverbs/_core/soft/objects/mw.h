@@ -38,9 +38,12 @@ struct soft_remote {
     struct soft_mw *window; /* locked, or NULL */
 };
 
+/* Open a range through a window, as soft_remote_open does; a window that allows the access stays locked until
+ * soft_remote_close. */
 uint8_t *soft_mw_open(struct soft_mw *mw, struct soft_remote *remote, const struct soft_qp *qp,
                       const struct soft_pd *pd, uint32_t key, uint64_t address, uint64_t length, int access);
 
+/* Return the address of a range by the key of a region or window, or NULL. */
 static inline uint8_t *soft_remote_open(struct soft_remote *remote, struct soft_device *device,
                                         const struct soft_qp *qp, const struct soft_pd *pd, uint32_t key,
                                         uint64_t address, uint64_t length, int access)

@@ -30,6 +30,8 @@ struct soft_memory {
     struct soft_pd *owner; /* parent domain whose allocator provided the memory, or NULL */
 };
 
+/* Allocate zeroed memory for a queue by the parent domain's allocator, or by default, and free it. Return 0 or an
+ * errno. Call with no lock held. */
 int soft_memory_get(struct soft_memory *memory, struct soft_pd *pd, size_t size, size_t alignment, uint32_t kind);
 void soft_memory_put(struct soft_memory *memory);
 

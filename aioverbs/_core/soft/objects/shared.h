@@ -107,6 +107,7 @@ struct soft_shared {
 struct soft_shared *soft_shared_create(struct soft_device *device);
 struct soft_shared *soft_shared_import(struct soft_device *device, int fd);
 
+/* Add or drop a reference. */
 void soft_shared_hold(struct soft_shared *file);
 /* Call without device->lock, when no thread of this process accesses the file. */
 void soft_shared_drop(struct soft_shared *file);

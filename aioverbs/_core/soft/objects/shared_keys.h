@@ -53,6 +53,7 @@ static inline bool soft_shared_is_foreign(const struct soft_pd *pd, uint32_t key
     return key >> 8 >= SOFT_MAX_NUMBER && soft_shared_find_foreign(pd, key);
 }
 
+/* Return the region or window of this process with a key, or NULL. Call in a grace section. */
 static inline struct soft_key *soft_key_find(struct soft_device *device, const struct soft_pd *pd, uint32_t key)
 {
     struct soft_key *found = soft_table_find(&device->keys, key >> 8);

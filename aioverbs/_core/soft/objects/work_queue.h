@@ -48,6 +48,7 @@ static inline void soft_copy_sges(struct ibv_sge *to, const struct ibv_sge *from
         *to++ = *from++;
 }
 
+/* Head of a receive work request in the queue's memory; its scatter/gather entries follow. */
 struct soft_rwqe {
     uint64_t wr_id;
     uint64_t num_sge;
@@ -65,6 +66,7 @@ struct soft_ring {
     _Atomic uint32_t reaped;
 };
 
+/* Return the entry of a counter. */
 static inline void *soft_ring_entry(const struct soft_ring *ring, uint32_t counter)
 {
     return ring->entries + (size_t)(counter & ring->mask) * ring->stride;

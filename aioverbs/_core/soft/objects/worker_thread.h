@@ -49,6 +49,7 @@ void soft_worker_remove(struct soft_qp *qp);
 /* Set a timer (CLOCK_MONOTONIC, nanoseconds): the worker thread then executes the queue pair, or calls
  * soft_cq_moderation_expired. The earliest of several times counts. */
 void soft_worker_set_timer(struct soft_context *context, struct soft_timer *timer, uint64_t due);
+/* Cancel a timer; with `for_good`, later calls of soft_worker_set_timer are ignored. */
 void soft_worker_cancel_timer(struct soft_context *context, struct soft_timer *timer, bool for_good);
 
 #endif

@@ -1,4 +1,4 @@
-"""The build commands that pyproject.toml names: what setuptools does not do by itself.
+"""Build commands named in pyproject.toml, for what setuptools does not do itself.
 
 setuptools loads this file by its path, without importing the package.
 """
@@ -18,13 +18,15 @@ _HERE = Path(__file__).parent
 
 
 def _expand(patterns: Iterable[str | os.PathLike[str]]) -> list[str]:
-    """Sorted matches of each pattern; a plain name stays, so that a missing file is reported by who needs it."""
-    names = [os.fspath(pattern) for pattern in patterns]
-    return [path for name in names for path in (sorted(glob.glob(name, recursive=True)) if glob.has_magic(name) else [name])]
+    """Return the sorted matches of each pattern; a name without wildcards stays, so that a missing file is an error."""
+    paths: list[str] = []
+    for name in map(os.fspath, patterns):
+        paths += sorted(glob.glob(name, recursive=True)) if glob.has_magic(name) else [name]
+    return paths
 
 
 class BuildExtensions(build_ext):
-    """Checks the tools first, expands patterns, runs Cython once, outside the source tree, then compiles in parallel."""
+    """Build command: checks the tools, expands patterns, runs Cython outside of the tree, compiles in parallel."""
 
     def finalize_options(self) -> None:
         """Expand the patterns in ``sources`` and ``depends``."""
@@ -35,18 +37,21 @@ class BuildExtensions(build_ext):
         self.parallel = self.parallel or os.cpu_count() or 1
 
     def run(self) -> None:
-        """Build, unless a compiler or a header is missing: then one sentence says so."""
-        sentence = runpy.run_path(str(_HERE / "toolchain.py"))["missing"]()
-        if sentence is not None:
-            raise PlatformError(sentence)
+        """Build the extensions.
+
+        :raises PlatformError: the compiler or a header is missing; the message names the package to install.
+        """
+        problem = runpy.run_path(str(_HERE / "toolchain.py"))["missing"]()
+        if problem is not None:
+            raise PlatformError(problem)
         super().run()
 
     def build_extensions(self) -> None:
-        """Translate every .pyx before the first compiler starts: Cython's own state is not thread-safe."""
+        """Translate every .pyx before the compilers start in parallel, since Cython is not thread-safe."""
         translated = importlib.import_module("Cython.Build").cythonize(
             self.extensions,
             build_dir=str(Path(self.build_temp) / "cython"),
-            # No attribute that a stub would have to explain: no doctests, no pickling of C pointers.
+            # Without attributes for doctests and pickling, which the stubs would have to declare.
             compiler_directives={"auto_pickle": False, "autotestdict": False},
             force=self.force,
             quiet=self.verbose == 0,
@@ -57,10 +62,10 @@ class BuildExtensions(build_ext):
 
 
 class SourceDistribution(sdist):
-    """An sdist from which everything works that works from a clone: tests, examples and nox sessions included."""
+    """Command that builds an sdist as complete as a clone: with tests, examples and nox sessions."""
 
     def make_distribution(self) -> None:
-        """Add what is not part of a package."""
+        """Add the files that belong to no package, then build the sdist."""
         for directory in ("tests", "examples", "aioverbs/_build", "aioverbs/_docs"):
             self.filelist.graft(directory)
         for pattern in ("noxfile.py", "CHANGELOG.md", ".ci/run"):

@@ -1,4 +1,4 @@
-"""Draws the picture of the README.
+"""Draw the picture of the README.
 
 python aioverbs/_docs/architecture.py > aioverbs/_docs/_static/architecture.svg
 """
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 __all__ = ["draw"]
 
 _WIDTH, _ROW, _GAP = 760, 46, 10
-# Rows from the top; a row's boxes with their shares of the width, colours and texts.
+# Rows from top to bottom; each box has a share of the width, a colour and a text.
 _ROWS = (
     (((1, "#dbe9f6"), "Your service: handlers, clients, tests"),),
     (((3, "#cfe3d4"), "serve, listen"), ((3, "#cfe3d4"), "WorkerPool"), ((4, "#cfe3d4"), "connect: messages, grants")),
@@ -32,7 +32,7 @@ def _boxes() -> Iterator[str]:
 
 
 def draw() -> str:
-    """Return the drawing as SVG, on a white ground so that dark pages show it."""
+    """Return the drawing as SVG, on a white background so that it is visible on dark pages."""
     height = _GAP + len(_ROWS) * (_ROW + _GAP)
     style = 'font-family="sans-serif" font-size="15" fill="#222" text-anchor="middle"'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" role="img" {style}>'

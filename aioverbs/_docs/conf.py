@@ -1,4 +1,4 @@
-"""The settings of Sphinx: `nox -s docs`."""
+"""Settings of Sphinx, for `nox -s docs`."""
 
 import sys
 from pathlib import Path
@@ -51,5 +51,5 @@ html_show_sphinx = False
 
 
 def setup(app: Sphinx) -> None:
-    """Have docstrings and signatures read as this project has them."""
+    """Connect the handlers that convert this project's docstrings and signatures."""
     hooks.connect(app)

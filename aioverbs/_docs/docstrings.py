@@ -1,6 +1,7 @@
-"""Docstrings as this project writes them, in the form that Sphinx reads.
+"""Conversion of this project's docstrings to reStructuredText.
 
-A name in single backquotes is a reference, an indented block is code, and the rest is reStructuredText already.
+In these docstrings, a name in single backquotes is a reference, and an indented block is code. The rest is
+reStructuredText already.
 """
 
 import ast
@@ -16,18 +17,22 @@ __all__ = ["Reference", "references_from", "to_rst"]
 _NAME = re.compile(r"(?<![`\w:])`([^`\n]+)`(?![`\w])")
 _IDENTIFIER = re.compile(r"[A-Za-z_]\w*(\.\w+)*(\(\))?")
 _OUTSIDE = ("anyio", "asyncio", "collections", "concurrent", "multiprocessing", "numpy", "pytest", "ssl")
-_PYVERBS = "pyverbs."  # which is not there where this is made
+_PYVERBS = "pyverbs."  # pyverbs is not installed when the documentation is built
 
 _FIXTURES = ("aioverbs_device", "aioverbs_ledger")
 _FIXED = {"USE_DEFAULT": "USE_DEFAULT", "testing": "testing"}
 _FIXED |= {f"{module}{name}": f"testing.{name}" for name in _FIXTURES for module in ("", "testing.")}
 
-# What a name in backquotes becomes.
+# Function that returns the reStructuredText for a name in backquotes.
 Reference = Callable[[str], str]
 
 
 def to_rst(text: str, reference: Reference) -> str:
-    """A docstring whose indentation was taken off."""
+    """Convert a docstring to reStructuredText.
+
+    :param text: the docstring, without its common indentation.
+    :param reference: converts a name in backquotes.
+    """
     return "\n".join(_lines(text.splitlines(), reference))
 
 
@@ -57,10 +62,12 @@ def _language(block: list[str]) -> str:
 
 
 def references_from(name: str) -> Reference:
-    """What names mean in the docstring of a full name: ``aioverbs.QueuePair.read``, or of nothing, ``""``.
+    """Return the function that converts names in the docstring of an object.
 
-    What there is a page for becomes a link. Arguments, and what others have, stay names. The rest becomes a reference
-    that leads nowhere, which Sphinx finds.
+    A name with a page becomes a link; arguments, and names of other projects, become literals. Any other name becomes
+    an unresolvable reference, which Sphinx reports.
+
+    :param name: the object's full name, such as ``"aioverbs.QueuePair.read"``; ``""`` for text of no object.
     """
     owner, _ = surface.described(name)
     local = surface.fields(owner) if owner is not None else frozenset()
@@ -88,7 +95,7 @@ def references_from(name: str) -> Reference:
 
 
 def _target(path: str) -> str | None:
-    """The full name of what there is a page for."""
+    """Return the full name of a public object with a page; None if there is none."""
     if path in _FIXED:
         return f"aioverbs.{_FIXED[path]}"
     first, _, rest = path.partition(".")
@@ -103,7 +110,7 @@ def _target(path: str) -> str | None:
 
 
 def _is_outside(path: str) -> bool:
-    """Whether it is something that is there, of Python, anyio or pyverbs."""
+    """Return whether a name exists in Python or in a known dependency."""
     if path.startswith(_PYVERBS) or hasattr(builtins, path):
         return True
     if path.partition(".")[0] not in _OUTSIDE:

@@ -1,4 +1,4 @@
-"""Handlers of Sphinx's events: pages, docstrings, signatures, bases, and names without a page."""
+"""Handlers of Sphinx's events for pages, docstrings, signatures, base classes and unresolved references."""
 
 import importlib
 import inspect
@@ -20,7 +20,7 @@ from aioverbs._exports import DEFINED_IN
 
 __all__ = ["connect"]
 
-# Before Sphinx looks for them: it would take the stubs for the modules.
+# Import the compiled modules before Sphinx does, since Sphinx would load the stubs instead.
 for _name in (
     "handles.handles",
     "data_path.data_path",
@@ -31,7 +31,7 @@ for _name in (
 ):
     importlib.import_module(f"aioverbs._core.{_name}")
 
-# Which are imported for the checkers of types only; and variables of types in signatures that are text.
+# Names imported only for type checkers, and type variables in signatures.
 _NOT_THERE = {"Buffer", "PD", "MR", "PyverbsContext", "FrameKind", "Ts", "_T"}
 _CHOSEN_LATER = (TypeVar, TypeVarTuple)
 
@@ -39,7 +39,7 @@ _CLASS = re.compile(r"^\.\. auto(?:class|exception):: (\S+)$", re.MULTILINE)
 
 
 def _page(app: Sphinx, name: str, content: list[str]) -> None:
-    """Complete a page of the reference: its references, and of each class a signature and the members to show."""
+    """Complete a page of the reference: convert references, and add signature and members to each class."""
     if name.startswith("reference/") and os.fspath(app.env.doc2path(name)).endswith(".rst"):
         text = to_rst(content[0], references_from(""))
         content[0] = _CLASS.sub(lambda match: "\n".join(_options(match[0], match[1])) + "\n", text)
@@ -48,7 +48,7 @@ def _page(app: Sphinx, name: str, content: list[str]) -> None:
 def _options(directive: str, name: str) -> Iterator[str]:
     value = surface.find(name)
     assert isinstance(value, type)
-    # Sphinx has no other source for the signature of a compiled class.
+    # Sphinx cannot find the signature of a compiled class.
     known = surface.signature(name) if surface.is_compiled(value) else None
     yield from (directive + (known.arguments if known is not None else ""), "   :show-inheritance:")
     yield "   :member-order: bysource"
@@ -70,7 +70,7 @@ def _signature(
     app: Sphinx, what: str, name: str, obj: object, options: object, signature: str | None, returns: str | None
 ) -> tuple[str, str | None] | None:
     if inspect.isclass(obj) and surface.is_enumeration(obj):
-        return "", None  # nobody calls it
+        return "", None  # users do not call an enumeration
     if isinstance(obj, type) and (surface.is_compiled(obj) or surface.is_made_by_others(obj)):
         return ("", None) if signature and not surface.is_compiled(obj) else None
     known = surface.signature(name)
@@ -78,7 +78,7 @@ def _signature(
 
 
 def _bases(app: Sphinx, name: str, obj: type, options: object, bases: list[type]) -> None:
-    """Those that are public: the others are how it is made."""
+    """Keep the public base classes; the others are implementation details."""
     shown: dict[type, None] = {}
     for base in obj.__mro__[1:-1]:
         wanted = base in surface.public() if surface.is_ours(base) else base.__module__ not in ("typing", "enum", "abc")
@@ -88,7 +88,7 @@ def _bases(app: Sphinx, name: str, obj: type, options: object, bases: list[type]
 
 
 def _missing(app: Sphinx, env: BuildEnvironment, node: pending_xref, contnode: Element) -> Element | None:
-    """A name that has no page by that name: it may have one by its public name, or be another project's."""
+    """Resolve a reference without a page: the object may have a page by its public name, or be of another project."""
     target = node.get("reftarget", "")
     if node.get("refdomain") != "py":
         return None
@@ -105,9 +105,9 @@ def _missing(app: Sphinx, env: BuildEnvironment, node: pending_xref, contnode: E
 
 
 def _read_definers() -> None:
-    """Have Sphinx find in the source of `aioverbs` what is in those of the modules that define its names.
+    """Add the source analysis of the defining modules to that of `aioverbs`, which re-exports their names.
 
-    It looks there for the order of members, for what is said of attributes, and for overloads.
+    Sphinx looks there for the order of members, for comments of attributes, and for overloads.
     """
     whole = ModuleAnalyzer.for_module("aioverbs")
     whole.analyze()
@@ -120,7 +120,7 @@ def _read_definers() -> None:
 
 
 def connect(app: Sphinx) -> None:
-    """Connect the handlers."""
+    """Connect the handlers to Sphinx's events."""
     _read_definers()
     app.connect("source-read", _page)
     app.connect("autodoc-process-docstring", _docstring)

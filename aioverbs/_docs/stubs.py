@@ -1,4 +1,4 @@
-"""Signatures of the compiled modules, as their stubs have them: compiled code knows no types."""
+"""Signatures of the compiled modules, read from their stubs, since compiled code has no annotations."""
 
 import ast
 from collections.abc import Iterator, Mapping
@@ -7,8 +7,8 @@ from pathlib import Path
 
 __all__ = ["Signature", "Stub", "read"]
 
-# Names of the stubs that users never see, and what these stand for. A request of a batch is an `Operation` that is not
-# awaited by itself, and `Registered` is what a region is to the compiled core.
+# Private names in the stubs, and the public names shown instead. A request of a batch is an `Operation` that is not
+# awaited by itself; `Registered` is the compiled core's view of a memory region.
 _PUBLIC = {
     "_Allocator": "Allocator",
     "Registered": "MemoryRegion",
@@ -16,16 +16,16 @@ _PUBLIC = {
     "_Region": "MemoryRegion",
 }
 
-# Where the page of a name is not known without, or where a public name is the same and means something else.
+# Modules whose names are shown with the module: short names have no page, or equal a public name of another meaning.
 _NAMED_IN_FULL = ("aioverbs._core.handles.handles", "asyncio", "types")
 
 
 @dataclass(frozen=True)
 class Signature:
-    """Of a function or method.
+    """Signature of a function or method.
 
-    :param arguments: with parentheses, without the object itself.
-    :param returns: None: it says nothing, as ``__init__`` does.
+    :param arguments: the arguments in parentheses, without `self` or `cls`.
+    :param returns: the return type; None for ``__init__`` and if there is no annotation.
     """
 
     arguments: str
@@ -34,10 +34,10 @@ class Signature:
 
 @dataclass(frozen=True)
 class Stub:
-    """What a stub says, by qualified name.
+    """Contents of a stub, by qualified name.
 
-    :param signatures: of functions and methods; that of a class is its ``__init__``.
-    :param properties: their types.
+    :param signatures: signatures of functions and methods; for a class, that of its ``__init__``.
+    :param properties: types of properties.
     """
 
     signatures: dict[str, Signature] = field(default_factory=dict)
@@ -47,7 +47,8 @@ class Stub:
 def read(path: Path, internal: Mapping[str, str] | None = None) -> Stub:
     """Read a stub.
 
-    :param internal: names in it of what has no page, though something public may have that name; and their full names.
+    :param path: the stub's path.
+    :param internal: full names of the stub's internal classes by their short names, which may equal a public name.
     """
     tree = ast.parse(path.read_text(), str(path))
     aliases = {
@@ -75,7 +76,7 @@ def read(path: Path, internal: Mapping[str, str] | None = None) -> Stub:
             (node.args.posonlyargs or node.args.args).pop(0)
         arguments = f"({ast.unparse(node.args)})"
         if node.name == "__init__":
-            never = arguments == "(*args: Never, **kwargs: Never)"  # it is made by others
+            never = arguments == "(*args: Never, **kwargs: Never)"  # users cannot construct the class
             stub.signatures[owner] = Signature("" if never else arguments, None)
         else:
             stub.signatures[name] = Signature(arguments, returns)
@@ -92,13 +93,13 @@ def _definitions(tree: ast.Module) -> Iterator[tuple[str, ast.FunctionDef | ast.
 
 
 class _Names(ast.NodeTransformer):
-    """Has the meaning of private names in their places."""
+    """Replaces aliases and private names by their meaning."""
 
     def __init__(self, aliases: dict[str, ast.expr]) -> None:
         self._aliases = aliases
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
-        """A name: that of an alias, or one that has another in public."""
+        """Replace an alias by its value, and a private name by its public one."""
         if node.id in self._aliases:
             meaning = self.visit(self._aliases[node.id])
             assert isinstance(meaning, ast.expr)

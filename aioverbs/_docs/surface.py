@@ -1,4 +1,4 @@
-"""What of the public names there is to be told of: their members, with the signatures that they have."""
+"""The documented API: public names, their members, and the signatures of these."""
 
 import dataclasses
 import enum
@@ -41,47 +41,47 @@ _WORD = re.compile(r"[A-Za-z_][\w.]*")
 
 @cache
 def find(name: str) -> object:
-    """What a name of `aioverbs.__all__` or with its module stands for.
+    """Return the object of a name in `aioverbs.__all__`, or of a name with its module.
 
-    :raises AttributeError: there is no such thing.
+    :raises AttributeError: the name does not exist.
     """
     first, _, rest = name.removeprefix("aioverbs.").partition(".")
     if first not in aioverbs.__all__:
         found: object = pkgutil.resolve_name(name)
         return found
-    # Not by its path: there are modules that have names of functions.
+    # Not by importing its path: some modules have the name of a function.
     value = getattr(aioverbs, first)
     return operator.attrgetter(rest)(value) if rest else value
 
 
 @cache
 def shown() -> tuple[str, ...]:
-    """Full names in the directives of the reference's pages, ``"aioverbs.Device"``."""
+    """Return the full names in the directives of the reference's pages, such as ``"aioverbs.Device"``."""
     pages = sorted(_REFERENCE.glob("*.rst"))
     return tuple(name for page in pages for name in _DIRECTIVE.findall(page.read_text()))
 
 
 @cache
 def public() -> dict[object, str]:
-    """Every class and function that there is a page for, and its full name there."""
+    """Return the full name of each class and function that has a page."""
     found = {name: find(name) for name in (*(f"aioverbs.{name}" for name in aioverbs.__all__), *shown())}
     return {value: name for name, value in found.items() if isinstance(value, type) or inspect.isroutine(value)}
 
 
 def defined_in(value: object) -> str:
-    """The module that defines something, which what is exported does not say."""
+    """Return the name of the defining module; ``__module__`` of an exported object names the package instead."""
     module = str(getattr(value, "__module__", None))
     return DEFINED_IN.get(getattr(value, "__name__", ""), module) if module == "aioverbs" else module
 
 
 def is_compiled(value: object) -> bool:
-    """Whether it is a class of the compiled core."""
+    """Return whether a value is a class of the compiled core."""
     return isinstance(value, type) and defined_in(value).startswith(_CORE)
 
 
 def is_made_by_others(kind: type) -> bool:
-    """Whether a class is made by something else than its users: it says so, or takes what they never see."""
-    if "made by" in (kind.__doc__ or "").lower():
+    """Return whether users do not construct a class: its docstring says so, or an argument has an internal type."""
+    if re.search(r"(?i)\b(made|created)\s+by\b", kind.__doc__ or ""):
         return True
     try:
         arguments = inspect.signature(kind).parameters.values()
@@ -93,12 +93,12 @@ def is_made_by_others(kind: type) -> bool:
 
 
 def is_ours(value: object) -> bool:
-    """Whether something is defined in the package."""
+    """Return whether a value is defined in the package."""
     return defined_in(value).partition(".")[0] == "aioverbs"
 
 
 def resolve(name: str, module: str) -> object | None:
-    """What a name means in a module, or with the module that it names; None: nothing."""
+    """Return the object of a name within a module, or of a full name; None if there is none."""
     for path in (f"{module}.{name}", name):
         try:
             found: object = find(path) if path.startswith("aioverbs.") else pkgutil.resolve_name(path)
@@ -109,15 +109,15 @@ def resolve(name: str, module: str) -> object | None:
 
 
 def is_enumeration(value: object) -> bool:
-    """Whether its members are told of without docstrings of their own."""
+    """Return whether a value is an enumeration, whose members are documented without docstrings."""
     return isinstance(value, type) and issubclass(value, enum.Enum)
 
 
 @cache
 def members(kind: type) -> tuple[str, ...]:
-    """What a class has, by itself or by bases that are not public, and has a docstring; of an enumeration, its members.
+    """Return the documented members of a class and of its private bases; for an enumeration also its values.
 
-    Not what takes or gives parts of the compiled core: that is for the modules of the package.
+    Members that take or return classes of the compiled core are left out: these are for the package's own modules.
     """
     found = dict.fromkeys(kind.__members__ if issubclass(kind, enum.Enum) else ())
     for base in kind.__mro__:
@@ -131,7 +131,7 @@ def members(kind: type) -> tuple[str, ...]:
 
 
 def member(kind: type, name: str) -> str | None:
-    """The full name of what a class has, by itself or by others that there are pages for."""
+    """Return the full name of a member of a class or of a base class with a page; None if there is none."""
     for base in kind.__mro__:
         if base in public() and name in members(base):
             return f"{public()[base]}.{name}"
@@ -160,7 +160,7 @@ def _stub(module: str) -> Stub:
 
 
 def _in_stubs(owner: type, name: str) -> tuple[Signature | None, str | None]:
-    """A member of a class, wherever its class has it from."""
+    """Return the signature and the property type of a member, from the stub of the base class that defines it."""
     for base in owner.__mro__:
         if is_compiled(base):
             stub = _stub(defined_in(base))
@@ -171,7 +171,7 @@ def _in_stubs(owner: type, name: str) -> tuple[Signature | None, str | None]:
 
 
 def signature(name: str) -> Signature | None:
-    """That of something compiled, by its public name, with its class; None: Python itself knows it."""
+    """Return the signature of a compiled object by its public name; None if Python can find the signature itself."""
     owner, member = described(name)
     if owner is None:
         return None
@@ -181,18 +181,22 @@ def signature(name: str) -> Signature | None:
 
 
 def attribute_type(name: str) -> str | None:
-    """The type of something compiled that is an attribute."""
+    """Return the type of a compiled property by its public name; None if the name is no such property."""
     owner, member = described(name)
     return _in_stubs(owner, member)[1] if owner is not None and member is not None else None
 
 
 def _python_names(owner: type) -> set[str]:
-    """What its classes in Python have, which stand before the compiled ones."""
+    """Return the names defined by the class's Python bases, which precede the compiled ones."""
     return {name for base in owner.__mro__ if not is_compiled(base) for name in vars(base)}
 
 
 def described(name: str) -> tuple[type | None, str | None]:
-    """The class that a full name is of, and what of it: ``aioverbs.QueuePair.read``."""
+    """Split a full name such as ``aioverbs.QueuePair.read`` into the class and the name of its member.
+
+    :returns: the class and the member's name; None for the member if the name is that of a class, None for both if the
+        name is neither.
+    """
     path, _, member = name.rpartition(".")
     for found, last in ((name, None), (path, member)):
         try:
@@ -206,14 +210,14 @@ def described(name: str) -> tuple[type | None, str | None]:
 
 @cache
 def fields(kind: type) -> frozenset[str]:
-    """What a class is made with."""
+    """Return the names of a class's fields, or of its arguments if the class is no dataclass."""
     if dataclasses.is_dataclass(kind):
         return frozenset(each.name for each in dataclasses.fields(kind))
     return parameters(kind)
 
 
 def parameters(value: object) -> frozenset[str]:
-    """The names of what something is called with; none where it is not, or is compiled."""
+    """Return the names of a callable's arguments; empty if they are unknown or the value is not callable."""
     try:
         return frozenset(inspect.signature(value).parameters)  # type: ignore[arg-type]
     except (TypeError, ValueError):

@@ -1,4 +1,4 @@
-"""Lists the versions of the documentation that lie side by side in a folder.
+"""Write the list of the documentation's versions in a folder.
 
     python aioverbs/_docs/versions.py FOLDER
 
@@ -15,7 +15,7 @@ __all__ = ["write"]
 
 
 def write(folder: Path) -> list[str]:
-    """Write both files for the subfolders that have an ``index.html``; the versions, newest first."""
+    """Write both files, for the subfolders with an ``index.html``; return the versions, newest first."""
     found = sorted((each.parent.name for each in folder.glob("*/index.html")), key=Version, reverse=True)
     (folder / "versions.js").write_text(f"var AIOVERBS_VERSIONS = {json.dumps(found)};\n")
     target = f"{found[0]}/index.html"

@@ -27,7 +27,7 @@ def missing() -> str | None:
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     if shutil.which(command[0]) is None:
         return (
-            f"installing aioverbs needs a C compiler, and {command[0]!r} is not on this machine: install the package gcc "
+            f"installing aioverbs needs a C compiler, and {command[0]!r} is not installed: install the package gcc "
             "(`apt-get install gcc libc6-dev` on Debian and Ubuntu), or set CC to another compiler."
         )
     include = [Path(sysconfig.get_path(name)) for name in ("include", "platinclude")]

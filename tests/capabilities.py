@@ -1,9 +1,9 @@
-"""What a test needs of its device, by name: the tests are the same for all devices, and each runs where it can.
+"""Capabilities that tests need of their device; a test is skipped on devices that lack one.
 
     @needs(Capability.FAULT_PLAN)
     async def test_a_verb_that_fails(device: Device) -> None: ...
 
-What a device has is found by asking it, once for each device.
+Probes determine the capabilities of a device, once for each device.
 """
 
 import enum
@@ -33,26 +33,26 @@ __all__ = ["Capability", "capabilities", "marks_of", "needs", "qp_types", "skip_
 
 
 class Capability(enum.Enum):
-    """What not every device has."""
+    """Capability that some devices lack."""
 
-    FAULT_PLAN = "a plan of faults: verbs, requests and messages that fail, are lost or held as a test says"
+    FAULT_PLAN = "a fault plan: a test makes verbs, requests and messages fail, lost or held"
     OBJECT_COUNTS = "counts of its objects"
-    STAND_INS = "contexts that libibverbs did not make, for stand-ins of pyverbs' objects"
-    EXACT_STATUSES = "the statuses that the architecture has for each failure"
-    CHECKS_INVALIDATED_KEYS = "a refusal of messages that are to invalidate a key that is none"
-    TELLS_INVALIDATED_KEYS = "the key that a message invalidated, in the completion of its receive"
+    STAND_INS = "contexts not made by libibverbs, for stand-ins of pyverbs' objects"
+    EXACT_STATUSES = "the status that the InfiniBand specification defines for each failure"
+    CHECKS_INVALIDATED_KEYS = "an error for messages that invalidate an unknown key"
+    TELLS_INVALIDATED_KEYS = "the invalidated key in the completion of the receive"
     INVALIDATES_ON_UC = "invalidation on queue pairs of type UC"
     THREAD_DOMAINS = "thread domains"
     PARENT_DOMAINS = "parent domains"
     XRC_DOMAINS = "XRC domains"
     SHARED_DOMAINS = "protection domains shared between its contexts"
-    READ_ONLY_MAPPINGS = "regions of shared memory that is mapped to be read only"
-    NO_ON_DEMAND_PAGING = "an error for regions that are paged on demand"
+    READ_ONLY_MAPPINGS = "regions of shared memory that is mapped read-only"
+    NO_ON_DEMAND_PAGING = "an error for regions with on-demand paging"
     CQ_MODERATION = "moderation of completion events"
 
 
 def _made(make: Callable[[], handles.Handle]) -> bool:
-    """Whether something can be made; it is destroyed again."""
+    """Create and destroy a handle; return whether the device supports it."""
     try:
         handle = make()
     except VerbsError as error:
@@ -72,7 +72,7 @@ def _parent_domains(context: handles.Context) -> bool:
 
 
 def _shared_domains(context: handles.Context) -> bool:
-    if context.software:  # of one process, by their numbers
+    if context.software:  # shared within the process, by number
         return True
     descriptor = context.dup_cmd_fd()
     try:
@@ -137,12 +137,13 @@ def _checks_invalidated_keys(context: handles.Context) -> bool:
         post_recv(pair.qps[1], [pair.sge(1, 0, 8)])
         key = pair.regions[1].rkey ^ 0x5500
         post_send(pair.qps[0], SendOpcode.SEND_WITH_INV, flags=SendFlags.SIGNALED, invalidate_rkey=key)
-        return wait_for(pair.queues[0])[0].status is not WcStatus.SUCCESS  # where nobody answers, by its retries
+        # If the peer ignores the message, the request ends when its retries are exhausted.
+        return wait_for(pair.queues[0])[0].status is not WcStatus.SUCCESS
 
 
 @contextmanager
 def _bound(pair: Pair, qp: handles.QueuePair) -> Iterator[int]:
-    """The key of a window of type 2 that is bound by a queue pair."""
+    """Yield the key of a window of type 2 that a queue pair has bound."""
     pd, cq = pair.regions[0].pd, qp.send_cq
     assert cq is not None
     region = handles.MemoryRegion(pd, bytearray(64), AccessFlags.LOCAL_WRITE | AccessFlags.MW_BIND)
@@ -178,7 +179,7 @@ def _invalidates_on_uc(context: handles.Context) -> bool:
 
 
 def _end(cq: handles.CompletionQueue) -> WcStatus | None:
-    """How something ends there, where it does before long."""
+    """Return the status of the next completion, or None if there is none within a second."""
     end = time.monotonic() + patience(1)
     while not (found := poll(cq, 1)) and time.monotonic() < end:
         pass
@@ -205,28 +206,28 @@ _PROBES: dict[Capability, Callable[[handles.Context], bool]] = {
 
 @functools.cache
 def capabilities(name: str) -> frozenset[Capability]:
-    """What a device has."""
+    """Return the capabilities of a device."""
     with opened(name) as context:
         return frozenset(capability for capability, probe in _PROBES.items() if probe(context))
 
 
 def needs(*wanted: Capability) -> pytest.MarkDecorator:
-    """The mark of a test, or of one of its parameters, that is skipped on devices that have not all of these."""
+    """Mark a test or a parameter to be skipped on devices that lack one of the capabilities."""
     return pytest.mark.needs(*wanted)
 
 
 def marks_of(qp_type: QpType) -> tuple[pytest.MarkDecorator, ...]:
-    """The marks of a row with a type of queue pair: those of XRC run where there are XRC domains."""
+    """Return the marks of a parameter with a type of queue pair: XRC types need XRC domains."""
     return (needs(Capability.XRC_DOMAINS),) if qp_type in (QpType.XRC_SEND, QpType.XRC_RECV) else ()
 
 
 def qp_types(*of: QpType) -> pytest.MarkDecorator:
-    """Have a test run with each type of queue pair, as `qp_type`."""
+    """Parametrize a test with types of queue pairs, as `qp_type`."""
     return pytest.mark.parametrize("qp_type", [pytest.param(each, id=each.name, marks=marks_of(each)) for each in of])
 
 
 def skip_where_missing(request: pytest.FixtureRequest, name: str) -> None:
-    """Skip a test on a device that has not what the test needs."""
+    """Skip a test if the device lacks a capability that the test needs."""
     wanted = {capability for mark in request.node.iter_markers("needs") for capability in mark.args}
     missing = wanted - capabilities(name)
     if missing:

@@ -1,4 +1,4 @@
-"""What every test has: both event loops, hypothesis profiles, and the repository's folder for helpers of the tests."""
+"""Configuration of all tests: event loops, hypothesis profiles, the ledger, and the import path of test helpers."""
 
 import asyncio
 import gc
@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# Appended, so that `tests.…` can be imported and `aioverbs` is still the installed one.
+# Appended, so that `tests` is importable and `aioverbs` remains the installed package.
 if str(ROOT) not in sys.path:
     sys.path.append(str(ROOT))
 
@@ -20,9 +20,9 @@ pytest_plugins = ["aioverbs.testing", "tests.ways"]
 if "AIOVERBS_TEST_ROUND" in os.environ:  # set by tests/flaky/run.py
     pytest_plugins.append("tests.flaky.plugin")
 
-from tests.pace import fewer  # noqa: E402  (found by what stands above)
+from tests.pace import fewer  # noqa: E402  (needs the import path set above)
 
-# The usual examples are the same ones each time; HYPOTHESIS_PROFILE=thorough draws others, and more of them.
+# The profile `usual` has the same examples in each run; HYPOTHESIS_PROFILE=thorough draws more, and random ones.
 hypothesis.settings.register_profile("usual", deadline=None, derandomize=True, max_examples=fewer(50, least=10))
 hypothesis.settings.register_profile("thorough", deadline=None, max_examples=fewer(200, least=20), print_blob=True)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "usual"))
@@ -30,14 +30,14 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "usual"))
 
 @pytest.fixture(autouse=True)
 def _ledger(aioverbs_ledger: None) -> None:
-    """Of every test: it comes first and goes last."""
+    """Check each test's open objects; set up before and torn down after all other fixtures."""
 
 
 LoopFactory = Callable[[], asyncio.AbstractEventLoop]
 
 
 def _loop_factories() -> Mapping[str, LoopFactory]:
-    """The event loops that async tests run on; AIOVERBS_TEST_LOOPS names fewer."""
+    """Return the event loops of async tests, which AIOVERBS_TEST_LOOPS can restrict."""
     factories: dict[str, LoopFactory] = {}
     for name in os.environ.get("AIOVERBS_TEST_LOOPS", "asyncio,uvloop").split(","):
         if name == "uvloop":
@@ -53,21 +53,21 @@ LOOP_FACTORIES = _loop_factories()
 
 
 def pytest_asyncio_loop_factories() -> Mapping[str, LoopFactory]:
-    """Each async test can run on each of them: see `tests.ways`."""
+    """Return the event loops; `tests.ways` selects which test runs on which."""
     return LOOP_FACTORIES
 
 
 def pytest_collection_finish() -> None:
-    """Keep the garbage collector from looking at all tests, each time that it is asked for what a test has left.
+    """Exclude the collected tests from garbage collection, which runs after each test to find leaks.
 
-    They are half a million objects that live until the end; a child of a fork looks at them as well, when it exits.
+    The tests are half a million objects that live until the end; a forked child would also scan them when it exits.
     """
     gc.collect()
     gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Show what tests that passed recorded as their summary."""
+    """Print the property "summary" that passed tests recorded."""
     for report in terminalreporter.getreports("passed"):
         for name, value in report.user_properties:
             if name == "summary":

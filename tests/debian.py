@@ -1,4 +1,4 @@
-"""Debian packages for tests: installed on this system, or of another release or architecture and unpacked beside it."""
+"""Debian packages for tests: install them, or unpack those of another release or architecture in a folder."""
 
 import os
 import shutil
@@ -14,16 +14,18 @@ KEYS = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
 
 
 class PackageError(Exception):
-    """Packages are missing, and could not be installed, fetched or unpacked."""
+    """Packages cannot be installed, downloaded or unpacked."""
 
 
 def install_missing(packages: Iterable[str]) -> None:
-    """Install what is missing of `packages` when this is root, else say how to.
+    """Install the packages that are missing.
 
-    :raises PackageError: this is neither Debian nor Ubuntu, or something is missing and could not be installed.
+    :param packages: names of packages.
+    :raises PackageError: this is neither Debian nor Ubuntu, or packages are missing and the user is not root (then the
+        message contains the command to run), or apt-get failed.
     """
     if shutil.which("dpkg-query") is None or shutil.which("apt-get") is None:
-        raise PackageError(f"this needs Debian 12 or Ubuntu 24.04, and of their packages {' '.join(packages)}")
+        raise PackageError(f"this needs Debian 12 or Ubuntu 24.04, with the packages {' '.join(packages)}")
     missing = _missing(packages)
     if not missing:
         return
@@ -40,14 +42,14 @@ def install_missing(packages: Iterable[str]) -> None:
 
 
 def apt_get(*arguments: str, cwd: Path | None = None) -> None:
-    """Run `apt-get`, asking nothing, for a limited time.
+    """Run `apt-get` without questions and with a time limit.
 
-    It fails on a machine whose package lists are old or absent; who calls it updates them then
-    and tries again, which costs nothing where they are fine.
+    Installing fails if the package lists are old or missing. Callers then update the lists and try again, so that
+    nothing is updated on a machine with current lists.
 
-    :param arguments: what follows `apt-get`.
-    :param cwd: the directory to run in; `apt-get download` writes there.
-    :raises PackageError: it failed, or did not end in time.
+    :param arguments: arguments of `apt-get`.
+    :param cwd: directory to run in; `apt-get download` writes there.
+    :raises PackageError: the command failed, or did not end in time.
     """
     command = " ".join(("apt-get", *arguments))
     try:
@@ -69,14 +71,14 @@ def apt_get(*arguments: str, cwd: Path | None = None) -> None:
 
 
 class Archive:
-    """A release of Debian for one architecture, from where this system has its own packages.
+    """Package archive of a Debian release and architecture, from this system's mirror.
 
-    apt gets lists and a state of its own, in which nothing is installed.
+    apt uses separate lists and a separate state in which no package is installed.
 
-    :param release: the release's code name; without it, this system's.
-    :param scratch: an empty folder for what apt writes.
-    :param architecture: as Debian names it; without it, this system's.
-    :raises PackageError: the release's list of packages could not be fetched.
+    :param scratch: empty folder for apt's files.
+    :param release: code name of the release; None: this system's.
+    :param architecture: Debian's name of the architecture; None: this system's.
+    :raises PackageError: the release's list of packages cannot be downloaded.
     """
 
     def __init__(self, scratch: Path, release: str | None = None, architecture: str | None = None) -> None:
@@ -101,19 +103,19 @@ class Archive:
         apt_get(self._config, "update")
 
     def dependencies(self, package: str) -> str:
-        """Return what `apt-cache depends` prints of a package."""
+        """Return the output of `apt-cache depends` for a package."""
         return _run("apt-cache", self._config, "depends", package)
 
     def fetch(self, *packages: str) -> None:
-        """Download packages with all that they depend on."""
+        """Download packages with their dependencies."""
         apt_get(self._config, "install", "-y", "--download-only", "--no-install-recommends", *packages)
 
     def fetch_alone(self, *packages: str) -> None:
-        """Download packages without what they depend on."""
+        """Download packages without their dependencies."""
         apt_get(self._config, "download", *packages, cwd=self._scratch / "alone")
 
     def unpack(self, root: Path) -> None:
-        """Unpack all that was downloaded into a folder."""
+        """Unpack all downloaded packages into a folder."""
         for package in sorted(self._scratch.glob("**/*.deb")):
             _run("dpkg", "-x", str(package), str(root))
 
@@ -131,18 +133,18 @@ def _missing(packages: Iterable[str]) -> list[str]:
 
 
 def _origin() -> tuple[str, str]:
-    """Where this system has its own packages from, and the code name of its release."""
+    """Return the URI of this system's Debian mirror, and the code name of its release."""
     form = "$(ORIGIN) $(COMPONENT) $(CODENAME) $(REPO_URI)"
     for line in _run("apt-get", "indextargets", "Created-By: Packages", "--format", form).splitlines():
         origin, component, codename, uri = line.split()
         if (origin, component) == ("Debian", "main") and "-" not in codename:
             return uri, codename
-    raise PackageError("other packages of Debian are fetched from where this system's own are, and this is no Debian")
+    raise PackageError("apt has no Debian mirror configured: run this on Debian")
 
 
 def _run(*command: str) -> str:
     if shutil.which(command[0]) is None:
-        raise PackageError(f"there is no {command[0]} here: this needs Debian")
+        raise PackageError(f"{command[0]} is not installed: run this on Debian")
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     if done.returncode != 0:
         raise PackageError(f"{' '.join(command)} failed:\n{done.stderr}")

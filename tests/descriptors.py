@@ -1,4 +1,4 @@
-"""The descriptors of this process, for tests that see that none is left."""
+"""Open file descriptors of this process, for tests that check for leaks."""
 
 import gc
 import os
@@ -7,11 +7,11 @@ __all__ = ["descriptors", "descriptors_at_first"]
 
 
 def descriptors() -> set[str]:
-    """Those that are open, but for the one that looks."""
+    """Return the open descriptors, without the one that lists them."""
     return {each for each in os.listdir("/proc/self/fd") if os.path.lexists(f"/proc/self/fd/{each}")}
 
 
 def descriptors_at_first() -> set[str]:
-    """The same before something is begun: none of them is of what an earlier test left to the garbage collector."""
+    """Return the open descriptors at the start of a test, after collecting the garbage of earlier tests."""
     gc.collect()
     return descriptors()

@@ -1,4 +1,4 @@
-"""Requests that do not complete until they may, on any device."""
+"""Hold work requests so that they do not complete until released, on any device."""
 
 import contextlib
 import ctypes
@@ -13,13 +13,14 @@ __all__ = ["go_on", "hold", "unhold"]
 # struct ib_uverbs_cmd_hdr and ib_uverbs_post_send of the kernel's <rdma/ib_user_verbs.h>, and the command's number.
 _POST_SEND = struct.Struct("=IHHQIIII")
 _POST_SEND_COMMAND = 28
-_WORK_REQUEST_BYTES = 128  # at least as many as the kernel's have
+_WORK_REQUEST_BYTES = 128  # at least the size of the kernel's work requests
 
 
 def hold(device: Device, *qps: QueuePair) -> None:
-    """From here on, what is posted to the send queues of these queue pairs is not begun.
+    """Stop queue pairs from executing requests posted to their send queues from now on.
 
-    The software device is asked to, of them all; in SQD, where others are taken to, send queues do the same.
+    The software device holds requests by its fault plan; on other devices, queue pairs enter SQD, in which send queues
+    execute no new requests.
     """
     if Capability.FAULT_PLAN in capabilities(device.name):
         for qp in qps:
@@ -30,7 +31,7 @@ def hold(device: Device, *qps: QueuePair) -> None:
 
 
 def unhold(device: Device, *qps: QueuePair) -> None:
-    """What was held goes on, where its queue pair has not ended meanwhile."""
+    """Execute the held requests, unless their queue pair was closed or failed meanwhile."""
     if Capability.FAULT_PLAN in capabilities(device.name):
         device.faults.unhold()
         return
@@ -40,16 +41,16 @@ def unhold(device: Device, *qps: QueuePair) -> None:
 
 
 def go_on(device: Device, qp: QueuePair) -> None:
-    """Take a queue pair from SQD to RTS, and see that it begins what was posted meanwhile."""
+    """Move a queue pair from SQD to RTS, and make it execute the requests posted meanwhile."""
     qp.to_rts()
     if not device.software:
         _ring(device, qp)
 
 
 def _ring(device: Device, qp: QueuePair) -> None:
-    """Tell a kernel device whose doorbell is a command to look at a send queue; others do not know that command.
+    """Ring the doorbell of a device whose doorbell is a command of the kernel; other devices reject the command.
 
-    Soft-RoCE does not look by itself when a queue pair comes from SQD to RTS, but when more is posted.
+    Soft-RoCE resumes a send queue only when more is posted, not on the transition from SQD to RTS.
     """
     bad = ctypes.c_uint32()
     words = _POST_SEND.size // 4

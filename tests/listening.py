@@ -12,19 +12,19 @@ _LISTENING = "0A"
 
 
 def own_address() -> str:
-    """Of the loopback network, and no other process's tests': all of its ports are these tests' own."""
+    """Return a loopback address that only this process's tests use, so that all of its ports are free."""
     return str(IPv4Address((127 << 24) + 0x800000 + os.getpid()))
 
 
 def free_port() -> int:
-    """One that nobody had just now."""
+    """Return a TCP port that is free now."""
     with socket.create_server(("localhost", 0)) as server:
         port: int = server.getsockname()[1]
     return port
 
 
 def listens(port: int) -> bool:
-    """Whether somebody waits at a TCP port: to try it would be to be its only peer."""
+    """Return whether a process listens at a TCP port, without connecting, since the listener may expect one peer."""
     for name in ("tcp", "tcp6"):
         with contextlib.suppress(FileNotFoundError):
             for line in Path("/proc/net", name).read_text().splitlines()[1:]:

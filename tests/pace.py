@@ -1,7 +1,7 @@
-"""How patient tests are, by one setting: AIOVERBS_TEST_PACE says how many times slower than usual this machine is.
+"""Scaling of time limits and repetitions by AIOVERBS_TEST_PACE, the slowness of this machine (1: usual).
 
-`tests/rdma/vm.py` sets it where the virtual machine is emulated. Times that tests wait at most are multiplied by it,
-and counts of what they do many times are divided by it.
+`tests/rdma/vm.py` sets the variable if the virtual machine is emulated. Time limits are multiplied by it, and numbers
+of repetitions are divided by it.
 """
 
 import os
@@ -12,10 +12,13 @@ PACE = max(1.0, float(os.environ.get("AIOVERBS_TEST_PACE", "1")))
 
 
 def patience(seconds: float) -> float:
-    """The longest that something may take that takes so long at most on a usual machine."""
+    """Return a time limit in seconds for this machine, given the limit for a usual machine."""
     return seconds * PACE
 
 
 def fewer(count: int, least: int = 1) -> int:
-    """How often to do something that is done so often on a usual machine."""
+    """Return a number of repetitions for this machine, given the number for a usual machine.
+
+    :param least: lower bound of the result.
+    """
     return max(least, int(count / PACE))

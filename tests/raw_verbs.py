@@ -1,7 +1,7 @@
-"""Post and poll by the verbs' own ABI, beside the library, which does both in one place only: its data path.
+"""Post and poll through the verbs ABI, bypassing the library's data path.
 
-What a test gives here reaches the provider as it is: nothing is checked, kept or awaited, and who may call is the
-test's to know. Structures and ops are those of <infiniband/verbs.h>: see `aioverbs/_core/abi/libibverbs.h`.
+Arguments reach the provider unchanged: nothing is checked, kept alive or awaited, and the test must call from the right
+thread. Structures and ops are those of <infiniband/verbs.h>: see `aioverbs/_core/abi/libibverbs.h`.
 """
 
 import ctypes
@@ -19,7 +19,7 @@ __all__ = ["Completion", "Sge", "bind_window", "poll", "post_recv", "post_send"]
 Sge = tuple[int, int, int]  # address, length in bytes, lkey
 
 _INT, _U32, _U64, _ADDRESS = ctypes.c_int, ctypes.c_uint32, ctypes.c_uint64, ctypes.c_void_p
-# The places of function pointers in `struct ibv_context_ops`, which stands behind a context's first pointer.
+# Indices of function pointers in `struct ibv_context_ops`, which follows the first pointer of a context.
 _OPS = {"bind_mw": 8, "poll_cq": 11, "post_srq_recv": 20, "post_send": 25, "post_recv": 26}
 _VERB = ctypes.CFUNCTYPE(_INT, _ADDRESS, _ADDRESS, _ADDRESS)
 _POLL = ctypes.CFUNCTYPE(_INT, _ADDRESS, _INT, _ADDRESS)
@@ -113,9 +113,9 @@ class _Mw(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Completion:
-    """A completion: ``struct ibv_wc``. On an error only `wr_id`, `status`, `vendor_err` and `qp_num` mean anything.
+    """A completion: ``struct ibv_wc``. On an error, only `wr_id`, `status`, `vendor_err` and `qp_num` are valid.
 
-    `imm_data` comes with ``WcFlags.WITH_IMM``, `invalidated_rkey` with ``WcFlags.WITH_INV``, both in host order.
+    `imm_data` is valid with ``WcFlags.WITH_IMM``, `invalidated_rkey` with ``WcFlags.WITH_INV``; both in host order.
     """
 
     wr_id: int
@@ -131,9 +131,9 @@ class Completion:
 
 
 def _struct_of(handle: handles.Handle) -> int:
-    """Return the address of the structure that an open handle stands for; it begins with its context's address."""
-    assert not handle.closed, f"{handle!r} is used"
-    # Its pointer is the first thing that a handle has beyond what all of them have.
+    """Return the address of an open handle's ibv structure, whose first member is the context's address."""
+    assert not handle.closed, f"{handle!r} is closed"
+    # The pointer is the first field that a handle's class adds to the base class.
     address = _U64.from_address(id(handle) + handles.Handle.__basicsize__).value
     assert _U64.from_address(address).value == handle.context.address
     return address
@@ -215,8 +215,8 @@ def bind_window(
 ) -> None:
     """Post a request that binds a memory window: ``ibv_bind_mw``, or ``IBV_WR_BIND_MW`` for one of type 2.
 
-    :param rkey: the new key of a window of type 2. Without it, the next one.
-    :raises VerbsError: the verb failed; the window has its old key.
+    :param rkey: new key of a window of type 2; None: the key after the current one.
+    :raises VerbsError: the verb failed; the window keeps its old key.
     """
     info = _BindInfo(None if region is None else _struct_of(region), address, length, access)
     mw = _struct_of(window)
@@ -231,12 +231,12 @@ def bind_window(
 
 
 def poll(cq: handles.CompletionQueue, count: int = 16) -> list[Completion]:
-    """Take up to `count` completions: ``ibv_poll_cq``, or of an extended queue ``ibv_start_poll`` and its relatives.
+    """Poll up to `count` completions: ``ibv_poll_cq``, or ``ibv_start_poll`` and so on for an extended queue.
 
-    :raises VerbsError: the verb failed; its number is EIO where the device does not tell one.
+    :raises VerbsError: the verb failed; the error number is EIO if the device reports none.
     """
     address = _struct_of(cq)
-    if _U64.from_address(id(cq) + handles.Handle.__basicsize__ + 8).value:  # the same pointer, where it is extended
+    if _U64.from_address(id(cq) + handles.Handle.__basicsize__ + 8).value:  # set only for an extended queue
         return _poll_extended(address, count)
     taken: list[Completion] = []
     found = wanted = 0
@@ -252,7 +252,7 @@ def poll(cq: handles.CompletionQueue, count: int = 16) -> list[Completion]:
 
 def _poll_extended(address: int, count: int) -> list[Completion]:
     cq = _CqEx.from_address(address)
-    error = _START_POLL(cq.start_poll)(address, ctypes.byref(_U64()))  # struct ibv_poll_cq_attr, which asks nothing
+    error = _START_POLL(cq.start_poll)(address, ctypes.byref(_U64()))  # struct ibv_poll_cq_attr with comp_mask 0
     if error:
         if error != errno.ENOENT:
             raise VerbsError("ibv_start_poll", error)

@@ -1,4 +1,4 @@
-"""Programs that tests run to their end, with all that these start."""
+"""Run programs until they end, and kill their children with them."""
 
 import os
 import signal
@@ -16,33 +16,34 @@ __all__ = ["run", "wait_for_ends"]
 def run(
     command: Sequence[str], timeout_s: float, *, env: Mapping[str, str] | None = None, cwd: Path | None = None
 ) -> "subprocess.CompletedProcess[str]":
-    """Run a program that is given nothing to read: what it says, what it complains of, and its exit status.
+    """Run a program without input; return its output, its errors and its exit status.
 
-    Where it does not end, or the test does not wait for it, what it started is killed with it.
+    If the program exceeds its time limit, or the wait for it is interrupted, its whole process group is killed.
 
-    :raises TimeoutError: it, or what it started and left its output to, did not end in that time.
+    :param timeout_s: time limit in seconds.
+    :raises TimeoutError: the program, or a child that inherited its output, did not end in time.
     """
     pipe = subprocess.PIPE
     with subprocess.Popen(
         command, env=env, cwd=cwd, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True, process_group=0
     ) as process:
         try:
-            output, complaints = process.communicate(timeout=timeout_s)
+            output, errors = process.communicate(timeout=timeout_s)
         except BaseException as error:
             os.killpg(process.pid, signal.SIGKILL)
             if not isinstance(error, subprocess.TimeoutExpired):
                 raise
-            said, complained = process.communicate(timeout=10)  # what came before that
+            output, errors = process.communicate(timeout=10)  # output before the kill
             raise TimeoutError(
-                f"{command} did not end within {timeout_s:g} s. It said:\n{said}\nand complained:\n{complained}"
+                f"{command} did not end within {timeout_s:g} s. Its output:\n{output}\nIts errors:\n{errors}"
             ) from None
-    return subprocess.CompletedProcess(command, process.returncode, output, complaints)
+    return subprocess.CompletedProcess(command, process.returncode, output, errors)
 
 
 def wait_for_ends(pids: Iterable[int]) -> None:
-    """Wait until processes have ended, be it that nobody has asked for their status yet.
+    """Wait until processes have ended or are zombies.
 
-    :raises AssertionError: one did not end in time.
+    :raises AssertionError: a process did not end in time.
     """
     left = set(pids)
 

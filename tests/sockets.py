@@ -11,19 +11,19 @@ __all__ = ["direct", "directory_of_sockets", "short_path"]
 
 @pytest.fixture
 def short_path() -> Iterator[Path]:
-    """A folder for sockets: their names have 107 bytes, and pytest's own folders are deep where it runs in parallel."""
+    """Yield a folder for sockets, whose paths have at most 107 bytes; `tmp_path` is too long under pytest-xdist."""
     with tempfile.TemporaryDirectory(prefix="aioverbs-") as folder:
         yield Path(folder)
 
 
 @pytest.fixture(autouse=True)
 def directory_of_sockets(short_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the test's own: there the devices find each other, and nobody else's."""
+    """Give the test its own socket directory, so that its devices do not find those of other tests."""
     monkeypatch.setenv("AIOVERBS_SOFT_DIRECTORY", str(short_path))
 
 
 @pytest.fixture(params=["1", "0"], ids=["direct", "socket"])
 def direct(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether large data goes from memory to memory."""
+    """Return whether large data is copied directly from memory to memory."""
     monkeypatch.setenv("AIOVERBS_SOFT_DIRECT", request.param)
     return bool(int(request.param))

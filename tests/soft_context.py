@@ -1,4 +1,4 @@
-"""The handle of a software device, by which tests look into it."""
+"""Handle of a software device, for tests that inspect it."""
 
 from aioverbs._core.software import software
 from aioverbs._verbs.device import Device
@@ -7,6 +7,6 @@ __all__ = ["soft_context"]
 
 
 def soft_context(device: Device) -> software.Context:
-    """Return a device's context, which is a software device's."""
+    """Return the context of a software device."""
     assert isinstance(device.handle, software.Context)
     return device.handle

@@ -1,4 +1,4 @@
-"""Statuses of requests that fail, where devices do not agree on them."""
+"""Statuses of failed requests, which differ between devices."""
 
 from aioverbs import Device, WcStatus
 from tests.capabilities import Capability, capabilities
@@ -13,7 +13,7 @@ _ALSO = {
 
 
 def as_said(device: Device, status: WcStatus) -> frozenset[WcStatus]:
-    """What a device may say where the architecture has a status: that, unless it is not so exact."""
+    """Return the statuses that a device may report where the InfiniBand specification defines `status`."""
     if Capability.EXACT_STATUSES in capabilities(device.name):
         return frozenset({status})
     return frozenset({status, _ALSO.get(status, status)})

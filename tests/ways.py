@@ -1,14 +1,14 @@
-"""In which ways a test runs: with which event loop, which execution, and which way between two devices.
+"""Selection of the ways in which a test runs: event loop, execution, and transport between two devices.
 
-A test has rows, by what it is parametrized with itself, and ways, by the fixtures below. Each row runs in one way, and
-a test's rows take the ways in turn; so all ways are used in each file. A test runs each of its rows in every way if it
-is marked so, because its behaviour can differ by them:
+A way is a combination of the parameters of the fixtures below. A test's other parameters make its rows. By default each
+row runs in one way, and the rows alternate between the ways, so that each file covers all ways. A test whose behaviour
+may depend on the way is marked to run each row in every way:
 
     @pytest.mark.every_way
-    async def test_it_is_closed_while_a_request_is_under_way(device: Device) -> None: ...
+    async def test_closing_while_a_request_is_in_flight(device: Device) -> None: ...
 
-Where the way between two devices matters and the loop does not, as in tests/fabric, a test is also marked
-`loops_in_turn`: then each row runs in every way, but with the loops in turn. So do all tests on RDMA devices.
+If the loop does not matter, as in tests/fabric, a test is also marked `loops_in_turn`: then each row runs in every way
+but alternates between the loops. On RDMA devices this holds for all tests.
 
 `pytest --every-way` runs each test in every way.
 """
@@ -22,10 +22,10 @@ import pytest
 
 __all__ = ["ONLY_RDMA", "in_turn"]
 
-# Whether tests run on an RDMA device and those on software devices are not even collected: see `nox -s rdma`.
+# True if only tests on RDMA devices are collected: see `nox -s rdma`.
 ONLY_RDMA = os.environ.get("AIOVERBS_TEST_DEVICES") == "rdma"
 
-# The names of parameters that are ways.
+# Names of the parameters that make a way.
 LOOPS = frozenset({"_asyncio_loop_factory", "loop_name"})
 WAYS = LOOPS | {"aioverbs_device", "context", "device", "direct"}
 
@@ -35,18 +35,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def in_turn(counts: Sequence[int], first: int) -> list[int]:
-    """Choose one way for each row, such that all are used if there are rows enough.
+    """Choose one way for each row, such that all ways are used if there are enough rows.
 
-    :param counts: of each row, in how many ways it can run.
-    :param first: the way that the first row takes, counted on from 0 beyond the last one.
-    :returns: of each row, the position of its way.
+    :param counts: number of possible ways of each row.
+    :param first: way of the first row, modulo the number of ways.
+    :returns: index of the way of each row.
     """
-    # A step further each time round: else each value of a parameter with as many values would have a way of its own.
+    # Each round starts one way later. Otherwise, if a parameter has as many values as there are ways, each of its
+    # values would always have the same way.
     return [(first + row + row // count) % count for row, count in enumerate(counts)]
 
 
 def _taken_in_turn(item: pytest.Function) -> frozenset[str]:
-    """The names of those ways that a test's rows take in turn."""
+    """Return the names of the parameters between whose values a test's rows alternate."""
     if item.get_closest_marker("every_way") is None:
         return WAYS
     return LOOPS if ONLY_RDMA or item.get_closest_marker("loops_in_turn") else frozenset()
@@ -55,14 +56,14 @@ def _taken_in_turn(item: pytest.Function) -> frozenset[str]:
 def _row(item: pytest.Function) -> Hashable:
     if not hasattr(item, "callspec"):
         return ()
-    # The value of a row's parameter is the same object in each way.
+    # The value of a row's parameter is the same object in each way, so its id identifies the row.
     names = item.callspec.params.keys() - _taken_in_turn(item)
     return tuple((name, id(item.callspec.params[name])) for name in sorted(names))
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect the ways in which a row does not run. What was deselected before, as by -k, is no way any more."""
+    """Deselect the ways in which a row does not run, considering only tests that are still selected, as by -k."""
     if config.getoption("every_way"):
         return
     tests: dict[str, dict[Hashable, list[pytest.Function]]] = defaultdict(lambda: defaultdict(list))
@@ -71,7 +72,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             tests[item.nodeid.partition("[")[0]][_row(item)].append(item)
     left_out: set[pytest.Item] = set()
     for name, rows in tests.items():
-        # By its name, so that a test keeps its ways when others come or go.
+        # The first way depends on the test's name only, so that it does not change when other tests are added.
         chosen = in_turn([len(ways) for ways in rows.values()], zlib.crc32(name.encode()))
         for ways, way in zip(rows.values(), chosen, strict=True):
             left_out.update(ways[:way] + ways[way + 1 :])

@@ -20,7 +20,7 @@ _HERE = Path(__file__).parent
 def _expand(patterns: Iterable[str | os.PathLike[str]]) -> list[str]:
     """Return the sorted matches of each pattern; a name without wildcards stays, so that a missing file is an error."""
     paths: list[str] = []
-    for name in map(os.fspath, patterns):
+    for name in [os.fspath(pattern) for pattern in patterns]:
         paths += sorted(glob.glob(name, recursive=True)) if glob.has_magic(name) else [name]
     return paths
 

@@ -1,10 +1,10 @@
-"""Checks the stack's rule, "a module imports only what stands below it", where import-linter does not see.
+"""Check that modules import only from lower layers, for what import-linter does not see.
 
     python tests/checks/cimport_layers.py [ROOT]
 
-That is: imports and cimports in Cython sources, the C headers that these include, imports out of compiled modules, and
-imports of the package itself, which stands above all. It reads the very layers that pyproject.toml gives to
-import-linter; a folder of C alone has its place among them in parentheses.
+Checked are imports and cimports in Cython sources, the C headers that these include, imports from compiled modules, and
+imports of the package itself, which is above all layers. The layers are those of import-linter's contracts in
+pyproject.toml, where a folder with C sources only is listed in parentheses.
 """
 
 import re
@@ -27,7 +27,7 @@ _HEADER = re.compile(r"""^[ \t]*cdef[ \t]+extern[ \t]+from[ \t]+["']([^"'<>]+)["
 
 @dataclass(frozen=True)
 class Layers:
-    """One container's modules, top to bottom; a level holds modules that stand side by side."""
+    """Modules of one container, from top to bottom; modules of the same level are side by side."""
 
     container: str
     levels: tuple[frozenset[str], ...]
@@ -35,7 +35,7 @@ class Layers:
     exhaustive: bool
 
     def objection(self, importer: str, imported: str) -> str | None:
-        """Why the one may not import the other, or None."""
+        """Return the reason why `importer` may not import `imported`, or None."""
         above, below = self._child(importer), self._child(imported)
         if above is None or below is None or above == below:
             return None
@@ -56,7 +56,7 @@ class Layers:
 
 
 def layers(pyproject: dict[str, Any]) -> Iterator[Layers]:
-    """The layers contracts of import-linter's configuration."""
+    """Yield the layers of import-linter's contracts."""
     for contract in pyproject["tool"]["importlinter"]["contracts"]:
         if contract["type"] != "layers":
             continue
@@ -71,7 +71,7 @@ def layers(pyproject: dict[str, Any]) -> Iterator[Layers]:
 
 
 def imports(text: str, package: str) -> Iterator[tuple[int, str]]:
-    """Line and absolute name of everything that a source in `package` imports or cimports."""
+    """Yield line and absolute name of each import and cimport in a source of `package`."""
     blank = _STRING_OR_COMMENT.sub(lambda match: "\n" * match.group().count("\n") or "''", text)
     blank = blank.replace("\\\n", "  ")
     for match in _STATEMENT.finditer(blank):
@@ -91,7 +91,7 @@ def imports(text: str, package: str) -> Iterator[tuple[int, str]]:
 
 
 def headers(path: Path, root: Path) -> Iterator[tuple[int, str]]:
-    """Line and dotted name of every header of the package that a Cython source includes, relative to its folder's."""
+    """Yield line and dotted name of each of the package's headers that a Cython source includes."""
     text = path.read_text() if path.suffix != ".py" else ""
     for match in _HEADER.finditer(text):
         header = path.parent.parent / match[1]
@@ -99,24 +99,24 @@ def headers(path: Path, root: Path) -> Iterator[tuple[int, str]]:
             yield text.count("\n", 0, match.start(1)) + 1, ".".join(header.relative_to(root).with_suffix("").parts)
 
 
-def spoken_for(path: Path) -> Path:
-    """The source that an included file is a part of; any other file is its own."""
+def including_source(path: Path) -> Path:
+    """Return the source that includes a .pxi file; for any other file, the file itself."""
     if path.suffix != ".pxi":
         return path
     including = re.compile(rf"""^[ \t]*include[ \t]+["']{re.escape(path.name)}["']""", re.MULTILINE)
     beside = sorted(other for other in path.parent.iterdir() if other.suffix in _SUFFIXES and other != path)
-    return next((spoken_for(other) for other in beside if including.search(other.read_text())), path)
+    return next((including_source(other) for other in beside if including.search(other.read_text())), path)
 
 
 def objections(root: Path) -> Iterator[str]:
-    """What breaks the rule in the tree under `root`, a line each."""
+    """Yield the violations in the tree under `root`."""
     pyproject = tomllib.loads((root / "pyproject.toml").read_text())
     top = pyproject["tool"]["importlinter"]["root_package"]
     stack = list(layers(pyproject))
     sources = (path for path in (root / top).rglob("*") if path.suffix in _SUFFIXES)
-    # Folders that are no packages, as the one of the documentation, stand outside of the stack, as their users do.
+    # Folders that are no packages, such as that of the documentation, are outside of the layers.
     for path in sorted(path for path in sources if (path.parent / "__init__.py").exists()):
-        parts = spoken_for(path).relative_to(root).with_suffix("").parts
+        parts = including_source(path).relative_to(root).with_suffix("").parts
         importer = ".".join(parts).removesuffix(".__init__")
         for line, imported in (*imports(path.read_text(), ".".join(parts[:-1])), *headers(path, root)):
             place = f"{path.relative_to(root)}:{line}: imports {imported}"

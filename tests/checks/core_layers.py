@@ -1,10 +1,10 @@
-"""Check that the folders of the C core include and call only downwards, and that its functions have names of their own.
+"""Check that folders of the C core include and call only lower folders, and that names of functions are unique.
 
     python tests/checks/core_layers.py [CORE]
 
-Calls are read from symbol tables, not from sources: every source and every header is compiled by itself, with all of
-its static and inline functions kept, and what an object leaves undefined is looked up among what the others define. So
-a declaration copied by hand, an `extern` in a function or a call in a macro does not get past it.
+The check reads calls from symbol tables, not from sources: it compiles every source and header separately, keeps all
+static and inline functions, and looks up each undefined symbol among the symbols defined by other files. So it also
+finds a call through a copied declaration, an `extern` in a function, or a macro.
 """
 
 import os
@@ -22,8 +22,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# Bottom to top. The fault plan stands above the fabric, which it cuts and stalls by direct calls and whose streams it
-# looks into; the fabric asks it one question, through a hook. The other way round five calls would be hooks.
+# From bottom to top. The fault plan is above the fabric: it cuts, stalls and inspects the fabric's streams by direct
+# calls, and the fabric calls it through one hook. The reverse order would need five hooks.
 LAYERS = (
     "abi",
     "alloc",
@@ -36,8 +36,7 @@ LAYERS = (
 )
 
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', re.MULTILINE)
-# Functions that nothing calls are kept, so that what they call is seen, for which clang has no flag; -g names the file
-# that a function is from.
+# Unused functions are kept, so that their calls are found; clang has no flags for that. -g gives a function's file.
 _GCC = (
     "gcc",
     "-std=c11",
@@ -66,13 +65,13 @@ def folder(path: Path, core: Path) -> str:
 
 
 def sources(core: Path) -> list[Path]:
-    """Return the sources and headers of all layers, and of folders that should be layers."""
+    """Return the sources and headers of all layers, and of folders that are missing in LAYERS."""
     tops = sorted({layer.split("/")[0] for layer in LAYERS})
     return sorted(path for top in tops for path in (core / top).rglob("*.[ch]"))
 
 
 def parse_symbols(listing: str) -> Symbols:
-    """Read what `nm -P -l` prints: name, type, value and size, then a tab and the line that a symbol is from."""
+    """Parse the output of `nm -P -l`: name, type, value and size, then a tab, the symbol's file and line."""
     names: dict[str, set[str]] = defaultdict(set)
     static = set()
     for line in listing.splitlines():
@@ -85,9 +84,9 @@ def parse_symbols(listing: str) -> Symbols:
 
 
 def symbols(paths: Iterable[Path], core: Path) -> dict[Path, Symbols]:
-    """Compile each source and header by itself, and read its symbols.
+    """Compile each source and header separately, and read its symbols.
 
-    :raises subprocess.CalledProcessError: a file does not compile by itself; the compiler has said why.
+    :raises subprocess.CalledProcessError: a file does not compile; the compiler has printed the errors.
     """
 
     def read(path: Path, target: Path) -> Symbols:
@@ -102,7 +101,7 @@ def symbols(paths: Iterable[Path], core: Path) -> dict[Path, Symbols]:
 
 
 def wrong_includes(paths: Iterable[Path], core: Path) -> Iterator[str]:
-    """Report includes of what stands above, and folders without a place in the order."""
+    """Report includes of headers of higher layers, and folders that are missing in LAYERS."""
     for path in paths:
         own = folder(path, core)
         if own not in LAYERS:
@@ -118,7 +117,7 @@ def wrong_includes(paths: Iterable[Path], core: Path) -> Iterator[str]:
 
 
 def wrong_calls(found: dict[Path, Symbols], core: Path) -> Iterator[str]:
-    """Report uses of functions and objects that a folder above defines."""
+    """Report uses of functions and objects that a higher layer defines."""
     definers = {name: path for path, each in found.items() for name in each.defined}
     for path, each in found.items():
         own = folder(path, core)
@@ -129,13 +128,13 @@ def wrong_calls(found: dict[Path, Symbols], core: Path) -> Iterator[str]:
 
 
 def shared_names(found: dict[Path, Symbols], core: Path) -> Iterator[str]:
-    """Report static functions of which there are several by one name, or which shadow a function of the C library."""
+    """Report names of several static functions, and static functions that shadow a function of the C library."""
     definers: dict[str, set[Path]] = defaultdict(set)
     for path, each in found.items():
         for name in each.defined:
             definers[name].add(path)
         for name, place in each.static:
-            if core in place.parents:  # and not a header of the system
+            if core in place.parents:  # no system header
                 definers[name].add(place)
     library = CDLL(None)
     for name, paths in sorted(definers.items()):
@@ -147,7 +146,7 @@ def shared_names(found: dict[Path, Symbols], core: Path) -> Iterator[str]:
 
 
 def problems(core: Path) -> list[str]:
-    """Report everything that is wrong with the core in this folder, a line each."""
+    """Return all violations in the core in a folder."""
     core = core.resolve()
     paths = sources(core)
     placed = [path for path in paths if folder(path, core) in LAYERS]

@@ -1,8 +1,8 @@
-"""Checks what an sdist and a wheel hold.
+"""Check the contents of an sdist and a wheel.
 
     python tests/checks/distributions.py DIST_DIR
 
-The sdist has every source that a build needs; the wheel has what runs and is typed, and no sources.
+The sdist contains all sources; the wheel contains modules and stubs, but no sources of C and Cython.
 """
 
 import sys
@@ -14,11 +14,14 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent.parent
 _SOURCES = (".c", ".h", ".pyx", ".pxd", ".pxi")
 _BESIDE = ("LICENSE", "README.md", "CHANGELOG.md", "pyproject.toml", "noxfile.py", "tests/conftest.py")
-_NOT_SHIPPED = ("_build", "_docs")  # folders of the package for who builds it and its documentation
+_NOT_SHIPPED = ("_build", "_docs")  # folders for building the package and its documentation
 
 
 def sdist_faults(names: set[str]) -> Iterator[str]:
-    """What is wrong with the names in an sdist, its top folder taken off."""
+    """Yield the faults of an sdist.
+
+    :param names: names of its files, without the top folder.
+    """
     generated = {path.with_suffix(".c") for path in ROOT.glob("aioverbs/**/*.pyx")}
     for suffix in (*_SOURCES, ".pyi", ".py"):
         for path in ROOT.glob(f"aioverbs/**/*{suffix}"):
@@ -30,14 +33,14 @@ def sdist_faults(names: set[str]) -> Iterator[str]:
 
 
 def _programs() -> Iterator[str]:
-    """The files of Python's that a wheel has."""
+    """Yield the Python files of a complete wheel."""
     for path in ROOT.glob("aioverbs/**/*.py"):
         if not any(ROOT / "aioverbs" / name in path.parents for name in _NOT_SHIPPED):
             yield path.relative_to(ROOT).as_posix()
 
 
 def wheel_faults(names: set[str]) -> Iterator[str]:
-    """What is wrong with the names in a wheel."""
+    """Yield the faults of a wheel with files of these names."""
     for path in ROOT.glob("aioverbs/**/*.pyx"):
         module = path.relative_to(ROOT).with_suffix("").as_posix()
         if not any(name.startswith(f"{module}.") and name.endswith(".so") for name in names):

@@ -1,11 +1,11 @@
-"""Check that what begins with an underscore is used by its own package alone.
+"""Check that names that begin with an underscore are used only within their own package.
 
     python tests/checks/private_access.py [ROOT]
 
-That is: an attribute of something else than `self` and `cls`, and what is imported. Whose a name is, is told by which
-packages define it, as it cannot be told by the types of things: one that a package defines itself it may use. What none
-of them defines belongs to another project (``os._exit``, ``namedtuple._replace``). An example imports nothing private,
-and is a package of its own.
+Checked are imports, and attributes of objects other than `self` and `cls`. Types are unknown to the check, so a name
+belongs to all packages that define an attribute or function of that name, and any of these may use it. A name that no
+package defines belongs to another project (``os._exit``, ``namedtuple._replace``). Each example counts as a package,
+and may import no private names at all.
 """
 
 import ast
@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-_PYTHONS = {"_", "_asdict", "_fields", "_make", "_replace"}  # the last of named tuples, where they are public
+_PYTHONS = {"_", "_asdict", "_fields", "_make", "_replace"}  # `_asdict` and the others: public methods of named tuples
 _CYTHON = (".pyx", ".pxd", ".pxi")
 _STRING_OR_COMMENT = re.compile(r"""('''|\"\"\")(?:\\.|.)*?\1|(['"])(?:\\.|(?!\2)[^\\\n])*\2|\#[^\n]*""", re.DOTALL)
 _CYTHON_ACCESS = re.compile(r"(?<!\bself)(?<!\bcls)(?<=[\w)\]])\.(_[a-z]\w*)")
@@ -28,7 +28,7 @@ _PRIVATE = re.compile(r"(?<![\w.])_[a-z]\w*")
 
 @dataclass
 class Names:
-    """What a source defines, and what of others it uses: lines, names and how that is written."""
+    """Private names in a source: the defined ones; the used and imported ones with line, name and source text."""
 
     defined: set[str] = field(default_factory=set)
     used: list[tuple[int, str, str]] = field(default_factory=list)
@@ -36,12 +36,12 @@ class Names:
 
 
 def is_private(name: str) -> bool:
-    """Whether it begins with an underscore, and is none of Python's own."""
+    """Return whether a name begins with an underscore, and is not reserved by Python."""
     return name.startswith("_") and name not in _PYTHONS and not (name.startswith("__") and name.endswith("__"))
 
 
 def in_python(text: str) -> Names:
-    """The private names in a source."""
+    """Return the private names in a Python source."""
     tree, names = ast.parse(text), Names()
     pythons = set(_imported_from_python(tree))
     for scope in ast.walk(tree):
@@ -66,7 +66,7 @@ def in_python(text: str) -> Names:
 
 
 def _imported_from_python(tree: ast.Module) -> Iterator[str]:
-    """The names that stand for modules of the standard library, and for what is in them."""
+    """Yield the names imported from the standard library."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
             module = node.module if isinstance(node, ast.ImportFrom) else None
@@ -76,7 +76,7 @@ def _imported_from_python(tree: ast.Module) -> Iterator[str]:
 
 
 def _bound(scope: ast.Module | ast.ClassDef) -> Iterator[str]:
-    """What the statements of a module or a class bind, in branches, too."""
+    """Yield the names bound by the statements of a module or a class, also within branches."""
     waiting: list[ast.stmt] = list(scope.body)
     for each in waiting:
         if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -90,7 +90,7 @@ def _bound(scope: ast.Module | ast.ClassDef) -> Iterator[str]:
 
 
 def in_cython(text: str) -> Names:
-    """The same in a source of Cython, as far as words tell."""
+    """Return the private names in a Cython source, found by regular expressions."""
     blank = _STRING_OR_COMMENT.sub(lambda match: "\n" * match.group().count("\n") or "''", text)
     defined = {name for found in _CYTHON_DEFINITION.findall(blank) for name in _PRIVATE.findall(" ".join(found))}
     used = [(blank.count("\n", 0, match.start()) + 1, match[1], match[1]) for match in _CYTHON_ACCESS.finditer(blank)]
@@ -98,9 +98,9 @@ def in_cython(text: str) -> Names:
 
 
 def packages(root: Path) -> Iterator[tuple[str, Path]]:
-    """The sources with the packages that they are of: `_verbs` and the like, and each of the examples.
+    """Yield each source with its package: a name such as `_verbs`, or an example.
 
-    Folders that are no packages, as the one of the documentation, are users of the others.
+    Sources in folders that are no packages, such as that of the documentation, are not checked.
     """
     for path in sorted((root / "aioverbs").rglob("*")):
         if path.suffix in (".py", *_CYTHON) and (path.parent / "__init__.py").exists():
@@ -110,7 +110,7 @@ def packages(root: Path) -> Iterator[tuple[str, Path]]:
 
 
 def objections(root: Path) -> Iterator[str]:
-    """What breaks the rule in the tree under `root`, a line each."""
+    """Yield the violations in the tree under `root`."""
     sources = [
         (package, path, (in_cython if path.suffix in _CYTHON else in_python)(path.read_text()))
         for package, path in packages(root)

@@ -1,4 +1,4 @@
-"""The benchmarks on RDMA devices tell at their end which limits were missed, and their exit status does."""
+"""Benchmarks on RDMA devices: missed limits are printed and set the exit status."""
 
 import sys
 import types
@@ -14,8 +14,8 @@ from tests.bench.table import missed
 LIMITS = {"to_c": Limit(at_most=1.3), "per_s": Limit(at_least=1e6)}
 
 
-async def ends(monkeypatch: pytest.MonkeyPatch, figures: Mapping[str, object]) -> int:
-    """The exit status, with one benchmark that has these figures."""
+async def run_benchmark(monkeypatch: pytest.MonkeyPatch, figures: Mapping[str, object]) -> int:
+    """Run one benchmark with these figures, and return the exit status."""
 
     async def measure() -> Result:
         return Result("write_8", figures, LIMITS)
@@ -30,13 +30,15 @@ async def ends(monkeypatch: pytest.MonkeyPatch, figures: Mapping[str, object]) -
     return await rdma.main()
 
 
-async def test_limits_that_are_met(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert not await ends(monkeypatch, {"to_c": 1.3, "per_s": 2e6})
+async def test_no_missed_limit(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert not await run_benchmark(monkeypatch, {"to_c": 1.3, "per_s": 2e6})
     assert not capsys.readouterr().err
 
 
-async def test_a_limit_that_is_missed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert await ends(monkeypatch, {"to_c": 1.4567, "per_s": 2e6}) == 1
+async def test_missed_limit_sets_the_exit_status(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert await run_benchmark(monkeypatch, {"to_c": 1.4567, "per_s": 2e6}) == 1
     assert capsys.readouterr().err == "not met: write_8: to_c is 1.46, and its limit ≤ 1.3\n"
 
 

@@ -52,7 +52,7 @@ def test_downwards_is_allowed(house: Path, source: str) -> None:
     assert list(objections(house)) == []
 
 
-def test_who_stands_outside_of_it_may_import_it(house: Path) -> None:
+def test_a_folder_that_is_no_package_may_import_the_package(house: Path) -> None:
     (house / "house/beside").mkdir()
     source = house / "house/beside/pages.py"
     source.write_text("import house")
@@ -61,7 +61,7 @@ def test_who_stands_outside_of_it_may_import_it(house: Path) -> None:
     assert [each.rpartition(": ")[2] for each in objections(house)] == ["the package itself stands above everything"]
 
 
-def test_the_package_may_import_all_of_it(house: Path) -> None:
+def test_the_root_package_may_import_all_layers(house: Path) -> None:
     (house / "house/__init__.py").write_text("from house import roof\nfrom .ground import x\nfrom . import core")
     assert list(objections(house)) == []
 
@@ -98,7 +98,7 @@ def test_upwards_is_found(house: Path, file: str, source: str, line: int, reason
         ("core/attic/plan.h", "lower and attic stand side by side"),
     ],
 )
-def test_headers_stand_where_their_folders_do(house: Path, header: str, reason: str | None) -> None:
+def test_a_header_has_the_level_of_its_folder(house: Path, header: str, reason: str | None) -> None:
     text = (house / "pyproject.toml").read_text()
     (house / "pyproject.toml").write_text(text.replace('"lower : beside"', '"lower | (attic)", "beside : ground"'))
     (house / "house" / header).parent.mkdir(exist_ok=True)
@@ -122,7 +122,7 @@ def test_an_included_file_is_part_of_its_includer(house: Path) -> None:
     ]
 
 
-def test_names_are_resolved() -> None:
+def test_relative_names_are_resolved() -> None:
     text = "from ..a.b cimport c as d, e\nimport f.g as h\nfrom . cimport i"
     assert list(imports(text, "top.middle.low")) == [
         (1, "top.middle.a.b.c"),

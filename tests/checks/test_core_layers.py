@@ -9,7 +9,7 @@ pytestmark = pytest.mark.toolchain
 
 @pytest.fixture
 def core(tmp_path: Path) -> Path:
-    """Return a core of a lower and an upper folder, of which the upper one uses the lower one."""
+    """Return a core with a lower folder and an upper folder that uses it."""
     for layer in LAYERS:
         (tmp_path / layer).mkdir(parents=True)
     (tmp_path / "soft/objects/lower.h").write_text("int soft_lower(void);\n")

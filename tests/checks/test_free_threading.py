@@ -1,4 +1,4 @@
-"""Extensions are for free-threaded Python: one that is not turns the GIL on for all of the process."""
+"""Extensions support free-threaded Python: importing one that does not would enable the GIL for the process."""
 
 import tomllib
 from pathlib import Path
@@ -7,7 +7,7 @@ from tests.conftest import ROOT
 
 
 def directives(source: Path) -> set[str]:
-    """Those of the comments that the file begins with."""
+    """Return the Cython directives at the start of a file."""
     found: set[str] = set()
     for line in source.read_text().splitlines():
         if not line.startswith("# cython:"):
@@ -16,7 +16,7 @@ def directives(source: Path) -> set[str]:
     return found
 
 
-def test_every_extension_says_that_it_needs_no_gil() -> None:
+def test_every_extension_is_free_threading_compatible() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     sources = [each for module in project["tool"]["setuptools"]["ext-modules"] for each in module["sources"]]
     without = [

@@ -1,4 +1,4 @@
-"""What tests run is gone when it took too long, with what it started."""
+"""`tests.running.run` kills a program that exceeds its time limit, with the program's children."""
 
 import subprocess
 import sys
@@ -14,7 +14,7 @@ from tests.pace import patience
 from tests.running import run
 from tests.waiting import wait_until
 
-# Its child has its output, as children have, and ends when it is killed.
+# Program with a child that inherits its output and ends only when killed.
 STARTS = """
     import subprocess, sys, time
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
@@ -27,7 +27,7 @@ def python(body: str) -> list[str]:
 
 
 def ends(process_id: str) -> bool:
-    """Whether a process that is not ours to wait for is gone before long."""
+    """Return whether a process ends soon; works for processes that are no children of this one."""
     end = time.monotonic() + patience(10)
     while (alive := _is_running(process_id)) and time.monotonic() < end:
         time.sleep(0.01)
@@ -41,7 +41,7 @@ def _is_running(process_id: str) -> bool:
         return False
 
 
-def test_what_it_says_and_how_it_ends(tmp_path: Path) -> None:
+def test_output_and_exit_status(tmp_path: Path) -> None:
     body = "import os, sys; print(os.getcwd(), os.environ, sys.stdin.read()); sys.exit('so')"
     done = run(python(body), patience(50), env={"ONLY": "this"}, cwd=tmp_path)
     assert done.stdout.startswith(str(tmp_path))
@@ -51,8 +51,10 @@ def test_what_it_says_and_how_it_ends(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("after", ["time.sleep(600)", "pass"], ids=["hangs", "leaves a child"])
-def test_one_that_does_not_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: str) -> None:
-    """Its time counts from when it has said something, however long that took."""
+def test_a_program_that_exceeds_its_limit_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: str
+) -> None:
+    """Wait for the program's first output before its time limit starts, so that a slow start does not matter."""
 
     def when_begun(process: "subprocess.Popen[str]", **limit: Any) -> Any:
         wait_until((tmp_path / "begun").exists, 50)
@@ -60,23 +62,23 @@ def test_one_that_does_not_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
 
     communicate: Callable[..., Any] = subprocess.Popen.communicate
     monkeypatch.setattr(subprocess.Popen, "communicate", when_begun)
-    with pytest.raises(TimeoutError, match=r"did not end within \S+ s\. It said:\n\d+\n") as caught:
+    with pytest.raises(TimeoutError, match=r"did not end within \S+ s\. Its output:\n\d+\n") as caught:
         run(python(f"{STARTS}    open('begun', 'x').close(); {after}\n"), patience(0.2), cwd=tmp_path)
-    assert ends(str(caught.value).split("It said:\n")[1].split()[0])
+    assert ends(str(caught.value).split("Its output:\n")[1].split()[0])
 
 
-def test_one_that_the_test_does_not_wait_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_run_kills_the_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Interrupted(BaseException):
         pass
 
     def interrupted(process: "subprocess.Popen[str]", **_: object) -> None:
         assert process.stdout is not None
-        told.append(process.stdout.readline())
+        output.append(process.stdout.readline())
         raise Interrupted
 
-    told: list[str] = []
+    output: list[str] = []
     communicate: Callable[..., None] = interrupted
     monkeypatch.setattr(subprocess.Popen, "communicate", communicate)
     with pytest.raises(Interrupted):
         run(python(f"{STARTS}    time.sleep(600)\n"), patience(50))
-    assert ends(told[0].strip())
+    assert ends(output[0].strip())

@@ -1,9 +1,9 @@
-"""Code blocks of a Markdown page, which are run in the order of the page, as a reader would.
+"""Code blocks of a Markdown page, run in the order of the page.
 
 - ``python``: a program. With a first line such as ``# store.py`` it is saved under that name, else it is run.
 - ``toml``: with such a first line, a file.
 - ``sh``: lines for a shell. A command that ends with ``&`` runs until the end of the page; ``$!`` is its process.
-- ``text`` after one of them: what it prints. ``...`` stands for any text.
+- ``text`` after one of them: its output. ``...`` stands for any text.
 - ``py``: a part of a program on the page, or of an example.
 
 Other blocks (``console`` and so on) are not run. Programs run in an empty folder, with the software device.
@@ -24,7 +24,7 @@ from pathlib import Path
 __all__ = ["RUN", "Block", "blocks", "run"]
 
 RUN = ("python", "sh", "toml")
-PORT = "7480"  # of the pages; a free one when they are run
+PORT = "7480"  # port in the pages; replaced by a free one
 _FENCE = re.compile(r"^(`{3,})([^\n`]*)\n(.*?)^\1$", re.DOTALL | re.MULTILINE)
 _NAME = re.compile(r"# (\w+\.(?:py|toml))\n")
 _LIMIT_S = 50
@@ -34,8 +34,8 @@ _LIMIT_S = 50
 class Block:
     """A fenced block.
 
-    :param kind: what stands behind its first backquotes.
-    :param output: the ``text`` block right below it, None without one.
+    :param kind: the language after the opening backquotes.
+    :param output: text of the ``text`` block directly below; None if there is none.
     """
 
     kind: str
@@ -44,7 +44,7 @@ class Block:
 
 
 def blocks(page: str) -> list[Block]:
-    """The fenced blocks of a page, without those that are the output of others."""
+    """Return the fenced blocks of a page; a block with the output of another one becomes that one's `output`."""
     found: list[Block] = []
     end = 0
     for match in _FENCE.finditer(page):
@@ -64,9 +64,9 @@ def _free_port() -> str:
 
 @dataclass
 class _Reader:
-    """A reader of a page at a shell.
+    """Runs the blocks of a page.
 
-    :param folder: where programs are saved and run.
+    :param folder: folder in which programs are saved and run.
     """
 
     folder: Path
@@ -136,9 +136,9 @@ def _reader(folder: Path) -> Iterator[_Reader]:
 
 
 def run(page: str, folder: Path) -> None:
-    """Do what a page says.
+    """Run the blocks of a page.
 
-    :raises AssertionError: a command failed, or printed something else.
+    :raises AssertionError: a command failed, or its output differs.
     """
     with _reader(folder) as reader:
         for block in blocks(page):

@@ -1,10 +1,10 @@
-"""Opens every page of the built documentation in headless Chromium: `nox -s docs_browser`.
+"""Open every page of the built documentation in headless Chromium: `nox -s docs_browser`.
 
     python tests/packaging/browser.py HTML_FOLDER [CHROMIUM]
 
-Fails on an error in the console, a resource that does not load, a link inside of the documentation that leads nowhere,
-a block that leaves its column at 1280 or 390 pixels, and a search without results. The DevTools protocol, over a pipe,
-drives Chromium.
+Faults are: an error in the console, a resource that does not load, a broken link within the documentation, a block
+wider than its column at 1280 or 390 pixels, and a search without results. The script controls Chromium by the DevTools
+protocol, over a pipe.
 """
 
 import functools
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urldefrag
 
-WIDTHS = (1280, 390)  # pixels: a screen, and a telephone
+WIDTHS = (1280, 390)  # pixels: desktop, phone
 HEIGHT = 900
 SEARCHED = "AffinityError"
 _LOADED = """new Promise(done => {
@@ -52,10 +52,10 @@ _WAIT_FOR_RESULTS = """new Promise(done => {
 
 
 class Browser:
-    """A Chromium with one tab.
+    """Chromium process with one tab.
 
-    :param program: its path or name.
-    :param profile: an empty folder for what it keeps.
+    :param program: path or name of Chromium.
+    :param profile: empty folder for its user data.
     """
 
     def __init__(self, program: str, profile: str) -> None:
@@ -83,7 +83,7 @@ class Browser:
             self.call(f"{domain}.enable")
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """Call a method of the protocol; events that come meanwhile are looked at."""
+        """Call a method of the protocol, and process the events that arrive before its answer."""
         self._number += 1
         message = {"id": self._number, "method": method, "params": parameters}
         if self._session is not None:
@@ -120,18 +120,18 @@ class Browser:
                 self.faults.append(f"not loaded: {what.get('errorText')}")
 
     def evaluate(self, script: str) -> Any:
-        """The value of a script, when it has come about."""
+        """Run a script, wait for its promise, and return its value."""
         done = self.call("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
         return done["result"].get("value")
 
-    def look(self, url: str, width: int, wait: str = _LOADED) -> dict[str, Any]:
-        """Open a page and tell what is on it."""
+    def inspect(self, url: str, width: int, wait: str = _LOADED) -> dict[str, Any]:
+        """Open a page, and return its links, IDs, blocks that are too wide, and search results."""
         size = {"width": width, "height": HEIGHT, "deviceScaleFactor": 1, "mobile": False}
         self.call("Emulation.setDeviceMetricsOverride", **size)
         self.call("Page.navigate", url=url)
         self.evaluate(wait)
-        seen: dict[str, Any] = json.loads(self.evaluate(_LOOK))
-        return seen
+        found: dict[str, Any] = json.loads(self.evaluate(_LOOK))
+        return found
 
 
 class _Quiet(http.server.SimpleHTTPRequestHandler):
@@ -141,34 +141,34 @@ class _Quiet(http.server.SimpleHTTPRequestHandler):
 
 def check(folder: Path, browser: Browser, address: str) -> Iterator[str]:
     """Yield the faults of the pages in a folder that is served at an address."""
-    # The page at the top only leads to another one.
+    # The top page only redirects to another one.
     pages = sorted(path.relative_to(folder).as_posix() for path in folder.glob("*/**/*.html"))
     ids: dict[str, set[str]] = {}
     links: dict[str, set[str]] = {}
     for page, width in itertools.product(pages, WIDTHS):
         browser.faults.clear()
-        seen = browser.look(f"{address}/{page}", width)
+        found = browser.inspect(f"{address}/{page}", width)
         yield from (f"{page} at {width} pixels: {fault}" for fault in browser.faults)
-        yield from (f"{page} at {width} pixels: too wide: {wide}" for wide in seen["wide"])
-        ids[page] = set(seen["ids"])
-        links[page] = {link.removeprefix(f"{address}/") for link in seen["links"] if link.startswith(address)}
+        yield from (f"{page} at {width} pixels: too wide: {wide}" for wide in found["wide"])
+        ids[page] = set(found["ids"])
+        links[page] = {link.removeprefix(f"{address}/") for link in found["links"] if link.startswith(address)}
     for page, targets in links.items():
         for target in sorted(targets):
             path, fragment = urldefrag(target)
             path = unquote(path.partition("?")[0]) or "index.html"
             if not (folder / path).is_file():
-                yield f"{page}: a link to {target}, which is not there"
+                yield f"{page}: a link to {target}, which does not exist"
             elif fragment and path in ids and unquote(fragment) not in ids[path]:
-                yield f"{page}: a link to {target}, which has no such place"
+                yield f"{page}: a link to {target}, whose page has no such ID"
     for searching in (path for path in pages if path.endswith("search.html")):
-        seen = browser.look(f"{address}/{searching}?q={SEARCHED}", WIDTHS[0], _WAIT_FOR_RESULTS)
-        if not seen["results"]:
-            yield f"{searching}: nothing is found for {SEARCHED}"
+        found = browser.inspect(f"{address}/{searching}?q={SEARCHED}", WIDTHS[0], _WAIT_FOR_RESULTS)
+        if not found["results"]:
+            yield f"{searching}: no results for {SEARCHED}"
     print(f"{len(pages)} pages, {sum(map(len, links.values()))} links inside of them")
 
 
 def main(folder: Path, program: str = "chromium") -> int:
-    """Check all pages; the exit status."""
+    """Check all pages, and return the exit status."""
     handler = functools.partial(_Quiet, directory=str(folder))
     with (
         http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server,

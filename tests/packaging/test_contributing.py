@@ -1,4 +1,4 @@
-"""The page for contributors names what there is: packages, folders, files, functions, sessions, messages."""
+"""The page for contributors: the packages, files, functions, sessions and messages that it names exist."""
 
 import re
 import tomllib
@@ -22,19 +22,19 @@ def blocks(kind: str) -> list[str]:
 
 
 def code(text: str) -> list[str]:
-    """What stands in backquotes."""
+    """Return the texts in backquotes."""
     return re.findall(r"`([^`]+)`", text)
 
 
 def first_column(head: str) -> list[str]:
-    """The names in the first column of the table with that heading."""
+    """Return the names in the first column of the table with a heading."""
     table = re.search(rf"^\| {head} \|.*\n\|---.*\n((?:\|.*\n)+)", TEXT, re.MULTILINE)
     assert table is not None
     return [name for row in table[1].splitlines() for name in code(row.split("|")[1])]
 
 
 def levels_of(container: str) -> dict[str, int]:
-    """The modules and folders in the layers of pyproject.toml that are there, with their levels; 0 is the top."""
+    """Return the level of each existing module and folder in the layers of pyproject.toml; 0 is the top."""
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
     (layers,) = [each["layers"] for each in contracts if each.get("containers") == [container]]
     folder = ROOT / container.replace(".", "/")
@@ -45,17 +45,17 @@ def levels_of(container: str) -> dict[str, int]:
 
 
 def places(name: str) -> list[Path]:
-    """The files or folders that a name stands for: it begins at the repository, at the package or at the core."""
+    """Return the files or folders of a name that is relative to the repository, the package or the core."""
     return [base / name for base in (ROOT, PACKAGE, CORE) if (base / name).exists()]
 
 
-def test_the_map_has_every_package_in_its_place() -> None:
+def test_the_map_lists_every_package_in_order_of_layers() -> None:
     named, levels = first_column("package"), levels_of("aioverbs")
     assert sorted(named) == sorted(levels)
     assert named == sorted(named, key=lambda name: levels[name])
 
 
-def test_the_map_has_every_folder_of_the_core_in_its_place() -> None:
+def test_the_map_lists_every_folder_of_the_core_in_order_of_layers() -> None:
     named = [name.removeprefix("_core/") for name in first_column("folder")]
     sources = [path for path in CORE.rglob("*") if path.suffix in (".c", ".h", ".pyx", ".pxi", ".pxd")]
     assert sorted(named) == sorted({path.parent.relative_to(CORE).as_posix() for path in sources} - {"."})
@@ -64,14 +64,14 @@ def test_the_map_has_every_folder_of_the_core_in_its_place() -> None:
     assert named == sorted(named, key=lambda name: levels[name.split("/")[0]])
 
 
-def test_every_file_is_there() -> None:
+def test_named_files_exist() -> None:
     words = [word for span in (*code(TEXT), *blocks("sh")) for word in span.split()]
     named = {word for word in words if FILE.fullmatch(word)}
     assert len(named) > 60
     assert {name for name in named if not places(name)} == set()
 
 
-def test_every_function_is_in_the_files_that_it_is_named_with() -> None:
+def test_functions_are_in_the_files_named_beside_them() -> None:
     checked = 0
     missing = []
     for item in re.split(r"\n(?=\||- )|\n\n+", TEXT):  # rows, items of lists, and paragraphs
@@ -91,7 +91,7 @@ def test_every_session_is_in_the_table() -> None:
     assert named <= set(sessions())
 
 
-def test_messages_of_the_lock_order_are_what_is_printed() -> None:
+def test_messages_of_the_lock_order_match_the_source() -> None:
     source = (CORE / "soft" / "base" / "lock_order.c").read_text()
     formats = [re.escape(each).replace("%s", "(.+)") for each in re.findall(r'"(soft0: .*)\\n"', source)]
     locks = re.findall(r'\[SOFT_RANK_\w+\] = "(.*)"', source)

@@ -1,4 +1,4 @@
-"""The documentation has every public name and every example; what leads nowhere in it is found."""
+"""The documentation contains every public name and every example, and its builder resolves names and signatures."""
 
 import re
 import sys
@@ -24,7 +24,7 @@ def test_every_public_name_is_on_one_page() -> None:
     names = surface.shown()
     assert len(names) == len(set(names))
     placed = {name.removeprefix("aioverbs.") for name in names} & set(aioverbs.__all__)
-    assert placed == set(aioverbs.__all__), "give each of them its place in aioverbs/_docs/reference"
+    assert placed == set(aioverbs.__all__), "add the missing names to aioverbs/_docs/reference"
     for name in names:
         surface.find(name)
 
@@ -40,7 +40,7 @@ def test_every_example_is_on_a_page() -> None:
     assert sorted(included) == [path.relative_to(ROOT).as_posix() for path in EXAMPLES]
 
 
-def test_versions_that_lie_side_by_side(tmp_path: Path) -> None:
+def test_versions_are_listed_newest_first(tmp_path: Path) -> None:
     for name in ("0.9.0", "0.10.0", "0.10.0.dev0"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "index.html").write_text("")
@@ -49,9 +49,9 @@ def test_versions_that_lie_side_by_side(tmp_path: Path) -> None:
     assert 'url=0.10.0/index.html"' in (tmp_path / "index.html").read_text()
 
 
-def test_methods_of_bases_that_are_not_public_are_shown() -> None:
+def test_methods_of_private_bases_are_shown() -> None:
     assert "connect" in surface.members(aioverbs.QueuePair)
-    assert "read" not in surface.members(aioverbs.QueuePair), "which its public base has"
+    assert "read" not in surface.members(aioverbs.QueuePair), "shown on the page of its public base"
     assert surface.member(aioverbs.QueuePair, "read") == "aioverbs._core.data_path.data_path.SendVerbs.read"
     assert surface.member(aioverbs.WcStatus, "SUCCESS") == "aioverbs.WcStatus.SUCCESS"
 
@@ -117,13 +117,13 @@ def test_signatures_come_from_stubs(tmp_path: Path) -> None:
     }
 
 
-def test_what_is_private_is_not_taken_for_what_is_public() -> None:
+def test_an_internal_class_is_not_shown_as_the_public_one_of_that_name() -> None:
     known = surface.signature("aioverbs._core.software.software.FaultPlan.break_completion_queue")
     assert known == stubs.Signature("(cq: aioverbs._core.handles.handles.CompletionQueue)", "None")
 
 
-def test_what_is_made_by_others_is_not_shown_as_if_it_were_called() -> None:
+def test_classes_that_users_do_not_construct_have_no_signature() -> None:
     assert surface.is_made_by_others(aioverbs.Connection)
     assert not surface.is_made_by_others(aioverbs.Backoff)
     assert surface.signature("aioverbs.QueuePair.read") is not None
-    assert surface.signature("aioverbs.QueuePair.messages") is None, "Python knows it"
+    assert surface.signature("aioverbs.QueuePair.messages") is None, "Python's own signature is used"

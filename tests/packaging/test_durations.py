@@ -22,5 +22,5 @@ from aioverbs._durations import duration
         (1234, "1,234 s"),
     ],
 )
-def test_three_digits_in_the_unit_that_fits(seconds: float, text: str) -> None:
+def test_durations_have_three_digits_and_a_suitable_unit(seconds: float, text: str) -> None:
     assert duration(seconds) == text

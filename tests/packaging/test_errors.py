@@ -1,4 +1,4 @@
-"""What errors say, and what they are."""
+"""Messages, attributes and base classes of errors."""
 
 import copy
 import errno

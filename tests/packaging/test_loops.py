@@ -1,4 +1,4 @@
-"""A test marked `every_way` runs on each event loop of the run: asyncio's and uvloop's, unless told otherwise."""
+"""A test marked `every_way` runs on each event loop of the run: by default asyncio's and uvloop's."""
 
 import asyncio
 
@@ -10,7 +10,7 @@ SHARED = "test_fixtures_and_test_share_the_loop"
 
 
 def name_on(loop: str) -> str:
-    """The name of that test on a loop: of a single one it says nothing."""
+    """Return the test's name on a loop; pytest-asyncio omits the loop if there is only one."""
     return f"{SHARED}[{loop}]" if len(LOOP_FACTORIES) > 1 else SHARED
 
 
@@ -28,7 +28,7 @@ async def test_fixtures_and_test_share_the_loop(
     assert request.node.name == name_on("uvloop" if type(loop).__module__.startswith("uvloop") else "asyncio")
 
 
-def test_every_loop_has_its_test(request: pytest.FixtureRequest) -> None:
-    """Which may run in another process than this one: each has all tests in its list."""
+def test_the_test_is_collected_for_every_loop(request: pytest.FixtureRequest) -> None:
+    """Check the collected tests, since with pytest-xdist the tests themselves may run in other processes."""
     names = [item.name for item in request.session.items if item.name.startswith(SHARED)]
     assert sorted(names) == sorted(name_on(loop) for loop in LOOP_FACTORIES)

@@ -1,4 +1,4 @@
-"""What is public says where its users find it, and goes by pickle under that name."""
+"""Public objects report the module that users import them from, and are pickled by that name."""
 
 import contextlib
 import dataclasses
@@ -17,7 +17,7 @@ import aioverbs
 from aioverbs import addresses, allocators, attributes, errors, rdma_cm, types
 
 SUBMODULES = (addresses, allocators, attributes, errors, rdma_cm, types)
-# Each public name, and where its users have it from.
+# Each public name, with the module that users import it from.
 PUBLIC = [("aioverbs", name) for name in aioverbs.__all__]
 PUBLIC += [(each.__name__, name) for each in SUBMODULES for name in each.__all__ if name not in aioverbs.__all__]
 OBJECTS = {f"{module}.{name}": getattr(importlib.import_module(module), name) for module, name in PUBLIC}
@@ -26,14 +26,14 @@ ALIASES = {"aioverbs.addresses.Address", "aioverbs.attributes.Execution", "aiove
 CLASSES = {full: value for full, value in DEFINED.items() if isinstance(value, type)}
 
 
-def test_all_but_constants_and_aliases_of_types_are_asked() -> None:
+def test_only_constants_and_type_aliases_are_not_checked() -> None:
     assert {"aioverbs.connect", "aioverbs.Operation", "aioverbs.Affinity", "aioverbs.rdma_cm.Listener"} <= set(DEFINED)
     assert set(OBJECTS) - set(DEFINED) == {"aioverbs.USE_DEFAULT", *ALIASES}
 
 
-def test_they_say_where_their_users_find_them() -> None:
-    said = {full: f"{value.__module__}.{value.__qualname__}" for full, value in DEFINED.items()}
-    assert said == {full: full for full in DEFINED}
+def test_public_objects_report_their_public_module() -> None:
+    names = {full: f"{value.__module__}.{value.__qualname__}" for full, value in DEFINED.items()}
+    assert names == {full: full for full in DEFINED}
     starts = {
         full: (f"<class '{full}'>", f"<enum '{value.__name__}'>", f"<flag '{value.__name__}'>", "<fun")
         for full, value in DEFINED.items()
@@ -41,25 +41,25 @@ def test_they_say_where_their_users_find_them() -> None:
     assert [repr(value) for full, value in DEFINED.items() if not repr(value).startswith(starts[full])] == []
 
 
-def goes_by_pickle(value: object, protocol: int) -> bool:
-    """Who loads it needs to know public names only."""
+def is_picklable(value: object, protocol: int) -> bool:
+    """Return whether a value survives pickling, and its pickle contains public names only."""
     pickled = pickle.dumps(value, protocol)
     return pickle.loads(pickled) is value and b"aioverbs._" not in pickled
 
 
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
-def test_they_go_by_pickle(protocol: int) -> None:
+def test_public_objects_are_picklable(protocol: int) -> None:
     values = {**DEFINED, "aioverbs.USE_DEFAULT": aioverbs.USE_DEFAULT}
-    assert [full for full, value in values.items() if not goes_by_pickle(value, protocol)] == []
+    assert [full for full, value in values.items() if not is_picklable(value, protocol)] == []
 
 
-def test_members_go_by_pickle() -> None:
+def test_enumeration_members_are_picklable() -> None:
     members = [member for value in CLASSES.values() if issubclass(value, enum.Enum) for member in value]
     assert aioverbs.WcStatus.SUCCESS in members
-    assert [each for each in members if not goes_by_pickle(each, pickle.DEFAULT_PROTOCOL)] == []
+    assert [each for each in members if not is_picklable(each, pickle.DEFAULT_PROTOCOL)] == []
 
 
-def test_values_go_by_pickle() -> None:
+def test_dataclasses_are_picklable() -> None:
     changed = []
     dataclasses_ = {full: value for full, value in CLASSES.items() if dataclasses.is_dataclass(value)}
     assert "aioverbs.AddressVector" in dataclasses_
@@ -76,30 +76,30 @@ def test_values_go_by_pickle() -> None:
     assert changed == []
 
 
-def test_tracebacks_name_them() -> None:
+def test_tracebacks_show_public_names_of_errors() -> None:
     errors_ = {full: value for full, value in CLASSES.items() if issubclass(value, BaseException)}
     lines = {full: traceback.format_exception_only(value.__new__(value))[0] for full, value in errors_.items()}
     assert {full: line.partition(":")[0].rstrip() for full, line in lines.items()} == {full: full for full in lines}
     assert "aioverbs.WorkCompletionError" in errors_
 
 
-def test_no_other_source_is_taken_for_that_of_a_class() -> None:
-    """It would be looked for in the file of the module that the class says."""
+def test_getsource_returns_no_other_class() -> None:
+    """`inspect` searches a class in the source of its `__module__`, which is not the defining module."""
     wrong = []
     for full, value in CLASSES.items():
-        with contextlib.suppress(OSError, TypeError):  # it finds none
+        with contextlib.suppress(OSError, TypeError):  # no source found
             if f"class {value.__name__}" not in inspect.getsource(value):
                 wrong.append(full)
     assert wrong == []
 
 
-def test_sources_of_functions_and_methods_are_found() -> None:
+def test_getsource_finds_functions_and_methods() -> None:
     assert inspect.getsource(aioverbs.open_device).startswith("def open_device(")
     assert inspect.getsource(aioverbs.QueuePair.connect).lstrip().startswith("def connect(")
 
 
-def test_it_does_so_wherever_it_was_imported_from() -> None:
-    """Also before anybody has asked `aioverbs` for it."""
+def test_public_module_is_set_when_the_defining_module_is_imported() -> None:
+    """Objects report `aioverbs` as their module even if they were never accessed through it."""
     code = """
 import importlib, sys
 from aioverbs import _exports

@@ -1,4 +1,4 @@
-"""The package as its users import it."""
+"""The installed package: exports, version, light import, type information."""
 
 import ast
 import importlib.metadata
@@ -16,7 +16,7 @@ from aioverbs import errors, types
 
 
 def run(code: str) -> str:
-    """What a fresh interpreter prints, far from the source tree."""
+    """Run code in a fresh interpreter outside of the source tree, and return its output."""
     command = [sys.executable, "-P", "-W", "error", "-c", code]
     return subprocess.run(command, check=True, capture_output=True, text=True, cwd="/").stdout.strip()
 
@@ -26,7 +26,7 @@ def test_exports_are_what_their_modules_export() -> None:
     exports = [(node.module, alias) for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names]
     assert sorted(alias.name for _, alias in exports) == aioverbs.__all__ == dir(aioverbs)
     for module, alias in exports:
-        assert alias.asname == alias.name  # or checkers of types would not take it for an export
+        assert alias.asname == alias.name  # type checkers require this form for a re-export
         definer = importlib.import_module(str(module))
         if not definer.__name__.startswith("aioverbs._core."):  # compiled modules have no such list
             assert alias.name in definer.__all__
@@ -38,15 +38,15 @@ def test_errors_and_types_are_exported() -> None:
 
 
 def _mentioned(annotation: object) -> set[type]:
-    """The classes in an annotation."""
+    """Return the classes in an annotation."""
     parts = typing.get_args(annotation)
     if parts:
         return set().union(*map(_mentioned, parts))
     return {annotation} if isinstance(annotation, type) else set()
 
 
-def test_attributes_that_are_taken_or_returned_are_exported() -> None:
-    """By a public class's own methods and properties."""
+def test_attribute_classes_in_public_signatures_are_exported() -> None:
+    """Check the annotations of the methods and properties of public classes."""
     seen: set[type] = set()
     for name in aioverbs.__all__:
         public = getattr(aioverbs, name)
@@ -70,12 +70,12 @@ def test_version() -> None:
 
 
 def test_import_is_light() -> None:
-    """Beside anyio nothing comes with it: no other module of the package, compiled or not, and none of Python's."""
+    """Importing aioverbs imports anyio and no other module of the package or of Python."""
     code = "import anyio, sys; before = set(sys.modules); import aioverbs; print(*sorted(set(sys.modules) - before))"
     assert run(code) == "aioverbs aioverbs._exports"
 
 
-def test_it_is_typed() -> None:
+def test_the_package_is_typed_and_contains_no_sources() -> None:
     files = {str(file) for file in importlib.metadata.files("aioverbs") or ()}
     assert "aioverbs/py.typed" in files
     assert not any(
@@ -86,7 +86,7 @@ def test_it_is_typed() -> None:
 
 @pytest.mark.parametrize("module", ["aioverbs.allocators", "aioverbs._core.handles.parent_domain"])
 def test_the_software_device_watches_forks_before_allocators(module: str) -> None:
-    """So `fork` takes locks of allocators first, as threads do: `pthread_atfork` reverses the order."""
+    """`pthread_atfork` runs prepare handlers in reverse order, so `fork` locks allocators first, as threads do."""
     found = run(f"import sys, {module}; print(*(each for each in sys.modules if each.startswith('aioverbs._core.')))")
     order = found.split()
     assert order.index("aioverbs._core.software.software") < order.index("aioverbs._core.alloc.allocators")

@@ -1,4 +1,4 @@
-"""The code on pages of the documentation runs, and prints what they show."""
+"""The code on pages of the documentation runs, and its output matches the page."""
 
 import ast
 import re
@@ -26,12 +26,12 @@ def test_the_code_works_as_pasted(path: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", PAGES, ids=named)
-def test_blocks_are_of_known_kinds(path: Path) -> None:
+def test_blocks_have_known_languages(path: Path) -> None:
     assert {each.kind for each in blocks(path.read_text())} <= KINDS
 
 
 @pytest.mark.parametrize("path", PAGES, ids=named)
-def test_parts_are_of_programs(path: Path) -> None:
+def test_partial_blocks_are_parts_of_programs(path: Path) -> None:
     found = blocks(path.read_text())
     programs = [each.text for each in found if each.kind == "python"]
     programs += [each.read_text() for each in (ROOT / "examples").glob("*.py")]
@@ -41,7 +41,7 @@ def test_parts_are_of_programs(path: Path) -> None:
             assert any(each.text in program for program in programs), each.text
 
 
-def test_a_page_that_is_wrong_is_found(tmp_path: Path) -> None:
+def test_a_wrong_page_fails(tmp_path: Path) -> None:
     page = "```python\nprint('one')\n```\n\n```text\ntwo\n```\n"
     with pytest.raises(AssertionError, match="printed\none"):
         run(page, tmp_path)
@@ -50,7 +50,7 @@ def test_a_page_that_is_wrong_is_found(tmp_path: Path) -> None:
         run("```sh\npython -c 1/0\n```\n", tmp_path)
 
 
-def test_every_kind_of_page_is_there() -> None:
+def test_every_page_is_listed_in_its_index() -> None:
     listed = {name: (DOCS / name / "index.md").read_text() for name in ("howto", "explanation")}
     for path in PAGES:
         kind = path.parent.name

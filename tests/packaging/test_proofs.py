@@ -1,4 +1,4 @@
-"""Proofs that an end of a protocol knows a secret."""
+"""Proofs that one side of a protocol knows a secret."""
 
 import pytest
 from hypothesis import given, strategies as st
@@ -19,37 +19,37 @@ def is_good(
     return Proofs(protocol, secret).check(proof, role, *said)
 
 
-def test_who_knows_the_secret() -> None:
+def test_valid_proof() -> None:
     assert len(MADE) == PROOF_BYTES
     assert is_good()
 
 
 @pytest.mark.parametrize("secret", [b"", b"the secre", b"the secret ", b"another secret"])
-def test_another_secret(secret: bytes) -> None:
+def test_proof_of_another_secret(secret: bytes) -> None:
     assert not is_good(secret=secret)
 
 
-def test_what_comes_back_to_the_end_that_made_it() -> None:
+def test_a_reflected_proof_is_invalid() -> None:
     assert not is_good(role=b"server")
 
 
-def test_what_was_made_for_another_protocol() -> None:
+def test_proof_of_another_protocol() -> None:
     assert not is_good(protocol=b"another protocol")
 
 
-def test_what_was_good_once() -> None:
+def test_a_replayed_proof_is_invalid() -> None:
     nonce = make_nonce()
     assert nonce not in (NONCE, make_nonce())
     assert not is_good(said=(nonce, b"what was said"))
 
 
 @pytest.mark.parametrize("proof", [b"", MADE[:-1], MADE + b"\0", bytes(PROOF_BYTES), MADE * 100_000])
-def test_what_is_no_proof(proof: bytes) -> None:
+def test_malformed_proofs(proof: bytes) -> None:
     assert not is_good(proof)
 
 
 @given(st.integers(0, 8 * PROOF_BYTES - 1))
-def test_a_bit_turned(place: int) -> None:
+def test_flipped_bit(place: int) -> None:
     turned = bytearray(MADE)
     turned[place // 8] ^= 1 << place % 8
     assert not is_good(bytes(turned))
@@ -59,7 +59,7 @@ PARTS = st.lists(st.binary(max_size=12), min_size=1, max_size=4)
 
 
 @given(PARTS, PARTS)
-def test_parts_end_where_they_end(one: list[bytes], other: list[bytes]) -> None:
+def test_boundaries_of_parts_are_authenticated(one: list[bytes], other: list[bytes]) -> None:
     proofs = Proofs(b"protocol", b"secret")
     assert proofs.check(proofs.make(*one), *other) == (one == other)
 

@@ -1,4 +1,4 @@
-"""README.md says what is so."""
+"""README.md and the documentation: commands, links and code are correct."""
 
 import ast
 import importlib.metadata
@@ -18,7 +18,7 @@ PAGES = [ROOT / "README.md", *(ROOT / "aioverbs" / "_docs").glob("*/*.md"), *(RO
 
 
 def sessions() -> list[str]:
-    """The functions that noxfile.py decorates as sessions."""
+    """Return the names of the sessions in noxfile.py."""
     functions = [
         node for node in ast.parse((ROOT / "noxfile.py").read_text()).body if isinstance(node, ast.FunctionDef)
     ]
@@ -38,12 +38,12 @@ def test_the_code_works_as_pasted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_files_that_are_linked_to_are_there(path: Path) -> None:
+def test_linked_files_exist(path: Path) -> None:
     links = re.findall(r"\]\((?!\w+:|#)([^)\s#]+)[^)]*\)", path.read_text())
     assert [link for link in links if not (path.parent / link).exists()] == []
 
 
-def test_the_picture_is_what_its_script_draws() -> None:
+def test_the_picture_matches_its_script() -> None:
     assert "](aioverbs/_docs/_static/architecture.svg)" in README
     namespace: dict[str, object] = {"__name__": "architecture"}
     exec((ROOT / "aioverbs" / "_docs" / "architecture.py").read_text(), namespace)
@@ -53,7 +53,7 @@ def test_the_picture_is_what_its_script_draws() -> None:
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_commands_are_there(path: Path) -> None:
+def test_commands_exist(path: Path) -> None:
     text = path.read_text()
     assert set(re.findall(r"(?:`|\$ )aioverbs ([a-z]+)", text)) <= set(COMMANDS)
     assert set(re.findall(r"nox -s (\w+)", text)) <= set(sessions())

@@ -1,4 +1,4 @@
-"""A missing compiler or header is one clear sentence that names the package, before anything else happens."""
+"""A missing compiler or header is reported in one sentence with the package to install, before the build starts."""
 
 import json
 import os
@@ -25,7 +25,7 @@ def no_compiler(tmp_path: Path) -> dict[str, str]:
 
 @pytest.fixture
 def no_header(tmp_path: Path) -> dict[str, str]:
-    """A Python whose prefix has its library, but no include folder."""
+    """Return the environment of a Python whose prefix has a library, but no include folder."""
     home = tmp_path / "home"
     home.mkdir()
     for name in ("lib", "lib64"):
@@ -39,7 +39,7 @@ def no_header(tmp_path: Path) -> dict[str, str]:
 def run(arguments: list[str], tmp_path: Path, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
     clean = {name: value for name, value in os.environ.items() if name not in ("CC", "CFLAGS", "LDFLAGS")}
     places = [f"--build-temp={tmp_path}/temp", f"--build-lib={tmp_path}/lib"] if arguments is SETUP else []
-    # A virtual environment finds its prefix by itself; only the interpreter beneath it heeds PYTHONHOME.
+    # The Python of a virtual environment ignores PYTHONHOME; its base interpreter does not.
     python = getattr(sys, "_base_executable", sys.executable) if "PYTHONHOME" in environment else sys.executable
     return subprocess.run(
         [python, *arguments, *places],

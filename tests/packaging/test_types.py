@@ -1,4 +1,4 @@
-"""The enumerations have the ABI's names and values, all of them."""
+"""Enumerations have all names and values of the ABI."""
 
 import os
 import shlex
@@ -14,7 +14,7 @@ from tests.conftest import ROOT
 
 CORE = ROOT / "aioverbs" / "_core"
 
-# The enumeration in libibverbs.h and the prefix of its names; None for the unnamed one.
+# For each enumeration, its name in libibverbs.h (None if unnamed) and the prefix of its members.
 IN_C: dict[type[IntEnum] | type[IntFlag], tuple[str | None, str]] = {
     types.AccessFlags: ("ibv_access_flags", "IBV_ACCESS_"),
     types.AtomicCap: ("ibv_atomic_cap", "IBV_ATOMIC_"),

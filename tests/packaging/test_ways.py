@@ -1,4 +1,4 @@
-"""Rows of a test take the ways in turn: see `tests.ways`."""
+"""Parametrized tests alternate between event loops and executions (see `tests.ways`)."""
 
 import pytest
 

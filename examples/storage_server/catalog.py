@@ -113,7 +113,7 @@ class Catalog:
                         self._database.execute(statement)
                     self._database.execute(f"PRAGMA user_version = {_SCHEMA}")
                 elif version != _SCHEMA:
-                    raise InvalidError(f"the catalog {path} has version {version}, and this server knows {_SCHEMA}")
+                    raise InvalidError(f"the catalog {path} has version {version}, but this server supports {_SCHEMA}")
         except BaseException:
             self._database.close()
             raise
@@ -171,7 +171,8 @@ class Catalog:
         """
         if not _NAME.fullmatch(name):
             raise InvalidError(
-                f"{name!r} is no name of a volume: 1 to 64 of letters, digits, '.', '_' and '-', the first no mark"
+                f"{name!r} is not a valid volume name: use 1 to 64 letters, digits, '.', '_' and '-', "
+                "and begin with a letter or digit"
             )
         check_size(size)
         try:
@@ -218,7 +219,7 @@ class Catalog:
         :raises InvalidError: the name is invalid.
         """
         if not _NAME.fullmatch(name):
-            raise InvalidError(f"{name!r} is no name of a client: 1 to 64 of letters, digits, '.', '_' and '-'")
+            raise InvalidError(f"{name!r} is not a valid client name: use 1 to 64 letters, digits, '.', '_' and '-'")
         token = token or new_token(name)
         try:
             with self._transaction():
@@ -291,4 +292,6 @@ def check_size(size: int) -> None:
     :raises InvalidError: it cannot.
     """
     if size < BLOCK or size > _LARGEST or size % BLOCK:
-        raise InvalidError(f"a volume has whole blocks of {BLOCK:,} bytes, one at least, not {size:,} bytes")
+        raise InvalidError(
+            f"a volume's size must be whole blocks of {BLOCK:,} bytes, from one to 2**50 bytes, got {size:,}"
+        )

@@ -179,13 +179,13 @@ async def connect(
     ):
         _, challenge = parse(await connection.receive())
         if not isinstance(challenge, Challenge):
-            raise ProtocolError(f"a server begins with a challenge, and not with {type(challenge).__name__}")
+            raise ProtocolError(f"expected Challenge as the server's first message, got {type(challenge).__name__}")
         await connection.send(pack(0, Hello(VERSION, proof_of(key, challenge.nonce), name)))
         _, answer = parse(await connection.receive())
         if isinstance(answer, Failed):
             raise error_of(answer.code, answer.text)
         if not isinstance(answer, Done):
-            raise ProtocolError(f"a server says that it knows the client, and not {type(answer).__name__}")
+            raise ProtocolError(f"expected Done as the answer to Hello, got {type(answer).__name__}")
         rpc = RpcClient(connection)
         try:
             yield Storage(rpc, (small, large))

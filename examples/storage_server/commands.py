@@ -37,7 +37,7 @@ def size(text: str | int) -> int:
     """Parse a number of bytes such as 4096, 64K, 10MiB or 1G; units are powers of 1024."""
     found = _SIZE.fullmatch(str(text).strip())
     if found is None:
-        raise click.BadParameter(f"{text!r} is no size: say 4096, 64K, 10MiB or 1G")
+        raise click.BadParameter(f"{text!r} is not a size: use 4096, 64K, 10MiB or 1G")
     return int(found[1]) << _UNITS[found[2].upper()]
 
 
@@ -57,7 +57,7 @@ def _report_errors() -> Iterator[None]:
 
 
 @click.group(help="Volumes in files, read and written by RDMA. AIOVERBS_DEVICE names the device.")
-@click.option("--verbose", is_flag=True, help="Tell more of what happens, on the standard error.")
+@click.option("--verbose", is_flag=True, help="Log more to standard error.")
 def main(*, verbose: bool) -> None:
     logging.basicConfig(
         level=logging.DEBUG if verbose else logging.WARNING, format="%(asctime)s %(name)s %(levelname)s %(message)s"
@@ -67,16 +67,18 @@ def main(*, verbose: bool) -> None:
 # ---- serve
 
 
-@main.command(help="Serve the volumes of the folder ROOT, which is made where it is not there.")
+@main.command(help="Serve the volumes of the folder ROOT, which is created if missing.")
 @click.argument("root", type=click.Path(path_type=Path, file_okay=False))
-@click.option("--host", default="127.0.0.1", show_default=True, help="Where to listen.")
-@click.option("--port", default=0, type=click.IntRange(0, 65535), help="0: one that is free, which is printed.")
-@click.option("--workers", default=2, show_default=True, type=click.IntRange(1, 256), help="Loops, a thread each.")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option("--port", default=0, type=click.IntRange(0, 65535), help="TCP port; 0: a free one, which is printed.")
+@click.option(
+    "--workers", default=2, show_default=True, type=click.IntRange(1, 256), help="Threads with an event loop each."
+)
 @click.option("--loop", default="asyncio", show_default=True, type=click.Choice(["asyncio", "uvloop"]))
 @click.option("--backing", default="auto", show_default=True, type=click.Choice(["auto", "mapped", "cached"]))
-@click.option("--memory", default="1G", show_default=True, type=size, help="Of all caches, where there are any.")
-@click.option("--spin-us", default=50, show_default=True, type=click.IntRange(0, 10**6), help="Look before sleeping.")
-@click.option("--metrics-port", type=click.IntRange(0, 65535), help="For Prometheus, on 127.0.0.1; 0: a free one.")
+@click.option("--memory", default="1G", show_default=True, type=size, help="Limit of all caches together.")
+@click.option("--spin-us", default=50, show_default=True, type=click.IntRange(0, 10**6), help="Poll before sleeping.")
+@click.option("--metrics-port", type=click.IntRange(0, 65535), help="For Prometheus, on 127.0.0.1; 0: a free port.")
 def serve(
     root: Path,
     host: str,
@@ -117,7 +119,7 @@ def place(text: str) -> tuple[str, int]:
     """Parse HOST:PORT, as `serve` prints it."""
     host, _, port = text.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
-        raise click.BadParameter(f"{text!r} is no HOST:PORT, as `serve` prints it")
+        raise click.BadParameter(f"{text!r} is not HOST:PORT, as `serve` prints it")
     return host.strip("[]"), int(port)
 
 
@@ -132,7 +134,7 @@ _token = click.option(
 )
 
 
-@main.group(help="Make, use and delete volumes.")
+@main.group(help="Create, use and delete volumes.")
 @_at
 @_token
 @click.pass_context
@@ -159,7 +161,7 @@ def _use(context: click.Context, use: Callable[[Storage], Awaitable[object]]) ->
         asyncio.run(run())
 
 
-@client.command("list", help="Print the volumes that may be read: name, bytes, and whether it is a snapshot.")
+@client.command("list", help="Print the volumes that this client may read: name, bytes, and whether it is a snapshot.")
 @click.option("--json", "as_json", is_flag=True)
 @click.pass_context
 def list_volumes(context: click.Context, *, as_json: bool) -> None:
@@ -174,7 +176,7 @@ def list_volumes(context: click.Context, *, as_json: bool) -> None:
     _use(context, show)
 
 
-@client.command(help="Make a volume of SIZE zeros.")
+@client.command(help="Create a volume of SIZE zeros.")
 @click.argument("name")
 @click.argument("size", type=size)
 @click.pass_context
@@ -182,7 +184,7 @@ def create(context: click.Context, name: str, size: int) -> None:
     _use(context, lambda storage: storage.create(name, size))
 
 
-@client.command(help="Give a volume another size.")
+@client.command(help="Change the size of a volume.")
 @click.argument("name")
 @click.argument("size", type=size)
 @click.pass_context
@@ -197,7 +199,7 @@ def delete(context: click.Context, name: str) -> None:
     _use(context, lambda storage: storage.delete(name))
 
 
-@client.command(help="Make the read-only volume NAME, which is as SOURCE is now.")
+@client.command(help="Create NAME as a read-only copy of SOURCE.")
 @click.argument("source")
 @click.argument("name")
 @click.pass_context
@@ -205,7 +207,7 @@ def snapshot(context: click.Context, source: str, name: str) -> None:
     _use(context, lambda storage: storage.snapshot(source, name))
 
 
-@client.command(help="Make the volume NAME, which is as SOURCE is now, to be written to.")
+@client.command(help="Create NAME as a writable copy of SOURCE.")
 @click.argument("source")
 @click.argument("name")
 @click.pass_context
@@ -214,7 +216,7 @@ def clone(context: click.Context, source: str, name: str) -> None:
 
 
 _verify = click.option("--verify", is_flag=True, help="Compare checksums with the server's.")
-_messages = click.option("--by-messages", is_flag=True, help="Not one-sidedly.")
+_messages = click.option("--by-messages", is_flag=True, help="Use messages instead of one-sided RDMA.")
 
 
 @client.command(help="Write FILE to the beginning of the volume NAME, and flush it.")
@@ -256,20 +258,22 @@ def get(context: click.Context, name: str, file: Path, *, verify: bool, by_messa
 # ---- load
 
 
-@main.command(help="Read and write blocks of the volume NAME by several processes, and print what that gave, in JSON.")
+@main.command(help="Read and write blocks of the volume NAME in several processes, and print the results as JSON.")
 @_at
 @_token
 @click.argument("name")
 @click.option("--clients", default=2, show_default=True, type=click.IntRange(1, 64), help="Processes.")
 @click.option("--seconds", default=5.0, show_default=True, type=click.FloatRange(0.01, 86400))
 @click.option("--block", default="4K", show_default=True, type=size)
-@click.option("--window", default=32, show_default=True, type=click.IntRange(1, 1024), help="At a time, each.")
+@click.option(
+    "--window", default=32, show_default=True, type=click.IntRange(1, 1024), help="Operations in flight, each."
+)
 @click.option("--pattern", default="random", show_default=True, type=click.Choice(["random", "sequential"]))
-@click.option("--reads", default=100, show_default=True, type=click.IntRange(0, 100), help="In percent.")
-@click.option("--flush-every", default=0, type=click.IntRange(0), help="Writes; 0: at the end only.")
+@click.option("--reads", default=100, show_default=True, type=click.IntRange(0, 100), help="Percentage.")
+@click.option("--flush-every", default=0, type=click.IntRange(0), help="Number of writes; 0: at the end only.")
 @click.option("--check/--no-check", default=True, help="Check the blocks that are read.")
-@click.option("--fill/--no-fill", default=True, help="Write all blocks at first.")
-@click.option("--spin-us", default=0, show_default=True, type=click.IntRange(0, 10**6), help="Look before sleeping.")
+@click.option("--fill/--no-fill", default=True, help="Write all blocks first.")
+@click.option("--spin-us", default=0, show_default=True, type=click.IntRange(0, 10**6), help="Poll before sleeping.")
 @click.option("--seed", default=1, show_default=True, type=int)
 @_messages
 def load(at: tuple[str, int], token_file: Path, name: str, **options: Any) -> None:
@@ -277,20 +281,26 @@ def load(at: tuple[str, int], token_file: Path, name: str, **options: Any) -> No
         done = asyncio.run(loading.run(loading.Plan(*at, token_file.read_text(), name, **options)))
     print(json.dumps(done, indent=2))
     if done["wrong_blocks"]:
-        raise click.ClickException(f"{done['wrong_blocks']} blocks were not what was written")
+        raise click.ClickException(f"{done['wrong_blocks']} blocks have wrong contents")
 
 
 # ---- demo
 
 
-@main.command(help="Start a server and clients of it, have them write and read files, and compare every byte.")
-@click.option("--device", help="Its name; else AIOVERBS_DEVICE's, else the best there is.")
-@click.option("--size", default="200M", show_default=True, type=size, help="Of all files together.")
+@main.command(help="Start a server and clients of it, write and read files, and compare every byte.")
+@click.option("--device", help="Name; default: AIOVERBS_DEVICE, else the best one.")
+@click.option("--size", default="200M", show_default=True, type=size, help="Bytes of all files together.")
 @click.option("--clients", default=2, show_default=True, type=click.IntRange(1, 16), help="Processes.")
-@click.option("--workers", default=2, show_default=True, type=click.IntRange(1, 64), help="Loops of the server.")
-@click.option("--seconds", default=3.0, show_default=True, type=click.FloatRange(0.2, 3600), help="Of single reads.")
-@click.option("--seed", default=1, show_default=True, type=int, help="Files are made from it.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
+@click.option("--workers", default=2, show_default=True, type=click.IntRange(1, 64), help="Worker loops of the server.")
+@click.option(
+    "--seconds",
+    default=3.0,
+    show_default=True,
+    type=click.FloatRange(0.2, 3600),
+    help="Duration of reading single blocks.",
+)
+@click.option("--seed", default=1, show_default=True, type=int, help="Seed of the files' contents.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def demo(*, as_json: bool, **options: Any) -> None:
     console = Console(quiet=as_json, width=None if sys.stdout.isatty() else 160, highlight=False)
     try:
@@ -309,29 +319,27 @@ def demo(*, as_json: bool, **options: Any) -> None:
 # ---- access
 
 
-@main.group(
-    help="Who may do what with the volumes of the folder ROOT; a server that runs there finds it within a second."
-)
+@main.group(help="Manage the rights to volumes of the folder ROOT; a running server applies changes within a second.")
 @click.argument("root", type=click.Path(path_type=Path, exists=True, file_okay=False))
 @click.pass_context
 def access(context: click.Context, root: Path) -> None:
     path = root / "catalog.sqlite"
     if not path.exists():
-        raise click.ClickException(f"{root} is no folder of a server: `serve` makes one")
+        raise click.ClickException(f"{root} is not a server's folder: `serve` creates one")
     with _report_errors():
         context.obj = context.with_resource(contextlib.closing(Catalog(path)))
 
 
-@access.command(help="A new client; its token is printed, and kept nowhere.")
+@access.command(help="Add a client, and print its token, which is not stored.")
 @click.argument("name")
-@click.option("--admin", is_flag=True, help="It may do everything.")
+@click.option("--admin", is_flag=True, help="Grant all rights.")
 @click.pass_obj
 def add(catalog: Catalog, name: str, *, admin: bool) -> None:
     with _report_errors():
         print(catalog.add_client(name, admin=admin))
 
 
-@access.command(help="A client's end.")
+@access.command(help="Remove a client.")
 @click.argument("name")
 @click.pass_obj
 def remove(catalog: Catalog, name: str) -> None:
@@ -339,7 +347,7 @@ def remove(catalog: Catalog, name: str) -> None:
         catalog.remove_client(name)
 
 
-@access.command(help="What the client NAME may do with VOLUME.")
+@access.command(help="Set the right of the client NAME to VOLUME.")
 @click.argument("name")
 @click.argument("volume")
 @click.argument("mode", type=click.Choice(["none", "read", "write"]))
@@ -349,7 +357,7 @@ def allow(catalog: Catalog, name: str, volume: str, mode: str) -> None:
         catalog.allow(name, volume, Mode[mode.upper()])
 
 
-@access.command("list", help="The clients, and what they may do.")
+@access.command("list", help="List the clients and their rights.")
 @click.pass_obj
 def list_clients(catalog: Catalog) -> None:
     for name, admin, rights in catalog.clients():

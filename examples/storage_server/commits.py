@@ -126,6 +126,6 @@ class Commits:
             self._observe(self._last_sync_s, count)
         if self._failure is not None:
             raise DiskError(
-                f"the disk failed: {self._failure}; what was not flushed before may be lost. Start the server again "
-                "when the disk is well"
+                f"the disk failed: {self._failure}. Unflushed data may be lost. Repair the disk, "
+                "then restart the server"
             ) from self._failure

@@ -39,7 +39,7 @@ class File:
         while at < len(memory):
             count = os.preadv(self.descriptor, [memory[at:]], offset + at)
             if not count:
-                raise OSError(errno.EIO, f"the file ends at {offset + at:,} bytes, and should not")
+                raise OSError(errno.EIO, f"unexpected end of file at byte {offset + at:,}")
             at += count
 
     def write(self, data: "Buffer", offset: int) -> None:
@@ -74,7 +74,9 @@ class File:
         free = os.fstatvfs(self.descriptor)
         if free.f_bavail * free.f_frsize < size:
             # Required for a reflink too: shared blocks need space of their own once either file is written to.
-            raise OSError(errno.ENOSPC, f"a copy wants {size:,} bytes of the disk, which has fewer")
+            raise OSError(
+                errno.ENOSPC, f"a copy needs {size:,} bytes, but the disk has {free.f_bavail * free.f_frsize:,}"
+            )
         try:
             fcntl.ioctl(self.descriptor, _FICLONE, source.descriptor)
         except OSError as error:
@@ -87,7 +89,7 @@ class File:
         while at < size:
             count = os.copy_file_range(source.descriptor, self.descriptor, min(size - at, _MAX_COPY), at, at)
             if not count:
-                raise OSError(errno.EIO, f"the file to be copied ends at {at:,} of {size:,} bytes")
+                raise OSError(errno.EIO, f"the source of a copy ends at {at:,} of {size:,} bytes")
             at += count
         return "copy"
 

@@ -65,7 +65,7 @@ class Handle:
                 self.grant = await self._connection.grant(backing.region, AccessFlags.REMOTE_READ | writes)
         except TimeoutError as error:
             await self._connection.abort()
-            raise BusyError(f"client {self.client!r} does not read what it is told") from error
+            raise BusyError(f"client {self.client!r} does not receive its grant") from error
         self._gauge.inc()
 
     async def pause(self) -> None:
@@ -111,7 +111,7 @@ class Handle:
         :raises ChangedError: the volume is closed.
         """
         if self.close_reason:
-            raise ChangedError(f"volume {self.volume.row.name!r} is open no more: {self.close_reason}")
+            raise ChangedError(f"volume {self.volume.row.name!r} is closed: {self.close_reason}")
         return self.grant is not None and not self._paused
 
     def piece(self, offset: int, length: int) -> memoryview:
@@ -121,7 +121,7 @@ class Handle:
         """
         size = self.volume.row.size
         if offset + length > size:
-            raise InvalidError(f"the volume has {size:,} bytes, and none from {offset:,} to {offset + length:,}")
+            raise InvalidError(f"bytes {offset:,} to {offset + length:,} exceed the volume of {size:,} bytes")
         assert self.volume.backing is not None
         return self.volume.backing.memory[offset : offset + length]
 

@@ -61,7 +61,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         if self.block < _HEAD.size or (self.by_messages and self.block > MAX_DATA):
-            raise InvalidError(f"a block has from {_HEAD.size} to {MAX_DATA:,} bytes, not {self.block:,}")
+            raise InvalidError(f"`block` must be from {_HEAD.size} to {MAX_DATA:,} bytes, got {self.block:,}")
 
 
 @dataclass
@@ -88,8 +88,8 @@ def find_block_error(block: memoryview, number: int) -> str:
     found, writing, checksum = _HEAD.unpack_from(block)
     expected = zlib.crc32(block[_HEAD.size :], zlib.crc32(struct.pack("<QQ", found, writing)))
     if checksum == expected:
-        return "" if found == number else f"block {number} is block {found}"
-    return "" if not any(block) else f"block {number} is not whole"
+        return "" if found == number else f"block {number} contains block {found}"
+    return "" if not any(block) else f"block {number} is torn"
 
 
 class Client:
@@ -99,8 +99,8 @@ class Client:
         share = volume.size // plan.block // plan.clients
         if share < plan.window:
             raise InvalidError(
-                f"volume {volume.name!r} has {share} blocks of {plan.block:,} bytes for each client, of which "
-                f"{plan.window} are to be under way: resize it, or say a smaller --window"
+                f"volume {volume.name!r} has {share} blocks of {plan.block:,} bytes for each client, fewer than "
+                f"--window {plan.window}: resize the volume, or reduce --window"
             )
         self._plan = plan
         self._volume = volume

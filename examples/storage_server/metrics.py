@@ -29,11 +29,11 @@ class Metrics(Collector):
         self.read_bytes = Counter("message_read_bytes", "Bytes that were read by messages", **to)
         self.written_bytes = Counter("message_written_bytes", "Bytes that were written by messages", **to)
         self.sessions = Gauge("sessions", "Clients that are connected", **to)
-        self.refused = Counter("refused_clients", "Clients that did not prove who they are", **to)
-        self.grants = Gauge("grants", "Volumes that clients reach one-sidedly", ["mode"], **to)
-        self.cached = Gauge("cached_bytes", "Memory of the caches before files", **to)
-        self.syncs = Histogram("sync_seconds", "How long the disk took to make things durable", buckets=_SYNC_S, **to)
-        self.groups = Histogram("sync_flushes", "Flushes that one of these was for", buckets=_GROUP, **to)
+        self.refused = Counter("refused_clients", "Clients that failed to authenticate", **to)
+        self.grants = Gauge("grants", "Open volumes whose memory is granted to a client", ["mode"], **to)
+        self.cached = Gauge("cached_bytes", "Memory of all file caches", **to)
+        self.syncs = Histogram("sync_seconds", "Duration of a disk sync", buckets=_SYNC_S, **to)
+        self.groups = Histogram("sync_flushes", "Flushes that shared a disk sync", buckets=_GROUP, **to)
 
     def synced(self, duration_s: float, flushes: int) -> None:
         """Record a sync of the disk. The counters are updated later, since a client is waiting for its answer."""

@@ -178,7 +178,7 @@ class Flush(_Message, tag=21):
         before = -1
         for start, end in self.written:
             if not before < start < end:
-                raise ValueError("ranges are not empty, and stand in order and apart")
+                raise ValueError("ranges must be sorted, not empty, and neither overlap nor touch")
             before = end
 
 
@@ -271,7 +271,9 @@ def pack(number: int, message: Message) -> bytes:
     except (msgspec.ValidationError, OverflowError) as error:
         raise ValueError(f"a {type(message).__name__} cannot be sent: {error}") from error
     if len(data) > MAX_DATA:
-        raise ValueError(f"a {type(message).__name__} cannot be sent: {len(data):,} bytes, of {MAX_DATA:,} at most")
+        raise ValueError(
+            f"a {type(message).__name__} cannot be sent: {len(data):,} bytes of data exceed the limit of {MAX_DATA:,}"
+        )
     return _head(number, short, len(data)) + data
 
 
@@ -283,10 +285,10 @@ def parse(data: bytes) -> tuple[int, Message]:
     try:
         message = _decode(memoryview(data)[_NUMBER:])
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:  # RecursionError: deeply nested arrays
-        raise ProtocolError(f"{len(data)} bytes are no message: {error}") from error
+        raise ProtocolError(f"invalid message of {len(data)} bytes: {error}") from error
     number = int.from_bytes(data[:_NUMBER], "little")
     short, carried = _split(message)
     head = _head(number, short, len(carried))
     if not data.startswith(head) or len(data) != len(head) + len(carried):
-        raise ProtocolError(f"a {type(message).__name__} is not written as it should be")
+        raise ProtocolError(f"non-canonical encoding of {type(message).__name__}")
     return number, message

@@ -55,7 +55,7 @@ class RemoteVolume:
     def _check(self, offset: int, length: int) -> None:
         if offset < 0 or length < 0 or offset + length > self.size:
             raise ValueError(
-                f"volume {self.name!r} has {self.size:,} bytes, and none from {offset:,} to {offset + length:,}"
+                f"bytes {offset:,} to {offset + length:,} exceed volume {self.name!r} of {self.size:,} bytes"
             )
 
     def _buffers(self, length: int) -> BufferPool:
@@ -90,7 +90,7 @@ class RemoteVolume:
                 await self._regrant(granted)
             else:
                 return
-        raise ChangedError(f"volume {self.name!r} was copied {_TRIES} times while this was read")
+        raise ChangedError(f"copies of volume {self.name!r} interrupted a read {_TRIES} times")
 
     async def write_from(self, local: RegionSlice, offset: int) -> None:
         """Write one-sidedly from registered memory.
@@ -114,7 +114,7 @@ class RemoteVolume:
                 # arrived. A cancelled write may have arrived.
                 if self._report_writes:
                     self._written.add(offset, offset + len(local))
-        raise ChangedError(f"volume {self.name!r} was copied {_TRIES} times while this was written")
+        raise ChangedError(f"copies of volume {self.name!r} interrupted a write {_TRIES} times")
 
     async def _regrant(self, before: RemoteGrant) -> None:
         """Get another grant after the server revoked `before`. Raise ChangedError if the volume changed."""
@@ -150,7 +150,7 @@ class RemoteVolume:
             if self._by_messages:
                 answer = await self._data(Read(self._number, offset, length, verify))
                 if len(answer.data) != length:
-                    raise ProtocolError(f"{length} bytes were asked for, and {len(answer.data)} came")
+                    raise ProtocolError(f"requested {length:,} bytes, received {len(answer.data):,}")
                 data, checksum = answer.data, answer.checksum
             else:
                 async with self._buffers(length).lease() as buffer:
@@ -159,7 +159,7 @@ class RemoteVolume:
                 checksum = await self.checksum(offset, length) if verify else 0
             if not verify or zlib.crc32(data) == checksum:
                 return data
-        raise InvalidError(f"what was read at {offset:,} is not what is there, {_CHECKS} times")
+        raise InvalidError(f"{length:,} bytes read at {offset:,} differed from the server's checksum {_CHECKS} times")
 
     async def write(self, offset: int, data: bytes, *, verify: bool = False) -> None:
         """Write bytes. Later reads return them; `flush` makes them durable.
@@ -188,7 +188,9 @@ class RemoteVolume:
                 await self.write_from(buffer[: len(data)], offset)
                 if not verify or await self.checksum(offset, len(data)) == expected:
                     return
-        raise InvalidError(f"what was written at {offset:,} is not what is there, {_CHECKS} times")
+        raise InvalidError(
+            f"{len(data):,} bytes written at {offset:,} differed from the server's checksum {_CHECKS} times"
+        )
 
     async def _data(self, request: Read | Checksum) -> Data:
         return await self._rpc.expect(request, Data)

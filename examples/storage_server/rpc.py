@@ -58,7 +58,7 @@ class RpcClient:
         return answer
 
     def _connection_lost(self) -> BrokenResourceError:
-        error = BrokenResourceError(f"the server went before it answered: {self.failure}")
+        error = BrokenResourceError(f"the connection to the server was lost before the answer arrived: {self.failure}")
         error.__cause__ = self.failure
         return error
 
@@ -74,7 +74,7 @@ class RpcClient:
             while self._unanswered and (wanted is None or not wanted.done()):
                 number, answer = parse(await self.connection.receive())
                 if not isinstance(answer, Answer):
-                    raise ProtocolError(f"a {type(answer).__name__} is no answer")
+                    raise ProtocolError(f"expected an answer from the server, got {type(answer).__name__}")
                 self._unanswered -= 1
                 future = self._pending.get(number)
                 if future is not None and not future.done():  # otherwise, the requesting task was cancelled
@@ -99,7 +99,9 @@ class RpcClient:
         """Send a request; return its answer, which must be of type `kind`."""
         answer = await self._ask(request)
         if not isinstance(answer, kind):
-            raise ProtocolError(f"{type(request).__name__} was answered by {type(answer).__name__}")
+            raise ProtocolError(
+                f"expected {kind.__name__} as the answer to {type(request).__name__}, got {type(answer).__name__}"
+            )
         return answer
 
     async def done(self, request: Message) -> None:

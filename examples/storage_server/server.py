@@ -54,7 +54,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         if self.memory < 1:
-            raise ValueError(f"a cache has 1 byte or more, not {self.memory}")
+            raise ValueError(f"`memory` must be at least 1 byte, got {self.memory}")
 
 
 @dataclass(frozen=True)

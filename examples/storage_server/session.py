@@ -120,7 +120,7 @@ class Session:
             disconnected = isinstance(error, BrokenResourceError | ClosedResourceError)
             logger.log(
                 logging.DEBUG if disconnected else logging.ERROR,
-                "an answer to %r was not sent",
+                "an answer to client %r was not sent",
                 self.client,
                 exc_info=error,
             )
@@ -132,12 +132,12 @@ class Session:
             await asyncio.wait(self._tasks)
         for handle in self._handles.values():
             if handle.opened is None:  # and it is not going to be opened
-                handle.close_reason = "its client went"
+                handle.close_reason = "the client disconnected"
                 continue
             try:
                 await self._volumes.ask(self._volumes.close, handle.opened, handle)
             except StorageError:
-                logger.exception("client %r left volume %r behind", self.client, handle.volume.row.name)
+                logger.exception("client %r: closing volume %r failed", self.client, handle.volume.row.name)
 
     # ---- Requests
 
@@ -175,7 +175,7 @@ class Session:
     def _failed(self, error: Exception) -> Failed:
         known = to_client_error(error)
         if not isinstance(error, StorageError):
-            logger.error("a request of client %r failed", self.client, exc_info=error)
+            logger.error("request of client %r failed", self.client, exc_info=error)
         return _failure(known)
 
     async def _do(self, request: Message) -> Answer:
@@ -219,19 +219,19 @@ class Session:
             case Delete(name):
                 await volumes.ask(volumes.delete, self.client, name)
             case _:
-                raise InvalidError(f"a {type(request).__name__} is no request")
+                raise InvalidError(f"expected a request, got {type(request).__name__}")
         return Done()
 
     def _handle(self, number: int) -> Handle:
         handle = self._handles.get(number)
         # the volume may be in the middle of being opened: the client has not received the number
         if handle is None or handle.opened is None:
-            raise InvalidError(f"no volume is open by the number {number}")
+            raise InvalidError(f"no volume with the number {number} is open")
         return handle
 
     async def _open(self, name: str, mode: Mode) -> Opened:
         if len(self._handles) >= MAX_OPEN_VOLUMES:
-            raise InvalidError(f"a client has {MAX_OPEN_VOLUMES} volumes open at most: close some")
+            raise InvalidError(f"a client may have at most {MAX_OPEN_VOLUMES} volumes open: close some")
         self._last += 1
         number = self._last
 
@@ -257,7 +257,7 @@ class Session:
 
     def _read(self, handle: Handle, offset: int, length: int, checked: bool) -> Data:
         if length > MAX_DATA:
-            raise InvalidError(f"a message carries {MAX_DATA:,} bytes at most, not {length:,}: read one-sidedly")
+            raise InvalidError(f"a message carries at most {MAX_DATA:,} bytes, not {length:,}: read one-sidedly")
         data = bytes(handle.piece(offset, length))
         self.shared.metrics.read_bytes.inc(length)
         return Data(zlib.crc32(data) if checked else 0, data)
@@ -265,7 +265,7 @@ class Session:
     def _write(self, handle: Handle, offset: int, data: bytes, checksum: int | None) -> Done:
         handle.check_writable()
         if checksum is not None and zlib.crc32(data) != checksum:
-            raise InvalidError("the data arrived otherwise than it was sent: send it again")
+            raise InvalidError("the data does not match its checksum: send it again")
         handle.piece(offset, len(data))[:] = data
         assert handle.volume.backing is not None
         handle.volume.backing.written([(offset, offset + len(data))])
@@ -301,14 +301,14 @@ async def _authenticate(connection: Connection, shared: Shared) -> str:
     await connection.send(pack(0, Challenge(VERSION, nonce)))
     _, hello = parse(await connection.receive())
     if not isinstance(hello, Hello):
-        raise ProtocolError(f"a client says who it is before it says {type(hello).__name__}")
+        raise ProtocolError(f"expected Hello as the client's first message, got {type(hello).__name__}")
     if hello.version != VERSION:
-        raise InvalidError(f"this server speaks version {VERSION} of the protocol, and not {hello.version}")
+        raise InvalidError(f"this server supports version {VERSION} of the protocol, not {hello.version}")
     key = await shared.volumes.ask(shared.volumes.key, hello.name)
     # An unknown name gets the same answer as a wrong key, after the same work, so that names cannot be probed.
     expected = proof_of(key if key is not None else os.urandom(32), nonce)
     if not hmac.compare_digest(expected, hello.proof) or key is None:
-        raise RefusedError(f"the token of client {hello.name!r} is not the one that this server knows")
+        raise RefusedError(f"the token of client {hello.name!r} is not valid on this server")
     return hello.name
 
 
@@ -319,7 +319,7 @@ async def serve_client(shared: Shared, connection: Connection) -> None:
         if client is not None:
             await Session(connection, client, shared).run()
     except ProtocolError as error:
-        logger.warning("the client at %s is sent away: %s", connection.remote_address, error)
+        logger.warning("disconnecting the client at %s: %s", connection.remote_address, error)
 
 
 async def _handshake(connection: Connection, shared: Shared) -> str | None:
@@ -328,11 +328,11 @@ async def _handshake(connection: Connection, shared: Shared) -> str | None:
         async with asyncio.timeout(HELLO_TIMEOUT_S):
             client = await _authenticate(connection, shared)
     except TimeoutError:
-        logger.warning("the client at %s did not say who it is in %s s", connection.remote_address, HELLO_TIMEOUT_S)
+        logger.warning("the client at %s did not authenticate within %s s", connection.remote_address, HELLO_TIMEOUT_S)
         return None
     except StorageError as error:
         shared.metrics.refused.inc()
-        logger.warning("a client at %s was refused: %s", connection.remote_address, error)
+        logger.warning("rejected the client at %s: %s", connection.remote_address, error)
         await connection.send(pack(0, _failure(error)))
         return None
     await connection.send(pack(0, Done()))

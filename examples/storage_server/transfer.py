@@ -42,7 +42,7 @@ async def put(
     with path.open("rb", buffering=0) as file:
         size = os.fstat(file.fileno()).st_size
         if offset + size > volume.size:
-            raise InvalidError(f"{path} has {size:,} bytes, and volume {volume.name!r} {volume.size:,}: resize it")
+            raise InvalidError(f"{path} has {size:,} bytes, but volume {volume.name!r} has {volume.size:,}: resize it")
 
         async def put_piece(at: int) -> None:
             data = await asyncio.to_thread(os.pread, file.fileno(), min(PIECE, size - at), at)

@@ -45,7 +45,7 @@ class VolumeStore:
         """
         self._disk.sync_directory(self._root)
         for row in self.catalog.unfinished():
-            logger.warning("volume %r was being made or deleted when the server ended: it is taken away", row.name)
+            logger.warning("removing volume %r, whose creation or deletion was interrupted", row.name)
             self.remove(row)
         volumes = self.catalog.volumes()
         for row in volumes:
@@ -62,10 +62,12 @@ class VolumeStore:
         try:
             file = self.open(row)
         except FileNotFoundError as error:
-            raise InvalidError(f"volume {row.name!r} has no file {self._path(row)}: bring it back") from error
+            raise InvalidError(f"file {self._path(row)} of volume {row.name!r} is missing: restore it") from error
         with contextlib.closing(file):
             if file.size() < row.size:
-                raise InvalidError(f"{self._path(row)}, volume {row.name!r}, has {file.size():,} of {row.size:,} bytes")
+                raise InvalidError(
+                    f"{self._path(row)} of volume {row.name!r} has {file.size():,} of {row.size:,} bytes"
+                )
             if file.size() > row.size:
                 file.resize(row.size)
                 file.sync()
@@ -130,7 +132,7 @@ class VolumeStore:
                     file.resize(size)
                     file.sync()
                 except OSError:
-                    logger.exception("volume %r was made smaller, and its file not yet", row.name)
+                    logger.exception("volume %r was made smaller, but truncating its file failed", row.name)
             else:
                 if file.size() > row.size:
                     file.resize(row.size)
@@ -160,6 +162,6 @@ def open_volume_store(root: Path, disk: Disk) -> Iterator[VolumeStore]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise InvalidError(f"another server has {root}: stop it, or choose another folder") from error
+            raise InvalidError(f"another server uses {root}: stop it, or choose another folder") from error
         with contextlib.closing(Catalog(root / "catalog.sqlite")) as catalog:
             yield VolumeStore(root, disk, catalog)

@@ -55,7 +55,7 @@ def to_client_error(error: Exception) -> StorageError:
         return error
     if isinstance(error, OSError) and error.errno in _NO_ROOM:
         return NoRoomError(f"the disk has no room: {error}")
-    return DiskError(f"the server could not do that: {type(error).__name__}: {error}")
+    return DiskError(f"the request failed on the server: {type(error).__name__}: {error}")
 
 
 class User(Protocol):
@@ -150,7 +150,7 @@ class Volumes:
         for volume in self._volumes.values():
             async with volume.lock:
                 if volume.users:
-                    logger.error("volume %r is still used by %d", volume.row.name, len(volume.users))
+                    logger.error("volume %r still has %d users", volume.row.name, len(volume.users))
                 await self._unload(volume)
 
     # ---- Threads and loops
@@ -173,7 +173,7 @@ class Volumes:
             async with asyncio.timeout(RELEASE_TIMEOUT_S):
                 await asyncio.wrap_future(doing)
         except TimeoutError as error:
-            raise BusyError(f"client {user.client!r} does not let go of the volume: try again") from error
+            raise BusyError(f"client {user.client!r} does not release the volume: try again") from error
 
     async def _call_users(
         self, volume: Volume, call: Callable[[User], Coroutine[Any, Any, None]], least: Mode = Mode.READ
@@ -209,7 +209,7 @@ class Volumes:
         async with volume.lock:
             for user in list(volume.users):
                 if await self._in_thread(self._catalog.mode, user.client, volume.row.id) < user.mode:
-                    await self._call_user(user, user.expel("the right to it was taken back"))
+                    await self._call_user(user, user.expel("the client lost its right"))
 
     # ---- Volumes
 
@@ -227,7 +227,7 @@ class Volumes:
 
     async def create(self, client: str, name: str, size: int) -> None:
         """Create a volume of zeros."""
-        await self._check_admin(client, "make")
+        await self._check_admin(client, "create")
         self._add(await self._in_thread(self._store.make, name, size, lambda file: file.resize(size)))
 
     async def _find(self, name: str) -> Volume:
@@ -257,7 +257,9 @@ class Volumes:
         check_size(size)
         async with self._locked_volume(name) as volume:
             if volume.row.read_only:
-                raise InvalidError(f"{name!r} is a snapshot, which stays as it is: make a clone of it to resize that")
+                raise InvalidError(
+                    f"{name!r} is a snapshot, which cannot be resized: make a clone and resize the clone"
+                )
             await self._call_users(volume, lambda user: user.expel("it was resized: open it again"))
             await self._unload(volume)
             volume.row = await self._in_thread(self._store.resize, volume.row, size)
@@ -282,7 +284,7 @@ class Volumes:
         if may is Mode.NONE:
             raise UnknownVolumeError(f"there is no volume {name!r}")
         if may < mode:
-            raise RefusedError(f"client {client!r} may read {name!r}, and not write to it")
+            raise RefusedError(f"client {client!r} may read {name!r}, but not write to it")
         async with self._locked_volume(name) as volume:
             if mode is Mode.WRITE and volume.row.read_only:
                 raise RefusedError(f"{name!r} is a snapshot: it is read only")
@@ -322,8 +324,8 @@ class Volumes:
         if not self._mapped:
             if self._cached + size > self._memory:
                 raise NoRoomError(
-                    f"volume {volume.row.name!r} has {size:,} bytes, and the cache {self._memory - self._cached:,} "
-                    "left: close others, or start the server with more --memory"
+                    f"volume {volume.row.name!r} needs {size:,} bytes, but the cache has "
+                    f"{self._memory - self._cached:,} left: close other volumes, or start the server with more --memory"
                 )
             self._cached += size
         try:
@@ -359,7 +361,7 @@ class Volumes:
                 try:
                     await self._in_thread(volume.commits.exclusively, backing.write_back)
                 except DiskError:
-                    logger.exception("what was written to volume %r and not flushed may be lost", volume.row.name)
+                    logger.exception("unflushed writes to volume %r may be lost", volume.row.name)
             backing.memory.release()
             await backing.region.aclose()
         volume.backing, volume.file, volume.maybe_modified = None, None, False

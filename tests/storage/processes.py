@@ -115,7 +115,7 @@ def served(root: Path, *options: object, device: str = "soft0", recovers: bool =
                 process.send_signal(signal.SIGTERM)
                 complaints = _without_device_notes(process.communicate(timeout=patience(START_S))[1])
                 if recovers:
-                    complaints = "".join(each for each in complaints.splitlines() if "it is taken away" not in each)
+                    complaints = "".join(each for each in complaints.splitlines() if "was interrupted" not in each)
                 assert (process.returncode, complaints) == (0, "")
         except BaseException:
             process.kill()

@@ -121,28 +121,28 @@ def test_access_command_grants_and_removes_rights(tmp_path: Path) -> None:
         assert run_in_process("access", root, "remove", "ann") == (0, "", "")
         assert "the token of client 'ann'" in server.fails("client", "list", **ann)
         server.process.send_signal(signal.SIGTERM)
-        assert "was refused" in server.process.communicate(timeout=patience(20))[1]
+        assert "rejected the client" in server.process.communicate(timeout=patience(20))[1]
 
 
 def test_errors_are_reported_in_one_line(server: Process, tmp_path: Path) -> None:
     root, large, fails = server.root, tmp_path / "large", server.fails
     large.write_bytes(bytes(65537))
     server.done("client", "create", "small", "64K")
-    assert "is no size" in fails("client", "create", "x", "much")
+    assert "is not a size" in fails("client", "create", "x", "much")
     assert "whole blocks of 4,096" in fails("client", "create", "x", "5")
-    assert "no name of a volume" in fails("client", "create", "a/b", "4K")
+    assert "not a valid volume name" in fails("client", "create", "a/b", "4K")
     assert "already" in fails("client", "create", "small", "4K")
     assert "resize it" in fails("client", "put", large, "small")
     assert "no volume 'none'" in fails("client", "get", "none", tmp_path / "x")
-    assert "is no HOST:PORT" in fails("client", "--at", "here", "list")
+    assert "is not HOST:PORT" in fails("client", "--at", "here", "list")
     assert "does not exist" in fails("client", "--token-file", tmp_path / "nowhere", "list")
     assert "NAME.SECRET" in fails("client", "--token-file", large, "list")
     assert "blocks of 4,096 bytes for each client" in fails("load", "small", "--seconds", "1")
-    assert "another server has" in fails("serve", root)
-    assert "is no folder of a server" in fails("access", tmp_path, "list")
+    assert "another server uses" in fails("serve", root)
+    assert "is not a server's folder" in fails("access", tmp_path, "list")
     assert "there is no client 'bob'" in fails("access", root, "allow", "bob", "small", "read")
     assert "there is no client 'bob'" in fails("access", root, "remove", "bob")
-    assert "no name of a client" in fails("access", root, "add", "a.b/c")
+    assert "not a valid client name" in fails("access", root, "add", "a.b/c")
     assert not (tmp_path / "x").exists()
     with socket.create_server(("127.0.0.1", 0)) as taken:
         nobody = f"127.0.0.1:{taken.getsockname()[1]}"
@@ -167,8 +167,8 @@ def test_load(device_name: str, tmp_path: Path) -> None:
     with served(tmp_path / "root", device=device_name) as server:
         done = server.ask(*loading, "--no-fill", "--pattern", "sequential")
         assert done.status == 1
-        assert "block 0 is not whole" in done.output
-        assert "were not what was written" in done.complaints
+        assert "block 0 is torn" in done.output
+        assert "have wrong contents" in done.complaints
 
 
 @pytest.mark.parametrize(("number", "backing"), [(0, "mapped"), (1, "cached")])

@@ -128,9 +128,9 @@ async def test_no_flush_succeeds_after_a_failed_sync() -> None:
         disk.fails = lambda: disk.started == 2
         with pytest.raises(DiskError, match="broken"):
             await commits.flush()
-        with pytest.raises(DiskError, match="Start the server again"):
+        with pytest.raises(DiskError, match="restart the server"):
             await commits.flush()
-        with pytest.raises(DiskError, match="Start the server again"):
+        with pytest.raises(DiskError, match="restart the server"):
             commits.flush_here()
         with pytest.raises(DiskError):
             commits.exclusively(disk.sync)

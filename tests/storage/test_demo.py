@@ -56,7 +56,7 @@ def test_sizes_are_mixed() -> None:
 
 
 def test_too_few_bytes_are_rejected() -> None:
-    with pytest.raises(InvalidError, match=r"65,536 bytes together, or more, not 65,535"):
+    with pytest.raises(InvalidError, match=r"at least 65,536 bytes together, got 65,535"):
         data_files(MIN_BYTES - 1, "")
 
 
@@ -159,7 +159,7 @@ def test_wrong_bytes_are_reported(temporary: Path, run_before: Callable[[str, Ca
     assert status == 1
     assert len(re.findall(r"wrong: client-[12]/file-0000 *\n", output)) == 1
     assert re.search(r"wrong: [\d,]+ blocks of client-1 *\n", output)
-    assert output.endswith("not all was as it should be\n")
+    assert output.endswith("verification failed\n")
 
 
 def test_a_killed_client_ends_the_demonstration(run_before: Callable[[str, Callable[[], object]], None]) -> None:
@@ -176,15 +176,15 @@ def test_too_little_disk_space_is_reported(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
     status, _, output = run_in_process(*SMALL)
     assert status == 1
-    assert "5 MiB free, and 70 are needed: have TMPDIR name another folder, or say a smaller --size" in output
+    assert "5 MiB free, but 70 MiB are needed: set TMPDIR to another folder, or reduce --size" in output
 
 
 @pytest.mark.parametrize(
     ("arguments", "output"),
     [
-        (("--size", "1K"), "bytes together, or more"),
+        (("--size", "1K"), "bytes together"),
         (("--device", "mlx5_7"), ""),  # the device does not exist, or the library that lists devices is missing
-        (("--size", "much"), "is no size"),
+        (("--size", "much"), "is not a size"),
         (("--clients", "0"), "--clients"),
         (("--seconds", "0"), "--seconds"),
     ],

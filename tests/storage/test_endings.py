@@ -216,7 +216,7 @@ async def test_unauthenticated_clients_are_rejected(
         async with raw_client(server, authenticate=False) as other:
             answer = await other.ask(Hello(VERSION + 1, bytes(32), "owner"))
             assert isinstance(answer, Failed)
-            assert "speaks version 1" in answer.text
+            assert "supports version 1" in answer.text
         async with raw_client(server, authenticate=False) as nobody:
             assert isinstance(await nobody.ask(Hello(VERSION, bytes(32), "n" * 512)), Failed), "and it is told"
 
@@ -372,7 +372,7 @@ async def test_a_resize_that_timed_out_can_be_repeated(
                 await until(lambda: power.done[-1] == "datasync")
                 with monkeypatch.context() as patch:
                     patch.setattr("storage_server.volumes.RELEASE_TIMEOUT_S", 0.02)
-                    with pytest.raises(BusyError, match="does not let go"):
+                    with pytest.raises(BusyError, match="does not release"):
                         await owner.resize("disk", 2 * SIZE)
                 power.syncs_may_end.set()
                 await flushing

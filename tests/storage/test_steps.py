@@ -189,7 +189,7 @@ def test_missing_or_short_files_are_reported(tmp_path: Path) -> None:
     with pytest.raises(InvalidError, match=r"has 4,096 of 16,384 bytes"):
         recovered(tmp_path)
     path.unlink()
-    with pytest.raises(InvalidError, match="has no file"):
+    with pytest.raises(InvalidError, match="is missing"):
         recovered(tmp_path)
 
 

@@ -41,7 +41,7 @@ def data_files(total: int, seed: str) -> list[DataFile]:
     :raises InvalidError: `total` is too small.
     """
     if total < MIN_BYTES:
-        raise InvalidError(f"files of mixed sizes have {MIN_BYTES:,} bytes together, or more, not {total:,}")
+        raise InvalidError(f"the files of a client need at least {MIN_BYTES:,} bytes together, got {total:,}")
     rng = random.Random(seed)
     largest = min(LARGEST, total // 4)
     sizes = [largest, SMALLEST]

@@ -10,16 +10,16 @@ __all__ = ["print_report"]
 
 def print_report(console: Console, outcome: Outcome) -> None:
     """Print the report."""
-    console.print("\nwhat the server had open", outcome.tree, sep="\n")
+    console.print("\nresources of the server", outcome.tree, sep="\n")
     table = Table(box=None, pad_edge=False, show_header=False)
     latencies = ", ".join(f"{name} {value:,.1f} µs" for name, value in outcome.read_us.items())
     table.add_row("device", f"{outcome.device}, thread domains {'native' if outcome.native else 'not native'}")
-    table.add_row("files", f"{outcome.files:,}, of mixed sizes from a few bytes on; {outcome.bytes:,} bytes")
+    table.add_row("files", f"{outcome.files:,} of mixed sizes; {outcome.bytes:,} bytes")
     table.add_row("reads of 4 KiB", f"{outcome.blocks:,}: {latencies}")
-    table.add_row("the server counted", f"{outcome.flushes:,} flushes, {outcome.syncs:,} syncs of the disk")
-    table.add_row("data by messages", f"{outcome.message_bytes:,} bytes: all others one-sidedly")
-    stopped = f"AffinityError: {outcome.affinity_error}" if outcome.affinity_error else "its call was not stopped"
-    table.add_row("a wrong loop", stopped)
+    table.add_row("flushes", f"{outcome.flushes:,} flushes, {outcome.syncs:,} syncs of the disk")
+    table.add_row("data by messages", f"{outcome.message_bytes:,} bytes; all others by one-sided RDMA")
+    stopped = f"AffinityError: {outcome.affinity_error}" if outcome.affinity_error else "the call was not stopped"
+    table.add_row("wrong loop", stopped)
     console.print()
     console.print(table)
     for each in outcome.wrong:
@@ -27,4 +27,4 @@ def print_report(console: Console, outcome: Outcome) -> None:
     if outcome.verified:
         console.print(f"[bold green]verified: {outcome.bytes:,} bytes in {outcome.files:,} files, each byte")
     else:
-        console.print("[bold red]not all was as it should be")
+        console.print("[bold red]verification failed")

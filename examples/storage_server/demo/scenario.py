@@ -57,8 +57,8 @@ class Plan:
         needed, free = 3 * self.size + _SPARE, shutil.disk_usage(folder).free
         if free < needed:
             raise OSError(
-                f"{folder.parent} has {free >> 20:,} MiB free, and {needed >> 20:,} are needed: have TMPDIR name "
-                "another folder, or say a smaller --size"
+                f"{folder.parent} has {free >> 20:,} MiB free, but {needed >> 20:,} MiB are needed: set TMPDIR to "
+                "another folder, or reduce --size"
             )
 
 

@@ -80,17 +80,17 @@ async def idle(count: int) -> Result:
         contextlib.AsyncExitStack() as stack,
     ):
 
-        async def one() -> None:
+        async def connect_one() -> None:
             near = await connect(HOST, listener.port, domain=domain, settings=LEAN)
             stack.push_async_callback(near.abort)
             stack.push_async_callback((await listener.accept()).abort)
 
         for _ in range(8):  # allocate what all connections share
-            await one()
+            await connect_one()
         gc.collect()
         before = _resident()
         for _ in range(count):
-            await one()
+            await connect_one()
         gc.collect()
         each = (_resident() - before) / (2 * count)
         figures = {"kib_per_end": each / 1024, "buffers_kib": LEAN.block_size / 1024}
@@ -106,7 +106,7 @@ async def idle(count: int) -> Result:
 async def _answer_connection(model: str) -> None:
     """Run as the peer: print the port, then for each input line echo that many messages, until the end of the input."""
     settings, ended = _settings(MessageModel[model]), asyncio.Event()
-    control = await _lines()
+    control = await _standard_input()
 
     async def echo(connection: Connection) -> None:
         send, receive = connection.send, connection.receive
@@ -136,10 +136,10 @@ async def _answer_unix(path: str) -> None:
 
     async with await asyncio.start_unix_server(echo, path, limit=1 << 20):
         print(flush=True)
-        await (await _lines()).read()
+        await (await _standard_input()).read()
 
 
-async def _lines() -> asyncio.StreamReader:
+async def _standard_input() -> asyncio.StreamReader:
     """Return the standard input as a stream."""
     reader = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
@@ -147,29 +147,29 @@ async def _lines() -> asyncio.StreamReader:
 
 
 @dataclass
-class _Other:
+class _PeerProcess:
     process: asyncio.subprocess.Process
-    said: str = ""
+    last_line: str = ""
 
-    async def ask(self, line: str) -> None:
+    async def request(self, line: str) -> None:
         assert self.process.stdin is not None
         self.process.stdin.write(f"{line}\n".encode())
-        await self.hear()
+        await self.receive_line()
 
-    async def hear(self) -> None:
+    async def receive_line(self) -> None:
         assert self.process.stdout is not None
-        self.said = (await self.process.stdout.readline()).decode()
+        self.last_line = (await self.process.stdout.readline()).decode()
 
 
 @contextlib.asynccontextmanager
-async def _other(*arguments: str) -> AsyncIterator[_Other]:
+async def _peer_process(*arguments: str) -> AsyncIterator[_PeerProcess]:
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(sys.executable, __file__, *arguments, stdin=pipe, stdout=pipe)
     assert process.stdin is not None
-    other = _Other(process)
+    peer = _PeerProcess(process)
     try:
-        await other.hear()
-        yield other
+        await peer.receive_line()
+        yield peer
     finally:
         process.stdin.close()
         await process.wait()
@@ -180,9 +180,9 @@ def _settings(model: MessageModel) -> ConnectionSettings:
     return replace(USUAL, spin_ns=1_000_000) if model is MessageModel.FORCE_LOW_LATENCY else USUAL
 
 
-def _over(connection: Connection, other: _Other, message: bytes) -> Contender:
+def _connection_contender(connection: Connection, peer: _PeerProcess, message: bytes) -> Contender:
     async def round_trips(operations: int) -> float:
-        await other.ask(str(operations))
+        await peer.request(str(operations))
         send, receive = connection.send, connection.receive
         begin = time.perf_counter_ns()
         for _ in range(operations):
@@ -193,7 +193,7 @@ def _over(connection: Connection, other: _Other, message: bytes) -> Contender:
     return round_trips
 
 
-def _through(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, message: bytes) -> Contender:
+def _stream_contender(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, message: bytes) -> Contender:
     framed = len(message).to_bytes(4) + message
 
     async def round_trips(operations: int) -> float:
@@ -217,16 +217,16 @@ async def echo(rounds: int) -> Result:
         device = await opened(open_device("soft0"))
         ends = {}
         for model in MODELS:
-            other = await opened(_other("--connection", model.name))
+            peer = await opened(_peer_process("--connection", model.name))
             domain = await opened(device.resource_domain(message_model=model))
-            connection = connect(HOST, int(other.said), domain=domain, settings=_settings(model))
-            ends[model.name] = await opened(connection), other
-        await opened(_other("--unix", f"{folder}/unix"))
+            connection = connect(HOST, int(peer.last_line), domain=domain, settings=_settings(model))
+            ends[model.name] = await opened(connection), peer
+        await opened(_peer_process("--unix", f"{folder}/unix"))
         reader, writer = await asyncio.open_unix_connection(f"{folder}/unix", limit=1 << 20)
         for size in SIZES:
             message = bytes(size)
-            contenders = {name: _over(*each, message) for name, each in ends.items()}
-            seen = await interleaved(contenders | {"unix": _through(reader, writer, message)}, rounds, 0.005)
+            contenders = {name: _connection_contender(*each, message) for name, each in ends.items()}
+            seen = await interleaved(contenders | {"unix": _stream_contender(reader, writer, message)}, rounds, 0.005)
             figures |= {f"{name}_{size}_us": seen.ns(name) / 1e3 for name in seen.times}
             figures |= {f"{name}_{size}_speed_up": seen.ratio("unix", name) for name in ends}
             limits[f"FORCE_LOW_LATENCY_{size}_speed_up"] = Limit(at_least=1.5)

@@ -27,13 +27,13 @@ async def ask(count: int, length: int, seconds: float) -> None:
         AsyncExitStack() as stack,
     ):
         region.buffer[:] = bytes(len(region))
-        room = QpCapabilities(max_send_wr=2, max_recv_wr=1)
-        qps = [await stack.enter_async_context(domain.queue_pair(cq, capabilities=room)) for _ in range(count)]
+        capabilities = QpCapabilities(max_send_wr=2, max_recv_wr=1)
+        qps = [await stack.enter_async_context(domain.queue_pair(cq, capabilities=capabilities)) for _ in range(count)]
         print(json.dumps([bytes(qp.local_endpoint()).hex() for qp in qps]), flush=True)
-        told = json.loads(sys.stdin.readline())
-        for qp, endpoint in zip(qps, told["endpoints"], strict=True):
+        description = json.loads(sys.stdin.readline())
+        for qp, endpoint in zip(qps, description["endpoints"], strict=True):
             qp.connect(Endpoint.from_bytes(bytes.fromhex(endpoint)), ACCESS)
-        remote = RemoteRegion(told["address"], length, told["rkey"])
+        remote = RemoteRegion(description["address"], length, description["rkey"])
         loop = asyncio.get_running_loop()
 
         async def write(qp: QueuePair, local: RegionSlice, until: float) -> int:

@@ -51,14 +51,18 @@ class End:
     def line(self) -> str:
         """Return the line that the peer needs to connect."""
         remote = self.region.remote()
-        told = {"endpoint": bytes(self.qp.local_endpoint()).hex(), "address": remote.address, "rkey": remote.rkey}
-        return json.dumps(told)
+        description = {
+            "endpoint": bytes(self.qp.local_endpoint()).hex(),
+            "address": remote.address,
+            "rkey": remote.rkey,
+        }
+        return json.dumps(description)
 
     def connect(self, line: str) -> RemoteRegion:
         """Connect to the peer that sent `line`. The peer's memory has the same size as ours."""
-        told = json.loads(line)
-        self.qp.connect(Endpoint.from_bytes(bytes.fromhex(told["endpoint"])), ACCESS)
-        return RemoteRegion(told["address"], len(self.region), told["rkey"])
+        description = json.loads(line)
+        self.qp.connect(Endpoint.from_bytes(bytes.fromhex(description["endpoint"])), ACCESS)
+        return RemoteRegion(description["address"], len(self.region), description["rkey"])
 
 
 @asynccontextmanager

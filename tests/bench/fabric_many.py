@@ -26,7 +26,7 @@ def _anonymous_kib() -> int:
     raise RuntimeError("the kernel does not tell how much memory a process has")
 
 
-def _say(process: Process, line: str) -> None:
+def _send_line(process: Process, line: str) -> None:
     assert process.stdin is not None
     process.stdin.write(f"{line}\n".encode())
 
@@ -42,23 +42,25 @@ async def many_clients(seconds: float) -> Result:
         AsyncExitStack() as stack,
     ):
         clients = [await stack.enter_async_context(running(*command)) for _ in range(CLIENTS)]
-        told = [json.loads(await line_of(client)) for client in clients]
+        description = [json.loads(await line_of(client)) for client in clients]
         before = _anonymous_kib()
-        for client, endpoints in zip(clients, told, strict=True):
-            ours = []
+        for client, endpoints in zip(clients, description, strict=True):
+            endpoints_here = []
             for endpoint in endpoints:
-                room = QpCapabilities(max_send_wr=1, max_recv_wr=1)
-                qp = await stack.enter_async_context(domain.queue_pair(cq, capabilities=room))
+                capabilities = QpCapabilities(max_send_wr=1, max_recv_wr=1)
+                qp = await stack.enter_async_context(domain.queue_pair(cq, capabilities=capabilities))
                 qp.connect(Endpoint.from_bytes(bytes.fromhex(endpoint)), ACCESS)
-                ours.append(bytes(qp.local_endpoint()).hex())
-            _say(client, json.dumps({"endpoints": ours, "address": region.address, "rkey": region.rkey}))
+                endpoints_here.append(bytes(qp.local_endpoint()).hex())
+            _send_line(
+                client, json.dumps({"endpoints": endpoints_here, "address": region.address, "rkey": region.rkey})
+            )
         await asyncio.gather(*map(line_of, clients))
         for client in clients:
-            _say(client, "begin")
+            _send_line(client, "begin")
         counts = [list(map(int, line.split())) for line in await asyncio.gather(*map(line_of, clients))]
         cost = (_anonymous_kib() - before) / CLIENTS
         for client in clients:
-            _say(client, "end")
+            _send_line(client, "end")
         await asyncio.gather(*(client.wait() for client in clients))
     each = sorted(float(count) for line in counts for count in line)
     apart = [min(line) / max(line) for line in counts]

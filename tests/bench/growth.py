@@ -13,7 +13,7 @@ __all__ = ["growth", "outstanding"]
 
 PAGE = 4096
 WINDOW = 64
-UNDER_WAY = 16384
+IN_FLIGHT = 16384
 
 
 def resident() -> int:
@@ -57,12 +57,12 @@ async def outstanding() -> Result:
 
     The queues are used up once before: their memory belongs to the queue pair, not to an operation.
     """
-    async with ends(MessageModel.DEFAULT, execution="thread", depth=UNDER_WAY) as here:
+    async with ends(MessageModel.DEFAULT, execution="thread", depth=IN_FLIGHT) as here:
         qp, (local, remote) = here.qp, here.place(8)
-        await writes(qp, (local, remote), UNDER_WAY + 1)
+        await writes(qp, (local, remote), IN_FLIGHT + 1)
         before = resident(), sys.getallocatedblocks()
         soft_context(here.device).set_delay(1_000_000_000)  # no write completes before all are posted
-        handles = [qp.write(local, remote) for _ in range(UNDER_WAY)]
+        handles = [qp.write(local, remote) for _ in range(IN_FLIGHT)]
         during = resident(), sys.getallocatedblocks()
         done = sum(handle.done() for handle in handles)
         soft_context(here.device).set_delay(0)
@@ -71,9 +71,9 @@ async def outstanding() -> Result:
     return Result(
         "outstanding",
         {
-            "in_flight": UNDER_WAY - done,
-            "bytes_per_operation": (during[0] - before[0]) / UNDER_WAY,
-            "blocks_per_operation": (during[1] - before[1]) / UNDER_WAY,
+            "in_flight": IN_FLIGHT - done,
+            "bytes_per_operation": (during[0] - before[0]) / IN_FLIGHT,
+            "blocks_per_operation": (during[1] - before[1]) / IN_FLIGHT,
         },
-        {"in_flight": Limit(at_least=UNDER_WAY)},
+        {"in_flight": Limit(at_least=IN_FLIGHT)},
     )

@@ -16,34 +16,34 @@ __all__ = ["many_queue_pairs"]
 FEW, MANY = 10, 1000
 DEPTH = 4
 ROUND_S = 1.0  # many iterations of the loop, so that one more or less does not matter
-LOOK_S = 0.01
+CHECK_INTERVAL_S = 0.01
 
 
-async def active(here: Ends, clock: Callable[[], float], seconds: float) -> tuple[list[int], float]:
+async def write_for(here: Ends, clock: Callable[[], float], seconds: float) -> tuple[list[int], float]:
     """Write 8 bytes repeatedly on all queue pairs for some time by a clock; return the counts and the time."""
     counts = [0] * len(here.qps)
     places = here.places(8, len(counts))
     loop = asyncio.get_running_loop()
-    over: asyncio.Future[tuple[list[int], float]] = loop.create_future()
+    result: asyncio.Future[tuple[list[int], float]] = loop.create_future()
 
     async def run(at: int) -> None:
         qp, (local, remote) = here.qps[at], places[at]
-        while not over.done():
+        while not result.done():
             await qp.write(local, remote)
             counts[at] += 1
 
-    def look() -> None:
+    def check_time() -> None:
         took = clock() - begin
         if took < seconds:
-            loop.call_later(LOOK_S, look)
+            loop.call_later(CHECK_INTERVAL_S, check_time)
         else:
-            over.set_result((list(counts), took))  # copied, before the writes still in flight are counted
+            result.set_result((list(counts), took))  # copied, before the writes still in flight are counted
 
     tasks = [asyncio.create_task(run(at)) for at in range(len(counts))]
     begin = clock()
-    look()
+    check_time()
     await asyncio.gather(*tasks)
-    return await over
+    return await result
 
 
 async def many_queue_pairs(rounds: int, *, execution: Execution) -> Result:
@@ -60,10 +60,10 @@ async def many_queue_pairs(rounds: int, *, execution: Execution) -> Result:
         ends(model, execution=execution, count=MANY, depth=DEPTH) as many,
     ):
         for here in (few, many):
-            await active(here, clock, ROUND_S / 10)  # warm up
+            await write_for(here, clock, ROUND_S / 10)  # warm up
         for at in range(rounds):
             for here in (few, many) if at % 2 else (many, few):
-                counts, took = await active(here, clock, ROUND_S)
+                counts, took = await write_for(here, clock, ROUND_S)
                 rates[len(counts)].append(sum(counts) / took)
                 spreads[len(counts)].append(max(counts) / max(1, min(counts)))
         c = (

@@ -39,7 +39,7 @@ def _each(call: Callable[[], Awaitable[object]]) -> Contender:
     return run
 
 
-def _bare(there: asyncio.AbstractEventLoop) -> Contender:
+def _bare(target_loop: asyncio.AbstractEventLoop) -> Contender:
     """Return a contender: ``call_soon_threadsafe`` to another loop and back."""
     here = asyncio.get_running_loop()
 
@@ -51,7 +51,7 @@ def _bare(there: asyncio.AbstractEventLoop) -> Contender:
         begin = time.perf_counter_ns()
         for _ in range(operations):
             back = here.create_future()
-            there.call_soon_threadsafe(answer, back)
+            target_loop.call_soon_threadsafe(answer, back)
             await back
         return time.perf_counter_ns() - begin
 
@@ -82,13 +82,13 @@ async def calls(rounds: int) -> Result:
     """Compare calls of a function that does nothing on another thread's loop, one after the other."""
     loop = "uvloop" if type(asyncio.get_running_loop()).__module__.startswith("uvloop") else "asyncio"
     async with open_device("soft0") as device, WorkerPool(device, 1, loop=loop) as pool, _portal(pool) as portal:
-        there = await pool.run(lambda: current_worker().loop)
+        target_loop = await pool.run(lambda: current_worker().loop)
         contenders: dict[str, Contender] = {
-            "bare": _bare(there),
+            "bare": _bare(target_loop),
             "run": _each(lambda: pool.run(nothing)),
             "coroutine": _each(lambda: pool.run(nothing_awaited)),
             "threadsafe": _each(
-                lambda: asyncio.wrap_future(asyncio.run_coroutine_threadsafe(nothing_awaited(), there))
+                lambda: asyncio.wrap_future(asyncio.run_coroutine_threadsafe(nothing_awaited(), target_loop))
             ),
         }
         if hasattr(portal, "call_async"):  # anyio 4.16

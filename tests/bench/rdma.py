@@ -68,7 +68,7 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Taken:
+class Timings:
     """Measurements by processes of a contender, for one operation.
 
     :param ns: nanoseconds.
@@ -85,7 +85,7 @@ class Taken:
         """Return the median in microseconds."""
         return statistics.median(self.ns) / 1e3
 
-    def quicker_than(self, other: "Taken") -> float:
+    def quicker_than(self, other: "Timings") -> float:
         """Return the ratio of the best rates: without other load of the machine."""
         return min(other.ns) / min(self.ns)
 
@@ -112,7 +112,7 @@ async def both(work: Work, contender: Contender) -> bytes:
     return result
 
 
-async def measure(work: Work, contenders: Mapping[str, Contender], rounds: int) -> dict[str, Taken]:
+async def measure(work: Work, contenders: Mapping[str, Contender], rounds: int) -> dict[str, Timings]:
     """Measure each contender."""
 
     def turn(contender: Contender) -> Callable[[], Awaitable[bytes]]:
@@ -122,7 +122,7 @@ async def measure(work: Work, contenders: Mapping[str, Contender], rounds: int) 
 
     turns = {name: turn(contender) for name, contender in contenders.items()}
     taken = await in_turns(turns, rounds, 12 * PACE)
-    return {name: Taken(*map(list, zip(*answers, strict=True))) for name, answers in taken.items()}
+    return {name: Timings(*map(list, zip(*answers, strict=True))) for name, answers in taken.items()}
 
 
 class Benchmarks:

@@ -38,7 +38,7 @@ Receives = deque[tuple[Operation[Received], RegionSlice]]  # in the order of arr
 
 
 @dataclass(frozen=True)
-class How:
+class Parameters:
     """Parameters of both ends."""
 
     model: MessageModel
@@ -112,7 +112,7 @@ async def answer_all(qp: QueuePair, window: int, receives: Receives, operations:
         receives.append((qp.receive(free), free))
 
 
-def meet(line: str) -> str:
+def exchange_lines(line: str) -> str:
     """Send a line to the other process, and return its line."""
     print(line, flush=True)
     return sys.stdin.readline().strip()
@@ -130,7 +130,7 @@ async def timed(work: Callable[[int], Awaitable[None]], cq: CompletionQueue, ope
     return f"{took / operations} {slept / operations} {woken / operations}"
 
 
-async def writes(how: How, near: str, far: str, operations: int) -> str:
+async def writes(how: Parameters, near: str, far: str, operations: int) -> str:
     async with how.end(near) as (qp, local, cq), how.end(far) as (peer, remote, _):
         if near == far:
             peer, remote = qp, local
@@ -143,18 +143,18 @@ async def writes(how: How, near: str, far: str, operations: int) -> str:
         return await timed(partial(write_all, qp, places, remote), cq, operations)
 
 
-async def echo(how: How, what: str, near: str, operations: int) -> str:
+async def echo(how: Parameters, what: str, near: str, operations: int) -> str:
     async with how.end(near) as (qp, region, cq):
         places = how.slices(region)
         qp.to_init()
         receives = deque((qp.receive(local), local) for local in (places[how.window :] if what == "ask" else places))
-        qp.connect(Endpoint.from_bytes(bytes.fromhex(meet(bytes(qp.local_endpoint()).hex()))))
-        meet("ready")
+        qp.connect(Endpoint.from_bytes(bytes.fromhex(exchange_lines(bytes(qp.local_endpoint()).hex()))))
+        exchange_lines("ready")
         if what == "ask":
             answer = await timed(partial(ask_all, qp, places[: how.window], receives), cq, operations)
         else:
             answer = await timed(partial(answer_all, qp, how.window, receives), cq, operations)
-        meet("done")
+        exchange_lines("done")
         return answer
 
 
@@ -163,7 +163,7 @@ def main() -> None:
     logging.getLogger("aioverbs").setLevel(logging.ERROR)
     what, model, *numbers, near, far = sys.argv[1:]
     length, window, operations, gid_index = map(int, numbers)
-    how = How(MessageModel[model], length, window, gid_index)
+    how = Parameters(MessageModel[model], length, window, gid_index)
     print(uvloop.run(writes(how, near, far, operations) if what == "writes" else echo(how, what, near, operations)))
 
 

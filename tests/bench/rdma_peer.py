@@ -23,7 +23,7 @@ import uvloop
 BATCH = 16
 
 
-def meet(line: str) -> str:
+def exchange_lines(line: str) -> str:
     """Send a line to the other process, and return its line."""
     print(line, flush=True)
     return sys.stdin.readline().strip()
@@ -65,11 +65,11 @@ class End:
 
     def connect(self) -> None:
         here = ib.local_qp_info(self.qp, self.context.query_port(1), self.context.query_gid(1, self.gid_index), port=1)
-        there = ib.QPInfo.from_bytes(bytes.fromhex(meet(here.to_bytes().hex())))
+        there = ib.QPInfo.from_bytes(bytes.fromhex(exchange_lines(here.to_bytes().hex())))
         self.qp.to_rtr(there, self.gid_index, hop_limit=64)
         self.qp.to_rts(0, retry_cnt=6, rnr_retry=6)
         self.cq.req_notify()
-        meet("ready")
+        exchange_lines("ready")
 
     def readable(self) -> None:
         self.channel.get_cq_event()
@@ -213,7 +213,7 @@ async def echo(what: str, how: str, length: int, window: int, operations: int, g
         work = partial(ask_awaiting if what == "ask" else answer_awaiting, end, window, receives)
     end.connect()
     answer = await timed(work, end, operations)
-    meet("done")
+    exchange_lines("done")
     print(answer)
 
 

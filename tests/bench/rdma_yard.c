@@ -254,7 +254,7 @@ static void answer_all(struct end *end, int64_t operations)
 /* ---- The two processes of an echo -------------------------------------------------------------------------------- */
 
 /* Send a line to the other process, and receive its line. */
-static void meet(const char *line, char *answer, int size)
+static void exchange_lines(const char *line, char *answer, int size)
 {
     printf("%s\n", line);
     fflush(stdout);
@@ -271,14 +271,14 @@ static void meet_and_connect(struct end *end)
     at = snprintf(line, sizeof(line), "%" PRIu32 " %u %d ", end->qp->qp_num, end->port.lid, (int)end->port.active_mtu);
     for (i = 0; i < 16; i++)
         at += snprintf(line + at, sizeof(line) - (size_t)at, "%02x", end->gid.raw[i]);
-    meet(line, answer, sizeof(answer));
+    exchange_lines(line, answer, sizeof(answer));
     check(sscanf(answer, "%" SCNu32 " %" SCNu32 " %" SCNu32 " %n", &qp_num, &lid, &mtu, &at) == 3, "the other end");
     for (i = 0; i < 16; i++) {
         check(sscanf(answer + at + 2 * i, "%2" SCNx32, &byte) == 1, "the other end's GID");
         gid.raw[i] = (uint8_t)byte;
     }
     connect_to(end, qp_num, (uint16_t)lid, &gid);
-    meet("ready", answer, sizeof(answer));
+    exchange_lines("ready", answer, sizeof(answer));
 }
 
 int main(int count, char **arguments)
@@ -328,7 +328,7 @@ int main(int count, char **arguments)
     began = now_ns() - began;
     sleeps_before = slept() - sleeps_before;
     if (strcmp(what, "writes"))
-        meet("done", answer, sizeof(answer));
+        exchange_lines("done", answer, sizeof(answer));
     printf("%f %f %f\n", (double)began / (double)operations, (double)sleeps_before / (double)operations,
            (double)events / (double)operations);
     return 0; /* the kernel destroys the remaining objects */

@@ -56,18 +56,18 @@ LEAST = {"random_4k": 3.0, "sequential_1m": 2.0}
 # ---- A client process
 
 
-async def read_on(
-    read: Callable[[int, int], Awaitable[None]], pattern: Pattern, seconds: float, chance: random.Random
+async def read_for(
+    read: Callable[[int, int], Awaitable[None]], pattern: Pattern, seconds: float, rng: random.Random
 ) -> float:
     """Read for some seconds; return reads per second. `read(task, offset)` is a task's read."""
     blocks, end = SIZE // pattern.block, time.perf_counter() + seconds
-    following, done = chance.randrange(blocks), 0
+    following, done = rng.randrange(blocks), 0
 
     async def work(task: int) -> None:
         nonlocal following, done
         while time.perf_counter() < end:
             if pattern.at_random:
-                block = int(chance.random() * blocks)
+                block = int(rng.random() * blocks)
             else:
                 block = following = (following + 1) % blocks
             await read(task, block * pattern.block)
@@ -102,15 +102,15 @@ async def tcp(port: int, pattern: Pattern) -> AsyncIterator[Callable[[int, int],
     yield lambda task, offset: volume.read_into(memory[task], offset)
 
 
-async def client(way: str, port: int, name: str) -> None:
+async def client(transport: str, port: int, name: str) -> None:
     """For each input line, read for as many seconds as it says, and print the reads per second."""
-    chance = random.Random(os.getpid())
+    rng = random.Random(os.getpid())
     lines = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
-    async with {"rdma": rdma, "tcp": tcp}[way](port, PATTERNS[name]) as read:
+    async with {"rdma": rdma, "tcp": tcp}[transport](port, PATTERNS[name]) as read:
         print(flush=True)
         while line := await lines.readline():
-            print(await read_on(read, PATTERNS[name], float(line), chance), flush=True)
+            print(await read_for(read, PATTERNS[name], float(line), rng), flush=True)
 
 
 # ---- Processes together
@@ -124,11 +124,11 @@ class Process:
         assert process.stdout is not None
         self._stdin, self._stdout = process.stdin, process.stdout
 
-    def tell(self, line: object) -> None:
+    def send_line(self, line: object) -> None:
         """Send a line to its input."""
         self._stdin.write(f"{line}\n".encode())
 
-    async def hear(self) -> str:
+    async def receive_line(self) -> str:
         """Return the next line of its output.
 
         :raises EOFError: the process ended.
@@ -175,8 +175,8 @@ async def serving(*options: str) -> AsyncIterator[Server]:
     command = [sys.executable, str(SERVER), "serve", *options, "--loop", "uvloop", "--metrics-port", "0"]
     with tempfile.TemporaryDirectory(prefix="aioverbs-bench-", dir=os.environ.get("AIOVERBS_BENCH_FOLDER")) as folder:
         async with running(*command, folder, terminate=True) as process:
-            metrics = (await process.hear()).rpartition(" ")[2]
-            port = int((await process.hear()).rpartition(":")[2])
+            metrics = (await process.receive_line()).rpartition(" ")[2]
+            port = int((await process.receive_line()).rpartition(":")[2])
             token = (Path(folder) / "owner.token").read_text()
             async with (
                 open_device("soft0") as device,
@@ -196,26 +196,28 @@ async def reads(rounds: int, name: str) -> Result:
     async with contextlib.AsyncExitStack() as stack:
         server = await stack.enter_async_context(serving())
         peer = await stack.enter_async_context(running(*start(server.file)))
-        ports = {"rdma": server.port, "tcp": int(await peer.hear())}
+        ports = {"rdma": server.port, "tcp": int(await peer.receive_line())}
         clients: dict[str, list[Process]] = {}
-        for way, port in ports.items():
-            command = (sys.executable, __file__, way, str(port), name)
-            clients[way] = [
+        for transport, port in ports.items():
+            command = (sys.executable, __file__, transport, str(port), name)
+            clients[transport] = [
                 await stack.enter_async_context(running(*command, STORAGE_TOKEN=server.token)) for _ in range(CLIENTS)
             ]
-            for each in clients[way]:
-                await each.hear()
-        seen: dict[str, list[float]] = {way: [] for way in clients}
+            for each in clients[transport]:
+                await each.receive_line()
+        seen: dict[str, list[float]] = {transport: [] for transport in clients}
         for number in range(rounds + 1):
-            for way, processes in clients.items():
+            for transport, processes in clients.items():
                 for each in processes:
-                    each.tell(TURN_S)
-                per_s = sum([float(await each.hear()) for each in processes])
+                    each.send_line(TURN_S)
+                per_s = sum([float(await each.receive_line()) for each in processes])
                 if number:  # the first round is a warm-up
-                    seen[way].append(per_s)
+                    seen[transport].append(per_s)
     speed_up = statistics.median(ours / theirs for ours, theirs in zip(*seen.values(), strict=True))
     unit, scale = ("mib_per_s", pattern.block / (1 << 20)) if pattern.block >= 1 << 20 else ("per_s", 1)
-    figures: dict[str, object] = {f"{way}_{unit}": statistics.median(seen[way]) * scale for way in seen}
+    figures: dict[str, object] = {
+        f"{transport}_{unit}": statistics.median(seen[transport]) * scale for transport in seen
+    }
     figures["speed_up"] = speed_up
     return Result(f"storage_{name}", figures, {"speed_up": Limit(at_least=LEAST[name])})
 
@@ -236,7 +238,7 @@ def _synced(metrics: str) -> tuple[float, int]:
 
 async def flushes(rounds: int, written: int) -> Result:
     """Compare a client's flush after writes to random blocks with the fdatasync beneath it."""
-    chance, block = random.Random(7), 4096
+    rng, block = random.Random(7), 4096
     over, took, beneath = [], [], []
     settings = ConnectionSettings(spin_ns=SPIN_US * 1000)
     async with (
@@ -251,7 +253,7 @@ async def flushes(rounds: int, written: int) -> Result:
             seconds = 0.0
             for _ in range(FLUSHES):
                 for _ in range(written // block):
-                    await volume.write(chance.randrange(SIZE // block) * block, chance.randbytes(block))
+                    await volume.write(rng.randrange(SIZE // block) * block, rng.randbytes(block))
                 begin = time.perf_counter()
                 await volume.flush()
                 seconds += time.perf_counter() - begin

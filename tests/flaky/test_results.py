@@ -48,11 +48,11 @@ def test_a_round_has_the_tests_that_lack_the_most_passes(passes: dict[str, int],
     assert sorted(next_round(TESTS, passes, 3, seed=1)) == sorted(chosen)
 
 
-def test_no_tests_are_no_round() -> None:
+def test_a_round_without_tests_is_empty() -> None:
     assert next_round([], {}, 3, seed=1) == []
 
 
-def test_the_order_is_that_of_the_seed() -> None:
+def test_the_order_depends_on_the_seed() -> None:
     tests = [str(number) for number in range(100)]
     assert next_round(tests, {}, 3, seed=1) == next_round(tests, {}, 3, seed=1) != next_round(tests, {}, 3, seed=2)
 

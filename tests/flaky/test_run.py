@@ -66,7 +66,7 @@ def flaky(suite: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
     return run(command(suite, "--busy", "0", "--workers", "2", *arguments), patience(200), env=ENVIRONMENT, cwd=suite)
 
 
-def test_it_ends_when_each_test_has_passed_and_goes_on_from_there(suite: Path) -> None:
+def test_runs_resume_until_each_test_has_passed(suite: Path) -> None:
     results = suite.parent / "results.jsonl"
     first = flaky(suite, "--passes", "1", "--minutes", "3", "--seed", "1")
     assert first.returncode == 0, first.stdout + first.stderr
@@ -94,7 +94,7 @@ def test_a_suite_that_cannot_be_collected_is_an_error(suite: Path) -> None:
     assert "there_is_no_such_module" in done.stderr
 
 
-def test_no_process_is_left_when_it_is_ended(suite: Path) -> None:
+def test_terminating_a_run_leaves_no_process(suite: Path) -> None:
     (suite / "test_passing.py").write_text("import time\ndef test_stays(): time.sleep(100)\n")
     with subprocess.Popen(
         command(suite, "--busy", "1", "--workers", "2", "--minutes", "3"), env=ENVIRONMENT, cwd=suite
@@ -117,7 +117,7 @@ WITH_A_CHILD = textwrap.dedent("""
 """)
 
 
-def test_descendants_are_stopped_and_go_on(tmp_path: Path) -> None:
+def test_descendants_are_stopped_and_continue(tmp_path: Path) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", WITH_A_CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as parent:

@@ -106,7 +106,7 @@ def test_faults_in_c() -> None:
         ("thing->at = place; count_down(&context->things); free_thing(thing);", False),
     ],
 )
-def test_what_is_freed_too_early_is_used_before(statements: str, swapped: bool) -> None:
+def test_freed_too_early_swaps_a_free_with_a_preceding_use(statements: str, swapped: bool) -> None:
     source = f"static void end(struct thing *thing)\n{{\n{statements}\n}}\n".encode()
     assert ("freed too early" in {fault.operator for fault in c_faults(source)}) == swapped
 
@@ -148,7 +148,7 @@ def test_faults_in_cython() -> None:
     assert {mutant.key.partition(":")[0] for mutant in mutants} == {"count"}
 
 
-def test_an_edit_elsewhere_leaves_the_ids() -> None:
+def test_edits_elsewhere_keep_the_ids() -> None:
     before = [mutant.id for mutant in mutants_of("a.c", C, c_faults(C))]
     edited = b"/* A comment. */\n" + C.replace(b"thing->used++;", b"thing->used += 2;")
     after = [mutant.id for mutant in mutants_of("a.c", edited, c_faults(edited))]
@@ -156,7 +156,7 @@ def test_an_edit_elsewhere_leaves_the_ids() -> None:
     assert len(set(before) - set(after)) == 1, "the line that was edited has another fault"
 
 
-def test_the_choice_is_that_of_the_seed_and_spread() -> None:
+def test_the_choice_depends_on_the_seed_and_is_spread() -> None:
     mutants = [
         mutant
         for name, times in (("a.c", 1), ("b.c", 9))

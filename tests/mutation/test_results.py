@@ -17,7 +17,7 @@ def test_the_last_result_of_a_mutant_counts(tmp_path: Path) -> None:
     assert latest_results(path) == {"a": result("a", Outcome.TIMED_OUT), "b": result("b", Outcome.FOUND)}
 
 
-def test_the_score_is_of_what_compiles_and_differs() -> None:
+def test_the_score_excludes_uncompiled_and_equivalent_mutants() -> None:
     outcomes = [Outcome.FOUND, Outcome.TIMED_OUT, Outcome.FOUND, Outcome.SURVIVED]
     others = [Outcome.NOT_COMPILED, Outcome.EQUIVALENT]
     rows = table(result("", outcome) for outcome in (*outcomes, *others)).splitlines()
@@ -26,6 +26,6 @@ def test_the_score_is_of_what_compiles_and_differs() -> None:
     assert table([result("", Outcome.EQUIVALENT)]).splitlines()[1].endswith("-")
 
 
-def test_survivors_are_shown_with_what_was_changed() -> None:
+def test_survivors_are_shown_with_their_diff() -> None:
     shown = survivors([result("abc", Outcome.SURVIVED), result("def", Outcome.FOUND)])
     assert shown == "aioverbs/_pool/pool.py:3: wrong errno, abc, 2 of 5 tests\n-return 1\n+return 2"

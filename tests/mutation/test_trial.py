@@ -15,7 +15,7 @@ from tests.mutation.trial import in_turn
 from tests.running import run, wait_for_ends
 
 
-def test_tests_of_all_files_have_their_turn() -> None:
+def test_tests_of_all_files_are_chosen_in_turn() -> None:
     units = {"a": {"a1": 3.0, "a2": 1.0, "a3": 2.0}, "b": {"b1": 0.5, "b2": 8.0}}
     assert in_turn(units, 100) == ["b1", "b2", "a2", "a3", "a1"]
     assert in_turn(units, 2) == ["b1", "a2"]
@@ -24,7 +24,7 @@ def test_tests_of_all_files_have_their_turn() -> None:
     assert in_turn({}, 1) == []
 
 
-def test_what_reaches_a_line(tmp_path: Path) -> None:
+def test_finding_the_tests_that_reach_a_line(tmp_path: Path) -> None:
     reach = Reach(tmp_path)
     lines = {"count: return 1": [1], "count: return 2": [], "count: use()": None, "other: use()": [0]}
     reach.add("tests/test_a.py", Unit({"first": 1.0, "second": 2.0}, {"a.py": lines}))
@@ -56,7 +56,7 @@ print(run_alone([sys.executable, "-c", "import time; time.sleep(100)"], 0.5, cwd
 """
 
 
-def test_what_a_broken_program_leaves_ends_with_it() -> None:
+def test_descendants_of_a_broken_program_are_killed() -> None:
     done = run([sys.executable, "-P", "-c", ALONE], 60)
     assert done.returncode == 0, done.stderr
     first, second, third = done.stdout.splitlines()

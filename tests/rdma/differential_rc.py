@@ -375,7 +375,7 @@ def execute(pd: handles.ProtectionDomain, sequence: Sequence) -> list[Result]:
 # -------------------------------------------------------------------------------------------------
 
 
-def normalised(results: list[Result]) -> list[Result]:
+def normalize(results: list[Result]) -> list[Result]:
     """Replace soft-RoCE's known deviations by the results that the specification requires.
 
     - For a bad local key, soft-RoCE reports LOC_QP_OP_ERR instead of LOC_PROT_ERR: at the sender, and at the receiver,

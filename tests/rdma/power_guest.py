@@ -42,7 +42,7 @@ class Journalled(Blocks):
                 known = self.latest if kind in ("asked", "write") else self.acknowledged
                 known[int(block)] = int(writing)
 
-    def _note(self, kind: str, writings: dict[int, int]) -> None:
+    def _append_to_journal(self, kind: str, writings: dict[int, int]) -> None:
         text = "".join(f"{kind} {block} {writing}\n" for block, writing in writings.items()).encode()
         while text:
             text = text[os.write(self._journal, text) :]
@@ -50,20 +50,20 @@ class Journalled(Blocks):
     def write(self, block: int) -> bytes:
         """Return a block's next contents, after recording the write in the journal."""
         data = super().write(block)
-        self._note("write", {block: self.latest[block]})
+        self._append_to_journal("write", {block: self.latest[block]})
         return data
 
     def flush_completed(self, about: dict[int, int]) -> None:
         """Record that a flush was acknowledged."""
         changed = {block: writing for block, writing in about.items() if writing != self.acknowledged[block]}
         super().flush_completed(about)
-        self._note("flushed", changed)
+        self._append_to_journal("flushed", changed)
 
     def continue_from(self, volume: bytes) -> None:
         """Record the contents found."""
         super().continue_from(volume)
-        self._note("asked", self.latest)
-        self._note("there", self.acknowledged)
+        self._append_to_journal("asked", self.latest)
+        self._append_to_journal("there", self.acknowledged)
 
 
 async def _cut(name: str, seconds: float) -> None:
@@ -83,13 +83,13 @@ def main(last: Path, journal: Path, backing: str, device: str, cut: str) -> None
     before = last.read_text() if last.exists() else ""
     shares = shares_of_two(lambda blocks: Journalled(blocks, before, descriptor))
     number = int(journal.name)
-    chance = random.Random(number)
+    rng = random.Random(number)
     with served(DISK / "root", "--backing", backing, device=device, recovers=True) as server:
         if not cut:
             asyncio.run(check_data(server, shares))
         else:
-            delay = chance.random() * 0.3 * PACE
-            asyncio.run(load(server, shares, chance, lambda: _cut(cut, delay), turn=number, create=not before))
+            delay = rng.random() * 0.3 * PACE
+            asyncio.run(load(server, shares, rng, lambda: _cut(cut, delay), turn=number, create=not before))
 
 
 if __name__ == "__main__":

@@ -18,9 +18,9 @@ def test_devices_that_are_active_are_measured() -> None:
     with nothing_left():
         done = subprocess.run(command, capture_output=True, text=True, timeout=380, check=False)
     assert done.returncode == 0, done.stderr + done.stdout
-    told = json.loads(done.stdout)
+    result = json.loads(done.stdout)
     device = rdma_devices()[0]
-    assert {"tcp", "unix", "soft0", device} <= set(told["contenders"])
-    figures = [each for each in told["figures"] if each["contender"] == device]
+    assert {"tcp", "unix", "soft0", device} <= set(result["contenders"])
+    figures = [each for each in result["figures"] if each["contender"] == device]
     assert {each["operation"] for each in figures} == {"write", "read", "send"}
     assert all(each["median_ns"] > 0 and each["ratio"] is not None for each in figures)

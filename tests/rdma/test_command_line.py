@@ -25,9 +25,9 @@ def complaints(text: str) -> list[str]:
 def listed(*arguments: str) -> list[dict[str, Any]]:
     done = run_command("devices", "--json", *arguments)
     assert (done.returncode, done.stderr) == (0, "")
-    told = json.loads(done.stdout)
-    assert told["rdma_problem"] is None
-    found: list[dict[str, Any]] = told["devices"]
+    result = json.loads(done.stdout)
+    assert result["rdma_problem"] is None
+    found: list[dict[str, Any]] = result["devices"]
     return found
 
 
@@ -37,11 +37,11 @@ def test_devices() -> None:
     assert list(found)[-1] == "soft0"
     assert set(found) >= set(rdma_devices())
     for known in devices():
-        told = found[known.name]
-        assert (told["provider"], told["active"], told["problem"]) == (known.provider, known.active, None)
-        assert list(told["native"]) == list(FEATURES)
-        assert {name for name, feature in NATIVE.items() if told["native"][feature]} == known.native
-        for port, known_port in zip(told["ports"], known.ports, strict=True):
+        result = found[known.name]
+        assert (result["provider"], result["active"], result["problem"]) == (known.provider, known.active, None)
+        assert list(result["native"]) == list(FEATURES)
+        assert {name for name, feature in NATIVE.items() if result["native"][feature]} == known.native
+        for port, known_port in zip(result["ports"], known.ports, strict=True):
             assert port["state"] == known_port.state.name
             assert [gid["index"] for gid in port["gids"]] == [index for index, _ in known_port.gids]
             assert [gid["index"] for gid in port["gids"] if gid["preferred"]] == [known_port.gid_index]
@@ -49,8 +49,8 @@ def test_devices() -> None:
 
 def test_one_device() -> None:
     name = rdma_devices()[0]
-    (told,) = listed(name)
-    (port, *_) = told["ports"]
+    (result,) = listed(name)
+    (port, *_) = result["ports"]
     (gid,) = (each for each in port["gids"] if each["preferred"])
     if port["link_layer"] == "ETHERNET":
         assert (gid["type"], gid["address"]) == ("ROCE_V2", f"::ffff:{address_of(name)}")
@@ -83,7 +83,7 @@ def test_ping(verb: str, transport: str) -> None:
 
 
 @pytest.mark.rdma_all
-def test_nobody_is_there() -> None:
+def test_ping_without_a_server() -> None:
     name = rdma_devices()[0]
     done = run_command("ping", f"{address_of(name)}:{free_port()}", "--device", name, "--transport", "rdmacm")
     assert done.returncode == 3
@@ -93,8 +93,8 @@ def test_nobody_is_there() -> None:
 def sampled(pid: int, **variables: str) -> dict[str, Any]:
     done = run_command("top", str(pid), "--once", "--json", **variables)
     assert (done.returncode, done.stderr) == (0, "")
-    (told,) = parse_lines(done.stdout)
-    return told
+    (result,) = parse_lines(done.stdout)
+    return result
 
 
 @pytest.mark.rdma_all
@@ -107,12 +107,12 @@ def test_top(tmp_path: Path) -> None:
         start_command("ping", address, *on, "-f", "--count", "1000000") as client,
     ):
         try:
-            told = sampled(process.pid, **watched)
-            while not told["rates"]["operations"]:  # the client has not begun yet; if it ends first, the test fails
+            result = sampled(process.pid, **watched)
+            while not result["rates"]["operations"]:  # the client has not begun yet; if it ends first, the test fails
                 assert client.poll() is None
-                told = sampled(process.pid, **watched)
+                result = sampled(process.pid, **watched)
         finally:
             client.kill()
-    assert told["rates"]["operations"] > 0
-    (device,) = told["devices"]
+    assert result["rates"]["operations"] > 0
+    (device,) = result["devices"]
     assert (device["kind"], device["label"]) == ("Device", name)

@@ -52,7 +52,7 @@ async def ends(device: Device, model: MessageModel) -> AsyncIterator[tuple[Queue
         yield near, region
 
 
-async def heard(events: AsyncIterator[DeviceEvent], wanted: EventType) -> DeviceEvent:
+async def next_event(events: AsyncIterator[DeviceEvent], wanted: EventType) -> DeviceEvent:
     """Return the next event of a type; ignore others, such as changes of GIDs."""
     async with asyncio.timeout(patience(10)):
         async for event in events:
@@ -69,7 +69,7 @@ async def test_a_port_that_goes_down_and_comes_back(spare: SpareDevice) -> None:
             ("up", EventType.PORT_ACTIVE, PortState.ACTIVE),
         ) * 2:
             await asyncio.to_thread(spare.set_link, state)
-            event = await heard(events, wanted)
+            event = await next_event(events, wanted)
             assert (event.resource, event.port_num) == (None, 1)
             assert device.port().state is port
             (found,) = (each for each in devices() if each.name == spare.name)
@@ -78,7 +78,7 @@ async def test_a_port_that_goes_down_and_comes_back(spare: SpareDevice) -> None:
 
 
 @every_model
-async def test_a_device_that_is_taken_away(spare: SpareDevice, model: MessageModel) -> None:
+async def test_a_removed_device(spare: SpareDevice, model: MessageModel) -> None:
     """Some kernels remove a device in use immediately, others wait for its users: all waiters end in both cases."""
     written = 0
 
@@ -89,7 +89,7 @@ async def test_a_device_that_is_taken_away(spare: SpareDevice, model: MessageMod
             written += 1
 
     async with open_device(spare.name) as device:
-        fatal = asyncio.create_task(heard(device.events(), EventType.DEVICE_FATAL))
+        fatal = asyncio.create_task(next_event(device.events(), EventType.DEVICE_FATAL))
         async with ends(device, model) as (near, region):
             writing = asyncio.create_task(write(near, region))
             taking = await asyncio.create_subprocess_exec(*spare.delete_command())

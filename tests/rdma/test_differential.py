@@ -71,7 +71,7 @@ def _differences(ours: list[bytes], theirs: list[bytes]) -> str:
     return "; ".join(found)
 
 
-def test_rc_in_both_modes(software: dict[str, handles.ProtectionDomain]) -> None:
+def test_rc_with_both_executions(software: dict[str, handles.ProtectionDomain]) -> None:
     for seed in SEEDS:
         sequence = differential_rc.draw(seed)
         inline, threaded = (differential_rc.execute(software[mode], sequence) for mode in ("inline", "thread"))
@@ -83,11 +83,11 @@ def test_rc_on_soft_roce(software: dict[str, handles.ProtectionDomain], soft_roc
     for seed in SEEDS:
         sequence = differential_rc.draw(seed)
         ours = differential_rc.execute(software["inline"], sequence)
-        theirs = differential_rc.normalised(differential_rc.execute(soft_roce, sequence))
+        theirs = differential_rc.normalize(differential_rc.execute(soft_roce, sequence))
         check_rc(sequence, ours, theirs, ("soft0", "soft-RoCE"))
 
 
-def test_datagrams_in_both_modes(software: dict[str, handles.ProtectionDomain]) -> None:
+def test_datagrams_with_both_executions(software: dict[str, handles.ProtectionDomain]) -> None:
     for seed in SEEDS:
         sequence = differential_ud.draw(seed)
         inline, threaded = (differential_ud.execute(software[mode], seed, sequence) for mode in ("inline", "thread"))

@@ -27,35 +27,35 @@ ANOTHER_USER += ["--inh-caps=+dac_read_search", "--ambient-caps=+dac_read_search
 
 
 @pytest.fixture(autouse=True)
-def machine_of_our_own() -> None:
+def needs_disposable_machine() -> None:
     """Skip unless these tests may change the machine."""
     if os.geteuid() != 0 or not Path("/sys/module/rdma_rxe").exists():
         pytest.skip("this needs soft-RoCE and root, as in the virtual machine")
 
 
-def ask(*command: str) -> dict[str, Any]:
+def run_doctor(*command: str) -> dict[str, Any]:
     """Run the doctor as an unprivileged user; check that its exit status and its output agree."""
     done = subprocess.run([*command, *DOCTOR], capture_output=True, text=True, timeout=120, check=False)
     assert done.stderr == ""
-    told: dict[str, Any] = json.loads(done.stdout)
-    assert done.returncode == told["status"]
-    return told
+    result: dict[str, Any] = json.loads(done.stdout)
+    assert done.returncode == result["status"]
+    return result
 
 
-def ask_with_mount(mount: str) -> dict[str, Any]:
+def run_doctor_with_mount(mount: str) -> dict[str, Any]:
     """Run the doctor with a mount that other processes do not see."""
-    return ask("unshare", "--mount", "sh", "-c", f'{mount} && exec "$@"', "sh")
+    return run_doctor("unshare", "--mount", "sh", "-c", f'{mount} && exec "$@"', "sh")
 
 
-def findings(told: dict[str, Any], subject: str) -> dict[str, list[str]]:
+def findings(result: dict[str, Any], subject: str) -> dict[str, list[str]]:
     """Return the commands of a subject's findings, by code."""
-    return {each["code"]: each["commands"] for each in told["findings"] if each["subject"] == subject}
+    return {each["code"]: each["commands"] for each in result["findings"] if each["subject"] == subject}
 
 
 @functools.cache
 def libibverbs() -> str:
     """Return the path of libibverbs."""
-    path: str = ask()["machine"]["probe"]["libibverbs"]["path"]
+    path: str = run_doctor()["machine"]["probe"]["libibverbs"]["path"]
     return path
 
 
@@ -64,7 +64,7 @@ def run(*command: str) -> None:
 
 
 @contextlib.contextmanager
-def another_link(*, up: bool) -> Iterator[None]:
+def extra_link(*, up: bool) -> Iterator[None]:
     """Create a soft-RoCE link over an interface without an IP address."""
     run("ip", "link", "add", OURS, "type", "dummy")
     try:
@@ -81,83 +81,83 @@ def another_link(*, up: bool) -> Iterator[None]:
         run("ip", "link", "delete", OURS)  # removes the link, too
 
 
-def test_all_is_well() -> None:
-    told = ask()
-    assert told["status"] == 0
-    assert set(rdma_devices()) <= set(told["usable"])
-    assert not told["unusable"]
-    assert not [each for each in told["findings"] if each["severity"] == "error"]
-    libraries = told["machine"]["probe"]
+def test_all_devices_are_usable() -> None:
+    result = run_doctor()
+    assert result["status"] == 0
+    assert set(rdma_devices()) <= set(result["usable"])
+    assert not result["unusable"]
+    assert not [each for each in result["findings"] if each["severity"] == "error"]
+    libraries = result["machine"]["probe"]
     assert libraries["libibverbs"]["version"] == libraries["librdmacm"]["version"]
     assert libraries["trials"][rdma_devices()[0]] == {"problem": None, "number": 0}
 
 
 @pytest.mark.rdma_all
 def test_a_port_that_is_down() -> None:
-    with another_link(up=False):
-        told = ask()
-    assert told["unusable"] == [OURS]
-    assert findings(told, OURS) == {"port": [f"sudo ip link set {OURS} up"]}
-    assert told["status"] == 0  # other devices are usable
+    with extra_link(up=False):
+        result = run_doctor()
+    assert result["unusable"] == [OURS]
+    assert findings(result, OURS) == {"port": [f"sudo ip link set {OURS} up"]}
+    assert result["status"] == 0  # other devices are usable
 
 
 @pytest.mark.rdma_all
 def test_a_port_without_addresses() -> None:
     if not Path("/proc/sys/net/ipv6/conf").exists():
         pytest.skip("this kernel has no IPv6")
-    with another_link(up=True):
-        told = ask()
-    assert OURS in told["usable"]
-    assert findings(told, OURS) == {"no-ip-gid": [f"sudo ip address add 192.0.2.1/24 dev {OURS}"]}
+    with extra_link(up=True):
+        result = run_doctor()
+    assert OURS in result["usable"]
+    assert findings(result, OURS) == {"no-ip-gid": [f"sudo ip address add 192.0.2.1/24 dev {OURS}"]}
 
 
 @pytest.mark.rdma_all
 def test_a_port_without_addresses_where_ipv6_is_off() -> None:
-    with another_link(up=True):
+    with extra_link(up=True):
         switch = Path("/proc/sys/net/ipv6/conf", OURS, "disable_ipv6")
         if switch.exists():
             switch.write_text("1")
-        told = ask()
-    assert told["unusable"] == [OURS]
-    assert findings(told, OURS) == {"no-ip-gid": [f"sudo ip address add 192.0.2.1/24 dev {OURS}"]}
+        result = run_doctor()
+    assert result["unusable"] == [OURS]
+    assert findings(result, OURS) == {"no-ip-gid": [f"sudo ip address add 192.0.2.1/24 dev {OURS}"]}
 
 
 @pytest.mark.rdma_all
 def test_no_memory_may_be_locked() -> None:
-    told = ask("setpriv", "--bounding-set=-ipc_lock", "--inh-caps=-ipc_lock", "prlimit", "--memlock=0:0")
-    assert told["status"] == 1
-    assert set(rdma_devices()) <= set(told["unusable"])
-    assert findings(told, "system")["memlock"][0] == "ulimit -l unlimited"
-    assert not any(findings(told, name) for name in rdma_devices())
+    result = run_doctor("setpriv", "--bounding-set=-ipc_lock", "--inh-caps=-ipc_lock", "prlimit", "--memlock=0:0")
+    assert result["status"] == 1
+    assert set(rdma_devices()) <= set(result["unusable"])
+    assert findings(result, "system")["memlock"][0] == "ulimit -l unlimited"
+    assert not any(findings(result, name) for name in rdma_devices())
 
 
 @pytest.mark.rdma_all
-def test_another_user_may_not() -> None:
+def test_users_without_permission() -> None:
     node = next(Path("/sys/class/infiniband_verbs").glob("uverbs*"))
     path, name = Path("/dev/infiniband", node.name), (node / "ibdev").read_text().strip()
     mode = path.stat().st_mode & 0o777
     path.chmod(0o600)
     try:
-        told = ask(*ANOTHER_USER)
+        result = run_doctor(*ANOTHER_USER)
     finally:
         path.chmod(mode)
-    assert told["unusable"] == [name]
-    assert findings(told, name) == {"permission": [f"sudo chmod 666 {path}"]}
+    assert result["unusable"] == [name]
+    assert findings(result, name) == {"permission": [f"sudo chmod 666 {path}"]}
 
 
 @pytest.mark.rdma_all
 def test_no_provider() -> None:
-    told = ask_with_mount("mount -t tmpfs none /etc/libibverbs.d")
-    assert told["status"] == 1
+    result = run_doctor_with_mount("mount -t tmpfs none /etc/libibverbs.d")
+    assert result["status"] == 1
     for name in rdma_devices():
-        assert "ibverbs-providers" in findings(told, name)["no-provider"][0]
+        assert "ibverbs-providers" in findings(result, name)["no-provider"][0]
 
 
 @pytest.mark.rdma_all
 def test_no_libibverbs() -> None:
-    told = ask_with_mount(f"mount --bind /dev/null {libibverbs()}")
-    assert (told["status"], told["usable"]) == (1, [])
-    assert "libibverbs1" in findings(told, "system")["libibverbs-missing"][0]
+    result = run_doctor_with_mount(f"mount --bind /dev/null {libibverbs()}")
+    assert (result["status"], result["usable"]) == (1, [])
+    assert "libibverbs1" in findings(result, "system")["libibverbs-missing"][0]
 
 
 @pytest.mark.rdma_all
@@ -166,6 +166,6 @@ def test_pyverbs_of_another_libibverbs() -> None:
     library = libibverbs()
     if next(Path(library).parent.glob("libibverbs/*-rdmav34.so"), None) is not None:
         pytest.skip("up to rdma-core 56 all have the same private interface, and others than those are not installed")
-    told = ask_with_mount(f"mount --bind /usr/lib/x86_64-linux-gnu/libibverbs.so.1 {library}")
-    assert (told["status"], told["usable"]) == (1, [])
-    assert findings(told, "system")["pyverbs-version"][0] == "pip uninstall pyverbs"
+    result = run_doctor_with_mount(f"mount --bind /usr/lib/x86_64-linux-gnu/libibverbs.so.1 {library}")
+    assert (result["status"], result["usable"]) == (1, [])
+    assert findings(result, "system")["pyverbs-version"][0] == "pip uninstall pyverbs"

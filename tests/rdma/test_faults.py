@@ -66,7 +66,7 @@ def connect(near: End, far: End, timeout: int = 14) -> None:
     far.qp.connect(near.qp.local_endpoint(), ACCESS, timeout=timeout)
 
 
-def again(near: End, far: End) -> None:
+def reconnect(near: End, far: End) -> None:
     """Reset and reconnect both ends."""
     for end in (near, far):
         end.qp.to_reset()
@@ -88,7 +88,7 @@ def descriptors() -> list[str]:
     return sorted(target for target in targets if "infiniband" in target)
 
 
-async def shell(command: str) -> str:
+async def run_shell(command: str) -> str:
     """Run a command in a thread, while the loop continues."""
     return await asyncio.to_thread(links.run, command)
 
@@ -109,14 +109,14 @@ async def write_all(near: End, far: End) -> list[WcStatus]:
         return await asyncio.gather(*(write(near, far, number) for number in range(WINDOW)))
 
 
-async def flushed(waiting: "asyncio.Future[Received]") -> None:
+async def check_flushed(waiting: "asyncio.Future[Received]") -> None:
     """Check that a receive was flushed, by ERR or by closing its queue pair."""
     with pytest.raises(WorkCompletionError) as caught:
         await asyncio.wait_for(waiting, PATIENCE_S)
     assert caught.value.status is WcStatus.WR_FLUSH_ERR
 
 
-async def event(device: Device, wanted: EventType) -> None:
+async def wait_for_event(device: Device, wanted: EventType) -> None:
     """Wait for an event of the port."""
     async with asyncio.timeout(PATIENCE_S):
         async for found in device.events():
@@ -154,7 +154,7 @@ async def test_loss_and_delay(rules: tuple[str, ...]) -> None:
         assert (sends.posted, sends.completed, sends.in_flight, sends.failed) == (count + WINDOW, count + WINDOW, 0, ())
 
 
-async def test_all_is_lost() -> None:
+async def test_losing_all_packets_breaks_the_connection() -> None:
     """The connection breaks; the loop, other connections of the device and later ones are unaffected."""
     async with an_end("rxe0") as near, an_end("rxe1") as far, an_end("rxe0") as left, an_end("rxe0") as right:
         connect(near, far)
@@ -170,13 +170,13 @@ async def test_all_is_lost() -> None:
             await near.qp.write(near.region[:8], far.region.remote()[:8])
         assert not waiting.done()  # the far end has not noticed anything
         far.qp.to_error()
-        await flushed(waiting)
+        await check_flushed(waiting)
         near.qp.query()
-        again(near, far)
+        reconnect(near, far)
         assert await write_all(near, far) == [WcStatus.SUCCESS] * WINDOW
 
 
-async def test_the_link_is_down_for_a_moment() -> None:
+async def test_a_short_link_failure_is_survived() -> None:
     """Messages sent while the link is down are sent again; listeners get events."""
     async with an_end("rxe0") as near, an_end("rxe1") as far:
         connect(near, far, timeout=19)  # a timeout of 2 s, seven times
@@ -190,11 +190,11 @@ async def test_the_link_is_down_for_a_moment() -> None:
             return count
 
         running = asyncio.create_task(traffic())
-        heard = [asyncio.create_task(event(end.device, EventType.PORT_ERR)) for end in (near, far)]
+        heard = [asyncio.create_task(wait_for_event(end.device, EventType.PORT_ERR)) for end in (near, far)]
         try:
             await asyncio.to_thread(links.down)
             await asyncio.gather(*heard)
-            heard = [asyncio.create_task(event(end.device, EventType.PORT_ACTIVE)) for end in (near, far)]
+            heard = [asyncio.create_task(wait_for_event(end.device, EventType.PORT_ACTIVE)) for end in (near, far)]
         finally:
             await asyncio.to_thread(links.up)
         await asyncio.gather(*heard)
@@ -215,14 +215,14 @@ async def test_the_link_stays_down() -> None:
             await asyncio.to_thread(links.up)
         assert broken == BROKEN
         assert unroutable is WcStatus.LOC_QP_OP_ERR
-        await flushed(waiting)
+        await check_flushed(waiting)
         near.qp.query()
-        again(near, far)
+        reconnect(near, far)
         assert await write_all(near, far) == [WcStatus.SUCCESS] * WINDOW
 
 
 @contextlib.contextmanager
-def another_link() -> Iterator[None]:
+def extra_link() -> Iterator[None]:
     """Create a soft-RoCE link over an interface of its own, which tests may delete."""
     links.run(f"ip link add {OURS} type dummy && ip address add 10.78.0.1/24 dev {OURS} && ip link set {OURS} up")
     try:
@@ -254,7 +254,7 @@ async def test_the_device_is_deleted(command: str) -> None:
             count += 1
         return count, status
 
-    with another_link():
+    with extra_link():
         async with an_end(OURS) as near, an_end(OURS) as far:
             connect(near, far)
             waiting = asyncio.ensure_future(far.qp.receive(far.region[:64]))
@@ -272,7 +272,7 @@ async def test_the_device_is_deleted(command: str) -> None:
             assert count > 1
             assert status is (WcStatus.SUCCESS if command.startswith("rdma") else WcStatus.LOC_QP_OP_ERR)
             assert not waiting.done()
-        await flushed(waiting)
+        await check_flushed(waiting)
         assert await asyncio.wait_for(deleting.wait(), PATIENCE_S) == 0
         there = Path("/sys/class/infiniband", OURS)
         if command.startswith("ip"):  # then the kernel deletes the link

@@ -51,7 +51,7 @@ def name() -> str:
     return rdma_devices()[0]
 
 
-def test_it_is_listed(name: str) -> None:
+def test_the_device_is_listed(name: str) -> None:
     found = {each.name: each for each in devices()}
     assert found[name].provider == "hardware"
     assert found[name].active
@@ -59,7 +59,7 @@ def test_it_is_listed(name: str) -> None:
     assert "soft0" in found
 
 
-def test_logging_is_the_applications_own(name: str) -> None:
+def test_logging_configuration_is_unchanged(name: str) -> None:
     """Importing pyverbs would configure the root logger: the application's configuration must stay."""
     program = f"""
 import asyncio, logging
@@ -76,7 +76,7 @@ print(root.handlers, logging.getLevelName(root.level))
     assert (done.returncode, done.stdout, done.stderr) == (0, "[] WARNING\n", "")
 
 
-async def test_it_comes_before_the_software_device(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_rdma_devices_come_before_the_software_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AIOVERBS_DEVICE", raising=False)
     async with open_device() as device:
         assert not device.software
@@ -133,7 +133,7 @@ async def test_a_write(name: str, model: ThreadModel, caplog: pytest.LogCaptureF
 
 
 @pytest.mark.parametrize("qp_type", [QpType.RC, QpType.UC, QpType.UD], ids=lambda qp_type: qp_type.name)
-async def test_states_by_hand(name: str, qp_type: QpType) -> None:
+async def test_manual_state_transitions(name: str, qp_type: QpType) -> None:
     """The device accepts all transitions in the table of transitions, and has the state that the table says."""
     async with (
         open_device(name) as device,
@@ -174,7 +174,7 @@ async def test_states_by_hand(name: str, qp_type: QpType) -> None:
         wait_until(lambda: bytes(region.buffer[32:34]) == b"ok")
 
 
-async def test_what_must_be_native_says_so(name: str) -> None:
+async def test_required_native_objects_fail_on_devices_without_them(name: str) -> None:
     (found,) = (each for each in devices() if each.name == name)
     async with open_device(name) as device:
         for what, resource in (
@@ -189,7 +189,7 @@ async def test_what_must_be_native_says_so(name: str) -> None:
                     await resource.open()
 
 
-async def test_over_a_context_of_the_user(name: str) -> None:
+async def test_using_a_context_of_the_user(name: str) -> None:
     import pyverbs.device
 
     context = pyverbs.device.Context(name=name)
@@ -231,7 +231,7 @@ class TestAdopting:
         with pyverbs.device.Context(name=name) as context:
             yield context
 
-    async def test_a_write_between_theirs_and_ours(self, context: "Context") -> None:
+    async def test_a_write_between_adopted_and_own_queue_pairs(self, context: "Context") -> None:
         from pyverbs.mr import MR
         from pyverbs.pd import PD
         from pyverbs.pyverbs_error import PyverbsError
@@ -269,7 +269,7 @@ class TestAdopting:
                 assert another.lkey
         assert context.query_device().phys_port_cnt >= 1
 
-    async def test_what_cannot_be_adopted(self, context: "Context", name: str) -> None:
+    async def test_objects_that_cannot_be_adopted(self, context: "Context", name: str) -> None:
         import pyverbs.device
         from pyverbs.mr import MR
         from pyverbs.pd import PD

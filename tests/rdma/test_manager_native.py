@@ -101,7 +101,7 @@ async def test_thread_domains_are_native(device: Device, shim: Shim) -> None:
     assert device.statistics().native_thread_domains == 0
 
 
-async def test_as_many_as_the_budget_has_are_native(device: Device, shim: Shim) -> None:
+async def test_native_thread_domains_are_limited_by_the_budget(device: Device, shim: Shim) -> None:
     async with device.thread_domain() as first:
         device._budget.limit = 1
         async with device.thread_domain() as second, device.protection_domain() as pd:
@@ -113,7 +113,7 @@ async def test_as_many_as_the_budget_has_are_native(device: Device, shim: Shim) 
                     await pd.parent_domain(second, require_native=True).open()
 
 
-async def test_a_parent_domain_asks_its_allocator(device: Device, shim: Shim) -> None:
+async def test_a_parent_domain_calls_its_allocator(device: Device, shim: Shim) -> None:
     ours, native = Recording(), RecordingAllocator(SharedPageAllocator())
     async with device.protection_domain() as pd, device.thread_domain() as td:
         async with (
@@ -243,7 +243,7 @@ async def test_every_order_of_closing(device: Device, shim: Shim, order: tuple[s
         assert shim.alive() == {what: 1 for what, there in expected.items() if there}
 
 
-async def test_what_another_loop_owns_keeps_them(device: Device, shim: Shim) -> None:
+async def test_objects_of_another_loop_keep_domains_open(device: Device, shim: Shim) -> None:
     async with device.protection_domain() as pd:
         ready, done = threading.Event(), threading.Event()
 
@@ -261,7 +261,7 @@ async def test_what_another_loop_owns_keeps_them(device: Device, shim: Shim) -> 
         await other
 
 
-async def test_a_loop_that_is_gone_leaves_orphans(device: Device, shim: Shim) -> None:
+async def test_a_closed_loop_leaves_orphans(device: Device, shim: Shim) -> None:
     async with device.protection_domain() as pd:
         left: list[ResourceDomain] = []
 
@@ -298,7 +298,7 @@ async def test_an_xrc_domain(device: Device, shim: Shim, tmp_path: Path) -> None
         first.handle  # noqa: B018
 
 
-async def test_what_the_kernel_refuses_leaves_nothing(device: Device, shim: Shim) -> None:
+async def test_rejected_xrc_objects_leave_nothing(device: Device, shim: Shim) -> None:
     """Soft-RoCE has no XRC transport: the verb fails, and everything can be closed."""
     async with (
         device.xrc_domain() as xrc,
@@ -320,7 +320,7 @@ async def test_what_the_kernel_refuses_leaves_nothing(device: Device, shim: Shim
 # ---- Without native domains
 
 
-async def test_without_them_it_goes_on(device: Device, caplog: pytest.LogCaptureFixture) -> None:
+async def test_working_without_native_domains(device: Device, caplog: pytest.LogCaptureFixture) -> None:
     for native in (True, False):
         shim = Shim(device.handle) if native else None
         async with device.resource_domain(allocator=SharedPageAllocator()) as domain:

@@ -31,7 +31,7 @@ SHAPES = [
 ]
 
 
-class Match:
+class ProgramPair:
     """Two programs: a server, then a client."""
 
     def __init__(self, waiting: list[str], coming: list[str], *options: str) -> None:
@@ -52,7 +52,7 @@ class Match:
         unbuffered = {**os.environ, "PYTHONUNBUFFERED": "1"}
         self.programs.append(subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=unbuffered))
 
-    def outcome(self, which: int) -> tuple[str, str, int]:
+    def result_of(self, which: int) -> tuple[str, str, int]:
         """Return output, errors and exit status of a program."""
         out, err = self.programs[which].communicate(timeout=PATIENCE_S)
         complaints = [line for line in err.splitlines() if NOT_NATIVE not in line]
@@ -65,8 +65,8 @@ class Match:
 
 
 @contextlib.contextmanager
-def match(waiting: list[str], coming: list[str], *options: str) -> Iterator[Match]:
-    started = Match(waiting, coming, *options)
+def run_programs(waiting: list[str], coming: list[str], *options: str) -> Iterator[ProgramPair]:
+    started = ProgramPair(waiting, coming, *options)
     try:
         yield started
     finally:
@@ -78,41 +78,41 @@ def _options(shape: tuple[int, int, int]) -> list[str]:
 
 
 @pytest.mark.parametrize(("shape", "theirs"), SHAPES)
-def test_it_answers_c(shape: tuple[int, int, int], theirs: list[str]) -> None:
+def test_our_server_with_rdma_core_client(shape: tuple[int, int, int], theirs: list[str]) -> None:
     size, _, count = shape
-    with match(OURS, theirs, *_options(shape)) as played:
-        out, err, status = played.outcome(1)
+    with run_programs(OURS, theirs, *_options(shape)) as programs:
+        out, err, status = programs.result_of(1)
         assert (err, status) == ("", 0)
         assert f"{2 * size * count} bytes in" in out
-        out, err, status = played.outcome(0)
+        out, err, status = programs.result_of(0)
         assert (err, status) == ("", 0)
         assert f"answered {count} messages" in out
 
 
 @pytest.mark.parametrize(("shape", "theirs"), SHAPES)
-def test_c_answers_it(shape: tuple[int, int, int], theirs: list[str]) -> None:
+def test_our_client_with_rdma_core_server(shape: tuple[int, int, int], theirs: list[str]) -> None:
     """Our program checks each returned message; all messages differ."""
     size, _, count = shape
-    with match(theirs, OURS, *_options(shape)) as played:
-        out, err, status = played.outcome(1)
+    with run_programs(theirs, OURS, *_options(shape)) as programs:
+        out, err, status = programs.result_of(1)
         assert (err, status) == ("", 0)
         assert re.search(rf"{2 * size * count} bytes in .*\n{count} iters in", out)
-        out, err, status = played.outcome(0)
+        out, err, status = programs.result_of(0)
         assert (err, status) == ("", 0)
         assert f"{count} iters in" in out
 
 
 @pytest.mark.parametrize("role", ["answers", "asks"])
-def test_a_peer_that_dies(role: str) -> None:
+def test_a_killed_peer_ends_the_program(role: str) -> None:
     """With a send, a receive or both in flight, our program ends with an error."""
     ours = [*OURS, "--timeout", "10"]  # a receive in flight ends by this timeout
     waiting, coming, us = (ours, THEIRS, 0) if role == "answers" else (THEIRS, ours, 1)
-    with match(waiting, coming, "-n", "1000000") as played:
-        stdout = played.programs[us].stdout
+    with run_programs(waiting, coming, "-n", "1000000") as programs:
+        stdout = programs.programs[us].stdout
         assert stdout is not None
         assert any("queue pair" in line for line in stdout)  # connected
         time.sleep(0.5)
-        played.programs[1 - us].kill()
-        _, err, status = played.outcome(us)
+        programs.programs[1 - us].kill()
+        _, err, status = programs.result_of(us)
         assert status == 1
         assert re.search("RETRY_EXC_ERR|WR_FLUSH_ERR|not done in time", err)

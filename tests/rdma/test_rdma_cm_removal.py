@@ -41,7 +41,7 @@ def device() -> Iterator[str]:
         run(f"ip link delete {INTERFACE}")  # removes the RDMA device, too
 
 
-def test_everything_ends(device: str) -> None:
+def test_all_waiters_end(device: str) -> None:
     root = str(Path(__file__).parents[2])
     # Use the installed package, not the source tree.
     code = f"import runpy, sys; sys.path.append({root!r}); runpy.run_module('tests.rdma.removed', run_name='__main__')"

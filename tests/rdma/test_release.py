@@ -21,7 +21,7 @@ def mapped(start: str) -> Path:
     return path
 
 
-def test_the_libraries_are_its_own() -> None:
+def test_libraries_belong_to_the_release() -> None:
     module = importlib.import_module("pyverbs.cmid")
     name = rdma_devices()[0]
     with opened(name):
@@ -35,7 +35,7 @@ def test_the_libraries_are_its_own() -> None:
     assert Path(module.__file__ or "").resolve().is_relative_to(ROOT)
 
 
-def test_its_pyverbs_is_laid_out_as_expected() -> None:
+def test_pyverbs_structures_have_the_expected_layout() -> None:
     """The structure behind the pointer agrees with the attributes of the object; otherwise these raise."""
     from pyverbs.device import Context
     from pyverbs.mr import MR

@@ -81,7 +81,7 @@ PINGS = [(3, 64), *(pytest.param(*each, marks=pytest.mark.rdma_all) for each in 
 
 
 @pytest.mark.parametrize(("count", "size"), PINGS)
-def test_their_client(count: int, size: int) -> None:
+def test_rdma_core_client(count: int, size: int) -> None:
     place = ("-a", address_of(rdma_devices()[0]), "-p", str(free_port()), "-S", str(size))
     with running(*EXAMPLE, "-s", "-v", *place) as server:
         wait_for(server, "listening")
@@ -93,7 +93,7 @@ def test_their_client(count: int, size: int) -> None:
 
 
 @pytest.mark.parametrize(("count", "size"), PINGS)
-def test_their_server(count: int, size: int) -> None:
+def test_rdma_core_server(count: int, size: int) -> None:
     port = free_port()
     place = ("-a", address_of(rdma_devices()[-1]), "-p", str(port), "-S", str(size))
     with running(*RPING, "-s", "-v", *place) as server:
@@ -107,7 +107,7 @@ def test_their_server(count: int, size: int) -> None:
 
 
 @pytest.mark.rdma_all
-def test_ours_with_ours() -> None:
+def test_our_client_with_our_server() -> None:
     place = ("-a", address_of(rdma_devices()[0]), "-p", str(free_port()))
     with running(*EXAMPLE, "-s", *place) as server:
         wait_for(server, "listening")
@@ -117,7 +117,7 @@ def test_ours_with_ours() -> None:
 
 
 @pytest.mark.rdma_all
-def test_their_client_dies() -> None:
+def test_a_killed_rdma_core_client() -> None:
     place = ("-a", address_of(rdma_devices()[0]), "-p", str(free_port()))
     with running(*EXAMPLE, "-s", "-v", *place) as server:
         wait_for(server, "listening")
@@ -129,7 +129,7 @@ def test_their_client_dies() -> None:
 
 
 @pytest.mark.rdma_all
-def test_their_server_dies() -> None:
+def test_a_killed_rdma_core_server() -> None:
     port = free_port()
     place = ("-a", address_of(rdma_devices()[-1]), "-p", str(port))
     with running(*RPING, "-s", "-v", *place) as server:

@@ -97,29 +97,29 @@ class OtherProcess:
                 ours,
             )
 
-    async def answer(self) -> str:
+    async def read_line(self) -> str:
         """Return the next line of output."""
         assert self.process.stdout is not None
         line = await asyncio.wait_for(self.process.stdout.readline(), 60)
         assert line, "it has ended"
         return line.decode().strip()
 
-    async def do(self, command: str) -> str:
+    async def run_command(self, command: str) -> str:
         """Send a command; return its result."""
-        self.tell(command)
-        return await self.answer()
+        self.start_command(command)
+        return await self.read_line()
 
-    def tell(self, command: str) -> None:
+    def start_command(self, command: str) -> None:
         """Send a command without waiting for its result."""
         assert self.process.stdin is not None
         self.process.stdin.write(f"{command}\n".encode())
 
-    async def take(self, pd: ProtectionDomain) -> None:
+    async def import_domain(self, pd: ProtectionDomain) -> None:
         """Let the process import a domain."""
         async with pd.share(KEY) as shared:
-            self.tell(f"import {shared.id}")
+            self.start_command(f"import {shared.id}")
             await shared.send(self.our_end)
-            assert await self.answer() == self.name
+            assert await self.read_line() == self.name
 
     async def end(self) -> None:
         """Close the input of the process, and wait for its end."""
@@ -153,13 +153,13 @@ async def other_process(name: str) -> AsyncIterator[OtherProcess]:
 async def importer(device: Device, pd: ProtectionDomain) -> AsyncIterator[OtherProcess]:
     """Run a process that has imported a domain."""
     async with other_process(device.name) as other:
-        await other.take(pd)
+        await other.import_domain(pd)
         yield other
 
 
 async def write_to(device: Device, pd: ProtectionDomain, other: OtherProcess, text: bytes, *, over_it: bool) -> None:
     """Write from this process into the other one's memory, by a queue pair of that process or of this one."""
-    address, rkey = map(int, (await other.do("memory")).split())
+    address, rkey = map(int, (await other.run_command("memory")).split())
     async with (
         device.resource_domain(pd) as domain,
         domain.register(64, ACCESS) as source,
@@ -169,18 +169,20 @@ async def write_to(device: Device, pd: ProtectionDomain, other: OtherProcess, te
     ):
         peer = far.local_endpoint()
         if over_it:
-            peer = Endpoint.from_bytes(bytes.fromhex(await other.do(f"connect {bytes(near.local_endpoint()).hex()}")))
+            peer = Endpoint.from_bytes(
+                bytes.fromhex(await other.run_command(f"connect {bytes(near.local_endpoint()).hex()}"))
+            )
         else:
             far.connect(near.local_endpoint(), ACCESS)
         near.connect(peer, ACCESS)
         source.buffer[: len(text)] = text
         await near.write(source[: len(text)], RemoteRegion(address, len(text), rkey))
-    assert await other.do(f"look {len(text)}") == text.decode()
+    assert await other.run_command(f"look {len(text)}") == text.decode()
     if over_it:
-        await other.do("disconnect")
+        await other.run_command("disconnect")
 
 
-async def test_the_provider_has_none(name: str, ends: tuple[socket.socket, socket.socket]) -> None:
+async def test_the_provider_lacks_importing(name: str, ends: tuple[socket.socket, socket.socket]) -> None:
     before = descriptors()
     async with open_device(name) as device, device.protection_domain() as pd:
         said = f"ibv_import_device failed: EOPNOTSUPP .*the provider of {name} does not support it"
@@ -203,7 +205,7 @@ async def test_the_provider_has_none(name: str, ends: tuple[socket.socket, socke
     assert descriptors() == before
 
 
-async def test_the_three_errors(name: str, shim: Imports, ends: tuple[socket.socket, socket.socket]) -> None:
+async def test_wrong_key_id_or_device(name: str, shim: Imports, ends: tuple[socket.socket, socket.socket]) -> None:
     near, far = ends
     async with open_device(name) as device, device.protection_domain() as pd, pd.share(KEY) as shared:
         for shared_id, key, error in (
@@ -252,7 +254,7 @@ async def test_a_descriptor_of_another_device(
         assert descriptors() == before
 
 
-async def test_in_one_process(name: str, shim: Imports, ends: tuple[socket.socket, socket.socket]) -> None:
+async def test_sharing_within_one_process(name: str, shim: Imports, ends: tuple[socket.socket, socket.socket]) -> None:
     near, far = ends
     before, domains = descriptors(), kernel_domains(name)
     async with open_device(name) as device, device.protection_domain() as pd, pd.share(KEY) as shared:
@@ -312,18 +314,18 @@ async def test_every_order_of_closing(name: str, shim: Imports) -> None:
         for order in ORDERS:
             device = await open_device(name).open()
             pd = await device.protection_domain().open()
-            await other.take(pd)
+            await other.import_domain(pd)
             instances = {"our pd", "pd"}
             for what in order:
                 if what in THEIRS:
                     # The last one leaves no descriptor open.
-                    assert await other.do(f"close {what}") == "closed", order
+                    assert await other.run_command(f"close {what}") == "closed", order
                 else:
                     await (pd if what == "our pd" else device).aclose()
                 instances.discard(what)
                 assert kernel_domains(name) == domains + bool(instances), order
                 if "pd" in instances:
-                    assert await other.do("work") == "done", order
+                    assert await other.run_command("work") == "done", order
                 if "our pd" in instances:
                     async with pd.register(64):
                         pass
@@ -331,24 +333,24 @@ async def test_every_order_of_closing(name: str, shim: Imports) -> None:
     assert kernel_domains(name) == domains
 
 
-async def test_the_importer_dies(name: str, shim: Imports) -> None:
+async def test_the_importing_process_dies(name: str, shim: Imports) -> None:
     """Objects of the dead process stay in the kernel, and the domain with them, as long as there is a descriptor."""
     domains = kernel_domains(name)
     async with open_device(name) as device:
         pd = await device.protection_domain().open()
         async with importer(device, pd) as other:
-            assert await other.do("work") == "done"
+            assert await other.run_command("work") == "done"
             await other.kill()
         await pd.aclose()
         assert kernel_domains(name) == domains + 1
     assert kernel_domains(name) == domains
 
 
-async def test_the_sharer_dies(name: str, shim: Imports, ends: tuple[socket.socket, socket.socket]) -> None:
+async def test_the_sharing_process_dies(name: str, shim: Imports, ends: tuple[socket.socket, socket.socket]) -> None:
     domains = kernel_domains(name)
     near, _ = ends
     other = await OtherProcess.start(name, ends)
-    shared_id = int(await other.do("share"))
+    shared_id = int(await other.run_command("share"))
     async with import_device(near, shared_id, KEY) as device:
         async with device.shared_protection_domain(shared_id, KEY) as pd, pd.register(64, ACCESS):
             await other.kill()

@@ -85,7 +85,7 @@ def test_thread_domain(context: handles.Context, shim: Shim) -> None:
     second.destroy()
 
 
-def test_a_parent_domain_takes_its_base_s_place(context: handles.Context, shim: Shim) -> None:
+def test_a_parent_domain_replaces_its_base(context: handles.Context, shim: Shim) -> None:
     pd, td = handles.ProtectionDomain(context), parent_domain.ThreadDomain(context)
     parent = parent_domain.ParentDomain(pd, td)
     pair = Pair(parent, pd)  # one side on the parent domain, the other on its base: one protection domain
@@ -158,7 +158,7 @@ def test_an_allocator_is_called_as_documented(context: handles.Context, shim: Sh
     assert (shim.counts()["alloc_calls"], shim.counts()["free_calls"]) == (1, 1)
 
 
-def test_an_allocator_may_leave_it_to_the_provider(context: handles.Context, shim: Shim) -> None:
+def test_an_allocator_may_defer_to_the_provider(context: handles.Context, shim: Shim) -> None:
     class Default:
         freed = 0
 

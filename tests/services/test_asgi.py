@@ -44,7 +44,7 @@ SERVERS = {
 }
 
 
-def until(condition: Callable[[], object]) -> None:
+def wait_for_service(condition: Callable[[], object]) -> None:
     """Wait for a condition, for as long as a start may take."""
     wait_until(condition, START_S)
 
@@ -78,7 +78,7 @@ class Service:
     env: Mapping[str, str]
     workers: set[int] = field(default_factory=set)  # process IDs of workers that answered and were not killed
 
-    def ask(self, name: str, data: bytes | None = None) -> "httpx.Response":
+    def request(self, name: str, data: bytes | None = None) -> "httpx.Response":
         """Send a request over a TCP connection of its own, to whichever worker accepts it."""
         method = "GET" if data is None else "PUT"
         answer = self.client.request(method, f"{self.url}/objects/{name}", content=data)
@@ -87,25 +87,25 @@ class Service:
         return answer
 
     def get(self, name: str) -> bytes:
-        answer = self.ask(name)
+        answer = self.request(name)
         assert answer.status_code == 200, answer.text
         content: bytes = answer.content
         return content
 
     def put(self, name: str, data: bytes) -> None:
-        answer = self.ask(name, data)
+        answer = self.request(name, data)
         assert answer.status_code == 204, answer.text
 
-    def until_workers(self, count: int) -> None:
+    def wait_for_workers(self, count: int) -> None:
         """Wait until `count` workers have answered."""
 
         def ask_many() -> bool:
-            list(threads.map(self.ask, ["nothing", "object"] * 8))
+            list(threads.map(self.request, ["nothing", "object"] * 8))
             return len(self.workers) >= count
 
         self.put("object", b"1")
         with ThreadPoolExecutor(8) as threads:
-            until(ask_many)
+            wait_for_service(ask_many)
 
 
 def stopped(pid: int) -> bool:
@@ -128,7 +128,7 @@ def serving(server: str, folder: Path) -> Iterator[Service]:
     def answers() -> bool:
         assert process.poll() is None, said.read_text()
         try:
-            return service.ask("nothing").status_code == 404
+            return service.request("nothing").status_code == 404
         except httpx.ConnectError:
             return False
 
@@ -138,7 +138,7 @@ def serving(server: str, folder: Path) -> Iterator[Service]:
         subprocess.Popen(command, env={**env, "STORE": store.place}, cwd=HERE, stdout=output, stderr=output) as process,
     ):
         try:
-            until(answers)
+            wait_for_service(answers)
             yield service
         finally:
             process.terminate()
@@ -165,23 +165,23 @@ def only(server: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("service", [server], indirect=True, scope="module")
 
 
-def test_objects(service: Service) -> None:
+def test_workers_return_the_last_object_put(service: Service) -> None:
     """Each worker returns the object that was put last, through whichever worker."""
     sizes = (0, 1, 500, MAX_PAIR - 4)
-    service.until_workers(2)
+    service.wait_for_workers(2)
     with ThreadPoolExecutor(8) as threads:
         for turn in range(3):
             objects = {f"{size}": os.urandom(size) for size in sizes}
             list(threads.map(service.put, objects, objects.values()))
             for name, got in zip([*objects] * 8, threads.map(service.get, [*objects] * 8), strict=True):
                 assert got == objects[name], (turn, name)
-    assert service.ask("nothing").status_code == 404
-    assert service.ask("large", bytes(MAX_PAIR - 4)).status_code == 413
-    assert service.ask("large", bytes(1 << 20)).status_code == 413
+    assert service.request("nothing").status_code == 404
+    assert service.request("large", bytes(MAX_PAIR - 4)).status_code == 413
+    assert service.request("large", bytes(1 << 20)).status_code == 413
 
 
 @only("gunicorn")
-def test_objects_that_are_put_while_they_are_got(service: Service) -> None:
+def test_concurrent_gets_return_whole_objects(service: Service) -> None:
     """A get returns either the old or the new object, and always a whole one."""
     whole = {bytes([each]) * 900 for each in range(4)}
     with ThreadPoolExecutor(4) as threads:
@@ -196,7 +196,7 @@ def test_objects_that_are_put_while_they_are_got(service: Service) -> None:
 
 
 @only("uvicorn")
-def test_no_room(service: Service) -> None:
+def test_putting_fails_if_all_slots_are_taken(service: Service) -> None:
     """Putting fails if other keys fill all slots for the key."""
     others = ["nothing", "object", "large", "0", "1", "500", str(MAX_PAIR - 4), *map("object-{}".format, range(4))]
     taken = [slot_offset(name.encode()) for name in others]
@@ -209,11 +209,11 @@ def test_no_room(service: Service) -> None:
         for place, group in groups
         if len(group) > NEIGHBOURS and all(abs(place - other) >= NEIGHBOURS * SLOT for other in taken)
     )
-    assert [service.ask(name, b"x").status_code for name in together] == [204] * NEIGHBOURS + [507]
-    assert service.ask(together[0], b"y").status_code == 204, "it has its place"
+    assert [service.request(name, b"x").status_code for name in together] == [204] * NEIGHBOURS + [507]
+    assert service.request(together[0], b"y").status_code == 204, "it has its place"
 
 
-def test_a_worker_that_is_killed(service: Service) -> None:
+def test_a_killed_worker_is_replaced(service: Service) -> None:
     """Requests of the killed worker fail; later requests are answered by the other worker, and by a replacement."""
     over, begun = threading.Event(), threading.Barrier(5)
     failed: list[float] = []  # start times of failed requests
@@ -240,18 +240,18 @@ def test_a_worker_that_is_killed(service: Service) -> None:
             done[client] += 1
         assert service.get(name) in possible
 
-    service.until_workers(2)
+    service.wait_for_workers(2)
     with ThreadPoolExecutor(4) as threads:
         loads = [threads.submit(load, client) for client in range(4)]
         try:
             begun.wait(patience(20))
-            until(lambda: min(done) > 4 or any(each.done() for each in loads))
+            wait_for_service(lambda: min(done) > 4 or any(each.done() for each in loads))
             before = set(service.workers)
             victim = min(before)
             os.kill(victim, signal.SIGKILL)
-            until(lambda: stopped(victim))
+            wait_for_service(lambda: stopped(victim))
             dead = time.monotonic()
-            until(lambda: service.workers - before or any(each.done() for each in loads))
+            wait_for_service(lambda: service.workers - before or any(each.done() for each in loads))
         finally:
             over.set()
         for each in loads:
@@ -263,11 +263,13 @@ def test_a_worker_that_is_killed(service: Service) -> None:
 
 
 @only("gunicorn")
-def test_a_store_that_goes_and_comes_back(service: Service) -> None:
-    service.until_workers(2)
+def test_a_restarted_store_is_reached_again(service: Service) -> None:
+    service.wait_for_workers(2)
     service.store.end()
-    until(lambda: [service.ask("object").status_code for _ in range(8)] == [503] * 8)
+    wait_for_service(lambda: [service.request("object").status_code for _ in range(8)] == [503] * 8)
     service.store = Store(service.env, int(service.store.place.rpartition(":")[2]))
-    until(lambda: [service.ask("object").status_code for _ in range(8)] == [404] * 8)
-    until(lambda: service.ask("object", b"2").status_code == 204)
-    until(lambda: [service.ask("object").content for _ in range(8)] == [b"2"] * 8)  # from the other worker, too
+    wait_for_service(lambda: [service.request("object").status_code for _ in range(8)] == [404] * 8)
+    wait_for_service(lambda: service.request("object", b"2").status_code == 204)
+    wait_for_service(
+        lambda: [service.request("object").content for _ in range(8)] == [b"2"] * 8
+    )  # from the other worker, too

@@ -90,5 +90,5 @@ def test_every_reason_has_a_difference() -> None:
     assert [rule for rule in RULES if rule not in used] == []
 
 
-def test_the_table_is_what_the_script_writes() -> None:
+def test_the_table_is_up_to_date() -> None:
     assert table.TABLE.read_text() == table.render(COLUMNS, RULES)

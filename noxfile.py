@@ -522,10 +522,10 @@ def run_on_release(
 
 
 def bench_program(session: nox.Session) -> str:
-    """Compile the reference programs of the benchmarks on RDMA devices; return the program's path."""
-    program = str(folder(session, "bench") / "rdma_yard")
+    """Compile the baselines of the benchmarks on RDMA devices; return the program's path."""
+    program = str(folder(session, "bench") / "rdma_baseline")
     flags = ("-std=c11", "-Wall", "-Wextra", "-Werror", "-O2", "-Iaioverbs/_core")
-    sources = ("tests/bench/rdma_yard.c", "aioverbs/_core/abi/verbs_ops.c")
+    sources = ("tests/bench/rdma_baseline.c", "aioverbs/_core/abi/verbs_ops.c")
     session.run(*os.environ.get("CC", "cc").split(), *flags, *sources, "-ldl", "-o", program, external=True)
     return program
 
@@ -562,7 +562,7 @@ def rdma(session: nox.Session) -> None:
     if bench:
         program = bench_program(session)
         arguments = [each for each in session.posargs if each != "--bench"]
-        command = (python, "-P", "tests/bench/rdma.py", "--yard", program, *arguments)
+        command = (python, "-P", "tests/bench/rdma.py", "--baseline", program, *arguments)
         session.run(*(() if here else (*vm, "--timeout", str(RDMA_LIMIT_S), "--")), *command)
         return
     shim = folder(session, "shim") / "shim.so"

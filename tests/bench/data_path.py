@@ -6,6 +6,7 @@ from functools import partial
 
 from aioverbs import MessageModel
 from aioverbs.attributes import Execution
+from tests.bench.baselines import Baseline, baseline, waker
 from tests.bench.echo import protocol_echo, stream_echo
 from tests.bench.ends import (
     Ends,
@@ -20,7 +21,6 @@ from tests.bench.ends import (
     writes_over,
 )
 from tests.bench.measuring import Contender, Limit, Result, Rounds, Sleeps, interleaved
-from tests.bench.yardsticks import Yard, waker, yard
 from tests.soft_context import soft_context
 
 __all__ = ["batch", "large_write", "message_models", "small_write", "wake_up", "window"]
@@ -33,13 +33,13 @@ COLD = 2048  # slots of 64 KiB: 128 MiB for each region, more than a cache holds
 
 
 @asynccontextmanager
-async def _inline(size: int = 1 << 18) -> AsyncIterator[tuple[Ends, Yard, Yard]]:
+async def _inline(size: int = 1 << 18) -> AsyncIterator[tuple[Ends, Baseline, Baseline]]:
     """Open queue pairs that poll, and equivalents in C, with ``ibv_poll_cq`` and with ``ibv_start_poll``."""
     async with ends(MessageModel.FORCE_LOW_LATENCY, size=size) as here:
         context = here.device.handle
         with (
-            yard(context, here.local, here.remote) as basic,
-            yard(context, here.local, here.remote, extended=True) as extended,
+            baseline(context, here.local, here.remote) as basic,
+            baseline(context, here.local, here.remote, extended=True) as extended,
         ):
             yield here, basic, extended
             if basic.idle_polls or extended.idle_polls:

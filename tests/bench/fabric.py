@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
+from tests.bench.baselines import compiled
 from tests.bench.measuring import Limit, Result
 from tests.bench.turns import alone, in_turns
-from tests.bench.yardsticks import compiled
 
 __all__ = ["FEW", "MANY", "direct_writes", "large_writes", "reads_asleep", "small_writes"]
 
@@ -24,10 +24,10 @@ Turn = Callable[[], Awaitable[bytes]]
 
 
 @contextmanager
-def _yard() -> Iterator[str]:
-    """Compile fabric_yard.c; yield the path of the program."""
-    with tempfile.TemporaryDirectory(prefix="fabric-yard-") as folder:
-        yield compiled(Path(folder, "fabric_yard"), "fabric_yard.c")
+def _baseline() -> Iterator[str]:
+    """Compile fabric_baseline.c; yield the path of the program."""
+    with tempfile.TemporaryDirectory(prefix="fabric-baseline-") as folder:
+        yield compiled(Path(folder, "fabric_baseline"), "fabric_baseline.c")
 
 
 def _ours(what: str, model: str, length: int, window: int, operations: int, *, direct: bool = True) -> Turn:
@@ -41,8 +41,8 @@ def _streams(kind: str, asked: int, answered: int, operations: int) -> Turn:
     )
 
 
-def _c(yard: str, what: str, length: int, places: int, operations: int) -> Turn:
-    return partial(alone, yard, what, *map(str, (length, places, operations)))
+def _c(baseline: str, what: str, length: int, places: int, operations: int) -> Turn:
+    return partial(alone, baseline, what, *map(str, (length, places, operations)))
 
 
 async def _medians(turns: Mapping[str, Turn], rounds: int) -> dict[str, list[float]]:
@@ -53,10 +53,10 @@ async def _medians(turns: Mapping[str, Turn], rounds: int) -> dict[str, list[flo
 
 async def small_writes(rounds: int) -> Result:
     """Measure awaited 8-byte writes with polling; the baseline in C sends 8 bytes back and forth."""
-    with _yard() as yard:
+    with _baseline() as baseline:
         turns = {
             "await": _ours("write", "FORCE_LOW_LATENCY", 8, 1, 50_000),
-            "c": _c(yard, "spins", 8, 1, 100_000),
+            "c": _c(baseline, "spins", 8, 1, 100_000),
         }
         taken = await _medians(turns, rounds)
     ours, c = taken["await"][0], taken["c"][0]
@@ -87,10 +87,10 @@ async def reads_asleep(rounds: int) -> Result:
 
 async def large_writes(rounds: int) -> Result:
     """Measure 1 MiB writes, several in flight, through the socket; the baseline in C sends as much."""
-    with _yard() as yard:
+    with _baseline() as baseline:
         turns = {
             "await": _ours("write", "DEFAULT", LARGE, FEW, 500, direct=False),
-            "c": _c(yard, "streams", LARGE, FEW, 500),
+            "c": _c(baseline, "streams", LARGE, FEW, 500),
         }
         taken = await _medians(turns, rounds)
     figures = {f"{name}_gb_per_s": LARGE / numbers[0] for name, numbers in taken.items()}
@@ -100,11 +100,11 @@ async def large_writes(rounds: int) -> Result:
 
 async def direct_writes(rounds: int, places: int) -> Result:
     """Measure 1 MiB writes from memory to memory; the baselines are memcpy and process_vm_readv."""
-    with _yard() as yard:
+    with _baseline() as baseline:
         turns = {
             "await": _ours("write", "DEFAULT", LARGE, places, 2000),
-            "memcpy": _c(yard, "copies", LARGE, places, 2000),
-            "process_vm": _c(yard, "moves", LARGE, places, 2000),
+            "memcpy": _c(baseline, "copies", LARGE, places, 2000),
+            "process_vm": _c(baseline, "moves", LARGE, places, 2000),
         }
         taken = await _medians(turns, rounds)
     if not taken["await"][2]:

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from functools import partial
 
 from aioverbs.attributes import Execution
+from tests.bench.baselines import baseline
 from tests.bench.ends import MODELS, Ends, ends
 from tests.bench.measuring import Contender, Limit, Result, interleaved
-from tests.bench.yardsticks import yard
 
 __all__ = ["many_queue_pairs"]
 
@@ -86,8 +86,8 @@ async def many_queue_pairs(rounds: int, *, execution: Execution) -> Result:
 async def _in_c(few: Ends, many: Ends) -> float:
     """Return the ratio for the same work in C: one write after the other, cycling through the queue pairs."""
     with (
-        yard(few.device.handle, few.local, few.remote, count=FEW, depth=DEPTH) as c_few,
-        yard(many.device.handle, many.local, many.remote, count=MANY, depth=DEPTH) as c_many,
+        baseline(few.device.handle, few.local, few.remote, count=FEW, depth=DEPTH) as c_few,
+        baseline(many.device.handle, many.local, many.remote, count=MANY, depth=DEPTH) as c_many,
     ):
         contenders: dict[str, Contender] = {
             "few": partial(c_few.round_robin, 8),

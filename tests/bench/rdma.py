@@ -40,7 +40,7 @@ DELAY_US = 500  # delay of a packet: long enough for the waiting thread to go to
 
 @dataclass(frozen=True)
 class Contender:
-    """A program that takes the arguments of `rdma_yard.c`.
+    """A program that takes the arguments of `rdma_baseline.c`.
 
     :param program: command that runs it.
     :param wait: argument WAIT or MODEL.
@@ -52,7 +52,7 @@ class Contender:
 
 @dataclass(frozen=True)
 class Work:
-    """Work of all contenders of a benchmark: see `rdma_yard.c`."""
+    """Work of all contenders of a benchmark: see `rdma_baseline.c`."""
 
     what: str
     length: int
@@ -128,20 +128,20 @@ async def measure(work: Work, contenders: Mapping[str, Contender], rounds: int) 
 class Benchmarks:
     """All benchmarks, each a coroutine method of its name.
 
-    :param yard: path of the program compiled from `rdma_yard.c`.
+    :param baseline: path of the program compiled from `rdma_baseline.c`.
     :param devices: the near and the far device, which may be the same.
     :param rounds: number of processes of each contender.
     :param scale: factor for the usual number of operations.
     """
 
-    def __init__(self, yard: str, devices: list[str], rounds: int, scale: float) -> None:
+    def __init__(self, baseline: str, devices: list[str], rounds: int, scale: float) -> None:
         self._near, self._far = devices[0], devices[-1]
         self._rounds, self._scale = rounds, scale
         self._gids = {}
         for name in (self._near, self._far):
             with opened(name) as context:
                 self._gids[name] = gid_index(context, 1)
-        self._yard = (yard,)
+        self._baseline = (baseline,)
         python = (sys.executable, "-P")
         self._library = (*python, str(HERE / "rdma_library.py"))
         self._peer = (*python, str(HERE / "rdma_peer.py"))
@@ -158,7 +158,7 @@ class Benchmarks:
 
     async def polling(self) -> Result:
         """Measure awaited 8-byte writes of a device to itself."""
-        contenders = {"await": Contender(self._library, "FORCE_LOW_LATENCY"), "c": Contender(self._yard, "polls")}
+        contenders = {"await": Contender(self._library, "FORCE_LOW_LATENCY"), "c": Contender(self._baseline, "polls")}
         taken = await measure(self._work("writes", 8, 1, 20_000, self._near), contenders, self._rounds)
         ours, c = taken["await"], taken["c"]
         figures = {"await_us": ours.us, "c_us": c.us, "to_c": ours.us / c.us, "quiet_to_c": c.quicker_than(ours)}
@@ -170,7 +170,7 @@ class Benchmarks:
         Soft-RoCE completes a write before the posting call returns, so no thread would sleep: its network is slowed
         down. `beyond_delay_to_c` excludes that delay.
         """
-        contenders = {"await": Contender(self._library, "DEFAULT"), "c": Contender(self._yard, "sleeps")}
+        contenders = {"await": Contender(self._library, "DEFAULT"), "c": Contender(self._baseline, "sleeps")}
         with netem(f"delay {DELAY_US // 2}us") if EMULATED else nullcontext():
             taken = await measure(self._work("writes", 8, 1, 1000, self._far), contenders, self._rounds)
         ours, c = taken["await"], taken["c"]
@@ -199,7 +199,7 @@ class Benchmarks:
         contenders = {
             "handles": Contender(self._library, "FORCE_LOW_LATENCY"),
             "chained": Contender(self._library, "HIGH_BANDWIDTH"),
-            "c": Contender(self._yard, "polls"),
+            "c": Contender(self._baseline, "polls"),
         }
         taken = await measure(self._work("writes", 8, WINDOW, 20_000, self._near), contenders, self._rounds)
         c = taken["c"]
@@ -213,7 +213,7 @@ class Benchmarks:
 
     async def large(self) -> Result:
         """Measure 64 KiB writes of a device to itself, several in flight."""
-        contenders = {"handles": Contender(self._library, "FORCE_LOW_LATENCY"), "c": Contender(self._yard, "polls")}
+        contenders = {"handles": Contender(self._library, "FORCE_LOW_LATENCY"), "c": Contender(self._baseline, "polls")}
         taken = await measure(self._work("writes", LARGE, LARGE_WINDOW, 500, self._near), contenders, self._rounds)
         ours, c = taken["handles"], taken["c"]
         figures = {f"{name}_gb_per_s": LARGE * of.per_s / 1e9 for name, of in taken.items()}
@@ -229,7 +229,7 @@ class Benchmarks:
         contenders = {
             "handles": Contender(self._library, "DEFAULT"),
             "chained": Contender(self._library, "HIGH_BANDWIDTH"),
-            "c": Contender(self._yard, "sleeps"),
+            "c": Contender(self._baseline, "sleeps"),
             "by_hand": Contender(self._peer, "awaits"),
             "by_hand_bare": Contender(self._peer, "bare"),
         }
@@ -249,12 +249,12 @@ class Benchmarks:
 async def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("parts", nargs="*", metavar="part", help="what to measure, by default all")
-    parser.add_argument("--yard", required=True, help="the program of rdma_yard.c")
+    parser.add_argument("--baseline", required=True, help="the program of rdma_baseline.c")
     parser.add_argument("--rounds", type=int, default=5, help="processes of each contender (default: %(default)s)")
     parser.add_argument("--scale", type=float, default=1, help="of the number of operations (default: %(default)s)")
     options = parser.parse_args()
     check_build()
-    benchmarks = Benchmarks(options.yard, rdma_devices(), options.rounds, options.scale)
+    benchmarks = Benchmarks(options.baseline, rdma_devices(), options.rounds, options.scale)
     if unknown := set(options.parts).difference(benchmarks.all):
         parser.error(f"no such part: {', '.join(sorted(unknown))}; there are {', '.join(benchmarks.all)}")
 

@@ -1,4 +1,4 @@
-"""The work of `rdma_yard.c` with this library: a process that measures one thing, with the same arguments and output.
+"""The work of `rdma_baseline.c` with this library: measure one thing, with the same arguments and output.
 
     python rdma_library.py WHAT MODEL LENGTH WINDOW OPERATIONS GID_INDEX NEAR FAR
 

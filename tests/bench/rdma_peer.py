@@ -1,4 +1,4 @@
-"""The echo of `rdma_yard.c` written by hand with uvloop and the package `ibverbs`, with the same arguments.
+"""The echo of `rdma_baseline.c` written by hand with uvloop and the package `ibverbs`, with the same arguments.
 
     python rdma_peer.py ask|answer awaits|bare LENGTH WINDOW OPERATIONS GID_INDEX NEAR FAR
 

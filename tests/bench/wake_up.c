@@ -1,7 +1,7 @@
 /* Minimal thread that wakes an event loop: on request, the thread wakes up, waits for its delay, and makes an
  * eventfd readable. The software device's thread does the same around a request, without the request here. */
 #define _GNU_SOURCE
-#include "yardsticks.h"
+#include "baselines.h"
 
 #include <pthread.h>
 #include <stdlib.h>

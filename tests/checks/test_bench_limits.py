@@ -26,7 +26,7 @@ async def run_benchmark(monkeypatch: pytest.MonkeyPatch, figures: Mapping[str, o
     monkeypatch.setattr(rdma, "Benchmarks", benchmarks)
     monkeypatch.setattr(rdma, "rdma_devices", lambda: ["rxe0"])
     monkeypatch.setattr(rdma, "check_build", lambda: None)
-    monkeypatch.setattr(sys, "argv", ["rdma.py", "--yard", "yard"])
+    monkeypatch.setattr(sys, "argv", ["rdma.py", "--baseline", "baseline"])
     return await rdma.main()
 
 

@@ -1,6 +1,6 @@
 /* Baseline in C for the benchmarks on an RDMA device: a loop over the verbs, and nothing else.
  *
- *     rdma_yard WHAT WAIT LENGTH WINDOW OPERATIONS GID_INDEX NEAR FAR
+ *     rdma_baseline WHAT WAIT LENGTH WINDOW OPERATIONS GID_INDEX NEAR FAR
  *
  * WHAT is `writes`, of a queue pair on the device NEAR to one on FAR (to itself if they are the same); or `ask` or
  * `answer`, the two processes of an echo, each on NEAR, which exchange lines over their standard streams. WAIT is
@@ -15,7 +15,7 @@
 #include <time.h>
 
 #include "abi/verbs_ops.h"
-#include "yard.h"
+#include "baseline.h"
 
 #define BATCH 16 /* completions polled at once */
 #define ACCESS (IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE)

@@ -1,9 +1,9 @@
 /* Baselines in C for the software fabric: two processes with a Unix stream.
  *
- *     fabric_yard spins LENGTH PLACES OPERATIONS      messages back and forth, with both ends polling
- *     fabric_yard streams LENGTH PLACES OPERATIONS    messages one after the other in one direction
- *     fabric_yard moves LENGTH PLACES OPERATIONS      from the memory of the other process: process_vm_readv
- *     fabric_yard copies LENGTH PLACES OPERATIONS     no other process: memcpy
+ *     fabric_baseline spins LENGTH PLACES OPERATIONS      messages back and forth, with both ends polling
+ *     fabric_baseline streams LENGTH PLACES OPERATIONS    messages one after the other in one direction
+ *     fabric_baseline moves LENGTH PLACES OPERATIONS      from the memory of the other process: process_vm_readv
+ *     fabric_baseline copies LENGTH PLACES OPERATIONS     no other process: memcpy
  *
  * Each end has memory for PLACES messages, and cycles through it. The program prints the nanoseconds for an
  * operation. */
@@ -16,7 +16,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include "yard.h"
+#include "baseline.h"
 
 static size_t length;
 static int64_t place_count;

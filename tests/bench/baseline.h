@@ -1,6 +1,6 @@
 /* Common code of the benchmark programs. */
-#ifndef AIOVERBS_BENCH_YARD_H
-#define AIOVERBS_BENCH_YARD_H
+#ifndef AIOVERBS_BENCH_BASELINE_H
+#define AIOVERBS_BENCH_BASELINE_H
 
 #include <stdbool.h>
 #include <stdint.h>

@@ -1,4 +1,4 @@
-"""Baselines in C: yardsticks.c and wake_up.c, compiled when needed and called by ctypes, which releases the GIL."""
+"""Baselines in C: baselines.c and wake_up.c, compiled when needed and called by ctypes, which releases the GIL."""
 
 import asyncio
 import ctypes
@@ -16,29 +16,43 @@ from aioverbs import MemoryRegion
 from aioverbs._core.handles import handles
 from tests.native.build import COMMON, KINDS
 
-__all__ = ["Yard", "compiled", "waker", "yard"]
+__all__ = ["Baseline", "baseline", "compiled", "waker"]
 
 HERE = Path(__file__).resolve().parent
 
 _SIGNATURES: dict[str, tuple[object, ...]] = {
-    "yard_open": (
+    "baseline_open": (
         ctypes.c_void_p,  # the result
         *(ctypes.c_void_p,) * 4,
         ctypes.c_uint64,
         *(ctypes.c_uint32,) * 2,
     ),
-    "yard_close": (ctypes.c_int, ctypes.c_void_p),
-    "yard_idle_polls": (ctypes.c_uint64, ctypes.c_void_p),
-    "yard_writes": (
+    "baseline_close": (ctypes.c_int, ctypes.c_void_p),
+    "baseline_idle_polls": (ctypes.c_uint64, ctypes.c_void_p),
+    "baseline_writes": (
         ctypes.c_int64,
         *(ctypes.c_void_p, ctypes.c_uint32),
         *(ctypes.c_uint64,) * 3,
         ctypes.c_int,
     ),
-    "yard_window": (ctypes.c_int64, ctypes.c_void_p, ctypes.c_uint32, ctypes.c_uint32, ctypes.c_uint64, ctypes.c_int),
-    "yard_batches": (ctypes.c_int64, ctypes.c_void_p, ctypes.c_uint32, ctypes.c_uint32, ctypes.c_uint64, ctypes.c_int),
-    "yard_round_robin": (ctypes.c_int64, ctypes.c_void_p, ctypes.c_uint32, ctypes.c_uint64, ctypes.c_int),
-    "yard_copies": (ctypes.c_int64, ctypes.c_void_p, ctypes.c_uint32, *(ctypes.c_uint64,) * 3),
+    "baseline_window": (
+        ctypes.c_int64,
+        ctypes.c_void_p,
+        ctypes.c_uint32,
+        ctypes.c_uint32,
+        ctypes.c_uint64,
+        ctypes.c_int,
+    ),
+    "baseline_batches": (
+        ctypes.c_int64,
+        ctypes.c_void_p,
+        ctypes.c_uint32,
+        ctypes.c_uint32,
+        ctypes.c_uint64,
+        ctypes.c_int,
+    ),
+    "baseline_round_robin": (ctypes.c_int64, ctypes.c_void_p, ctypes.c_uint32, ctypes.c_uint64, ctypes.c_int),
+    "baseline_copies": (ctypes.c_int64, ctypes.c_void_p, ctypes.c_uint32, *(ctypes.c_uint64,) * 3),
     "waker_start": (ctypes.c_void_p, ctypes.c_int, ctypes.c_uint64),
     "waker_ask": (None, ctypes.c_void_p),
     "waker_stop": (None, ctypes.c_void_p),
@@ -55,9 +69,9 @@ def compiled(target: Path, *sources: str, flags: Sequence[str] = ()) -> str:
 
 def library(folder: Path, loader: type[ctypes.CDLL] = ctypes.CDLL) -> ctypes.CDLL:
     """Compile the baselines into a folder with the flags of the other C benchmarks, and load them."""
-    target = folder / "yardsticks.so"
+    target = folder / "baselines.so"
     if not target.exists():
-        compiled(target, "wake_up.c", "yardsticks.c", flags=("-fPIC", "-shared"))
+        compiled(target, "wake_up.c", "baselines.c", flags=("-fPIC", "-shared"))
     loaded = loader(str(target), use_errno=True)
     for name, (result, *arguments) in _SIGNATURES.items():
         function = getattr(loaded, name)
@@ -67,7 +81,7 @@ def library(folder: Path, loader: type[ctypes.CDLL] = ctypes.CDLL) -> ctypes.CDL
 
 @cache
 def _folder() -> tempfile.TemporaryDirectory[str]:
-    return tempfile.TemporaryDirectory(prefix="aioverbs-yardsticks-")
+    return tempfile.TemporaryDirectory(prefix="aioverbs-baselines-")
 
 
 @cache
@@ -81,7 +95,7 @@ def _holding() -> ctypes.CDLL:
     return library(Path(_folder().name), ctypes.PyDLL)
 
 
-class Yard:
+class Baseline:
     """Queue pairs in C, each connected to itself.
 
     Methods run a number of operations; they return the nanoseconds for all.
@@ -96,7 +110,7 @@ class Yard:
     @property
     def idle_polls(self) -> int:
         """Return the number of polls that found nothing."""
-        return int(_releasing().yard_idle_polls(self._pointer))
+        return int(_releasing().baseline_idle_polls(self._pointer))
 
     def _call(self, function: str, *arguments: int) -> float:
         took = getattr(_releasing(), function)(self._pointer, *arguments)
@@ -106,27 +120,27 @@ class Yard:
 
     async def writes(self, length: int, operations: int, *, offset: int = 0, stride: int = 0) -> float:
         """Write repeatedly: post and poll one write at a time."""
-        return self._call("yard_writes", length, offset, stride, operations, self._extended)
+        return self._call("baseline_writes", length, offset, stride, operations, self._extended)
 
     async def window(self, length: int, window: int, operations: int) -> float:
         """Read, with `window` reads in flight."""
-        return self._call("yard_window", length, window, operations, self._extended)
+        return self._call("baseline_window", length, window, operations, self._extended)
 
     async def batches(self, length: int, size: int, batches: int) -> float:
         """Post batches of writes: one list, one doorbell, one completion."""
-        return self._call("yard_batches", length, size, batches, self._extended)
+        return self._call("baseline_batches", length, size, batches, self._extended)
 
     async def round_robin(self, length: int, operations: int) -> float:
         """Write on all queue pairs in turn."""
-        return self._call("yard_round_robin", length, operations, self._extended)
+        return self._call("baseline_round_robin", length, operations, self._extended)
 
     async def copies(self, length: int, operations: int, *, offset: int = 0, stride: int = 0) -> float:
         """Copy with memcpy from one region to the other."""
-        return self._call("yard_copies", length, offset, stride, operations)
+        return self._call("baseline_copies", length, offset, stride, operations)
 
 
 @contextmanager
-def yard(
+def baseline(
     context: handles.Context,
     local: MemoryRegion,
     remote: MemoryRegion,
@@ -134,23 +148,23 @@ def yard(
     count: int = 1,
     depth: int = 128,
     extended: bool = False,
-) -> Iterator[Yard]:
+) -> Iterator[Baseline]:
     """Open queue pairs in C, on an open context and open regions.
 
     :param extended: poll by ``ibv_start_poll`` and its relatives instead of by ``ibv_poll_cq``.
     """
     table = context.table_slot("close_device")  # the first member of the table
     addresses = (context.address, table, local.address, remote.address)
-    pointer = _releasing().yard_open(*addresses, min(len(local), len(remote)), count, depth)
+    pointer = _releasing().baseline_open(*addresses, min(len(local), len(remote)), count, depth)
     if not pointer:
         error = ctypes.get_errno()
-        raise OSError(error, f"yard_open: {os.strerror(error)}")
+        raise OSError(error, f"baseline_open: {os.strerror(error)}")
     try:
-        yield Yard(pointer, extended)
+        yield Baseline(pointer, extended)
     finally:
-        error = _releasing().yard_close(pointer)
+        error = _releasing().baseline_close(pointer)
         if error:
-            raise OSError(error, f"yard_close: {os.strerror(error)}")
+            raise OSError(error, f"baseline_close: {os.strerror(error)}")
 
 
 class Waker:

@@ -40,7 +40,7 @@ class Capability(enum.Enum):
     STAND_INS = "contexts not made by libibverbs, for stand-ins of pyverbs' objects"
     EXACT_STATUSES = "the status that the InfiniBand specification defines for each failure"
     CHECKS_INVALIDATED_KEYS = "an error for messages that invalidate an unknown key"
-    TELLS_INVALIDATED_KEYS = "the invalidated key in the completion of the receive"
+    REPORTS_INVALIDATED_KEYS = "the invalidated key in the completion of the receive"
     INVALIDATES_ON_UC = "invalidation on queue pairs of type UC"
     THREAD_DOMAINS = "thread domains"
     PARENT_DOMAINS = "parent domains"
@@ -51,7 +51,7 @@ class Capability(enum.Enum):
     CQ_MODERATION = "moderation of completion events"
 
 
-def _made(make: Callable[[], handles.Handle]) -> bool:
+def _can_make(make: Callable[[], handles.Handle]) -> bool:
     """Create and destroy a handle; return whether the device supports it."""
     try:
         handle = make()
@@ -66,7 +66,7 @@ def _made(make: Callable[[], handles.Handle]) -> bool:
 def _parent_domains(context: handles.Context) -> bool:
     pd = handles.ProtectionDomain(context)
     try:
-        return _made(lambda: parent_domain.ParentDomain(pd))
+        return _can_make(lambda: parent_domain.ParentDomain(pd))
     finally:
         pd.destroy()
 
@@ -76,7 +76,7 @@ def _shared_domains(context: handles.Context) -> bool:
         return True
     descriptor = context.dup_cmd_fd()
     try:
-        return _made(lambda: handles.Context.import_device(descriptor))
+        return _can_make(lambda: handles.Context.import_device(descriptor))
     finally:
         os.close(descriptor)
 
@@ -157,7 +157,7 @@ def _bound(pair: Pair, qp: handles.QueuePair) -> Iterator[int]:
         region.destroy()
 
 
-def _tells_invalidated_keys(context: handles.Context) -> bool:
+def _reports_invalidated_keys(context: handles.Context) -> bool:
     with _pair(context) as pair, _bound(pair, pair.qps[1]) as key:
         post_recv(pair.qps[1], [pair.sge(1, 0, 8)])
         post_send(pair.qps[0], SendOpcode.SEND_WITH_INV, flags=SendFlags.SIGNALED, invalidate_rkey=key)
@@ -173,12 +173,12 @@ def _invalidates_on_uc(context: handles.Context) -> bool:
             to_itself(qp)
             with _bound(pair, qp) as key:
                 post_send(qp, SendOpcode.LOCAL_INV, flags=SendFlags.SIGNALED, invalidate_rkey=key)
-                return _end(cq) is WcStatus.SUCCESS
+                return _first_status(cq) is WcStatus.SUCCESS
         finally:
             qp.destroy()
 
 
-def _end(cq: handles.CompletionQueue) -> WcStatus | None:
+def _first_status(cq: handles.CompletionQueue) -> WcStatus | None:
     """Return the status of the next completion, or None if there is none within a second."""
     end = time.monotonic() + patience(1)
     while not (found := poll(cq, 1)) and time.monotonic() < end:
@@ -192,11 +192,11 @@ _PROBES: dict[Capability, Callable[[handles.Context], bool]] = {
     Capability.STAND_INS: lambda context: context.software,
     Capability.EXACT_STATUSES: _exact_statuses,
     Capability.CHECKS_INVALIDATED_KEYS: _checks_invalidated_keys,
-    Capability.TELLS_INVALIDATED_KEYS: _tells_invalidated_keys,
+    Capability.REPORTS_INVALIDATED_KEYS: _reports_invalidated_keys,
     Capability.INVALIDATES_ON_UC: _invalidates_on_uc,
-    Capability.THREAD_DOMAINS: lambda context: _made(lambda: parent_domain.ThreadDomain(context)),
+    Capability.THREAD_DOMAINS: lambda context: _can_make(lambda: parent_domain.ThreadDomain(context)),
     Capability.PARENT_DOMAINS: _parent_domains,
-    Capability.XRC_DOMAINS: lambda context: _made(lambda: handles.XrcDomain(context)),
+    Capability.XRC_DOMAINS: lambda context: _can_make(lambda: handles.XrcDomain(context)),
     Capability.SHARED_DOMAINS: _shared_domains,
     Capability.READ_ONLY_MAPPINGS: _read_only_mappings,
     Capability.NO_ON_DEMAND_PAGING: lambda context: not _on_demand_paging(context),

@@ -3,7 +3,7 @@
 from aioverbs import Device, WcStatus
 from tests.capabilities import Capability, capabilities
 
-__all__ = ["as_said"]
+__all__ = ["accepted_statuses"]
 
 _ALSO = {
     WcStatus.LOC_LEN_ERR: WcStatus.LOC_QP_OP_ERR,
@@ -12,7 +12,7 @@ _ALSO = {
 }
 
 
-def as_said(device: Device, status: WcStatus) -> frozenset[WcStatus]:
+def accepted_statuses(device: Device, status: WcStatus) -> frozenset[WcStatus]:
     """Return the statuses that a device may report where the InfiniBand specification defines `status`."""
     if Capability.EXACT_STATUSES in capabilities(device.name):
         return frozenset({status})

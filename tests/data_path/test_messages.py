@@ -19,7 +19,7 @@ from aioverbs import (
 )
 from tests.data_path.ends import PEERS, Ends, ends
 from tests.pace import patience
-from tests.statuses import as_said
+from tests.statuses import accepted_statuses
 from tests.waiting import until
 
 
@@ -224,12 +224,12 @@ async def test_a_failure_is_told_and_a_reset_begins_anew(device: Device) -> None
             await box.send(b"good")
             with pytest.raises(WorkCompletionError) as refused:
                 await box.send(b"much too long" * 10)
-            assert refused.value.status in as_said(device, WcStatus.REM_INV_REQ_ERR)
+            assert refused.value.status in accepted_statuses(device, WcStatus.REM_INV_REQ_ERR)
             with await anext(box.qp.messages()) as message:
                 assert bytes(message.data) == b"good"
             with pytest.raises(WorkCompletionError) as caught:
                 await anext(box.qp.messages())
-            assert caught.value.status in as_said(device, WcStatus.LOC_LEN_ERR)
+            assert caught.value.status in accepted_statuses(device, WcStatus.LOC_LEN_ERR)
             assert caught.value.qp_num == box.qp.qp_num
             await until(lambda: not box.qp.statistics().in_flight)
             box.qp.to_reset()

@@ -122,7 +122,7 @@ async def test_windows_grant_access_until_they_are_invalidated(
 
 
 @qp_types(*CONNECTED)
-@needs(Capability.TELLS_INVALIDATED_KEYS)
+@needs(Capability.REPORTS_INVALIDATED_KEYS)
 async def test_a_send_invalidates_a_window_of_the_peer(device: Device, qp_type: QpType) -> None:
     async with ends(device, qp_type) as pair, pair.far_domain.memory_window(MwType.TYPE_2) as window:
         if qp_type is QpType.XRC_SEND:

@@ -24,7 +24,7 @@ from tests.capabilities import Capability, needs
 from tests.data_path.ends import PEERS, Ends, ends
 from tests.data_path.turns import polled_turns
 from tests.pace import patience
-from tests.statuses import as_said
+from tests.statuses import accepted_statuses
 from tests.waiting import until
 
 both = pytest.mark.parametrize("queues", [1, 3])
@@ -96,11 +96,11 @@ async def test_a_shared_receive_that_is_too_small_breaks_one_queue_pair(device: 
         receive, second = srq.receive(pair.target[:7]), srq.receive(pair.target[:8])
         with pytest.raises(WorkCompletionError) as refused:
             await qps[1].send(pair.source[:8])
-        assert refused.value.status in as_said(device, WcStatus.REM_INV_REQ_ERR)
+        assert refused.value.status in accepted_statuses(device, WcStatus.REM_INV_REQ_ERR)
         with pytest.raises(WorkCompletionError) as caught:
             await receive
         error = caught.value
-        assert error.status in as_said(device, WcStatus.LOC_LEN_ERR)
+        assert error.status in accepted_statuses(device, WcStatus.LOC_LEN_ERR)
         assert (error.opcode, error.qp_num) == (WcOpcode.RECV, qps[1].qp_num)
         await qps[2].send(pair.source[:8])  # others go on
         assert (await second).qp_num == qps[2].qp_num

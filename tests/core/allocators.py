@@ -1,4 +1,4 @@
-"""Allocators for parent domains: one that records what it was asked, and some that misbehave."""
+"""Allocators for parent domains: one that records its calls, with answers that tests can replace."""
 
 import ctypes
 import mmap
@@ -9,13 +9,13 @@ from typing import Any
 
 from aioverbs._core.handles import parent_domain
 
-# What the software device asks memory for; the codes of mlx5.
+# Resource types that the software device allocates, with the codes of mlx5.
 QP, RECORD, CQ = 1 << 32 | 1, 1 << 32 | 3, 1 << 32 | 5
 
 
 @dataclass
 class Piece:
-    """Memory that the provider has or had."""
+    """Memory that the provider holds or held."""
 
     address: int
     size: int
@@ -29,16 +29,16 @@ class Piece:
 
 @dataclass
 class Recording:
-    """Gives anonymous shared memory, which forks do not copy, and remembers everything.
+    """An allocator of anonymous shared memory, which forks do not copy, that records all calls.
 
-    :param answer: asked first; what it returns, other than a piece, is the answer.
+    :param answer: called first; its result is the answer, without an allocation.
     """
 
     answer: Callable[["Recording", int, int, int], object] | None = None
     pieces: list[Piece] = field(default_factory=list)
 
     def piece(self, size: int, alignment: int, resource_type: int) -> Piece:
-        """Zeroed memory of that size at that alignment."""
+        """Allocate zeroed memory of that size and alignment."""
         memory = mmap.mmap(-1, size + alignment + 8)
         view = (ctypes.c_char * len(memory)).from_buffer(memory)
         address = -(-ctypes.addressof(view) // alignment) * alignment
@@ -49,7 +49,7 @@ class Recording:
     def allocate(self, size: int, alignment: int, resource_type: int, *of: object) -> Any:
         if self.answer is None:
             return self.piece(size, alignment, resource_type).address
-        # Whatever it is: some tests answer with what an allocator must not.
+        # Any result is passed on: some tests answer with invalid values.
         return self.answer(self, size, alignment, resource_type)
 
     def free(self, address: int, resource_type: int, *of: object) -> None:
@@ -61,7 +61,7 @@ class Recording:
 
     @property
     def live(self) -> list[Piece]:
-        """What the provider holds."""
+        """The pieces that the provider holds."""
         return [piece for piece in self.pieces if not piece.freed]
 
     @property
@@ -71,5 +71,5 @@ class Recording:
 
 
 def default(*_: object) -> object:
-    """An answer: let the provider do it."""
+    """Answer that the provider allocates by itself."""
     return parent_domain.USE_DEFAULT

@@ -1,4 +1,4 @@
-"""Functions that run in a child of this process."""
+"""Functions that run in a forked child of this process."""
 
 import os
 import pickle
@@ -16,28 +16,28 @@ T = TypeVar("T")
 
 _SANITIZED = "asan" in os.environ.get("LD_PRELOAD", "")
 
-# With an address sanitizer, held by a thread that allocates without the GIL while another one forks.
+# Under AddressSanitizer, a lock held by threads that allocate without the GIL while another thread forks.
 allocating: AbstractContextManager[object] = threading.Lock() if _SANITIZED else nullcontext()
 
 
 def _may_allocate(task: Path) -> bool:
-    """Whether a thread may be at its beginning: it has no name of its own yet and is not asleep.
+    """Return whether a thread may be starting: it does not have its final name yet and is not asleep.
 
-    A watchdog of the test runner has no name either, but sleeps.
+    A watchdog of the test runner does not have that name either, but sleeps.
     """
     try:
         named = (task / "comm").read_text() == "aioverbs-soft\n"
         state = (task / "stat").read_text().rpartition(") ")[2][0]
     except (FileNotFoundError, ProcessLookupError):
-        return False  # it has ended
+        return False  # the thread has ended
     return not named and state != "S"
 
 
 def wait_for_beginnings() -> None:
-    """With an address sanitizer: wait until the device's C threads are past their beginning, where they allocate.
+    """Under AddressSanitizer, wait until the device's C threads have started, since they allocate at their start.
 
-    The allocator of gcc 12's runtime stays locked in a child when another thread is inside at the moment of the
-    fork; glibc's does not. Such a thread takes its name last.
+    The allocator of gcc 12's runtime stays locked in a child when another thread is inside at the moment of the fork;
+    glibc's does not. Such a thread sets its name last.
     """
     if not _SANITIZED:
         return
@@ -51,15 +51,15 @@ def wait_for_beginnings() -> None:
 
 
 def in_child(function: Callable[[], T], limit_s: int = 0) -> T:
-    """Call a function in a child made by fork; what it returns there.
+    """Call a function in a child made by fork, and return its result.
 
-    The child ends at once, without what the interpreter does at its end. What fails there fails here.
+    The child exits at once, without finalization of the interpreter. An exception in the child fails the test here.
 
-    :param limit_s: seconds after which it is killed, where it may wait for what is not there; 0: none.
+    :param limit_s: seconds after which the child is killed, in case it waits forever; 0: no limit.
     """
     reader, writer = os.pipe()
     with warnings.catch_warnings():
-        # Forking beside other threads is what is tested.
+        # The test forks beside other threads on purpose.
         warnings.simplefilter("ignore", DeprecationWarning)
         wait_for_beginnings()
         with allocating:
@@ -70,7 +70,7 @@ def in_child(function: Callable[[], T], limit_s: int = 0) -> T:
         try:
             try:
                 if limit_s:
-                    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # not as the parent has it
+                    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # not the parent's handler
                     signal.alarm(limit_s)
                 answer: tuple[bool, object] = True, function()
             except BaseException:

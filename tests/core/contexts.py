@@ -1,4 +1,4 @@
-"""Opening the software device, and closing it with all that was made of it."""
+"""Opening the software device, and closing it with all of its children."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,13 +7,13 @@ from aioverbs._core.handles import handles
 from aioverbs._core.software import software
 from aioverbs.testing import destroy_all
 
-# How long after its posting a request is executed; the last is long enough to be in flight when the next line runs.
+# Delay from posting to execution, in ns; the last one keeps a request in flight while the next line runs.
 _DELAYS_NS = {"inline": None, "thread": 0, "thread-delayed": 200_000}
 MODES = list(_DELAYS_NS)
 
 
 def open_context(mode: str, delay_ns: int | None = None) -> software.Context:
-    """Open the software device in one of `MODES`; with another delay, where the mode has one."""
+    """Open the software device in one of `MODES`, with another delay if the mode has one."""
     delay = _DELAYS_NS[mode]
     if delay is None:
         return software.Context.open()
@@ -21,13 +21,13 @@ def open_context(mode: str, delay_ns: int | None = None) -> software.Context:
 
 
 def children(context: handles.Context) -> list[handles.Handle]:
-    """What is open of a context, oldest first, without itself."""
+    """Return the open handles of a context, oldest first, without the context."""
     return [handle for handle in handles.open_handles() if handle.context is context and handle is not context]
 
 
 @contextmanager
 def opened(mode: str, delay_ns: int | None = None) -> Iterator[software.Context]:
-    """An open context; what was made of it is destroyed at the end, and the device agrees that nothing is left."""
+    """Open a context; destroy its children at the end, and check that the device has no objects left."""
     context = open_context(mode, delay_ns)
     try:
         yield context

@@ -1,4 +1,4 @@
-"""Draws for the stateful test: choices, sizes, and ranges of memory; mostly right, sometimes wrong on purpose."""
+"""Random choices for the stateful test: mostly valid values, sometimes invalid ones on purpose."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -12,7 +12,7 @@ from tests.core.pairs import ALL_ACCESS
 
 T = TypeVar("T")
 
-MESSAGE, SHORT = 600, 30  # bytes: the longest takes three packets of the shortest MTU; every region has room for it
+MESSAGE, SHORT = 600, 30  # bytes: the longest takes three packets of the smallest MTU; every region has room for it
 LARGE = 6000  # bytes: more than one packet of any MTU
 
 
@@ -22,13 +22,13 @@ def _below(limit: int) -> st.SearchStrategy[int]:
 
 
 class Dice:
-    """A source of decisions."""
+    """A source of random choices."""
 
     def __init__(self, draw: st.DrawFn) -> None:
         self._draw = draw
 
     def __repr__(self) -> str:
-        return "dice"  # what was drawn shows in what was done
+        return "dice"  # the choices show in the steps that are printed
 
     def below(self, limit: int) -> int:
         return self._draw(_below(limit))
@@ -43,11 +43,11 @@ class Dice:
         return self.below(2) == 1
 
     def rarely(self, one_in: int = 12) -> bool:
-        """Not on the simplest path: what is shrunk does not do it."""
+        """Return True once in `one_in`, and False in the simplest example, so that shrinking avoids it."""
         return self.below(one_in) == one_in - 1
 
     def access(self) -> AccessFlags:
-        """Of a region or a queue pair: mostly everything."""
+        """Return access flags for a region or a queue pair, mostly all of them."""
         if not self.rarely():
             return ALL_ACCESS
         access = AccessFlags(self.below(16))
@@ -61,14 +61,14 @@ def dice(draw: st.DrawFn) -> Dice:
 
 
 class RangeDrawer:
-    """Draws parts of the memory that there is."""
+    """Draws parts of registered memory."""
 
     def __init__(self, dice: Dice, regions: Sequence[Region]) -> None:
         self.dice = dice
         self.regions = regions
 
     def _region(self, pd: Pd, far: bool) -> Region | None:
-        """One that a queue pair of the domain may use from or to that side; sometimes any."""
+        """Return a region on that side that a queue pair of the domain may use, or rarely any."""
         side = [region for region in self.regions if region.buffer.far == far]
         fitting = [region for region in side if region.open and region.pd.root is pd.root]
         if fitting and not self.dice.rarely(60):
@@ -76,7 +76,7 @@ class RangeDrawer:
         return self.dice.pick(side) if side else None
 
     def sge(self, pd: Pd, far: bool, length: int) -> Sge:
-        """A range of a region, or one with something wrong."""
+        """Return a range of a region, or rarely an invalid one."""
         region = self._region(pd, far)
         if region is None:
             return 4096, 8, 7
@@ -92,7 +92,7 @@ class RangeDrawer:
         return region.address + offset, length, region.key
 
     def readable(self, sge: Sge) -> Sge:
-        """Inline data is read by the caller: where nothing is, nothing can be read."""
+        """Return `sge` if its memory exists, or an empty one: posting reads inline data at once."""
         for region in self.regions:
             if region.key == sge[2] and region.view(sge[0], sge[1]) is not None:
                 return sge

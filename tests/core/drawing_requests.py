@@ -1,4 +1,4 @@
-"""Draws of work requests, by the type of queue pair that they are for; mostly right, sometimes wrong on purpose."""
+"""Random work requests for a type of queue pair: mostly valid, sometimes invalid on purpose."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ OPERANDS = [0, 1, 0x0102030405060708, (1 << 64) - 1]
 
 @dataclass(frozen=True)
 class Aim:
-    """Where requests go: a peer, and who lends it receives and memory; a datagram's way."""
+    """A destination of requests: peer, domain and shared queue that serve it, and a datagram's address handle."""
 
     peer: Qp | None
     pd: Pd
@@ -27,14 +27,14 @@ class Aim:
 
     @property
     def queue(self) -> Queue | None:
-        """Where receives complete."""
+        """The queue on which receives complete."""
         if self.shared and self.shared.cq:
             return self.shared.cq
         return self.peer.recv_cq if self.peer else None
 
 
 class RequestDrawer(RangeDrawer):
-    """Draws requests over the memory and the windows that there are."""
+    """Draws requests over the registered memory and the windows."""
 
     def __init__(self, dice: Dice, regions: Sequence[Region], windows: Sequence[Window]) -> None:
         super().__init__(dice, regions)
@@ -43,7 +43,7 @@ class RequestDrawer(RangeDrawer):
     # ---- receives
 
     def receive(self, pd: Pd, max_sge: int, wr_id: int) -> Receive:
-        """Mostly with room for all that is sent here."""
+        """Return a receive, mostly with room for every message sent here."""
         count = max_sge + 1 if self.dice.rarely(30) else self.dice.between(min(1, max_sge), max_sge)
         shortest = 0 if self.dice.rarely() else MESSAGE
         lengths = [self.dice.between(shortest, MESSAGE + 10) for _ in range(count)]
@@ -92,12 +92,12 @@ class RequestDrawer(RangeDrawer):
         return request
 
     def _opcode(self, qp: Qp, opcodes: Sequence[SendOpcode]) -> SendOpcode:
-        """Mostly one that the type can send."""
+        """Return an opcode, mostly one that the type can send."""
         possible = [opcode for opcode in opcodes if opcode in CAN_SEND[qp.type]] or [SendOpcode.SEND]
         return self.dice.pick(opcodes if self.dice.rarely(40) else possible)
 
     def _address(self, qp: Qp, aim: Aim, request: Send) -> None:
-        """A datagram says itself where it goes; an XRC request, to which queue."""
+        """Set the destination of a datagram, or the shared queue of an XRC request."""
         dice = self.dice
         if qp.type is QpType.UD:
             request.way = aim.way
@@ -122,7 +122,7 @@ class RequestDrawer(RangeDrawer):
         return [self.sge(qp.pd, False, dice.below(longest // max(count, 1) + 1)) for _ in range(count)]
 
     def _target(self, aim: Aim, length: int) -> tuple[int, int]:
-        """An address and its key: of a region, or of a window that leads there."""
+        """Return an address and its key, of a region, or of a window bound to one."""
         bound = [window for window in self.windows if window.region]
         fitting = [
             window for window in bound if window.pd.root is aim.pd.root and (not window.second or window.qp is aim.peer)
@@ -141,15 +141,15 @@ class RequestDrawer(RangeDrawer):
     # ---- windows
 
     def _bound_to(self, qp: Qp | None) -> list[Window]:
-        """Those of type 2, which their queue pair or its peer may invalidate."""
+        """Return the bound type 2 windows that the queue pair or its peer may invalidate."""
         return [window for window in self.windows if window.second and window.region and qp and window.qp is qp]
 
     def _signaled(self, qp: Qp) -> bool:
-        """What an engine does without a sequence number shows only in its completion."""
+        """Return whether a request is signaled: on a device thread only a completion shows work without a PSN."""
         return qp.context.mode == "thread" or self.dice.maybe()
 
     def window_request(self, qp: Qp, window: Window, wr_id: int) -> Send:
-        """Bind a window, or unbind one."""
+        """Return a request that binds or unbinds a window."""
         mine = self._bound_to(qp)
         wrong = self.dice.rarely(8)
         if (mine and self.dice.rarely(3)) or (window in mine and not wrong):

@@ -1,4 +1,4 @@
-"""One of every handle, with what it was made from."""
+"""One handle of every kind, with its parents."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from tests.core.pairs import ALL_ACCESS
 
 @dataclass(frozen=True)
 class Member:
-    """A kind of handle: how it is made, and the names of the members that it is made from."""
+    """A kind of handle: its constructor, and the names of its parents."""
 
     make: Callable[..., handles.Handle]
     parents: tuple[str, ...]
@@ -60,7 +60,7 @@ def _xrc_receiver(xrc_domain: parent_domain.XrcDomain) -> handles.QueuePair:
     return handles.QueuePair(xrc_domain=xrc_domain, qp_type=QpType.XRC_RECV)
 
 
-# A child that pins a parent in each way there is; the parents stand before it.
+# A child for each way to hold a reference to a parent; parents come first.
 MEMBERS: dict[str, Member] = {
     "pd": Member(handles.ProtectionDomain, ("context",)),
     "td": Member(parent_domain.ThreadDomain, ("context",)),
@@ -91,14 +91,14 @@ Family = dict[str, handles.Handle]
 
 
 def make(name: str, family: Family) -> handles.Handle:
-    """Make a member and, before it, what it is made from, as far as the family does not have it yet."""
+    """Create a member, after those of its parents that the family does not have yet."""
     if name not in family:
         family[name] = MEMBERS[name].make(*(make(parent, family) for parent in MEMBERS[name].parents))
     return family[name]
 
 
 def make_all(context: software.Context, family: Family | None = None) -> Family:
-    """A context with one of each, those that `family` has already left as they are."""
+    """Create one of each handle on a context; members of `family` are reused."""
     family = family if family is not None else {}
     family["context"] = context
     for name in MEMBERS:

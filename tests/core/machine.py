@@ -1,4 +1,4 @@
-"""The steps that the stateful test is made of: each does one thing to the twins."""
+"""Steps of the stateful test, each applied to the device and the model."""
 
 from typing import Any
 
@@ -28,12 +28,14 @@ MTUS = [Mtu.MTU_256, Mtu.MTU_512, Mtu.MTU_4096]
 
 
 class Bench(Maker):
-    """What rules do, as far as more than one of them does it. What it is done to is drawn from what there is."""
+    """Steps that several rules share; their objects are drawn from the open ones."""
 
     # ---- work
 
     def work(self, dice: Dice) -> None:
-        """Before most steps: whole rules are left out of a run at random, and some of them are all that posts."""
+        """Post some work before most steps. Runs leave out random rules, and some of the rules are the only ones that
+        post.
+        """
         twins = self.twins
         if not twins.of(Context) or not dice.maybe():
             return
@@ -61,11 +63,11 @@ class Bench(Maker):
     def to_state(
         self, dice: Dice, qp: Qp, state: QpState, peer: int, psns: tuple[int, int], form: QpType | None = None
     ) -> None:
-        """Change a state with new attributes, as its type needs them, or another; or not, where the model says so."""
+        """Change the state with new attributes, of this type or another; check that device and model agree."""
         twins, handle = self.twins, self.twins.qp(qp)
         twins.settle()
         if EventType.QP_LAST_WQE_REACHED in qp.events:
-            twins.take_async_events(qp.context)  # an engine need not come to it before it is reset
+            twins.take_async_events(qp.context)  # a device thread may otherwise miss the event before the reset
         note(f"modify {handle} to {state.name}, peer {peer}, PSNs {psns}")
         access, mtu = dice.access(), dice.pick(MTUS)
         reads = 0 if dice.rarely(20) else 16
@@ -101,23 +103,23 @@ class Bench(Maker):
         twins.in_flight = qp
 
     def resume(self, qp: Qp) -> None:
-        """To RTS without attributes."""
+        """Go to RTS without attributes."""
         self.twins.settle()
         error = errno_of(lambda: self.twins.qp(qp).modify(QpState.RTS))
         assert error == self.twins.fabric.resume(qp)
         self.twins.in_flight = qp
 
     def join(self, dice: Dice, *ends: Qp) -> None:
-        """Take one or two queue pairs to RTS; with itself, with each other. The second one need not send yet."""
+        """Take one queue pair (connected to itself) or two (to each other) to RTS; the second may stay in RTR."""
         psns = [dice.pick(PSNS) for _ in ends]
         for qp, peer, own, other in zip(ends, reversed(ends), psns, reversed(psns), strict=True):
-            own = dice.pick(PSNS) if dice.rarely(20) else own  # out of sequence: nobody answers
+            own = dice.pick(PSNS) if dice.rarely(20) else own  # wrong PSN: no answer
             ready = qp is ends[0] or not dice.rarely(3)
             for state in (QpState.RESET, QpState.INIT, QpState.RTR, QpState.RTS)[: 4 if ready else 3]:
                 self.to_state(dice, qp, state, peer.number, (other, own))
 
     def join_with_some(self, dice: Dice, near: Qp) -> None:
-        """With one that can be its peer; an XRC sender needs another type, which is made where there is none."""
+        """Connect with a possible peer; an XRC sender needs another type, which is created if there is none."""
         fitting = [qp for qp in self.twins.of(Qp) if qp.type is COUNTERPART[near.type]]
         if not fitting:
             target = near.type is QpType.XRC_SEND
@@ -125,16 +127,16 @@ class Bench(Maker):
         far = dice.pick(fitting)
         self.join(dice, *([near] if near is far else [near, far]))
 
-    # ---- who sends to whom
+    # ---- Senders and destinations
 
     def is_heard(self, qp: Qp) -> bool:
-        """Whether somebody hears what it sends."""
+        """Return whether a peer receives what the queue pair sends."""
         if qp.type is QpType.UD:
             return True  # itself
         return self.twins.fabric.connected_peer(qp) is not None
 
     def sender(self, dice: Dice) -> Qp:
-        """Mostly one that works: where there is none, connect some."""
+        """Return a queue pair that is connected, connecting one if there is none; rarely any queue pair."""
         qps = self.twins.of(Qp)
         if dice.rarely(12):
             return dice.pick(qps)
@@ -147,7 +149,7 @@ class Bench(Maker):
         return near
 
     def aim(self, dice: Dice, qp: Qp) -> Aim:
-        """Where a queue pair's requests go."""
+        """Return the destination of a queue pair's requests."""
         twins = self.twins
         peer = twins.fabric.qps.get(qp.peer)
         if qp.type is QpType.UD:
@@ -160,7 +162,7 @@ class Bench(Maker):
         return Aim(peer, peer.pd, peer.shared) if peer else Aim(None, qp.pd)
 
     def some_way(self, dice: Dice, qp: Qp) -> Destination:
-        """One of its own domain, or, now and then, of another."""
+        """Return an address handle of its own domain, or rarely of another."""
         ways, stranger = self.twins.of(Destination, qp.context), dice.rarely(8)
         fitting = [way for way in ways if (way.pd.root is not qp.pd.root) == stranger]
         if fitting:
@@ -168,7 +170,7 @@ class Bench(Maker):
         return self.add_way(dice, self.add_pd(qp.context) if stranger else qp.pd)
 
     def some_shared(self, dice: Dice, xrc_domain: XrcDomain) -> SharedQueue:
-        """One that targets of a domain reach, in whichever context; or, now and then, one that they do not."""
+        """Return a shared queue that targets of the domain reach, in any context, or rarely another one."""
         twins, stranger = self.twins, dice.rarely(20)
         fitting = [
             shared
@@ -209,7 +211,7 @@ class Bench(Maker):
             twins.post_send(qp, drawer.send(qp, aim, twins.new_wr_id(SEND_SIDE), opcodes))
 
     def post_receives(self, dice: Dice, to: Qp | SharedQueue | None, wanted: int) -> None:
-        """See that so many receives wait."""
+        """Post receives until `wanted` are waiting."""
         twins, drawer = self.twins, self.drawer(dice)
         if to is None:
             return
@@ -221,7 +223,7 @@ class Bench(Maker):
                 twins.post_recv(to, receive)
 
     def post_large(self, dice: Dice, qp: Qp) -> None:
-        """A datagram about as large as the port's MTU, to who might have room for more."""
+        """Post a datagram about as large as the port's MTU, to a receiver with room for more."""
         twins = self.twins
         aim, drawer = self.aim(dice, qp), self.drawer(dice)
         if aim.pd not in twins.open:
@@ -239,7 +241,7 @@ class Bench(Maker):
     # ---- windows
 
     def work_windows(self, dice: Dice) -> None:
-        """Bind or unbind one where a working queue pair's requests come by, and have some come by."""
+        """Bind or unbind a window that requests of a working queue pair may use, and post such requests."""
         twins = self.twins
         qp = self.sender(dice)
         peer = twins.fabric.qps.get(qp.peer)

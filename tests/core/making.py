@@ -1,4 +1,4 @@
-"""How the stateful test makes objects: each of the device with its twin of the model."""
+"""Object creation in the stateful test: each object of the device with its counterpart in the model."""
 
 from hypothesis.stateful import RuleBasedStateMachine
 
@@ -23,7 +23,7 @@ def power_of_two(at_least: int) -> int:
 
 
 class Maker(RuleBasedStateMachine):
-    """What it is made from is drawn from what there is."""
+    """Steps that create objects; parents are drawn from the open objects."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Maker(RuleBasedStateMachine):
         return domain
 
     def add_xrc_domain(self, context: Context, of_file: bool) -> XrcDomain:
-        """Of a file, all are one domain, as long as one of them is open."""
+        """Add an XRC domain; domains of the same file are one domain as long as one of them is open."""
         twins = self.twins
         same = [domain for domain in twins.of(XrcDomain) if domain.of_file] if of_file else []
         domain = XrcDomain((context,), context=context, of_file=of_file)
@@ -71,7 +71,7 @@ class Maker(RuleBasedStateMachine):
     # ---- memory
 
     def add_region(self, dice: Dice, pd: Pd, far: bool, *, large: bool = False) -> Region:
-        """Over new memory, or over a part of what is registered already."""
+        """Register new memory, or a part of memory that is registered already."""
         twins = self.twins
         size = LARGE if large else dice.pick([MESSAGE + 30, 1000])
         known = [pair for pair in twins.memories if pair[0].far == far and len(pair[1]) >= size]
@@ -95,7 +95,7 @@ class Maker(RuleBasedStateMachine):
         return region
 
     def furnish(self, dice: Dice, pd: Pd, far: bool, access: AccessFlags = NOTHING) -> None:
-        """See that a domain has a region on that side; if it is one."""
+        """Register a region on that side unless the domain has one, if the domain is open."""
         if pd not in self.twins.open:
             return
         regions = [region for region in self.twins.of(Region) if region.access & access == access]
@@ -146,7 +146,7 @@ class Maker(RuleBasedStateMachine):
         return queue
 
     def roomy_queue(self, dice: Dice, context: Context, depth: int) -> Queue:
-        """One that has room for so many completions of somebody, made where there is none."""
+        """Return a queue with room for `depth` more completions, or create one."""
         roomy = [queue for queue in self.twins.of(Queue, context) if queue.room >= depth]
         if roomy:
             return dice.pick(roomy)
@@ -189,7 +189,7 @@ class Maker(RuleBasedStateMachine):
         return shared
 
     def add_way(self, dice: Dice, pd: Pd) -> Destination:
-        """By IPv4 or IPv6 addresses, or by one of each; now and then to where nobody is."""
+        """Add an address handle, by IPv4 or IPv6 addresses or one of each; rarely to an address that no device has."""
         twins = self.twins
         context = twins.handle(pd.context, handles.Context)
         source = dice.below(2)
@@ -215,7 +215,7 @@ class Maker(RuleBasedStateMachine):
         return way
 
     def add_target(self, xrc_domain: XrcDomain) -> Qp:
-        """A queue pair that has nothing: requests name what it uses."""
+        """Add an XRC target, which has no queues: requests name the shared receive queue."""
         handle = handles.QueuePair(
             xrc_domain=self.twins.handle(xrc_domain, parent_domain.XrcDomain), qp_type=QpType.XRC_RECV
         )
@@ -240,7 +240,7 @@ class Maker(RuleBasedStateMachine):
         return qp
 
     def add_qp(self, dice: Dice, kind: QpType) -> Qp:
-        """One that sends, on a domain that has memory, if there is one."""
+        """Add a queue pair that sends, preferably on a domain with memory."""
         twins = self.twins
         registered = {region.pd.root for region in twins.of(Region)}
         pds = twins.of(Pd) or [self.add_pd(dice.pick(twins.of(Context)))]

@@ -1,6 +1,6 @@
-"""The objects of the software device as plain data: who is made from whom, and what waits where.
+"""The objects of the software device as plain data: their parents, and the events that wait on them.
 
-No I/O, no threads, no time: an object is in the state that the device's will be in when everything is done.
+No I/O, no threads, no time: an object has the state that the device reaches once all work is done.
 """
 
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ NOTHING = AccessFlags(0)
 
 @dataclass(eq=False)
 class Node:
-    """An object. It may go when nothing that was made from it is left."""
+    """An object. It can be destroyed once none of its children is left."""
 
     parents: tuple["Node", ...] = ()
     children: int = 0
@@ -46,11 +46,11 @@ class Pd(Node):
     context: Context = field(default_factory=Context)
     base: "Pd | None" = None
     allocates: bool = False
-    held: int = 0  # pieces of its allocator's memory
+    held: int = 0  # number of allocations of its allocator in use
 
     @property
     def root(self) -> "Pd":
-        """What protects: memory of one root is for queue pairs of that root."""
+        """The domain that protects: queue pairs use memory of the same root."""
         return self.base or self
 
 
@@ -61,7 +61,7 @@ class Td(Node):
 
 @dataclass(eq=False)
 class XrcDomain(Node):
-    """One of several handles, where a file names it."""
+    """An XRC domain; one of several handles if a file names the domain."""
 
     context: Context = field(default_factory=Context)
     identity: object = field(default_factory=object)
@@ -105,7 +105,7 @@ class Region(Node):
     length: int = 0
     access: AccessFlags = NOTHING
     key: int = 0
-    windows: int = 0  # that are bound to it
+    windows: int = 0  # number of windows bound to it
 
     @property
     def busy(self) -> bool:
@@ -116,7 +116,7 @@ class Region(Node):
         return self.buffer.address + self.offset
 
     def view(self, address: int, length: int) -> memoryview | None:
-        """A part of the memory, None where it is not all inside."""
+        """Return a part of the memory; None if it is not entirely inside."""
         offset = address - self.address
         if offset < 0 or offset + length > self.length:
             return None
@@ -126,13 +126,13 @@ class Region(Node):
 
 @dataclass(eq=False)
 class Window(Node):
-    """A key to a part of a region, while it is bound; of type 2, for one queue pair."""
+    """A key to a part of a region while the window is bound; a type 2 window is for one queue pair."""
 
     context: Context = field(default_factory=Context)
     pd: Pd = field(default_factory=Pd)
     second: bool = False
-    told: int = 0  # its user's key, which the next request is to make good
-    key: int = 0  # the last one that a request made good
+    told: int = 0  # rkey of the last posted bind, which takes effect when executed
+    key: int = 0  # rkey of the last executed bind
     region: Region | None = None
     address: int = 0
     length: int = 0
@@ -156,7 +156,7 @@ class Window(Node):
 
 @dataclass(eq=False)
 class AsyncEventSource(Node):
-    """What asynchronous events are about: one of each type waits at most."""
+    """A source of asynchronous events; at most one of each type waits."""
 
     events: set[EventType] = field(default_factory=set)
     unacknowledged: int = 0
@@ -168,11 +168,11 @@ class AsyncEventSource(Node):
 
 @dataclass(eq=False)
 class Queue(Node):
-    """A completion queue: only its events are here, completions wait at their queue pair."""
+    """A completion queue: only its events are modeled here; completions wait at their queue pair."""
 
     context: Context = field(default_factory=Context)
     size: int = 0
-    promised: int = 0  # places that those who complete there may take, all together
+    promised: int = 0  # number of completions reserved by the queues that complete here
     channel: Channel | None = None
     domain: Pd | None = None
     armed: str | None = None
@@ -185,7 +185,7 @@ class Queue(Node):
 
     @property
     def room(self) -> int:
-        """A queue overflows only where it was promised to too many."""
+        """Return the number of completions not reserved: a queue overflows only if it is overcommitted."""
         return self.size - self.promised
 
     def arm(self, solicited_only: bool) -> None:

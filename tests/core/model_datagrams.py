@@ -1,4 +1,4 @@
-"""What stands before a datagram's data: 40 bytes of route, as RoCE v2 delivers it."""
+"""The 40 bytes of GRH in front of a datagram's data, as RoCE v2 delivers them."""
 
 import struct
 
@@ -17,12 +17,12 @@ def _checksum(header: bytes) -> int:
 
 
 def _payload(length: int, immediate: bool) -> int:
-    """Behind the IP header: UDP, base and datagram headers, an immediate, the data padded to 4, and a checksum."""
+    """Return the length behind the IP header: UDP, BTH, DETH, immediate, data padded to 4 bytes, and ICRC."""
     return 8 + 12 + 8 + 4 * immediate + -(-length // 4) * 4 + 4
 
 
 def header(way: Destination, length: int, immediate: bool) -> bytes:
-    """An IPv4 header in the last 20 bytes, where both ends have such addresses; else an IPv6 header's form."""
+    """Return an IPv4 header in the last 20 bytes if both ends have such addresses, else an IPv6 header."""
     payload, udp = _payload(length, immediate), 17
     if not (way.source.startswith(_MAPPED) and way.target.startswith(_MAPPED)):
         first = 6 << 28 | way.traffic_class << 20 | way.flow_label

@@ -1,6 +1,6 @@
-"""What becomes of work requests: who sends what to whom, and what that does to their states.
+"""Execution of work requests: their destination, and their effect on queue pairs.
 
-Plain and pure, like the objects that it works on.
+Pure functions of the model, without I/O.
 """
 
 import errno
@@ -23,7 +23,7 @@ from tests.core.model_responder import ANSWERED, ATOMIC, SENDS, Dropped, Failed,
 from tests.core.model_states import COUNTERPART, may_change, may_resume, reset
 
 PSN_MASK = 0xFFFFFF
-BY_DEFAULT_KEY = 1 << 31  # a datagram with such a Q_Key bears that of its queue pair
+BY_DEFAULT_KEY = 1 << 31  # a datagram with this bit in its Q_Key carries the Q_Key of its queue pair
 LOCAL = {SendOpcode.LOCAL_INV, SendOpcode.BIND_MW}
 WRITES = {SendOpcode.RDMA_WRITE, SendOpcode.RDMA_WRITE_WITH_IMM}
 CAN_SEND = {
@@ -50,16 +50,16 @@ LISTENING = (QpState.RTR, QpState.RTS, QpState.SQD, QpState.SQE)
 
 @dataclass
 class Fabric:
-    """All queue pairs and XRC's shared receive queues by their numbers, and all memory by its keys."""
+    """All queue pairs and XRC shared receive queues by number, and all memory by key."""
 
     qps: dict[int, Qp] = field(default_factory=dict)
     shared: dict[int, SharedQueue] = field(default_factory=dict)
     memory: Memory = field(default_factory=Memory)
 
-    # ---- the requester's side of a request
+    # ---- The requester's side of a request
 
     def local(self, qp: Qp, request: Send) -> list[memoryview]:
-        """The memory on this side of a request."""
+        """Return the local memory of a request."""
         if request.way and request.way.pd.root is not qp.pd.root:
             raise Failed(WcStatus.LOC_QP_OP_ERR, breaks_peer=False)
         if request.inline is not None:
@@ -88,15 +88,15 @@ class Fabric:
         elif qp.reliable:
             qp.state = QpState.ERR
         elif qp.state is QpState.RTS:
-            qp.state = QpState.SQE  # who is not connected reliably goes on receiving
+            qp.state = QpState.SQE  # unreliable queue pairs go on receiving
             self.memory.reached[f"{qp.type.name} stopped"] += 1
         qp.expected[SEND_SIDE].append(expected)
         tell(qp.send_cq, expected)
 
-    # ---- who answers
+    # ---- The responder
 
     def connected_peer(self, qp: Qp) -> Qp | None:
-        """Who hears a queue pair; None where nobody does. An unreliable one takes up any sequence."""
+        """Return the connected peer of a queue pair, or None if it cannot answer. An unreliable one accepts any PSN."""
         peer = self.qps.get(qp.peer)
         if peer is None or peer.type is not COUNTERPART[qp.type]:
             return None
@@ -105,7 +105,7 @@ class Fabric:
         return peer if peer.expected_psn == qp.next_psn or not qp.reliable else None
 
     def receiver_of(self, qp: Qp, request: Send) -> Qp | None:
-        """Who gets a datagram."""
+        """Return the receiver of a datagram, or None."""
         peer = self.qps.get(request.remote_qpn)
         if peer is None or peer.type is not QpType.UD or peer.state not in LISTENING:
             return None
@@ -115,7 +115,7 @@ class Fabric:
         return peer if peer.qkey == qkey else None
 
     def responder(self, peer: Qp, request: Send) -> Responder:
-        """What it answers with: for XRC, the shared queue that the request names, and that one's memory."""
+        """Return the responder; for XRC, with the shared queue that the request names, and with its memory."""
         if peer.type is not QpType.XRC_RECV:
             return Responder(self.memory, peer, peer.shared, peer.pd)
         shared = self.shared.get(request.remote_srqn)
@@ -129,10 +129,10 @@ class Fabric:
             raise Failed(WcStatus.REM_INV_REQ_ERR)
         return Responder(self.memory, peer, shared, shared.pd)
 
-    # ---- one request
+    # ---- One request
 
     def execute(self, qp: Qp, request: Send) -> Qp | None:
-        """Carry one request out; a peer that broke over it, or None."""
+        """Execute one request; return the peer that breaks by it, or None."""
         if request.opcode in LOCAL:
             self.execute_locally(qp, request)
             return None
@@ -175,7 +175,7 @@ class Fabric:
         return None
 
     def send_unreliably(self, qp: Qp, request: Send, data: bytes, views: list[memoryview]) -> Qp | None:
-        """It is sent, and that is all that its sender learns."""
+        """Send without an answer: the sender learns only that the request was sent."""
         datagram, broken = qp.type is QpType.UD, None
         peer = self.receiver_of(qp, request) if datagram else self.connected_peer(qp)
         if datagram and len(data) > PORT_MTU:
@@ -197,10 +197,10 @@ class Fabric:
         self.complete(qp, request, WcStatus.SUCCESS)
         return broken
 
-    # ---- a queue
+    # ---- A queue
 
     def run(self, qp: Qp) -> None:
-        """Do all that can be done for a queue pair."""
+        """Execute all requests of a queue pair that can be executed."""
         broken: dict[Qp, None] = {}
         while qp.sends and qp.state in (QpState.RTS, QpState.SQE, QpState.ERR):
             request = qp.sends.popleft()
@@ -221,7 +221,7 @@ class Fabric:
             if peer is not qp:
                 self.run(peer)
 
-    # ---- the verbs: 0, or the number of the error that refuses
+    # ---- Verbs, which return 0 or the errno of the refusal
 
     def post_send(self, qp: Qp, request: Send) -> int:
         capabilities, ring = qp.capabilities, qp.rings[SEND_SIDE]
@@ -271,7 +271,7 @@ class Fabric:
         return 0
 
     def resize_shared(self, shared: SharedQueue, depth: int | None, limit: int | None) -> int:
-        """Change the depth, which is a power of two, or the limit, or both."""
+        """Change the depth (a power of two), the limit, or both."""
         new_depth = shared.depth if depth is None else depth
         new_limit = shared.limit if limit is None else limit
         if new_limit > new_depth or shared.outstanding > new_depth:
@@ -280,7 +280,7 @@ class Fabric:
         return 0
 
     def modify(self, qp: Qp, state: QpState, attributes: tuple[str, ...]) -> int:
-        """Change the state with attributes, which the caller enters."""
+        """Change the state; the caller stores the attributes."""
         error = may_change(qp, state, attributes)
         if error:
             return error
@@ -291,7 +291,7 @@ class Fabric:
         return 0
 
     def resume(self, qp: Qp) -> int:
-        """From SQD or SQE back to RTS, without attributes."""
+        """Go from SQD or SQE back to RTS, without attributes."""
         error = may_resume(qp)
         if error:
             return error

@@ -1,4 +1,4 @@
-"""What a key leads to: regions by their owners, regions and windows by peers; and how windows are bound and unbound."""
+"""Lookup of keys: regions for their owners, regions and windows for peers; binding and unbinding of windows."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -13,10 +13,10 @@ CHANGING = AccessFlags.REMOTE_WRITE | AccessFlags.REMOTE_ATOMIC
 
 @dataclass
 class Memory:
-    """All regions and windows of the device. The low byte of a key is not of its number."""
+    """All regions and windows of the device. The low byte of a key is not part of its index."""
 
     keys: dict[int, Region | Window] = field(default_factory=dict)
-    reached: Counter[str] = field(default_factory=Counter)  # for the test to see that it tests what it says
+    reached: Counter[str] = field(default_factory=Counter)  # counts of covered cases, asserted by the test
 
     def add(self, node: Region | Window, key: int) -> None:
         assert key >> 8 not in self.keys
@@ -30,7 +30,7 @@ class Memory:
         return found if isinstance(found, Window) else None
 
     def find(self, pd: Pd, sge: Sge, access: AccessFlags) -> memoryview | None:
-        """The memory that a key gives access to: here, a region's."""
+        """Return the memory of a region that a key gives local access to."""
         address, length, key = sge
         region = self.keys.get(key >> 8)
         if not isinstance(region, Region) or region.key != key:
@@ -40,7 +40,7 @@ class Memory:
         return region.view(address, length)
 
     def find_for_peer(self, qp: Qp, pd: Pd, sge: Sge, access: AccessFlags) -> memoryview | None:
-        """The memory that a key opens to the peer of a queue pair: a window's, too."""
+        """Return the memory of a region or window that a key gives the peer of a queue pair access to."""
         address, length, key = sge
         window = self._window(key)
         if window is None:
@@ -64,7 +64,7 @@ class Memory:
         return region.view(request.remote_addr, request.length) is not None
 
     def bind(self, qp: Qp, request: Bind) -> bool:
-        """Give a window its next key and a part of a region; of type 1, also another or none."""
+        """Give a window its next key and a part of a region; a type 1 window may be bound again, or unbound."""
         window = self._window(request.rkey)
         if window is None or window.pd.root is not qp.pd.root or request.access & ~REMOTE_ACCESS:
             return False
@@ -85,7 +85,7 @@ class Memory:
         return True
 
     def invalidate(self, qp: Qp, pd: Pd, key: int) -> bool:
-        """Unbind a window of type 2, by its queue pair or by that one's peer."""
+        """Unbind a type 2 window, requested by its queue pair or by the peer of that queue pair."""
         window = self._window(key)
         if window is None or not window.second or window.pd.root is not pd.root:
             return False
@@ -97,5 +97,5 @@ class Memory:
 
 
 def next_key(key: int) -> int:
-    """The key of a window's next binding, where its user does not choose it."""
+    """Return the key of a window's next binding, where the user does not choose it."""
     return key & ~0xFF | (key + 1) & 0xFF

@@ -33,7 +33,7 @@ class Send:
 
 @dataclass
 class Bind(Send):
-    """Its address and its key are `remote_addr` and `rkey`."""
+    """A bind request; `remote_addr` and `rkey` are its address and its new key."""
 
     window: Window = field(default_factory=Window)
     region: Region | None = None
@@ -51,7 +51,7 @@ class Receive:
 
 @dataclass
 class Expected:
-    """A completion to come. None is for what it does not tell."""
+    """An expected completion. None stands for a field that the completion does not report."""
 
     wr_id: int
     status: WcStatus
@@ -68,7 +68,7 @@ class Expected:
 
 @dataclass
 class Ring:
-    """The places of one direction: taken by posting, freed by polling a completion that tells of them."""
+    """The slots of one direction: taken by posting, freed by polling a completion that covers them."""
 
     depth: int
     posted: int = 0
@@ -81,17 +81,17 @@ class Ring:
 
 @dataclass(eq=False)
 class SharedQueue(AsyncEventSource):
-    """A shared receive queue: its places are free again when the completion was polled, or went with its queue pair."""
+    """A shared receive queue: a slot is free again when the completion is polled, or when its queue pair is reset."""
 
     context: Context = field(default_factory=Context)
     pd: Pd = field(default_factory=Pd)
     depth: int = 0
-    largest: int = 0  # the depth that its completion queues have room for
+    largest: int = 0  # the depth that fits into the completion queues
     max_sge: int = 0
     limit: int = 0
     outstanding: int = 0
     receives: deque[Receive] = field(default_factory=deque)
-    # One for XRC completes in a queue of its own; its completions are nobody else's.
+    # An XRC shared queue completes on a queue of its own.
     xrc_domain: XrcDomain | None = None
     cq: Queue | None = None
     number: int = 0
@@ -100,7 +100,7 @@ class SharedQueue(AsyncEventSource):
     def take(self) -> Receive:
         receive = self.receives.popleft()
         if len(self.receives) < self.limit:
-            self.limit = 0  # told once
+            self.limit = 0  # reported once
             self.events.add(EventType.SRQ_LIMIT_REACHED)
         return receive
 
@@ -115,7 +115,7 @@ class SharedQueue(AsyncEventSource):
 class Qp(AsyncEventSource):
     context: Context = field(default_factory=Context)
     type: QpType = QpType.RC
-    pd: Pd = field(default_factory=Pd)  # of an XRC target: one that has nothing
+    pd: Pd = field(default_factory=Pd)  # of an XRC target: an empty one
     send_cq: Queue | None = None
     recv_cq: Queue | None = None
     shared: SharedQueue | None = None
@@ -132,9 +132,9 @@ class Qp(AsyncEventSource):
     expected_psn: int = 0
     reads: int = 0
     reads_served: int = 0
-    established: bool = False  # it was told that its peer is there
-    last_told: bool = False  # and that it takes nothing from a shared queue any more
-    unnumbered: bool = False  # it did something that has no sequence number
+    established: bool = False  # COMM_EST was raised
+    last_told: bool = False  # QP_LAST_WQE_REACHED was raised
+    unnumbered: bool = False  # executed a request that has no sequence number
     sends: deque[Send] = field(default_factory=deque)
     receives: deque[Receive] = field(default_factory=deque)
 
@@ -161,12 +161,12 @@ class Qp(AsyncEventSource):
         return list(dict.fromkeys(queue for queue in (self.send_cq, self.recv_cq) if queue))
 
     def may_complete(self, queue: Queue) -> int:
-        """How many of its completions may wait in a queue at once."""
+        """Return how many of its completions may wait in a queue at once."""
         receives = self.shared.largest if self.shared else self.capabilities.max_recv_wr
         return self.capabilities.max_send_wr * (self.send_cq is queue) + receives * (self.recv_cq is queue)
 
     def clear(self) -> None:
-        """As after RESET: nothing is posted, and nothing that completed is left to be polled."""
+        """Reset: discard all requests, and all completions not yet polled."""
         self.sends.clear()
         self.receives.clear()
         for expected in self.expected[RECEIVE_SIDE]:
@@ -176,7 +176,7 @@ class Qp(AsyncEventSource):
         self.expected = (deque(), deque())
 
     def polled(self, side: int) -> Expected | None:
-        """The next completion of one direction is taken."""
+        """Take the next completion of one direction."""
         if not self.expected[side]:
             return None
         expected = self.expected[side].popleft()

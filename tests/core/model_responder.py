@@ -22,8 +22,13 @@ ONE_SIDED = {
 
 
 class Failed(Exception):
-    """A request that the responder refuses for good: its status, whether the responder broke over it, and whether a
-    completion there tells of it. Where nobody answers, only what was told breaks anything."""
+    """A request that the responder refuses for good.
+
+    :param status: status of the requester's completion.
+    :param breaks_peer: whether the responder goes to ERR.
+    :param told: whether a completion at the responder reports the failure. On unreliable transports only a failure with
+        such a completion has an effect.
+    """
 
     def __init__(self, status: WcStatus, *, breaks_peer: bool = True, told: bool = False) -> None:
         super().__init__(status)
@@ -33,7 +38,7 @@ class Failed(Exception):
 
 
 class Dropped(Exception):
-    """A message that does not fit, on its way to who need not answer: as if it had never come."""
+    """A message that does not fit, on a transport without answers: ignored as if it had never arrived."""
 
 
 def scatter(views: list[memoryview], data: bytes) -> None:
@@ -43,14 +48,14 @@ def scatter(views: list[memoryview], data: bytes) -> None:
 
 
 def tell(queue: Queue | None, expected: Expected, solicited: bool = False) -> None:
-    """A completion goes to a queue, which may be armed for it."""
+    """Add a completion to a queue, which may be armed for it."""
     assert queue is not None
     queue.completed(solicited or expected.status is not WcStatus.SUCCESS)
 
 
 @dataclass
 class Responder:
-    """One end of a connection, with what lends it receives and memory: for XRC, what the request names."""
+    """One end of a connection, with its source of receives and memory: for XRC, the queue that the request names."""
 
     memory: Memory
     qp: Qp
@@ -65,7 +70,7 @@ class Responder:
         return self.shared.take() if self.shared else self.qp.receives.popleft()
 
     def complete(self, sender: Qp, request: Send, receive: Receive, length: int, status: WcStatus) -> None:
-        """A receive that was taken completes: in the queue of its queue pair, or of its own."""
+        """Complete a receive, on the completion queue of its queue pair, or of its own shared queue."""
         shared = self.shared
         expected = Expected(receive.wr_id, status, receive.index, qp_num=self.qp.number, shared=shared)
         if status is WcStatus.SUCCESS:
@@ -85,7 +90,7 @@ class Responder:
         self.memory.reached["shared receive"] += shared is not None
 
     def _place(self, receive: Receive, length: int) -> tuple[list[memoryview], WcStatus]:
-        """Where a message goes: only as many entries as it fills are looked at."""
+        """Return the memory for a message; only as many entries as the message fills are checked."""
         views: list[memoryview] = []
         if sum(sge[1] for sge in receive.sges) < length:
             return views, WcStatus.LOC_LEN_ERR
@@ -103,7 +108,7 @@ class Responder:
     def _send(self, sender: Qp, request: Send, data: bytes) -> None:
         if request.way:
             data = header(request.way, len(data), request.opcode in WITH_IMMEDIATE) + data
-        # A receive waits for a datagram that fits; one that was taken from a shared queue cannot be put back.
+        # A receive stays posted until a datagram fits, but one taken from a shared queue cannot be put back.
         waits = not self.qp.reliable and not self.shared
         if waits and self._place(self.qp.receives[0], len(data))[1] is WcStatus.LOC_LEN_ERR:
             raise Dropped
@@ -121,7 +126,7 @@ class Responder:
             raise Failed(WcStatus.REM_OP_ERR, told=True)
 
     def _target(self, request: Send, length: int, access: AccessFlags) -> memoryview:
-        """The memory that a request names."""
+        """Return the memory that a request names."""
         view = self.memory.find_for_peer(self.qp, self.pd, (request.remote_addr, length, request.rkey), access)
         if view is None:
             raise Failed(WcStatus.REM_ACCESS_ERR)
@@ -141,12 +146,12 @@ class Responder:
         return found
 
     def respond(self, sender: Qp, request: Send, data: bytes, answer: list[memoryview]) -> None:
-        """Execute a request. What is to be read goes to `answer`."""
+        """Execute a request. Read data goes to `answer`."""
         if request.way is None and not self.qp.established and self.qp.state is QpState.RTR:
             self.qp.established = True
             self.qp.events.add(EventType.COMM_EST)
         immediate = request.opcode is SendOpcode.RDMA_WRITE_WITH_IMM
-        # What the queue pair does not allow comes first, however short it is; then receives; then keys.
+        # Order of checks: access of the queue pair, whatever the length; then receives; then keys.
         if request.opcode in ONE_SIDED and not self.qp.access & ONE_SIDED[request.opcode]:
             raise Failed(WcStatus.REM_INV_REQ_ERR)
         if (immediate or request.opcode in SENDS) and not self.has_receive:
@@ -162,7 +167,7 @@ class Responder:
         elif request.opcode in SENDS:
             self._send(sender, request, data)
         else:
-            if data:  # without a byte to write, the key is not looked at
+            if data:  # a write of 0 bytes does not check the key
                 self._target(request, len(data), AccessFlags.REMOTE_WRITE)[:] = data
             if immediate:
                 self.complete(sender, request, self.take(), len(data), WcStatus.SUCCESS)

@@ -1,11 +1,11 @@
-"""The states of a queue pair by its type: what a transition needs, by the InfiniBand architecture."""
+"""The states of a queue pair by its type: the attributes that a transition needs, by the InfiniBand architecture."""
 
 import errno
 
 from aioverbs import QpState, QpType
 from tests.core.model_queue_pairs import Qp
 
-# What each must be told on its way to RTS, no more and no less.
+# The exact attributes of each type on its path to RTS.
 _PATH = ("path_mtu", "dest_qp_num", "rq_psn", "av")
 _REQUESTER = ("sq_psn", "timeout", "retry_cnt", "rnr_retry", "max_rd_atomic")
 _RESPONDER = ("max_dest_rd_atomic", "min_rnr_timer")
@@ -28,12 +28,12 @@ _SOURCES = {
     QpState.RTS: (QpState.RTR,),
     QpState.SQD: (QpState.RTS, QpState.SQD),
 }
-# Who may talk to whom.
+# Types that can be connected to each other.
 COUNTERPART = {kind: kind for kind in NEEDS} | {QpType.XRC_SEND: QpType.XRC_RECV, QpType.XRC_RECV: QpType.XRC_SEND}
 
 
 def may_change(qp: Qp, state: QpState, attributes: tuple[str, ...]) -> int:
-    """0, or the number of the error that refuses."""
+    """Return 0, or the errno of the refusal."""
     if state is QpState.RESET:
         return 0
     if state is QpState.ERR:
@@ -44,7 +44,9 @@ def may_change(qp: Qp, state: QpState, attributes: tuple[str, ...]) -> int:
 
 
 def may_resume(qp: Qp) -> int:
-    """Whether it goes (back) to RTS without attributes. Only unreliable send queues stop by themselves."""
+    """Return 0 if the queue pair may go to RTS without attributes, or else an errno. Only unreliable send queues reach
+    SQE.
+    """
     return 0 if qp.state in (QpState.RTS, QpState.SQD, QpState.SQE) else errno.EINVAL
 
 

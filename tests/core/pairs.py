@@ -1,4 +1,4 @@
-"""Connected queue pairs, and waiting for what they complete."""
+"""Connected queue pairs, and waiting for their completions."""
 
 from dataclasses import dataclass
 
@@ -18,7 +18,7 @@ Sge = tuple[int, int, int]
 
 
 def make_domain(context: software.Context, kind: str) -> handles.ProtectionDomain:
-    """A protection domain to make queues on: "plain", or a parent domain with a "thread domain"."""
+    """Create a protection domain to make queues on: "plain", or a parent domain with a "thread domain"."""
     pd = handles.ProtectionDomain(context)
     return pd if kind == "plain" else parent_domain.ParentDomain(pd, parent_domain.ThreadDomain(context))
 
@@ -31,7 +31,7 @@ def make_queue(
     *,
     extended: bool = False,
 ) -> handles.CompletionQueue:
-    """A completion queue on a domain, of whichever kind that is."""
+    """Create a completion queue on a domain of either kind."""
     parent = domain if isinstance(domain, parent_domain.ParentDomain) else None
     return handles.CompletionQueue(context, cqe, channel, extended=extended, parent_domain=parent)
 
@@ -80,7 +80,7 @@ def to_rts(
 
 
 def connect_to(qp: handles.QueuePair, peer: handles.QueuePair, access: AccessFlags = ALL_ACCESS) -> None:
-    """Take a queue pair in RESET to RTS. Nothing is tried twice, so that failures come quickly."""
+    """Take a queue pair in RESET to RTS, without retries, so that failures are reported quickly."""
     to_init(qp, access)
     to_rtr(qp, peer.qp_num)
     to_rts(qp)
@@ -93,7 +93,7 @@ def connect(near: handles.QueuePair, far: handles.QueuePair, access: AccessFlags
 
 
 def wait_for(cq: handles.CompletionQueue, count: int = 1) -> list[Completion]:
-    """Poll for so many completions, and not for ever."""
+    """Poll until `count` completions have arrived, with a time limit."""
     found: list[Completion] = []
 
     def enough() -> bool:
@@ -106,14 +106,14 @@ def wait_for(cq: handles.CompletionQueue, count: int = 1) -> list[Completion]:
 
 
 def succeed(cq: handles.CompletionQueue) -> Completion:
-    """The next completion, which is a success."""
+    """Return the next completion, and check that it is a success."""
     (completion,) = wait_for(cq)
     assert completion.status is WcStatus.SUCCESS, completion
     return completion
 
 
 def next_event(context: software.Context) -> handles.AsyncEvent:
-    """The next asynchronous event, which has come or is about to."""
+    """Wait for the next asynchronous event, and return it."""
     found: list[handles.AsyncEvent] = []
 
     def taken() -> bool:
@@ -136,11 +136,11 @@ class End:
 
     @property
     def pd(self) -> handles.ProtectionDomain:
-        """What it was made on."""
+        """The protection domain of this end."""
         return self.region.pd
 
     def sge(self, offset: int = 0, length: int | None = None) -> Sge:
-        """An entry of a scatter/gather list: a part of the memory, else all of it."""
+        """Return a scatter/gather entry for a part of the memory, by default all of it."""
         return self.region.address + offset, self.region.length if length is None else length, self.region.lkey
 
 
@@ -165,7 +165,7 @@ def make_end(
 def make_pair(
     context: software.Context, kind: str = "plain", *, size: int = 4096, extended: bool = False
 ) -> tuple[End, End]:
-    """Two connected ends on one domain."""
+    """Create two connected ends on one domain."""
     domain = make_domain(context, kind)
     near, far = make_end(domain, size=size, extended=extended), make_end(domain, size=size, extended=extended)
     connect(near.qp, far.qp)

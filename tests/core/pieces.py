@@ -1,4 +1,4 @@
-"""The native allocators, and pieces of their memory that are looked at."""
+"""The native allocators, and checks of the memory that they return."""
 
 import ctypes
 import os
@@ -33,7 +33,7 @@ all_kinds = pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
 
 
 def huge_pages_free(page_bytes: int) -> int:
-    """How many huge pages of that size could be had now; mostly none are configured."""
+    """Return the number of huge pages of that size that are free now; usually none are configured."""
     path = Path(f"/sys/kernel/mm/hugepages/hugepages-{page_bytes >> 10}kB/free_hugepages")
     return int(path.read_text()) if path.exists() else 0
 
@@ -44,10 +44,10 @@ def contents(address: int, size: int) -> bytes:
 
 @dataclass
 class Holder:
-    """Takes pieces and checks each: aligned, zeroed, in nobody's way, as it was left when it goes."""
+    """Holds pieces, and checks that each is aligned, zeroed, disjoint from others, and unchanged when freed."""
 
     allocator: NativeAllocator
-    pieces: dict[int, tuple[int, int]] = field(default_factory=dict)  # address: size, and what was written all over it
+    pieces: dict[int, tuple[int, int]] = field(default_factory=dict)  # address: size, and the byte it is filled with
 
     def take(self, size: int, alignment: int) -> int:
         address = self.allocator.allocate(size, alignment)

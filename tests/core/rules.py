@@ -1,4 +1,4 @@
-"""The rules of the stateful test: what a user may do at any moment, rightly or not."""
+"""Rules of the stateful test: valid and invalid calls of a user at any moment."""
 
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
@@ -16,7 +16,7 @@ DICE = dice()
 
 
 class Rules(Bench):
-    """Each rule does one thing to the twins; what it does it to is drawn from what there is."""
+    """Each rule applies one step to the device and the model; its object is drawn from the open ones."""
 
     # ---- making
 
@@ -49,7 +49,7 @@ class Rules(Bench):
     @precondition(lambda self: self.twins.of(Context))
     @rule(dice=DICE)
     def make_domains(self, dice: Dice) -> None:
-        """A protection domain, a thread domain, XRC domains, and parent domains over what there is."""
+        """Create a protection domain, a thread domain, an XRC domain, or a parent domain."""
         self.work(dice)
         twins = self.twins
         context = dice.pick(twins.of(Context))
@@ -119,7 +119,7 @@ class Rules(Bench):
     @precondition(lambda self: self.twins.of(Qp))
     @rule(dice=DICE, state=st.sampled_from([state for state in QpState if state <= QpState.ERR]))
     def modify(self, dice: Dice, state: QpState) -> None:
-        """Whatever it is connected with, whatever it is, and sometimes with what another type needs."""
+        """Change the state of any queue pair, to any peer, sometimes with the attributes of another type."""
         self.work(dice)
         qps = self.twins.of(Qp)
         qp, psns = dice.pick(qps), (dice.pick(PSNS), dice.pick(PSNS))
@@ -148,7 +148,7 @@ class Rules(Bench):
     @precondition(lambda self: any(qp.state is QpState.RTS for qp in self.twins.of(Qp)))
     @rule(dice=DICE)
     def hold(self, dice: Dice) -> None:
-        """Requests that wait in SQD, for `go_on` or their flush."""
+        """Post requests that wait in SQD for `go_on` or their flush."""
         self.work(dice)
         twins = self.twins
         qp = dice.pick([qp for qp in twins.of(Qp) if qp.state is QpState.RTS] or twins.of(Qp))
@@ -187,7 +187,7 @@ class Rules(Bench):
     @precondition(lambda self: self.twins.of(SharedQueue))
     @rule(dice=DICE, depth=st.sampled_from([None, 1, 4, 8]), limit=st.sampled_from([None, 0, 1, 3, 6, 9]))
     def modify_shared(self, dice: Dice, depth: int | None, limit: int | None) -> None:
-        """Its size, up to what its completion queues have room for, and what it warns of."""
+        """Change its depth, within the room of its completion queues, and its limit."""
         self.work(dice)
         self.twins.settle()
         shared = dice.pick(self.twins.of(SharedQueue))
@@ -251,18 +251,18 @@ class Rules(Bench):
     @precondition(lambda self: self.twins.of(Context))
     @rule(dice=DICE)
     def async_events(self, dice: Dice) -> None:
-        """What is not acknowledged keeps what it is about."""
+        """Read events and acknowledge some; an unacknowledged event keeps its object from being destroyed."""
         self.work(dice)
         self.twins.take_async_events(dice.pick(self.twins.of(Context)))
         while self.twins.async_events and not dice.rarely(3):
             self.twins.acknowledge_async_event(dice.below(len(self.twins.async_events)))
 
-    # ---- going
+    # ---- Destroying
 
     @precondition(lambda self: self.twins.open)
     @rule(dice=DICE)
     def destroy(self, dice: Dice) -> None:
-        """Whatever it is: it goes, or refuses."""
+        """Destroy any object, or check that it refuses."""
         self.work(dice)
         self.twins.destroy(dice.pick(self.twins.open))
 

@@ -1,4 +1,4 @@
-"""Who is not the owner of a bound object is refused before the verb, with nothing changed; so are overlapping calls.
+"""Calls from other threads than the owner's are refused before the verb, without any change; so are overlapping calls.
 
 A thread domain's objects may be touched by one thread only: "objects … disable internal locking" (ibv_alloc_td), and a
 resource domain's thread model SINGLE is "from only one thread over the lifetime of the object".
@@ -26,13 +26,13 @@ from tests.core.contexts import opened
 from tests.core.family import Family, make_all
 from tests.core.test_handles_closed import IDENTITY, ask, public
 
-# What calls no verb: constants of the object. A parent domain shares nothing by itself.
+# Names that call no verb: constants of the object. A parent domain shares nothing by itself.
 CONSTANTS = {"cqe", "fileno", "handle", "qp_num"}
 
 
 @contextmanager
 def a_family() -> Iterator[Family]:
-    """One of each handle; those that are made on the thread domain, or on the channel, belong to the running loop."""
+    """Open one of each handle; those on the thread domain or the channel belong to the running loop."""
     owner = handles.Affinity.of_running_loop()
     with opened("inline") as context:
         members: Family = {
@@ -49,12 +49,12 @@ def bound(family: Family) -> list[handles.Handle]:
 
 
 def verbs(handle: handles.Handle) -> list[str]:
-    """The names of what calls verbs on a handle."""
+    """Return the names of methods and properties that call verbs on a handle."""
     return sorted({*public(handle), "destroy"} - (IDENTITY - {"destroy"}) - CONSTANTS)
 
 
 def refused(family: Family, expected: type[BaseException], match: str) -> int:
-    """Call everything that calls a verb; how much that was."""
+    """Check that each call of a verb raises `expected`, and return the number of calls."""
     asked = 0
     for handle in bound(family):
         for name in verbs(handle):
@@ -66,13 +66,13 @@ def refused(family: Family, expected: type[BaseException], match: str) -> int:
 
 
 def in_thread(function: Callable[[], Any]) -> Any:
-    """Call a function in another thread; what it returns, or raises, here."""
+    """Call a function in another thread; return its result, or raise its exception."""
     with concurrent.futures.ThreadPoolExecutor(1, "another") as executor:
         return executor.submit(function).result(timeout=30)
 
 
 def on_loop(function: Callable[[], Any], factory: Callable[[], asyncio.AbstractEventLoop]) -> Any:
-    """Call a function in this thread with a loop running that it makes."""
+    """Call a function in this thread with a new event loop running."""
 
     async def call() -> Any:
         return function()
@@ -87,7 +87,7 @@ def factory(request: pytest.FixtureRequest) -> Callable[[], asyncio.AbstractEven
 
 
 def check_untouched(family: Family) -> None:
-    """The owner finds everything as it was, and all of it works."""
+    """Check that the owner finds everything unchanged and working."""
     assert not any(handle.closed for handle in family.values())
     for handle in bound(family):
         owner = handle.affinity
@@ -142,7 +142,7 @@ def test_its_own_thread_between_two_runs_of_the_loop(factory: Callable[[], async
         assert refused(family, AffinityError, "was called from its own thread with no event loop running") > 30
         wrong = "was called from its own thread with event loop .* running"
         assert on_loop(lambda: refused(family, AffinityError, wrong), factory) > 30
-        # Another run of the owner is the owner.
+        # A later run of the same loop is the owner.
         loop.run_until_complete(call(check_untouched, family))
     finally:
         loop.run_until_complete(call(family_of_loop.__exit__, None, None, None))
@@ -218,7 +218,7 @@ def refused_in_child(family: Family) -> int:
             with pytest.raises(ForkedProcessError, match="was opened before fork"):
                 ask(handle, name)
             asked += 1
-        handle.destroy()  # nothing: it is the parent's
+        handle.destroy()  # does nothing: the handle belongs to the parent
     return asked
 
 
@@ -286,7 +286,7 @@ async def test_nobody_else_makes_anything_of_it() -> None:
         before = handles.open_handles()
         assert await asyncio.to_thread(wrong) == 7
         assert handles.open_handles() == before
-        # A region is anybody's, whatever it is registered on.
+        # A region belongs to no thread, whatever domain it is registered on.
         await asyncio.to_thread(lambda: handles.MemoryRegion(domain, bytearray(8)).destroy())
 
 
@@ -298,7 +298,7 @@ async def test_closed_ones_say_so() -> None:
             queue.resize(4)
         queue.destroy()
         await asyncio.to_thread(queue.destroy)
-        # And nobody is inside since.
+        # Afterwards no call counts as being inside.
         assert queue.affinity is not None
         queue.affinity.check(queue, "ibv_poll_cq")
 
@@ -314,7 +314,7 @@ def test_there_must_be_a_loop() -> None:
 
 
 class Meanwhile(Recording):
-    """An allocator that does something else while the verb that asked it is under way."""
+    """An allocator that calls a function in the middle of the verb that allocates."""
 
     def __init__(self, meanwhile: Callable[[], object]) -> None:
         super().__init__()
@@ -380,7 +380,7 @@ async def test_what_runs_in_between_does_not_come_back_either(way: str) -> None:
 
 
 async def test_threads_that_overlap_for_real() -> None:
-    """Of an unbound affinity any thread is let in, one at a time: here one stays inside of a verb."""
+    """An unbound affinity admits any thread, one at a time: here one thread stays inside a verb."""
     entered, leave = threading.Event(), threading.Event()
 
     def stay() -> None:

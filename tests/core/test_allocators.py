@@ -46,13 +46,13 @@ def test_what_an_allocator_is_asked_for(context: software.Context) -> None:
     assert allocator.live == [ring, record]
     cq.destroy()
     assert domain.held == len(allocator.live) == 0
-    # A region is no queue: its memory is the user's.
+    # A region is no queue: its memory belongs to the user.
     handles.MemoryRegion(domain, bytearray(64))
     assert len(allocator.pieces) == 4
 
 
 def test_use_default(context: software.Context) -> None:
-    """The provider allocates by itself, and then frees by itself, too."""
+    """The provider allocates by itself, and frees by itself, too."""
     allocator = Recording(default)
     domain = domain_of(context, allocator)
     near, far = make_end(domain), make_end(domain)
@@ -66,7 +66,7 @@ def test_use_default(context: software.Context) -> None:
 
 
 def test_free_comes_once_with_the_same_type(context: software.Context) -> None:
-    allocator = Recording()  # its free() sees to the type
+    allocator = Recording()  # its free() checks the type
     domain = domain_of(context, allocator)
     for _ in range(3):
         near, far = make_end(domain), make_end(domain)
@@ -86,7 +86,7 @@ def test_free_comes_once_with_the_same_type(context: software.Context) -> None:
 
 @pytest.mark.every_way
 def test_an_allocator_may_use_the_core(context: software.Context) -> None:
-    """No lock is held while it runs: it makes and destroys objects of the same context, of the same domain too."""
+    """No lock is held while the allocator runs: it may use objects of the same context, and of the same domain."""
     nested: list[handles.Handle] = []
     depth = 0
 

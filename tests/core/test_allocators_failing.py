@@ -1,4 +1,4 @@
-"""Allocators that fail, answer nonsense or raise: the verb says so, and nothing is left behind."""
+"""Allocators that fail, return invalid values or raise: the verb reports the error, and nothing is left behind."""
 
 import errno
 import subprocess
@@ -54,7 +54,7 @@ class Oops(Exception):
     pass
 
 
-# The answer, the error number of the verb, and its cause.
+# Name: answer, errno of the verb, type and text of its cause.
 BAD: dict[str, tuple[Answer, int, type[BaseException] | None, str]] = {
     "None": (lambda *_: None, errno.ENOMEM, None, ""),
     "raises": (raising(Oops("no more")), errno.ENOMEM, Oops, "no more"),
@@ -71,7 +71,7 @@ BAD: dict[str, tuple[Answer, int, type[BaseException] | None, str]] = {
 
 
 def made_with(context: software.Context, domain: parent_domain.ParentDomain) -> dict[str, Callable[[], object]]:
-    """The calls of each verb that asks an allocator, by its name; the queues that they need are made here."""
+    """Return a call of each verb that allocates, by its name; the queues that they need are created here."""
     cq = handles.CompletionQueue(context, 64, parent_domain=domain)
     srq = handles.SharedReceiveQueue(domain, 64)
     return {
@@ -87,7 +87,7 @@ def made_with(context: software.Context, domain: parent_domain.ParentDomain) -> 
 def test_a_bad_answer(
     context: software.Context, bad: Answer, number: int, cause: type[BaseException] | None, text: str
 ) -> None:
-    """For the memory of the queue or for its record: what the verb had got was given back, and what it refused, too."""
+    """Fail at the memory of the queue or at its doorbell record: memory that the verb got before is freed."""
     allocator = Recording()
     domain = parent_domain.ParentDomain(handles.ProtectionDomain(context), None, allocator)
     for good in range(2):
@@ -102,7 +102,7 @@ def test_a_bad_answer(
         assert type(caught.value.__cause__) is (cause or type(None))
         assert text in str(caught.value.__cause__)
         assert domain.held == len(allocator.live) == len(children(context)) - 2 == 0
-    allocator.answer = None  # and now it behaves
+    allocator.answer = None  # a valid answer
     handles.CompletionQueue(context, 100, parent_domain=domain)
 
 
@@ -110,7 +110,7 @@ VERBS = ["ibv_create_cq_ex", "ibv_create_qp", "ibv_create_srq", "ibv_resize_cq",
 
 
 def test_the_same_address_twice(context: software.Context) -> None:
-    """Memory that is in use is not given back for having been offered again."""
+    """Memory in use stays in use if it is offered a second time."""
     allocator = Recording()
     domain = parent_domain.ParentDomain(handles.ProtectionDomain(context), None, allocator)
     cq = handles.CompletionQueue(context, 100, parent_domain=domain)
@@ -124,7 +124,7 @@ def test_the_same_address_twice(context: software.Context) -> None:
 
 @pytest.mark.parametrize("error", [Oops("kept"), KeyboardInterrupt()])
 def test_free_that_raises(context: software.Context, monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
-    """The verb has succeeded all the same: nobody waits for this, so it goes to where such exceptions go."""
+    """The verb succeeds all the same: the exception goes to sys.unraisablehook."""
 
     class Unwilling(Recording):
         def free(self, address: int, resource_type: int, *of: object) -> None:
@@ -154,7 +154,7 @@ def test_an_allocator_without_methods(context: software.Context) -> None:
 
 
 def test_a_cause_is_its_own_thread_s(context: software.Context) -> None:
-    """Two threads fail at the same time, each for its reason."""
+    """Two threads fail at the same time, each with its own cause."""
     both = threading.Barrier(2, timeout=20)
 
     def answer(*_: object) -> object:
@@ -178,7 +178,7 @@ def test_a_cause_is_its_own_thread_s(context: software.Context) -> None:
 
 
 def test_a_failure_inside_of_a_success(context: software.Context) -> None:
-    """An allocator that copes with a failure of its own leaves no cause behind for the next one."""
+    """An allocator that handles a failure of its own leaves no cause behind for the next one."""
     inner = parent_domain.ParentDomain(handles.ProtectionDomain(context), None, Recording(raising(Oops("inner"))))
 
     def coping(self: Recording, size: int, alignment: int, resource_type: int) -> object:

@@ -1,4 +1,4 @@
-"""What does not fit is refused with an exception that says so, and nothing is done."""
+"""Invalid arguments are refused with an exception that names the problem, and nothing is done."""
 
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -15,14 +15,14 @@ from aioverbs.attributes import AddressVector, QpCapabilities
 from tests.core.contexts import children, opened
 from tests.core.family import Family, make_all
 
-# On purpose: arguments of wrong types are the point here.
+# Any on purpose: the tests pass arguments of wrong types.
 Objects = Any
 Call = Callable[[Objects], object]
 
 
 @pytest.fixture
 def there() -> Iterator[Objects]:
-    """One of each handle by a short name, and a protection domain, a queue and so on of another context."""
+    """One of each handle by a short name, and one of each of another context."""
     with opened("inline") as context, opened("inline") as other:
         family: Family = make_all(context)
         names = {name.replace(" ", "_"): handle for name, handle in family.items()}
@@ -107,7 +107,7 @@ def test_constructors(there: Objects, call: Call, error: type[Exception], text: 
         call(there)
     assert handles.open_handles() == before
     assert there.context.counts() == counts
-    # That the parents are free again is seen when the fixture destroys them.
+    # The fixture destroys the parents afterwards, which fails if they were still referenced.
 
 
 METHODS: dict[str, tuple[Call, type[Exception], str]] = {

@@ -1,4 +1,4 @@
-"""Asynchronous events: taken without waiting, about a handle, acknowledged once."""
+"""Asynchronous events: read without blocking, tied to a handle, and acknowledged once."""
 
 import gc
 import select
@@ -71,7 +71,7 @@ RAISED: dict[EventType, Callable[[software.Context], handles.Handle]] = {
 
 @pytest.mark.parametrize("event_type", RAISED, ids=lambda event_type: event_type.name)
 def test_an_event_keeps_its_element(context: software.Context, event_type: EventType) -> None:
-    """The verb would wait for the acknowledgement, for ever where nobody gives it: it is refused before."""
+    """Destroying an object with unacknowledged events is refused, since the verb would wait for the acknowledgement."""
     element = RAISED[event_type](context)
     event = next_event(context)
     assert event.event_type is event_type
@@ -90,7 +90,7 @@ def test_an_event_keeps_its_element(context: software.Context, event_type: Event
 
 
 def test_the_port_goes_down_and_up(context: software.Context) -> None:
-    """It is the device's port, of which each context is told."""
+    """The port belongs to the device, so every context gets the event."""
     with opened("inline") as other:
         for up, event_type, state in (
             (False, EventType.PORT_ERR, PortState.DOWN),
@@ -217,7 +217,7 @@ def test_events_come_from_a_context_only() -> None:
 
 
 def test_an_event_is_taken_while_its_object_is_destroyed() -> None:
-    """Destroying waits for what is executed elsewhere, and is overtaken: it is acknowledged on the spot."""
+    """Destroying waits for requests in execution; an event that is read meanwhile is acknowledged at once."""
     with opened("thread") as context:
         busy, target = make_pair(context, size=32 << 20)
         for _ in range(4):
@@ -230,7 +230,7 @@ def test_an_event_is_taken_while_its_object_is_destroyed() -> None:
             def destroy(qp: handles.QueuePair, refused: list[BusyResourceError]) -> None:
                 try:
                     qp.destroy()
-                except BusyResourceError as error:  # the event was taken before
+                except BusyResourceError as error:  # the event was read first
                     refused.append(error)
 
             destroyer = threading.Thread(target=destroy, args=(qp, refused))

@@ -1,6 +1,6 @@
-"""Completion queues change their size and moderate their events.
+"""Resizing completion queues, and moderating their events.
 
-What the device makes of it is tested in C: tests/native/test_cq_resize.c and test_moderation.c.
+The device's part is tested in C: tests/native/test_cq_resize.c and test_moderation.c.
 """
 
 import select
@@ -38,7 +38,7 @@ def test_another_size(context: software.Context, kind: str, extended: bool) -> N
 
 
 def test_moderation(context: software.Context) -> None:
-    """An event for so many completions, or so long after the first one of fewer; without moderation for each."""
+    """Raise an event after `count` completions, or a period after the first one; without moderation, for each."""
     channel = handles.CompletionChannel(context)
     domain = make_domain(context, "plain")
     near, far = make_end(domain, channel=channel), make_end(domain)

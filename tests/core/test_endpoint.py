@@ -1,4 +1,4 @@
-"""Endpoints: their wire form, what they refuse, and the way from one to another."""
+"""Endpoints: their wire format, the values they refuse, and the path from one to another."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""The texts of errors: what happened, and what to do about it."""
+"""Texts of errors: the cause, and the remedy."""
 
 import errno
 

@@ -1,4 +1,4 @@
-"""Completion events: asked for, raised once, taken, acknowledged."""
+"""Completion events: requested, raised once, read, acknowledged."""
 
 import select
 import threading
@@ -37,7 +37,7 @@ def readable(channel: handles.CompletionChannel, timeout_s: float = 0) -> bool:
 
 
 def next_event(channel: handles.CompletionChannel) -> handles.CompletionQueue:
-    """Sleep for an event and take it."""
+    """Wait for an event, and read it."""
     assert readable(channel, PATIENCE_S)
     queue = channel.get_event()
     assert queue is not None
@@ -45,9 +45,9 @@ def next_event(channel: handles.CompletionChannel) -> handles.CompletionQueue:
 
 
 def settle(end: End, count: int = 1) -> None:
-    """Wait until so many more completions, and with them their events, have come; take them."""
+    """Take `count` completions, and wait until their events have been raised, too."""
     wait_for(end.cq, count)
-    end.qp.query()  # waits for whoever executes
+    end.qp.query()  # waits for the device to finish executing
 
 
 @pytest.mark.every_way
@@ -61,7 +61,7 @@ def test_an_event_for_the_next_completion(channel: handles.CompletionChannel, pa
     assert next_event(channel) is near.cq
     near.cq.ack_events()
     settle(near, 2)
-    assert channel.get_event() is None  # one, however many completions
+    assert channel.get_event() is None  # one event for any number of completions
     assert not readable(channel)
 
 
@@ -75,7 +75,7 @@ def test_solicited_only(channel: handles.CompletionChannel, pair: tuple[End, End
     assert channel.get_event() is None
     post_send(near.qp, SEND, flags=SendFlags.SOLICITED)
     assert next_event(channel) is far.cq
-    # An error is always worth an event.
+    # An error always raises an event.
     far.cq.request_notify(solicited_only=True)
     post_send(near.qp, SEND, [near.sge(0, 1)])
     assert next_event(channel) is far.cq
@@ -100,7 +100,7 @@ def test_a_channel_of_many_queues(context: software.Context, channel: handles.Co
 
 
 def test_what_was_not_acknowledged_keeps_the_queue(channel: handles.CompletionChannel, pair: tuple[End, End]) -> None:
-    """The verb would wait for the acknowledgement, for ever where nobody gives it: it is refused before."""
+    """Destroying a queue with unacknowledged events is refused, since the verb would wait for the acknowledgement."""
     near, _ = pair
     near.qp.destroy()
     domain = near.pd
@@ -124,9 +124,10 @@ def test_what_was_not_acknowledged_keeps_the_queue(channel: handles.CompletionCh
 
 
 def test_an_event_is_taken_while_its_queue_is_destroyed() -> None:
-    """Destroying waits for what is executed elsewhere, and is overtaken.
+    """Destroying waits for requests in execution, and an event may be read meanwhile.
 
-    The event is acknowledged on the spot: the verb would wait for that as well, and nobody could give it any more.
+    The event is then acknowledged at once: the verb would wait for that as well, and no other code could do so any
+    more.
     """
     with opened("thread") as context:
         busy, target = make_pair(context, size=32 << 20)
@@ -150,7 +151,7 @@ def test_an_event_is_taken_while_its_queue_is_destroyed() -> None:
             def destroy(cq: handles.CompletionQueue, refused: list[BusyResourceError]) -> None:
                 try:
                     cq.destroy()
-                except BusyResourceError as error:  # the event was taken before
+                except BusyResourceError as error:  # the event was read first
                     refused.append(error)
 
             destroyer = threading.Thread(target=destroy, args=(near.cq, refused))

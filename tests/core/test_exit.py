@@ -1,4 +1,4 @@
-"""The end of the interpreter with everything open: no crash, no message."""
+"""Exit of the interpreter with everything open: no crash, no message."""
 
 import subprocess
 import sys

@@ -1,6 +1,6 @@
-"""Every verb, and every call of it in a scene that calls them all: what fails leaves nothing behind.
+"""Failure of every single call of every verb, in a program that calls them all: nothing is left behind.
 
-It raises at the call that was planned, and once its caller has given back what it had the device is as before.
+The program raises at the planned call; once everything created so far is destroyed, the device is as before.
 """
 
 import errno
@@ -39,13 +39,13 @@ SHARE_KEY = 0x123456789
 CAPABILITIES = QpCapabilities(max_send_wr=8, max_recv_wr=8, max_send_sge=1, max_recv_sge=1)
 ERRORS = (errno.ENOMEM, errno.EIO)
 
-# What a scene cannot call on its way, and what the engine has no use for.
+# Verbs that the program does not call: one runs after its end, the library does not use the others.
 UNCALLED = {"close_device", "query_device_ex", "query_rt_values"}
 
 
 @dataclass
 class Scene:
-    """A program that makes one of everything and uses it: the same calls each time, whenever completions come."""
+    """A program that creates and uses one of everything, with the same calls each time, whenever completions arrive."""
 
     context: software.Context
     allocator: Recording = field(default_factory=Recording)
@@ -55,14 +55,14 @@ class Scene:
         self.made.append(handle)
 
     def taken(self, cq: handles.CompletionQueue, count: int) -> None:
-        """Take so many successes, with one call: they are held until all are there."""
+        """Take `count` successful completions with one call; completions are held until all have arrived."""
         wait_until(lambda: self.context.faults.held() == count)
         assert self.context.faults.release() == count
         found = poll(cq, count)
         assert [completion.status for completion in found] == [WcStatus.SUCCESS] * count
 
     def event(self, event_type: EventType, element: handles.Handle) -> None:
-        """Take an asynchronous event that has come."""
+        """Take an asynchronous event that has arrived."""
         event = self.context.get_async_event()
         assert event is not None
         assert (event.event_type, event.element) == (event_type, element)
@@ -141,7 +141,7 @@ class Scene:
         context.faults.unhold()
 
     def give_back(self) -> Iterator[tuple[handles.Handle, VerbsError]]:
-        """Destroy what was made, the last one first; what a verb did not destroy is asked again."""
+        """Destroy everything created, the newest first; retry each failed verb after yielding its error."""
         while self.made:
             handle = self.made.pop()
             try:
@@ -153,7 +153,7 @@ class Scene:
 
 
 def run(context: software.Context, check: Callable[[VerbsError], None]) -> int:
-    """Play a scene and give back all of it; how often a verb failed."""
+    """Run the program and destroy everything; return how often a verb failed."""
     scene = Scene(context)
     failures = 0
     try:
@@ -161,7 +161,7 @@ def run(context: software.Context, check: Callable[[VerbsError], None]) -> int:
     except VerbsError as error:
         check(error)
         failures += 1
-        # What the constructor or method that failed had held is free again, and it made nothing by half.
+        # The failed constructor or method released what it held, and left no half-made object.
         assert children(context) == scene.made
         context.faults.unhold()
     finished = not failures
@@ -187,7 +187,7 @@ def unexpected(error: VerbsError) -> None:
 
 
 def count_calls(context: software.Context) -> dict[str, int]:
-    """How often a scene calls each verb."""
+    """Return how often the program calls each verb."""
     context.faults.count_calls()
     assert run(context, unexpected) == 0
     return {verb: context.faults.calls(verb) for verb in software.FaultPlan.verbs}
@@ -195,7 +195,7 @@ def count_calls(context: software.Context) -> dict[str, int]:
 
 @pytest.fixture(scope="module")
 def calls() -> dict[str, int]:
-    """The same in every mode."""
+    """Number of calls of each verb, which is the same in every mode."""
     counts = []
     for mode in MODES:
         with opened(mode) as context:
@@ -219,7 +219,7 @@ def test_every_call_of_every_verb(context: software.Context, calls: dict[str, in
             def check(raised: VerbsError, verb: str = verb, k: int = k, error: int = error) -> None:
                 assert raised.errno == error
                 assert raised.__cause__ is None
-                assert plan.calls(verb) == k  # it was that call
+                assert plan.calls(verb) == k  # that very call failed
                 assert verb.removesuffix("_ex") in raised.verb
 
             plan.count_calls()
@@ -232,8 +232,11 @@ def test_every_call_of_every_verb(context: software.Context, calls: dict[str, in
 
 
 def test_a_busy_answer_is_not_the_end_either() -> None:
-    """Of a queue EBUSY says that calls overlap, which has an exception of its own; of all else that something refers to
-    it. The object lives."""
+    """EBUSY of a queue means overlapping calls, and raises an exception of its own; of other objects, a reference to
+    them.
+
+    The object stays open in either case.
+    """
     for verb in [verb for verb in software.FaultPlan.verbs if verb.startswith(("de", "close"))]:
         with opened("inline") as context:
             check_busy(context, verb)
@@ -250,7 +253,7 @@ def check_busy(inline: software.Context, verb: str) -> None:
     for handle in reversed(scene.made):
         try:
             handle.destroy()
-        except BusyResourceError:  # what was made of it is still there, too, or it was told what keeps it
+        except BusyResourceError:  # its children are open, too, or its busy count refused before the verb
             assert not handle.closed
         except (ConcurrentAccessError, VerbsError) as error:
             assert not handle.closed
@@ -266,7 +269,7 @@ def check_busy(inline: software.Context, verb: str) -> None:
 
 
 def test_a_queue_that_can_neither_be_armed_nor_go(inline: software.Context) -> None:
-    """Where two verbs of one constructor fail, what the first one made is an open handle."""
+    """If two verbs of one constructor fail, the object created by the first stays an open handle."""
     pd = handles.ProtectionDomain(inline)
     inline.faults.fail("modify_srq", errno.EIO)
     inline.faults.fail("destroy_srq", errno.EPERM)
@@ -282,7 +285,7 @@ def test_a_queue_that_can_neither_be_armed_nor_go(inline: software.Context) -> N
 
 
 def test_several_calls_fail_by_chance(inline: software.Context) -> None:
-    """Those that give back as well."""
+    """Verbs that destroy objects fail as well."""
     plan = inline.faults
     most = 0
     for seed in range(15):

@@ -1,6 +1,6 @@
-"""The fault plan: what its methods hand to the device, what it records, what it refuses, and whose it is.
+"""The fault plan: arguments passed to the device, records, refusals, and its context.
 
-What the device makes of it is tested in C: tests/native/test_fault*.c.
+The device's part is tested in C: tests/native/test_fault*.c.
 """
 
 import errno
@@ -41,11 +41,11 @@ from tests.raw_verbs import poll, post_recv, post_send
 from tests.waiting import wait_until
 
 WRITE, SEND, SIGNALED = SendOpcode.RDMA_WRITE, SendOpcode.SEND, SendFlags.SIGNALED
-KEPT = 4096  # records
+KEPT = 4096  # number of records kept
 
 
 def outcomes(context: software.Context, count: int) -> list[int]:
-    """The error numbers that calls of ``query_device`` fail with, 0 where they do not."""
+    """Return the errno of each of `count` calls of ``query_device``, 0 for success."""
     found = []
     for _ in range(count):
         try:
@@ -129,7 +129,7 @@ def test_counting(inline: software.Context) -> None:
 
 
 def test_records_are_kept_up_to_a_number(inline: software.Context) -> None:
-    """They are read in batches."""
+    """Records are read in batches."""
     inline.faults.fail("query_device", errno.EIO, times=0)
     for count in (63, 64, 65, 128):
         outcomes(inline, count - len(inline.faults.records()))
@@ -172,7 +172,7 @@ def test_a_request_and_a_receive_with_a_status(context: software.Context) -> Non
 
 
 def test_lost_messages(context: software.Context) -> None:
-    near, _ = make_pair(context)  # which tries nothing twice
+    near, _ = make_pair(context)  # without retries
     context.faults.lose_messages(near.qp, first=2)
     write(near.qp, 1, 2)
     assert statuses(near, 2) == [(1, WcStatus.SUCCESS), (2, WcStatus.RETRY_EXC_ERR)]
@@ -185,7 +185,7 @@ def test_lost_messages(context: software.Context) -> None:
 
 
 def test_as_late_as_can_be() -> None:
-    """Requests that are executed in a few centuries are flushed before."""
+    """Requests with a delay of centuries are flushed instead."""
     with opened("thread") as context:
         near, _ = make_pair(context)
         context.faults.jitter((1 << 63) - 1)
@@ -211,11 +211,11 @@ def test_held_and_released(context: software.Context) -> None:
     plan.unhold()
     assert plan.held() == 0
     assert [completion.wr_id for completion in poll(near.cq, 64)] == [2, 3, 4, 5]
-    assert plan.records() == []  # nothing went wrong
+    assert plan.records() == []  # no fault occurred
 
 
 def released(context: software.Context, seed: int, *, shuffled: bool) -> list[int]:
-    """The order in which completions of four queue pairs come on one queue, by queue pair."""
+    """Return the order in which completions of four queue pairs arrive on one queue, by queue pair."""
     domain = make_domain(context, "plain")
     cq = make_queue(context, domain, 64)
     qps = [handles.QueuePair(domain, cq, cq, CAPABILITIES) for _ in range(4)]
@@ -279,7 +279,7 @@ def test_objects_of_others_and_closed_ones(inline: software.Context) -> None:
             with pytest.raises(TypeError):
                 call(other)
     for handle in (end.qp, end.cq, srq):
-        handle.destroy()  # nothing keeps it
+        handle.destroy()  # not referenced by the plan
     for call, handle in uses(inline.faults):
         with pytest.raises(ClosedResourceError):
             call(handle)
@@ -360,7 +360,7 @@ def test_other_arguments(inline: software.Context) -> None:
         with pytest.raises(ValueError, match="max_ns must be from 0 to 9223372036854775807"):
             plan.jitter(wrong)
     with pytest.raises(VerbsError, match="soft_fault_jitter failed: EINVAL"):
-        plan.jitter(1000)  # nothing is executed later
+        plan.jitter(1000)  # inline execution has no delay
     with pytest.raises(ValueError, match="must be an error status, got SUCCESS"):
         plan.fail_request(WcStatus.SUCCESS)
     with pytest.raises(ValueError, match="99 is not a valid WcStatus"):
@@ -381,7 +381,7 @@ def test_arguments_about_frames(inline: software.Context) -> None:
     for streams in (plan.cut_streams, plan.stall_streams):
         with pytest.raises(ValueError, match="`peer` must be a GID"):
             streams(nonsense)
-        assert streams() == streams(bytes(16)) == 0  # there are none
+        assert streams() == streams(bytes(16)) == 0  # no streams exist
     for delay in (-1, 1 << 63):
         with pytest.raises(ValueError, match="delay_ns must be from 0"):
             plan.delay_frames(delay)
@@ -396,7 +396,7 @@ def test_arguments_about_frames(inline: software.Context) -> None:
     assert outcomes(inline, 3) == [0, 0, 0]
 
 
-# ---- the plan itself
+# ---- The plan itself
 
 
 USES: dict[str, Callable[[software.FaultPlan], object]] = {
@@ -428,7 +428,7 @@ USES: dict[str, Callable[[software.FaultPlan], object]] = {
 
 
 def test_every_use_is_listed() -> None:
-    """But for those that take an object, which is closed with the context."""
+    """All methods but those that take an object, which is closed with the context."""
     public = {name for name in vars(software.FaultPlan) if not name.startswith("_")} - {"verbs", "frames", "context"}
     assert public == set(USES) | {"break_queue_pair", "break_completion_queue", "break_shared_receive_queue"}
 
@@ -465,6 +465,6 @@ def test_it_comes_from_a_context_only(inline: software.Context) -> None:
         with pytest.raises(TypeError):
             software.FaultPlan.__new__(software.FaultPlan, *wrong)
     assert repr(inline.faults) == f"<FaultPlan of {inline!r}>"
-    assert inline.faults is not inline.faults  # a view: what it plans is the context's
+    assert inline.faults is not inline.faults  # a view: the plan belongs to the context
     assert "create_qp" in software.FaultPlan.verbs
     assert len(set(software.FaultPlan.verbs)) == len(software.FaultPlan.verbs)

@@ -1,4 +1,4 @@
-"""After a fork the device is the parent's: the child finds it closed, opens its own, and disturbs nobody."""
+"""After a fork the device belongs to the parent: the child finds it closed, and opens its own without side effects."""
 
 import threading
 
@@ -19,7 +19,7 @@ WRITE, SIGNALED = SendOpcode.RDMA_WRITE, SendFlags.SIGNALED
 
 
 def transfer(mode: str, kind: str = "thread domain") -> bytes:
-    """Open a device and move some bytes on it."""
+    """Open a device, and copy some bytes over it."""
     with opened(mode) as context:
         near, far = make_pair(context, kind)
         near.memory[:5] = b"moved"
@@ -115,7 +115,7 @@ def test_allocators_of_the_parent_are_left_alone(context: software.Context) -> N
 
 
 def test_memory_stays_registered_in_the_child(context: software.Context) -> None:
-    """Letting go of it is not for the child to do: it would have to touch what belongs to the parent."""
+    """The child does not unpin memory: that would change state that belongs to the parent."""
     memory = bytearray(8)
     region = handles.MemoryRegion(handles.ProtectionDomain(context), memory)
 
@@ -130,7 +130,7 @@ def test_memory_stays_registered_in_the_child(context: software.Context) -> None
 
 
 def test_forks_from_threads_while_others_work(context: software.Context) -> None:
-    """Whatever was locked at the moment of the fork, the child works."""
+    """The child works, whatever lock was held at the moment of the fork."""
     begun, stop = threading.Event(), threading.Event()
     near, far = make_pair(context, "plain")
 

@@ -1,4 +1,4 @@
-"""The life of a handle: made, used, destroyed; and parents that refuse to go before their children."""
+"""The lifecycle of a handle: creation, use, destruction; parents refuse to be destroyed before their children."""
 
 import pytest
 
@@ -10,7 +10,7 @@ from tests.core.contexts import open_context
 from tests.core.family import MEMBERS, Family, make, make_all
 from tests.raw_verbs import poll
 
-# Members that are not made of their parents as another one is.
+# Members whose parents differ from those of the others.
 DISTINCT = [name for name in MEMBERS if name not in ("region of a parent domain", "window of type 2", "uc", "ud")]
 
 COUNTED = {
@@ -30,7 +30,7 @@ COUNTED = {
 
 
 def use(handle: handles.Handle) -> None:
-    """Do something with a handle that an object in order can do."""
+    """Make a call that succeeds on an open object."""
     match handle:
         case handles.Context():
             assert handle.query_device().phys_port_cnt == 1
@@ -106,7 +106,7 @@ def test_parents_with_a_child_refuse_and_work_on(context: software.Context, chil
 
 @pytest.mark.parametrize("child", DISTINCT)
 def test_nothing_is_made_from_what_is_closed(child: str) -> None:
-    """The parents that are open are free afterwards."""
+    """The open parents can be destroyed afterwards."""
     member = MEMBERS[child]
     family: Family = {"context": open_context("inline")}
     parents = [make(parent, family) for parent in member.parents]

@@ -12,7 +12,7 @@ from aioverbs.testing import destroy_all
 from tests.core.contexts import open_context
 from tests.core.family import make_all
 
-# What says which object it was, and what may be asked of any handle at any time.
+# Names that stay available on a closed handle: its identity, and methods that are always allowed.
 IDENTITY = {
     "adopt",
     "affinity",
@@ -46,13 +46,13 @@ IDENTITY = {
     "xrc_domain",
 }
 
-# Of these, what makes another one.
+# Names of these that create another handle.
 MAKERS = {"adopt", "import_device", "import_pd", "open"}
 
 MODIFICATIONS: dict[type, tuple[int, ...]] = {handles.QueuePair: (QpState.INIT,), handles.CompletionQueue: (0, 0)}
 
 
-# Arguments of those methods that need some.
+# Calls of methods that need arguments.
 CALLS: dict[str, Callable[[Any], object]] = {
     "modify": lambda handle: handle.modify(*MODIFICATIONS.get(type(handle), ())),
     "begin_modify": lambda qp: qp.begin_modify(QpState.INIT).end(),
@@ -72,7 +72,7 @@ def ask(handle: handles.Handle, name: str) -> object:
 
 @pytest.fixture
 def family() -> list[handles.Handle]:
-    """One of each, of a context of their own; open."""
+    """One of each handle, open, on a context of their own."""
     return list(make_all(open_context("thread")).values())
 
 
@@ -107,7 +107,7 @@ def test_identity_stays(family: list[handles.Handle]) -> None:
 
 
 def test_open_ones_answer(family: list[handles.Handle]) -> None:
-    """They may say no, for reasons of their own, but not this one: else the first test would prove nothing."""
+    """Open handles may raise other errors, but not this one: otherwise the first test would prove nothing."""
     for handle in family:
         for name in set(public(handle)) - IDENTITY:
             with contextlib.suppress(VerbsError, ValueError):

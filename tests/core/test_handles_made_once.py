@@ -1,4 +1,4 @@
-"""A constructor that is run again refuses, whatever became of the object."""
+"""A constructor refuses to run a second time, whether the object is open, closed or failed."""
 
 import operator
 
@@ -17,7 +17,7 @@ def construct(handle: handles.Handle, *arguments: object) -> None:
 
 
 def arguments(handle: handles.Handle) -> tuple[object, ...]:
-    """What an object like this one is made of."""
+    """Return constructor arguments for another object like this one."""
     match handle:
         case parent_domain.ParentDomain():
             return handle.base, handle.td

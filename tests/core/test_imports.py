@@ -1,4 +1,4 @@
-"""Contexts and protection domains over another one's descriptor, with verbs that stand in for a provider's."""
+"""Contexts and protection domains imported by descriptor, with functions in place of a provider's verbs."""
 
 import ctypes
 import errno
@@ -24,7 +24,7 @@ VERB = {
 
 @contextmanager
 def replaced(slot: int, verb: str, function: Callable[..., object]) -> Iterator[None]:
-    """With a function in the place of a verb."""
+    """Put `function` in the place of a verb."""
     place = ctypes.c_void_p.from_address(slot)
     before, callback = place.value, VERB[verb](function)
     place.value = ctypes.cast(callback, ctypes.c_void_p).value
@@ -39,7 +39,7 @@ def replaced(slot: int, verb: str, function: Callable[..., object]) -> Iterator[
 
 @pytest.fixture
 def slot() -> int:
-    """Where contexts find ``ibv_import_device``."""
+    """The address where contexts find `ibv_import_device`."""
     try:
         return handles.table_slot("import_device")
     except LibraryNotFoundError:
@@ -61,7 +61,7 @@ def test_what_is_no_descriptor_of_a_device(slot: int, path: str, error: int) -> 
 
 @pytest.mark.parametrize("closes", [False, True])
 def test_a_failing_import_leaves_no_descriptor(slot: int, closes: bool) -> None:
-    """Some failures close the descriptor and some do not: the caller's is another one."""
+    """Some failures close the descriptor and some do not, so the verb gets a duplicate of the caller's."""
     given: list[int] = []
 
     def fail(fd: int) -> None:
@@ -88,7 +88,7 @@ def test_only_exported_verbs_have_a_slot(slot: int) -> None:
 
 
 class Lease:
-    """An instance's part, as a test wants it."""
+    """The file lock of an instance, with a fixed answer."""
 
     def __init__(self, last: bool) -> None:
         self.last = last
@@ -102,11 +102,11 @@ class Lease:
 
 
 class Provider:
-    """One that has imports; its instances are domains of the software device."""
+    """A provider with imports, whose instances are domains of the software device."""
 
     def __init__(self, context: software.Context) -> None:
         self.calls: list[str] = []
-        self.fails = 0  # what dealloc_pd answers
+        self.fails = 0  # errno that dealloc_pd returns
         self._alloc, self._dealloc = (
             VERB[verb](ctypes.c_void_p.from_address(context.table_slot(verb)).value or 0)
             for verb in ("alloc_pd", "dealloc_pd")

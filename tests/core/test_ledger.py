@@ -1,4 +1,4 @@
-"""The check of the ledger fires where it must, and only there."""
+"""The ledger check fails the test that leaks a handle, and no other test."""
 
 import subprocess
 import sys

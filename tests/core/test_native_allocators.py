@@ -1,6 +1,6 @@
-"""Allocators that work in C, by themselves: what their handles in Python answer and refuse.
+"""Allocators that work in C, by themselves: answers and refusals of their Python handles.
 
-Their memory, and threads and forks in the midst of it, are tested in C: tests/native/test_alloc_*.c.
+Their memory, also under threads and forks, is tested in C: tests/native/test_alloc_*.c.
 """
 
 import ctypes
@@ -44,7 +44,7 @@ def test_each_kind_refuses_nonsense(make: Callable[[], NativeAllocator]) -> None
     assert isinstance(allocator.statistics(), AllocatorStatistics)
     with pytest.raises(TypeError, match="not an acceptable base type"):
         type("Derived", (type(allocator),), {})
-    # A second time it would forget what is out.
+    # A second initialisation would lose the pieces in use.
     initialise: Any = type(allocator).__init__
     arguments: dict[type, list[object]] = {NumaAllocator: [0], RecordingAllocator: [SharedPageAllocator()]}
     with pytest.raises(RuntimeError, match="was created before"):
@@ -109,7 +109,7 @@ def test_the_provider_s_own() -> None:
         allocator.free(4096)
 
 
-# --------------------------------------------------------------------------------------------------- what falls back
+# ---- Fallbacks
 
 
 @pytest.mark.parametrize(("page_bytes", "name"), [(2 * MIB, "2 MiB"), (GIB, "1 GiB")])
@@ -166,7 +166,7 @@ def test_huge_pages_that_no_machine_has() -> None:
 
 
 def nodes() -> set[int]:
-    """The NUMA nodes that are online; none where the kernel knows of none."""
+    """Return the online NUMA nodes; none if the kernel does not report them."""
     path = Path("/sys/devices/system/node/online")
     ranges = re.findall(r"(\d+)(?:-(\d+))?", path.read_text() if path.exists() else "")
     return {node for first, last in ranges for node in range(int(first), int(last or first) + 1)}
@@ -196,7 +196,7 @@ def test_nodes(node: int) -> None:
     holder.give_all()
 
 
-# ---- Without the interpreter, and when nobody remembers them
+# ---- Without the interpreter, and without references
 
 BESIDE = """
 #include <pthread.h>
@@ -238,7 +238,7 @@ int beside(void *alloc, void *free, void *self)
 
 @pytest.mark.toolchain
 def test_no_interpreter_is_needed(tmp_path: Path) -> None:
-    """A thread that Python knows nothing of asks, while this one waits for it and keeps the GIL."""
+    """A thread unknown to Python allocates while this thread waits for it and holds the GIL."""
     source, library = tmp_path / "beside.c", tmp_path / "beside.so"
     source.write_text(BESIDE)
     compiler = shlex.split(os.environ.get("CC", "cc"))
@@ -296,6 +296,6 @@ def test_types() -> None:
 
 
 def allocator_of_buffers(allocator: Allocator) -> Allocator:
-    """What is typed so takes one of aioverbs' own as well."""
+    """Check that the `Allocator` type accepts the allocators of aioverbs as well."""
     taken: list[Allocator] = [SharedPageAllocator(), HugePageAllocator(), NumaAllocator(0), allocator]
     return taken[-1]

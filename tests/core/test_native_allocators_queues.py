@@ -36,7 +36,7 @@ def domain_of(context: software.Context, allocator: Allocator | Recording) -> pa
 
 
 def pieces(allocator: RecordingAllocator) -> dict[str, int]:
-    """How many are out, by kind; without those of which none is."""
+    """Return the number of pieces in use by kind, without the kinds that have none."""
     return {kind.kind: usage.pieces for kind, usage in allocator.usage().items() if usage.pieces}
 
 
@@ -98,7 +98,7 @@ def test_the_default(context: software.Context) -> None:
 
 
 def without_memory() -> dict[str, tuple[NativeAllocator, str]]:
-    """Allocators that have nothing here, and what they say."""
+    """Return allocators that have no memory here, with the text of their error."""
     found: dict[str, tuple[NativeAllocator, str]] = {"node": (NumaAllocator(1000, strict=True), "NUMA node")}
     if not huge_pages_free(2 << 20):
         found["huge pages"] = HugePageAllocator(strict=True), "nr_hugepages|has no huge pages"
@@ -106,7 +106,7 @@ def without_memory() -> dict[str, tuple[NativeAllocator, str]]:
 
 
 def test_exhaustion(context: software.Context) -> None:
-    """The verb fails with the allocator's errno, and its reason is the cause."""
+    """The verb fails with the allocator's errno, and the allocator's error is the cause."""
     for allocator, text in without_memory().values():
         recording = RecordingAllocator(allocator)
         for each in (allocator, recording):
@@ -130,7 +130,7 @@ def test_exhaustion(context: software.Context) -> None:
 
 
 def test_a_cause_is_told_once(inline: software.Context) -> None:
-    """What fails for another reason has no cause of an allocator's."""
+    """A later failure for another reason does not have the earlier cause."""
     domain = domain_of(inline, NumaAllocator(1000, strict=True))
     with pytest.raises(VerbsError) as caught:
         handles.CompletionQueue(inline, 16, parent_domain=domain)
@@ -161,7 +161,7 @@ def test_one_allocator_for_many_domains_and_buffers(context: software.Context) -
 
 
 def test_the_domain_keeps_its_allocator(context: software.Context) -> None:
-    """Nobody else remembers it, and pieces are out."""
+    """The domain holds the only reference, and pieces are in use."""
     end = make_end(domain_of(context, ArenaAllocator()))
     end.qp.destroy()
     end.cq.destroy()
@@ -187,7 +187,7 @@ def test_a_fork(context: software.Context) -> None:
 
 
 def in_a_foreign_thread(function: Callable[[], None]) -> None:
-    """Call a function in a thread that Python did not start and knows nothing of."""
+    """Call a function in a thread that Python did not start."""
     libc = ctypes.CDLL(None, use_errno=True)
     failed: list[BaseException] = []
 
@@ -218,7 +218,7 @@ def test_a_foreign_thread(context: software.Context, make: Callable[[], Allocato
     assert domain.held == 0
 
 
-# ------------------------------------------------------------------------------------------ recording one in Python
+# ---- Recording an allocator in Python
 
 
 def test_recording_an_allocator_in_python(context: software.Context) -> None:
@@ -235,7 +235,7 @@ def test_recording_an_allocator_in_python(context: software.Context) -> None:
     assert inner.asked == [CQ, RECORD, QP, RECORD]
     assert pieces(allocator) == {"completion queue": 1, "doorbell record": 2, "queue pair": 1}
     assert allocator.statistics().pieces == domain.held == len(inner.live) == 4
-    assert allocator.statistics().mapped_bytes == 0  # it does not know
+    assert allocator.statistics().mapped_bytes == 0  # not known for an allocator in Python
     end.qp.destroy()
     end.cq.destroy()
     assert pieces(allocator) == {}

@@ -1,6 +1,6 @@
-"""Calls that overlap: refused by the device inside of a thread domain, and by a handle that is to be destroyed.
+"""Overlapping calls: refused by the device inside a thread domain, and by a handle that is being destroyed.
 
-How the device finds out is tested in C, with threads that are inside: tests/native/test_overlap.c.
+How the device detects the overlap is tested in C, with threads inside a call: tests/native/test_overlap.c.
 """
 
 import errno
@@ -20,7 +20,7 @@ WRITE, SIGNALED = SendOpcode.RDMA_WRITE, SendFlags.SIGNALED
 
 
 def test_a_refused_call_says_so(inline: software.Context) -> None:
-    """EBUSY of a queue has an exception of its own, with nothing done."""
+    """EBUSY of a queue raises an exception of its own, and nothing is done."""
     near, _ = make_pair(inline)
     cq, srq = handles.CompletionQueue(inline, 4), handles.SharedReceiveQueue(near.pd, 4)
     calls: dict[str, tuple[handles.Handle, Callable[[], object]]] = {
@@ -47,7 +47,7 @@ def test_a_refused_call_says_so(inline: software.Context) -> None:
 
 @pytest.mark.every_way
 def test_a_queue_in_use_works_and_is_not_destroyed(context: software.Context) -> None:
-    """An allocator that needs the GIL is called in the middle of a resize; another thread polls what there is."""
+    """An allocator that needs the GIL is called in the middle of a resize, while another thread polls."""
     inside, go_on = threading.Event(), threading.Event()
 
     def answer(recording: Recording, size: int, alignment: int, resource_type: int) -> object:
@@ -76,7 +76,7 @@ def test_a_queue_in_use_works_and_is_not_destroyed(context: software.Context) ->
 
 
 def test_one_after_the_other_is_fine_from_any_thread(context: software.Context) -> None:
-    """A thread domain belongs to one thread at a time, not to the one that made it."""
+    """A thread domain belongs to one thread at a time, not to the thread that created it."""
     near, _ = make_pair(context, "thread domain")
 
     def work() -> None:

@@ -1,7 +1,7 @@
-"""Kernels with pages of 64 KiB, as on arm64 and POWER: tests of memory, with a library preloaded that gives such pages.
+"""Kernels with 64 KiB pages, as on arm64 and POWER: tests of memory, with a preloaded library that simulates them.
 
-`native/test_page_size.c` has what allocators and the software device do then, each by itself. Here Python is told the
-same page size, and processes share memory.
+`native/test_page_size.c` tests allocators and the software device by themselves. Here Python has the same page size,
+and processes share memory.
 """
 
 import os
@@ -23,7 +23,7 @@ ABOUT_MEMORY += ["core/test_shared_domains.py", "manager/test_buffers.py", "shar
 
 @pytest.fixture(scope="module")
 def wide_pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The environment of processes that have such pages, and one event loop."""
+    """Environment variables of processes with such pages, and with one event loop."""
     library = tmp_path_factory.mktemp("wide") / "wide_pages.so"
     flags = ("-std=c11", "-Wall", "-Wextra", "-Werror", "-g", "-fPIC", "-shared")
     source = ROOT / "tests/native/wide_pages.c"
@@ -34,7 +34,7 @@ def wide_pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def output(environment: dict[str, str], *arguments: str) -> str:
-    """Run Python; what it prints, once it has succeeded."""
+    """Run Python, check that it succeeds, and return its output."""
     command = (sys.executable, "-P", *arguments)
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=patience(200))
     assert done.returncode == 0, f"{done.stdout}{done.stderr}"
@@ -47,6 +47,6 @@ def test_python_knows_the_page_size(wide_pages: dict[str, str]) -> None:
 
 @pytest.mark.parametrize("tests", ABOUT_MEMORY)
 def test_memory(wide_pages: dict[str, str], tests: str) -> None:
-    """A call that such a kernel refuses, as one for a part of a page, aborts its process."""
+    """The preloaded library aborts the process on a call that such a kernel refuses, as for a part of a page."""
     printed = output(wide_pages, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/{tests}")
     assert " passed" in printed

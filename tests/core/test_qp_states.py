@@ -1,4 +1,4 @@
-"""The pure table of states: it says yes exactly where the software device does, and says what is wrong."""
+"""The transition table accepts exactly the transitions of the software device, and its errors name the problem."""
 
 import errno
 import itertools
@@ -43,7 +43,7 @@ from tests.core.transitions import (
 TYPES = (RC, UC, UD, XRC_SEND, XRC_RECV)
 every_type = pytest.mark.parametrize("qp_type", TYPES, ids=lambda qp_type: qp_type.name)
 
-# Values at the edges, on both sides of them.
+# Values at the limits, on both sides of them.
 _PSNS = (0, 0xFFFFFF, 0x1000000, 1 << 32, -1)
 _DEPTHS = (0, 1, 16, 17, 255, 256, -1)
 ODD: dict[str, tuple[Any, ...]] = {
@@ -92,7 +92,7 @@ def test_it_has_the_architectures_rows(qp_type: QpType) -> None:
 
 
 def test_it_says_yes_where_the_device_does(inline: software.Context) -> None:
-    """With several attributes too many or too few, and values on both sides of an edge."""
+    """Draw attributes, sometimes too many or too few, with values on both sides of a limit."""
     bench = make_bench(inline)
     limits = Limits.of(inline.query_device(), inline.query_port(1))
     answers = {True: 0, False: 0}
@@ -126,7 +126,7 @@ def test_it_says_yes_where_the_device_does(inline: software.Context) -> None:
 
 @every_type
 def test_it_knows_each_edge(inline: software.Context, qp_type: QpType) -> None:
-    """The same for every value of `ODD` and `PATHS`, alone among good ones, wherever it may be said."""
+    """Try every value of `ODD` and `PATHS`, with otherwise valid attributes, in each transition that allows it."""
     bench = make_bench(inline)
     limits = Limits.of(inline.query_device(), inline.query_port(1))
     said = set()
@@ -147,7 +147,7 @@ def test_it_knows_each_edge(inline: software.Context, qp_type: QpType) -> None:
 
 
 def _says(qp_type: QpType, before: QpState, after: QpState, attributes: dict[str, Any], limits: Limits) -> bool:
-    """What the table says."""
+    """Return whether the table accepts the transition."""
     given_ = dict(attributes)
     try:
         handed = transition(qp_type, before, after, cast(QpAttrs, attributes), limits=limits)
@@ -162,11 +162,11 @@ def _says(qp_type: QpType, before: QpState, after: QpState, attributes: dict[str
 
 
 def _does(qp: handles.QueuePair, after: QpState, attributes: dict[str, Any]) -> bool:
-    """What the device does."""
+    """Return whether the device accepts the transition."""
     refusal: Exception | None = None
     try:
         qp.modify(after, **attributes)
-    except OverflowError as error:  # what the structure has no room for never reaches it
+    except OverflowError as error:  # a value that the structure has no room for never reaches the device
         refusal = error
     except VerbsError as error:
         refusal = error
@@ -174,7 +174,7 @@ def _does(qp: handles.QueuePair, after: QpState, attributes: dict[str, Any]) -> 
     return refusal is None
 
 
-# ---- Ways
+# ---- Paths
 
 
 def test_ways() -> None:
@@ -254,7 +254,7 @@ def test_a_plan_gives_each_attribute_to_the_first_that_takes_it() -> None:
     assert steps[INIT] == {"pkey_index": 0, "port_num": 1, "qp_access_flags": AccessFlags.REMOTE_READ}
     assert set(steps[RTR]) == {"av", "path_mtu", "dest_qp_num", "rq_psn", "max_dest_rd_atomic", "min_rnr_timer"}
     assert steps[RTS] == {"timeout": 15, "max_rd_atomic": 4, "retry_cnt": 6, "rnr_retry": 6, "sq_psn": 9}
-    # From INIT the access is the next one's, which may have it.
+    # From INIT the access flags go to the next transition, which allows them.
     later = dict(plan(RC, INIT, path(RC, INIT, RTS), attributes, defaults=DEFAULTS))
     assert later == {RTR: {**steps[RTR], "qp_access_flags": AccessFlags.REMOTE_READ}, RTS: steps[RTS]}
 
@@ -270,7 +270,7 @@ def test_a_plan_is_refused_as_a_whole() -> None:
     assert plan(UC, RTS, (), {}) == []
 
 
-# ---- What it says
+# ---- Error texts
 
 WAY = AddressVector(bytes(range(16)), sgid_index=1)
 PATH = QpAttrs(av=WAY, path_mtu=Mtu.MTU_1024, dest_qp_num=1, rq_psn=2)

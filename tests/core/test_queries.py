@@ -1,4 +1,4 @@
-"""What the software device tells of itself, its port and its queue pairs."""
+"""Attributes of the software device, its port and its queue pairs."""
 
 from ipaddress import IPv4Address, IPv6Address
 
@@ -12,7 +12,7 @@ from tests.core.pairs import make_pair, to_init
 def test_device(context: software.Context) -> None:
     attributes = context.query_device()
     assert attributes.node_guid == attributes.sys_image_guid
-    assert attributes.node_guid[0] & 3 == 2  # of one device, and administered locally
+    assert attributes.node_guid[0] & 3 == 2  # one device, and a locally administered address
     assert attributes.atomic_cap is AtomicCap.GLOB
     assert attributes.phys_port_cnt == 1
     assert attributes.max_sge == 32
@@ -31,7 +31,7 @@ def test_port(context: software.Context) -> None:
 
 
 def test_tables(context: software.Context) -> None:
-    # The first GID is made from the GUID, as EUI-64 has it; the second is an IPv4 address.
+    # The first GID is made from the GUID, as EUI-64; the second maps an IPv4 address.
     assert context.query_gid() == bytes.fromhex("fe80") + bytes(6) + context.query_device().node_guid
     mapped = IPv6Address(context.query_gid(1, 1)).ipv4_mapped
     assert mapped is not None

@@ -1,4 +1,4 @@
-"""Handles and the garbage collector: forgetting an open one leaks it, visibly, and destroys nothing."""
+"""Handles and the garbage collector: dropping an open handle leaks it, visibly, and destroys nothing."""
 
 import gc
 import weakref

@@ -1,4 +1,4 @@
-"""Memory that is registered stays where it is, and is given back."""
+"""Registered memory stays in place until it is deregistered."""
 
 import array
 import ctypes
@@ -77,7 +77,7 @@ def test_an_address_and_a_length(pd: handles.ProtectionDomain) -> None:
 
 
 def page_that_is_gone() -> int:
-    """The address of a page that nothing is mapped at."""
+    """Return the address of a page that is no longer mapped."""
     memory = mmap.mmap(-1, mmap.PAGESIZE)
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     memory.close()
@@ -106,7 +106,7 @@ def test_refused(pd: handles.ProtectionDomain, memory: Any, access: Any, error: 
         handles.MemoryRegion(pd, memory, access)
     assert children(pd.context) == [pd]
     if isinstance(memory, bytearray):
-        memory.append(0)  # nobody holds it
+        memory.append(0)  # raises BufferError if still exported
 
 
 def test_memory_that_is_not_there(pd: handles.ProtectionDomain) -> None:

@@ -1,4 +1,4 @@
-"""What handles and completions look like in a message."""
+"""The repr of handles, as error messages show them."""
 
 import re
 

@@ -1,6 +1,6 @@
 """Protection domains that several contexts share: a number, a key, an instance for each.
 
-What the device makes of them is tested in C: tests/native/test_share.c.
+The device's part is tested in C: tests/native/test_share.c.
 """
 
 import pytest
@@ -25,7 +25,7 @@ def test_regions_of_one_instance_serve_queue_pairs_of_another(context: software.
         near, far = make_end(pd), make_end(instance)
         connect(near.qp, far.qp)
         near.memory[:6] = b"shared"
-        # The queue pair is the other context's, the local memory this one's.
+        # The queue pair belongs to the other context, the local memory to this one.
         post_send(
             far.qp,
             SendOpcode.RDMA_WRITE,

@@ -1,6 +1,6 @@
-"""Shared receive queues: many queue pairs take from one, which says when it runs low, and grows.
+"""Shared receive queues: used by many queue pairs, with a limit event, and resizable.
 
-What the device makes of it is tested in C: tests/native/test_srq*.c.
+The device's part is tested in C: tests/native/test_srq*.c.
 """
 
 import pytest

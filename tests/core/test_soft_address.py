@@ -1,4 +1,4 @@
-"""The names of software devices: what is one, what is said of others, and that the device agrees."""
+"""Names of software devices: valid ones, the errors for others, and that the device agrees."""
 
 import contextlib
 import os
@@ -102,7 +102,7 @@ def test_the_device_refuses_the_same(host: IPv4Address | IPv6Address, port: int)
 
 
 def test_a_device_has_the_name_and_the_gid() -> None:
-    host = IPv4Address((127 << 24) + 0x800000 + os.getpid())  # of no other test that runs now
+    host = IPv4Address((127 << 24) + 0x800000 + os.getpid())  # not used by any other test that runs now
     address = SoftAddress(host, 7471)
     context = software.open_context(address.name)
     plain = software.open_context()

@@ -1,4 +1,4 @@
-"""What the environment says of the software device's peers, and what is said of it where it is wrong."""
+"""Environment variables for the software device's peers, and the errors for invalid values."""
 
 import os
 from dataclasses import replace

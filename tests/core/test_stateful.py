@@ -1,9 +1,9 @@
-"""Random legal and illegal verbs against a plain model: queue pairs of all types, over several contexts and both ways
-of execution.
+"""Random valid and invalid verbs compared with a plain model: queue pairs of all types, several contexts, both
+executions.
 
 After every step the device and the model agree on the contents of all memory, on the state of every queue pair and
-every shared receive queue, on what is alive and what refuses to go; completions come per queue in the order and with
-the statuses that the model says, and so do events. Every run ends with every object destroyed.
+every shared receive queue, on the open objects and on those that refuse to be destroyed. Completions arrive per queue
+in the order and with the statuses of the model, and so do events. Every run ends with every object destroyed.
 """
 
 import sys
@@ -20,7 +20,7 @@ from tests.core.making import RECEIVERS, SENDERS
 from tests.core.model_queue_pairs import RECEIVE_SIDE, SEND_SIDE
 from tests.core.rules import Rules
 
-ENOUGH = 75  # examples, to reach all that the test asks for at its end
+ENOUGH = 75  # examples, enough to reach all of the coverage asserted below
 
 done: Counter[tuple[QpType, int, WcStatus]] = Counter()
 told: Counter[EventType] = Counter()
@@ -28,7 +28,7 @@ reached: Counter[str] = Counter()
 
 
 class Device(Rules):
-    """After each step, whatever is alive is alive on both sides; at the end nothing is."""
+    """Rules with checks: after each step the same objects are open on both sides; at the end none are."""
 
     @invariant()
     def counts_agree(self) -> None:
@@ -46,7 +46,7 @@ class Device(Rules):
             destroy_all(handles.open_handles())
 
 
-@pytest.mark.timeout(280)  # a failure is shrunk for some minutes
+@pytest.mark.timeout(280)  # shrinking a failure takes minutes
 def test_device() -> None:
     done.clear()
     told.clear()
@@ -62,7 +62,7 @@ def test_device() -> None:
             suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large],
         ),
     )
-    # It went to all of these, to each often.
+    # All of these were reached, most of them often.
     assert {status for _, _, status in done} >= {
         WcStatus.SUCCESS,
         WcStatus.LOC_LEN_ERR,

@@ -1,4 +1,4 @@
-"""What the stubs say, checked by mypy, is what comes, checked here."""
+"""The types in the stubs, checked by mypy, are the types at run time, checked here."""
 
 from typing import assert_type
 

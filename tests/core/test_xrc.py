@@ -1,6 +1,6 @@
-"""XRC: domains that files name, and sends that name a shared receive queue of such a domain.
+"""XRC: domains named by files, and sends that name a shared receive queue of such a domain.
 
-What the device makes of them is tested in C: tests/native/test_xrc*.c.
+The device's part is tested in C: tests/native/test_xrc*.c.
 """
 
 import os
@@ -32,7 +32,7 @@ def file(tmp_path: Path) -> Iterator[int]:
 
 @dataclass
 class Sender:
-    """A process that sends: a queue pair without a receive queue."""
+    """A sending process: a queue pair without a receive queue."""
 
     qp: handles.QueuePair
     cq: handles.CompletionQueue
@@ -60,7 +60,7 @@ def make_sender(context: software.Context) -> Sender:
 
 @dataclass
 class Receiver:
-    """A process that receives: a shared receive queue with its own memory and completions."""
+    """A receiving process: a shared receive queue with its own memory and completion queue."""
 
     srq: handles.SharedReceiveQueue
     cq: handles.CompletionQueue
@@ -80,7 +80,7 @@ def make_receiver(context: software.Context, xrc_domain: parent_domain.XrcDomain
 
 
 def make_target(xrc_domain: parent_domain.XrcDomain, sender: Sender) -> handles.QueuePair:
-    """The far end of a sender, connected with it."""
+    """Create the far end of a sender, and connect both."""
     target = handles.QueuePair(xrc_domain=xrc_domain, qp_type=QpType.XRC_RECV)
     start_xrc_receiver(target, sender.qp.qp_num)
     start_xrc_sender(sender.qp, target.qp_num)
@@ -89,7 +89,7 @@ def make_target(xrc_domain: parent_domain.XrcDomain, sender: Sender) -> handles.
 
 @pytest.mark.every_way
 def test_one_connection_reaches_the_queues_of_all_processes_of_a_domain(context: software.Context, file: int) -> None:
-    """The point of XRC: the target belongs to one context, the queues that are reached through it to several."""
+    """The target belongs to one context, and the queues reached through it to several."""
     with opened("inline") as sending, opened("thread") as other:
         here, there = parent_domain.XrcDomain(context, file), parent_domain.XrcDomain(other, file)
         receivers = make_receiver(context, here), make_receiver(other, there)
@@ -131,7 +131,7 @@ def test_domains_without_a_file(inline: software.Context) -> None:
 
 def test_a_domain_for_each_inode(inline: software.Context, file: int, tmp_path: Path) -> None:
     with pytest.raises(VerbsError, match="ibv_open_xrcd failed: EAGAIN"):
-        parent_domain.XrcDomain(inline, file, 0)  # there is none yet
+        parent_domain.XrcDomain(inline, file, 0)  # the domain does not exist yet
     first = parent_domain.XrcDomain(inline, file, os.O_CREAT | os.O_EXCL)
     with pytest.raises(VerbsError, match="ibv_open_xrcd failed: EINVAL"):
         parent_domain.XrcDomain(inline, file, os.O_CREAT | os.O_EXCL)
@@ -141,7 +141,7 @@ def test_a_domain_for_each_inode(inline: software.Context, file: int, tmp_path: 
     os.close(again)
     assert inline.counts()["xrc_domains"] == 2
     first.destroy()
-    parent_domain.XrcDomain(inline, file, 0).destroy()  # the second one keeps it
+    parent_domain.XrcDomain(inline, file, 0).destroy()  # the second handle keeps the domain
     second.destroy()
     with pytest.raises(VerbsError, match="ibv_open_xrcd failed: EAGAIN"):
         parent_domain.XrcDomain(inline, file, 0)

@@ -1,4 +1,4 @@
-"""What takes each type of queue pair from one state to the next, and queue pairs in any state to try it on."""
+"""The transition table of each type of queue pair, and queue pairs in any state to test it on."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +25,7 @@ CONNECTED = {RC, UC, XRC_SEND, XRC_RECV}
 REQUESTERS, RESPONDERS = {RC, XRC_SEND}, {RC, XRC_RECV}
 ALL = CONNECTED | {UD}
 
-# From, to, the types that it is about, what they must say, what they may say: a transition takes all rows of its type.
+# From, to, types, required attributes, optional attributes: a transition combines all rows of its type.
 ROWS: list[tuple[QpState, QpState, set[QpType], str, str]] = [
     (RESET, INIT, CONNECTED, "pkey_index port_num qp_access_flags", ""),
     (RESET, INIT, {UD}, "pkey_index port_num qkey", ""),
@@ -64,7 +64,7 @@ ROWS: list[tuple[QpState, QpState, set[QpType], str, str]] = [
 
 
 def rule(qp_type: QpType, before: QpState, after: QpState) -> tuple[set[str], set[str]] | None:
-    """What a transition needs and what it may have besides; None where there is none."""
+    """Return the required and optional attributes of a transition; None if it does not exist."""
     if after is RESET or (after is ERR and before is not RESET):
         return set(), set()
     needed: set[str] = set()
@@ -80,7 +80,7 @@ def rule(qp_type: QpType, before: QpState, after: QpState) -> tuple[set[str], se
 
 @dataclass
 class Bench:
-    """What queue pairs of all types are made of."""
+    """The objects that queue pairs of all types need."""
 
     context: software.Context
     pd: handles.ProtectionDomain
@@ -89,7 +89,7 @@ class Bench:
     way: handles.AddressHandle
 
     def attributes(self, before: QpState) -> dict[str, Any]:
-        """A good value for each keyword of `modify`."""
+        """Return a valid value for each keyword of `modify`."""
         return {
             "path_mtu": Mtu.MTU_1024,
             "rq_psn": 5,
@@ -115,7 +115,7 @@ class Bench:
         qp.modify(after, **{name: values[name] for name in names})
 
     def make(self, qp_type: QpType, state: QpState) -> handles.QueuePair:
-        """A queue pair in that state."""
+        """Create a queue pair in that state."""
         if qp_type is XRC_RECV:
             qp = handles.QueuePair(xrc_domain=self.xrc_domain, qp_type=qp_type)
         else:
@@ -138,7 +138,7 @@ class Bench:
 
 
 def make_bench(context: software.Context) -> Bench:
-    """What goes with the context."""
+    """Create the objects on a context."""
     pd = handles.ProtectionDomain(context)
     return Bench(
         context,
@@ -149,7 +149,7 @@ def make_bench(context: software.Context) -> Bench:
     )
 
 
-# Only where nobody is connected reliably does a send queue stop alone.
+# Only the send queue of an unreliable queue pair stops alone (SQE).
 REACHABLE = [
     (qp_type, state)
     for qp_type in (RC, UC, UD, XRC_SEND, XRC_RECV)

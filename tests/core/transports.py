@@ -9,7 +9,7 @@ QKEY = 0x11111111
 
 
 def way_to(context: handles.Context, index: int = 1) -> AddressVector:
-    """The way to the device itself, by one of its two GIDs."""
+    """Return the address vector of the device itself, by one of its two GIDs."""
     return AddressVector(context.query_gid(1, index), sgid_index=index)
 
 

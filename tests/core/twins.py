@@ -1,4 +1,4 @@
-"""The software device and its model side by side: everything is done to both, and they are compared."""
+"""The software device and its model side by side: every step is applied to both, and they are compared."""
 
 import os
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from tests.core.twins_watching import Watcher
 
 
 def errno_of(call: Callable[[], object]) -> int:
-    """The number of the error that refuses, or 0."""
+    """Return the errno of the VerbsError that `call` raises, or 0."""
     try:
         call()
     except VerbsError as refusal:
@@ -23,7 +23,7 @@ def errno_of(call: Callable[[], object]) -> int:
 
 
 class Twins(Watcher):
-    """Whatever is done to the device is done to the model."""
+    """Apply steps to the device and to the model."""
 
     # ---- posting
 
@@ -77,7 +77,7 @@ class Twins(Watcher):
         )
 
     def _read(self, request: Send) -> bytes:
-        """The bytes that the call copies."""
+        """Return the bytes that an inline post copies."""
         data = b""
         for address, length, _ in request.sges:
             for buffer, _ in self.memories:
@@ -104,7 +104,7 @@ class Twins(Watcher):
     # ---- destroying
 
     def destroy(self, node: Node) -> bool:
-        """Destroy an object, or see it refuse as it must."""
+        """Destroy an object, or check that it refuses as the model does; return whether it was destroyed."""
         self.settle()
         handle = self.handles[node]
         note(f"destroy {handle}")
@@ -168,7 +168,7 @@ class Twins(Watcher):
         assert refused, handle
 
     def finish(self) -> None:
-        """Take what is still to be taken, then destroy everything; nothing may be left over."""
+        """Take all remaining completions and events, then destroy everything and check that nothing is left."""
         self.settle()
         for queue in self.of(Queue):
             while self.poll(queue, 7):
@@ -187,7 +187,7 @@ class Twins(Watcher):
             self.take_async_events(context)
         while self.async_events:
             self.acknowledge_async_event(0)
-        # Windows first: what they are bound to may be younger.
+        # Windows first: a region bound to a window may be younger than the window.
         for node in [*self.of(Window), *reversed([node for node in self.open if not isinstance(node, Window)])]:
             assert self.destroy(node)
             self.compare_counts()
@@ -195,7 +195,7 @@ class Twins(Watcher):
         assert not any(allocator.live for allocator in self.allocators)
 
     def close(self) -> None:
-        """After `finish`, or after something went wrong."""
+        """Release resources, after `finish` or a failure."""
         while self.async_events:
             self.acknowledge_async_event(0)
         for window in self.of(Window):

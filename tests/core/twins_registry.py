@@ -17,7 +17,7 @@ HandleT = TypeVar("HandleT", bound=handles.Handle)
 
 
 class Registry:
-    """What is open, oldest first, and what was."""
+    """The open objects, oldest first, and the closed ones."""
 
     def __init__(self) -> None:
         self.fabric = Fabric()
@@ -36,7 +36,7 @@ class Registry:
         self.handles[node] = handle
 
     def of(self, kind: type[NodeT], context: Context | None = None) -> list[NodeT]:
-        """The open objects of a kind; of one context, where that is said."""
+        """Return the open objects of a kind, of one context if one is given."""
         found = [node for node in self.open if isinstance(node, kind)]
         return [node for node in found if context is None or getattr(node, "context", None) is context]
 

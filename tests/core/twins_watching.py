@@ -1,4 +1,4 @@
-"""What the software device tells, next to what its model tells: completions, events, states, memory, counts."""
+"""Comparison of device and model: completions, events, states, memory, counts."""
 
 import time
 from collections import Counter
@@ -17,24 +17,24 @@ PATIENCE_S = 10.0
 
 
 class Watcher(Registry):
-    """Waits for the device where that has an engine, and compares.
+    """Waits for a device with a thread, and compares.
 
-    With an engine, work is under way for at most one queue pair, so that its effects have one order.
+    With a device thread, work is in flight for at most one queue pair, so that its effects have a single order.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.in_flight: Qp | None = None
-        self.posted_to: dict[int, SharedQueue] = {}  # receives that complete in a shared queue's own queue
-        self.async_events: list[tuple[AsyncEventSource, handles.AsyncEvent]] = []  # that are not acknowledged
-        # Completions and events that were taken, and fitted.
+        self.posted_to: dict[int, SharedQueue] = {}  # receives that complete on a shared queue's own completion queue
+        self.async_events: list[tuple[AsyncEventSource, handles.AsyncEvent]] = []  # events not yet acknowledged
+        # Numbers of completions and events that were taken and agreed with the model.
         self.done: Counter[tuple[QpType, int, WcStatus]] = Counter()
         self.told: Counter[EventType] = Counter()
 
     # ---- completions and events
 
     def poll(self, queue: Queue, count: int) -> int:
-        """Take up to so many completions and compare each with the next one that the model expects there."""
+        """Take up to `count` completions, and compare each with the next one that the model expects there."""
         completions = poll(self.cq(queue), count)
         note(f"poll for {count}: {completions}")
         for completion in completions:
@@ -68,7 +68,7 @@ class Watcher(Registry):
             assert bool(flags & WcFlags.GRH) == expected.with_header
 
     def poll_while_it_works(self, queue: Queue) -> None:
-        """Poll before all has come, then the rest."""
+        """Poll before all completions have arrived, then the rest."""
         self.poll(queue, 1 << 20)
         self.settle()
         self.poll(queue, 1 << 20)
@@ -79,7 +79,7 @@ class Watcher(Registry):
         queue.arm(solicited_only)
 
     def take_events(self, channel: Channel) -> None:
-        """Take all that wait. Those of different queues come in any order, which nothing else may depend on."""
+        """Take all waiting events. Events of different queues arrive in any order, on which nothing else may depend."""
         self.settle()
         handle = self.handle(channel, handles.CompletionChannel)
         waiting = {self.cq(queue): queue for queue in self.of(Queue) if queue.channel is channel}
@@ -94,7 +94,7 @@ class Watcher(Registry):
         assert handle.get_event() is None
 
     def take_async_events(self, context: Context) -> None:
-        """Take all that wait. Of different objects they come in any order, which nothing else may depend on."""
+        """Take all waiting events. Those of different objects arrive in any order, on which nothing else may depend."""
         self.settle()
         handle = self.handle(context, handles.Context)
         nodes = [*self.of(Qp, context), *self.of(SharedQueue, context)]
@@ -123,7 +123,7 @@ class Watcher(Registry):
     # ---- comparing
 
     def settle(self) -> None:
-        """Wait until the device has done what the model has done, and compare all memory and all queues' states."""
+        """Wait until the device has caught up with the model, and compare all memory and the states of all queues."""
         end = time.monotonic() + PATIENCE_S
         polled: dict[Queue, None] = {}
         while lagging := [qp for qp in self.of(Qp) if not self._agrees(qp)]:
@@ -140,7 +140,7 @@ class Watcher(Registry):
                 late.expected,
                 self.qp(late).query(),
             )
-        for queue in polled:  # all that came meanwhile, so that how fast it came makes no difference
+        for queue in polled:  # take all that arrived meanwhile, so that speed makes no difference
             self.poll(queue, 1 << 20)
         for qp in self.of(Qp):
             if qp.reliable and qp.state in (QpState.RTR, QpState.RTS, QpState.SQD):
@@ -153,7 +153,7 @@ class Watcher(Registry):
         self.in_flight = None
 
     def _shown_in(self, qp: Qp) -> list[Queue]:
-        """The queues whose completions alone show what a queue pair has done."""
+        """Return the queues whose completions alone show the progress of a queue pair."""
         sides = []
         if qp.unnumbered or qp.state in (QpState.SQE, QpState.ERR):
             sides.append((qp.send_cq, SEND_SIDE))

@@ -1,7 +1,7 @@
-/* Counts what a process allocates: loaded before a program, it stands before malloc and its relatives.
+/* Count the allocations of a process: a library that is preloaded, and replaces malloc and its relatives.
  *
- * With PYTHONMALLOC=malloc, Python allocates its objects here, too. What is called from the compiled parts of aioverbs
- * is counted apart. */
+ * With PYTHONMALLOC=malloc, Python allocates its objects here, too. Allocations by the compiled parts of aioverbs are
+ * also counted separately. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
@@ -89,7 +89,7 @@ static int add_part(struct dl_phdr_info *info, size_t size, void *data)
     return 0;
 }
 
-/* To be called when the compiled parts are loaded; how many there are. */
+/* Find the compiled parts of aioverbs, and return their number. Call once they are loaded. */
 int allocations_find_parts(void)
 {
     part_count = 0;
@@ -97,7 +97,7 @@ int allocations_find_parts(void)
     return part_count;
 }
 
-/* Of all threads: what one of them allocated another one may use again. */
+/* Return the number of allocations in all threads together: a thread may reuse memory that another one allocated. */
 uint64_t allocations_all(void)
 {
     return all;

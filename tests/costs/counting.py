@@ -1,4 +1,4 @@
-"""Counters of the process that `tests.costs.scenes` runs in: of its system calls, and of what it allocates."""
+"""Counters of the process that `tests.costs.scenes` runs in: system calls and allocations."""
 
 import asyncio
 import contextlib
@@ -15,23 +15,23 @@ from pathlib import Path
 
 __all__ = ["COUNTS_BYTES", "Counted", "Counting"]
 
-# As in system_calls.c.
+# The same as in system_calls.c.
 _THREADS = 64
 _WORDS = 2 + 512  # of a thread: its number, whether it is held, its system calls
 _NAMES = {"aioverbs-soft": "device", "aioverbs-fabric": "fabric"}
-_TURNS = 8  # of the loop, in which what is left of a warm-up is done, and what may be done in a turn is as at first
+_TURNS = 8  # turns of the loop that finish the warm-up, and reset the loop's budget of awaits
 COUNTS_BYTES = 8 * _THREADS * _WORDS
 
 
 @dataclass(frozen=True)
 class Counted:
-    """What happened meanwhile.
+    """Counts of one scene.
 
-    :param calls: system calls by their numbers, for each kind of thread: "loop" is that of the event loop, "device"
-        executes requests, "fabric" serves peers, and others are "worker".
-    :param allocations: by all threads.
-    :param native: of these, those in the C and Cython of aioverbs.
-    :param doorbells: calls of verbs that post.
+    :param calls: system calls by number, for each kind of thread: "loop" is that of the event loop, "device" executes
+        requests, "fabric" serves peers, and others are "worker".
+    :param allocations: number of allocations in all threads.
+    :param native: number of these in the C and Cython code of aioverbs.
+    :param doorbells: number of calls of verbs that post.
     """
 
     calls: dict[str, dict[int, int]]
@@ -41,26 +41,26 @@ class Counted:
 
 
 class Counting:
-    """The counters.
+    """Access to the counters.
 
-    :param words: memory that they are in, of COUNTS_BYTES, as a descriptor.
+    :param words: descriptor of the shared memory of COUNTS_BYTES that has the counters.
     """
 
     def __init__(self, words: int) -> None:
         self._words = memoryview(mmap.mmap(words, COUNTS_BYTES)).cast("Q")
-        self._library = library = ctypes.PyDLL(None)  # which keeps the GIL
+        self._library = library = ctypes.PyDLL(None)  # PyDLL keeps the GIL during calls
         for name in ("allocations_all", "allocations_native"):
             getattr(library, name).restype = ctypes.c_uint64
         assert library.allocations_find_parts() >= 4, "it counts nothing of what is compiled"
         gc.collect()
-        gc.disable()  # what it finds is not a matter of what is measured
+        gc.disable()  # its allocations are not to be measured
 
     def _threads(self) -> dict[int, str]:
-        """The names of the threads, by the places of their counts."""
+        """Return the names of the threads, by the index of their counters."""
         names = {}
         for place in range(_THREADS):
             number = self._words[place * _WORDS]
-            with contextlib.suppress(FileNotFoundError):  # it has ended
+            with contextlib.suppress(FileNotFoundError):  # the thread has ended
                 name = Path(f"/proc/self/task/{number}/comm").read_text().strip()
                 names[place] = "loop" if number == os.getpid() else _NAMES.get(name, "worker")
         return names
@@ -72,12 +72,12 @@ class Counting:
         doorbells: Callable[[], int],
         hold: Collection[int] = (),
     ) -> Counted:
-        """Count what an operation does while the threads of this process run in turns.
+        """Count the cost of an operation while the threads of this process run in turns.
 
-        :param warm_up: what is done before, twice: freely, so that devices find each other, and in turns.
-        :param measured: what is counted.
-        :param doorbells: how many there were so far.
-        :param hold: numbers of threads that stand still meanwhile.
+        :param warm_up: awaited twice before: with free threads, so that devices find each other, and then in turns.
+        :param measured: the counted operation.
+        :param doorbells: returns the number of doorbells so far.
+        :param hold: numbers of threads that do not run meanwhile.
         """
         library, words = self._library, self._words
         await warm_up()

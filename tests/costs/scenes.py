@@ -1,6 +1,6 @@
-"""A program that does what is counted, `OPERATIONS` times each, and prints what was counted as JSON.
+"""A program that performs each counted operation `OPERATIONS` times, and prints the counts as JSON.
 
-It is started by `tests.costs.test_costs`, by `system_calls` and with the library of `allocations.c`.
+`tests.costs.test_costs` starts it under `system_calls`, with the library of `allocations.c` preloaded.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from tests.listening import own_address
 
 ACCESS = AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_WRITE
 OPERATIONS = 128
-"""As many are counted. Small integers are no allocations, and what comes once in 64 comes twice."""
+"""Number of operations per scene: small integers need no allocation, and an event once in 64 occurs twice."""
 WARM_UP = 64
 BATCH = 16
 SETTINGS = ConnectionSettings(keep_alive_s=None)
@@ -29,11 +29,11 @@ SETTINGS = ConnectionSettings(keep_alive_s=None)
 
 @dataclass(frozen=True)
 class Scene:
-    """What is counted in one.
+    """A scene to count.
 
-    :param operations: does so many.
-    :param queue_pairs: those with doorbells.
-    :param hold: threads that stand still meanwhile.
+    :param operations: performs the given number of operations.
+    :param queue_pairs: queue pairs whose doorbells are counted.
+    :param hold: numbers of threads that do not run meanwhile.
     """
 
     operations: Callable[[int], Awaitable[None]]
@@ -53,7 +53,7 @@ class Scene:
 
 
 def other_threads() -> set[int]:
-    """The numbers of the threads of this process but this one."""
+    """Return the numbers of the other threads of this process."""
     return {int(each.name) for each in Path("/proc/self/task").iterdir()} - {os.getpid()}
 
 
@@ -69,20 +69,20 @@ async def writing(
 ) -> AsyncIterator[Scene]:
     """Writes of 8 bytes.
 
-    :param batches: they are posted as batches, and these are awaited.
-    :param together: so many as in a batch are posted by themselves, and then awaited.
+    :param batches: post them as batches, which are awaited.
+    :param together: post as many as a batch has one by one, and then await them.
     """
     async with AsyncExitStack() as stack:
         opened = stack.enter_async_context
         domain = await opened(near_device.resource_domain(message_model=message_model))
         there = domain
-        cq = far_cq = await opened(domain.completion_queue(64))
+        cq = remote_cq = await opened(domain.completion_queue(64))
         if remote_device is not near_device:
             there = await opened(remote_device.resource_domain(message_model=message_model))
-            far_cq = await opened(there.completion_queue(64))
+            remote_cq = await opened(there.completion_queue(64))
         source = await opened(domain.register(4096, ACCESS))
         target = await opened(there.register(4096, ACCESS))
-        near, far = await opened(domain.queue_pair(cq)), await opened(there.queue_pair(far_cq))
+        near, far = await opened(domain.queue_pair(cq)), await opened(there.queue_pair(remote_cq))
         near.connect(far.local_endpoint(), ACCESS)
         far.connect(near.local_endpoint(), ACCESS)
         local, remote = source[:8], target.remote()[:8]
@@ -109,9 +109,9 @@ async def writing(
 
 @asynccontextmanager
 async def messages(near_device: Device, remote_device: Device, length: int = 8) -> AsyncIterator[Scene]:
-    """Messages, every other one an echo of the one before it. Both ends sleep until they come.
+    """Messages, every other one an echo of the one before. Both ends sleep until a message arrives.
 
-    :param length: of each, in bytes.
+    :param length: of each message, in bytes.
     """
     data = bytes(length)
     async with (
@@ -132,7 +132,7 @@ async def messages(near_device: Device, remote_device: Device, length: int = 8) 
                 await near.receive()
 
         echoing = asyncio.create_task(echo())
-        # Their threads would read what the loop reads, should they come first.
+        # The other threads are held: otherwise they might read the frames in place of the loop.
         yield Scene(exchange, [near.qp, far.qp], other_threads())
         await near.send_eof()
         await echoing
@@ -140,7 +140,7 @@ async def messages(near_device: Device, remote_device: Device, length: int = 8) 
 
 @asynccontextmanager
 async def leases(device: Device) -> AsyncIterator[Scene]:
-    """Buffers of a pool."""
+    """Leases of buffers of a pool."""
     async with device.resource_domain() as domain, domain.buffer_pool(4096, 4) as pool:
 
         async def lease(count: int) -> None:
@@ -152,12 +152,12 @@ async def leases(device: Device) -> AsyncIterator[Scene]:
 
 
 def nothing() -> None:
-    """Is called on a worker."""
+    """Do nothing, on a worker."""
 
 
 @asynccontextmanager
 async def calls(device: Device, loop: str) -> AsyncIterator[Scene]:
-    """Calls that a thread does."""
+    """Calls that run in a worker thread."""
     async with WorkerPool(device, 1, loop=loop) as pool:
 
         async def run(count: int) -> None:
@@ -169,14 +169,14 @@ async def calls(device: Device, loop: str) -> AsyncIterator[Scene]:
 
 @asynccontextmanager
 async def device(way: str = "inline") -> AsyncIterator[Device]:
-    """A device that executes requests so."""
+    """Open a device with this execution."""
     async with aioverbs.open_device("soft0", execution="thread" if way == "thread" else "inline") as opened:
         yield opened
 
 
 @asynccontextmanager
 async def devices(way: str) -> AsyncIterator[tuple[Device, Device, Collection[int]]]:
-    """Two devices that reach each other in a way, direct, socket or tcp, and the threads of the first one."""
+    """Open two devices linked by "direct", "socket" or "tcp"; yield both, and the threads of the first."""
     os.environ["AIOVERBS_SOFT_SPIN"] = "0"
     os.environ["AIOVERBS_SOFT_DIRECT"] = str(int(way == "direct"))
     home = Path(os.environ["AIOVERBS_COSTS_FOLDER"])
@@ -185,7 +185,7 @@ async def devices(way: str) -> AsyncIterator[tuple[Device, Device, Collection[in
         (home / name).mkdir(mode=0o700, exist_ok=True)
     os.environ["AIOVERBS_SOFT_DIRECTORY"] = str(home / "near")
     async with aioverbs.open_device(f"soft0@{address}:7474" if way == "tcp" else "soft0") as near:
-        if way == "tcp":  # then no Unix socket is found
+        if way == "tcp":  # different directories, so that no Unix socket is found
             os.environ["AIOVERBS_SOFT_DIRECTORY"] = str(home / "far")
         threads = other_threads()
         async with aioverbs.open_device(f"soft0@{address}:7475") as far:
@@ -194,7 +194,7 @@ async def devices(way: str) -> AsyncIterator[tuple[Device, Device, Collection[in
 
 @asynccontextmanager
 async def on(way: str, scene: Callable[[Device], AbstractAsyncContextManager[Scene]]) -> AsyncIterator[Scene]:
-    """A scene on one device."""
+    """Run a scene on one device."""
     async with device(way) as opened, scene(opened) as entered:
         yield entered
 
@@ -203,14 +203,14 @@ async def on(way: str, scene: Callable[[Device], AbstractAsyncContextManager[Sce
 async def between(
     way: str, scene: Callable[[Device, Device, Collection[int]], AbstractAsyncContextManager[Scene]]
 ) -> AsyncIterator[Scene]:
-    """A scene on two devices."""
+    """Run a scene on two devices."""
     async with devices(way) as ends, scene(*ends) as entered:
         yield entered
 
 
 @asynccontextmanager
 async def idle() -> AsyncIterator[Scene]:
-    """Nothing at all."""
+    """A scene without operations, whose allocations are subtracted."""
 
     async def nothing_at_all(count: int) -> None:
         for _ in range(count):
@@ -220,7 +220,7 @@ async def idle() -> AsyncIterator[Scene]:
 
 
 def scenes(loop: str) -> dict[str, AbstractAsyncContextManager[Scene]]:
-    """All of them, by their names, to be entered one after the other."""
+    """Return all scenes by name, to be entered one after the other."""
     gathered = MessageModel.HIGH_BANDWIDTH
     return {
         "nothing": idle(),
@@ -240,8 +240,8 @@ def scenes(loop: str) -> dict[str, AbstractAsyncContextManager[Scene]]:
 
 
 async def main(loop: str, counting: Counting) -> dict[str, Counted]:
-    """Count all that is done on a loop of that kind."""
-    peer_log.INTERVAL_S = 3600.0  # nothing is done by the clock meanwhile
+    """Count all scenes on one kind of loop."""
+    peer_log.INTERVAL_S = 3600.0  # so that no timer fires meanwhile
     counted = {}
     for name, scene in scenes(loop).items():
         async with scene as entered:

@@ -1,15 +1,16 @@
-/* Runs a command, and has its threads run in turns while their system calls are counted.
+/* Run a command, and count the system calls of its threads while these run in turns.
  *
  *     system_calls 3 python -m tests.costs.scenes asyncio 3
  *
  * 3 is a descriptor of a file of sizeof(struct counts) bytes, which the command maps, too.
  *
- * A thread of the command sends itself SIGUSR1, which it does not get: from there on its threads run one at a time. Each
- * goes on until it sleeps; a thread that is woken meanwhile waits for that. So they do the same for each other each
- * time. A thread that is marked as held does not get its turn. A call is counted before the kernel does it: a thread
- * that looks finds all that it did itself. SIGUSR2 ends it. Before and after, the command runs as if it was alone.
+ * A thread of the command sends itself SIGUSR1, which is not delivered: from then on the threads run one at a time. The
+ * running thread goes on until it sleeps; a thread that is woken meanwhile waits for its turn. This order makes the
+ * counts reproducible. A thread that is marked as held gets no turn. A call is counted before the kernel executes it,
+ * so a thread that reads the counts finds all of its own calls. SIGUSR2 ends the turns. Before and after, the command
+ * runs freely.
  *
- * Exits with 126 where this process may not trace another one. */
+ * Exit with 126 if this process may not trace another one. */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <linux/futex.h>
@@ -29,7 +30,7 @@ enum { THREADS = 64, CALLS = 512, UNABLE = 126 };
 
 struct counts {
     struct {
-        uint64_t thread; /* 0: none, or it has ended */
+        uint64_t thread; /* thread ID; 0: unused, or the thread has ended */
         uint64_t held;   /* written by the command */
         uint64_t calls[CALLS];
     } threads[THREADS];
@@ -37,12 +38,12 @@ struct counts {
 
 static struct {
     bool sleeps; /* in a system call that waits */
-    bool rests;  /* likewise, and not in poll(), which threads of the device are in for a moment only */
-    bool ready;  /* woken, and stopped until its turn comes */
+    bool rests;  /* likewise, except poll(), in which threads of the device stay only for a moment */
+    bool ready;  /* woken, and stopped until its turn */
 } states[THREADS];
 static struct counts *counts;
-static int starter = -1; /* asked for turns, and is stopped until all others rest */
-static int runner = -1;  /* whose turn it is */
+static int starter = -1; /* thread that sent SIGUSR1; stopped until all others rest */
+static int runner = -1;  /* thread that has the turn */
 static bool in_turns;
 
 static pid_t thread_of(int at)
@@ -53,7 +54,7 @@ static pid_t thread_of(int at)
 static _Noreturn void unable(const char *what)
 {
     perror(what);
-    exit(UNABLE); /* which kills the command */
+    exit(UNABLE); /* kills the command: PTRACE_O_EXITKILL */
 }
 
 static int place_of(pid_t thread)
@@ -80,7 +81,7 @@ static void resume(int at, int signal_number)
     ptrace(in_turns ? PTRACE_SYSCALL : PTRACE_CONT, thread_of(at), 0, signal_number);
 }
 
-/* Nobody runs: a thread that was woken does. */
+/* Give the turn to a thread that was woken, unless a thread has it. */
 static void next_turn(void)
 {
     int at;
@@ -98,7 +99,7 @@ static void begin(int at)
     starter = runner = at;
     for (other = 0; other < THREADS; other++)
         if (other != at && thread_of(other))
-            ptrace(PTRACE_INTERRUPT, thread_of(other), 0, 0); /* it goes on, stopping at system calls */
+            ptrace(PTRACE_INTERRUPT, thread_of(other), 0, 0); /* resumes, and stops at system calls */
 }
 
 static void go_on_when_others_rest(void)
@@ -166,7 +167,7 @@ static void called(int at)
     bool woken = states[at].sleeps;
 
     if (ptrace(PTRACE_GET_SYSCALL_INFO, thread_of(at), sizeof(info), &info) < 0) {
-        if (errno == ESRCH) /* it was killed */
+        if (errno == ESRCH) /* the thread was killed */
             return;
         unable("system_calls: PTRACE_GET_SYSCALL_INFO");
     }

@@ -1,4 +1,4 @@
-"""What operations cost is what COSTS says: the docstring of this package tells how to read and to change it."""
+"""Costs of operations equal the table COSTS: the docstring of this package says how to read and to change it."""
 
 import fcntl
 import json
@@ -22,19 +22,19 @@ from tests.conftest import ROOT
 from tests.costs.counting import COUNTS_BYTES
 from tests.pace import patience
 
-# Who stops the process in a system call has it called again.
+# A process that is stopped in a system call restarts the call, which counts twice.
 pytestmark = [pytest.mark.toolchain, pytest.mark.stops_processes, pytest.mark.timeout(patience(120))]
 
 HERE = Path(__file__).parent
 LOOPS = ("asyncio", "uvloop")
-# How an allocator gets its memory is not counted, but that it is asked. The clock is read without the kernel where
-# there is a vDSO. Python 3.11 asks for the number of its process whenever it looks for the running loop.
+# Calls by which an allocator gets its memory are not counted: allocations are. The clock is read without the kernel if
+# there is a vDSO. Python 3.11 calls getpid whenever it looks up the running loop.
 NOT_COUNTED = {"brk", "mmap", "munmap", "mremap", "madvise", "clock_gettime", "gettimeofday", "getpid"}
-# glibc calls either, as the architecture and the caller have it.
+# glibc uses either, depending on architecture and caller.
 SAME = {"epoll_pwait": "epoll_wait", "ppoll": "poll"}
-UNABLE = 126  # of system_calls.c
+UNABLE = 126  # exit status of system_calls.c
 FREE_THREADED = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))
-# What is counted itself makes an object more or less.
+# Counting itself allocates a few objects more or less.
 ALLOCATIONS_WITHIN = 4
 
 Calls = Mapping[str, tuple[int, int]]
@@ -42,15 +42,16 @@ Calls = Mapping[str, tuple[int, int]]
 
 @dataclass(frozen=True)
 class Cost:
-    """What a scene costs in all, on asyncio and on uvloop.
+    """Total cost of a scene, on asyncio and on uvloop.
 
-    :param doorbells: calls of verbs that post.
+    :param doorbells: number of calls of verbs that post.
     :param loop: system calls of the event loop's thread. Those of epoll_wait are turns of the loop, and on a device
-        with peers also looks for what these sent.
-    :param others: some of those of other kinds of threads: see `tests.costs.counting.Counted`.
-    :param native: allocations in C and Cython.
-    :param allocations: of all, by CPython 3.11, in the order of its loops.
-    :param within: by so much calls may differ, and allocations by five times that.
+        with
+        peers also checks for frames.
+    :param others: some of the calls of other kinds of threads: see `tests.costs.counting.Counted`.
+    :param native: number of allocations in C and Cython.
+    :param allocations: total number of allocations, by CPython 3.11, in the order of the loops.
+    :param within: tolerance of system calls; that of allocations is five times as much.
     """
 
     doorbells: int
@@ -61,12 +62,12 @@ class Cost:
     within: int = 0
 
 
-# Of two devices, the stream that was busy last is read seven times of eight, and all descriptors the eighth time: how
-# many of these are in the counted part is chance. So it is whether the peer's thread finds, once a millisecond, that
-# nobody has read for it. One more for each operation is 128.
+# With two devices, the most recently active stream is read seven times of eight, and all descriptors the eighth time:
+# the number of these in the counted part is random. So is whether the peer's thread, which checks once a millisecond,
+# finds that the loop has not read. One more for each operation would be 128.
 LOOKS = 8
 
-# Both ends are asleep, and each wakes up when the other one has sent a frame, with a message or an answer.
+# Both ends are asleep, and each wakes up on a frame from the other one, with a message or an answer.
 MESSAGE_BY_SOCKET = {
     "epoll_wait": (321, 320),
     "read": (128, 128),
@@ -76,9 +77,9 @@ MESSAGE_BY_SOCKET = {
 }
 
 COSTS = {
-    # 64 awaits that are done at once, then a turn of the loop.
+    # 64 awaits complete at once, then the loop takes a turn.
     "write": Cost(128, {"epoll_wait": (1, 1)}, (17, 5)),
-    # 16 in each. The C memory of a batch is allocated once; the await is done at once.
+    # 16 in each. The C memory of a batch is allocated once; the await completes at once.
     "write in batches": Cost(8, {}, (89, 88), native=8),
     # HIGH_BANDWIDTH: 16 are posted in one turn of the loop, with one doorbell at its end.
     "write together": Cost(8, {"epoll_wait": (16, 16)}, (305, 169)),
@@ -110,16 +111,16 @@ COSTS = {
         {"fabric": {"recvfrom": (128, 128), "sendmsg": (128, 128)}},
         within=LOOKS,
     ),
-    # A message is a send, and a receive that is posted again. Credits go back with the echo. It wakes the peer by the
-    # receive, and the sender by the completion of the send.
+    # A message is a send, and a receive that is posted again. Credits return with the echo. The receive wakes the peer,
+    # and the completion of the send wakes the sender.
     "message": Cost(256, {"epoll_wait": (256, 128), "read": (256, 256), "write": (256, 256)}, (5977, 2522)),
     "message by Unix socket": Cost(256, MESSAGE_BY_SOCKET, (4962, 2522), within=LOOKS),
     "message by TCP": Cost(256, MESSAGE_BY_SOCKET, (4962, 2522), within=LOOKS),
-    # Each is read from the peer's memory, after a look whether the peer still lives.
+    # Each is read from the peer's memory, after a check that the peer still lives.
     "message of 32 KiB, direct": Cost(
         256, {**MESSAGE_BY_SOCKET, "poll": (128, 128), "process_vm_readv": (128, 128)}, (5218, 2778), within=LOOKS
     ),
-    # As awaits that are done at once: others run after so many.
+    # Awaits that complete at once, with a turn of the loop after a number of them.
     "lease": Cost(0, {"epoll_wait": (7, 7)}, (2182, 2126)),
     # Each loop wakes the other one, once; the caller has a second turn for its task.
     "call of a worker": Cost(
@@ -140,7 +141,7 @@ COSTS = {
 
 
 def compiled(folder: Path) -> tuple[Path, Path]:
-    """Compile what starts the scenes, and what is loaded before them."""
+    """Compile the tracer and the preloaded library."""
     compiler = shlex.split(os.environ.get("CC", "cc"))
     flags = ["-std=c11", "-Wall", "-Wextra", "-Werror", "-O1", "-g"]
     program, library = folder / "system_calls", folder / "allocations.so"
@@ -150,7 +151,7 @@ def compiled(folder: Path) -> tuple[Path, Path]:
 
 
 def names() -> dict[int, str]:
-    """The names of this architecture's system calls, by their numbers, as the compiler knows them."""
+    """Return the names of this architecture's system calls by number, according to the compiler."""
     compiler = shlex.split(os.environ.get("CC", "cc"))
     command = [*compiler, "-E", "-dM", "-include", "sys/syscall.h", "-x", "c", os.devnull]
     defined = subprocess.run(command, check=True, capture_output=True, text=True).stdout
@@ -158,11 +159,11 @@ def names() -> dict[int, str]:
 
 
 def count(loop: str, program: Path, library: Path, folder: Path) -> dict[str, dict[str, Any]] | None:
-    """Count in all scenes on a loop of that kind; None: this process may not trace another one."""
+    """Run all scenes on one kind of loop; return None if this process may not trace another one."""
     folder.mkdir()
     environment = {name: value for name, value in os.environ.items() if not name.startswith("AIOVERBS_")}
     environment |= {"LD_PRELOAD": str(library), "PYTHONHASHSEED": "0", "AIOVERBS_COSTS_FOLDER": str(folder)}
-    if not FREE_THREADED:  # which has no other allocator than its own
+    if not FREE_THREADED:  # free-threaded Python supports no other allocator
         environment["PYTHONMALLOC"] = "malloc"
     words = os.memfd_create("counts", 0)
     try:
@@ -184,7 +185,7 @@ def count(loop: str, program: Path, library: Path, folder: Path) -> dict[str, di
 
 
 def count_all(folder: Path) -> dict[str, Any]:
-    """Count in all scenes on both kinds of loops."""
+    """Run all scenes on both kinds of loops."""
     program, library = compiled(folder)
     with ThreadPoolExecutor(len(LOOPS)) as pool:
         counted = list(pool.map(lambda loop: count(loop, program, library, folder / loop), LOOPS))
@@ -193,7 +194,7 @@ def count_all(folder: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def counted(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> dict[str, dict[str, dict[str, Any]]]:
-    """What was counted, for each loop and scene: once, for all workers of pytest-xdist."""
+    """The counts for each loop and scene, shared by all workers of pytest-xdist."""
     base = tmp_path_factory.getbasetemp()
     folder = (base if worker_id == "master" else base.parent) / "costs"
     folder.mkdir(exist_ok=True)
@@ -201,7 +202,7 @@ def counted(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> dict[st
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not results.exists():
-            # Their sockets have short paths.
+            # A short path for their sockets.
             with tempfile.TemporaryDirectory(prefix="aioverbs-") as short:
                 results.write_text(json.dumps(count_all(Path(short))))
     told: dict[str, dict[str, dict[str, Any]]] = json.loads(results.read_text())
@@ -211,7 +212,7 @@ def counted(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> dict[st
 
 
 def named(calls: Mapping[str, int], numbers: Mapping[int, str]) -> Counter[str]:
-    """System calls by their names, without those that are not counted."""
+    """Return system calls by name, without those that are not counted."""
     by_name: Counter[str] = Counter()
     for number, times in calls.items():
         name = numbers.get(int(number), number)
@@ -221,7 +222,7 @@ def named(calls: Mapping[str, int], numbers: Mapping[int, str]) -> Counter[str]:
 
 
 def close_to(counted: Mapping[str, int], expected: Mapping[str, int], within: int) -> bool:
-    """Whether the numbers of all names differ by so much at most."""
+    """Return whether the counts of each name differ by `within` at most."""
     names_of_both = counted.keys() | expected.keys()
     return all(abs(counted.get(name, 0) - expected.get(name, 0)) <= within for name in names_of_both)
 
@@ -246,7 +247,10 @@ def test_allocations(scene: str, counted: dict[str, dict[str, dict[str, Any]]]) 
     for at, loop in enumerate(LOOPS):
         of = counted[loop][scene]
         assert of["native"] == cost.native, loop
-        if sys.implementation.name == "cpython" and sys.version_info[:2] == (3, 11):  # others allocate other objects
+        if sys.implementation.name == "cpython" and sys.version_info[:2] == (
+            3,
+            11,
+        ):  # others differ
             allocations = of["allocations"] - counted[loop]["nothing"]["allocations"]
             expected = cost.allocations[at]
             assert abs(allocations - expected) <= (ALLOCATIONS_WITHIN + 5 * cost.within), (

@@ -37,8 +37,8 @@ RDMA_TESTS = ["tests/rdma", "tests/verbs_matrix"]
 # library's own bookkeeping, which is the same on the software device.
 DEVICE_DEPENDENT_FILES = {
     "manager": "capabilities connecting forked gids limits memory waking",
-    "data_path": "batches completion_queues failures messages operations refused_in_the_middle shared_receives",
-    "data_path_endings": "closing processes storm",
+    "data_path": "batches completion_queues failures messages operations partial_posts shared_receives",
+    "data_path_endings": "closing processes stress",
 }
 DEVICE_DEPENDENT_TESTS = [
     f"tests/{name}/test_{each}.py" for name, files in DEVICE_DEPENDENT_FILES.items() for each in files.split()
@@ -47,9 +47,9 @@ DEVICE_DEPENDENT_TESTS += [
     f"tests/{name}"
     for name in (
         "data_path/test_arguments.py::test_pieces_are_gathered_and_scattered",
-        "data_path/test_arguments.py::test_requests_of_no_bytes_are_carried_out",
+        "data_path/test_arguments.py::test_requests_of_zero_bytes_are_executed",
         "data_path/test_arguments.py::test_small_requests_go_inline",
-        "data_path/test_arguments.py::test_a_message_longer_than_the_port_takes_is_refused",
+        "data_path/test_arguments.py::test_a_message_longer_than_max_msg_sz_is_refused",
         "connections/test_grants.py::test_read_write_and_atomics",
         "connections/test_grants.py::test_the_device_refuses_access_beyond_the_grant",
         "connections/test_grants.py::test_revoking_under_load",
@@ -311,7 +311,7 @@ def tsan(session: nox.Session) -> None:
             if found := [each.read_text(errors="replace") for each in sorted(reports.iterdir())]:
                 session.error("\n".join(found))
 
-    tests = ["tests/data_path_endings/test_threads.py", "tests/data_path_endings/test_storm.py"]
+    tests = ["tests/data_path_endings/test_threads.py", "tests/data_path_endings/test_stress.py"]
     tests += ["tests/manager/test_many_loops.py", "tests/manager/test_cq_wakeups.py", "tests/manager/test_sharing.py"]
     tests += ["tests/pool/test_calls.py", "tests/pool/test_lifecycle.py", "tests/connections/test_serving.py"]
     run(*tests)

@@ -36,7 +36,7 @@ CONNECTED = [QpType.RC, QpType.UC, QpType.XRC_SEND]
 TYPES = [*CONNECTED, QpType.UD]
 UNRELIABLE = [QpType.UC, QpType.UD]
 # Retransmit an unanswered request after 1.07 s instead of 67 ms, so that a test may hold the other side still for long.
-PATIENT: dict[str, Any] = {"timeout": 18}
+LONG_TIMEOUT: dict[str, Any] = {"timeout": 18}
 
 
 @dataclass
@@ -54,9 +54,9 @@ class Ends:
     source: MemoryRegion
     target: MemoryRegion
     srq: SharedReceiveQueue | None
-    far_domain: ResourceDomain
-    far_cq: CompletionQueue
-    way: dict[str, Any] = field(default_factory=dict)  # arguments that address a request to far
+    remote_domain: ResourceDomain
+    remote_cq: CompletionQueue
+    addressing: dict[str, Any] = field(default_factory=dict)  # arguments that address a request to far
 
     @property
     def receives(self) -> QueuePair | SharedReceiveQueue:
@@ -69,7 +69,7 @@ class Ends:
     def write(self, data: bytes, offset: int = 0) -> Operation[None]:
         self.source.buffer[offset : offset + len(data)] = data
         part = slice(offset, offset + len(data))
-        return self.near.write(self.source[part], self.target.remote()[part], **self.way)
+        return self.near.write(self.source[part], self.target.remote()[part], **self.addressing)
 
     def connect(self, **attributes: Any) -> None:
         if self.near.qp_type is QpType.UD:
@@ -78,27 +78,27 @@ class Ends:
         else:
             here, there = self.near.local_endpoint(), self.far.local_endpoint()
             if self.near.qp_type is not QpType.UC and remote_device(self.device) is not self.device:
-                attributes = {**PATIENT, **attributes}
+                attributes = {**LONG_TIMEOUT, **attributes}
             self.near.connect(there, PEERS, **attributes)
             self.far.connect(here, PEERS)
 
-    async def settle(self) -> None:
+    async def wait_far_receives(self) -> None:
         """Wait until far has completed all of its receives, which takes longer when far is of another device."""
         await until(lambda: not self.far.statistics().receives.in_flight)
 
-    async def arrives(self, data: bytes, offset: int = 0) -> None:
+    async def wait_arrival(self, data: bytes, offset: int = 0) -> None:
         """Wait until `data` is in the target: an unreliable write completes before its data arrives."""
         await until(lambda: self.target.buffer[offset : offset + len(data)] == data)
 
-    def nothing_is_left(self) -> bool:
+    def is_idle(self) -> bool:
         """Return whether no request is in flight and no memory is pinned."""
-        queues = {self.cq, self.far_cq}
+        queues = {self.cq, self.remote_cq}
         in_flight = sum(queue.statistics().in_flight for queue in queues)
         return in_flight == len(self.source.pins) == len(self.target.pins) == 0
 
 
 @asynccontextmanager
-async def met(domain: ResourceDomain, far_domain: ResourceDomain) -> AsyncIterator[None]:
+async def established_link(domain: ResourceDomain, remote_domain: ResourceDomain) -> AsyncIterator[None]:
     """Keep a link between two devices established, by a connected pair of queue pairs.
 
     Unreliable queue pairs do not wait long for the link to another device: what they send first may be lost. Reliable
@@ -106,12 +106,12 @@ async def met(domain: ResourceDomain, far_domain: ResourceDomain) -> AsyncIterat
     """
     async with (
         domain.completion_queue(256) as cq,
-        far_domain.completion_queue(256) as far_cq,
+        remote_domain.completion_queue(256) as remote_cq,
         domain.queue_pair(cq) as near,
-        far_domain.queue_pair(far_cq) as far,
+        remote_domain.queue_pair(remote_cq) as far,
     ):
         for one, other in ((near, far), (far, near)):
-            one.connect(other.local_endpoint(), **PATIENT)
+            one.connect(other.local_endpoint(), **LONG_TIMEOUT)
         for one, other in ((near, far), (far, near)):
             receive = other.receive(None)
             await one.send(None)
@@ -134,26 +134,26 @@ async def ends(
         domain = await opened(device.resource_domain(thread_model=thread_model, message_model=message_model))
         source = await opened(domain.register(4096, ACCESS))
         cq = await opened(domain.completion_queue(256, spin_ns=spin_ns))
-        there, far_domain, far_cq = remote_device(device), domain, cq
+        there, remote_domain, remote_cq = remote_device(device), domain, cq
         if there is not device:
-            far_domain = await opened(there.resource_domain(thread_model=thread_model, message_model=message_model))
-            far_cq = await opened(far_domain.completion_queue(256, spin_ns=spin_ns))
-        target = await opened(far_domain.register(4096, ACCESS))
+            remote_domain = await opened(there.resource_domain(thread_model=thread_model, message_model=message_model))
+            remote_cq = await opened(remote_domain.completion_queue(256, spin_ns=spin_ns))
+        target = await opened(remote_domain.register(4096, ACCESS))
         if there is not device and qp_type in UNRELIABLE:
-            await opened(met(domain, far_domain))
+            await opened(established_link(domain, remote_domain))
         near = await opened(domain.queue_pair(cq, capabilities=capabilities, qp_type=qp_type))
         if qp_type is QpType.XRC_SEND:
             xrc_domain = await opened(there.xrc_domain())
-            srq = await opened(far_domain.shared_receive_queue(16, 4, xrc_domain=xrc_domain, cq=far_cq))
+            srq = await opened(remote_domain.shared_receive_queue(16, 4, xrc_domain=xrc_domain, cq=remote_cq))
             far = await opened(xrc_domain.queue_pair())
             pair = Ends(
-                device, domain, cq, near, far, source, target, srq, far_domain, far_cq, {"srq_number": srq.number}
+                device, domain, cq, near, far, source, target, srq, remote_domain, remote_cq, {"srq_number": srq.number}
             )
         else:
-            far = await opened(far_domain.queue_pair(far_cq, capabilities=capabilities, qp_type=qp_type))
-            pair = Ends(device, domain, cq, near, far, source, target, None, far_domain, far_cq)
+            far = await opened(remote_domain.queue_pair(remote_cq, capabilities=capabilities, qp_type=qp_type))
+            pair = Ends(device, domain, cq, near, far, source, target, None, remote_domain, remote_cq)
         pair.connect(**attributes)
         if qp_type is QpType.UD:
             handle = await opened(domain.address_handle(far.local_endpoint()))
-            pair.way = {"to": handle.to()}
+            pair.addressing = {"to": handle.to()}
         yield pair

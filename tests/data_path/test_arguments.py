@@ -26,42 +26,58 @@ from tests.data_path.ends import ACCESS, PEERS, Ends, ends
 from tests.holding import go_on, hold, unhold
 
 
-def _remote(pair: Ends, length: int = 8) -> RemoteRegion:
+def remote_part(pair: Ends, length: int = 8) -> RemoteRegion:
     return pair.target.remote()[:length]
 
 
-WRONG: dict[str, tuple[Callable[[Ends], object], type[Exception], str]] = {
+INVALID_CALLS: dict[str, tuple[Callable[[Ends], object], type[Exception], str]] = {
     "too few bytes": (
-        lambda p: p.near.write(p.source[:5], _remote(p, 6)),
+        lambda p: p.near.write(p.source[:5], remote_part(p, 6)),
         ValueError,
         "5 bytes of local memory do not match the 6",
     ),
     "too many bytes": (
-        lambda p: p.near.read(p.source[:7], _remote(p, 6)),
+        lambda p: p.near.read(p.source[:7], remote_part(p, 6)),
         ValueError,
         "7 bytes of local memory do not match the 6",
     ),
     "no local memory": (
-        lambda p: p.near.write(None, _remote(p, 6)),  # type: ignore[arg-type]
+        lambda p: p.near.write(None, remote_part(p, 6)),  # type: ignore[arg-type]
         ValueError,
         "0 bytes of local memory do not match the 6",
     ),
-    "bytes": (lambda p: p.near.write(b"hello", _remote(p, 5)), TypeError, "got bytes: register it"),  # type: ignore[arg-type]
-    "a view": (lambda p: p.near.send(p.source.buffer), TypeError, "got memoryview: register it"),  # type: ignore[arg-type]
+    "bytes": (
+        lambda p: p.near.write(b"hello", remote_part(p, 5)),  # type: ignore[arg-type]
+        TypeError,
+        "got bytes: register it",
+    ),
+    "a view": (
+        lambda p: p.near.send(p.source.buffer),  # type: ignore[arg-type]
+        TypeError,
+        "got memoryview: register it",
+    ),
     "a piece of bytes": (
         lambda p: p.near.send([p.source[:1], b"x"]),  # type: ignore[list-item]
         TypeError,
         "a piece of local memory must be .* got b'x'",
     ),
-    "no pieces but one": (
+    "None among the pieces": (
         lambda p: p.near.send([p.source[:1], None]),  # type: ignore[list-item]
         TypeError,
         "a piece of local memory must be .* got None",
     ),
     "too many pieces": (lambda p: p.near.send([p.source[:1]] * 5), ValueError, "5 pieces exceed the 4"),
-    "too many to receive": (lambda p: p.far.receive([p.target[:1]] * 5), ValueError, "5 pieces exceed the 4"),
+    "too many pieces to receive": (
+        lambda p: p.far.receive([p.target[:1]] * 5),
+        ValueError,
+        "5 pieces exceed the 4",
+    ),
     "no remote memory": (lambda p: p.near.write(p.source[:5], None), TypeError, "remote"),  # type: ignore[arg-type]
-    "remote memory of this side": (lambda p: p.near.write(p.source[:5], p.target[:5]), TypeError, "remote"),  # type: ignore[arg-type]
+    "remote memory of this side": (
+        lambda p: p.near.write(p.source[:5], p.target[:5]),  # type: ignore[arg-type]
+        TypeError,
+        "remote",
+    ),
     "immediate too large": (
         lambda p: p.near.send(None, immediate=1 << 32),
         ValueError,
@@ -72,17 +88,17 @@ WRONG: dict[str, tuple[Callable[[Ends], object], type[Exception], str]] = {
         ValueError,
         "`immediate` must fit in 32 bits, got -1",
     ),
-    "half an immediate": (lambda p: p.near.send(None, immediate=1.5), TypeError, "float"),  # type: ignore[arg-type]
+    "fractional immediate": (lambda p: p.near.send(None, immediate=1.5), TypeError, "float"),  # type: ignore[arg-type]
     "no immediate": (
-        lambda p: p.near.write_with_immediate(p.source[:8], _remote(p), "1"),  # type: ignore[arg-type]
+        lambda p: p.near.write_with_immediate(p.source[:8], remote_part(p), "1"),  # type: ignore[arg-type]
         TypeError,
         "str",
     ),
     "key too large": (lambda p: p.near.send_with_invalidate(None, 1 << 32), ValueError, "`rkey` must fit in 32 bits"),
-    "half a key": (lambda p: p.near.invalidate(1.0), TypeError, "float"),  # type: ignore[arg-type]
-    "atomic of 4 bytes": (lambda p: p.near.fetch_and_add(_remote(p, 4), 1), ValueError, "takes 8 bytes, .* has 4"),
+    "fractional key": (lambda p: p.near.invalidate(1.0), TypeError, "float"),  # type: ignore[arg-type]
+    "atomic of 4 bytes": (lambda p: p.near.fetch_and_add(remote_part(p, 4), 1), ValueError, "takes 8 bytes, .* has 4"),
     "atomic of 16 bytes": (
-        lambda p: p.near.compare_and_swap(_remote(p, 16), 1, 2),
+        lambda p: p.near.compare_and_swap(remote_part(p, 16), 1, 2),
         ValueError,
         "takes 8 bytes, .* has 16",
     ),
@@ -91,19 +107,27 @@ WRONG: dict[str, tuple[Callable[[Ends], object], type[Exception], str]] = {
         ValueError,
         "an address that is a multiple of 8",
     ),
-    "half a sum": (lambda p: p.near.fetch_and_add(_remote(p), 0.5), TypeError, "float"),  # type: ignore[arg-type]
-    "sum too large": (lambda p: p.near.fetch_and_add(_remote(p), 1 << 64), ValueError, "`add` must fit in 64 bits"),
+    "fractional addend": (
+        lambda p: p.near.fetch_and_add(remote_part(p), 0.5),  # type: ignore[arg-type]
+        TypeError,
+        "float",
+    ),
+    "addend too large": (
+        lambda p: p.near.fetch_and_add(remote_part(p), 1 << 64),
+        ValueError,
+        "`add` must fit in 64 bits",
+    ),
     "compare below 0": (
-        lambda p: p.near.compare_and_swap(_remote(p), -1, 0),
+        lambda p: p.near.compare_and_swap(remote_part(p), -1, 0),
         ValueError,
         "`compare` must fit in 64 bits",
     ),
     "swap too large": (
-        lambda p: p.near.compare_and_swap(_remote(p), 0, 1 << 64),
+        lambda p: p.near.compare_and_swap(remote_part(p), 0, 1 << 64),
         ValueError,
         "`swap` must fit in 64 bits",
     ),
-    "number of a shared queue": (
+    "srq_number on RC": (
         lambda p: p.near.send(None, srq_number=3),
         ValueError,
         "is not of type XRC_SEND: leave `srq_number` out",
@@ -111,53 +135,53 @@ WRONG: dict[str, tuple[Callable[[Ends], object], type[Exception], str]] = {
 }
 
 
-@pytest.mark.parametrize(("call", "error", "match"), WRONG.values(), ids=WRONG)
-async def test_a_wrong_argument_is_refused_before_it_is_posted(
+@pytest.mark.parametrize(("call", "error", "match"), INVALID_CALLS.values(), ids=INVALID_CALLS)
+async def test_invalid_arguments_are_refused_before_posting(
     device: Device, call: Callable[[Ends], object], error: type[Exception], match: str
 ) -> None:
     async with ends(device) as pair:
         with pytest.raises(error, match=match):
             call(pair)
-        assert pair.nothing_is_left()
+        assert pair.is_idle()
         assert pair.near.statistics().sends.posted == pair.far.statistics().receives.posted == 0
         await pair.write(b"well")
 
 
-class Short(list[RegionSlice]):
+class MisreportedLength(list[RegionSlice]):
     """A list that claims to have one element."""
 
     def __len__(self) -> int:
         return 1
 
 
-async def test_pieces_are_counted_whatever_their_length_says(device: Device) -> None:
+async def test_pieces_are_counted_independently_of_len(device: Device) -> None:
     async with ends(device, capabilities=QpCapabilities(max_send_sge=2)) as pair:
-        pieces = Short(pair.source[each : each + 1] for each in range(3))
+        pieces = MisreportedLength(pair.source[each : each + 1] for each in range(3))
         with pytest.raises(ValueError, match="exceed the 2"):
-            _ = pair.near.write(pieces, _remote(pair, 3))
-        assert pair.nothing_is_left()
+            _ = pair.near.write(pieces, remote_part(pair, 3))
+        assert pair.is_idle()
 
 
-async def test_memory_that_the_device_may_not_write_to_is_refused(device: Device) -> None:
+async def test_memory_without_local_write_is_refused(device: Device) -> None:
     async with ends(device) as pair, pair.domain.register(64, AccessFlags.REMOTE_READ) as region:
-        for call in (lambda: pair.near.read(region, _remote(pair, 64)), lambda: pair.far.receive(region)):
+        for call in (lambda: pair.near.read(region, remote_part(pair, 64)), lambda: pair.far.receive(region)):
             with pytest.raises(ValueError, match=r"register it with AccessFlags\.LOCAL_WRITE"):
                 call()
         assert len(region.pins) == 0
-        await pair.near.write(region, _remote(pair, 64))
+        await pair.near.write(region, remote_part(pair, 64))
 
 
 async def test_memory_of_another_protection_domain_is_refused(device: Device) -> None:
     async with ends(device) as pair, device.protection_domain() as pd, pd.register(64, ACCESS) as region:
         for call in (
-            lambda: pair.near.write(region, _remote(pair, 64)),
+            lambda: pair.near.write(region, remote_part(pair, 64)),
             lambda: pair.near.send([pair.source[:8], region[:8]]),
             lambda: pair.far.receive(region),
         ):
             with pytest.raises(ValueError, match="belongs to another protection domain than"):
                 call()
         assert len(region.pins) == 0
-        assert pair.nothing_is_left()
+        assert pair.is_idle()
 
 
 async def test_closed_memory_is_refused(device: Device) -> None:
@@ -171,10 +195,10 @@ async def test_closed_memory_is_refused(device: Device) -> None:
                 _ = pair.far.receive(local)
         with pytest.raises(ClosedResourceError):
             _ = pair.near.send(pair.domain.register(64))
-        assert pair.nothing_is_left()
+        assert pair.is_idle()
 
 
-async def test_windows_that_cannot_be_bound_are_refused(device: Device) -> None:
+async def test_invalid_windows_are_not_bound(device: Device) -> None:
     async with ends(device) as pair, pair.domain.register(64, AccessFlags.LOCAL_WRITE) as region:
         async with pair.domain.memory_window(MwType.TYPE_2) as window:
             with pytest.raises(ValueError, match=r"register it with AccessFlags\.MW_BIND"):
@@ -185,7 +209,7 @@ async def test_windows_that_cannot_be_bound_are_refused(device: Device) -> None:
                 _ = pair.near.bind_window(window, pair.source, 1.5)  # type: ignore[arg-type]
         with pytest.raises(ClosedResourceError):
             _ = pair.near.bind_window(window, pair.source, AccessFlags.REMOTE_READ)
-        assert pair.nothing_is_left()
+        assert pair.is_idle()
         assert pair.near.statistics().sends.posted == 0
 
 
@@ -194,7 +218,7 @@ async def test_datagrams_need_an_open_address_handle(device: Device) -> None:
         with pytest.raises(ValueError, match="pass the destination of the datagram as `to`"):
             _ = pair.near.send(pair.source[:8])
         async with pair.domain.address_handle(pair.far.local_endpoint()) as handle:
-            way = handle.to()
+            destination = handle.to()
             for qp_num, qkey in ((1 << 24, 0), (-1, 0), (0, 1 << 32)):
                 with pytest.raises(ValueError, match=r"must fit in \d+ bits"):
                     handle.to(qp_num, qkey)
@@ -203,16 +227,16 @@ async def test_datagrams_need_an_open_address_handle(device: Device) -> None:
         with pytest.raises(ClosedResourceError):
             handle.to()
         with pytest.raises(ClosedResourceError):
-            _ = pair.near.send(pair.source[:8], to=way)
-        assert pair.nothing_is_left()
+            _ = pair.near.send(pair.source[:8], to=destination)
+        assert pair.is_idle()
     async with ends(device) as connected:
         with pytest.raises(ValueError, match="is not of type UD: leave `to` out"):
-            _ = connected.near.send(connected.source[:8], to=way)
-        assert connected.nothing_is_left()
+            _ = connected.near.send(connected.source[:8], to=destination)
+        assert connected.is_idle()
 
 
 @pytest.mark.every_way
-async def test_an_address_handle_is_kept_while_datagrams_are_on_their_way(device: Device) -> None:
+async def test_an_address_handle_is_pinned_while_datagrams_are_in_flight(device: Device) -> None:
     async with ends(device, QpType.UD) as pair:
         handle = await pair.domain.address_handle(pair.far.local_endpoint()).open()
         hold(device, pair.near)
@@ -226,7 +250,7 @@ async def test_an_address_handle_is_kept_while_datagrams_are_on_their_way(device
 async def test_queue_pairs_that_are_not_connected_refuse_requests(device: Device) -> None:
     async with ends(device) as pair, pair.domain.queue_pair(pair.cq) as fresh:
         with pytest.raises(QueuePairStateError, match="is in state RESET: connect it, or move it to RTS, first"):
-            _ = fresh.write(pair.source[:8], _remote(pair))
+            _ = fresh.write(pair.source[:8], remote_part(pair))
         with pytest.raises(QueuePairStateError, match="is in state RESET: connect it, or move it to INIT, first"):
             _ = fresh.receive(pair.target[:8])
         fresh.to_init()
@@ -234,7 +258,7 @@ async def test_queue_pairs_that_are_not_connected_refuse_requests(device: Device
         with pytest.raises(QueuePairStateError, match="is in state INIT"):
             _ = fresh.send(pair.source[:8])
         batch = fresh.batch()
-        batch.write(pair.source[:8], _remote(pair))
+        batch.write(pair.source[:8], remote_part(pair))
         with pytest.raises(QueuePairStateError, match="is in state INIT"):
             _ = batch.post()
         del batch
@@ -249,21 +273,21 @@ async def test_queue_pairs_that_are_not_connected_refuse_requests(device: Device
 
 
 @needs(Capability.FAULT_PLAN)
-async def test_a_verb_that_fails_leaves_nothing_behind(device: Device) -> None:
+async def test_a_failed_verb_leaves_nothing_behind(device: Device) -> None:
     async with ends(device) as pair, pair.domain.memory_window(MwType.TYPE_1) as window:
         for verb, call in (
             ("post_send", lambda: pair.write(b"hello")),
-            ("post_send", lambda: pair.near.fetch_and_add(_remote(pair), 1)),
+            ("post_send", lambda: pair.near.fetch_and_add(remote_part(pair), 1)),
             ("post_recv", lambda: pair.receive()),
             ("bind_mw", lambda: pair.near.bind_window(window, pair.source, AccessFlags.REMOTE_READ)),
         ):
             device.faults.fail(verb, errno.ENOMEM)
             with pytest.raises(VerbsError, match="ENOMEM"):
                 call()
-            assert pair.nothing_is_left()
+            assert pair.is_idle()
         assert pair.near.statistics().sends.posted == 0
         for number in range(40):  # no slot is lost, nor any buffer of an atomic's result
-            assert await pair.near.fetch_and_add(_remote(pair), 1) == number
+            assert await pair.near.fetch_and_add(remote_part(pair), 1) == number
 
 
 # ---- Valid arguments
@@ -274,9 +298,9 @@ async def test_pieces_are_gathered_and_scattered(device: Device) -> None:
     async with ends(device) as pair:
         pair.source.buffer[:26] = bytes(range(65, 91))
         pieces = [pair.source[4:6], pair.source[0:0], (pair.source[:2]), pair.source[10:13]]
-        await pair.near.write(pieces, _remote(pair, 7))
+        await pair.near.write(pieces, remote_part(pair, 7))
         assert bytes(pair.target.buffer[:8]) == b"EFABKLM\0"
-        await pair.near.read([pair.source[101:103], pair.source[200:205]], _remote(pair, 7))
+        await pair.near.read([pair.source[101:103], pair.source[200:205]], remote_part(pair, 7))
         assert bytes(pair.source.buffer[100:104]) == b"\0EF\0"
         assert bytes(pair.source.buffer[199:206]) == b"\0ABKLM\0"
         scattered = (pair.target[100:103], pair.target[300:302], pair.target[400:500])
@@ -292,26 +316,26 @@ async def test_pieces_are_gathered_and_scattered(device: Device) -> None:
         receive = pair.far.receive([pair.target[:8]])
         await pair.near.send(pieces)
         assert bytes((await receive).data) == b"EFABKLM"
-        assert pair.nothing_is_left()
+        assert pair.is_idle()
 
 
 @pytest.mark.parametrize("qp_type", [QpType.RC, QpType.UD], ids=lambda qp_type: qp_type.name)
-async def test_requests_of_no_bytes_are_carried_out(device: Device, qp_type: QpType) -> None:
+async def test_requests_of_zero_bytes_are_executed(device: Device, qp_type: QpType) -> None:
     async with ends(device, qp_type) as pair:
         nothing: list[Any] = [None, pair.source[5:5], [], [pair.source[:0], pair.source[7:7]]]
         for local in nothing:
             receive = pair.far.receive(None)
-            await pair.near.send(local, **pair.way)
+            await pair.near.send(local, **pair.addressing)
             received = await receive
             assert received.byte_len == len(received.data) == 0
             if qp_type is QpType.RC:
-                await pair.near.write(local, _remote(pair, 0))
-                await pair.near.read(local, _remote(pair, 0))
+                await pair.near.write(local, remote_part(pair, 0))
+                await pair.near.read(local, remote_part(pair, 0))
                 receive = pair.far.receive(pair.target[:8])
-                await pair.near.write_with_immediate(local, _remote(pair, 0), 7)
+                await pair.near.write_with_immediate(local, remote_part(pair, 0), 7)
                 assert (await receive).immediate == 7
         assert bytes(pair.target.buffer) == bytes(4096)
-        assert pair.nothing_is_left()
+        assert pair.is_idle()
 
 
 @pytest.mark.every_way
@@ -323,7 +347,7 @@ async def test_small_requests_go_inline(device: Device) -> None:
         assert most >= 64
         pair.near.to_sqd()  # nothing is started
         pair.source.buffer[:1024] = b"a" * 1024
-        small = pair.near.write([pair.source[: most - 1], pair.source[1000:1001]], _remote(pair, most))
+        small = pair.near.write([pair.source[: most - 1], pair.source[1000:1001]], remote_part(pair, most))
         large = pair.near.write(pair.source[: most + 1], pair.target.remote()[1024 : 1025 + most])
         pair.source.buffer[:1024] = b"b" * 1024
         go_on(device, pair.near)
@@ -331,11 +355,11 @@ async def test_small_requests_go_inline(device: Device) -> None:
         await large
         assert bytes(pair.target.buffer[: most + 1]) == b"a" * most + b"\0"
         assert bytes(pair.target.buffer[1024 : 1025 + most]) == b"b" * (most + 1)
-        assert pair.nothing_is_left()
+        assert pair.is_idle()
 
 
 @needs(Capability.SHARED_DOMAINS)
-async def test_memory_of_a_shared_protection_domain_is_taken(device: Device) -> None:
+async def test_memory_of_a_shared_protection_domain_is_accepted(device: Device) -> None:
     async with (
         open_device("soft0") as other,
         device.protection_domain() as pd,
@@ -352,7 +376,7 @@ async def test_memory_of_a_shared_protection_domain_is_taken(device: Device) -> 
         assert bytes(here.buffer[:2]) == b"ok"
 
 
-async def test_a_message_longer_than_the_port_takes_is_refused(device: Device) -> None:
+async def test_a_message_longer_than_max_msg_sz_is_refused(device: Device) -> None:
     """Use many pieces that name the same memory: no device has that much memory registered."""
     most = device.port().max_msg_sz
     pieces = min(device.attributes().max_sge, 16)
@@ -366,18 +390,18 @@ async def test_a_message_longer_than_the_port_takes_is_refused(device: Device) -
             with pytest.raises(ValueError, match=f"may have at most {most:,} bytes"):
                 _ = pair.near.send([region] * pieces)
             assert len(region.pins) == 0
-            await pair.near.write(pair.source[:8], _remote(pair))
+            await pair.near.write(pair.source[:8], remote_part(pair))
 
 
-async def test_a_read_into_more_pieces_than_the_device_scatters_to_is_refused(device: Device) -> None:
+async def test_a_read_with_too_many_pieces_is_refused(device: Device) -> None:
     """Use a limit of 2 pieces for reads: some devices allow fewer pieces for reads than for other requests."""
     async with ends(device) as pair:
         dispatcher = pair.cq._cq_dispatcher
-        asks = QueuePairVerbs()
+        verbs = QueuePairVerbs()
         base = pair.source.handle.pd
-        asks._requests_begin(QpWorkState(pair.near.handle, base, dispatcher, None, send_depth=1, read_sge=2))
+        verbs._requests_begin(QpWorkState(pair.near.handle, base, dispatcher, None, send_depth=1, read_sge=2))
         pieces = [pair.source[:4], pair.source[4:6], pair.source[6:8]]
         with pytest.raises(ValueError, match="takes at most 2 pieces, got 3"):
-            _ = asks.read(pieces, _remote(pair))
+            _ = verbs.read(pieces, remote_part(pair))
         assert len(pair.source.pins) == 0
-        await pair.near.read(pieces, _remote(pair))
+        await pair.near.read(pieces, remote_part(pair))

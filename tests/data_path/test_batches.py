@@ -24,7 +24,7 @@ from tests.data_path.ends import Ends, ends
 every_model = pytest.mark.parametrize("model", MessageModel, ids=lambda model: model.name)
 
 
-def bad(pair: Ends) -> RemoteRegion:
+def unknown_key(pair: Ends) -> RemoteRegion:
     return RemoteRegion(pair.target.address, 1, pair.target.rkey ^ 0x5500)
 
 
@@ -44,11 +44,11 @@ async def test_a_batch_has_one_doorbell_and_one_completion(device: Device, model
         assert (statistics.doorbells, statistics.posted, statistics.completed, statistics.bytes) == (1, 10, 10, 10)
         assert pair.cq.statistics().completions == 1
         assert all(element.done() and element.result() is None for element in elements)
-        assert pair.nothing_is_left()
+        assert pair.is_idle()
 
 
 @pytest.mark.every_way
-async def test_a_batch_takes_all_kinds_of_requests(device: Device) -> None:
+async def test_a_batch_accepts_all_kinds_of_requests(device: Device) -> None:
     async with ends(device) as pair:
         receives = [pair.receive(pair.target[512 + 8 * n : 520 + 8 * n]) for n in range(3)]
         pair.source.buffer[:8] = b"kind ..."
@@ -69,7 +69,7 @@ async def test_a_batch_takes_all_kinds_of_requests(device: Device) -> None:
         assert int.from_bytes(pair.target.buffer[128:136], "little") == 5
         assert bytes(pair.source.buffer[256:264]) == b"kind ..."
         assert [(await receive).immediate for receive in receives] == [None, 1, 2]
-        assert pair.nothing_is_left()
+        assert pair.is_idle()
 
 
 @pytest.mark.every_way
@@ -79,13 +79,13 @@ async def test_a_batch_of_datagrams(device: Device) -> None:
         pair.source.buffer[:3] = b"abc"
         batch = pair.near.batch()
         for n in range(3):
-            batch.send(pair.source[n : n + 1], **pair.way)
+            batch.send(pair.source[n : n + 1], **pair.addressing)
         await batch.post()
         assert [bytes((await receive).data) for receive in receives] == [b"a", b"b", b"c"]
 
 
 @every_model
-async def test_a_batch_tells_which_request_failed(device: Device, model: MessageModel) -> None:
+async def test_a_batch_reports_which_request_failed(device: Device, model: MessageModel) -> None:
     async with ends(device, message_model=model) as pair:
         pair.source.buffer[:8] = b"xxxxxxxx"
         remote = pair.target.remote()
@@ -93,7 +93,7 @@ async def test_a_batch_tells_which_request_failed(device: Device, model: Message
         elements = [
             batch.write(pair.source[:1], remote[:1]),
             batch.fetch_and_add(remote[64:72], 1),
-            batch.write(pair.source[:1], bad(pair)),
+            batch.write(pair.source[:1], unknown_key(pair)),
             batch.write(pair.source[:1], remote[1:2]),
             batch.fetch_and_add(remote[64:72], 1),
         ]
@@ -111,10 +111,10 @@ async def test_a_batch_tells_which_request_failed(device: Device, model: Message
         assert [element.result() for element in elements[:2]] == [None, 0]
         for element, status in zip(elements[2:], [WcStatus.REM_ACCESS_ERR] + 2 * [WcStatus.WR_FLUSH_ERR], strict=True):
             assert element.done()
-            with pytest.raises(WorkCompletionError) as of_one:
+            with pytest.raises(WorkCompletionError) as of_element:
                 element.result()
-            assert of_one.value.status is status
-        assert pair.nothing_is_left()
+            assert of_element.value.status is status
+        assert pair.is_idle()
         with pytest.raises(BrokenResourceError, match="REM_ACCESS_ERR") as broken:
             _ = pair.near.send(None)
         assert broken.value.__cause__ is not None
@@ -125,10 +125,10 @@ async def test_a_batch_tells_which_request_failed(device: Device, model: Message
 
 
 @pytest.mark.every_way
-async def test_what_waits_behind_a_failure_is_flushed(device: Device) -> None:
+async def test_a_batch_that_waits_behind_a_failure_is_flushed(device: Device) -> None:
     async with ends(device, capabilities=QpCapabilities(max_send_wr=4)) as pair:
         first, second = pair.near.batch(), pair.near.batch()
-        first.write(pair.source[:1], bad(pair))
+        first.write(pair.source[:1], unknown_key(pair))
         for _ in range(3):
             first.write(pair.source[:1], pair.target.remote()[:1])
             second.write(pair.source[:1], pair.target.remote()[:1])
@@ -140,15 +140,15 @@ async def test_what_waits_behind_a_failure_is_flushed(device: Device) -> None:
             await waits
         assert (caught.value.index, caught.value.status) == (0, WcStatus.WR_FLUSH_ERR)
         assert all(isinstance(each, WorkCompletionError) for each in caught.value.errors)
-        assert pair.nothing_is_left()
+        assert pair.is_idle()
 
 
 @pytest.mark.every_way
-async def test_a_batch_tells_that_its_last_request_failed(device: Device) -> None:
+async def test_a_batch_reports_that_its_last_request_failed(device: Device) -> None:
     async with ends(device) as pair:
         batch = pair.near.batch()
         batch.write(pair.source[:1], pair.target.remote()[:1])
-        batch.write(pair.source[:1], bad(pair))
+        batch.write(pair.source[:1], unknown_key(pair))
         with pytest.raises(BatchError) as caught:
             await batch.post()
         assert (caught.value.index, caught.value.errors[0]) == (1, None)
@@ -167,7 +167,7 @@ async def test_batches_that_are_too_large_or_empty_are_refused(device: Device) -
             _ = batch.post()
         assert len(pair.source.pins) == 0, "until it is posted"
         del batch
-        assert pair.nothing_is_left()
+        assert pair.is_idle()
         batch = pair.near.batch()
         for _ in range(1024):
             batch.send(None)
@@ -186,7 +186,7 @@ async def test_a_batch_is_posted_once(device: Device) -> None:
             with pytest.raises(RuntimeError, match="was posted before: create a new batch"):
                 call()
         assert pair.near.statistics().sends.posted == 1
-        assert pair.nothing_is_left()
+        assert pair.is_idle()
 
 
 async def test_parts_of_a_batch_are_not_awaited(device: Device) -> None:
@@ -212,11 +212,11 @@ async def test_a_block_that_fails_posts_nothing(device: Device) -> None:
         with pytest.raises(ZeroDivisionError):
             await fail()
         assert pair.near.statistics().sends.posted == 0
-        assert pair.nothing_is_left()
+        assert pair.is_idle()
 
 
 @needs(Capability.FAULT_PLAN)
-async def test_a_batch_that_the_verb_refused_can_be_posted_again(device: Device) -> None:
+async def test_a_batch_refused_by_the_verb_can_be_posted_again(device: Device) -> None:
     async with ends(device) as pair:
         batch = pair.near.batch()
         batch.write(pair.source[:1], pair.target.remote()[:1])
@@ -227,7 +227,7 @@ async def test_a_batch_that_the_verb_refused_can_be_posted_again(device: Device)
         assert pair.cq.statistics().in_flight == 0
         await batch.post()
         assert added.result() == 0
-        assert pair.nothing_is_left()
+        assert pair.is_idle()
 
 
 async def test_a_batch_is_not_posted_to_a_closed_queue_pair(device: Device) -> None:
@@ -238,7 +238,7 @@ async def test_a_batch_is_not_posted_to_a_closed_queue_pair(device: Device) -> N
         with pytest.raises(ClosedResourceError):
             _ = batch.post()
         del batch
-        assert pair.nothing_is_left()
+        assert pair.is_idle()
 
 
 @pytest.mark.every_way
@@ -256,7 +256,7 @@ async def test_a_batch_is_flushed_by_closing(device: Device) -> None:
             WcStatus.WR_FLUSH_ERR
         ]
         assert all(part.done() for part in parts)
-        assert pair.nothing_is_left()
+        assert pair.is_idle()
 
 
 @pytest.mark.every_way

@@ -22,13 +22,13 @@ from tests.capabilities import Capability, needs
 from tests.waiting import until
 
 SIZE = 64
-OTHERS = b"M" * SIZE
+OTHER_DATA = b"M" * SIZE
 
 
-async def leased_again(pool: BufferPool, stack: contextlib.AsyncExitStack) -> bytearray | memoryview:
+async def lease_again(pool: BufferPool, stack: contextlib.AsyncExitStack) -> bytearray | memoryview:
     """Lease the pool's only buffer, and fill it with other data."""
     buffer = (await stack.enter_async_context(pool.lease())).buffer
-    buffer[:] = OTHERS
+    buffer[:] = OTHER_DATA
     return buffer
 
 
@@ -54,14 +54,14 @@ async def test_a_receive_ends_when_its_completion_queue_breaks(device: Device) -
                 await receive
         assert near.query().qp_state is QpState.RESET
         assert pool.statistics().under_dma == 0
-        buffer = await leased_again(pool, stack)
+        buffer = await lease_again(pool, stack)
         with pytest.raises(WorkCompletionError, match="RETRY_EXC_ERR"):
             await far.send(source)
-        assert bytes(buffer) == OTHERS
+        assert bytes(buffer) == OTHER_DATA
 
 
 @contextlib.asynccontextmanager
-async def stuck(device: Device, number: int) -> AsyncIterator[tuple[QueuePair, BufferPool]]:
+async def unresettable(device: Device, number: int) -> AsyncIterator[tuple[QueuePair, BufferPool]]:
     """Open a queue pair in RTS whose completions are lost and which still holds the pool's only buffer."""
     async with (
         device.resource_domain() as domain,
@@ -87,9 +87,9 @@ async def stuck(device: Device, number: int) -> AsyncIterator[tuple[QueuePair, B
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENODEV, errno.ENOMEM], ids=errno.errorcode.get)
 @needs(Capability.FAULT_PLAN)
-async def test_memory_stays_pinned_where_a_queue_pair_cannot_be_reset(device: Device, number: int) -> None:
+async def test_memory_stays_pinned_while_a_queue_pair_cannot_be_reset(device: Device, number: int) -> None:
     """The queue pair keeps the memory until it is closed, whatever errno the verb returned."""
-    async with stuck(device, number) as (near, pool):
+    async with unresettable(device, number) as (near, pool):
         assert near.query().qp_state is QpState.RTS
         assert pool.statistics().under_dma == 1
         await near.aclose()
@@ -98,8 +98,8 @@ async def test_memory_stays_pinned_where_a_queue_pair_cannot_be_reset(device: De
 
 @needs(Capability.FAULT_PLAN)
 @pytest.mark.every_way
-async def test_memory_is_given_back_where_the_device_is_lost_as_well(device: Device) -> None:
-    async with stuck(device, errno.EIO) as (near, pool):
+async def test_memory_is_unpinned_when_the_device_is_lost_as_well(device: Device) -> None:
+    async with unresettable(device, errno.EIO) as (near, pool):
         assert pool.statistics().under_dma == 1
         device.faults.lose_device()
         await until(lambda: pool.statistics().under_dma == 0)
@@ -108,7 +108,7 @@ async def test_memory_is_given_back_where_the_device_is_lost_as_well(device: Dev
 
 @needs(Capability.FAULT_PLAN)
 @pytest.mark.every_way
-async def test_receives_of_a_shared_receive_queue_stay_pinned_where_a_queue_pair_cannot_be_reset(
+async def test_shared_receives_stay_pinned_while_a_queue_pair_cannot_be_reset(
     device: Device,
 ) -> None:
     async with (
@@ -138,7 +138,7 @@ async def test_receives_of_a_shared_receive_queue_stay_pinned_where_a_queue_pair
 
 @needs(Capability.FAULT_PLAN)
 @pytest.mark.every_way
-async def test_receives_of_a_shared_receive_queue_go_on_with_another_queue_pair(device: Device) -> None:
+async def test_shared_receives_go_on_with_another_queue_pair(device: Device) -> None:
     """Receives go on as long as one of the queue pairs can complete them."""
     async with (
         device.resource_domain() as domain,
@@ -169,15 +169,15 @@ async def test_receives_of_a_shared_receive_queue_go_on_with_another_queue_pair(
         assert at_another.query().qp_state is QpState.RESET
         assert pool.statistics().under_dma == 0
         far.connect(at_another.local_endpoint(), timeout=8)
-        buffer = await leased_again(pool, stack)
+        buffer = await lease_again(pool, stack)
         with pytest.raises(WorkCompletionError, match="RETRY_EXC_ERR"):
             await far.send(source)
-        assert bytes(buffer) == OTHERS
+        assert bytes(buffer) == OTHER_DATA
 
 
 @needs(Capability.FAULT_PLAN)
 @pytest.mark.every_way
-async def test_receives_for_xrc_stay_pinned_as_long_as_their_queue_is_there(device: Device) -> None:
+async def test_receives_for_xrc_stay_pinned_until_their_queue_is_closed(device: Device) -> None:
     """Queue pairs of other processes, which cannot be reset from here, may take these receives."""
     async with (
         device.xrc_domain() as xrc_domain,
@@ -204,7 +204,7 @@ async def test_a_queue_pair_of_another_loop_is_reset_by_that_loop(device: Device
     """
     access = AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_WRITE
 
-    async def watched_there() -> CompletionQueue:
+    async def open_there() -> CompletionQueue:
         return await pd.completion_queue(64).open()
 
     async with (
@@ -212,7 +212,7 @@ async def test_a_queue_pair_of_another_loop_is_reset_by_that_loop(device: Device
         WorkerPool(device, 1, pd=pd) as workers,
         device.resource_domain(pd) as domain,
         pd.register(SIZE, access) as region,
-        contextlib.aclosing(await workers.run(watched_there)) as cq,
+        contextlib.aclosing(await workers.run(open_there)) as cq,
         domain.queue_pair(cq) as qp,
     ):
         qp.connect(qp.local_endpoint(), access)

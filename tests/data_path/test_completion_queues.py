@@ -13,7 +13,7 @@ from tests.raw_verbs import post_send
 SMALL = QpCapabilities(max_send_wr=8, max_recv_wr=4)
 
 
-async def test_room_is_kept_for_queue_pairs(device: Device) -> None:
+async def test_capacity_is_reserved_for_queue_pairs(device: Device) -> None:
     async with device.protection_domain() as pd, pd.completion_queue(15) as cq:
         depth = cq.statistics().depth
         assert depth >= 15
@@ -21,8 +21,8 @@ async def test_room_is_kept_for_queue_pairs(device: Device) -> None:
         qps = [await pd.queue_pair(cq, capabilities=SMALL).open() for _ in range(fit)]
         assert cq.statistics().reserved == 12 * fit
         refused = pd.queue_pair(cq, capabilities=SMALL)
-        left = depth - 12 * fit
-        match = rf"holds {depth} completions, {12 * fit + (8 if left >= 8 else 0)} of them reserved"
+        free = depth - 12 * fit
+        match = rf"holds {depth} completions, {12 * fit + (8 if free >= 8 else 0)} of them reserved"
         with pytest.raises(ValueError, match=match):
             await refused.open()
         await refused.aclose()
@@ -41,7 +41,7 @@ async def test_room_is_kept_for_queue_pairs(device: Device) -> None:
 
 
 @pytest.mark.every_way
-async def test_what_is_in_it_stays_when_it_is_resized(device: Device) -> None:
+async def test_resizing_keeps_completions(device: Device) -> None:
     async with ends(device) as pair:
         hold(device, pair.near)
         writes = [pair.write(bytes([65 + number]), number) for number in range(10)]
@@ -79,7 +79,7 @@ async def test_spins_are_counted(device: Device) -> None:
         await task
 
 
-async def test_completions_of_what_is_not_there_are_counted(device: Device) -> None:
+async def test_completions_with_unknown_wr_ids_are_counted_as_late(device: Device) -> None:
     async with ends(device) as pair:
         for wr_id in (0, 1, 2**62, 2**63, 2**64 - 1):
             post_send(pair.near.handle, SendOpcode.RDMA_WRITE, flags=SendFlags.SIGNALED, wr_id=wr_id)
@@ -88,9 +88,7 @@ async def test_completions_of_what_is_not_there_are_counted(device: Device) -> N
 
 
 @pytest.mark.every_way
-async def test_a_late_completion_is_not_taken_for_another_requests(
-    device: Device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_late_completion_does_not_end_another_request(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Completions of a closed queue pair do not end the request that reuses their slot."""
     monkeypatch.setattr("aioverbs._verbs.queue_pair._FLUSH_S", 0.02)
     async with ends(device) as pair, pair.domain.queue_pair(pair.cq) as other:
@@ -105,7 +103,7 @@ async def test_a_late_completion_is_not_taken_for_another_requests(
         assert not new.done()
         unhold(device, other)
         await new
-        assert pair.nothing_is_left()
+        assert pair.is_idle()
 
 
 async def test_wrong_arguments_of_completion_queues_are_refused(device: Device) -> None:

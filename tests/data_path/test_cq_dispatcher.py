@@ -30,17 +30,17 @@ ALL = AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_WRITE | AccessFlags.REMOTE_RE
 
 @asynccontextmanager
 async def connected(
-    domain: ResourceDomain, near_cq: CompletionQueue, far_cq: CompletionQueue, sends: int = 16
+    domain: ResourceDomain, near_cq: CompletionQueue, remote_cq: CompletionQueue, sends: int = 16
 ) -> AsyncIterator[tuple[QueuePair, QueuePair]]:
     depths = QpCapabilities(max_send_wr=sends, max_recv_wr=16)
-    async with domain.queue_pair(near_cq, capabilities=depths) as near, domain.queue_pair(far_cq) as far:
+    async with domain.queue_pair(near_cq, capabilities=depths) as near, domain.queue_pair(remote_cq) as far:
         near.connect(far.local_endpoint(), ALL)
         far.connect(near.local_endpoint(), ALL)
         yield near, far
 
 
 @pytest.mark.every_way
-async def test_a_chain_that_was_posted_early_is_not_looked_for_after_its_queue_pair(device: Device) -> None:
+async def test_a_full_chain_is_not_posted_again_after_closing(device: Device) -> None:
     async with (
         device.resource_domain(message_model=MessageModel.HIGH_BANDWIDTH) as domain,
         domain.completion_queue(512) as cq,
@@ -58,7 +58,7 @@ async def test_a_chain_that_was_posted_early_is_not_looked_for_after_its_queue_p
             await other.write(here, there)
 
 
-async def test_a_chain_that_a_lost_device_refused_ends_once() -> None:
+async def test_a_chain_refused_by_a_lost_device_ends_once() -> None:
     async with (
         open_device("soft0") as device,
         device.resource_domain(message_model=MessageModel.HIGH_BANDWIDTH) as domain,
@@ -76,13 +76,13 @@ async def test_a_chain_that_a_lost_device_refused_ends_once() -> None:
         device.faults.clear()
 
 
-async def test_what_is_done_while_an_await_begins_is_told(device_name: str) -> None:
-    begins, told = threading.Event(), threading.Event()
+async def test_a_completion_that_arrives_while_an_await_begins_is_reported(device_name: str) -> None:
+    begins, completed = threading.Event(), threading.Event()
 
-    class Slow(asyncio.SelectorEventLoop):
+    class SlowFutureLoop(asyncio.SelectorEventLoop):
         def create_future(self) -> "asyncio.Future[object]":
             begins.set()
-            told.wait(patience(20))
+            completed.wait(patience(20))
             return super().create_future()
 
     async with (
@@ -94,26 +94,26 @@ async def test_what_is_done_while_an_await_begins_is_told(device_name: str) -> N
     ):
         receive = far.receive(memory[:8])
 
-        async def elsewhere() -> None:
+        async def use() -> None:
             async with asyncio.timeout(patience(3)):
                 await receive
 
         def other() -> None:
-            with asyncio.Runner(loop_factory=Slow) as runner:
-                runner.run(elsewhere())
+            with asyncio.Runner(loop_factory=SlowFutureLoop) as runner:
+                runner.run(use())
 
         thread = asyncio.create_task(asyncio.to_thread(other))
         await asyncio.to_thread(begins.wait, patience(20))
         await near.send(memory[8:16])
         await until(lambda: far.statistics().receives.completed)
-        told.set()
+        completed.set()
         await thread
 
 
-def test_a_turn_that_was_taken_while_it_was_asked_for_is_not_waited_for(device_name: str) -> None:
-    asked: list[object] = []
+def test_a_turn_that_runs_while_being_scheduled_is_not_waited_for(device_name: str) -> None:
+    scheduled: list[object] = []
 
-    class Quick(asyncio.SelectorEventLoop):
+    class EagerTurnLoop(asyncio.SelectorEventLoop):
         """An event loop that runs a completion queue's turn before the thread that scheduled it goes on."""
 
         def call_soon_threadsafe(self, callback, *args, **kwargs):  # type: ignore[no-untyped-def, override]
@@ -122,7 +122,7 @@ def test_a_turn_that_was_taken_while_it_was_asked_for_is_not_waited_for(device_n
                 getattr(callback, "__name__", "") == "_turn"
                 and threading.current_thread() is not threading.main_thread()
             ):
-                asked.append(callback)
+                scheduled.append(callback)
                 done = threading.Event()
                 super().call_soon_threadsafe(done.set)
                 done.wait(patience(20))
@@ -138,20 +138,20 @@ def test_a_turn_that_was_taken_while_it_was_asked_for_is_not_waited_for(device_n
         ):
             here, there = memory[:8], memory.remote()[8:16]
 
-            async def elsewhere() -> None:
+            async def use() -> None:
                 for _ in range(3):
                     async with asyncio.timeout(patience(3)):
                         await near.write(here, there)
 
-            await asyncio.to_thread(asyncio.run, elsewhere())
+            await asyncio.to_thread(asyncio.run, use())
 
-    with asyncio.Runner(loop_factory=Quick) as runner:
+    with asyncio.Runner(loop_factory=EagerTurnLoop) as runner:
         runner.run(main())
-    assert asked
+    assert scheduled
 
 
 @pytest.mark.every_way
-async def test_a_future_that_somebody_else_ended_is_waited_for_once_more(device: Device) -> None:
+async def test_a_waiter_future_resolved_by_others_is_awaited_again(device: Device) -> None:
     async with (
         device.resource_domain(message_model=MessageModel.FORCE_LOW_LATENCY) as domain,
         domain.completion_queue(64) as cq,
@@ -210,7 +210,7 @@ async def collect(operation: Operation[None]) -> None:
 
 
 @pytest.mark.every_way
-async def test_what_is_posted_where_a_batch_ends_finds_its_places(device: Device) -> None:
+async def test_requests_posted_while_a_batch_completes_find_free_slots(device: Device) -> None:
     async with (
         device.resource_domain() as domain,
         domain.completion_queue(64) as cq,

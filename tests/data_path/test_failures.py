@@ -32,7 +32,7 @@ from tests.statuses import accepted_statuses
 every_model = pytest.mark.parametrize("model", MessageModel, ids=lambda model: model.name)
 
 
-def good(pair: Ends) -> Operation[None]:
+def valid_write(pair: Ends) -> Operation[None]:
     return pair.near.write(pair.source[:8], pair.target.remote()[:8])
 
 
@@ -44,9 +44,9 @@ async def status_of(operation: Operation[Any]) -> WcStatus:
 
 # ---- Requests that the peer or the device rejects
 
-Misuse = tuple[WcStatus, WcOpcode, dict[str, Any], Callable[[Ends], Operation[Any]]]
+FailingRequest = tuple[WcStatus, WcOpcode, dict[str, Any], Callable[[Ends], Operation[Any]]]
 
-MISUSE: dict[str, Misuse] = {
+FAILING_REQUESTS: dict[str, FailingRequest] = {
     "unknown key": (
         WcStatus.REM_ACCESS_ERR,
         WcOpcode.RDMA_WRITE,
@@ -83,25 +83,25 @@ MISUSE: dict[str, Misuse] = {
         {"rnr_retry": 0},
         lambda p: p.near.write_with_immediate(p.source[:8], p.target.remote()[:8], 1),
     ),
-    "a message too long": (
+    "message too long": (
         WcStatus.REM_INV_REQ_ERR,
         WcOpcode.SEND,
         {"receive": 7},
         lambda p: p.near.send(p.source[:8]),
     ),
-    "a key that is none": (
+    "unknown key to invalidate": (
         WcStatus.REM_OP_ERR,
         WcOpcode.SEND,
         {"receive": 8},
         lambda p: p.near.send_with_invalidate(p.source[:8], p.target.rkey ^ 0x5500),
     ),
-    "a key of this side that is none": (
+    "unknown local key to invalidate": (
         WcStatus.LOC_QP_OP_ERR,
         WcOpcode.LOCAL_INV,
         {},
         lambda p: p.near.invalidate(p.source.rkey ^ 0x5500),
     ),
-    "nobody answers": (
+    "no answer": (
         WcStatus.RETRY_EXC_ERR,
         WcOpcode.RDMA_WRITE,
         {"timeout": 1, "retry_cnt": 1, "far": QpState.RESET},
@@ -111,12 +111,12 @@ MISUSE: dict[str, Misuse] = {
 
 
 # Capabilities of devices that detect the failure.
-MISUSE_NEEDS = {
-    "a key that is none": needs(Capability.CHECKS_INVALIDATED_KEYS),
+FAILURE_CAPABILITIES = {
+    "unknown key to invalidate": needs(Capability.CHECKS_INVALIDATED_KEYS),
 }
 
 
-def connect_badly(
+def reconnect(
     pair: Ends, *, peer: AccessFlags = PEERS, far: QpState | None = None, receive: int = 0, **attributes: Any
 ) -> None:
     for qp in (pair.near, pair.far):
@@ -131,25 +131,25 @@ def connect_badly(
 
 
 @pytest.mark.parametrize(
-    ("model", "status", "opcode", "setting", "ask"),
+    ("model", "status", "opcode", "setting", "post"),
     [
-        pytest.param(model, *each, id=f"{name}-{model.name}", marks=MISUSE_NEEDS.get(name, ()))
-        for model, (name, each) in zip(itertools.cycle(MessageModel), MISUSE.items(), strict=False)
+        pytest.param(model, *each, id=f"{name}-{model.name}", marks=FAILURE_CAPABILITIES.get(name, ()))
+        for model, (name, each) in zip(itertools.cycle(MessageModel), FAILING_REQUESTS.items(), strict=False)
     ],
 )
-async def test_misuse_fails_one_request_and_flushes_those_behind_it(
+async def test_a_rejected_request_fails_and_later_ones_are_flushed(
     device: Device,
     model: MessageModel,
     status: WcStatus,
     opcode: WcOpcode,
     setting: dict[str, Any],
-    ask: Callable[[Ends], Operation[Any]],
+    post: Callable[[Ends], Operation[Any]],
 ) -> None:
     async with ends(device, message_model=model) as pair:
-        connect_badly(pair, **setting)
+        reconnect(pair, **setting)
         receive = pair.near.receive(pair.source[64:72])
-        failed = ask(pair)
-        behind = [good(pair) for _ in range(3)]
+        failed = post(pair)
+        behind = [valid_write(pair) for _ in range(3)]
         with pytest.raises(WorkCompletionError, match=f"{opcode.name} on queue pair {pair.near.qp_num}") as caught:
             await failed
         error = caught.value
@@ -162,45 +162,45 @@ async def test_misuse_fails_one_request_and_flushes_those_behind_it(
         assert len(pair.source.pins) == 0
         assert dict(pair.near.statistics().sends.failed) == {status: 1, WcStatus.WR_FLUSH_ERR: 3}
         assert dict(pair.near.statistics().receives.failed) == {WcStatus.WR_FLUSH_ERR: 1}
-        for call in (lambda: good(pair), lambda: pair.near.receive(None)):
+        for call in (lambda: valid_write(pair), lambda: pair.near.receive(None)):
             with pytest.raises(BrokenResourceError, match=f"is in state ERR, caused by: .*{status.name}") as broken:
                 call()
             assert isinstance(broken.value.__cause__, WorkCompletionError)
             assert broken.value.__cause__.status is status
-        await pair.settle()
-        connect_badly(pair)
-        await good(pair)
+        await pair.wait_far_receives()
+        reconnect(pair)
+        await valid_write(pair)
         await pair.near.read(pair.source[:8], pair.target.remote()[:8])
 
 
-async def test_reads_that_were_not_agreed_on_are_refused(device: Device) -> None:
+async def test_reads_beyond_max_rd_atomic_are_refused(device: Device) -> None:
     """Reads beyond max_rd_atomic are refused at once, and break nothing; some devices would let them wait forever."""
     async with ends(device) as pair:
-        connect_badly(pair, max_rd_atomic=0)
+        reconnect(pair, max_rd_atomic=0)
         remote = pair.target.remote()[:8]
-        for ask in (
+        for post in (
             lambda: pair.near.read(pair.source[:8], remote),
             lambda: pair.near.compare_and_swap(remote, 1, 2),
             lambda: pair.near.batch().fetch_and_add(remote, 1),
         ):
             with pytest.raises(QueuePairStateError, match="connect it with max_rd_atomic"):
-                ask()
-        await good(pair)
-        assert pair.nothing_is_left()
+                post()
+        await valid_write(pair)
+        assert pair.is_idle()
 
 
 @every_model
-async def test_a_receive_that_comes_after_the_failure_is_flushed(device: Device, model: MessageModel) -> None:
+async def test_a_receive_posted_after_the_failure_is_flushed(device: Device, model: MessageModel) -> None:
     """Flush a receive that is posted before the failure is noticed."""
     async with ends(device, message_model=model) as pair:
         failed = pair.near.write(pair.source[:8], RemoteRegion(pair.target.address, 8, pair.target.rkey ^ 0x5500))
         receive = pair.near.receive(pair.source[64:72])
         assert await status_of(failed) is WcStatus.REM_ACCESS_ERR
         assert await status_of(receive) is WcStatus.WR_FLUSH_ERR
-        assert pair.nothing_is_left()
+        assert pair.is_idle()
 
 
-async def test_a_window_that_is_granted_too_much_fails_to_bind(device: Device) -> None:
+async def test_a_window_with_more_access_than_its_region_fails_to_bind(device: Device) -> None:
     async with (
         ends(device) as pair,
         pair.domain.register(64, AccessFlags.REMOTE_READ | AccessFlags.MW_BIND) as region,
@@ -213,7 +213,7 @@ async def test_a_window_that_is_granted_too_much_fails_to_bind(device: Device) -
 
 
 @pytest.mark.every_way
-async def test_memory_that_is_deregistered_by_its_handle_fails_the_request(device: Device) -> None:
+async def test_memory_deregistered_by_its_handle_fails_the_request(device: Device) -> None:
     """Deregister through the handle, which does not wait for requests in flight as the resource does."""
     async with ends(device) as pair, pair.domain.register(4096) as region:
         pair.near.to_sqd()
@@ -246,7 +246,7 @@ async def test_a_receive_that_is_too_small_breaks_both(device: Device) -> None:
 
 @needs(Capability.FAULT_PLAN)
 @pytest.mark.every_way
-async def test_every_status_is_told(device: Device) -> None:
+async def test_every_status_is_reported(device: Device) -> None:
     async with ends(device) as pair:
         for status in filter(None, WcStatus):
             pair.target.buffer[:3] = bytes(3)
@@ -261,8 +261,8 @@ async def test_every_status_is_told(device: Device) -> None:
             assert await status_of(last) is WcStatus.WR_FLUSH_ERR
             assert bytes(pair.target.buffer[:3]) == b"A\0\0"
             with pytest.raises(BrokenResourceError, match=status.name):
-                _ = good(pair)
-            assert pair.nothing_is_left()
+                _ = valid_write(pair)
+            assert pair.is_idle()
             pair.near.to_reset()
             pair.far.to_reset()
             pair.connect()
@@ -299,17 +299,17 @@ async def test_a_failure_leaves_other_queue_pairs_alone(device: Device, model: M
         for other in others:
             other.connect(other.local_endpoint(), PEERS)
         device.faults.fail_request(WcStatus.GENERAL_ERR, pair.near.handle, first=3)
-        asked: list[Operation[None]] = []
+        operations: list[Operation[None]] = []
         for _ in range(5):
-            asked.append(good(pair))
-            asked += [other.write(pair.source[:8], pair.target.remote()[8:16]) for other in others]
-        results = await asyncio.gather(*asked, return_exceptions=True)
+            operations.append(valid_write(pair))
+            operations += [other.write(pair.source[:8], pair.target.remote()[8:16]) for other in others]
+        results = await asyncio.gather(*operations, return_exceptions=True)
         assert [isinstance(result, WorkCompletionError) for result in results[::5]] == [False, False, True, True, True]
         assert [result for index, result in enumerate(results) if index % 5] == 20 * [None]
         for other in others:
             assert other.statistics().sends.failed == ()
             await other.read(pair.source[:8], pair.target.remote()[:8])
-        assert pair.nothing_is_left()
+        assert pair.is_idle()
 
 
 @every_model
@@ -317,7 +317,7 @@ async def test_a_move_to_error_flushes_all(device: Device, model: MessageModel) 
     async with ends(device, message_model=model) as pair:
         receive = pair.near.receive(None)
         hold(device, pair.near)
-        writes = [asyncio.ensure_future(good(pair)) for _ in range(20)]
+        writes = [asyncio.ensure_future(valid_write(pair)) for _ in range(20)]
         await asyncio.sleep(0.01)
         pair.near.to_error()
         unhold(device, pair.near)
@@ -327,8 +327,8 @@ async def test_a_move_to_error_flushes_all(device: Device, model: MessageModel) 
         assert set(statuses) == {WcStatus.WR_FLUSH_ERR}, "those that found no place, too"
         assert await status_of(receive) is WcStatus.WR_FLUSH_ERR
         with pytest.raises(BrokenResourceError, match="is in state ERR"):
-            _ = good(pair)
-        assert pair.nothing_is_left()
+            _ = valid_write(pair)
+        assert pair.is_idle()
 
 
 @needs(Capability.FAULT_PLAN)
@@ -336,11 +336,11 @@ async def test_a_move_to_error_flushes_all(device: Device, model: MessageModel) 
 async def test_a_queue_pair_that_breaks_by_itself_flushes_its_requests(device: Device) -> None:
     async with ends(device) as pair:
         pair.near.to_sqd()
-        write = good(pair)
+        write = valid_write(pair)
         device.faults.break_queue_pair(pair.near.handle)
         assert await status_of(write) is WcStatus.WR_FLUSH_ERR
         with pytest.raises(BrokenResourceError, match=r"is in state ERR, caused by: .*WR_FLUSH_ERR"):
-            _ = good(pair)
+            _ = valid_write(pair)
 
 
 # ---- Unreliable types: the send queue stops (SQE), and receives go on
@@ -354,22 +354,22 @@ async def test_a_queue_pair_that_breaks_by_itself_flushes_its_requests(device: D
 )
 async def test_a_send_queue_stops_and_goes_on(device: Device, qp_type: QpType, model: MessageModel) -> None:
     async with ends(device, qp_type, message_model=model) as pair:
-        back = pair.near.receive(pair.source[64:128])
+        near_receive = pair.near.receive(pair.source[64:128])
         device.faults.fail_request(WcStatus.LOC_PROT_ERR, pair.near.handle)
-        sends = [pair.near.send(pair.source[:8], **pair.way) for _ in range(20)]
+        sends = [pair.near.send(pair.source[:8], **pair.addressing) for _ in range(20)]
         assert [await status_of(send) for send in sends] == [WcStatus.LOC_PROT_ERR] + 19 * [WcStatus.WR_FLUSH_ERR]
         with pytest.raises(BrokenResourceError, match=r"is in state SQE, caused by: .*LOC_PROT_ERR"):
-            _ = pair.near.send(None, **pair.way)
+            _ = pair.near.send(None, **pair.addressing)
         assert pair.near.query().qp_state is QpState.SQE
         second = pair.near.receive(pair.source[64:128])
         go_on(device, pair.near)
         receive = pair.receive()
-        await pair.near.send(pair.source[:8], **pair.way)
+        await pair.near.send(pair.source[:8], **pair.addressing)
         assert (await receive).byte_len == 8
         if qp_type is QpType.UC:
             await pair.far.send(pair.target[:8])
-            assert (await back).byte_len == 8
+            assert (await near_receive).byte_len == 8
         pair.near.to_error()
         with pytest.raises(BrokenResourceError, match="caused by: a change of its state"):
-            _ = pair.near.send(None, **pair.way)
+            _ = pair.near.send(None, **pair.addressing)
         assert await status_of(second) is WcStatus.WR_FLUSH_ERR

@@ -21,15 +21,15 @@ from aioverbs import (
 )
 from aioverbs._core.data_path.data_path import Inbox
 from tests.data_path.ends import PEERS, Ends, ends
-from tests.data_path.test_messages import Postbox
+from tests.data_path.test_messages import MessageReceiver
 from tests.pace import patience
 from tests.waiting import until, wait_until
 
 
-async def test_a_message_that_is_dropped_unawaited_goes_to_who_waits(device: Device) -> None:
-    async with ends(device) as pair, Postbox(pair) as box:
-        messages = box.qp.messages()
-        await box.send(b"hello")
+async def test_a_dropped_message_goes_to_a_waiting_task(device: Device) -> None:
+    async with ends(device) as pair, MessageReceiver(pair) as receiver:
+        messages = receiver.qp.messages()
+        await receiver.send(b"hello")
         await until(lambda: len(messages))  # type: ignore[arg-type]
         first = anext(messages)
         second = asyncio.ensure_future(anext(messages))
@@ -44,27 +44,27 @@ async def test_a_message_that_is_dropped_unawaited_goes_to_who_waits(device: Dev
             assert bytes(message.data) == b"hello"
 
 
-async def test_a_message_that_is_garbage_unawaited_goes_to_who_asks_next(device: Device) -> None:
-    """The collector finalizes and empties the message, too, if it takes it for a part of the garbage."""
-    async with ends(device) as pair, Postbox(pair) as box:
-        messages = box.qp.messages()
-        await box.send(b"hello")
+async def test_a_message_of_a_garbage_request_goes_to_the_next(device: Device) -> None:
+    """The collector must not finalize the message with the request that holds it."""
+    async with ends(device) as pair, MessageReceiver(pair) as receiver:
+        messages = receiver.qp.messages()
+        await receiver.send(b"hello")
         await until(lambda: len(messages))  # type: ignore[arg-type]
-        in_flight = box.qp.statistics().receives.in_flight
+        in_flight = receiver.qp.statistics().receives.in_flight
         cycle: list[object] = [anext(messages)]
         cycle.append(cycle)
         del cycle
         gc.collect()
-        assert box.qp.statistics().receives.in_flight == in_flight, "its memory is received into"
+        assert receiver.qp.statistics().receives.in_flight == in_flight, "the buffer was posted again"
         with anyio.fail_after(patience(20)):
             with await anext(messages) as message:
                 assert bytes(message.data) == b"hello"
 
 
-async def test_a_message_that_is_dropped_unawaited_goes_to_who_asked_and_does_not_wait_yet(device: Device) -> None:
-    async with ends(device) as pair, Postbox(pair) as box:
-        messages = box.qp.messages()
-        await box.send(b"hello")
+async def test_a_dropped_message_goes_to_a_later_request(device: Device) -> None:
+    async with ends(device) as pair, MessageReceiver(pair) as receiver:
+        messages = receiver.qp.messages()
+        await receiver.send(b"hello")
         await until(lambda: len(messages))  # type: ignore[arg-type]
         first = anext(messages)
         second = anext(messages)
@@ -76,49 +76,49 @@ async def test_a_message_that_is_dropped_unawaited_goes_to_who_asked_and_does_no
 
 
 @pytest.mark.parametrize(
-    "how",
-    ["by a request", "by a request, and that is known", "by its user", "by its receives' queue", "by its sends' queue"],
+    "cause",
+    ["failed request", "failed request that was polled", "to_error", "broken receive queue", "broken send queue"],
 )
-async def test_who_awaits_messages_is_told_where_nothing_is_posted(device: Device, how: str) -> None:
+async def test_waiting_for_messages_fails_when_broken_with_nothing_posted(device: Device, cause: str) -> None:
     """The iterator raises whatever broke the queue pair."""
     async with (
         ends(device) as pair,
-        pair.far_domain.completion_queue(64) as sends,
-        Postbox(pair, depth=2, send_cq=sends) as box,
+        pair.remote_domain.completion_queue(64) as sends,
+        MessageReceiver(pair, depth=2, send_cq=sends) as receiver,
     ):
-        messages = box.qp.messages()
-        kept = []
+        messages = receiver.qp.messages()
+        held = []
         for _ in range(2):
-            await box.send(b"hello")
-            kept.append(await anext(messages))
+            await receiver.send(b"hello")
+            held.append(await anext(messages))
         waiting = asyncio.ensure_future(anext(messages))
         await asyncio.sleep(0)
-        if how.startswith("by a request"):  # to an address that does not exist
-            write = box.qp.write(pair.source[:8], type(pair.target.remote())(0, 8, 1))
-            if "known" in how:  # without a turn of the loop, which would take the completion
-                wait_until(lambda: box.qp.query().qp_state is QpState.ERR)
+        if cause.startswith("failed request"):  # to an address that does not exist
+            write = receiver.qp.write(pair.source[:8], type(pair.target.remote())(0, 8, 1))
+            if "polled" in cause:  # without a turn of the loop, which would take the completion
+                wait_until(lambda: receiver.qp.query().qp_state is QpState.ERR)
             with pytest.raises(Exception, match="REM_ACCESS_ERR"):
                 await write
-        elif how == "by its user":
-            box.qp.to_error()
+        elif cause == "to_error":
+            receiver.qp.to_error()
         else:
-            cq = sends if how == "by its sends' queue" else pair.far_cq
+            cq = sends if cause == "broken send queue" else pair.remote_cq
             cq._cq_dispatcher.broke(VerbsError("ibv_poll_cq", errno.EIO))
         await asyncio.wait([waiting], timeout=patience(20))
         broken = waiting.exception()
         assert isinstance(broken, BrokenResourceError)
-        if how.startswith("by a request"):
+        if cause.startswith("failed request"):
             assert "REM_ACCESS_ERR" in str(broken)
-        for message in kept:
+        for message in held:
             message.release()
 
 
-async def test_messages_that_arrived_before_the_queue_broke_are_given_first(device: Device) -> None:
-    async with ends(device) as pair, Postbox(pair, depth=2) as box:
-        messages = box.qp.messages()
+async def test_messages_received_before_the_failure_are_returned_first(device: Device) -> None:
+    async with ends(device) as pair, MessageReceiver(pair, depth=2) as receiver:
+        messages = receiver.qp.messages()
         for text in (b"one", b"two"):
-            await box.send(text)
-        box.qp.to_error()
+            await receiver.send(text)
+        receiver.qp.to_error()
         for text in (b"one", b"two"):
             message = await anext(messages)
             assert bytes(message.data) == text
@@ -126,13 +126,13 @@ async def test_messages_that_arrived_before_the_queue_broke_are_given_first(devi
             await anext(messages)
 
 
-async def test_who_awaits_messages_of_a_shared_queue_is_told_where_nothing_is_posted(device: Device) -> None:
+async def test_waiting_for_shared_messages_fails_when_broken_with_nothing_posted(device: Device) -> None:
     async with (
         ends(device) as pair,
         pair.domain.buffer_pool(64, 4) as pool,
-        pair.far_domain.shared_receive_queue(2) as srq,
-        pair.far_domain.completion_queue(256) as cq,
-        pair.far_domain.queue_pair(cq, srq=srq) as far,
+        pair.remote_domain.shared_receive_queue(2) as srq,
+        pair.remote_domain.completion_queue(256) as cq,
+        pair.remote_domain.queue_pair(cq, srq=srq) as far,
     ):
         pair.near.to_reset()
         pair.near.connect(far.local_endpoint(), PEERS)
@@ -140,23 +140,23 @@ async def test_who_awaits_messages_of_a_shared_queue_is_told_where_nothing_is_po
         async with srq.messages(pool, 1) as messages:
             await until(lambda: srq.statistics().in_flight == 2)
             others = [await pool.lease() for _ in range(pool.statistics().free)]  # so that the queue is not refilled
-            kept = []
+            held = []
             for _ in range(2):
                 await pair.near.send(pair.source[:8])
-                kept.append(await anext(messages))
+                held.append(await anext(messages))
             assert not srq.statistics().in_flight
             waiting = asyncio.ensure_future(anext(messages))
             await asyncio.sleep(0)
             cq._cq_dispatcher.broke(VerbsError("ibv_poll_cq", errno.EIO))
             await asyncio.wait([waiting], timeout=patience(20))
             assert isinstance(waiting.exception(), BrokenResourceError)
-            for message in kept:
+            for message in held:
                 message.release()
             for buffer in others:
                 buffer.release()
 
 
-async def test_who_awaits_messages_of_a_shared_queue_for_xrc_is_told_where_nothing_is_posted(device: Device) -> None:
+async def test_waiting_for_xrc_messages_fails_when_broken_with_nothing_posted(device: Device) -> None:
     async with (
         device.resource_domain() as domain,
         device.xrc_domain() as xrc_domain,
@@ -171,14 +171,14 @@ async def test_who_awaits_messages_of_a_shared_queue_for_xrc_is_told_where_nothi
         assert isinstance(waiting.exception(), BrokenResourceError)
 
 
-async def test_messages_that_nobody_asked_for_go_back_where_the_block_is_cancelled(device: Device) -> None:
+async def test_unclaimed_messages_return_to_the_pool_on_cancellation(device: Device) -> None:
     count = 600  # more than are awaited before other tasks run
     async with (
         ends(device) as pair,
-        pair.far_domain.buffer_pool(64, count) as pool,
-        pair.far_domain.completion_queue(1024) as cq,
-        pair.far_domain.shared_receive_queue(count) as srq,
-        pair.far_domain.queue_pair(cq, srq=srq) as far,
+        pair.remote_domain.buffer_pool(64, count) as pool,
+        pair.remote_domain.completion_queue(1024) as cq,
+        pair.remote_domain.shared_receive_queue(count) as srq,
+        pair.remote_domain.queue_pair(cq, srq=srq) as far,
     ):
         pair.near.to_reset()
         pair.near.connect(far.local_endpoint(), PEERS)
@@ -195,12 +195,12 @@ async def test_messages_that_nobody_asked_for_go_back_where_the_block_is_cancell
 
 
 @asynccontextmanager
-async def shared(pair: Ends) -> AsyncIterator[tuple[SharedReceiveQueue, QueuePair]]:
+async def open_shared_queue(pair: Ends) -> AsyncIterator[tuple[SharedReceiveQueue, QueuePair]]:
     """Open a shared receive queue and a queue pair that uses it; near is connected to that queue pair."""
     async with (
-        pair.far_domain.shared_receive_queue(2) as srq,
-        pair.far_domain.completion_queue(256) as cq,
-        pair.far_domain.queue_pair(cq, srq=srq) as far,
+        pair.remote_domain.shared_receive_queue(2) as srq,
+        pair.remote_domain.completion_queue(256) as cq,
+        pair.remote_domain.queue_pair(cq, srq=srq) as far,
     ):
         pair.near.to_reset()
         pair.near.connect(far.local_endpoint(), PEERS, rnr_retry=7)
@@ -208,14 +208,18 @@ async def shared(pair: Ends) -> AsyncIterator[tuple[SharedReceiveQueue, QueuePai
         yield srq, far
 
 
-async def test_who_awaits_messages_of_a_shared_queue_that_is_closed(device: Device) -> None:
+async def test_closing_a_shared_queue_ends_its_messages(device: Device) -> None:
     """Nothing is posted, so no receive is flushed that would end the iteration."""
-    async with ends(device) as pair, pair.far_domain.buffer_pool(64, 2, limit=2) as pool, shared(pair) as (srq, far):
-        kept = []
+    async with (
+        ends(device) as pair,
+        pair.remote_domain.buffer_pool(64, 2, limit=2) as pool,
+        open_shared_queue(pair) as (srq, far),
+    ):
+        held = []
 
         async def read() -> None:
             async with srq.messages(pool, 1) as messages:
-                kept.extend([message async for message in messages])
+                held.extend([message async for message in messages])
 
         reading = asyncio.create_task(read())
         await until(lambda: srq.statistics().in_flight == 2)
@@ -227,21 +231,21 @@ async def test_who_awaits_messages_of_a_shared_queue_that_is_closed(device: Devi
         await asyncio.wait([reading], timeout=patience(20))
         assert reading.done()
         reading.result()
-        assert len(kept) == 2
-        for message in kept:
+        assert len(held) == 2
+        for message in held:
             message.release()
 
 
-async def test_a_shared_queue_is_filled_when_other_threads_have_left(
+async def test_a_shared_queue_is_refilled_after_concurrent_access(
     device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with ends(device) as pair, pair.far_domain.buffer_pool(64, 4) as pool, shared(pair) as (srq, _):
+    async with ends(device) as pair, pair.remote_domain.buffer_pool(64, 4) as pool, open_shared_queue(pair) as (srq, _):
         post = srq._receive_into
-        refused: list[object] = []
+        refused_posts: list[object] = []
 
         def post_later(*args: Any) -> Any:
-            if len(refused) < 3:
-                refused.append(args)
+            if len(refused_posts) < 3:
+                refused_posts.append(args)
                 raise ConcurrentAccessError("another thread is inside")
             return post(*args)
 
@@ -252,10 +256,10 @@ async def test_a_shared_queue_is_filled_when_other_threads_have_left(
                 await pair.near.send(pair.source[:1])
                 with await anext(messages) as message:
                     assert message.data[0] == number
-        assert len(refused) == 3
+        assert len(refused_posts) == 3
 
 
-async def test_what_cannot_be_taken_in_while_another_thread_changes_the_state(device: Device) -> None:
+async def test_a_failed_message_breaks_the_queue_pair_after_a_concurrent_modify(device: Device) -> None:
     """Move the queue pair to ERR afterwards, even if no receive is left that would trigger the move."""
 
     def fail(_: object) -> None:

@@ -27,11 +27,11 @@ from tests.pace import patience
 from tests.statuses import accepted_statuses
 from tests.waiting import until
 
-both = pytest.mark.parametrize("queues", [1, 3])
+queue_counts = pytest.mark.parametrize("queues", [1, 3])
 
 
 @asynccontextmanager
-async def takers(
+async def shared_receivers(
     device: Device, queues: int, model: MessageModel = MessageModel.DEFAULT
 ) -> AsyncIterator[tuple[Ends, SharedReceiveQueue, list[QueuePair], list[CompletionQueue]]]:
     """Open three queue pairs that each send to themselves, on `queues` completion queues."""
@@ -45,12 +45,12 @@ async def takers(
         yield pair, srq, qps, cqs
 
 
-@both
+@queue_counts
 @pytest.mark.parametrize("model", MessageModel, ids=lambda model: model.name)
-async def test_a_shared_receive_goes_to_the_queue_pair_that_hears_first(
+async def test_a_shared_receive_serves_the_next_message_of_any_queue_pair(
     device: Device, queues: int, model: MessageModel
 ) -> None:
-    async with takers(device, queues, model) as (pair, srq, qps, cqs):
+    async with shared_receivers(device, queues, model) as (pair, srq, qps, cqs):
         receives = [srq.receive(pair.target[n : n + 1]) for n in range(12)]  # four wait for a slot
         assert (srq.statistics().in_flight, srq.statistics().queued) == (8, 4)
         for n in range(12):
@@ -63,15 +63,15 @@ async def test_a_shared_receive_goes_to_the_queue_pair_that_hears_first(
         assert len(pair.target.pins) == 0
 
 
-@both
-async def test_queue_pairs_come_to_a_shared_receive_queue_and_go(device: Device, queues: int) -> None:
-    async with takers(device, queues) as (pair, srq, qps, cqs):
+@queue_counts
+async def test_queue_pairs_join_and_leave_a_shared_receive_queue(device: Device, queues: int) -> None:
+    async with shared_receivers(device, queues) as (pair, srq, qps, cqs):
         receives = [srq.receive(pair.target[8 * n : 8 * n + 8]) for n in range(6)]
         reserved = [cq.statistics().reserved for cq in cqs]
-        async with pair.domain.queue_pair(cqs[0], srq=srq) as late:
-            late.connect(late.local_endpoint(), PEERS)
-            await late.send(pair.source[:8])
-            assert (await receives[0]).qp_num == late.qp_num
+        async with pair.domain.queue_pair(cqs[0], srq=srq) as added:
+            added.connect(added.local_endpoint(), PEERS)
+            await added.send(pair.source[:8])
+            assert (await receives[0]).qp_num == added.qp_num
         assert [cq.statistics().reserved for cq in cqs] == reserved
         await qps[0].aclose()
         await qps[1].send(pair.source[:8])
@@ -90,9 +90,9 @@ async def test_queue_pairs_come_to_a_shared_receive_queue_and_go(device: Device,
             _ = srq.receive(pair.target[:8])
 
 
-@both
+@queue_counts
 async def test_a_shared_receive_that_is_too_small_breaks_one_queue_pair(device: Device, queues: int) -> None:
-    async with takers(device, queues) as (pair, srq, qps, _):
+    async with shared_receivers(device, queues) as (pair, srq, qps, _):
         receive, second = srq.receive(pair.target[:7]), srq.receive(pair.target[:8])
         with pytest.raises(WorkCompletionError) as refused:
             await qps[1].send(pair.source[:8])
@@ -106,8 +106,8 @@ async def test_a_shared_receive_that_is_too_small_breaks_one_queue_pair(device: 
         assert (await second).qp_num == qps[2].qp_num
 
 
-async def test_queue_pairs_of_it_have_no_receives_of_their_own(device: Device) -> None:
-    async with takers(device, 1) as (pair, srq, qps, cqs):
+async def test_queue_pairs_with_a_shared_queue_have_no_receives_of_their_own(device: Device) -> None:
+    async with shared_receivers(device, 1) as (pair, srq, qps, cqs):
         with pytest.raises(ValueError, match="has no receive queue of its own"):
             _ = qps[0].receive(pair.target[:8])
         with pytest.raises(ValueError, match="a receive queue of its own"):
@@ -117,7 +117,7 @@ async def test_queue_pairs_of_it_have_no_receives_of_their_own(device: Device) -
 
 
 @pytest.mark.every_way
-async def test_a_pool_that_is_opened_after_the_queue_that_it_fills(device: Device) -> None:
+async def test_a_pool_may_be_closed_before_the_queue_that_it_fills(device: Device) -> None:
     """Close the pool before the queue, as one `async with` does: the pool ends silently with the queue's receives."""
     async with ends(device) as pair:
         async with (
@@ -141,7 +141,7 @@ async def test_a_pool_that_is_opened_after_the_queue_that_it_fills(device: Devic
 
 
 @pytest.mark.every_way
-async def test_what_arrives_after_the_end_of_its_messages_goes_to_nobody(device: Device) -> None:
+async def test_messages_that_arrive_after_the_iterator_closed_are_discarded(device: Device) -> None:
     async with (
         ends(device) as pair,
         pair.domain.buffer_pool(64, 8) as pool,
@@ -160,7 +160,7 @@ async def test_what_arrives_after_the_end_of_its_messages_goes_to_nobody(device:
 
 
 @pytest.mark.every_way
-async def test_a_pool_is_not_closed_under_receives_in_buffers_that_somebody_has(device: Device) -> None:
+async def test_a_pool_with_receives_in_leased_buffers_is_not_closed(device: Device) -> None:
     async with ends(device) as pair:
         pool = await pair.domain.buffer_pool(64, 2).open()
         buffer = await pool.lease()
@@ -182,7 +182,7 @@ async def test_a_pool_is_not_closed_under_receives_in_buffers_that_somebody_has(
 
 
 @pytest.mark.every_way
-async def test_a_shared_receive_queue_that_was_filled_first_wakes(device: Device) -> None:
+async def test_receives_posted_before_the_queue_pair_exists_are_woken(device: Device) -> None:
     async with (
         device.resource_domain() as domain,
         domain.completion_queue(64) as cq,
@@ -232,7 +232,7 @@ async def test_a_shared_receive_queue_counts_each_completion_queue_once(device: 
 
 
 @pytest.mark.every_way
-async def test_what_a_shared_receive_queue_received_is_not_lost_with_the_queue_pair(device: Device) -> None:
+async def test_a_received_message_survives_closing_its_queue_pair(device: Device) -> None:
     async with (
         device.resource_domain() as domain,
         domain.completion_queue(64) as cq,
@@ -256,7 +256,7 @@ async def test_what_a_shared_receive_queue_received_is_not_lost_with_the_queue_p
 
 @needs(Capability.FAULT_PLAN)
 @pytest.mark.every_way
-async def test_receives_of_a_shared_queue_end_with_the_device(device: Device) -> None:
+async def test_receives_of_a_shared_queue_fail_when_the_device_is_lost(device: Device) -> None:
     async with (
         device.resource_domain() as domain,
         domain.completion_queue(64) as cq,

@@ -1,4 +1,4 @@
-"""An open device, or the name of one."""
+"""Fixtures for an open device and for the name of a device."""
 
 from tests.devices import device, device_name
 

@@ -1,4 +1,4 @@
-"""Two connected queue pairs with memory, and what must be so when all is over."""
+"""Two connected queue pairs with memory, and a check that they are idle at the end of a test."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -18,7 +18,7 @@ from aioverbs import (
     ThreadModel,
 )
 from aioverbs._core.data_path.data_path import Operation
-from tests.data_path.ends import PATIENT
+from tests.data_path.ends import LONG_TIMEOUT
 from tests.holding import hold, unhold
 from tests.pace import patience
 
@@ -28,7 +28,7 @@ PATIENCE_S = patience(20)
 
 @dataclass
 class Pair:
-    """Near asks, far answers."""
+    """A near queue pair that posts requests, and a far one that answers them."""
 
     device: Device
     domain: ResourceDomain
@@ -57,7 +57,7 @@ class Pair:
         unhold(self.device, self.near)
 
     async def check_idle(self) -> None:
-        """Nothing is under way, all places are there, and the queue pair works."""
+        """Check that no request is in flight, all slots are free, and the queue pair still works."""
         await until(lambda: not self.near.statistics().sends.in_flight)
         assert self.cq.statistics().in_flight == self.far.statistics().receives.in_flight
         for queues in (self.near.statistics(), self.far.statistics()):
@@ -69,9 +69,9 @@ class Pair:
 
 
 async def until(condition: Callable[[], object]) -> None:
-    """Go round the loop until something is so, and not for ever."""
+    """Yield to the loop until `condition` holds, for `PATIENCE_S` at most."""
     async with asyncio.timeout(PATIENCE_S):
-        while not condition():  # noqa: ASYNC110  (anything may be asked for)
+        while not condition():  # noqa: ASYNC110  (the condition may be anything)
             await asyncio.sleep(0)
 
 
@@ -89,15 +89,15 @@ async def open_pair(
     receive_size: int = 0,
     opened: Opened = lambda resource: resource.open(),
 ) -> Pair:
-    """A pair that nobody closes, unless `opened` has that done."""
+    """Open a pair; `opened` opens each resource, and decides how the resource is closed."""
     domain = await opened(device.resource_domain(thread_model=thread_model, message_model=message_model))
     source = await opened(domain.register(4096, ACCESS))
     target = await opened(domain.register(4096, ACCESS))
     cq = await opened(domain.completion_queue(512, spin_ns=spin_ns))
     near = await opened(domain.queue_pair(cq, capabilities=QpCapabilities(max_send_wr=sends)))
     far = await opened(domain.queue_pair(cq, receive_depth=receive_depth, receive_size=receive_size))
-    near.connect(far.local_endpoint(), ACCESS, **PATIENT)
-    far.connect(near.local_endpoint(), ACCESS, **PATIENT)
+    near.connect(far.local_endpoint(), ACCESS, **LONG_TIMEOUT)
+    far.connect(near.local_endpoint(), ACCESS, **LONG_TIMEOUT)
     return Pair(device, domain, cq, near, far, source, target)
 
 
@@ -108,6 +108,6 @@ async def pair_on(
     thread_model: ThreadModel = ThreadModel.SINGLE,
     **sizes: Any,
 ) -> AsyncIterator[Pair]:
-    """A pair for a while."""
+    """Open a pair for the duration of a block."""
     async with AsyncExitStack() as stack:
         yield await open_pair(device, message_model, thread_model, opened=stack.enter_async_context, **sizes)

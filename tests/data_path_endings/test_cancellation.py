@@ -1,4 +1,4 @@
-"""A cancelled await at each point where one can be: what was posted goes on with its memory, and nothing is lost."""
+"""Cancellation of an await at each point: a posted request goes on and keeps its memory, and nothing is lost."""
 
 import asyncio
 import functools
@@ -30,7 +30,7 @@ every_model = pytest.mark.parametrize("model", MessageModel, ids=lambda model: m
 
 
 async def cancel(awaited: Awaitable[object]) -> None:
-    """Await something in a task, let that come as far as it can, and cancel it."""
+    """Await in a task, let the task run until it blocks, and cancel it."""
 
     async def wait() -> None:
         await awaited
@@ -54,19 +54,19 @@ async def move_on(awaited: Awaitable[object]) -> None:
     assert scope.cancelled_caught
 
 
-Leave = Callable[[Awaitable[object]], Awaitable[None]]
-LEAVES: list[Leave] = [cancel, time_out, move_on]
-every_leave = pytest.mark.parametrize("leave", LEAVES)
+Abandon = Callable[[Awaitable[object]], Awaitable[None]]
+ABANDON_WAYS: list[Abandon] = [cancel, time_out, move_on]
+every_way_to_abandon = pytest.mark.parametrize("abandon", ABANDON_WAYS)
 
 
 # ---- Operations
 
 
-@pytest.mark.parametrize(("model", "leave"), list(zip(MessageModel, itertools.cycle(LEAVES), strict=False)))
-async def test_a_request_that_was_posted_goes_on(device: Device, model: MessageModel, leave: Leave) -> None:
+@pytest.mark.parametrize(("model", "abandon"), list(zip(MessageModel, itertools.cycle(ABANDON_WAYS), strict=False)))
+async def test_a_request_that_was_posted_goes_on(device: Device, model: MessageModel, abandon: Abandon) -> None:
     async with pair_on(device, model, spin_ns=1000 if "LATENCY" in model.name else None) as pair:
         pair.hold()
-        await leave(pair.write())
+        await abandon(pair.write())
         assert len(pair.source.pins) == pair.near.statistics().sends.in_flight == 1
         pair.unhold()
         await until(lambda: not len(pair.source.pins))
@@ -74,12 +74,12 @@ async def test_a_request_that_was_posted_goes_on(device: Device, model: MessageM
         await pair.check_idle()
 
 
-@every_leave
-async def test_a_request_that_waits_for_a_place_is_withdrawn(device: Device, leave: Leave) -> None:
+@every_way_to_abandon
+async def test_a_request_that_waits_for_a_slot_is_withdrawn(device: Device, abandon: Abandon) -> None:
     async with pair_on(device, sends=2) as pair:
         pair.hold()
         first = [pair.write(8 * each) for each in (0, 1)]
-        await leave(pair.write(16))
+        await abandon(pair.write(16))
         await until(lambda: not pair.near.statistics().sends.queued)
         assert len(pair.source.pins) == pair.near.statistics().sends.in_flight == 2
         pair.unhold()
@@ -89,12 +89,12 @@ async def test_a_request_that_waits_for_a_place_is_withdrawn(device: Device, lea
         await pair.check_idle()
 
 
-@every_leave
-async def test_a_request_that_is_kept_is_posted_when_its_turn_comes(device: Device, leave: Leave) -> None:
+@every_way_to_abandon
+async def test_a_waiting_request_that_is_still_referenced_is_posted(device: Device, abandon: Abandon) -> None:
     async with pair_on(device, sends=2) as pair:
         pair.hold()
         operations = [pair.write(8 * each) for each in range(3)]
-        await leave(operations[2])
+        await abandon(operations[2])
         assert pair.near.statistics().sends.queued == 1
         assert len(pair.source.pins) == 3
         pair.unhold()
@@ -106,7 +106,7 @@ async def test_a_request_that_is_kept_is_posted_when_its_turn_comes(device: Devi
 
 
 @pytest.mark.every_way
-async def test_those_behind_a_withdrawn_one_keep_their_order(device: Device) -> None:
+async def test_requests_behind_a_withdrawn_one_keep_their_order(device: Device) -> None:
     async with pair_on(device, sends=1) as pair:
         pair.hold()
         order: list[int] = []
@@ -117,7 +117,7 @@ async def test_those_behind_a_withdrawn_one_keep_their_order(device: Device) -> 
 
         tasks = [asyncio.create_task(write(each)) for each in range(8)]
         await asyncio.sleep(0)
-        for each in (1, 4, 7):  # the first that waits, one among them, the last
+        for each in (1, 4, 7):  # the first that waits, one in the middle, and the last
             tasks[each].cancel()
         await asyncio.sleep(0)
         assert pair.near.statistics().sends.queued == 4
@@ -130,7 +130,7 @@ async def test_those_behind_a_withdrawn_one_keep_their_order(device: Device) -> 
 
 @pytest.mark.parametrize("sends", [1, 16], ids=["signalled", "covered"])
 @pytest.mark.every_way
-async def test_a_request_that_is_chained_goes_on(device: Device, sends: int) -> None:
+async def test_a_chained_request_goes_on(device: Device, sends: int) -> None:
     async with pair_on(device, MessageModel.HIGH_BANDWIDTH) as pair:
         pair.hold()
         operation = pair.write()
@@ -151,13 +151,13 @@ async def test_a_request_that_is_chained_goes_on(device: Device, sends: int) -> 
 
 
 @every_model
-async def test_a_request_that_is_done_keeps_its_result_where_its_await_is_cancelled(
+async def test_a_completed_request_keeps_its_result_when_its_await_is_cancelled(
     device: Device, model: MessageModel
 ) -> None:
     async with pair_on(device, model, sends=128) as pair:
         operations = [pair.write(8 * each) for each in range(128)]
         await until(lambda: all(each.done() for each in operations))
-        operation = next(each for each in operations if lets_others_run(each))
+        operation = next(each for each in operations if yields_first(each))
         assert operation.done()
         with pytest.raises(asyncio.CancelledError):
             operation.throw(asyncio.CancelledError())
@@ -167,8 +167,8 @@ async def test_a_request_that_is_done_keeps_its_result_where_its_await_is_cancel
         await pair.check_idle()
 
 
-def lets_others_run(operation: Operation[Any]) -> bool:
-    """Begin to await one that is done; whether others are to run before it goes on."""
+def yields_first(operation: Operation[Any]) -> bool:
+    """Begin to await a completed operation; return whether it yields to other tasks first."""
     try:
         assert operation.send(None) is None
     except StopIteration as stop:
@@ -190,7 +190,7 @@ async def test_a_task_is_cancelled_between_its_completion_and_its_step(device: D
         await asyncio.sleep(0)
         pair.unhold()
         other = pair.write(8)
-        wait_until(other.done)  # it finds both, and wakes the task
+        wait_until(other.done)  # completes both, and wakes the task
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -199,7 +199,7 @@ async def test_a_task_is_cancelled_between_its_completion_and_its_step(device: D
 
 
 @pytest.mark.every_way
-async def test_a_request_in_a_task_that_never_began_goes_on(device: Device) -> None:
+async def test_a_request_of_a_task_that_never_started_goes_on(device: Device) -> None:
     async with pair_on(device) as pair:
         pair.hold()
         task = asyncio.create_task(pair.write())
@@ -212,7 +212,7 @@ async def test_a_request_in_a_task_that_never_began_goes_on(device: Device) -> N
 
 
 @every_model
-async def test_requests_that_are_dropped_go_on(device: Device, model: MessageModel) -> None:
+async def test_dropped_requests_go_on(device: Device, model: MessageModel) -> None:
     async with pair_on(device, model) as pair:
         for each in range(16):
             _ = pair.write(8 * each)
@@ -224,8 +224,8 @@ async def test_requests_that_are_dropped_go_on(device: Device, model: MessageMod
 # ---- Batches
 
 
-@every_leave
-async def test_a_batch_that_was_posted_goes_on(device: Device, leave: Leave) -> None:
+@every_way_to_abandon
+async def test_a_posted_batch_goes_on(device: Device, abandon: Abandon) -> None:
     async with pair_on(device) as pair:
         pair.hold()
         batch = pair.near.batch()
@@ -234,7 +234,7 @@ async def test_a_batch_that_was_posted_goes_on(device: Device, leave: Leave) -> 
             part = slice(8 * each, 8 * each + 8)
             pair.source.buffer[part] = b"12345678"
             batch.write(pair.source[part], remote[part])
-        await leave(batch.post())
+        await abandon(batch.post())
         assert len(pair.source.pins) == pair.near.statistics().sends.in_flight == 4
         pair.unhold()
         await until(lambda: not len(pair.source.pins))
@@ -242,8 +242,8 @@ async def test_a_batch_that_was_posted_goes_on(device: Device, leave: Leave) -> 
         await pair.check_idle()
 
 
-@every_leave
-async def test_a_batch_that_waits_for_places_is_withdrawn(device: Device, leave: Leave) -> None:
+@every_way_to_abandon
+async def test_a_batch_that_waits_for_slots_is_withdrawn(device: Device, abandon: Abandon) -> None:
     async with pair_on(device, sends=4) as pair:
         pair.hold()
         first = pair.write(64)
@@ -254,7 +254,7 @@ async def test_a_batch_that_waits_for_places_is_withdrawn(device: Device, leave:
                     batch.write(pair.source[8 * each : 8 * each + 8], pair.target.remote()[8 * each : 8 * each + 8])
 
         pair.source.buffer[:32] = b"x" * 32
-        await leave(post())
+        await abandon(post())
         await until(lambda: not pair.near.statistics().sends.queued)
         assert len(pair.source.pins) == 1
         pair.unhold()
@@ -272,12 +272,12 @@ async def send(pair: Pair, number: int) -> None:
 
 
 def has_arrived(pair: Pair) -> bool:
-    """Whether a message came; what waits for it is woken, and does not run yet."""
+    """Return whether a message has arrived; its waiter is woken, but does not run yet."""
     pair.cq._cq_dispatcher.drain()
     return pair.far.statistics().receives.completed == 1
 
 
-async def numbers(pair: Pair, count: int) -> list[int]:
+async def receive_numbers(pair: Pair, count: int) -> list[int]:
     async with asyncio.timeout(PATIENCE_S):
         found: list[int] = []
         while len(found) < count:
@@ -287,47 +287,47 @@ async def numbers(pair: Pair, count: int) -> list[int]:
 
 
 @pytest.fixture
-async def mail(device: Device) -> AsyncIterator[Pair]:
+async def messages_pair(device: Device) -> AsyncIterator[Pair]:
     async with pair_on(device, receive_depth=128, receive_size=8) as pair:
         yield pair
 
 
-@every_leave
-async def test_who_waits_for_a_message_loses_none(mail: Pair, leave: Leave) -> None:
+@every_way_to_abandon
+async def test_abandoned_waits_lose_no_message(messages_pair: Pair, abandon: Abandon) -> None:
     for number in range(8):
-        await leave(anext(mail.far.messages()))
-        await send(mail, number)
-        assert await numbers(mail, 1) == [number]
-    assert mail.far.statistics().receives.in_flight == 128
+        await abandon(anext(messages_pair.far.messages()))
+        await send(messages_pair, number)
+        assert await receive_numbers(messages_pair, 1) == [number]
+    assert messages_pair.far.statistics().receives.in_flight == 128
 
 
 @pytest.mark.every_way
-async def test_a_message_that_was_handed_over_to_who_is_cancelled_is_given_back(mail: Pair) -> None:
+async def test_a_message_delivered_to_a_cancelled_task_is_returned(messages_pair: Pair) -> None:
     async def next_message() -> object:
-        return await anext(mail.far.messages())
+        return await anext(messages_pair.far.messages())
 
     task = asyncio.create_task(next_message())
     await asyncio.sleep(0)
-    _ = mail.near.send(mail.source[:8])
-    wait_until(lambda: has_arrived(mail))
+    _ = messages_pair.near.send(messages_pair.source[:8])
+    wait_until(lambda: has_arrived(messages_pair))
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert await numbers(mail, 1) == [0]
+    assert await receive_numbers(messages_pair, 1) == [0]
 
 
 @pytest.mark.every_way
-async def test_a_message_goes_to_the_next_who_waits_where_the_first_is_cancelled(mail: Pair) -> None:
+async def test_a_message_of_a_cancelled_waiter_goes_to_the_next(messages_pair: Pair) -> None:
     async def next_message() -> int:
-        with await anext(mail.far.messages()) as message:
+        with await anext(messages_pair.far.messages()) as message:
             return int.from_bytes(message.data, "big")
 
     first = asyncio.create_task(next_message())
     await asyncio.sleep(0)
-    _ = mail.near.send(mail.source[:8])
-    wait_until(lambda: has_arrived(mail))
-    # It has its message, and did not run yet. Another one asks, and then the first is cancelled.
-    second = anext(mail.far.messages())
+    _ = messages_pair.near.send(messages_pair.source[:8])
+    wait_until(lambda: has_arrived(messages_pair))
+    # The first task has its message, but did not run yet. Another task asks, and then the first is cancelled.
+    second = anext(messages_pair.far.messages())
     first.cancel()
     waiting = asyncio.create_task(asyncio.wait_for(second, patience(2)))
     with pytest.raises(asyncio.CancelledError):
@@ -337,35 +337,35 @@ async def test_a_message_goes_to_the_next_who_waits_where_the_first_is_cancelled
 
 
 @pytest.mark.every_way
-async def test_a_message_that_is_there_is_given_back_where_its_await_is_cancelled(mail: Pair) -> None:
-    inbox = mail.far.messages()
+async def test_a_received_message_is_returned_when_its_await_is_cancelled(messages_pair: Pair) -> None:
+    inbox = messages_pair.far.messages()
     assert isinstance(inbox, Inbox)
     for number in range(128):
-        await send(mail, number)
+        await send(messages_pair, number)
     await until(lambda: len(inbox) == 128)
-    operation = next(each for each in map(anext, [inbox] * 128) if lets_others_run(each))
+    operation = next(each for each in map(anext, [inbox] * 128) if yields_first(each))
     left = len(inbox)
     with pytest.raises(asyncio.CancelledError):
         operation.throw(asyncio.CancelledError())
     assert len(inbox) == left + 1
-    assert await numbers(mail, 1) == [127 - left]
+    assert await receive_numbers(messages_pair, 1) == [127 - left]
 
 
 @pytest.mark.every_way
-async def test_a_request_for_a_message_that_is_closed_gives_it_back(mail: Pair) -> None:
-    await send(mail, 7)
-    inbox = mail.far.messages()
+async def test_closing_a_request_for_a_message_returns_the_message(messages_pair: Pair) -> None:
+    await send(messages_pair, 7)
+    inbox = messages_pair.far.messages()
     assert isinstance(inbox, Inbox)
     await until(lambda: len(inbox))
     anext(inbox).close()
-    assert await numbers(mail, 1) == [7]
+    assert await receive_numbers(messages_pair, 1) == [7]
 
 
-@every_leave
-async def test_a_receive_that_was_left_is_filled(device: Device, leave: Leave) -> None:
+@every_way_to_abandon
+async def test_an_abandoned_receive_is_filled(device: Device, abandon: Abandon) -> None:
     async with pair_on(device) as pair:
         receive = pair.far.receive(pair.target[:8])
-        await leave(receive)
+        await abandon(receive)
         assert len(pair.target.pins) == 1
         await send(pair, 1)
         await until(receive.done)
@@ -378,14 +378,14 @@ async def test_a_receive_that_was_left_is_filled(device: Device, leave: Leave) -
 
 
 @needs(Capability.FAULT_PLAN)
-@pytest.mark.parametrize("leave", [cancel, time_out])
+@pytest.mark.parametrize("abandon", [cancel, time_out])
 @pytest.mark.every_way
-async def test_closing_a_queue_pair_goes_on(device: Device, leave: Leave) -> None:
+async def test_closing_a_queue_pair_continues_after_cancellation(device: Device, abandon: Abandon) -> None:
     async with pair_on(device) as pair:
         pair.hold()
         write = pair.write()
         await asyncio.sleep(0.001)
-        await leave(pair.near.aclose())
+        await abandon(pair.near.aclose())
         await until(lambda: pair.near.closed)
         with pytest.raises((WorkCompletionError, BrokenResourceError)):
             await asyncio.wait_for(write, PATIENCE_S)
@@ -395,7 +395,7 @@ async def test_closing_a_queue_pair_goes_on(device: Device, leave: Leave) -> Non
 
 
 @pytest.mark.every_way
-async def test_closing_a_queue_pair_in_a_scope_that_is_cancelled_flushes_it(device: Device) -> None:
+async def test_closing_a_queue_pair_in_a_cancelled_scope_flushes_it(device: Device) -> None:
     async with pair_on(device) as pair:
         pair.hold()
         write = pair.write()
@@ -405,16 +405,16 @@ async def test_closing_a_queue_pair_in_a_scope_that_is_cancelled_flushes_it(devi
             await pair.near.aclose()
         assert pair.near.closed
         (result,) = await asyncio.gather(write, return_exceptions=True)
-        if result is not None:  # it was not executed before
+        if result is not None:  # the request was not executed before the flush
             assert isinstance(result, WorkCompletionError)
             assert result.status is WcStatus.WR_FLUSH_ERR
         assert len(pair.source.pins) == 0
 
 
 @needs(Capability.OBJECT_COUNTS)
-@pytest.mark.parametrize(("what", "leave"), list(zip(["region", "cache", "pool"], LEAVES, strict=True)))
-async def test_memory_is_registered_until_its_work_has_ended(device: Device, what: str, leave: Leave) -> None:
-    """Whoever does not wait for that any more, be it twice."""
+@pytest.mark.parametrize(("kind", "abandon"), list(zip(["region", "cache", "pool"], ABANDON_WAYS, strict=True)))
+async def test_memory_stays_registered_until_its_requests_end(device: Device, kind: str, abandon: Abandon) -> None:
+    """The caller of `aclose` is cancelled twice while it waits; memory stays registered until its requests end."""
     memory = bytearray(4096)
     buffer: LeasedBuffer | None = None
     close: Callable[[], Coroutine[Any, Any, None]]
@@ -423,11 +423,11 @@ async def test_memory_is_registered_until_its_work_has_ended(device: Device, wha
         return dict(device.statistics().objects)["mrs"]
 
     async with pair_on(device) as pair:
-        if what == "pool":
+        if kind == "pool":
             pool = await pair.domain.buffer_pool(64, 1, access=ACCESS).open()
             buffer = await pool.lease()
             region, close = buffer.region, pool.aclose
-        elif what == "cache":
+        elif kind == "cache":
             async with pair.domain.cache.region(memory, ACCESS) as region:
                 close = functools.partial(pair.domain.cache.drop, memory)
         else:
@@ -440,7 +440,7 @@ async def test_memory_is_registered_until_its_work_has_ended(device: Device, wha
         if buffer is not None:
             buffer.release()
         for _ in range(2):
-            await leave(close())
+            await abandon(close())
         assert not write.done()
         assert (region.state, len(region.pins), registered()) == (ResourceState.CLOSING, 1, before)
         with pytest.raises(ClosedResourceError):
@@ -451,14 +451,14 @@ async def test_memory_is_registered_until_its_work_has_ended(device: Device, wha
         await asyncio.wait_for(close(), PATIENCE_S)
         assert region.closed
         assert registered() == before - 1
-        memory.append(0)  # nothing holds it
+        memory.append(0)  # raises BufferError if the memory is still exported
         await pair.check_idle()
 
 
 @needs(Capability.FAULT_PLAN)
-@pytest.mark.parametrize("leave", [cancel, time_out])
+@pytest.mark.parametrize("abandon", [cancel, time_out])
 @pytest.mark.every_way
-async def test_closing_a_completion_queue_goes_on(device: Device, leave: Leave) -> None:
+async def test_closing_a_completion_queue_continues_after_cancellation(device: Device, abandon: Abandon) -> None:
     async with device.resource_domain() as domain, pair_on(device) as pair:
         cq = domain.completion_queue(64)
         await cq.open()
@@ -468,7 +468,7 @@ async def test_closing_a_completion_queue_goes_on(device: Device, leave: Leave) 
         device.faults.hold()
         write = near.receive(None)
         with pytest.warns(ResourceWarning, match="still open"):
-            await leave(cq.aclose())
+            await abandon(cq.aclose())
         device.faults.unhold()
         assert cq.closed
         assert near.closed

@@ -1,4 +1,4 @@
-"""The end of a queue pair with work outstanding: who waits is told, and its neighbours go on."""
+"""A queue pair that is closed with work outstanding: its waiters are notified, and other queue pairs go on."""
 
 import asyncio
 import errno
@@ -36,16 +36,16 @@ def flushed(results: list[object]) -> bool:
     return all(isinstance(each, WorkCompletionError) and each.status is WcStatus.WR_FLUSH_ERR for each in results)
 
 
-async def silence(pair: Pair) -> None:
-    """Nobody answers near any more: what it sends is tried again and again."""
+async def stop_answering(pair: Pair) -> None:
+    """Close far, so that requests of near are retransmitted without an answer."""
     await pair.far.aclose()
 
 
 @needs(Capability.FAULT_PLAN)
 @every_model
-async def test_all_who_wait_are_flushed(device: Device, model: MessageModel) -> None:
+async def test_all_awaited_requests_are_flushed(device: Device, model: MessageModel) -> None:
     async with pair_on(device, model, sends=4) as pair:
-        await silence(pair)
+        await stop_answering(pair)
         device.faults.lose_messages_at_random(1_000_000)
         posted = [pair.write(8 * each) for each in range(4)]
         queued = [pair.write(8 * each) for each in range(4, 8)]
@@ -63,9 +63,9 @@ async def test_all_who_wait_are_flushed(device: Device, model: MessageModel) -> 
 
 
 @pytest.mark.every_way
-async def test_those_that_nobody_awaits_are_flushed(device: Device) -> None:
+async def test_unawaited_requests_are_flushed(device: Device) -> None:
     async with pair_on(device, sends=2) as pair:
-        await silence(pair)
+        await stop_answering(pair)
         number = pair.near.qp_num
         operations = [pair.write(8 * each) for each in range(4)]
         await asyncio.wait_for(pair.near.aclose(), patience(5))
@@ -79,7 +79,7 @@ async def test_those_that_nobody_awaits_are_flushed(device: Device) -> None:
 
 @needs(Capability.FAULT_PLAN)
 @pytest.mark.every_way
-async def test_what_is_not_flushed_in_time_ends_with_it(
+async def test_requests_not_flushed_in_time_end_on_close(
     device: Device, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("aioverbs._verbs.queue_pair._FLUSH_S", 0.02)
@@ -101,7 +101,7 @@ async def test_what_is_not_flushed_in_time_ends_with_it(
 @needs(Capability.FAULT_PLAN)
 @pytest.mark.parametrize("refused", [False, True], ids=["chained", "refused"])
 @pytest.mark.every_way
-async def test_one_that_ends_before_its_chain_is_posted_harms_no_other(device: Device, refused: bool) -> None:
+async def test_closing_before_a_chain_is_posted_leaves_others_alone(device: Device, refused: bool) -> None:
     async with (
         pair_on(device, MessageModel.HIGH_BANDWIDTH) as pair,
         pair.domain.queue_pair(pair.cq, capabilities=QpCapabilities(max_send_wr=128)) as near,
@@ -112,9 +112,9 @@ async def test_one_that_ends_before_its_chain_is_posted_harms_no_other(device: D
         source, remote = pair.source[:8], pair.target.remote()[:8]
         if refused:
             device.faults.fail("post_send", errno.ENOMEM)
-        count = 70 if refused else 3  # 64 are posted together at most
+        count = 70 if refused else 3  # at most 64 are posted together
         operations = [near.write(source, remote) for _ in range(count)]
-        device.faults.fail("modify_qp", errno.EIO)  # it cannot be flushed, and is destroyed at once
+        device.faults.fail("modify_qp", errno.EIO)  # so that the queue pair cannot be flushed, and is destroyed at once
         await near.aclose()
         device.faults.clear()
         assert all(each.done() for each in operations)
@@ -126,7 +126,7 @@ async def test_one_that_ends_before_its_chain_is_posted_harms_no_other(device: D
 
 @needs(Capability.FAULT_PLAN)
 @every_model
-async def test_an_error_ends_one_queue_pair_and_no_other(device: Device, model: MessageModel) -> None:
+async def test_an_error_breaks_one_queue_pair_and_no_other(device: Device, model: MessageModel) -> None:
     async with (
         pair_on(device, model) as pair,
         pair.domain.queue_pair(pair.cq) as near,
@@ -165,19 +165,19 @@ async def test_messages_end_with_their_queue_pair(device: Device) -> None:
         assert found == [bytes(8)]
 
 
-# ---- A completion that comes when nobody is there any more
+# ---- Completions that arrive after the end of their request
 
 
-FIRST = 1 << 32  # the number of the first request on a completion queue: generation 1, slot 0
+FIRST = 1 << 32  # wr_id of the first request on a completion queue: generation 1, slot 0
 
 
-@pytest.mark.parametrize("taken", [False, True], ids=["nobody", "another"])
+@pytest.mark.parametrize("slot_reused", [False, True], ids=["slot-free", "slot-reused"])
 @pytest.mark.every_way
-async def test_a_late_completion_reaches_nobody(device: Device, taken: bool) -> None:
+async def test_a_late_completion_ends_no_request(device: Device, slot_reused: bool) -> None:
     async with pair_on(device) as pair:
-        await pair.write()  # it had the first slot
-        hold(device, pair.near)  # of the next one there, not of the late one
-        waiting = asyncio.create_task(outcomes(*([pair.write(8)] if taken else [])))
+        await pair.write()  # uses the first slot
+        hold(device, pair.near)  # holds the next request in that slot, not the late completion
+        waiting = asyncio.create_task(outcomes(*([pair.write(8)] if slot_reused else [])))
         await asyncio.sleep(0)
         post_send(
             pair.far.handle,
@@ -188,20 +188,20 @@ async def test_a_late_completion_reaches_nobody(device: Device, taken: bool) -> 
             remote_addr=pair.target.address,
             rkey=pair.target.rkey,
         )
-        if not taken:
-            await pair.far.write(pair.source[:0], pair.target.remote()[:0])  # somebody looks
+        if not slot_reused:
+            await pair.far.write(pair.source[:0], pair.target.remote()[:0])  # polls the completion queue
         await until(lambda: pair.cq.statistics().late == 1)
-        assert len(pair.source.pins) == pair.cq.statistics().in_flight == taken
-        assert not taken or not waiting.done()
+        assert len(pair.source.pins) == pair.cq.statistics().in_flight == slot_reused
+        assert not slot_reused or not waiting.done()
         pair.unhold()
-        assert await waiting == [None] * taken
+        assert await waiting == [None] * slot_reused
         await pair.check_idle()
         assert pair.cq.statistics().late == 1
 
 
 @needs(Capability.FAULT_PLAN)
 @pytest.mark.every_way
-async def test_a_request_that_is_held_when_its_queue_pair_is_destroyed_ends(
+async def test_a_held_request_ends_when_its_queue_pair_is_destroyed(
     device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("aioverbs._verbs.queue_pair._FLUSH_S", 0.01)
@@ -213,13 +213,13 @@ async def test_a_request_that_is_held_when_its_queue_pair_is_destroyed_ends(
         near.connect(far.local_endpoint(), ACCESS)
         far.connect(near.local_endpoint(), ACCESS)
         device.faults.hold()
-        early = asyncio.create_task(outcomes(near.write(pair.source[:8], pair.target.remote()[:8])))
+        first = asyncio.create_task(outcomes(near.write(pair.source[:8], pair.target.remote()[:8])))
         await until(lambda: device.faults.held() == 1)
         await near.aclose()
-        assert [type(each) for each in await early] == [BrokenResourceError]
-        late = asyncio.create_task(outcomes(pair.write(8)))  # in its slot
+        assert [type(each) for each in await first] == [BrokenResourceError]
+        second = asyncio.create_task(outcomes(pair.write(8)))  # in the same slot
         await until(lambda: device.faults.held() >= 1)
-        assert not late.done()
+        assert not second.done()
         device.faults.unhold()
-        assert await late == [None]
+        assert await second == [None]
         await pair.check_idle()

@@ -1,4 +1,4 @@
-"""What is done at once leaves others their turns. Counted, not timed."""
+"""Awaits that complete at once leave other tasks and callbacks their turns: counted, not timed."""
 
 import asyncio
 from contextlib import AbstractAsyncContextManager, nullcontext
@@ -9,7 +9,7 @@ from aioverbs import Device, MessageModel, QpCapabilities, QueuePair
 from tests.data_path_endings.pair import ACCESS, PATIENCE_S, pair_on
 from tests.pace import fewer
 
-AWAITS = 256  # of one queue pair in a turn of the loop at most
+AWAITS = 256  # most awaits on one queue pair in a turn of the loop
 every_model = pytest.mark.parametrize("model", MessageModel, ids=lambda model: model.name)
 
 
@@ -34,18 +34,18 @@ async def test_callbacks_run_beside_endless_writes(device: Device, model: Messag
 
 
 @pytest.mark.parametrize(
-    "what", ["lease", "cache", "register", "run", "queue pair", "loop domain", "loop domain, open already"]
+    "kind", ["lease", "cache", "register", "run", "queue pair", "loop domain", "loop domain, open already"]
 )
-async def test_callbacks_run_beside_what_is_endlessly_done_at_once(device: Device, what: str) -> None:
-    """Above the queues, by the same budget: in registered memory, in opening, in calls that the owner makes itself."""
+async def test_callbacks_run_beside_endless_calls_that_complete_at_once(device: Device, kind: str) -> None:
+    """The budget of awaits per turn also covers registration, opening, and calls on the loop of the owner."""
     async with (
         device.resource_domain() as domain,
         domain.buffer_pool(64, 4) as pool,
         domain.completion_queue(64) as cq,
-        device.loop_domain() if what == "loop domain, open already" else nullcontext(),
+        device.loop_domain() if kind == "loop domain, open already" else nullcontext(),
     ):
         memory = bytearray(64)
-        kept: AbstractAsyncContextManager[object]
+        resource: AbstractAsyncContextManager[object]
         loop = asyncio.get_running_loop()
         turns = 0
 
@@ -57,20 +57,20 @@ async def test_callbacks_run_beside_what_is_endlessly_done_at_once(device: Devic
 
         handle = [loop.call_soon(turn)]
         for _ in range(AWAITS):
-            if what == "run":
+            if kind == "run":
                 assert await domain.run(int) == 0
                 continue
-            if what == "lease":
-                kept = pool.lease()
-            elif what == "cache":
-                kept = domain.cache.region(memory)
-            elif what == "register":
-                kept = domain.register(64)
-            elif what.startswith("loop domain"):
-                kept = device.loop_domain()
+            if kind == "lease":
+                resource = pool.lease()
+            elif kind == "cache":
+                resource = domain.cache.region(memory)
+            elif kind == "register":
+                resource = domain.register(64)
+            elif kind.startswith("loop domain"):
+                resource = device.loop_domain()
             else:
-                kept = domain.queue_pair(cq)
-            async with kept:
+                resource = domain.queue_pair(cq)
+            async with resource:
                 pass
         handle[0].cancel()
         assert turns >= 8
@@ -87,12 +87,12 @@ async def test_a_timer_and_an_echo_go_on_beside_endless_writes(device: Device, m
     async with asyncio.timeout(PATIENCE_S), pair_on(device, model) as pair:
         served = await asyncio.start_server(echo, "127.0.0.1", 0)
         reader, writer = await asyncio.open_connection(*served.sockets[0].getsockname())
-        over = False
+        finished = False
         writes = 0
 
         async def write() -> None:
             nonlocal writes
-            while not over:
+            while not finished:
                 await pair.write()
                 writes += 1
 
@@ -103,7 +103,7 @@ async def test_a_timer_and_an_echo_go_on_beside_endless_writes(device: Device, m
             writer.write(b"echo")
             assert await asyncio.wait_for(reader.readexactly(4), PATIENCE_S) == b"echo"
             await asyncio.sleep(0.0001)
-        over = True
+        finished = True
         await asyncio.wait_for(writing, PATIENCE_S)
         writer.close()
         await writer.wait_closed()
@@ -124,29 +124,29 @@ async def test_a_hundred_queue_pairs_have_equal_shares(
         domain.completion_queue(4096) as cq,
     ):
         small = QpCapabilities(max_send_wr=4, max_recv_wr=1)
-        made: list[QueuePair] = []
+        qps: list[QueuePair] = []
         for _ in range(2 * pairs):
             qp = domain.queue_pair(cq, capabilities=small)
             await qp.open()
-            made.append(qp)
-        nears, fars = made[:pairs], made[pairs:]
+            qps.append(qp)
+        nears, fars = qps[:pairs], qps[pairs:]
         for near, far in zip(nears, fars, strict=True):
             near.connect(far.local_endpoint(), ACCESS)
             far.connect(near.local_endpoint(), ACCESS)
         counts = [0] * pairs
         local, remote = region[:8], region.remote()[64:72]
-        over = asyncio.Event()
+        finished = asyncio.Event()
 
         async def write(number: int) -> None:
             while sum(counts) < fewer(30_000):
                 await nears[number].write(local, remote)
                 counts[number] += 1
-            over.set()
+            finished.set()
 
         await asyncio.wait_for(asyncio.gather(*map(write, range(pairs))), PATIENCE_S)
-        assert over.is_set()
-        for qp in reversed(made):
+        assert finished.is_set()
+        for qp in reversed(qps):
             await qp.aclose()
-        # What a device has done when an await looks depends on its own time, too.
+        # With a device thread, the completions that an await finds depend on the speed of that thread, too.
         most = 2 if inline else 8
         assert max(counts) <= most * min(counts), (min(counts), max(counts))

@@ -32,7 +32,7 @@ every_mode = pytest.mark.parametrize("mode", MODES)
 @every_loop
 @every_mode
 @every_model
-def test_a_loop_ends_and_another_one_closes_the_device(loop_name: str, mode: str, model: MessageModel) -> None:
+def test_a_second_loop_closes_the_device_of_an_ended_loop(loop_name: str, mode: str, model: MessageModel) -> None:
     device = open_device(name_of(mode), execution="thread" if mode == "thread" else "inline")
     tasks: list[asyncio.Task[None]] = []
     operations: list[Operation[None]] = []
@@ -46,7 +46,7 @@ def test_a_loop_ends_and_another_one_closes_the_device(loop_name: str, mode: str
         pair = await open_pair(device, model, sends=4, receive_depth=4, receive_size=8)
         pairs.append(pair)
         pair.hold()
-        operations.extend(pair.write(8 * each) for each in range(6))  # two of them wait for places
+        operations.extend(pair.write(8 * each) for each in range(6))  # two of them wait for slots
         tasks.append(asyncio.create_task(wait(pair)))
         await asyncio.sleep(0)
         operations.append(pair.write(128))
@@ -157,7 +157,7 @@ SCRIPTS = {
 
 @every_loop
 @pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS)
-def test_the_interpreter_ends_in_silence(script: str, loop_name: str) -> None:
+def test_the_interpreter_exits_silently(script: str, loop_name: str) -> None:
     loops = "uvloop.new_event_loop" if loop_name == "uvloop" else "asyncio.SelectorEventLoop"
     made = textwrap.dedent(f"""
         def new_event_loop():
@@ -176,15 +176,15 @@ def test_the_interpreter_ends_in_silence(script: str, loop_name: str) -> None:
         text=True,
         timeout=30,
     )
-    # An unawaited coroutine or a task that was never done would be told of here, too.
+    # A coroutine that was never awaited, or a pending task that is destroyed, would be reported here, too.
     assert (done.returncode, done.stderr) == (0, "")
 
 
-# ---- A signal
+# ---- Signals
 
 
 class Interrupted(BaseException):
-    """What the signal's handler raises."""
+    """An exception that the signal handler raises."""
 
 
 @pytest.mark.parametrize("model", [MessageModel.LOW_LATENCY, MessageModel.FORCE_LOW_LATENCY], ids=["low", "force"])
@@ -193,7 +193,7 @@ async def test_a_spin_is_interrupted(device: Device, model: MessageModel, monkey
     spins = False
 
     def interrupt(*_: object) -> None:
-        if spins:  # earlier is not what this is about
+        if spins:  # only while spinning
             raise Interrupted
 
     def spin() -> None:
@@ -206,7 +206,7 @@ async def test_a_spin_is_interrupted(device: Device, model: MessageModel, monkey
         pair.hold()
         operation = pair.write()
         before = signal.signal(signal.SIGPROF, interrupt)
-        signal.setitimer(signal.ITIMER_PROF, 0.02, 0.02)  # of its own time: others may take theirs meanwhile
+        signal.setitimer(signal.ITIMER_PROF, 0.02, 0.02)  # CPU time of the process: other processes may run meanwhile
         began = time.monotonic()
         try:
             with pytest.raises(Interrupted):
@@ -214,21 +214,19 @@ async def test_a_spin_is_interrupted(device: Device, model: MessageModel, monkey
         finally:
             spins = False
             signal.setitimer(signal.ITIMER_PROF, 0)
-            signal.signal(signal.SIGPROF, signal.SIG_IGN)  # which takes back one that is still on its way
+            signal.signal(signal.SIGPROF, signal.SIG_IGN)  # discards a pending signal
             signal.signal(signal.SIGPROF, before)
         assert time.monotonic() - began < PATIENCE_S, "it spun on"
         assert len(pair.source.pins) == 1
         pair.unhold()
-        await asyncio.wait_for(operation, PATIENCE_S)  # it can still be awaited
+        await asyncio.wait_for(operation, PATIENCE_S)  # can still be awaited
         assert pair.written() == b"12345678"
         await pair.check_idle()
 
 
 @needs(Capability.FAULT_PLAN)
 @pytest.mark.every_way
-async def test_what_is_raised_where_one_completes_loses_no_other(
-    device: Device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_exception_in_one_completion_loses_no_other(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     make = Refiller._message
     raised: list[Received] = []
 
@@ -286,11 +284,11 @@ def test_keyboard_interrupt_ends_a_spin_and_loses_nothing(loop_name: str) -> Non
     assert done.returncode == -signal.SIGINT
 
 
-# ---- A fork
+# ---- Fork
 
 
 @every_model
-async def test_a_child_of_a_fork_is_refused_and_the_parent_goes_on(device: Device, model: MessageModel) -> None:
+async def test_a_forked_child_is_refused_and_the_parent_goes_on(device: Device, model: MessageModel) -> None:
     async with pair_on(device, model, sends=4, receive_depth=4, receive_size=8) as pair:
         pair.hold()
         operations = [pair.write(8 * each) for each in range(6)]
@@ -298,17 +296,17 @@ async def test_a_child_of_a_fork_is_refused_and_the_parent_goes_on(device: Devic
         await asyncio.sleep(0)
 
         def refused() -> list[str]:
-            said = []
+            outcomes = []
             for call in (operations[0].done, operations[5].done, pair.write, pair.near.batch().post):
                 try:
                     call()
                 except ForkedProcessError:
-                    said.append("refused")
+                    outcomes.append("refused")
                 except Exception as error:
-                    said.append(repr(error))
+                    outcomes.append(repr(error))
             operations.clear()
             gc.collect()
-            return said
+            return outcomes
 
         assert in_child(refused) == ["refused"] * 4
         pair.unhold()

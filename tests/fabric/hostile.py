@@ -1,4 +1,4 @@
-"""A peer that answers requests as it likes: a proxy that leaves the handshake to an honest device."""
+"""A peer that answers requests as the test chooses: a proxy that leaves the handshake to an honest device."""
 
 import asyncio
 import contextlib
@@ -13,7 +13,7 @@ from tests.waiting import until
 
 __all__ = ["HostilePeer", "Request", "hostile_peer"]
 
-_HEADER = struct.Struct("<8B10IQ4I2Q2HI")  # as soft/fabric/frame.h has it
+_HEADER = struct.Struct("<8B10IQ4I2Q2HI")  # layout: soft/fabric/frame.h
 _RESPONSE = 2
 _PSNS = 1 << 24
 
@@ -34,18 +34,18 @@ class Request:
     psn: int
     packets: int
 
-    def done(self, ahead: int = 0) -> bytes:
+    def ack(self, ahead: int = 0) -> bytes:
         """Encode an acknowledgement of all packets up to the last one of this request.
 
-        :param ahead: how many further packets are acknowledged, too.
+        :param ahead: number of further packets to acknowledge.
         """
         return self._answer(_Answer.ACK, (self.psn + self.packets - 1 + ahead) % _PSNS)
 
-    def answered(self, data: bytes, packets: int) -> bytes:
-        """Encode the beginning of what a read brings, which takes so many packets."""
+    def read_response(self, data: bytes, packets: int) -> bytes:
+        """Encode the first part of a read response, which covers `packets` packets."""
         return self._answer(_Answer.ACK, (self.psn + packets - 1) % _PSNS, data=data)
 
-    def refused(self, status: WcStatus) -> bytes:
+    def nak(self, status: WcStatus) -> bytes:
         """Encode a NAK of this request, or, for ``RNR_RETRY_EXC_ERR``, an RNR NAK."""
         if status is WcStatus.RNR_RETRY_EXC_ERR:
             return self._answer(_Answer.RNR, self.psn, delay_ns=1000)
@@ -60,10 +60,10 @@ class Request:
 
 @dataclass
 class HostilePeer:
-    """What the proxy does, and hears.
+    """State of the hostile peer.
 
-    :param requests: those that came since `take_over`.
-    :param limit: after how many requests it reads no more, until `go_on`.
+    :param requests: requests received since `take_over`.
+    :param limit: number of requests after which the peer stops reading until `go_on` is set.
     """
 
     requests: list[Request] = field(default_factory=list)
@@ -74,20 +74,20 @@ class HostilePeer:
     _writer: asyncio.StreamWriter | None = None
 
     def take_over(self, limit: int | None = None) -> None:
-        """Pass nothing on to the honest device from here on. No request is in flight."""
+        """Stop passing data on to the honest device. Call with no request in flight."""
         self._taken_over = True
         self.limit = limit
 
-    async def hear(self, count: int) -> list[Request]:
-        """Wait for the first requests, so many."""
+    async def receive_requests(self, count: int) -> list[Request]:
+        """Wait for the first `count` requests, and return them."""
         await until(lambda: len(self.requests) >= count)
         return self.requests[:count]
 
     def packets(self) -> int:
-        """Count the packets of all requests that came."""
+        """Return the number of packets in all requests received."""
         return sum(request.packets for request in self.requests)
 
-    def say(self, *answers: bytes) -> None:
+    def send(self, *answers: bytes) -> None:
         """Send answers, all at once."""
         assert self._writer is not None
         self._writer.write(b"".join(answers))
@@ -96,22 +96,25 @@ class HostilePeer:
         there_reader, there_writer = await asyncio.open_unix_connection(to)
         self._writer = writer
 
-        async def back() -> None:
+        async def forward_answers() -> None:
             while data := await there_reader.read(1 << 16):
                 writer.write(data)
                 await writer.drain()
 
-        ways = [asyncio.ensure_future(self._forth(reader, there_writer)), asyncio.ensure_future(back())]
+        directions = [
+            asyncio.ensure_future(self._forward_requests(reader, there_writer)),
+            asyncio.ensure_future(forward_answers()),
+        ]
         try:
-            await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(directions, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            for way in ways:
-                way.cancel()
-            await asyncio.gather(*ways, return_exceptions=True)
+            for direction in directions:
+                direction.cancel()
+            await asyncio.gather(*directions, return_exceptions=True)
             for end in (there_writer, writer):
                 end.transport.abort()
 
-    async def _forth(self, reader: asyncio.StreamReader, there: asyncio.StreamWriter) -> None:
+    async def _forward_requests(self, reader: asyncio.StreamReader, there: asyncio.StreamWriter) -> None:
         while data := await reader.read(1 << 16):
             if self._taken_over:
                 self._rest += data
@@ -135,11 +138,11 @@ class HostilePeer:
 
 @contextlib.asynccontextmanager
 async def hostile_peer(at: Path, to: Path) -> AsyncIterator[HostilePeer]:
-    """Take the connections of a Unix socket in place of the honest device at another one."""
+    """Accept the connections of a Unix socket in place of the honest device, which listens at another one."""
     peer = HostilePeer()
     tasks: set[asyncio.Task[None]] = set()
 
-    async def take(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def handle_connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
         tasks.add(task)
@@ -148,7 +151,7 @@ async def hostile_peer(at: Path, to: Path) -> AsyncIterator[HostilePeer]:
         writer.close()
         tasks.discard(task)
 
-    server = await asyncio.start_unix_server(take, at)
+    server = await asyncio.start_unix_server(handle_connection, at)
     try:
         yield peer
     finally:

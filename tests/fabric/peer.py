@@ -1,6 +1,6 @@
-"""The other one of two processes: memory to be asked for, and messages that are sent back.
+"""The program of the second process: memory for remote access, and messages that are echoed.
 
-It reads lines from the socket whose descriptor is its argument, and answers each with a line.
+It reads commands from the socket whose descriptor is its argument, one a line, and answers each with a line.
 """
 
 import asyncio
@@ -19,12 +19,12 @@ ACCESS = AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_WRITE | AccessFlags.REMOTE
 
 
 def pattern(at: int, length: int) -> bytes:
-    """What the memory has there at first: each 8 bytes tell where they are."""
+    """Return the initial content of the memory, in which every 8 bytes have a unique value."""
     return words(at // 8, length)
 
 
-def stand_still(until: socket.socket) -> None:
-    """Until there is something to be read: the loop stands still with it."""
+def block_until_readable(until: socket.socket) -> None:
+    """Block, and the event loop with this call, until `until` is readable."""
     select.select([until], [], [])
 
 
@@ -46,9 +46,9 @@ async def main(sock: socket.socket, model: MessageModel) -> None:
         domain.completion_queue(1024) as cq,
     ):
         tasks: list[asyncio.Task[None]] = []
-        loan: MemoryRegion | None = None
+        lent_region: MemoryRegion | None = None
         qps: list[QueuePair] = []
-        lent = bytearray(4096)
+        lent_memory = bytearray(4096)
         region.buffer[:] = pattern(0, SIZE)
         while command := (await reader.readline()).decode().split():
             match command:
@@ -56,32 +56,32 @@ async def main(sock: socket.socket, model: MessageModel) -> None:
                     answer = f"{region.address} {region.rkey}"
                 case ["connect", endpoint, *attributes]:
                     qp = await stack.enter_async_context(domain.queue_pair(cq, receive_depth=16, receive_size=4096))
-                    changes: dict[str, Any] = {
+                    attribute_values: dict[str, Any] = {
                         name: int(value) for name, _, value in (a.partition("=") for a in attributes)
                     }
-                    qp.connect(Endpoint.from_bytes(bytes.fromhex(endpoint)), ACCESS, **changes)
+                    qp.connect(Endpoint.from_bytes(bytes.fromhex(endpoint)), ACCESS, **attribute_values)
                     qps.append(qp)
                     tasks.append(asyncio.create_task(echo(qp)))
                     answer = bytes(qp.local_endpoint()).hex()
                 case ["lend"]:
-                    lent[:] = b"\xa5" * len(lent)
-                    loan = await domain.register(lent, ACCESS).open()
-                    answer = f"{loan.address} {loan.rkey}"
-                case ["take"] if loan is not None:
-                    await loan.aclose()
-                    lent[:] = b"\x5a" * len(lent)
-                    answer = bytes(lent[:64]).hex()
+                    lent_memory[:] = b"\xa5" * len(lent_memory)
+                    lent_region = await domain.register(lent_memory, ACCESS).open()
+                    answer = f"{lent_region.address} {lent_region.rkey}"
+                case ["take"] if lent_region is not None:
+                    await lent_region.aclose()
+                    lent_memory[:] = b"\x5a" * len(lent_memory)
+                    answer = bytes(lent_memory[:64]).hex()
                 case ["look", at, length]:
                     answer = bytes(region.buffer[int(at) : int(at) + int(length)]).hex()
                 case ["sleep"]:
                     writer.write(b"asleep\n")
                     await writer.drain()
-                    stand_still(sock)
+                    block_until_readable(sock)
                     answer = (await reader.readline()).decode().strip()
                 case ["refusals"]:
-                    seen = soft_context(device).fabric()
+                    fabric = soft_context(device).fabric()
                     reasons = "; ".join(refusal.reason for refusal in device.refusals())
-                    answer = f"{seen.refused_peers} {seen.refused_frames} {reasons}"
+                    answer = f"{fabric.refused_peers} {fabric.refused_frames} {reasons}"
                 case _:
                     raise ValueError(command)
             writer.write(f"{answer}\n".encode())

@@ -1,4 +1,4 @@
-"""Somebody between two devices, who finds each other through him: he tears, slows, stops and cuts what passes."""
+"""A proxy between two devices that find each other through it: it fragments, slows, stalls and cuts streams."""
 
 import asyncio
 import contextlib
@@ -12,13 +12,13 @@ __all__ = ["Proxy", "proxy"]
 
 @dataclass
 class Proxy:
-    """What he does with each connection, one after the other.
+    """How a proxy treats each connection, one after the other.
 
-    :param piece: bytes that he passes on at once, at most; drawn from 1 to that.
-    :param pause_s: how long he waits after each piece.
-    :param cut_after: for the connections to come, after how many bytes of both directions each is cut; those that
-        follow are not.
-    :param stall_after: after how many bytes of a connection nothing passes until `go_on`.
+    :param piece: most bytes passed on at once; each piece has a random length from 1 to `piece`.
+    :param pause_s: pause after each piece, in seconds.
+    :param cut_after: for the next connections, the number of bytes in both directions after which each is cut; later
+        connections are not cut.
+    :param stall_after: number of bytes of a connection after which nothing passes until `go_on` is set.
     """
 
     piece: int = 1 << 16
@@ -32,20 +32,20 @@ class Proxy:
 
 
 @contextlib.asynccontextmanager
-async def proxy(at: Path, to: Path | tuple[str, int], how: Proxy) -> AsyncIterator[None]:
-    """Takes connections at a Unix socket, and connects each to the device that is there."""
+async def proxy(at: Path, to: Path | tuple[str, int], behaviour: Proxy) -> AsyncIterator[None]:
+    """Accept connections at a Unix socket, and connect each of them to the device at `to`."""
     tasks: set[asyncio.Task[None]] = set()
 
-    async def take(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def handle_connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
         tasks.add(task)
-        with contextlib.suppress(OSError, asyncio.CancelledError):  # whoever cuts it ends it
-            await _serve(reader, writer, to, how)
+        with contextlib.suppress(OSError, asyncio.CancelledError):  # a cut ends both directions
+            await _serve(reader, writer, to, behaviour)
         writer.close()
         tasks.discard(task)
 
-    server = await asyncio.start_unix_server(take, at)
+    server = await asyncio.start_unix_server(handle_connection, at)
     try:
         yield
     finally:
@@ -56,43 +56,46 @@ async def proxy(at: Path, to: Path | tuple[str, int], how: Proxy) -> AsyncIterat
 
 
 async def _serve(
-    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, to: Path | tuple[str, int], how: Proxy
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, to: Path | tuple[str, int], behaviour: Proxy
 ) -> None:
-    left = how.cut_after.pop(0) if how.cut_after else None
-    how.connections += 1
-    chance = random.Random(how.seed)
+    cut_at = behaviour.cut_after.pop(0) if behaviour.cut_after else None
+    behaviour.connections += 1
+    rng = random.Random(behaviour.seed)
     passed = 0
     if isinstance(to, Path):
         there_reader, there_writer = await asyncio.open_unix_connection(to)
     else:
         there_reader, there_writer = await asyncio.open_connection(*to)
 
-    async def pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         nonlocal passed
         while data := await reader.read(1 << 16):
             at = 0
             while at < len(data):
-                piece = data[at : at + chance.randint(1, how.piece)]
-                if left is not None:
-                    piece = piece[: max(left - passed, 0)]
-                if how.stall_after is not None and passed >= how.stall_after:
-                    await how.go_on.wait()
+                piece = data[at : at + rng.randint(1, behaviour.piece)]
+                if cut_at is not None:
+                    piece = piece[: max(cut_at - passed, 0)]
+                if behaviour.stall_after is not None and passed >= behaviour.stall_after:
+                    await behaviour.go_on.wait()
                 writer.write(piece)
                 await writer.drain()
-                if how.piece < 1 << 16:
-                    await asyncio.sleep(how.pause_s)
+                if behaviour.piece < 1 << 16:
+                    await asyncio.sleep(behaviour.pause_s)
                 at += len(piece)
                 passed += len(piece)
-                how.passed += len(piece)
-                if left is not None and passed >= left:
+                behaviour.passed += len(piece)
+                if cut_at is not None and passed >= cut_at:
                     return
 
-    ways = [asyncio.ensure_future(pass_on(reader, there_writer)), asyncio.ensure_future(pass_on(there_reader, writer))]
+    directions = [
+        asyncio.ensure_future(forward(reader, there_writer)),
+        asyncio.ensure_future(forward(there_reader, writer)),
+    ]
     try:
-        await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(directions, return_when=asyncio.FIRST_COMPLETED)
     finally:
-        for way in ways:
-            way.cancel()
-        await asyncio.gather(*ways, return_exceptions=True)
+        for direction in directions:
+            direction.cancel()
+        await asyncio.gather(*directions, return_exceptions=True)
         for end in (there_writer, writer):
             end.transport.abort()

@@ -1,19 +1,19 @@
-"""See tests/data_path/test_awaiting.py: the same between two devices."""
+"""Tests of tests/data_path/test_awaiting.py, between two devices."""
 
 from tests.data_path.test_awaiting import (
-    test_an_operation_is_done_by_looking_alone,
     test_an_operation_is_driven_by_hand,
-    test_anyio_takes_it,
+    test_anyio_functions_accept_operations,
     test_asking_for_the_result_does_not_spin,
-    test_asyncio_takes_it,
-    test_others_run_while_awaits_are_done_at_once,
+    test_asyncio_functions_accept_operations,
+    test_other_tasks_run_beside_awaits_that_complete_at_once,
+    test_polling_done_completes_an_operation,
 )
 
 __all__ = [
-    "test_an_operation_is_done_by_looking_alone",
     "test_an_operation_is_driven_by_hand",
-    "test_anyio_takes_it",
+    "test_anyio_functions_accept_operations",
     "test_asking_for_the_result_does_not_spin",
-    "test_asyncio_takes_it",
-    "test_others_run_while_awaits_are_done_at_once",
+    "test_asyncio_functions_accept_operations",
+    "test_other_tasks_run_beside_awaits_that_complete_at_once",
+    "test_polling_done_completes_an_operation",
 ]

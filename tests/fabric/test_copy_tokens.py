@@ -1,6 +1,6 @@
-"""A peer that may move data from memory to memory, and does not leave the memory when it is to.
+"""A peer that may copy between memories, and does not release a copy token when it has to.
 
-Only what it was asked waits for it, and that not for ever.
+Only the requests sent to that peer wait for the token, and only for a limited time.
 """
 
 import asyncio
@@ -30,8 +30,8 @@ from tests.waiting import until
 inline = pytest.mark.parametrize("device", ["direct-inline"], indirect=True)
 in_thread = pytest.mark.parametrize("device", ["direct-thread"], indirect=True)
 
-FRAME = struct.Struct("<8B10IQ4I2Q2HI")  # as soft/fabric/frame.h has it
-HELLO, PROOF, PROBE_AT, NONCE_AT, NONCE = 112, 40, 48, 72, 32  # as protocol.md has it
+FRAME = struct.Struct("<8B10IQ4I2Q2HI")  # layout: soft/fabric/frame.h
+HELLO, PROOF, PROBE_AT, NONCE_AT, NONCE = 112, 40, 48, 72, 32  # offsets: protocol.md
 DIRECT_HELLO, DIRECT_FRAME = 2, 8
 TOKENS, FREE, OPEN, BUSY = 4096, 0, 1, 2
 PART = 65536
@@ -40,7 +40,7 @@ REMOTE = RemoteRegion(0, COUNT * PART, 1)
 
 
 @dataclass(frozen=True, slots=True)
-class Asked(Request):
+class TokenRequest(Request):
     """A request frame, and the token by which the peer may copy."""
 
     direct: bool
@@ -48,8 +48,8 @@ class Asked(Request):
     serial: int
 
 
-class Keeper:
-    """Somebody who is connected to, and speaks by hand. He is of this process, so he can write to its memory."""
+class TokenHolder:
+    """A listening peer whose messages are written by hand, in this process, so that it can write to its memory."""
 
     def __init__(self, folder: Path) -> None:
         self.gids = os.urandom(32)
@@ -63,7 +63,7 @@ class Keeper:
         return Endpoint(self.gids[:16], 17, 0, Mtu.MTU_4096)
 
     def accept(self) -> None:
-        """Shake hands, and take what is offered."""
+        """Perform the handshake, and accept the offered memory access."""
         self.stream, _ = self.listener.accept()
         self.stream.settimeout(patience(20))
         hello, descriptors, _, _ = socket.recv_fds(self.stream, HELLO, 1)
@@ -78,33 +78,33 @@ class Keeper:
             os.close(descriptor)
         flags = DIRECT_HELLO if self.offered else 0
         self.stream.sendall(struct.pack("<8sHHI32s32s32x", b"aioverbs", 1, flags, 0, self.gids, nonce))
-        self._take(PROOF)
+        self._read_exactly(PROOF)
 
-    def hear(self, count: int) -> list[Asked]:
-        return [self._hear() for _ in range(count)]
+    def receive_requests(self, count: int) -> list[TokenRequest]:
+        return [self._receive_request() for _ in range(count)]
 
-    def _hear(self) -> Asked:
-        _, _, flags, _, _, _, _, _, size, *numbers, copy_token, _, serial = FRAME.unpack(self._take(FRAME.size))
-        self._take(size)
+    def _receive_request(self) -> TokenRequest:
+        _, _, flags, _, _, _, _, _, size, *numbers, copy_token, _, serial = FRAME.unpack(self._read_exactly(FRAME.size))
+        self._read_exactly(size)
         to, sender, token, psn, packets, *_ = numbers
-        return Asked(to, sender, token, psn, packets, bool(flags & DIRECT_FRAME), copy_token, serial)
+        return TokenRequest(to, sender, token, psn, packets, bool(flags & DIRECT_FRAME), copy_token, serial)
 
-    def _take(self, size: int) -> bytes:
-        taken = b""
-        while len(taken) < size:
-            part = self.stream.recv(size - len(taken))
+    def _read_exactly(self, size: int) -> bytes:
+        data = b""
+        while len(data) < size:
+            part = self.stream.recv(size - len(data))
             assert part, "the device closed the connection"
-            taken += part
-        return taken
+            data += part
+        return data
 
-    def mark(self, state: int, asked: list[Asked]) -> None:
-        for each in asked:
+    def mark(self, state: int, requests: list[TokenRequest]) -> None:
+        for each in requests:
             assert each.direct
             struct.pack_into("<Q", self.page, 8 * each.copy_token, state << 32 | each.serial)
 
-    def look(self, asked: Asked) -> int:
-        """What state the copy token is in."""
-        (word,) = struct.unpack_from("<Q", self.page, 8 * asked.copy_token)
+    def token_state(self, request: TokenRequest) -> int:
+        """Return the state of the copy token."""
+        (word,) = struct.unpack_from("<Q", self.page, 8 * request.copy_token)
         return int(word >> 32)
 
     def close(self) -> None:
@@ -113,16 +113,16 @@ class Keeper:
 
 
 @dataclass
-class Held:
-    """Four writes of a queue pair, and a peer who is at the memory of all of them."""
+class HeldTokens:
+    """Four writes of a queue pair, with the peer in the middle of copying all of them."""
 
     scene: Scene
-    peer: Keeper
+    peer: TokenHolder
     qp: QueuePair
     region: MemoryRegion
     remote: RemoteRegion
     writes: list[Operation[None]]
-    asked: list[Asked]
+    requests: list[TokenRequest]
 
     @property
     def device(self) -> Device:
@@ -133,7 +133,7 @@ class Held:
         (link,) = (each for each in self.device.peers() if each.connected_by_us and gid in each.gids)
         return link
 
-    async def say(self, answer: bytes) -> None:
+    async def send(self, answer: bytes) -> None:
         """Send an answer, and wait until the device has read it."""
         before = self.link().frames_in
         self.peer.stream.sendall(answer)
@@ -143,32 +143,34 @@ class Held:
         return not any(write.ended for write in self.writes)
 
 
-async def ask(peer: Keeper, qp: QueuePair, region: MemoryRegion) -> tuple[list[Operation[None]], list[Asked]]:
-    """Connect a queue pair to the peer, and have it write: what is under way, and what the peer was asked."""
-    qp.connect(peer.endpoint, PEERS, timeout=0)  # nothing is sent again, however long somebody stands still
+async def post_writes(
+    peer: TokenHolder, qp: QueuePair, region: MemoryRegion
+) -> tuple[list[Operation[None]], list[TokenRequest]]:
+    """Connect a queue pair to the peer and post writes; return the writes, and the requests that the peer received."""
+    qp.connect(peer.endpoint, PEERS, timeout=0)  # no retransmission, however long a side is blocked
     parts = [slice(n * PART, (n + 1) * PART) for n in range(COUNT)]
     writes = [qp.write(region[part], REMOTE[part]) for part in parts]
     await asyncio.to_thread(peer.accept)
-    return writes, await asyncio.to_thread(peer.hear, COUNT)
+    return writes, await asyncio.to_thread(peer.receive_requests, COUNT)
 
 
 @pytest_asyncio.fixture
-async def held(device: Device, short_path: Path) -> AsyncIterator[Held]:
+async def held(device: Device, short_path: Path) -> AsyncIterator[HeldTokens]:
     async with (
         scene(device) as here,
         here.pair.domain.register(COUNT * PART, ACCESS) as region,
         here.pair.domain.queue_pair(here.pair.cq) as qp,
     ):
-        with contextlib.closing(Keeper(short_path / "near")) as peer:
-            writes, asked = await ask(peer, qp, region)
-            peer.mark(BUSY, asked)
-            yield Held(here, peer, qp, region, REMOTE, writes, asked)
+        with contextlib.closing(TokenHolder(short_path / "near")) as peer:
+            writes, requests = await post_writes(peer, qp, region)
+            peer.mark(BUSY, requests)
+            yield HeldTokens(here, peer, qp, region, REMOTE, writes, requests)
 
 
 @inline
-async def test_only_what_the_peer_was_asked_waits_for_it(held: Held) -> None:
-    """It says that it has done it, while it is still at the memory of all of it."""
-    await held.say(held.asked[-1].done())
+async def test_only_requests_to_the_peer_wait_for_its_copies(held: HeldTokens) -> None:
+    """The peer acknowledges the writes while their copy tokens are still busy."""
+    await held.send(held.requests[-1].ack())
     here, pair = held.scene, held.scene.pair
     here.local.buffer[:PART] = os.urandom(PART)
     await pair.near.write(*here.part(0, PART))
@@ -177,24 +179,24 @@ async def test_only_what_the_peer_was_asked_waits_for_it(held: Held) -> None:
         await pair.near.write(region[:], here.remote.remote()[:PART])
     assert held.in_flight()
     held.qp.to_error()
-    held.peer.mark(OPEN, held.asked)
+    held.peer.mark(OPEN, held.requests)
     assert await outcomes(held.writes) == [WcStatus.WR_FLUSH_ERR] * COUNT
 
 
 @in_thread
-async def test_what_was_answered_too_early_is_asked_again(held: Held) -> None:
-    await held.say(held.asked[-1].done())
+async def test_requests_answered_before_their_copy_ends_are_sent_again(held: HeldTokens) -> None:
+    await held.send(held.requests[-1].ack())
     assert held.in_flight()
-    held.peer.mark(OPEN, held.asked)
-    again = await asyncio.to_thread(held.peer.hear, 1)
-    assert (again[0].psn, again[0].direct) == (held.asked[0].psn, False)
-    await held.say(held.asked[-1].done())
+    held.peer.mark(OPEN, held.requests)
+    repeated = await asyncio.to_thread(held.peer.receive_requests, 1)
+    assert (repeated[0].psn, repeated[0].direct) == (held.requests[0].psn, False)
+    await held.send(held.requests[-1].ack())
     assert await outcomes(held.writes) == [WcStatus.SUCCESS] * COUNT
 
 
 @inline
-async def test_who_does_not_leave_loses_the_link(held: Held) -> None:
-    """And is not trusted with memory any more."""
+async def test_a_peer_that_does_not_release_memory_loses_the_link(held: HeldTokens) -> None:
+    """The peer also loses direct access to memory on later connections."""
     held.qp.to_error()
     assert held.in_flight()
     assert await outcomes(held.writes) == [WcStatus.WR_FLUSH_ERR] * COUNT
@@ -205,28 +207,28 @@ async def test_who_does_not_leave_loses_the_link(held: Held) -> None:
         write = qp.write(held.region[:PART], held.remote[:PART])
         await asyncio.to_thread(held.peer.accept)
         assert not held.peer.offered
-        (asked,) = await asyncio.to_thread(held.peer.hear, 1)
-        assert not asked.direct
-        await held.say(asked.done())
+        (request,) = await asyncio.to_thread(held.peer.receive_requests, 1)
+        assert not request.direct
+        await held.send(request.ack())
         assert await outcomes([write]) == [WcStatus.SUCCESS]
         assert held.link().why_not_direct == "the peer did not end a copy within 2 s"
 
 
 @inline
-async def test_a_lost_device_takes_the_memory_back_first(device: Device, short_path: Path) -> None:
-    """The peer was about to move data, as one that was stopped: what was under way is the user's memory again."""
+async def test_a_lost_device_revokes_copy_tokens_first(device: Device, short_path: Path) -> None:
+    """A stopped peer was about to copy: the memory in flight belongs to its user again once the device is lost."""
     async with (
         device.resource_domain() as domain,
         domain.register(COUNT * PART, ACCESS) as region,
         domain.completion_queue(64) as cq,
         domain.queue_pair(cq) as qp,
     ):
-        with contextlib.closing(Keeper(short_path / "near")) as peer:
-            writes, asked = await ask(peer, qp, region)
-            assert [peer.look(each) for each in asked] == [OPEN] * COUNT
+        with contextlib.closing(TokenHolder(short_path / "near")) as peer:
+            writes, requests = await post_writes(peer, qp, region)
+            assert [peer.token_state(each) for each in requests] == [OPEN] * COUNT
             device.faults.lose_device()
             for write in writes:
                 with pytest.raises(BrokenResourceError, match="DEVICE_FATAL"):
                     await write
             assert len(region.pins) == 0
-            assert [peer.look(each) for each in asked] == [FREE] * COUNT
+            assert [peer.token_state(each) for each in requests] == [FREE] * COUNT

@@ -1,7 +1,7 @@
-"""What a network does to frames: lost, twice, late and out of order, streams cut and peers silent.
+"""Frames that are lost, duplicated, late or reordered, streams that are cut, and silent peers.
 
-Reliable queue pairs get over it with their data intact, each thing done once, or tell within their timeout and retries;
-unreliable ones lose whole messages.
+Reliable queue pairs recover with intact data and each request done once, or report a failure within their timeout and
+retries; unreliable ones lose whole messages.
 """
 
 import asyncio
@@ -39,27 +39,28 @@ from tests.waiting import until
 SIZE = 1 << 20
 QUICK: dict[str, Any] = {"timeout": 13, "retry_cnt": 7, "rnr_retry": 7}  # 34 ms, eight times
 MS = 1_000_000
-KINDS = software.FaultPlan.frames
-MISHAPS: dict[str, Callable[..., None]] = {
+FRAME_KINDS = software.FaultPlan.frames
+FAULTS: dict[str, Callable[..., None]] = {
     "drop": software.FaultPlan.drop_frames,
     "duplicate": software.FaultPlan.duplicate_frames,
     "delay": lambda plan, *arguments, **more: plan.delay_frames(3 * MS, *arguments, **more),
-    "late": lambda plan, *arguments, **more: plan.delay_frames(40 * MS, *arguments, **more),  # it is repeated before
+    "late": lambda plan, *arguments, **more: plan.delay_frames(40 * MS, *arguments, **more),  # past the retransmission
     "cut": software.FaultPlan.cut_at_frames,
 }
-SENT_AGAIN = ("drop", "delay", "late", "cut")  # what these strike, or what overtook it, when its time is over
+# Faults after which a request is sent again once its timeout has passed.
+NEEDS_RETRANSMISSION = ("drop", "delay", "late", "cut")
 
 
 @dataclass
 class Scene:
-    """Near asks; both have memory in which each 8 bytes are their own."""
+    """A connected pair, and memory on both sides in which every 8 bytes have a unique value."""
 
     pair: Ends
     local: MemoryRegion
     remote: MemoryRegion
 
     def plan(self, kind: FrameKind) -> software.FaultPlan:
-        """Of the side that has such frames of near's requests."""
+        """Return the fault plan of the side that handles frames of this kind for requests of near."""
         device = self.pair.device if kind in ("request_out", "answer_in") else remote_device(self.pair.device)
         return device.faults
 
@@ -72,7 +73,7 @@ class Scene:
             plan.clear()
 
     def refused(self) -> int:
-        """How many streams were closed for what came over them."""
+        """Return the number of streams closed because of invalid frames."""
         return sum(plan.context.fabric().refused_frames for plan in self.plans)
 
     def part(self, at: int, length: int) -> tuple[RegionSlice, RemoteRegion]:
@@ -85,36 +86,36 @@ def pattern(seed: int, length: int) -> bytes:
 
 @asynccontextmanager
 async def scene(device: Device, qp_type: QpType = QpType.RC, **attributes: Any) -> AsyncIterator[Scene]:
-    """Near's device has reached far's before: near's time is that of its requests alone.
+    """Open a connected pair between devices that are linked already, so that timeouts cover only the requests.
 
-    :param attributes: QUICK where something is sent again, or nobody answers.
+    :param attributes: of the connection: QUICK if a request is to be retransmitted, or to fail for lack of an answer.
     """
     async with (
         ends(device) as first,
         ends(device, qp_type, **attributes) as pair,
         pair.domain.register(2 * SIZE, ACCESS) as local,
-        pair.far_domain.register(2 * SIZE, ACCESS) as remote,
+        pair.remote_domain.register(2 * SIZE, ACCESS) as remote,
     ):
         await first.write(b"at last!")
-        made = Scene(pair, local, remote)
-        refused = made.refused()
+        opened = Scene(pair, local, remote)
+        refused = opened.refused()
         try:
-            yield made
-            assert made.refused() == refused, "both are honest"
+            yield opened
+            assert opened.refused() == refused, "both are honest"
         finally:
-            made.clear()
-            for qp in (pair.near, pair.far):  # nothing comes into this memory any more
+            opened.clear()
+            for qp in (pair.near, pair.far):  # afterwards no data is written to this memory
                 if qp.query().qp_state is not QpState.RESET:
                     qp.to_error()
-            await until(pair.nothing_is_left)
+            await until(pair.is_idle)
 
 
 SIZES = (8, 4096, 4096, 70_000, 8, 300_000)
 MESSAGES = 12
 
 
-async def work(here: Scene, seed: int) -> None:
-    """All kinds of requests, posted at once; then all is as it would be without any mishap."""
+async def run_traffic(here: Scene, seed: int) -> None:
+    """Post all kinds of requests at once, and check that the results are those of a network without faults."""
     near, local, remote = here.pair.near, here.local, here.remote
     written = pattern(seed, SIZE)
     local.buffer[:SIZE] = written
@@ -123,21 +124,21 @@ async def work(here: Scene, seed: int) -> None:
     remote.buffer[SIZE:] = pattern(seed + 1, SIZE)
     remote.buffer[:8] = bytes(8)
     received = [here.pair.receive(here.pair.target[32 * n : 32 * n + 32]) for n in range(MESSAGES)]
-    asked: list[Operation[Any]] = []
-    adding: list[Operation[int]] = []
+    operations: list[Operation[Any]] = []
+    adds: list[Operation[int]] = []
     at = 8
     for number in range(MESSAGES):
         size = SIZES[number % len(SIZES)]
         if at + size <= SIZE:
-            asked.append(near.write(*here.part(at, size), **here.pair.way))
-            asked.append(near.read(*here.part(SIZE + at, size), **here.pair.way))
+            operations.append(near.write(*here.part(at, size), **here.pair.addressing))
+            operations.append(near.read(*here.part(SIZE + at, size), **here.pair.addressing))
             at += size
-        adding.append(near.fetch_and_add(remote.remote()[:8], 1, **here.pair.way))
+        adds.append(near.fetch_and_add(remote.remote()[:8], 1, **here.pair.addressing))
         here.pair.source.buffer[32 * number : 32 * number + 32] = pattern(seed + number, 32)
-        asked.append(near.send(here.pair.source[32 * number : 32 * number + 32], **here.pair.way))
-    for each in asked:
+        operations.append(near.send(here.pair.source[32 * number : 32 * number + 32], **here.pair.addressing))
+    for each in operations:
         await each
-    assert [await each for each in adding] == list(range(MESSAGES)), "each atomic is done once, in its turn"
+    assert [await each for each in adds] == list(range(MESSAGES)), "each atomic is done once, in its turn"
     messages = [bytes((await each).data) for each in received]
     assert messages == [pattern(seed + number, 32) for number in range(MESSAGES)]
     assert bytes(remote.buffer[:8]) == MESSAGES.to_bytes(8, "little")
@@ -146,48 +147,48 @@ async def work(here: Scene, seed: int) -> None:
     assert bytes(local.buffer[SIZE + 8 : SIZE + at]) == pattern(seed + 1, SIZE)[8:at]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("mishap", MISHAPS)
-async def test_mishaps_of_frames_are_made_good(device: Device, mishap: str, kind: FrameKind) -> None:
-    async with scene(device, **(QUICK if mishap in SENT_AGAIN else {})) as here:
-        await work(here, 0)
+@pytest.mark.parametrize("kind", FRAME_KINDS)
+@pytest.mark.parametrize("fault", FAULTS)
+async def test_requests_recover_from_frame_faults(device: Device, fault: str, kind: FrameKind) -> None:
+    async with scene(device, **(QUICK if fault in NEEDS_RETRANSMISSION else {})) as here:
+        await run_traffic(here, 0)
         plan = here.plan(kind)
-        for number, strike in enumerate(
+        for number, selection in enumerate(
             ({"first": 1}, {"first": 2}, {"first": 9}, {"first": 3, "every": 4, "times": 3})
         ):
             before = len(plan.records())
-            MISHAPS[mishap](plan, kind, **strike)
-            await asyncio.wait_for(work(here, 100 * number), patience(20))
+            FAULTS[fault](plan, kind, **selection)
+            await asyncio.wait_for(run_traffic(here, 100 * number), patience(20))
             records = plan.records()[before:]
             assert {(record.kind, record.value) for record in records} == {
-                ("delay" if mishap == "late" else mishap, kind)
+                ("delay" if fault == "late" else fault, kind)
             }
         assert here.pair.near.query().qp_state is QpState.RTS
 
 
-@pytest.mark.parametrize("mishap", MISHAPS)
-async def test_mishaps_of_frames_are_made_good_with_xrc(device: Device, mishap: str) -> None:
-    async with scene(device, QpType.XRC_SEND, **(QUICK if mishap in SENT_AGAIN else {})) as here:
-        for kind in KINDS:
-            MISHAPS[mishap](here.plan(kind), kind, first=2, every=5, times=2)
-            await asyncio.wait_for(work(here, 7), patience(20))
+@pytest.mark.parametrize("fault", FAULTS)
+async def test_xrc_requests_recover_from_frame_faults(device: Device, fault: str) -> None:
+    async with scene(device, QpType.XRC_SEND, **(QUICK if fault in NEEDS_RETRANSMISSION else {})) as here:
+        for kind in FRAME_KINDS:
+            FAULTS[fault](here.plan(kind), kind, first=2, every=5, times=2)
+            await asyncio.wait_for(run_traffic(here, 7), patience(20))
 
 
 @pytest.mark.every_way
-async def test_what_was_done_in_parts_is_repeated_in_parts(device: Device) -> None:
-    """More large writes than the peer may move at once: the last ones go through the socket, and a part is lost."""
+async def test_large_writes_are_repeated_in_parts(device: Device) -> None:
+    """Post more large writes than the peer may copy at once: the last go through the socket, and a part is lost."""
     async with scene(device, **QUICK) as here:
         size, count = 256 << 10, 20
         near, far = here.plans
         far.delay_frames(4 * MS, "answer_out", times=0)
         near.drop_frames("request_out", first=18, times=1)
         here.local.buffer[:] = pattern(3, 2 * SIZE)
-        async with here.pair.far_domain.register(count * size, ACCESS) as large:
-            asked = [
+        async with here.pair.remote_domain.register(count * size, ACCESS) as large:
+            operations = [
                 here.pair.near.write(here.local[8 * n : 8 * n + size], large.remote()[n * size : (n + 1) * size])
                 for n in range(count)
             ]
-            for each in asked:
+            for each in operations:
                 await asyncio.wait_for(each, patience(20))
             for number in range(count):
                 assert (
@@ -200,16 +201,16 @@ async def test_what_was_done_in_parts_is_repeated_in_parts(device: Device) -> No
 # ---- Silence and cuts
 
 
-async def fails_in_time(here: Scene) -> None:
-    """Not before all repetitions, and not long after."""
-    begun = time.monotonic()
+async def check_timeout(here: Scene) -> None:
+    """Check that a write fails after all retransmissions, and not long after."""
+    started = time.monotonic()
     with pytest.raises(WorkCompletionError) as caught:
         await asyncio.wait_for(here.pair.near.write(*here.part(0, 8)), patience(20))
     assert caught.value.status is WcStatus.RETRY_EXC_ERR
-    assert 8 * 0.0335 < time.monotonic() - begun < patience(2)
+    assert 8 * 0.0335 < time.monotonic() - started < patience(2)
 
 
-def connect_again(pair: Ends) -> None:
+def reconnect(pair: Ends) -> None:
     for qp in (pair.near, pair.far):
         qp.to_error()
         qp.to_reset()
@@ -218,68 +219,68 @@ def connect_again(pair: Ends) -> None:
 
 @pytest.mark.parametrize("side", ["near", "far"])
 @pytest.mark.every_way
-async def test_a_request_fails_in_time_where_the_peer_is_silent(device: Device, side: str) -> None:
+async def test_a_request_to_a_silent_peer_times_out(device: Device, side: str) -> None:
     async with scene(device, **QUICK) as here:
         await here.pair.near.write(*here.part(0, 8))
         plan = here.plans[side == "far"]
-        assert plan.stall_streams(bytes(16)) == 0  # there is no such peer
+        assert plan.stall_streams(bytes(16)) == 0  # no such peer exists
         assert plan.stall_streams() == 1
-        await fails_in_time(here)
+        await check_timeout(here)
         assert here.pair.near.query().qp_state is QpState.ERR
         assert plan.stall_streams(on=False) == 1
-        connect_again(here.pair)
-        await work(here, 5)
+        reconnect(here.pair)
+        await run_traffic(here, 5)
 
 
 @pytest.mark.every_way
-async def test_requests_wait_for_a_peer_that_is_silent_for_a_while(device: Device) -> None:
+async def test_requests_survive_a_peer_that_is_silent_for_a_while(device: Device) -> None:
     async with scene(device) as here:
         await here.pair.near.write(*here.part(0, 8))
         for plan in here.plans:
-            asked = asyncio.ensure_future(work(here, 11))
+            operations = asyncio.ensure_future(run_traffic(here, 11))
             plan.stall_streams()
             await asyncio.sleep(0.02)
-            assert not asked.done()
+            assert not operations.done()
             plan.stall_streams(on=False)
-            await asyncio.wait_for(asked, patience(20))
+            await asyncio.wait_for(operations, patience(20))
 
 
 @pytest.mark.every_way
-async def test_streams_that_are_cut_are_connected_again(device: Device) -> None:
+async def test_cut_streams_are_reconnected(device: Device) -> None:
     async with scene(device, **QUICK) as here:
         for times, plan in enumerate((*here.plans, *here.plans)):
-            asked = asyncio.ensure_future(work(here, times))
-            while not any(peer.connected for peer in device.peers()):  # noqa: ASYNC110  (nobody tells)
+            operations = asyncio.ensure_future(run_traffic(here, times))
+            while not any(peer.connected for peer in device.peers()):  # noqa: ASYNC110  (no notification exists)
                 await asyncio.sleep(0)
             assert plan.cut_streams(bytes(15) + b"x") == 0
             assert plan.cut_streams() >= 1
-            await asyncio.wait_for(asked, patience(20))
+            await asyncio.wait_for(operations, patience(20))
         (peer,) = (each for each in device.peers() if each.connected_by_us and each.connected)
         assert peer.connections > 1
 
 
-async def test_a_request_fails_in_time_where_each_stream_is_cut(device: Device) -> None:
+async def test_a_request_times_out_when_each_stream_is_cut(device: Device) -> None:
     async with scene(device, **QUICK) as here:
         await here.pair.near.write(*here.part(0, 8))
         here.plans[0].cut_at_frames("request_out", times=0)
-        await fails_in_time(here)
+        await check_timeout(here)
 
 
-async def test_a_request_fails_in_time_where_all_frames_are_lost(device: Device) -> None:
-    """Of any kind, for good: what nobody answers may have been done."""
-    for kind in KINDS:
+async def test_a_request_times_out_when_all_frames_are_lost(device: Device) -> None:
+    """Drop all frames of one kind: a request whose answer is lost may have been executed."""
+    for kind in FRAME_KINDS:
         async with scene(device, **QUICK) as here:
             here.local.buffer[:8] = kind[:8].encode()
             here.plan(kind).drop_frames(kind, times=0)
-            await fails_in_time(here)
+            await check_timeout(here)
             done = bytes(here.remote.buffer[:8]) == bytes(here.local.buffer[:8])
             assert done == kind.startswith("answer")
 
 
-# ---- Whose frames
+# ---- Scope of rules
 
 
-async def test_a_rule_is_for_one_queue_pair_or_peer(device: Device) -> None:
+async def test_a_rule_applies_to_one_queue_pair_or_peer(device: Device) -> None:
     async with scene(device, **QUICK) as here, ends(device) as other:
         plan = here.plans[0]
         there = here.pair.far.local_endpoint().gid
@@ -295,7 +296,7 @@ async def test_a_rule_is_for_one_queue_pair_or_peer(device: Device) -> None:
         assert plan.records()[1:] == [("delay", number, 1, "answer_in")]
 
 
-async def test_the_oldest_rule_decides(device: Device) -> None:
+async def test_the_oldest_matching_rule_applies(device: Device) -> None:
     async with scene(device) as here:
         plan = here.plans[0]
         plan.duplicate_frames("request_out", first=2)
@@ -309,17 +310,17 @@ async def test_the_oldest_rule_decides(device: Device) -> None:
         assert len(plan.records()) == 1
 
 
-# ---- Unreliable ones
+# ---- Unreliable queue pairs
 
 
-async def arrive(here: Scene, count: int, expected: int) -> list[bytes]:
-    """What was received when what is expected came, and nothing more does; sorted."""
+async def receive_messages(here: Scene, count: int, expected: int) -> list[bytes]:
+    """Send messages, wait until `expected` have arrived and no more arrive, and return them sorted."""
     target = here.pair.target
     received = [here.pair.receive(target[64 * n : 64 * n + 64]) for n in range(16)]
     for number in range(count):
         here.pair.source.buffer[8 * number : 8 * number + 8] = pattern(number, 8)
-        await here.pair.near.send(here.pair.source[8 * number : 8 * number + 8], **here.pair.way)
-    waiting = {asyncio.ensure_future(_take(each)) for each in received}
+        await here.pair.near.send(here.pair.source[8 * number : 8 * number + 8], **here.pair.addressing)
+    waiting = {asyncio.ensure_future(_received_data(each)) for each in received}
     messages: list[bytes] = []
     while True:
         limit = patience(10) if len(messages) < expected else 0.05
@@ -333,24 +334,24 @@ async def arrive(here: Scene, count: int, expected: int) -> list[bytes]:
     return sorted(messages)
 
 
-async def _take(receive: Operation[Any]) -> bytes:
+async def _received_data(receive: Operation[Any]) -> bytes:
     return bytes((await receive).data)
 
 
 @pytest.mark.parametrize("qp_type", [QpType.UC, QpType.UD], ids=lambda qp_type: qp_type.name)
 @pytest.mark.parametrize(
-    ("mishap", "arrived"),
+    ("fault", "arrived"),
     [("drop", [0, 2, 3]), ("duplicate", [0, 1, 1, 2, 3]), ("delay", [0, 1, 2, 3]), ("cut", [0])],
 )
-async def test_unreliable_messages_come_whole_or_not_at_all(
-    device: Device, qp_type: QpType, mishap: str, arrived: list[int]
+async def test_unreliable_messages_arrive_whole_or_not_at_all(
+    device: Device, qp_type: QpType, fault: str, arrived: list[int]
 ) -> None:
-    """Whoever sends is told that it is sent, and no more; what comes is whole."""
+    """A send completes once it is sent; messages arrive whole or not at all."""
     async with scene(device, qp_type) as here:
-        MISHAPS[mishap](here.plans[1], "request_in", first=2)
-        messages = await arrive(here, 4, len(arrived))
+        FAULTS[fault](here.plans[1], "request_in", first=2)
+        messages = await receive_messages(here, 4, len(arrived))
         assert here.pair.near.query().qp_state is QpState.RTS
-        if mishap == "cut":  # what is sent before that is noticed is lost, too
+        if fault == "cut":  # messages sent before the cut is noticed are lost, too
             assert pattern(0, 8) in messages
             assert pattern(1, 8) not in messages
         else:
@@ -358,29 +359,30 @@ async def test_unreliable_messages_come_whole_or_not_at_all(
 
 
 @pytest.mark.every_way
-async def test_an_unreliable_message_that_lost_a_frame_does_not_come(device: Device) -> None:
-    """A message of many frames of an unreliable connection, of which one is lost, is none."""
+async def test_an_unreliable_message_that_lost_a_frame_is_not_received(device: Device) -> None:
+    """Drop one of the frames of a message on an unreliable connection."""
     async with scene(device, QpType.UC) as here:
         here.local.buffer[:] = pattern(9, 2 * SIZE)
         for lost in (1, 2, 4):
             receive = here.pair.far.receive(here.remote[:SIZE])
             here.plans[0].drop_frames("request_out", first=lost)
             await here.pair.near.send(here.local[: SIZE // 2])
-            hearing = asyncio.ensure_future(_take(receive))
+            receiving = asyncio.ensure_future(_received_data(receive))
             async with asyncio.timeout(patience(10)):
-                while not hearing.done():  # behind so much data that may be lost, too, where far stands still
+                # The next message may be lost, too, while far is blocked behind so much data.
+                while not receiving.done():
                     await here.pair.near.send(here.local[SIZE : SIZE + 4096])
-                    await asyncio.wait([hearing], timeout=0.5)
-            assert await hearing == bytes(here.local.buffer[SIZE : SIZE + 4096])
+                    await asyncio.wait([receiving], timeout=0.5)
+            assert await receiving == bytes(here.local.buffer[SIZE : SIZE + 4096])
 
 
-async def test_memory_for_what_is_late_is_bounded(device: Device) -> None:
-    """4 MiB of it are kept, which are 31 frames of 128 KiB with their heads; others are lost."""
+async def test_memory_for_delayed_frames_is_bounded(device: Device) -> None:
+    """4 MiB of delayed frames are kept, that is 31 frames of 128 KiB with their headers; further ones are lost."""
     async with scene(device, QpType.UC) as here:
-        here.plans[0].delay_frames(500 * MS, "request_out", times=0)  # all are sent before the first one goes
+        here.plans[0].delay_frames(500 * MS, "request_out", times=0)  # all are sent before the first is released
         part = 128 << 10
         here.local.buffer[:] = pattern(1, 2 * SIZE)
-        async with here.pair.far_domain.register(40 * part, ACCESS) as large:
+        async with here.pair.remote_domain.register(40 * part, ACCESS) as large:
             for number in range(40):
                 await here.pair.near.write(here.local[:part], large.remote()[number * part : (number + 1) * part])
             assert len(here.plans[0].records()) == 40
@@ -388,8 +390,8 @@ async def test_memory_for_what_is_late_is_bounded(device: Device) -> None:
             assert bytes(large.buffer[31 * part :]) == bytes(9 * part)
 
 
-async def test_a_seed_chooses_what_is_lost(device: Device) -> None:
-    """Which requests are lost is the seed's choice alone."""
+async def test_a_seed_determines_the_lost_requests(device: Device) -> None:
+    """The seed alone decides which requests are lost."""
     async with scene(device, QpType.UC) as here:
         plan = here.plans[0]
 
@@ -409,20 +411,20 @@ async def test_a_seed_chooses_what_is_lost(device: Device) -> None:
         assert await lost(7) == first
 
 
-# ---- Anything at once
+# ---- Random combinations
 
 
 @dataclass(frozen=True)
 class Rule:
-    mishap: str
+    fault: str
     kind: FrameKind
-    strike: tuple[int, int, int]
+    selection: tuple[int, int, int]
 
 
 RULES = st.builds(
     Rule,
-    st.sampled_from(list(MISHAPS)),
-    st.sampled_from(KINDS),
+    st.sampled_from(list(FAULTS)),
+    st.sampled_from(FRAME_KINDS),
     st.tuples(st.integers(1, 12), st.integers(1, 5), st.integers(1, 3)),
 )
 CHANCES = st.fixed_dictionaries(
@@ -436,9 +438,9 @@ CHANCES = st.fixed_dictionaries(
 )
 
 
-async def meet(rules: list[Rule], chances: dict[str, int], seed: int) -> None:
-    """All of it is done as it should be, or what was not is told by the two statuses that there are for it."""
-    async with open_device("soft0") as near, open_device(OTHER) as far:
+async def check_recovery(rules: list[Rule], chances: dict[str, int], seed: int) -> None:
+    """Check that all requests succeed under these faults, or fail with one of two statuses."""
+    async with open_device("soft0") as near, open_device(FAR_NAME) as far:
         remote_devices[near] = far
         try:
             async with scene(near, **QUICK) as here:
@@ -446,27 +448,27 @@ async def meet(rules: list[Rule], chances: dict[str, int], seed: int) -> None:
                     plan.seed(seed)
                     plan.disturb_frames_at_random(**chances)
                 for rule in rules:
-                    first, every, times = rule.strike
-                    MISHAPS[rule.mishap](here.plan(rule.kind), rule.kind, first=first, every=every, times=times)
+                    first, every, times = rule.selection
+                    FAULTS[rule.fault](here.plan(rule.kind), rule.kind, first=first, every=every, times=times)
                 for number in range(3):
                     try:
-                        await asyncio.wait_for(work(here, number), patience(20))
+                        await asyncio.wait_for(run_traffic(here, number), patience(20))
                     except WorkCompletionError as error:
-                        # What failed first may be awaited later than what was flushed by that.
+                        # A request flushed by a failure may be awaited before the one that failed.
                         assert error.status in (WcStatus.RETRY_EXC_ERR, WcStatus.WR_FLUSH_ERR)  # noqa: PT017
                         break
         finally:
             del remote_devices[near]
 
 
-OTHER = f"soft0@{own_address()}:7476"  # its own number; both find each other by their Unix sockets
+FAR_NAME = f"soft0@{own_address()}:7476"  # its own number; the devices find each other by their Unix sockets
 
 
 @pytest.mark.parametrize("loop", LOOP_FACTORIES)
 @pytest.mark.parametrize("direct", ["0", "1"])
 @settings(max_examples=fewer(4), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(rules=st.lists(RULES, max_size=4), chances=CHANCES, seed=st.integers(0, 1000))
-def test_mishaps_at_once_are_made_good_or_told(
+def test_random_faults_are_recovered_or_reported(
     loop: str,
     direct: str,
     monkeypatch: pytest.MonkeyPatch,
@@ -479,4 +481,4 @@ def test_mishaps_at_once_are_made_good_or_told(
     monkeypatch.setenv("AIOVERBS_SOFT_DIRECTORY", str(short_path))
     short_path.chmod(0o700)
     with asyncio.Runner(loop_factory=LOOP_FACTORIES[loop]) as runner:
-        runner.run(meet(rules, chances, seed))
+        runner.run(check_recovery(rules, chances, seed))

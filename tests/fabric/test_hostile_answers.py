@@ -1,4 +1,4 @@
-"""Answers that no honest peer gives: they change nothing but what they are about, whoever executes."""
+"""Answers that no honest peer sends change only the request that they name, wherever the device executes."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable
@@ -34,14 +34,14 @@ from tests.listening import own_address
 from tests.soft_context import soft_context
 from tests.waiting import until
 
-LARGE = 4 << 20  # more than a socket and both of its ends keep
-AHEAD = range(1, 300)  # more than there are places in the completion queue of `ends`
-NEVER: dict[str, Any] = {"timeout": 0}  # nothing is sent again, however long somebody stands still
+LARGE = 4 << 20  # more than a socket and both of its ends buffer, in bytes
+AHEAD = range(1, 300)  # more than the depth of the completion queue of `ends`
+NO_RETRANSMISSION: dict[str, Any] = {"timeout": 0}  # no retransmission, however long a side is blocked
 
 
 @dataclass
 class Scene:
-    """Near's device meets the hostile peer where it looks for far's."""
+    """A device with a hostile peer at the address where it looks for the far device."""
 
     device: Device
     peer: HostilePeer
@@ -56,17 +56,17 @@ class Scene:
         (link,) = (each for each in self.device.peers() if each.connected_by_us)
         return link
 
-    async def say(self, *answers: bytes) -> None:
-        """Send answers, and wait until near's device has read them all."""
+    async def send(self, *answers: bytes) -> None:
+        """Send answers, and wait until the near device has read them all."""
         before = self.link().frames_in
-        self.peer.say(*answers)
+        self.peer.send(*answers)
         await until(lambda: self.link().frames_in == before + len(answers))
 
-    async def waits_for_room(self) -> None:
+    async def wait_for_full_socket(self) -> None:
         await until(lambda: self.link().waiting_queue_pairs)
 
-    async def stops(self) -> None:
-        """Wait until the peer has heard all that is sent, and nobody waits for room in the socket."""
+    async def wait_until_sent(self) -> None:
+        """Wait until the peer has received everything sent, and no queue pair waits for room in the socket."""
 
         def stopped() -> bool:
             link = self.link()
@@ -75,8 +75,8 @@ class Scene:
         await until(stopped)
 
 
-async def _name(device: Device) -> str:
-    """Of the socket by which the device is found."""
+async def socket_name(device: Device) -> str:
+    """Return the name of the socket by which the device is found."""
     async with device.resource_domain() as domain, domain.completion_queue(64) as cq, domain.queue_pair(cq) as qp:
         return gid_name(qp.local_endpoint())
 
@@ -95,9 +95,9 @@ async def scene(
         near = await opened(open_device("soft0", execution=request.param))
         monkeypatch.setenv("AIOVERBS_SOFT_DIRECTORY", str(theirs))
         far = await opened(open_device(f"soft0@{own_address()}:7475"))
-        own, name = await _name(near), await _name(far)
-        await opened(proxy(theirs / own, ours / own, Proxy()))
-        peer = await opened(hostile_peer(ours / name, theirs / name))
+        near_name, peer_name = await socket_name(near), await socket_name(far)
+        await opened(proxy(theirs / near_name, ours / near_name, Proxy()))
+        peer = await opened(hostile_peer(ours / peer_name, theirs / peer_name))
         refused = soft_context(near).fabric().refused_frames
         remote_devices[near] = far
         try:
@@ -108,10 +108,10 @@ async def scene(
 
 
 @asynccontextmanager
-async def bystanders(pair: Ends) -> AsyncIterator[tuple[QueuePair, MemoryRegion]]:
-    """A queue pair of near's device that has nothing to do with the peer, but shares the completion queue with near.
+async def unrelated_pair(pair: Ends) -> AsyncIterator[tuple[QueuePair, MemoryRegion]]:
+    """Open a queue pair that is not connected to the peer, but shares near's completion queue.
 
-    Afterwards, its requests are done, and nothing is left in the completion queue.
+    Afterwards check that its requests complete, and that none is in flight on the completion queue.
     """
     async with (
         pair.domain.register(LARGE, ACCESS) as region,
@@ -128,40 +128,40 @@ async def bystanders(pair: Ends) -> AsyncIterator[tuple[QueuePair, MemoryRegion]
 
 
 async def outcomes(operations: Iterable[Operation[None]]) -> list[WcStatus]:
-    found = []
+    statuses = []
     for operation in operations:
         try:
             await operation
-            found.append(WcStatus.SUCCESS)
+            statuses.append(WcStatus.SUCCESS)
         except WorkCompletionError as error:
-            found.append(error.status)
-    return found
+            statuses.append(error.status)
+    return statuses
 
 
 @pytest.mark.parametrize(
     "status", [WcStatus.RNR_RETRY_EXC_ERR, WcStatus.REM_ACCESS_ERR], ids=["not ready for the last time", "refused"]
 )
-async def test_nothing_is_done_behind_a_refusal(scene: Scene, status: WcStatus) -> None:
-    """Acknowledgements of what is flushed, and of what was never sent, come at once with the refusal."""
-    async with ends(scene.device, rnr_retry=0, **NEVER) as pair, bystanders(pair):
+async def test_requests_behind_a_refused_one_do_not_complete(scene: Scene, status: WcStatus) -> None:
+    """Send, together with the refusal, acknowledgements of flushed requests and of requests never sent."""
+    async with ends(scene.device, rnr_retry=0, **NO_RETRANSMISSION) as pair, unrelated_pair(pair):
         await pair.write(b"honest")
         scene.take_over()
         sends = [pair.near.send(pair.source[n : n + 1]) for n in range(8)]
-        first, *others = await scene.peer.hear(8)
-        ahead = [others[-1].done(n) for n in AHEAD]
-        await scene.say(first.refused(status), *[each.done() for each in others], *ahead)
+        first, *others = await scene.peer.receive_requests(8)
+        ahead = [others[-1].ack(n) for n in AHEAD]
+        await scene.send(first.nak(status), *[each.ack() for each in others], *ahead)
         assert await outcomes(sends) == [status] + [WcStatus.WR_FLUSH_ERR] * 7
         assert pair.near.query().qp_state is QpState.ERR
 
 
-async def test_nothing_is_done_behind_a_part_that_is_refused(scene: Scene) -> None:
-    async with ends(scene.device, **NEVER) as pair, bystanders(pair) as (_, region):
+async def test_a_write_with_a_refused_part_does_not_complete(scene: Scene) -> None:
+    async with ends(scene.device, **NO_RETRANSMISSION) as pair, unrelated_pair(pair) as (_, region):
         await pair.write(b"honest")
         scene.take_over(limit=1)
         write = pair.near.write(region[:], RemoteRegion(0, LARGE, 1))
-        (first,) = await scene.peer.hear(1)
-        await scene.waits_for_room()
-        await scene.say(first.refused(WcStatus.REM_ACCESS_ERR), *[first.done(n) for n in AHEAD])
+        (first,) = await scene.peer.receive_requests(1)
+        await scene.wait_for_full_socket()
+        await scene.send(first.nak(WcStatus.REM_ACCESS_ERR), *[first.ack(n) for n in AHEAD])
         scene.peer.go_on.set()
         assert await outcomes([write]) == [WcStatus.REM_ACCESS_ERR]
         assert pair.near.query().qp_state is QpState.ERR
@@ -170,14 +170,14 @@ async def test_nothing_is_done_behind_a_part_that_is_refused(scene: Scene) -> No
 QUICK: dict[str, Any] = {"timeout": 15, "retry_cnt": 2}  # 134 ms, three times
 
 
-async def ends_beside(peer: HostilePeer, operation: Operation[None], answer: bytes) -> WcStatus:
-    """Have the peer give one answer again and again, until the operation ends: how it does."""
+async def repeat_answer(peer: HostilePeer, operation: Operation[None], answer: bytes) -> WcStatus:
+    """Have the peer repeat one answer until the operation ends; return its status."""
     ended = asyncio.ensure_future(outcomes([operation]))
     for _ in range(5000):
         if ended.done():
             break
-        peer.say(answer)
-        await asyncio.sleep(0.001)  # more often than the time of an answer passes
+        peer.send(answer)
+        await asyncio.sleep(0.001)  # less than the timeout of a request
     else:
         ended.cancel()
         pytest.fail("the operation does not end")
@@ -185,56 +185,56 @@ async def ends_beside(peer: HostilePeer, operation: Operation[None], answer: byt
     return status
 
 
-async def test_a_request_whose_beginning_is_acknowledged_for_ever_ends(scene: Scene) -> None:
-    """The same acknowledgement again is no sign of life: retries run out as with a peer that is silent."""
-    async with ends(scene.device, path_mtu=Mtu.MTU_1024, **QUICK) as pair, bystanders(pair) as (_, region):
+async def test_a_request_with_repeated_partial_acks_ends(scene: Scene) -> None:
+    """A repeated acknowledgement is no progress: retries run out as with a silent peer."""
+    async with ends(scene.device, path_mtu=Mtu.MTU_1024, **QUICK) as pair, unrelated_pair(pair) as (_, region):
         await pair.write(b"honest")
         scene.take_over()
         write = pair.near.write(region[:8192], RemoteRegion(0, 8192, 1))
-        (first,) = await scene.peer.hear(1)
+        (first,) = await scene.peer.receive_requests(1)
         assert first.packets == 8
-        assert await ends_beside(scene.peer, write, first.done(-7)) is WcStatus.RETRY_EXC_ERR
+        assert await repeat_answer(scene.peer, write, first.ack(-7)) is WcStatus.RETRY_EXC_ERR
 
 
-async def test_a_read_whose_beginning_is_answered_for_ever_ends(scene: Scene) -> None:
-    """Each repetition brings the same bytes, and the retries are not given back for them."""
-    async with ends(scene.device, path_mtu=Mtu.MTU_1024, **QUICK) as pair, bystanders(pair) as (_, region):
+async def test_a_read_with_repeated_partial_responses_ends(scene: Scene) -> None:
+    """Each repetition carries the same bytes, and does not restore the retries."""
+    async with ends(scene.device, path_mtu=Mtu.MTU_1024, **QUICK) as pair, unrelated_pair(pair) as (_, region):
         await pair.write(b"honest")
         scene.take_over()
         read = pair.near.read(region[:8192], RemoteRegion(0, 8192, 1))
-        (first,) = await scene.peer.hear(1)
-        assert await ends_beside(scene.peer, read, first.answered(b"x" * 1024, 1)) is WcStatus.RETRY_EXC_ERR
+        (first,) = await scene.peer.receive_requests(1)
+        assert await repeat_answer(scene.peer, read, first.read_response(b"x" * 1024, 1)) is WcStatus.RETRY_EXC_ERR
 
 
-async def test_datagrams_are_not_answered(scene: Scene) -> None:
-    async with ends(scene.device, QpType.UD) as pair, bystanders(pair):
+async def test_answers_to_datagrams_are_ignored(scene: Scene) -> None:
+    async with ends(scene.device, QpType.UD) as pair, unrelated_pair(pair):
         scene.take_over()
         for turn in (1, 2):
             for _ in range(3):
-                await pair.near.send(pair.source[:8], **pair.way)
-            last = (await scene.peer.hear(3 * turn))[-1]
-            refusals = [last.refused(status) for status in (WcStatus.REM_ACCESS_ERR, WcStatus.RNR_RETRY_EXC_ERR)]
-            await scene.say(*refusals, *[last.done(n) for n in AHEAD])
+                await pair.near.send(pair.source[:8], **pair.addressing)
+            last = (await scene.peer.receive_requests(3 * turn))[-1]
+            refusals = [last.nak(status) for status in (WcStatus.REM_ACCESS_ERR, WcStatus.RNR_RETRY_EXC_ERR)]
+            await scene.send(*refusals, *[last.ack(n) for n in AHEAD])
         assert pair.near.query().qp_state is QpState.RTS
 
 
-async def test_unreliable_connections_are_not_answered(scene: Scene) -> None:
-    async with ends(scene.device, QpType.UC) as pair, bystanders(pair) as (_, region):
+async def test_answers_to_unreliable_connections_are_ignored(scene: Scene) -> None:
+    async with ends(scene.device, QpType.UC) as pair, unrelated_pair(pair) as (_, region):
         scene.take_over(limit=1)
         write = pair.near.write(region[:], RemoteRegion(0, LARGE, 1))
-        (first,) = await scene.peer.hear(1)
-        refusals = [first.refused(status) for status in (WcStatus.REM_ACCESS_ERR, WcStatus.RNR_RETRY_EXC_ERR)]
-        await scene.say(*refusals, *[first.done(n) for n in AHEAD])
+        (first,) = await scene.peer.receive_requests(1)
+        refusals = [first.nak(status) for status in (WcStatus.REM_ACCESS_ERR, WcStatus.RNR_RETRY_EXC_ERR)]
+        await scene.send(*refusals, *[first.ack(n) for n in AHEAD])
         scene.peer.go_on.set()
         assert await outcomes([write]) == [WcStatus.SUCCESS]
         assert pair.near.query().qp_state is QpState.RTS
 
 
-async def test_fewer_packets_are_in_flight_than_can_be_told_apart(scene: Scene) -> None:
-    """Of requests with 2^23 packets and more, some wait for answers, which are heard."""
+async def test_packets_in_flight_are_limited_to_half_the_psn_space(scene: Scene) -> None:
+    """Some of the requests with 2^23 packets and more wait for answers, and process them."""
     capabilities = QpCapabilities(max_send_sge=32)
     async with (
-        ends(scene.device, capabilities=capabilities, path_mtu=Mtu.MTU_256, **NEVER) as pair,
+        ends(scene.device, capabilities=capabilities, path_mtu=Mtu.MTU_256, **NO_RETRANSMISSION) as pair,
         pair.domain.register(32 << 20, ACCESS) as region,
     ):
         peer, remote = scene.peer, RemoteRegion(0, 1 << 30, 1)
@@ -243,13 +243,13 @@ async def test_fewer_packets_are_in_flight_than_can_be_told_apart(scene: Scene) 
         write = pair.near.write(region[: 256 << 10], remote[: 256 << 10])
         reads = [pair.near.read([region[:]] * 32, remote) for _ in range(3)]  # 2^22 packets each
         await until(lambda: peer.packets() > 1 << 22)
-        await scene.stops()
+        await scene.wait_until_sent()
         in_flight = peer.packets()
         assert in_flight < 1 << 23
-        peer.say(peer.requests[1].done())  # the write's last part
+        peer.send(peer.requests[1].ack())  # the last part of the write
         await write
         await until(lambda: peer.packets() > in_flight)
-        await scene.stops()
+        await scene.wait_until_sent()
         assert peer.packets() - sum(each.packets for each in peer.requests[:2]) < 1 << 23
-        peer.say(peer.requests[2].refused(WcStatus.REM_ACCESS_ERR))
+        peer.send(peer.requests[2].nak(WcStatus.REM_ACCESS_ERR))
         assert await outcomes(reads) == [WcStatus.REM_ACCESS_ERR] + [WcStatus.WR_FLUSH_ERR] * 2

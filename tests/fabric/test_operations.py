@@ -1,4 +1,4 @@
-"""Each operation on each type of queue pair, between two devices, by each way that there is between them."""
+"""Each operation on each type of queue pair, between two devices, by each kind of transfer."""
 
 import pytest
 
@@ -9,7 +9,7 @@ from tests.data_path.ends import CONNECTED, TYPES
 
 pytestmark = pytest.mark.every_way
 
-MODELS = dict(zip(TYPES, MessageModel, strict=True))  # each waits in another way
+MODELS = dict(zip(TYPES, MessageModel, strict=True))  # each type with another message model
 
 
 @qp_types(*TYPES)
@@ -23,8 +23,8 @@ async def test_remote_memory_is_written_and_read(device: Device, qp_type: QpType
 
 
 @qp_types(QpType.RC, QpType.XRC_SEND)
-async def test_atomics_return_what_was_there(device: Device, qp_type: QpType) -> None:
-    await operations.test_atomics_return_what_was_there(device, qp_type, ThreadModel.SINGLE, MODELS[qp_type])
+async def test_atomics_return_the_previous_value(device: Device, qp_type: QpType) -> None:
+    await operations.test_atomics_return_the_previous_value(device, qp_type, ThreadModel.SINGLE, MODELS[qp_type])
 
 
 @qp_types(*CONNECTED)

@@ -1,4 +1,4 @@
-"""Two processes, and between them somebody who tears what they say into bytes, slows it, stops it, or cuts it."""
+"""Two processes with a proxy between them that fragments, slows, stalls or cuts the streams."""
 
 import contextlib
 import socket
@@ -13,7 +13,7 @@ import pytest
 from aioverbs import QpState, QueuePair, WcStatus, WorkCompletionError
 from tests.fabric.exchange import exchange, gid_name
 from tests.fabric.proxy import Proxy, proxy
-from tests.fabric.two import End, Other, end, other
+from tests.fabric.two import End, PeerProcess, end, peer_process
 from tests.pace import patience
 from tests.soft_context import soft_context
 from tests.waiting import until
@@ -22,11 +22,11 @@ QUICK: dict[str, Any] = {"timeout": 14, "retry_cnt": 2}  # 67 ms, three times
 
 
 @dataclass
-class Destination:
-    """Both find each other's name in a directory of their own, and behind it the proxy."""
+class Connection:
+    """A connection of two processes; each finds the name of the other in its own directory, and the proxy behind it."""
 
     here: End
-    there: Other
+    there: PeerProcess
     qp: QueuePair
     refused: int
 
@@ -40,7 +40,7 @@ class Destination:
 
 @contextlib.contextmanager
 def reserved_port(host: str) -> Iterator[int]:
-    """One that nobody else is given: it is bound. Another process may still listen there, as nobody does here."""
+    """Reserve a port by binding it: no other process is assigned it, and the device may still listen on it."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind((host, 0))
@@ -48,10 +48,10 @@ def reserved_port(host: str) -> Iterator[int]:
 
 
 @contextlib.asynccontextmanager
-async def way(
-    monkeypatch: pytest.MonkeyPatch, short_path: Path, carrier: str, how: Proxy, **attributes: Any
-) -> AsyncIterator[Destination]:
-    """Near connects to the proxy by a Unix socket, which connects to far by one, or by TCP."""
+async def connected(
+    monkeypatch: pytest.MonkeyPatch, short_path: Path, carrier: str, behaviour: Proxy, **attributes: Any
+) -> AsyncIterator[Connection]:
+    """Connect near to the proxy by a Unix socket, and the proxy to far by a Unix socket or TCP."""
     ours, theirs = short_path / "here", short_path / "there"
     for folder in (ours, theirs):
         folder.mkdir(mode=0o700)
@@ -63,74 +63,77 @@ async def way(
         if host:
             address = host, stack.enter_context(reserved_port(host))
             environment["AIOVERBS_SOFT_ADDRESS"] = f"[{host}]:{address[1]}" if ":" in host else f"{host}:{address[1]}"
-        there = await stack.enter_async_context(other(environment=environment))
+        there = await stack.enter_async_context(peer_process(environment=environment))
         here = await stack.enter_async_context(end())
         (qp,) = here.qps
         refused = soft_context(here.device).fabric().refused_frames
         name = gid_name(await there.connect(qp, **attributes))
         own = gid_name(qp.local_endpoint())
-        async with proxy(ours / name, address if host else theirs / name, how), proxy(theirs / own, ours / own, how):
-            made = Destination(here, there, qp, refused)
-            yield made
-            made.check()
+        async with (
+            proxy(ours / name, address if host else theirs / name, behaviour),
+            proxy(theirs / own, ours / own, behaviour),
+        ):
+            connection = Connection(here, there, qp, refused)
+            yield connection
+            connection.check()
 
 
 @pytest.mark.parametrize("carrier", ["unix", "tcp4", "tcp6"])
 async def test_a_stream_in_single_bytes_changes_nothing(
     monkeypatch: pytest.MonkeyPatch, short_path: Path, carrier: str
 ) -> None:
-    how = Proxy(piece=1)
-    async with way(monkeypatch, short_path, carrier, how) as between:
-        await between.exchange(most=2000)
-        assert how.connections == 2
-        assert how.passed > 6000
+    behaviour = Proxy(piece=1)
+    async with connected(monkeypatch, short_path, carrier, behaviour) as connection:
+        await connection.exchange(most=2000)
+        assert behaviour.connections == 2
+        assert behaviour.passed > 6000
 
 
 async def test_a_slow_stream_changes_nothing(monkeypatch: pytest.MonkeyPatch, short_path: Path) -> None:
-    async with way(monkeypatch, short_path, "unix", Proxy(piece=3000, pause_s=0.001)) as between:
-        await between.exchange(most=50_000)
+    async with connected(monkeypatch, short_path, "unix", Proxy(piece=3000, pause_s=0.001)) as connection:
+        await connection.exchange(most=50_000)
 
 
-# Within HELLO, WELCOME and PROOF, within a head, behind one, within data.
+# Within HELLO, WELCOME and PROOF, within a header, behind a header, within data.
 CUTS = [1, 150, 260, 400, 4500, 200_000]
 
 
 @pytest.mark.parametrize("carrier", ["unix", "tcp4"])
-async def test_a_stream_that_is_cut_again_and_again_changes_nothing(
+async def test_a_stream_that_is_cut_repeatedly_changes_nothing(
     monkeypatch: pytest.MonkeyPatch, short_path: Path, carrier: str
 ) -> None:
     """Each connection lasts a little longer than the one before it."""
-    how = Proxy(cut_after=list(CUTS))
-    attributes = {"timeout": 15, "retry_cnt": 7}  # 134 ms, eight times: each cut takes one of them
-    async with way(monkeypatch, short_path, carrier, how, **attributes) as between:
+    behaviour = Proxy(cut_after=list(CUTS))
+    attributes = {"timeout": 15, "retry_cnt": 7}  # 134 ms, eight times: each cut uses up one of them
+    async with connected(monkeypatch, short_path, carrier, behaviour, **attributes) as connection:
         for seed in range(3):
-            await between.exchange(seed=seed)
-        assert not how.cut_after
-        assert how.connections > len(CUTS)
+            await connection.exchange(seed=seed)
+        assert not behaviour.cut_after
+        assert behaviour.connections > len(CUTS)
 
 
-async def exchange_for_ever(between: Destination) -> None:
+async def exchange_forever(connection: Connection) -> None:
     while True:
-        await between.exchange(most=5000)
+        await connection.exchange(most=5000)
 
 
 @pytest.mark.parametrize(("carrier", "after"), [("tcp6", 0), ("unix", 300), ("tcp4", 700), ("unix", 20_000)])
-async def test_a_stream_that_stops_is_told_of_in_time_and_goes_on(
+async def test_a_stalled_stream_times_out_and_works_again(
     monkeypatch: pytest.MonkeyPatch, short_path: Path, carrier: str, after: int
 ) -> None:
-    """Nothing passes any more: that is told in time, and when it goes on there is nothing wrong."""
-    how = Proxy(stall_after=after)
-    async with way(monkeypatch, short_path, carrier, how, **QUICK) as between:
+    """A stalled stream is reported in time, and works again afterwards."""
+    behaviour = Proxy(stall_after=after)
+    async with connected(monkeypatch, short_path, carrier, behaviour, **QUICK) as connection:
         begun = time.monotonic()
         with pytest.raises(WorkCompletionError) as caught:
-            await exchange_for_ever(between)
+            await exchange_forever(connection)
         assert caught.value.status is WcStatus.RETRY_EXC_ERR
         assert 3 * 0.067 < time.monotonic() - begun < patience(5)
-        how.stall_after = None
-        how.go_on.set()
-        qp = between.qp
+        behaviour.stall_after = None
+        behaviour.go_on.set()
+        qp = connection.qp
         assert qp.query().qp_state is QpState.ERR
         await until(lambda: not qp.statistics().in_flight)
         qp.to_reset()
-        await between.there.connect(qp)
-        await between.exchange()
+        await connection.there.connect(qp)
+        await connection.exchange()

@@ -1,4 +1,4 @@
-"""Reads of another process's memory that its device is not asked about again, until something is taken back."""
+"""Reads of another process's memory by a remembered permission, until that permission is revoked."""
 
 import asyncio
 import contextlib
@@ -19,79 +19,77 @@ from aioverbs import (
     WcStatus,
     WorkCompletionError,
 )
-from tests.data_path.ends import ACCESS, PATIENT, PEERS
+from tests.data_path.ends import ACCESS, LONG_TIMEOUT, PEERS
 from tests.devices import remote_device
 from tests.fabric.test_frames import QUICK, SIZE, Scene, pattern, scene
-from tests.fabric.two import end, other
+from tests.fabric.two import end, peer_process
 from tests.pace import patience
 
 PAGE = 4096
-LONGEST = 16 * 1024  # of a read that is not asked about
-PLACES, WORDS = (
-    4,
-    251,
-)  # for permissions that a queue pair remembers, and for what is taken back: a key has one by its number
+MAX_CACHED_READ = 16 * 1024  # longest read that uses a remembered permission, in bytes
+# Permissions that a queue pair remembers, and words that record revocations; the number of a key selects both.
+SLOTS, WORDS = 4, 251
 
-directly = pytest.mark.parametrize("device", ["direct-inline"], indirect=True)
+direct_only = pytest.mark.parametrize("device", ["direct-inline"], indirect=True)
 models = pytest.mark.parametrize("model", MessageModel, ids=lambda model: model.name)
 
 
-def asked(device: Device) -> int:
-    """How many requests went to the other one."""
+def requests_sent(device: Device) -> int:
+    """Return the number of requests sent to the other device."""
     return sum(peer.frames_out for peer in device.peers() if peer.connected_by_us)
 
 
-async def is_remembered(here: Scene, remote: RemoteRegion | None = None) -> bool:
-    """Whether the second of two reads is not asked about."""
+async def is_cached(here: Scene, remote: RemoteRegion | None = None) -> bool:
+    """Return whether the second of two reads sends no request."""
     remote = here.remote.remote() if remote is None else remote
     await here.pair.near.read(here.local[:8], remote[:8])
-    before = asked(here.pair.device)
+    before = requests_sent(here.pair.device)
     await here.pair.near.read(here.local[:8], remote[:8])
-    return asked(here.pair.device) == before
+    return requests_sent(here.pair.device) == before
 
 
-@directly
-@pytest.mark.parametrize("size", [1, 8, PAGE, PAGE + 1, LONGEST])
-async def test_what_was_allowed_once_is_read_without_asking(device: Device, size: int) -> None:
+@direct_only
+@pytest.mark.parametrize("size", [1, 8, PAGE, PAGE + 1, MAX_CACHED_READ])
+async def test_cached_permissions_allow_reads_without_requests(device: Device, size: int) -> None:
     async with scene(device) as here:
         here.remote.buffer[:] = pattern(1, 2 * SIZE)
         expected = bytes(here.remote.buffer)
-        assert await is_remembered(here)
-        before = asked(device)
+        assert await is_cached(here)
+        before = requests_sent(device)
         for at in (0, 5, PAGE - 1, 2 * SIZE - size):
             here.local.buffer[:size] = bytes(size)
             await here.pair.near.read(here.local[:size], here.remote.remote()[at : at + size])
             assert bytes(here.local.buffer[:size]) == expected[at : at + size]
-        assert asked(device) == before
+        assert requests_sent(device) == before
 
 
-@directly
-async def test_what_is_larger_is_asked_about(device: Device) -> None:
+@direct_only
+async def test_larger_reads_send_requests(device: Device) -> None:
     async with scene(device) as here:
-        assert await is_remembered(here)
-        before = asked(device)
-        await here.pair.near.read(here.local[: LONGEST + 1], here.remote.remote()[: LONGEST + 1])
-        assert asked(device) > before
+        assert await is_cached(here)
+        before = requests_sent(device)
+        await here.pair.near.read(here.local[: MAX_CACHED_READ + 1], here.remote.remote()[: MAX_CACHED_READ + 1])
+        assert requests_sent(device) > before
 
 
-@directly
+@direct_only
 @pytest.mark.parametrize("model", ["one by one", "batch", "at once"])
-async def test_many_are_read_together(device: Device, model: str) -> None:
-    """More than one system call takes, into pieces of all sizes."""
+async def test_many_cached_reads_are_combined(device: Device, model: str) -> None:
+    """Post more reads than one system call takes, into pieces of all sizes."""
     chance = random.Random(7)
     async with scene(device) as here:
         near = here.pair.near
         here.remote.buffer[:] = chance.randbytes(2 * SIZE)
         expected = bytearray(here.local.buffer)
-        assert await is_remembered(here)
+        assert await is_cached(here)
         expected[:8] = here.remote.buffer[:8]
-        before, at = asked(device), 64
+        before, at = requests_sent(device), 64
         parts: list[tuple[Any, RemoteRegion]] = []
         for number in range(100):
             sizes = [chance.choice((1, 8, 700, 2 * PAGE)) for _ in range(1 + number % 2)]
-            away, pieces = chance.randrange(2 * SIZE - 4 * PAGE), []
-            expected[at : at + sum(sizes)] = here.remote.buffer[away : away + sum(sizes)]
-            remote = here.remote.remote()[away : away + sum(sizes)]
+            offset, pieces = chance.randrange(2 * SIZE - 4 * PAGE), []
+            expected[at : at + sum(sizes)] = here.remote.buffer[offset : offset + sum(sizes)]
+            remote = here.remote.remote()[offset : offset + sum(sizes)]
             for size in sizes:
                 pieces.append(here.local[at : at + size])
                 at += size
@@ -106,13 +104,13 @@ async def test_many_are_read_together(device: Device, model: str) -> None:
         else:
             for pieces, remote in parts:
                 await near.read(pieces, remote)
-        assert asked(device) == before
+        assert requests_sent(device) == before
         assert here.local.buffer == expected
 
 
-@directly
-async def test_a_queue_that_never_runs_empty_comes_to_it(device: Device) -> None:
-    """The first reads are asked about, and those behind them wait for their answers rather than ask, too."""
+@direct_only
+async def test_a_queue_that_never_runs_empty_uses_the_cache(device: Device) -> None:
+    """The first reads are sent as requests, and later ones wait for their answers."""
     async with scene(device) as here:
 
         async def keep_on() -> None:
@@ -120,16 +118,16 @@ async def test_a_queue_that_never_runs_empty_comes_to_it(device: Device) -> None
                 await here.pair.near.read(here.local[:8], here.remote.remote()[:8])
                 await asyncio.sleep(0)
 
-        before = asked(device)
+        before = requests_sent(device)
         await asyncio.gather(*(keep_on() for _ in range(8)))
-        assert asked(device) - before < 100
+        assert requests_sent(device) - before < 100
 
 
-@directly
-async def test_reads_stay_behind_what_was_posted_before(device: Device) -> None:
+@direct_only
+async def test_cached_reads_keep_the_order_of_requests(device: Device) -> None:
     async with scene(device) as here:
         near, remote = here.pair.near, here.remote.remote()
-        assert await is_remembered(here)
+        assert await is_cached(here)
         for number in range(300):
             here.local.buffer[:8] = number.to_bytes(8, "little")
             written = near.write(here.local[:8], remote[:8])
@@ -141,7 +139,7 @@ async def test_reads_stay_behind_what_was_posted_before(device: Device) -> None:
             assert int.from_bytes(here.local.buffer[128:136], "little") == number + 1
 
 
-# ---- What takes it back
+# ---- Revocation
 
 
 def _deregister(here: Scene) -> None:
@@ -184,7 +182,7 @@ def _lose(here: Scene) -> None:
     here.pair.device.faults.lose_messages(times=1000)
 
 
-TAKEN_BACK: dict[str, tuple[Callable[[Scene], None], WcStatus]] = {
+REVOCATIONS: dict[str, tuple[Callable[[Scene], None], WcStatus]] = {
     "the region goes": (_deregister, WcStatus.REM_ACCESS_ERR),
     "the queue pair breaks": (_to_error, WcStatus.RETRY_EXC_ERR),
     "the queue pair allows no reads": (_allow_nothing, WcStatus.REM_INV_REQ_ERR),
@@ -198,14 +196,14 @@ TAKEN_BACK: dict[str, tuple[Callable[[Scene], None], WcStatus]] = {
 }
 
 
-@directly
-@pytest.mark.parametrize("what", TAKEN_BACK)
-async def test_a_read_is_asked_about_when_its_permission_is_taken_back(device: Device, what: str) -> None:
-    take_back, status = TAKEN_BACK[what]
+@direct_only
+@pytest.mark.parametrize("cause", REVOCATIONS)
+async def test_a_read_sends_a_request_after_its_permission_is_revoked(device: Device, cause: str) -> None:
+    revoke, status = REVOCATIONS[cause]
     async with scene(device, **(QUICK if status is WcStatus.RETRY_EXC_ERR else {})) as here:
-        assert await is_remembered(here)
+        assert await is_cached(here)
         remote = here.remote.remote()[:8]
-        take_back(here)
+        revoke(here)
         with pytest.raises(WorkCompletionError) as caught:
             await asyncio.wait_for(here.pair.near.read(here.local[:8], remote), patience(30))
         assert caught.value.status is status
@@ -213,34 +211,34 @@ async def test_a_read_is_asked_about_when_its_permission_is_taken_back(device: D
             faults.stall_streams(on=False)
 
 
-@directly
-async def test_a_queue_pair_that_is_connected_anew_has_no_old_permissions(device: Device) -> None:
-    """What its former life was allowed is none of the new one's."""
+@direct_only
+async def test_a_reconnected_queue_pair_has_no_old_permissions(device: Device) -> None:
+    """Permissions of the previous connection do not apply to the new one."""
     async with scene(device) as here:
-        assert await is_remembered(here)
+        assert await is_cached(here)
         for qp in (here.pair.near, here.pair.far):
             qp.to_reset()
-        here.pair.near.connect(here.pair.far.local_endpoint(), PEERS, **PATIENT)
+        here.pair.near.connect(here.pair.far.local_endpoint(), PEERS, **LONG_TIMEOUT)
         here.pair.far.connect(here.pair.near.local_endpoint(), PEERS & ~AccessFlags.REMOTE_READ)
         with pytest.raises(WorkCompletionError) as caught:
             await here.pair.near.read(here.local[:8], here.remote.remote()[:8])
         assert caught.value.status is WcStatus.REM_INV_REQ_ERR
 
 
-@directly
-@pytest.mark.parametrize("how", ["invalidated", "by its owner", "closed"])
-async def test_a_window_that_goes_takes_its_permission_with_it(device: Device, how: str) -> None:
-    async with scene(device) as here, here.pair.far_domain.memory_window() as window:
+@direct_only
+@pytest.mark.parametrize("cause", ["invalidated", "by its owner", "closed"])
+async def test_a_permission_ends_with_its_window(device: Device, cause: str) -> None:
+    async with scene(device) as here, here.pair.remote_domain.memory_window() as window:
         far = here.pair.far
         bound = await far.bind_window(window, here.remote[PAGE : 3 * PAGE], AccessFlags.REMOTE_READ)
         here.remote.buffer[PAGE : PAGE + 8] = b"a window"
-        assert await is_remembered(here, bound)
+        assert await is_cached(here, bound)
         assert bytes(here.local.buffer[:8]) == b"a window"
-        if how == "invalidated":
+        if cause == "invalidated":
             back = here.pair.receive()
             await here.pair.near.send_with_invalidate(here.local[:8], bound.rkey)
             await back
-        elif how == "by its owner":
+        elif cause == "by its owner":
             await far.invalidate(bound.rkey)
         else:
             await window.aclose()
@@ -249,69 +247,74 @@ async def test_a_window_that_goes_takes_its_permission_with_it(device: Device, h
         assert caught.value.status is WcStatus.REM_ACCESS_ERR
 
 
-@directly
+@direct_only
 async def test_a_permission_is_for_its_window_alone(device: Device) -> None:
-    async with scene(device) as here, here.pair.far_domain.memory_window() as window:
+    async with scene(device) as here, here.pair.remote_domain.memory_window() as window:
         bound = await here.pair.far.bind_window(window, here.remote[PAGE : 2 * PAGE], AccessFlags.REMOTE_READ)
-        assert await is_remembered(here, bound)
+        assert await is_cached(here, bound)
         with pytest.raises(WorkCompletionError) as caught:
             await here.pair.near.read(here.local[:16], RemoteRegion(bound.address + PAGE - 8, 16, bound.rkey))
         assert caught.value.status is WcStatus.REM_ACCESS_ERR
 
 
-async def apart(here: Scene, opened: contextlib.AsyncExitStack) -> list[MemoryRegion]:
-    """As many regions as have places and words of their own, ours first. Keys are used again, in any order."""
-    found = [here.remote]
-    while len(found) < PLACES:
-        region = await opened.enter_async_context(here.pair.far_domain.register(PAGE, ACCESS))
-        numbers = [each.remote().rkey >> 8 for each in (*found, region)]
-        if all(len({number % count for number in numbers}) == len(numbers) for count in (PLACES, WORDS)):
-            found.append(region)
-    return found
+async def distinct_regions(here: Scene, opened: contextlib.AsyncExitStack) -> list[MemoryRegion]:
+    """Register regions whose keys use different slots and words; the first one is `here.remote`.
+
+    Keys of closed regions are reused in any order, so several may have to be registered.
+    """
+    regions = [here.remote]
+    while len(regions) < SLOTS:
+        region = await opened.enter_async_context(here.pair.remote_domain.register(PAGE, ACCESS))
+        numbers = [each.remote().rkey >> 8 for each in (*regions, region)]
+        if all(len({number % count for number in numbers}) == len(numbers) for count in (SLOTS, WORDS)):
+            regions.append(region)
+    return regions
 
 
-@directly
+@direct_only
 async def test_other_regions_keep_their_permissions(device: Device) -> None:
     async with scene(device) as here, contextlib.AsyncExitStack() as opened:
-        regions = await apart(here, opened)
+        regions = await distinct_regions(here, opened)
         for region in regions:
-            assert await is_remembered(here, region.remote())
-        before = asked(device)
+            assert await is_cached(here, region.remote())
+        before = requests_sent(device)
         await regions[-1].aclose()
         for region in regions[:-1]:
             await here.pair.near.read(here.local[:8], region.remote()[:8])
-        assert asked(device) == before
+        assert requests_sent(device) == before
 
 
-@directly
-async def test_permissions_end_with_a_stream_that_is_cut(device: Device) -> None:
+@direct_only
+async def test_permissions_end_when_the_stream_is_cut(device: Device) -> None:
     async with scene(device, **QUICK) as here:
         for _ in range(5):
-            assert await is_remembered(here)
-            before = asked(device)
+            assert await is_cached(here)
+            before = requests_sent(device)
             device.faults.cut_streams()
             await here.pair.near.read(here.local[:8], here.remote.remote()[:8])
-            assert asked(device) > before
+            assert requests_sent(device) > before
         assert here.pair.near.query().qp_state is QpState.RTS
 
 
-async def test_without_leave_everything_is_asked_about(device: Device, request: pytest.FixtureRequest) -> None:
+async def test_reads_over_streams_always_send_requests(device: Device, request: pytest.FixtureRequest) -> None:
     async with scene(device) as here:
-        assert await is_remembered(here) == ("direct" in request.node.name)
+        assert await is_cached(here) == ("direct" in request.node.name)
 
 
 # ---- Two processes
 
 
 @models
-async def test_memory_that_becomes_something_else_is_not_read(model: MessageModel, direct: bool) -> None:
-    """The other process lends memory and takes it back, again and again, while it is read. What is read is what was
-    there while it was lent, whole; or it is refused."""
+async def test_memory_that_is_no_longer_lent_is_not_read(model: MessageModel, direct: bool) -> None:
+    """The other process lends memory and takes it back, again and again, while reads run.
+
+    A read returns the data that the memory had while it was lent, or fails.
+    """
     lent, taken = b"\xa5" * 64, b"\x5a" * 64
-    async with other(model) as there, end(model, queue_pairs=12) as here:
+    async with peer_process(model) as there, end(model, queue_pairs=12) as here:
         for qp in here.qps:
             await there.connect(qp)
-            address, rkey = (await there.ask("lend")).split()
+            address, rkey = (await there.command("lend")).split()
             remote = RemoteRegion(int(address), PAGE, int(rkey))
 
             async def read_on(qp: QueuePair = qp, remote: RemoteRegion = remote) -> None:
@@ -323,14 +326,14 @@ async def test_memory_that_becomes_something_else_is_not_read(model: MessageMode
 
             reading = asyncio.create_task(read_on())
             await asyncio.sleep(random.Random(qp.qp_num).random() / 200)
-            assert bytes.fromhex(await there.ask("take")) == taken
+            assert bytes.fromhex(await there.command("take")) == taken
             with pytest.raises(WorkCompletionError) as caught:
                 await reading
             assert caught.value.status is WcStatus.REM_ACCESS_ERR
 
 
 async def test_memory_of_a_killed_owner_is_not_read() -> None:
-    async with other() as there, end() as here:
+    async with peer_process() as there, end() as here:
         (qp,) = here.qps
         await there.connect(qp, timeout=14, retry_cnt=2)  # 67 ms, three times
         for _ in range(3):

@@ -1,4 +1,4 @@
-"""Another process with the program of `tests.fabric.peer`, and an end here that talks to it."""
+"""A second process that runs `tests.fabric.peer`, and an end in this process that connects to it."""
 
 import asyncio
 import contextlib
@@ -21,38 +21,38 @@ from aioverbs import (
     open_device,
 )
 from tests.conftest import ROOT
-from tests.data_path.ends import PATIENT
+from tests.data_path.ends import LONG_TIMEOUT
 from tests.fabric.peer import ACCESS, SIZE
 from tests.pace import patience
 
-__all__ = ["End", "Other", "end", "other"]
+__all__ = ["End", "PeerProcess", "end", "peer_process"]
 
 START = f"import sys, runpy; sys.path.append({str(ROOT)!r}); runpy.run_module('tests.fabric.peer', run_name='__main__')"
 
 
 @dataclass
-class Other:
-    """The other process."""
+class PeerProcess:
+    """The second process."""
 
     process: asyncio.subprocess.Process
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
     region: RemoteRegion = field(init=False)
 
-    async def ask(self, line: str) -> str:
+    async def command(self, line: str) -> str:
         self.writer.write(f"{line}\n".encode())
         answer = await asyncio.wait_for(self.reader.readline(), patience(20))
         assert answer, "it ended"
         return answer.decode().strip()
 
-    async def look(self, at: int, length: int) -> bytes:
-        return bytes.fromhex(await self.ask(f"look {at} {length}"))
+    async def read_memory(self, at: int, length: int) -> bytes:
+        return bytes.fromhex(await self.command(f"look {at} {length}"))
 
     async def connect(self, qp: QueuePair, **attributes: Any) -> Endpoint:
-        """Both with these attributes, and patient where nothing else is said."""
-        attributes = {**PATIENT, **attributes}
-        told = " ".join(f"{name}={value}" for name, value in attributes.items())
-        answer = await self.ask(f"connect {bytes(qp.local_endpoint()).hex()} {told}")
+        """Connect both sides with these attributes, and with a long timeout unless one is given."""
+        attributes = {**LONG_TIMEOUT, **attributes}
+        arguments = " ".join(f"{name}={value}" for name, value in attributes.items())
+        answer = await self.command(f"connect {bytes(qp.local_endpoint()).hex()} {arguments}")
         there = Endpoint.from_bytes(bytes.fromhex(answer))
         qp.connect(there, ACCESS, **attributes)
         return there
@@ -62,16 +62,16 @@ class Other:
 
 
 @contextlib.asynccontextmanager
-async def other(
+async def peer_process(
     model: MessageModel = MessageModel.DEFAULT,
     environment: Mapping[str, str] | None = None,
     *,
     prefix: Sequence[str] = (),
-) -> AsyncIterator[Other]:
-    """It ends when its socket does.
+) -> AsyncIterator[PeerProcess]:
+    """Start the second process, which ends when its socket is closed.
 
-    :param environment: what it has there beside what there is here; what is empty is not set.
-    :param prefix: the command that runs it.
+    :param environment: variables to set there in addition to those of this process; an empty value unsets one.
+    :param prefix: the command that runs the process.
     """
     ours, theirs = socket.socketpair()
     reader, writer = await asyncio.open_connection(sock=ours)
@@ -82,11 +82,11 @@ async def other(
             pass_fds=[number],
             env={**os.environ, **(environment or {})},
         )
-    made = Other(process, reader, writer)
+    peer = PeerProcess(process, reader, writer)
     try:
-        address, rkey = (await made.ask("memory")).split()
-        made.region = RemoteRegion(int(address), SIZE, int(rkey))
-        yield made
+        address, rkey = (await peer.command("memory")).split()
+        peer.region = RemoteRegion(int(address), SIZE, int(rkey))
+        yield peer
     finally:
         writer.close()
         try:

@@ -15,7 +15,7 @@ import pytest_asyncio
 from aioverbs import Endpoint, QueuePair, RemoteRegion
 from tests.conftest import ROOT
 from tests.pace import patience
-from tests.sharing.worker import ACCESS, PATIENT
+from tests.sharing.worker import ACCESS, LONG_TIMEOUT
 
 __all__ = ["KEY", "Pair", "Refused", "Worker", "pair", "worker"]
 
@@ -65,7 +65,7 @@ class Worker:
     async def connect(self, qp: QueuePair, **attributes: Any) -> None:
         """Either waits for the other's process, which may stand still or have no receive yet."""
         there = Endpoint.from_bytes(bytes.fromhex(await self.ask(f"connect {bytes(qp.local_endpoint()).hex()}")))
-        qp.connect(there, ACCESS, **{**PATIENT, **attributes})
+        qp.connect(there, ACCESS, **{**LONG_TIMEOUT, **attributes})
 
     async def give(self, other: "Worker") -> None:
         """The other one imports its domain."""

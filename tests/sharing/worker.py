@@ -32,7 +32,7 @@ from aioverbs import (
 from aioverbs._core.software.software import export
 
 ACCESS = AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_WRITE | AccessFlags.REMOTE_READ | AccessFlags.REMOTE_ATOMIC
-PATIENT: dict[str, Any] = {"timeout": 17, "rnr_retry": 7}  # 0.5 s, seven times; and for a receive for ever
+LONG_TIMEOUT: dict[str, Any] = {"timeout": 17, "rnr_retry": 7}  # 0.5 s, seven times; and for a receive for ever
 
 
 class Worker:
@@ -108,7 +108,7 @@ class Worker:
                 self.regions[name].buffer[int(at) : int(at) + len(content)] = content
             case ["connect", endpoint]:
                 qp = await self.queue_pair()
-                qp.connect(Endpoint.from_bytes(bytes.fromhex(endpoint)), ACCESS, **PATIENT)
+                qp.connect(Endpoint.from_bytes(bytes.fromhex(endpoint)), ACCESS, **LONG_TIMEOUT)
                 return bytes(qp.local_endpoint()).hex()
             case ["send_from" | "write_from" | "read_to" as what, name, at, length, *remote]:
                 local = self.regions[name][int(at) : int(at) + int(length)]

@@ -24,7 +24,7 @@ import uvloop
 from aioverbs import Device, MessageModel, ThreadModel, open_device
 from aioverbs._core.handles import handles
 from tests.data_path_endings.pair import PATIENCE_S, open_pair, pair_on
-from tests.data_path_endings.storm import storm_on
+from tests.data_path_endings.stress import stress_on
 
 WARM_UP = 8  # rounds until memory usage is stable
 GROWTH_BYTES = 48 << 20
@@ -47,9 +47,11 @@ async def storm(device: Device, draw: random.Random) -> int:
     operations, tasks = draw.randint(1000, 20_000), draw.randint(4, 48)
     async with (
         device.resource_domain(message_model=draw.choice(list(MessageModel))) as domain,
-        storm_on(domain, seed=draw.getrandbits(32), tasks=tasks, lines=draw.randint(1, 8), spin_ns=5000) as blowing,
+        stress_on(
+            domain, seed=draw.getrandbits(32), tasks=tasks, connections=draw.randint(1, 8), spin_ns=5000
+        ) as stress,
     ):
-        await blowing.run(tasks, operations)
+        await stress.run(tasks, operations)
     return operations
 
 

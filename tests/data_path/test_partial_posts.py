@@ -27,7 +27,7 @@ DEPTH = 8
 
 
 @asynccontextmanager
-async def crowded(device: Device, model: MessageModel, free: int) -> AsyncIterator[Ends]:
+async def almost_full(device: Device, model: MessageModel, free: int) -> AsyncIterator[Ends]:
     """Open a pair whose send queue has `free` slots left, the rest being held by requests that are not started."""
     capabilities = QpCapabilities(max_send_wr=DEPTH, max_recv_wr=1)
     async with (
@@ -61,19 +61,20 @@ def fill(pair: Ends, most: int = 4 * DEPTH) -> int:
     return most
 
 
-async def check(pair: Ends, failures: list[BaseException | None], taken: int) -> None:
-    """Check that the first `taken` requests failed by the reset and the others by the verb, and that a reset revives
-    the pair.
+async def check(pair: Ends, failures: list[BaseException | None], accepted: int) -> None:
+    """Check the errors of the `accepted` requests and of the refused ones, and that the pair works after a reset.
+
+    The outcome of accepted requests is unknown, so they fail by the reset; the others fail by the verb.
     """
     for at, failure in enumerate(failures):
-        if at >= taken:
+        if at >= accepted:
             assert isinstance(failure, VerbsError)
             assert failure.errno == errno.ENOMEM
         else:
             assert isinstance(failure, BrokenResourceError)
             assert "was reset because of" in str(failure)
             assert isinstance(failure.__cause__, VerbsError)
-    assert pair.nothing_is_left()
+    assert pair.is_idle()
     assert pair.near.handle.query().qp_state is QpState.RESET
     with pytest.raises(BrokenResourceError, match="ENOMEM"):
         _ = pair.near.send(None)
@@ -85,10 +86,8 @@ async def check(pair: Ends, failures: list[BaseException | None], taken: int) ->
 
 
 @pytest.mark.parametrize(("model", "free"), list(zip(MessageModel, (1, 3) * 2, strict=True)))
-async def test_a_batch_ends_with_what_was_taken_and_what_was_not(
-    device: Device, model: MessageModel, free: int
-) -> None:
-    async with crowded(device, model, free) as pair:
+async def test_all_parts_of_a_partially_posted_batch_end(device: Device, model: MessageModel, free: int) -> None:
+    async with almost_full(device, model, free) as pair:
         batch = pair.near.batch()
         parts = [batch.write(pair.source[at : at + 1], pair.target.remote()[at : at + 1]) for at in range(5)]
         with pytest.raises(BatchError) as caught:
@@ -98,8 +97,8 @@ async def test_a_batch_ends_with_what_was_taken_and_what_was_not(
 
 
 @pytest.mark.parametrize("free", [1, 3])
-async def test_a_chain_ends_with_what_was_taken_and_what_was_not(device: Device, free: int) -> None:
-    async with crowded(device, MessageModel.HIGH_BANDWIDTH, free) as pair:
+async def test_all_requests_of_a_partially_posted_chain_end(device: Device, free: int) -> None:
+    async with almost_full(device, MessageModel.HIGH_BANDWIDTH, free) as pair:
         operations = [pair.near.write(pair.source[at : at + 1], pair.target.remote()[at : at + 1]) for at in range(5)]
         failures = await asyncio.gather(*operations, return_exceptions=True)
         await check(pair, failures, free)
@@ -107,7 +106,7 @@ async def test_a_chain_ends_with_what_was_taken_and_what_was_not(device: Device,
 
 @needs(Capability.FAULT_PLAN)
 @pytest.mark.every_way
-async def test_those_after_one_that_is_refused_are_posted(device: Device) -> None:
+async def test_requests_after_a_refused_one_are_posted(device: Device) -> None:
     async with ends(device, message_model=MessageModel.HIGH_BANDWIDTH) as pair, asyncio.timeout(10):
         device.faults.fail("post_send", errno.EINVAL)
         operations = [pair.write(b"%d" % at, at) for at in range(4)]
@@ -115,15 +114,17 @@ async def test_those_after_one_that_is_refused_are_posted(device: Device) -> Non
         assert isinstance(failures[0], VerbsError)
         assert failures[1:] == [None] * 3
         assert bytes(pair.target.buffer[:4]) == b"\x00123"
-        assert pair.nothing_is_left()
+        assert pair.is_idle()
         await pair.write(b"again")
 
 
 @needs(Capability.FAULT_PLAN)
 @pytest.mark.every_way
-async def test_what_cannot_be_reset_ends_when_it_is_closed(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_requests_of_a_queue_pair_that_cannot_be_reset_end_on_close(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("aioverbs._verbs.queue_pair._FLUSH_S", 0.02)
-    async with crowded(device, MessageModel.HIGH_BANDWIDTH, 3) as pair:
+    async with almost_full(device, MessageModel.HIGH_BANDWIDTH, 3) as pair:
         device.faults.fail("modify_qp", errno.EIO)
         operations = [pair.near.write(pair.source[at : at + 1], pair.target.remote()[at : at + 1]) for at in range(5)]
         waiting = asyncio.gather(*operations, return_exceptions=True)
@@ -133,4 +134,4 @@ async def test_what_cannot_be_reset_ends_when_it_is_closed(device: Device, monke
         failures = await waiting
         assert isinstance(failures[4], VerbsError)
         assert all(isinstance(each, BrokenResourceError) for each in failures[:3])
-        assert pair.nothing_is_left()
+        assert pair.is_idle()

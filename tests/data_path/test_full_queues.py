@@ -1,6 +1,4 @@
-"""Requests wait in order of their calls for a free slot in a full queue; a waiting request that is dropped is
-withdrawn.
-"""
+"""Requests wait for free slots of a full queue in the order of their calls; dropping a waiting one withdraws it."""
 
 import asyncio
 import gc
@@ -17,14 +15,14 @@ FEW = QpCapabilities(max_send_wr=4, max_recv_wr=64)
 every_model = pytest.mark.parametrize("model", MessageModel, ids=lambda model: model.name)
 
 
-def arrange(pair: Ends, count: int) -> "asyncio.Future[list[int | None]]":
+def expect_immediates(pair: Ends, count: int) -> "asyncio.Future[list[int | None]]":
     """Post `count` receives, and return a future of their immediate data."""
     receives = [pair.far.receive(pair.target[:64]) for _ in range(count)]
 
-    async def told() -> list[int | None]:
+    async def collect() -> list[int | None]:
         return [(await receive).immediate for receive in receives]
 
-    return asyncio.ensure_future(told())
+    return asyncio.ensure_future(collect())
 
 
 NOWAIT: dict[str, Callable[[Ends], object]] = {
@@ -39,7 +37,7 @@ NOWAIT: dict[str, Callable[[Ends], object]] = {
 }
 
 
-async def test_nobody_waits_who_does_not_want_to(device: Device) -> None:
+async def test_nowait_requests_raise_when_the_queue_is_full(device: Device) -> None:
     async with ends(device, capabilities=FEW) as pair:
         hold(device, pair.near)
         writes = [pair.near.write_nowait(pair.source[:8], pair.target.remote()[:8]) for _ in range(4)]
@@ -52,11 +50,11 @@ async def test_nobody_waits_who_does_not_want_to(device: Device) -> None:
         unhold(device, pair.near)
         for write in writes:
             await write
-        assert pair.nothing_is_left()
+        assert pair.is_idle()
         await pair.near.write_nowait(pair.source[:8], pair.target.remote()[:8])
 
 
-async def test_windows_receives_and_batches_do_not_wait_either(device: Device) -> None:
+async def test_nowait_windows_receives_and_batches_raise_when_full(device: Device) -> None:
     capabilities = QpCapabilities(max_send_wr=4, max_recv_wr=2)
     async with ends(device, capabilities=capabilities) as pair, pair.domain.memory_window(MwType.TYPE_2) as window:
         for _ in range(2):
@@ -81,9 +79,9 @@ async def test_windows_receives_and_batches_do_not_wait_either(device: Device) -
 
 
 @every_model
-async def test_first_come_first_served(device: Device, model: MessageModel) -> None:
+async def test_waiting_requests_are_posted_in_order(device: Device, model: MessageModel) -> None:
     async with ends(device, message_model=model, capabilities=FEW) as pair:
-        arrived = arrange(pair, 24)
+        arrived = expect_immediates(pair, 24)
         hold(device, pair.near)
         sends = [pair.near.send(pair.source[:8], immediate=number) for number in range(24)]
         statistics = pair.near.statistics().sends
@@ -94,13 +92,13 @@ async def test_first_come_first_served(device: Device, model: MessageModel) -> N
         assert await arrived == list(range(24))
         for send in reversed(sends):
             await send
-        assert pair.nothing_is_left()
+        assert pair.is_idle()
 
 
 @every_model
-async def test_a_batch_that_needs_many_places_gets_them(device: Device, model: MessageModel) -> None:
+async def test_a_batch_waits_for_all_of_its_slots(device: Device, model: MessageModel) -> None:
     async with ends(device, message_model=model, capabilities=FEW) as pair:
-        arrived = arrange(pair, 3 + 4 + 20)
+        arrived = expect_immediates(pair, 3 + 4 + 20)
         hold(device, pair.near)
         sends = [pair.near.send(None, immediate=number) for number in range(3)]
         batch = pair.near.batch()
@@ -118,9 +116,9 @@ async def test_a_batch_that_needs_many_places_gets_them(device: Device, model: M
 
 
 @every_model
-async def test_posted_in_the_order_of_the_calls(device: Device, model: MessageModel) -> None:
+async def test_requests_of_all_kinds_are_posted_in_the_order_of_the_calls(device: Device, model: MessageModel) -> None:
     async with ends(device, message_model=model) as pair, pair.domain.memory_window(MwType.TYPE_2) as window:
-        arrived = arrange(pair, 6)
+        arrived = expect_immediates(pair, 6)
         sends = [pair.near.send(None, immediate=0), pair.near.send(None, immediate=1)]
         bind = pair.near.bind_window(window, pair.source, AccessFlags.REMOTE_READ)
         batch = pair.near.batch()
@@ -128,17 +126,17 @@ async def test_posted_in_the_order_of_the_calls(device: Device, model: MessageMo
         batch.send(None, immediate=3)
         posted = batch.post()
         sends.append(pair.near.send(None, immediate=4))
-        tells = pair.near.write_with_immediate(None, pair.target.remote()[:0], 5)
-        await tells
+        write = pair.near.write_with_immediate(None, pair.target.remote()[:0], 5)
+        await write
         assert [each.done() for each in [*sends, posted]] == 4 * [True]
         assert bind.done(), "a queue completes in order"
         assert await arrived == list(range(6))
 
 
 @every_model
-async def test_who_drops_what_waits_withdraws_it(device: Device, model: MessageModel) -> None:
+async def test_dropping_a_waiting_request_withdraws_it(device: Device, model: MessageModel) -> None:
     async with ends(device, message_model=model, capabilities=FEW) as pair, pair.domain.register(64) as extra:
-        arrived = arrange(pair, 6)
+        arrived = expect_immediates(pair, 6)
         hold(device, pair.near)
         sends = [pair.near.send(pair.source[:1], immediate=number) for number in range(4)]
         waits = [pair.near.send(extra[number : number + 1], immediate=9) for number in range(3)]
@@ -166,8 +164,8 @@ async def test_who_drops_what_waits_withdraws_it(device: Device, model: MessageM
 
 
 @every_model
-async def test_garbage_that_waits_is_withdrawn(device: Device, model: MessageModel) -> None:
-    """The collector empties lists and other objects, in any order, before the operation in a cycle with them is freed.
+async def test_garbage_collection_withdraws_waiting_requests(device: Device, model: MessageModel) -> None:
+    """The collector clears lists and other objects of a cycle, in any order, before it frees the requests.
 
     :param model: decides how the queue posts.
     """
@@ -189,11 +187,11 @@ async def test_garbage_that_waits_is_withdrawn(device: Device, model: MessageMod
         assert pair.near.statistics().sends.queued == 0
         unhold(device, pair.near)
         await asyncio.gather(*writes)
-        assert pair.nothing_is_left()
+        assert pair.is_idle()
 
 
 @every_model
-async def test_who_drops_what_was_posted_does_not(device: Device, model: MessageModel) -> None:
+async def test_dropping_a_posted_request_does_not_withdraw_it(device: Device, model: MessageModel) -> None:
     async with ends(device, message_model=model, capabilities=FEW) as pair:
         hold(device, pair.near)
         for number in range(4):
@@ -204,13 +202,13 @@ async def test_who_drops_what_was_posted_does_not(device: Device, model: Message
             _ = pair.near.send_nowait(None)
         unhold(device, pair.near)
         await pair.source.pins.wait()  # they complete although nothing awaits them
-        assert pair.nothing_is_left()
+        assert pair.is_idle()
         assert bytes(pair.target.buffer[:5]) == b"ABCD\0"
         assert pair.near.statistics().sends.completed == 4
 
 
 @pytest.mark.every_way
-async def test_who_is_cancelled_while_it_waits_withdraws_it(device: Device) -> None:
+async def test_cancelling_a_waiting_request_withdraws_it(device: Device) -> None:
     async with ends(device, capabilities=FEW) as pair:
         hold(device, pair.near)
         for number in range(4):
@@ -235,7 +233,7 @@ async def test_who_is_cancelled_while_it_waits_withdraws_it(device: Device) -> N
 
 
 @pytest.mark.every_way
-async def test_what_is_awaited_while_it_waits_is_kept(device: Device) -> None:
+async def test_awaited_requests_are_posted_when_slots_are_free(device: Device) -> None:
     async with ends(device, capabilities=FEW) as pair:
         hold(device, pair.near)
         for number in range(4):
@@ -246,11 +244,11 @@ async def test_what_is_awaited_while_it_waits_is_kept(device: Device) -> None:
         unhold(device, pair.near)
         await asyncio.gather(*tasks)
         assert bytes(pair.target.buffer[:11]) == b"xxxxzzzzzz\0"
-        assert pair.nothing_is_left()
+        assert pair.is_idle()
 
 
 @pytest.mark.every_way
-async def test_closing_ends_what_waits(device: Device) -> None:
+async def test_closing_flushes_waiting_requests(device: Device) -> None:
     async with ends(device, capabilities=FEW) as pair:
         pair.near.to_sqd()  # no request is started any more
         writes = [pair.write(b"x", number) for number in range(6)]
@@ -261,12 +259,12 @@ async def test_closing_ends_what_waits(device: Device) -> None:
             with pytest.raises(WorkCompletionError) as caught:
                 await task
             assert caught.value.status is WcStatus.WR_FLUSH_ERR
-        assert pair.nothing_is_left()
+        assert pair.is_idle()
         assert bytes(pair.target.buffer[:8]) == bytes(8)
 
 
 @pytest.mark.every_way
-async def test_receives_wait_for_places_too(device: Device) -> None:
+async def test_receives_wait_for_slots(device: Device) -> None:
     capabilities = QpCapabilities(max_recv_wr=2)
     async with ends(device, capabilities=capabilities) as pair:
         receives = [pair.far.receive(pair.target[8 * number : 8 * number + 8]) for number in range(6)]
@@ -277,4 +275,4 @@ async def test_receives_wait_for_places_too(device: Device) -> None:
             await pair.near.send(pair.source[:1])
         assert [bytes((await receive).data) for receive in receives] == [bytes([number]) for number in (0, 1, 2, 4, 5)]
         assert pair.target.buffer[24] == 0
-        assert pair.nothing_is_left()
+        assert pair.is_idle()

@@ -2,7 +2,8 @@
 
 Begin with `native/support.h` and `native/test_cq_resize.c` (the software device in C, without Python), then read
 `core/test_handles.py` (its Python handles), `data_path/test_operations.py` (awaited requests),
-`manager/test_lifecycle.py` (public resources) and `connections/test_messages.py` (connections). The other tests resemble one of these.
+`manager/test_lifecycle.py` (public resources) and `connections/test_messages.py` (connections). The other tests
+resemble one of these.
 
 ====================== ===============================================================================================
 folder                 tested

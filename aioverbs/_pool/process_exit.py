@@ -52,6 +52,7 @@ class ExitWatch:
         self._epoll: select.epoll | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._ref = weakref.ref(self, _watches.discard)
+        hash(self._ref)  # computed and kept now: a reference to a dead object that was never hashed cannot be discarded
 
     def start(self) -> None:
         """Start watching. Call on the loop."""
@@ -113,13 +114,15 @@ class ExitWatch:
     def _poll_after_fork(self) -> None:
         """Start to poll on the loop. Call from any thread.
 
-        A copy of the loop may read the byte that wakes the loop from other threads. uvloop sends no further byte before
-        it has read the last one itself, so it would never be woken again. Therefore `call_soon_threadsafe` is used only
-        if another thread runs the loop: a forked child does not have that thread, and so no running copy of the loop.
+        A copy of the loop may read the byte that wakes the loop. uvloop sends no further byte before it has read the
+        last one itself, so it would never be woken again: on uvloop, `call_soon_threadsafe` is used only if another
+        thread runs the loop, as a forked child does not have that thread, and so no running copy of the loop. asyncio
+        sends a byte for each call, and needs one where a signal handler forks: handlers run within `select`.
         """
         loop = self._loop
         with contextlib.suppress(RuntimeError):  # the loop is closed
-            if loop.is_running() and asyncio._get_running_loop() is not loop:
+            wakes_safely = isinstance(loop, asyncio.SelectorEventLoop) or asyncio._get_running_loop() is not loop
+            if loop.is_running() and wakes_safely:
                 loop.call_soon_threadsafe(self._poll)
             else:
                 loop.call_soon(self._poll)

@@ -36,7 +36,7 @@ def device_numbers(root: Path = Path("/")) -> set[tuple[int, int]]:
     """
     numbers = set()
     for path in (root / "sys/class/infiniband_verbs").glob("*/dev"):
-        with contextlib.suppress(OSError):  # it went meanwhile
+        with contextlib.suppress(OSError, ValueError):  # the device went away meanwhile
             major, minor = path.read_text().split(":")
             numbers.add((int(major), int(minor)))
     return numbers

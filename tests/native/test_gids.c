@@ -13,11 +13,16 @@
 
 /* Random bytes to return: one byte for all of a call, then real ones. */
 static const uint8_t *script;
+static bool is_forbidden; /* by a sandbox */
 
 int getentropy(void *to, size_t size)
 {
     static uint8_t next = 100;
 
+    if (is_forbidden) {
+        errno = EPERM;
+        return -1;
+    }
     memset(to, script && *script ? *script++ : next++, size);
     return 0;
 }
@@ -75,4 +80,29 @@ static void all_gids_in_use(void)
     soft_descriptor_close(first.gid_socket);
 }
 
-CHECK_MAIN_ONCE(CASE(gids_of_one_process), CASE(gids_of_two_processes), CASE(all_gids_in_use))
+static void a_sandbox_after_the_device_was_opened(void)
+{
+    struct ibv_qp_attr reset = {.qp_state = IBV_QPS_RESET};
+    struct ibv_qp_init_attr attr;
+    struct home home;
+    struct ibv_cq *cq;
+    struct ibv_qp *qp;
+
+    home_open(&home);
+    cq = home_cq(&home, 4, NULL);
+    attr = (struct ibv_qp_init_attr){.send_cq = cq, .recv_cq = cq, .qp_type = IBV_QPT_RC, .cap.max_send_wr = 1};
+    qp = soft_verbs.create_qp(home.pd, &attr);
+    REQUIRE(qp != NULL);
+    is_forbidden = true;
+    CHECK(!soft_verbs.create_qp(home.pd, &attr));
+    CHECK_EQ(errno, EPERM);
+    CHECK_EQ(soft_verbs.modify_qp(qp, &reset, IBV_QP_STATE), EPERM);
+    is_forbidden = false;
+    CHECK_EQ(soft_verbs.modify_qp(qp, &reset, IBV_QP_STATE), 0);
+    CHECK_EQ(soft_verbs.destroy_qp(qp), 0);
+    CHECK_EQ(soft_verbs.destroy_cq(cq), 0);
+    home_close(&home);
+}
+
+CHECK_MAIN_ONCE(CASE(a_sandbox_after_the_device_was_opened), CASE(gids_of_one_process), CASE(gids_of_two_processes),
+                CASE(all_gids_in_use))

@@ -1,15 +1,19 @@
 """Detection of the exit of a worker process: in programs that fork, and on systems without pidfds."""
 
+import asyncio
 import errno
+import gc
 import os
 import select
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from aioverbs import Device, WorkerDiedError, WorkerPool
+from aioverbs._pool.process_exit import ExitWatch
 from tests.conftest import ROOT
 from tests.pace import patience
 from tests.pool import work
@@ -21,7 +25,7 @@ pytestmark = pytest.mark.timeout(120)
 # A main module that forks a child in each worker that imports it. The child keeps the worker's sockets, and outlives
 # the worker.
 LEAVES_A_CHILD = """
-import asyncio, os, signal, sys, time, warnings
+import asyncio, os, signal, sys, threading, time, warnings
 from pathlib import Path
 import psutil, uvloop
 from aioverbs import WorkerDiedError, WorkerPool, open_device
@@ -78,8 +82,12 @@ async def scene(pool, process_id):
         if not (child := fork()):
             os._exit(0)
         os.waitpid(child, 0)
+    if sys.argv[2] == "forks in a signal handler":  # while the loop sleeps; then the worker is killed
+        signal.signal(signal.SIGUSR1, lambda number, frame: os.waitpid(fork() or os._exit(0), 0))
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+        threading.Timer(0.6, os.kill, (process_id, signal.SIGKILL)).start()
     try:
-        await pool.run(leave)
+        await (pool.run(leave) if sys.argv[2] != "forks in a signal handler" else pool.run(time.sleep, 60))
     except WorkerDiedError as error:
         print(error)
 """
@@ -171,7 +179,7 @@ def run_module(folder: Path, text: str, *arguments: str) -> "subprocess.Complete
     return run([sys.executable, "-W", "error", str(module), *arguments], patience(60), env=environment)
 
 
-@pytest.mark.parametrize("forks", ["forks", "does not fork"])
+@pytest.mark.parametrize("forks", ["forks", "forks in a signal handler", "does not fork"])
 @pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
 def test_a_death_is_detected_although_a_child_of_the_worker_keeps_its_sockets(
     tmp_path: Path, loop: str, forks: str
@@ -230,6 +238,14 @@ async def test_deaths_are_detected_without_pidfds_in_the_kernel(
 
     monkeypatch.setattr(os, "pidfd_open", refuse)
     await use(device)
+
+
+def test_a_watch_that_was_never_started_is_collected_silently() -> None:
+    process: Any = None
+    loop = asyncio.new_event_loop()
+    ExitWatch(loop, process, lambda: None)
+    gc.collect()
+    loop.close()
 
 
 async def test_deaths_are_detected_without_another_epoll_instance(

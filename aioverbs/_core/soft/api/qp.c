@@ -197,20 +197,21 @@ static void add_refs(struct soft_qp *qp, int by)
     atomic_fetch_add(&qp->context->qps, (unsigned int)by);
 }
 
-/* Start the requester anew. Call under both locks, unless no other thread knows the queue pair yet. */
-static void init_requester(struct soft_qp *qp)
+/* Draw the token of a requester; return 0 or an errno, as where a sandbox forbids getrandom(). With a random token,
+ * responses to requests before a reset, or to other queue pairs that had the same number, are ignored, and processes that
+ * received no request cannot guess it. */
+static int draw_token(uint32_t *token)
 {
-    /* With a random token, responses to requests before a reset, or to other queue pairs that had the same number, are
-     * ignored, and processes that received no request cannot guess it. getentropy() works, since the device got its
-     * GIDs from it. */
-    uint32_t token;
+    return getentropy(token, sizeof(*token)) ? errno : 0;
+}
 
-    while (getentropy(&token, sizeof(token)))
-        ;
+/* Start the requester anew. Call under both locks, unless no other thread knows the queue pair yet. */
+static void init_requester(struct soft_qp *qp, uint32_t token)
+{
     qp->req = (struct soft_requester){.token = token, .deadline = UINT64_MAX};
 }
 
-static void qp_fill_attr(struct soft_qp *qp, const struct ibv_qp_init_attr_ex *attr)
+static void qp_fill_attr(struct soft_qp *qp, const struct ibv_qp_init_attr_ex *attr, uint32_t token)
 {
     bool target = attr->qp_type == IBV_QPT_XRC_RECV;
 
@@ -230,7 +231,7 @@ static void qp_fill_attr(struct soft_qp *qp, const struct ibv_qp_init_attr_ex *a
     qp->sq_sig_all = attr->sq_sig_all;
     qp->serial = 1 + atomic_fetch_add(&qp->context->device->serial, 1);
     qp->timer.kind = SOFT_TIMER_QP;
-    init_requester(qp);
+    init_requester(qp, token);
     qp->events.element = &qp->qp;
 }
 
@@ -240,14 +241,17 @@ static struct ibv_qp *qp_create(struct soft_context *context, struct ibv_qp_init
     int error = qp_check_init_attr(context, attr);
     struct ibv_qp_cap cap = attr->cap;
     struct soft_qp *qp = NULL;
+    uint32_t token = 0;
 
+    if (!error)
+        error = draw_token(&token);
     if (!error && !(qp = aligned_alloc(_Alignof(struct soft_qp), sizeof(*qp))))
         error = ENOMEM;
     if (error)
         goto fail;
     memset(qp, 0, sizeof(*qp));
     qp->context = context;
-    qp_fill_attr(qp, attr);
+    qp_fill_attr(qp, attr, token);
     soft_lock_init(&qp->sq_lock, SOFT_RANK_SQ);
     soft_lock_init(&qp->rq_lock, SOFT_RANK_RQ);
     atomic_init(&qp->state, IBV_QPS_RESET);
@@ -516,7 +520,7 @@ static void apply_attr(struct soft_qp *qp, const struct ibv_qp_attr *attr, int m
 
 /* Reset the queue pair. Call under both locks, inside of the driver halves of the queue pair and of its completion
  * queues. */
-static void reset(struct soft_qp *qp)
+static void reset(struct soft_qp *qp, uint32_t token)
 {
     struct ibv_qp_cap cap = qp->attr.cap;
 
@@ -529,7 +533,7 @@ static void reset(struct soft_qp *qp)
     if (qp->link)
         soft_link_put(qp->link);
     qp->link = NULL;
-    init_requester(qp);
+    init_requester(qp, token);
     soft_inbound_abort(qp, false);
     memset(qp->atomic_replays, 0, sizeof(qp->atomic_replays));
     qp->established = qp->last_wqe = false;
@@ -546,6 +550,7 @@ static void reset(struct soft_qp *qp)
 static int apply_modify(struct soft_qp *qp, const struct ibv_qp_attr *attr, int mask, struct soft_link **link)
 {
     enum ibv_qp_state from, to;
+    uint32_t token = 0;
     int error;
 
     soft_lock_take(&qp->sq_lock);
@@ -557,6 +562,8 @@ static int apply_modify(struct soft_qp *qp, const struct ibv_qp_attr *attr, int 
         error = EINVAL;
     if (!error && from == IBV_QPS_SQD && to == IBV_QPS_SQD && qp->req.waiting)
         error = EINVAL; /* requests in flight keep the attributes that they began with */
+    if (!error && to == IBV_QPS_RESET)
+        error = draw_token(&token);
     if (!error && to == IBV_QPS_RESET) {
         /* Nothing is sent or responded to from here on. The driver half keeps other threads from changing the state,
          * except to ERR. */
@@ -566,7 +573,7 @@ static int apply_modify(struct soft_qp *qp, const struct ibv_qp_attr *attr, int 
         soft_direct_wait(qp);
         soft_lock_take(&qp->sq_lock);
         soft_lock_take(&qp->rq_lock);
-        reset(qp);
+        reset(qp, token);
     } else if (!error) {
         apply_attr(qp, attr, mask);
     }

@@ -1,4 +1,4 @@
-"""What compiled classes say of where they are."""
+"""Public module names of compiled classes."""
 
 from cpython.object cimport Py_TPFLAGS_HEAPTYPE, PyTypeObject
 from cpython.ref cimport Py_INCREF

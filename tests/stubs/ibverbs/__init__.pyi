@@ -1,4 +1,4 @@
-"""What the benchmarks use of the package ibverbs, which has no types."""
+"""Types of the part of the untyped package ibverbs that the benchmarks use."""
 
 from enum import IntEnum, IntFlag
 from typing import Self

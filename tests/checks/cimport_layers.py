@@ -44,8 +44,8 @@ class Layers:
             unknown = above if places[0] is None else below
             return f"{self.container}.{unknown} is not in the stack" if self.exhaustive else None
         if places[0] == places[1]:
-            return f"{above} and {below} stand side by side" if places[0] in self.independent else None
-        return None if places < places[::-1] else f"{below} stands above {above}"
+            return f"{above} and {below} are side by side" if places[0] in self.independent else None
+        return None if places < places[::-1] else f"{below} is above {above}"
 
     def _child(self, module: str) -> str | None:
         prefix = f"{self.container}."
@@ -124,7 +124,7 @@ def objections(root: Path) -> Iterator[str]:
             exists = (root / top / beneath).is_dir() or any((root / top).glob(f"{beneath}.*"))
             ours = imported == top or imported.startswith(f"{top}.")
             if ours and (imported == top or not exists) and importer != top:
-                yield f"{place}: the package itself stands above everything"
+                yield f"{place}: the package itself is above all layers"
             for each in stack:
                 objection = each.objection(importer, imported)
                 if objection is not None and imported != top:
@@ -133,7 +133,7 @@ def objections(root: Path) -> Iterator[str]:
 
 def main() -> int:
     found = list(objections(Path(sys.argv[1] if len(sys.argv) > 1 else ".")))
-    print("\n".join(found) if found else "every source, Cython or Python, imports only what stands below it")
+    print("\n".join(found) if found else "every Cython and Python source imports only lower layers")
     return 1 if found else 0
 
 

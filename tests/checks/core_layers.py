@@ -113,7 +113,7 @@ def wrong_includes(paths: Iterable[Path], core: Path) -> Iterator[str]:
             other = included and included.resolve().relative_to(core).parent.as_posix()
             if other not in LAYERS[: LAYERS.index(own) + 1]:
                 line = text.count("\n", 0, match.start(1)) + 1
-                yield f"{path.relative_to(core)}:{line}: includes {match[1]}, which stands above {own}"
+                yield f"{path.relative_to(core)}:{line}: includes {match[1]}, which is above {own}"
 
 
 def wrong_calls(found: dict[Path, Symbols], core: Path) -> Iterator[str]:
@@ -161,7 +161,7 @@ def main() -> int:
     except subprocess.CalledProcessError as error:
         print(f"{shlex.join(error.cmd)} ended with {error.returncode}")
         return 1
-    print("\n".join(found) if found else "every folder of the C core includes and calls only what stands below it")
+    print("\n".join(found) if found else "every folder of the C core includes and calls only lower folders")
     return 1 if found else 0
 
 

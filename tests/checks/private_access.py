@@ -137,5 +137,5 @@ def objections(root: Path) -> Iterator[str]:
 
 if __name__ == "__main__":
     found = list(objections(Path(sys.argv[1] if len(sys.argv) > 1 else ".").resolve()))
-    print(*found or ["every package uses nothing private of another"], sep="\n")
+    print(*found or ["no package uses private names of another one"], sep="\n")
     sys.exit(bool(found))

@@ -58,7 +58,7 @@ def test_a_folder_that_is_no_package_may_import_the_package(house: Path) -> None
     source.write_text("import house")
     assert list(objections(house)) == []
     (house / "house/beside/__init__.py").touch()
-    assert [each.rpartition(": ")[2] for each in objections(house)] == ["the package itself stands above everything"]
+    assert [each.rpartition(": ")[2] for each in objections(house)] == ["the package itself is above all layers"]
 
 
 def test_the_root_package_may_import_all_layers(house: Path) -> None:
@@ -69,19 +69,19 @@ def test_the_root_package_may_import_all_layers(house: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "source", "line", "reason"),
     [
-        ("core/lower.pyx", "x = 1\nfrom house.core.upper cimport Thing", 2, "upper stands above lower"),
-        ("core/lower.pxd", "from .upper cimport (\n    Thing,\n)", 1, "upper stands above lower"),
-        ("core/lower.pyx", "def f():\n    from . import upper", 2, "upper stands above lower"),
-        ("core/lower.pyx", "cimport os, house.core.upper", 1, "upper stands above lower"),
-        ("core/lower.pyx", "'''doc\n'''\nfrom house.roof import x", 3, "roof stands above core"),
-        ("core/lower.pyx", "from .. import roof", 1, "roof stands above core"),
+        ("core/lower.pyx", "x = 1\nfrom house.core.upper cimport Thing", 2, "upper is above lower"),
+        ("core/lower.pxd", "from .upper cimport (\n    Thing,\n)", 1, "upper is above lower"),
+        ("core/lower.pyx", "def f():\n    from . import upper", 2, "upper is above lower"),
+        ("core/lower.pyx", "cimport os, house.core.upper", 1, "upper is above lower"),
+        ("core/lower.pyx", "'''doc\n'''\nfrom house.roof import x", 3, "roof is above core"),
+        ("core/lower.pyx", "from .. import roof", 1, "roof is above core"),
         ("core/lower.pyx", "from house import cellar", 1, "house.cellar is not in the stack"),
-        ("core/lower.pyx", "import house", 1, "the package itself stands above everything"),
-        ("core/lower.pyx", "from house import open_device", 1, "the package itself stands above everything"),
-        ("ground.py", "from house.core.lower import Thing", 1, "core stands above ground"),
-        ("ground.py", "def f():\n    import house", 2, "the package itself stands above everything"),
-        ("core/__init__.py", "from ..roof import x", 1, "roof stands above core"),
-        ("left.pyx", "from .right cimport x", 1, "left and right stand side by side"),
+        ("core/lower.pyx", "import house", 1, "the package itself is above all layers"),
+        ("core/lower.pyx", "from house import open_device", 1, "the package itself is above all layers"),
+        ("ground.py", "from house.core.lower import Thing", 1, "core is above ground"),
+        ("ground.py", "def f():\n    import house", 2, "the package itself is above all layers"),
+        ("core/__init__.py", "from ..roof import x", 1, "roof is above core"),
+        ("left.pyx", "from .right cimport x", 1, "left and right are side by side"),
     ],
 )
 def test_upwards_is_found(house: Path, file: str, source: str, line: int, reason: str) -> None:
@@ -95,7 +95,7 @@ def test_upwards_is_found(house: Path, file: str, source: str, line: int, reason
     [
         ("core/ground/plan.h", None),
         ("core/beside.h", None),
-        ("core/attic/plan.h", "lower and attic stand side by side"),
+        ("core/attic/plan.h", "lower and attic are side by side"),
     ],
 )
 def test_a_header_has_the_level_of_its_folder(house: Path, header: str, reason: str | None) -> None:
@@ -117,9 +117,7 @@ def test_an_included_file_is_part_of_its_includer(house: Path) -> None:
     part.write_text("from house.core.beside cimport x")
     assert list(objections(house)) == []
     part.write_text("from house.core.upper cimport x")
-    assert list(objections(house)) == [
-        "house/core/lower_part.pxi:1: imports house.core.upper.x: upper stands above lower"
-    ]
+    assert list(objections(house)) == ["house/core/lower_part.pxi:1: imports house.core.upper.x: upper is above lower"]
 
 
 def test_relative_names_are_resolved() -> None:

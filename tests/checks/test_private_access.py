@@ -26,7 +26,7 @@ class Car:
 
 @pytest.fixture
 def house(tmp_path: Path) -> Path:
-    """Packages `_garage`, which has cars, and `_garden`, and an example."""
+    """Create the packages `_garage`, which defines private names, and `_garden`, and an example."""
     for folder in ("aioverbs/_garage", "aioverbs/_garden", "examples/tour"):
         (tmp_path / folder).mkdir(parents=True)
     for name in ("aioverbs", "aioverbs/_garage", "aioverbs/_garden", "examples/tour"):
@@ -36,7 +36,7 @@ def house(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def said(root: Path) -> list[str]:
+def messages(root: Path) -> list[str]:
     return [each.split(": ", 1)[1] for each in objections(root)]
 
 
@@ -52,12 +52,12 @@ def said(root: Path) -> list[str]:
         ("aioverbs/_garden/tree.py", "from aioverbs._garage import car\nwheels = car._wheels", "car._wheels"),
     ],
 )
-def test_what_another_package_defines_is_private_to_it(house: Path, place: str, text: str, name: str) -> None:
+def test_private_names_of_another_package_are_found(house: Path, place: str, text: str, name: str) -> None:
     (house / place).write_text(text)
-    assert said(house) == [f"{name} is private to _garage"]
+    assert messages(house) == [f"{name} is private to _garage"]
 
 
-def test_what_is_imported(house: Path) -> None:
+def test_private_imports_are_found(house: Path) -> None:
     tree = house / "aioverbs" / "_garden" / "tree.py"
     tree.write_text("\nfrom aioverbs._garage.car import Car, _wheels\n")
     assert list(objections(house)) == ["aioverbs/_garden/tree.py:2: imports _wheels, which is private to _garage"]
@@ -66,13 +66,13 @@ def test_what_is_imported(house: Path) -> None:
 @pytest.mark.parametrize(
     "text", ["from aioverbs._garage.car import Car", "import aioverbs._garage", "from aioverbs import _garage"]
 )
-def test_an_example_imports_nothing_private(house: Path, text: str) -> None:
+def test_private_imports_of_an_example_are_found(house: Path, text: str) -> None:
     (house / "examples" / "way.py").write_text(text)
-    (found,) = said(house)
+    (found,) = messages(house)
     assert found.startswith("imports aioverbs._garage")
 
 
-def test_a_source_of_cython_uses_nothing_private_either(house: Path) -> None:
+def test_private_names_in_a_cython_source_are_found(house: Path) -> None:
     (house / "aioverbs" / "_garden" / "pump.pyx").write_text(
         '"""Not car._seats."""\n\ncdef drive(car):\n    self._engine = 1  # nor car._doors\n    car._horn()\n'
     )
@@ -89,13 +89,13 @@ def test_a_source_of_cython_uses_nothing_private_either(house: Path) -> None:
         "def look(row): return row._replace(size=1), row.__class__, row._nobodys",
     ],
 )
-def test_what_is_no_other_packages(house: Path, text: str) -> None:
+def test_names_of_the_own_package_or_of_python_are_allowed(house: Path, text: str) -> None:
     (house / "aioverbs" / "_garden" / "tree.py").write_text(text)
-    assert said(house) == []
+    assert messages(house) == []
 
 
-def test_within_a_package(house: Path) -> None:
+def test_private_names_are_allowed_within_their_package(house: Path) -> None:
     (house / "aioverbs" / "_garage" / "key.py").write_text(
         "from aioverbs._garage.car import _wheels\ndef turn(car, lift): return car._engine, lift._load, _wheels"
     )
-    assert said(house) == []
+    assert messages(house) == []

@@ -262,12 +262,12 @@ def child_of(process: "subprocess.Popen[str]") -> int:
                 if "bench_peer" in Path(f"/proc/{child}/cmdline").read_text():
                     return child
         time.sleep(0.01)
-    raise AssertionError("the other process was not start_command")
+    raise AssertionError("the peer process was not started")
 
 
 @pytest.fixture
 def measuring_now() -> "Iterator[subprocess.Popen[str]]":
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as where all of it runs in the background: it is inherited
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # inherited from a background job
         signal.signal(signal.SIGINT, signal.default_int_handler)
     command = [*BENCH, "--seconds", "60"]
     with subprocess.Popen(

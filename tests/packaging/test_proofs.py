@@ -6,7 +6,7 @@ from hypothesis import given, strategies as st
 from aioverbs._proofs import NONCE_BYTES, PROOF_BYTES, Proofs, make_nonce
 
 NONCE = bytes(range(NONCE_BYTES))
-MADE = Proofs(b"one protocol", b"the secret").make(b"client", NONCE, b"what was said")
+MADE = Proofs(b"one protocol", b"the secret").make(b"client", NONCE, b"the transcript")
 
 
 def is_good(
@@ -14,9 +14,9 @@ def is_good(
     protocol: bytes = b"one protocol",
     secret: bytes = b"the secret",
     role: bytes = b"client",
-    said: tuple[bytes, ...] = (NONCE, b"what was said"),
+    parts: tuple[bytes, ...] = (NONCE, b"the transcript"),
 ) -> bool:
-    return Proofs(protocol, secret).check(proof, role, *said)
+    return Proofs(protocol, secret).check(proof, role, *parts)
 
 
 def test_valid_proof() -> None:
@@ -40,7 +40,7 @@ def test_proof_of_another_protocol() -> None:
 def test_a_replayed_proof_is_invalid() -> None:
     nonce = make_nonce()
     assert nonce not in (NONCE, make_nonce())
-    assert not is_good(said=(nonce, b"what was said"))
+    assert not is_good(parts=(nonce, b"the transcript"))
 
 
 @pytest.mark.parametrize("proof", [b"", MADE[:-1], MADE + b"\0", bytes(PROOF_BYTES), MADE * 100_000])

@@ -224,12 +224,13 @@ def demo(session: nox.Session) -> None:
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Check style and format of Python, Cython and C, and that packages use no private names of other packages."""
+    """Check style, format and language of Python, Cython and C, and that packages use no private names of others."""
     session.install(*group("lint"))
     session.run("ruff", "check", *session.posargs)
     session.run("ruff", "format", "--check")
     session.run("cython-lint", "aioverbs")
     session.run("python", "tests/checks/private_access.py")
+    session.run("python", "tests/checks/language.py")
     session.run("clang-format", "--dry-run", "-Werror", *map(str, sorted(Path().glob("[at]*/**/*.[ch]"))))
 
 

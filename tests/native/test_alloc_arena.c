@@ -65,7 +65,7 @@ static void mark(struct model *model, size_t unit, unsigned int order, bool take
 
 static void model_take(struct model *model, unsigned int order)
 {
-    size_t unit = buddy_take(model->tree, ORDER, order);
+    size_t unit = buddy_allocate(model->tree, ORDER, order);
 
     REQUIRE(unit + (1u << order) <= UNITS);
     CHECK_EQ(unit % (1u << order), 0);
@@ -77,7 +77,7 @@ static void model_give(struct model *model, size_t unit)
 {
     bool begins = model->begins[unit] >= 0;
 
-    CHECK_EQ(buddy_give(model->tree, ORDER, unit), begins);
+    CHECK_EQ(buddy_free(model->tree, ORDER, unit), begins);
     if (begins)
         mark(model, unit, (unsigned int)model->begins[unit], false);
 }

@@ -577,7 +577,7 @@ static void post_or_take(void *argument)
             if (soft_srq_take(srq, &receive)) {
                 CHECK_EQ(receive.num_sge, 0);
                 if (random >> 40 & 1) {
-                    soft_srq_give_back(srq, &receive);
+                    soft_srq_return(srq, &receive);
                 } else {
                     CHECK_EQ(receive.wr_id, posting->first++);
                     soft_srq_credit(srq, 1);

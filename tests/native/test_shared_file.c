@@ -74,7 +74,7 @@ static struct alloc_source *source_of(const struct shared *shared)
     return source;
 }
 
-/* ---- What is taken for one ----------------------------------------------------------------------------------- */
+/* ---- What is used for one ----------------------------------------------------------------------------------- */
 
 static void expect_refused(struct shared *shared, int fd, struct check_place place)
 {

@@ -78,7 +78,8 @@ static size_t find_anywhere(struct area *area, size_t count, size_t step)
     return first == end && area->next ? area_find(area, 0, end, count, step) : first;
 }
 
-static void *area_take(struct alloc_source *source, size_t size, size_t alignment, uint64_t resource_type, bool *dirty)
+static void *area_allocate(struct alloc_source *source, size_t size, size_t alignment, uint64_t resource_type,
+                           bool *dirty)
 {
     struct area *area = (struct area *)source;
     size_t chunk = area->at.chunk_bytes, count = (size + chunk - 1) / chunk;
@@ -113,7 +114,7 @@ static void release_area(struct area *area)
     area->held = false;
 }
 
-static int area_give(struct alloc_source *source, void *address, uint64_t resource_type)
+static int area_free(struct alloc_source *source, void *address, uint64_t resource_type)
 {
     struct area *area = (struct area *)source;
     struct alloc_entry *entry = alloc_table_find(&area->table, (uintptr_t)address);
@@ -159,7 +160,7 @@ static void area_destroy(struct alloc_source *source)
     release_area(area);
 }
 
-static const struct alloc_ops area_ops = {area_take, area_give, area_count, area_forget, area_destroy};
+static const struct alloc_ops area_ops = {area_allocate, area_free, area_count, area_forget, area_destroy};
 
 struct alloc_source *alloc_area_create(const struct alloc_area *at)
 {

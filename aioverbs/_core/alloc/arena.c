@@ -81,7 +81,7 @@ static struct chunk *chunk_for(struct arena *arena, unsigned int wanted, uint64_
     return chunk;
 }
 
-static void *take_block(struct arena *arena, unsigned int wanted, uint64_t resource_type)
+static void *allocate_block(struct arena *arena, unsigned int wanted, uint64_t resource_type)
 {
     void *instead = NULL;
     struct chunk *chunk = chunk_for(arena, wanted, resource_type, &instead);
@@ -90,12 +90,12 @@ static void *take_block(struct arena *arena, unsigned int wanted, uint64_t resou
     if (!chunk)
         return instead;
     unbin(chunk);
-    unit = buddy_take(chunk->tree, arena->order, wanted);
+    unit = buddy_allocate(chunk->tree, arena->order, wanted);
     bin(arena, chunk);
     return chunk->address + unit * arena->unit_bytes;
 }
 
-static void *take_large(struct arena *arena, size_t size, size_t alignment, uint64_t resource_type)
+static void *allocate_large(struct arena *arena, size_t size, size_t alignment, uint64_t resource_type)
 {
     void *address;
 
@@ -107,7 +107,8 @@ static void *take_large(struct arena *arena, size_t size, size_t alignment, uint
     return address;
 }
 
-static void *arena_take(struct alloc_source *source, size_t size, size_t alignment, uint64_t resource_type, bool *dirty)
+static void *arena_allocate(struct alloc_source *source, size_t size, size_t alignment, uint64_t resource_type,
+                            bool *dirty)
 {
     struct arena *arena = (struct arena *)source;
     size_t least = size > alignment ? size : alignment;
@@ -115,10 +116,10 @@ static void *arena_take(struct alloc_source *source, size_t size, size_t alignme
     void *address;
 
     if (least > arena->chunk_bytes / 2)
-        return take_large(arena, size, alignment, resource_type);
+        return allocate_large(arena, size, alignment, resource_type);
     while (arena->unit_bytes << wanted < least)
         wanted++;
-    address = take_block(arena, wanted, resource_type);
+    address = allocate_block(arena, wanted, resource_type);
     *dirty = address && address != IBV_ALLOCATOR_USE_DEFAULT;
     return address;
 }
@@ -132,11 +133,11 @@ static void drop_chunk(struct arena *arena, struct chunk *chunk)
     arena->chunks--;
 }
 
-static int give_block(struct arena *arena, struct chunk *chunk, size_t offset)
+static int free_block(struct arena *arena, struct chunk *chunk, size_t offset)
 {
     struct chunk *spare = arena->bins[arena->order + 1];
 
-    if (offset % arena->unit_bytes || !buddy_give(chunk->tree, arena->order, offset / arena->unit_bytes))
+    if (offset % arena->unit_bytes || !buddy_free(chunk->tree, arena->order, offset / arena->unit_bytes))
         return EINVAL;
     unbin(chunk);
     bin(arena, chunk);
@@ -145,7 +146,7 @@ static int give_block(struct arena *arena, struct chunk *chunk, size_t offset)
     return 0;
 }
 
-static int arena_give(struct alloc_source *source, void *address, uint64_t resource_type)
+static int arena_free(struct alloc_source *source, void *address, uint64_t resource_type)
 {
     struct arena *arena = (struct arena *)source;
     uintptr_t offset = (uintptr_t)address & (arena->chunk_bytes - 1);
@@ -158,7 +159,7 @@ static int arena_give(struct alloc_source *source, void *address, uint64_t resou
     entry = alloc_table_find(&arena->table, (uintptr_t)address - offset);
     if (!entry || entry->size)
         return EINVAL;
-    return give_block(arena, (struct chunk *)(uintptr_t)entry->value, offset);
+    return free_block(arena, (struct chunk *)(uintptr_t)entry->value, offset);
 }
 
 static void arena_count(struct alloc_source *source, struct alloc_counts *counts)
@@ -197,7 +198,7 @@ static void arena_destroy(struct alloc_source *source)
     alloc_release(arena->under);
 }
 
-static const struct alloc_ops arena_ops = {arena_take, arena_give, arena_count, arena_forget, arena_destroy};
+static const struct alloc_ops arena_ops = {arena_allocate, arena_free, arena_count, arena_forget, arena_destroy};
 
 static bool power_of_two(size_t number)
 {

@@ -164,16 +164,16 @@ static void destroy(struct alloc_source *source)
 
 size_t alloc_release(struct alloc_source *source)
 {
-    size_t kept;
+    size_t remaining;
     bool last;
 
     alloc_lock(&source->lock);
     last = --source->references == 0;
-    kept = last ? source->pieces : 0;
+    remaining = last ? source->pieces : 0;
     unlock(&source->lock);
-    if (last && !kept)
+    if (last && !remaining)
         destroy(source);
-    return kept;
+    return remaining;
 }
 
 /* ---- Pieces ---------------------------------------------------------------------------------------------- */
@@ -193,7 +193,7 @@ void *alloc_piece(void *self, size_t size, size_t alignment, uint64_t resource_t
     if (size > MOST_BYTES || alignment > MOST_BYTES)
         return alloc_fail(ALLOC_ARGUMENTS, ENOMEM, size, 0, ALLOC_ANY_NODE);
     alloc_lock(&source->lock);
-    address = source->ops->take(source, size, alignment, resource_type, &dirty);
+    address = source->ops->allocate(source, size, alignment, resource_type, &dirty);
     if (address && address != IBV_ALLOCATOR_USE_DEFAULT)
         source->pieces++;
     unlock(&source->lock);
@@ -208,7 +208,7 @@ int alloc_return(struct alloc_source *source, void *address, uint64_t resource_t
     int error;
 
     alloc_lock(&source->lock);
-    error = source->ops->give(source, address, resource_type);
+    error = source->ops->free(source, address, resource_type);
     if (!error)
         last = --source->pieces == 0 && source->references == 0;
     unlock(&source->lock);

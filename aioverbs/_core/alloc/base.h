@@ -10,8 +10,8 @@
 struct alloc_ops {
     /* Allocate. `size` is not 0, `alignment` is a power of two, and their sums do not overflow. Set `dirty` where the
      * caller has to clear the piece. */
-    void *(*take)(struct alloc_source *source, size_t size, size_t alignment, uint64_t resource_type, bool *dirty);
-    int (*give)(struct alloc_source *source, void *address, uint64_t resource_type);
+    void *(*allocate)(struct alloc_source *source, size_t size, size_t alignment, uint64_t resource_type, bool *dirty);
+    int (*free)(struct alloc_source *source, void *address, uint64_t resource_type);
     void (*count)(struct alloc_source *source, struct alloc_counts *counts); /* all but `pieces`, into zeros */
     void (*forget)(struct alloc_source *source); /* in the child of a fork: drop memory that is not there */
     void (*destroy)(struct alloc_source *source);

@@ -22,7 +22,7 @@ static void update_ancestors(uint8_t *tree, size_t node, unsigned int at)
     }
 }
 
-size_t buddy_take(uint8_t *tree, unsigned int order, unsigned int wanted)
+size_t buddy_allocate(uint8_t *tree, unsigned int order, unsigned int wanted)
 {
     size_t node = 1;
     unsigned int at;
@@ -38,7 +38,7 @@ size_t buddy_take(uint8_t *tree, unsigned int order, unsigned int wanted)
     return (node << wanted) - ((size_t)1 << order);
 }
 
-bool buddy_give(uint8_t *tree, unsigned int order, size_t unit)
+bool buddy_free(uint8_t *tree, unsigned int order, size_t unit)
 {
     size_t node = ((size_t)1 << order) + unit;
     unsigned int at = 0;

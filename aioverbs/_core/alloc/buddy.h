@@ -26,9 +26,9 @@ static inline unsigned int buddy_largest(const uint8_t *tree)
 }
 
 /* Allocate a block of order `wanted`, at most that of the largest free block; return its first unit. */
-size_t buddy_take(uint8_t *tree, unsigned int order, unsigned int wanted);
+size_t buddy_allocate(uint8_t *tree, unsigned int order, unsigned int wanted);
 
 /* Free the block that begins with this unit; return false, and do nothing, where no block does. */
-bool buddy_give(uint8_t *tree, unsigned int order, size_t unit);
+bool buddy_free(uint8_t *tree, unsigned int order, size_t unit);
 
 #endif

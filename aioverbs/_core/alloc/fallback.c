@@ -13,7 +13,8 @@ struct tiers {
     size_t count;
 };
 
-static void *tiers_take(struct alloc_source *source, size_t size, size_t alignment, uint64_t resource_type, bool *dirty)
+static void *tiers_allocate(struct alloc_source *source, size_t size, size_t alignment, uint64_t resource_type,
+                            bool *dirty)
 {
     struct tiers *tiers = (struct tiers *)source;
     void *address = NULL;
@@ -25,7 +26,7 @@ static void *tiers_take(struct alloc_source *source, size_t size, size_t alignme
     return address;
 }
 
-static int tiers_give(struct alloc_source *source, void *address, uint64_t resource_type)
+static int tiers_free(struct alloc_source *source, void *address, uint64_t resource_type)
 {
     struct tiers *tiers = (struct tiers *)source;
     size_t i;
@@ -67,7 +68,7 @@ static void tiers_destroy(struct alloc_source *source)
         alloc_release(tiers->tier[--tiers->count]);
 }
 
-static const struct alloc_ops tiers_ops = {tiers_take, tiers_give, tiers_count, no_op, tiers_destroy};
+static const struct alloc_ops tiers_ops = {tiers_allocate, tiers_free, tiers_count, no_op, tiers_destroy};
 
 struct alloc_source *alloc_tiers_create(struct alloc_source *const *tier, size_t count)
 {
@@ -87,14 +88,14 @@ struct alloc_source *alloc_tiers_create(struct alloc_source *const *tier, size_t
 
 /* ---- The caller's own memory ----------------------------------------------------------------------------- */
 
-static void *default_take(struct alloc_source *source, size_t size, size_t alignment, uint64_t resource_type,
-                          bool *dirty)
+static void *default_allocate(struct alloc_source *source, size_t size, size_t alignment, uint64_t resource_type,
+                              bool *dirty)
 {
     (void)source, (void)size, (void)alignment, (void)resource_type, (void)dirty;
     return IBV_ALLOCATOR_USE_DEFAULT;
 }
 
-static int default_give(struct alloc_source *source, void *address, uint64_t resource_type)
+static int default_free(struct alloc_source *source, void *address, uint64_t resource_type)
 {
     (void)source, (void)address, (void)resource_type;
     return EINVAL;
@@ -105,7 +106,7 @@ static void default_count(struct alloc_source *source, struct alloc_counts *coun
     counts->bookkeeping_bytes += sizeof(*source);
 }
 
-static const struct alloc_ops default_ops = {default_take, default_give, default_count, no_op, no_op};
+static const struct alloc_ops default_ops = {default_allocate, default_free, default_count, no_op, no_op};
 
 struct alloc_source *alloc_default_create(void)
 {

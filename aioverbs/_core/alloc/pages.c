@@ -93,7 +93,8 @@ static enum alloc_step prepare(const struct pages *pages, void *address, size_t 
     return errno && pages->strict ? ALLOC_BIND : ALLOC_NOTHING;
 }
 
-static void *pages_take(struct alloc_source *source, size_t size, size_t alignment, uint64_t resource_type, bool *dirty)
+static void *pages_allocate(struct alloc_source *source, size_t size, size_t alignment, uint64_t resource_type,
+                            bool *dirty)
 {
     struct pages *pages = (struct pages *)source;
     size_t length = (size + pages->page_bytes - 1) & ~(pages->page_bytes - 1);
@@ -125,7 +126,7 @@ static void *pages_take(struct alloc_source *source, size_t size, size_t alignme
     return address;
 }
 
-static int pages_give(struct alloc_source *source, void *address, uint64_t resource_type)
+static int pages_free(struct alloc_source *source, void *address, uint64_t resource_type)
 {
     struct pages *pages = (struct pages *)source;
     struct alloc_entry *entry = alloc_table_find(&pages->table, (uintptr_t)address);
@@ -165,7 +166,7 @@ static void pages_destroy(struct alloc_source *source)
     alloc_table_clear(&((struct pages *)source)->table);
 }
 
-static const struct alloc_ops pages_ops = {pages_take, pages_give, pages_count, pages_forget, pages_destroy};
+static const struct alloc_ops pages_ops = {pages_allocate, pages_free, pages_count, pages_forget, pages_destroy};
 
 struct alloc_source *alloc_pages_create(size_t page_bytes, int node, bool strict)
 {

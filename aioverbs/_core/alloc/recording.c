@@ -66,8 +66,8 @@ static bool forget(struct recording *recording, const void *address)
     return true;
 }
 
-static void *recording_take(struct alloc_source *source, size_t size, size_t alignment, uint64_t resource_type,
-                            bool *dirty)
+static void *recording_allocate(struct alloc_source *source, size_t size, size_t alignment, uint64_t resource_type,
+                                bool *dirty)
 {
     struct recording *recording = (struct recording *)source;
     struct alloc_usage *usage = usage_of(recording, resource_type);
@@ -86,7 +86,7 @@ static void *recording_take(struct alloc_source *source, size_t size, size_t ali
     return address;
 }
 
-static int recording_give(struct alloc_source *source, void *address, uint64_t resource_type)
+static int recording_free(struct alloc_source *source, void *address, uint64_t resource_type)
 {
     struct recording *recording = (struct recording *)source;
 
@@ -124,7 +124,7 @@ static void recording_destroy(struct alloc_source *source)
         alloc_release(recording->inner);
 }
 
-static const struct alloc_ops recording_ops = {recording_take, recording_give, recording_count, recording_forget,
+static const struct alloc_ops recording_ops = {recording_allocate, recording_free, recording_count, recording_forget,
                                                recording_destroy};
 
 struct alloc_source *alloc_recording_create(struct alloc_source *inner)

@@ -39,7 +39,7 @@ static int populate(const void *address, size_t length, bool writable)
 
     if (!madvise((void *)first, size, writable ? MADV_POPULATE_WRITE : MADV_POPULATE_READ))
         return 0;
-    /* EINVAL comes from the kernel, not from this mapping */
+    /* this kernel lacks the advice, whatever the mapping */
     if (errno == EINVAL && madvise((void *)page_of(&probe), 1, MADV_POPULATE_READ))
         return msync((void *)first, size, MS_ASYNC) ? EFAULT : 0;
     return errno == EAGAIN ? EAGAIN : EFAULT;

@@ -56,11 +56,11 @@ static bool is_used(const struct soft_shared *file, uint32_t slot)
     return atomic_load(&file->page->used_slots[slot / 64]) >> slot % 64 & 1;
 }
 
-static void set_used(struct soft_shared *file, uint32_t slot, bool taken)
+static void set_used(struct soft_shared *file, uint32_t slot, bool used)
 {
     uint64_t bit = 1ull << slot % 64;
 
-    if (taken)
+    if (used)
         atomic_fetch_or(&file->page->used_slots[slot / 64], bit);
     else
         atomic_fetch_and(&file->page->used_slots[slot / 64], ~bit);
@@ -431,7 +431,7 @@ static int shared_file_join(struct soft_shared *file, int fd)
 }
 
 /* Import a file. Joining may have to wait for other processes and for what they left, so the file is prepared before
- * device->lock is taken. Any call on a file other than a memory file may block for as long as its owner likes, so the
+ * device->lock is used. Any call on a file other than a memory file may block for as long as its owner likes, so the
  * type is checked first. */
 struct soft_shared *soft_shared_import(struct soft_device *device, int fd)
 {
@@ -452,7 +452,7 @@ struct soft_shared *soft_shared_import(struct soft_device *device, int fd)
         return NULL;
     error = shared_file_join(file, fd);
     soft_mutex_take(&device->lock);
-    /* another thread may have imported the file meanwhile, and may have taken the last slot */
+    /* another thread may have imported the file meanwhile, and may have used the last slot */
     found = shared_file_find(device, fd);
     if (found)
         shared_file_free(file);

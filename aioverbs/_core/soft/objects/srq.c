@@ -450,7 +450,7 @@ bool soft_srq_take(struct soft_srq *srq, struct soft_receive *receive)
 
 /* Posting overwrites no entry that a receive returns to: waiting receives, receives being posted, and receives taken
  * that may return are counted together in `outstanding`, which never exceeds the number of entries. */
-void soft_srq_give_back(struct soft_srq *srq, const struct soft_receive *receive)
+void soft_srq_return(struct soft_srq *srq, const struct soft_receive *receive)
 {
     struct soft_rwqe *rwqe;
 

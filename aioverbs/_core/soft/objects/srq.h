@@ -70,7 +70,7 @@ bool soft_srq_take(struct soft_srq *srq, struct soft_receive *receive);
 
 /* Return a receive that was taken, and neither completed nor subtracted from `outstanding`, to the front of the queue.
  */
-void soft_srq_give_back(struct soft_srq *srq, const struct soft_receive *receive);
+void soft_srq_return(struct soft_srq *srq, const struct soft_receive *receive);
 
 /* Subtract `count` completions that were polled or purged. */
 static inline void soft_srq_credit(struct soft_srq *srq, uint32_t count)

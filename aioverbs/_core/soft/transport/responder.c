@@ -182,7 +182,7 @@ static void return_recv_wqe(struct soft_qp *peer)
     assert(in->has_recv_wqe);
     in->has_recv_wqe = false;
     if (in->srq) {
-        soft_srq_give_back(in->srq, &in->recv_wqe.copy);
+        soft_srq_return(in->srq, &in->recv_wqe.copy);
     } else {
         assert(in->recv_wqe.index + 1 == peer->rq.consumed); /* no other message takes a receive meanwhile */
         peer->rq.consumed--;

@@ -42,7 +42,7 @@ ROW(attach_mcast, "a datagram queue pair to a group")
     SAY_INT(verbs->attach_mcast(a.qp, &group, 0));
 }
 
-ROW(detach_mcast, "what was never attached")
+ROW(detach_mcast, "a group never attached")
 {
     make_pair(IBV_QPT_UD);
     SAY_INT(verbs->detach_mcast(a.qp, &group, 0));

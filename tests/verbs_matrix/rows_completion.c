@@ -54,7 +54,7 @@ ROW(get_cq_event, "when there is none, without blocking")
     SAY_INT(verbs->get_cq_event(channel(), &cq, &cq_context));
 }
 
-ROW(get_cq_event, "of a queue that was armed before its completion")
+ROW(get_cq_event, "of a queue armed before its completion")
 {
     make_watched_pair();
     NEED(verbs_req_notify_cq(a.send_cq, 0));
@@ -176,7 +176,7 @@ ROW(poll_cq, "an empty queue")
     say("%d", verbs_poll_cq(queue(16), 1, &wc));
 }
 
-ROW(poll_cq, "none of what is there")
+ROW(poll_cq, "zero of the available completions")
 {
     struct ibv_wc wc;
 
@@ -187,7 +187,7 @@ ROW(poll_cq, "none of what is there")
     say_statuses(a.send_cq, 1);
 }
 
-ROW(poll_cq, "more than there is")
+ROW(poll_cq, "more completions than available")
 {
     struct ibv_wc wcs[8];
 
@@ -290,7 +290,7 @@ ROW(resize_cq, "to more than max_cqe")
     SAY_INT(verbs->resize_cq(queue(16), max + 1));
 }
 
-ROW(resize_cq, "to fewer entries than wait in it; they are still there")
+ROW(resize_cq, "to fewer entries than it holds; they survive")
 {
     make_pair(IBV_QPT_RC);
     for (int i = 0; i < 8; i++)
@@ -373,7 +373,7 @@ ROW(destroy_cq, "with completions in it")
     SAY_INT(verbs->destroy_cq(a.send_cq));
 }
 
-ROW(poll_cq, "what a destroyed queue pair completed")
+ROW(poll_cq, "completions of a destroyed queue pair")
 {
     make_pair(IBV_QPT_RC);
     NEED(post(&a, request(IBV_WR_RDMA_WRITE, &a, &b, 8)));

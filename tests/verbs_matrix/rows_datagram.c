@@ -146,7 +146,7 @@ ROW(post_send, "UD: a bad lkey")
     say("%s", state_name(state_of(a.qp)));
 }
 
-ROW(post_send, "UD: to a queue pair that is none")
+ROW(post_send, "UD: to a number without a queue pair")
 {
     make_pair(IBV_QPT_UD);
     struct ibv_send_wr *wr = datagram(IBV_WR_SEND, 8);

@@ -22,7 +22,7 @@ ROW(import_pd, "the context's own")
     SAY_MADE(verbs->import_pd(context, domain()->handle));
 }
 
-ROW(unimport_pd, "one that was allocated; it is still there")
+ROW(unimport_pd, "an allocated one, which survives")
 {
     struct ibv_pd *pd = domain();
 
@@ -156,7 +156,7 @@ ROW(alloc_parent_domain, "of a parent domain")
     SAY_MADE(verbs_alloc_parent_domain(context, &attr));
 }
 
-ROW(alloc_parent_domain, "an allocator without its other half")
+ROW(alloc_parent_domain, "an allocator with one of its two functions")
 {
     struct ibv_parent_domain_init_attr attr = {
         .pd = domain(), .comp_mask = IBV_PARENT_DOMAIN_INIT_ATTR_ALLOCATORS, .alloc = give};
@@ -191,12 +191,12 @@ ROW(alloc_parent_domain, "a queue pair in an allocator's memory")
     say_queue_on(give, NULL);
 }
 
-ROW(alloc_parent_domain, "a queue pair when the allocator leaves it to the provider")
+ROW(alloc_parent_domain, "a queue pair when the allocator defers to the provider")
 {
     say_queue_on(give_default, NULL);
 }
 
-ROW(alloc_parent_domain, "a queue pair when the allocator has nothing")
+ROW(alloc_parent_domain, "a queue pair when the allocator fails")
 {
     say_queue_on(give, &context);
 }
@@ -260,12 +260,12 @@ ROW(open_xrcd, "an inode: O_CREAT, then without, then O_EXCL")
     say_made(open_domain(FD_AND_FLAGS, fd, O_CREAT | O_EXCL));
 }
 
-ROW(open_xrcd, "an inode that has none, without O_CREAT")
+ROW(open_xrcd, "an inode without a domain, without O_CREAT")
 {
     say_made(open_domain(FD_AND_FLAGS, file(), 0));
 }
 
-ROW(open_xrcd, "a descriptor that is not open")
+ROW(open_xrcd, "a closed descriptor")
 {
     say_made(open_domain(FD_AND_FLAGS, 999, O_CREAT));
 }

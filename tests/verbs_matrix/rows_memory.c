@@ -70,7 +70,7 @@ ROW(dereg_mr, "without users")
     SAY_INT(verbs->dereg_mr(region(ALL_ACCESS)));
 }
 
-ROW(dereg_mr, "before what was posted with it is executed")
+ROW(dereg_mr, "before requests that use it are executed")
 {
     struct ibv_sge sge = {.length = 16};
 
@@ -111,7 +111,7 @@ ROW(rereg_mr, "other access")
     say_int(rereg(region(ALL_ACCESS), IBV_REREG_MR_CHANGE_ACCESS, NULL, NULL, 0, 0) ? -1 : 0);
 }
 
-ROW(reg_dmabuf_mr, "a descriptor that is none")
+ROW(reg_dmabuf_mr, "an invalid descriptor")
 {
     struct ibv_mr *(*reg)(struct ibv_pd *, uint64_t, size_t, uint64_t, int, int);
 

@@ -19,7 +19,7 @@ TYPE_ROW("RAW_PACKET", IBV_QPT_RAW_PACKET)
 TYPE_ROW("XRC_SEND", IBV_QPT_XRC_SEND)
 TYPE_ROW("XRC_RECV without an XRC domain", IBV_QPT_XRC_RECV)
 TYPE_ROW("DRIVER", IBV_QPT_DRIVER)
-TYPE_ROW("a type that is none", (enum ibv_qp_type)7)
+TYPE_ROW("an invalid type", (enum ibv_qp_type)7)
 
 #define CAP_ROW(asked, field, value)                        \
     ROW(create_qp, asked)                                   \
@@ -40,7 +40,7 @@ CAP_ROW("a megabyte inline", max_inline_data, 1u << 20)
 CAP_ROW("no sends", max_send_wr, 0)
 CAP_ROW("no receives", max_recv_wr, 0)
 
-ROW(create_qp, "what was granted")
+ROW(create_qp, "granted values")
 {
     struct ibv_qp_init_attr attr = qp_attr(IBV_QPT_RC);
 
@@ -126,7 +126,7 @@ ROW(create_qp_ex, "an unknown bit in comp_mask")
     SAY_MADE(verbs_create_qp_ex(context, &attr));
 }
 
-ROW(query_qp, "in RESET, and what it was made with")
+ROW(query_qp, "in RESET, with its creation attributes")
 {
     struct ibv_qp_init_attr init;
     struct ibv_qp_attr attr;
@@ -138,7 +138,7 @@ ROW(query_qp, "in RESET, and what it was made with")
     say("%s", init.send_cq == a.send_cq && init.qp_type == IBV_QPT_RC ? "its queues" : "other queues");
 }
 
-ROW(query_qp, "in RTS: what it was given on its way")
+ROW(query_qp, "in RTS: attributes set on the way")
 {
     struct ibv_qp_init_attr init;
     struct ibv_qp_attr attr;

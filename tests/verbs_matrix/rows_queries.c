@@ -3,7 +3,7 @@
 
 #include <fcntl.h>
 
-ROW(close_device, "with nothing made of it")
+ROW(close_device, "without objects")
 {
     SAY_INT(verbs->close_device(context));
 }
@@ -71,7 +71,7 @@ ROW(query_device_ex, "an unknown bit in the input's comp_mask")
     say_device_ex(1u << 31, sizeof(struct ibv_device_attr_ex));
 }
 
-ROW(query_device_ex, "room for less than the original attributes")
+ROW(query_device_ex, "a buffer shorter than the original attributes")
 {
     say_device_ex(0, 8);
 }
@@ -108,7 +108,7 @@ ROW(query_gid, "entry 1")
     say("%s", gid.raw[10] == 0xff && gid.raw[11] == 0xff ? "of an IPv4 address" : "of something else");
 }
 
-ROW(query_gid, "an entry beyond the table")
+ROW(query_gid, "an index beyond the table")
 {
     union ibv_gid gid;
 
@@ -130,7 +130,7 @@ ROW(query_pkey, "entry 0")
     say("%#x", pkey);
 }
 
-ROW(query_pkey, "an entry beyond the table")
+ROW(query_pkey, "an index beyond the table")
 {
     __be16 pkey;
 

@@ -102,7 +102,7 @@ ROW(modify_srq, "an empty mask")
     say_int(modify(shared_queue(16), 0, 0, 0));
 }
 
-ROW(query_srq, "as it was made")
+ROW(query_srq, "as created")
 {
     struct ibv_srq_attr attr = {0};
 
@@ -184,7 +184,7 @@ ROW(post_srq_recv, "one")
     SAY_INT(post_shared(shared_queue(16), 64));
 }
 
-ROW(post_srq_recv, "more than it is deep")
+ROW(post_srq_recv, "more than its depth")
 {
     struct ibv_srq_init_attr attr = {.attr = {.max_wr = 4, .max_sge = 1}};
     struct ibv_srq *srq = NEED_MADE(verbs->create_srq(domain(), &attr));
@@ -224,7 +224,7 @@ ROW(post_srq_recv, "too short for the message")
     say_statuses(b.recv_cq, 1);
 }
 
-ROW(post_srq_recv, "by a key that is none")
+ROW(post_srq_recv, "by an invalid key")
 {
     pair_srq = shared_queue(16);
     make_pair(IBV_QPT_RC);
@@ -269,7 +269,7 @@ ROW(get_async_event, "the limit of a shared receive queue is reached")
     say("limit %u", attr.srq_limit);
 }
 
-ROW(get_async_event, "a limit above what is posted is set")
+ROW(get_async_event, "setting a limit above the number of posted receives")
 {
     struct ibv_srq_attr attr = {.srq_limit = 8};
     struct ibv_srq *srq = shared_queue(16);

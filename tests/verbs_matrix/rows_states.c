@@ -72,7 +72,7 @@ JUMP_ROW("RC: ERR to ERR", IBV_QPT_RC, IBV_QPS_ERR, IBV_QPS_ERR)
 JUMP_ROW("UD: INIT to RTS", IBV_QPT_UD, IBV_QPS_INIT, IBV_QPS_RTS)
 JUMP_ROW("UD: RTS to SQD", IBV_QPT_UD, IBV_QPS_RTS, IBV_QPS_SQD)
 
-ROW(modify_qp, "a state that is none")
+ROW(modify_qp, "an invalid state")
 {
     at(IBV_QPT_RC, IBV_QPS_RESET);
     say_step((enum ibv_qp_state)99, link_attr, IBV_QP_STATE);
@@ -106,7 +106,7 @@ ROW(modify_qp, "an empty mask in RTS")
     say_step(IBV_QPS_RTS, link_attr, 0);
 }
 
-ROW(modify_qp, "CUR_STATE that is not the state")
+ROW(modify_qp, "CUR_STATE differs from the state")
 {
     struct ibv_qp_attr attr = link_attr;
 
@@ -115,7 +115,7 @@ ROW(modify_qp, "CUR_STATE that is not the state")
     say_step(IBV_QPS_RTS, attr, mask_to(IBV_QPT_RC, IBV_QPS_RTS) | IBV_QP_CUR_STATE);
 }
 
-ROW(modify_qp, "CUR_STATE that is the state")
+ROW(modify_qp, "CUR_STATE equals the state")
 {
     struct ibv_qp_attr attr = link_attr;
 
@@ -208,7 +208,7 @@ ROW(modify_qp, "a path without a GRH")
     say_path(path);
 }
 
-ROW(modify_qp, "a path from a GID that is none")
+ROW(modify_qp, "a path from an invalid GID index")
 {
     struct ibv_ah_attr path = path_to_self();
 
@@ -227,7 +227,7 @@ ROW(modify_qp, "a path from port 2")
 /* ---- Consequences of states
  * ----------------------------------------------------------------------------------------- */
 
-ROW(modify_qp, "to ERR: what was posted is flushed")
+ROW(modify_qp, "to ERR: posted requests are flushed")
 {
     make_pair(IBV_QPT_RC);
     NEED(post_receive(&a, 64));
@@ -236,7 +236,7 @@ ROW(modify_qp, "to ERR: what was posted is flushed")
     say_statuses(a.recv_cq, 2);
 }
 
-ROW(modify_qp, "to RESET: what was posted is forgotten")
+ROW(modify_qp, "to RESET: posted requests are dropped")
 {
     make_pair(IBV_QPT_RC);
     NEED(post_receive(&a, 64));
@@ -244,7 +244,7 @@ ROW(modify_qp, "to RESET: what was posted is forgotten")
     say_none(a.recv_cq);
 }
 
-ROW(modify_qp, "to RESET: what was completed and not polled")
+ROW(modify_qp, "to RESET: unpolled completions")
 {
     make_pair(IBV_QPT_RC);
     NEED(post(&a, request(IBV_WR_RDMA_WRITE, &a, &b, 8)));
@@ -266,7 +266,7 @@ ROW(modify_qp, "to RESET and on to RTS: it works again")
     say_statuses(a.send_cq, 1);
 }
 
-ROW(modify_qp, "a peer in RESET: nobody answers")
+ROW(modify_qp, "a peer in RESET: no response")
 {
     link_attr.retry_cnt = 1;
     link_attr.timeout = 12;
@@ -276,7 +276,7 @@ ROW(modify_qp, "a peer in RESET: nobody answers")
     say_statuses(a.send_cq, 1);
 }
 
-ROW(modify_qp, "a peer in ERR: nobody answers")
+ROW(modify_qp, "a peer in ERR: no response")
 {
     link_attr.retry_cnt = 1;
     link_attr.timeout = 12;
@@ -286,7 +286,7 @@ ROW(modify_qp, "a peer in ERR: nobody answers")
     say_statuses(a.send_cq, 1);
 }
 
-ROW(modify_qp, "a peer in INIT: nobody answers")
+ROW(modify_qp, "a peer in INIT: no response")
 {
     link_attr.retry_cnt = 1;
     link_attr.timeout = 12;
@@ -297,7 +297,7 @@ ROW(modify_qp, "a peer in INIT: nobody answers")
     say_statuses(a.send_cq, 1);
 }
 
-ROW(modify_qp, "a peer that is gone: nobody answers")
+ROW(modify_qp, "a destroyed peer: no response")
 {
     link_attr.retry_cnt = 1;
     link_attr.timeout = 12;

@@ -60,7 +60,7 @@ ROW(alloc_mw, "type 1 and type 2")
     SAY_MADE(verbs_alloc_mw(domain(), IBV_MW_TYPE_2));
 }
 
-ROW(alloc_mw, "a type that is none")
+ROW(alloc_mw, "an invalid type")
 {
     SAY_MADE(verbs_alloc_mw(domain(), (enum ibv_mw_type)3));
 }
@@ -208,7 +208,7 @@ ROW(post_send, "BIND_MW of type 2, and a write through it")
     say_statuses(a.send_cq, 1);
 }
 
-ROW(post_send, "BIND_MW of type 2 that is bound already")
+ROW(post_send, "BIND_MW of type 2, already bound")
 {
     make_pair(IBV_QPT_RC);
     struct ibv_mw *mw = window(IBV_MW_TYPE_2);
@@ -268,7 +268,7 @@ ROW(post_send, "SEND_WITH_INV of a window, and a write through it")
     say_statuses(a.send_cq, 1);
 }
 
-ROW(post_send, "SEND_WITH_INV of a key that is none")
+ROW(post_send, "SEND_WITH_INV of an invalid key")
 {
     make_pair(IBV_QPT_RC);
     struct ibv_send_wr *wr = request(IBV_WR_SEND_WITH_INV, &a, &b, 8);
@@ -295,7 +295,7 @@ ROW(post_send, "a write through a type 2 window bound on another queue pair")
     say_statuses(a.send_cq, 1);
 }
 
-ROW(destroy_qp, "with a type 2 window bound on it; then the window goes")
+ROW(destroy_qp, "with a type 2 window bound on it; then the window is deallocated")
 {
     make_pair(IBV_QPT_RC);
     struct ibv_mw *mw = window(IBV_MW_TYPE_2);

@@ -84,7 +84,7 @@ WORK_ROW("RC: RDMA_WRITE_WITH_IMM", IBV_QPT_RC, IBV_WR_RDMA_WRITE_WITH_IMM, 8)
 WORK_ROW("RC: RDMA_READ", IBV_QPT_RC, IBV_WR_RDMA_READ, 8)
 WORK_ROW("RC: ATOMIC_CMP_AND_SWP", IBV_QPT_RC, IBV_WR_ATOMIC_CMP_AND_SWP, 8)
 WORK_ROW("RC: ATOMIC_FETCH_AND_ADD", IBV_QPT_RC, IBV_WR_ATOMIC_FETCH_AND_ADD, 8)
-WORK_ROW("RC: an opcode that is none", IBV_QPT_RC, (enum ibv_wr_opcode)99, 8)
+WORK_ROW("RC: an invalid opcode", IBV_QPT_RC, (enum ibv_wr_opcode)99, 8)
 WORK_ROW("RC: TSO", IBV_QPT_RC, IBV_WR_TSO, 8)
 WORK_ROW("UC: SEND", IBV_QPT_UC, IBV_WR_SEND, 8)
 WORK_ROW("UC: RDMA_WRITE", IBV_QPT_UC, IBV_WR_RDMA_WRITE, 8)
@@ -359,7 +359,7 @@ ROW(post_send, "a message without a receive, one RNR retry")
     say_failure(request(IBV_WR_SEND, &a, &b, 8), false);
 }
 
-ROW(post_send, "a message without a receive, which is posted in time")
+ROW(post_send, "a message without a receive, posted before the retries end")
 {
     link_attr.rnr_retry = 7;
     link_attr.min_rnr_timer = 14;
@@ -400,7 +400,7 @@ ROW(post_send, "UC: a bad lkey")
     say_failure(wr, false);
 }
 
-ROW(post_send, "what stands behind a failure is flushed")
+ROW(post_send, "requests behind a failure are flushed")
 {
     make_pair(IBV_QPT_RC);
     struct ibv_send_wr *bad = request(IBV_WR_RDMA_WRITE, &a, &b, 8), *behind = request(IBV_WR_RDMA_WRITE, &a, &b, 8);

@@ -142,7 +142,7 @@ ROW(post_send, "XRC_SEND: SEND to a shared receive queue")
     say_completions(srq_cq, 1);
 }
 
-ROW(post_send, "XRC_SEND: SEND to a number that is none")
+ROW(post_send, "XRC_SEND: SEND to an invalid number")
 {
     make_xrc_pair();
     SAY_INT(post(&a, request_to(0xfffff0)));

@@ -25,15 +25,15 @@ COLUMNS = ("soft0", "rxe")
 Key = tuple[str, str]
 Answers = dict[Key, str]
 
-COLUMN_HEADS = "| verb | what is asked | soft0 | rxe | why they differ |\n|---|---|---|---|---|"
+COLUMN_HEADS = "| verb | case | soft0 | rxe | reason |\n|---|---|---|---|---|"
 HEAD = """\
-# What each verb answers: the software device and soft-RoCE
+# Results of each verb: the software device and soft-RoCE
 
-`soft0` is the software device, in both of its modes of execution; `rxe` is Linux 6.1's soft-RoCE through libibverbs
-44. Both columns are kept by tests: each row is asked in a process of its own, with a context of its own. An answer is
-what the verb returned (`0` or `ok`, or the errno), then what followed from it: statuses and opcodes of completions,
-events, states of the two queue pairs. `none`: nothing completed. `absent`: the seam between aioverbs and a provider
-does not have the verb. Where the answers differ, the reason stands beside them.
+`soft0` is the software device, with both values of `execution`; `rxe` is Linux 6.1's soft-RoCE through libibverbs 44.
+Tests check both columns: each row runs in a process of its own, with a context of its own. A result consists of what
+the verb returned (`0` or `ok`, or the errno) and of what followed: statuses and opcodes of completions, events, states
+of the two queue pairs. `none`: nothing completed. `absent`: the seam between aioverbs and a provider lacks the verb.
+If the results differ, the last column has the reason.
 """
 
 
@@ -116,9 +116,7 @@ def render(columns: dict[str, Answers], reasons: list[Reason]) -> str:
     """Return the table's text."""
     parts = [HEAD]
     for heading, names in verbs().items():
-        parts.append(
-            f"\n## {heading}\n\n| verb | what is asked | soft0 | rxe | why they differ |\n|---|---|---|---|---|\n"
-        )
+        parts.append(f"\n## {heading}\n\n| verb | case | soft0 | rxe | reason |\n|---|---|---|---|---|\n")
         for name in names:
             for key, soft0 in columns["soft0"].items():
                 if key[0] == name:

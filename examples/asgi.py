@@ -90,7 +90,7 @@ def reply(status: int, data: bytes = b"") -> Response:
 async def get_object(request: Request) -> Response:
     data = await request.state.store.cache.get(request.path_params["name"].encode())
     if data is None:
-        raise HTTPException(404, "there is no such object")
+        raise HTTPException(404, "no such object")
     return reply(200, data)
 
 
@@ -146,7 +146,7 @@ def use_service(url: str) -> None:
         list(threads.map(request_object, objects, objects.values()))
         got = list(threads.map(request_object, objects))
     same = sum(data == answer for data, (answer, _) in zip(objects.values(), got, strict=True))
-    print(f"put {len(objects)} objects, got {same} of them as they were put")
+    print(f"put {len(objects)} objects, got {same} of them unchanged")
     print(f"from the workers {', '.join(sorted({worker for _, worker in got}))}")
 
 

@@ -49,15 +49,15 @@ async def create_queues(device: aioverbs.Device, allocator: aioverbs.Allocator) 
         domain.queue_pair(cq),
     ):
         if not domain.parent.native_allocators:
-            sys.exit(f"{device.name} does not ask where its memory is to come from; AIOVERBS_DEVICE=soft0 does")
-        print("asked")
+            sys.exit(f"{device.name} does not call allocators; AIOVERBS_DEVICE=soft0 does")
+        print("queues created")
 
 
 async def main() -> None:
     async with aioverbs.open_device() as device:
-        print("one of our own:")
+        print("a custom allocator:")
         await create_queues(device, Mappings())
-        print("an arena, which packs small pieces, recorded:")
+        print("an arena, which packs small allocations, recorded:")
         allocator = aioverbs.RecordingAllocator(aioverbs.ArenaAllocator())
         await create_queues(device, allocator)
         for kind, usage in allocator.usage().items():

@@ -42,7 +42,10 @@ def pack(key: bytes, value: bytes) -> bytes:
     :raises ValueError: key and value are too long, or the key is empty.
     """
     if not key or len(key) + len(value) > MAX_PAIR:
-        raise ValueError(f"a key, which is not empty, and its value have {MAX_PAIR} bytes at most")
+        raise ValueError(
+            f"key and value must have at most {MAX_PAIR} bytes together, and the key at least one, "
+            f"got {len(key)} and {len(value)}"
+        )
     rest = struct.pack("<HH", len(key), len(value)) + key + value
     return struct.pack("<I", zlib.crc32(rest)) + rest
 
@@ -127,7 +130,7 @@ class Cache:
                     await asyncio.sleep(0)
                     continue
                 return next((value for found, value in filter(None, slots) if found == key), None)
-        raise TimeoutError(f"the slots of {key!r} were being written, {MAX_READS} times")
+        raise TimeoutError(f"all {MAX_READS} reads of the slots for {key!r} overlapped with writes")
 
     async def put(self, key: bytes, value: bytes) -> bool:
         """Store a value; return whether there was a free slot for the key."""
@@ -157,7 +160,7 @@ async def main(host: str = HOST) -> None:
         await asyncio.gather(*(values.put(f"key {at}".encode(), f"value {at}".encode()) for at in range(100)))
         got = await asyncio.gather(*(values.get(f"key {at}".encode()) for at in range(100)))
         print(f"put 100 values, got {sum(value == f'value {at}'.encode() for at, value in enumerate(got))} of them")
-        print(f"of a key that was never put: {await values.get(b'key 100')!r}")
+        print(f"value of a key that was never put: {await values.get(b'key 100')!r}")
 
 
 if __name__ == "__main__":

@@ -96,7 +96,7 @@ async def run_client(qp: QueuePair, first: RegionSlice, second: RegionSlice, opt
         sent = qp.send(first)
         await received
         if second.buffer != first.buffer:
-            raise RuntimeError(f"what came back as message {number} is not what was sent")
+            raise RuntimeError(f"returned message {number} differs from the sent one")
         if number + 1 < options.iters:
             received = qp.receive(second)
         await sent
@@ -141,22 +141,22 @@ async def main(options: argparse.Namespace) -> None:
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Ping-pong over RC, also with rdma-core's ibv_rc_pingpong.")
-    parser.add_argument("host", nargs="?", help="where the other end waits; without it, wait here")
-    parser.add_argument("--both", action="store_true", help="be both ends")
-    parser.add_argument("-p", "--port", type=int, default=18515, help="of TCP; 0: any, when waiting (%(default)s)")
+    parser.add_argument("host", nargs="?", help="host of the server; without it, run as the server")
+    parser.add_argument("--both", action="store_true", help="run server and client")
+    parser.add_argument("-p", "--port", type=int, default=18515, help="TCP port; 0: any, for a server (%(default)s)")
     parser.add_argument("-d", "--device", "--ib-dev", help="RDMA device (the first active one)")
     parser.add_argument("-i", "--ib-port", type=int, default=1, help="port of the device (%(default)s)")
     parser.add_argument("-g", "--gid-idx", type=int, help="index of the port's GID (the best one)")
-    parser.add_argument("-s", "--size", type=int, default=4096, help="bytes of a message (%(default)s)")
+    parser.add_argument("-s", "--size", type=int, default=4096, help="message size in bytes (%(default)s)")
     sizes = [mtu.name.removeprefix("MTU_") for mtu in Mtu]
     parser.add_argument("-m", "--mtu", choices=sizes, default="1024", help="path MTU (%(default)s)")
-    parser.add_argument("-n", "--iters", type=int, default=1000, help="messages there and back (%(default)s)")
-    parser.add_argument("-t", "--timeout", type=float, default=60, help="seconds at most; 0: any time (%(default)s)")
+    parser.add_argument("-n", "--iters", type=int, default=1000, help="number of round trips (%(default)s)")
+    parser.add_argument("-t", "--timeout", type=float, default=60, help="time limit in seconds; 0: none (%(default)s)")
     options = parser.parse_args(arguments)
     if options.size < 1 or options.iters < 1:
-        parser.error("size and iters are 1 at least")
+        parser.error("--size and --iters must be at least 1")
     if options.both and options.host is not None:
-        parser.error("--both ends meet on this host: leave HOST out")
+        parser.error("--both runs on this host: omit HOST")
     return options
 
 
@@ -164,4 +164,4 @@ if __name__ == "__main__":
     try:
         asyncio.run(main(parse()))
     except TimeoutError:
-        sys.exit("rc_pingpong: not done in time: --timeout gives it more")
+        sys.exit("rc_pingpong: timed out: increase --timeout")

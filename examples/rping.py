@@ -93,7 +93,9 @@ async def serve_pings(side: Side, verbose: bool) -> int:
         except (WorkCompletionError, BrokenResourceError):  # disconnected: the receives were flushed
             return number
         if source.length > len(side.data.buffer):
-            raise ValueError(f"a ping has {source.length} bytes, and there is room for {len(side.data.buffer)}: see -S")
+            raise ValueError(
+                f"received a ping of {source.length} bytes, but the buffer has {len(side.data.buffer)}: increase -S"
+            )
         await side.qp.read(side.data[: source.length], source)
         ping_text = bytes(side.data.buffer[: source.length]).partition(b"\0")[0]
         if verbose:
@@ -117,7 +119,7 @@ async def send_pings(side: Side, count: int, size: int, verbose: bool, validate:
             await side.send(side.data.remote())
             await side.receive()  # the server has written the ping
             if validate and side.data.buffer != start.buffer:
-                raise ValueError("what came back is not what was sent")
+                raise ValueError("the returned data differs from the sent data")
             if verbose:
                 print("ping data:", bytes(side.data.buffer).partition(b"\0")[0].decode(), flush=True)
     raise AssertionError
@@ -151,17 +153,17 @@ async def run_client(address: str, port: int, size: int, count: int, verbose: bo
 def main() -> None:
     parser = argparse.ArgumentParser(description="RDMA ping, with the options of rdma-core's rping")
     side = parser.add_mutually_exclusive_group(required=True)
-    side.add_argument("-s", dest="server", action="store_true", help="be the server")
-    side.add_argument("-c", dest="server", action="store_false", help="be the client")
+    side.add_argument("-s", dest="server", action="store_true", help="run as the server")
+    side.add_argument("-c", dest="server", action="store_false", help="run as the client")
     parser.add_argument("-a", dest="address", default="0.0.0.0", help="the server's address")
     parser.add_argument("-p", dest="port", type=int, default=7174, help="the server's port")
-    parser.add_argument("-C", dest="count", type=int, default=0, help="how many pings, for the client; 0: without end")
+    parser.add_argument("-C", dest="count", type=int, default=0, help="number of pings, for the client; 0: no limit")
     parser.add_argument("-S", dest="size", type=int, default=64, help=f"bytes of a ping, {MIN_SIZE} to {MAX_SIZE}")
     parser.add_argument("-v", dest="verbose", action="store_true", help="print the pings")
-    parser.add_argument("-V", dest="validate", action="store_true", help="compare what comes back")
+    parser.add_argument("-V", dest="validate", action="store_true", help="check the returned data")
     options = parser.parse_args()
     if not MIN_SIZE <= options.size <= MAX_SIZE:
-        parser.error(f"-S is from {MIN_SIZE} to {MAX_SIZE}")
+        parser.error(f"-S must be from {MIN_SIZE} to {MAX_SIZE}, got {options.size}")
     if options.server:
         done = asyncio.run(run_server(options.address, options.port, options.size, options.verbose))
     else:

@@ -31,7 +31,7 @@ async def main() -> None:
         near.connect(far.local_endpoint(), ACCESS)
         far.connect(near.local_endpoint(), ACCESS)
         await near.write(region[:5], region.remote()[32:37])
-        print(f"written by one, registered by the other: {bytes(region.buffer[32:37])!r}")
+        print(f"written by one context, registered by the other: {bytes(region.buffer[32:37])!r}")
         try:
             await other.shared_protection_domain(shared.id, KEY + 1).open()
         except aioverbs.VerbsError as error:

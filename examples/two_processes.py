@@ -57,10 +57,10 @@ async def run_process(channel: Channel, *, is_active: bool) -> None:
             received = await hello
             print(f"process {os.getpid()} received {bytes(received.data)!r}")
             await receive_line(channel)
-            print(f"and has in its memory {bytes(region.buffer[64:69])!r}, which nobody here wrote")
+            print(f"its memory has {bytes(region.buffer[64:69])!r}, written by the other process")
             for peer in (each for each in device.peers() if not each.connected_by_us) if device.software else ():
                 how = "from memory to memory" if peer.direct else f"by {peer.transport} socket"
-                print(f"process {peer.process_id} came over a {peer.transport} socket; large data goes {how}")
+                print(f"process {peer.process_id} is connected by a {peer.transport} socket; large data moves {how}")
             send_line(channel, "bye")
 
 

@@ -26,7 +26,7 @@ async def main() -> None:
             try:
                 await other.xrc_domain(fd, 0).open()
             except aioverbs.VerbsError as error:
-                print(f"gone with the last one that was closed: {error}")
+                print(f"removed with its last reference: {error}")
 
 
 if __name__ == "__main__":

@@ -115,4 +115,4 @@ def test_a_killed_peer_ends_the_program(role: str) -> None:
         programs.programs[1 - us].kill()
         _, err, status = programs.result_of(us)
         assert status == 1
-        assert re.search("RETRY_EXC_ERR|WR_FLUSH_ERR|not done in time", err)
+        assert re.search("RETRY_EXC_ERR|WR_FLUSH_ERR|timed out", err)

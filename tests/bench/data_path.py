@@ -43,7 +43,7 @@ async def _inline(size: int = 1 << 18) -> AsyncIterator[tuple[Ends, Baseline, Ba
         ):
             yield here, basic, extended
             if basic.idle_polls or extended.idle_polls:
-                raise RuntimeError("a request was not done when it was posted: this is not what was to be measured")
+                raise RuntimeError("a request did not complete while it was posted, so this would measure polling")
 
 
 def _over_c(rounds: Rounds, per: int = 1) -> dict[str, object]:

@@ -108,7 +108,7 @@ async def direct_writes(rounds: int, places: int) -> Result:
         }
         taken = await _medians(turns, rounds)
     if not taken["await"][2]:
-        raise RuntimeError("nothing is moved directly here: the system forbids one process another one's memory")
+        raise RuntimeError("no direct transfers: the kernel denies access to another process's memory")
     figures = {f"{name}_gb_per_s": LARGE / numbers[0] for name, numbers in taken.items()}
     figures["to_memcpy"] = taken["memcpy"][0] / taken["await"][0]
     figures["to_process_vm"] = taken["process_vm"][0] / taken["await"][0]

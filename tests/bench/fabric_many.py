@@ -23,7 +23,7 @@ def _anonymous_kib() -> int:
     for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
         if line.startswith("Anonymous:"):
             return int(line.split()[1])
-    raise RuntimeError("the kernel does not tell how much memory a process has")
+    raise RuntimeError("/proc/self/smaps_rollup has no line Anonymous")
 
 
 def _send_line(process: Process, line: str) -> None:

@@ -256,7 +256,7 @@ async def main() -> int:
     check_build()
     benchmarks = Benchmarks(options.baseline, rdma_devices(), options.rounds, options.scale)
     if unknown := set(options.parts).difference(benchmarks.all):
-        parser.error(f"no such part: {', '.join(sorted(unknown))}; there are {', '.join(benchmarks.all)}")
+        parser.error(f"unknown benchmarks {', '.join(sorted(unknown))}: choose from {', '.join(benchmarks.all)}")
 
     table = empty_table()
     failed = False

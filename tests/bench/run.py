@@ -118,7 +118,7 @@ def main() -> int:
     check_build()
     known = benchmarks(options)
     if unknown := set(options.parts).difference(known):
-        parser.error(f"no such part: {', '.join(sorted(unknown))}; there are {', '.join(known)}")
+        parser.error(f"unknown benchmarks {', '.join(sorted(unknown))}: choose from {', '.join(known)}")
 
     table = empty_table()
     failed = False

@@ -100,7 +100,7 @@ class TcpVolume(asyncio.BufferedProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         for done, _ in self._asked.values():
             if not done.done():
-                done.set_exception(exc or ConnectionResetError("the server is gone"))
+                done.set_exception(exc or ConnectionResetError("the server closed the connection"))
 
     def read_into(self, into: memoryview, offset: int) -> Awaitable[None]:
         """Read a part of the file. Await the result."""

@@ -25,7 +25,7 @@ async def line_of(process: Process) -> bytes:
     assert process.stdout is not None
     line = await process.stdout.readline()
     if not line:
-        raise RuntimeError(f"a benchmark's process ended without an answer, status {await process.wait()}")
+        raise RuntimeError(f"a benchmark process ended without output, status {await process.wait()}")
     return line
 
 

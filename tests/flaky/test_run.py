@@ -77,10 +77,10 @@ def test_runs_resume_until_each_test_has_passed(suite: Path) -> None:
     (failed,) = (result for result in collected if not result.passed)
     assert "for the first time" in failed.report
     names = [result.test.partition("::")[2] for result in collected if "passing" in result.test]
-    assert names != sorted(names, key=PASSING.index), "they are in random order"
+    assert names != sorted(names, key=PASSING.index), "the order is random"
 
     assert flaky(suite, "--passes", "1", "--minutes", "3").returncode == 0
-    assert list(read_results(results)) == collected, "there was nothing left to run"
+    assert list(read_results(results)) == collected, "no test is left to run"
 
     none = flaky(suite, "--passes", "1", "--minutes", "0", "--fresh")
     assert (none.returncode, results.exists()) == (1, False)

@@ -41,23 +41,23 @@ def one_input(data: bytes) -> None:
                 result = receive(listener, data)
             except HandshakeError as error:
                 if parse(encode_reject(error))[0] is not MessageType.REJECT:
-                    raise AssertionError("a refusal is none") from error
+                    raise AssertionError("a message that rejects the peer was not parsed as one") from error
             else:
                 if isinstance(result, Offer) and (
                     secret is not None or Offer.parse_body(result.pack(), 0)[0] != result
                 ):
-                    raise AssertionError(f"{data!r} is taken for an offer")
+                    raise AssertionError(f"{data!r} was parsed as an offer")
     try:
         notice = GrantNotice.parse(data)
     except ValueError:
         pass
     else:
         if notice.pack() != data:
-            raise AssertionError(f"{data!r} is taken for {notice}")
+            raise AssertionError(f"{data!r} was parsed as {notice}")
     immediate = int.from_bytes(data[:4])
     kind, flags, returned, number = parse_header(immediate)
     if kind << 29 | flags | returned << 16 | number != immediate:
-        raise AssertionError(f"{immediate:#x} is split wrongly")
+        raise AssertionError(f"{immediate:#x} was split incorrectly")
 
 
 def seeds(folder: Path) -> None:

@@ -153,7 +153,7 @@ def test_edits_elsewhere_keep_the_ids() -> None:
     edited = b"/* A comment. */\n" + C.replace(b"thing->used++;", b"thing->used += 2;")
     after = [mutant.id for mutant in mutants_of("a.c", edited, c_faults(edited))]
     assert len(before) == len(set(before))
-    assert len(set(before) - set(after)) == 1, "the line that was edited has another fault"
+    assert len(set(before) - set(after)) == 1, "the edited line has another ID"
 
 
 def test_the_choice_depends_on_the_seed_and_is_spread() -> None:

@@ -36,7 +36,7 @@ def test_finding_the_tests_that_reach_a_line(tmp_path: Path) -> None:
             return again.covering("a.py", key, names)
 
         assert covering("count: return 1") == {"tests/test_a.py": {"second": 2.0}}
-        assert covering("count: return 2") == {}, "nothing reaches it"
+        assert covering("count: return 2") == {}, "no test reaches the line"
         assert covering("count: use()") == {"tests/test_a.py": {"first": 1.0, "second": 2.0}}
         assert covering("count: second line of a statement") == {"tests/test_a.py": {"first": 1.0, "second": 2.0}}
         assert covering("third: use()") == {}
@@ -61,7 +61,7 @@ def test_descendants_of_a_broken_program_are_killed() -> None:
     assert done.returncode == 0, done.stderr
     first, second, third = done.stdout.splitlines()
     assert first.startswith("Ended(status=0")
-    assert (second, third) == ("1", "None"), "there is nothing to read; the other one was ended"
+    assert (second, third) == ("1", "None"), "standard input is empty, and the descendant was killed"
     left = int(first.partition("output='")[2].partition("\\n")[0])
     wait_for_ends([left])
     assert not psutil.pid_exists(left)

@@ -20,7 +20,7 @@ ip route replace 10.77.0.2/32 dev veth0 src 10.77.0.1 table 100"""
 def need_pair() -> None:
     """Skip the test if there is no pair of interfaces."""
     if os.geteuid() != 0 or not all(Path("/sys/class/net", name).exists() for name in (NEAR, FAR)):
-        pytest.skip("this breaks a pair of network interfaces, which the virtual machine has")
+        pytest.skip("needs the virtual machine's pair of network interfaces")
 
 
 def run(command: str) -> str:

@@ -47,7 +47,7 @@ def expose_pyverbs(distribution: Path = DISTRIBUTION) -> str:
 
 def _check(distribution: Path) -> None:
     if not distribution.is_dir():
-        raise PyverbsPathError(f"there is no {distribution}: apt-get install python3-pyverbs ibverbs-providers")
+        raise PyverbsPathError(f"{distribution} is missing: run apt-get install python3-pyverbs ibverbs-providers")
     modules = list(distribution.glob("device.*.so"))
     if not any((distribution / f"device{end}").exists() for end in _endings()):
         built_for = ", ".join(module.name.split(".")[1] for module in modules) or "nothing known"
@@ -75,7 +75,7 @@ def _import_anew() -> str:
     done = subprocess.run((sys.executable, "-c", code), capture_output=True, text=True, timeout=60, check=False)
     if done.returncode != 0:
         reason = done.stderr.strip().rpartition("\n")[2] or f"exit status {done.returncode}"
-        raise PyverbsPathError(f"pyverbs is there but cannot be imported: {reason}")
+        raise PyverbsPathError(f"pyverbs is installed but cannot be imported: {reason}")
     return done.stdout.strip()
 
 

@@ -78,7 +78,7 @@ class Pair:
         deadline = time.monotonic() + 20
         while not (found := poll(self.queues[side], 1)):
             if time.monotonic() > deadline:
-                raise TimeoutError("no completion came")
+                raise TimeoutError("no completion arrived")
         return found[0]
 
     def succeed(self, side: int) -> Completion:
@@ -90,7 +90,7 @@ class Pair:
     def sleep(self, side: int) -> None:
         """Sleep until a completion event of one side arrives, and acknowledge it."""
         readable, _, _ = select.select([self.channels[side]], [], [], 20)
-        assert readable, "no event came"
+        assert readable, "no event arrived"
         queue = self.channels[side].get_event()
         assert queue is self.queues[side]
         queue.ack_events()

@@ -60,7 +60,7 @@ def spare_device() -> Iterator[SpareDevice]:
     Only devices created here may be removed; others may be in use.
     """
     if "AIOVERBS_RESULTS" not in os.environ:
-        pytest.skip("here is no device to spare: this is not the virtual machine of tests/rdma/vm.py")
+        pytest.skip("needs the virtual machine of tests/rdma/vm.py, where devices may be removed")
     _run("ip", "link", "add", _INTERFACE, "type", "dummy")
     try:
         _run("ip", "address", "add", _ADDRESS, "dev", _INTERFACE)

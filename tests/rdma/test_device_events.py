@@ -58,7 +58,7 @@ async def next_event(events: AsyncIterator[DeviceEvent], wanted: EventType) -> D
         async for event in events:
             if event.event_type is wanted:
                 return event
-    raise AssertionError("they have ended")
+    raise AssertionError("the events ended")
 
 
 async def test_a_port_that_goes_down_and_comes_back(spare: SpareDevice) -> None:

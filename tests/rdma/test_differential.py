@@ -35,7 +35,7 @@ def software() -> Iterator[dict[str, handles.ProtectionDomain]]:
 def soft_roce() -> Iterator[handles.ProtectionDomain]:
     name = rdma_devices()[0]
     if not name.startswith("rxe"):
-        pytest.skip(f"what is known to differ is known of soft-RoCE, and not of {name}")
+        pytest.skip(f"known differences are those of soft-RoCE, not of {name}")
     with opened(name) as context:
         yield handles.ProtectionDomain(context)
 

@@ -30,7 +30,7 @@ ANOTHER_USER += ["--inh-caps=+dac_read_search", "--ambient-caps=+dac_read_search
 def needs_disposable_machine() -> None:
     """Skip unless these tests may change the machine."""
     if os.geteuid() != 0 or not Path("/sys/module/rdma_rxe").exists():
-        pytest.skip("this needs soft-RoCE and root, as in the virtual machine")
+        pytest.skip("needs soft-RoCE and root, as in the virtual machine")
 
 
 def run_doctor(*command: str) -> dict[str, Any]:
@@ -165,7 +165,7 @@ def test_pyverbs_of_another_libibverbs() -> None:
     """Use the pyverbs of another release with the installed libibverbs."""
     library = libibverbs()
     if next(Path(library).parent.glob("libibverbs/*-rdmav34.so"), None) is not None:
-        pytest.skip("up to rdma-core 56 all have the same private interface, and others than those are not installed")
+        pytest.skip("needs an rdma-core later than 56, whose private interface differs")
     result = run_doctor_with_mount(f"mount --bind /usr/lib/x86_64-linux-gnu/libibverbs.so.1 {library}")
     assert (result["status"], result["usable"]) == (1, [])
     assert findings(result, "system")["pyverbs-version"][0] == "pip uninstall pyverbs"

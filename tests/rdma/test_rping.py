@@ -53,7 +53,7 @@ def wait_listening(port: int) -> None:
         if any(each["src-addr"].endswith(f":{port}") for each in json.loads(told.stdout)):
             return
         time.sleep(0.1)
-    raise TimeoutError(f"nobody listens at {port}")
+    raise TimeoutError(f"no program listens at port {port}")
 
 
 def wait_for(process: "subprocess.Popen[str]", start: str) -> None:

@@ -118,7 +118,7 @@ class TestAbsent:
             if context.name.startswith("rxe"):
                 yield context
             else:
-                pytest.skip(f"{context.name} may have them")
+                pytest.skip(f"{context.name} may support it")
 
     def test_thread_domain(self, context: handles.Context) -> None:
         with pytest.raises(VerbsError, match="ibv_alloc_td") as caught:
@@ -141,7 +141,7 @@ class TestAbsent:
 def test_two_devices() -> None:
     names = rdma_devices()
     if len(names) < 2:
-        pytest.skip("one RDMA device only")
+        pytest.skip("needs two RDMA devices")
     with opened(names[0]) as near, opened(names[1]) as far:
         pair = Pair(handles.ProtectionDomain(near), handles.ProtectionDomain(far))
         pair.memory[0][:] = b"\x5a" * len(pair.memory[0])

@@ -101,7 +101,7 @@ class OtherProcess:
         """Return the next line of output."""
         assert self.process.stdout is not None
         line = await asyncio.wait_for(self.process.stdout.readline(), 60)
-        assert line, "it has ended"
+        assert line, "the process has ended"
         return line.decode().strip()
 
     async def run_command(self, command: str) -> str:
@@ -234,7 +234,7 @@ async def test_a_descriptor_of_another_device(
     name: str, shim: Imports, ends: tuple[socket.socket, socket.socket]
 ) -> None:
     if len(rdma_devices()) < 2:
-        pytest.skip("there is one RDMA device")
+        pytest.skip("needs two RDMA devices")
     near, far = ends
     async with (
         open_device(name) as device,

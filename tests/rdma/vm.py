@@ -166,7 +166,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("command", nargs="*", metavar="COMMAND", help="after --")
     options = parser.parse_args(arguments)
     if not (options.command or options.shell or options.prepare):
-        parser.error("a command is needed, or --shell")
+        parser.error("give a command, or --shell")
     if options.timeout is None:
         options.timeout = 86400.0 if options.shell else 600.0
     return options

@@ -88,7 +88,7 @@ def _python_of(text: str) -> str:
     """Return the Python version in the name of a file or a package."""
     found = re.search(r"cpython-3(\d+)-|libpython3\.(\d+)", text)
     if found is None:
-        raise PackageError(f"python3-pyverbs is built for no Python that is known: {text}")
+        raise PackageError(f"python3-pyverbs does not name its Python version: {text}")
     return f"python3.{found[1] or found[2]}"
 
 

@@ -210,7 +210,7 @@ def test_putting_fails_if_all_slots_are_taken(service: Service) -> None:
         if len(group) > NEIGHBOURS and all(abs(place - other) >= NEIGHBOURS * SLOT for other in taken)
     )
     assert [service.request(name, b"x").status_code for name in together] == [204] * NEIGHBOURS + [507]
-    assert service.request(together[0], b"y").status_code == 204, "it has its place"
+    assert service.request(together[0], b"y").status_code == 204, "the key has a slot already"
 
 
 def test_a_killed_worker_is_replaced(service: Service) -> None:

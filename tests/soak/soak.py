@@ -67,7 +67,7 @@ async def closing(device: Device, draw: random.Random) -> int:
             await asyncio.wait_for(pair.near.aclose(), PATIENCE_S)
             results = await asyncio.wait_for(waiting, PATIENCE_S)
             ended = [each is None for each in results]
-            assert ended == sorted(ended, reverse=True), "one was done after one that was flushed"
+            assert ended == sorted(ended, reverse=True), "a request completed after one that was flushed"
             for each, done in enumerate(ended):
                 assert not done or pair.written(8 * each) == b"12345678"
             assert len(pair.source.pins) == 0

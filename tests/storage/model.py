@@ -50,7 +50,7 @@ class Blocks:
         for block in self.blocks:
             content = volume[block * BLOCK : (block + 1) * BLOCK]
             for found, writing in set(_PAIR.iter_unpack(content)):
-                assert found == (block if writing else 0), f"block {block} has some of block {found}"
+                assert found == (block if writing else 0), f"block {block} has a pair of block {found}"
                 assert acknowledged[block] <= writing <= self.latest[block], (
                     f"block {block} has writing {writing}, of {acknowledged[block]} to {self.latest[block]}"
                 )

@@ -61,7 +61,7 @@ async def serve_here(
 ) -> AsyncIterator[Server]:
     """Serve a folder."""
     if backing == "mapped" and not device.software:
-        pytest.skip("kernels do not pin pages of files for devices")
+        pytest.skip("kernels do not pin file pages for devices")
     chosen = Settings(backing=cast(BackingName, backing), **settings)
     async with serving(root, HOST, device=device, settings=chosen, disk=disk) as served:
         yield Server(device, served, root)

@@ -71,7 +71,7 @@ class Process:
         self.output_lines: list[str] = []
         while not self.output_lines or not self.output_lines[-1].startswith("serving"):
             line = process.stdout.readline()
-            assert line, f"it ended: {process.communicate()[1]}"
+            assert line, f"the server ended: {process.communicate()[1]}"
             self.output_lines.append(line.strip())
         self.host, _, port = self.output_lines[-1].split()[-1].rpartition(":")
         self.port = int(port)

@@ -58,7 +58,7 @@ def test_volumes_by_commands(device_name: str, tmp_path: Path) -> None:
     with served(root, "--metrics-port", 0, device=device_name) as server:
         server.done("client", "create", "disk", "4MiB")
         put = run("client", "put", data, "disk", "--verify", device=device_name, **server.env)
-        assert (put.returncode, put.stderr) == (0, "wrote 3,000,000 bytes to disk\n"), "and no bar"
+        assert (put.returncode, put.stderr) == (0, "wrote 3,000,000 bytes to disk\n"), "there is no progress bar"
         server.done("client", "snapshot", "disk", "then")
         server.done("client", "clone", "then", "again")
         server.done("client", "resize", "again", "1M")

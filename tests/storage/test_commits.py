@@ -95,7 +95,7 @@ async def test_flush_here_declines_on_a_slow_disk() -> None:
 
     with ThreadPoolExecutor(1) as threads:
         commits = Commits(sync, threads, clock=lambda: now_s)
-        assert [commits.flush_here() for _ in range(6)] == [True] * 5 + [False], "once is not enough"
+        assert [commits.flush_here() for _ in range(6)] == [True] * 5 + [False], "one slow sync is not enough"
 
 
 async def test_flushes_of_many_loops_share_syncs() -> None:

@@ -95,8 +95,8 @@ def test_json_output() -> None:
     assert (result["verified"], result["wrong"], result["device"], result["native"]) == (True, [], "soft0", True)
     assert result["bytes"] == (2 << 20) // 3 * 3
     assert result["flushes"] == result["files"] > 9
-    assert 0 < result["syncs"] <= result["flushes"] + 9, "those of volumes that are closed, too"
-    assert result["message_bytes"] == 0, "all went one-sidedly"
+    assert 0 < result["syncs"] <= result["flushes"] + 9, "including syncs of closed volumes"
+    assert result["message_bytes"] == 0, "all data moved one-sidedly"
     assert list(result["seconds"]) == ["making files", "writing", "reading and comparing", "reading blocks"]
     assert result["blocks"] > 0
     assert 0 < result["read_us"]["p50"] <= result["read_us"]["p99"] <= result["read_us"]["max"]

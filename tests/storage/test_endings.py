@@ -135,7 +135,7 @@ async def test_invalid_requests_are_rejected(device: Device, tmp_path: Path, bac
         for number in range(256):
             opened = await raw.ask(Open(Mode.READ, "disk"))
             assert isinstance(opened, Opened), number
-        assert isinstance(await raw.ask(Open(Mode.READ, "disk")), Failed), "it has enough of them"
+        assert isinstance(await raw.ask(Open(Mode.READ, "disk")), Failed), "the limit is reached"
 
 
 async def test_closing_a_volume_that_is_being_opened(device: Device, tmp_path: Path, backing: str) -> None:
@@ -218,7 +218,7 @@ async def test_unauthenticated_clients_are_rejected(
             assert isinstance(answer, Failed)
             assert "supports version 1" in answer.text
         async with raw_client(server, authenticate=False) as nobody:
-            assert isinstance(await nobody.ask(Hello(VERSION, bytes(32), "n" * 512)), Failed), "and it is told"
+            assert isinstance(await nobody.ask(Hello(VERSION, bytes(32), "n" * 512)), Failed), "the error is reported"
 
 
 async def test_volumes_of_a_disconnected_client_are_closed(device: Device, tmp_path: Path, backing: str) -> None:
@@ -236,7 +236,7 @@ async def test_volumes_of_a_disconnected_client_are_closed(device: Device, tmp_p
         await other.resize("disk", 2 * SIZE)
         async with other.open("disk") as volume:
             assert await volume.read(BLOCK, 7) == b"flushed"
-            assert await volume.read(0, 13) == b"never flushed", "nothing crashed"
+            assert await volume.read(0, 13) == b"never flushed", "unflushed data survives without a crash"
 
 
 async def test_requests_work_after_cancelled_requests(device: Device, tmp_path: Path, backing: str) -> None:
@@ -421,7 +421,7 @@ async def test_memory_stays_until_running_syncs_end(device: Device, tmp_path: Pa
             await raw.connection.abort()
             resizing = asyncio.create_task(other.resize("disk", 2 * SIZE))
             await asyncio.sleep(0.2)
-            assert len(power.done) == steps, "nobody else is at the file"
+            assert len(power.done) == steps, "no other operation uses the file"
             assert not resizing.done()
             power.syncs_may_end.set()
             await resizing

@@ -133,7 +133,7 @@ async def cut_and_check(path: Path, seed: int, backing: str, *, execution: Execu
             with contextlib.suppress(*SERVER_GONE):
                 async with asyncio.timeout(patience(60)):
                     await load.run(storage)
-            assert power.image is not None, "it ended before"
+            assert power.image is not None, "the load ended before the power cut"
         power.restore(there)
         async with serve_here(device, there, backing) as server, server.client() as storage:
             await load.check(storage)

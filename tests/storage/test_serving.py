@@ -88,7 +88,7 @@ async def test_volumes_are_made_listed_resized_and_deleted(device: Device, tmp_p
         await storage.resize("a", BLOCK)
         await storage.resize("a", 2 * BLOCK)
         async with storage.open("a") as volume:
-            assert await volume.read(0, 2 * BLOCK) == b"x" * BLOCK + bytes(BLOCK), "what was cut off is gone"
+            assert await volume.read(0, 2 * BLOCK) == b"x" * BLOCK + bytes(BLOCK), "truncated bytes are zero"
         await storage.delete("a")
         await storage.create("a", SIZE)
         await storage.delete("b")

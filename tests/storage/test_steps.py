@@ -169,7 +169,7 @@ def test_a_failing_step_leaves_volumes_consistent(name: str, tmp_path: Path) -> 
         if len(power.done) < step:
             assert done
             return
-    raise AssertionError("it has more steps than that")
+    raise AssertionError("the work has more than MAX_STEPS steps")
 
 
 class FailsOnce(Power):

@@ -82,7 +82,7 @@ def parse_answers(lines: Iterable[str]) -> Answers:
     for line in lines:
         verb, asked, answer = line.rstrip("\n").split("\t")
         if (verb, asked) in answers:
-            raise ValueError(f"two rows of {verb} ask the same: {asked}")
+            raise ValueError(f"duplicate row of {verb}: {asked}")
         answers[verb, asked] = answer
     return answers
 

@@ -63,10 +63,10 @@ def test_software_device(probe: Path) -> None:
 def test_soft_roce(probe: Path) -> None:
     device = rdma_devices()[0]
     if not device.startswith("rxe"):
-        pytest.skip(f"the table is about soft-RoCE, and {device} is not")
+        pytest.skip(f"the table describes soft-RoCE, not {device}")
     with opened(device) as context:
         if (mtu := context.query_port(1).active_mtu) != Mtu.MTU_4096:
-            pytest.skip(f"the table is about a port with an MTU of 4096 bytes, not {Mtu(mtu).size}")
+            pytest.skip(f"the table describes a port with an MTU of 4096 bytes, not {Mtu(mtu).size}")
     (found,) = answers(probe, device)
     compare(found, "rxe")
 

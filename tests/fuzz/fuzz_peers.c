@@ -22,7 +22,7 @@ enum {
     SLOTS = 16,           /* receives, and sends, of each queue */
     REMOTE = 1 << 18,     /* bytes of the region whose key the peers have */
     OWN = 1 << 16,        /* bytes that each queue pair sends, and reads into */
-    ASKERS = 2,
+    REQUESTERS = 2,
     STALE = 'S', /* initial contents of a receive */
     SENT = 0xa5,
 };
@@ -92,7 +92,7 @@ struct flow {
 };
 
 /* A device of its own, with a fabric only. Both requesting peers claim the same identity; one of them also responds. */
-struct asker {
+struct requester {
     struct node *node;
     struct sender sender; /* its link leads to the device */
     struct flow flows[QPS];
@@ -191,7 +191,7 @@ static struct soft_frame next_part(const struct flow *flow, int which)
 }
 
 /* Falsifies a frame, as a hostile peer does. */
-static void spoil(struct soft_frame *frame)
+static void falsify(struct soft_frame *frame)
 {
     switch (any(12)) {
     case 0:
@@ -234,7 +234,7 @@ static void spoil(struct soft_frame *frame)
 }
 
 /* Sets dependent fields of the frame, and its payload. Returns whether the frame is well-formed. */
-static bool complete(struct soft_frame *frame, const struct asker *asker, uint8_t list[SOFT_SEGMENT_SIZE],
+static bool complete(struct soft_frame *frame, const struct requester *requester, uint8_t list[SOFT_SEGMENT_SIZE],
                      struct iovec *data)
 {
     static uint8_t taken[SOFT_DIRECT_FRAGMENT]; /* data that the device writes to us, which is ignored */
@@ -249,8 +249,8 @@ static bool complete(struct soft_frame *frame, const struct asker *asker, uint8_
     frame->packets = frame->part && frame->transport != IBV_QPT_UD ? (frame->part + 4095) / 4096 : 1;
     frame->size = is_answered(frame->opcode) ? 0 : frame->part;
     *data = (struct iovec){payload, frame->size};
-    if (one_in(4) && frame->part && !is_atomic(frame->opcode) && soft_link_direct(asker->sender.link)) {
-        if (one_in(16) || soft_copy_token_open(asker->sender.link, &frame->copy_token, &frame->serial))
+    if (one_in(4) && frame->part && !is_atomic(frame->opcode) && soft_link_direct(requester->sender.link)) {
+        if (one_in(16) || soft_copy_token_open(requester->sender.link, &frame->copy_token, &frame->serial))
             frame->copy_token = (uint16_t)any(SOFT_COPY_TOKENS);
         if (frame->opcode == IBV_WR_RDMA_READ)
             segment.address = (uintptr_t)taken;
@@ -267,9 +267,9 @@ static bool complete(struct soft_frame *frame, const struct asker *asker, uint8_
 }
 
 /* Returns whether the frame was sent. */
-static bool send_to_device(struct asker *asker, const struct soft_frame *frame, const struct iovec *data)
+static bool send_to_device(struct requester *requester, const struct soft_frame *frame, const struct iovec *data)
 {
-    struct sender *sender = &asker->sender;
+    struct sender *sender = &requester->sender;
     int error;
 
     do {
@@ -282,15 +282,15 @@ static bool send_to_device(struct asker *asker, const struct soft_frame *frame, 
     return !error;
 }
 
-static void ask(struct asker *asker)
+static void send_request(struct requester *requester)
 {
     int which = (int)any(INITIATOR);
-    struct flow *flow = &asker->flows[which];
+    struct flow *flow = &requester->flows[which];
     unsigned int life = atomic_load(&lives[which]);
     uint8_t list[SOFT_SEGMENT_SIZE];
     struct soft_frame frame;
     struct iovec data;
-    bool spoilt = one_in(24), sent;
+    bool falsified = one_in(24), sent;
 
     if (flow->life != life || one_in(16)) {
         flow->offset = 0;
@@ -300,19 +300,19 @@ static void ask(struct asker *asker)
     if (!flow->offset)
         begin_message(flow, which);
     frame = next_part(flow, which);
-    if (spoilt)
-        spoil(&frame);
-    sent = complete(&frame, asker, list, &data) && send_to_device(asker, &frame, &data);
+    if (falsified)
+        falsify(&frame);
+    sent = complete(&frame, requester, list, &data) && send_to_device(requester, &frame, &data);
     if (frame.serial) { /* before, during or after the transfer */
         if (one_in(2))
             sleep_us(any(200));
-        while (!soft_copy_token_close(asker->sender.link, frame.copy_token, frame.serial))
+        while (!soft_copy_token_close(requester->sender.link, frame.copy_token, frame.serial))
             sleep_us(50);
     }
     if (!sent)
         return;
     atomic_fetch_add_explicit(&requests, 1, memory_order_relaxed);
-    if (spoilt || one_in(64)) /* ... and sometimes again */
+    if (falsified || one_in(64)) /* ... and sometimes again */
         return;
     flow->psn = (flow->psn + frame.packets) & SOFT_PSN_MASK;
     flow->offset += frame.part;
@@ -320,16 +320,16 @@ static void ask(struct asker *asker)
         flow->offset = 0;
 }
 
-static void *ask_on(void *argument)
+static void *send_requests(void *argument)
 {
-    struct asker *asker = argument;
+    struct requester *requester = argument;
 
     seed_thread();
     REQUIRE(grace_ready());
     while (!atomic_load(&over)) {
-        ask(asker);
+        send_request(requester);
         if (one_in(20000))
-            soft_fabric_cut(&asker->node->device, NULL);
+            soft_fabric_cut(&requester->node->device, NULL);
     }
     return NULL;
 }
@@ -689,17 +689,17 @@ static void close_all(void)
     CHECK_EQ(rmdir(directory()), 0);
 }
 
-static void open_asker(struct asker *asker, unsigned int number)
+static void open_requester(struct requester *requester, unsigned int number)
 {
-    asker->node = node_open_at(peer_gids, 0);
-    asker->node->device.fabric->user = &hostile;
-    sender_open(&asker->sender, asker->node, &gids[number % 2], number);
+    requester->node = node_open_at(peer_gids, 0);
+    requester->node->device.fabric->user = &hostile;
+    sender_open(&requester->sender, requester->node, &gids[number % 2], number);
 }
 
 int main(int argc, char **argv)
 {
-    static struct asker askers[ASKERS];
-    pthread_t threads[ASKERS];
+    static struct requester requesters[REQUESTERS];
+    pthread_t threads[REQUESTERS];
     unsigned int i;
     uint64_t end;
 
@@ -710,19 +710,19 @@ int main(int argc, char **argv)
     seed = argc > 3 ? strtoull(argv[3], NULL, 0) : now_ns();
     seed_thread();
     open_all(strcmp(argv[1], "inline") ? SOFT_THREAD : SOFT_INLINE);
-    for (i = 0; i < ASKERS; i++)
-        open_asker(&askers[i], i);
-    REQUIRE_EQ(soft_fabric_listen(&askers[0].node->device), 0);
-    for (i = 0; i < ASKERS; i++)
-        REQUIRE_EQ(pthread_create(&threads[i], NULL, ask_on, &askers[i]), 0);
+    for (i = 0; i < REQUESTERS; i++)
+        open_requester(&requesters[i], i);
+    REQUIRE_EQ(soft_fabric_listen(&requesters[0].node->device), 0);
+    for (i = 0; i < REQUESTERS; i++)
+        REQUIRE_EQ(pthread_create(&threads[i], NULL, send_requests, &requesters[i]), 0);
     end = now_ns() + strtoull(argv[2], NULL, 0) * 1000000000u;
     while (now_ns() < end)
         do_something();
     atomic_store(&over, true);
-    for (i = 0; i < ASKERS; i++) {
+    for (i = 0; i < REQUESTERS; i++) {
         CHECK_EQ(pthread_join(threads[i], NULL), 0);
-        sender_close(&askers[i].sender);
-        node_close(askers[i].node);
+        sender_close(&requesters[i].sender);
+        node_close(requesters[i].node);
     }
     close_all();
     printf("%s, seed %llu: %llu requests, %llu answers; %llu completions were good, %llu flushed, %llu others\n",

@@ -118,12 +118,12 @@ static void open_pair(int fds[2])
 }
 
 /* Drains incoming data: the device's output is ignored. */
-static void look(int peer)
+static void drain_output(int peer)
 {
-    static uint8_t said[1 << 18];
+    static uint8_t output[1 << 18];
 
     while (soft_fabric_poll_locked(device.fabric, true))
-        while (read(peer, said, sizeof(said)) > 0)
+        while (read(peer, output, sizeof(output)) > 0)
             ;
 }
 
@@ -136,10 +136,10 @@ static void greet_server(int peer)
     memcpy(hello.wanted, &device.gids[0], sizeof(hello.wanted));
     soft_hello_pack(&hello, bytes);
     REQUIRE(write(peer, bytes, sizeof(bytes)) == sizeof(bytes));
-    look(peer);
+    drain_output(peer);
     soft_proof_pack(none, proof);
     REQUIRE(write(peer, proof, sizeof(proof)) == sizeof(proof));
-    look(peer);
+    drain_output(peer);
 }
 
 static void greet_link(int peer)
@@ -150,7 +150,7 @@ static void greet_link(int peer)
     memcpy(welcome.gids, &the_link->remote, sizeof(the_link->remote));
     soft_welcome_pack(&welcome, bytes);
     REQUIRE(write(peer, bytes, sizeof(bytes)) == sizeof(bytes));
-    look(peer);
+    drain_output(peer);
 }
 
 static struct soft_stream *begin_served(int fd)
@@ -176,28 +176,28 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
 {
     struct soft_fabric *fabric = device.fabric;
     size_t piece, at;
-    int fds[2], how;
+    int fds[2], mode;
 
     if (!size)
         return 0;
-    how = data[0];
-    fabric->settings.secret_size = how & SECRET && !(how & OPENED) ? SOFT_DIGEST : 0;
+    mode = data[0];
+    fabric->settings.secret_size = mode & SECRET && !(mode & OPENED) ? SOFT_DIGEST : 0;
     open_pair(fds);
     soft_mutex_take(&fabric->progress);
-    if (how & LINK)
+    if (mode & LINK)
         begin_link(fds[0]);
     else
         begin_served(fds[0]);
-    if (how & OPENED && how & LINK)
+    if (mode & OPENED && mode & LINK)
         greet_link(fds[1]);
-    else if (how & OPENED)
+    else if (mode & OPENED)
         greet_server(fds[1]);
-    REQUIRE(!(how & OPENED) || (fabric->streams && fabric->streams->stage == SOFT_OPEN));
-    piece = how & PIECES ? 7 : 65536;
+    REQUIRE(!(mode & OPENED) || (fabric->streams && fabric->streams->stage == SOFT_OPEN));
+    piece = mode & PIECES ? 7 : 65536;
     for (at = 1; at < size && fabric->streams; at += piece) {
         if (send(fds[1], data + at, size - at < piece ? size - at : piece, MSG_NOSIGNAL) < 0)
             break;
-        look(fds[1]);
+        drain_output(fds[1]);
     }
     close(fds[1]);
     while (fabric->streams && soft_fabric_poll_locked(fabric, true))

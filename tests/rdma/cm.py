@@ -65,19 +65,19 @@ async def connected(
     channel: Channel, listener: Listener, near: Side, qp: QueuePair, peer_qp: QueuePair
 ) -> tuple[Identifier, Identifier]:
     """Connect two queue pairs; return the identifiers of the active and the passive side."""
-    asking = await channel.identifier().open()
-    await asking.resolve(*listener.address[:2], source=near.address)
+    active = await channel.identifier().open()
+    await active.resolve(*listener.address[:2], source=near.address)
 
     async def answer() -> Identifier:
-        asked = await anext(listener)
-        await asked.accept(peer_qp, ACCESS)
-        return asked
+        passive = await anext(listener)
+        await passive.accept(peer_qp, ACCESS)
+        return passive
 
-    _, asked = await asyncio.gather(asking.connect(qp, ACCESS), answer())
-    assert asking.connected
-    assert asked.connected
+    _, passive = await asyncio.gather(active.connect(qp, ACCESS), answer())
+    assert active.connected
+    assert passive.connected
     assert qp.qp_state is peer_qp.qp_state is QpState.RTS
-    return asking, asked
+    return active, passive
 
 
 def counts() -> dict[str, dict[str, int]]:

@@ -37,11 +37,11 @@ async def main(name: str, address: str, port: int) -> None:
         await connect(address, port + 1, domain=side.domain, transport="rdmacm") as near,
         await connections.accept() as far,
     ):
-        asking, asked = await connected(channel, listener, side, qp, peer_qp)
+        active, passive = await connected(channel, listener, side, qp, peer_qp)
         await requested.resolve(address, port)
         waiting = {
-            "asking": asyncio.create_task(asking.wait_disconnected()),
-            "asked": asyncio.create_task(asked.wait_disconnected()),
+            "active": asyncio.create_task(active.wait_disconnected()),
+            "passive": asyncio.create_task(passive.wait_disconnected()),
             "listener": asyncio.create_task(anext(listener)),
             "near": asyncio.create_task(near.receive()),
             "far": asyncio.create_task(far.receive()),
@@ -52,7 +52,7 @@ async def main(name: str, address: str, port: int) -> None:
         async with asyncio.timeout(30):
             ended = dict(zip(waiting, await asyncio.gather(*waiting.values(), return_exceptions=True), strict=True))
         # The kernel removes one end first; the other end may see the disconnect before its own removal.
-        either = [ended["asking"], ended["asked"]]
+        either = [ended["active"], ended["passive"]]
         assert any(isinstance(each, DeviceRemovedError) for each in either), ended
         assert all(each is None or isinstance(each, DeviceRemovedError) for each in either), ended
         # Both ends of a connection report the cause, by exception and by text.
@@ -63,8 +63,8 @@ async def main(name: str, address: str, port: int) -> None:
         assert isinstance(ended["listener"], DeviceRemovedError), ended
         assert isinstance(ended["receive"], WorkCompletionError | BrokenResourceError), ended
         print("removed", flush=True)
-        await asking.aclose()
-        await asked.aclose()
+        await active.aclose()
+        await passive.aclose()
     print("closed", flush=True)
 
 

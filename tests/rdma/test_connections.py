@@ -45,60 +45,60 @@ async def pair(transport: Any = "rdmacm", **options: Any) -> AsyncIterator[tuple
         listening(transport=transport, **options) as (near, far, listener),
         connect(
             far.address, listener.port, domain=near.domain, settings=SETTINGS, transport=transport, **options
-        ) as here,
-        await listener.accept() as there,
+        ) as client,
+        await listener.accept() as server_side,
     ):
-        yield here, there
+        yield client, server_side
 
 
 @pytest.mark.parametrize("transport", ["rdmacm", "auto", "tcp"])
 async def test_messages_and_memory(transport: str) -> None:
-    async with pair(transport) as (here, there):
-        assert here._monitor is not None
-        assert isinstance(here._monitor.control, CmControlChannel) == (transport != "tcp")
+    async with pair(transport) as (client, server_side):
+        assert client._monitor is not None
+        assert isinstance(client._monitor.control, CmControlChannel) == (transport != "tcp")
         for size in (0, 1, 4096, 4097, 300_000):
             data = random.Random(size).randbytes(size)
-            sending = asyncio.create_task(here.send(data, immediate=size))
-            assert await there.receive_with_immediate() == (data, size)
+            sending = asyncio.create_task(client.send(data, immediate=size))
+            assert await server_side.receive_with_immediate() == (data, size)
             await sending
-            sending = asyncio.create_task(there.send(data))
-            assert await here.receive() == data
+            sending = asyncio.create_task(server_side.send(data))
+            assert await client.receive() == data
             await sending
         access = AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_READ | AccessFlags.REMOTE_WRITE | AccessFlags.MW_BIND
-        async with here._domain.register(4096, access) as memory, there._domain.register(64) as local:
+        async with client._domain.register(4096, access) as memory, server_side._domain.register(64) as local:
             memory.buffer[:5] = b"hello"
-            grant = await here.grant(memory[:1024], AccessFlags.REMOTE_READ)
-            granted = await there.receive_grant()
-            await there.read(local[:5], granted[:5])
+            grant = await client.grant(memory[:1024], AccessFlags.REMOTE_READ)
+            granted = await server_side.receive_grant()
+            await server_side.read(local[:5], granted[:5])
             assert bytes(local.buffer[:5]) == b"hello"
             await grant.revoke()
             assert granted.revoked
-            await there.send(b"and on")
-            assert await here.receive() == b"and on"
+            await server_side.send(b"and on")
+            assert await client.receive() == b"and on"
 
 
 async def test_closing_delivers_everything_sent() -> None:
-    async with pair() as (here, there):
+    async with pair() as (client, server_side):
         for number in range(10):
-            await here.send(bytes([number]) * 3000)
-        await here.aclose()
+            await client.send(bytes([number]) * 3000)
+        await client.aclose()
         for number in range(10):
-            assert await there.receive() == bytes([number]) * 3000
+            assert await server_side.receive() == bytes([number]) * 3000
         with pytest.raises(anyio.EndOfStream):
-            await there.receive()
+            await server_side.receive()
 
 
 async def test_abort_breaks_the_peers_connection() -> None:
-    async with pair() as (here, there):
-        await here.abort()
+    async with pair() as (client, server_side):
+        await client.abort()
         with pytest.raises(BrokenResourceError, match=r"is broken: the peer is gone: the peer disconnected$"):
-            await there.receive()
+            await server_side.receive()
 
 
 async def test_same_secret_connects() -> None:
-    async with pair(secret=b"one") as (here, there):
-        await here.send(b"x")
-        assert await there.receive() == b"x"
+    async with pair(secret=b"one") as (client, server_side):
+        await client.send(b"x")
+        assert await server_side.receive() == b"x"
 
 
 async def test_different_secret_is_refused() -> None:
@@ -133,6 +133,6 @@ async def test_serving() -> None:
             for _ in range(3):
                 async with connect(
                     far.address, server.port, domain=near.domain, settings=SETTINGS, transport="rdmacm"
-                ) as here:
-                    await here.send(b"hello")
-                    assert await here.receive() == b"hello"
+                ) as client:
+                    await client.send(b"hello")
+                    assert await client.receive() == b"hello"

@@ -93,13 +93,13 @@ async def test_a_removed_device(spare: SpareDevice, model: MessageModel) -> None
         async with ends(device, model) as (near, region):
             writing = asyncio.create_task(write(near, region))
             taking = await asyncio.create_subprocess_exec(*spare.delete_command())
-            taken = asyncio.create_task(taking.wait())
-            await asyncio.wait({fatal, taken}, timeout=patience(0.1), return_when=asyncio.FIRST_COMPLETED)
+            removal = asyncio.create_task(taking.wait())
+            await asyncio.wait({fatal, removal}, timeout=patience(0.1), return_when=asyncio.FIRST_COMPLETED)
             before = written
             async with asyncio.timeout(patience(10)):
                 while not writing.done() and written == before:  # noqa: ASYNC110  (others write)
                     await asyncio.sleep(0)
-                if fatal.done() or taken.done() or writing.done():
+                if fatal.done() or removal.done() or writing.done():
                     with pytest.raises((VerbsError, BrokenResourceError, WorkCompletionError)):
                         await writing
             writing.cancel()
@@ -108,7 +108,7 @@ async def test_a_removed_device(spare: SpareDevice, model: MessageModel) -> None
         with suppress(asyncio.CancelledError):
             await fatal
     async with asyncio.timeout(patience(10)):
-        assert await taken == 0
+        assert await removal == 0
     assert spare.name not in [each.name for each in devices()]
     with pytest.raises(DeviceNotFoundError):
         await open_device(spare.name).open()

@@ -190,14 +190,14 @@ async def test_a_short_link_failure_is_survived() -> None:
             return count
 
         running = asyncio.create_task(traffic())
-        heard = [asyncio.create_task(wait_for_event(end.device, EventType.PORT_ERR)) for end in (near, far)]
+        events = [asyncio.create_task(wait_for_event(end.device, EventType.PORT_ERR)) for end in (near, far)]
         try:
             await asyncio.to_thread(links.down)
-            await asyncio.gather(*heard)
-            heard = [asyncio.create_task(wait_for_event(end.device, EventType.PORT_ACTIVE)) for end in (near, far)]
+            await asyncio.gather(*events)
+            events = [asyncio.create_task(wait_for_event(end.device, EventType.PORT_ACTIVE)) for end in (near, far)]
         finally:
             await asyncio.to_thread(links.up)
-        await asyncio.gather(*heard)
+        await asyncio.gather(*events)
         stop.set()
         assert await running >= 1
         assert near.qp.statistics().sends.failed == ()
@@ -274,7 +274,7 @@ async def test_the_device_is_deleted(command: str) -> None:
             assert not waiting.done()
         await check_flushed(waiting)
         assert await asyncio.wait_for(deleting.wait(), PATIENCE_S) == 0
-        there = Path("/sys/class/infiniband", OURS)
+        sysfs_entry = Path("/sys/class/infiniband", OURS)
         if command.startswith("ip"):  # then the kernel deletes the link
-            await until(lambda: not there.exists())
-        assert not there.exists()  # noqa: ASYNC240  # sysfs is memory: nobody waits for it
+            await until(lambda: not sysfs_entry.exists())
+        assert not sysfs_entry.exists()  # noqa: ASYNC240  # sysfs is memory: nobody waits for it

@@ -236,14 +236,14 @@ class TestAdopting:
         from pyverbs.pd import PD
         from pyverbs.pyverbs_error import PyverbsError
 
-        with PD(context) as theirs, MR(theirs, 4096, REMOTE) as mr:
+        with PD(context) as adopted, MR(adopted, 4096, REMOTE) as mr:
             mr.write(b"hello", 5)
             async with (
                 Device.from_pyverbs(context) as device,
-                device.adopt_protection_domain(theirs) as pd,
+                device.adopt_protection_domain(adopted) as pd,
                 pd.adopt_memory_region(mr, REMOTE) as region,
                 device.resource_domain(pd) as domain,
-                domain.register(4096, REMOTE) as ours,
+                domain.register(4096, REMOTE) as own,
                 domain.completion_queue(64) as cq,
                 domain.queue_pair(cq) as near,
                 domain.queue_pair(cq) as far,
@@ -253,19 +253,19 @@ class TestAdopting:
                 assert_type(pd, ProtectionDomain)
                 assert_type(region, MemoryRegion)
                 assert (len(region), region.address, region.lkey, region.rkey) == (4096, mr.buf, mr.lkey, mr.rkey)
-                await near.write(region[:5], ours.remote()[:5])
-                assert bytes(ours.buffer[:5]) == b"hello"
-                ours.buffer[5:10] = b"again"
-                await near.write(ours[5:10], region.remote()[4090:4095])
+                await near.write(region[:5], own.remote()[:5])
+                assert bytes(own.buffer[:5]) == b"hello"
+                own.buffer[5:10] = b"again"
+                await near.write(own[5:10], region.remote()[4090:4095])
                 assert mr.read(5, 4090) == bytes(region.buffer[4090:4095]) == b"again"
                 # pyverbs has closed the domain's memory regions before
                 with pytest.raises(PyverbsError, match="Failed to dealloc PD"):
-                    theirs.close()
+                    adopted.close()
                 with pytest.raises(BorrowedObjectClosedError):
-                    await near.write(region[:5], ours.remote()[:5])
-                await near.write(ours[:5], ours.remote()[64:69])
-            assert theirs.handle >= 0
-            with MR(theirs, 64, REMOTE) as another:
+                    await near.write(region[:5], own.remote()[:5])
+                await near.write(own[:5], own.remote()[64:69])
+            assert adopted.handle >= 0
+            with MR(adopted, 64, REMOTE) as another:
                 assert another.lkey
         assert context.query_device().phys_port_cnt >= 1
 
@@ -296,21 +296,21 @@ class TestAdopting:
         from pyverbs.mr import MR
         from pyverbs.pd import PD
 
-        theirs = PD(context)
-        mr = MR(theirs, 64, REMOTE)
+        adopted = PD(context)
+        mr = MR(adopted, 64, REMOTE)
         async with (
             Device.from_pyverbs(context) as device,
-            device.adopt_protection_domain(theirs) as pd,
+            device.adopt_protection_domain(adopted) as pd,
             pd.adopt_memory_region(mr, REMOTE) as region,
         ):
-            theirs.close()
+            adopted.close()
             for ask in (region.remote, lambda: region.buffer, lambda: region[:5].sge):
                 with pytest.raises(BorrowedObjectClosedError):
                     ask()
             for resource in (pd.register(64), device.resource_domain(pd)):
                 with pytest.raises(BorrowedObjectClosedError):
                     await resource.open()
-            async with device.protection_domain() as ours, ours.register(64):
+            async with device.protection_domain() as own, own.register(64):
                 pass
 
     async def test_a_context_that_is_closed_first(self, context: "Context") -> None:
@@ -318,14 +318,14 @@ class TestAdopting:
         async with contextlib.AsyncExitStack() as stack:
             device = await stack.enter_async_context(Device.from_pyverbs(context))
             domain = await stack.enter_async_context(device.resource_domain())
-            ours = await stack.enter_async_context(domain.register(64, REMOTE))
+            own = await stack.enter_async_context(domain.register(64, REMOTE))
             cq = await stack.enter_async_context(domain.completion_queue(64))
             near = await stack.enter_async_context(domain.queue_pair(cq))
             async with domain.queue_pair(cq) as far:
                 near.connect(far.local_endpoint(), REMOTE)
                 far.connect(near.local_endpoint(), REMOTE)
-                await near.write(ours[:5], ours.remote()[5:10])
-            pending = asyncio.ensure_future(near.write(ours[:5], ours.remote()[5:10]))  # not answered by any peer
+                await near.write(own[:5], own.remote()[5:10])
+            pending = asyncio.ensure_future(near.write(own[:5], own.remote()[5:10]))  # not answered by any peer
             await asyncio.sleep(0)
             context.close()
             for ask in (
@@ -338,7 +338,7 @@ class TestAdopting:
                 with pytest.raises(BorrowedObjectClosedError):
                     ask()
             with pytest.raises(BorrowedObjectClosedError):
-                await near.write(ours[:5], ours.remote()[5:10])
+                await near.write(own[:5], own.remote()[5:10])
             for resource in (domain.register(64), domain.completion_queue(64)):
                 with pytest.raises(BorrowedObjectClosedError):
                     await resource.open()

@@ -83,28 +83,28 @@ async def test_connect_accept_and_disconnect(model: ThreadModel) -> None:
             far.queue_pair(receive_depth=4, receive_size=64) as peer_qp,
             near.domain.register(64) as source,
             far.domain.register(64, ACCESS) as target,
-            channel.identifier() as asking,
+            channel.identifier() as active,
         ):
-            assert (asking.device_name, asking.port_num, asking.peer_address) == (None, 0, None)
-            await asking.resolve(*listener.address[:2], source=near.address)
-            assert (asking.device_name, asking.port_num) == (near.device.name, 1)
-            assert asking.peer_address == listener.address
+            assert (active.device_name, active.port_num, active.peer_address) == (None, 0, None)
+            await active.resolve(*listener.address[:2], source=near.address)
+            assert (active.device_name, active.port_num) == (near.device.name, 1)
+            assert active.peer_address == listener.address
 
             async def answer() -> None:
-                async with await anext(listener) as asked:
-                    assert asked.private_data[:5] == b"hello"
-                    assert asked.peer_address == asking.local_address
-                    await asked.accept(peer_qp, ACCESS, private_data=b"welcome")
+                async with await anext(listener) as passive:
+                    assert passive.private_data[:5] == b"hello"
+                    assert passive.peer_address == active.local_address
+                    await passive.accept(peer_qp, ACCESS, private_data=b"welcome")
                     message = await anext(peer_qp.messages())
                     with message:
                         assert bytes(message.data) == b"over"
-                    await asked.wait_disconnected()
+                    await passive.wait_disconnected()
                     assert peer_qp.query().qp_state is QpState.ERR
 
             answering = asyncio.create_task(answer())
-            reply = await asking.connect(qp, private_data=b"hello")
+            reply = await active.connect(qp, private_data=b"hello")
             assert reply[:7] == b"welcome"
-            assert asking.private_data == reply
+            assert active.private_data == reply
             assert not any(reply[7:])
             source.buffer[:4] = b"over"
             await qp.write(source[:4], target.remote()[:4])
@@ -112,23 +112,23 @@ async def test_connect_accept_and_disconnect(model: ThreadModel) -> None:
             found = qp.query()
             assert (found.retry_cnt, found.rnr_retry, found.min_rnr_timer) == (6, 6, 18)
             await qp.send(source[:4])
-            await asking.disconnect()
-            assert not asking.connected
+            await active.disconnect()
+            assert not active.connected
             assert qp.qp_state is QpState.ERR
-            await asking.disconnect()
-            await asking.wait_disconnected()
+            await active.disconnect()
+            await active.wait_disconnected()
             await answering
 
 
 async def test_given_attributes_override_negotiated_ones(channel: Channel, listener: Listener, ends: Ends) -> None:
     near, far = ends
-    async with near.queue_pair() as qp, far.queue_pair() as peer_qp, resolved(channel, near, listener) as asking:
-        asked = asyncio.create_task(anext(listener))
+    async with near.queue_pair() as qp, far.queue_pair() as peer_qp, resolved(channel, near, listener) as active:
+        passive = asyncio.create_task(anext(listener))
         connecting = asyncio.create_task(
-            asking.connect(qp, timeout=12, retry_cnt=3, rnr_retry=7, min_rnr_timer=5, max_rd_atomic=2)
+            active.connect(qp, timeout=12, retry_cnt=3, rnr_retry=7, min_rnr_timer=5, max_rd_atomic=2)
         )
-        async with await asked as asked_identifier:
-            await asked_identifier.accept(peer_qp, max_dest_rd_atomic=4, max_rd_atomic=1)
+        async with await passive as passive_identifier:
+            await passive_identifier.accept(peer_qp, max_dest_rd_atomic=4, max_rd_atomic=1)
             await connecting
             found = qp.query()
             assert (found.timeout, found.retry_cnt, found.rnr_retry) == (12, 3, 7)
@@ -144,13 +144,13 @@ async def test_listening_on_all_addresses(channel: Channel, ends: Ends) -> None:
         assert six.address[0] == "::"
         assert port
         assert six.address[1]
-        async with resolved(channel, near, (far.address, port)) as asking, near.queue_pair() as qp:
-            assert asking.local_address is not None
-            assert asking.local_address[0] == near.address
-            connecting = asyncio.create_task(asking.connect(qp))
-            async with await anext(listener) as asked:
-                assert asked.device_name == far.device.name
-                await asked.reject()
+        async with resolved(channel, near, (far.address, port)) as active, near.queue_pair() as qp:
+            assert active.local_address is not None
+            assert active.local_address[0] == near.address
+            connecting = asyncio.create_task(active.connect(qp))
+            async with await anext(listener) as passive:
+                assert passive.device_name == far.device.name
+                await passive.reject()
             with pytest.raises(ConnectionRejectedError):
                 await connecting
 
@@ -158,14 +158,14 @@ async def test_listening_on_all_addresses(channel: Channel, ends: Ends) -> None:
 async def test_requests_in_flight_end_when_the_peer_leaves(channel: Channel, listener: Listener, ends: Ends) -> None:
     near, far = ends
     async with near.queue_pair() as qp, far.queue_pair() as peer_qp, far.domain.register(64, ACCESS) as region:
-        asking, asked = await connected(channel, listener, near, qp, peer_qp)
+        active, passive = await connected(channel, listener, near, qp, peer_qp)
         receiving = peer_qp.receive(region[:])
-        await asking.aclose()
+        await active.aclose()
         with pytest.raises(WorkCompletionError) as caught:
             await receiving
         assert caught.value.status is WcStatus.WR_FLUSH_ERR
-        await asked.wait_disconnected()
-        await asked.aclose()
+        await passive.wait_disconnected()
+        await passive.aclose()
 
 
 async def test_many_connections_at_once(channel: Channel, listener: Listener, ends: Ends) -> None:
@@ -173,14 +173,14 @@ async def test_many_connections_at_once(channel: Channel, listener: Listener, en
     count = 16
 
     async def ask() -> None:
-        async with near.queue_pair() as qp, resolved(channel, near, listener) as asking:
-            await asking.connect(qp)
-            await asking.wait_disconnected()
+        async with near.queue_pair() as qp, resolved(channel, near, listener) as active:
+            await active.connect(qp)
+            await active.wait_disconnected()
 
-    async def answer(asked: Identifier) -> None:
-        async with asked, far.queue_pair() as peer_qp:
-            await asked.accept(peer_qp)
-            await asked.disconnect()
+    async def answer(passive: Identifier) -> None:
+        async with passive, far.queue_pair() as peer_qp:
+            await passive.accept(peer_qp)
+            await passive.disconnect()
 
     async def answer_all() -> None:
         async with asyncio.TaskGroup() as answering:
@@ -193,9 +193,9 @@ async def test_many_connections_at_once(channel: Channel, listener: Listener, en
 async def test_both_ends_disconnect_at_once(channel: Channel, listener: Listener, ends: Ends) -> None:
     near, far = ends
     async with near.queue_pair() as qp, far.queue_pair() as peer_qp:
-        asking, asked = await connected(channel, listener, near, qp, peer_qp)
-        await asyncio.gather(asking.disconnect(), asked.disconnect())
-        await asyncio.gather(asking.aclose(), asked.aclose())
+        active, passive = await connected(channel, listener, near, qp, peer_qp)
+        await asyncio.gather(active.disconnect(), passive.disconnect())
+        await asyncio.gather(active.aclose(), passive.aclose())
 
 
 # ---- Failures to connect
@@ -203,33 +203,33 @@ async def test_both_ends_disconnect_at_once(channel: Channel, listener: Listener
 
 async def test_a_rejected_connection(channel: Channel, listener: Listener, ends: Ends) -> None:
     near, far = ends
-    async with near.queue_pair() as qp, resolved(channel, near, listener) as asking:
-        connecting = asyncio.create_task(asking.connect(qp))
-        async with await anext(listener) as asked:
-            await asked.reject(b"not today")
+    async with near.queue_pair() as qp, resolved(channel, near, listener) as active:
+        connecting = asyncio.create_task(active.connect(qp))
+        async with await anext(listener) as passive:
+            await passive.reject(b"not today")
             with pytest.raises(QueuePairStateError, match="must be requested by a peer, and is ended"):
-                await asked.accept(qp)
+                await passive.accept(qp)
         with pytest.raises(ConnectionRejectedError, match="the listening program rejected it") as caught:
             await connecting
         assert caught.value.reason == REFUSED
         assert caught.value.private_data[:10] == b"not today\0"
         assert qp.query().qp_state is QpState.INIT
         with pytest.raises(QueuePairStateError, match="is not connected"):
-            await asking.disconnect()
+            await active.disconnect()
         for resolves in (False, True):  # identifier and queue pair can be used for another attempt
             if resolves:
-                await asking.resolve(*listener.address[:2], source=near.address)
-            connecting = asyncio.create_task(asking.connect(qp))
+                await active.resolve(*listener.address[:2], source=near.address)
+            connecting = asyncio.create_task(active.connect(qp))
             await (await anext(listener)).aclose()
             with pytest.raises(ConnectionRejectedError):
                 await connecting
         async with far.queue_pair() as peer_qp:
-            connecting = asyncio.create_task(asking.connect(qp))
-            async with await anext(listener) as asked:
-                await asked.accept(peer_qp)
+            connecting = asyncio.create_task(active.connect(qp))
+            async with await anext(listener) as passive:
+                await passive.accept(peer_qp)
                 await connecting
-                assert asking.connected
-                await asking.disconnect()
+                assert active.connected
+                await active.disconnect()
         qp.to_reset()
         async with resolved(channel, near, listener) as again:
             connecting = asyncio.create_task(again.connect(qp))
@@ -240,10 +240,10 @@ async def test_a_rejected_connection(channel: Channel, listener: Listener, ends:
 
 async def test_connecting_without_a_listener(channel: Channel, ends: Ends) -> None:
     near, far = ends
-    async with near.queue_pair() as qp, channel.identifier() as asking:
-        await asking.resolve(far.address, free_port(), source=near.address)
+    async with near.queue_pair() as qp, channel.identifier() as active:
+        await active.resolve(far.address, free_port(), source=near.address)
         with pytest.raises(ConnectionRejectedError, match="no program listens at that port"):
-            await asking.connect(qp)
+            await active.connect(qp)
 
 
 async def test_unreachable_peer(channel: Channel) -> None:
@@ -260,22 +260,22 @@ async def test_unreachable_peer(channel: Channel) -> None:
 
 async def test_resolving_an_absent_host(channel: Channel, ends: Ends) -> None:
     neighbour = ends[1].address.rpartition(".")[0] + ".222"
-    async with channel.identifier() as asking:
+    async with channel.identifier() as active:
         began = time.monotonic()
         with pytest.raises((UnreachableError, TimeoutError)):
-            await asking.resolve(neighbour, 7174, timeout_s=0.5)
+            await active.resolve(neighbour, 7174, timeout_s=0.5)
         assert time.monotonic() - began < 5
 
 
 async def test_a_peer_that_does_not_answer(channel: Channel, listener: Listener, ends: Ends) -> None:
     near, far = ends
     async with near.queue_pair() as qp, far.queue_pair() as peer_qp:
-        async with resolved(channel, near, listener) as asking:
+        async with resolved(channel, near, listener) as active:
             with pytest.raises(TimeoutError, match=r"connect: the peer did not answer within 300 ms"):
-                await asking.connect(qp, timeout_s=0.3)
-        async with await anext(listener) as asked:  # after the request has timed out
+                await active.connect(qp, timeout_s=0.3)
+        async with await anext(listener) as passive:  # after the request has timed out
             with pytest.raises((ConnectionRejectedError, BrokenResourceError, VerbsError, TimeoutError)):
-                await asked.accept(peer_qp, timeout_s=5)
+                await passive.accept(peer_qp, timeout_s=5)
 
 
 class Mute:
@@ -287,12 +287,12 @@ class Mute:
         self.listener.bind_addr((side.address, 0))
         self.listener.listen(16)
         self.address = self.listener.local_address
-        self.taken: list[core.Identifier] = []
+        self.identifiers: list[core.Identifier] = []
 
     def accept(self, qp: QueuePair) -> None:
-        asked = len(self.taken)
-        wait_until(lambda: self._take() > asked)
-        identifier = self.taken[-1]
+        passive = len(self.identifiers)
+        wait_until(lambda: self._take() > passive)
+        identifier = self.identifiers[-1]
         qp.to_init(port_num=identifier.port_num)
         qp.to_rtr(**identifier.init_qp_attr(QpState.RTR))
         qp.to_rts(**identifier.init_qp_attr(QpState.RTS))
@@ -301,11 +301,11 @@ class Mute:
     def _take(self) -> int:
         event = self.channel.take_event()
         if event is not None and event.event_type == CmEventType.CONNECT_REQUEST and event.identifier is not None:
-            self.taken.append(event.identifier)
-        return len(self.taken)
+            self.identifiers.append(event.identifier)
+        return len(self.identifiers)
 
     def destroy(self) -> None:
-        for each in (*self.taken, self.listener, self.channel):
+        for each in (*self.identifiers, self.listener, self.channel):
             each.destroy()
 
 
@@ -320,14 +320,14 @@ async def test_a_peer_that_does_not_answer_a_disconnect(ends: Ends) -> None:
         for _ in range(4):
             qp = await stack.enter_async_context(near.queue_pair())
             peer_qp = await stack.enter_async_context(far.queue_pair())
-            asking = await channel.identifier().open()
+            active = await channel.identifier().open()
             assert mute.address is not None
-            await asking.resolve(*mute.address[:2], source=near.address)
-            connecting = asyncio.create_task(asking.connect(qp))
+            await active.resolve(*mute.address[:2], source=near.address)
+            connecting = asyncio.create_task(active.connect(qp))
             await asyncio.sleep(0)
             mute.accept(peer_qp)
             await connecting
-            identifiers.append(asking)
+            identifiers.append(active)
         with pytest.raises(TimeoutError, match=r"disconnect: the peer did not answer within 200 ms"):
             await identifiers[0].disconnect(timeout_s=0.2)
         began = time.monotonic()
@@ -349,42 +349,42 @@ async def test_invalid_arguments_are_refused_before_contacting_the_peer(
         soft.resource_domain() as domain,
         domain.completion_queue(64) as cq,
         domain.queue_pair(cq) as soft_qp,
-        channel.identifier() as asking,
+        channel.identifier() as active,
     ):
         with pytest.raises(QueuePairStateError, match="connect: the identifier must be resolved, and is new"):
-            await asking.connect(qp)
+            await active.connect(qp)
         with pytest.raises(QueuePairStateError, match="is not connected"):
-            await asking.disconnect()
+            await active.disconnect()
         with pytest.raises(ValueError, match="`port` must be from 0 to 65535"):
-            await asking.resolve(far.address, 65536)
-        await asking.aclose()
-        asking = await channel.identifier().open()
-        await asking.resolve(*listener.address[:2], source=near.address)
+            await active.resolve(far.address, 65536)
+        await active.aclose()
+        active = await channel.identifier().open()
+        await active.resolve(*listener.address[:2], source=near.address)
         with pytest.raises(VerbsError, match="the software device has no IP address"):
-            await asking.connect(soft_qp)
+            await active.connect(soft_qp)
         with pytest.raises(ValueError, match="of type UC"):
-            await asking.connect(uc)
+            await active.connect(uc)
         with pytest.raises(ValueError, match="at most 56 bytes, got 57"):
-            await asking.connect(qp, private_data=bytes(57))
+            await active.connect(qp, private_data=bytes(57))
         with pytest.raises(TransitionError, match="retry_cnt: must be 0 to 7, got 8"):
-            await asking.connect(qp, retry_cnt=8)
+            await active.connect(qp, retry_cnt=8)
         with pytest.raises(TransitionError, match="not allowed in this transition: qkey"):
-            await asking.connect(qp, qkey=1)
+            await active.connect(qp, qkey=1)
         if near.device.name != far.device.name:
             with pytest.raises(ValueError, match="but the route to the peer uses"):
-                await asking.connect(peer_qp)
+                await active.connect(peer_qp)
         with pytest.raises(QueuePairStateError, match=r"accept: .* is resolved"):
-            await asking.accept(qp)
+            await active.accept(qp)
         with pytest.raises(QueuePairStateError, match=r"resolve: .* is resolved"):
-            await asking.resolve(far.address, 1)
+            await active.resolve(far.address, 1)
         assert qp.query().qp_state is QpState.RESET
         qp.to_init()
         qp.to_error()
         with pytest.raises(TransitionError, match="from ERR to RTR"):
-            await asking.connect(qp)
-        await asking.aclose()
+            await active.connect(qp)
+        await active.aclose()
         with pytest.raises(ClosedResourceError):
-            await asking.connect(qp)
+            await active.connect(qp)
         with pytest.raises(VerbsError, match="EADDRINUSE"):
             await channel.listener(far.address, listener.address[1]).open()
         with pytest.raises(VerbsError, match="rdma_bind_addr"):
@@ -395,39 +395,39 @@ async def test_invalid_arguments_are_refused_before_contacting_the_peer(
 
 async def test_concurrent_calls_raise_busy(channel: Channel, listener: Listener, ends: Ends) -> None:
     near, _ = ends
-    async with near.queue_pair() as qp, resolved(channel, near, listener) as asking:
-        connecting = asyncio.create_task(asking.connect(qp))
+    async with near.queue_pair() as qp, resolved(channel, near, listener) as active:
+        connecting = asyncio.create_task(active.connect(qp))
         async with await anext(listener):
             with pytest.raises(BusyResourceError, match="another call is in flight"):
-                await asking.connect(qp)
+                await active.connect(qp)
         with pytest.raises(ConnectionRejectedError):
             await connecting
 
 
 async def test_identifiers_refuse_other_loops(channel: Channel, listener: Listener, ends: Ends) -> None:
     near, far = ends
-    async with near.queue_pair() as qp, channel.identifier() as asking:
+    async with near.queue_pair() as qp, channel.identifier() as active:
 
         async def elsewhere(what: Callable[[], Awaitable[object]]) -> None:
             with pytest.raises(AffinityError):
                 await what()
 
-        await asyncio.to_thread(asyncio.run, elsewhere(lambda: asking.resolve(*listener.address[:2])))
+        await asyncio.to_thread(asyncio.run, elsewhere(lambda: active.resolve(*listener.address[:2])))
         await asyncio.to_thread(asyncio.run, elsewhere(channel.aclose))
-    async with resolved(channel, near, listener) as asking, near.queue_pair() as qp:
-        await asyncio.to_thread(asyncio.run, elsewhere(lambda: asking.connect(qp)))
+    async with resolved(channel, near, listener) as active, near.queue_pair() as qp:
+        await asyncio.to_thread(asyncio.run, elsewhere(lambda: active.connect(qp)))
         # Nothing has changed: the owner continues as if there had been no call.
-        connecting = asyncio.create_task(asking.connect(qp))
+        connecting = asyncio.create_task(active.connect(qp))
         async with await anext(listener) as answering, far.queue_pair() as another:
             for refused in (answering.reject, lambda: answering.accept(another)):
                 await asyncio.to_thread(asyncio.run, elsewhere(refused))
             await answering.accept(another)
             await connecting
-            for refused in (asking.disconnect, asking.wait_disconnected):
+            for refused in (active.disconnect, active.wait_disconnected):
                 await asyncio.to_thread(asyncio.run, elsewhere(refused))
-            assert asking.connected
+            assert active.connected
             assert answering.connected
-            await asking.disconnect()
+            await active.disconnect()
 
 
 # ---- Cancellation
@@ -449,8 +449,8 @@ async def state_of(qp: QueuePair) -> QpState:
 
 async def test_cancelled_resolve(channel: Channel, ends: Ends) -> None:
     neighbour = ends[1].address.rpartition(".")[0] + ".223"
-    async with channel.identifier() as asking:
-        task = asyncio.create_task(asking.resolve(neighbour, 7174))
+    async with channel.identifier() as active:
+        task = asyncio.create_task(active.resolve(neighbour, 7174))
         await asyncio.sleep(0.1)
         await cancel(task)
 
@@ -459,16 +459,16 @@ async def test_cancelled_connect(channel: Channel, listener: Listener, ends: End
     near, far = ends
     async with near.queue_pair() as qp, far.queue_pair() as peer_qp:
         for turns in (0, 1, 2, 5, 10):
-            async with resolved(channel, near, listener) as asking:
-                task = asyncio.create_task(asking.connect(qp))
-                asked = await anext(listener)
-                answering = asyncio.create_task(asked.accept(peer_qp, timeout_s=5))
+            async with resolved(channel, near, listener) as active:
+                task = asyncio.create_task(active.connect(qp))
+                passive = await anext(listener)
+                answering = asyncio.create_task(passive.accept(peer_qp, timeout_s=5))
                 for _ in range(turns):
                     await asyncio.sleep(0)
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
             await asyncio.gather(answering, return_exceptions=True)
-            await asked.aclose()
+            await passive.aclose()
             for each in (qp, peer_qp):
                 if await state_of(each) is not QpState.RESET:
                     each.to_error()
@@ -477,10 +477,10 @@ async def test_cancelled_connect(channel: Channel, listener: Listener, ends: End
 
 async def test_cancelled_accept(channel: Channel, listener: Listener, ends: Ends) -> None:
     near, far = ends
-    async with near.queue_pair() as qp, far.queue_pair() as peer_qp, resolved(channel, near, listener) as asking:
-        connecting = asyncio.create_task(asking.connect(qp))
-        async with await anext(listener) as asked:
-            task = asyncio.create_task(asked.accept(peer_qp))
+    async with near.queue_pair() as qp, far.queue_pair() as peer_qp, resolved(channel, near, listener) as active:
+        connecting = asyncio.create_task(active.connect(qp))
+        async with await anext(listener) as passive:
+            task = asyncio.create_task(passive.accept(peer_qp))
             await asyncio.sleep(0)
             await cancel(task)
             async with asyncio.timeout(10):
@@ -493,16 +493,16 @@ async def test_cancelled_accept(channel: Channel, listener: Listener, ends: Ends
 async def test_cancelled_and_closed_waiters(channel: Channel, listener: Listener, ends: Ends) -> None:
     near, far = ends
     async with near.queue_pair() as qp, far.queue_pair() as peer_qp:
-        asking, asked = await connected(channel, listener, near, qp, peer_qp)
-        waiting = asyncio.create_task(asking.wait_disconnected())
+        active, passive = await connected(channel, listener, near, qp, peer_qp)
+        waiting = asyncio.create_task(active.wait_disconnected())
         await asyncio.sleep(0)
         await cancel(waiting)
-        waiting = asyncio.create_task(asking.wait_disconnected())
+        waiting = asyncio.create_task(active.wait_disconnected())
         listening = asyncio.create_task(anext(listener))
         await asyncio.sleep(0)
-        await asking.aclose()
+        await active.aclose()
         await waiting
-        await asked.aclose()
+        await passive.aclose()
         await listener.aclose()
         with pytest.raises(StopAsyncIteration):
             await listening
@@ -524,8 +524,8 @@ async def test_every_order_of_closing(order: tuple[int, ...]) -> None:
         async with sides() as (near, far), Channel() as channel:
             listener = await channel.listener(far.address, free_port()).open()
             qp, peer_qp = await near.queue_pair().open(), await far.queue_pair().open()
-            asking, asked = await connected(channel, listener, near, qp, peer_qp)
-            resources: list[Resource] = [asking, asked, qp, peer_qp, listener]
+            active, passive = await connected(channel, listener, near, qp, peer_qp)
+            resources: list[Resource] = [active, passive, qp, peer_qp, listener]
             for each in order:
                 await resources[each].aclose()
 
@@ -538,7 +538,7 @@ async def test_closing_parents_first(order: tuple[int, ...]) -> None:
             channel = await Channel().open()
             listener = await channel.listener(far.address, free_port()).open()
             qp, peer_qp = await near.queue_pair().open(), await far.queue_pair().open()
-            asking, asked = await connected(channel, listener, near, qp, peer_qp)
+            active, passive = await connected(channel, listener, near, qp, peer_qp)
             another, another_qp = await channel.identifier().open(), await near.queue_pair().open()
             await another.resolve(*listener.address[:2], source=near.address)
             task = asyncio.create_task(another.connect(another_qp))
@@ -547,8 +547,8 @@ async def test_closing_parents_first(order: tuple[int, ...]) -> None:
             for each in order:
                 with pytest.warns(ResourceWarning, match="was closed before it"):
                     await parents[each].aclose()
-            assert asking.closed
-            assert asked.closed
+            assert active.closed
+            assert passive.closed
             (error,) = await asyncio.gather(task, return_exceptions=True)
             assert isinstance(error, ClosedResourceError | ConnectionRejectedError | BrokenResourceError)
 
@@ -556,13 +556,13 @@ async def test_closing_parents_first(order: tuple[int, ...]) -> None:
 async def test_forgotten_objects_are_closed(listener: Listener, channel: Channel, ends: Ends) -> None:
     near, far = ends
     async with near.queue_pair() as qp, far.queue_pair() as peer_qp:
-        asking, asked = await connected(channel, listener, near, qp, peer_qp)
-        left = [asking]
-        del asking
+        active, passive = await connected(channel, listener, near, qp, peer_qp)
+        left = [active]
+        del active
         with pytest.warns(ResourceWarning, match="it was forgotten"):
             left.clear()
-        await asked.wait_disconnected()
-        await asked.aclose()
+        await passive.wait_disconnected()
+        await passive.aclose()
         async with asyncio.timeout(10):
             while channel.statistics().children > 1:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
@@ -604,11 +604,11 @@ def descriptors() -> int:
 
 async def connect_and_disconnect(near: Side, far: Side, channel: Channel, listener: Listener, number: int) -> None:
     async with near.queue_pair() as qp, far.queue_pair() as peer_qp:
-        asking, asked = await connected(channel, listener, near, qp, peer_qp)
-        first, second = (asking, asked) if number % 2 else (asked, asking)
+        active, passive = await connected(channel, listener, near, qp, peer_qp)
+        first, second = (active, passive) if number % 2 else (passive, active)
         await first.disconnect()
         await second.wait_disconnected()
-        await asyncio.gather(asking.aclose(), asked.aclose())
+        await asyncio.gather(active.aclose(), passive.aclose())
 
 
 @pytest.mark.parametrize("count", [100, pytest.param(5000, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])])

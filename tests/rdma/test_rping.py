@@ -40,9 +40,9 @@ def running(*command: str) -> "Iterator[subprocess.Popen[str]]":
 
 def output(process: "subprocess.Popen[str]", status: int = 0) -> list[str]:
     """Return all output of a process, which must end by itself."""
-    said, _ = process.communicate(timeout=LIMIT_S)
-    assert process.returncode == status, said
-    return said.splitlines()
+    printed, _ = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == status, printed
+    return printed.splitlines()
 
 
 def wait_listening(port: int) -> None:
@@ -58,23 +58,23 @@ def wait_listening(port: int) -> None:
 
 def wait_for(process: "subprocess.Popen[str]", start: str) -> None:
     assert process.stdout is not None
-    said = []
+    printed = []
     for line in process.stdout:
-        said.append(line)
+        printed.append(line)
         if line.startswith(start):
             return
-    pytest.fail("".join(said))
+    pytest.fail("".join(printed))
 
 
 def pings(count: int, size: int) -> list[str]:
     """Return the expected output for each ping."""
     letters = "".join(map(chr, range(65, 123)))
-    said = []
+    printed = []
     for number in range(count):
         head = f"rdma-ping-{number}: "
         body = (letters * (size // len(letters) + 2))[number % len(letters) :]
-        said.append(f"{head}{body[: size - len(head) - 1]}")
-    return said
+        printed.append(f"{head}{body[: size - len(head) - 1]}")
+    return printed
 
 
 PINGS = [(3, 64), *(pytest.param(*each, marks=pytest.mark.rdma_all) for each in ((70, 26), (3, 8000)))]
@@ -86,10 +86,10 @@ def test_rdma_core_client(count: int, size: int) -> None:
     with running(*EXAMPLE, "-s", "-v", *place) as server:
         wait_for(server, "listening")
         with running(*RPING, "-c", "-V", "-v", "-C", str(count), *place) as client:
-            said = [line for line in output(client) if line.startswith("ping data: ")]
-        assert said == [f"ping data: {ping}" for ping in pings(count, size)]
-        heard = [line for line in output(server) if "domains are not native" not in line]
-        assert heard == [*(f"server ping data: {ping}" for ping in pings(count, size)), f"{count} pings"]
+            printed = [line for line in output(client) if line.startswith("ping data: ")]
+        assert printed == [f"ping data: {ping}" for ping in pings(count, size)]
+        server_output = [line for line in output(server) if "domains are not native" not in line]
+        assert server_output == [*(f"server ping data: {ping}" for ping in pings(count, size)), f"{count} pings"]
 
 
 @pytest.mark.parametrize(("count", "size"), PINGS)
@@ -99,11 +99,11 @@ def test_rdma_core_server(count: int, size: int) -> None:
     with running(*RPING, "-s", "-v", *place) as server:
         wait_listening(port)
         with running(*EXAMPLE, "-c", "-V", "-v", "-C", str(count), *place) as client:
-            said = [line for line in output(client) if "ping" in line]
-        assert [line for line in said if "data" in line] == [f"ping data: {ping}" for ping in pings(count, size)]
-        assert said[-1] == f"{count} pings"
-        heard = [line for line in output(server) if line.startswith("server ping data: ")]
-        assert heard == [f"server ping data: {ping}" for ping in pings(count, size)]
+            printed = [line for line in output(client) if "ping" in line]
+        assert [line for line in printed if "data" in line] == [f"ping data: {ping}" for ping in pings(count, size)]
+        assert printed[-1] == f"{count} pings"
+        server_output = [line for line in output(server) if line.startswith("server ping data: ")]
+        assert server_output == [f"server ping data: {ping}" for ping in pings(count, size)]
 
 
 @pytest.mark.rdma_all
@@ -138,5 +138,5 @@ def test_a_killed_rdma_core_server() -> None:
             wait_for(client, "ping data: rdma-ping-20:")
             server.send_signal(signal.SIGKILL)
             server.communicate()
-            said = output(client, status=1)
-            assert any("aioverbs.errors" in line for line in said)
+            printed = output(client, status=1)
+            assert any("aioverbs.errors" in line for line in printed)

@@ -44,7 +44,7 @@ bool on_soft_device(void)
     return !strncmp(device_name, "soft0", 5);
 }
 
-void *beyond_the_seam(const char *name)
+void *find_libibverbs_function(const char *name)
 {
     return on_soft_device() ? NULL : dlsym(RTLD_DEFAULT, name);
 }
@@ -80,7 +80,7 @@ static const char *find_device(void)
     return device ? verbs_table_load(&libibverbs, "libibverbs.so.1") : "there is no such device";
 }
 
-void say(const char *format, ...)
+void report(const char *format, ...)
 {
     size_t length = strlen(answer);
     va_list arguments;
@@ -105,7 +105,7 @@ static _Noreturn void run(const struct row *row)
 {
     context = open_again();
     if (!context) {
-        say("the device cannot be opened: errno %d", errno);
+        report("the device cannot be opened: errno %d", errno);
         finish();
     }
     extended = verbs_context_of(context);

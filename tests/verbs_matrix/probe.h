@@ -50,7 +50,7 @@ bool on_soft_device(void);
 struct ibv_context *open_again(void);
 
 /* A function of libibverbs that the library's table of verbs lacks; NULL on the software device. */
-void *beyond_the_seam(const char *name);
+void *find_libibverbs_function(const char *name);
 
 /* Calls an extended op if the context has it; otherwise `answer` is `absent` and errno is EOPNOTSUPP. */
 #define CALL_OP(absent, op, ...) \
@@ -59,24 +59,24 @@ void *beyond_the_seam(const char *name);
 /* ---- Answers ---------------------------------------------------------------------------------------------- */
 
 /* Prints words of the result. */
-__attribute__((format(printf, 1, 2))) void say(const char *format, ...);
+__attribute__((format(printf, 1, 2))) void report(const char *format, ...);
 _Noreturn void finish(void); /* ends the row: the result is complete */
 
 const char *status_name(enum ibv_wc_status status);
 const char *state_name(enum ibv_qp_state state);
 
 /* for verbs that return an errno, or -1 and set errno: prints "0" or the errno's name */
-int say_int(int answer);
+int report_int(int answer);
 /* for verbs that return an object, or NULL and set errno: prints "ok" or the errno's name */
-void *say_made(const void *object);
-#define SAY_MADE(call) (errno = 0, say_made(call))
-#define SAY_INT(call) (errno = 0, say_int(call))
+void *report_object(const void *object);
+#define REPORT_OBJECT(call) (errno = 0, report_object(call))
+#define REPORT_INT(call) (errno = 0, report_int(call))
 
 /* Checks a precondition of a row: if it failed, prints that as the result, and ends the row. */
-void *need_made(const void *object);
-void need_int(int answer);
-#define NEED_MADE(call) (errno = 0, need_made(call))
-#define NEED(call) (errno = 0, need_int(call))
+void *require_object(const void *object);
+void require_int(int answer);
+#define REQUIRE_OBJECT(call) (errno = 0, require_object(call))
+#define REQUIRE_INT(call) (errno = 0, require_int(call))
 
 /* ---- Objects ---------------------------------------------------------------------------------------------- */
 
@@ -119,7 +119,7 @@ struct ibv_ah *handle_to_self(void);
 int mask_to(enum ibv_qp_type type, enum ibv_qp_state state);
 int step(struct ibv_qp *qp, enum ibv_qp_state state, uint32_t dest_qp_num);
 int step_as(struct ibv_qp *qp, enum ibv_qp_state state, uint32_t dest_qp_num, struct ibv_qp_attr attr, int mask);
-void walk(struct ibv_qp *qp, enum ibv_qp_state state, uint32_t dest_qp_num); /* from RESET on */
+void move_to_state(struct ibv_qp *qp, enum ibv_qp_state state, uint32_t dest_qp_num); /* from RESET on */
 enum ibv_qp_state state_of(struct ibv_qp *qp);
 
 /* ---- Work ------------------------------------------------------------------------------------------------- */
@@ -134,14 +134,14 @@ int post_shared(struct ibv_srq *srq, uint32_t length);
 
 /* Waits for a completion; returns false on timeout. */
 bool wait_wc(struct ibv_cq *cq, struct ibv_wc *wc);
-void need_success(struct ibv_cq *cq, unsigned int count);
-void say_statuses(struct ibv_cq *cq, unsigned int count);    /* prints "SUCCESS", or "none" */
-void say_completions(struct ibv_cq *cq, unsigned int count); /* prints "SUCCESS SEND 8 imm" */
-void say_none(struct ibv_cq *cq);                            /* prints "none", or unexpected completions */
-void say_event(void);                                        /* prints the next asynchronous event, or "no event" */
-bool say_cq_event(struct ibv_comp_channel *channel);         /* prints "event" or "no event" */
+void require_success(struct ibv_cq *cq, unsigned int count);
+void report_statuses(struct ibv_cq *cq, unsigned int count);    /* prints "SUCCESS", or "none" */
+void report_completions(struct ibv_cq *cq, unsigned int count); /* prints "SUCCESS SEND 8 imm" */
+void report_no_completion(struct ibv_cq *cq);                   /* prints "none", or unexpected completions */
+void report_event(void);                                        /* prints the next asynchronous event, or "no event" */
+bool report_cq_event(struct ibv_comp_channel *channel);         /* prints "event" or "no event" */
 void pause_ms(unsigned int milliseconds);
 /* waits until the device is idle; for that time if idleness cannot be detected */
-void settle(unsigned int milliseconds);
+void wait_until_idle(unsigned int milliseconds);
 
 #endif

@@ -47,7 +47,7 @@ struct ibv_pd *domain(void)
     static struct ibv_pd *pd;
 
     if (!pd)
-        pd = NEED_MADE(verbs->alloc_pd(context));
+        pd = REQUIRE_OBJECT(verbs->alloc_pd(context));
     return pd;
 }
 
@@ -56,7 +56,7 @@ uint8_t *pages(size_t size)
     void *memory = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
 
     if (memory == MAP_FAILED) {
-        say("no memory");
+        report("no memory");
         finish();
     }
     return memory;
@@ -64,19 +64,19 @@ uint8_t *pages(size_t size)
 
 struct ibv_mr *region(int access)
 {
-    return NEED_MADE(verbs->reg_mr(domain(), pages(MEMORY_BYTES), MEMORY_BYTES, access));
+    return REQUIRE_OBJECT(verbs->reg_mr(domain(), pages(MEMORY_BYTES), MEMORY_BYTES, access));
 }
 
 struct ibv_cq *queue(int cqe)
 {
-    return NEED_MADE(verbs->create_cq(context, cqe, NULL, NULL, 0));
+    return REQUIRE_OBJECT(verbs->create_cq(context, cqe, NULL, NULL, 0));
 }
 
 struct ibv_srq *shared_queue(uint32_t depth)
 {
     struct ibv_srq_init_attr attr = {.attr = {.max_wr = depth, .max_sge = 4}};
 
-    return NEED_MADE(verbs->create_srq(domain(), &attr));
+    return REQUIRE_OBJECT(verbs->create_srq(domain(), &attr));
 }
 
 struct ibv_qp_init_attr qp_attr(enum ibv_qp_type type)
@@ -94,7 +94,7 @@ struct ibv_device_attr device_attr(void)
 {
     struct ibv_device_attr attr;
 
-    NEED(verbs->query_device(context, &attr));
+    REQUIRE_INT(verbs->query_device(context, &attr));
     return attr;
 }
 
@@ -104,25 +104,25 @@ void make_end(struct end *end, enum ibv_qp_type type)
     struct ibv_pd *pd = end == &b && pair_pd_of_b ? pair_pd_of_b : domain();
 
     end->memory = pages(MEMORY_BYTES);
-    end->mr = NEED_MADE(verbs->reg_mr(pd, end->memory, MEMORY_BYTES, ALL_ACCESS | IBV_ACCESS_MW_BIND));
+    end->mr = REQUIRE_OBJECT(verbs->reg_mr(pd, end->memory, MEMORY_BYTES, ALL_ACCESS | IBV_ACCESS_MW_BIND));
     end->send_cq = attr.send_cq;
     end->recv_cq = attr.recv_cq;
-    end->qp = NEED_MADE(verbs->create_qp(pd, &attr));
+    end->qp = REQUIRE_OBJECT(verbs->create_qp(pd, &attr));
 }
 
 void make_pair(enum ibv_qp_type type)
 {
     make_end(&a, type);
     make_end(&b, type);
-    walk(a.qp, IBV_QPS_RTS, b.qp->qp_num);
-    walk(b.qp, IBV_QPS_RTS, a.qp->qp_num);
+    move_to_state(a.qp, IBV_QPS_RTS, b.qp->qp_num);
+    move_to_state(b.qp, IBV_QPS_RTS, a.qp->qp_num);
 }
 
 struct ibv_ah_attr path_to_self(void)
 {
     struct ibv_ah_attr path = {.is_global = 1, .port_num = 1, .grh = {.sgid_index = 1, .hop_limit = 64}};
 
-    NEED(verbs->query_gid(context, 1, 1, &path.grh.dgid));
+    REQUIRE_INT(verbs->query_gid(context, 1, 1, &path.grh.dgid));
     return path;
 }
 
@@ -130,7 +130,7 @@ struct ibv_ah *handle_to_self(void)
 {
     struct ibv_ah_attr path = path_to_self();
 
-    return NEED_MADE(verbs->create_ah(domain(), &path));
+    return REQUIRE_OBJECT(verbs->create_ah(domain(), &path));
 }
 
 /* ---- States ----------------------------------------------------------------------------------------------- */
@@ -167,12 +167,12 @@ int step(struct ibv_qp *qp, enum ibv_qp_state state, uint32_t dest_qp_num)
     return step_as(qp, state, dest_qp_num, link_attr, mask_to(qp->qp_type, state));
 }
 
-void walk(struct ibv_qp *qp, enum ibv_qp_state state, uint32_t dest_qp_num)
+void move_to_state(struct ibv_qp *qp, enum ibv_qp_state state, uint32_t dest_qp_num)
 {
     for (enum ibv_qp_state next = IBV_QPS_INIT; next <= state && next <= IBV_QPS_RTS; next++)
-        NEED(step(qp, next, dest_qp_num));
+        REQUIRE_INT(step(qp, next, dest_qp_num));
     if (state > IBV_QPS_RTS)
-        NEED(step(qp, state, dest_qp_num));
+        REQUIRE_INT(step(qp, state, dest_qp_num));
 }
 
 enum ibv_qp_state state_of(struct ibv_qp *qp)
@@ -180,7 +180,7 @@ enum ibv_qp_state state_of(struct ibv_qp *qp)
     struct ibv_qp_init_attr init;
     struct ibv_qp_attr attr = {0};
 
-    NEED(verbs->query_qp(qp, &attr, IBV_QP_STATE, &init));
+    REQUIRE_INT(verbs->query_qp(qp, &attr, IBV_QP_STATE, &init));
     return attr.qp_state;
 }
 
@@ -274,7 +274,7 @@ static bool wait_up_to(struct ibv_cq *cq, struct ibv_wc *wc, unsigned int millis
         over = now_ms() > end; /* check once more: this thread may not have run since then */
     }
     if (found < 0) {
-        say("poll fails");
+        report("poll fails");
         finish();
     }
     return true;
@@ -282,7 +282,7 @@ static bool wait_up_to(struct ibv_cq *cq, struct ibv_wc *wc, unsigned int millis
 
 /* On the software device: its thread serves queue pairs in turn, so it has served those with pending work before it
  * flushes a request that is posted now. That work may have created work for other queue pairs, and so on. */
-static bool settled(void)
+static bool is_idle(void)
 {
     static struct end flushing;
     struct ibv_send_wr wr = {.opcode = IBV_WR_SEND, .send_flags = IBV_SEND_SIGNALED};
@@ -293,14 +293,14 @@ static bool settled(void)
     if (!flushing.qp) {
         struct ibv_qp_init_attr attr = {.cap = {.max_send_wr = 1}, .qp_type = IBV_QPT_RC};
         attr.send_cq = attr.recv_cq = flushing.send_cq = queue(1);
-        flushing.qp = NEED_MADE(verbs->create_qp(domain(), &attr));
-        NEED(step(flushing.qp, IBV_QPS_INIT, 0));
-        NEED(step(flushing.qp, IBV_QPS_ERR, 0));
+        flushing.qp = REQUIRE_OBJECT(verbs->create_qp(domain(), &attr));
+        REQUIRE_INT(step(flushing.qp, IBV_QPS_INIT, 0));
+        REQUIRE_INT(step(flushing.qp, IBV_QPS_ERR, 0));
     }
     for (int i = 0; i < TURNS; i++) {
-        NEED(post(&flushing, &wr));
+        REQUIRE_INT(post(&flushing, &wr));
         if (!wait_up_to(flushing.send_cq, &wc, SETTLE_MS) || wc.status != IBV_WC_WR_FLUSH_ERR) {
-            say("does not settle");
+            report("does not settle");
             finish();
         }
     }
@@ -311,22 +311,22 @@ bool wait_wc(struct ibv_cq *cq, struct ibv_wc *wc)
 {
     if (wait_up_to(cq, wc, PATIENCE_MS))
         return true;
-    return settled() && wait_up_to(cq, wc, QUIET_MS); /* the whole process may not have run for that time */
+    return is_idle() && wait_up_to(cq, wc, QUIET_MS); /* the whole process may not have run for that time */
 }
 
-void settle(unsigned int milliseconds)
+void wait_until_idle(unsigned int milliseconds)
 {
-    if (!settled())
+    if (!is_idle())
         pause_ms(milliseconds);
 }
 
-void need_success(struct ibv_cq *cq, unsigned int count)
+void require_success(struct ibv_cq *cq, unsigned int count)
 {
     struct ibv_wc wc;
 
     while (count--) {
         if (!wait_wc(cq, &wc) || wc.status) {
-            say("not delivered");
+            report("not delivered");
             finish();
         }
     }
@@ -365,33 +365,33 @@ static int error_of(int answered)
     return answered < 0 ? -answered : answered;
 }
 
-int say_int(int answered)
+int report_int(int answered)
 {
     int error = error_of(answered);
 
-    say("%s", error ? error_name(error) : answered ? "-1 without errno" : "0");
+    report("%s", error ? error_name(error) : answered ? "-1 without errno" : "0");
     return error;
 }
 
-void *say_made(const void *object)
+void *report_object(const void *object)
 {
-    say("%s", object ? "ok" : errno ? error_name(errno) : "NULL without errno");
+    report("%s", object ? "ok" : errno ? error_name(errno) : "NULL without errno");
     return (void *)(uintptr_t)object;
 }
 
-void *need_made(const void *object)
+void *require_object(const void *object)
 {
     if (!object) {
-        say("%s", error_name(errno));
+        report("%s", error_name(errno));
         finish();
     }
     return (void *)(uintptr_t)object;
 }
 
-void need_int(int answered)
+void require_int(int answered)
 {
     if (answered) {
-        say("%s", error_name(error_of(answered)));
+        report("%s", error_name(error_of(answered)));
         finish();
     }
 }
@@ -429,55 +429,55 @@ static const char *opcode_name(enum ibv_wc_opcode opcode)
     return opcode == IBV_WC_RECV_RDMA_WITH_IMM ? "RECV_RDMA_WITH_IMM" : "an unknown opcode";
 }
 
-void say_statuses(struct ibv_cq *cq, unsigned int count)
+void report_statuses(struct ibv_cq *cq, unsigned int count)
 {
     struct ibv_wc wc;
 
     for (; count; count--) {
         if (!wait_wc(cq, &wc)) {
-            say("none");
+            report("none");
             return;
         }
-        say("%s", status_name(wc.status));
+        report("%s", status_name(wc.status));
     }
 }
 
-void say_completions(struct ibv_cq *cq, unsigned int count)
+void report_completions(struct ibv_cq *cq, unsigned int count)
 {
     struct ibv_wc wc;
 
     for (; count; count--) {
         if (!wait_wc(cq, &wc)) {
-            say("none");
+            report("none");
             return;
         }
         if (wc.status) {
-            say("%s", status_name(wc.status));
+            report("%s", status_name(wc.status));
             continue;
         }
-        say("%s", opcode_name(wc.opcode));
+        report("%s", opcode_name(wc.opcode));
         if (wc.opcode & IBV_WC_RECV)
-            say("%u bytes%s%s%s", wc.byte_len, wc.wc_flags & IBV_WC_GRH ? " GRH" : "",
-                wc.wc_flags & IBV_WC_WITH_IMM && !memcmp(&wc.imm_data, "imm!", 4) ? " imm" : "",
-                wc.wc_flags & IBV_WC_WITH_INV ? " inv" : "");
+            report("%u bytes%s%s%s", wc.byte_len, wc.wc_flags & IBV_WC_GRH ? " GRH" : "",
+                   wc.wc_flags & IBV_WC_WITH_IMM && !memcmp(&wc.imm_data, "imm!", 4) ? " imm" : "",
+                   wc.wc_flags & IBV_WC_WITH_INV ? " inv" : "");
     }
 }
 
-void say_none(struct ibv_cq *cq)
+void report_no_completion(struct ibv_cq *cq)
 {
     struct ibv_wc wc;
 
-    say("%s", wait_up_to(cq, &wc, settled() ? 0 : QUIET_MS) ? status_name(wc.status) : "none");
+    report("%s", wait_up_to(cq, &wc, is_idle() ? 0 : QUIET_MS) ? status_name(wc.status) : "none");
 }
 
 static bool readable(int fd)
 {
     struct pollfd ready = {.fd = fd, .events = POLLIN};
 
-    return poll(&ready, 1, settled() ? 0 : EVENT_MS) > 0;
+    return poll(&ready, 1, is_idle() ? 0 : EVENT_MS) > 0;
 }
 
-void say_event(void)
+void report_event(void)
 {
     static const char *const names[] = {
         "CQ_ERR",
@@ -501,25 +501,25 @@ void say_event(void)
     struct ibv_async_event event;
 
     if (!readable(context->async_fd)) {
-        say("no event");
+        report("no event");
         return;
     }
-    NEED(verbs->get_async_event(context, &event));
-    say("%s", (size_t)event.event_type < ROWS_OF(names) ? names[event.event_type] : "an unknown event");
+    REQUIRE_INT(verbs->get_async_event(context, &event));
+    report("%s", (size_t)event.event_type < ROWS_OF(names) ? names[event.event_type] : "an unknown event");
     verbs->ack_async_event(&event);
 }
 
-bool say_cq_event(struct ibv_comp_channel *channel)
+bool report_cq_event(struct ibv_comp_channel *channel)
 {
     struct ibv_cq *cq;
     void *cq_context;
 
     if (!readable(channel->fd)) {
-        say("no event");
+        report("no event");
         return false;
     }
-    NEED(verbs->get_cq_event(channel, &cq, &cq_context));
-    say("event");
+    REQUIRE_INT(verbs->get_cq_event(channel, &cq, &cq_context));
+    report("event");
     verbs->ack_cq_events(cq, 1);
     return true;
 }

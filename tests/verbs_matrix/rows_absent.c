@@ -5,15 +5,15 @@
 static _Alignas(16) unsigned char nothing[512];
 
 #define NOTHING ((void *)nothing)
-#define INT_ROW(op, asked, ...)                        \
+#define INT_ROW(op, asked, ...)                           \
+    ROW(op, asked)                                        \
+    {                                                     \
+        REPORT_INT(CALL_OP(EOPNOTSUPP, op, __VA_ARGS__)); \
+    }
+#define MADE_ROW(op, asked, ...)                       \
     ROW(op, asked)                                     \
     {                                                  \
-        SAY_INT(CALL_OP(EOPNOTSUPP, op, __VA_ARGS__)); \
-    }
-#define MADE_ROW(op, asked, ...)                  \
-    ROW(op, asked)                                \
-    {                                             \
-        SAY_MADE(CALL_OP(NULL, op, __VA_ARGS__)); \
+        REPORT_OBJECT(CALL_OP(NULL, op, __VA_ARGS__)); \
     }
 
 INT_ROW(free_dm, "none", NOTHING)
@@ -39,11 +39,11 @@ static const union ibv_gid group = {.raw = {0xff, 0x0e, [10] = 0xff, 0xff, 224, 
 ROW(attach_mcast, "a datagram queue pair to a group")
 {
     make_pair(IBV_QPT_UD);
-    SAY_INT(verbs->attach_mcast(a.qp, &group, 0));
+    REPORT_INT(verbs->attach_mcast(a.qp, &group, 0));
 }
 
 ROW(detach_mcast, "a group never attached")
 {
     make_pair(IBV_QPT_UD);
-    SAY_INT(verbs->detach_mcast(a.qp, &group, 0));
+    REPORT_INT(verbs->detach_mcast(a.qp, &group, 0));
 }

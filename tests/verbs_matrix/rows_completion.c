@@ -9,7 +9,7 @@ static struct ibv_comp_channel *channel(void)
     static struct ibv_comp_channel *made;
 
     if (!made)
-        made = NEED_MADE(verbs->create_comp_channel(context));
+        made = REQUIRE_OBJECT(verbs->create_comp_channel(context));
     return made;
 }
 
@@ -18,31 +18,32 @@ static void make_watched_pair(void)
 {
     make_pair(IBV_QPT_RC);
     struct ibv_qp_init_attr attr = qp_attr(IBV_QPT_RC);
-    NEED(verbs->destroy_qp(a.qp));
-    NEED(verbs->destroy_qp(b.qp));
-    attr.recv_cq = attr.send_cq = a.send_cq = a.recv_cq = NEED_MADE(verbs->create_cq(context, 16, NULL, channel(), 0));
-    a.qp = NEED_MADE(verbs->create_qp(domain(), &attr));
+    REQUIRE_INT(verbs->destroy_qp(a.qp));
+    REQUIRE_INT(verbs->destroy_qp(b.qp));
+    attr.recv_cq = attr.send_cq = a.send_cq = a.recv_cq =
+        REQUIRE_OBJECT(verbs->create_cq(context, 16, NULL, channel(), 0));
+    a.qp = REQUIRE_OBJECT(verbs->create_qp(domain(), &attr));
     attr.recv_cq = b.recv_cq;
     attr.send_cq = b.send_cq;
-    b.qp = NEED_MADE(verbs->create_qp(domain(), &attr));
-    walk(a.qp, IBV_QPS_RTS, b.qp->qp_num);
-    walk(b.qp, IBV_QPS_RTS, a.qp->qp_num);
+    b.qp = REQUIRE_OBJECT(verbs->create_qp(domain(), &attr));
+    move_to_state(a.qp, IBV_QPS_RTS, b.qp->qp_num);
+    move_to_state(b.qp, IBV_QPS_RTS, a.qp->qp_num);
 }
 
 ROW(create_comp_channel, "one")
 {
-    SAY_MADE(verbs->create_comp_channel(context));
+    REPORT_OBJECT(verbs->create_comp_channel(context));
 }
 
 ROW(destroy_comp_channel, "without users")
 {
-    SAY_INT(verbs->destroy_comp_channel(channel()));
+    REPORT_INT(verbs->destroy_comp_channel(channel()));
 }
 
 ROW(destroy_comp_channel, "with a completion queue")
 {
-    NEED_MADE(verbs->create_cq(context, 16, NULL, channel(), 0));
-    SAY_INT(verbs->destroy_comp_channel(channel()));
+    REQUIRE_OBJECT(verbs->create_cq(context, 16, NULL, channel(), 0));
+    REPORT_INT(verbs->destroy_comp_channel(channel()));
 }
 
 ROW(get_cq_event, "when there is none, without blocking")
@@ -51,39 +52,39 @@ ROW(get_cq_event, "when there is none, without blocking")
     void *cq_context;
 
     fcntl(channel()->fd, F_SETFL, O_NONBLOCK);
-    SAY_INT(verbs->get_cq_event(channel(), &cq, &cq_context));
+    REPORT_INT(verbs->get_cq_event(channel(), &cq, &cq_context));
 }
 
 ROW(get_cq_event, "of a queue armed before its completion")
 {
     make_watched_pair();
-    NEED(verbs_req_notify_cq(a.send_cq, 0));
-    NEED(post(&a, request(IBV_WR_RDMA_WRITE, &a, &b, 8)));
-    say_cq_event(channel());
-    NEED(post(&a, request(IBV_WR_RDMA_WRITE, &a, &b, 8)));
-    say_cq_event(channel());
+    REQUIRE_INT(verbs_req_notify_cq(a.send_cq, 0));
+    REQUIRE_INT(post(&a, request(IBV_WR_RDMA_WRITE, &a, &b, 8)));
+    report_cq_event(channel());
+    REQUIRE_INT(post(&a, request(IBV_WR_RDMA_WRITE, &a, &b, 8)));
+    report_cq_event(channel());
 }
 
 ROW(ack_cq_events, "then the queue is destroyed")
 {
     make_watched_pair();
-    NEED(verbs_req_notify_cq(a.send_cq, 0));
-    NEED(post(&a, request(IBV_WR_RDMA_WRITE, &a, &b, 8)));
-    say_cq_event(channel());
-    SAY_INT(verbs->destroy_qp(a.qp));
-    SAY_INT(verbs->destroy_cq(a.send_cq));
+    REQUIRE_INT(verbs_req_notify_cq(a.send_cq, 0));
+    REQUIRE_INT(post(&a, request(IBV_WR_RDMA_WRITE, &a, &b, 8)));
+    report_cq_event(channel());
+    REPORT_INT(verbs->destroy_qp(a.qp));
+    REPORT_INT(verbs->destroy_cq(a.send_cq));
 }
 
-#define CREATE_ROW(asked, entries, vector)                                     \
-    ROW(create_cq, asked)                                                      \
-    {                                                                          \
-        int max = device_attr().max_cqe;                                       \
-        struct ibv_cq *cq;                                                     \
-                                                                               \
-        (void)max;                                                             \
-        cq = SAY_MADE(verbs->create_cq(context, entries, NULL, NULL, vector)); \
-        if (cq && cq->cqe < (entries))                                         \
-            say("fewer entries");                                              \
+#define CREATE_ROW(asked, entries, vector)                                          \
+    ROW(create_cq, asked)                                                           \
+    {                                                                               \
+        int max = device_attr().max_cqe;                                            \
+        struct ibv_cq *cq;                                                          \
+                                                                                    \
+        (void)max;                                                                  \
+        cq = REPORT_OBJECT(verbs->create_cq(context, entries, NULL, NULL, vector)); \
+        if (cq && cq->cqe < (entries))                                              \
+            report("fewer entries");                                                \
     }
 
 CREATE_ROW("one entry", 1, 0)
@@ -102,35 +103,35 @@ ROW(create_cq_ex, "the standard fields")
 {
     struct ibv_cq_init_attr_ex attr = attr_ex(IBV_WC_STANDARD_FLAGS);
 
-    SAY_MADE(verbs_create_cq_ex(context, &attr));
+    REPORT_OBJECT(verbs_create_cq_ex(context, &attr));
 }
 
 ROW(create_cq_ex, "timestamps")
 {
     struct ibv_cq_init_attr_ex attr = attr_ex(IBV_WC_EX_WITH_COMPLETION_TIMESTAMP);
 
-    SAY_MADE(verbs_create_cq_ex(context, &attr));
+    REPORT_OBJECT(verbs_create_cq_ex(context, &attr));
 }
 
 ROW(create_cq_ex, "timestamps of the wall clock")
 {
     struct ibv_cq_init_attr_ex attr = attr_ex(IBV_WC_EX_WITH_COMPLETION_TIMESTAMP_WALLCLOCK);
 
-    SAY_MADE(verbs_create_cq_ex(context, &attr));
+    REPORT_OBJECT(verbs_create_cq_ex(context, &attr));
 }
 
 ROW(create_cq_ex, "tag matching")
 {
     struct ibv_cq_init_attr_ex attr = attr_ex(IBV_WC_EX_WITH_TM_INFO);
 
-    SAY_MADE(verbs_create_cq_ex(context, &attr));
+    REPORT_OBJECT(verbs_create_cq_ex(context, &attr));
 }
 
 ROW(create_cq_ex, "an unknown field")
 {
     struct ibv_cq_init_attr_ex attr = attr_ex(1ull << 40);
 
-    SAY_MADE(verbs_create_cq_ex(context, &attr));
+    REPORT_OBJECT(verbs_create_cq_ex(context, &attr));
 }
 
 ROW(create_cq_ex, "SINGLE_THREADED")
@@ -139,7 +140,7 @@ ROW(create_cq_ex, "SINGLE_THREADED")
 
     attr.comp_mask = IBV_CQ_INIT_ATTR_MASK_FLAGS;
     attr.flags = IBV_CREATE_CQ_ATTR_SINGLE_THREADED;
-    SAY_MADE(verbs_create_cq_ex(context, &attr));
+    REPORT_OBJECT(verbs_create_cq_ex(context, &attr));
 }
 
 ROW(create_cq_ex, "IGNORE_OVERRUN")
@@ -148,7 +149,7 @@ ROW(create_cq_ex, "IGNORE_OVERRUN")
 
     attr.comp_mask = IBV_CQ_INIT_ATTR_MASK_FLAGS;
     attr.flags = IBV_CREATE_CQ_ATTR_IGNORE_OVERRUN;
-    SAY_MADE(verbs_create_cq_ex(context, &attr));
+    REPORT_OBJECT(verbs_create_cq_ex(context, &attr));
 }
 
 ROW(create_cq_ex, "an unknown bit in comp_mask")
@@ -156,7 +157,7 @@ ROW(create_cq_ex, "an unknown bit in comp_mask")
     struct ibv_cq_init_attr_ex attr = attr_ex(IBV_WC_STANDARD_FLAGS);
 
     attr.comp_mask = 1u << 31;
-    SAY_MADE(verbs_create_cq_ex(context, &attr));
+    REPORT_OBJECT(verbs_create_cq_ex(context, &attr));
 }
 
 ROW(create_cq_ex, "no entries")
@@ -164,7 +165,7 @@ ROW(create_cq_ex, "no entries")
     struct ibv_cq_init_attr_ex attr = attr_ex(IBV_WC_STANDARD_FLAGS);
 
     attr.cqe = 0;
-    SAY_MADE(verbs_create_cq_ex(context, &attr));
+    REPORT_OBJECT(verbs_create_cq_ex(context, &attr));
 }
 
 /* ---- Polling ---------------------------------------------------------------------------------------------- */
@@ -173,7 +174,7 @@ ROW(poll_cq, "an empty queue")
 {
     struct ibv_wc wc;
 
-    say("%d", verbs_poll_cq(queue(16), 1, &wc));
+    report("%d", verbs_poll_cq(queue(16), 1, &wc));
 }
 
 ROW(poll_cq, "zero of the available completions")
@@ -181,10 +182,10 @@ ROW(poll_cq, "zero of the available completions")
     struct ibv_wc wc;
 
     make_pair(IBV_QPT_RC);
-    NEED(post(&a, request(IBV_WR_RDMA_WRITE, &a, &b, 8)));
-    settle(100);
-    say("%d", verbs_poll_cq(a.send_cq, 0, &wc));
-    say_statuses(a.send_cq, 1);
+    REQUIRE_INT(post(&a, request(IBV_WR_RDMA_WRITE, &a, &b, 8)));
+    wait_until_idle(100);
+    report("%d", verbs_poll_cq(a.send_cq, 0, &wc));
+    report_statuses(a.send_cq, 1);
 }
 
 ROW(poll_cq, "more completions than available")
@@ -192,44 +193,44 @@ ROW(poll_cq, "more completions than available")
     struct ibv_wc wcs[8];
 
     make_pair(IBV_QPT_RC);
-    NEED(post(&a, request(IBV_WR_RDMA_WRITE, &a, &b, 8)));
-    NEED(post(&a, request(IBV_WR_RDMA_WRITE, &a, &b, 8)));
-    settle(100);
-    say("%d", verbs_poll_cq(a.send_cq, 8, wcs));
+    REQUIRE_INT(post(&a, request(IBV_WR_RDMA_WRITE, &a, &b, 8)));
+    REQUIRE_INT(post(&a, request(IBV_WR_RDMA_WRITE, &a, &b, 8)));
+    wait_until_idle(100);
+    report("%d", verbs_poll_cq(a.send_cq, 8, wcs));
 }
 
 static struct ibv_cq_ex *make_extended_pair(void)
 {
     struct ibv_cq_init_attr_ex wanted = attr_ex(IBV_WC_STANDARD_FLAGS);
-    struct ibv_cq_ex *cq = NEED_MADE(verbs_create_cq_ex(context, &wanted));
+    struct ibv_cq_ex *cq = REQUIRE_OBJECT(verbs_create_cq_ex(context, &wanted));
 
     make_pair(IBV_QPT_RC);
     struct ibv_qp_init_attr attr = qp_attr(IBV_QPT_RC);
     attr.send_cq = a.send_cq = (struct ibv_cq *)(void *)cq;
-    NEED(verbs->destroy_qp(a.qp));
-    a.qp = NEED_MADE(verbs->create_qp(domain(), &attr));
-    walk(a.qp, IBV_QPS_RTS, b.qp->qp_num);
-    NEED(step(b.qp, IBV_QPS_RESET, 0));
-    walk(b.qp, IBV_QPS_RTS, a.qp->qp_num);
+    REQUIRE_INT(verbs->destroy_qp(a.qp));
+    a.qp = REQUIRE_OBJECT(verbs->create_qp(domain(), &attr));
+    move_to_state(a.qp, IBV_QPS_RTS, b.qp->qp_num);
+    REQUIRE_INT(step(b.qp, IBV_QPS_RESET, 0));
+    move_to_state(b.qp, IBV_QPS_RTS, a.qp->qp_num);
     return cq;
 }
 
 ROW(start_poll, "an empty queue")
 {
     struct ibv_cq_init_attr_ex attr = attr_ex(IBV_WC_STANDARD_FLAGS);
-    struct ibv_cq_ex *cq = NEED_MADE(verbs_create_cq_ex(context, &attr));
+    struct ibv_cq_ex *cq = REQUIRE_OBJECT(verbs_create_cq_ex(context, &attr));
     struct ibv_poll_cq_attr poll = {0};
 
-    SAY_INT(cq->start_poll(cq, &poll));
+    REPORT_INT(cq->start_poll(cq, &poll));
 }
 
 ROW(start_poll, "an unknown bit in comp_mask")
 {
     struct ibv_cq_init_attr_ex attr = attr_ex(IBV_WC_STANDARD_FLAGS);
-    struct ibv_cq_ex *cq = NEED_MADE(verbs_create_cq_ex(context, &attr));
+    struct ibv_cq_ex *cq = REQUIRE_OBJECT(verbs_create_cq_ex(context, &attr));
     struct ibv_poll_cq_attr poll = {.comp_mask = 1u << 31};
 
-    SAY_INT(cq->start_poll(cq, &poll));
+    REPORT_INT(cq->start_poll(cq, &poll));
 }
 
 ROW(start_poll, "two completions, and the end of them")
@@ -237,14 +238,14 @@ ROW(start_poll, "two completions, and the end of them")
     struct ibv_cq_ex *cq = make_extended_pair();
     struct ibv_poll_cq_attr poll = {0};
 
-    NEED(post(&a, request(IBV_WR_RDMA_WRITE, &a, &b, 8)));
-    NEED(post(&a, request(IBV_WR_RDMA_READ, &a, &b, 8)));
-    settle(100);
-    SAY_INT(cq->start_poll(cq, &poll));
-    say("%s wr_id %d opcode %d", status_name(cq->status), (int)cq->wr_id, (int)cq->read_opcode(cq));
-    SAY_INT(cq->next_poll(cq));
-    say("%s wr_id %d opcode %d", status_name(cq->status), (int)cq->wr_id, (int)cq->read_opcode(cq));
-    SAY_INT(cq->next_poll(cq));
+    REQUIRE_INT(post(&a, request(IBV_WR_RDMA_WRITE, &a, &b, 8)));
+    REQUIRE_INT(post(&a, request(IBV_WR_RDMA_READ, &a, &b, 8)));
+    wait_until_idle(100);
+    REPORT_INT(cq->start_poll(cq, &poll));
+    report("%s wr_id %d opcode %d", status_name(cq->status), (int)cq->wr_id, (int)cq->read_opcode(cq));
+    REPORT_INT(cq->next_poll(cq));
+    report("%s wr_id %d opcode %d", status_name(cq->status), (int)cq->wr_id, (int)cq->read_opcode(cq));
+    REPORT_INT(cq->next_poll(cq));
     cq->end_poll(cq);
 }
 
@@ -253,11 +254,11 @@ ROW(start_poll, "again after a session")
     struct ibv_cq_ex *cq = make_extended_pair();
     struct ibv_poll_cq_attr poll = {0};
 
-    NEED(post(&a, request(IBV_WR_RDMA_WRITE, &a, &b, 8)));
-    settle(100);
-    SAY_INT(cq->start_poll(cq, &poll));
+    REQUIRE_INT(post(&a, request(IBV_WR_RDMA_WRITE, &a, &b, 8)));
+    wait_until_idle(100);
+    REPORT_INT(cq->start_poll(cq, &poll));
     cq->end_poll(cq);
-    SAY_INT(cq->start_poll(cq, &poll));
+    REPORT_INT(cq->start_poll(cq, &poll));
 }
 
 /* ---- Resizing, moderation, notification ------------------------------------------------------------------- */
@@ -266,120 +267,120 @@ ROW(resize_cq, "to more entries")
 {
     struct ibv_cq *cq = queue(16);
 
-    SAY_INT(verbs->resize_cq(cq, 100));
-    say("%s", cq->cqe >= 100 ? "as many" : "fewer");
+    REPORT_INT(verbs->resize_cq(cq, 100));
+    report("%s", cq->cqe >= 100 ? "as many" : "fewer");
 }
 
 ROW(resize_cq, "to fewer entries")
 {
     struct ibv_cq *cq = queue(100);
 
-    SAY_INT(verbs->resize_cq(cq, 10));
-    say("%s", cq->cqe >= 10 && cq->cqe < 100 ? "fewer than before" : "as many as before");
+    REPORT_INT(verbs->resize_cq(cq, 10));
+    report("%s", cq->cqe >= 10 && cq->cqe < 100 ? "fewer than before" : "as many as before");
 }
 
 ROW(resize_cq, "to none")
 {
-    SAY_INT(verbs->resize_cq(queue(16), 0));
+    REPORT_INT(verbs->resize_cq(queue(16), 0));
 }
 
 ROW(resize_cq, "to more than max_cqe")
 {
     int max = device_attr().max_cqe;
 
-    SAY_INT(verbs->resize_cq(queue(16), max + 1));
+    REPORT_INT(verbs->resize_cq(queue(16), max + 1));
 }
 
 ROW(resize_cq, "to fewer entries than it holds; they survive")
 {
     make_pair(IBV_QPT_RC);
     for (int i = 0; i < 8; i++)
-        NEED(post(&a, request(IBV_WR_RDMA_WRITE, &a, &b, 8)));
-    settle(200);
-    SAY_INT(verbs->resize_cq(a.send_cq, 1));
+        REQUIRE_INT(post(&a, request(IBV_WR_RDMA_WRITE, &a, &b, 8)));
+    wait_until_idle(200);
+    REPORT_INT(verbs->resize_cq(a.send_cq, 1));
     struct ibv_wc wcs[16];
-    say("%d", verbs_poll_cq(a.send_cq, 16, wcs));
+    report("%d", verbs_poll_cq(a.send_cq, 16, wcs));
 }
 
 ROW(modify_cq, "moderation")
 {
     struct ibv_modify_cq_attr attr = {.attr_mask = IBV_CQ_ATTR_MODERATE, .moderate = {.cq_count = 4, .cq_period = 100}};
 
-    SAY_INT(verbs_modify_cq(queue(16), &attr));
+    REPORT_INT(verbs_modify_cq(queue(16), &attr));
 }
 
 ROW(modify_cq, "an unknown attribute")
 {
     struct ibv_modify_cq_attr attr = {.attr_mask = 1u << 31};
 
-    SAY_INT(verbs_modify_cq(queue(16), &attr));
+    REPORT_INT(verbs_modify_cq(queue(16), &attr));
 }
 
 ROW(req_notify_cq, "of a queue without a channel")
 {
-    SAY_INT(verbs_req_notify_cq(queue(16), 0));
+    REPORT_INT(verbs_req_notify_cq(queue(16), 0));
 }
 
 ROW(req_notify_cq, "with a completion there already")
 {
     make_watched_pair();
-    NEED(post(&a, request(IBV_WR_RDMA_WRITE, &a, &b, 8)));
-    settle(100);
-    SAY_INT(verbs_req_notify_cq(a.send_cq, 0));
-    say_cq_event(channel());
+    REQUIRE_INT(post(&a, request(IBV_WR_RDMA_WRITE, &a, &b, 8)));
+    wait_until_idle(100);
+    REPORT_INT(verbs_req_notify_cq(a.send_cq, 0));
+    report_cq_event(channel());
 }
 
 ROW(req_notify_cq, "solicited only: a plain receive, a solicited one")
 {
     make_watched_pair();
     struct ibv_send_wr *wr;
-    SAY_INT(verbs_req_notify_cq(a.recv_cq, 1));
+    REPORT_INT(verbs_req_notify_cq(a.recv_cq, 1));
     for (int i = 0; i < 2; i++) {
-        NEED(post_receive(&a, 64));
+        REQUIRE_INT(post_receive(&a, 64));
         wr = request(IBV_WR_SEND, &b, &a, 8);
         wr->send_flags |= i ? IBV_SEND_SOLICITED : 0;
-        NEED(post(&b, wr));
-        say_cq_event(channel());
+        REQUIRE_INT(post(&b, wr));
+        report_cq_event(channel());
     }
 }
 
 ROW(req_notify_cq, "solicited only: a completion with an error")
 {
     make_watched_pair();
-    SAY_INT(verbs_req_notify_cq(a.send_cq, 1));
+    REPORT_INT(verbs_req_notify_cq(a.send_cq, 1));
     struct ibv_send_wr *wr = request(IBV_WR_RDMA_WRITE, &a, &b, 8);
     wr->wr.rdma.rkey += 0x500000;
-    NEED(post(&a, wr));
-    say_cq_event(channel());
+    REQUIRE_INT(post(&a, wr));
+    report_cq_event(channel());
 }
 
 ROW(destroy_cq, "without users")
 {
-    SAY_INT(verbs->destroy_cq(queue(16)));
+    REPORT_INT(verbs->destroy_cq(queue(16)));
 }
 
 ROW(destroy_cq, "with a queue pair")
 {
     make_end(&a, IBV_QPT_RC);
-    SAY_INT(verbs->destroy_cq(a.send_cq));
+    REPORT_INT(verbs->destroy_cq(a.send_cq));
 }
 
 ROW(destroy_cq, "with completions in it")
 {
     make_pair(IBV_QPT_RC);
-    NEED(post(&a, request(IBV_WR_RDMA_WRITE, &a, &b, 8)));
-    settle(100);
-    NEED(verbs->destroy_qp(a.qp));
-    SAY_INT(verbs->destroy_cq(a.send_cq));
+    REQUIRE_INT(post(&a, request(IBV_WR_RDMA_WRITE, &a, &b, 8)));
+    wait_until_idle(100);
+    REQUIRE_INT(verbs->destroy_qp(a.qp));
+    REPORT_INT(verbs->destroy_cq(a.send_cq));
 }
 
 ROW(poll_cq, "completions of a destroyed queue pair")
 {
     make_pair(IBV_QPT_RC);
-    NEED(post(&a, request(IBV_WR_RDMA_WRITE, &a, &b, 8)));
-    settle(100);
-    NEED(verbs->destroy_qp(a.qp));
-    say_none(a.send_cq);
+    REQUIRE_INT(post(&a, request(IBV_WR_RDMA_WRITE, &a, &b, 8)));
+    wait_until_idle(100);
+    REQUIRE_INT(verbs->destroy_qp(a.qp));
+    report_no_completion(a.send_cq);
 }
 
 ROW(poll_cq, "after more completions than the queue holds")
@@ -391,17 +392,17 @@ ROW(poll_cq, "after more completions than the queue holds")
     make_end(&a, IBV_QPT_RC);
     make_end(&b, IBV_QPT_RC);
     struct ibv_qp_init_attr attr = qp_attr(IBV_QPT_RC);
-    NEED(verbs->destroy_qp(a.qp));
+    REQUIRE_INT(verbs->destroy_qp(a.qp));
     attr.send_cq = a.send_cq = queue(4);
-    a.qp = NEED_MADE(verbs->create_qp(domain(), &attr));
-    walk(a.qp, IBV_QPS_RTS, b.qp->qp_num);
-    walk(b.qp, IBV_QPS_RTS, a.qp->qp_num);
+    a.qp = REQUIRE_OBJECT(verbs->create_qp(domain(), &attr));
+    move_to_state(a.qp, IBV_QPS_RTS, b.qp->qp_num);
+    move_to_state(b.qp, IBV_QPS_RTS, a.qp->qp_num);
     for (int i = 0; i < 64; i++)
         post(&a, request(IBV_WR_RDMA_WRITE, &a, &b, 8));
-    say_event();
-    settle(200);
+    report_event();
+    wait_until_idle(200);
     while ((found = verbs_poll_cq(a.send_cq, 64, wcs)) > 0 && total < 1000)
         total += found;
-    say("%s", found < 0 ? "polling fails" : "polling goes on");
-    say("%s", state_name(state_of(a.qp)));
+    report("%s", found < 0 ? "polling fails" : "polling goes on");
+    report("%s", state_name(state_of(a.qp)));
 }

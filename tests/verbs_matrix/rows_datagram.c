@@ -5,16 +5,16 @@ ROW(create_ah, "to the device itself")
 {
     struct ibv_ah_attr path = path_to_self();
 
-    SAY_MADE(verbs->create_ah(domain(), &path));
+    REPORT_OBJECT(verbs->create_ah(domain(), &path));
 }
 
-#define PATH_ROW(asked, field, value)                \
-    ROW(create_ah, asked)                            \
-    {                                                \
-        struct ibv_ah_attr path = path_to_self();    \
-                                                     \
-        path.field = (value);                        \
-        SAY_MADE(verbs->create_ah(domain(), &path)); \
+#define PATH_ROW(asked, field, value)                     \
+    ROW(create_ah, asked)                                 \
+    {                                                     \
+        struct ibv_ah_attr path = path_to_self();         \
+                                                          \
+        path.field = (value);                             \
+        REPORT_OBJECT(verbs->create_ah(domain(), &path)); \
     }
 
 PATH_ROW("from port 0", port_num, 0)
@@ -30,12 +30,12 @@ ROW(create_ah, "to a multicast group")
     memset(path.grh.dgid.raw, 0, sizeof(path.grh.dgid.raw));
     path.grh.dgid.raw[0] = 0xff;
     path.grh.dgid.raw[1] = 0x0e;
-    SAY_MADE(verbs->create_ah(domain(), &path));
+    REPORT_OBJECT(verbs->create_ah(domain(), &path));
 }
 
 ROW(destroy_ah, "one")
 {
-    SAY_INT(verbs->destroy_ah(handle_to_self()));
+    REPORT_INT(verbs->destroy_ah(handle_to_self()));
 }
 
 static struct ibv_send_wr *datagram(enum ibv_wr_opcode opcode, uint32_t length)
@@ -48,20 +48,20 @@ static struct ibv_send_wr *datagram(enum ibv_wr_opcode opcode, uint32_t length)
     return wr;
 }
 
-static void say_datagram(struct ibv_send_wr *wr)
+static void report_datagram(struct ibv_send_wr *wr)
 {
-    if (say_int(post(&a, wr)))
+    if (report_int(post(&a, wr)))
         return;
-    say_completions(a.send_cq, 1);
+    report_completions(a.send_cq, 1);
 }
 
-#define DATAGRAM_ROW(asked, opcode, length)     \
-    ROW(post_send, asked)                       \
-    {                                           \
-        make_pair(IBV_QPT_UD);                  \
-        NEED(post_receive(&b, 8192));           \
-        say_datagram(datagram(opcode, length)); \
-        say_completions(b.recv_cq, 1);          \
+#define DATAGRAM_ROW(asked, opcode, length)        \
+    ROW(post_send, asked)                          \
+    {                                              \
+        make_pair(IBV_QPT_UD);                     \
+        REQUIRE_INT(post_receive(&b, 8192));       \
+        report_datagram(datagram(opcode, length)); \
+        report_completions(b.recv_cq, 1);          \
     }
 
 DATAGRAM_ROW("UD: SEND", IBV_WR_SEND, 8)
@@ -72,69 +72,69 @@ DATAGRAM_ROW("UD: SEND of an MTU", IBV_WR_SEND, 4096)
 ROW(post_send, "UD: RDMA_WRITE")
 {
     make_pair(IBV_QPT_UD);
-    say_datagram(request(IBV_WR_RDMA_WRITE, &a, &b, 8));
+    report_datagram(request(IBV_WR_RDMA_WRITE, &a, &b, 8));
 }
 
 ROW(post_send, "UD: SEND of more than an MTU")
 {
     make_pair(IBV_QPT_UD);
-    say_datagram(datagram(IBV_WR_SEND, 5000));
+    report_datagram(datagram(IBV_WR_SEND, 5000));
 }
 
 ROW(post_send, "UD: another Q_Key")
 {
     make_pair(IBV_QPT_UD);
-    NEED(post_receive(&b, 8192));
+    REQUIRE_INT(post_receive(&b, 8192));
     struct ibv_send_wr *wr = datagram(IBV_WR_SEND, 8);
     wr->wr.ud.remote_qkey = QKEY + 1;
-    say_datagram(wr);
-    say_none(b.recv_cq);
+    report_datagram(wr);
+    report_no_completion(b.recv_cq);
 }
 
 ROW(post_send, "UD: a Q_Key with the highest bit: the sender's own")
 {
     make_pair(IBV_QPT_UD);
-    NEED(post_receive(&b, 8192));
+    REQUIRE_INT(post_receive(&b, 8192));
     struct ibv_send_wr *wr = datagram(IBV_WR_SEND, 8);
     wr->wr.ud.remote_qkey = 1u << 31;
-    say_datagram(wr);
-    say_completions(b.recv_cq, 1);
+    report_datagram(wr);
+    report_completions(b.recv_cq, 1);
 }
 
 ROW(post_send, "UD: without a receive")
 {
     make_pair(IBV_QPT_UD);
-    say_datagram(datagram(IBV_WR_SEND, 8));
-    NEED(post_receive(&b, 8192));
-    say_none(b.recv_cq);
+    report_datagram(datagram(IBV_WR_SEND, 8));
+    REQUIRE_INT(post_receive(&b, 8192));
+    report_no_completion(b.recv_cq);
 }
 
 ROW(post_send, "UD: a receive too short for the message")
 {
     make_pair(IBV_QPT_UD);
-    NEED(post_receive(&b, 44));
-    say_datagram(datagram(IBV_WR_SEND, 8));
-    say_none(b.recv_cq);
-    say("%s", state_name(state_of(b.qp)));
+    REQUIRE_INT(post_receive(&b, 44));
+    report_datagram(datagram(IBV_WR_SEND, 8));
+    report_no_completion(b.recv_cq);
+    report("%s", state_name(state_of(b.qp)));
 }
 
 ROW(post_send, "UD: a receive too short for the GRH")
 {
     make_pair(IBV_QPT_UD);
-    NEED(post_receive(&b, 20));
-    say_datagram(datagram(IBV_WR_SEND, 0));
-    say_none(b.recv_cq);
-    say("%s", state_name(state_of(b.qp)));
+    REQUIRE_INT(post_receive(&b, 20));
+    report_datagram(datagram(IBV_WR_SEND, 0));
+    report_no_completion(b.recv_cq);
+    report("%s", state_name(state_of(b.qp)));
 }
 
 ROW(post_send, "UD: a receive with a bad key")
 {
     make_pair(IBV_QPT_UD);
     b.mr->lkey += 0x500000;
-    NEED(post_receive(&b, 8192));
-    say_datagram(datagram(IBV_WR_SEND, 8));
-    say_none(b.recv_cq);
-    say("%s", state_name(state_of(b.qp)));
+    REQUIRE_INT(post_receive(&b, 8192));
+    report_datagram(datagram(IBV_WR_SEND, 8));
+    report_no_completion(b.recv_cq);
+    report("%s", state_name(state_of(b.qp)));
 }
 
 ROW(post_send, "UD: a bad lkey")
@@ -142,8 +142,8 @@ ROW(post_send, "UD: a bad lkey")
     make_pair(IBV_QPT_UD);
     struct ibv_send_wr *wr = datagram(IBV_WR_SEND, 8);
     wr->sg_list->lkey += 0x500000;
-    say_datagram(wr);
-    say("%s", state_name(state_of(a.qp)));
+    report_datagram(wr);
+    report("%s", state_name(state_of(a.qp)));
 }
 
 ROW(post_send, "UD: to a number without a queue pair")
@@ -151,47 +151,47 @@ ROW(post_send, "UD: to a number without a queue pair")
     make_pair(IBV_QPT_UD);
     struct ibv_send_wr *wr = datagram(IBV_WR_SEND, 8);
     wr->wr.ud.remote_qpn = 0xfffff0;
-    say_datagram(wr);
+    report_datagram(wr);
 }
 
 ROW(post_send, "UD: to a queue pair in ERR")
 {
     make_pair(IBV_QPT_UD);
-    NEED(step(b.qp, IBV_QPS_ERR, 0));
-    say_datagram(datagram(IBV_WR_SEND, 8));
+    REQUIRE_INT(step(b.qp, IBV_QPS_ERR, 0));
+    report_datagram(datagram(IBV_WR_SEND, 8));
 }
 
 ROW(post_send, "UD: to an RC queue pair")
 {
     make_end(&a, IBV_QPT_UD);
     make_end(&b, IBV_QPT_RC);
-    walk(a.qp, IBV_QPS_RTS, 0);
-    walk(b.qp, IBV_QPS_RTS, a.qp->qp_num);
-    NEED(post_receive(&b, 8192));
-    say_datagram(datagram(IBV_WR_SEND, 8));
-    say_none(b.recv_cq);
+    move_to_state(a.qp, IBV_QPS_RTS, 0);
+    move_to_state(b.qp, IBV_QPS_RTS, a.qp->qp_num);
+    REQUIRE_INT(post_receive(&b, 8192));
+    report_datagram(datagram(IBV_WR_SEND, 8));
+    report_no_completion(b.recv_cq);
 }
 
 ROW(post_send, "UD: an address handle of another protection domain")
 {
     make_pair(IBV_QPT_UD);
-    NEED(post_receive(&b, 8192));
+    REQUIRE_INT(post_receive(&b, 8192));
     struct ibv_send_wr *wr = datagram(IBV_WR_SEND, 8);
     struct ibv_ah_attr path = path_to_self();
-    struct ibv_pd *other = NEED_MADE(verbs->alloc_pd(context));
-    wr->wr.ud.ah = NEED_MADE(verbs->create_ah(other, &path));
-    say_datagram(wr);
-    say_none(b.recv_cq);
+    struct ibv_pd *other = REQUIRE_OBJECT(verbs->alloc_pd(context));
+    wr->wr.ud.ah = REQUIRE_OBJECT(verbs->create_ah(other, &path));
+    report_datagram(wr);
+    report_no_completion(b.recv_cq);
 }
 
 ROW(post_send, "UD: to itself")
 {
     make_pair(IBV_QPT_UD);
-    NEED(post_receive(&a, 8192));
+    REQUIRE_INT(post_receive(&a, 8192));
     struct ibv_send_wr *wr = datagram(IBV_WR_SEND, 8);
     wr->wr.ud.remote_qpn = a.qp->qp_num;
-    say_datagram(wr);
-    say_completions(a.recv_cq, 1);
+    report_datagram(wr);
+    report_completions(a.recv_cq, 1);
 }
 
 ROW(modify_qp, "UD: SQE after a bad lkey, then RTS")
@@ -199,8 +199,8 @@ ROW(modify_qp, "UD: SQE after a bad lkey, then RTS")
     make_pair(IBV_QPT_UD);
     struct ibv_send_wr *wr = datagram(IBV_WR_SEND, 8);
     wr->sg_list->lkey += 0x500000;
-    NEED(post(&a, wr));
-    say_statuses(a.send_cq, 1);
-    say("%s", state_name(state_of(a.qp)));
-    say_int(step_as(a.qp, IBV_QPS_RTS, 0, link_attr, IBV_QP_STATE));
+    REQUIRE_INT(post(&a, wr));
+    report_statuses(a.send_cq, 1);
+    report("%s", state_name(state_of(a.qp)));
+    report_int(step_as(a.qp, IBV_QPS_RTS, 0, link_attr, IBV_QP_STATE));
 }

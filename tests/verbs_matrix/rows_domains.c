@@ -14,12 +14,12 @@
 
 ROW(import_device, "over the context's own descriptor")
 {
-    SAY_MADE(verbs->import_device(context->cmd_fd));
+    REPORT_OBJECT(verbs->import_device(context->cmd_fd));
 }
 
 ROW(import_pd, "the context's own")
 {
-    SAY_MADE(verbs->import_pd(context, domain()->handle));
+    REPORT_OBJECT(verbs->import_pd(context, domain()->handle));
 }
 
 ROW(unimport_pd, "an allocated one, which survives")
@@ -27,49 +27,49 @@ ROW(unimport_pd, "an allocated one, which survives")
     struct ibv_pd *pd = domain();
 
     verbs->unimport_pd(pd);
-    SAY_INT(verbs->dealloc_pd(pd));
+    REPORT_INT(verbs->dealloc_pd(pd));
 }
 
 ROW(alloc_pd, "two of one context")
 {
-    SAY_MADE(verbs->alloc_pd(context));
-    SAY_MADE(verbs->alloc_pd(context));
+    REPORT_OBJECT(verbs->alloc_pd(context));
+    REPORT_OBJECT(verbs->alloc_pd(context));
 }
 
 ROW(dealloc_pd, "without users")
 {
-    SAY_INT(verbs->dealloc_pd(domain()));
+    REPORT_INT(verbs->dealloc_pd(domain()));
 }
 
 ROW(dealloc_pd, "with a region")
 {
     region(0);
-    SAY_INT(verbs->dealloc_pd(domain()));
+    REPORT_INT(verbs->dealloc_pd(domain()));
 }
 
 ROW(dealloc_pd, "with a memory window")
 {
-    NEED_MADE(verbs_alloc_mw(domain(), IBV_MW_TYPE_1));
-    SAY_INT(verbs->dealloc_pd(domain()));
+    REQUIRE_OBJECT(verbs_alloc_mw(domain(), IBV_MW_TYPE_1));
+    REPORT_INT(verbs->dealloc_pd(domain()));
 }
 
 ROW(dealloc_pd, "with a queue pair")
 {
     make_end(&a, IBV_QPT_RC);
-    NEED(verbs->dereg_mr(a.mr));
-    SAY_INT(verbs->dealloc_pd(domain()));
+    REQUIRE_INT(verbs->dereg_mr(a.mr));
+    REPORT_INT(verbs->dealloc_pd(domain()));
 }
 
 ROW(dealloc_pd, "with a shared receive queue")
 {
     shared_queue(4);
-    SAY_INT(verbs->dealloc_pd(domain()));
+    REPORT_INT(verbs->dealloc_pd(domain()));
 }
 
 ROW(dealloc_pd, "with an address handle")
 {
     handle_to_self();
-    SAY_INT(verbs->dealloc_pd(domain()));
+    REPORT_INT(verbs->dealloc_pd(domain()));
 }
 
 /* ---- Thread and parent domains ---------------------------------------------------------------------------- */
@@ -78,37 +78,37 @@ ROW(alloc_td, "without attributes")
 {
     struct ibv_td_init_attr attr = {0};
 
-    SAY_MADE(verbs_alloc_td(context, &attr));
+    REPORT_OBJECT(verbs_alloc_td(context, &attr));
 }
 
 ROW(alloc_td, "an unknown bit in comp_mask")
 {
     struct ibv_td_init_attr attr = {.comp_mask = 1u << 31};
 
-    SAY_MADE(verbs_alloc_td(context, &attr));
+    REPORT_OBJECT(verbs_alloc_td(context, &attr));
 }
 
 static struct ibv_td *thread_domain(void)
 {
     struct ibv_td_init_attr attr = {0};
 
-    return NEED_MADE(verbs_alloc_td(context, &attr));
+    return REQUIRE_OBJECT(verbs_alloc_td(context, &attr));
 }
 
 ROW(dealloc_td, "without users")
 {
-    SAY_INT(verbs_dealloc_td(thread_domain()));
+    REPORT_INT(verbs_dealloc_td(thread_domain()));
 }
 
 ROW(dealloc_td, "with a parent domain")
 {
     struct ibv_parent_domain_init_attr attr = {.pd = domain(), .td = thread_domain()};
 
-    NEED_MADE(verbs_alloc_parent_domain(context, &attr));
-    SAY_INT(verbs_dealloc_td(attr.td));
+    REQUIRE_OBJECT(verbs_alloc_parent_domain(context, &attr));
+    REPORT_INT(verbs_dealloc_td(attr.td));
 }
 
-static void *give(struct ibv_pd *pd, void *pd_context, size_t size, size_t alignment, uint64_t resource_type)
+static void *allocate(struct ibv_pd *pd, void *pd_context, size_t size, size_t alignment, uint64_t resource_type)
 {
     (void)pd, (void)alignment, (void)resource_type;
     if (pd_context)
@@ -116,13 +116,13 @@ static void *give(struct ibv_pd *pd, void *pd_context, size_t size, size_t align
     return pages(size);
 }
 
-static void *give_default(struct ibv_pd *pd, void *pd_context, size_t size, size_t alignment, uint64_t resource_type)
+static void *use_default(struct ibv_pd *pd, void *pd_context, size_t size, size_t alignment, uint64_t resource_type)
 {
     (void)pd, (void)pd_context, (void)size, (void)alignment, (void)resource_type;
     return IBV_ALLOCATOR_USE_DEFAULT;
 }
 
-static void take_back(struct ibv_pd *pd, void *pd_context, void *memory, uint64_t resource_type)
+static void deallocate(struct ibv_pd *pd, void *pd_context, void *memory, uint64_t resource_type)
 {
     (void)pd, (void)pd_context, (void)memory, (void)resource_type;
 }
@@ -131,85 +131,85 @@ ROW(alloc_parent_domain, "of a protection domain")
 {
     struct ibv_parent_domain_init_attr attr = {.pd = domain()};
 
-    SAY_MADE(verbs_alloc_parent_domain(context, &attr));
+    REPORT_OBJECT(verbs_alloc_parent_domain(context, &attr));
 }
 
 ROW(alloc_parent_domain, "with a thread domain")
 {
     struct ibv_parent_domain_init_attr attr = {.pd = domain(), .td = thread_domain()};
 
-    SAY_MADE(verbs_alloc_parent_domain(context, &attr));
+    REPORT_OBJECT(verbs_alloc_parent_domain(context, &attr));
 }
 
 ROW(alloc_parent_domain, "without a protection domain")
 {
     struct ibv_parent_domain_init_attr attr = {0};
 
-    SAY_MADE(verbs_alloc_parent_domain(context, &attr));
+    REPORT_OBJECT(verbs_alloc_parent_domain(context, &attr));
 }
 
 ROW(alloc_parent_domain, "of a parent domain")
 {
     struct ibv_parent_domain_init_attr attr = {.pd = domain()};
 
-    attr.pd = NEED_MADE(verbs_alloc_parent_domain(context, &attr));
-    SAY_MADE(verbs_alloc_parent_domain(context, &attr));
+    attr.pd = REQUIRE_OBJECT(verbs_alloc_parent_domain(context, &attr));
+    REPORT_OBJECT(verbs_alloc_parent_domain(context, &attr));
 }
 
 ROW(alloc_parent_domain, "an allocator with one of its two functions")
 {
     struct ibv_parent_domain_init_attr attr = {
-        .pd = domain(), .comp_mask = IBV_PARENT_DOMAIN_INIT_ATTR_ALLOCATORS, .alloc = give};
+        .pd = domain(), .comp_mask = IBV_PARENT_DOMAIN_INIT_ATTR_ALLOCATORS, .alloc = allocate};
 
-    SAY_MADE(verbs_alloc_parent_domain(context, &attr));
+    REPORT_OBJECT(verbs_alloc_parent_domain(context, &attr));
 }
 
 ROW(alloc_parent_domain, "an unknown bit in comp_mask")
 {
     struct ibv_parent_domain_init_attr attr = {.pd = domain(), .comp_mask = 1u << 31};
 
-    SAY_MADE(verbs_alloc_parent_domain(context, &attr));
+    REPORT_OBJECT(verbs_alloc_parent_domain(context, &attr));
 }
 
-static void say_queue_on(void *(*alloc)(struct ibv_pd *, void *, size_t, size_t, uint64_t), void *pd_context)
+static void report_queue_on(void *(*alloc)(struct ibv_pd *, void *, size_t, size_t, uint64_t), void *pd_context)
 {
     struct ibv_parent_domain_init_attr attr = {
         .pd = domain(),
         .comp_mask = IBV_PARENT_DOMAIN_INIT_ATTR_ALLOCATORS | IBV_PARENT_DOMAIN_INIT_ATTR_PD_CONTEXT,
         .alloc = alloc,
-        .free = take_back,
+        .free = deallocate,
         .pd_context = pd_context,
     };
-    struct ibv_pd *parent = NEED_MADE(verbs_alloc_parent_domain(context, &attr));
+    struct ibv_pd *parent = REQUIRE_OBJECT(verbs_alloc_parent_domain(context, &attr));
     struct ibv_qp_init_attr qp = qp_attr(IBV_QPT_RC);
 
-    SAY_MADE(verbs->create_qp(parent, &qp));
+    REPORT_OBJECT(verbs->create_qp(parent, &qp));
 }
 
 ROW(alloc_parent_domain, "a queue pair in an allocator's memory")
 {
-    say_queue_on(give, NULL);
+    report_queue_on(allocate, NULL);
 }
 
 ROW(alloc_parent_domain, "a queue pair when the allocator defers to the provider")
 {
-    say_queue_on(give_default, NULL);
+    report_queue_on(use_default, NULL);
 }
 
 ROW(alloc_parent_domain, "a queue pair when the allocator fails")
 {
-    say_queue_on(give, &context);
+    report_queue_on(allocate, &context);
 }
 
 ROW(dealloc_pd, "of a parent domain with a queue pair")
 {
     struct ibv_parent_domain_init_attr attr = {.pd = domain()};
-    struct ibv_pd *parent = NEED_MADE(verbs_alloc_parent_domain(context, &attr));
+    struct ibv_pd *parent = REQUIRE_OBJECT(verbs_alloc_parent_domain(context, &attr));
     struct ibv_qp_init_attr qp = qp_attr(IBV_QPT_RC);
 
-    NEED_MADE(verbs->create_qp(parent, &qp));
-    SAY_INT(verbs->dealloc_pd(parent));
-    SAY_INT(verbs->dealloc_pd(domain()));
+    REQUIRE_OBJECT(verbs->create_qp(parent, &qp));
+    REPORT_INT(verbs->dealloc_pd(parent));
+    REPORT_INT(verbs->dealloc_pd(domain()));
 }
 
 /* ---- XRC domains ------------------------------------------------------------------------------------------ */
@@ -233,51 +233,51 @@ static int file(void)
 
 ROW(open_xrcd, "without an inode")
 {
-    say_made(open_domain(FD_AND_FLAGS, -1, O_CREAT));
+    report_object(open_domain(FD_AND_FLAGS, -1, O_CREAT));
 }
 
 ROW(open_xrcd, "without an inode and without O_CREAT")
 {
-    say_made(open_domain(FD_AND_FLAGS, -1, 0));
+    report_object(open_domain(FD_AND_FLAGS, -1, 0));
 }
 
 ROW(open_xrcd, "one of the two bits of comp_mask")
 {
-    say_made(open_domain(IBV_XRCD_INIT_ATTR_FD, -1, O_CREAT));
+    report_object(open_domain(IBV_XRCD_INIT_ATTR_FD, -1, O_CREAT));
 }
 
 ROW(open_xrcd, "an unknown bit in comp_mask")
 {
-    say_made(open_domain(FD_AND_FLAGS | 1u << 31, -1, O_CREAT));
+    report_object(open_domain(FD_AND_FLAGS | 1u << 31, -1, O_CREAT));
 }
 
 ROW(open_xrcd, "an inode: O_CREAT, then without, then O_EXCL")
 {
     int fd = file();
 
-    need_made(open_domain(FD_AND_FLAGS, fd, O_CREAT));
-    say_made(open_domain(FD_AND_FLAGS, fd, 0));
-    say_made(open_domain(FD_AND_FLAGS, fd, O_CREAT | O_EXCL));
+    require_object(open_domain(FD_AND_FLAGS, fd, O_CREAT));
+    report_object(open_domain(FD_AND_FLAGS, fd, 0));
+    report_object(open_domain(FD_AND_FLAGS, fd, O_CREAT | O_EXCL));
 }
 
 ROW(open_xrcd, "an inode without a domain, without O_CREAT")
 {
-    say_made(open_domain(FD_AND_FLAGS, file(), 0));
+    report_object(open_domain(FD_AND_FLAGS, file(), 0));
 }
 
 ROW(open_xrcd, "a closed descriptor")
 {
-    say_made(open_domain(FD_AND_FLAGS, 999, O_CREAT));
+    report_object(open_domain(FD_AND_FLAGS, 999, O_CREAT));
 }
 
 ROW(close_xrcd, "without users")
 {
-    SAY_INT(verbs_close_xrcd(need_made(open_domain(FD_AND_FLAGS, -1, O_CREAT))));
+    REPORT_INT(verbs_close_xrcd(require_object(open_domain(FD_AND_FLAGS, -1, O_CREAT))));
 }
 
 ROW(close_xrcd, "with a shared receive queue")
 {
-    struct ibv_xrcd *xrcd = need_made(open_domain(FD_AND_FLAGS, -1, O_CREAT));
+    struct ibv_xrcd *xrcd = require_object(open_domain(FD_AND_FLAGS, -1, O_CREAT));
     struct ibv_srq_init_attr_ex attr = {
         .attr = {.max_wr = 4, .max_sge = 1},
         .comp_mask = IBV_SRQ_INIT_ATTR_TYPE | IBV_SRQ_INIT_ATTR_PD | IBV_SRQ_INIT_ATTR_XRCD | IBV_SRQ_INIT_ATTR_CQ,
@@ -287,8 +287,8 @@ ROW(close_xrcd, "with a shared receive queue")
         .cq = queue(16),
     };
 
-    NEED_MADE(verbs_create_srq_ex(context, &attr));
-    SAY_INT(verbs_close_xrcd(xrcd));
+    REQUIRE_OBJECT(verbs_create_srq_ex(context, &attr));
+    REPORT_INT(verbs_close_xrcd(xrcd));
 }
 
 /* ---- Shared protection domains, which libibverbs never adopted
@@ -298,7 +298,7 @@ static bool shares(void)
 {
     if (verbs == &soft_verbs)
         return true;
-    say("absent");
+    report("absent");
     return false;
 }
 
@@ -308,8 +308,8 @@ ROW(alloc_shpd, "of a protection domain, twice")
 
     if (!shares())
         return;
-    SAY_INT(soft_alloc_shpd(domain(), 7, &share));
-    SAY_INT(soft_alloc_shpd(domain(), 7, &share));
+    REPORT_INT(soft_alloc_shpd(domain(), 7, &share));
+    REPORT_INT(soft_alloc_shpd(domain(), 7, &share));
 }
 
 ROW(alloc_shpd, "of a parent domain")
@@ -320,7 +320,7 @@ ROW(alloc_shpd, "of a parent domain")
     if (!shares())
         return;
     attr = (struct ibv_parent_domain_init_attr){.pd = domain()};
-    SAY_INT(soft_alloc_shpd(NEED_MADE(verbs_alloc_parent_domain(context, &attr)), 7, &share));
+    REPORT_INT(soft_alloc_shpd(REQUIRE_OBJECT(verbs_alloc_parent_domain(context, &attr)), 7, &share));
 }
 
 ROW(share_pd, "with its key, and with another one, and of another identifier")
@@ -329,10 +329,10 @@ ROW(share_pd, "with its key, and with another one, and of another identifier")
 
     if (!shares())
         return;
-    NEED(soft_alloc_shpd(domain(), 7, &share));
-    SAY_MADE(soft_share_pd(context, share, 7));
-    SAY_MADE(soft_share_pd(context, share, 8));
-    SAY_MADE(soft_share_pd(context, share + 1, 7));
+    REQUIRE_INT(soft_alloc_shpd(domain(), 7, &share));
+    REPORT_OBJECT(soft_share_pd(context, share, 7));
+    REPORT_OBJECT(soft_share_pd(context, share, 8));
+    REPORT_OBJECT(soft_share_pd(context, share + 1, 7));
 }
 
 ROW(share_pd, "memory of one context by a queue pair of another one")
@@ -343,15 +343,15 @@ ROW(share_pd, "memory of one context by a queue pair of another one")
 
     if (!shares())
         return;
-    NEED(soft_alloc_shpd(domain(), 7, &share));
-    other = need_made(open_again());
-    pair_pd_of_b = NEED_MADE(soft_share_pd(other, share, 7));
-    mr = NEED_MADE(verbs->reg_mr(pair_pd_of_b, pages(4096), 4096, ALL_ACCESS));
+    REQUIRE_INT(soft_alloc_shpd(domain(), 7, &share));
+    other = require_object(open_again());
+    pair_pd_of_b = REQUIRE_OBJECT(soft_share_pd(other, share, 7));
+    mr = REQUIRE_OBJECT(verbs->reg_mr(pair_pd_of_b, pages(4096), 4096, ALL_ACCESS));
     pair_pd_of_b = NULL;
     make_pair(IBV_QPT_RC);
     struct ibv_send_wr *wr = request(IBV_WR_RDMA_WRITE, &a, &b, 8);
     wr->wr.rdma.remote_addr = (uintptr_t)mr->addr;
     wr->wr.rdma.rkey = mr->rkey;
-    SAY_INT(post(&a, wr));
-    say_statuses(a.send_cq, 1);
+    REPORT_INT(post(&a, wr));
+    report_statuses(a.send_cq, 1);
 }

@@ -6,15 +6,15 @@
 
 #include <sys/mman.h>
 
-static struct ibv_mr *say_region(void *address, size_t length, int access)
+static struct ibv_mr *report_region(void *address, size_t length, int access)
 {
-    return SAY_MADE(verbs->reg_mr(domain(), address, length, access));
+    return REPORT_OBJECT(verbs->reg_mr(domain(), address, length, access));
 }
 
-#define ACCESS_ROW(asked, access)              \
-    ROW(reg_mr, asked)                         \
-    {                                          \
-        say_region(pages(4096), 4096, access); \
+#define ACCESS_ROW(asked, access)                 \
+    ROW(reg_mr, asked)                            \
+    {                                             \
+        report_region(pages(4096), 4096, access); \
     }
 
 ACCESS_ROW("access: none", 0)
@@ -33,12 +33,12 @@ ACCESS_ROW("access: an unknown bit", IBV_ACCESS_LOCAL_WRITE | 1 << 15)
 
 ROW(reg_mr, "no bytes")
 {
-    say_region(pages(4096), 0, IBV_ACCESS_LOCAL_WRITE);
+    report_region(pages(4096), 0, IBV_ACCESS_LOCAL_WRITE);
 }
 
 ROW(reg_mr, "a range that leaves the address space")
 {
-    say_region(pages(4096), SIZE_MAX - 4096, IBV_ACCESS_LOCAL_WRITE);
+    report_region(pages(4096), SIZE_MAX - 4096, IBV_ACCESS_LOCAL_WRITE);
 }
 
 ROW(reg_mr, "memory that is not mapped")
@@ -46,7 +46,7 @@ ROW(reg_mr, "memory that is not mapped")
     uint8_t *memory = pages(8192);
 
     munmap(memory, 8192);
-    say_region(memory, 4096, IBV_ACCESS_LOCAL_WRITE);
+    report_region(memory, 4096, IBV_ACCESS_LOCAL_WRITE);
 }
 
 ROW(reg_mr, "read-only memory for LOCAL_WRITE")
@@ -54,20 +54,20 @@ ROW(reg_mr, "read-only memory for LOCAL_WRITE")
     uint8_t *memory = pages(4096);
 
     mprotect(memory, 4096, PROT_READ);
-    say_region(memory, 4096, IBV_ACCESS_LOCAL_WRITE);
+    report_region(memory, 4096, IBV_ACCESS_LOCAL_WRITE);
 }
 
 ROW(reg_mr, "at odd addresses and twice the same memory")
 {
     uint8_t *memory = pages(8192);
-    struct ibv_mr *one = say_region(memory + 1, 4097, ALL_ACCESS), *other = say_region(memory + 1, 4097, 0);
+    struct ibv_mr *one = report_region(memory + 1, 4097, ALL_ACCESS), *other = report_region(memory + 1, 4097, 0);
 
-    say("%s", one && other && one->lkey != other->lkey ? "other keys" : "the same key");
+    report("%s", one && other && one->lkey != other->lkey ? "other keys" : "the same key");
 }
 
 ROW(dereg_mr, "without users")
 {
-    SAY_INT(verbs->dereg_mr(region(ALL_ACCESS)));
+    REPORT_INT(verbs->dereg_mr(region(ALL_ACCESS)));
 }
 
 ROW(dereg_mr, "before requests that use it are executed")
@@ -75,23 +75,23 @@ ROW(dereg_mr, "before requests that use it are executed")
     struct ibv_sge sge = {.length = 16};
 
     make_pair(IBV_QPT_RC);
-    struct ibv_mr *mr = NEED_MADE(verbs->reg_mr(domain(), b.memory, 4096, IBV_ACCESS_LOCAL_WRITE));
+    struct ibv_mr *mr = REQUIRE_OBJECT(verbs->reg_mr(domain(), b.memory, 4096, IBV_ACCESS_LOCAL_WRITE));
     sge.addr = (uintptr_t)b.memory;
     sge.lkey = mr->lkey;
-    NEED(post_receive_list(&b, &sge, 1));
-    SAY_INT(verbs->dereg_mr(mr));
-    NEED(post(&a, request(IBV_WR_SEND, &a, &b, 8)));
-    say_statuses(a.send_cq, 1);
-    say_statuses(b.recv_cq, 1);
+    REQUIRE_INT(post_receive_list(&b, &sge, 1));
+    REPORT_INT(verbs->dereg_mr(mr));
+    REQUIRE_INT(post(&a, request(IBV_WR_SEND, &a, &b, 8)));
+    report_statuses(a.send_cq, 1);
+    report_statuses(b.recv_cq, 1);
 }
 
 ROW(dereg_mr, "then its key in a request")
 {
     make_pair(IBV_QPT_RC);
     struct ibv_send_wr *wr = request(IBV_WR_RDMA_WRITE, &a, &b, 8);
-    SAY_INT(verbs->dereg_mr(b.mr));
-    NEED(post(&a, wr));
-    say_statuses(a.send_cq, 1);
+    REPORT_INT(verbs->dereg_mr(b.mr));
+    REQUIRE_INT(post(&a, wr));
+    report_statuses(a.send_cq, 1);
 }
 
 /* ---- Verbs outside of the library's table, or missing
@@ -101,31 +101,31 @@ ROW(rereg_mr, "other access")
 {
     int (*rereg)(struct ibv_mr *, int, struct ibv_pd *, void *, size_t, int);
 
-    *(void **)&rereg = beyond_the_seam("ibv_rereg_mr");
+    *(void **)&rereg = find_libibverbs_function("ibv_rereg_mr");
     if (!rereg) {
-        say("absent");
+        report("absent");
         return;
     }
     /* Error results are numbers from -1 to -5; errno has the reason. */
     errno = 0;
-    say_int(rereg(region(ALL_ACCESS), IBV_REREG_MR_CHANGE_ACCESS, NULL, NULL, 0, 0) ? -1 : 0);
+    report_int(rereg(region(ALL_ACCESS), IBV_REREG_MR_CHANGE_ACCESS, NULL, NULL, 0, 0) ? -1 : 0);
 }
 
 ROW(reg_dmabuf_mr, "an invalid descriptor")
 {
     struct ibv_mr *(*reg)(struct ibv_pd *, uint64_t, size_t, uint64_t, int, int);
 
-    *(void **)&reg = beyond_the_seam("ibv_reg_dmabuf_mr");
+    *(void **)&reg = find_libibverbs_function("ibv_reg_dmabuf_mr");
     if (!reg) {
-        say("absent");
+        report("absent");
         return;
     }
-    SAY_MADE(reg(domain(), 0, 4096, 0, 999, IBV_ACCESS_LOCAL_WRITE));
+    REPORT_OBJECT(reg(domain(), 0, 4096, 0, 999, IBV_ACCESS_LOCAL_WRITE));
 }
 
 ROW(alloc_null_mr, "one")
 {
-    SAY_MADE(CALL_OP(NULL, alloc_null_mr, domain()));
+    REPORT_OBJECT(CALL_OP(NULL, alloc_null_mr, domain()));
 }
 
 ROW(advise_mr, "a prefetch")
@@ -133,12 +133,12 @@ ROW(advise_mr, "a prefetch")
     struct ibv_mr *mr = region(ALL_ACCESS);
     struct ibv_sge sge = {.addr = (uintptr_t)mr->addr, .length = 4096, .lkey = mr->lkey};
 
-    SAY_INT(CALL_OP(EOPNOTSUPP, advise_mr, domain(), IBV_ADVISE_MR_ADVICE_PREFETCH, 0, &sge, 1));
+    REPORT_INT(CALL_OP(EOPNOTSUPP, advise_mr, domain(), IBV_ADVISE_MR_ADVICE_PREFETCH, 0, &sge, 1));
 }
 
 ROW(alloc_dm, "a page")
 {
     struct ibv_alloc_dm_attr attr = {.length = 4096};
 
-    SAY_MADE(CALL_OP(NULL, alloc_dm, context, &attr));
+    REPORT_OBJECT(CALL_OP(NULL, alloc_dm, context, &attr));
 }

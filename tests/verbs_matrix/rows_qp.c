@@ -1,15 +1,15 @@
 /* Creating queue pairs, and querying their attributes. */
 #include "probe.h"
 
-static struct ibv_qp *say_qp(struct ibv_qp_init_attr attr)
+static struct ibv_qp *report_qp(struct ibv_qp_init_attr attr)
 {
-    return SAY_MADE(verbs->create_qp(domain(), &attr));
+    return REPORT_OBJECT(verbs->create_qp(domain(), &attr));
 }
 
-#define TYPE_ROW(asked, type)  \
-    ROW(create_qp, asked)      \
-    {                          \
-        say_qp(qp_attr(type)); \
+#define TYPE_ROW(asked, type)     \
+    ROW(create_qp, asked)         \
+    {                             \
+        report_qp(qp_attr(type)); \
     }
 
 TYPE_ROW("RC", IBV_QPT_RC)
@@ -29,7 +29,7 @@ TYPE_ROW("an invalid type", (enum ibv_qp_type)7)
                                                             \
         (void)limits;                                       \
         attr.cap.field = (value);                           \
-        say_qp(attr);                                       \
+        report_qp(attr);                                    \
     }
 
 CAP_ROW("more sends than max_qp_wr", max_send_wr, (uint32_t)limits.max_qp_wr + 1)
@@ -44,11 +44,11 @@ ROW(create_qp, "granted values")
 {
     struct ibv_qp_init_attr attr = qp_attr(IBV_QPT_RC);
 
-    SAY_MADE(verbs->create_qp(domain(), &attr));
-    say("%s", attr.cap.max_send_wr >= 16 && attr.cap.max_recv_wr >= 16 && attr.cap.max_send_sge >= 4 &&
-                      attr.cap.max_recv_sge >= 4 && attr.cap.max_inline_data >= 64
-                  ? "as asked"
-                  : "less");
+    REPORT_OBJECT(verbs->create_qp(domain(), &attr));
+    report("%s", attr.cap.max_send_wr >= 16 && attr.cap.max_recv_wr >= 16 && attr.cap.max_send_sge >= 4 &&
+                         attr.cap.max_recv_sge >= 4 && attr.cap.max_inline_data >= 64
+                     ? "as asked"
+                     : "less");
 }
 
 ROW(create_qp, "without a completion queue for sends")
@@ -56,7 +56,7 @@ ROW(create_qp, "without a completion queue for sends")
     struct ibv_qp_init_attr attr = qp_attr(IBV_QPT_RC);
 
     attr.send_cq = NULL;
-    say_qp(attr);
+    report_qp(attr);
 }
 
 ROW(create_qp, "without a completion queue for receives")
@@ -64,13 +64,13 @@ ROW(create_qp, "without a completion queue for receives")
     struct ibv_qp_init_attr attr = qp_attr(IBV_QPT_RC);
 
     attr.recv_cq = NULL;
-    say_qp(attr);
+    report_qp(attr);
 }
 
 ROW(create_qp, "with a shared receive queue")
 {
     pair_srq = shared_queue(16);
-    say_qp(qp_attr(IBV_QPT_RC));
+    report_qp(qp_attr(IBV_QPT_RC));
 }
 
 static struct ibv_qp_init_attr_ex attr_ex(uint32_t comp_mask)
@@ -93,7 +93,7 @@ ROW(create_qp_ex, "builders of work requests")
     struct ibv_qp_init_attr_ex attr = attr_ex(IBV_QP_INIT_ATTR_PD | IBV_QP_INIT_ATTR_SEND_OPS_FLAGS);
 
     attr.send_ops_flags = IBV_QP_EX_WITH_RDMA_WRITE | IBV_QP_EX_WITH_SEND;
-    SAY_MADE(verbs_create_qp_ex(context, &attr));
+    REPORT_OBJECT(verbs_create_qp_ex(context, &attr));
 }
 
 ROW(create_qp_ex, "create_flags: BLOCK_SELF_MCAST_LB")
@@ -101,7 +101,7 @@ ROW(create_qp_ex, "create_flags: BLOCK_SELF_MCAST_LB")
     struct ibv_qp_init_attr_ex attr = attr_ex(IBV_QP_INIT_ATTR_PD | IBV_QP_INIT_ATTR_CREATE_FLAGS);
 
     attr.create_flags = IBV_QP_CREATE_BLOCK_SELF_MCAST_LB;
-    SAY_MADE(verbs_create_qp_ex(context, &attr));
+    REPORT_OBJECT(verbs_create_qp_ex(context, &attr));
 }
 
 ROW(create_qp_ex, "a header for TSO")
@@ -109,21 +109,21 @@ ROW(create_qp_ex, "a header for TSO")
     struct ibv_qp_init_attr_ex attr = attr_ex(IBV_QP_INIT_ATTR_PD | IBV_QP_INIT_ATTR_MAX_TSO_HEADER);
 
     attr.max_tso_header = 64;
-    SAY_MADE(verbs_create_qp_ex(context, &attr));
+    REPORT_OBJECT(verbs_create_qp_ex(context, &attr));
 }
 
 ROW(create_qp_ex, "without a protection domain")
 {
     struct ibv_qp_init_attr_ex attr = attr_ex(0);
 
-    SAY_MADE(verbs_create_qp_ex(context, &attr));
+    REPORT_OBJECT(verbs_create_qp_ex(context, &attr));
 }
 
 ROW(create_qp_ex, "an unknown bit in comp_mask")
 {
     struct ibv_qp_init_attr_ex attr = attr_ex(IBV_QP_INIT_ATTR_PD | 1u << 31);
 
-    SAY_MADE(verbs_create_qp_ex(context, &attr));
+    REPORT_OBJECT(verbs_create_qp_ex(context, &attr));
 }
 
 ROW(query_qp, "in RESET, with its creation attributes")
@@ -133,9 +133,9 @@ ROW(query_qp, "in RESET, with its creation attributes")
 
     make_end(&a, IBV_QPT_RC);
     memset(&init, 0, sizeof(init));
-    SAY_INT(verbs->query_qp(a.qp, &attr, IBV_QP_STATE | IBV_QP_CAP, &init));
-    say("%s", state_name(attr.qp_state));
-    say("%s", init.send_cq == a.send_cq && init.qp_type == IBV_QPT_RC ? "its queues" : "other queues");
+    REPORT_INT(verbs->query_qp(a.qp, &attr, IBV_QP_STATE | IBV_QP_CAP, &init));
+    report("%s", state_name(attr.qp_state));
+    report("%s", init.send_cq == a.send_cq && init.qp_type == IBV_QPT_RC ? "its queues" : "other queues");
 }
 
 ROW(query_qp, "in RTS: attributes set on the way")
@@ -144,15 +144,15 @@ ROW(query_qp, "in RTS: attributes set on the way")
     struct ibv_qp_attr attr;
 
     make_pair(IBV_QPT_RC);
-    SAY_INT(verbs->query_qp(a.qp, &attr,
-                            IBV_QP_STATE | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN | IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT |
-                                IBV_QP_RNR_RETRY | IBV_QP_MIN_RNR_TIMER | IBV_QP_ACCESS_FLAGS | IBV_QP_AV,
-                            &init));
-    say("%s", state_name(attr.qp_state));
-    say("MTU %u, timeout %u, retries %u, RNR %u %u", 128u << attr.path_mtu, attr.timeout, attr.retry_cnt,
-        attr.rnr_retry, attr.min_rnr_timer);
-    say("%s", attr.dest_qp_num == b.qp->qp_num ? "its peer" : "another peer");
-    say("access %#x", attr.qp_access_flags);
+    REPORT_INT(verbs->query_qp(a.qp, &attr,
+                               IBV_QP_STATE | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN | IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT |
+                                   IBV_QP_RNR_RETRY | IBV_QP_MIN_RNR_TIMER | IBV_QP_ACCESS_FLAGS | IBV_QP_AV,
+                               &init));
+    report("%s", state_name(attr.qp_state));
+    report("MTU %u, timeout %u, retries %u, RNR %u %u", 128u << attr.path_mtu, attr.timeout, attr.retry_cnt,
+           attr.rnr_retry, attr.min_rnr_timer);
+    report("%s", attr.dest_qp_num == b.qp->qp_num ? "its peer" : "another peer");
+    report("access %#x", attr.qp_access_flags);
 }
 
 ROW(query_qp, "max_rd_atomic and max_dest_rd_atomic in RTS")
@@ -162,22 +162,22 @@ ROW(query_qp, "max_rd_atomic and max_dest_rd_atomic in RTS")
 
     link_attr.max_rd_atomic = link_attr.max_dest_rd_atomic = 3;
     make_pair(IBV_QPT_RC);
-    SAY_INT(verbs->query_qp(a.qp, &attr, IBV_QP_MAX_QP_RD_ATOMIC | IBV_QP_MAX_DEST_RD_ATOMIC, &init));
-    say("%u and %u", attr.max_rd_atomic, attr.max_dest_rd_atomic);
+    REPORT_INT(verbs->query_qp(a.qp, &attr, IBV_QP_MAX_QP_RD_ATOMIC | IBV_QP_MAX_DEST_RD_ATOMIC, &init));
+    report("%u and %u", attr.max_rd_atomic, attr.max_dest_rd_atomic);
 }
 
 ROW(destroy_qp, "in RESET")
 {
     make_end(&a, IBV_QPT_RC);
-    SAY_INT(verbs->destroy_qp(a.qp));
+    REPORT_INT(verbs->destroy_qp(a.qp));
 }
 
 ROW(destroy_qp, "with receives posted: none completes")
 {
     make_pair(IBV_QPT_RC);
-    NEED(post_receive(&a, 64));
-    SAY_INT(verbs->destroy_qp(a.qp));
-    say_none(a.recv_cq);
+    REQUIRE_INT(post_receive(&a, 64));
+    REPORT_INT(verbs->destroy_qp(a.qp));
+    report_no_completion(a.recv_cq);
 }
 
 ROW(open_qp, "by a number")
@@ -185,7 +185,7 @@ ROW(open_qp, "by a number")
     struct ibv_qp_open_attr attr = {
         .comp_mask = IBV_QP_OPEN_ATTR_NUM | IBV_QP_OPEN_ATTR_TYPE, .qp_num = 1, .qp_type = IBV_QPT_XRC_RECV};
 
-    SAY_MADE(CALL_OP(NULL, open_qp, context, &attr));
+    REPORT_OBJECT(CALL_OP(NULL, open_qp, context, &attr));
 }
 
 ROW(modify_qp_rate_limit, "a limit")
@@ -193,5 +193,5 @@ ROW(modify_qp_rate_limit, "a limit")
     struct ibv_qp_rate_limit_attr attr = {.rate_limit = 1000};
 
     make_pair(IBV_QPT_RC);
-    SAY_INT(CALL_OP(EOPNOTSUPP, modify_qp_rate_limit, a.qp, &attr));
+    REPORT_INT(CALL_OP(EOPNOTSUPP, modify_qp_rate_limit, a.qp, &attr));
 }

@@ -1,38 +1,38 @@
 /* Shared receive queues. */
 #include "probe.h"
 
-static void say_srq(uint32_t max_wr, uint32_t max_sge)
+static void report_srq(uint32_t max_wr, uint32_t max_sge)
 {
     struct ibv_srq_init_attr attr = {.attr = {.max_wr = max_wr, .max_sge = max_sge}};
-    struct ibv_srq *srq = SAY_MADE(verbs->create_srq(domain(), &attr));
+    struct ibv_srq *srq = REPORT_OBJECT(verbs->create_srq(domain(), &attr));
 
     if (srq)
-        say("%s", attr.attr.max_wr >= max_wr && attr.attr.max_sge >= max_sge ? "as asked" : "less");
+        report("%s", attr.attr.max_wr >= max_wr && attr.attr.max_sge >= max_sge ? "as asked" : "less");
 }
 
 ROW(create_srq, "16 receives of 4 entries")
 {
-    say_srq(16, 4);
+    report_srq(16, 4);
 }
 
 ROW(create_srq, "no receives")
 {
-    say_srq(0, 1);
+    report_srq(0, 1);
 }
 
 ROW(create_srq, "receives of no entries")
 {
-    say_srq(16, 0);
+    report_srq(16, 0);
 }
 
 ROW(create_srq, "more receives than max_srq_wr")
 {
-    say_srq((uint32_t)device_attr().max_srq_wr + 1, 1);
+    report_srq((uint32_t)device_attr().max_srq_wr + 1, 1);
 }
 
 ROW(create_srq, "more entries than max_srq_sge")
 {
-    say_srq(16, (uint32_t)device_attr().max_srq_sge + 1);
+    report_srq(16, (uint32_t)device_attr().max_srq_sge + 1);
 }
 
 static int modify(struct ibv_srq *srq, uint32_t max_wr, uint32_t limit, int mask)
@@ -48,9 +48,9 @@ ROW(modify_srq, "to more receives")
     struct ibv_srq *srq = shared_queue(4);
     struct ibv_srq_attr attr;
 
-    say_int(modify(srq, 100, 0, IBV_SRQ_MAX_WR));
-    NEED(verbs->query_srq(srq, &attr));
-    say("%s", attr.max_wr >= 100 ? "as many" : "fewer");
+    report_int(modify(srq, 100, 0, IBV_SRQ_MAX_WR));
+    REQUIRE_INT(verbs->query_srq(srq, &attr));
+    report("%s", attr.max_wr >= 100 ? "as many" : "fewer");
 }
 
 ROW(modify_srq, "to fewer receives than are posted")
@@ -58,18 +58,18 @@ ROW(modify_srq, "to fewer receives than are posted")
     struct ibv_srq *srq = shared_queue(16);
 
     for (int i = 0; i < 16; i++)
-        NEED(post_shared(srq, 64));
-    say_int(modify(srq, 4, 0, IBV_SRQ_MAX_WR));
+        REQUIRE_INT(post_shared(srq, 64));
+    report_int(modify(srq, 4, 0, IBV_SRQ_MAX_WR));
 }
 
 ROW(modify_srq, "to no receives")
 {
-    say_int(modify(shared_queue(16), 0, 0, IBV_SRQ_MAX_WR));
+    report_int(modify(shared_queue(16), 0, 0, IBV_SRQ_MAX_WR));
 }
 
 ROW(modify_srq, "to more receives than max_srq_wr")
 {
-    say_int(modify(shared_queue(16), (uint32_t)device_attr().max_srq_wr + 1, 0, IBV_SRQ_MAX_WR));
+    report_int(modify(shared_queue(16), (uint32_t)device_attr().max_srq_wr + 1, 0, IBV_SRQ_MAX_WR));
 }
 
 ROW(modify_srq, "a limit")
@@ -77,65 +77,65 @@ ROW(modify_srq, "a limit")
     struct ibv_srq *srq = shared_queue(16);
     struct ibv_srq_attr attr;
 
-    say_int(modify(srq, 0, 4, IBV_SRQ_LIMIT));
-    NEED(verbs->query_srq(srq, &attr));
-    say("limit %u", attr.srq_limit);
+    report_int(modify(srq, 0, 4, IBV_SRQ_LIMIT));
+    REQUIRE_INT(verbs->query_srq(srq, &attr));
+    report("limit %u", attr.srq_limit);
 }
 
 ROW(modify_srq, "a limit above its depth")
 {
-    say_int(modify(shared_queue(16), 0, 1000, IBV_SRQ_LIMIT));
+    report_int(modify(shared_queue(16), 0, 1000, IBV_SRQ_LIMIT));
 }
 
 ROW(modify_srq, "depth and limit at once")
 {
-    say_int(modify(shared_queue(16), 32, 4, IBV_SRQ_MAX_WR | IBV_SRQ_LIMIT));
+    report_int(modify(shared_queue(16), 32, 4, IBV_SRQ_MAX_WR | IBV_SRQ_LIMIT));
 }
 
 ROW(modify_srq, "an unknown bit in the mask")
 {
-    say_int(modify(shared_queue(16), 0, 0, 1 << 15));
+    report_int(modify(shared_queue(16), 0, 0, 1 << 15));
 }
 
 ROW(modify_srq, "an empty mask")
 {
-    say_int(modify(shared_queue(16), 0, 0, 0));
+    report_int(modify(shared_queue(16), 0, 0, 0));
 }
 
 ROW(query_srq, "as created")
 {
     struct ibv_srq_attr attr = {0};
 
-    SAY_INT(verbs->query_srq(shared_queue(16), &attr));
-    say("%s", attr.max_wr >= 16 && attr.max_sge >= 4 ? "as asked" : "less");
-    say("limit %u", attr.srq_limit);
+    REPORT_INT(verbs->query_srq(shared_queue(16), &attr));
+    report("%s", attr.max_wr >= 16 && attr.max_sge >= 4 ? "as asked" : "less");
+    report("limit %u", attr.srq_limit);
 }
 
 ROW(destroy_srq, "without users")
 {
-    SAY_INT(verbs->destroy_srq(shared_queue(16)));
+    REPORT_INT(verbs->destroy_srq(shared_queue(16)));
 }
 
 ROW(destroy_srq, "with a queue pair")
 {
     pair_srq = shared_queue(16);
     make_end(&a, IBV_QPT_RC);
-    SAY_INT(verbs->destroy_srq(pair_srq));
+    REPORT_INT(verbs->destroy_srq(pair_srq));
 }
 
 ROW(destroy_srq, "with posted receives")
 {
     struct ibv_srq *srq = shared_queue(16);
 
-    NEED(post_shared(srq, 64));
-    SAY_INT(verbs->destroy_srq(srq));
+    REQUIRE_INT(post_shared(srq, 64));
+    REPORT_INT(verbs->destroy_srq(srq));
 }
 
 ROW(get_srq_num, "of a basic queue")
 {
     uint32_t number;
 
-    SAY_INT(verbs_get_srq_num(shared_queue(16), &number));
+    REPORT_INT(verbs_get_srq_num(shared_queue(16), &number));
 }
 
 ROW(create_srq_ex, "a basic queue")
@@ -147,7 +147,7 @@ ROW(create_srq_ex, "a basic queue")
         .pd = domain(),
     };
 
-    SAY_MADE(verbs_create_srq_ex(context, &attr));
+    REPORT_OBJECT(verbs_create_srq_ex(context, &attr));
 }
 
 ROW(create_srq_ex, "tag matching")
@@ -161,7 +161,7 @@ ROW(create_srq_ex, "tag matching")
         .tm_cap = {.max_num_tags = 4, .max_ops = 4},
     };
 
-    SAY_MADE(verbs_create_srq_ex(context, &attr));
+    REPORT_OBJECT(verbs_create_srq_ex(context, &attr));
 }
 
 ROW(create_srq_ex, "an XRC queue without an XRC domain")
@@ -174,54 +174,54 @@ ROW(create_srq_ex, "an XRC queue without an XRC domain")
         .cq = queue(16),
     };
 
-    SAY_MADE(verbs_create_srq_ex(context, &attr));
+    REPORT_OBJECT(verbs_create_srq_ex(context, &attr));
 }
 
 /* ---- Receives --------------------------------------------------------------------------------------------- */
 
 ROW(post_srq_recv, "one")
 {
-    SAY_INT(post_shared(shared_queue(16), 64));
+    REPORT_INT(post_shared(shared_queue(16), 64));
 }
 
 ROW(post_srq_recv, "more than its depth")
 {
     struct ibv_srq_init_attr attr = {.attr = {.max_wr = 4, .max_sge = 1}};
-    struct ibv_srq *srq = NEED_MADE(verbs->create_srq(domain(), &attr));
+    struct ibv_srq *srq = REQUIRE_OBJECT(verbs->create_srq(domain(), &attr));
 
     for (uint32_t i = 0; i < attr.attr.max_wr; i++)
-        NEED(post_shared(srq, 64));
-    say_int(post_shared(srq, 64));
+        REQUIRE_INT(post_shared(srq, 64));
+    report_int(post_shared(srq, 64));
 }
 
 ROW(post_srq_recv, "more entries than it takes")
 {
     struct ibv_srq_init_attr attr = {.attr = {.max_wr = 4, .max_sge = 1}};
-    struct ibv_srq *srq = NEED_MADE(verbs->create_srq(domain(), &attr));
+    struct ibv_srq *srq = REQUIRE_OBJECT(verbs->create_srq(domain(), &attr));
     struct ibv_sge sges[64] = {{0}};
     struct ibv_recv_wr wr = {.sg_list = sges, .num_sge = (int)attr.attr.max_sge + 1}, *bad;
 
-    SAY_INT(verbs_post_srq_recv(srq, &wr, &bad));
+    REPORT_INT(verbs_post_srq_recv(srq, &wr, &bad));
 }
 
 ROW(post_srq_recv, "and a message for a queue pair")
 {
     pair_srq = shared_queue(16);
     make_pair(IBV_QPT_RC);
-    NEED(post_shared(pair_srq, 64));
-    SAY_INT(post(&a, request(IBV_WR_SEND_WITH_IMM, &a, &b, 8)));
-    say_completions(a.send_cq, 1);
-    say_completions(b.recv_cq, 1);
+    REQUIRE_INT(post_shared(pair_srq, 64));
+    REPORT_INT(post(&a, request(IBV_WR_SEND_WITH_IMM, &a, &b, 8)));
+    report_completions(a.send_cq, 1);
+    report_completions(b.recv_cq, 1);
 }
 
 ROW(post_srq_recv, "too short for the message")
 {
     pair_srq = shared_queue(16);
     make_pair(IBV_QPT_RC);
-    NEED(post_shared(pair_srq, 4));
-    NEED(post(&a, request(IBV_WR_SEND, &a, &b, 8)));
-    say_statuses(a.send_cq, 1);
-    say_statuses(b.recv_cq, 1);
+    REQUIRE_INT(post_shared(pair_srq, 4));
+    REQUIRE_INT(post(&a, request(IBV_WR_SEND, &a, &b, 8)));
+    report_statuses(a.send_cq, 1);
+    report_statuses(b.recv_cq, 1);
 }
 
 ROW(post_srq_recv, "by an invalid key")
@@ -230,25 +230,25 @@ ROW(post_srq_recv, "by an invalid key")
     make_pair(IBV_QPT_RC);
     struct ibv_sge sge = {.addr = (uintptr_t)b.memory, .length = 64, .lkey = b.mr->lkey + 0x500000};
     struct ibv_recv_wr wr = {.sg_list = &sge, .num_sge = 1}, *bad;
-    SAY_INT(verbs_post_srq_recv(pair_srq, &wr, &bad));
-    NEED(post(&a, request(IBV_WR_SEND, &a, &b, 8)));
-    say_statuses(a.send_cq, 1);
-    say_statuses(b.recv_cq, 1);
+    REPORT_INT(verbs_post_srq_recv(pair_srq, &wr, &bad));
+    REQUIRE_INT(post(&a, request(IBV_WR_SEND, &a, &b, 8)));
+    report_statuses(a.send_cq, 1);
+    report_statuses(b.recv_cq, 1);
 }
 
 ROW(post_srq_recv, "none, and a message for a queue pair")
 {
     pair_srq = shared_queue(16);
     make_pair(IBV_QPT_RC);
-    NEED(post(&a, request(IBV_WR_SEND, &a, &b, 8)));
-    say_statuses(a.send_cq, 1);
+    REQUIRE_INT(post(&a, request(IBV_WR_SEND, &a, &b, 8)));
+    report_statuses(a.send_cq, 1);
 }
 
 ROW(post_recv, "on a queue pair with a shared receive queue")
 {
     pair_srq = shared_queue(16);
     make_pair(IBV_QPT_RC);
-    say_int(post_receive(&b, 64));
+    report_int(post_receive(&b, 64));
 }
 
 ROW(get_async_event, "the limit of a shared receive queue is reached")
@@ -258,15 +258,15 @@ ROW(get_async_event, "the limit of a shared receive queue is reached")
     pair_srq = shared_queue(16);
     make_pair(IBV_QPT_RC);
     for (int i = 0; i < 3; i++)
-        NEED(post_shared(pair_srq, 64));
-    NEED(verbs->modify_srq(pair_srq, &attr, IBV_SRQ_LIMIT));
+        REQUIRE_INT(post_shared(pair_srq, 64));
+    REQUIRE_INT(verbs->modify_srq(pair_srq, &attr, IBV_SRQ_LIMIT));
     for (int i = 0; i < 2; i++) {
-        NEED(post(&a, request(IBV_WR_SEND, &a, &b, 8)));
-        need_success(a.send_cq, 1);
+        REQUIRE_INT(post(&a, request(IBV_WR_SEND, &a, &b, 8)));
+        require_success(a.send_cq, 1);
     }
-    say_event();
-    NEED(verbs->query_srq(pair_srq, &attr));
-    say("limit %u", attr.srq_limit);
+    report_event();
+    REQUIRE_INT(verbs->query_srq(pair_srq, &attr));
+    report("limit %u", attr.srq_limit);
 }
 
 ROW(get_async_event, "setting a limit above the number of posted receives")
@@ -274,15 +274,15 @@ ROW(get_async_event, "setting a limit above the number of posted receives")
     struct ibv_srq_attr attr = {.srq_limit = 8};
     struct ibv_srq *srq = shared_queue(16);
 
-    NEED(post_shared(srq, 64));
-    SAY_INT(verbs->modify_srq(srq, &attr, IBV_SRQ_LIMIT));
-    say_event();
+    REQUIRE_INT(post_shared(srq, 64));
+    REPORT_INT(verbs->modify_srq(srq, &attr, IBV_SRQ_LIMIT));
+    report_event();
 }
 
 ROW(get_async_event, "a queue pair with a shared receive queue goes to ERR")
 {
     pair_srq = shared_queue(16);
     make_pair(IBV_QPT_RC);
-    NEED(step(b.qp, IBV_QPS_ERR, 0));
-    say_event();
+    REQUIRE_INT(step(b.qp, IBV_QPS_ERR, 0));
+    report_event();
 }

@@ -3,7 +3,7 @@
 
 static struct ibv_mw *window(enum ibv_mw_type type)
 {
-    return NEED_MADE(verbs_alloc_mw(domain(), type));
+    return REQUIRE_OBJECT(verbs_alloc_mw(domain(), type));
 }
 
 static int bind_1(struct ibv_mw *mw, uint64_t length, unsigned int access)
@@ -40,8 +40,8 @@ static uint32_t bound_2(struct ibv_mw *mw)
 {
     struct ibv_send_wr *wr = bind_2(mw, 4096, ALL_REMOTE);
 
-    NEED(post(&b, wr));
-    need_success(b.send_cq, 1);
+    REQUIRE_INT(post(&b, wr));
+    require_success(b.send_cq, 1);
     return wr->bind_mw.rkey;
 }
 
@@ -56,30 +56,30 @@ static struct ibv_send_wr *write_by(uint32_t rkey, size_t offset)
 
 ROW(alloc_mw, "type 1 and type 2")
 {
-    SAY_MADE(verbs_alloc_mw(domain(), IBV_MW_TYPE_1));
-    SAY_MADE(verbs_alloc_mw(domain(), IBV_MW_TYPE_2));
+    REPORT_OBJECT(verbs_alloc_mw(domain(), IBV_MW_TYPE_1));
+    REPORT_OBJECT(verbs_alloc_mw(domain(), IBV_MW_TYPE_2));
 }
 
 ROW(alloc_mw, "an invalid type")
 {
-    SAY_MADE(verbs_alloc_mw(domain(), (enum ibv_mw_type)3));
+    REPORT_OBJECT(verbs_alloc_mw(domain(), (enum ibv_mw_type)3));
 }
 
 ROW(dealloc_mw, "never bound")
 {
-    SAY_INT(verbs_dealloc_mw(window(IBV_MW_TYPE_1)));
+    REPORT_INT(verbs_dealloc_mw(window(IBV_MW_TYPE_1)));
 }
 
 ROW(dealloc_mw, "bound; then its key")
 {
     make_pair(IBV_QPT_RC);
     struct ibv_mw *mw = window(IBV_MW_TYPE_1);
-    NEED(bind_1(mw, 4096, ALL_REMOTE));
-    need_success(b.send_cq, 1);
+    REQUIRE_INT(bind_1(mw, 4096, ALL_REMOTE));
+    require_success(b.send_cq, 1);
     uint32_t rkey = mw->rkey;
-    SAY_INT(verbs_dealloc_mw(mw));
-    NEED(post(&a, write_by(rkey, 0)));
-    say_statuses(a.send_cq, 1);
+    REPORT_INT(verbs_dealloc_mw(mw));
+    REQUIRE_INT(post(&a, write_by(rkey, 0)));
+    report_statuses(a.send_cq, 1);
 }
 
 ROW(bind_mw, "type 1, and a write through it")
@@ -87,114 +87,114 @@ ROW(bind_mw, "type 1, and a write through it")
     make_pair(IBV_QPT_RC);
     struct ibv_mw *mw = window(IBV_MW_TYPE_1);
     uint32_t before = mw->rkey;
-    SAY_INT(bind_1(mw, 4096, ALL_REMOTE));
-    say_completions(b.send_cq, 1);
-    say("%s", mw->rkey != before ? "another key" : "the same key");
-    NEED(post(&a, write_by(mw->rkey, 0)));
-    say_statuses(a.send_cq, 1);
+    REPORT_INT(bind_1(mw, 4096, ALL_REMOTE));
+    report_completions(b.send_cq, 1);
+    report("%s", mw->rkey != before ? "another key" : "the same key");
+    REQUIRE_INT(post(&a, write_by(mw->rkey, 0)));
+    report_statuses(a.send_cq, 1);
 }
 
 ROW(bind_mw, "type 1, and a write beyond it")
 {
     make_pair(IBV_QPT_RC);
     struct ibv_mw *mw = window(IBV_MW_TYPE_1);
-    NEED(bind_1(mw, 16, ALL_REMOTE));
-    need_success(b.send_cq, 1);
-    NEED(post(&a, write_by(mw->rkey, 12)));
-    say_statuses(a.send_cq, 1);
+    REQUIRE_INT(bind_1(mw, 16, ALL_REMOTE));
+    require_success(b.send_cq, 1);
+    REQUIRE_INT(post(&a, write_by(mw->rkey, 12)));
+    report_statuses(a.send_cq, 1);
 }
 
 ROW(bind_mw, "type 1 for reading only, and a write")
 {
     make_pair(IBV_QPT_RC);
     struct ibv_mw *mw = window(IBV_MW_TYPE_1);
-    NEED(bind_1(mw, 4096, IBV_ACCESS_REMOTE_READ));
-    need_success(b.send_cq, 1);
-    NEED(post(&a, write_by(mw->rkey, 0)));
-    say_statuses(a.send_cq, 1);
+    REQUIRE_INT(bind_1(mw, 4096, IBV_ACCESS_REMOTE_READ));
+    require_success(b.send_cq, 1);
+    REQUIRE_INT(post(&a, write_by(mw->rkey, 0)));
+    report_statuses(a.send_cq, 1);
 }
 
 ROW(bind_mw, "type 1 again elsewhere, and a write by the first key")
 {
     make_pair(IBV_QPT_RC);
     struct ibv_mw *mw = window(IBV_MW_TYPE_1);
-    NEED(bind_1(mw, 4096, ALL_REMOTE));
-    need_success(b.send_cq, 1);
+    REQUIRE_INT(bind_1(mw, 4096, ALL_REMOTE));
+    require_success(b.send_cq, 1);
     uint32_t rkey = mw->rkey;
-    NEED(bind_1(mw, 64, ALL_REMOTE));
-    need_success(b.send_cq, 1);
-    NEED(post(&a, write_by(rkey, 0)));
-    say_statuses(a.send_cq, 1);
+    REQUIRE_INT(bind_1(mw, 64, ALL_REMOTE));
+    require_success(b.send_cq, 1);
+    REQUIRE_INT(post(&a, write_by(rkey, 0)));
+    report_statuses(a.send_cq, 1);
 }
 
 ROW(bind_mw, "type 1, no bytes: unbinds")
 {
     make_pair(IBV_QPT_RC);
     struct ibv_mw *mw = window(IBV_MW_TYPE_1);
-    NEED(bind_1(mw, 4096, ALL_REMOTE));
-    need_success(b.send_cq, 1);
-    SAY_INT(bind_1(mw, 0, 0));
-    say_statuses(b.send_cq, 1);
-    NEED(post(&a, write_by(mw->rkey, 0)));
-    say_statuses(a.send_cq, 1);
+    REQUIRE_INT(bind_1(mw, 4096, ALL_REMOTE));
+    require_success(b.send_cq, 1);
+    REPORT_INT(bind_1(mw, 0, 0));
+    report_statuses(b.send_cq, 1);
+    REQUIRE_INT(post(&a, write_by(mw->rkey, 0)));
+    report_statuses(a.send_cq, 1);
 }
 
 ROW(bind_mw, "type 1 beyond its region")
 {
     make_pair(IBV_QPT_RC);
-    SAY_INT(bind_1(window(IBV_MW_TYPE_1), MEMORY_BYTES + 1, ALL_REMOTE));
-    say_statuses(b.send_cq, 1);
+    REPORT_INT(bind_1(window(IBV_MW_TYPE_1), MEMORY_BYTES + 1, ALL_REMOTE));
+    report_statuses(b.send_cq, 1);
 }
 
 ROW(bind_mw, "type 1 to a region without MW_BIND")
 {
     make_pair(IBV_QPT_RC);
-    b.mr = NEED_MADE(verbs->reg_mr(domain(), b.memory, 4096, ALL_ACCESS));
-    SAY_INT(bind_1(window(IBV_MW_TYPE_1), 4096, ALL_REMOTE));
-    say_statuses(b.send_cq, 1);
+    b.mr = REQUIRE_OBJECT(verbs->reg_mr(domain(), b.memory, 4096, ALL_ACCESS));
+    REPORT_INT(bind_1(window(IBV_MW_TYPE_1), 4096, ALL_REMOTE));
+    report_statuses(b.send_cq, 1);
 }
 
 ROW(bind_mw, "type 1 for remote writes to a region without LOCAL_WRITE")
 {
     make_pair(IBV_QPT_RC);
-    b.mr = NEED_MADE(verbs->reg_mr(domain(), b.memory, 4096, IBV_ACCESS_REMOTE_READ | IBV_ACCESS_MW_BIND));
-    SAY_INT(bind_1(window(IBV_MW_TYPE_1), 4096, IBV_ACCESS_REMOTE_WRITE));
-    say_statuses(b.send_cq, 1);
+    b.mr = REQUIRE_OBJECT(verbs->reg_mr(domain(), b.memory, 4096, IBV_ACCESS_REMOTE_READ | IBV_ACCESS_MW_BIND));
+    REPORT_INT(bind_1(window(IBV_MW_TYPE_1), 4096, IBV_ACCESS_REMOTE_WRITE));
+    report_statuses(b.send_cq, 1);
 }
 
 ROW(bind_mw, "type 1 of another protection domain")
 {
     make_pair(IBV_QPT_RC);
-    struct ibv_pd *other = NEED_MADE(verbs->alloc_pd(context));
-    SAY_INT(bind_1(NEED_MADE(verbs_alloc_mw(other, IBV_MW_TYPE_1)), 4096, ALL_REMOTE));
-    say_statuses(b.send_cq, 1);
+    struct ibv_pd *other = REQUIRE_OBJECT(verbs->alloc_pd(context));
+    REPORT_INT(bind_1(REQUIRE_OBJECT(verbs_alloc_mw(other, IBV_MW_TYPE_1)), 4096, ALL_REMOTE));
+    report_statuses(b.send_cq, 1);
 }
 
 ROW(bind_mw, "type 1 zero-based")
 {
     make_pair(IBV_QPT_RC);
-    SAY_INT(bind_1(window(IBV_MW_TYPE_1), 4096, ALL_REMOTE | IBV_ACCESS_ZERO_BASED));
-    say_statuses(b.send_cq, 1);
+    REPORT_INT(bind_1(window(IBV_MW_TYPE_1), 4096, ALL_REMOTE | IBV_ACCESS_ZERO_BASED));
+    report_statuses(b.send_cq, 1);
 }
 
 ROW(bind_mw, "type 2 by the verb of type 1")
 {
     make_pair(IBV_QPT_RC);
-    SAY_INT(bind_1(window(IBV_MW_TYPE_2), 4096, ALL_REMOTE));
+    REPORT_INT(bind_1(window(IBV_MW_TYPE_2), 4096, ALL_REMOTE));
 }
 
 ROW(bind_mw, "on a datagram queue pair")
 {
     make_pair(IBV_QPT_UD);
-    SAY_INT(bind_1(window(IBV_MW_TYPE_1), 4096, ALL_REMOTE));
+    REPORT_INT(bind_1(window(IBV_MW_TYPE_1), 4096, ALL_REMOTE));
 }
 
 ROW(dereg_mr, "with a window bound to it")
 {
     make_pair(IBV_QPT_RC);
-    NEED(bind_1(window(IBV_MW_TYPE_1), 4096, ALL_REMOTE));
-    need_success(b.send_cq, 1);
-    SAY_INT(verbs->dereg_mr(b.mr));
+    REQUIRE_INT(bind_1(window(IBV_MW_TYPE_1), 4096, ALL_REMOTE));
+    require_success(b.send_cq, 1);
+    REPORT_INT(verbs->dereg_mr(b.mr));
 }
 
 ROW(post_send, "BIND_MW of type 2, and a write through it")
@@ -202,10 +202,10 @@ ROW(post_send, "BIND_MW of type 2, and a write through it")
     make_pair(IBV_QPT_RC);
     struct ibv_mw *mw = window(IBV_MW_TYPE_2);
     struct ibv_send_wr *wr = bind_2(mw, 4096, ALL_REMOTE);
-    SAY_INT(post(&b, wr));
-    say_completions(b.send_cq, 1);
-    NEED(post(&a, write_by(wr->bind_mw.rkey, 0)));
-    say_statuses(a.send_cq, 1);
+    REPORT_INT(post(&b, wr));
+    report_completions(b.send_cq, 1);
+    REQUIRE_INT(post(&a, write_by(wr->bind_mw.rkey, 0)));
+    report_statuses(a.send_cq, 1);
 }
 
 ROW(post_send, "BIND_MW of type 2, already bound")
@@ -215,22 +215,22 @@ ROW(post_send, "BIND_MW of type 2, already bound")
     uint32_t rkey = bound_2(mw);
     struct ibv_send_wr *wr = bind_2(mw, 4096, ALL_REMOTE);
     wr->bind_mw.rkey = next_key(rkey);
-    SAY_INT(post(&b, wr));
-    say_statuses(b.send_cq, 1);
+    REPORT_INT(post(&b, wr));
+    report_statuses(b.send_cq, 1);
 }
 
 ROW(post_send, "BIND_MW of type 1")
 {
     make_pair(IBV_QPT_RC);
-    SAY_INT(post(&b, bind_2(window(IBV_MW_TYPE_1), 4096, ALL_REMOTE)));
-    say_statuses(b.send_cq, 1);
+    REPORT_INT(post(&b, bind_2(window(IBV_MW_TYPE_1), 4096, ALL_REMOTE)));
+    report_statuses(b.send_cq, 1);
 }
 
 ROW(post_send, "BIND_MW of type 2, no bytes")
 {
     make_pair(IBV_QPT_RC);
-    SAY_INT(post(&b, bind_2(window(IBV_MW_TYPE_2), 0, ALL_REMOTE)));
-    say_statuses(b.send_cq, 1);
+    REPORT_INT(post(&b, bind_2(window(IBV_MW_TYPE_2), 0, ALL_REMOTE)));
+    report_statuses(b.send_cq, 1);
 }
 
 ROW(post_send, "LOCAL_INV of a window, and a write through it")
@@ -239,10 +239,10 @@ ROW(post_send, "LOCAL_INV of a window, and a write through it")
     uint32_t rkey = bound_2(window(IBV_MW_TYPE_2));
     struct ibv_send_wr *wr = request(IBV_WR_LOCAL_INV, &b, NULL, 0);
     wr->invalidate_rkey = rkey;
-    SAY_INT(post(&b, wr));
-    say_completions(b.send_cq, 1);
-    NEED(post(&a, write_by(rkey, 0)));
-    say_statuses(a.send_cq, 1);
+    REPORT_INT(post(&b, wr));
+    report_completions(b.send_cq, 1);
+    REQUIRE_INT(post(&a, write_by(rkey, 0)));
+    report_statuses(a.send_cq, 1);
 }
 
 ROW(post_send, "LOCAL_INV of a region's key")
@@ -250,8 +250,8 @@ ROW(post_send, "LOCAL_INV of a region's key")
     make_pair(IBV_QPT_RC);
     struct ibv_send_wr *wr = request(IBV_WR_LOCAL_INV, &b, NULL, 0);
     wr->invalidate_rkey = b.mr->rkey;
-    SAY_INT(post(&b, wr));
-    say_statuses(b.send_cq, 1);
+    REPORT_INT(post(&b, wr));
+    report_statuses(b.send_cq, 1);
 }
 
 ROW(post_send, "SEND_WITH_INV of a window, and a write through it")
@@ -260,12 +260,12 @@ ROW(post_send, "SEND_WITH_INV of a window, and a write through it")
     uint32_t rkey = bound_2(window(IBV_MW_TYPE_2));
     struct ibv_send_wr *wr = request(IBV_WR_SEND_WITH_INV, &a, &b, 8);
     wr->invalidate_rkey = rkey;
-    NEED(post_receive(&b, 64));
-    SAY_INT(post(&a, wr));
-    say_completions(a.send_cq, 1);
-    say_completions(b.recv_cq, 1);
-    NEED(post(&a, write_by(rkey, 0)));
-    say_statuses(a.send_cq, 1);
+    REQUIRE_INT(post_receive(&b, 64));
+    REPORT_INT(post(&a, wr));
+    report_completions(a.send_cq, 1);
+    report_completions(b.recv_cq, 1);
+    REQUIRE_INT(post(&a, write_by(rkey, 0)));
+    report_statuses(a.send_cq, 1);
 }
 
 ROW(post_send, "SEND_WITH_INV of an invalid key")
@@ -273,10 +273,10 @@ ROW(post_send, "SEND_WITH_INV of an invalid key")
     make_pair(IBV_QPT_RC);
     struct ibv_send_wr *wr = request(IBV_WR_SEND_WITH_INV, &a, &b, 8);
     wr->invalidate_rkey = b.mr->rkey + 0x500000;
-    NEED(post_receive(&b, 64));
-    SAY_INT(post(&a, wr));
-    say_statuses(a.send_cq, 1);
-    say_statuses(b.recv_cq, 1);
+    REQUIRE_INT(post_receive(&b, 64));
+    REPORT_INT(post(&a, wr));
+    report_statuses(a.send_cq, 1);
+    report_statuses(b.recv_cq, 1);
 }
 
 ROW(post_send, "a write through a type 2 window bound on another queue pair")
@@ -287,12 +287,12 @@ ROW(post_send, "a write through a type 2 window bound on another queue pair")
     uint32_t rkey = bound_2(window(IBV_MW_TYPE_2));
     c = b;
     make_end(&b, IBV_QPT_RC);
-    NEED(step(a.qp, IBV_QPS_RESET, 0));
-    walk(a.qp, IBV_QPS_RTS, b.qp->qp_num);
-    walk(b.qp, IBV_QPS_RTS, a.qp->qp_num);
+    REQUIRE_INT(step(a.qp, IBV_QPS_RESET, 0));
+    move_to_state(a.qp, IBV_QPS_RTS, b.qp->qp_num);
+    move_to_state(b.qp, IBV_QPS_RTS, a.qp->qp_num);
     b.memory = c.memory;
-    NEED(post(&a, write_by(rkey, 0)));
-    say_statuses(a.send_cq, 1);
+    REQUIRE_INT(post(&a, write_by(rkey, 0)));
+    report_statuses(a.send_cq, 1);
 }
 
 ROW(destroy_qp, "with a type 2 window bound on it; then the window is deallocated")
@@ -300,6 +300,6 @@ ROW(destroy_qp, "with a type 2 window bound on it; then the window is deallocate
     make_pair(IBV_QPT_RC);
     struct ibv_mw *mw = window(IBV_MW_TYPE_2);
     bound_2(mw);
-    SAY_INT(verbs->destroy_qp(b.qp));
-    SAY_INT(verbs_dealloc_mw(mw));
+    REPORT_INT(verbs->destroy_qp(b.qp));
+    REPORT_INT(verbs_dealloc_mw(mw));
 }

@@ -12,7 +12,7 @@ static void make_domain(void)
     struct ibv_xrcd_init_attr attr = {
         .comp_mask = IBV_XRCD_INIT_ATTR_FD | IBV_XRCD_INIT_ATTR_OFLAGS, .fd = -1, .oflags = O_CREAT};
 
-    xrcd = NEED_MADE(verbs_open_xrcd(context, &attr));
+    xrcd = REQUIRE_OBJECT(verbs_open_xrcd(context, &attr));
 }
 
 static struct ibv_srq_init_attr_ex srq_attr(void)
@@ -33,19 +33,19 @@ static struct ibv_qp *receiver(void)
 {
     struct ibv_qp_init_attr_ex attr = {.qp_type = IBV_QPT_XRC_RECV, .comp_mask = IBV_QP_INIT_ATTR_XRCD, .xrcd = xrcd};
 
-    return NEED_MADE(verbs_create_qp_ex(context, &attr));
+    return REQUIRE_OBJECT(verbs_create_qp_ex(context, &attr));
 }
 
 static void make_xrc_pair(void)
 {
     struct ibv_srq_init_attr_ex attr = srq_attr();
 
-    srq = NEED_MADE(verbs_create_srq_ex(context, &attr));
+    srq = REQUIRE_OBJECT(verbs_create_srq_ex(context, &attr));
     make_end(&a, IBV_QPT_XRC_SEND);
     make_end(&b, IBV_QPT_RC);
     b.qp = receiver();
-    walk(a.qp, IBV_QPS_RTS, b.qp->qp_num);
-    walk(b.qp, IBV_QPS_RTR, a.qp->qp_num);
+    move_to_state(a.qp, IBV_QPS_RTS, b.qp->qp_num);
+    move_to_state(b.qp, IBV_QPS_RTR, a.qp->qp_num);
 }
 
 static struct ibv_send_wr *request_to(uint32_t number)
@@ -60,7 +60,7 @@ ROW(create_srq_ex, "an XRC queue")
 {
     struct ibv_srq_init_attr_ex attr = srq_attr();
 
-    SAY_MADE(verbs_create_srq_ex(context, &attr));
+    REPORT_OBJECT(verbs_create_srq_ex(context, &attr));
 }
 
 ROW(create_srq_ex, "an XRC queue without a completion queue")
@@ -68,7 +68,7 @@ ROW(create_srq_ex, "an XRC queue without a completion queue")
     struct ibv_srq_init_attr_ex attr = srq_attr();
 
     attr.comp_mask &= ~(uint32_t)IBV_SRQ_INIT_ATTR_CQ;
-    SAY_MADE(verbs_create_srq_ex(context, &attr));
+    REPORT_OBJECT(verbs_create_srq_ex(context, &attr));
 }
 
 ROW(get_srq_num, "of an XRC queue")
@@ -76,14 +76,14 @@ ROW(get_srq_num, "of an XRC queue")
     struct ibv_srq_init_attr_ex attr = srq_attr();
     uint32_t number;
 
-    SAY_INT(verbs_get_srq_num(NEED_MADE(verbs_create_srq_ex(context, &attr)), &number));
+    REPORT_INT(verbs_get_srq_num(REQUIRE_OBJECT(verbs_create_srq_ex(context, &attr)), &number));
 }
 
 ROW(create_qp_ex, "XRC_RECV")
 {
     make_domain();
     receiver();
-    say("ok");
+    report("ok");
 }
 
 ROW(create_qp_ex, "XRC_SEND with receives")
@@ -98,22 +98,22 @@ ROW(create_qp_ex, "XRC_SEND with receives")
         .pd = domain(),
     };
 
-    SAY_MADE(verbs_create_qp_ex(context, &attr));
+    REPORT_OBJECT(verbs_create_qp_ex(context, &attr));
 }
 
 ROW(destroy_cq, "with an XRC shared receive queue")
 {
     struct ibv_srq_init_attr_ex attr = srq_attr();
 
-    NEED_MADE(verbs_create_srq_ex(context, &attr));
-    SAY_INT(verbs->destroy_cq(srq_cq));
+    REQUIRE_OBJECT(verbs_create_srq_ex(context, &attr));
+    REPORT_INT(verbs->destroy_cq(srq_cq));
 }
 
 ROW(close_xrcd, "with a queue pair")
 {
     make_domain();
     receiver();
-    SAY_INT(verbs_close_xrcd(xrcd));
+    REPORT_INT(verbs_close_xrcd(xrcd));
 }
 
 ROW(modify_qp, "XRC_RECV: RESET, INIT, RTR, RTS")
@@ -121,13 +121,13 @@ ROW(modify_qp, "XRC_RECV: RESET, INIT, RTR, RTS")
     make_domain();
     a.qp = receiver();
     for (enum ibv_qp_state state = IBV_QPS_INIT; state <= IBV_QPS_RTS; state++)
-        say_int(step(a.qp, state, a.qp->qp_num));
+        report_int(step(a.qp, state, a.qp->qp_num));
 }
 
 ROW(post_recv, "on an XRC_RECV queue pair")
 {
     make_xrc_pair();
-    say_int(post_receive(&b, 64));
+    report_int(post_receive(&b, 64));
 }
 
 ROW(post_send, "XRC_SEND: SEND to a shared receive queue")
@@ -135,18 +135,18 @@ ROW(post_send, "XRC_SEND: SEND to a shared receive queue")
     uint32_t number;
 
     make_xrc_pair();
-    NEED(verbs_get_srq_num(srq, &number));
-    NEED(post_shared(srq, 64));
-    SAY_INT(post(&a, request_to(number)));
-    say_completions(a.send_cq, 1);
-    say_completions(srq_cq, 1);
+    REQUIRE_INT(verbs_get_srq_num(srq, &number));
+    REQUIRE_INT(post_shared(srq, 64));
+    REPORT_INT(post(&a, request_to(number)));
+    report_completions(a.send_cq, 1);
+    report_completions(srq_cq, 1);
 }
 
 ROW(post_send, "XRC_SEND: SEND to an invalid number")
 {
     make_xrc_pair();
-    SAY_INT(post(&a, request_to(0xfffff0)));
-    say_statuses(a.send_cq, 1);
+    REPORT_INT(post(&a, request_to(0xfffff0)));
+    report_statuses(a.send_cq, 1);
 }
 
 ROW(post_send, "XRC_SEND: RDMA_WRITE to memory of the domain of a shared receive queue")
@@ -154,9 +154,9 @@ ROW(post_send, "XRC_SEND: RDMA_WRITE to memory of the domain of a shared receive
     uint32_t number;
 
     make_xrc_pair();
-    NEED(verbs_get_srq_num(srq, &number));
+    REQUIRE_INT(verbs_get_srq_num(srq, &number));
     struct ibv_send_wr *wr = request(IBV_WR_RDMA_WRITE, &a, &b, 8);
     wr->qp_type.xrc.remote_srqn = number;
-    SAY_INT(post(&a, wr));
-    say_completions(a.send_cq, 1);
+    REPORT_INT(post(&a, wr));
+    report_completions(a.send_cq, 1);
 }

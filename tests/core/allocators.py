@@ -65,7 +65,7 @@ class Recording:
         return [piece for piece in self.pieces if not piece.freed]
 
     @property
-    def asked(self) -> list[int]:
+    def resource_types(self) -> list[int]:
         """The resource types of all pieces, in order."""
         return [piece.resource_type for piece in self.pieces]
 

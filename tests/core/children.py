@@ -33,7 +33,7 @@ def _may_allocate(task: Path) -> bool:
     return not named and state != "S"
 
 
-def wait_for_beginnings() -> None:
+def wait_for_thread_starts() -> None:
     """Under AddressSanitizer, wait until the device's C threads have started, since they allocate at their start.
 
     The allocator of gcc 12's runtime stays locked in a child when another thread is inside at the moment of the fork;
@@ -61,7 +61,7 @@ def in_child(function: Callable[[], T], limit_s: int = 0) -> T:
     with warnings.catch_warnings():
         # The test forks beside other threads on purpose.
         warnings.simplefilter("ignore", DeprecationWarning)
-        wait_for_beginnings()
+        wait_for_thread_starts()
         with allocating:
             child = os.fork()
     if not child:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from aioverbs import AccessFlags, QpType, SendOpcode
 from tests.core.drawing import MESSAGE, SHORT, Dice, RangeDrawer
-from tests.core.model import Destination, Pd, Queue, Region, Sge, Window
+from tests.core.model import AddressHandle, Pd, Queue, Region, Sge, Window
 from tests.core.model_datagrams import HEADER
 from tests.core.model_execution import BY_DEFAULT_KEY, CAN_SEND
 from tests.core.model_memory import REMOTE_ACCESS, next_key
@@ -23,7 +23,7 @@ class Aim:
     peer: Qp | None
     pd: Pd
     shared: SharedQueue | None = None
-    way: Destination | None = None
+    ah: AddressHandle | None = None
 
     @property
     def queue(self) -> Queue | None:
@@ -100,7 +100,7 @@ class RequestDrawer(RangeDrawer):
         """Set the destination of a datagram, or the shared queue of an XRC request."""
         dice = self.dice
         if qp.type is QpType.UD:
-            request.way = aim.way
+            request.ah = aim.ah
             request.remote_qpn = aim.peer.number if aim.peer and not dice.rarely(30) else 1 << 23
             key = aim.peer.qkey if aim.peer else 0
             if dice.rarely(20):
@@ -165,9 +165,9 @@ class RequestDrawer(RangeDrawer):
         alike = [region for region in known if region.pd.root is qp.pd.root]
         fitting = [region for region in alike if region.access & AccessFlags.MW_BIND]
         request = Bind(wr_id, SendOpcode.BIND_MW, signaled=self._signaled(qp), window=window)
-        request.rkey = next_key(window.told)
+        request.rkey = next_key(window.posted_rkey)
         if window.second and dice.maybe():
-            request.rkey = window.told ^ dice.pick([0x80, 0xFF, 0x100] if wrong else [0x80, 0xFF])
+            request.rkey = window.posted_rkey ^ dice.pick([0x80, 0xFF, 0x100] if wrong else [0x80, 0xFF])
         candidates = (known if dice.maybe() else alike) if wrong else fitting
         if not candidates or (not window.second and dice.rarely(4)):
             return request

@@ -33,7 +33,7 @@ def _queue(context: software.Context, channel: handles.CompletionChannel | None 
     return handles.CompletionQueue(context, 16, channel)
 
 
-def _way(pd: handles.ProtectionDomain) -> handles.AddressHandle:
+def _address_handle(pd: handles.ProtectionDomain) -> handles.AddressHandle:
     return handles.AddressHandle(pd, AddressVector(pd.context.query_gid(1, 1), sgid_index=1))
 
 
@@ -73,7 +73,7 @@ MEMBERS: dict[str, Member] = {
     "extended queue": Member(_extended_queue, ("context", "channel", "domain")),
     "window": Member(partial(handles.MemoryWindow, mw_type=MwType.TYPE_1), ("pd",)),
     "window of type 2": Member(partial(handles.MemoryWindow, mw_type=MwType.TYPE_2), ("domain",)),
-    "ah": Member(_way, ("pd",)),
+    "ah": Member(_address_handle, ("pd",)),
     "xrc domain": Member(parent_domain.XrcDomain, ("context",)),
     "srq": Member(_srq, ("pd",)),
     "srq of a parent domain": Member(_srq, ("domain",)),

@@ -8,12 +8,12 @@ from aioverbs import AccessFlags, EventType, Mtu, QpState, QpType, SendOpcode
 from tests.core.drawing import Dice
 from tests.core.drawing_requests import Aim, RequestDrawer
 from tests.core.making import TYPES, Maker
-from tests.core.model import Context, Destination, Pd, Window, XrcDomain
+from tests.core.model import AddressHandle, Context, Pd, Window, XrcDomain
 from tests.core.model_datagrams import PORT_MTU
 from tests.core.model_execution import CAN_SEND, LISTENING
 from tests.core.model_queue_pairs import RECEIVE_SIDE, SEND_SIDE, Qp, Receive, SharedQueue
 from tests.core.model_states import COUNTERPART, NEEDS
-from tests.core.transports import QKEY, way_to
+from tests.core.transports import QKEY, path_to_self
 from tests.core.twins import errno_of
 
 ONE_SIDED = [
@@ -27,12 +27,12 @@ PSNS = [0, 0xFFFFFE, 0x123456]
 MTUS = [Mtu.MTU_256, Mtu.MTU_512, Mtu.MTU_4096]
 
 
-class Bench(Maker):
+class Steps(Maker):
     """Steps that several rules share; their objects are drawn from the open ones."""
 
     # ---- work
 
-    def work(self, dice: Dice) -> None:
+    def post_some_work(self, dice: Dice) -> None:
         """Post some work before most steps. Runs leave out random rules, and some of the rules are the only ones that
         post.
         """
@@ -44,13 +44,13 @@ class Bench(Maker):
         if len(twins.of(Qp)) < 2:
             self.add_qp_of_some_type(dice)
         if dice.rarely(4):
-            self.work_windows(dice)
+            self.post_window_requests(dice)
         else:
             self.post(dice, ONE_SIDED + MESSAGES)
 
     def add_qp_of_some_type(self, dice: Dice) -> Qp:
         kind = dice.pick(TYPES)
-        return self.add_target(self.some_xrc_domain(dice)) if kind is QpType.XRC_RECV else self.add_qp(dice, kind)
+        return self.add_xrc_target(self.some_xrc_domain(dice)) if kind is QpType.XRC_RECV else self.add_qp(dice, kind)
 
     def some_xrc_domain(self, dice: Dice) -> XrcDomain:
         known = self.twins.of(XrcDomain)
@@ -65,7 +65,7 @@ class Bench(Maker):
     ) -> None:
         """Change the state with new attributes, of this type or another; check that device and model agree."""
         twins, handle = self.twins, self.twins.qp(qp)
-        twins.settle()
+        twins.catch_up()
         if EventType.QP_LAST_WQE_REACHED in qp.events:
             twins.take_async_events(qp.context)  # a device thread may otherwise miss the event before the reset
         note(f"modify {handle} to {state.name}, peer {peer}, PSNs {psns}")
@@ -80,7 +80,7 @@ class Bench(Maker):
             "path_mtu": mtu,
             "dest_qp_num": peer,
             "rq_psn": psns[0],
-            "av": way_to(handle.context),
+            "av": path_to_self(handle.context),
             "max_dest_rd_atomic": reads,
             "min_rnr_timer": 1,
             "sq_psn": psns[1],
@@ -104,7 +104,7 @@ class Bench(Maker):
 
     def resume(self, qp: Qp) -> None:
         """Go to RTS without attributes."""
-        self.twins.settle()
+        self.twins.catch_up()
         error = errno_of(lambda: self.twins.qp(qp).modify(QpState.RTS))
         assert error == self.twins.fabric.resume(qp)
         self.twins.in_flight = qp
@@ -123,13 +123,15 @@ class Bench(Maker):
         fitting = [qp for qp in self.twins.of(Qp) if qp.type is COUNTERPART[near.type]]
         if not fitting:
             target = near.type is QpType.XRC_SEND
-            fitting = [self.add_target(self.some_xrc_domain(dice)) if target else self.add_qp(dice, QpType.XRC_SEND)]
+            fitting = [
+                self.add_xrc_target(self.some_xrc_domain(dice)) if target else self.add_qp(dice, QpType.XRC_SEND)
+            ]
         far = dice.pick(fitting)
         self.join(dice, *([near] if near is far else [near, far]))
 
     # ---- Senders and destinations
 
-    def is_heard(self, qp: Qp) -> bool:
+    def has_receiver(self, qp: Qp) -> bool:
         """Return whether a peer receives what the queue pair sends."""
         if qp.type is QpType.UD:
             return True  # itself
@@ -140,7 +142,7 @@ class Bench(Maker):
         qps = self.twins.of(Qp)
         if dice.rarely(12):
             return dice.pick(qps)
-        working = [qp for qp in qps if qp.state is QpState.RTS and qp.sends_at_all and self.is_heard(qp)]
+        working = [qp for qp in qps if qp.state is QpState.RTS and qp.sends_at_all and self.has_receiver(qp)]
         if working and not dice.rarely(6):
             return dice.pick(working)
         near = dice.pick([qp for qp in qps if qp.sends_at_all] or qps)
@@ -155,34 +157,34 @@ class Bench(Maker):
         if qp.type is QpType.UD:
             others = [other for other in twins.of(Qp) if other.type is QpType.UD and other.state in LISTENING]
             peer = dice.pick(others) if others and not dice.rarely(30) else dice.pick(twins.of(Qp))
-            return Aim(peer, peer.pd, peer.shared, self.some_way(dice, qp))
+            return Aim(peer, peer.pd, peer.shared, self.some_address_handle(dice, qp))
         if qp.type is QpType.XRC_SEND and peer and peer.xrc_domain:
             shared = self.some_shared(dice, peer.xrc_domain)
             return Aim(peer, shared.pd, shared)
         return Aim(peer, peer.pd, peer.shared) if peer else Aim(None, qp.pd)
 
-    def some_way(self, dice: Dice, qp: Qp) -> Destination:
+    def some_address_handle(self, dice: Dice, qp: Qp) -> AddressHandle:
         """Return an address handle of its own domain, or rarely of another."""
-        ways, stranger = self.twins.of(Destination, qp.context), dice.rarely(8)
-        fitting = [way for way in ways if (way.pd.root is not qp.pd.root) == stranger]
+        address_handles, from_elsewhere = self.twins.of(AddressHandle, qp.context), dice.rarely(8)
+        fitting = [ah for ah in address_handles if (ah.pd.root is not qp.pd.root) == from_elsewhere]
         if fitting:
             return dice.pick(fitting)
-        return self.add_way(dice, self.add_pd(qp.context) if stranger else qp.pd)
+        return self.add_address_handle(dice, self.add_pd(qp.context) if from_elsewhere else qp.pd)
 
     def some_shared(self, dice: Dice, xrc_domain: XrcDomain) -> SharedQueue:
         """Return a shared queue that targets of the domain reach, in any context, or rarely another one."""
-        twins, stranger = self.twins, dice.rarely(20)
+        twins, from_elsewhere = self.twins, dice.rarely(20)
         fitting = [
             shared
             for shared in twins.of(SharedQueue)
-            if shared.xrc_domain and (shared.xrc_domain.identity is not xrc_domain.identity) == stranger
+            if shared.xrc_domain and (shared.xrc_domain.identity is not xrc_domain.identity) == from_elsewhere
         ]
         if fitting:
             return dice.pick(fitting)
         context = xrc_domain.context
         pds = twins.of(Pd, context) or [self.add_pd(context)]
         return self.add_shared(
-            dice, dice.pick(pds), self.add_xrc_domain(context, of_file=False) if stranger else xrc_domain
+            dice, dice.pick(pds), self.add_xrc_domain(context, of_file=False) if from_elsewhere else xrc_domain
         )
 
     # ---- posting
@@ -199,8 +201,8 @@ class Bench(Maker):
         aim = self.aim(dice, qp)
         count = dice.between(1, 4)
         if not dice.rarely():
-            self.furnish(dice, qp.pd, far=False)
-            self.furnish(dice, aim.pd, far=True)
+            self.ensure_region(dice, qp.pd, far=False)
+            self.ensure_region(dice, aim.pd, far=True)
         if opcodes is not ONE_SIDED and not dice.rarely(8):
             self.post_receives(dice, aim.shared or aim.peer, count)
         for queue in dict.fromkeys([qp.send_cq, aim.queue]):
@@ -240,7 +242,7 @@ class Bench(Maker):
 
     # ---- windows
 
-    def work_windows(self, dice: Dice) -> None:
+    def post_window_requests(self, dice: Dice) -> None:
         """Bind or unbind a window that requests of a working queue pair may use, and post such requests."""
         twins = self.twins
         qp = self.sender(dice)
@@ -251,7 +253,7 @@ class Bench(Maker):
         if not opener.sends_at_all:
             return
         if not dice.rarely():
-            self.furnish(dice, opener.pd, far=True, access=AccessFlags.MW_BIND)
+            self.ensure_region(dice, opener.pd, far=True, access=AccessFlags.MW_BIND)
         windows = twins.of(Window, opener.context)
         fitting = [window for window in windows if window.pd.root is opener.pd.root]
         if windows and dice.rarely(40):
@@ -266,4 +268,4 @@ class Bench(Maker):
             self.post_to(dice, qp, ONE_SIDED + MESSAGES)
         if window.region and dice.rarely(4):
             assert not twins.destroy(window.region)
-            twins.fabric.memory.reached["kept by a window"] += 1
+            twins.fabric.memory.coverage["kept by a window"] += 1

@@ -8,7 +8,7 @@ from aioverbs.attributes import AddressVector, QpCapabilities
 from tests.core.allocators import Recording
 from tests.core.contexts import open_context
 from tests.core.drawing import LARGE, MESSAGE, Dice
-from tests.core.model import NOTHING, Channel, Context, Destination, Pd, Queue, Region, Td, Window, XrcDomain
+from tests.core.model import NOTHING, AddressHandle, Channel, Context, Pd, Queue, Region, Td, Window, XrcDomain
 from tests.core.model_queue_pairs import Qp, SharedQueue
 from tests.core.twins import Twins
 
@@ -94,7 +94,7 @@ class Maker(RuleBasedStateMachine):
         twins.fabric.memory.add(region, region.key)
         return region
 
-    def furnish(self, dice: Dice, pd: Pd, far: bool, access: AccessFlags = NOTHING) -> None:
+    def ensure_region(self, dice: Dice, pd: Pd, far: bool, access: AccessFlags = NOTHING) -> None:
         """Register a region on that side unless the domain has one, if the domain is open."""
         if pd not in self.twins.open:
             return
@@ -106,7 +106,7 @@ class Maker(RuleBasedStateMachine):
         twins = self.twins
         kind = MwType.TYPE_2 if second else MwType.TYPE_1
         handle = handles.MemoryWindow(twins.handle(pd, handles.ProtectionDomain), kind)
-        window = Window((pd,), context=pd.context, pd=pd, second=second, told=handle.rkey, key=handle.rkey)
+        window = Window((pd,), context=pd.context, pd=pd, second=second, posted_rkey=handle.rkey, key=handle.rkey)
         twins.add(window, handle)
         twins.fabric.memory.add(window, window.key)
         return window
@@ -145,9 +145,9 @@ class Maker(RuleBasedStateMachine):
             domain.held += 2
         return queue
 
-    def roomy_queue(self, dice: Dice, context: Context, depth: int) -> Queue:
+    def queue_with_room(self, dice: Dice, context: Context, depth: int) -> Queue:
         """Return a queue with room for `depth` more completions, or create one."""
-        roomy = [queue for queue in self.twins.of(Queue, context) if queue.room >= depth]
+        roomy = [queue for queue in self.twins.of(Queue, context) if queue.available >= depth]
         if roomy:
             return dice.pick(roomy)
         return self.add_queue(context, None, None, 100, extended=dice.maybe(), single_threaded=False)
@@ -157,7 +157,7 @@ class Maker(RuleBasedStateMachine):
     def add_shared(self, dice: Dice, pd: Pd, xrc_domain: XrcDomain | None) -> SharedQueue:
         twins = self.twins
         depth, max_sge = dice.pick([4, 8, 7, 1]) if dice.rarely(4) else 8, dice.between(1, 3)
-        cq = self.roomy_queue(dice, pd.context, power_of_two(depth)) if xrc_domain else None
+        cq = self.queue_with_room(dice, pd.context, power_of_two(depth)) if xrc_domain else None
         granted = power_of_two(depth)
         limit = min(dice.pick([0, 3, 8]), granted)
         handle = handles.SharedReceiveQueue(
@@ -182,13 +182,13 @@ class Maker(RuleBasedStateMachine):
         )
         twins.add(shared, handle)
         if cq:
-            cq.promised += granted
+            cq.reserved += granted
             assert shared.number not in twins.fabric.shared
             twins.fabric.shared[shared.number] = shared
         pd.held += 2 * pd.allocates
         return shared
 
-    def add_way(self, dice: Dice, pd: Pd) -> Destination:
+    def add_address_handle(self, dice: Dice, pd: Pd) -> AddressHandle:
         """Add an address handle, by IPv4 or IPv6 addresses or one of each; rarely to an address that no device has."""
         twins = self.twins
         context = twins.handle(pd.context, handles.Context)
@@ -200,7 +200,7 @@ class Maker(RuleBasedStateMachine):
         vector = AddressVector(
             target, sgid_index=source, traffic_class=traffic_class, hop_limit=hop_limit, flow_label=flow_label
         )
-        way = Destination(
+        ah = AddressHandle(
             (pd,),
             context=pd.context,
             pd=pd,
@@ -209,12 +209,12 @@ class Maker(RuleBasedStateMachine):
             traffic_class=traffic_class,
             hop_limit=hop_limit,
             flow_label=flow_label,
-            leads_here=target != NOWHERE,
+            reaches_device=target != NOWHERE,
         )
-        twins.add(way, handles.AddressHandle(twins.handle(pd, handles.ProtectionDomain), vector))
-        return way
+        twins.add(ah, handles.AddressHandle(twins.handle(pd, handles.ProtectionDomain), vector))
+        return ah
 
-    def add_target(self, xrc_domain: XrcDomain) -> Qp:
+    def add_xrc_target(self, xrc_domain: XrcDomain) -> Qp:
         """Add an XRC target, which has no queues: requests name the shared receive queue."""
         handle = handles.QueuePair(
             xrc_domain=self.twins.handle(xrc_domain, parent_domain.XrcDomain), qp_type=QpType.XRC_RECV
@@ -227,15 +227,15 @@ class Maker(RuleBasedStateMachine):
             xrc_domain=xrc_domain,
             capabilities=handle.capabilities,
         )
-        return self._added(qp, handle)
+        return self._register(qp, handle)
 
-    def _added(self, qp: Qp, handle: handles.QueuePair) -> Qp:
+    def _register(self, qp: Qp, handle: handles.QueuePair) -> Qp:
         qp.number = handle.qp_num
         assert qp.number not in self.twins.fabric.qps
         self.twins.add(qp, handle)
         self.twins.fabric.qps[qp.number] = qp
         for queue in qp.queues:
-            queue.promised += qp.may_complete(queue)
+            queue.reserved += qp.may_complete(queue)
         qp.pd.held += 2 * qp.pd.allocates
         return qp
 
@@ -259,8 +259,8 @@ class Maker(RuleBasedStateMachine):
             owner = self.add_pd(pd.context) if dice.rarely(4) else pd
             shared = dice.pick(basic) if basic and dice.maybe() else self.add_shared(dice, owner, None)
         depth = power_of_two(wanted.max_send_wr) + (shared.largest if shared else power_of_two(wanted.max_recv_wr))
-        send_cq = self.roomy_queue(dice, pd.context, depth)
-        recv_cq = None if kind is QpType.XRC_SEND else self.roomy_queue(dice, pd.context, depth)
+        send_cq = self.queue_with_room(dice, pd.context, depth)
+        recv_cq = None if kind is QpType.XRC_SEND else self.queue_with_room(dice, pd.context, depth)
         sig_all = dice.rarely(4)
         handle = handles.QueuePair(
             twins.handle(pd, handles.ProtectionDomain),
@@ -287,4 +287,4 @@ class Maker(RuleBasedStateMachine):
             capabilities=granted,
             sig_all=sig_all,
         )
-        return self._added(qp, handle)
+        return self._register(qp, handle)

@@ -69,7 +69,7 @@ class XrcDomain(Node):
 
 
 @dataclass(eq=False)
-class Destination(Node):
+class AddressHandle(Node):
     """An address handle."""
 
     context: Context = field(default_factory=Context)
@@ -79,7 +79,7 @@ class Destination(Node):
     traffic_class: int = 0
     hop_limit: int = 0
     flow_label: int = 0
-    leads_here: bool = True
+    reaches_device: bool = True
 
 
 @dataclass(eq=False)
@@ -131,7 +131,7 @@ class Window(Node):
     context: Context = field(default_factory=Context)
     pd: Pd = field(default_factory=Pd)
     second: bool = False
-    told: int = 0  # rkey of the last posted bind, which takes effect when executed
+    posted_rkey: int = 0  # rkey of the last posted bind, which takes effect when executed
     key: int = 0  # rkey of the last executed bind
     region: Region | None = None
     address: int = 0
@@ -172,7 +172,7 @@ class Queue(Node):
 
     context: Context = field(default_factory=Context)
     size: int = 0
-    promised: int = 0  # number of completions reserved by the queues that complete here
+    reserved: int = 0  # number of completions reserved by the queues that complete here
     channel: Channel | None = None
     domain: Pd | None = None
     armed: str | None = None
@@ -184,9 +184,9 @@ class Queue(Node):
         return super().busy or self.taken > 0
 
     @property
-    def room(self) -> int:
+    def available(self) -> int:
         """Return the number of completions not reserved: a queue overflows only if it is overcommitted."""
-        return self.size - self.promised
+        return self.size - self.reserved
 
     def arm(self, solicited_only: bool) -> None:
         if self.armed != "any":

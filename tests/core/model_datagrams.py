@@ -2,7 +2,7 @@
 
 import struct
 
-from tests.core.model import Destination
+from tests.core.model import AddressHandle
 
 HEADER = 40
 PORT_MTU = 4096
@@ -21,18 +21,18 @@ def _payload(length: int, immediate: bool) -> int:
     return 8 + 12 + 8 + 4 * immediate + -(-length // 4) * 4 + 4
 
 
-def header(way: Destination, length: int, immediate: bool) -> bytes:
+def header(ah: AddressHandle, length: int, immediate: bool) -> bytes:
     """Return an IPv4 header in the last 20 bytes if both ends have such addresses, else an IPv6 header."""
     payload, udp = _payload(length, immediate), 17
-    if not (way.source.startswith(_MAPPED) and way.target.startswith(_MAPPED)):
-        first = 6 << 28 | way.traffic_class << 20 | way.flow_label
-        return struct.pack("!IHBB", first, payload, udp, way.hop_limit) + way.source + way.target
+    if not (ah.source.startswith(_MAPPED) and ah.target.startswith(_MAPPED)):
+        first = 6 << 28 | ah.traffic_class << 20 | ah.flow_label
+        return struct.pack("!IHBB", first, payload, udp, ah.hop_limit) + ah.source + ah.target
 
     def version_4(checksum: int) -> bytes:
         do_not_fragment = 0x4000
         fixed = struct.pack(
-            "!BBHHHBBH", 0x45, way.traffic_class, 20 + payload, 0, do_not_fragment, way.hop_limit, udp, checksum
+            "!BBHHHBBH", 0x45, ah.traffic_class, 20 + payload, 0, do_not_fragment, ah.hop_limit, udp, checksum
         )
-        return fixed + way.source[12:] + way.target[12:]
+        return fixed + ah.source[12:] + ah.target[12:]
 
     return bytes(20) + version_4(_checksum(version_4(0)))

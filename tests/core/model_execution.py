@@ -19,7 +19,7 @@ from tests.core.model_queue_pairs import (
     Send,
     SharedQueue,
 )
-from tests.core.model_responder import ANSWERED, ATOMIC, SENDS, Dropped, Failed, Responder, tell
+from tests.core.model_responder import ANSWERED, ATOMIC, SENDS, Dropped, Failed, Responder, expect_completion
 from tests.core.model_states import COUNTERPART, may_change, may_resume, reset
 
 PSN_MASK = 0xFFFFFF
@@ -60,7 +60,7 @@ class Fabric:
 
     def local(self, qp: Qp, request: Send) -> list[memoryview]:
         """Return the local memory of a request."""
-        if request.way and request.way.pd.root is not qp.pd.root:
+        if request.ah and request.ah.pd.root is not qp.pd.root:
             raise Failed(WcStatus.LOC_QP_OP_ERR, breaks_peer=False)
         if request.inline is not None:
             return []
@@ -89,9 +89,9 @@ class Fabric:
             qp.state = QpState.ERR
         elif qp.state is QpState.RTS:
             qp.state = QpState.SQE  # unreliable queue pairs go on receiving
-            self.memory.reached[f"{qp.type.name} stopped"] += 1
+            self.memory.coverage[f"{qp.type.name} stopped"] += 1
         qp.expected[SEND_SIDE].append(expected)
-        tell(qp.send_cq, expected)
+        expect_completion(qp.send_cq, expected)
 
     # ---- The responder
 
@@ -109,7 +109,7 @@ class Fabric:
         peer = self.qps.get(request.remote_qpn)
         if peer is None or peer.type is not QpType.UD or peer.state not in LISTENING:
             return None
-        if request.way is None or not request.way.leads_here:
+        if request.ah is None or not request.ah.reaches_device:
             return None
         qkey = qp.qkey if request.remote_qkey & BY_DEFAULT_KEY else request.remote_qkey
         return peer if peer.qkey == qkey else None
@@ -145,7 +145,7 @@ class Fabric:
         return (self.send_reliably if qp.reliable else self.send_unreliably)(qp, request, data, views)
 
     def execute_locally(self, qp: Qp, request: Send) -> None:
-        qp.unnumbered = True
+        qp.without_psn = True
         if isinstance(request, Bind):
             status = WcStatus.SUCCESS if self.memory.bind(qp, request) else WcStatus.MW_BIND_ERR
         else:
@@ -163,7 +163,7 @@ class Fabric:
             broken = peer if failure.breaks_peer else None
             if broken:
                 broken.state = QpState.ERR
-                if not failure.told:
+                if not failure.reported:
                     denied = failure.status is WcStatus.REM_ACCESS_ERR
                     broken.events.add(EventType.QP_ACCESS_ERR if denied else EventType.QP_REQ_ERR)
             self.complete(qp, request, failure.status)
@@ -188,10 +188,10 @@ class Fabric:
             except Dropped:
                 pass
             except Failed as failure:
-                if failure.told:
+                if failure.reported:
                     peer.state = QpState.ERR
                     broken = peer
-        self.memory.reached[f"{qp.type.name} {'arrived' if arrived else 'dropped'}"] += 1
+        self.memory.coverage[f"{qp.type.name} {'arrived' if arrived else 'dropped'}"] += 1
         packets = 1 if datagram else max(1, -(-len(data) // qp.mtu))
         qp.next_psn = (qp.next_psn + packets) & PSN_MASK
         self.complete(qp, request, WcStatus.SUCCESS)
@@ -213,9 +213,9 @@ class Fabric:
                 receive = qp.receives.popleft()
                 expected = Expected(receive.wr_id, WcStatus.WR_FLUSH_ERR, receive.index)
                 qp.expected[RECEIVE_SIDE].append(expected)
-                tell(qp.recv_cq, expected)
-            if qp.shared and not qp.last_told:
-                qp.last_told = True
+                expect_completion(qp.recv_cq, expected)
+            if qp.shared and not qp.last_wqe_reached:
+                qp.last_wqe_reached = True
                 qp.events.add(EventType.QP_LAST_WQE_REACHED)
         for peer in broken:
             if peer is not qp:
@@ -233,14 +233,14 @@ class Fabric:
             return errno.EINVAL
         if len(request.sges) > capabilities.max_send_sge:
             return errno.EINVAL
-        if isinstance(request, Bind) and (request.rkey ^ request.window.told) >> 8:
+        if isinstance(request, Bind) and (request.rkey ^ request.window.posted_rkey) >> 8:
             return errno.EINVAL
         if ring.full:
             return errno.ENOMEM
         if request.inline is not None and len(request.inline) > capabilities.max_inline_data:
             return errno.EINVAL
         if isinstance(request, Bind):
-            request.window.told = request.rkey
+            request.window.posted_rkey = request.rkey
         request.index = ring.posted
         ring.posted += 1
         qp.sends.append(request)

@@ -16,7 +16,7 @@ class Memory:
     """All regions and windows of the device. The low byte of a key is not part of its index."""
 
     keys: dict[int, Region | Window] = field(default_factory=dict)
-    reached: Counter[str] = field(default_factory=Counter)  # counts of covered cases, asserted by the test
+    coverage: Counter[str] = field(default_factory=Counter)  # counts of covered cases, asserted by the test
 
     def add(self, node: Region | Window, key: int) -> None:
         assert key >> 8 not in self.keys
@@ -50,7 +50,7 @@ class Memory:
         if window.second and window.qp is not qp:
             return None
         view = window.view(address, length)
-        self.reached["through a window"] += view is not None
+        self.coverage["through a window"] += view is not None
         return view
 
     def _may_bind(self, qp: Qp, request: Bind) -> bool:
@@ -74,7 +74,7 @@ class Memory:
             return False
         window.unbind()
         window.key = request.rkey
-        self.reached["bound" if request.length else "unbound"] += 1
+        self.coverage["bound" if request.length else "unbound"] += 1
         if request.length:
             region = self.keys[request.lkey >> 8]
             assert isinstance(region, Region)
@@ -92,7 +92,7 @@ class Memory:
         if window.region is None or window.key != key or window.qp is not qp:
             return False
         window.unbind()
-        self.reached["invalidated"] += 1
+        self.coverage["invalidated"] += 1
         return True
 
 

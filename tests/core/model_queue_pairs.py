@@ -5,7 +5,18 @@ from dataclasses import dataclass, field
 
 from aioverbs import AccessFlags, EventType, QpState, QpType, SendOpcode, WcOpcode, WcStatus
 from aioverbs.attributes import QpCapabilities
-from tests.core.model import NOTHING, AsyncEventSource, Context, Destination, Pd, Queue, Region, Sge, Window, XrcDomain
+from tests.core.model import (
+    NOTHING,
+    AddressHandle,
+    AsyncEventSource,
+    Context,
+    Pd,
+    Queue,
+    Region,
+    Sge,
+    Window,
+    XrcDomain,
+)
 
 SEND_SIDE, RECEIVE_SIDE = 0, 1
 
@@ -24,7 +35,7 @@ class Send:
     compare_add: int = 0
     swap: int = 0
     invalidate: int = 0
-    way: Destination | None = None
+    ah: AddressHandle | None = None
     remote_qpn: int = 0
     remote_qkey: int = 0
     remote_srqn: int = 0
@@ -133,8 +144,8 @@ class Qp(AsyncEventSource):
     reads: int = 0
     reads_served: int = 0
     established: bool = False  # COMM_EST was raised
-    last_told: bool = False  # QP_LAST_WQE_REACHED was raised
-    unnumbered: bool = False  # executed a request that has no sequence number
+    last_wqe_reached: bool = False  # QP_LAST_WQE_REACHED was raised
+    without_psn: bool = False  # executed a request that has no sequence number
     sends: deque[Send] = field(default_factory=deque)
     receives: deque[Receive] = field(default_factory=deque)
 

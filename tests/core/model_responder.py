@@ -26,15 +26,15 @@ class Failed(Exception):
 
     :param status: status of the requester's completion.
     :param breaks_peer: whether the responder goes to ERR.
-    :param told: whether a completion at the responder reports the failure. On unreliable transports only a failure with
-        such a completion has an effect.
+    :param reported: whether a completion at the responder reports the failure. On unreliable transports only a failure
+        with such a completion has an effect.
     """
 
-    def __init__(self, status: WcStatus, *, breaks_peer: bool = True, told: bool = False) -> None:
+    def __init__(self, status: WcStatus, *, breaks_peer: bool = True, reported: bool = False) -> None:
         super().__init__(status)
         self.status = status
         self.breaks_peer = breaks_peer
-        self.told = told
+        self.reported = reported
 
 
 class Dropped(Exception):
@@ -47,7 +47,7 @@ def scatter(views: list[memoryview], data: bytes) -> None:
         view[: len(part)] = part
 
 
-def tell(queue: Queue | None, expected: Expected, solicited: bool = False) -> None:
+def expect_completion(queue: Queue | None, expected: Expected, solicited: bool = False) -> None:
     """Add a completion to a queue, which may be armed for it."""
     assert queue is not None
     queue.completed(solicited or expected.status is not WcStatus.SUCCESS)
@@ -80,16 +80,16 @@ class Responder:
             expected.imm_data = request.imm_data if request.opcode in WITH_IMMEDIATE else None
             expected.invalidated = request.invalidate if request.opcode is SendOpcode.SEND_WITH_INV else None
             expected.src_qp = sender.number
-            expected.with_header = request.way is not None
+            expected.with_header = request.ah is not None
         if shared and shared.cq:
             shared.expected.append(expected)
-            tell(shared.cq, expected, request.solicited)
+            expect_completion(shared.cq, expected, request.solicited)
         else:
             self.qp.expected[RECEIVE_SIDE].append(expected)
-            tell(self.qp.recv_cq, expected, request.solicited)
-        self.memory.reached["shared receive"] += shared is not None
+            expect_completion(self.qp.recv_cq, expected, request.solicited)
+        self.memory.coverage["shared receive"] += shared is not None
 
-    def _place(self, receive: Receive, length: int) -> tuple[list[memoryview], WcStatus]:
+    def _receive_memory(self, receive: Receive, length: int) -> tuple[list[memoryview], WcStatus]:
         """Return the memory for a message; only as many entries as the message fills are checked."""
         views: list[memoryview] = []
         if sum(sge[1] for sge in receive.sges) < length:
@@ -106,14 +106,14 @@ class Responder:
         return views, WcStatus.SUCCESS
 
     def _send(self, sender: Qp, request: Send, data: bytes) -> None:
-        if request.way:
-            data = header(request.way, len(data), request.opcode in WITH_IMMEDIATE) + data
+        if request.ah:
+            data = header(request.ah, len(data), request.opcode in WITH_IMMEDIATE) + data
         # A receive stays posted until a datagram fits, but one taken from a shared queue cannot be put back.
         waits = not self.qp.reliable and not self.shared
-        if waits and self._place(self.qp.receives[0], len(data))[1] is WcStatus.LOC_LEN_ERR:
+        if waits and self._receive_memory(self.qp.receives[0], len(data))[1] is WcStatus.LOC_LEN_ERR:
             raise Dropped
         receive = self.take()
-        views, status = self._place(receive, len(data))
+        views, status = self._receive_memory(receive, len(data))
         if status is WcStatus.SUCCESS:
             scatter(views, data)
             inverting = request.opcode is SendOpcode.SEND_WITH_INV
@@ -121,9 +121,9 @@ class Responder:
                 status = WcStatus.MW_BIND_ERR
         self.complete(sender, request, receive, len(data), status)
         if status is WcStatus.LOC_LEN_ERR:
-            raise Failed(WcStatus.REM_INV_REQ_ERR, told=True)
+            raise Failed(WcStatus.REM_INV_REQ_ERR, reported=True)
         if status is not WcStatus.SUCCESS:
-            raise Failed(WcStatus.REM_OP_ERR, told=True)
+            raise Failed(WcStatus.REM_OP_ERR, reported=True)
 
     def _target(self, request: Send, length: int, access: AccessFlags) -> memoryview:
         """Return the memory that a request names."""
@@ -147,7 +147,7 @@ class Responder:
 
     def respond(self, sender: Qp, request: Send, data: bytes, answer: list[memoryview]) -> None:
         """Execute a request. Read data goes to `answer`."""
-        if request.way is None and not self.qp.established and self.qp.state is QpState.RTR:
+        if request.ah is None and not self.qp.established and self.qp.state is QpState.RTR:
             self.qp.established = True
             self.qp.events.add(EventType.COMM_EST)
         immediate = request.opcode is SendOpcode.RDMA_WRITE_WITH_IMM

@@ -53,5 +53,5 @@ def may_resume(qp: Qp) -> int:
 def reset(qp: Qp) -> None:
     qp.access = type(qp.access)(0)
     qp.peer = qp.qkey = qp.reads = qp.reads_served = 0
-    qp.established = qp.last_told = qp.unnumbered = False
+    qp.established = qp.last_wqe_reached = qp.without_psn = False
     qp.clear()

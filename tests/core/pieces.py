@@ -49,7 +49,7 @@ class Holder:
     allocator: NativeAllocator
     pieces: dict[int, tuple[int, int]] = field(default_factory=dict)  # address: size, and the byte it is filled with
 
-    def take(self, size: int, alignment: int) -> int:
+    def allocate(self, size: int, alignment: int) -> int:
         address = self.allocator.allocate(size, alignment)
         assert isinstance(address, int)
         assert address % alignment == 0
@@ -61,11 +61,11 @@ class Holder:
         self.pieces[address] = size, mark
         return address
 
-    def give(self, address: int) -> None:
+    def free(self, address: int) -> None:
         size, mark = self.pieces.pop(address)
         assert contents(address, size) == bytes([mark]) * size
         self.allocator.free(address)
 
-    def give_all(self) -> None:
+    def free_all(self) -> None:
         for address in list(self.pieces):
-            self.give(address)
+            self.free(address)

@@ -24,14 +24,14 @@ from tests.core.allocators import Recording
 from tests.core.children import in_child
 from tests.core.contexts import opened
 from tests.core.family import Family, make_all
-from tests.core.test_handles_closed import IDENTITY, ask, public
+from tests.core.test_handles_closed import IDENTITY, access, public
 
 # Names that call no verb: constants of the object. A parent domain shares nothing by itself.
 CONSTANTS = {"cqe", "fileno", "handle", "qp_num"}
 
 
 @contextmanager
-def a_family() -> Iterator[Family]:
+def open_family() -> Iterator[Family]:
     """Open one of each handle; those on the thread domain or the channel belong to the running loop."""
     owner = handles.Affinity.of_running_loop()
     with opened("inline") as context:
@@ -53,16 +53,16 @@ def verbs(handle: handles.Handle) -> list[str]:
     return sorted({*public(handle), "destroy"} - (IDENTITY - {"destroy"}) - CONSTANTS)
 
 
-def refused(family: Family, expected: type[BaseException], match: str) -> int:
+def count_refusals(family: Family, expected: type[BaseException], match: str) -> int:
     """Check that each call of a verb raises `expected`, and return the number of calls."""
-    asked = 0
+    refusals = 0
     for handle in bound(family):
         for name in verbs(handle):
             with pytest.raises(expected, match=match) as caught:
-                ask(handle, name)
+                access(handle, name)
             assert repr(handle) in str(caught.value)
-            asked += 1
-    return asked
+            refusals += 1
+    return refusals
 
 
 def in_thread(function: Callable[[], Any]) -> Any:
@@ -71,7 +71,7 @@ def in_thread(function: Callable[[], Any]) -> Any:
         return executor.submit(function).result(timeout=30)
 
 
-def on_loop(function: Callable[[], Any], factory: Callable[[], asyncio.AbstractEventLoop]) -> Any:
+def in_loop(function: Callable[[], Any], factory: Callable[[], asyncio.AbstractEventLoop]) -> Any:
     """Call a function in this thread with a new event loop running."""
 
     async def call() -> Any:
@@ -104,44 +104,44 @@ def check_untouched(family: Family) -> None:
 # ---- Wrong callers
 
 
-def test_another_thread_without_a_loop(factory: Callable[[], asyncio.AbstractEventLoop]) -> None:
+def test_another_thread_without_a_loop_is_refused(factory: Callable[[], asyncio.AbstractEventLoop]) -> None:
     def body() -> None:
-        with a_family() as family:
+        with open_family() as family:
             wrong = "belongs to thread .* was called from thread 'another_0' with no event loop running: call it there"
-            assert in_thread(lambda: refused(family, AffinityError, wrong)) > 30
+            assert in_thread(lambda: count_refusals(family, AffinityError, wrong)) > 30
             check_untouched(family)
 
-    on_loop(body, factory)
+    in_loop(body, factory)
 
 
-def test_another_thread_with_a_loop(factory: Callable[[], asyncio.AbstractEventLoop]) -> None:
+def test_another_thread_with_a_loop_is_refused(factory: Callable[[], asyncio.AbstractEventLoop]) -> None:
     def body() -> None:
-        with a_family() as family:
+        with open_family() as family:
             wrong = "was called from thread 'another_0' with event loop .* running: call it there"
-            assert in_thread(lambda: on_loop(lambda: refused(family, AffinityError, wrong), factory)) > 30
+            assert in_thread(lambda: in_loop(lambda: count_refusals(family, AffinityError, wrong), factory)) > 30
             check_untouched(family)
 
-    on_loop(body, factory)
+    in_loop(body, factory)
 
 
-async def test_the_executor_of_the_loop() -> None:
-    with a_family() as family:
-        assert await asyncio.to_thread(refused, family, AffinityError, "with no event loop running") > 30
+async def test_the_executor_of_the_loop_is_refused() -> None:
+    with open_family() as family:
+        assert await asyncio.to_thread(count_refusals, family, AffinityError, "with no event loop running") > 30
         check_untouched(family)
 
 
-def test_its_own_thread_between_two_runs_of_the_loop(factory: Callable[[], asyncio.AbstractEventLoop]) -> None:
+def test_the_owning_thread_without_its_loop_is_refused(factory: Callable[[], asyncio.AbstractEventLoop]) -> None:
     loop = factory()
 
     async def call(function: Callable[..., Any], *arguments: object) -> Any:
         return function(*arguments)
 
-    family_of_loop = a_family()
+    family_of_loop = open_family()
     family = loop.run_until_complete(call(family_of_loop.__enter__))
     try:
-        assert refused(family, AffinityError, "was called from its own thread with no event loop running") > 30
+        assert count_refusals(family, AffinityError, "was called from its own thread with no event loop running") > 30
         wrong = "was called from its own thread with event loop .* running"
-        assert on_loop(lambda: refused(family, AffinityError, wrong), factory) > 30
+        assert in_loop(lambda: count_refusals(family, AffinityError, wrong), factory) > 30
         # A later run of the same loop is the owner.
         loop.run_until_complete(call(check_untouched, family))
     finally:
@@ -149,7 +149,7 @@ def test_its_own_thread_between_two_runs_of_the_loop(factory: Callable[[], async
         loop.close()
 
 
-def test_a_closed_loop_is_replaced_by_who_takes_over(factory: Callable[[], asyncio.AbstractEventLoop]) -> None:
+def test_an_object_of_a_closed_loop_can_be_taken_over(factory: Callable[[], asyncio.AbstractEventLoop]) -> None:
     loop = factory()
 
     async def make() -> parent_domain.ThreadDomain:
@@ -171,11 +171,11 @@ def test_a_closed_loop_is_replaced_by_who_takes_over(factory: Callable[[], async
             owner.take_over()
             td.destroy()
 
-        on_loop(wrong, factory)
+        in_loop(wrong, factory)
         assert td.closed
 
 
-async def test_an_ended_thread_is_replaced_by_who_takes_over() -> None:
+async def test_an_object_of_an_ended_thread_can_be_taken_over() -> None:
     loops: list[asyncio.AbstractEventLoop] = []
 
     async def make() -> handles.Affinity:
@@ -202,13 +202,13 @@ async def test_an_ended_thread_is_replaced_by_who_takes_over() -> None:
 
 
 async def test_a_child_of_a_fork() -> None:
-    with a_family() as family:
+    with open_family() as family:
         assert in_child(lambda: refused_in_child(family)) > 30
         check_untouched(family)
 
 
 def refused_in_child(family: Family) -> int:
-    asked = 0
+    refusals = 0
     for handle in bound(family):
         assert handle.affinity is not None
         assert not handle.affinity.owns()
@@ -216,20 +216,20 @@ def refused_in_child(family: Family) -> int:
             handle.affinity.check(handle, "ibv_poll_cq")
         for name in set(verbs(handle)) - {"destroy"}:
             with pytest.raises(ForkedProcessError, match="was opened before fork"):
-                ask(handle, name)
-            asked += 1
+                access(handle, name)
+            refusals += 1
         handle.destroy()  # does nothing: the handle belongs to the parent
-    return asked
+    return refusals
 
 
 # ---- Right callers
 
 
-async def test_the_owner_in_any_task() -> None:
+async def test_any_task_of_the_owner_is_accepted() -> None:
     async def use() -> None:
         check_untouched(family)
 
-    with a_family() as family:
+    with open_family() as family:
         await asyncio.gather(use(), use(), asyncio.create_task(use()))
         done = asyncio.Event()
 
@@ -241,28 +241,28 @@ async def test_the_owner_in_any_task() -> None:
         await done.wait()
 
 
-async def test_what_is_made_of_bound_parts_belongs_to_their_owner() -> None:
+async def test_children_belong_to_the_owner_of_their_parents() -> None:
     with opened("inline") as context:
         pd, owner = handles.ProtectionDomain(context), handles.Affinity.of_running_loop()
         domain = parent_domain.ParentDomain(pd, affinity=owner)
-        ours, anyones = handles.CompletionQueue(context, 4, parent_domain=domain), handles.CompletionQueue(context, 4)
-        assert ours.affinity is owner
-        assert anyones.affinity is None
-        assert handles.QueuePair(pd, anyones, ours).affinity is owner
-        assert handles.QueuePair(pd, anyones, anyones).affinity is None
+        owned, unbound = handles.CompletionQueue(context, 4, parent_domain=domain), handles.CompletionQueue(context, 4)
+        assert owned.affinity is owner
+        assert unbound.affinity is None
+        assert handles.QueuePair(pd, unbound, owned).affinity is owner
+        assert handles.QueuePair(pd, unbound, unbound).affinity is None
         another = handles.Affinity.of_running_loop()
         # Two domains of one loop have one owner.
-        assert handles.QueuePair(domain, ours, handles.CompletionQueue(context, 4, affinity=another)).affinity is owner
-        theirs = handles.CompletionQueue(context, 4, affinity=handles.Affinity.unbound())
-        for first, second in ((ours, theirs), (theirs, ours)):
+        assert handles.QueuePair(domain, owned, handles.CompletionQueue(context, 4, affinity=another)).affinity is owner
+        owned_by_other = handles.CompletionQueue(context, 4, affinity=handles.Affinity.unbound())
+        for first, second in ((owned, owned_by_other), (owned_by_other, owned)):
             with pytest.raises(ValueError, match=r"belongs to <Affinity of .*, another argument to <Affinity of"):
                 handles.QueuePair(pd, first, second)
         with pytest.raises(ValueError, match="belongs to <Affinity of thread"):
             parent_domain.ParentDomain(pd, parent_domain.ThreadDomain(context, affinity=owner), affinity=another)
 
 
-async def test_nobody_else_makes_anything_of_it() -> None:
-    with a_family() as family:
+async def test_other_threads_cannot_create_children() -> None:
+    with open_family() as family:
         pd, domain, queue = family["pd"], family["domain"], family["queue"]
         assert isinstance(pd, handles.ProtectionDomain)
         assert isinstance(domain, parent_domain.ParentDomain)
@@ -290,7 +290,7 @@ async def test_nobody_else_makes_anything_of_it() -> None:
         await asyncio.to_thread(lambda: handles.MemoryRegion(domain, bytearray(8)).destroy())
 
 
-async def test_closed_ones_say_so() -> None:
+async def test_closed_handles_raise_closed_errors() -> None:
     with opened("inline") as context:
         queue = handles.CompletionQueue(context, 4, affinity=handles.Affinity.of_running_loop())
         queue.destroy()
@@ -303,7 +303,7 @@ async def test_closed_ones_say_so() -> None:
         queue.affinity.check(queue, "ibv_poll_cq")
 
 
-def test_there_must_be_a_loop() -> None:
+def test_an_affinity_requires_a_running_loop() -> None:
     with pytest.raises(RuntimeError, match="no asyncio event loop is running in this thread"):
         handles.Affinity.of_running_loop()
     with pytest.raises(TypeError, match=r"of_running_loop\(\) or unbound\(\)"):
@@ -313,7 +313,7 @@ def test_there_must_be_a_loop() -> None:
 # ---- One call at a time
 
 
-class Meanwhile(Recording):
+class ReentrantAllocator(Recording):
     """An allocator that calls a function in the middle of the verb that allocates."""
 
     def __init__(self, meanwhile: Callable[[], object]) -> None:
@@ -326,7 +326,7 @@ class Meanwhile(Recording):
 
 
 @pytest.mark.parametrize("binding", ["of_running_loop", "unbound"])
-async def test_an_allocator_does_not_come_back_into_its_domain(binding: str) -> None:
+async def test_an_allocator_does_not_reenter_its_domain(binding: str) -> None:
     caught: list[BaseException] = []
 
     def meanwhile() -> None:
@@ -337,39 +337,39 @@ async def test_an_allocator_does_not_come_back_into_its_domain(binding: str) -> 
 
     with opened("inline") as context:
         pd, owner = handles.ProtectionDomain(context), getattr(handles.Affinity, binding)()
-        domain = parent_domain.ParentDomain(pd, allocator=Meanwhile(meanwhile), affinity=owner)
+        domain = parent_domain.ParentDomain(pd, allocator=ReentrantAllocator(meanwhile), affinity=owner)
         queue = handles.CompletionQueue(context, 4, affinity=owner)
         handles.CompletionQueue(context, 4, parent_domain=domain)
         assert len(caught) == 3 * 2  # a ring and a doorbell record
         queue.resize(4)
 
 
-@pytest.mark.parametrize("way", ["finalizer", "signal handler"])
-async def test_what_runs_in_between_does_not_come_back_either(way: str) -> None:
+@pytest.mark.parametrize("source", ["finalizer", "signal handler"])
+async def test_finalizers_and_signal_handlers_do_not_reenter_the_domain(source: str) -> None:
     caught: list[BaseException] = []
 
-    def come_back(*_: object) -> None:
+    def reenter(*_: object) -> None:
         try:
             queue.resize(4)
         except ConcurrentAccessError as refusal:
             caught.append(refusal)
 
-    class Forgotten:
+    class Finalized:
         def __del__(self) -> None:
-            come_back()
+            reenter()
 
     def meanwhile() -> None:
-        if way == "finalizer":
-            Forgotten()
+        if source == "finalizer":
+            Finalized()
         else:
             signal.raise_signal(signal.SIGUSR1)
 
-    before = signal.signal(signal.SIGUSR1, come_back)
+    before = signal.signal(signal.SIGUSR1, reenter)
     try:
         with opened("inline") as context:
             owner = handles.Affinity.of_running_loop()
             domain = parent_domain.ParentDomain(
-                handles.ProtectionDomain(context), allocator=Meanwhile(meanwhile), affinity=owner
+                handles.ProtectionDomain(context), allocator=ReentrantAllocator(meanwhile), affinity=owner
             )
             queue = handles.CompletionQueue(context, 4, affinity=owner)
             handles.CompletionQueue(context, 4, parent_domain=domain)
@@ -379,24 +379,24 @@ async def test_what_runs_in_between_does_not_come_back_either(way: str) -> None:
         signal.signal(signal.SIGUSR1, before)
 
 
-async def test_threads_that_overlap_for_real() -> None:
+async def test_overlapping_threads_are_refused() -> None:
     """An unbound affinity admits any thread, one at a time: here one thread stays inside a verb."""
-    entered, leave = threading.Event(), threading.Event()
+    entered, release = threading.Event(), threading.Event()
 
-    def stay() -> None:
+    def block() -> None:
         entered.set()
-        assert leave.wait(30)
+        assert release.wait(30)
 
     with opened("inline") as context:
         pd, owner = handles.ProtectionDomain(context), handles.Affinity.unbound()
-        domain = parent_domain.ParentDomain(pd, allocator=Meanwhile(stay), affinity=owner)
+        domain = parent_domain.ParentDomain(pd, allocator=ReentrantAllocator(block), affinity=owner)
         queue = handles.CompletionQueue(context, 4, affinity=owner)
         inside = asyncio.create_task(asyncio.to_thread(handles.CompletionQueue, context, 4, parent_domain=domain))
         assert await asyncio.to_thread(entered.wait, 30)
         for caller in (in_thread, lambda function: function()):
             with pytest.raises(ConcurrentAccessError, match="ibv_create_cq_ex is in flight"):
                 caller(partial(queue.resize, 4))
-        leave.set()
+        release.set()
         await inside
         queue.resize(4)
         in_thread(partial(queue.resize, 4))
@@ -408,7 +408,7 @@ async def test_threads_that_overlap_for_real() -> None:
 # ---- Threads
 
 
-def test_numbers_of_threads_are_never_given_again() -> None:
+def test_thread_numbers_are_never_reused() -> None:
     async def number() -> int:
         found = handles.Affinity.of_running_loop().thread_number
         assert found is not None
@@ -424,7 +424,7 @@ def test_numbers_of_threads_are_never_given_again() -> None:
     assert len(idents) < 50, "the system does give them again, which is why there are numbers"
 
 
-async def test_a_loop_is_kept_no_longer_than_its_affinity() -> None:
+async def test_an_affinity_does_not_keep_its_loop_alive() -> None:
     def thread() -> "weakref.ref[asyncio.AbstractEventLoop]":
         async def use() -> None:
             handles.Affinity.of_running_loop().check("x", "verb")
@@ -434,6 +434,6 @@ async def test_a_loop_is_kept_no_longer_than_its_affinity() -> None:
         loop.close()
         return weakref.ref(loop)
 
-    forgotten = in_thread(thread)
+    reference = in_thread(thread)
     gc.collect()
-    assert forgotten() is None
+    assert reference() is None

@@ -17,7 +17,7 @@ def domain_of(context: software.Context, allocator: Recording) -> parent_domain.
     return parent_domain.ParentDomain(handles.ProtectionDomain(context), None, allocator)
 
 
-def test_what_a_domain_tells(context: software.Context) -> None:
+def test_attributes_of_a_parent_domain(context: software.Context) -> None:
     pd, td, allocator = handles.ProtectionDomain(context), parent_domain.ThreadDomain(context), Recording()
     domain = parent_domain.ParentDomain(pd, td, allocator)
     assert domain.base is pd
@@ -28,13 +28,13 @@ def test_what_a_domain_tells(context: software.Context) -> None:
     assert isinstance(domain, handles.ProtectionDomain)
 
 
-def test_what_an_allocator_is_asked_for(context: software.Context) -> None:
+def test_allocations_of_each_queue(context: software.Context) -> None:
     allocator = Recording()
     domain = domain_of(context, allocator)
     cq = handles.CompletionQueue(context, 100, parent_domain=domain)
-    assert allocator.asked == [CQ, RECORD]
+    assert allocator.resource_types == [CQ, RECORD]
     qp = handles.QueuePair(domain, cq, cq, CAPABILITIES)
-    assert allocator.asked == [CQ, RECORD, QP, RECORD]
+    assert allocator.resource_types == [CQ, RECORD, QP, RECORD]
     assert domain.held == len(allocator.live) == 4
     ring, record, _, doorbell = allocator.pieces
     assert ring.alignment == mmap.PAGESIZE
@@ -65,7 +65,7 @@ def test_use_default(context: software.Context) -> None:
     assert allocator.pieces == []
 
 
-def test_free_comes_once_with_the_same_type(context: software.Context) -> None:
+def test_free_is_called_once_with_the_same_type(context: software.Context) -> None:
     allocator = Recording()  # its free() checks the type
     domain = domain_of(context, allocator)
     for _ in range(3):
@@ -85,7 +85,7 @@ def test_free_comes_once_with_the_same_type(context: software.Context) -> None:
 
 
 @pytest.mark.every_way
-def test_an_allocator_may_use_the_core(context: software.Context) -> None:
+def test_an_allocator_may_create_and_destroy_objects(context: software.Context) -> None:
     """No lock is held while the allocator runs: it may use objects of the same context, and of the same domain."""
     nested: list[handles.Handle] = []
     depth = 0

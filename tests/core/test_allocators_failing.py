@@ -50,14 +50,14 @@ def memoryview_address(view: Any) -> int:
     return ctypes.addressof(view)
 
 
-class Oops(Exception):
+class AllocatorError(Exception):
     pass
 
 
 # Name: answer, errno of the verb, type and text of its cause.
-BAD: dict[str, tuple[Answer, int, type[BaseException] | None, str]] = {
+BAD_ANSWERS: dict[str, tuple[Answer, int, type[BaseException] | None, str]] = {
     "None": (lambda *_: None, errno.ENOMEM, None, ""),
-    "raises": (raising(Oops("no more")), errno.ENOMEM, Oops, "no more"),
+    "raises": (raising(AllocatorError("no more")), errno.ENOMEM, AllocatorError, "no more"),
     "text": (lambda *_: "0x1000", errno.EINVAL, TypeError, "must return an address, USE_DEFAULT or None, not '0x1000'"),
     "True": (lambda *_: True, errno.EINVAL, TypeError, "not True"),
     "a float": (lambda *_: 4096.0, errno.EINVAL, TypeError, "not 4096.0"),
@@ -70,7 +70,7 @@ BAD: dict[str, tuple[Answer, int, type[BaseException] | None, str]] = {
 }
 
 
-def made_with(context: software.Context, domain: parent_domain.ParentDomain) -> dict[str, Callable[[], object]]:
+def allocating_calls(context: software.Context, domain: parent_domain.ParentDomain) -> dict[str, Callable[[], object]]:
     """Return a call of each verb that allocates, by its name; the queues that they need are created here."""
     cq = handles.CompletionQueue(context, 64, parent_domain=domain)
     srq = handles.SharedReceiveQueue(domain, 64)
@@ -83,8 +83,8 @@ def made_with(context: software.Context, domain: parent_domain.ParentDomain) -> 
     }
 
 
-@pytest.mark.parametrize(("bad", "number", "cause", "text"), BAD.values(), ids=BAD)
-def test_a_bad_answer(
+@pytest.mark.parametrize(("bad", "number", "cause", "text"), BAD_ANSWERS.values(), ids=BAD_ANSWERS)
+def test_an_invalid_answer_fails_the_verb(
     context: software.Context, bad: Answer, number: int, cause: type[BaseException] | None, text: str
 ) -> None:
     """Fail at the memory of the queue or at its doorbell record: memory that the verb got before is freed."""
@@ -122,25 +122,27 @@ def test_the_same_address_twice(context: software.Context) -> None:
     assert poll(cq) == []
 
 
-@pytest.mark.parametrize("error", [Oops("kept"), KeyboardInterrupt()])
-def test_free_that_raises(context: software.Context, monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+@pytest.mark.parametrize("error", [AllocatorError("kept"), KeyboardInterrupt()])
+def test_an_exception_in_free_is_unraisable(
+    context: software.Context, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
     """The verb succeeds all the same: the exception goes to sys.unraisablehook."""
 
-    class Unwilling(Recording):
+    class RaisingFree(Recording):
         def free(self, address: int, resource_type: int, *of: object) -> None:
             super().free(address, resource_type, *of)
             raise error
 
-    heard: list[Any] = []
-    monkeypatch.setattr(sys, "unraisablehook", heard.append)
-    allocator = Unwilling()
+    reported: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", reported.append)
+    allocator = RaisingFree()
     domain = parent_domain.ParentDomain(handles.ProtectionDomain(context), None, allocator)
     cq = handles.CompletionQueue(context, 100, parent_domain=domain)
     qp = handles.QueuePair(domain, cq, cq)
     qp.destroy()
     cq.destroy()
-    assert [(unraisable.exc_value, unraisable.object) for unraisable in heard] == [(error, domain)] * 4
-    assert all(unraisable.exc_type is type(error) and unraisable.exc_traceback for unraisable in heard)
+    assert [(unraisable.exc_value, unraisable.object) for unraisable in reported] == [(error, domain)] * 4
+    assert all(unraisable.exc_type is type(error) and unraisable.exc_traceback for unraisable in reported)
     assert domain.held == len(allocator.live) == 0
     assert [piece.freed for piece in allocator.pieces] == [1] * 4
 
@@ -153,13 +155,13 @@ def test_an_allocator_without_methods(context: software.Context) -> None:
     assert isinstance(caught.value.__cause__, AttributeError)
 
 
-def test_a_cause_is_its_own_thread_s(context: software.Context) -> None:
+def test_each_thread_has_its_own_cause(context: software.Context) -> None:
     """Two threads fail at the same time, each with its own cause."""
-    both = threading.Barrier(2, timeout=20)
+    barrier = threading.Barrier(2, timeout=20)
 
     def answer(*_: object) -> object:
-        both.wait()
-        raise Oops(threading.current_thread().name)
+        barrier.wait()
+        raise AllocatorError(threading.current_thread().name)
 
     domain = parent_domain.ParentDomain(handles.ProtectionDomain(context), None, Recording(answer))
     causes: dict[str, str] = {}
@@ -177,17 +179,19 @@ def test_a_cause_is_its_own_thread_s(context: software.Context) -> None:
     assert causes == {"one": "one", "other": "other"}
 
 
-def test_a_failure_inside_of_a_success(context: software.Context) -> None:
+def test_a_handled_failure_leaves_no_cause(context: software.Context) -> None:
     """An allocator that handles a failure of its own leaves no cause behind for the next one."""
-    inner = parent_domain.ParentDomain(handles.ProtectionDomain(context), None, Recording(raising(Oops("inner"))))
+    inner = parent_domain.ParentDomain(
+        handles.ProtectionDomain(context), None, Recording(raising(AllocatorError("inner")))
+    )
 
-    def coping(self: Recording, size: int, alignment: int, resource_type: int) -> object:
+    def recovering(self: Recording, size: int, alignment: int, resource_type: int) -> object:
         with pytest.raises(VerbsError) as caught:
             handles.CompletionQueue(context, 4, parent_domain=inner)
         assert str(caught.value.__cause__) == "inner"
         return self.piece(size, alignment, resource_type).address if resource_type != QP else None
 
-    outer = parent_domain.ParentDomain(handles.ProtectionDomain(context), None, Recording(coping))
+    outer = parent_domain.ParentDomain(handles.ProtectionDomain(context), None, Recording(recovering))
     cq = handles.CompletionQueue(context, 4, parent_domain=outer)
     with pytest.raises(VerbsError, match="ibv_create_qp failed: ENOMEM") as caught:
         handles.QueuePair(outer, cq, cq)
@@ -199,7 +203,7 @@ import ctypes, mmap
 from aioverbs._core.handles import handles, parent_domain
 from aioverbs._providers import software
 
-class Unwilling:
+class RaisingFree:
     def __init__(self):
         self.pages = []
     def allocate(self, size, alignment, *of):
@@ -209,7 +213,7 @@ class Unwilling:
         raise RuntimeError("kept for ever")
 
 context = software.open_context()
-domain = parent_domain.ParentDomain(handles.ProtectionDomain(context), None, Unwilling())
+domain = parent_domain.ParentDomain(handles.ProtectionDomain(context), None, RaisingFree())
 handles.CompletionQueue(context, 1, parent_domain=domain).destroy()
 """
 

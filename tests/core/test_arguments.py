@@ -21,16 +21,16 @@ Call = Callable[[Objects], object]
 
 
 @pytest.fixture
-def there() -> Iterator[Objects]:
+def objects() -> Iterator[Objects]:
     """One of each handle by a short name, and one of each of another context."""
     with opened("inline") as context, opened("inline") as other:
         family: Family = make_all(context)
         names = {name.replace(" ", "_"): handle for name, handle in family.items()}
-        elsewhere = {f"other_{name.replace(' ', '_')}": handle for name, handle in make_all(other).items()}
-        yield SimpleNamespace(**names, **elsewhere, none=None, text="16", half=0.5, call=lambda kind: kind())
+        others = {f"other_{name.replace(' ', '_')}": handle for name, handle in make_all(other).items()}
+        yield SimpleNamespace(**names, **others, none=None, text="16", fraction=0.5, call=lambda kind: kind())
 
 
-def of_cases(cases: dict[str, tuple[Call, type[Exception], str]]) -> pytest.MarkDecorator:
+def parametrize_cases(cases: dict[str, tuple[Call, type[Exception], str]]) -> pytest.MarkDecorator:
     values = [pytest.param(*case, id=name) for name, case in cases.items()]
     return pytest.mark.parametrize(("call", "error", "text"), values)
 
@@ -100,13 +100,13 @@ CONSTRUCTORS: dict[str, tuple[Call, type[Exception], str]] = {
 }
 
 
-@of_cases(CONSTRUCTORS)
-def test_constructors(there: Objects, call: Call, error: type[Exception], text: str) -> None:
-    before, counts = handles.open_handles(), there.context.counts()
+@parametrize_cases(CONSTRUCTORS)
+def test_constructors(objects: Objects, call: Call, error: type[Exception], text: str) -> None:
+    before, counts = handles.open_handles(), objects.context.counts()
     with pytest.raises(error, match=text):
-        call(there)
+        call(objects)
     assert handles.open_handles() == before
-    assert there.context.counts() == counts
+    assert objects.context.counts() == counts
     # The fixture destroys the parents afterwards, which fails if they were still referenced.
 
 
@@ -139,36 +139,36 @@ def fields(value: AddressVector) -> dict[str, object]:
     return {name: getattr(value, name) for name in value.__slots__ if name != "dgid"}
 
 
-@of_cases(METHODS)
-def test_methods(there: Objects, call: Call, error: type[Exception], text: str) -> None:
-    counts, qp = there.context.counts(), there.qp.query()
+@parametrize_cases(METHODS)
+def test_methods(objects: Objects, call: Call, error: type[Exception], text: str) -> None:
+    counts, qp = objects.context.counts(), objects.qp.query()
     with pytest.raises(error, match=text):
-        call(there)
-    assert there.context.counts() == counts
-    assert there.qp.query() == qp
+        call(objects)
+    assert objects.context.counts() == counts
+    assert objects.qp.query() == qp
 
 
 FRACTIONS: dict[str, Call] = {
-    "places of a completion queue": lambda o: handles.CompletionQueue(o.context, 1 + o.half),
+    "places of a completion queue": lambda o: handles.CompletionQueue(o.context, 1 + o.fraction),
     "events to acknowledge": lambda o: o.queue.ack_events(0.5),
     "port": lambda o: o.context.query_port(1.5),
     "PSN": lambda o: o.qp.modify(rq_psn=0.5),
-    "descriptor": lambda o: parent_domain.XrcDomain(o.context, 1 + o.half),
-    "NUMA node": lambda o: allocators.NumaAllocator(o.half),
-    "units of a turn": lambda o: data_path.spend(o.half),
+    "descriptor": lambda o: parent_domain.XrcDomain(o.context, 1 + o.fraction),
+    "NUMA node": lambda o: allocators.NumaAllocator(o.fraction),
+    "units of a turn": lambda o: data_path.spend(o.fraction),
 }
 
 
 @pytest.mark.parametrize("call", FRACTIONS.values(), ids=FRACTIONS)
-def test_what_is_no_integer_is_not_cut_off(there: Objects, call: Call) -> None:
-    counts, qp = there.context.counts(), there.qp.query()
+def test_fractions_are_refused_for_integers(objects: Objects, call: Call) -> None:
+    counts, qp = objects.context.counts(), objects.qp.query()
     with pytest.raises(TypeError, match="integer"):
-        call(there)
-    assert there.context.counts() == counts
-    assert there.qp.query() == qp
+        call(objects)
+    assert objects.context.counts() == counts
+    assert objects.qp.query() == qp
 
 
-def test_what_fails_after_the_verb_takes_the_object_back(
+def test_a_failure_after_the_verb_destroys_the_object(
     inline: software.Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupted(**_: int) -> QpCapabilities:

@@ -70,7 +70,7 @@ RAISED: dict[EventType, Callable[[software.Context], handles.Handle]] = {
 
 
 @pytest.mark.parametrize("event_type", RAISED, ids=lambda event_type: event_type.name)
-def test_an_event_keeps_its_element(context: software.Context, event_type: EventType) -> None:
+def test_an_unacknowledged_event_keeps_its_object_open(context: software.Context, event_type: EventType) -> None:
     """Destroying an object with unacknowledged events is refused, since the verb would wait for the acknowledgement."""
     element = RAISED[event_type](context)
     event = next_event(context)
@@ -89,7 +89,7 @@ def test_an_event_keeps_its_element(context: software.Context, event_type: Event
     assert event.element is element
 
 
-def test_the_port_goes_down_and_up(context: software.Context) -> None:
+def test_port_events_reach_every_context(context: software.Context) -> None:
     """The port belongs to the device, so every context gets the event."""
     with opened("inline") as other:
         for up, event_type, state in (
@@ -97,18 +97,18 @@ def test_the_port_goes_down_and_up(context: software.Context) -> None:
             (True, EventType.PORT_ACTIVE, PortState.ACTIVE),
         ):
             other.faults.set_port(up)
-            for told in (context, other):
-                assert told.query_port().state is state
-                event = next_event(told)
+            for each in (context, other):
+                assert each.query_port().state is state
+                event = next_event(each)
                 assert (event.event_type, event.element, event.port_num) == (event_type, None, 1)
                 assert repr(event) == f"<AsyncEvent {event_type.name}>"
                 with pytest.raises(BusyResourceError, match=r"open objects|1 of its asynchronous events"):
-                    told.destroy()
+                    each.destroy()
                 event.ack()
-                assert told.get_async_event() is None
+                assert each.get_async_event() is None
 
 
-def test_a_context_stays_for_its_event(context: software.Context) -> None:
+def test_an_unacknowledged_event_keeps_its_context_open(context: software.Context) -> None:
     context.faults.lose_device()
     event = next_event(context)
     with pytest.raises(BusyResourceError, match="1 of its asynchronous events were not acknowledged"):
@@ -131,7 +131,7 @@ def test_an_acknowledgement_from_another_thread(context: software.Context) -> No
 
 
 @pytest.mark.every_way
-def test_the_descriptor_tells_of_an_event(context: software.Context) -> None:
+def test_the_descriptor_is_readable_while_an_event_waits(context: software.Context) -> None:
     for _ in range(3):
         assert context.get_async_event() is None
     assert not readable(context)
@@ -153,7 +153,7 @@ def test_an_acknowledgement_is_given_once(context: software.Context) -> None:
         event.ack()
 
 
-def test_several_of_one_object(context: software.Context) -> None:
+def test_several_events_of_one_object(context: software.Context) -> None:
     qp = raise_sq_drained(context)
     first = next_event(context)
     qp.modify(QpState.RTS)
@@ -168,7 +168,7 @@ def test_several_of_one_object(context: software.Context) -> None:
     qp.destroy()
 
 
-def test_a_forgotten_event_acknowledges_itself_and_says_so(context: software.Context) -> None:
+def test_a_dropped_event_is_acknowledged_with_a_warning(context: software.Context) -> None:
     qp = raise_sq_drained(context)
     event = next_event(context)
     events = [event]
@@ -178,7 +178,7 @@ def test_a_forgotten_event_acknowledges_itself_and_says_so(context: software.Con
     qp.destroy()
 
 
-def test_one_that_was_acknowledged_is_forgotten_in_silence(context: software.Context) -> None:
+def test_an_acknowledged_event_is_dropped_silently(context: software.Context) -> None:
     raise_sq_drained(context)
     next_event(context).ack()
     gc.collect()
@@ -188,12 +188,12 @@ def test_one_that_was_acknowledged_is_forgotten_in_silence(context: software.Con
 def test_a_child_of_a_fork_acknowledges_nothing(context: software.Context) -> None:
     qp = raise_sq_drained(context)
     event = next_event(context)
-    taken = [event]
+    events = [event]
 
     def child() -> None:
         with pytest.raises(ForkedProcessError):
-            taken[0].ack()
-        taken.clear()
+            events[0].ack()
+        events.clear()
         gc.collect()
         with pytest.raises(ForkedProcessError):
             context.get_async_event()
@@ -216,7 +216,7 @@ def test_events_come_from_a_context_only() -> None:
         context.get_async_event()
 
 
-def test_an_event_is_taken_while_its_object_is_destroyed() -> None:
+def test_an_event_is_read_while_its_object_is_destroyed() -> None:
     """Destroying waits for requests in execution; an event that is read meanwhile is acknowledged at once."""
     with opened("thread") as context:
         busy, target = make_pair(context, size=32 << 20)

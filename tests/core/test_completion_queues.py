@@ -19,7 +19,7 @@ WRITE, SIGNALED = SendOpcode.RDMA_WRITE, SendFlags.SIGNALED
 
 
 @pytest.mark.parametrize("extended", [False, True])
-def test_another_size(context: software.Context, kind: str, extended: bool) -> None:
+def test_resizing_keeps_completions(context: software.Context, kind: str, extended: bool) -> None:
     near, _ = make_pair(context, kind, extended=extended)
     for number in range(10):
         post_send(near.qp, WRITE, wr_id=number, flags=SIGNALED)

@@ -24,12 +24,12 @@ ENDPOINTS = st.builds(
 
 
 @given(endpoint=ENDPOINTS)
-def test_it_comes_back_from_the_wire(endpoint: Endpoint) -> None:
+def test_an_endpoint_survives_encoding(endpoint: Endpoint) -> None:
     assert Endpoint.from_bytes(bytes(endpoint)) == endpoint
     assert Endpoint.from_bytes(bytearray(bytes(endpoint))) == endpoint
 
 
-def test_its_wire_form_is_fixed() -> None:
+def test_the_wire_format_is_fixed() -> None:
     endpoint = Endpoint(
         GID, 0x010203, 0x040506, Mtu.MTU_1024, qp_type=QpType.UD, max_rd_atomic=7, max_dest_rd_atomic=8, qkey=9, lid=10
     )
@@ -48,7 +48,7 @@ def test_its_wire_form_is_fixed() -> None:
         (b"\1\2" + GID + b"\1" + bytes(13) + b"\3\0\0", "`qp_num` must fit in 24 bits"),
     ],
 )
-def test_what_is_none_on_the_wire(data: bytes, text: str) -> None:
+def test_invalid_wire_data_is_refused(data: bytes, text: str) -> None:
     with pytest.raises(ValueError, match=text):
         Endpoint.from_bytes(data)
 
@@ -65,7 +65,7 @@ def test_what_is_none_on_the_wire(data: bytes, text: str) -> None:
         (lambda: Endpoint(GID, 1, 1, Mtu.MTU_256, max_dest_rd_atomic=-1), "`max_dest_rd_atomic` must fit in 8 bits"),
     ],
 )
-def test_what_is_none(make: Callable[[], Endpoint], text: str) -> None:
+def test_invalid_fields_are_refused(make: Callable[[], Endpoint], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         make()
 
@@ -86,12 +86,12 @@ OTHER_SUBNET = bytes(8) + GID[8:]
         pytest.param(end(lid=3), end(OTHER_SUBNET, lid=4), OTHER_SUBNET, 4, id="two subnets"),
     ],
 )
-def test_the_way(local: Endpoint, remote: Endpoint, dgid: bytes, dlid: int) -> None:
-    way = local.path_to(remote, port_num=2, sgid_index=5)
-    assert way == AddressVector(dgid=dgid, sgid_index=5, port_num=2, dlid=dlid)
+def test_the_path_to_a_remote_endpoint(local: Endpoint, remote: Endpoint, dgid: bytes, dlid: int) -> None:
+    vector = local.path_to(remote, port_num=2, sgid_index=5)
+    assert vector == AddressVector(dgid=dgid, sgid_index=5, port_num=2, dlid=dlid)
 
 
-def test_no_way() -> None:
+def test_incompatible_endpoints_have_no_path() -> None:
     for local, remote in ((end(), end(lid=4)), (end(lid=3), end())):
         with pytest.raises(ValueError, match="one endpoint has a LID"):
             local.path_to(remote, port_num=1, sgid_index=0)

@@ -10,7 +10,7 @@ from aioverbs._core.software import software
 from aioverbs.types import AccessFlags
 
 
-def test_a_region_of_a_process_that_may_lock_no_memory() -> None:
+def test_registration_without_permission_to_lock_memory() -> None:
     context = software.Context.open()
     try:
         pd = handles.ProtectionDomain(context)

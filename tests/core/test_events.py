@@ -44,7 +44,7 @@ def next_event(channel: handles.CompletionChannel) -> handles.CompletionQueue:
     return queue
 
 
-def settle(end: End, count: int = 1) -> None:
+def take_completions(end: End, count: int = 1) -> None:
     """Take `count` completions, and wait until their events have been raised, too."""
     wait_for(end.cq, count)
     end.qp.query()  # waits for the device to finish executing
@@ -60,7 +60,7 @@ def test_an_event_for_the_next_completion(channel: handles.CompletionChannel, pa
     post_send(near.qp, WRITE, flags=SIGNALED)
     assert next_event(channel) is near.cq
     near.cq.ack_events()
-    settle(near, 2)
+    take_completions(near, 2)
     assert channel.get_event() is None  # one event for any number of completions
     assert not readable(channel)
 
@@ -71,7 +71,7 @@ def test_solicited_only(channel: handles.CompletionChannel, pair: tuple[End, End
         post_recv(far.qp)
     far.cq.request_notify(solicited_only=True)
     post_send(near.qp, SEND)
-    settle(far)
+    take_completions(far)
     assert channel.get_event() is None
     post_send(near.qp, SEND, flags=SendFlags.SOLICITED)
     assert next_event(channel) is far.cq
@@ -99,7 +99,7 @@ def test_a_channel_of_many_queues(context: software.Context, channel: handles.Co
         queue.ack_events()
 
 
-def test_what_was_not_acknowledged_keeps_the_queue(channel: handles.CompletionChannel, pair: tuple[End, End]) -> None:
+def test_unacknowledged_events_keep_the_queue_open(channel: handles.CompletionChannel, pair: tuple[End, End]) -> None:
     """Destroying a queue with unacknowledged events is refused, since the verb would wait for the acknowledgement."""
     near, _ = pair
     near.qp.destroy()
@@ -113,8 +113,8 @@ def test_what_was_not_acknowledged_keeps_the_queue(channel: handles.CompletionCh
         assert next_event(channel) is near.cq
         succeed(near.cq)
     qp.destroy()
-    for left in (3, 2, 1):
-        with pytest.raises(BusyResourceError, match=f"{left} of its events were not acknowledged"):
+    for remaining in (3, 2, 1):
+        with pytest.raises(BusyResourceError, match=f"{remaining} of its events were not acknowledged"):
             near.cq.destroy()
         assert poll(near.cq) == []
         near.cq.ack_events(1)
@@ -123,7 +123,7 @@ def test_what_was_not_acknowledged_keeps_the_queue(channel: handles.CompletionCh
     near.cq.destroy()
 
 
-def test_an_event_is_taken_while_its_queue_is_destroyed() -> None:
+def test_an_event_is_read_while_its_queue_is_destroyed() -> None:
     """Destroying waits for requests in execution, and an event may be read meanwhile.
 
     The event is then acknowledged at once: the verb would wait for that as well, and no other code could do so any

@@ -18,7 +18,7 @@ from tests.core.pairs import connect, make_end, make_pair
 from tests.core.contexts import open_context
 from tests.raw_verbs import post_send
 
-def busy(mode="thread-delayed", delay_ns=20_000_000, count=100):
+def make_busy_pair(mode="thread-delayed", delay_ns=20_000_000, count=100):
     near, far = make_pair(open_context(mode, delay_ns), "thread domain", size=1 << 20)
     for _ in range(count):
         post_send(near.qp,
@@ -31,12 +31,14 @@ SCRIPTS = {
     "executing in the middle of destruction": """
         import atexit, time
         atexit.register(time.sleep, 0.03)  # runs before the core's own
-        busy(delay_ns=25_000_000)
+        make_busy_pair(delay_ns=25_000_000)
     """,
-    "several contexts": "kept = [busy(), busy('inline'), busy(delay_ns=0), busy(count=0)]",
+    "several contexts": """
+        kept = [make_busy_pair(), make_busy_pair('inline'), make_busy_pair(delay_ns=0), make_busy_pair(count=0)]
+    """,
     "sys.exit in a function": """
         def main():
-            cycle = [busy()]
+            cycle = [make_busy_pair()]
             cycle.append(cycle)
             sys.exit(0)
         main()
@@ -48,40 +50,40 @@ SCRIPTS = {
         post_send(near.qp, SendOpcode.RDMA_WRITE, flags=SendFlags.SIGNALED)
     """,
     "memory that is freed": """
-        near, far = busy()
+        near, far = make_busy_pair()
         near.memory = far.memory = None
         near = far = None
     """,
     "a daemon thread inside": """
         def work():
             while True:
-                busy("inline", count=10)
+                make_busy_pair("inline", count=10)
         threading.Thread(target=work, daemon=True).start()
         import time
         time.sleep(0.05)
     """,
     "a fork that ends as usual": """
-        near, far = busy()
+        near, far = make_busy_pair()
         import warnings
-        from tests.core.children import wait_for_beginnings
+        from tests.core.children import wait_for_thread_starts
         warnings.simplefilter("ignore", DeprecationWarning)
-        wait_for_beginnings()
+        wait_for_thread_starts()
         child = os.fork()
         if not child:
-            kept = busy()
+            kept = make_busy_pair()
         else:
             assert os.waitpid(child, 0)[1] == 0
     """,
     "destroyed at exit by the user": """
         import atexit
         from aioverbs.testing import destroy_all
-        near, far = busy()
+        near, far = make_busy_pair()
         atexit.register(lambda: destroy_all(handles.open_handles()))
     """,
     "destroyed after the core's own": """
         import atexit
         from aioverbs.testing import destroy_all
-        near, far = busy()
+        near, far = make_busy_pair()
         from aioverbs._core.software import software
         atexit.unregister(software._halt_devices)
         software._halt_devices()
@@ -93,7 +95,7 @@ SCRIPTS = {
 
 
 @pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS)
-def test_the_interpreter_ends(script: str) -> None:
+def test_the_interpreter_exits_silently(script: str) -> None:
     done = subprocess.run(
         [sys.executable, "-P", "-X", "dev", "-W", "error", "-c", PREAMBLE + textwrap.dedent(script)],
         capture_output=True,
@@ -103,8 +105,8 @@ def test_the_interpreter_ends(script: str) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-def test_an_exception_is_told_as_ever() -> None:
-    script = PREAMBLE + "near, far = busy()\nraise LookupError('the one reason')"
+def test_an_exception_is_still_reported() -> None:
+    script = PREAMBLE + "near, far = make_busy_pair()\nraise LookupError('the one reason')"
     done = subprocess.run([sys.executable, "-P", "-c", script], capture_output=True, text=True, timeout=50)
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == "LookupError: the one reason"

@@ -44,61 +44,61 @@ UNCALLED = {"close_device", "query_device_ex", "query_rt_values"}
 
 
 @dataclass
-class Scene:
+class Program:
     """A program that creates and uses one of everything, with the same calls each time, whenever completions arrive."""
 
     context: software.Context
     allocator: Recording = field(default_factory=Recording)
-    made: list[handles.Handle] = field(default_factory=list)
+    created: list[handles.Handle] = field(default_factory=list)
 
-    def keep(self, handle: handles.Handle) -> None:
-        self.made.append(handle)
+    def add(self, handle: handles.Handle) -> None:
+        self.created.append(handle)
 
-    def taken(self, cq: handles.CompletionQueue, count: int) -> None:
+    def take_completions(self, cq: handles.CompletionQueue, count: int) -> None:
         """Take `count` successful completions with one call; completions are held until all have arrived."""
         wait_until(lambda: self.context.faults.held() == count)
         assert self.context.faults.release() == count
         found = poll(cq, count)
         assert [completion.status for completion in found] == [WcStatus.SUCCESS] * count
 
-    def event(self, event_type: EventType, element: handles.Handle) -> None:
+    def take_event(self, event_type: EventType, element: handles.Handle) -> None:
         """Take an asynchronous event that has arrived."""
         event = self.context.get_async_event()
         assert event is not None
         assert (event.event_type, event.element) == (event_type, element)
         event.ack()
 
-    def play(self) -> None:
+    def call_verbs(self) -> None:
         """Call every verb, up to the first that fails."""
         context = self.context
         context.faults.hold()
         context.query_device()
         context.query_port()
         context.query_pkey()
-        way = AddressVector(context.query_gid(1, 1), sgid_index=1)
-        self.keep(pd := handles.ProtectionDomain(context))
-        self.keep(td := parent_domain.ThreadDomain(context))
-        self.keep(domain := parent_domain.ParentDomain(pd, td, self.allocator))
-        self.keep(instance := software.open_shared(context, software.share(pd, SHARE_KEY), SHARE_KEY))
-        self.keep(xrc_domain := parent_domain.XrcDomain(context))
+        vector = AddressVector(context.query_gid(1, 1), sgid_index=1)
+        self.add(pd := handles.ProtectionDomain(context))
+        self.add(td := parent_domain.ThreadDomain(context))
+        self.add(domain := parent_domain.ParentDomain(pd, td, self.allocator))
+        self.add(instance := software.open_shared(context, software.share(pd, SHARE_KEY), SHARE_KEY))
+        self.add(xrc_domain := parent_domain.XrcDomain(context))
         memory = bytearray(256)
         access = AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_READ | AccessFlags.MW_BIND
-        self.keep(region := handles.MemoryRegion(instance, memory, access))
-        self.keep(window := handles.MemoryWindow(pd, MwType.TYPE_1))
-        self.keep(second := handles.MemoryWindow(domain, MwType.TYPE_2))
-        self.keep(ah := handles.AddressHandle(pd, way))
-        self.keep(channel := handles.CompletionChannel(context))
-        self.keep(cq := handles.CompletionQueue(context, 2, channel))
-        self.keep(ex := handles.CompletionQueue(context, 4, extended=True, parent_domain=domain))
+        self.add(region := handles.MemoryRegion(instance, memory, access))
+        self.add(window := handles.MemoryWindow(pd, MwType.TYPE_1))
+        self.add(window_2 := handles.MemoryWindow(domain, MwType.TYPE_2))
+        self.add(ah := handles.AddressHandle(pd, vector))
+        self.add(channel := handles.CompletionChannel(context))
+        self.add(cq := handles.CompletionQueue(context, 2, channel))
+        self.add(ex := handles.CompletionQueue(context, 4, extended=True, parent_domain=domain))
         cq.resize(32)
         ex.resize(32)
         cq.modify(2, 100)
-        self.keep(srq := handles.SharedReceiveQueue(domain, 4, limit=2))
-        self.keep(xrc_srq := handles.SharedReceiveQueue(domain, 4, xrc_domain=xrc_domain, cq=cq))
-        self.keep(qp := handles.QueuePair(domain, ex, ex, CAPABILITIES))
-        self.keep(ud := handles.QueuePair(domain, ex, ex, CAPABILITIES, qp_type=QpType.UD, srq=srq))
-        self.keep(sender := handles.QueuePair(domain, cq, capabilities=CAPABILITIES, qp_type=QpType.XRC_SEND))
-        self.keep(target := handles.QueuePair(xrc_domain=xrc_domain, qp_type=QpType.XRC_RECV))
+        self.add(srq := handles.SharedReceiveQueue(domain, 4, limit=2))
+        self.add(xrc_srq := handles.SharedReceiveQueue(domain, 4, xrc_domain=xrc_domain, cq=cq))
+        self.add(qp := handles.QueuePair(domain, ex, ex, CAPABILITIES))
+        self.add(ud := handles.QueuePair(domain, ex, ex, CAPABILITIES, qp_type=QpType.UD, srq=srq))
+        self.add(sender := handles.QueuePair(domain, cq, capabilities=CAPABILITIES, qp_type=QpType.XRC_SEND))
+        self.add(target := handles.QueuePair(xrc_domain=xrc_domain, qp_type=QpType.XRC_RECV))
 
         to_init(qp)
         to_rtr(qp, qp.qp_num)
@@ -106,44 +106,44 @@ class Scene:
         start_ud(ud)
         start_xrc_receiver(target, sender.qp_num)
         to_init(sender)
-        sender.modify(QpState.RTR, path_mtu=5, dest_qp_num=target.qp_num, rq_psn=0, av=way)
+        sender.modify(QpState.RTR, path_mtu=5, dest_qp_num=target.qp_num, rq_psn=0, av=vector)
         to_rts(sender)
         assert qp.query().qp_state is QpState.RTS
 
-        data, room = (region.address + 200, 8, region.lkey), (region.address, 128, region.lkey)
+        send_entry, receive_entry = (region.address + 200, 8, region.lkey), (region.address, 128, region.lkey)
         memory[200:208] = b"a scene."
-        post_recv(qp, [room])
-        post_send(qp, SendOpcode.SEND, [data], flags=SIGNALED)
-        self.taken(ex, 2)
+        post_recv(qp, [receive_entry])
+        post_send(qp, SendOpcode.SEND, [send_entry], flags=SIGNALED)
+        self.take_completions(ex, 2)
         assert memory[:8] == b"a scene."
 
-        keys = window.rkey, second.rkey
+        keys = window.rkey, window_2.rkey
         bind_window(qp, window, region, region.address, 64, AccessFlags.REMOTE_READ, flags=SIGNALED)
-        bind_window(qp, second, region, region.address, 64, AccessFlags.REMOTE_READ, flags=SIGNALED)
+        bind_window(qp, window_2, region, region.address, 64, AccessFlags.REMOTE_READ, flags=SIGNALED)
         assert window.rkey != keys[0]
-        post_send(qp, SendOpcode.LOCAL_INV, invalidate_rkey=second.rkey, flags=SIGNALED)
-        self.taken(ex, 3)
+        post_send(qp, SendOpcode.LOCAL_INV, invalidate_rkey=window_2.rkey, flags=SIGNALED)
+        self.take_completions(ex, 3)
 
         srq.modify(max_wr=32)
         srq.modify(limit=1)
         assert srq.query().limit == 1
-        post_recv(srq, [room])
-        post_send(ud, SendOpcode.SEND, [data], ah=ah, remote_qpn=ud.qp_num, remote_qkey=QKEY, flags=SIGNALED)
-        self.taken(ex, 2)
-        self.event(EventType.SRQ_LIMIT_REACHED, srq)
+        post_recv(srq, [receive_entry])
+        post_send(ud, SendOpcode.SEND, [send_entry], ah=ah, remote_qpn=ud.qp_num, remote_qkey=QKEY, flags=SIGNALED)
+        self.take_completions(ex, 2)
+        self.take_event(EventType.SRQ_LIMIT_REACHED, srq)
 
-        post_recv(xrc_srq, [room])
+        post_recv(xrc_srq, [receive_entry])
         cq.request_notify()
-        post_send(sender, SendOpcode.SEND, [data], remote_srqn=xrc_srq.number, flags=SIGNALED)
-        self.taken(cq, 2)
+        post_send(sender, SendOpcode.SEND, [send_entry], remote_srqn=xrc_srq.number, flags=SIGNALED)
+        self.take_completions(cq, 2)
         assert channel.get_event() is cq
         cq.ack_events()
         context.faults.unhold()
 
-    def give_back(self) -> Iterator[tuple[handles.Handle, VerbsError]]:
+    def destroy_created(self) -> Iterator[tuple[handles.Handle, VerbsError]]:
         """Destroy everything created, the newest first; retry each failed verb after yielding its error."""
-        while self.made:
-            handle = self.made.pop()
+        while self.created:
+            handle = self.created.pop()
             try:
                 handle.destroy()
             except VerbsError as error:
@@ -152,33 +152,33 @@ class Scene:
             assert handle.closed
 
 
-def run(context: software.Context, check: Callable[[VerbsError], None]) -> int:
+def run_program(context: software.Context, check: Callable[[VerbsError], None]) -> int:
     """Run the program and destroy everything; return how often a verb failed."""
-    scene = Scene(context)
+    program = Program(context)
     failures = 0
     try:
-        scene.play()
+        program.call_verbs()
     except VerbsError as error:
         check(error)
         failures += 1
         # The failed constructor or method released what it held, and left no half-made object.
-        assert children(context) == scene.made
+        assert children(context) == program.created
         context.faults.unhold()
     finished = not failures
-    live = len(scene.allocator.live)
-    for handle, refused in scene.give_back():
+    live = len(program.allocator.live)
+    for handle, refused in program.destroy_created():
         check(refused)
         failures += 1
         assert not handle.closed
         assert handle in handles.open_handles()
         assert context.counts()["overlaps"] == 0
-        assert len(scene.allocator.live) <= live
+        assert len(program.allocator.live) <= live
     assert children(context) == []
     assert not any(context.counts().values())
     assert not select.select([context.async_fd], [], [], 0)[0]
-    assert scene.allocator.live == []
-    assert all(piece.freed == 1 for piece in scene.allocator.pieces)
-    assert not finished or len(scene.allocator.pieces) >= 10
+    assert program.allocator.live == []
+    assert all(piece.freed == 1 for piece in program.allocator.pieces)
+    assert not finished or len(program.allocator.pieces) >= 10
     return failures
 
 
@@ -189,7 +189,7 @@ def unexpected(error: VerbsError) -> None:
 def count_calls(context: software.Context) -> dict[str, int]:
     """Return how often the program calls each verb."""
     context.faults.count_calls()
-    assert run(context, unexpected) == 0
+    assert run_program(context, unexpected) == 0
     return {verb: context.faults.calls(verb) for verb in software.FaultPlan.verbs}
 
 
@@ -224,14 +224,14 @@ def test_every_call_of_every_verb(context: software.Context, calls: dict[str, in
 
             plan.count_calls()
             plan.fail(verb, error, first=k)
-            assert run(context, check) == 1, (verb, k, error)
+            assert run_program(context, check) == 1, (verb, k, error)
             expected.append(("verb", verb, k, error))
             assert plan.records()[-1:] == expected[-1:]
     assert plan.records() == expected
-    assert run(context, unexpected) == 0
+    assert run_program(context, unexpected) == 0
 
 
-def test_a_busy_answer_is_not_the_end_either() -> None:
+def test_ebusy_leaves_the_object_open() -> None:
     """EBUSY of a queue means overlapping calls, and raises an exception of its own; of other objects, a reference to
     them.
 
@@ -243,14 +243,14 @@ def test_a_busy_answer_is_not_the_end_either() -> None:
 
 
 def check_busy(inline: software.Context, verb: str) -> None:
-    scene = Scene(inline)
+    program = Program(inline)
     if verb == "close_device":
-        scene.keep(inline)
+        program.add(inline)
     else:
-        scene.play()
+        program.call_verbs()
     inline.faults.fail(verb, errno.EBUSY, times=0)
     raised: list[Exception] = []
-    for handle in reversed(scene.made):
+    for handle in reversed(program.created):
         try:
             handle.destroy()
         except BusyResourceError:  # its children are open, too, or its busy count refused before the verb
@@ -260,15 +260,15 @@ def check_busy(inline: software.Context, verb: str) -> None:
             raised.append(error)
     assert [record.subject for record in inline.faults.records()] == [verb] * len(inline.faults.records()) != []
     inline.faults.clear()
-    for handle in reversed(scene.made):
+    for handle in reversed(program.created):
         handle.destroy()
-    assert scene.allocator.live == []
+    assert program.allocator.live == []
     overlap = verb in ("destroy_cq", "destroy_qp", "destroy_srq")
     assert all(isinstance(error, ConcurrentAccessError if overlap else VerbsError) for error in raised)
     assert raised or verb in ("close_xrcd", "dereg_mr"), "of which it is told what keeps them"
 
 
-def test_a_queue_that_can_neither_be_armed_nor_go(inline: software.Context) -> None:
+def test_a_queue_that_can_be_neither_armed_nor_destroyed(inline: software.Context) -> None:
     """If two verbs of one constructor fail, the object created by the first stays an open handle."""
     pd = handles.ProtectionDomain(inline)
     inline.faults.fail("modify_srq", errno.EIO)
@@ -278,34 +278,34 @@ def test_a_queue_that_can_neither_be_armed_nor_go(inline: software.Context) -> N
     assert inline.counts()["srqs"] == 1
     with pytest.raises(BusyResourceError):
         pd.destroy()
-    left = children(inline)[-1]
-    assert isinstance(left, handles.SharedReceiveQueue)
-    left.destroy()
+    remaining = children(inline)[-1]
+    assert isinstance(remaining, handles.SharedReceiveQueue)
+    remaining.destroy()
     pd.destroy()
 
 
-def test_several_calls_fail_by_chance(inline: software.Context) -> None:
+def test_several_calls_fail_at_random(inline: software.Context) -> None:
     """Verbs that destroy objects fail as well."""
     plan = inline.faults
-    most = 0
+    most_failures = 0
     for seed in range(15):
         before = len(plan.records())
         plan.seed(seed)
         plan.fail_at_random(50_000, errno.EIO)
-        scene = Scene(inline)
+        program = Program(inline)
         with suppress(VerbsError):
-            scene.play()
+            program.call_verbs()
         plan.unhold()
         for _ in range(1000):
-            left = children(inline)
-            if not left:
+            remaining = children(inline)
+            if not remaining:
                 break
             with suppress(VerbsError):
-                left[-1].destroy()
+                remaining[-1].destroy()
         plan.fail_at_random(0, errno.EIO)
         assert not any(inline.counts().values())
         assert not select.select([inline.async_fd], [], [], 0)[0]
-        assert all(piece.freed == 1 for piece in scene.allocator.pieces)
-        most = max(most, len(plan.records()) - before)
-    assert most > 2
-    assert run(inline, unexpected) == 0
+        assert all(piece.freed == 1 for piece in program.allocator.pieces)
+        most_failures = max(most_failures, len(plan.records()) - before)
+    assert most_failures > 2
+    assert run_program(inline, unexpected) == 0

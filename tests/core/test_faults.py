@@ -41,20 +41,20 @@ from tests.raw_verbs import poll, post_recv, post_send
 from tests.waiting import wait_until
 
 WRITE, SEND, SIGNALED = SendOpcode.RDMA_WRITE, SendOpcode.SEND, SendFlags.SIGNALED
-KEPT = 4096  # number of records kept
+MAX_RECORDS = 4096  # number of records kept
 
 
-def outcomes(context: software.Context, count: int) -> list[int]:
+def query_errnos(context: software.Context, count: int) -> list[int]:
     """Return the errno of each of `count` calls of ``query_device``, 0 for success."""
-    found = []
+    errnos = []
     for _ in range(count):
         try:
             context.query_device()
         except VerbsError as error:
-            found.append(error.errno or -1)
+            errnos.append(error.errno or -1)
         else:
-            found.append(0)
-    return found
+            errnos.append(0)
+    return errnos
 
 
 def statuses(end: End, count: int) -> list[tuple[int, WcStatus]]:
@@ -70,7 +70,7 @@ def write(qp: handles.QueuePair, *wr_ids: int) -> None:
 # ---- Verbs
 
 
-def test_the_error_is_the_verb_s(inline: software.Context) -> None:
+def test_a_planned_error_names_the_verb(inline: software.Context) -> None:
     inline.faults.fail("alloc_pd", errno.ENOSPC)
     with pytest.raises(VerbsError, match="ibv_alloc_pd failed: ENOSPC") as caught:
         handles.ProtectionDomain(inline)
@@ -79,50 +79,50 @@ def test_the_error_is_the_verb_s(inline: software.Context) -> None:
     handles.ProtectionDomain(inline)
 
 
-def test_each_number_of_a_strike_arrives(inline: software.Context) -> None:
+def test_first_every_and_times_select_calls(inline: software.Context) -> None:
     inline.faults.fail("query_device", errno.EIO, first=2, every=3, times=2)
     inline.faults.fail(None, errno.ENOMEM, first=12)
-    assert outcomes(inline, 12) == [0, errno.EIO, 0, 0, errno.EIO, *[0] * 6, errno.ENOMEM]
+    assert query_errnos(inline, 12) == [0, errno.EIO, 0, 0, errno.EIO, *[0] * 6, errno.ENOMEM]
     assert inline.faults.records() == [
         FaultRecord("verb", "query_device", number, error)
         for number, error in ((2, errno.EIO), (5, errno.EIO), (12, errno.ENOMEM))
     ]
 
 
-def test_a_plan_is_one_context_s(inline: software.Context) -> None:
+def test_a_plan_belongs_to_one_context(inline: software.Context) -> None:
     with opened("inline") as other:
         inline.faults.fail("query_device", errno.EIO)
-        assert outcomes(other, 1) == [0]
-        assert outcomes(inline, 1) == [errno.EIO]
+        assert query_errnos(other, 1) == [0]
+        assert query_errnos(inline, 1) == [errno.EIO]
         assert other.faults.records() == []
 
 
 def test_chance_and_seed(inline: software.Context) -> None:
-    def drawn(seed: int) -> list[int]:
+    def draw_errnos(seed: int) -> list[int]:
         inline.faults.seed(seed)
-        return outcomes(inline, 100)
+        return query_errnos(inline, 100)
 
     for per_million, failures in ((1_000_000, 20), (0, 0)):
         inline.faults.fail_at_random(per_million, errno.EPERM)
-        assert outcomes(inline, 20).count(errno.EPERM) == failures
+        assert query_errnos(inline, 20).count(errno.EPERM) == failures
     inline.faults.fail_at_random(250_000, errno.ENFILE)
-    first = drawn(1)
+    first = draw_errnos(1)
     assert 0 < first.count(errno.ENFILE) < 60
-    assert drawn(1) == first != drawn(2)
+    assert draw_errnos(1) == first != draw_errnos(2)
     inline.faults.clear()
-    assert outcomes(inline, 20) == [0] * 20
+    assert query_errnos(inline, 20) == [0] * 20
 
 
 def test_counting(inline: software.Context) -> None:
     plan = inline.faults
-    outcomes(inline, 3)
+    query_errnos(inline, 3)
     assert plan.calls() == plan.calls("query_device") == 0
     plan.count_calls()
-    outcomes(inline, 3)
+    query_errnos(inline, 3)
     inline.query_port()
     assert (plan.calls("query_device"), plan.calls("query_port"), plan.calls("alloc_pd"), plan.calls()) == (3, 1, 0, 4)
     plan.count_calls(False)
-    outcomes(inline, 1)
+    query_errnos(inline, 1)
     assert plan.calls() == 4
     plan.count_calls(True)
     assert plan.calls() == 0
@@ -132,20 +132,20 @@ def test_records_are_kept_up_to_a_number(inline: software.Context) -> None:
     """Records are read in batches."""
     inline.faults.fail("query_device", errno.EIO, times=0)
     for count in (63, 64, 65, 128):
-        outcomes(inline, count - len(inline.faults.records()))
+        query_errnos(inline, count - len(inline.faults.records()))
         assert [record.ordinal for record in inline.faults.records()] == list(range(1, count + 1))
-    outcomes(inline, KEPT)
-    assert [record.ordinal for record in inline.faults.records()] == list(range(1, KEPT + 1))
+    query_errnos(inline, MAX_RECORDS)
+    assert [record.ordinal for record in inline.faults.records()] == list(range(1, MAX_RECORDS + 1))
 
 
-def test_the_last_verb_of_all() -> None:
+def test_close_device_can_fail() -> None:
     for mode in MODES:
         with opened(mode) as context:
             context.faults.fail("close_device", errno.EAGAIN)
             with pytest.raises(VerbsError, match="ibv_close_device failed: EAGAIN"):
                 context.destroy()
             assert not context.closed
-            assert outcomes(context, 1) == [0]
+            assert query_errnos(context, 1) == [0]
 
 
 # ---- Requests, receives and messages
@@ -184,7 +184,7 @@ def test_lost_messages(context: software.Context) -> None:
         assert statuses(near, 1) == [(1, status)]
 
 
-def test_as_late_as_can_be() -> None:
+def test_the_largest_jitter() -> None:
     """Requests with a delay of centuries are flushed instead."""
     with opened("thread") as context:
         near, _ = make_pair(context)
@@ -214,7 +214,7 @@ def test_held_and_released(context: software.Context) -> None:
     assert plan.records() == []  # no fault occurred
 
 
-def released(context: software.Context, seed: int, *, shuffled: bool) -> list[int]:
+def release_order(context: software.Context, seed: int, *, shuffled: bool) -> list[int]:
     """Return the order in which completions of four queue pairs arrive on one queue, by queue pair."""
     domain = make_domain(context, "plain")
     cq = make_queue(context, domain, 64)
@@ -228,23 +228,23 @@ def released(context: software.Context, seed: int, *, shuffled: bool) -> list[in
         for qp in qps:
             write(qp, wr_id)
     assert context.faults.release(shuffled=shuffled) == 32
-    found = poll(cq, 64)
+    errnos = poll(cq, 64)
     context.faults.unhold()
-    return [numbers[completion.qp_num] for completion in found]
+    return [numbers[completion.qp_num] for completion in errnos]
 
 
 def test_shuffled(inline: software.Context) -> None:
-    assert released(inline, 1, shuffled=False) == [number % 4 for number in range(32)]
-    first = released(inline, 1, shuffled=True)
+    assert release_order(inline, 1, shuffled=False) == [number % 4 for number in range(32)]
+    first = release_order(inline, 1, shuffled=True)
     assert first != [number % 4 for number in range(32)]
-    assert released(inline, 1, shuffled=True) == first != released(inline, 2, shuffled=True)
+    assert release_order(inline, 1, shuffled=True) == first != release_order(inline, 2, shuffled=True)
 
 
 # ---- The device
 
 
 @pytest.mark.every_way
-def test_all_of_a_lost_device_goes(context: software.Context) -> None:
+def test_objects_of_a_lost_device_can_be_destroyed(context: software.Context) -> None:
     family = make_all(context)
     context.faults.lose_device()
     event = next_event(context)
@@ -252,13 +252,13 @@ def test_all_of_a_lost_device_goes(context: software.Context) -> None:
     event.ack()
     with pytest.raises(VerbsError, match="ibv_alloc_pd failed: EIO"):
         handles.ProtectionDomain(context)
-    assert outcomes(context, 1) == [errno.EIO]
+    assert query_errnos(context, 1) == [errno.EIO]
     for handle in reversed(list(family.values())):
         handle.destroy()
     assert not [handle for handle in family.values() if not handle.closed]
 
 
-def test_objects_of_others_and_closed_ones(inline: software.Context) -> None:
+def test_objects_of_other_contexts_and_closed_ones_are_refused(inline: software.Context) -> None:
     domain = make_domain(inline, "plain")
     end, srq = make_end(domain), handles.SharedReceiveQueue(domain, 4)
 
@@ -301,11 +301,11 @@ def test_objects_of_others_and_closed_ones(inline: software.Context) -> None:
 def test_arguments(inline: software.Context, arguments: tuple[Any, Any], error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         inline.faults.fail(*arguments)
-    assert outcomes(inline, 3) == [0, 0, 0]
+    assert query_errnos(inline, 3) == [0, 0, 0]
 
 
 @pytest.mark.parametrize(
-    ("strike", "error", "text"),
+    ("selection", "error", "text"),
     [
         ({"first": 0}, ValueError, "first must be from 1 to 9223372036854775807, got 0"),
         ({"first": 1 << 63}, ValueError, "first must be"),
@@ -314,29 +314,29 @@ def test_arguments(inline: software.Context, arguments: tuple[Any, Any], error: 
         ({"times": -1}, ValueError, "times must be from 0"),
     ],
 )
-def test_numbers_of_a_strike(
-    inline: software.Context, strike: dict[str, Any], error: type[Exception], text: str
+def test_invalid_selections_are_refused(
+    inline: software.Context, selection: dict[str, Any], error: type[Exception], text: str
 ) -> None:
     plan = inline.faults
     with pytest.raises(error, match=text):
-        plan.fail("query_device", errno.EIO, **strike)
+        plan.fail("query_device", errno.EIO, **selection)
     with pytest.raises(error, match=text):
-        plan.fail_request(5, **strike)
+        plan.fail_request(5, **selection)
     with pytest.raises(error, match=text):
-        plan.lose_messages(**strike)
+        plan.lose_messages(**selection)
     for frames in (plan.drop_frames, plan.duplicate_frames, plan.cut_at_frames):
         with pytest.raises(error, match=text):
-            frames(**strike)
+            frames(**selection)
     with pytest.raises(error, match=text):
-        plan.delay_frames(1, **strike)
-    assert outcomes(inline, 3) == [0, 0, 0]
+        plan.delay_frames(1, **selection)
+    assert query_errnos(inline, 3) == [0, 0, 0]
 
 
 def test_the_largest_numbers(inline: software.Context) -> None:
     most = (1 << 63) - 1
     inline.faults.fail("query_device", errno.EIO, first=most, every=most, times=most)
     inline.faults.fail("query_device", 4095, first=1, every=most, times=0)
-    assert outcomes(inline, 3) == [4095, 0, 0]
+    assert query_errnos(inline, 3) == [4095, 0, 0]
 
 
 def test_other_arguments(inline: software.Context) -> None:
@@ -393,7 +393,7 @@ def test_arguments_about_frames(inline: software.Context) -> None:
     with pytest.raises(ValueError, match="the sum of all chances must be from 0 to 1000000, got 1000001"):
         plan.disturb_frames_at_random(drop=500_000, cut=500_001)
     plan.disturb_frames_at_random(drop=500_000, cut=500_000, max_delay_ns=(1 << 63) - 1)
-    assert outcomes(inline, 3) == [0, 0, 0]
+    assert query_errnos(inline, 3) == [0, 0, 0]
 
 
 # ---- The plan itself
@@ -433,7 +433,7 @@ def test_every_use_is_listed() -> None:
     assert public == set(USES) | {"break_queue_pair", "break_completion_queue", "break_shared_receive_queue"}
 
 
-def test_it_ends_with_its_context() -> None:
+def test_a_plan_ends_with_its_context() -> None:
     with opened("inline") as context:
         plan = context.faults
     assert plan.context is context
@@ -454,10 +454,10 @@ def test_a_child_of_a_fork_has_no_plan(inline: software.Context) -> None:
                 use(plan)
 
     in_child(child)
-    assert outcomes(inline, 1) == [errno.EIO]
+    assert query_errnos(inline, 1) == [errno.EIO]
 
 
-def test_it_comes_from_a_context_only(inline: software.Context) -> None:
+def test_a_plan_is_not_constructed_directly(inline: software.Context) -> None:
     for arguments in ((), (inline,)):
         with pytest.raises(TypeError):
             software.FaultPlan(*arguments)

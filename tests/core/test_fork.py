@@ -12,7 +12,7 @@ from tests.core.children import allocating, in_child
 from tests.core.contexts import open_context, opened
 from tests.core.family import Family, make_all
 from tests.core.pairs import PATIENCE_S, make_end, make_pair, succeed
-from tests.core.test_handles_closed import IDENTITY, ask, public
+from tests.core.test_handles_closed import IDENTITY, access, public
 from tests.raw_verbs import post_send
 
 WRITE, SIGNALED = SendOpcode.RDMA_WRITE, SendFlags.SIGNALED
@@ -36,23 +36,23 @@ def test_the_child_finds_everything_closed(context: software.Context) -> None:
 
     def child() -> int:
         assert handles.open_handles() == []
-        asked = 0
+        accesses = 0
         for handle in family.values():
             assert handle.closed
             assert repr(handle).endswith(" of soft0 (closed)>")
             for name in set(public(handle)) - IDENTITY:
                 with pytest.raises(ForkedProcessError, match=r"was opened before fork: open the device again"):
-                    ask(handle, name)
-                asked += 1
+                    access(handle, name)
+                accesses += 1
             handle.destroy()
-        return asked
+        return accesses
 
     assert in_child(child) > 40
     assert handles.open_handles() == list(family.values())
     assert not any(handle.closed for handle in family.values())
 
 
-def test_nothing_is_made_of_what_was_inherited(context: software.Context) -> None:
+def test_inherited_parents_are_refused(context: software.Context) -> None:
     pd, channel = handles.ProtectionDomain(context), handles.CompletionChannel(context)
     cq, td = handles.CompletionQueue(context, 4, channel), parent_domain.ThreadDomain(context)
 

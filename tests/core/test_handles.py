@@ -60,7 +60,7 @@ def use(handle: handles.Handle) -> None:
             raise AssertionError(f"nobody said how to use {handle!r}")
 
 
-def test_every_object(context: software.Context) -> None:
+def test_every_kind_of_handle_can_be_created_used_and_destroyed(context: software.Context) -> None:
     family = make_all(context)
     assert context.counts() == COUNTED
     assert handles.open_handles() == list(family.values())
@@ -105,7 +105,7 @@ def test_parents_with_a_child_refuse_and_work_on(context: software.Context, chil
 
 
 @pytest.mark.parametrize("child", DISTINCT)
-def test_nothing_is_made_from_what_is_closed(child: str) -> None:
+def test_closed_parents_are_refused(child: str) -> None:
     """The open parents can be destroyed afterwards."""
     member = MEMBERS[child]
     family: Family = {"context": open_context("inline")}

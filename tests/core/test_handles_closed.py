@@ -62,7 +62,7 @@ CALLS: dict[str, Callable[[Any], object]] = {
 }
 
 
-def ask(handle: handles.Handle, name: str) -> object:
+def access(handle: handles.Handle, name: str) -> object:
     """Read a property, or call a method."""
     if name in CALLS:
         return CALLS[name](handle)
@@ -82,13 +82,13 @@ def public(handle: handles.Handle) -> list[str]:
 
 def test_everything_but_identity_raises(family: list[handles.Handle]) -> None:
     destroy_all(family)
-    asked = 0
+    accesses = 0
     for handle in family:
         for name in set(public(handle)) - IDENTITY:
             with pytest.raises(ClosedResourceError, match="is closed"):
-                print("answered:", handle, name, ask(handle, name))
-            asked += 1
-    assert asked > 40
+                print("answered:", handle, name, access(handle, name))
+            accesses += 1
+    assert accesses > 40
 
 
 def test_identity_stays(family: list[handles.Handle]) -> None:
@@ -106,10 +106,10 @@ def test_identity_stays(family: list[handles.Handle]) -> None:
     assert all(handle.closed for handle in family)
 
 
-def test_open_ones_answer(family: list[handles.Handle]) -> None:
+def test_open_handles_do_not_raise_closed_errors(family: list[handles.Handle]) -> None:
     """Open handles may raise other errors, but not this one: otherwise the first test would prove nothing."""
     for handle in family:
         for name in set(public(handle)) - IDENTITY:
             with contextlib.suppress(VerbsError, ValueError):
-                ask(handle, name)
+                access(handle, name)
     destroy_all(family)

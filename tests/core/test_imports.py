@@ -47,7 +47,7 @@ def slot() -> int:
 
 
 @pytest.mark.parametrize(("path", "error"), [("/dev/null", errno.ENODEV), ("/etc/passwd", errno.EINVAL)])
-def test_what_is_no_descriptor_of_a_device(slot: int, path: str, error: int) -> None:
+def test_importing_a_wrong_descriptor_fails(slot: int, path: str, error: int) -> None:
     fd = os.open(path, os.O_RDONLY)
     before = descriptors_at_first()
     with pytest.raises(VerbsError, match="ibv_import_device") as caught:
@@ -60,12 +60,12 @@ def test_what_is_no_descriptor_of_a_device(slot: int, path: str, error: int) -> 
 
 
 @pytest.mark.parametrize("closes", [False, True])
-def test_a_failing_import_leaves_no_descriptor(slot: int, closes: bool) -> None:
+def test_a_failed_import_leaves_no_descriptor(slot: int, closes: bool) -> None:
     """Some failures close the descriptor and some do not, so the verb gets a duplicate of the caller's."""
-    given: list[int] = []
+    received: list[int] = []
 
     def fail(fd: int) -> None:
-        given.append(fd)
+        received.append(fd)
         if closes:
             os.close(fd)
         ctypes.set_errno(errno.EOPNOTSUPP)
@@ -74,7 +74,7 @@ def test_a_failing_import_leaves_no_descriptor(slot: int, closes: bool) -> None:
     before = descriptors_at_first()
     with replaced(slot, "import_device", fail), pytest.raises(VerbsError, match="EOPNOTSUPP"):
         handles.Context.import_device(fd)
-    assert given != [fd]
+    assert received != [fd]
     assert descriptors() == before
     os.close(fd)
 
@@ -87,18 +87,18 @@ def test_only_exported_verbs_have_a_slot(slot: int) -> None:
 # ---- Protection domains
 
 
-class Lease:
+class FixedFileLock:
     """The file lock of an instance, with a fixed answer."""
 
     def __init__(self, last: bool) -> None:
         self.last = last
-        self.left: list[tuple[bool, bool]] = []
+        self.leave_calls: list[tuple[bool, bool]] = []
 
     def is_last(self) -> bool:
         return self.last
 
     def leave(self, last: bool, failed: bool) -> None:
-        self.left.append((last, failed))
+        self.leave_calls.append((last, failed))
 
 
 class Provider:
@@ -106,7 +106,7 @@ class Provider:
 
     def __init__(self, context: software.Context) -> None:
         self.calls: list[str] = []
-        self.fails = 0  # errno that dealloc_pd returns
+        self.dealloc_errno = 0  # errno that dealloc_pd returns
         self._alloc, self._dealloc = (
             VERB[verb](ctypes.c_void_p.from_address(context.table_slot(verb)).value or 0)
             for verb in ("alloc_pd", "dealloc_pd")
@@ -125,23 +125,23 @@ class Provider:
 
     def dealloc_pd(self, pd: int) -> object:
         self.calls.append("dealloc")
-        return self.fails or self._dealloc(pd)
+        return self.dealloc_errno or self._dealloc(pd)
 
 
 @pytest.fixture
 def provider(context: software.Context) -> Iterator[Provider]:
-    made = Provider(context)
+    created = Provider(context)
     with (
-        replaced(context.table_slot("import_pd"), "import_pd", made.import_pd),
-        replaced(context.table_slot("unimport_pd"), "unimport_pd", made.unimport_pd),
-        replaced(context.table_slot("dealloc_pd"), "dealloc_pd", made.dealloc_pd),
+        replaced(context.table_slot("import_pd"), "import_pd", created.import_pd),
+        replaced(context.table_slot("unimport_pd"), "unimport_pd", created.unimport_pd),
+        replaced(context.table_slot("dealloc_pd"), "dealloc_pd", created.dealloc_pd),
     ):
-        yield made
+        yield created
     assert context.counts()["pds"] == 0
 
 
 def test_an_instance_among_others_is_unimported(context: software.Context, provider: Provider) -> None:
-    lease = Lease(last=False)
+    lease = FixedFileLock(last=False)
     pd = handles.ProtectionDomain.import_pd(context, 5, lease)
     assert type(pd) is handles.ProtectionDomain
     assert pd.lease is lease
@@ -149,49 +149,49 @@ def test_an_instance_among_others_is_unimported(context: software.Context, provi
     region = handles.MemoryRegion(pd, bytearray(64))
     with pytest.raises(BusyResourceError):
         pd.destroy()
-    assert lease.left == []
+    assert lease.leave_calls == []
     region.destroy()
     pd.destroy()
     assert provider.calls == ["import 5", "unimport"]
-    assert lease.left == [(False, False)]
+    assert lease.leave_calls == [(False, False)]
     with pytest.raises(ClosedResourceError):
         _ = pd.handle
 
 
-def test_the_last_one_is_deallocated(context: software.Context, provider: Provider) -> None:
+def test_the_last_instance_is_deallocated(context: software.Context, provider: Provider) -> None:
     pd = handles.ProtectionDomain(context)
     assert pd.handle >= 0
-    pd.lease = lease = Lease(last=True)
-    provider.fails = errno.EINVAL
+    pd.lease = lease = FixedFileLock(last=True)
+    provider.dealloc_errno = errno.EINVAL
     with pytest.raises(VerbsError, match="ibv_dealloc_pd failed: EINVAL"):
         pd.destroy()
     assert not pd.closed
-    provider.fails = 0
+    provider.dealloc_errno = 0
     pd.destroy()
     assert provider.calls == ["dealloc", "dealloc"]
-    assert lease.left == [(True, True), (True, False)]
+    assert lease.leave_calls == [(True, True), (True, False)]
 
 
-def test_what_another_process_left_behind_keeps_only_the_domain(context: software.Context, provider: Provider) -> None:
-    pd = handles.ProtectionDomain.import_pd(context, 5, Lease(last=True))
-    provider.fails = errno.EBUSY
+def test_objects_of_another_process_keep_only_the_domain(context: software.Context, provider: Provider) -> None:
+    pd = handles.ProtectionDomain.import_pd(context, 5, FixedFileLock(last=True))
+    provider.dealloc_errno = errno.EBUSY
     pd.destroy()
     assert provider.calls == ["import 5", "dealloc", "unimport"]
-    provider.fails = 0
+    provider.dealloc_errno = 0
 
 
-def test_what_cannot_be_imported(context: software.Context, provider: Provider) -> None:
-    lease = Lease(last=True)
+def test_a_failed_import_leaves_the_lock(context: software.Context, provider: Provider) -> None:
+    lease = FixedFileLock(last=True)
     with pytest.raises(VerbsError, match="ibv_import_pd failed: ENOENT"):
         handles.ProtectionDomain.import_pd(context, 404, lease)
-    assert lease.left == []
+    assert lease.leave_calls == []
     assert provider.calls == ["import 404"]
 
 
-def test_the_software_device_has_none(context: software.Context) -> None:
+def test_the_software_device_does_not_support_imports(context: software.Context) -> None:
     pd = handles.ProtectionDomain(context)
     with pytest.raises(VerbsError, match="ibv_import_pd failed: EOPNOTSUPP"):
-        handles.ProtectionDomain.import_pd(context, pd.handle, Lease(last=True))
+        handles.ProtectionDomain.import_pd(context, pd.handle, FixedFileLock(last=True))
     with pytest.raises(VerbsError, match="ibv_import_device failed: EOPNOTSUPP"):
         context.dup_cmd_fd()
     pd.destroy()

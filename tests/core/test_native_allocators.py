@@ -36,7 +36,7 @@ from tests.core.pieces import GIB, KIB, MIB, Holder, all_kinds, contents, huge_p
 
 
 @all_kinds
-def test_each_kind_refuses_nonsense(make: Callable[[], NativeAllocator]) -> None:
+def test_each_kind_refuses_invalid_arguments(make: Callable[[], NativeAllocator]) -> None:
     allocator = make()
     assert isinstance(allocator, Allocator)
     assert allocator.native
@@ -67,7 +67,7 @@ def test_each_kind_refuses_nonsense(make: Callable[[], NativeAllocator]) -> None
         allocator.free(address)
 
 
-def test_what_all_have_in_common_is_no_allocator() -> None:
+def test_the_base_class_is_no_allocator() -> None:
     with pytest.raises(TypeError, match="use SharedPageAllocator"):
         NativeAllocator()
 
@@ -100,7 +100,7 @@ def test_wrong_arguments() -> None:
             NumaAllocator(node)
 
 
-def test_the_provider_s_own() -> None:
+def test_the_default_allocator() -> None:
     allocator = DefaultAllocator()
     assert allocator.allocate(8, 8) is USE_DEFAULT
     assert ArenaAllocator(allocator).allocate(8, 8) is USE_DEFAULT
@@ -114,14 +114,14 @@ def test_the_provider_s_own() -> None:
 
 @pytest.mark.parametrize(("page_bytes", "name"), [(2 * MIB, "2 MiB"), (GIB, "1 GiB")])
 def test_huge_pages(page_bytes: int, name: str) -> None:
-    strict, willing = HugePageAllocator(page_bytes, strict=True), HugePageAllocator(page_bytes)
-    assert (strict.page_bytes, strict.strict, willing.strict) == (page_bytes, True, False)
+    strict, lenient = HugePageAllocator(page_bytes, strict=True), HugePageAllocator(page_bytes)
+    assert (strict.page_bytes, strict.strict, lenient.strict) == (page_bytes, True, False)
     if huge_pages_free(page_bytes):
         holder = Holder(strict)
         for size in (8, 8, 100_000, MIB):
-            holder.take(size, 64)
+            holder.allocate(size, 64)
         assert strict.statistics().huge_bytes == strict.statistics().mapped_bytes == page_bytes
-        holder.give_all()
+        holder.free_all()
     else:
         with pytest.raises(
             OSError, match=f"huge pages? of {name} cannot be allocated|has no huge pages of {name}"
@@ -130,16 +130,16 @@ def test_huge_pages(page_bytes: int, name: str) -> None:
         if caught.value.errno == errno.ENOMEM:
             assert re.search(r"`echo NUMBER > /\S+/nr_hugepages`", str(caught.value))
         assert strict.statistics().mapped_bytes == 0
-    holder = Holder(willing)
-    holder.take(8, 8)
+    holder = Holder(lenient)
+    holder.allocate(8, 8)
     if not huge_pages_free(page_bytes) and not huge_pages_free(2 * MIB):
-        assert willing.statistics().huge_bytes == 0
-    assert willing.statistics().mapped_bytes in (256 * KIB, 2 * MIB, page_bytes)
-    holder.give_all()
+        assert lenient.statistics().huge_bytes == 0
+    assert lenient.statistics().mapped_bytes in (256 * KIB, 2 * MIB, page_bytes)
+    holder.free_all()
 
 
 @pytest.mark.parametrize(
-    ("default", "page_bytes", "where", "as_it_boots"),
+    ("default", "page_bytes", "where", "boot_size"),
     [
         (2 * MIB, 2 * MIB, "/proc/sys/vm/nr_hugepages", "2M"),
         (2 * MIB, GIB, "/sys/kernel/mm/hugepages/hugepages-1048576kB/nr_hugepages", "1024M"),
@@ -147,22 +147,22 @@ def test_huge_pages(page_bytes: int, name: str) -> None:
         (2 * MIB, 64 * KIB, "/sys/kernel/mm/hugepages/hugepages-64kB/nr_hugepages", "64K"),  # arm64, 4 KiB pages
     ],
 )
-def test_how_to_get_huge_pages(
-    monkeypatch: pytest.MonkeyPatch, default: int, page_bytes: int, where: str, as_it_boots: str
+def test_the_error_says_how_to_configure_huge_pages(
+    monkeypatch: pytest.MonkeyPatch, default: int, page_bytes: int, where: str, boot_size: str
 ) -> None:
     monkeypatch.setattr(compiled, "_default_huge_page_size", lambda: default)
     text = vars(compiled)["_huge_pages_error_text"](errno.ENOMEM, page_bytes, page_bytes)
     assert f"`echo NUMBER > {where}`" in text
-    assert f"`hugepagesz={as_it_boots} hugepages=NUMBER`" in text
+    assert f"`hugepagesz={boot_size} hugepages=NUMBER`" in text
 
 
-def test_huge_pages_that_no_machine_has() -> None:
+def test_an_unsupported_huge_page_size() -> None:
     with pytest.raises(OSError, match=r"this kernel has no huge pages of 1 MiB; it has: ") as caught:
         HugePageAllocator(MIB, strict=True).allocate(8, 8)
     assert caught.value.errno == errno.EINVAL
     holder = Holder(HugePageAllocator(MIB))
-    holder.take(8, 8)
-    holder.give_all()
+    holder.allocate(8, 8)
+    holder.free_all()
 
 
 def nodes() -> set[int]:
@@ -174,31 +174,31 @@ def nodes() -> set[int]:
 
 @pytest.mark.parametrize("node", [0, 1000])
 def test_nodes(node: int) -> None:
-    strict, willing = NumaAllocator(node, strict=True), NumaAllocator(node)
-    assert (strict.node, strict.strict, willing.strict) == (node, True, False)
-    holder = Holder(willing)
-    holder.take(10_000, 8)
-    bound = willing.statistics().bound_bytes
-    assert bound in (0, willing.statistics().mapped_bytes)
+    strict, lenient = NumaAllocator(node, strict=True), NumaAllocator(node)
+    assert (strict.node, strict.strict, lenient.strict) == (node, True, False)
+    holder = Holder(lenient)
+    holder.allocate(10_000, 8)
+    bound = lenient.statistics().bound_bytes
+    assert bound in (0, lenient.statistics().mapped_bytes)
     if bound:
         assert node in nodes()
         holders = Holder(strict), Holder(ArenaAllocator(strict))
         for each in holders:
-            each.take(10_000, 8)
+            each.allocate(10_000, 8)
         assert strict.statistics().bound_bytes == strict.statistics().mapped_bytes
         for each in holders:
-            each.give_all()
+            each.free_all()
     else:
         with pytest.raises(OSError, match=r"NUMA node") as caught:
             strict.allocate(8, 8)
         assert caught.value.errno in (errno.EINVAL, errno.ENOSYS, errno.EPERM)
     assert node != 1000 or not bound
-    holder.give_all()
+    holder.free_all()
 
 
 # ---- Without the interpreter, and without references
 
-BESIDE = """
+FOREIGN_THREAD_SOURCE = """
 #include <pthread.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -240,7 +240,7 @@ int beside(void *alloc, void *free, void *self)
 def test_no_interpreter_is_needed(tmp_path: Path) -> None:
     """A thread unknown to Python allocates while this thread waits for it and holds the GIL."""
     source, library = tmp_path / "beside.c", tmp_path / "beside.so"
-    source.write_text(BESIDE)
+    source.write_text(FOREIGN_THREAD_SOURCE)
     compiler = shlex.split(os.environ.get("CC", "cc"))
     subprocess.run([*compiler, "-shared", "-fPIC", "-pthread", str(source), "-o", str(library)], check=True)
     beside = ctypes.PyDLL(str(library)).beside
@@ -250,7 +250,7 @@ def test_no_interpreter_is_needed(tmp_path: Path) -> None:
     assert allocator.statistics().pieces == 0
 
 
-def test_memory_outlives_a_forgotten_allocator() -> None:
+def test_memory_outlives_a_dropped_allocator() -> None:
     arena = ArenaAllocator()
     address = arena.allocate(100, 64)
     assert isinstance(address, int)
@@ -260,14 +260,14 @@ def test_memory_outlives_a_forgotten_allocator() -> None:
     assert contents(address, 100) == b"\1" * 100
 
 
-def test_what_is_on_top_keeps_what_is_under() -> None:
+def test_an_allocator_keeps_its_inner_allocator() -> None:
     arena = ArenaAllocator(RecordingAllocator(SharedPageAllocator()))
     holder = Holder(arena)
     gc.collect()
-    holder.take(8, 8)
-    holder.take(MIB, 8)
+    holder.allocate(8, 8)
+    holder.allocate(MIB, 8)
     assert arena.inner.statistics().pieces == 2
-    holder.give_all()
+    holder.free_all()
 
 
 def test_types() -> None:
@@ -297,5 +297,5 @@ def test_types() -> None:
 
 def allocator_of_buffers(allocator: Allocator) -> Allocator:
     """Check that the `Allocator` type accepts the allocators of aioverbs as well."""
-    taken: list[Allocator] = [SharedPageAllocator(), HugePageAllocator(), NumaAllocator(0), allocator]
-    return taken[-1]
+    allocators: list[Allocator] = [SharedPageAllocator(), HugePageAllocator(), NumaAllocator(0), allocator]
+    return allocators[-1]

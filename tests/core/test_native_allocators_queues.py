@@ -84,7 +84,7 @@ def test_queues(context: software.Context, make: Callable[[], NativeAllocator]) 
     assert pieces(allocator) == {}
 
 
-def test_the_default(context: software.Context) -> None:
+def test_queues_with_the_default_allocator(context: software.Context) -> None:
     allocator = RecordingAllocator(DefaultAllocator())
     domain = domain_of(context, allocator)
     near, far = make_end(domain), make_end(domain)
@@ -99,13 +99,13 @@ def test_the_default(context: software.Context) -> None:
 
 def without_memory() -> dict[str, tuple[NativeAllocator, str]]:
     """Return allocators that have no memory here, with the text of their error."""
-    found: dict[str, tuple[NativeAllocator, str]] = {"node": (NumaAllocator(1000, strict=True), "NUMA node")}
+    allocators: dict[str, tuple[NativeAllocator, str]] = {"node": (NumaAllocator(1000, strict=True), "NUMA node")}
     if not huge_pages_free(2 << 20):
-        found["huge pages"] = HugePageAllocator(strict=True), "nr_hugepages|has no huge pages"
-    return found
+        allocators["huge pages"] = HugePageAllocator(strict=True), "nr_hugepages|has no huge pages"
+    return allocators
 
 
-def test_exhaustion(context: software.Context) -> None:
+def test_an_exhausted_allocator_is_the_cause_of_the_error(context: software.Context) -> None:
     """The verb fails with the allocator's errno, and the allocator's error is the cause."""
     for allocator, text in without_memory().values():
         recording = RecordingAllocator(allocator)
@@ -129,7 +129,7 @@ def test_exhaustion(context: software.Context) -> None:
         assert recording.usage()[ResourceKind.decode(CQ)].failures == 2
 
 
-def test_a_cause_is_told_once(inline: software.Context) -> None:
+def test_a_cause_is_reported_once(inline: software.Context) -> None:
     """A later failure for another reason does not have the earlier cause."""
     domain = domain_of(inline, NumaAllocator(1000, strict=True))
     with pytest.raises(VerbsError) as caught:
@@ -167,7 +167,7 @@ def test_the_domain_keeps_its_allocator(context: software.Context) -> None:
     end.cq.destroy()
 
 
-def test_a_fork(context: software.Context) -> None:
+def test_a_forked_child_uses_the_allocator(context: software.Context) -> None:
     """The child has neither the domain nor its memory, and opens its own with the same allocator."""
     allocator = RecordingAllocator(ArenaAllocator())
     domain = domain_of(context, allocator)
@@ -186,7 +186,7 @@ def test_a_fork(context: software.Context) -> None:
     assert domain.held == allocator.statistics().pieces == 4
 
 
-def in_a_foreign_thread(function: Callable[[], None]) -> None:
+def call_in_foreign_thread(function: Callable[[], None]) -> None:
     """Call a function in a thread that Python did not start."""
     libc = ctypes.CDLL(None, use_errno=True)
     failed: list[BaseException] = []
@@ -206,14 +206,14 @@ def in_a_foreign_thread(function: Callable[[], None]) -> None:
 
 
 @pytest.mark.parametrize("make", [ArenaAllocator, lambda: RecordingAllocator(Recording())])
-def test_a_foreign_thread(context: software.Context, make: Callable[[], Allocator | Recording]) -> None:
+def test_queues_made_in_a_foreign_thread(context: software.Context, make: Callable[[], Allocator | Recording]) -> None:
     allocator = make()
     domain = domain_of(context, allocator)
     ends = []
-    in_a_foreign_thread(lambda: ends.append(make_end(domain)))
+    call_in_foreign_thread(lambda: ends.append(make_end(domain)))
     assert domain.held == 4
     end = ends.pop()
-    in_a_foreign_thread(end.qp.destroy)
+    call_in_foreign_thread(end.qp.destroy)
     end.cq.destroy()
     assert domain.held == 0
 
@@ -232,7 +232,7 @@ def test_recording_an_allocator_in_python(context: software.Context) -> None:
         ArenaAllocator(allocator)
     domain = domain_of(context, RecordingAllocator(allocator))
     end = make_end(domain)
-    assert inner.asked == [CQ, RECORD, QP, RECORD]
+    assert inner.resource_types == [CQ, RECORD, QP, RECORD]
     assert pieces(allocator) == {"completion queue": 1, "doorbell record": 2, "queue pair": 1}
     assert allocator.statistics().pieces == domain.held == len(inner.live) == 4
     assert allocator.statistics().mapped_bytes == 0  # not known for an allocator in Python
@@ -243,12 +243,12 @@ def test_recording_an_allocator_in_python(context: software.Context) -> None:
     assert allocator.usage()[ResourceKind.decode(RECORD)].peak_bytes == 16
 
 
-class Oops(Exception):
+class AllocatorError(Exception):
     pass
 
 
-def test_what_an_allocator_in_python_answers() -> None:
-    answers: list[object] = [USE_DEFAULT, None, "nonsense", Oops("no more"), 0, 4096, 4096]
+def test_answers_of_an_allocator_in_python() -> None:
+    answers: list[object] = [USE_DEFAULT, None, "nonsense", AllocatorError("no more"), 0, 4096, 4096]
 
     class Answering:
         def __init__(self) -> None:
@@ -269,7 +269,7 @@ def test_what_an_allocator_in_python_answers() -> None:
     assert allocator.allocate(8, 8, RECORD) is None
     nonsense: object = allocator.allocate(8, 8, RECORD)
     assert nonsense == "nonsense"
-    with pytest.raises(Oops, match="no more"):
+    with pytest.raises(AllocatorError, match="no more"):
         allocator.allocate(8, 8, RECORD)
     assert allocator.allocate(8, 8, RECORD) == 0
     assert allocator.allocate(8, 8, RECORD) == 4096

@@ -19,7 +19,7 @@ from tests.raw_verbs import post_send
 WRITE, SIGNALED = SendOpcode.RDMA_WRITE, SendFlags.SIGNALED
 
 
-def test_a_refused_call_says_so(inline: software.Context) -> None:
+def test_ebusy_raises_concurrent_access_error(inline: software.Context) -> None:
     """EBUSY of a queue raises an exception of its own, and nothing is done."""
     near, _ = make_pair(inline)
     cq, srq = handles.CompletionQueue(inline, 4), handles.SharedReceiveQueue(near.pd, 4)
@@ -48,11 +48,11 @@ def test_a_refused_call_says_so(inline: software.Context) -> None:
 @pytest.mark.every_way
 def test_a_queue_in_use_works_and_is_not_destroyed(context: software.Context) -> None:
     """An allocator that needs the GIL is called in the middle of a resize, while another thread polls."""
-    inside, go_on = threading.Event(), threading.Event()
+    entered, go_on = threading.Event(), threading.Event()
 
     def answer(recording: Recording, size: int, alignment: int, resource_type: int) -> object:
         if recording.pieces[1:]:
-            inside.set()
+            entered.set()
             assert go_on.wait(PATIENCE_S)
         return recording.piece(size, alignment, resource_type).address
 
@@ -63,7 +63,7 @@ def test_a_queue_in_use_works_and_is_not_destroyed(context: software.Context) ->
     connect(near, far)
     resizing = threading.Thread(target=cq.resize, args=(1000,))
     resizing.start()
-    assert inside.wait(PATIENCE_S)
+    assert entered.wait(PATIENCE_S)
     post_send(near, WRITE, wr_id=3, flags=SIGNALED)
     assert [wc.wr_id for wc in wait_for(cq)] == [3]
     near.destroy()
@@ -75,7 +75,7 @@ def test_a_queue_in_use_works_and_is_not_destroyed(context: software.Context) ->
     assert cq.cqe >= 1000
 
 
-def test_one_after_the_other_is_fine_from_any_thread(context: software.Context) -> None:
+def test_sequential_calls_from_different_threads_are_allowed(context: software.Context) -> None:
     """A thread domain belongs to one thread at a time, not to the thread that created it."""
     near, _ = make_pair(context, "thread domain")
 

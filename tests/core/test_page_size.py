@@ -17,8 +17,8 @@ from tests.pace import patience
 pytestmark = [pytest.mark.toolchain, pytest.mark.timeout(patience(240))]
 
 ROOT = Path(__file__).resolve().parents[2]
-ABOUT_MEMORY = [f"core/test_{name}.py" for name in ("allocators", "native_allocators", "native_allocators_queues")]
-ABOUT_MEMORY += ["core/test_shared_domains.py", "manager/test_buffers.py", "sharing/test_shared_memory_access.py"]
+MEMORY_TESTS = [f"core/test_{name}.py" for name in ("allocators", "native_allocators", "native_allocators_queues")]
+MEMORY_TESTS += ["core/test_shared_domains.py", "manager/test_buffers.py", "sharing/test_shared_memory_access.py"]
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def test_python_knows_the_page_size(wide_pages: dict[str, str]) -> None:
     assert output(wide_pages, "-c", "import mmap; print(mmap.PAGESIZE)") == "65536\n"
 
 
-@pytest.mark.parametrize("tests", ABOUT_MEMORY)
+@pytest.mark.parametrize("tests", MEMORY_TESTS)
 def test_memory(wide_pages: dict[str, str], tests: str) -> None:
     """The preloaded library aborts the process on a call that such a kernel refuses, as for a part of a page."""
     printed = output(wide_pages, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/{tests}")

@@ -36,7 +36,7 @@ from tests.core.transitions import (
     UD,
     XRC_RECV,
     XRC_SEND,
-    make_bench,
+    make_factory,
     rule,
 )
 
@@ -46,7 +46,7 @@ every_type = pytest.mark.parametrize("qp_type", TYPES, ids=lambda qp_type: qp_ty
 # Values at the limits, on both sides of them.
 _PSNS = (0, 0xFFFFFF, 0x1000000, 1 << 32, -1)
 _DEPTHS = (0, 1, 16, 17, 255, 256, -1)
-ODD: dict[str, tuple[Any, ...]] = {
+EDGE_VALUES: dict[str, tuple[Any, ...]] = {
     "path_mtu": (0, 1, 5, 6, -1),
     "rq_psn": _PSNS,
     "sq_psn": _PSNS,
@@ -64,7 +64,7 @@ ODD: dict[str, tuple[Any, ...]] = {
     "cur_qp_state": tuple(QpState),
     "en_sqd_async_notify": (False, True),
 }
-PATHS: dict[str, tuple[Any, ...]] = {
+EDGE_VECTORS: dict[str, tuple[Any, ...]] = {
     "dgid": (b"",),
     "sgid_index": (0, 1, 2, 255, 256, -1),
     "port_num": (0, 1, 2, 255, 256, -1),
@@ -79,7 +79,7 @@ PATHS: dict[str, tuple[Any, ...]] = {
 
 
 @every_type
-def test_it_has_the_architectures_rows(qp_type: QpType) -> None:
+def test_the_table_has_the_transitions_of_the_architecture(qp_type: QpType) -> None:
     for before, after in itertools.product(QpState, QpState):
         found = rule(qp_type, before, after)
         assert (after in reachable(qp_type, before)) == (found is not None)
@@ -91,9 +91,9 @@ def test_it_has_the_architectures_rows(qp_type: QpType) -> None:
             assert (set(required), set(optional - required)) == found
 
 
-def test_it_says_yes_where_the_device_does(inline: software.Context) -> None:
+def test_the_table_accepts_what_the_device_accepts(inline: software.Context) -> None:
     """Draw attributes, sometimes too many or too few, with values on both sides of a limit."""
-    bench = make_bench(inline)
+    factory = make_factory(inline)
     limits = Limits.of(inline.query_device(), inline.query_port(1))
     answers = {True: 0, False: 0}
 
@@ -101,67 +101,69 @@ def test_it_says_yes_where_the_device_does(inline: software.Context) -> None:
     @given(data=st.data())
     def compare(data: st.DataObject) -> None:
         qp_type, before = data.draw(st.sampled_from(REACHABLE))
-        good = bench.attributes(before)
-        ways = [after for after in QpState if rule(qp_type, before, after)]
-        after = data.draw(st.sampled_from(ways) | st.sampled_from(QpState))
+        good = factory.attributes(before)
+        targets = [after for after in QpState if rule(qp_type, before, after)]
+        after = data.draw(st.sampled_from(targets) | st.sampled_from(QpState))
         required, optional = rule(qp_type, before, after) or (set(), set())
         names = required | {name for name in sorted(optional) if data.draw(st.booleans())}
         names ^= data.draw(st.just(set()) | st.sets(st.sampled_from(sorted(good)), max_size=1))
         attributes = {name: good[name] for name in names}
         for name in data.draw(st.just(set()) | st.sets(st.sampled_from(sorted(names)), max_size=2)) if names else ():
             if name == "av":
-                part = data.draw(st.sampled_from(sorted(PATHS)))
-                attributes["av"] = replace(good["av"], **{part: data.draw(st.sampled_from(PATHS[part]))})
+                part = data.draw(st.sampled_from(sorted(EDGE_VECTORS)))
+                attributes["av"] = replace(good["av"], **{part: data.draw(st.sampled_from(EDGE_VECTORS[part]))})
             else:
-                attributes[name] = data.draw(st.sampled_from(ODD[name]))
-        says = _says(qp_type, before, after, attributes, limits)
-        qp = bench.make(qp_type, before)
-        assert _does(qp, after, attributes) == says, (after, attributes)
+                attributes[name] = data.draw(st.sampled_from(EDGE_VALUES[name]))
+        accepted = table_accepts(qp_type, before, after, attributes, limits)
+        qp = factory.make(qp_type, before)
+        assert device_accepts(qp, after, attributes) == accepted, (after, attributes)
         qp.destroy()
-        answers[says] += 1
+        answers[accepted] += 1
 
     compare()
     assert min(answers.values()) > 5, "and both answers were heard"
 
 
 @every_type
-def test_it_knows_each_edge(inline: software.Context, qp_type: QpType) -> None:
+def test_the_table_has_the_limits_of_the_device(inline: software.Context, qp_type: QpType) -> None:
     """Try every value of `ODD` and `PATHS`, with otherwise valid attributes, in each transition that allows it."""
-    bench = make_bench(inline)
+    factory = make_factory(inline)
     limits = Limits.of(inline.query_device(), inline.query_port(1))
-    said = set()
+    answers = set()
     for before, after in ((RESET, INIT), (INIT, RTR), (RTR, RTS), (RTS, SQD), (SQD, SQD), (SQD, RTS)):
-        good = bench.attributes(before)
+        good = factory.attributes(before)
         required, optional = transition_rule(qp_type, before, after)
-        odd = [(name, value) for name in sorted(required | optional) for value in ODD.get(name, ())]
+        cases = [(name, value) for name in sorted(required | optional) for value in EDGE_VALUES.get(name, ())]
         if "av" in required | optional:
-            odd += [("av", replace(good["av"], **{part: each})) for part, values in PATHS.items() for each in values]
-        for name, value in odd:
+            cases += [
+                ("av", replace(good["av"], **{part: each})) for part, values in EDGE_VECTORS.items() for each in values
+            ]
+        for name, value in cases:
             attributes = {each: good[each] for each in required} | {name: value}
-            qp = bench.make(qp_type, before)
-            says = _says(qp_type, before, after, attributes, limits)
-            assert _does(qp, after, attributes) == says, (before, after, name, value)
+            qp = factory.make(qp_type, before)
+            accepted = table_accepts(qp_type, before, after, attributes, limits)
+            assert device_accepts(qp, after, attributes) == accepted, (before, after, name, value)
             qp.destroy()
-            said.add(says)
-    assert said == {True, False}
+            answers.add(accepted)
+    assert answers == {True, False}
 
 
-def _says(qp_type: QpType, before: QpState, after: QpState, attributes: dict[str, Any], limits: Limits) -> bool:
+def table_accepts(qp_type: QpType, before: QpState, after: QpState, attributes: dict[str, Any], limits: Limits) -> bool:
     """Return whether the table accepts the transition."""
-    given_ = dict(attributes)
+    before_call = dict(attributes)
     try:
-        handed = transition(qp_type, before, after, cast(QpAttrs, attributes), limits=limits)
+        result = transition(qp_type, before, after, cast(QpAttrs, attributes), limits=limits)
     except TransitionError as error:
-        told = error.missing or error.unexpected or error.wrong or after not in error.reachable
-        handed = None
+        explained = error.missing or error.unexpected or error.wrong or after not in error.reachable
+        result = None
     else:
-        told = handed == attributes
-    assert told
-    assert attributes == given_
-    return handed is not None
+        explained = result == attributes
+    assert explained
+    assert attributes == before_call
+    return result is not None
 
 
-def _does(qp: handles.QueuePair, after: QpState, attributes: dict[str, Any]) -> bool:
+def device_accepts(qp: handles.QueuePair, after: QpState, attributes: dict[str, Any]) -> bool:
     """Return whether the device accepts the transition."""
     refusal: Exception | None = None
     try:
@@ -177,12 +179,12 @@ def _does(qp: handles.QueuePair, after: QpState, attributes: dict[str, Any]) -> 
 # ---- Paths
 
 
-def test_ways() -> None:
+def test_paths_between_states() -> None:
     for qp_type in TYPES:
-        check_ways(qp_type)
+        check_paths(qp_type)
 
 
-def check_ways(qp_type: QpType) -> None:
+def check_paths(qp_type: QpType) -> None:
     assert path(qp_type, RESET, RTS) == (INIT, RTR, RTS)
     assert path(qp_type, INIT, RTS) == (RTR, RTS)
     assert path(qp_type, ERR, RTS) == (RESET, INIT, RTR, RTS)
@@ -202,7 +204,7 @@ def check_ways(qp_type: QpType) -> None:
 
 
 def test_types_without_a_table() -> None:
-    for ask in (
+    for call in (
         lambda: transition_rule(QpType.RAW_PACKET, RESET, INIT),
         lambda: reachable(QpType.DRIVER, RESET),
         lambda: path(QpType.RAW_PACKET, RESET, RTS),
@@ -210,7 +212,7 @@ def test_types_without_a_table() -> None:
         with pytest.raises(
             ValueError, match=r"no transition table for type \w+: use one of RC, UC, UD, XRC_SEND, XRC_RECV"
         ):
-            ask()
+            call()
     assert {COUNTERPART[COUNTERPART[each]] is each for each in COUNTERPART} == {True}
 
 
@@ -221,7 +223,7 @@ DEFAULTS = QpAttrs(
 )
 
 
-def test_defaults_stand_in_for_what_is_required_only() -> None:
+def test_defaults_replace_required_attributes_only() -> None:
     assert transition(RC, RESET, INIT, {"pkey_index": 3}, defaults=DEFAULTS) == {
         "pkey_index": 3,
         "port_num": 1,
@@ -234,11 +236,11 @@ def test_defaults_stand_in_for_what_is_required_only() -> None:
     assert caught.value.missing == ("max_rd_atomic",)
 
 
-def test_a_plan_gives_each_attribute_to_the_first_that_takes_it() -> None:
-    way = AddressVector(bytes(range(16)))
+def test_a_plan_sets_each_attribute_at_the_first_possible_step() -> None:
+    vector = AddressVector(bytes(range(16)))
     attributes = QpAttrs(
         qp_access_flags=AccessFlags.REMOTE_READ,
-        av=way,
+        av=vector,
         path_mtu=Mtu.MTU_1024,
         dest_qp_num=7,
         rq_psn=8,
@@ -272,8 +274,8 @@ def test_a_plan_is_refused_as_a_whole() -> None:
 
 # ---- Error texts
 
-WAY = AddressVector(bytes(range(16)), sgid_index=1)
-PATH = QpAttrs(av=WAY, path_mtu=Mtu.MTU_1024, dest_qp_num=1, rq_psn=2)
+VECTOR = AddressVector(bytes(range(16)), sgid_index=1)
+PATH = QpAttrs(av=VECTOR, path_mtu=Mtu.MTU_1024, dest_qp_num=1, rq_psn=2)
 
 
 @pytest.mark.parametrize(
@@ -303,9 +305,9 @@ PATH = QpAttrs(av=WAY, path_mtu=Mtu.MTU_1024, dest_qp_num=1, rq_psn=2)
         (UC, INIT, RTR, {**PATH, "path_mtu": 0}, "path_mtu: must be 1 to 4, got 0"),
         (UC, INIT, RTR, {**PATH, "path_mtu": Mtu.MTU_4096}, "path_mtu: must be 1 to 4, got 5"),
         (UC, INIT, RTR, {**PATH, "dest_qp_num": 1 << 24}, "dest_qp_num: must be 0 to 16777215, got 16777216"),
-        (UC, INIT, RTR, {**PATH, "av": replace(WAY, dgid=b"")}, "av.dgid: must be the GID of the peer's port"),
-        (UC, INIT, RTR, {**PATH, "av": replace(WAY, sl=16)}, "av.sl: must be 0 to 15, got 16"),
-        (UC, INIT, RTR, {**PATH, "av": replace(WAY, sgid_index=8)}, "av.sgid_index: must be 0 to 7, got 8"),
+        (UC, INIT, RTR, {**PATH, "av": replace(VECTOR, dgid=b"")}, "av.dgid: must be the GID of the peer's port"),
+        (UC, INIT, RTR, {**PATH, "av": replace(VECTOR, sl=16)}, "av.sl: must be 0 to 15, got 16"),
+        (UC, INIT, RTR, {**PATH, "av": replace(VECTOR, sgid_index=8)}, "av.sgid_index: must be 0 to 7, got 8"),
         (UC, INIT, RTR, {**PATH, "av": "there"}, "av: must be an AddressVector, got 'there'"),
         (RC, SQD, SQD, {"rnr_retry": 8}, "from SQD to SQD: rnr_retry: must be 0 to 7, got 8"),
         (RC, SQD, SQD, {"max_rd_atomic": 17}, "max_rd_atomic: must be 0 to 16, got 17"),
@@ -323,7 +325,9 @@ PATH = QpAttrs(av=WAY, path_mtu=Mtu.MTU_1024, dest_qp_num=1, rq_psn=2)
         ),
     ],
 )
-def test_what_it_says(qp_type: QpType, before: QpState, after: QpState, attributes: QpAttrs, text: str) -> None:
+def test_texts_of_transition_errors(
+    qp_type: QpType, before: QpState, after: QpState, attributes: QpAttrs, text: str
+) -> None:
     limits = Limits(ports=2, pkeys=4, gids=8, mtu=Mtu.MTU_2048, max_rd_atomic=16, max_dest_rd_atomic=32, needs_gid=True)
     with pytest.raises(TransitionError) as caught:
         transition(qp_type, before, after, attributes, limits=limits)
@@ -333,12 +337,12 @@ def test_what_it_says(qp_type: QpType, before: QpState, after: QpState, attribut
     assert caught.value.reachable == reachable(qp_type, before)
 
 
-def test_what_is_no_number_is_a_type_error() -> None:
+def test_a_non_number_is_a_type_error() -> None:
     with pytest.raises(TypeError):
         transition(RC, SQD, SQD, cast(QpAttrs, {"timeout": "long"}))
 
 
-def test_what_still_drains_is_not_changed() -> None:
+def test_attributes_are_not_changed_while_draining() -> None:
     with pytest.raises(TransitionError, match=r"wait for EventType\.SQ_DRAINED") as caught:
         transition(RC, SQD, SQD, {"timeout": 3}, draining=True)
     assert set(caught.value.wrong) == {"sq_draining"}

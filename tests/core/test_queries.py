@@ -40,7 +40,7 @@ def test_tables(context: software.Context) -> None:
     assert context.query_pkey() == 0xFFFF
 
 
-def test_what_a_context_is(context: software.Context) -> None:
+def test_attributes_of_a_context(context: software.Context) -> None:
     assert context.name == "soft0"
     assert context.software
     assert context.context is context
@@ -61,19 +61,19 @@ def test_granted_capabilities(inline: software.Context) -> None:
     assert handles.QueuePair(pd, cq, cq).capabilities.max_send_wr == 16
 
 
-def test_a_queue_pair_tells_what_it_was_told(context: software.Context) -> None:
+def test_query_returns_the_modified_attributes(context: software.Context) -> None:
     qp = make_pair(context)[0].qp
     qp.modify(QpState.RESET)
     assert qp.query().qp_state is QpState.RESET
     assert qp.query().av == AddressVector(port_num=0, hop_limit=0)
 
     to_init(qp, AccessFlags.REMOTE_READ | AccessFlags.LOCAL_WRITE)
-    told = qp.query()
-    assert told.qp_state is QpState.INIT
-    assert told.qp_access_flags == AccessFlags.REMOTE_READ | AccessFlags.LOCAL_WRITE
-    assert (told.pkey_index, told.port_num) == (0, 1)
+    attributes = qp.query()
+    assert attributes.qp_state is QpState.INIT
+    assert attributes.qp_access_flags == AccessFlags.REMOTE_READ | AccessFlags.LOCAL_WRITE
+    assert (attributes.pkey_index, attributes.port_num) == (0, 1)
 
-    way = AddressVector(context.query_gid(1, 1), sgid_index=1, hop_limit=9, flow_label=77, traffic_class=3, sl=2)
+    vector = AddressVector(context.query_gid(1, 1), sgid_index=1, hop_limit=9, flow_label=77, traffic_class=3, sl=2)
     qp.modify(
         QpState.RTR,
         path_mtu=Mtu.MTU_1024,
@@ -81,13 +81,13 @@ def test_a_queue_pair_tells_what_it_was_told(context: software.Context) -> None:
         rq_psn=0xFFFFFF,
         max_dest_rd_atomic=7,
         min_rnr_timer=31,
-        av=way,
+        av=vector,
     )
     qp.modify(QpState.RTS, timeout=31, retry_cnt=7, rnr_retry=6, sq_psn=0x123456, max_rd_atomic=16)
-    told = qp.query()
-    assert told.qp_state is QpState.RTS
-    assert told.av == way
-    assert told.path_mtu == Mtu.MTU_1024
-    assert (told.dest_qp_num, told.rq_psn, told.sq_psn) == (qp.qp_num, 0xFFFFFF, 0x123456)
-    assert (told.max_rd_atomic, told.max_dest_rd_atomic, told.min_rnr_timer) == (16, 7, 31)
-    assert (told.timeout, told.retry_cnt, told.rnr_retry) == (31, 7, 6)
+    attributes = qp.query()
+    assert attributes.qp_state is QpState.RTS
+    assert attributes.av == vector
+    assert attributes.path_mtu == Mtu.MTU_1024
+    assert (attributes.dest_qp_num, attributes.rq_psn, attributes.sq_psn) == (qp.qp_num, 0xFFFFFF, 0x123456)
+    assert (attributes.max_rd_atomic, attributes.max_dest_rd_atomic, attributes.min_rnr_timer) == (16, 7, 31)
+    assert (attributes.timeout, attributes.retry_cnt, attributes.rnr_retry) == (31, 7, 6)

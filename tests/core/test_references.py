@@ -30,7 +30,7 @@ def test_forgetting_open_handles_destroys_nothing() -> None:
     destroy_all(ledger)
 
 
-def test_destroyed_ones_go() -> None:
+def test_destroyed_handles_are_collected() -> None:
     family = make_all(open_context("thread"))
     references = [weakref.ref(handle) for handle in family.values()]
     destroy_all(family.values())
@@ -39,7 +39,7 @@ def test_destroyed_ones_go() -> None:
     assert [reference() for reference in references] == [None] * len(references)
 
 
-def test_a_handle_keeps_what_it_was_made_from(context: software.Context) -> None:
+def test_a_handle_keeps_its_parents(context: software.Context) -> None:
     def make() -> handles.QueuePair:
         cq = handles.CompletionQueue(context, 4, handles.CompletionChannel(context))
         return handles.QueuePair(parent_domain.ParentDomain(handles.ProtectionDomain(context)), cq, cq)
@@ -68,11 +68,11 @@ def test_registered_memory_stays_while_its_region_is_open(context: software.Cont
 
 
 def test_an_allocator_stays_while_the_provider_holds_its_memory(context: software.Context) -> None:
-    class Kept(Recording):
+    class WeakReferenced(Recording):
         pass
 
     def make() -> tuple[Callable[[], Recording | None], handles.CompletionQueue]:
-        allocator = Kept()
+        allocator = WeakReferenced()
         domain = parent_domain.ParentDomain(handles.ProtectionDomain(context), None, allocator)
         return weakref.ref(allocator), handles.CompletionQueue(context, 4, parent_domain=domain)
 
@@ -84,7 +84,7 @@ def test_an_allocator_stays_while_the_provider_holds_its_memory(context: softwar
     assert allocator.live == []
 
 
-def test_what_a_failed_constructor_left_goes(context: software.Context) -> None:
+def test_a_bare_handle_is_collected(context: software.Context) -> None:
     bare = handles.QueuePair.__new__(handles.QueuePair)
     reference = weakref.ref(bare)
     del bare
@@ -92,13 +92,13 @@ def test_what_a_failed_constructor_left_goes(context: software.Context) -> None:
     assert reference() is None
 
 
-def test_requests_under_way_outlive_every_reference() -> None:
+def test_requests_in_flight_outlive_every_reference() -> None:
     with opened("thread-delayed", delay_ns=10_000_000) as context:
-        seen = bytearray(8)
+        memory = bytearray(8)
 
         def post() -> weakref.ref[handles.QueuePair]:
             near, far = make_pair(context)
-            region = handles.MemoryRegion(far.pd, seen, 7)
+            region = handles.MemoryRegion(far.pd, memory, 7)
             near.memory[:8] = b"arrived!"
             post_send(
                 near.qp,
@@ -112,5 +112,5 @@ def test_requests_under_way_outlive_every_reference() -> None:
 
         reference = post()
         gc.collect()
-        wait_until(lambda: seen == b"arrived!")
+        wait_until(lambda: memory == b"arrived!")
         assert reference() in handles.open_handles()

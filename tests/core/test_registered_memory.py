@@ -22,7 +22,7 @@ def pd(inline: software.Context) -> handles.ProtectionDomain:
     return handles.ProtectionDomain(inline)
 
 
-def test_what_a_region_tells(pd: handles.ProtectionDomain) -> None:
+def test_attributes_of_a_region(pd: handles.ProtectionDomain) -> None:
     memory = bytearray(100)
     region = handles.MemoryRegion(pd, memory)
     assert region.address == ctypes.addressof(ctypes.c_char.from_buffer(memory))
@@ -31,7 +31,7 @@ def test_what_a_region_tells(pd: handles.ProtectionDomain) -> None:
     assert region.pd is pd
 
 
-def test_a_bytearray_cannot_be_resized_until_its_last_region_is_gone(pd: handles.ProtectionDomain) -> None:
+def test_a_bytearray_cannot_be_resized_until_its_last_region_is_destroyed(pd: handles.ProtectionDomain) -> None:
     memory = bytearray(8)
     first, second = handles.MemoryRegion(pd, memory), handles.MemoryRegion(pd, memory)
     for region in (first, second):
@@ -42,7 +42,7 @@ def test_a_bytearray_cannot_be_resized_until_its_last_region_is_gone(pd: handles
     assert len(memory) == 9
 
 
-def test_a_parent_that_refuses_keeps_the_memory(pd: handles.ProtectionDomain) -> None:
+def test_a_refused_destruction_keeps_the_memory(pd: handles.ProtectionDomain) -> None:
     memory = bytearray(8)
     handles.MemoryRegion(pd, memory)
     with pytest.raises(BusyResourceError):
@@ -59,7 +59,7 @@ def test_writable_buffers(pd: handles.ProtectionDomain) -> None:
         region.destroy()
 
 
-def test_read_only_memory_is_for_reading(context: software.Context) -> None:
+def test_read_only_memory_can_be_registered_for_reading(context: software.Context) -> None:
     near, far = make_pair(context)
     region = handles.MemoryRegion(far.pd, b"constant", READABLE)
     post_send(near.qp, 4, [near.sge(0, 8)], flags=2, remote_addr=region.address, rkey=region.rkey)
@@ -76,7 +76,7 @@ def test_an_address_and_a_length(pd: handles.ProtectionDomain) -> None:
     assert (region.address, region.length) == (ctypes.addressof(memory), 64)
 
 
-def page_that_is_gone() -> int:
+def unmapped_page() -> int:
     """Return the address of a page that is no longer mapped."""
     memory = mmap.mmap(-1, mmap.PAGESIZE)
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
@@ -109,6 +109,6 @@ def test_refused(pd: handles.ProtectionDomain, memory: Any, access: Any, error: 
         memory.append(0)  # raises BufferError if still exported
 
 
-def test_memory_that_is_not_there(pd: handles.ProtectionDomain) -> None:
+def test_unmapped_memory_is_refused(pd: handles.ProtectionDomain) -> None:
     with pytest.raises(VerbsError, match="ibv_reg_mr failed: EFAULT"):
-        handles.MemoryRegion(pd, (page_that_is_gone(), mmap.PAGESIZE), READABLE)
+        handles.MemoryRegion(pd, (unmapped_page(), mmap.PAGESIZE), READABLE)

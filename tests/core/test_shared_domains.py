@@ -38,7 +38,7 @@ def test_regions_of_one_instance_serve_queue_pairs_of_another(context: software.
         assert near.memory[100:106] == b"shared"
 
 
-def test_what_is_not_given_out(context: software.Context) -> None:
+def test_a_wrong_key_is_refused(context: software.Context) -> None:
     pd = handles.ProtectionDomain(context)
     share = software.share(pd, KEY)
     before = context.counts()
@@ -53,7 +53,7 @@ def test_what_is_not_given_out(context: software.Context) -> None:
     assert context.counts()["mrs"] == before["mrs"]
 
 
-def test_an_instance_is_a_handle_as_any(context: software.Context) -> None:
+def test_an_instance_behaves_like_any_handle(context: software.Context) -> None:
     share = software.share(handles.ProtectionDomain(context), KEY)
     instance = software.open_shared(context, share, KEY)
     assert instance in handles.open_handles()

@@ -39,7 +39,7 @@ def test_receives_of_one_queue_for_many(context: software.Context, kind: str) ->
     assert memory.memory[0:64:16] == b"ABCD"
 
 
-def test_its_limit_and_its_size_change(context: software.Context) -> None:
+def test_a_shared_queue_changes_its_limit_and_size(context: software.Context) -> None:
     domain = make_domain(context, "plain")
     srq = handles.SharedReceiveQueue(domain, 4)
     near, far = make_end(domain), make_end(domain, srq=srq)
@@ -61,21 +61,21 @@ def test_its_limit_and_its_size_change(context: software.Context) -> None:
     assert (srq.query().max_wr, srq.query().limit) == (64, 3)
 
 
-def test_it_tells_its_size(inline: software.Context) -> None:
+def test_attributes_of_a_shared_queue(inline: software.Context) -> None:
     pd = handles.ProtectionDomain(inline)
     srq = handles.SharedReceiveQueue(pd, 10, 3)
-    told = srq.query()
-    assert told.max_wr >= 10
-    assert (told.max_sge, told.limit) == (3, 0)
+    attributes = srq.query()
+    assert attributes.max_wr >= 10
+    assert (attributes.max_sge, attributes.limit) == (3, 0)
     assert handles.SharedReceiveQueue(pd, 10, limit=4).query().limit == 4
-    assert isinstance(told, SrqAttributes)
+    assert isinstance(attributes, SrqAttributes)
     assert srq.pd is pd
     assert (srq.cq, srq.xrc_domain) == (None, None)
     with pytest.raises(VerbsError, match="ibv_get_srq_num failed: EINVAL"):
         srq.number  # noqa: B018
 
 
-def test_a_limit_that_cannot_be_armed_takes_the_queue_back(inline: software.Context) -> None:
+def test_a_queue_whose_limit_cannot_be_armed_is_destroyed(inline: software.Context) -> None:
     pd = handles.ProtectionDomain(inline)
     before = inline.counts()
     with pytest.raises(VerbsError, match="ibv_modify_srq failed: EINVAL"):

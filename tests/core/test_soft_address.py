@@ -14,7 +14,7 @@ from aioverbs._providers.software_names import DEFAULT_PORT, SoftAddress, is_sof
 
 HOSTS = st.one_of(st.ip_addresses(v=4), st.ip_addresses(v=6))
 PORTS = st.integers(1, 65535)
-NOBODYS = "0.0.0.0/8", "169.254.0.0/16", "224.0.0.0/3", "::/96", "::ffff:0:0/96", "fe80::/10", "ff00::/8"
+UNUSABLE_NETWORKS = "0.0.0.0/8", "169.254.0.0/16", "224.0.0.0/3", "::/96", "::ffff:0:0/96", "fe80::/10", "ff00::/8"
 
 
 def make(host: IPv4Address | IPv6Address, port: int) -> SoftAddress | None:
@@ -25,7 +25,7 @@ def make(host: IPv4Address | IPv6Address, port: int) -> SoftAddress | None:
 
 
 @given(host=HOSTS, port=PORTS)
-def test_what_is_written_is_read(host: IPv4Address | IPv6Address, port: int) -> None:
+def test_an_address_is_parsed_from_its_text(host: IPv4Address | IPv6Address, port: int) -> None:
     address = make(host, port)
     assume(address)
     assert address is not None
@@ -36,7 +36,7 @@ def test_what_is_written_is_read(host: IPv4Address | IPv6Address, port: int) -> 
 
 
 @given(text=st.one_of(st.text(max_size=30), st.text("0123456789abcdef.:[]%@", max_size=30)))
-def test_anything_is_read_or_refused(text: str) -> None:
+def test_any_text_is_parsed_or_refused(text: str) -> None:
     with contextlib.suppress(ValueError):
         address = SoftAddress.parse(text)
         assert SoftAddress.parse(str(address)) == address
@@ -65,7 +65,7 @@ def test_addresses(text: str, host: str, port: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("", r"the address is empty: write 10\.0\.0\.1:7470, or \[fd00::1\]:7470"),
         ("fd00::1", r"must be in brackets, as in \[fd00::1\]:7470, got 'fd00::1'"),
@@ -85,14 +85,14 @@ def test_addresses(text: str, host: str, port: int) -> None:
         ("[::1d2e:ffff:a00:1]", "maps an IPv4 address: write 10.0.0.1"),
     ],
 )
-def test_what_is_no_address(text: str, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_invalid_addresses_are_refused(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         SoftAddress.parse(text)
-    with pytest.raises(ValueError, match="is not the name of a software device: .*" + said):
+    with pytest.raises(ValueError, match="is not the name of a software device: .*" + message):
         software.open_context(f"soft0@{text}")
 
 
-@given(host=st.sampled_from(NOBODYS).flatmap(lambda network: st.ip_addresses(network=network)), port=PORTS)
+@given(host=st.sampled_from(UNUSABLE_NETWORKS).flatmap(lambda network: st.ip_addresses(network=network)), port=PORTS)
 def test_the_device_refuses_the_same(host: IPv4Address | IPv6Address, port: int) -> None:
     assume(not host.is_loopback)
     with pytest.raises(ValueError, match="cannot be a software device's address"):
@@ -119,7 +119,7 @@ def test_a_device_has_the_name_and_the_gid() -> None:
             each.destroy()
 
 
-def test_no_address_at_all() -> None:
+def test_addresses_of_wrong_length_are_refused() -> None:
     for address in (b"", bytes(5), bytes(17)):
         with pytest.raises(ValueError, match=f"4 or 16 bytes, got {len(address)}"):
             Context.open(address=(address, 1))

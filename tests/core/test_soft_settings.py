@@ -14,15 +14,15 @@ from aioverbs._providers.software_settings import SoftSettings
 P = "AIOVERBS_SOFT_"
 
 
-def test_nothing_is_said() -> None:
+def test_default_settings() -> None:
     assert SoftSettings.read({}, 1000) == SoftSettings(b"/tmp/aioverbs-1000")
     empty = {f"{P}{name}": "" for name in ("ADDRESS", "DIRECTORY", "USERS", "SECRET", "DIRECT", "SPIN")}
     assert SoftSettings.read(empty, 1000) == SoftSettings(b"/tmp/aioverbs-1000")
     assert SoftSettings.read({"XDG_RUNTIME_DIR": "/run/user/7/"}, 7) == SoftSettings(b"/run/user/7/aioverbs")
 
 
-def test_all_is_said() -> None:
-    said = {
+def test_all_settings() -> None:
+    environment = {
         f"{P}ADDRESS": "[fd00::1]:7471",
         f"{P}DIRECTORY": "/run/peers",
         f"{P}USERS": "0, 1000,4294967294",
@@ -31,13 +31,13 @@ def test_all_is_said() -> None:
         f"{P}SPIN": "1000000",
         "XDG_RUNTIME_DIR": "/run/user/7",
     }
-    assert SoftSettings.read(said, 7) == SoftSettings(
+    assert SoftSettings.read(environment, 7) == SoftSettings(
         b"/run/peers", SoftAddress.parse("[fd00::1]:7471"), (0, 1000, 4294967294), b"open sesame", False, 1_000_000
     )
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "said"),
+    ("name", "text", "message"),
     [
         ("ADDRESS", "localhost", "AIOVERBS_SOFT_ADDRESS: 'localhost' .* is not an IP address"),
         ("DIRECTORY", "peers", "AIOVERBS_SOFT_DIRECTORY: a path must begin with /, got 'peers'"),
@@ -52,18 +52,18 @@ def test_all_is_said() -> None:
         ("SPIN", "1000001", "AIOVERBS_SOFT_SPIN: a time in microseconds must be 0 to 1000000, got '1000001'"),
     ],
 )
-def test_what_is_wrong(name: str, text: str, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_invalid_settings_are_refused(name: str, text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         SoftSettings.read({P + name: text}, 7)
 
 
-def test_a_runtime_directory_of_no_use() -> None:
-    for path, said in (("run", "must begin with /"), ("/" + 70 * "r", "at most 74 bytes")):
-        with pytest.raises(ValueError, match=f"XDG_RUNTIME_DIR: .*{said}.*; or set AIOVERBS_SOFT_DIRECTORY"):
+def test_an_invalid_runtime_directory_is_refused() -> None:
+    for path, message in (("run", "must begin with /"), ("/" + 70 * "r", "at most 74 bytes")):
+        with pytest.raises(ValueError, match=f"XDG_RUNTIME_DIR: .*{message}.*; or set AIOVERBS_SOFT_DIRECTORY"):
             SoftSettings.read({"XDG_RUNTIME_DIR": path}, 7)
 
 
-def test_what_the_device_has_no_room_for() -> None:
+def test_settings_too_long_for_the_device() -> None:
     wrongs: list[dict[str, Any]] = [{"directory": 108 * b"/"}, {"users": (1,) * 65}, {"secret": 257 * b"s"}]
     for wrong in wrongs:
         settings = replace(SoftSettings(b"/tmp/peers"), **wrong)
@@ -73,12 +73,12 @@ def test_what_the_device_has_no_room_for() -> None:
 
 @given(secret=st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=20, max_size=300))
 def test_a_secret_is_not_shown(secret: str) -> None:
-    said = {f"{P}SECRET": secret}
+    environment = {f"{P}SECRET": secret}
     if len(os.fsencode(secret)) <= 256:
-        settings = SoftSettings.read(said, 7)
+        settings = SoftSettings.read(environment, 7)
         assert settings.secret == os.fsencode(secret)
         assert secret not in repr(settings)
         return
     with pytest.raises(ValueError, match="AIOVERBS_SOFT_SECRET: a secret must have at most 256 bytes, got") as caught:
-        SoftSettings.read(said, 7)
+        SoftSettings.read(environment, 7)
     assert secret not in f"{caught.value!r} {caught.value.__cause__}"

@@ -22,9 +22,9 @@ from tests.core.rules import Rules
 
 ENOUGH = 75  # examples, enough to reach all of the coverage asserted below
 
-done: Counter[tuple[QpType, int, WcStatus]] = Counter()
-told: Counter[EventType] = Counter()
-reached: Counter[str] = Counter()
+taken_completions: Counter[tuple[QpType, int, WcStatus]] = Counter()
+taken_events: Counter[EventType] = Counter()
+coverage: Counter[str] = Counter()
 
 
 class Device(Rules):
@@ -38,9 +38,9 @@ class Device(Rules):
         try:
             if sys.exc_info()[0] is None:
                 self.twins.finish()
-                done.update(self.twins.done)
-                told.update(self.twins.told)
-                reached.update(self.twins.fabric.memory.reached)
+                taken_completions.update(self.twins.taken_completions)
+                taken_events.update(self.twins.taken_events)
+                coverage.update(self.twins.fabric.memory.coverage)
         finally:
             self.twins.close()
             destroy_all(handles.open_handles())
@@ -48,9 +48,9 @@ class Device(Rules):
 
 @pytest.mark.timeout(280)  # shrinking a failure takes minutes
 def test_device() -> None:
-    done.clear()
-    told.clear()
-    reached.clear()
+    taken_completions.clear()
+    taken_events.clear()
+    coverage.clear()
     profile = settings.default
     assert profile is not None
     run_state_machine_as_test(
@@ -63,7 +63,7 @@ def test_device() -> None:
         ),
     )
     # All of these were reached, most of them often.
-    assert {status for _, _, status in done} >= {
+    assert {status for _, _, status in taken_completions} >= {
         WcStatus.SUCCESS,
         WcStatus.LOC_LEN_ERR,
         WcStatus.LOC_PROT_ERR,
@@ -73,9 +73,9 @@ def test_device() -> None:
         WcStatus.RNR_RETRY_EXC_ERR,
         WcStatus.WR_FLUSH_ERR,
     }
-    succeeded = {(kind, side) for kind, side, status in done if status is WcStatus.SUCCESS}
+    succeeded = {(kind, side) for kind, side, status in taken_completions if status is WcStatus.SUCCESS}
     assert succeeded == {(kind, SEND_SIDE) for kind in SENDERS} | {(kind, RECEIVE_SIDE) for kind in RECEIVERS}
-    assert set(reached) >= {
+    assert set(coverage) >= {
         "UC arrived",
         "UC dropped",
         "UC stopped",
@@ -89,7 +89,7 @@ def test_device() -> None:
         "unbound",
         "invalidated",
     }
-    assert set(told) >= {
+    assert set(taken_events) >= {
         EventType.COMM_EST,
         EventType.QP_ACCESS_ERR,
         EventType.QP_REQ_ERR,

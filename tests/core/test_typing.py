@@ -17,7 +17,7 @@ def test_types(inline: software.Context) -> None:
     region = handles.MemoryRegion(pd, bytearray(8))
     qp = handles.QueuePair(domain, cq, cq)
 
-    told: list[tuple[object, type]] = [
+    values: list[tuple[object, type]] = [
         (assert_type(inline.name, str), str),
         (assert_type(inline.software, bool), bool),
         (assert_type(inline.address, int), int),
@@ -43,6 +43,6 @@ def test_types(inline: software.Context) -> None:
         (assert_type(qp.closed, bool), bool),
         (assert_type(handles.open_handles(), list[handles.Handle]), list),
     ]
-    for value, kind in told:
-        assert isinstance(value, kind)
+    for value, expected in values:
+        assert isinstance(value, expected)
     assert len(children(inline)) == 7

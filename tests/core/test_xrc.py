@@ -110,7 +110,7 @@ def test_one_connection_reaches_the_queues_of_all_processes_of_a_domain(context:
         target.destroy()
 
 
-def test_depths_that_it_has_not(inline: software.Context) -> None:
+def test_xrc_queue_pairs_lack_one_queue(inline: software.Context) -> None:
     sender = make_sender(inline)
     target = handles.QueuePair(xrc_domain=parent_domain.XrcDomain(inline), qp_type=QpType.XRC_RECV)
     assert sender.qp.capabilities.max_send_wr == 128

@@ -7,7 +7,7 @@ from aioverbs import AccessFlags, Mtu, QpState, QpType, SendOpcode, WcStatus
 from aioverbs._core.handles import handles, parent_domain
 from aioverbs._core.software import software
 from tests.core.pairs import CAPABILITIES, wait_for
-from tests.core.transports import QKEY, way_to
+from tests.core.transports import QKEY, path_to_self
 from tests.raw_verbs import post_send
 
 RC, UC, UD, XRC_SEND, XRC_RECV = QpType.RC, QpType.UC, QpType.UD, QpType.XRC_SEND, QpType.XRC_RECV
@@ -79,14 +79,14 @@ def rule(qp_type: QpType, before: QpState, after: QpState) -> tuple[set[str], se
 
 
 @dataclass
-class Bench:
+class QueuePairFactory:
     """The objects that queue pairs of all types need."""
 
     context: software.Context
     pd: handles.ProtectionDomain
     cq: handles.CompletionQueue
     xrc_domain: parent_domain.XrcDomain
-    way: handles.AddressHandle
+    ah: handles.AddressHandle
 
     def attributes(self, before: QpState) -> dict[str, Any]:
         """Return a valid value for each keyword of `modify`."""
@@ -96,7 +96,7 @@ class Bench:
             "sq_psn": 6,
             "dest_qp_num": 0x4321,
             "qp_access_flags": AccessFlags.REMOTE_READ,
-            "av": way_to(self.context),
+            "av": path_to_self(self.context),
             "pkey_index": 0,
             "port_num": 1,
             "max_rd_atomic": 2,
@@ -121,31 +121,31 @@ class Bench:
         else:
             recv_cq = None if qp_type is XRC_SEND else self.cq
             qp = handles.QueuePair(self.pd, self.cq, recv_cq, CAPABILITIES, qp_type=qp_type)
-        way = {RESET: [], INIT: [INIT], RTR: [INIT, RTR], RTS: [INIT, RTR, RTS], SQD: [INIT, RTR, RTS, SQD]}
+        steps = {RESET: [], INIT: [INIT], RTR: [INIT, RTR], RTS: [INIT, RTR, RTS], SQD: [INIT, RTR, RTS, SQD]}
         before = RESET
-        for after in way.get(state, [INIT, RTR, RTS]):
-            found = rule(qp_type, before, after)
-            assert found
-            self.step(qp, before, after, found[0])
+        for after in steps.get(state, [INIT, RTR, RTS]):
+            attributes = rule(qp_type, before, after)
+            assert attributes
+            self.step(qp, before, after, attributes[0])
             before = after
         if state is ERR:
             qp.modify(ERR)
         if state is SQE:
-            post_send(qp, SendOpcode.SEND, [(4096, 1, 0xFFFF_FF00)], ah=self.way if qp_type is UD else None)
+            post_send(qp, SendOpcode.SEND, [(4096, 1, 0xFFFF_FF00)], ah=self.ah if qp_type is UD else None)
             assert wait_for(self.cq)[0].status is WcStatus.LOC_PROT_ERR
         assert qp.query().qp_state is state
         return qp
 
 
-def make_bench(context: software.Context) -> Bench:
+def make_factory(context: software.Context) -> QueuePairFactory:
     """Create the objects on a context."""
     pd = handles.ProtectionDomain(context)
-    return Bench(
+    return QueuePairFactory(
         context,
         pd,
         handles.CompletionQueue(context, 64),
         parent_domain.XrcDomain(context),
-        handles.AddressHandle(pd, way_to(context)),
+        handles.AddressHandle(pd, path_to_self(context)),
     )
 
 

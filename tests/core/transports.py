@@ -8,7 +8,7 @@ from tests.core.pairs import to_init, to_rtr, to_rts
 QKEY = 0x11111111
 
 
-def way_to(context: handles.Context, index: int = 1) -> AddressVector:
+def path_to_self(context: handles.Context, index: int = 1) -> AddressVector:
     """Return the address vector of the device itself, by one of its two GIDs."""
     return AddressVector(context.query_gid(1, index), sgid_index=index)
 
@@ -21,7 +21,7 @@ def start_ud(qp: handles.QueuePair, qkey: int = QKEY) -> None:
 
 def start_xrc_sender(qp: handles.QueuePair, peer: int) -> None:
     to_init(qp)
-    qp.modify(QpState.RTR, path_mtu=Mtu.MTU_4096, dest_qp_num=peer, rq_psn=0, av=way_to(qp.context))
+    qp.modify(QpState.RTR, path_mtu=Mtu.MTU_4096, dest_qp_num=peer, rq_psn=0, av=path_to_self(qp.context))
     to_rts(qp)
 
 

@@ -29,14 +29,14 @@ class Twins(Watcher):
 
     def post_send(self, qp: Qp, request: Send) -> None:
         if request.inline is not None or self.in_flight is not qp:
-            self.settle()
+            self.catch_up()
         if request.inline is not None:
             request.inline = self._read(request)
         note(f"queue pair {qp.number}: post {request}")
         error = errno_of(lambda: self._post_bind(qp, request) if isinstance(request, Bind) else self._post(qp, request))
         assert error == self.fabric.post_send(qp, request), (qp.number, request)
         if isinstance(request, Bind):
-            assert self.handle(request.window, handles.MemoryWindow).rkey == request.window.told
+            assert self.handle(request.window, handles.MemoryWindow).rkey == request.window.posted_rkey
         self.in_flight = qp
 
     def _post(self, qp: Qp, request: Send) -> None:
@@ -57,7 +57,7 @@ class Twins(Watcher):
             compare_add=request.compare_add,
             swap=request.swap,
             invalidate_rkey=request.invalidate,
-            ah=self.handle(request.way, handles.AddressHandle) if request.way else None,
+            ah=self.handle(request.ah, handles.AddressHandle) if request.ah else None,
             remote_qpn=request.remote_qpn,
             remote_qkey=request.remote_qkey,
             remote_srqn=request.remote_srqn,
@@ -87,14 +87,14 @@ class Twins(Watcher):
         return data
 
     def post_recv(self, qp: Qp, receive: Receive) -> None:
-        self.settle()
+        self.catch_up()
         note(f"queue pair {qp.number}: post {receive}")
         error = errno_of(lambda: raw_verbs.post_recv(self.qp(qp), receive.sges, wr_id=receive.wr_id))
         assert error == self.fabric.post_recv(qp, receive), (qp.number, receive)
         self.in_flight = qp
 
     def post_shared(self, shared: SharedQueue, receive: Receive) -> None:
-        self.settle()
+        self.catch_up()
         note(f"{self.srq(shared)}: post {receive}")
         if shared.xrc_domain:
             self.posted_to[receive.wr_id] = shared
@@ -105,7 +105,7 @@ class Twins(Watcher):
 
     def destroy(self, node: Node) -> bool:
         """Destroy an object, or check that it refuses as the model does; return whether it was destroyed."""
-        self.settle()
+        self.catch_up()
         handle = self.handles[node]
         note(f"destroy {handle}")
         refused = False
@@ -120,10 +120,10 @@ class Twins(Watcher):
         node.destroy()
         self.open.remove(node)
         self.closed.append(node)
-        self._forget(node)
+        self._remove_from_model(node)
         return True
 
-    def _forget(self, node: Node) -> None:
+    def _remove_from_model(self, node: Node) -> None:
         match node:
             case Region() | Window():
                 self.fabric.memory.remove(node)
@@ -133,15 +133,15 @@ class Twins(Watcher):
                 self.fabric.shared.pop(node.number, None)
                 node.pd.held -= 2 * node.pd.allocates
                 if node.cq:
-                    node.cq.promised -= node.largest
+                    node.cq.reserved -= node.largest
             case Qp():
                 del self.fabric.qps[node.number]
                 for queue in node.queues:
-                    queue.promised -= node.may_complete(queue)
+                    queue.reserved -= node.may_complete(queue)
                 node.clear()
                 node.pd.held -= 2 * node.pd.allocates
 
-    def use_closed(self, node: Node) -> None:
+    def check_closed(self, node: Node) -> None:
         handle = self.handles[node]
         handle.destroy()
         refused = False
@@ -169,7 +169,7 @@ class Twins(Watcher):
 
     def finish(self) -> None:
         """Take all remaining completions and events, then destroy everything and check that nothing is left."""
-        self.settle()
+        self.catch_up()
         for queue in self.of(Queue):
             while self.poll(queue, 7):
                 pass

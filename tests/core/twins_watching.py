@@ -8,7 +8,7 @@ from hypothesis import note
 from aioverbs import EventType, QpState, QpType, WcFlags, WcStatus
 from aioverbs._core.handles import handles, parent_domain
 from aioverbs._core.software import software
-from tests.core.model import AsyncEventSource, Channel, Context, Destination, Pd, Queue, Region, Td, Window, XrcDomain
+from tests.core.model import AddressHandle, AsyncEventSource, Channel, Context, Pd, Queue, Region, Td, Window, XrcDomain
 from tests.core.model_queue_pairs import RECEIVE_SIDE, SEND_SIDE, Expected, Qp, SharedQueue
 from tests.core.twins_registry import Registry
 from tests.raw_verbs import Completion, poll
@@ -28,8 +28,8 @@ class Watcher(Registry):
         self.posted_to: dict[int, SharedQueue] = {}  # receives that complete on a shared queue's own completion queue
         self.async_events: list[tuple[AsyncEventSource, handles.AsyncEvent]] = []  # events not yet acknowledged
         # Numbers of completions and events that were taken and agreed with the model.
-        self.done: Counter[tuple[QpType, int, WcStatus]] = Counter()
-        self.told: Counter[EventType] = Counter()
+        self.taken_completions: Counter[tuple[QpType, int, WcStatus]] = Counter()
+        self.taken_events: Counter[EventType] = Counter()
 
     # ---- completions and events
 
@@ -49,7 +49,7 @@ class Watcher(Registry):
                 expected, kind = qp.polled(side), qp.type
             assert expected is not None, f"nobody expects {completion}"
             self._compare(completion, expected)
-            self.done[kind, side, expected.status] += 1
+            self.taken_completions[kind, side, expected.status] += 1
         return len(completions)
 
     def _compare(self, completion: Completion, expected: Expected) -> None:
@@ -70,17 +70,17 @@ class Watcher(Registry):
     def poll_while_it_works(self, queue: Queue) -> None:
         """Poll before all completions have arrived, then the rest."""
         self.poll(queue, 1 << 20)
-        self.settle()
+        self.catch_up()
         self.poll(queue, 1 << 20)
 
     def request_notify(self, queue: Queue, solicited_only: bool) -> None:
-        self.settle()
+        self.catch_up()
         self.cq(queue).request_notify(solicited_only)
         queue.arm(solicited_only)
 
     def take_events(self, channel: Channel) -> None:
         """Take all waiting events. Events of different queues arrive in any order, on which nothing else may depend."""
-        self.settle()
+        self.catch_up()
         handle = self.handle(channel, handles.CompletionChannel)
         waiting = {self.cq(queue): queue for queue in self.of(Queue) if queue.channel is channel}
         end = time.monotonic() + PATIENCE_S
@@ -95,7 +95,7 @@ class Watcher(Registry):
 
     def take_async_events(self, context: Context) -> None:
         """Take all waiting events. Those of different objects arrive in any order, on which nothing else may depend."""
-        self.settle()
+        self.catch_up()
         handle = self.handle(context, handles.Context)
         nodes = [*self.of(Qp, context), *self.of(SharedQueue, context)]
         waiting = [(node, event_type) for node in nodes for event_type in sorted(node.events)]
@@ -113,7 +113,7 @@ class Watcher(Registry):
             node.events.clear()
             node.unacknowledged += 1
             self.async_events.append((node, taken[node, event_type]))
-            self.told[event_type] += 1
+            self.taken_events[event_type] += 1
 
     def acknowledge_async_event(self, index: int) -> None:
         node, event = self.async_events.pop(index)
@@ -122,23 +122,23 @@ class Watcher(Registry):
 
     # ---- comparing
 
-    def settle(self) -> None:
+    def catch_up(self) -> None:
         """Wait until the device has caught up with the model, and compare all memory and the states of all queues."""
         end = time.monotonic() + PATIENCE_S
         polled: dict[Queue, None] = {}
         while lagging := [qp for qp in self.of(Qp) if not self._agrees(qp)]:
             for qp in lagging:
-                for queue in self._shown_in(qp):
+                for queue in self._progress_queues(qp):
                     polled[queue] = None
                     self.poll(queue, 1 << 20)
-            late = lagging[0]
+            first_lagging = lagging[0]
             assert time.monotonic() < end, (
-                late.number,
-                late.type,
-                late.state,
-                late.next_psn,
-                late.expected,
-                self.qp(late).query(),
+                first_lagging.number,
+                first_lagging.type,
+                first_lagging.state,
+                first_lagging.next_psn,
+                first_lagging.expected,
+                self.qp(first_lagging).query(),
             )
         for queue in polled:  # take all that arrived meanwhile, so that speed makes no difference
             self.poll(queue, 1 << 20)
@@ -146,26 +146,26 @@ class Watcher(Registry):
             if qp.reliable and qp.state in (QpState.RTR, QpState.RTS, QpState.SQD):
                 assert self.qp(qp).query().rq_psn == qp.expected_psn
         for shared in self.of(SharedQueue):
-            told = self.srq(shared).query()
-            assert (told.max_wr, told.limit) == (shared.depth, shared.limit)
+            attributes = self.srq(shared).query()
+            assert (attributes.max_wr, attributes.limit) == (shared.depth, shared.limit)
         for buffer, memory in self.memories:
             assert memory == buffer.content
         self.in_flight = None
 
-    def _shown_in(self, qp: Qp) -> list[Queue]:
+    def _progress_queues(self, qp: Qp) -> list[Queue]:
         """Return the queues whose completions alone show the progress of a queue pair."""
         sides = []
-        if qp.unnumbered or qp.state in (QpState.SQE, QpState.ERR):
+        if qp.without_psn or qp.state in (QpState.SQE, QpState.ERR):
             sides.append((qp.send_cq, SEND_SIDE))
         if qp.state is QpState.ERR:
             sides.append((qp.recv_cq, RECEIVE_SIDE))
         return [queue for queue, side in sides if queue and qp.expected[side]]
 
     def _agrees(self, qp: Qp) -> bool:
-        told = self.qp(qp).query()
-        if told.qp_state is not qp.state:
+        attributes = self.qp(qp).query()
+        if attributes.qp_state is not qp.state:
             broken = qp.state in (QpState.SQE, QpState.ERR)
-            assert broken, f"it is in {told.qp_state.name}, not in {qp.state.name}"
+            assert broken, f"it is in {attributes.qp_state.name}, not in {qp.state.name}"
             return False
         if qp.state is QpState.ERR:
             return not any(qp.expected)
@@ -173,10 +173,10 @@ class Watcher(Registry):
             return not qp.expected[SEND_SIDE]
         if qp.state not in (QpState.RTS, QpState.SQD):
             return True
-        if qp.unnumbered and qp.context.mode == "thread" and qp.expected[SEND_SIDE]:
+        if qp.without_psn and qp.context.mode == "thread" and qp.expected[SEND_SIDE]:
             return False
-        qp.unnumbered = False
-        return told.sq_psn == qp.next_psn
+        qp.without_psn = False
+        return attributes.sq_psn == qp.next_psn
 
     def compare_counts(self) -> None:
         for context in self.of(Context):
@@ -188,7 +188,7 @@ class Watcher(Registry):
                 "xrc_domains": len(self.of(XrcDomain, context)),
                 "mrs": len(self.of(Region, context)),
                 "mws": len(self.of(Window, context)),
-                "ahs": len(self.of(Destination, context)),
+                "ahs": len(self.of(AddressHandle, context)),
                 "channels": len(self.of(Channel, context)),
                 "cqs": len(self.of(Queue, context)),
                 "srqs": len(self.of(SharedQueue, context)),

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["COUNTS_BYTES", "Counted", "Counting"]
+__all__ = ["COUNTS_BYTES", "Counting", "Counts"]
 
 # The same as in system_calls.c.
 _THREADS = 64
@@ -24,7 +24,7 @@ COUNTS_BYTES = 8 * _THREADS * _WORDS
 
 
 @dataclass(frozen=True)
-class Counted:
+class Counts:
     """Counts of one scene.
 
     :param calls: system calls by number, for each kind of thread: "loop" is that of the event loop, "device" executes
@@ -46,8 +46,8 @@ class Counting:
     :param words: descriptor of the shared memory of COUNTS_BYTES that has the counters.
     """
 
-    def __init__(self, words: int) -> None:
-        self._words = memoryview(mmap.mmap(words, COUNTS_BYTES)).cast("Q")
+    def __init__(self, shared_counters: int) -> None:
+        self._words = memoryview(mmap.mmap(shared_counters, COUNTS_BYTES)).cast("Q")
         self._library = library = ctypes.PyDLL(None)  # PyDLL keeps the GIL during calls
         for name in ("allocations_all", "allocations_native"):
             getattr(library, name).restype = ctypes.c_uint64
@@ -71,7 +71,7 @@ class Counting:
         measured: Callable[[], Awaitable[None]],
         doorbells: Callable[[], int],
         hold: Collection[int] = (),
-    ) -> Counted:
+    ) -> Counts:
         """Count the cost of an operation while the threads of this process run in turns.
 
         :param warm_up: awaited twice before: with free threads, so that devices find each other, and then in turns.
@@ -79,21 +79,21 @@ class Counting:
         :param doorbells: returns the number of doorbells so far.
         :param hold: numbers of threads that do not run meanwhile.
         """
-        library, words = self._library, self._words
+        library, shared_counters = self._library, self._words
         await warm_up()
         threads = self._threads()
         for place in threads:
-            words[place * _WORDS + 1] = words[place * _WORDS] in hold
+            shared_counters[place * _WORDS + 1] = shared_counters[place * _WORDS] in hold
         signal.pthread_kill(threading.get_ident(), signal.SIGUSR1)
         try:
             await warm_up()
             for _ in range(_TURNS):
                 await asyncio.sleep(0)
-            rung, before = doorbells(), words.tolist()
+            rung, before = doorbells(), shared_counters.tolist()
             allocations, native = library.allocations_all(), library.allocations_native()
             await measured()
             allocations, native = library.allocations_all() - allocations, library.allocations_native() - native
-            after = words.tolist()
+            after = shared_counters.tolist()
             rung = doorbells() - rung
         finally:
             signal.pthread_kill(threading.get_ident(), signal.SIGUSR2)
@@ -102,4 +102,4 @@ class Counting:
             first = place * _WORDS + 2
             for number in range(_WORDS - 2):
                 calls[name][number] += after[first + number] - before[first + number]
-        return Counted({name: dict(+counter) for name, counter in calls.items()}, allocations, native, rung)
+        return Counts({name: dict(+counter) for name, counter in calls.items()}, allocations, native, rung)

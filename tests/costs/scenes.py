@@ -16,7 +16,7 @@ from pathlib import Path
 import aioverbs
 from aioverbs import AccessFlags, ConnectionSettings, Device, MessageModel, QueuePair, WorkerPool
 from aioverbs._providers import peer_log
-from tests.costs.counting import Counted, Counting
+from tests.costs.counting import Counting, Counts
 from tests.listening import own_address
 
 ACCESS = AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_WRITE
@@ -58,7 +58,7 @@ def other_threads() -> set[int]:
 
 
 @asynccontextmanager
-async def writing(
+async def write_scene(
     near_device: Device,
     remote_device: Device,
     message_model: MessageModel = MessageModel.DEFAULT,
@@ -108,7 +108,7 @@ async def writing(
 
 
 @asynccontextmanager
-async def messages(near_device: Device, remote_device: Device, length: int = 8) -> AsyncIterator[Scene]:
+async def message_scene(near_device: Device, remote_device: Device, length: int = 8) -> AsyncIterator[Scene]:
     """Messages, every other one an echo of the one before. Both ends sleep until a message arrives.
 
     :param length: of each message, in bytes.
@@ -139,7 +139,7 @@ async def messages(near_device: Device, remote_device: Device, length: int = 8) 
 
 
 @asynccontextmanager
-async def leases(device: Device) -> AsyncIterator[Scene]:
+async def lease_scene(device: Device) -> AsyncIterator[Scene]:
     """Leases of buffers of a pool."""
     async with device.resource_domain() as domain, domain.buffer_pool(4096, 4) as pool:
 
@@ -156,7 +156,7 @@ def nothing() -> None:
 
 
 @asynccontextmanager
-async def calls(device: Device, loop: str) -> AsyncIterator[Scene]:
+async def call_scene(device: Device, loop: str) -> AsyncIterator[Scene]:
     """Calls that run in a worker thread."""
     async with WorkerPool(device, 1, loop=loop) as pool:
 
@@ -168,48 +168,50 @@ async def calls(device: Device, loop: str) -> AsyncIterator[Scene]:
 
 
 @asynccontextmanager
-async def device(way: str = "inline") -> AsyncIterator[Device]:
+async def device(transfer: str = "inline") -> AsyncIterator[Device]:
     """Open a device with this execution."""
-    async with aioverbs.open_device("soft0", execution="thread" if way == "thread" else "inline") as opened:
+    async with aioverbs.open_device("soft0", execution="thread" if transfer == "thread" else "inline") as opened:
         yield opened
 
 
 @asynccontextmanager
-async def devices(way: str) -> AsyncIterator[tuple[Device, Device, Collection[int]]]:
+async def devices(transfer: str) -> AsyncIterator[tuple[Device, Device, Collection[int]]]:
     """Open two devices linked by "direct", "socket" or "tcp"; yield both, and the threads of the first."""
     os.environ["AIOVERBS_SOFT_SPIN"] = "0"
-    os.environ["AIOVERBS_SOFT_DIRECT"] = str(int(way == "direct"))
-    home = Path(os.environ["AIOVERBS_COSTS_FOLDER"])
+    os.environ["AIOVERBS_SOFT_DIRECT"] = str(int(transfer == "direct"))
+    folder = Path(os.environ["AIOVERBS_COSTS_FOLDER"])
     address = own_address()
     for name in ("near", "far"):
-        (home / name).mkdir(mode=0o700, exist_ok=True)
-    os.environ["AIOVERBS_SOFT_DIRECTORY"] = str(home / "near")
-    async with aioverbs.open_device(f"soft0@{address}:7474" if way == "tcp" else "soft0") as near:
-        if way == "tcp":  # different directories, so that no Unix socket is found
-            os.environ["AIOVERBS_SOFT_DIRECTORY"] = str(home / "far")
+        (folder / name).mkdir(mode=0o700, exist_ok=True)
+    os.environ["AIOVERBS_SOFT_DIRECTORY"] = str(folder / "near")
+    async with aioverbs.open_device(f"soft0@{address}:7474" if transfer == "tcp" else "soft0") as near:
+        if transfer == "tcp":  # different directories, so that no Unix socket is found
+            os.environ["AIOVERBS_SOFT_DIRECTORY"] = str(folder / "far")
         threads = other_threads()
         async with aioverbs.open_device(f"soft0@{address}:7475") as far:
             yield near, far, threads
 
 
 @asynccontextmanager
-async def on(way: str, scene: Callable[[Device], AbstractAsyncContextManager[Scene]]) -> AsyncIterator[Scene]:
+async def on_one_device(
+    transfer: str, scene: Callable[[Device], AbstractAsyncContextManager[Scene]]
+) -> AsyncIterator[Scene]:
     """Run a scene on one device."""
-    async with device(way) as opened, scene(opened) as entered:
+    async with device(transfer) as opened, scene(opened) as entered:
         yield entered
 
 
 @asynccontextmanager
-async def between(
-    way: str, scene: Callable[[Device, Device, Collection[int]], AbstractAsyncContextManager[Scene]]
+async def on_two_devices(
+    transfer: str, scene: Callable[[Device, Device, Collection[int]], AbstractAsyncContextManager[Scene]]
 ) -> AsyncIterator[Scene]:
     """Run a scene on two devices."""
-    async with devices(way) as ends, scene(*ends) as entered:
+    async with devices(transfer) as ends, scene(*ends) as entered:
         yield entered
 
 
 @asynccontextmanager
-async def idle() -> AsyncIterator[Scene]:
+async def idle_scene() -> AsyncIterator[Scene]:
     """A scene without operations, whose allocations are subtracted."""
 
     async def nothing_at_all(count: int) -> None:
@@ -221,25 +223,31 @@ async def idle() -> AsyncIterator[Scene]:
 
 def scenes(loop: str) -> dict[str, AbstractAsyncContextManager[Scene]]:
     """Return all scenes by name, to be entered one after the other."""
-    gathered = MessageModel.HIGH_BANDWIDTH
+    high_bandwidth = MessageModel.HIGH_BANDWIDTH
     return {
-        "nothing": idle(),
-        "write": on("inline", lambda device: writing(device, device)),
-        "write in batches": on("inline", lambda device: writing(device, device, batches=True)),
-        "write together": on("inline", lambda device: writing(device, device, gathered, together=True)),
-        "write by the thread": on("thread", lambda device: writing(device, device)),
-        "write in batches by the thread": on("thread", lambda device: writing(device, device, batches=True)),
-        "write to another device": between("socket", lambda near, far, threads: writing(near, far, hold=threads)),
-        "message": on("inline", lambda device: messages(device, device)),
-        "message by Unix socket": between("socket", lambda near, far, _: messages(near, far)),
-        "message by TCP": between("tcp", lambda near, far, _: messages(near, far)),
-        "message of 32 KiB, direct": between("direct", lambda near, far, _: messages(near, far, 1 << 15)),
-        "lease": on("inline", leases),
-        "call of a worker": on("inline", lambda device: calls(device, loop)),
+        "nothing": idle_scene(),
+        "write": on_one_device("inline", lambda device: write_scene(device, device)),
+        "write in batches": on_one_device("inline", lambda device: write_scene(device, device, batches=True)),
+        "write together": on_one_device(
+            "inline", lambda device: write_scene(device, device, high_bandwidth, together=True)
+        ),
+        "write by the thread": on_one_device("thread", lambda device: write_scene(device, device)),
+        "write in batches by the thread": on_one_device(
+            "thread", lambda device: write_scene(device, device, batches=True)
+        ),
+        "write to another device": on_two_devices(
+            "socket", lambda near, far, threads: write_scene(near, far, hold=threads)
+        ),
+        "message": on_one_device("inline", lambda device: message_scene(device, device)),
+        "message by Unix socket": on_two_devices("socket", lambda near, far, _: message_scene(near, far)),
+        "message by TCP": on_two_devices("tcp", lambda near, far, _: message_scene(near, far)),
+        "message of 32 KiB, direct": on_two_devices("direct", lambda near, far, _: message_scene(near, far, 1 << 15)),
+        "lease": on_one_device("inline", lease_scene),
+        "call of a worker": on_one_device("inline", lambda device: call_scene(device, loop)),
     }
 
 
-async def main(loop: str, counting: Counting) -> dict[str, Counted]:
+async def main(loop: str, counting: Counting) -> dict[str, Counts]:
     """Count all scenes on one kind of loop."""
     peer_log.INTERVAL_S = 3600.0  # so that no timer fires meanwhile
     counted = {}

@@ -31,7 +31,7 @@ LOOPS = ("asyncio", "uvloop")
 # there is a vDSO. Python 3.11 calls getpid whenever it looks up the running loop.
 NOT_COUNTED = {"brk", "mmap", "munmap", "mremap", "madvise", "clock_gettime", "gettimeofday", "getpid"}
 # glibc uses either, depending on architecture and caller.
-SAME = {"epoll_pwait": "epoll_wait", "ppoll": "poll"}
+ALIASES = {"epoll_pwait": "epoll_wait", "ppoll": "poll"}
 UNABLE = 126  # exit status of system_calls.c
 FREE_THREADED = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))
 # Counting itself allocates a few objects more or less.
@@ -65,7 +65,7 @@ class Cost:
 # With two devices, the most recently active stream is read seven times of eight, and all descriptors the eighth time:
 # the number of these in the counted part is random. So is whether the peer's thread, which checks once a millisecond,
 # finds that the loop has not read. One more for each operation would be 128.
-LOOKS = 8
+CHECK_TOLERANCE = 8
 
 # Both ends are asleep, and each wakes up on a frame from the other one, with a message or an answer.
 MESSAGE_BY_SOCKET = {
@@ -109,16 +109,19 @@ COSTS = {
         },
         (4762, 922),
         {"fabric": {"recvfrom": (128, 128), "sendmsg": (128, 128)}},
-        within=LOOKS,
+        within=CHECK_TOLERANCE,
     ),
     # A message is a send, and a receive that is posted again. Credits return with the echo. The receive wakes the peer,
     # and the completion of the send wakes the sender.
     "message": Cost(256, {"epoll_wait": (256, 128), "read": (256, 256), "write": (256, 256)}, (5977, 2522)),
-    "message by Unix socket": Cost(256, MESSAGE_BY_SOCKET, (4962, 2522), within=LOOKS),
-    "message by TCP": Cost(256, MESSAGE_BY_SOCKET, (4962, 2522), within=LOOKS),
+    "message by Unix socket": Cost(256, MESSAGE_BY_SOCKET, (4962, 2522), within=CHECK_TOLERANCE),
+    "message by TCP": Cost(256, MESSAGE_BY_SOCKET, (4962, 2522), within=CHECK_TOLERANCE),
     # Each is read from the peer's memory, after a check that the peer still lives.
     "message of 32 KiB, direct": Cost(
-        256, {**MESSAGE_BY_SOCKET, "poll": (128, 128), "process_vm_readv": (128, 128)}, (5218, 2778), within=LOOKS
+        256,
+        {**MESSAGE_BY_SOCKET, "poll": (128, 128), "process_vm_readv": (128, 128)},
+        (5218, 2778),
+        within=CHECK_TOLERANCE,
     ),
     # Awaits that complete at once, with a turn of the loop after a number of them.
     "lease": Cost(0, {"epoll_wait": (7, 7)}, (2182, 2126)),
@@ -140,7 +143,7 @@ COSTS = {
 }
 
 
-def compiled(folder: Path) -> tuple[Path, Path]:
+def compile_programs(folder: Path) -> tuple[Path, Path]:
     """Compile the tracer and the preloaded library."""
     compiler = shlex.split(os.environ.get("CC", "cc"))
     flags = ["-std=c11", "-Wall", "-Wextra", "-Werror", "-O1", "-g"]
@@ -150,7 +153,7 @@ def compiled(folder: Path) -> tuple[Path, Path]:
     return program, library
 
 
-def names() -> dict[int, str]:
+def syscall_names() -> dict[int, str]:
     """Return the names of this architecture's system calls by number, according to the compiler."""
     compiler = shlex.split(os.environ.get("CC", "cc"))
     command = [*compiler, "-E", "-dM", "-include", "sys/syscall.h", "-x", "c", os.devnull]
@@ -165,18 +168,18 @@ def count(loop: str, program: Path, library: Path, folder: Path) -> dict[str, di
     environment |= {"LD_PRELOAD": str(library), "PYTHONHASHSEED": "0", "AIOVERBS_COSTS_FOLDER": str(folder)}
     if not FREE_THREADED:  # free-threaded Python supports no other allocator
         environment["PYTHONMALLOC"] = "malloc"
-    words = os.memfd_create("counts", 0)
+    shared_counters = os.memfd_create("counts", 0)
     try:
-        os.ftruncate(words, COUNTS_BYTES)
-        os.set_inheritable(words, True)
+        os.ftruncate(shared_counters, COUNTS_BYTES)
+        os.set_inheritable(shared_counters, True)
         run = "runpy.run_module('tests.costs.scenes', alter_sys=True, run_name='__main__')"
         start = f"import sys, runpy; sys.path.append({str(ROOT)!r}); {run}"
-        command = [str(program), str(words), sys.executable, "-P", "-c", start, loop, str(words)]
+        command = [str(program), str(shared_counters), sys.executable, "-P", "-c", start, loop, str(shared_counters)]
         done = subprocess.run(
-            command, env=environment, pass_fds=[words], capture_output=True, text=True, timeout=patience(60)
+            command, env=environment, pass_fds=[shared_counters], capture_output=True, text=True, timeout=patience(60)
         )
     finally:
-        os.close(words)
+        os.close(shared_counters)
     if done.returncode == UNABLE:
         return None
     assert not done.returncode, f"status {done.returncode}: {done.stderr}"
@@ -186,7 +189,7 @@ def count(loop: str, program: Path, library: Path, folder: Path) -> dict[str, di
 
 def count_all(folder: Path) -> dict[str, Any]:
     """Run all scenes on both kinds of loops."""
-    program, library = compiled(folder)
+    program, library = compile_programs(folder)
     with ThreadPoolExecutor(len(LOOPS)) as pool:
         counted = list(pool.map(lambda loop: count(loop, program, library, folder / loop), LOOPS))
     return dict(zip(LOOPS, counted, strict=True))
@@ -205,19 +208,19 @@ def counted(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> dict[st
             # A short path for their sockets.
             with tempfile.TemporaryDirectory(prefix="aioverbs-") as short:
                 results.write_text(json.dumps(count_all(Path(short))))
-    told: dict[str, dict[str, dict[str, Any]]] = json.loads(results.read_text())
-    if None in told.values():
+    counts: dict[str, dict[str, dict[str, Any]]] = json.loads(results.read_text())
+    if None in counts.values():
         pytest.skip("this process may not trace another one (ptrace), and system calls cannot be counted without that")
-    return told
+    return counts
 
 
-def named(calls: Mapping[str, int], numbers: Mapping[int, str]) -> Counter[str]:
+def calls_by_name(calls: Mapping[str, int], numbers: Mapping[int, str]) -> Counter[str]:
     """Return system calls by name, without those that are not counted."""
     by_name: Counter[str] = Counter()
     for number, times in calls.items():
         name = numbers.get(int(number), number)
         if name not in NOT_COUNTED:
-            by_name[SAME.get(name, name)] += times
+            by_name[ALIASES.get(name, name)] += times
     return by_name
 
 
@@ -229,12 +232,12 @@ def close_to(counted: Mapping[str, int], expected: Mapping[str, int], within: in
 
 @pytest.mark.parametrize("scene", COSTS)
 def test_system_calls_and_doorbells(scene: str, counted: dict[str, dict[str, dict[str, Any]]]) -> None:
-    cost, numbers = COSTS[scene], names()
+    cost, numbers = COSTS[scene], syscall_names()
     for at, loop in enumerate(LOOPS):
-        of = counted[loop][scene]
-        assert of["doorbells"] == cost.doorbells
+        scene_counts = counted[loop][scene]
+        assert scene_counts["doorbells"] == cost.doorbells
         for kind, calls in {"loop": cost.loop, **cost.others}.items():
-            done = named(of["calls"].get(kind, {}), numbers)
+            done = calls_by_name(scene_counts["calls"].get(kind, {}), numbers)
             if kind != "loop":
                 done = Counter({name: done[name] for name in calls if done[name]})
             expected = {name: each[at] for name, each in calls.items() if each[at]}
@@ -245,13 +248,13 @@ def test_system_calls_and_doorbells(scene: str, counted: dict[str, dict[str, dic
 def test_allocations(scene: str, counted: dict[str, dict[str, dict[str, Any]]]) -> None:
     cost = COSTS[scene]
     for at, loop in enumerate(LOOPS):
-        of = counted[loop][scene]
-        assert of["native"] == cost.native, loop
+        scene_counts = counted[loop][scene]
+        assert scene_counts["native"] == cost.native, loop
         if sys.implementation.name == "cpython" and sys.version_info[:2] == (
             3,
             11,
         ):  # others differ
-            allocations = of["allocations"] - counted[loop]["nothing"]["allocations"]
+            allocations = scene_counts["allocations"] - counted[loop]["nothing"]["allocations"]
             expected = cost.allocations[at]
             assert abs(allocations - expected) <= (ALLOCATIONS_WITHIN + 5 * cost.within), (
                 f"{loop}: {allocations}, and not {expected}"

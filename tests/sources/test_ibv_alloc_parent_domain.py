@@ -194,7 +194,7 @@ async def test_provider_memory_comes_from_the_allocator(device: Device) -> None:
         queue = handles.CompletionQueue(device.handle, 16, parent_domain=domain.handle)
         qp = handles.QueuePair(domain.handle, queue, queue)
         assert set(allocator.told["allocate"]) == {(domain.handle, "mine")}
-        provider, codes = {piece.resource_type >> 32 for piece in allocator.live}, set(allocator.asked)
+        provider, codes = {piece.resource_type >> 32 for piece in allocator.live}, set(allocator.resource_types)
         assert provider == {1}
         assert {code & 0xFFFFFFFF for code in codes} == {1, 3, 5}
         assert all(piece.size > 0 and piece.address % piece.alignment == 0 for piece in allocator.live)

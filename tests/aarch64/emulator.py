@@ -9,10 +9,10 @@ import pytest
 __all__ = ["NOT_EMULATED"]
 
 NOT_EMULATED = {
-    "tests/core/test_native_allocators.py::test_huge_pages_that_no_machine_has": (
+    "tests/core/test_native_allocators.py::test_an_unsupported_huge_page_size": (
         "mmap gives huge pages of sizes that the kernel does not have"
     ),
-    "tests/core/test_registered_memory.py::test_memory_that_is_not_there": (
+    "tests/core/test_registered_memory.py::test_unmapped_memory_is_refused": (
         "madvise(MADV_POPULATE_READ) succeeds where nothing is mapped"
     ),
 }

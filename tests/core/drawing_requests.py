@@ -40,7 +40,7 @@ class RequestDrawer(RangeDrawer):
         super().__init__(dice, regions)
         self.windows = windows
 
-    # ---- receives
+    # ---- Receives
 
     def receive(self, pd: Pd, max_sge: int, wr_id: int) -> Receive:
         """Return a receive, mostly with room for every message sent here."""
@@ -49,7 +49,7 @@ class RequestDrawer(RangeDrawer):
         lengths = [self.dice.between(shortest, MESSAGE + 10) for _ in range(count)]
         return Receive(wr_id, [self.sge(pd, True, length) for length in lengths])
 
-    # ---- sends
+    # ---- Sends
 
     def send(self, qp: Qp, aim: Aim, wr_id: int, opcodes: Sequence[SendOpcode]) -> Send:
         dice, opcode = self.dice, self._opcode(qp, opcodes)
@@ -138,7 +138,7 @@ class RequestDrawer(RangeDrawer):
         key = next_key(window.key) if self.dice.rarely(8) else window.key
         return window.address + offset, key
 
-    # ---- windows
+    # ---- Windows
 
     def _bound_to(self, qp: Qp | None) -> list[Window]:
         """Return the bound type 2 windows that the queue pair or its peer may invalidate."""

@@ -30,7 +30,7 @@ MTUS = [Mtu.MTU_256, Mtu.MTU_512, Mtu.MTU_4096]
 class Steps(Maker):
     """Steps that several rules share; their objects are drawn from the open ones."""
 
-    # ---- work
+    # ---- Work
 
     def post_some_work(self, dice: Dice) -> None:
         """Post some work before most steps. Runs leave out random rules, and some of the rules are the only ones that
@@ -58,7 +58,7 @@ class Steps(Maker):
             return dice.pick(known)
         return self.add_xrc_domain(dice.pick(self.twins.of(Context)), of_file=dice.maybe())
 
-    # ---- states
+    # ---- States
 
     def to_state(
         self, dice: Dice, qp: Qp, state: QpState, peer: int, psns: tuple[int, int], form: QpType | None = None
@@ -187,7 +187,7 @@ class Steps(Maker):
             dice, dice.pick(pds), self.add_xrc_domain(context, of_file=False) if from_elsewhere else xrc_domain
         )
 
-    # ---- posting
+    # ---- Posting
 
     def drawer(self, dice: Dice) -> RequestDrawer:
         return RequestDrawer(dice, self.twins.regions, self.twins.of(Window))
@@ -240,7 +240,7 @@ class Steps(Maker):
         sge = near.address, PORT_MTU + dice.below(2), near.key
         twins.post_send(qp, drawer.datagram(qp, aim, twins.new_wr_id(SEND_SIDE), sge))
 
-    # ---- windows
+    # ---- Windows
 
     def post_window_requests(self, dice: Dice) -> None:
         """Bind or unbind a window that requests of a working queue pair may use, and post such requests."""

@@ -29,7 +29,7 @@ class Maker(RuleBasedStateMachine):
         super().__init__()
         self.twins = Twins()
 
-    # ---- domains
+    # ---- Domains
 
     def open_context(self, mode: str) -> None:
         self.twins.add(Context(mode=mode), open_context(mode))
@@ -68,7 +68,7 @@ class Maker(RuleBasedStateMachine):
         twins.add(domain, handle)
         return domain
 
-    # ---- memory
+    # ---- Memory
 
     def add_region(self, dice: Dice, pd: Pd, far: bool, *, large: bool = False) -> Region:
         """Register new memory, or a part of memory that is registered already."""
@@ -111,7 +111,7 @@ class Maker(RuleBasedStateMachine):
         twins.fabric.memory.add(window, window.key)
         return window
 
-    # ---- completions
+    # ---- Completions
 
     def add_channel(self, context: Context) -> Channel:
         channel = Channel((context,), context=context)
@@ -152,7 +152,7 @@ class Maker(RuleBasedStateMachine):
             return dice.pick(roomy)
         return self.add_queue(context, None, None, 100, extended=dice.maybe(), single_threaded=False)
 
-    # ---- queues
+    # ---- Queues
 
     def add_shared(self, dice: Dice, pd: Pd, xrc_domain: XrcDomain | None) -> SharedQueue:
         twins = self.twins

@@ -18,7 +18,7 @@ DICE = dice()
 class Rules(Steps):
     """Each rule applies one step to the device and the model; its object is drawn from the open ones."""
 
-    # ---- making
+    # ---- Creation
 
     @initialize(
         modes=st.lists(st.sampled_from(["inline", "thread"]), min_size=1, max_size=3),
@@ -108,7 +108,7 @@ class Rules(Steps):
         self.post_some_work(dice)
         self.add_address_handle(dice, dice.pick(self.twins.of(Pd)))
 
-    # ---- states
+    # ---- States
 
     @precondition(lambda self: self.twins.of(Qp))
     @rule(dice=DICE)
@@ -133,7 +133,7 @@ class Rules(Steps):
         qps = self.twins.of(Qp)
         self.resume(dice.pick([qp for qp in qps if qp.state in (QpState.SQD, QpState.SQE)] or qps))
 
-    # ---- work
+    # ---- Work
 
     @precondition(lambda self: self.twins.of(Qp))
     @rule(dice=DICE)
@@ -224,7 +224,7 @@ class Rules(Steps):
         for content in (buffer.content, memory):
             content[:] = (fill * len(content))[: len(content)]
 
-    # ---- events
+    # ---- Events
 
     @precondition(lambda self: any(queue.channel for queue in self.twins.of(Queue)))
     @rule(dice=DICE, solicited_only=st.booleans())

@@ -187,7 +187,7 @@ async def test_an_object_of_an_ended_thread_can_be_taken_over() -> None:
         return loop.run_until_complete(make())
 
     owners = [await asyncio.to_thread(in_thread, thread) for _ in range(50)]
-    assert all(owner.orphaned for owner in owners), "a thread that was joined has ended"
+    assert all(owner.orphaned for owner in owners), "a joined thread counts as living"
     owner = owners[0]
     assert not owner.owns()
     with pytest.raises(AffinityError, match="the thread that owns this object has ended"):
@@ -421,7 +421,7 @@ def test_thread_numbers_are_never_reused() -> None:
         idents.add(thread.ident)
         thread.join()
     assert len(numbers) == 50
-    assert len(idents) < 50, "the system does give them again, which is why there are numbers"
+    assert len(idents) < 50, "the system did not reuse any thread ID"
 
 
 async def test_an_affinity_does_not_keep_its_loop_alive() -> None:

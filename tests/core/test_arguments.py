@@ -101,7 +101,9 @@ CONSTRUCTORS: dict[str, tuple[Call, type[Exception], str]] = {
 
 
 @parametrize_cases(CONSTRUCTORS)
-def test_constructors(objects: Objects, call: Call, error: type[Exception], text: str) -> None:
+def test_invalid_arguments_of_constructors_are_refused(
+    objects: Objects, call: Call, error: type[Exception], text: str
+) -> None:
     before, counts = handles.open_handles(), objects.context.counts()
     with pytest.raises(error, match=text):
         call(objects)
@@ -140,7 +142,9 @@ def fields(value: AddressVector) -> dict[str, object]:
 
 
 @parametrize_cases(METHODS)
-def test_methods(objects: Objects, call: Call, error: type[Exception], text: str) -> None:
+def test_invalid_arguments_of_methods_are_refused(
+    objects: Objects, call: Call, error: type[Exception], text: str
+) -> None:
     counts, qp = objects.context.counts(), objects.qp.query()
     with pytest.raises(error, match=text):
         call(objects)

@@ -97,7 +97,7 @@ def test_a_plan_belongs_to_one_context(inline: software.Context) -> None:
         assert other.faults.records() == []
 
 
-def test_chance_and_seed(inline: software.Context) -> None:
+def test_random_failures_depend_on_the_seed(inline: software.Context) -> None:
     def draw_errnos(seed: int) -> list[int]:
         inline.faults.seed(seed)
         return query_errnos(inline, 100)
@@ -113,7 +113,7 @@ def test_chance_and_seed(inline: software.Context) -> None:
     assert query_errnos(inline, 20) == [0] * 20
 
 
-def test_counting(inline: software.Context) -> None:
+def test_calls_are_counted(inline: software.Context) -> None:
     plan = inline.faults
     query_errnos(inline, 3)
     assert plan.calls() == plan.calls("query_device") == 0
@@ -171,7 +171,7 @@ def test_a_request_and_a_receive_with_a_status(context: software.Context) -> Non
     assert receives == ("receive", far.qp.qp_num, 1, WcStatus.LOC_LEN_ERR)
 
 
-def test_lost_messages(context: software.Context) -> None:
+def test_lost_messages_exhaust_the_retries(context: software.Context) -> None:
     near, _ = make_pair(context)  # without retries
     context.faults.lose_messages(near.qp, first=2)
     write(near.qp, 1, 2)
@@ -195,7 +195,7 @@ def test_the_largest_jitter() -> None:
 
 
 @pytest.mark.every_way
-def test_held_and_released(context: software.Context) -> None:
+def test_requests_are_held_and_released(context: software.Context) -> None:
     near, far = make_pair(context)
     plan = context.faults
     assert (plan.held(), plan.release()) == (0, 0)
@@ -233,7 +233,7 @@ def release_order(context: software.Context, seed: int, *, shuffled: bool) -> li
     return [numbers[completion.qp_num] for completion in errnos]
 
 
-def test_shuffled(inline: software.Context) -> None:
+def test_release_in_shuffled_order(inline: software.Context) -> None:
     assert release_order(inline, 1, shuffled=False) == [number % 4 for number in range(32)]
     first = release_order(inline, 1, shuffled=True)
     assert first != [number % 4 for number in range(32)]
@@ -298,7 +298,9 @@ def test_objects_of_other_contexts_and_closed_ones_are_refused(inline: software.
         (([], errno.EIO), TypeError, "unhashable"),
     ],
 )
-def test_arguments(inline: software.Context, arguments: tuple[Any, Any], error: type[Exception], text: str) -> None:
+def test_invalid_errors_are_refused(
+    inline: software.Context, arguments: tuple[Any, Any], error: type[Exception], text: str
+) -> None:
     with pytest.raises(error, match=text):
         inline.faults.fail(*arguments)
     assert query_errnos(inline, 3) == [0, 0, 0]
@@ -332,14 +334,14 @@ def test_invalid_selections_are_refused(
     assert query_errnos(inline, 3) == [0, 0, 0]
 
 
-def test_the_largest_numbers(inline: software.Context) -> None:
+def test_the_largest_selections_are_accepted(inline: software.Context) -> None:
     most = (1 << 63) - 1
     inline.faults.fail("query_device", errno.EIO, first=most, every=most, times=most)
     inline.faults.fail("query_device", 4095, first=1, every=most, times=0)
     assert query_errnos(inline, 3) == [4095, 0, 0]
 
 
-def test_other_arguments(inline: software.Context) -> None:
+def test_invalid_arguments_of_other_methods_are_refused(inline: software.Context) -> None:
     plan = inline.faults
     for per_million in (-1, 1_000_001):
         with pytest.raises(ValueError, match="per_million must be from 0 to 1000000"):
@@ -370,7 +372,7 @@ def test_other_arguments(inline: software.Context) -> None:
             plan.fail_request(WcStatus.FATAL_ERR, vendor_err=vendor_err)
 
 
-def test_arguments_about_frames(inline: software.Context) -> None:
+def test_invalid_arguments_about_frames_are_refused(inline: software.Context) -> None:
     plan = inline.faults
     nonsense: Any = "requests"
     for use in (plan.drop_frames, plan.duplicate_frames, plan.cut_at_frames, functools.partial(plan.delay_frames, 1)):

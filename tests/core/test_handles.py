@@ -57,7 +57,7 @@ def use(handle: handles.Handle) -> None:
         case handles.QueuePair():
             assert handle.query().cap == handle.capabilities
         case _:
-            raise AssertionError(f"nobody said how to use {handle!r}")
+            raise AssertionError(f"add a use of {handle!r} here")
 
 
 def test_every_kind_of_handle_can_be_created_used_and_destroyed(context: software.Context) -> None:

@@ -37,7 +37,7 @@ def arguments(handle: handles.Handle) -> tuple[object, ...]:
             return (handle.context,)
 
 
-def test_open(context: software.Context) -> None:
+def test_an_open_handle_is_not_initialised_again(context: software.Context) -> None:
     family = make_all(context)
     before, ledger = context.counts(), handles.open_handles()
     for name, handle in family.items():
@@ -48,7 +48,7 @@ def test_open(context: software.Context) -> None:
     assert handles.open_handles() == ledger
 
 
-def test_closed(context: software.Context) -> None:
+def test_a_closed_handle_is_not_initialised_again(context: software.Context) -> None:
     for handle in reversed(make_all(context).values()):
         if handle is not context:
             again = arguments(handle)
@@ -58,7 +58,7 @@ def test_closed(context: software.Context) -> None:
     assert children(context) == []
 
 
-def test_failed(context: software.Context) -> None:
+def test_a_failed_handle_is_not_initialised_again(context: software.Context) -> None:
     pd = handles.ProtectionDomain(context)
     cq = handles.CompletionQueue(context, 1)
     qp = handles.QueuePair.__new__(handles.QueuePair)

@@ -88,7 +88,7 @@ def test_the_base_class_is_no_allocator() -> None:
             call()
 
 
-def test_wrong_arguments() -> None:
+def test_invalid_arguments_are_refused() -> None:
     for chunk_bytes in (0, 2048, 100_000, 2 * GIB):
         with pytest.raises(ValueError, match=f"from 4 KiB to 1 GiB, got {chunk_bytes}"):
             ArenaAllocator(chunk_bytes=chunk_bytes)
@@ -173,7 +173,7 @@ def nodes() -> set[int]:
 
 
 @pytest.mark.parametrize("node", [0, 1000])
-def test_nodes(node: int) -> None:
+def test_memory_of_a_numa_node(node: int) -> None:
     strict, lenient = NumaAllocator(node, strict=True), NumaAllocator(node)
     assert (strict.node, strict.strict, lenient.strict) == (node, True, False)
     holder = Holder(lenient)
@@ -270,7 +270,7 @@ def test_an_allocator_keeps_its_inner_allocator() -> None:
     holder.free_all()
 
 
-def test_types() -> None:
+def test_types_of_allocators() -> None:
     allocator = RecordingAllocator(ArenaAllocator())
     address = assert_type(allocator.allocate(8, 8), int | UseDefault)
     assert isinstance(address, int)

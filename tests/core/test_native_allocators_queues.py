@@ -41,7 +41,7 @@ def pieces(allocator: RecordingAllocator) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("make", [ArenaAllocator, SharedPageAllocator])
-def test_queues(context: software.Context, make: Callable[[], NativeAllocator]) -> None:
+def test_queues_use_memory_of_the_allocator(context: software.Context, make: Callable[[], NativeAllocator]) -> None:
     allocator = RecordingAllocator(make())
     domain = domain_of(context, allocator)
     assert domain.allocator is allocator

@@ -46,7 +46,7 @@ def test_python_knows_the_page_size(wide_pages: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize("tests", MEMORY_TESTS)
-def test_memory(wide_pages: dict[str, str], tests: str) -> None:
+def test_memory_tests_pass_with_wide_pages(wide_pages: dict[str, str], tests: str) -> None:
     """The preloaded library aborts the process on a call that such a kernel refuses, as for a part of a page."""
     printed = output(wide_pages, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/{tests}")
     assert " passed" in printed

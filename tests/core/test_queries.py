@@ -9,7 +9,7 @@ from aioverbs.attributes import AddressVector, QpCapabilities
 from tests.core.pairs import make_pair, to_init
 
 
-def test_device(context: software.Context) -> None:
+def test_device_attributes(context: software.Context) -> None:
     attributes = context.query_device()
     assert attributes.node_guid == attributes.sys_image_guid
     assert attributes.node_guid[0] & 3 == 2  # one device, and a locally administered address
@@ -20,7 +20,7 @@ def test_device(context: software.Context) -> None:
     assert attributes.max_qp_rd_atom == attributes.max_qp_init_rd_atom == 16
 
 
-def test_port(context: software.Context) -> None:
+def test_port_attributes(context: software.Context) -> None:
     port = context.query_port()
     assert port == context.query_port(1)
     assert port.state is PortState.ACTIVE
@@ -30,7 +30,7 @@ def test_port(context: software.Context) -> None:
     assert (port.gid_tbl_len, port.pkey_tbl_len) == (2, 1)
 
 
-def test_tables(context: software.Context) -> None:
+def test_gid_and_pkey_tables(context: software.Context) -> None:
     # The first GID is made from the GUID, as EUI-64; the second maps an IPv4 address.
     assert context.query_gid() == bytes.fromhex("fe80") + bytes(6) + context.query_device().node_guid
     mapped = IPv6Address(context.query_gid(1, 1)).ipv4_mapped

@@ -101,7 +101,9 @@ REFUSED: dict[str, tuple[Any, Any, type[Exception], str]] = {
 
 
 @pytest.mark.parametrize(("memory", "access", "error", "text"), REFUSED.values(), ids=REFUSED)
-def test_refused(pd: handles.ProtectionDomain, memory: Any, access: Any, error: type[Exception], text: str) -> None:
+def test_invalid_memory_is_refused(
+    pd: handles.ProtectionDomain, memory: Any, access: Any, error: type[Exception], text: str
+) -> None:
     with pytest.raises(error, match=text):
         handles.MemoryRegion(pd, memory, access)
     assert children(pd.context) == [pd]

@@ -24,7 +24,7 @@ OPEN = {
 }
 
 
-def test_handles() -> None:
+def test_repr_of_handles() -> None:
     family = make_all(open_context("inline"))
     for name, pattern in OPEN.items():
         assert re.fullmatch(pattern, repr(family[name]))
@@ -35,5 +35,5 @@ def test_handles() -> None:
     }
 
 
-def test_use_default() -> None:
+def test_repr_of_use_default() -> None:
     assert repr(parent_domain.USE_DEFAULT) == "USE_DEFAULT"

@@ -32,7 +32,7 @@ def test_an_address_is_parsed_from_its_text(host: IPv4Address | IPv6Address, por
     assert SoftAddress.parse(str(address)) == address
     assert parse_name(address.name) == address
     assert is_software(address.name)
-    assert len(address.name) < 64, "it has room in struct ibv_device"
+    assert len(address.name) < 64, "the name does not fit in struct ibv_device"
 
 
 @given(text=st.one_of(st.text(max_size=30), st.text("0123456789abcdef.:[]%@", max_size=30)))

@@ -9,7 +9,7 @@ from tests.core.allocators import Recording
 from tests.core.contexts import children
 
 
-def test_types(inline: software.Context) -> None:
+def test_stub_types_match_runtime_types(inline: software.Context) -> None:
     pd = handles.ProtectionDomain(inline)
     domain = parent_domain.ParentDomain(pd, parent_domain.ThreadDomain(inline), Recording())
     channel = handles.CompletionChannel(inline)

@@ -25,7 +25,7 @@ def errno_of(call: Callable[[], object]) -> int:
 class Twins(Watcher):
     """Apply steps to the device and to the model."""
 
-    # ---- posting
+    # ---- Posting
 
     def post_send(self, qp: Qp, request: Send) -> None:
         if request.inline is not None or self.in_flight is not qp:
@@ -101,7 +101,7 @@ class Twins(Watcher):
         error = errno_of(lambda: raw_verbs.post_recv(self.srq(shared), receive.sges, wr_id=receive.wr_id))
         assert error == self.fabric.post_shared(shared, receive), (shared, receive)
 
-    # ---- destroying
+    # ---- Destroying
 
     def destroy(self, node: Node) -> bool:
         """Destroy an object, or check that it refuses as the model does; return whether it was destroyed."""
@@ -174,9 +174,9 @@ class Twins(Watcher):
             while self.poll(queue, 7):
                 pass
         for qp in self.of(Qp):
-            assert not any(qp.expected), f"these never came: {qp.expected}"
+            assert not any(qp.expected), f"these completions did not arrive: {qp.expected}"
         for shared in self.of(SharedQueue):
-            assert not shared.expected, f"these never came: {shared.expected}"
+            assert not shared.expected, f"these completions did not arrive: {shared.expected}"
             assert shared.outstanding == len(shared.receives)
         for channel in self.of(Channel):
             self.take_events(channel)

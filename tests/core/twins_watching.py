@@ -31,7 +31,7 @@ class Watcher(Registry):
         self.taken_completions: Counter[tuple[QpType, int, WcStatus]] = Counter()
         self.taken_events: Counter[EventType] = Counter()
 
-    # ---- completions and events
+    # ---- Completions and events
 
     def poll(self, queue: Queue, count: int) -> int:
         """Take up to `count` completions, and compare each with the next one that the model expects there."""
@@ -47,7 +47,7 @@ class Watcher(Registry):
                 qp = self.fabric.qps[completion.qp_num]
                 assert queue is (qp.send_cq, qp.recv_cq)[side]
                 expected, kind = qp.polled(side), qp.type
-            assert expected is not None, f"nobody expects {completion}"
+            assert expected is not None, f"unexpected: {completion}"
             self._compare(completion, expected)
             self.taken_completions[kind, side, expected.status] += 1
         return len(completions)
@@ -90,7 +90,7 @@ class Watcher(Registry):
                 waiting[taken].waiting -= 1
                 waiting[taken].taken += 1
                 assert waiting[taken].waiting >= 0
-            assert time.monotonic() < end, "the event does not come"
+            assert time.monotonic() < end, "the event did not arrive"
         assert handle.get_event() is None
 
     def take_async_events(self, context: Context) -> None:
@@ -106,7 +106,7 @@ class Watcher(Registry):
             if event is not None:
                 (node,) = [node for node in nodes if self.handles[node] is event.element]
                 taken[node, event.event_type] = event
-            assert time.monotonic() < end, f"of {waiting} only these come: {taken}"
+            assert time.monotonic() < end, f"of {waiting} only these arrived: {taken}"
         assert handle.get_async_event() is None
         assert taken.keys() == set(waiting)
         for node, event_type in waiting:
@@ -120,7 +120,7 @@ class Watcher(Registry):
         event.ack()
         node.unacknowledged -= 1
 
-    # ---- comparing
+    # ---- Comparison
 
     def catch_up(self) -> None:
         """Wait until the device has caught up with the model, and compare all memory and the states of all queues."""
@@ -165,7 +165,7 @@ class Watcher(Registry):
         attributes = self.qp(qp).query()
         if attributes.qp_state is not qp.state:
             broken = qp.state in (QpState.SQE, QpState.ERR)
-            assert broken, f"it is in {attributes.qp_state.name}, not in {qp.state.name}"
+            assert broken, f"the queue pair is in {attributes.qp_state.name}, not in {qp.state.name}"
             return False
         if qp.state is QpState.ERR:
             return not any(qp.expected)

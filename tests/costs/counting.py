@@ -51,7 +51,7 @@ class Counting:
         self._library = library = ctypes.PyDLL(None)  # PyDLL keeps the GIL during calls
         for name in ("allocations_all", "allocations_native"):
             getattr(library, name).restype = ctypes.c_uint64
-        assert library.allocations_find_parts() >= 4, "it counts nothing of what is compiled"
+        assert library.allocations_find_parts() >= 4, "the compiled parts were not found"
         gc.collect()
         gc.disable()  # its allocations are not to be measured
 

@@ -80,7 +80,7 @@ async def test_anyio_functions_accept_operations(device: Device, model: MessageM
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(fetch_and_add_one(pair), 0.01)
         unhold(device, pair.near)
-        assert await fetch_and_add_one(pair) == 34, "those that nobody awaits any more were done"
+        assert await fetch_and_add_one(pair) == 34, "requests whose awaits were cancelled did not execute"
         assert pair.is_idle()
 
 
@@ -143,7 +143,7 @@ async def test_asking_for_the_result_does_not_spin(device: Device) -> None:
         hold(device, pair.near)
         operation = fetch_and_add_one(pair)
         assert not operation.done()
-        assert pair.cq.statistics().spins == 0, "it looks, and does not spin"
+        assert pair.cq.statistics().spins == 0, "done() does not spin"
         with pytest.raises(asyncio.InvalidStateError, match=r"ATOMIC_FETCH_AND_ADD .* is not done"):
             operation.result()
         wait_until(lambda: device.faults.held() == 1)

@@ -35,7 +35,7 @@ async def test_a_batch_has_one_doorbell_and_one_completion(device: Device, model
         batch = pair.near.batch()
         elements = [batch.write(pair.source[n : n + 1], pair.target.remote()[9 - n : 10 - n]) for n in range(10)]
         assert len(batch) == 10
-        assert len(pair.source.pins) == 0, "until it is posted"
+        assert len(pair.source.pins) == 0, "memory is pinned only by posting"
         assert not any(element.done() for element in elements)
         assert pair.near.statistics().sends.doorbells == pair.near.statistics().sends.posted == 0
         await batch.post()
@@ -107,7 +107,7 @@ async def test_a_batch_reports_which_request_failed(device: Device, model: Messa
             WcStatus.WR_FLUSH_ERR,
             WcStatus.WR_FLUSH_ERR,
         ]
-        assert bytes(pair.target.buffer[:2]) == b"x\0", "what came after it did nothing"
+        assert bytes(pair.target.buffer[:2]) == b"x\0", "a request behind the failure was executed"
         assert [element.result() for element in elements[:2]] == [None, 0]
         for element, status in zip(elements[2:], [WcStatus.REM_ACCESS_ERR] + 2 * [WcStatus.WR_FLUSH_ERR], strict=True):
             assert element.done()
@@ -165,7 +165,7 @@ async def test_batches_that_are_too_large_or_empty_are_refused(device: Device) -
             batch.write(pair.source[:1], pair.target.remote()[:1])
         with pytest.raises(ValueError, match="5 requests exceed the 4 places"):
             _ = batch.post()
-        assert len(pair.source.pins) == 0, "until it is posted"
+        assert len(pair.source.pins) == 0, "memory is pinned only by posting"
         del batch
         assert pair.is_idle()
         batch = pair.near.batch()

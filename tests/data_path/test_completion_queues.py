@@ -26,7 +26,7 @@ async def test_capacity_is_reserved_for_queue_pairs(device: Device) -> None:
         with pytest.raises(ValueError, match=match):
             await refused.open()
         await refused.aclose()
-        assert cq.statistics().reserved == 12 * fit, "what was kept for it is given back"
+        assert cq.statistics().reserved == 12 * fit, "the reservation was not released"
         with pytest.raises(ValueError, match=rf"must be at least {12 * fit} for .*, got {12 * fit - 1}$"):
             cq.resize(12 * fit - 1)
         cq.resize(depth + 12)

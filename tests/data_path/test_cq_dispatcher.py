@@ -172,7 +172,7 @@ async def test_a_waiter_future_resolved_by_others_is_awaited_again(device: Devic
             receive.send(None)
         another = far.receive(memory[:8])
         await polled_turns(cq)  # polling stops
-        assert await polled_turns(cq) == 0, "nobody awaits it"
+        assert await polled_turns(cq) == 0, "polled without an awaiter"
         assert not another.done()
 
 

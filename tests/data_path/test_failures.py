@@ -324,7 +324,7 @@ async def test_a_move_to_error_flushes_all(device: Device, model: MessageModel) 
         results = await asyncio.gather(*writes, return_exceptions=True)
         statuses = [result.status for result in results if isinstance(result, WorkCompletionError)]
         assert len(statuses) >= 4
-        assert set(statuses) == {WcStatus.WR_FLUSH_ERR}, "those that found no place, too"
+        assert set(statuses) == {WcStatus.WR_FLUSH_ERR}, "waiting requests were not flushed"
         assert await status_of(receive) is WcStatus.WR_FLUSH_ERR
         with pytest.raises(BrokenResourceError, match="is in state ERR"):
             _ = valid_write(pair)

@@ -107,7 +107,7 @@ async def test_a_batch_waits_for_all_of_its_slots(device: Device, model: Message
         posted = batch.post()
         sends += [pair.near.send(None, immediate=7 + number) for number in range(20)]
         statistics = pair.near.statistics().sends
-        assert (statistics.in_flight, statistics.queued) == (3, 24), "one place is left, for the batch"
+        assert (statistics.in_flight, statistics.queued) == (3, 24), "one slot stays free until the batch fits"
         unhold(device, pair.near)
         assert await arrived == list(range(27))
         await posted
@@ -129,7 +129,7 @@ async def test_requests_of_all_kinds_are_posted_in_the_order_of_the_calls(device
         write = pair.near.write_with_immediate(None, pair.target.remote()[:0], 5)
         await write
         assert [each.done() for each in [*sends, posted]] == 4 * [True]
-        assert bind.done(), "a queue completes in order"
+        assert bind.done(), "a send queue completes in order"
         assert await arrived == list(range(6))
 
 

@@ -46,7 +46,7 @@ async def test_sends_arrive_in_receives(
             # The sender of a connected queue pair is known in advance; only of datagrams is it reported per message.
             assert qp_type is not QpType.UD or received.src_qp == pair.near.qp_num
             assert (received.route is not None and len(received.route) == 40) == (qp_type is QpType.UD)
-            assert bytes(pair.target.buffer[:16]) == bytes(16), "the route went elsewhere"
+            assert bytes(pair.target.buffer[:16]) == bytes(16), "the GRH was written to the message's memory"
             pair.target.buffer[:32] = bytes(32)
         assert pair.is_idle()
 
@@ -93,7 +93,7 @@ async def test_atomics_return_the_previous_value(
         assert await swap == swap.result() == 3
         assert number() == 2**64 - 1
         adds = [pair.near.fetch_and_add(remote, 1, **pair.addressing) for _ in range(40)]
-        assert [await add for add in adds] == [2**64 - 1, *range(39)], "more than there are places, in their order"
+        assert [await add for add in adds] == [2**64 - 1, *range(39)], "more requests than slots execute in order"
         assert pair.is_idle()
 
 

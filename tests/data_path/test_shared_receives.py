@@ -80,7 +80,7 @@ async def test_queue_pairs_join_and_leave_a_shared_receive_queue(device: Device,
         await qps[1].aclose()
         await qps[2].aclose()
         assert [cq.statistics().in_flight for cq in cqs] == [0] * queues
-        assert len(pair.target.pins) == 4, "receives are the shared queue's, which is open"
+        assert len(pair.target.pins) == 4, "receives belong to the shared queue, which is open"
         await srq.aclose()
         assert len(pair.target.pins) == 0
         with pytest.raises(WorkCompletionError) as caught:
@@ -227,7 +227,7 @@ async def test_a_shared_receive_queue_counts_each_completion_queue_once(device: 
             assert cq.statistics().in_flight == 1
             assert not more.done()
             await polled_turns(cq)  # polling stops
-            assert await polled_turns(cq) == 0, "nobody awaits"
+            assert await polled_turns(cq) == 0, "polled without an awaiter"
         assert cq.statistics().in_flight == 0
 
 

@@ -146,7 +146,7 @@ class Stress:
             sends = connection.near.statistics().sends
             assert sends.posted == sends.completed
             assert not sends.failed
-            assert connection.arrived == sorted(set(connection.arrived)), "messages came twice or overtook each other"
+            assert connection.arrived == sorted(set(connection.arrived)), "messages arrived twice or out of order"
             assert connection.delivered <= set(connection.arrived), "messages were lost"
         assert len(self.near.pins) == len(self.far.pins) == len(self.back.pins) == 0
         assert self.cq.statistics().late == 0

@@ -73,7 +73,7 @@ async def test_unawaited_requests_are_flushed(device: Device) -> None:
             assert each.done()
             with pytest.raises(WorkCompletionError) as caught:
                 each.result()
-            assert caught.value.qp_num == number, "it is known after its end, too"
+            assert caught.value.qp_num == number, "qp_num is lost after closing"
         assert len(pair.source.pins) == 0
 
 

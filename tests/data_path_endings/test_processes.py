@@ -216,7 +216,7 @@ async def test_a_spin_is_interrupted(device: Device, model: MessageModel, monkey
             signal.setitimer(signal.ITIMER_PROF, 0)
             signal.signal(signal.SIGPROF, signal.SIG_IGN)  # discards a pending signal
             signal.signal(signal.SIGPROF, before)
-        assert time.monotonic() - began < PATIENCE_S, "it spun on"
+        assert time.monotonic() - began < PATIENCE_S, "the spin was not interrupted"
         assert len(pair.source.pins) == 1
         pair.unhold()
         await asyncio.wait_for(operation, PATIENCE_S)  # can still be awaited

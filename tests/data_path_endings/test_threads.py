@@ -71,7 +71,7 @@ async def test_two_loops_go_on_beside_calls_from_the_wrong_thread(device: Device
             await until(lambda: intruder.done())
             await pair.check_idle()
             sends = pair.near.statistics().sends
-            assert sends.posted == 2 * turn + 1, "somebody else's were posted"
+            assert sends.posted == 2 * turn + 1, "requests of the wrong thread were posted"
 
     async def call_from_wrong_thread() -> None:
         nonlocal refused

@@ -43,7 +43,9 @@ async def exchange(here: End, there: PeerProcess, qp: QueuePair, *, seed: int = 
     async with asyncio.timeout(patience(40)):
         for write in writes:  # in the order of posting: the first failure that is raised is the cause
             await write
-        assert [await each for each in adds] == [(counter + n) % 2**64 for n in range(4)], "each is done once"
+        assert [await each for each in adds] == [(counter + n) % 2**64 for n in range(4)], (
+            "each atomic is executed once"
+        )
         for each in (*sends, read_back):
             await each
         assert bytes(local.buffer[half + 4096 : half + 4096 + at]) == data

@@ -101,7 +101,7 @@ async def scene(device: Device, qp_type: QpType = QpType.RC, **attributes: Any) 
         refused = opened.refused()
         try:
             yield opened
-            assert opened.refused() == refused, "both are honest"
+            assert opened.refused() == refused, "frames were refused between honest peers"
         finally:
             opened.clear()
             for qp in (pair.near, pair.far):  # afterwards no data is written to this memory
@@ -138,7 +138,7 @@ async def run_traffic(here: Scene, seed: int) -> None:
         operations.append(near.send(here.pair.source[32 * number : 32 * number + 32], **here.pair.addressing))
     for each in operations:
         await each
-    assert [await each for each in adds] == list(range(MESSAGES)), "each atomic is done once, in its turn"
+    assert [await each for each in adds] == list(range(MESSAGES)), "each atomic is executed once, in order"
     messages = [bytes((await each).data) for each in received]
     assert messages == [pattern(seed + number, 32) for number in range(MESSAGES)]
     assert bytes(remote.buffer[:8]) == MESSAGES.to_bytes(8, "little")

@@ -58,7 +58,7 @@ async def connected(
         await there.connect(qp)
         yield Connection(here, there, qp)
         assert {peer.transport for peer in here.device.peers()} <= {"tcp", None}
-        assert soft_context(here.device).fabric().refused_frames == refused, "both are honest"
+        assert soft_context(here.device).fabric().refused_frames == refused, "frames were refused between honest peers"
         assert len(here.region.pins) == 0
 
 

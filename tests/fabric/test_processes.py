@@ -158,7 +158,7 @@ async def test_a_request_to_a_stopped_process_fails_and_is_not_executed_later() 
             there.process.send_signal(signal.SIGCONT)
         here.region.buffer[:] = bytes(SIZE)
         await second.write(here.region[:8], there.region[:8])
-        assert bytes(here.region.buffer[8:]) == bytes(SIZE - 8), "the read was over"
+        assert bytes(here.region.buffer[8:]) == bytes(SIZE - 8), "the failed read was executed later"
 
 
 async def run_traffic(here: End, there: PeerProcess, qp: QueuePair, seed: int) -> Exception | None:

@@ -35,7 +35,9 @@ class Connection:
 
     def check(self) -> None:
         assert len(self.here.region.pins) == 0
-        assert soft_context(self.here.device).fabric().refused_frames == self.refused, "both are honest"
+        assert soft_context(self.here.device).fabric().refused_frames == self.refused, (
+            "frames were refused between honest peers"
+        )
 
 
 @contextlib.contextmanager

@@ -189,7 +189,7 @@ REVOCATIONS: dict[str, tuple[Callable[[Scene], None], WcStatus]] = {
     "the port goes down": (_port_down, WcStatus.RETRY_EXC_ERR),
     "the own port goes down": (_own_port_down, WcStatus.RETRY_EXC_ERR),
     "the peer falls silent": (_stall, WcStatus.RETRY_EXC_ERR),
-    "the peer is not heard": (_own_stall, WcStatus.RETRY_EXC_ERR),
+    "the own device falls silent": (_own_stall, WcStatus.RETRY_EXC_ERR),
     "requests are lost": (_drop, WcStatus.RETRY_EXC_ERR),
     "answers are lost": (_drop_answers, WcStatus.RETRY_EXC_ERR),
     "messages are lost": (_lose, WcStatus.RETRY_EXC_ERR),
@@ -320,7 +320,9 @@ async def test_memory_that_is_no_longer_lent_is_not_read(model: MessageModel, di
             async def read_on(qp: QueuePair = qp, remote: RemoteRegion = remote) -> None:
                 for count in range(1_000_000):
                     await qp.read(here.region[:PAGE], remote)
-                    assert bytes(here.region.buffer[:PAGE]) == lent * (PAGE // 64), "memory that was not lent any more"
+                    assert bytes(here.region.buffer[:PAGE]) == lent * (PAGE // 64), (
+                        "read memory that was no longer lent"
+                    )
                     if not count % 4:
                         await asyncio.sleep(0)
 

@@ -42,7 +42,7 @@ class PeerProcess:
     async def command(self, line: str) -> str:
         self.writer.write(f"{line}\n".encode())
         answer = await asyncio.wait_for(self.reader.readline(), patience(20))
-        assert answer, "it ended"
+        assert answer, "the process ended"
         return answer.decode().strip()
 
     async def read_memory(self, at: int, length: int) -> bytes:

@@ -177,11 +177,11 @@ class Queue(Node):
     domain: Pd | None = None
     armed: str | None = None
     waiting: int = 0
-    taken: int = 0
+    unacknowledged: int = 0
 
     @property
     def busy(self) -> bool:
-        return super().busy or self.taken > 0
+        return super().busy or self.unacknowledged > 0
 
     @property
     def available(self) -> int:

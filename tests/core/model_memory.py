@@ -26,8 +26,8 @@ class Memory:
         del self.keys[node.key >> 8]
 
     def _window(self, key: int) -> Window | None:
-        found = self.keys.get(key >> 8)
-        return found if isinstance(found, Window) else None
+        node = self.keys.get(key >> 8)
+        return node if isinstance(node, Window) else None
 
     def find(self, pd: Pd, sge: Sge, access: AccessFlags) -> memoryview | None:
         """Return the memory of a region that a key gives local access to."""

@@ -136,14 +136,14 @@ class Responder:
         if request.remote_addr % 8:
             raise Failed(WcStatus.REM_INV_REQ_ERR)
         view = self._target(request, 8, AccessFlags.REMOTE_ATOMIC)
-        found = bytes(view)
-        value = int.from_bytes(found, "little")
+        previous = bytes(view)
+        value = int.from_bytes(previous, "little")
         if request.opcode is SendOpcode.ATOMIC_FETCH_AND_ADD:
             value = (value + request.compare_add) % (1 << 64)
         elif value == request.compare_add:
             value = request.swap
         view[:] = value.to_bytes(8, "little")
-        return found
+        return previous
 
     def respond(self, sender: Qp, request: Send, data: bytes, answer: list[memoryview]) -> None:
         """Execute a request. Read data goes to `answer`."""

@@ -94,15 +94,15 @@ def connect(near: handles.QueuePair, far: handles.QueuePair, access: AccessFlags
 
 def wait_for(cq: handles.CompletionQueue, count: int = 1) -> list[Completion]:
     """Poll until `count` completions have arrived, with a time limit."""
-    found: list[Completion] = []
+    completions: list[Completion] = []
 
     def enough() -> bool:
-        found.extend(poll(cq, count - len(found)))
-        return len(found) == count
+        completions.extend(poll(cq, count - len(completions)))
+        return len(completions) == count
 
     if count:
         wait_until(enough)
-    return found
+    return completions
 
 
 def succeed(cq: handles.CompletionQueue) -> Completion:
@@ -114,15 +114,15 @@ def succeed(cq: handles.CompletionQueue) -> Completion:
 
 def next_event(context: software.Context) -> handles.AsyncEvent:
     """Wait for the next asynchronous event, and return it."""
-    found: list[handles.AsyncEvent] = []
+    events: list[handles.AsyncEvent] = []
 
-    def taken() -> bool:
+    def event_arrived() -> bool:
         event = context.get_async_event()
-        found.extend([event] if event else [])
-        return bool(found)
+        events.extend([event] if event else [])
+        return bool(events)
 
-    wait_until(taken)
-    return found[0]
+    wait_until(event_arrived)
+    return events[0]
 
 
 @dataclass

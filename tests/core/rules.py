@@ -239,14 +239,14 @@ class Rules(Steps):
         self.post_some_work(dice)
         self.twins.take_events(dice.pick(self.twins.of(Channel)))
 
-    @precondition(lambda self: any(queue.taken for queue in self.twins.of(Queue)))
+    @precondition(lambda self: any(queue.unacknowledged for queue in self.twins.of(Queue)))
     @rule(dice=DICE)
     def acknowledge(self, dice: Dice) -> None:
         self.post_some_work(dice)
-        queue = dice.pick([queue for queue in self.twins.of(Queue) if queue.taken])
-        count = dice.between(1, queue.taken)
+        queue = dice.pick([queue for queue in self.twins.of(Queue) if queue.unacknowledged])
+        count = dice.between(1, queue.unacknowledged)
         self.twins.cq(queue).ack_events(count)
-        queue.taken -= count
+        queue.unacknowledged -= count
 
     @precondition(lambda self: self.twins.of(Context))
     @rule(dice=DICE)

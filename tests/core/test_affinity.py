@@ -159,10 +159,10 @@ def test_an_object_of_a_closed_loop_can_be_taken_over(factory: Callable[[], asyn
         td = loop.run_until_complete(make())
         owner = td.affinity
         assert owner is not None
-        found = [owner.orphaned]
+        orphaned = [owner.orphaned]
         loop.close()
-        found.append(owner.orphaned)
-        assert found == [False, True]
+        orphaned.append(owner.orphaned)
+        assert orphaned == [False, True]
 
         def wrong() -> None:
             with pytest.raises(AffinityError, match="the loop that owns this object is closed"):
@@ -410,9 +410,9 @@ async def test_overlapping_threads_are_refused() -> None:
 
 def test_thread_numbers_are_never_reused() -> None:
     async def number() -> int:
-        found = handles.Affinity.of_running_loop().thread_number
-        assert found is not None
-        return found
+        number_of_thread = handles.Affinity.of_running_loop().thread_number
+        assert number_of_thread is not None
+        return number_of_thread
 
     idents, numbers = set(), set()
     for _ in range(50):

@@ -122,7 +122,7 @@ def test_the_same_address_twice(context: software.Context) -> None:
     assert poll(cq) == []
 
 
-@pytest.mark.parametrize("error", [AllocatorError("kept"), KeyboardInterrupt()])
+@pytest.mark.parametrize("error", [AllocatorError("planted"), KeyboardInterrupt()])
 def test_an_exception_in_free_is_unraisable(
     context: software.Context, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
@@ -210,7 +210,7 @@ class RaisingFree:
         self.pages.append(mmap.mmap(-1, max(size, 4096)))
         return ctypes.addressof(ctypes.c_char.from_buffer(self.pages[-1]))
     def free(self, address, *of):
-        raise RuntimeError("kept for ever")
+        raise RuntimeError("planted error")
 
 context = software.open_context()
 domain = parent_domain.ParentDomain(handles.ProtectionDomain(context), None, RaisingFree())
@@ -223,4 +223,4 @@ def test_python_itself_reports_a_free_that_raises() -> None:
         [sys.executable, "-P", "-c", FAILING_FREE], capture_output=True, text=True, timeout=60, check=True, cwd=ROOT
     )
     assert "Exception ignored in: <ParentDomain" in done.stderr
-    assert done.stderr.count("RuntimeError: kept for ever") == 2
+    assert done.stderr.count("RuntimeError: planted error") == 2

@@ -182,7 +182,7 @@ def test_an_acknowledged_event_is_dropped_silently(context: software.Context) ->
     raise_sq_drained(context)
     next_event(context).ack()
     gc.collect()
-    assert not any(isinstance(kept, handles.AsyncEvent) for kept in gc.get_objects())
+    assert not any(isinstance(each, handles.AsyncEvent) for each in gc.get_objects())
 
 
 def test_a_child_of_a_fork_acknowledges_nothing(context: software.Context) -> None:

@@ -52,14 +52,14 @@ def test_moderation(context: software.Context) -> None:
         for _ in range(fewer):
             post_send(near.qp, WRITE, flags=SIGNALED)
         wait_until(lambda count=posted: near.qp.query().sq_psn == count)  # type: ignore[misc]
-        taken = channel.get_event()
-        assert taken is None or time.monotonic() - start >= period_us * 1e-6
+        event_queue = channel.get_event()
+        assert event_queue is None or time.monotonic() - start >= period_us * 1e-6
         posted += 1
         post_send(near.qp, WRITE, flags=SIGNALED)
-        if taken is None:
+        if event_queue is None:
             assert select.select([channel], [], [], PATIENCE_S)[0]
-            taken = channel.get_event()
-        assert taken is near.cq
+            event_queue = channel.get_event()
+        assert event_queue is near.cq
         near.cq.ack_events()
         wait_for(near.cq, fewer + 1)
 

@@ -34,7 +34,7 @@ SCRIPTS = {
         make_busy_pair(delay_ns=25_000_000)
     """,
     "several contexts": """
-        kept = [make_busy_pair(), make_busy_pair('inline'), make_busy_pair(delay_ns=0), make_busy_pair(count=0)]
+        references = [make_busy_pair(), make_busy_pair('inline'), make_busy_pair(delay_ns=0), make_busy_pair(count=0)]
     """,
     "sys.exit in a function": """
         def main():
@@ -70,7 +70,7 @@ SCRIPTS = {
         wait_for_thread_starts()
         child = os.fork()
         if not child:
-            kept = make_busy_pair()
+            references = make_busy_pair()
         else:
             assert os.waitpid(child, 0)[1] == 0
     """,

@@ -58,8 +58,8 @@ class Program:
         """Take `count` successful completions with one call; completions are held until all have arrived."""
         wait_until(lambda: self.context.faults.held() == count)
         assert self.context.faults.release() == count
-        found = poll(cq, count)
-        assert [completion.status for completion in found] == [WcStatus.SUCCESS] * count
+        completions = poll(cq, count)
+        assert [completion.status for completion in completions] == [WcStatus.SUCCESS] * count
 
     def take_event(self, event_type: EventType, element: handles.Handle) -> None:
         """Take an asynchronous event that has arrived."""

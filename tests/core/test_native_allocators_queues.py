@@ -179,8 +179,8 @@ def test_a_forked_child_uses_the_allocator(context: software.Context) -> None:
         domain.destroy()
         assert allocator.usage() == {}
         own = software.Context.open()
-        made = make_end(domain_of(own, allocator))
-        return sum(usage.pieces for usage in allocator.usage().values()) + bool(made.qp.closed)
+        child_end = make_end(domain_of(own, allocator))
+        return sum(usage.pieces for usage in allocator.usage().values()) + bool(child_end.qp.closed)
 
     assert in_child(child) == 4
     assert domain.held == allocator.statistics().pieces == 4

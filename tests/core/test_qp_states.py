@@ -81,14 +81,14 @@ EDGE_VECTORS: dict[str, tuple[Any, ...]] = {
 @every_type
 def test_the_table_has_the_transitions_of_the_architecture(qp_type: QpType) -> None:
     for before, after in itertools.product(QpState, QpState):
-        found = rule(qp_type, before, after)
-        assert (after in reachable(qp_type, before)) == (found is not None)
-        if found is None:
+        expected = rule(qp_type, before, after)
+        assert (after in reachable(qp_type, before)) == (expected is not None)
+        if expected is None:
             with pytest.raises(TransitionError, match="no such transition"):
                 transition_rule(qp_type, before, after)
         else:
             required, optional = transition_rule(qp_type, before, after)
-            assert (set(required), set(optional - required)) == found
+            assert (set(required), set(optional - required)) == expected
 
 
 def test_the_table_accepts_what_the_device_accepts(inline: software.Context) -> None:

@@ -181,8 +181,8 @@ class Twins(Watcher):
         for channel in self.of(Channel):
             self.take_events(channel)
         for queue in self.of(Queue):
-            self.cq(queue).ack_events(queue.taken)
-            queue.taken = 0
+            self.cq(queue).ack_events(queue.unacknowledged)
+            queue.unacknowledged = 0
         for context in self.of(Context):
             self.take_async_events(context)
         while self.async_events:

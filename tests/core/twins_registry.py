@@ -37,8 +37,8 @@ class Registry:
 
     def of(self, kind: type[NodeT], context: Context | None = None) -> list[NodeT]:
         """Return the open objects of a kind, of one context if one is given."""
-        found = [node for node in self.open if isinstance(node, kind)]
-        return [node for node in found if context is None or getattr(node, "context", None) is context]
+        nodes = [node for node in self.open if isinstance(node, kind)]
+        return [node for node in nodes if context is None or getattr(node, "context", None) is context]
 
     def handle(self, node: Node, kind: type[HandleT]) -> HandleT:
         handle = self.handles[node]

@@ -85,11 +85,11 @@ class Watcher(Registry):
         waiting = {self.cq(queue): queue for queue in self.of(Queue) if queue.channel is channel}
         end = time.monotonic() + PATIENCE_S
         while any(queue.waiting for queue in waiting.values()):
-            taken = handle.get_event()
-            if taken is not None:
-                waiting[taken].waiting -= 1
-                waiting[taken].taken += 1
-                assert waiting[taken].waiting >= 0
+            queue_handle = handle.get_event()
+            if queue_handle is not None:
+                waiting[queue_handle].waiting -= 1
+                waiting[queue_handle].unacknowledged += 1
+                assert waiting[queue_handle].waiting >= 0
             assert time.monotonic() < end, "the event did not arrive"
         assert handle.get_event() is None
 

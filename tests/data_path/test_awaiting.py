@@ -48,9 +48,9 @@ async def test_ended_does_not_poll(device: Device) -> None:
     async with ends(device) as pair:
         operation = fetch_and_add_one(pair)
         assert not operation.ended  # although the device may have completed it
-        seen = pair.cq.statistics().completions
+        completions = pair.cq.statistics().completions
         assert not operation.ended
-        assert pair.cq.statistics().completions == seen
+        assert pair.cq.statistics().completions == completions
         wait_until(operation.done)
         assert operation.ended
         assert operation.result() == 0
@@ -174,8 +174,8 @@ async def test_an_operation_is_driven_by_hand(device: Device) -> None:
         thrown, closed, fresh = fetch_and_add_one(pair), fetch_and_add_one(pair), fetch_and_add_one(pair)
         for each in (thrown, closed):
             assert asyncio.isfuture(each.send(None))
-        with pytest.raises(KeyError, match="gone"):
-            thrown.throw(KeyError("gone"))
+        with pytest.raises(KeyError, match="planted"):
+            thrown.throw(KeyError("planted"))
         with pytest.raises(asyncio.CancelledError):
             fresh.throw(asyncio.CancelledError)
         closed.close()

@@ -205,11 +205,11 @@ async def test_messages_end_when_their_queue_pair_is_closed(device: Device) -> N
         await receiver.send(b"last")
 
         async def read() -> list[bytes]:
-            found = []
+            received = []
             async for message in messages:
                 with message:
-                    found.append(bytes(message.data))
-            return found
+                    received.append(bytes(message.data))
+            return received
 
         task = asyncio.create_task(read())
         await asyncio.sleep(0.01)

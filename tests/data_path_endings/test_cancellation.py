@@ -279,11 +279,11 @@ def has_arrived(pair: Pair) -> bool:
 
 async def receive_numbers(pair: Pair, count: int) -> list[int]:
     async with asyncio.timeout(PATIENCE_S):
-        found: list[int] = []
-        while len(found) < count:
+        numbers: list[int] = []
+        while len(numbers) < count:
             with await anext(pair.far.messages()) as message:
-                found.append(int.from_bytes(message.data, "big"))
-        return found
+                numbers.append(int.from_bytes(message.data, "big"))
+        return numbers
 
 
 @pytest.fixture
@@ -344,11 +344,11 @@ async def test_a_received_message_is_returned_when_its_await_is_cancelled(messag
         await send(messages_pair, number)
     await until(lambda: len(inbox) == 128)
     operation = next(each for each in map(anext, [inbox] * 128) if yields_first(each))
-    left = len(inbox)
+    remaining = len(inbox)
     with pytest.raises(asyncio.CancelledError):
         operation.throw(asyncio.CancelledError())
-    assert len(inbox) == left + 1
-    assert await receive_numbers(messages_pair, 1) == [127 - left]
+    assert len(inbox) == remaining + 1
+    assert await receive_numbers(messages_pair, 1) == [127 - remaining]
 
 
 @pytest.mark.every_way

@@ -151,18 +151,18 @@ async def test_an_error_breaks_one_queue_pair_and_no_other(device: Device, model
 async def test_messages_end_with_their_queue_pair(device: Device) -> None:
     async with pair_on(device, receive_depth=4, receive_size=8) as pair:
         await pair.near.send(pair.source[:8])
-        found = []
+        received = []
 
         async def read() -> None:
             async for message in pair.far.messages():
                 with message:
-                    found.append(bytes(message.data))
+                    received.append(bytes(message.data))
 
         reading = asyncio.create_task(read())
-        await until(lambda: found)
+        await until(lambda: received)
         await pair.far.aclose()
         await asyncio.wait_for(reading, patience(5))
-        assert found == [bytes(8)]
+        assert received == [bytes(8)]
 
 
 # ---- Completions that arrive after the end of their request

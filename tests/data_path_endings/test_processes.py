@@ -78,20 +78,20 @@ import uvloop
 from aioverbs import MessageModel, open_device
 from tests.data_path_endings.pair import open_pair, pair_on
 
-kept = []
+references = []
 
 async def busy(mode="thread", model=MessageModel.DEFAULT, hold=False):
     execution = "thread" if mode == "thread" else "inline"
     device = open_device("soft0", execution=execution, delay_ns=20_000_000 if mode == "thread" else 0)
     await device.open()
     pair = await open_pair(device, model, sends=8, receive_depth=8, receive_size=64)
-    kept.extend([device, pair])
+    references.extend([device, pair])
     if hold:
         pair.hold()
-    kept.extend(pair.write(8 * each) for each in range(16))
+    references.extend(pair.write(8 * each) for each in range(16))
     batch = pair.near.batch()
     batch.write(pair.source[:8], pair.target.remote()[:8])
-    kept.append(batch.post())
+    references.append(batch.post())
     return pair
 
 async def wait(awaited):
@@ -105,21 +105,21 @@ SCRIPTS = {
     "forgotten": """
         async def main():
             await busy()
-            kept.clear()
+            references.clear()
         run(main())
     """,
     "awaited by tasks": """
         async def main():
             pair = await busy(hold=True)
-            kept.extend(asyncio.create_task(wait(pair.write(8 * each))) for each in range(4))
-            kept.append(asyncio.create_task(wait(anext(pair.far.messages()))))
+            references.extend(asyncio.create_task(wait(pair.write(8 * each))) for each in range(4))
+            references.append(asyncio.create_task(wait(anext(pair.far.messages()))))
             await asyncio.sleep(0)
         run(main())
     """,
     "a loop that is never closed": """
         async def main():
             pair = await busy(hold=True)
-            kept.extend(asyncio.create_task(wait(pair.write(8 * each))) for each in range(4))
+            references.extend(asyncio.create_task(wait(pair.write(8 * each))) for each in range(4))
             await asyncio.sleep(0)
         loop = new_event_loop()
         loop.run_until_complete(main())
@@ -134,9 +134,9 @@ SCRIPTS = {
     "in a cycle": """
         async def main():
             await busy(hold=True)
-            kept.append(kept[:])
-            kept[-1].append(kept[-1])
-            kept.clear()
+            references.append(references[:])
+            references[-1].append(references[-1])
+            references.clear()
         run(main())
     """,
     "shared by a thread": """
@@ -149,7 +149,7 @@ SCRIPTS = {
             run(main())
         threading.Thread(target=work, daemon=True).start()
         import time
-        while len(kept) < 19:
+        while len(references) < 19:
             time.sleep(0.001)
     """,
 }
@@ -159,7 +159,7 @@ SCRIPTS = {
 @pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS)
 def test_the_interpreter_exits_silently(script: str, loop_name: str) -> None:
     loops = "uvloop.new_event_loop" if loop_name == "uvloop" else "asyncio.SelectorEventLoop"
-    made = textwrap.dedent(f"""
+    loop_source = textwrap.dedent(f"""
         def new_event_loop():
             loop = {loops}()
             loop.slow_callback_duration = 60
@@ -169,7 +169,7 @@ def test_the_interpreter_exits_silently(script: str, loop_name: str) -> None:
             with asyncio.Runner(loop_factory=new_event_loop) as runner:
                 return runner.run(main)
     """)
-    text = PREAMBLE + made + textwrap.dedent(script)
+    text = PREAMBLE + loop_source + textwrap.dedent(script)
     done = subprocess.run(
         [sys.executable, "-P", "-X", "dev", "-W", "ignore", "-c", text],
         capture_output=True,

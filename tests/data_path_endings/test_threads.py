@@ -156,18 +156,18 @@ async def test_a_waiter_is_woken_on_its_loop_by_the_loop_that_polls(device: Devi
                 ends.append(far.local_endpoint())
                 for _ in range(HANDOVERS):
                     receive = (srq or far).receive(memory[:8])
-                    asyncio.get_running_loop().call_soon(asked.set)
+                    asyncio.get_running_loop().call_soon(posted.set)
                     async with asyncio.timeout(PATIENCE_S):
                         assert (await receive).byte_len == 8
 
         ends: list[Any] = []
-        asked = threading.Event()
+        posted = threading.Event()
         waiting = asyncio.ensure_future(run_in_thread(wait))
         await until(lambda: ends or waiting.done())
         near.connect(ends[0], ACCESS, **LONG_TIMEOUT)
         for _ in range(HANDOVERS):
-            await until(lambda: asked.is_set() or waiting.done())
-            asked.clear()
+            await until(lambda: posted.is_set() or waiting.done())
+            posted.clear()
             await asyncio.wait_for(near.send(memory[8:16]), PATIENCE_S)
         await waiting
 

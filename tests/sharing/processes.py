@@ -17,7 +17,7 @@ from tests.conftest import ROOT
 from tests.pace import patience
 from tests.sharing.worker import ACCESS, LONG_TIMEOUT
 
-__all__ = ["KEY", "Pair", "Refused", "Worker", "pair", "worker"]
+__all__ = ["KEY", "CommandFailed", "Pair", "Worker", "pair", "worker"]
 
 KEY = 0xFEDCBA9876543210
 START = (
@@ -25,7 +25,7 @@ START = (
 )
 
 
-class Refused(Exception):
+class CommandFailed(Exception):
     """What a worker says went wrong."""
 
 
@@ -39,43 +39,43 @@ class Worker:
     shared_id: int = 0
     is_killed: bool = False
 
-    def tell(self, line: str) -> None:
+    def send_command(self, line: str) -> None:
         self.writer.write(f"{line}\n".encode())
 
-    async def answer(self) -> str:
+    async def read_answer(self) -> str:
         line = (await asyncio.wait_for(self.reader.readline(), patience(20))).decode().strip()
         assert line, "it ended"
         if line.startswith("! "):
-            raise Refused(line[2:])
+            raise CommandFailed(line[2:])
         return line
 
-    async def ask(self, line: str) -> str:
-        self.tell(line)
-        return await self.answer()
+    async def call(self, line: str) -> str:
+        self.send_command(line)
+        return await self.read_answer()
 
-    async def look(self, name: str, at: int, length: int) -> bytes:
-        return bytes.fromhex(await self.ask(f"look {name} {at} {length}"))
+    async def read_memory(self, name: str, at: int, length: int) -> bytes:
+        return bytes.fromhex(await self.call(f"look {name} {at} {length}"))
 
-    async def put(self, name: str, at: int, data: bytes) -> None:
-        await self.ask(f"put {name} {at} {data.hex()}")
+    async def write_memory(self, name: str, at: int, data: bytes) -> None:
+        await self.call(f"put {name} {at} {data.hex()}")
 
     async def register(self, name: str, size: int, kind: str = "register") -> RemoteRegion:
-        return RemoteRegion.from_bytes(bytes.fromhex(await self.ask(f"{kind} {name} {size}")))
+        return RemoteRegion.from_bytes(bytes.fromhex(await self.call(f"{kind} {name} {size}")))
 
     async def connect(self, qp: QueuePair, **attributes: Any) -> None:
         """Either waits for the other's process, which may stand still or have no receive yet."""
-        there = Endpoint.from_bytes(bytes.fromhex(await self.ask(f"connect {bytes(qp.local_endpoint()).hex()}")))
+        there = Endpoint.from_bytes(bytes.fromhex(await self.call(f"connect {bytes(qp.local_endpoint()).hex()}")))
         qp.connect(there, ACCESS, **{**LONG_TIMEOUT, **attributes})
 
-    async def give(self, other: "Worker") -> None:
+    async def share_with(self, other: "Worker") -> None:
         """The other one imports its domain."""
-        other.tell(f"import {self.shared_id} {KEY}")
-        await self.ask("send")
-        await other.answer()
+        other.send_command(f"import {self.shared_id} {KEY}")
+        await self.call("send")
+        await other.read_answer()
         other.shared_id = self.shared_id
 
-    async def instance(self, key: int = KEY) -> None:
-        await self.ask(f"instance {self.shared_id} {key}")
+    async def open_instance(self, key: int = KEY) -> None:
+        await self.call(f"instance {self.shared_id} {key}")
 
     async def kill(self) -> None:
         self.is_killed = True
@@ -129,16 +129,16 @@ class Pair:
         try:
             where, how = os.environ["AIOVERBS_SOFT_DIRECTORY"], os.environ.get("AIOVERBS_SOFT_DIRECT", "1")
             for each in both:
-                await each.ask(f"begin {where} {how}")
-            first.shared_id = int(await first.ask(f"share {KEY}"))
+                await each.call(f"begin {where} {how}")
+            first.shared_id = int(await first.call(f"share {KEY}"))
             if imported:
-                await first.give(second)
-                await second.instance()
+                await first.share_with(second)
+                await second.open_instance()
             yield first, second
             if not any(each.is_killed for each in both):
                 for each in both:
-                    await each.ask("close all")
-                assert [await each.ask("leftovers") for each in both] == ["nothing"] * 2
+                    await each.call("close all")
+                assert [await each.call("leftovers") for each in both] == ["nothing"] * 2
         except BaseException:
             await self.end()
             raise

@@ -10,8 +10,8 @@ import pytest
 from aioverbs import BrokenResourceError, RemoteRegion, WcStatus, WorkCompletionError
 from tests.fabric.two import End, end
 from tests.pace import patience
-from tests.sharing.processes import KEY, Pair, Refused
-from tests.sharing.test_shared_memory_access import reaches
+from tests.sharing.processes import KEY, CommandFailed, Pair
+from tests.sharing.test_shared_memory_access import check_remote_access
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -28,47 +28,47 @@ ORDERS = [
 async def test_every_order_of_closing(pair: Pair, order: list[tuple[int, str]]) -> None:
     async with pair() as both, end() as here:
         remotes = [await each.register(name, 4096) for each, name in zip(both, "ab", strict=True)]
-        await both[0].ask("close a")
+        await both[0].call("close a")
         instances = {0, 1}
         for who, what in order:
-            await both[who].ask(f"close {what}")
+            await both[who].call(f"close {what}")
             if what == "pd":
                 instances.discard(who)
             for each in instances:  # what is left works
                 await both[each].register("more", 1 << 20)
-                await both[each].ask("close more")
-        assert [await each.ask("leftovers") for each in both] == ["nothing", "nothing"]
+                await both[each].call("close more")
+        assert [await each.call("leftovers") for each in both] == ["nothing", "nothing"]
         assert remotes[0].rkey != remotes[1].rkey
         assert len(here.region.pins) == 0
 
 
 async def test_closing_the_last_instance_removes_the_domain(pair: Pair) -> None:
     async with pair() as (first, second):
-        await second.ask("close pd")
-        await second.instance()  # again, as there is another one
-        await first.ask("close pd")
-        assert await first.ask("leftovers") == "nothing"
+        await second.call("close pd")
+        await second.open_instance()  # again, as there is another one
+        await first.call("close pd")
+        assert await first.call("leftovers") == "nothing"
         await second.register("b", 4096)
-        await second.ask("close b")
-        await second.ask("close pd")
-        with pytest.raises(Refused, match=r"ENOENT .*its last instance was closed"):
-            await second.instance()
-        await second.ask("close device")
-        assert await second.ask("leftovers") == "nothing"
+        await second.call("close b")
+        await second.call("close pd")
+        with pytest.raises(CommandFailed, match=r"ENOENT .*its last instance was closed"):
+            await second.open_instance()
+        await second.call("close device")
+        assert await second.call("leftovers") == "nothing"
 
 
 @pytest.mark.parametrize("dies", [False, True], ids=["closed", "killed"])
 async def test_joining_after_the_last_instance_closed(pair: Pair, dies: bool) -> None:
     async with pair(imported=False) as (first, second):
-        await first.give(second)
+        await first.share_with(second)
         if dies:
             await first.kill()
         else:
-            await first.ask("close pd")
-        with pytest.raises(Refused, match=r"ENOENT .*its last instance was closed"):
-            await second.instance()
-        await second.ask("close device")
-        assert await second.ask("leftovers") == "nothing"
+            await first.call("close pd")
+        with pytest.raises(CommandFailed, match=r"ENOENT .*its last instance was closed"):
+            await second.open_instance()
+        await second.call("close device")
+        assert await second.call("leftovers") == "nothing"
 
 
 async def test_wrong_ids_and_keys(pair: Pair) -> None:
@@ -78,21 +78,21 @@ async def test_wrong_ids_and_keys(pair: Pair) -> None:
             (first.shared_id ^ 1 << 20, KEY, "ENOENT"),
             (first.shared_id ^ 1 << 40, KEY, "EXDEV"),
         ):
-            second.tell(f"import {shared_id} {key}")
-            with pytest.raises(Refused, match=said):
-                await first.ask("send")
-            with pytest.raises(Refused, match=said):
-                await second.answer()
-        await first.give(second)
-        with pytest.raises(Refused, match="EACCES"):
-            await second.instance(KEY ^ 1)
+            second.send_command(f"import {shared_id} {key}")
+            with pytest.raises(CommandFailed, match=said):
+                await first.call("send")
+            with pytest.raises(CommandFailed, match=said):
+                await second.read_answer()
+        await first.share_with(second)
+        with pytest.raises(CommandFailed, match="EACCES"):
+            await second.open_instance(KEY ^ 1)
         for shared_id, said in ((second.shared_id ^ 1, "EXDEV"), (second.shared_id ^ 1 << 40, "EXDEV")):
-            with pytest.raises(Refused, match=said):
-                await second.ask(f"instance {shared_id} {KEY}")
-        await second.instance()
+            with pytest.raises(CommandFailed, match=said):
+                await second.call(f"instance {shared_id} {KEY}")
+        await second.open_instance()
 
 
-async def refused_soon(try_it: Callable[[], Awaitable[object]]) -> None:
+async def check_access_denied_soon(try_it: Callable[[], Awaitable[object]]) -> None:
     """Within the time that a dead process may be believed in."""
     await asyncio.sleep(0.05)
     with pytest.raises(WorkCompletionError) as caught:
@@ -100,7 +100,7 @@ async def refused_soon(try_it: Callable[[], Awaitable[object]]) -> None:
     assert caught.value.status is WcStatus.REM_ACCESS_ERR
 
 
-@pytest.mark.parametrize("who", [0, 1], ids=["who shares", "who imports"])
+@pytest.mark.parametrize("who", [0, 1], ids=["owner", "importer"])
 async def test_a_process_dies(pair: Pair, who: int, direct: bool) -> None:
     async with pair() as both, end(queue_pairs=2) as here:
         victim, survivor = both[who], both[1 - who]
@@ -108,29 +108,29 @@ async def test_a_process_dies(pair: Pair, who: int, direct: bool) -> None:
         kept = await survivor.register("s", 1 << 20)
         for qp in here.qps:
             await survivor.connect(qp)
-        await reaches(here, here.qps[0], victim, "v", gone)
-        await survivor.put("s", 0, b"kept")
+        await check_remote_access(here, here.qps[0], victim, "v", gone)
+        await survivor.write_memory("s", 0, b"kept")
         await victim.kill()
-        await refused_soon(lambda: here.qps[1].write(here.region[:8], gone[:8]))
-        assert await survivor.look("s", 0, 4) == b"kept"
-        await reaches(here, here.qps[0], survivor, "s", kept)
+        await check_access_denied_soon(lambda: here.qps[1].write(here.region[:8], gone[:8]))
+        assert await survivor.read_memory("s", 0, 4) == b"kept"
+        await check_remote_access(here, here.qps[0], survivor, "s", kept)
         await survivor.register("t", 1 << 20)
         for what in ("s", "t", "domain", "pd", "device"):
-            await survivor.ask(f"close {what}")
-        assert await survivor.ask("leftovers") == "nothing"
+            await survivor.call(f"close {what}")
+        assert await survivor.call("leftovers") == "nothing"
 
 
 async def test_memory_of_a_dead_process_is_freed(pair: Pair) -> None:
     """The file has no pages of a process that died, once somebody else came."""
     async with pair() as (first, second):
         await first.register("a", 1 << 20)
-        before = int(await first.ask("blocks"))
+        before = int(await first.call("blocks"))
         await second.register("b", 8 << 20)
-        assert int(await first.ask("blocks")) >= before + (8 << 20)
+        assert int(await first.call("blocks")) >= before + (8 << 20)
         await second.kill()
-        await first.ask("reap")
-        assert int(await first.ask("blocks")) <= before + (1 << 20)
-        assert await first.look("a", 0, 4096) == b"a" * 4096
+        await first.call("reap")
+        assert int(await first.call("blocks")) <= before + (1 << 20)
+        assert await first.read_memory("a", 0, 4096) == b"a" * 4096
 
 
 async def test_a_child_of_a_dead_process_does_not_count_as_alive(pair: Pair) -> None:
@@ -138,10 +138,10 @@ async def test_a_child_of_a_dead_process_does_not_count_as_alive(pair: Pair) -> 
         remote = await first.register("a", 4096)
         for qp in here.qps:
             await second.connect(qp)
-        await first.ask("fork")
+        await first.call("fork")
         await here.qps[0].write(here.region[:8], remote[:8])
         await first.kill()
-        await refused_soon(lambda: here.qps[1].write(here.region[:8], remote[:8]))
+        await check_access_denied_soon(lambda: here.qps[1].write(here.region[:8], remote[:8]))
 
 
 async def traffic(here: End, which: int, remotes: list[RemoteRegion], seed: int) -> None:
@@ -155,7 +155,7 @@ async def traffic(here: End, which: int, remotes: list[RemoteRegion], seed: int)
         await kind(here.region[begin : begin + size], remote[:size])
 
 
-async def a_kill(pair: Pair, seed: int) -> None:
+async def kill_during_traffic(pair: Pair, seed: int) -> None:
     """One of two that serve each other's memory is killed at some moment; the other one serves on."""
     chance = random.Random(seed)
     async with pair() as both, end(queue_pairs=5) as here:
@@ -173,30 +173,30 @@ async def a_kill(pair: Pair, seed: int) -> None:
         assert all(isinstance(each, WorkCompletionError | BrokenResourceError) for each in found), found
         assert {each.status for each in found[2:] if isinstance(each, WorkCompletionError)} == {WcStatus.REM_ACCESS_ERR}
         own = remotes[1 - who]
-        await reaches(here, here.qps[4], survivor, "r", own)
-        await survivor.ask("close r")
+        await check_remote_access(here, here.qps[4], survivor, "r", own)
+        await survivor.call("close r")
         assert await survivor.register("r", 1 << 18)
-        await survivor.ask("close r")
+        await survivor.call("close r")
         assert len(here.region.pins) == 0
 
 
 @pytest.mark.parametrize("seed", range(2))
 async def test_kill_during_traffic(pair: Pair, direct: bool, seed: int) -> None:
-    await a_kill(pair, seed)
+    await kill_during_traffic(pair, seed)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 async def test_hundred_kills_during_traffic(pair: Pair, direct: bool) -> None:
     for seed in range(100, 150):
-        await a_kill(pair, seed)
+        await kill_during_traffic(pair, seed)
 
 
 async def test_killing_both_leaves_nothing(pair: Pair) -> None:
     async with pair() as (first, second):
         await asyncio.gather(first.register("a", 4096), second.register("b", 4096))
-        await asyncio.gather(*(each.ask("close pd") for each in (first, second)))
-        with pytest.raises(Refused, match="ENOENT"):
-            await second.instance()
-        await second.ask("close device")
-        assert [await each.ask("leftovers") for each in (first, second)] == ["nothing"] * 2
+        await asyncio.gather(*(each.call("close pd") for each in (first, second)))
+        with pytest.raises(CommandFailed, match="ENOENT"):
+            await second.open_instance()
+        await second.call("close device")
+        assert [await each.call("leftovers") for each in (first, second)] == ["nothing"] * 2

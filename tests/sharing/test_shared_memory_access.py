@@ -10,31 +10,31 @@ import pytest
 from aioverbs import QueuePair, RemoteRegion, WcStatus, WorkCompletionError
 from tests.fabric.two import End, end
 from tests.pace import fewer
-from tests.sharing.processes import Pair, Refused, Worker
+from tests.sharing.processes import CommandFailed, Pair, Worker
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 SIZES = (1, 8, 4096, 131073, 1 << 20)
 
 
-async def reaches(here: End, qp: QueuePair, owner: Worker, name: str, remote: RemoteRegion) -> None:
+async def check_remote_access(here: End, qp: QueuePair, owner: Worker, name: str, remote: RemoteRegion) -> None:
     """Reads, writes and atomics by a queue pair of somebody, of memory that another one registered."""
     local = here.region
     for size in (each for each in SIZES if each <= remote.length):
         written = random.Random(size).randbytes(size)
         local.buffer[:size] = written
         await qp.write(local[:size], remote[:size])
-        assert await owner.look(name, 0, min(size, 500)) == written[:500]
-        assert await owner.look(name, size - 1, 1) == written[-1:]
+        assert await owner.read_memory(name, 0, min(size, 500)) == written[:500]
+        assert await owner.read_memory(name, size - 1, 1) == written[-1:]
         local.buffer[:size] = bytes(size)
         await qp.read(local[:size], remote[:size])
         assert bytes(local.buffer[:size]) == written
-    before = int.from_bytes(await owner.look(name, 0, 8), sys.byteorder)
+    before = int.from_bytes(await owner.read_memory(name, 0, 8), sys.byteorder)
     assert await qp.fetch_and_add(remote[:8], 5) == before
     assert await qp.compare_and_swap(remote[:8], (before + 5) % 2**64, 7) == (before + 5) % 2**64
-    assert await owner.look(name, 0, 8) == (7).to_bytes(8, sys.byteorder)
+    assert await owner.read_memory(name, 0, 8) == (7).to_bytes(8, sys.byteorder)
 
 
-async def refused(qp: QueuePair, here: End, remote: RemoteRegion) -> None:
+async def check_access_denied(qp: QueuePair, here: End, remote: RemoteRegion) -> None:
     with pytest.raises(WorkCompletionError) as caught:
         await qp.write(here.region[: remote.length], remote)
     assert caught.value.status is WcStatus.REM_ACCESS_ERR
@@ -47,17 +47,17 @@ async def test_access_through_queue_pairs_of_either_process(pair: Pair, direct: 
         await first.connect(here.qps[0])
         await second.connect(here.qps[1])
         for qp in here.qps:
-            await reaches(here, qp, first, "a", one)
-            await reaches(here, qp, second, "b", other)
+            await check_remote_access(here, qp, first, "a", one)
+            await check_remote_access(here, qp, second, "b", other)
 
 
 async def test_memory_registered_before_the_other_process_joined(pair: Pair, direct: bool) -> None:
     async with pair(imported=False) as (first, second), end() as here:
         remote = await first.register("a", 100_000)
-        await first.give(second)
-        await second.instance()
+        await first.share_with(second)
+        await second.open_instance()
         await second.connect(here.qps[0])
-        await reaches(here, here.qps[0], first, "a", remote)
+        await check_remote_access(here, here.qps[0], first, "a", remote)
 
 
 async def test_keys_are_unique_across_processes(pair: Pair) -> None:
@@ -76,7 +76,7 @@ async def test_keys_are_unique_across_processes(pair: Pair) -> None:
             for name, (owner, remote) in regions.items():
                 here.region.buffer[:64] = name.encode().ljust(64)
                 await qp.write(here.region[:64], remote)
-                assert (await owner.look(name, 0, 64)).decode().strip() == name
+                assert (await owner.read_memory(name, 0, 64)).decode().strip() == name
 
 
 async def test_private_memory_is_not_accessible_to_others(pair: Pair) -> None:
@@ -85,10 +85,10 @@ async def test_private_memory_is_not_accessible_to_others(pair: Pair) -> None:
         remote = await first.register("a", 4096, "private")
         await first.connect(here.qps[0])
         await second.connect(here.qps[1])
-        await reaches(here, here.qps[0], first, "a", remote)
-        await refused(here.qps[1], here, remote)
-        with pytest.raises(Refused, match=r"ibv_import_mr failed: EFAULT"):
-            await second.ask(f"borrow a {remote.rkey}")
+        await check_remote_access(here, here.qps[0], first, "a", remote)
+        await check_access_denied(here.qps[1], here, remote)
+        with pytest.raises(CommandFailed, match=r"ibv_import_mr failed: EFAULT"):
+            await second.call(f"borrow a {remote.rkey}")
 
 
 @pytest.mark.parametrize(
@@ -101,14 +101,14 @@ async def test_private_memory_is_not_accessible_to_others(pair: Pair) -> None:
         lambda remote: RemoteRegion(remote.address - 1, 8, remote.rkey),
         lambda remote: RemoteRegion(remote.address + remote.length - 7, 8, remote.rkey),
     ],
-    ids=["another use", "the next", "another process's", "the last", "before it", "behind it"],
+    ids=["other key tag", "next index", "other process", "highest index", "before the region", "beyond the region"],
 )
 async def test_invalid_keys_and_addresses(pair: Pair, change: Callable[[RemoteRegion], RemoteRegion]) -> None:
     async with pair() as (first, second), end() as here:
         remote = await first.register("a", 4096)
         await second.connect(here.qps[0])
-        await refused(here.qps[0], here, change(remote))
-        assert await first.look("a", 0, 4096) == b"a" * 4096
+        await check_access_denied(here.qps[0], here, change(remote))
+        assert await first.read_memory("a", 0, 4096) == b"a" * 4096
 
 
 @pytest.mark.parametrize("size", [8, 200, 100_000])
@@ -118,35 +118,35 @@ async def test_local_keys_of_the_other_process_in_work_requests(pair: Pair, dire
         (qp,) = here.qps
         remote = await first.register("a", size)
         await second.connect(qp)
-        await second.ask(f"borrow a {remote.rkey}")
+        await second.call(f"borrow a {remote.rkey}")
         content = random.Random(size).randbytes(size)
-        await first.put("a", 0, content)
-        assert await second.look("a", 0, size) == content
+        await first.write_memory("a", 0, content)
+        assert await second.read_memory("a", 0, size) == content
 
         receive = qp.receive(here.region[:size])
-        await second.ask(f"send_from a 0 {size}")
+        await second.call(f"send_from a 0 {size}")
         assert bytes((await receive).data) == content
 
         target = here.region[size : 2 * size]
-        await second.ask(f"write_from a 0 {size} {bytes(target.remote()).hex()}")
+        await second.call(f"write_from a 0 {size} {bytes(target.remote()).hex()}")
         assert bytes(target.buffer) == content
 
         content = random.Random(-size).randbytes(size)
         target.buffer[:] = content
-        await second.ask(f"read_to a 0 {size} {bytes(target.remote()).hex()}")
-        assert await first.look("a", 0, size) == content
+        await second.call(f"read_to a 0 {size} {bytes(target.remote()).hex()}")
+        assert await first.read_memory("a", 0, size) == content
 
-        await first.put("a", 0, bytes(size))
-        second.tell(f"receive_to a 0 {size}")
+        await first.write_memory("a", 0, bytes(size))
+        second.send_command(f"receive_to a 0 {size}")
         await qp.send(target)
-        assert await second.answer() == str(size)
-        assert await first.look("a", 0, size) == content
+        assert await second.read_answer() == str(size)
+        assert await first.read_memory("a", 0, size) == content
 
-        await first.ask("close a")
-        with pytest.raises(Refused, match="LOC_PROT_ERR"):
-            await second.ask(f"send_from a 0 {size}")
-        with pytest.raises(Refused, match="ibv_import_mr failed: ENOENT"):
-            await second.ask(f"borrow another {remote.rkey}")
+        await first.call("close a")
+        with pytest.raises(CommandFailed, match="LOC_PROT_ERR"):
+            await second.call(f"send_from a 0 {size}")
+        with pytest.raises(CommandFailed, match="ibv_import_mr failed: ENOENT"):
+            await second.call(f"borrow another {remote.rkey}")
 
 
 @pytest.mark.every_way
@@ -163,11 +163,11 @@ async def test_deregistration_waits_for_accesses_of_others(pair: Pair, direct: b
             remote = await first.register("a", size)
             writes = [asyncio.ensure_future(qp.write(here.region[:size], remote)) for _ in range(20)]
             await writes[0]
-            await first.ask("close a")
+            await first.call("close a")
             await first.register("next", size)
-            await refused(late, here, remote[:8])
+            await check_access_denied(late, here, remote[:8])
             results = await asyncio.gather(*writes, return_exceptions=True)
             failed = [each.status for each in results if isinstance(each, WorkCompletionError)]
             assert failed[:1] in ([], [WcStatus.REM_ACCESS_ERR])
-            assert await first.look("next", 0, size) == b"n" * size
-            await first.ask("close next")
+            assert await first.read_memory("next", 0, size) == b"n" * size
+            await first.call("close next")

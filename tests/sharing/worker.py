@@ -75,7 +75,7 @@ class Worker:
                 await self.device.aclose()
         self.regions.clear()
 
-    async def do(self, command: list[str]) -> str:
+    async def run_command(self, command: list[str]) -> str:
         match command:
             case ["begin", directory, direct]:
                 os.environ.update(AIOVERBS_SOFT_DIRECTORY=directory, AIOVERBS_SOFT_DIRECT=direct)
@@ -136,7 +136,7 @@ class Worker:
             case ["reap"]:
                 os.close(export(self.pd.handle))
             case ["fork"]:
-                fork_and_stay()
+                fork_child()
             case ["leftovers"]:
                 return " ".join(leftovers()) or "nothing"
             case _:
@@ -144,7 +144,7 @@ class Worker:
         return "done"
 
 
-def fork_and_stay() -> None:
+def fork_child() -> None:
     """A child that has what a child has of its parent, for a while."""
     if not os.fork():
         time.sleep(2)
@@ -177,7 +177,7 @@ async def main(listening: socket.socket, sock: socket.socket) -> None:
     worker = Worker(sock)
     while command := (await reader.readline()).decode().split():
         try:
-            answer = await worker.do(command)
+            answer = await worker.run_command(command)
         except VerbsError as error:
             answer = f"! {error}"
         except WorkCompletionError as error:

@@ -171,14 +171,14 @@ class ParentDomainRecorder(Recording):
 
     def __init__(self) -> None:
         super().__init__()
-        self.told: dict[str, list[tuple[object, ...]]] = {"allocate": [], "free": []}
+        self.contexts: dict[str, list[tuple[object, ...]]] = {"allocate": [], "free": []}
 
     def allocate(self, size: int, alignment: int, resource_type: int, *of: object) -> Any:
-        self.told["allocate"].append(of)
+        self.contexts["allocate"].append(of)
         return super().allocate(size, alignment, resource_type, *of)
 
     def free(self, address: int, resource_type: int, *of: object) -> None:
-        self.told["free"].append(of)
+        self.contexts["free"].append(of)
         super().free(address, resource_type, *of)
 
 
@@ -193,7 +193,7 @@ async def test_provider_memory_comes_from_the_allocator(device: Device) -> None:
         assert domain.context == "mine"
         queue = handles.CompletionQueue(device.handle, 16, parent_domain=domain.handle)
         qp = handles.QueuePair(domain.handle, queue, queue)
-        assert set(allocator.told["allocate"]) == {(domain.handle, "mine")}
+        assert set(allocator.contexts["allocate"]) == {(domain.handle, "mine")}
         provider, codes = {piece.resource_type >> 32 for piece in allocator.live}, set(allocator.resource_types)
         assert provider == {1}
         assert {code & 0xFFFFFFFF for code in codes} == {1, 3, 5}
@@ -224,7 +224,7 @@ async def test_the_context_is_passed_back_to_the_allocator(device: Device) -> No
             queue.destroy()
         of_queues = [(one.handle, "one"), (another.handle, "another"), (domain.handle, thing)]
     assert not allocator.live
-    assert set(allocator.told["allocate"]) == set(allocator.told["free"]) == {*of_queues, (None, None)}
+    assert set(allocator.contexts["allocate"]) == set(allocator.contexts["free"]) == {*of_queues, (None, None)}
 
 
 @needs(Capability.PARENT_DOMAINS)

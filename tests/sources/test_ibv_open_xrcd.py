@@ -52,7 +52,7 @@ class OtherProcess:
         return (await asyncio.wait_for(self.process.stdout.readline(), patience(20))).decode().strip()
 
     async def open(self, oflag: int) -> str:
-        """What came of it."""
+        """Open an XRC domain there; return the result that the process reports."""
         return await self.ask(f"open {oflag}")
 
 

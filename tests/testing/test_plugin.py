@@ -34,7 +34,7 @@ async def test_fails_by_itself(aioverbs_device):
 
 @pytest.fixture
 def result(pytester: pytest.Pytester) -> pytest.RunResult:
-    """What comes of a user's tests, in a process of their own."""
+    """Run a user's tests in a process; return the outcome of each."""
     pytester.makeconftest(CONFTEST)
     pytester.makepyfile(USERS_TESTS)
     pytester.makeini("[pytest]\nasyncio_mode = auto\nasyncio_default_fixture_loop_scope = function")

@@ -14,7 +14,7 @@ from aioverbs import Monitor
 from aioverbs._monitoring.directory import MonitorDirectory
 from tests.pace import patience
 
-__all__ = ["Viewer", "folder", "looking", "names_in", "nodes", "threads", "until"]
+__all__ = ["Viewer", "file_names", "folder", "monitor_threads", "nodes", "open_viewer", "until"]
 
 
 @pytest.fixture(autouse=True)
@@ -35,19 +35,19 @@ class Viewer:
         self.socket = connected
         self.lines = connected.makefile("rb")
 
-    def ask(self, question: bytes) -> None:
-        self.socket.sendall(question)
+    def send_request(self, request: bytes) -> None:
+        self.socket.sendall(request)
 
-    async def line(self) -> bytes:
+    async def read_line(self) -> bytes:
         return await asyncio.to_thread(self.lines.readline)
 
-    async def told(self) -> dict[str, Any]:
-        told: dict[str, Any] = json.loads(await self.line())
-        return told
+    async def read_sample(self) -> dict[str, Any]:
+        sample: dict[str, Any] = json.loads(await self.read_line())
+        return sample
 
-    async def gone(self) -> bool:
+    async def is_disconnected(self) -> bool:
         try:
-            return await self.line() == b""
+            return await self.read_line() == b""
         except ConnectionResetError:
             return True
 
@@ -57,16 +57,16 @@ class Viewer:
 
 
 @contextmanager
-def looking(of: Monitor) -> Iterator[Viewer]:
+def open_viewer(of: Monitor) -> Iterator[Viewer]:
     with closing(Viewer(of.path)) as viewer:
         yield viewer
 
 
-def threads() -> list[str]:
+def monitor_threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name == "aioverbs-monitor"]
 
 
-def names_in(folder: Path) -> list[str]:
+def file_names(folder: Path) -> list[str]:
     return sorted(each.name for each in folder.iterdir())
 
 

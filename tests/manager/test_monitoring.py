@@ -17,7 +17,7 @@ from aioverbs import AccessFlags, Device, WorkerPool, monitor, open_device
 from aioverbs._monitoring import monitor as monitor_module, server, snapshot
 from tests.core.children import in_child
 from tests.descriptors import descriptors
-from tests.manager.monitor_viewers import Viewer, folder, looking, names_in, nodes, threads, until
+from tests.manager.monitor_viewers import Viewer, file_names, folder, monitor_threads, nodes, open_viewer, until
 from tests.manager.test_write import ends
 from tests.pace import patience
 
@@ -42,17 +42,17 @@ def completed(sample: dict[str, Any], device: Device) -> int:
 
 async def test_the_tree_and_its_counts(device: Device) -> None:
     async with monitor() as watched, ends(device) as pair:
-        with looking(watched) as viewer:
-            greeting = await viewer.told()
+        with open_viewer(watched) as viewer:
+            greeting = await viewer.read_sample()
             assert (greeting["aioverbs-monitor"], greeting["pid"]) == (server.VERSION, os.getpid())
             assert "python" in greeting["program"] or "pytest" in greeting["program"]
-            viewer.ask(b'{"interval_s": 0.05}\n')
-            first = second = await viewer.told()
+            viewer.send_request(b'{"interval_s": 0.05}\n')
+            first = second = await viewer.read_sample()
             assert list(first) == ["time_ns", "truncated", "devices"]
             await pair.write(b"hello")
             async with asyncio.timeout(patience(10)):
                 while not completed(second, device):  # samples of before that may lie there still
-                    second = await viewer.told()
+                    second = await viewer.read_sample()
         (tree,) = [each for each in second["devices"] if each["id"] == device._lifecycle.serial]
         assert tree["label"] == device.name
         found = list(nodes(tree))
@@ -68,7 +68,7 @@ async def test_the_tree_and_its_counts(device: Device) -> None:
         assert written["statistics"]["sends"]["completed"] == 1
         assert second["time_ns"] > first["time_ns"]
         assert not second["truncated"]
-    assert not threads()
+    assert not monitor_threads()
 
 
 async def test_every_kind_of_resource(device: Device) -> None:
@@ -126,11 +126,11 @@ async def test_a_sample_is_limited_in_size(device: Device, monkeypatch: pytest.M
 
 async def test_samples_come_at_intervals() -> None:
     async with monitor() as watched:
-        with looking(watched) as viewer:
-            await viewer.line()
+        with open_viewer(watched) as viewer:
+            await viewer.read_line()
             begin = time.monotonic()
-            viewer.ask(b'{"interval_s": 0.1}\n')
-            times = [(await viewer.told())["time_ns"] for _ in range(4)]
+            viewer.send_request(b'{"interval_s": 0.1}\n')
+            times = [(await viewer.read_sample())["time_ns"] for _ in range(4)]
     assert time.monotonic() - begin >= 0.29
     assert times == sorted(set(times))
 
@@ -147,25 +147,25 @@ async def test_a_slow_sample_leaves_time_for_other_threads(monkeypatch: pytest.M
 
     monkeypatch.setattr(server, "sample", slow)
     async with monitor() as watched:
-        with looking(watched) as viewer:
-            await viewer.line()
-            viewer.ask(b'{"interval_s": 0.05}\n')
+        with open_viewer(watched) as viewer:
+            await viewer.read_line()
+            viewer.send_request(b'{"interval_s": 0.05}\n')
             for _ in range(3):
-                await viewer.told()
+                await viewer.read_sample()
     assert min(rests) >= 0.05
 
 
 async def test_a_viewer_that_does_not_read_blocks_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "sample", lambda: {"text": "x" * (2 << 20), "devices": []})
     async with monitor() as watched:
-        with looking(watched) as lazy, looking(watched) as viewer:
+        with open_viewer(watched) as lazy, open_viewer(watched) as viewer:
             for each in (lazy, viewer):
-                await each.line()
-                each.ask(b'{"interval_s": 0.05}\n')
+                await each.read_line()
+                each.send_request(b'{"interval_s": 0.05}\n')
             for _ in range(3):  # the other one has room for none
-                assert len(await viewer.line()) > 2 << 20
-            assert len((await lazy.told())["text"]) == 2 << 20, "whole lines, whenever it reads"
-            assert len((await lazy.told())["text"]) == 2 << 20
+                assert len(await viewer.read_line()) > 2 << 20
+            assert len((await lazy.read_sample())["text"]) == 2 << 20, "whole lines, whenever it reads"
+            assert len((await lazy.read_sample())["text"]) == 2 << 20
 
 
 # ---- Its end
@@ -177,12 +177,12 @@ async def test_closing_the_monitor_leaves_nothing(folder: Path) -> None:
     for _ in range(3):
         async with monitor() as watched:
             viewer = Viewer(watched.path)
-            await viewer.line()
-        assert await viewer.gone()
+            await viewer.read_line()
+        assert await viewer.is_disconnected()
         viewer.close()
     assert descriptors() == before
-    assert not threads()
-    assert names_in(folder) == []
+    assert not monitor_threads()
+    assert file_names(folder) == []
 
 
 async def test_several_monitors_share_one_socket() -> None:
@@ -190,14 +190,14 @@ async def test_several_monitors_share_one_socket() -> None:
     async with first:
         async with second:
             assert first.path == second.path
-            assert len(threads()) == 1
+            assert len(monitor_threads()) == 1
         assert first.path.exists()
         with pytest.raises(RuntimeError, match="the monitor is not open"):
             second.path  # noqa: B018
         with pytest.raises(RuntimeError, match="the monitor is open already"):
             await first.open()
     await first.aclose()
-    assert not threads()
+    assert not monitor_threads()
     async with first:
         assert first.path.exists()
 
@@ -210,15 +210,15 @@ async def test_a_failing_sample_is_logged_and_monitoring_continues(
 
     monkeypatch.setattr(server, "sample", fail)
     async with monitor() as watched:
-        with looking(watched) as viewer:
-            await viewer.line()
-            viewer.ask(b'{"interval_s": 1.0}\n')
-            assert await viewer.gone()
-            await until(lambda: names_in(watched.path.parent) == [])
-            await until(lambda: not threads())
+        with open_viewer(watched) as viewer:
+            await viewer.read_line()
+            viewer.send_request(b'{"interval_s": 1.0}\n')
+            assert await viewer.is_disconnected()
+            await until(lambda: file_names(watched.path.parent) == [])
+            await until(lambda: not monitor_threads())
         monkeypatch.setattr(server, "sample", dict)
         async with monitor() as another:
-            assert names_in(another.path.parent) == [another.path.name]
+            assert file_names(another.path.parent) == [another.path.name]
     (record,) = [each for each in caplog.records if each.levelno == logging.ERROR]
     assert "this process cannot be monitored any more" in record.getMessage()
 
@@ -231,7 +231,7 @@ async def test_sockets_of_dead_processes_are_removed(folder: Path) -> None:
         alive.bind(str(folder / f"{dead}-11111111.sock"))
         alive.listen(1)  # of a container, where that is its number
         async with monitor() as watched:
-            assert names_in(folder) == sorted([f"{dead}-11111111.sock", watched.path.name])
+            assert file_names(folder) == sorted([f"{dead}-11111111.sock", watched.path.name])
 
 
 def test_monitoring_from_trio() -> None:
@@ -250,13 +250,13 @@ def test_monitoring_from_trio() -> None:
 async def test_in_the_child_of_a_fork(folder: Path) -> None:
     async with monitor() as watched:
         viewer = Viewer(watched.path)
-        greeting = await viewer.told()
+        greeting = await viewer.read_sample()
         theirs = {os.readlink(f"/proc/self/fd/{fd}") for fd in descriptors() if int(fd) > 2}
 
         async def their_own() -> tuple[int, list[str]]:
             async with monitor() as own:
-                with looking(own) as other:
-                    return (await other.told())["pid"], names_in(folder)
+                with open_viewer(own) as other:
+                    return (await other.read_sample())["pid"], file_names(folder)
 
         def in_the_child() -> tuple[int, str, int, int, list[str], tuple[int, list[str]]]:
             said = ""
@@ -267,7 +267,7 @@ async def test_in_the_child_of_a_fork(folder: Path) -> None:
             except RuntimeError as error:
                 said = str(error)
             asyncio.run(watched.aclose())
-            alone = names_in(folder)
+            alone = file_names(folder)
             return os.getpid(), said, len(theirs & mine), len(theirs), alone, asyncio.run(their_own())
 
         child, said, kept, there, alone, (pid, names) = in_child(in_the_child)
@@ -275,10 +275,10 @@ async def test_in_the_child_of_a_fork(folder: Path) -> None:
         assert kept < there, "those of the server are closed there"
         assert alone == [watched.path.name]
         assert len(names) == 2
-        assert names_in(folder) == [watched.path.name]
-        viewer.ask(b'{"interval_s": 1.0}\n')
-        assert "devices" in await viewer.told()
-    assert await viewer.gone(), "the child has no end of it"
+        assert file_names(folder) == [watched.path.name]
+        viewer.send_request(b'{"interval_s": 1.0}\n')
+        assert "devices" in await viewer.read_sample()
+    assert await viewer.is_disconnected(), "the child has no end of it"
     viewer.close()
 
 
@@ -299,16 +299,16 @@ async def test_a_fork_waits_for_a_sample(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(server, "sample", slow)
     monkeypatch.setattr(server, "_FORK_TIMEOUT_S", patience(10))
     async with monitor() as watched:
-        with looking(watched) as viewer:
-            await viewer.line()
-            viewer.ask(b'{"interval_s": 1.0}\n')
+        with open_viewer(watched) as viewer:
+            await viewer.read_line()
+            viewer.send_request(b'{"interval_s": 1.0}\n')
             await asyncio.to_thread(begun.wait)
             thread = threading.Thread(target=let_it_end)
             thread.start()
             locked, ended = in_child(lambda: (server._sampling.locked(), end.is_set()))
             forked.set()
             assert (locked, ended) == (False, True)
-            assert "devices" in await viewer.told()
+            assert "devices" in await viewer.read_sample()
             thread.join()
 
 
@@ -330,7 +330,7 @@ async def test_monitoring_by_environment_variable(
     for text, said in (("", ""), ("0", ""), ("yes", "write 1 for yes or 0 for no, not 'yes'")):
         monkeypatch.setenv("AIOVERBS_MONITOR", text)
         async with open_device("soft0"):
-            assert not threads()
+            assert not monitor_threads()
         assert said in caplog.text
     async with open_device("soft0"):
         pass

@@ -18,7 +18,7 @@ from aioverbs import monitor
 from aioverbs._monitoring import directory, monitor as monitor_module, server
 from aioverbs._monitoring.directory import MonitorDirectory, default_path
 from tests.descriptors import descriptors, descriptors_at_first
-from tests.manager.monitor_viewers import folder, looking
+from tests.manager.monitor_viewers import folder, open_viewer
 
 __all__ = ["folder"]
 
@@ -44,8 +44,8 @@ def test_the_folder_is_private(folder: Path) -> None:
 async def test_another_user_is_refused(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     async with monitor() as watched:
         monkeypatch.setattr(server, "peer_user", lambda connected: os.geteuid() + 1)
-        with looking(watched) as viewer:
-            assert await viewer.gone()
+        with open_viewer(watched) as viewer:
+            assert await viewer.is_disconnected()
         monkeypatch.undo()
     assert f"a process of user {os.geteuid() + 1} tried to monitor" in caplog.text
 
@@ -106,8 +106,8 @@ async def test_a_path_longer_than_a_socket_address(folder: Path, monkeypatch: py
     long = folder.parent / ("x" * 150)
     monkeypatch.setenv("AIOVERBS_MONITOR_DIRECTORY", str(long))
     async with monitor() as watched:
-        with looking(watched) as viewer:
-            assert (await viewer.told())["pid"] == os.getpid()
+        with open_viewer(watched) as viewer:
+            assert (await viewer.read_sample())["pid"] == os.getpid()
 
 
 NO_QUESTIONS = [
@@ -132,36 +132,36 @@ NO_QUESTIONS = [
 async def test_invalid_requests() -> None:
     async with monitor() as watched:
         for question in NO_QUESTIONS:
-            with looking(watched) as viewer:
-                await viewer.line()
-                viewer.ask(question)
-                assert await viewer.gone(), question
-        with looking(watched) as viewer:  # it goes on
-            await viewer.line()
-            viewer.ask(b'{"interval_s": 1.0}\n')
-            await viewer.told()
-            viewer.ask(b"more")
-            assert await viewer.gone()
+            with open_viewer(watched) as viewer:
+                await viewer.read_line()
+                viewer.send_request(question)
+                assert await viewer.is_disconnected(), question
+        with open_viewer(watched) as viewer:  # it goes on
+            await viewer.read_line()
+            viewer.send_request(b'{"interval_s": 1.0}\n')
+            await viewer.read_sample()
+            viewer.send_request(b"more")
+            assert await viewer.is_disconnected()
 
 
 async def test_a_silent_viewer_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "_REQUEST_TIMEOUT_S", 0.1)
     async with monitor() as watched:
-        with looking(watched) as viewer:
-            await viewer.line()
-            assert await viewer.gone()
+        with open_viewer(watched) as viewer:
+            await viewer.read_line()
+            assert await viewer.is_disconnected()
 
 
 async def test_number_of_viewers_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "_MAX_VIEWERS", 1)
     async with monitor() as watched:
-        with looking(watched) as first:
-            await first.line()
-            with looking(watched) as second:
-                assert (await second.told())["refused"] == "1 others monitor it already"
-                assert await second.gone()
-            first.ask(b'{"interval_s": 1.0}\n')
-            await first.told()
+        with open_viewer(watched) as first:
+            await first.read_line()
+            with open_viewer(watched) as second:
+                assert (await second.read_sample())["refused"] == "1 others monitor it already"
+                assert await second.is_disconnected()
+            first.send_request(b'{"interval_s": 1.0}\n')
+            await first.read_sample()
 
 
 async def test_accepting_without_free_descriptors(
@@ -181,8 +181,8 @@ async def test_accepting_without_free_descriptors(
         looked_at: Any = monitor_module._server
         listening, looked_at._listening = looked_at._listening, FailsOnce(looked_at._listening)
         begin = time.monotonic()
-        with looking(watched) as viewer:
-            assert (await viewer.told())["pid"] == os.getpid()
+        with open_viewer(watched) as viewer:
+            assert (await viewer.read_sample())["pid"] == os.getpid()
         assert time.monotonic() - begin >= deaf_s, "it was not tried again and again"
     assert caplog.text.count("no monitor is accepted") == 1
 

@@ -1,1 +1,1 @@
-"""libibverbs.h against the installed <infiniband/verbs.h>."""
+"""Comparison of libibverbs.h and librdmacm.h with the installed headers."""

@@ -1,8 +1,7 @@
-"""Compare declarations with <infiniband/verbs.h>, by asking the compiler.
+"""Compare declarations with <infiniband/verbs.h> through the compiler.
 
-One translation unit includes the installed header, declares ours again with every name prefixed,
-and asserts on each size, offset, type and value, one a line: the lines that fail are the report.
-Nothing is linked or run.
+One translation unit includes the installed header, repeats our declarations with prefixed names, and asserts each size,
+offset, type and value on a line of its own. The failing lines make the report. Nothing is linked or run.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ _FAILED_ASSERTION = "static assertion failed"
 
 @dataclass(frozen=True)
 class Check:
-    """An integer constant expression that must be true."""
+    """Integer constant expression that must be true."""
 
-    name: str  # the declaration that it is about: "struct ibv_pd.handle", "IBV_WC_SUCCESS"
+    name: str  # checked declaration: "struct ibv_pd.handle", "IBV_WC_SUCCESS"
     aspect: str
     condition: str
 
@@ -35,7 +34,7 @@ class Check:
 class Report:
     checked: int
     different: frozenset[Check]
-    absent: frozenset[str]  # what the installed header does not have, being older
+    absent: frozenset[str]  # declarations that an older installed header lacks
 
     @property
     def names(self) -> set[str]:
@@ -60,7 +59,7 @@ def compare(declarations: Declarations) -> Report:
 
 
 def find_absent(declarations: Declarations) -> frozenset[str]:
-    """The names of ours that the installed header does not know."""
+    """Return the names of our declarations that the installed header lacks."""
     probes: list[tuple[str, str]] = []
     for aggregate in declarations.aggregates:
         probes.append((aggregate.name, f"sizeof({aggregate.name})"))
@@ -84,11 +83,11 @@ def failing(preamble: str, checks: Sequence[Check]) -> Iterator[int]:
         yield line
 
 
-# -- Ours, under other names --------------------------------------------------------------------
+# -- Our declarations, under other names --------------------------------------------------------------------
 
 
 def prefixed(text: str, prefix: str = OURS) -> str:
-    """C text with the prefix before every tag and constant of the ABI; what C's library declares keeps its name."""
+    """Return C text with every tag and constant of the ABI prefixed; names of the C library stay."""
     text = re.sub(r"\b(struct|union|enum) (?!timespec\b)(\w+)", rf"\1 {prefix}\2", text)
     return re.sub(r"\bIBV_", f"{prefix}IBV_", text)
 
@@ -98,7 +97,7 @@ def prefixed_declarations(declarations: Declarations) -> str:
     return "\n".join(prefixed(each.declared()) for each in ours)
 
 
-# -- What is compared ---------------------------------------------------------------------------
+# -- Checks ---------------------------------------------------------------------------
 
 
 def all_checks(declarations: Declarations, absent: frozenset[str]) -> Iterator[Check]:
@@ -112,7 +111,10 @@ def all_checks(declarations: Declarations, absent: frozenset[str]) -> Iterator[C
 
 
 def aggregate_checks(aggregate: Aggregate, absent: frozenset[str], ours: str | None = None) -> Iterator[Check]:
-    """Compare the aggregate with the one of the same name; `ours` is what it is declared as."""
+    """Yield checks of an aggregate against the installed one of the same name.
+
+    :param ours: C type of our declaration.
+    """
     theirs = aggregate.name
     ours = ours or prefixed(theirs)
     if theirs in absent:
@@ -154,7 +156,7 @@ def enumeration_checks(enumeration: Enumeration, absent: frozenset[str], prefix:
 
 
 def macro_check(name: str, value: str) -> Check:
-    # Through uintptr_t because some of them are pointers.
+    # Cast to uintptr_t, because some macros are pointers.
     return Check(name, "value", f"(uintptr_t){value} == (uintptr_t){name}")
 
 
@@ -162,7 +164,7 @@ def macro_check(name: str, value: str) -> Check:
 
 
 def _errors(preamble: str, lines: Iterable[str]) -> Iterator[tuple[int, str]]:
-    """Compile the lines after the installed header; the index and text of each error."""
+    """Compile the lines after the installed header; yield the line index and text of each error."""
     source = "\n".join([REFERENCE, preamble, '#line 1 "lines"', *lines, ""])
     command = [*compiler(), "-std=gnu11", "-w", "-fsyntax-only", "-fmax-errors=0"]
     command += ["-fno-diagnostics-show-caret", "-fdiagnostics-color=never", "-x", "c", "-"]

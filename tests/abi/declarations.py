@@ -1,8 +1,8 @@
-"""What libibverbs.h declares, as plain data.
+"""Declarations of libibverbs.h as plain data.
 
-pycparser reads the preprocessed header; nothing of its syntax tree leaves this module.
-A type is the C text of a declarator with NAME where the declared name stands,
-`int (*NAME)(struct ibv_td *td)`, so that a member can be declared again under another name.
+pycparser parses the preprocessed header; its syntax tree does not leave this module. A type is the C text of a
+declarator with NAME in place of the declared name, `int (*NAME)(struct ibv_td *td)`, so that a member can be declared
+again under another name.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 NAME = "@"
 
-# Enough of the system's headers to parse ours: the real ones are full of extensions.
+# Minimal system headers for pycparser, which cannot parse the extensions in the real ones.
 _SYSTEM_HEADERS = {
     "errno.h": "",
     "linux/types.h": "typedef int __be16, __be32, __be64;",
@@ -31,10 +31,10 @@ _SYSTEM_HEADERS = {
 
 @dataclass(frozen=True)
 class Member:
-    """A field, or with `members` an inline struct or union, which may have no name."""
+    """Field, or with `members` an inline struct or union, whose name may be empty."""
 
     name: str | None
-    type: str  # of an inline struct or union: the keyword
+    type: str  # for an inline struct or union: the keyword
     members: tuple[Member, ...] = ()
 
     def declared(self) -> str:
@@ -46,7 +46,7 @@ class Member:
 
 @dataclass(frozen=True)
 class Aggregate:
-    """A struct or union."""
+    """Struct or union."""
 
     keyword: str
     tag: str
@@ -61,7 +61,7 @@ class Aggregate:
         return f"{self.name} {{ {' '.join(member.declared() for member in self.members)} }};"
 
     def paths(self) -> Iterator[tuple[str, Member]]:
-        """Every named member, the inline structs and unions and what is inside them included."""
+        """Yield every named member with its path, including inline structs and unions and their members."""
         return _paths("", self.members)
 
 
@@ -76,7 +76,7 @@ def _paths(prefix: str, members: tuple[Member, ...]) -> Iterator[tuple[str, Memb
 @dataclass(frozen=True)
 class Enumeration:
     tag: str | None
-    values: tuple[tuple[str, str | None], ...]  # name, expression or None for one more
+    values: tuple[tuple[str, str | None], ...]  # name; expression, or None for the previous value plus one
 
     def declared(self) -> str:
         values = (name if value is None else f"{name} = {value}" for name, value in self.values)
@@ -127,7 +127,7 @@ def _preprocess(header: str, compiler: tuple[str, ...]) -> str:
     return done.stdout
 
 
-# pycparser has no type information: it is used here, as Any, and nowhere else.
+# pycparser has no type information: its nodes are Any, and only used below.
 _c_parser = importlib.import_module("pycparser.c_parser")
 _c_generator = importlib.import_module("pycparser.c_generator")
 

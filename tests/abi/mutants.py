@@ -1,4 +1,4 @@
-"""Declarations with one mistake in each: what a slip of the pen makes of them."""
+"""Mutants of declarations: each has one typical editing mistake."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ _OTHER_TYPE_OF_THAT_SIZE = {
 class Mutant:
     what: str
     aggregate: Aggregate
-    reported: frozenset[str]  # of these names at least one must be reported
-    exactly: bool  # and nothing else
+    reported: frozenset[str]  # names of which at least one must be reported
+    exactly: bool  # True if no other name may be reported
 
 
 def aggregate_mutants(aggregate: Aggregate) -> Iterator[Mutant]:
-    """Each field with another type of its size, each doubled, each two neighbours swapped."""
+    """Yield mutants of an aggregate: a field retyped with equal size, a field doubled, two neighbours swapped."""
     for path, member in aggregate.paths():
         reported = frozenset([f"{aggregate.name}.{path}"])
         if member.members:
@@ -48,14 +48,17 @@ def aggregate_mutants(aggregate: Aggregate) -> Iterator[Mutant]:
         for index, (first, second) in enumerate(pairwise(aggregate.members)):
             members = (*aggregate.members[:index], second, first, *aggregate.members[index + 2 :])
             swapped = replace(aggregate, members=members)
-            # Padding can keep one of the two where it was, not both.
+            # Padding can preserve the offset of one of the two fields, not of both.
             exchanged = (first, second, *first.members, *second.members)
             reported = frozenset(f"{aggregate.name}.{path}" for path, each in aggregate.paths() if each in exchanged)
             yield Mutant("swapped", swapped, reported, exactly=False)
 
 
 def enumeration_mutants(enumeration: Enumeration, prefix: str) -> Iterator[tuple[str, Enumeration]]:
-    """Each value one higher, the others as they are; `prefix` names the unchanged ones."""
+    """Yield mutants of an enumeration, each with one value increased by one.
+
+    :param prefix: prefix of the unchanged constants.
+    """
     for changed, _ in enumeration.values:
         values = tuple(
             (name, f"{prefix}{name} + 1" if name == changed else f"{prefix}{name}") for name, _ in enumeration.values
@@ -64,7 +67,7 @@ def enumeration_mutants(enumeration: Enumeration, prefix: str) -> Iterator[tuple
 
 
 def _other_type(text: str) -> str | None:
-    """Another type of the same size; None for a struct, which has no such thing."""
+    """Return another type of the same size; None for a struct."""
     if text.endswith("(void)"):
         return text.removesuffix("(void)") + "(int)"
     if text.endswith(")"):

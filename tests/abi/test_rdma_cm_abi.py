@@ -1,4 +1,4 @@
-"""librdmacm.h is what <rdma/rdma_cma.h> is, as far as it goes, and this would notice if it were not."""
+"""librdmacm.h agrees with <rdma/rdma_cma.h>, and the comparison notices edits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TABLE = HEADER.with_name("cm_ops.h")
 REFERENCE = "#include <rdma/rdma_cma.h>\n"
 PACKAGE_LINE = "no <rdma/rdma_cma.h>: apt-get install librdmacm-dev"
 
-# Those that librdmacm makes are declared up to the last member that is read.
+# Structures allocated by librdmacm; librdmacm.h declares them up to the last member that aioverbs reads.
 PARTLY = {"struct rdma_cm_id", "struct rdma_cm_event"}
 PARTIAL = ("struct rdma_cm_event", "param")  # set for datagrams only
 UNIONS = {
@@ -36,14 +36,14 @@ def ours() -> str:
 
 
 def _without_unions(body: str) -> str:
-    """Unions by their names alone, and those that have none left out."""
+    """Replace unions by their names; remove unnamed ones."""
     return re.sub(
         r"union \{.*?\n    \}( \w+)?;", lambda union: f"int{union[1]};" if union[1] else "", body, flags=re.DOTALL
     )
 
 
 def expressions(header: str) -> list[str]:
-    """Constants that say all of the layout: values, offsets and sizes."""
+    """Return C expressions that define the ABI: values of constants, offsets and sizes."""
     found = re.findall(r"^    (RDMA_\w+)", header, re.MULTILINE)
     for name, body in re.findall(r"^(struct \w+) \{\n(.*?)^\};", header, re.MULTILINE | re.DOTALL):
         members = [*re.findall(r"(\w+)(?:\[\d+\])?;$", _without_unions(body), re.MULTILINE), *UNIONS.get(name, [])]
@@ -115,7 +115,7 @@ def test_an_edit_is_noticed(ours: str, tmp_path: Path, before: str, after: str, 
 
 
 def test_the_functions_are_those_of_the_header(ours: str, tmp_path: Path) -> None:
-    """Each pointer of the table takes the function of its name, without a cast."""
+    """The function of the same name can be assigned to each pointer of the table without a cast."""
     listed = TABLE.read_text()
     macro = listed[listed.index("#define RDMA_CM_EXPORTED") : listed.index("struct rdma_cm_table")]
     program = f"""

@@ -1,4 +1,4 @@
-"""libibverbs.h is what <infiniband/verbs.h> is, and these tests would notice if it were not."""
+"""libibverbs.h agrees with <infiniband/verbs.h>, and the comparison notices edits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .declarations import Aggregate, Declarations, Enumeration, read
 HEADER = Path(__file__).parents[2] / "aioverbs" / "_core" / "abi" / "libibverbs.h"
 PACKAGE_LINE = "no <infiniband/verbs.h>: apt-get install libibverbs-dev"
 
-# aioverbs cannot do without these: a header that lacks one is too old, or the check is broken.
+# aioverbs requires these: if one is absent, the installed header is too old or the check is broken.
 INDISPENSABLE = frozenset(
     {
         "struct ibv_context.ops",

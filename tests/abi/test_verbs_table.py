@@ -1,4 +1,4 @@
-"""The exported verbs of verbs_ops.h have the types that <infiniband/verbs.h> gives them."""
+"""Verbs exported by verbs_ops.h have the types that <infiniband/verbs.h> declares."""
 
 import re
 import subprocess
@@ -13,7 +13,7 @@ TABLE = Path(__file__).parents[2] / "aioverbs" / "_core" / "abi" / "verbs_ops.h"
 
 
 def refused(listed: str) -> set[str]:
-    """The verbs of a list whose types are others than the installed header's, by the compiler."""
+    """Return the verbs whose types differ from the installed header, according to the compiler."""
     source = f"""
         #include <infiniband/verbs.h>
         #include <stddef.h>

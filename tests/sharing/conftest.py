@@ -1,4 +1,4 @@
-"""Two processes, where the devices of these find each other, and how data goes."""
+"""Fixtures: two worker processes, the socket directory of their devices, and how payloads travel."""
 
 from tests.sharing.processes import pair
 from tests.sockets import direct, directory_of_sockets, short_path

@@ -1,4 +1,4 @@
-"""A file of FUSE whose server answers what it takes to open the file, and nothing about it afterwards."""
+"""FUSE file whose server answers all requests needed to open the file, and none about the file afterwards."""
 
 import ctypes
 import os
@@ -13,9 +13,9 @@ import pytest
 
 __all__ = ["silent_file"]
 
-# Of <linux/fuse.h>: the numbers of requests, and the layouts of what they are answered with.
+# From <linux/fuse.h>: opcodes, and layouts of the replies.
 _LOOKUP, _GETATTR, _OPEN, _INIT = 1, 3, 14, 26
-_ROOT, _FILE = 1, 2  # the numbers of the two files
+_ROOT, _FILE = 1, 2  # node IDs of the two files
 _REQUEST, _REPLY = struct.Struct("IIQQIIII"), struct.Struct("IiQ")
 _ATTRIBUTES = struct.Struct("QQQQQQIIIIIIIIII")
 _ENOSYS = -38
@@ -28,7 +28,7 @@ def _attributes(node: int) -> bytes:
 
 
 def _serve(channel: int) -> None:
-    """Answer requests until the file system is gone."""
+    """Answer requests until the file system is unmounted."""
     while True:
         try:
             request = os.read(channel, 1 << 20)
@@ -51,9 +51,9 @@ def _serve(channel: int) -> None:
 
 @contextmanager
 def silent_file(folder: Path) -> Iterator[int]:
-    """Provide a descriptor of the file; skip the test where this process may not mount one.
+    """Provide a descriptor of the file; skip the test if this process may not mount FUSE file systems.
 
-    :param folder: an empty one, to mount on.
+    :param folder: empty folder, the mount point.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     try:

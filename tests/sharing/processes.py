@@ -1,4 +1,4 @@
-"""Processes that share a protection domain, as a test that is a third one has them."""
+"""Worker processes that share a protection domain, controlled by the test as a third process."""
 
 import asyncio
 import contextlib
@@ -26,12 +26,12 @@ START = (
 
 
 class CommandFailed(Exception):
-    """What a worker says went wrong."""
+    """Error that a worker reports for a command."""
 
 
 @dataclass
 class Worker:
-    """`tests.sharing.worker`, running."""
+    """Running process of `tests.sharing.worker`."""
 
     process: asyncio.subprocess.Process
     reader: asyncio.StreamReader
@@ -44,7 +44,7 @@ class Worker:
 
     async def read_answer(self) -> str:
         line = (await asyncio.wait_for(self.reader.readline(), patience(20))).decode().strip()
-        assert line, "it ended"
+        assert line, "the worker process ended"
         if line.startswith("! "):
             raise CommandFailed(line[2:])
         return line
@@ -68,7 +68,7 @@ class Worker:
         qp.connect(there, ACCESS, **{**LONG_TIMEOUT, **attributes})
 
     async def share_with(self, other: "Worker") -> None:
-        """The other one imports its domain."""
+        """Have `other` import the device of this worker's domain, without opening an instance."""
         other.send_command(f"import {self.shared_id} {KEY}")
         await self.call("send")
         await other.read_answer()
@@ -85,12 +85,15 @@ class Worker:
 
 @contextlib.asynccontextmanager
 async def worker(share: socket.socket) -> AsyncIterator[Worker]:
-    """It ends when its socket does."""
-    # That is one that it accepts, and none that it inherits: the thread sanitizer knows what comes before what where
-    # threads hear of it by sockets which it saw made.
+    """Start a worker process; closing the command socket ends the process.
+
+    :param share: socket over which the worker sends or receives its domain.
+    """
+    # The worker accepts the command socket instead of inheriting it: the thread sanitizer derives happens-before
+    # relations between threads only from sockets whose creation it observed.
     ours, theirs = socket.socket(socket.AF_UNIX), socket.socket(socket.AF_UNIX)
     with theirs, share:
-        theirs.bind("")  # to a name that nobody has
+        theirs.bind("")  # autobind to an unused abstract address
         theirs.listen(1)
         ours.connect(theirs.getsockname())
         reader, writer = await asyncio.open_connection(sock=ours, limit=1 << 22)
@@ -112,7 +115,7 @@ async def worker(share: socket.socket) -> AsyncIterator[Worker]:
 
 
 class Pair:
-    """Two processes that tests have one after the other; where one was killed, or a test failed, there are new ones."""
+    """Two worker processes, reused by successive tests; replaced after a test that failed or killed one of them."""
 
     def __init__(self) -> None:
         self._both: tuple[Worker, Worker] | None = None
@@ -120,7 +123,10 @@ class Pair:
 
     @contextlib.asynccontextmanager
     async def __call__(self, *, imported: bool = True) -> AsyncIterator[tuple[Worker, Worker]]:
-        """One that shares a domain, and one that has an instance of it; what both have left at the end is closed."""
+        """Provide the worker that shares a domain and the one with an instance of it; close their resources at the end.
+
+        :param imported: False if the second worker has neither imported the device nor opened an instance.
+        """
         if self._both is None:
             one, other = socket.socketpair()
             enter = self._ending.enter_async_context
@@ -146,7 +152,7 @@ class Pair:
             await self.end()
 
     async def end(self) -> None:
-        """End both."""
+        """End both processes."""
         self._both = None
         await self._ending.aclose()
 

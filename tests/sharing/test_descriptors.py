@@ -1,4 +1,4 @@
-"""Descriptors that a peer attaches are looked at without waiting for whoever is behind them."""
+"""Checks of descriptors that a peer attaches do not wait for the process that serves the file."""
 
 import os
 from pathlib import Path
@@ -43,5 +43,5 @@ def test_device_numbers_of_rdma_devices(tmp_path: Path) -> None:
         (devices / name).mkdir(parents=True)
         (devices / name / "dev").write_text(number)
     (devices / "abi_version").write_text("6\n")
-    (devices / "uverbs1/dev").mkdir(parents=True)  # which cannot be read
+    (devices / "uverbs1/dev").mkdir(parents=True)  # a directory, so reading fails
     assert device_numbers(tmp_path) == {(231, 192), (510, 1)}

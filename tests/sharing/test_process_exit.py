@@ -1,4 +1,4 @@
-"""Who leaves, and who dies: the others go on, what is a process's own goes with it, and the last leaves nothing."""
+"""Processes that close a shared domain or die: others continue, and the last one leaves nothing behind."""
 
 import asyncio
 import itertools
@@ -15,7 +15,7 @@ from tests.sharing.test_shared_memory_access import check_remote_access
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-# Who closes what: the one that shares its domain and its device, the other one its region, its instance and its device.
+# All interleavings of the owner's closes (domain, device) and the importer's (region, instance, device).
 OURS, THEIRS = ["pd", "device"], ["b", "pd", "device"]
 ORDERS = [
     [next(parts[place in taken]) for place in range(5)]
@@ -34,7 +34,7 @@ async def test_every_order_of_closing(pair: Pair, order: list[tuple[int, str]]) 
             await both[who].call(f"close {what}")
             if what == "pd":
                 instances.discard(who)
-            for each in instances:  # what is left works
+            for each in instances:  # remaining instances still work
                 await both[each].register("more", 1 << 20)
                 await both[each].call("close more")
         assert [await each.call("leftovers") for each in both] == ["nothing", "nothing"]
@@ -45,7 +45,7 @@ async def test_every_order_of_closing(pair: Pair, order: list[tuple[int, str]]) 
 async def test_closing_the_last_instance_removes_the_domain(pair: Pair) -> None:
     async with pair() as (first, second):
         await second.call("close pd")
-        await second.open_instance()  # again, as there is another one
+        await second.open_instance()  # allowed while the first instance exists
         await first.call("close pd")
         assert await first.call("leftovers") == "nothing"
         await second.register("b", 4096)
@@ -93,7 +93,7 @@ async def test_wrong_ids_and_keys(pair: Pair) -> None:
 
 
 async def check_access_denied_soon(try_it: Callable[[], Awaitable[object]]) -> None:
-    """Within the time that a dead process may be believed in."""
+    """Check that an access fails with REM_ACCESS_ERR 50 ms from now, when the death of the process must be noticed."""
     await asyncio.sleep(0.05)
     with pytest.raises(WorkCompletionError) as caught:
         await try_it()
@@ -121,7 +121,7 @@ async def test_a_process_dies(pair: Pair, who: int, direct: bool) -> None:
 
 
 async def test_memory_of_a_dead_process_is_freed(pair: Pair) -> None:
-    """The file has no pages of a process that died, once somebody else came."""
+    """The next process that takes part frees the pages of the dead one."""
     async with pair() as (first, second):
         await first.register("a", 1 << 20)
         before = int(await first.call("blocks"))
@@ -145,7 +145,10 @@ async def test_a_child_of_a_dead_process_does_not_count_as_alive(pair: Pair) -> 
 
 
 async def traffic(here: End, which: int, remotes: list[RemoteRegion], seed: int) -> None:
-    """Until something fails; each with memory of its own here, and in that of the others wherever it comes to be."""
+    """Write and read random remote regions until an operation fails.
+
+    :param which: index of the queue pair, and of the 256 KiB of local memory for it.
+    """
     chance = random.Random(seed)
     qp, begin = here.qps[which], which << 18
     while True:
@@ -156,7 +159,7 @@ async def traffic(here: End, which: int, remotes: list[RemoteRegion], seed: int)
 
 
 async def kill_during_traffic(pair: Pair, seed: int) -> None:
-    """One of two that serve each other's memory is killed at some moment; the other one serves on."""
+    """Kill one of two processes at a random moment of traffic; the other one still serves its own memory."""
     chance = random.Random(seed)
     async with pair() as both, end(queue_pairs=5) as here:
         who = chance.randrange(2)

@@ -1,4 +1,4 @@
-"""What one process registered is served by another one: to a third, and for its own work requests."""
+"""Memory registered by one process is accessible through queue pairs of another: for peers and for local requests."""
 
 import asyncio
 import random
@@ -17,7 +17,7 @@ SIZES = (1, 8, 4096, 131073, 1 << 20)
 
 
 async def check_remote_access(here: End, qp: QueuePair, owner: Worker, name: str, remote: RemoteRegion) -> None:
-    """Reads, writes and atomics by a queue pair of somebody, of memory that another one registered."""
+    """Write, read and update `remote` atomically through `qp`, and compare with the memory in the owner's process."""
     local = here.region
     for size in (each for each in SIZES if each <= remote.length):
         written = random.Random(size).randbytes(size)
@@ -80,7 +80,7 @@ async def test_keys_are_unique_across_processes(pair: Pair) -> None:
 
 
 async def test_private_memory_is_not_accessible_to_others(pair: Pair) -> None:
-    """It serves where it was registered; to the others its key is none."""
+    """Only queue pairs of the registering process accept the key."""
     async with pair() as (first, second), end(queue_pairs=2) as here:
         remote = await first.register("a", 4096, "private")
         await first.connect(here.qps[0])
@@ -113,7 +113,7 @@ async def test_invalid_keys_and_addresses(pair: Pair, change: Callable[[RemoteRe
 
 @pytest.mark.parametrize("size", [8, 200, 100_000])
 async def test_local_keys_of_the_other_process_in_work_requests(pair: Pair, direct: bool, size: int) -> None:
-    """It sends from there, writes from there, reads and receives into there; small things inline."""
+    """Send, write, read and receive with an imported region as local memory; small sizes are sent inline."""
     async with pair() as (first, second), end() as here:
         (qp,) = here.qps
         remote = await first.register("a", size)
@@ -151,7 +151,7 @@ async def test_local_keys_of_the_other_process_in_work_requests(pair: Pair, dire
 
 @pytest.mark.every_way
 async def test_deregistration_waits_for_accesses_of_others(pair: Pair, direct: bool) -> None:
-    """At once, and whoever is at it is waited for: what has that memory next is not written to."""
+    """After deregistration, no access in flight writes to the region that reuses the memory."""
     async with pair() as (first, second), end(queue_pairs=2 * fewer(10)) as here:
         here.region.buffer[:] = b"\xff" * len(here.region)
         size = 1 << 20

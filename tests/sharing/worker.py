@@ -1,7 +1,7 @@
-"""A process that has an instance of a protection domain, its own or another one's; it does what it reads, line by line.
+"""Worker process with an instance of a protection domain, its own or an imported one, controlled by lines of text.
 
-Its arguments are the descriptors of two sockets: one that who commands it has connected to, where a line answers each
-command, and one where the domain goes to or comes from.
+Arguments are the descriptors of two sockets: a listening one, to which the controlling test has connected and on which
+one line answers each command, and one over which the domain is sent or received.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ LONG_TIMEOUT: dict[str, Any] = {"timeout": 17, "rnr_retry": 7}  # 0.5 s, seven t
 
 
 class Worker:
-    """What it has."""
+    """Resources of this process, and the commands on them."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
@@ -67,10 +67,10 @@ class Worker:
         self.domain = None
 
     async def close_all(self) -> None:
-        """Close what is still open, as who comes next is to find it."""
+        """Close all resources, so that the next test starts without any."""
         await self.close_domain()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ResourceWarning)  # of what is left
+            warnings.simplefilter("ignore", ResourceWarning)  # about children that the device closes
             if hasattr(self, "device"):
                 await self.device.aclose()
         self.regions.clear()
@@ -145,14 +145,14 @@ class Worker:
 
 
 def fork_child() -> None:
-    """A child that has what a child has of its parent, for a while."""
+    """Fork a child that holds the inherited descriptors and mappings for two seconds."""
     if not os.fork():
         time.sleep(2)
         os._exit(0)
 
 
 def descriptors() -> list[str]:
-    """Those of any domain's file."""
+    """Return the open descriptors of files of shared domains."""
     found = []
     for each in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
@@ -162,7 +162,7 @@ def descriptors() -> list[str]:
 
 
 def leftovers() -> list[str]:
-    """What is open or mapped of any domain's file."""
+    """Return open descriptors and mappings of files of shared domains."""
     found = [f"descriptor:{each}" for each in descriptors()]
     with open("/proc/self/maps") as maps:
         found += [f"mapping:{line.split()[0]}" for line in maps if "aioverbs-domain" in line]

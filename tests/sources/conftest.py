@@ -1,4 +1,4 @@
-"""An open device, or the name of one."""
+"""Fixtures of an open device and of a device's name."""
 
 from tests.devices import device, device_name
 

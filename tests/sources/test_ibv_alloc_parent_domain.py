@@ -1,4 +1,4 @@
-"""ibv_alloc_parent_domain(3), sentence by sentence."""
+"""ibv_alloc_parent_domain(3): one test for each sentence of the manual page."""
 
 import asyncio
 import errno
@@ -137,7 +137,7 @@ async def test_the_thread_domain_must_be_a_thread_domain(device: Device) -> None
 
 
 async def test_the_allocator_must_be_an_allocator(device: Device) -> None:
-    """One that could only fail in the middle of a verb is refused before."""
+    """An allocator that would fail in the middle of a verb is refused before the verb."""
     async with device.protection_domain() as pd:
         given: Any
         for given in ("x", 0, ArenaAllocator):
@@ -167,7 +167,7 @@ async def test_resources_should_be_destroyed_before_it(device: Device) -> None:
 
 
 class ParentDomainRecorder(Recording):
-    """Remembers the parent domains, and their contexts, that it was asked and given back for."""
+    """Allocator that records the parent domain and context of each call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -206,8 +206,8 @@ async def test_provider_memory_comes_from_the_allocator(device: Device) -> None:
 @needs(Capability.PARENT_DOMAINS)
 async def test_the_context_is_passed_back_to_the_allocator(device: Device) -> None:
     """ "A pointer for additional user-specific data to be associated with this parent domain. The pointer is passed
-    back to the custom allocator functions": that of each domain, through an allocator that records, too. Buffers have
-    none."""
+    back to the custom allocator functions": that of each domain, also through a recording allocator. Buffers have
+    no parent domain."""
     allocator = ParentDomainRecorder()
     async with (
         device.protection_domain() as pd,
@@ -238,7 +238,8 @@ async def test_null_designates_an_error(device: Device) -> None:
 
 async def test_the_default_allocator_may_be_requested(device: Device) -> None:
     """ "It may also return IBV_ALLOCATOR_USE_DEFAULT asking the callee to allocate the buffer using the default
-    allocator." What the default allocator gave is not given to the other one's `free`."""
+    allocator." Memory of the default allocator is not passed to the
+    custom `free`."""
     allocator = Recording(lambda *_: parent_domain.USE_DEFAULT)
     async with device.resource_domain(allocator=allocator) as domain:
         queue = handles.CompletionQueue(device.handle, 4, parent_domain=domain.handle)
@@ -274,7 +275,7 @@ async def test_buffers_of_a_successful_alloc_are_freed(device: Device) -> None:
 
 
 async def test_the_allocator_is_asked_in_the_calling_thread(device: Device) -> None:
-    """The verbs say nothing of it; a NIC's provider asks within the verb, and so does the software device."""
+    """The manual page does not define it; providers of NICs and the software device call it within the verb."""
     allocator = Recording()
     async with device.protection_domain() as pd, pd.parent_domain(allocator=allocator) as domain:
         queue = await asyncio.to_thread(handles.CompletionQueue, device.handle, 4, parent_domain=domain.handle)

@@ -1,4 +1,4 @@
-"""ibv_alloc_td(3), sentence by sentence."""
+"""ibv_alloc_td(3): one test for each sentence of the manual page."""
 
 import asyncio
 import errno
@@ -35,7 +35,8 @@ async def test_an_application_assigns_resources_to_it_when_it_creates_them(devic
 @needs(Capability.PARENT_DOMAINS)
 async def test_objects_under_it_disable_internal_locking(device: Device) -> None:
     """ "any objects created under this thread domain will disable internal locking designed to protect against
-    concurrent access to that object from multiple user threads": so no other thread gets as far as the object."""
+    concurrent access to that object from multiple user threads": other threads are refused before they reach the
+    object."""
     async with device.protection_domain() as pd, device.thread_domain() as td, pd.parent_domain(td) as domain:
         queue = handles.CompletionQueue(device.handle, 4, parent_domain=domain.handle)
         with pytest.raises(AffinityError, match="ibv_resize_cq"):
@@ -47,7 +48,7 @@ async def test_objects_under_it_disable_internal_locking(device: Device) -> None
 
 async def test_by_default_objects_are_safe_for_many_threads(device: Device) -> None:
     """ "By default all verbs objects are safe for multi-threaded access, whether or not a thread domain is specified":
-    those without one are any thread's."""
+    objects without a thread domain are usable from any thread."""
     async with device.protection_domain() as pd:
         queue = handles.CompletionQueue(device.handle, 4)
         qp = handles.QueuePair(pd.handle, queue, queue)

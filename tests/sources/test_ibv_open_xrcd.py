@@ -1,4 +1,4 @@
-"""ibv_open_xrcd(3), sentence by sentence."""
+"""ibv_open_xrcd(3): one test for each sentence of the manual page."""
 
 import asyncio
 import contextlib
@@ -16,7 +16,7 @@ from aioverbs._verbs.device import Device, open_device
 from tests.capabilities import Capability, needs
 from tests.pace import patience
 
-# The program of another process: it opens and closes domains of an inherited descriptor, as it is told line by line.
+# Program of another process: it opens and closes domains of an inherited descriptor by commands on its input.
 OTHER = """
 import asyncio, errno, sys
 from aioverbs import VerbsError, open_device
@@ -132,7 +132,7 @@ async def test_the_last_reference_destroys_it(device: Device, fd: int) -> None:
 @needs(Capability.XRC_DOMAINS)
 async def test_the_inode_is_the_same_for_all_processes(device: Device, fd: int) -> None:
     """ "associated with the inode referenced by the given fd"; "If this is the last reference, the XRCD will be
-    destroyed.": whichever process has it"""
+    destroyed.": also if another process holds it"""
     async with another_process(device, fd) as other:
         assert await other.open(0) == "EAGAIN"
         first = await device.xrc_domain(fd, os.O_CREAT | os.O_EXCL).open()
@@ -151,7 +151,7 @@ async def test_the_inode_is_the_same_for_all_processes(device: Device, fd: int) 
 
 @needs(Capability.XRC_DOMAINS)
 async def test_a_process_that_was_killed_has_no_reference(device: Device, fd: int) -> None:
-    """ "If this is the last reference, the XRCD will be destroyed.": the system closes what a process leaves"""
+    """ "If this is the last reference, the XRCD will be destroyed.": the system drops references of ended processes"""
     async with another_process(device, fd) as other:
         assert await other.open(os.O_CREAT) == "opened"
         async with device.xrc_domain(fd, 0):
@@ -198,7 +198,7 @@ async def test_closing_fails_while_a_resource_is_associated(device: Device) -> N
 
 @needs(Capability.XRC_DOMAINS)
 async def test_messages_reach_the_shared_receive_queue_that_they_name(device: Device) -> None:
-    """ "ibv_create_srq_ex(3), ibv_create_qp_ex(3)": what is made with an XRC domain."""
+    """ "ibv_create_srq_ex(3), ibv_create_qp_ex(3)": queues made with an XRC domain."""
     async with (
         device.xrc_domain() as xrc,
         device.resource_domain() as domain,

@@ -1,4 +1,4 @@
-"""ibv_share_pd(3), sentence by sentence."""
+"""ibv_share_pd(3): one test for each sentence of the manual page."""
 
 import asyncio
 import socket
@@ -97,8 +97,8 @@ async def test_different_devices_cannot_share(device: Device) -> None:
 
 @needs(Capability.SHARED_DOMAINS, Capability.OBJECT_COUNTS)
 async def test_processes_share_it_by_a_socket(device: Device) -> None:
-    """ "the same PD is shared by multiple contexts of an RDMA device or processes": here it is both ends' process. Two
-    of them are in tests/sharing, and of RDMA devices in tests/rdma/test_sharing.py."""
+    """ "the same PD is shared by multiple contexts of an RDMA device or processes": here both ends are in this
+    process. Tests with two processes are in tests/sharing, with RDMA devices in tests/rdma/test_sharing.py."""
     near, far = socket.socketpair()
     near.setblocking(False)
     far.setblocking(False)

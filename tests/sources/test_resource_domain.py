@@ -1,4 +1,4 @@
-"""The resource domain's document, sentence by sentence."""
+"""Specification of resource domains: one test for each sentence."""
 
 import asyncio
 import itertools
@@ -41,8 +41,8 @@ async def test_safe(device: Device) -> None:
 
 async def test_unsafe(device: Device) -> None:
     """ "Access to the associated objects are not thread safe. Access to such objects must be coordinated by the
-    calling threads": one after the other, from wherever. (That overlapping calls are refused is shown with
-    real ones elsewhere.)"""
+    calling threads": one at a time, from any thread.
+    (tests/manager/test_domains.py tests that overlapping calls are refused.)"""
     async with device.resource_domain(thread_model=ThreadModel.UNSAFE) as domain:
         queue = handles.CompletionQueue(device.handle, 4, parent_domain=domain.handle)
         for _ in range(8):
@@ -82,8 +82,8 @@ def test_the_message_models_are_those_of_the_document() -> None:
 
 
 async def test_queue_pairs_and_completion_queues_of_a_domain_have_its_message_model(device: Device) -> None:
-    """ "defines whether associated objects connection is optimized for low latency or high bandwidth": associated
-    objects are the queue pairs and the completion queues, so none of the two has another model than the other one."""
+    """ "defines whether associated objects connection is optimized for low latency or high bandwidth": queue
+    pairs and completion queues of a domain have the same message model."""
     async with (
         device.protection_domain() as pd,
         device.resource_domain(pd, message_model=MessageModel.LOW_LATENCY) as domain,
@@ -99,7 +99,7 @@ async def test_queue_pairs_and_completion_queues_of_a_domain_have_its_message_mo
             for queues in ((wrong,), (cq, wrong), (wrong, cq)):
                 with pytest.raises(ValueError, match=both):
                     domain.queue_pair(*queues)
-        # Protection domains and the parent domain in it have no message model: these take any.
+        # Protection domains and the domain's parent domain have no message model, so they accept any.
         async with pd.queue_pair(of_pd), domain.parent.queue_pair(cq, with_its_own), domain.queue_pair(cq):
             pass
 

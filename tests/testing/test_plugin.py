@@ -1,4 +1,4 @@
-"""The plugin for pytest, as a user's tests see it."""
+"""pytest plugin `aioverbs.testing`, used by a test suite of its own."""
 
 import pytest
 
@@ -42,7 +42,7 @@ def result(pytester: pytest.Pytester) -> pytest.RunResult:
 
 
 def test_leaked_resources_are_reported_once(result: pytest.RunResult) -> None:
-    """In both ways of execution; the next test begins with nothing, and who failed already is not failed twice."""
+    """A leak is an error of that test only, with both executions; a test that failed gets no second error."""
     result.assert_outcomes(passed=4, failed=2, errors=2)
     result.stdout.fnmatch_lines(["*left open: <Context of soft0*", "*ValueError: for a reason of its own*"])
 

@@ -1,31 +1,31 @@
-"""That each object of the scene still does what it is for, when all wrong callers were refused."""
+"""Checks that each owned object still works after all wrong callers were refused."""
 
 import anyio
 
 from aioverbs import AccessFlags, Connection, EventType, Operation, QpState, ResourceState, connect
 from tests.connections.ends import HOST
 from tests.holding import unhold
-from tests.manager.affinity_objects import LARGE, SETTINGS, Scene
+from tests.manager.affinity_objects import LARGE, SETTINGS, OwnedObjects
 from tests.manager.connection_manager import request
 
-__all__ = ["works"]
+__all__ = ["check_all_work"]
 
 
-async def works(of: Scene) -> None:
-    """All that the owner waited for comes, and everything does what it is for."""
+async def check_all_work(of: OwnedObjects) -> None:
+    """Check that all waiting tasks of the owner get their results, and that every object works."""
     for name, task in of.waiting.items():
         assert not task.done(), f"{name}: {task}"
-    await _filled_works(of)
+    await _check_filled_queue(of)
     if of.placed is of.domain:
-        await _work_works(of)
-        await _events_come(of)
-        await _identifiers_work(of)
+        await _check_operations(of)
+        await _check_events(of)
+        await _check_identifiers(of)
         assert await of.subjects["process pool"].run(abs, -7) == 7
-    await _connections_work(of)
-    await _listening_works(of)
+    await _check_connections(of)
+    await _check_listeners(of)
 
 
-async def _filled_works(of: Scene) -> None:
+async def _check_filled_queue(of: OwnedObjects) -> None:
     of.region.buffer[72:80] = b"arrives."
     for _ in range(4):
         await of.sender.send(of.region[72:80])
@@ -33,11 +33,11 @@ async def _filled_works(of: Scene) -> None:
             assert bytes(message.data) == b"arrives."
 
 
-async def _work_works(of: Scene) -> None:
+async def _check_operations(of: OwnedObjects) -> None:
     subjects, region = of.subjects, of.region
     assert subjects["held qp"].query().qp_state is of.qp.query().qp_state is QpState.RTS
     unhold(of.device)
-    await of.came("operation")
+    await of.result("operation")
     fresh: Operation[None] = subjects["operation that nobody awaits"]
     await fresh
     await subjects["operation of a batch"]
@@ -48,51 +48,51 @@ async def _work_works(of: Scene) -> None:
     assert bytes(subjects["message"].data) == bytes((await anext(subjects["inbox"])).data) == b"messages"
     subjects["message"].release()
     await subjects["empty reader"].send(region[:8])
-    assert bytes((await of.came("message")).data) == b"as ever."
+    assert bytes((await of.result("message")).data) == b"as ever."
     assert subjects["filled srq"].query().max_wr >= 4
     of.cq.resize(600)
 
 
-async def _events_come(of: Scene) -> None:
+async def _check_events(of: OwnedObjects) -> None:
     of.drained.to_sqd(en_sqd_async_notify=True)
-    for event in (await anext(of.subjects["events"]), await of.came("an event")):
+    for event in (await anext(of.subjects["events"]), await of.result("an event")):
         assert event.event_type is EventType.SQ_DRAINED
         assert event.resource is of.drained
 
 
-async def _identifiers_work(of: Scene) -> None:
+async def _check_identifiers(of: OwnedObjects) -> None:
     subjects = of.subjects
     async with subjects["identifier of a listener"] as came_open:
         await came_open.reject()
     await subjects["identifier that was asked for"].aclose()
     await (await anext(subjects["listener of rdma_cm with a request"])).aclose()
     request(subjects["listener of rdma_cm"])
-    await (await of.came("a peer")).aclose()
+    await (await of.result("a peer")).aclose()
     await subjects["identifier that is connected"].disconnect()
-    await of.came("a disconnection")
+    await of.result("a disconnection")
     assert subjects["qp that rdma_cm connected"].qp_state is QpState.ERR
     for name in ("new identifier", "new listener of rdma_cm"):
         async with subjects[name]:
             pass
 
 
-async def _connections_work(of: Scene) -> None:
+async def _check_connections(of: OwnedObjects) -> None:
     subjects, region = of.subjects, of.region
     region.buffer[:8] = b"as ever."
     near, far, stream = subjects["near"], subjects["far"], subjects["byte stream"]
     assert await stream.receive() == b"cdef"
     assert await far.receive() == b"unread"
     assert await far.receive() == LARGE
-    await of.came("sending")
+    await of.result("sending")
     await far.send(b"to near")
-    assert await of.came("receiving") == b"to near"
+    assert await of.result("receiving") == b"to near"
     second = await far.receive_grant()
     local = region[128:136]
     for granted in (subjects["granted"], second):
         await far.read(local, granted[:8])
         assert bytes(local.buffer) == b"as ever."
     back = await far.grant(region, AccessFlags.REMOTE_READ)
-    assert (await of.came("a grant")).remote == back.remote
+    assert (await of.result("a grant")).remote == back.remote
     for grant in (subjects["grant"], subjects["second grant"], back):
         await grant.revoke()
     await _exchange(subjects["connection"], subjects["its peer"])
@@ -100,7 +100,7 @@ async def _connections_work(of: Scene) -> None:
     await subjects["connection"].send_eof()
     try:
         await subjects["its peer"].receive()
-        raise AssertionError("there is no end")
+        raise AssertionError("no end of stream")
     except anyio.EndOfStream:
         pass
 
@@ -112,12 +112,12 @@ async def _exchange(one: Connection, other: Connection) -> None:
     assert await one.receive() == b"there"
 
 
-async def _listening_works(of: Scene) -> None:
+async def _check_listeners(of: OwnedObjects) -> None:
     subjects = of.subjects
     async with await subjects["listener with a connection"].accept() as far:
         await _exchange(subjects["connection that nobody took"], far)
     new = connect(HOST, subjects["listener"].port, domain=of.placed, settings=SETTINGS)
-    async with subjects.get("connecting", new) as near, await of.came("accepting") as far:
+    async with subjects.get("connecting", new) as near, await of.result("accepting") as far:
         await _exchange(near, far)
     await subjects["served"].send(b"still served")
     assert await subjects["served"].receive() == b"still served"
@@ -132,4 +132,4 @@ async def _listening_works(of: Scene) -> None:
     await again.aclose()
     assert second.state is ResourceState.CLOSED
     await subjects["server"].stop()
-    await of.came("serving")
+    await of.result("serving")

@@ -1,4 +1,4 @@
-"""What of the public names there is to be called, with what, and what of it is anybody's: found by introspection."""
+"""Public members to call, their arguments, and the members that any caller may use, found by introspection."""
 
 import ast
 import dataclasses
@@ -16,7 +16,7 @@ from aioverbs import AccessFlags
 from tests.conftest import ROOT
 
 if TYPE_CHECKING:
-    from tests.manager.affinity_objects import Scene
+    from tests.manager.affinity_objects import OwnedObjects
 
 sys.path.append(str(ROOT / "aioverbs" / "_docs"))
 
@@ -24,26 +24,26 @@ import stubs
 import surface
 
 __all__ = [
-    "FOR_ALL",
-    "FOR_ALL_ELSEWHERE",
-    "FOR_ALL_KINDS",
-    "FOR_ALL_TO_CHANGE",
+    "ANY_CALLER",
+    "ANY_CALLER_CLASSES",
+    "ANY_CALLER_ON_SHARED_DOMAINS",
+    "ANY_CALLER_SIDE_EFFECTS",
     "arguments",
     "is_value",
     "members",
     "returned_kinds",
 ]
 
-_HANDLE = "handle"  # the compiled object below a resource, whose verbs check their caller by themselves
-_MODULES = re.compile(r"(?:\b[a-z_]\w*\.)+")  # before the name of what is in them
+_HANDLE = "handle"  # compiled object below a resource; its verbs check their caller themselves
+_MODULES = re.compile(r"(?:\b[a-z_]\w*\.)+")  # module prefixes of names
 _WORD = re.compile(r"\w+")
 _PROTOCOLS = (
     "__aenter__", "__aexit__", "__aiter__", "__anext__", "__await__", "__bool__", "__enter__", "__exit__",
     "__getitem__", "__iter__", "__len__", "__next__", "__repr__",
 )  # fmt: skip
 
-# Kinds of which all is anybody's, and why.
-FOR_ALL_KINDS = {
+# Classes whose members any caller may use, and why.
+ANY_CALLER_CLASSES = {
     "AddressHandle": "any event loop may use it: `Domain.address_handle`",
     "Affinity": "tells who owns something, and refuses others",
     "Backoff": "a value",
@@ -70,87 +70,87 @@ FOR_ALL_KINDS = {
     "XrcDomain": "any event loop may use it",
 }
 
-# Members that are anybody's, of all kinds or of one, and why: they are called, and must leave everything as it was.
+# Members that any caller may use, of all classes or of one, and why. They are called and must not change any state.
 _MAKES = "makes what is not open: its opening is checked"
-_KNOWN = "tells what is known"
-FOR_ALL = {
-    "__len__": _KNOWN,
-    "__repr__": _KNOWN,
-    "access": _KNOWN,
+_CACHED = "tells what is known"
+ANY_CALLER = {
+    "__len__": _CACHED,
+    "__repr__": _CACHED,
+    "access": _CACHED,
     "adopt_memory_region": _MAKES,
     "address_handle": _MAKES,
-    "addresses": _KNOWN,
-    "allocator": _KNOWN,
+    "addresses": _CACHED,
+    "allocator": _CACHED,
     "as_byte_stream": "makes what checks by itself",
-    "base": _KNOWN,
+    "base": _CACHED,
     "batch": "makes what checks by itself",
     "buffer_pool": _MAKES,
     "cache": "any event loop may use it",
-    "capabilities": _KNOWN,
-    "closed": _KNOWN,
+    "capabilities": _CACHED,
+    "closed": _CACHED,
     "completion_queue": _MAKES,
-    "context": _KNOWN,
-    "depth": _KNOWN,
-    "ended": _KNOWN,
+    "context": _CACHED,
+    "depth": _CACHED,
+    "ended": _CACHED,
     "events": "any event loop may listen",
-    "extra": _KNOWN,
-    "extra_attributes": _KNOWN,
-    "gid_index": _KNOWN,
+    "extra": _CACHED,
+    "extra_attributes": _CACHED,
+    "gid_index": _CACHED,
     "import_memory_region": _MAKES,
-    "label": _KNOWN,
-    "local_address": _KNOWN,
-    "local_endpoint": _KNOWN,
+    "label": _CACHED,
+    "local_address": _CACHED,
+    "local_endpoint": _CACHED,
     "memory_window": _MAKES,
-    "message_model": _KNOWN,
-    "moderated": _KNOWN,
-    "native": _KNOWN,
-    "native_allocators": _KNOWN,
-    "owner": _KNOWN,
-    "parent": _KNOWN,
+    "message_model": _CACHED,
+    "moderated": _CACHED,
+    "native": _CACHED,
+    "native_allocators": _CACHED,
+    "owner": _CACHED,
+    "parent": _CACHED,
     "parent_domain": _MAKES,
-    "path_to": _KNOWN,
-    "pd": _KNOWN,
-    "peer": _KNOWN,
-    "port": _KNOWN,
+    "path_to": _CACHED,
+    "pd": _CACHED,
+    "peer": _CACHED,
+    "port": _CACHED,
     "qp": "gives what checks by itself",
-    "qp_num": _KNOWN,
-    "qp_state": _KNOWN,
-    "qp_type": _KNOWN,
+    "qp_num": _CACHED,
+    "qp_state": _CACHED,
+    "qp_type": _CACHED,
     "queue_pair": _MAKES,
     "register": "a region is anybody's, wherever it is registered",
-    "remote": _KNOWN,
-    "remote_address": _KNOWN,
-    "remote_endpoint": _KNOWN,
-    "revoked": _KNOWN,
-    "settings": _KNOWN,
+    "remote": _CACHED,
+    "remote_address": _CACHED,
+    "remote_endpoint": _CACHED,
+    "revoked": _CACHED,
+    "settings": _CACHED,
     "share": _MAKES,
     "shared_memory": "an allocator, which is anybody's",
     "shared_receive_queue": _MAKES,
-    "state": _KNOWN,
-    "statistics": _KNOWN,
-    "td": _KNOWN,
-    "thread_model": _KNOWN,
-    "traffic": _KNOWN,
-    # Of one kind.
+    "state": _CACHED,
+    "statistics": _CACHED,
+    "td": _CACHED,
+    "thread_model": _CACHED,
+    "traffic": _CACHED,
+    # Of one class.
     "Channel.identifier": _MAKES,
     "Channel.listener": _MAKES,
     "RemoteGrant.__getitem__": "makes a value",
-    "Identifier.connected": _KNOWN,
-    "Identifier.device_name": _KNOWN,
-    "Identifier.peer_address": _KNOWN,
-    "Identifier.port_num": _KNOWN,
-    "Identifier.private_data": _KNOWN,
+    "Identifier.connected": _CACHED,
+    "Identifier.device_name": _CACHED,
+    "Identifier.peer_address": _CACHED,
+    "Identifier.port_num": _CACHED,
+    "Identifier.private_data": _CACHED,
     "Inbox.__aiter__": "is itself",
     "Listener.__aiter__": "is itself",
-    "Listener.address": _KNOWN,
-    "Message.byte_len": _KNOWN,
-    "Message.written": _KNOWN,
+    "Listener.address": _CACHED,
+    "Message.byte_len": _CACHED,
+    "Message.written": _CACHED,
     "Message.data": "its bytes",
-    "Message.immediate": _KNOWN,
-    "Message.invalidated_rkey": _KNOWN,
+    "Message.immediate": _CACHED,
+    "Message.invalidated_rkey": _CACHED,
     "Message.local": "its memory",
-    "Message.route": _KNOWN,
-    "Message.src_qp": _KNOWN,
+    "Message.route": _CACHED,
+    "Message.src_qp": _CACHED,
     "MessageByteStream.__aiter__": "is itself",
     "QueuePair.messages": "gives what checks by itself",
     "Batch.__aenter__": "does nothing: what the end of the block does is checked",
@@ -166,13 +166,13 @@ FOR_ALL = {
     "Operation.result": "what it ended by",
     "OwnedIterator.__aiter__": "is itself",
     "SharedReceiveQueue.messages": "gives what checks by itself",
-    "WorkerPool.grace_s": _KNOWN,
-    "WorkerPool.processes": _KNOWN,
-    "WorkerPool.size": _KNOWN,
+    "WorkerPool.grace_s": _CACHED,
+    "WorkerPool.processes": _CACHED,
+    "WorkerPool.size": _CACHED,
 }
 
-# Members that anybody may call, and that do something: they are not called.
-FOR_ALL_TO_CHANGE = {
+# Members that any caller may use and that have side effects: the table does not call them.
+ANY_CALLER_SIDE_EFFECTS = {
     "ResourceDomain.run": "goes to the owner, and waits for it",
     "WorkerPool.drain": "any event loop may wait for its calls",
     "WorkerPool.map": "any event loop may call there",
@@ -180,13 +180,13 @@ FOR_ALL_TO_CHANGE = {
     "WorkerPool.start_soon": "any thread may call there",
 }
 
-# The same, where others may use the domain.
-FOR_ALL_ELSEWHERE = {
+# The same, if other loops may use the domain.
+ANY_CALLER_ON_SHARED_DOMAINS = {
     "Connecting.__await__": "any event loop may connect on a domain that is anybody's",
 }
 
-# Arguments by their name, for types that say little, and by the first type of their annotation that is here.
-_BY_NAME: dict[str, Callable[["Scene"], object]] = {
+# Arguments by parameter name, for types such as int; otherwise by the first known type in the annotation.
+_BY_NAME: dict[str, Callable[["OwnedObjects"], object]] = {
     "add": lambda of: 1,
     "attribute": lambda of: None,
     "compare": lambda of: 0,
@@ -213,7 +213,7 @@ _BY_NAME: dict[str, Callable[["Scene"], object]] = {
     "Operation.throw.kind": lambda of: ValueError,
     "OwnedIterator.athrow.kind": lambda of: ValueError,
 }
-_BY_TYPE: dict[str, Callable[["Scene"], object]] = {
+_BY_TYPE: dict[str, Callable[["OwnedObjects"], object]] = {
     "AccessFlags": lambda of: AccessFlags.REMOTE_WRITE,
     "Buffer": lambda of: b"from elsewhere",
     "BufferPool": lambda of: of.pool,
@@ -229,7 +229,7 @@ _BY_TYPE: dict[str, Callable[["Scene"], object]] = {
 
 
 def members(subject: object) -> Iterator[str]:
-    """What users may ask of an object: attributes, methods, and the protocols that their syntax uses."""
+    """Yield the public members of an object: attributes, methods, and special methods."""
     kind = type(subject)
     ours = surface.is_ours(kind)
     for name in dir(subject):
@@ -243,8 +243,8 @@ def members(subject: object) -> Iterator[str]:
         yield name
 
 
-def arguments(kind: type, name: str, of: "Scene") -> list[object]:
-    """What to call a method with: something fitting for each argument that has no default."""
+def arguments(kind: type, name: str, of: "OwnedObjects") -> list[object]:
+    """Return arguments for a method: a suitable value for each parameter without a default."""
     static = inspect.getattr_static(kind, name)
     return [
         _argument(kind, name, parameter, annotation, of)
@@ -253,7 +253,7 @@ def arguments(kind: type, name: str, of: "Scene") -> list[object]:
     ]
 
 
-def _argument(kind: type, name: str, parameter: str, annotation: str, of: "Scene") -> object:
+def _argument(kind: type, name: str, parameter: str, annotation: str, of: "OwnedObjects") -> object:
     owners = (f"{base.__name__}.{name}.{parameter}" for base in kind.__mro__)
     for key in (*owners, parameter):
         if key in _BY_NAME:
@@ -269,11 +269,11 @@ def _argument(kind: type, name: str, parameter: str, annotation: str, of: "Scene
 
 @functools.cache
 def _annotations(kind: type, name: str, static: object) -> tuple[tuple[str, str], ...]:
-    """The arguments without a default that a member is called with, and what it returns, as text."""
+    """Return name and annotation of each parameter without a default, and of "return", as text."""
     for base in kind.__mro__:
         if name not in vars(base):
             continue
-        if surface.is_compiled(base):  # compiled code knows no types
+        if surface.is_compiled(base):  # compiled methods have no annotations
             return _in_stub(base, name)
         break
     function = static.fget if isinstance(static, property) else static
@@ -281,7 +281,7 @@ def _annotations(kind: type, name: str, static: object) -> tuple[tuple[str, str]
         return ()
     try:
         signature = inspect.signature(function)
-    except ValueError:  # of object's own
+    except ValueError:  # slot methods of object
         return ()
     found = [
         (each.name, _text(each.annotation))
@@ -321,7 +321,7 @@ def _stub(module: str) -> Any:
 
 @functools.cache
 def _classes() -> dict[str, type]:
-    """Every class of the package, by its name."""
+    """Return every class of the package, by name."""
     modules = [module for name, module in sys.modules.items() if name.startswith("aioverbs.")]
     return {
         name: value
@@ -332,10 +332,10 @@ def _classes() -> dict[str, type]:
 
 
 def is_value(kind: type) -> bool:
-    """Whether it is anybody's by what it is: immutable, an error, a protocol, or without a loop or a verb."""
+    """Return whether any caller may use a class: immutable, an exception, a protocol, or without loop and verbs."""
     return (
         issubclass(kind, BaseException | enum.Enum | tuple)
-        or kind.__name__.endswith("Allocator")  # called by providers, from whatever thread
+        or kind.__name__.endswith("Allocator")  # called by providers from any thread
         or getattr(kind, "_is_protocol", False)
         or (dataclasses.is_dataclass(kind) and kind.__dataclass_params__.frozen)  # type: ignore[attr-defined]
         or "PURE" in (sys.modules[surface.defined_in(kind)].__doc__ or "")
@@ -343,7 +343,7 @@ def is_value(kind: type) -> bool:
 
 
 def returned_kinds(kind: type) -> Iterator[tuple[str, type]]:
-    """Classes of the package that members of a class give, and the member."""
+    """Yield member name and class for each class of the package that members return."""
     for name in dir(kind):
         static = inspect.getattr_static(kind, name)
         if name.startswith("_") or isinstance(static, staticmethod | classmethod) or name == _HANDLE:

@@ -1,4 +1,4 @@
-"""One of each kind of object that a loop owns: not opened yet, at something, and what becomes of it at its end."""
+"""One object of each class that an event loop owns: unopened, in use, and at its end."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable
@@ -44,15 +44,15 @@ from tests.manager.connection_manager import connection_manager, request
 from tests.pace import patience
 from tests.waiting import until
 
-__all__ = ["LARGE", "PLACES", "SETTINGS", "Made", "Scene", "scene"]
+__all__ = ["DOMAINS", "LARGE", "SETTINGS", "Factory", "OwnedObjects", "owned_objects"]
 
 ACCESS = AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_WRITE | AccessFlags.REMOTE_READ | AccessFlags.REMOTE_ATOMIC
 SETTINGS = ConnectionSettings(
     buffer_size=1024, receive_depth=4, send_buffers=2, send_depth=16, max_message=1 << 20, keep_alive_s=None
 )
-PLACES = ("SINGLE", "UNSAFE", "SAFE", "PD")  # thread models, and a protection domain without one
-QUIET = 20  # looks, between which everything that is ready goes on
-LARGE = bytes(range(256)) * 64  # more than the peer's receives have room for: sending it waits
+DOMAINS = ("SINGLE", "UNSAFE", "SAFE", "PD")  # thread models of resource domains, and a plain protection domain
+EQUAL_FINGERPRINTS = 20  # consecutive equal fingerprints after which the loop counts as idle
+LARGE = bytes(range(256)) * 64  # exceeds the peer's posted receives, so that sending it waits
 
 
 async def echo(connection: Connection) -> None:
@@ -61,8 +61,8 @@ async def echo(connection: Connection) -> None:
 
 
 @dataclass
-class Made:
-    """What is asked once, and made anew each time."""
+class Factory:
+    """Subject that is created anew for each call, because it can be used only once."""
 
     make: Callable[[], Any]
 
@@ -71,13 +71,13 @@ class Made:
 
 
 @dataclass
-class Scene:
-    """All of it, by the loop that opened it.
+class OwnedObjects:
+    """Objects opened by one loop, the owner.
 
-    :param domain: that of the owner.
-    :param placed: what connections and shared receive queues are made on; others may use it, unless it is `domain`.
-    :param subjects: what is asked, by name; of each kind those that differ in what they are at.
-    :param waiting: what the owner waits for meanwhile.
+    :param domain: resource domain of the owner.
+    :param placed: domain of connections and shared receive queues; unless it is `domain`, other loops may use it, too.
+    :param subjects: objects that wrong callers use, by name; for each class one object per state that matters.
+    :param waiting: tasks of the owner that wait for a result in the meantime.
     """
 
     device: Device
@@ -92,13 +92,13 @@ class Scene:
     subjects: dict[str, Any] = field(default_factory=dict)
     waiting: dict[str, asyncio.Task[Any]] = field(default_factory=dict)
     leased: list[LeasedBuffer] = field(default_factory=list)
-    left_by: BaseException | None = None  # what a block that is left has raised
-    arrivals: Any = None  # what comes to the shared receive queue that is kept filled
-    sender: Any = None  # the queue pair that sends there
-    drained: Any = None  # the queue pair that events happen to
+    left_by: BaseException | None = None  # exception passed to `__aexit__`
+    arrivals: Any = None  # messages of the shared receive queue that is kept filled
+    sender: Any = None  # queue pair that sends to that queue
+    drained: Any = None  # queue pair that the events concern
 
     async def wait(self, name: str, awaitable: Any) -> None:
-        """Have a task of the owner wait for something; it has begun when this returns."""
+        """Start a task of the owner that awaits `awaitable`; it is suspended there when this returns."""
 
         async def waits() -> Any:
             return await awaitable
@@ -108,23 +108,23 @@ class Scene:
             await asyncio.sleep(0)
         assert not self.waiting[name].done(), self.waiting[name]
 
-    async def came(self, name: str) -> Any:
-        """What the owner waited for."""
+    async def result(self, name: str) -> Any:
+        """Return the result that a task of the owner waited for."""
         async with asyncio.timeout(patience(20)):
             return await self.waiting.pop(name)
 
     async def settle(self) -> None:
-        """Until the owner's loop has nothing more to do of its own accord."""
+        """Wait until the owner's loop is idle."""
         seen: list[dict[str, object]] = []
 
         def is_quiet() -> bool:
             seen.append(self.fingerprint())
-            return len(seen) > QUIET and all(each == seen[-1] for each in seen[-QUIET:])
+            return len(seen) > EQUAL_FINGERPRINTS and all(each == seen[-1] for each in seen[-EQUAL_FINGERPRINTS:])
 
         await until(is_quiet)
 
     def fingerprint(self) -> dict[str, object]:
-        """What there is to see of everything, from any thread."""
+        """Return the observable state of all objects; callable from any thread."""
         found: dict[str, object] = {
             "objects": self.device.statistics().objects,
             "handles": len(handles.open_handles()),
@@ -134,11 +134,11 @@ class Scene:
             "tasks": [name for name, task in self.waiting.items() if not task.done()],
         }
         for name, subject in self.subjects.items():
-            found[name] = tuple(_seen(subject))
+            found[name] = tuple(_state_of(subject))
         return found
 
 
-def _seen(subject: Any) -> Any:
+def _state_of(subject: Any) -> Any:
     if isinstance(subject, OwnedContext | OwnedIterator):
         generator: Any = subject._generator if isinstance(subject, OwnedIterator) else vars(subject._context)["gen"]
         yield generator.ag_frame is None, generator.ag_running
@@ -196,10 +196,10 @@ async def _connected(domain: Domain, stack: AsyncExitStack) -> tuple[Connecting,
 
 
 @asynccontextmanager
-async def scene(place: str) -> AsyncGenerator[Scene, None]:
-    """All of them, each at something.
+async def owned_objects(place: str) -> AsyncGenerator[OwnedObjects, None]:
+    """Provide all objects, each in use.
 
-    :param place: one of `PLACES`. Other than on the owner's domain there is only what belongs to a loop all the same.
+    :param place: one of `DOMAINS`. With others than "SINGLE", only objects that belong to a loop on any domain.
     """
     async with AsyncExitStack() as stack:
         opened = stack.enter_async_context
@@ -217,20 +217,20 @@ async def scene(place: str) -> AsyncGenerator[Scene, None]:
         placed: Domain = domain
         if place != "SINGLE":
             placed = pd if place == "PD" else await opened(device.resource_domain(pd, thread_model=ThreadModel[place]))
-        of = Scene(device, domain, cq, qp, region, window, pool, qp.local_endpoint(), placed)
-        await _filled(of, stack)
-        await _connections(of, stack)
-        await _listening(of, stack)
+        of = OwnedObjects(device, domain, cq, qp, region, window, pool, qp.local_endpoint(), placed)
+        await _add_filled_queue(of, stack)
+        await _add_connections(of, stack)
+        await _add_listeners(of, stack)
         if placed is domain:
             of.subjects |= {"device": device, "pd": pd, "td": td, "parent": parent, "domain": domain, "cq": cq}
             of.subjects |= {"qp": qp, "parent's cq": await opened(parent.completion_queue(64))}
             of.subjects["process pool"] = await opened(WorkerPool(device, 1, processes=True))
-            await _work(of, stack)
-            await _messages(of, stack)
-            await _events(of, stack)
-            await _loop_domain(of, stack)
-            await _identifiers(of, stack)
-            _not_opened(of)
+            await _add_operations(of, stack)
+            await _add_messages(of, stack)
+            await _add_events(of, stack)
+            await _add_loop_domain(of, stack)
+            await _add_identifiers(of, stack)
+            _add_unopened(of)
         await of.settle()
         try:
             yield of
@@ -238,8 +238,8 @@ async def scene(place: str) -> AsyncGenerator[Scene, None]:
             await _close(of)
 
 
-async def _work(of: Scene, stack: AsyncExitStack) -> None:
-    """Operations that are done, that are under way, and that nobody awaits yet; batches."""
+async def _add_operations(of: OwnedObjects, stack: AsyncExitStack) -> None:
+    """Add operations that are done, in flight, and not awaited yet; and batches."""
     held = await stack.enter_async_context(of.domain.queue_pair(of.cq))
     held.connect(held.local_endpoint(), ACCESS)
     hold(of.device, held)
@@ -263,8 +263,8 @@ async def _work(of: Scene, stack: AsyncExitStack) -> None:
     await of.wait("operation", awaited)
 
 
-async def _messages(of: Scene, stack: AsyncExitStack) -> None:
-    """Queue pairs that keep receives posted, and shared receive queues."""
+async def _add_messages(of: OwnedObjects, stack: AsyncExitStack) -> None:
+    """Add queue pairs that keep receives posted, and shared receive queues."""
     reader = await stack.enter_async_context(of.domain.queue_pair(of.cq, receive_depth=4, receive_size=64))
     reader.connect(reader.local_endpoint(), ACCESS)
     of.region.buffer[64:72] = b"messages"
@@ -292,12 +292,12 @@ async def _messages(of: Scene, stack: AsyncExitStack) -> None:
     }
 
 
-async def _filled(of: Scene, stack: AsyncExitStack) -> None:
-    """A shared receive queue that is kept filled, as long as there is memory."""
+async def _add_filled_queue(of: OwnedObjects, stack: AsyncExitStack) -> None:
+    """Add a shared receive queue that is kept filled from a pool."""
     filled = await stack.enter_async_context(of.placed.shared_receive_queue(4))
     block = filled.messages(of.pool)
     of.arrivals = await stack.enter_async_context(block)
-    while of.pool.statistics().free:  # who wants another one waits
+    while of.pool.statistics().free:  # from here on, `pool.lease()` waits
         of.leased.append(of.pool.lease_nowait())
     cq = await stack.enter_async_context(of.placed.completion_queue(64))
     sender = await stack.enter_async_context(of.placed.queue_pair(cq))
@@ -310,8 +310,8 @@ async def _filled(of: Scene, stack: AsyncExitStack) -> None:
         of.subjects |= {"filled srq": filled, "qp of an srq": receiver}
 
 
-async def _connections(of: Scene, stack: AsyncExitStack) -> None:
-    """With messages and grants that came, with some that are waited for, and with one that cannot be sent yet."""
+async def _add_connections(of: OwnedObjects, stack: AsyncExitStack) -> None:
+    """Add connections with received messages and grants, with waiting receivers, and with a send that lacks credits."""
     _, near, far = await _connected(of.placed, stack)
     block, quiet, other = await _connected(of.placed, stack)
     grants = [await near.grant(of.region, AccessFlags.REMOTE_READ) for _ in range(2)]
@@ -319,7 +319,7 @@ async def _connections(of: Scene, stack: AsyncExitStack) -> None:
     stream = far.as_byte_stream()
     await near.send(b"abcdef")
     assert await stream.receive(2) == b"ab"
-    await near.send(b"unread")  # as long as it is, there are no credits for more
+    await near.send(b"unread")  # unread, so it withholds the credits for a further message
     await of.wait("sending", near.send(LARGE))
     await of.wait("receiving", near.receive())
     await of.wait("a grant", near.receive_grant())
@@ -338,8 +338,8 @@ async def _connections(of: Scene, stack: AsyncExitStack) -> None:
     }
 
 
-async def _listening(of: Scene, stack: AsyncExitStack) -> None:
-    """Listeners, one that has a connection for who asks and one that is asked; a server with peers."""
+async def _add_listeners(of: OwnedObjects, stack: AsyncExitStack) -> None:
+    """Add a listener with a pending `accept`, one with a connection to accept, and a server with peers."""
     listener = await stack.enter_async_context(listen(HOST, domain=of.placed, settings=SETTINGS))
     ready = await stack.enter_async_context(listen(HOST, domain=of.placed, settings=SETTINGS))
     server = await stack.enter_async_context(serve(echo, HOST, domain=of.placed, settings=SETTINGS))
@@ -364,8 +364,8 @@ async def _listening(of: Scene, stack: AsyncExitStack) -> None:
     }
 
 
-async def _events(of: Scene, stack: AsyncExitStack) -> None:
-    """Events of a queue pair: some are waited for, and of others one was taken."""
+async def _add_events(of: OwnedObjects, stack: AsyncExitStack) -> None:
+    """Add two iterators of a queue pair's events: one is awaited, the other has yielded an event."""
     of.drained = qp = await stack.enter_async_context(of.domain.queue_pair(of.cq))
     qp.connect(qp.local_endpoint(), ACCESS)
     events, awaited = of.device.events(qp), qp.events()
@@ -378,14 +378,14 @@ async def _events(of: Scene, stack: AsyncExitStack) -> None:
     of.subjects |= {"events": events, "events that are awaited": awaited, "drained qp": qp}
 
 
-async def _loop_domain(of: Scene, stack: AsyncExitStack) -> None:
-    """The domain of the owner's loop, and the block that has it."""
+async def _add_loop_domain(of: OwnedObjects, stack: AsyncExitStack) -> None:
+    """Add the domain of the owner's loop, and the block that provides it."""
     block = of.device.loop_domain()
     of.subjects |= {"domain of the loop": await stack.enter_async_context(block), "block of that": block}
 
 
-async def _identifiers(of: Scene, stack: AsyncExitStack) -> None:
-    """A channel of rdma_cm with identifiers at each stage; listeners, one with a request and one that is asked."""
+async def _add_identifiers(of: OwnedObjects, stack: AsyncExitStack) -> None:
+    """Add an rdma_cm channel with identifiers in each state, a listener with a request, and one that waits for one."""
     stack.enter_context(connection_manager())
     channel = await stack.enter_async_context(rdma_cm.Channel())
     listener, asked = channel.listener(), channel.listener()
@@ -416,8 +416,8 @@ async def _identifiers(of: Scene, stack: AsyncExitStack) -> None:
     await of.wait("a disconnection", connected.wait_disconnected())
 
 
-def _not_opened(of: Scene) -> None:
-    """What would belong to the owner, of whatever kind it is made of."""
+def _add_unopened(of: OwnedObjects) -> None:
+    """Add unopened objects that would belong to the owner, made from each kind of parent."""
     subjects, domain = of.subjects, of.domain
     parent, cq = subjects["parent"], subjects["parent's cq"]
     port = subjects["listener"].port
@@ -433,12 +433,12 @@ def _not_opened(of: Scene) -> None:
         "new listener": listen(HOST, **ways),
         "new server": serve(echo, HOST, **ways),
         "connecting": connect(HOST, port, **ways),
-        "reconnect": Made(lambda: reconnect(HOST, port, **ways)),
-        "new block of messages": Made(lambda: subjects["srq"].messages(of.pool)),
+        "reconnect": Factory(lambda: reconnect(HOST, port, **ways)),
+        "new block of messages": Factory(lambda: subjects["srq"].messages(of.pool)),
     }
 
 
-async def _close(of: Scene) -> None:
+async def _close(of: OwnedObjects) -> None:
     unhold(of.device)
     for task in of.waiting.values():
         task.cancel()

@@ -1,7 +1,7 @@
-"""Everything that users may ask of what a loop owns, by every wrong caller: refused at once, with nothing changed.
+"""Every public member of objects that a loop owns refuses every wrong caller at once, without changing any state.
 
-The rows are found by introspection of the public names, so that what is added without a check fails this. Each call is
-driven for a number of turns of its loop, not for a time.
+Introspection of the public names finds the rows, so that a member added without a check fails this test. Each call runs
+for a number of loop iterations, not for a time.
 """
 
 import asyncio
@@ -28,40 +28,40 @@ from aioverbs import (
 )
 from tests.conftest import LOOP_FACTORIES
 from tests.core.children import in_child
-from tests.manager import affinity_members as surface
-from tests.manager.affinity_checks import works
-from tests.manager.affinity_objects import PLACES, Made, Scene, scene
+from tests.manager import affinity_members
+from tests.manager.affinity_checks import check_all_work
+from tests.manager.affinity_objects import DOMAINS, Factory, OwnedObjects, owned_objects
 from tests.pace import patience
 
 pytestmark = pytest.mark.timeout(180)
 
-# What each caller asks, of open objects and again of closed ones: a little less than it is now. Who adds to the public
-# names may raise it; where it falls, something is not asked any more.
+# Lower bound of calls by each caller, on open objects and again on closed ones; a little less than the present number.
+# Raise it when public names are added. If the number falls, members are no longer called.
 LEAST_ROWS = {"SINGLE": 1450, "UNSAFE": 330, "SAFE": 330, "PD": 330}
-TURNS = 25  # of its loop, after which a call that is not over waits for something
+TURNS = 25  # loop iterations after which an unfinished call counts as waiting
 
-# What else may refuse a call, by kind.
-ALSO: dict[str, type[BaseException]] = {
+# Other exceptions that may refuse a call, by class.
+OTHER_REFUSALS: dict[str, type[BaseException]] = {
     "Batch": RuntimeError,  # posted twice
     "Connecting": RuntimeError,  # in a block already, or in none
-    "Device": BusyResourceError,  # anybody may close it, but for the parts of it that are another loop's
-    "Operation": RuntimeError,  # awaited twice, as of a coroutine
+    "Device": BusyResourceError,  # any loop may close it, unless it has children of another loop
+    "Operation": RuntimeError,  # awaited twice, like a coroutine
     "ProtectionDomain": BusyResourceError,
 }
-# What the owner is told, too, of what anybody may ask: there is no such thing.
-NOT_THERE = (ClosedResourceError, LookupError, ValueError, VerbsError, asyncio.InvalidStateError)
+# Errors that the owner gets as well: the requested object or state does not exist.
+PLAIN_ERRORS = (ClosedResourceError, LookupError, ValueError, VerbsError, asyncio.InvalidStateError)
 ENDS_OF_BLOCKS = ("__aexit__", "__exit__")
-# What does nothing to an object that was not opened, is over, or is the parent process's.
-DOES_NOTHING = ("__aexit__", "__exit__", "abort", "aclose", "close", "release", "revoke", "stop", "wait_closed")
-# Of what is anybody's and has parts that are not, the end is asked for.
+# Members that do nothing to an object that is unopened, closed, or belongs to the parent process.
+NO_OPS_WHEN_CLOSED = ("__aexit__", "__exit__", "abort", "aclose", "close", "release", "revoke", "stop", "wait_closed")
+# Classes that any caller may use, but not close if they have children of another loop: only closing is called.
 PARENTS = ("Device", "ProtectionDomain")
 
 
 @dataclass
 class Table:
-    """What became of all rows.
+    """Results of all calls.
 
-    :param wrong: rows that are not as they must be, by what is wrong with them.
+    :param wrong: calls with a wrong result, by kind of error.
     """
 
     rows: int = 0
@@ -69,7 +69,7 @@ class Table:
     wrong: dict[str, list[str]] = field(default_factory=lambda: {"let in": [], "hanging": [], "touched": []})
 
     def add(self, other: "Table") -> None:
-        """Those of another caller."""
+        """Add the results of another caller."""
         self.rows += other.rows
         self.callers += other.callers
         for what, rows in other.wrong.items():
@@ -80,19 +80,19 @@ class Table:
         return f"{self.rows:,} rows, {counts}"
 
     def check(self) -> None:
-        """See that nothing is wrong."""
+        """Fail the test if a call had a wrong result."""
         lines = [f"{what}: {row}" for what, rows in self.wrong.items() for row in rows]
         if lines:
             pytest.fail("\n".join([str(self), *lines]), pytrace=False)
 
 
 class _Hanging(Exception):
-    """A call waits for something."""
+    """A call is suspended instead of refused."""
 
 
 @dataclass
-class _Iterated:
-    """What is awaited by an iterator that a class made of it."""
+class _AwaitableIterator:
+    """Awaitable for an iterator returned by `__await__`."""
 
     iterator: Any
 
@@ -104,43 +104,47 @@ def _kind(subject: object) -> str:
     return type(subject).__name__
 
 
-def _is_free(subject: object, name: str) -> bool:
+def _is_for_any_caller(subject: object, name: str) -> bool:
     return (
-        any(f"{base.__name__}.{name}" in surface.FOR_ALL for base in type(subject).__mro__) or name in surface.FOR_ALL
+        any(f"{base.__name__}.{name}" in affinity_members.ANY_CALLER for base in type(subject).__mro__)
+        or name in affinity_members.ANY_CALLER
     )
 
 
-def _call_member(subject: object, name: str, of: Scene) -> object:
-    """Ask something of an object; what that gives, which may be still to be awaited."""
+def _call_member(subject: object, name: str, of: OwnedObjects) -> object:
+    """Get an attribute or call a method; return the result, which may be awaitable."""
     static = inspect.getattr_static(type(subject), name, None)
     if static is None or not inspect.isroutine(static):
         return getattr(subject, name)
-    arguments = surface.arguments(type(subject), name, of)
-    if name.startswith("__"):  # as the interpreter looks for it
+    arguments = affinity_members.arguments(type(subject), name, of)
+    if name.startswith("__"):  # looked up on the class, as the interpreter does
         return getattr(type(subject), name)(subject, *arguments)
     return getattr(subject, name)(*arguments)
 
 
 def _awaitable(subject: object, name: str, result: object) -> Any:
-    """What is to be awaited of what a call gave, if anything is."""
+    """Return the awaitable in the result of a call, or None."""
     if name == "__await__":
-        return _Iterated(result)
-    if isinstance(result, Operation):  # it was posted
+        return _AwaitableIterator(result)
+    if isinstance(result, Operation):  # already posted
         return None
     return result if inspect.isawaitable(result) else None
 
 
-async def _call_and_await(subject: object, name: str, of: Scene) -> object:
-    """The same, and what is to be awaited is."""
+async def _call_and_await(subject: object, name: str, of: OwnedObjects) -> object:
+    """Get an attribute or call a method, and await the result if it is awaitable."""
     result = _call_member(subject, name, of)
     if name in ("__aiter__", "__iter__"):
-        assert result is subject, "it gives another iterator: have one that is at something in the scene"
+        assert result is subject, "it returns another iterator: add one that is in use to `owned_objects`"
     awaitable = _awaitable(subject, name, result)
     return await awaitable if awaitable is not None else result
 
 
 async def _await_for_some_turns(call: Coroutine[Any, Any, object]) -> object:
-    """Await a call on the running loop, and not for ever."""
+    """Await a call on the running loop for at most `TURNS` iterations.
+
+    :raises _Hanging: the call did not finish.
+    """
     task = asyncio.ensure_future(call)
     for _ in range(TURNS):
         await asyncio.sleep(0)
@@ -153,7 +157,10 @@ async def _await_for_some_turns(call: Coroutine[Any, Any, object]) -> object:
 
 
 def _run_until_first_await(call: Coroutine[Any, Any, object]) -> object:
-    """Drive a call where no loop runs."""
+    """Run a call up to its first suspension, without a running loop.
+
+    :raises _Hanging: the call suspended.
+    """
     try:
         call.send(None)
     except StopIteration as end:
@@ -163,40 +170,40 @@ def _run_until_first_await(call: Coroutine[Any, Any, object]) -> object:
 
 
 class _Caller:
-    """Asks everything of everything, where nothing of it is to be asked.
+    """Caller that uses every member of every object from the wrong place.
 
-    :param finished: whether the objects are closed.
-    :param child: whether this is the child of a fork.
+    :param finished: True if the objects are closed.
+    :param child: True if this is the child of a fork.
     """
 
-    def __init__(self, name: str, of: Scene, *, finished: bool, child: bool = False) -> None:
+    def __init__(self, name: str, of: OwnedObjects, *, finished: bool, child: bool = False) -> None:
         self._name = name
         self._of = of
-        self._is_all_over = finished or child
-        self._before = None if self._is_all_over else of.fingerprint()
+        self._is_finished = finished or child
+        self._before = None if self._is_finished else of.fingerprint()
         self._table = Table(callers=1)
 
     def _rows(self) -> Iterator[tuple[str, Any, str]]:
-        """What is asked: the name of an object, the object, and the name of its member.
+        """Yield label, object and member name for each call.
 
-        The end of a block is asked for twice: as of one that was left by an error, too.
+        The end of a block is called twice: without and with an error of the block.
         """
-        left_out = {*surface.FOR_ALL_TO_CHANGE}
+        left_out = {*affinity_members.ANY_CALLER_SIDE_EFFECTS}
         if self._of.placed is not self._of.domain:
-            left_out |= {*surface.FOR_ALL_ELSEWHERE}
+            left_out |= {*affinity_members.ANY_CALLER_ON_SHARED_DOMAINS}
         for label, known in self._of.subjects.items():
-            subject = known() if isinstance(known, Made) else known
-            names = surface.members(subject)
+            subject = known() if isinstance(known, Factory) else known
+            names = affinity_members.members(subject)
             if _kind(subject) in PARENTS:
-                names = iter(() if self._is_all_over else ("aclose", "__aexit__"))
+                names = iter(() if self._is_finished else ("aclose", "__aexit__"))
             for name in names:
                 for error in (None, ValueError("of the block")) if name in ENDS_OF_BLOCKS else (None,):
                     self._of.left_by = error
                     if f"{_kind(subject)}.{name}" not in left_out:
-                        yield label, known() if isinstance(known, Made) else subject, name
+                        yield label, known() if isinstance(known, Factory) else subject, name
 
     async def on_a_loop(self) -> Table:
-        """Where a loop runs."""
+        """Make all calls on a running loop."""
         for label, subject, name in self._rows():
             try:
                 result = await _await_for_some_turns(_call_and_await(subject, name, self._of))
@@ -207,7 +214,7 @@ class _Caller:
         return self._table
 
     def without_a_loop(self) -> Table:
-        """Where none does."""
+        """Make all calls without a running loop."""
         for label, subject, name in self._rows():
             try:
                 result = _run_until_first_await(_call_and_await(subject, name, self._of))
@@ -235,21 +242,23 @@ class _Caller:
             self._before = after
 
     def _is_expected(self, subject: object, name: str, error: BaseException | None) -> bool:
-        if isinstance(error, (AffinityError, ALSO.get(_kind(subject), AffinityError))):
+        if isinstance(error, (AffinityError, OTHER_REFUSALS.get(_kind(subject), AffinityError))):
             return True
-        if _is_free(subject, name):
-            return error is None or isinstance(error, NOT_THERE)
+        if _is_for_any_caller(subject, name):
+            return error is None or isinstance(error, PLAIN_ERRORS)
         if name in ("__aenter__", "open") and isinstance(error, ClosedResourceError | RuntimeError):
-            return True  # nobody opens it a second time, and nothing is opened without a loop
-        if not (self._is_all_over or _is_idle(subject)):
+            return True  # opened already, or there is no loop
+        if not (self._is_finished or _is_idle(subject)):
             return False
         if isinstance(error, ValueError):
-            return name == "throw"  # that is what was thrown
-        return isinstance(error, ClosedResourceError | StopAsyncIteration) or (error is None and name in DOES_NOTHING)
+            return name == "throw"  # the exception passed to `throw`
+        return isinstance(error, ClosedResourceError | StopAsyncIteration) or (
+            error is None and name in NO_OPS_WHEN_CLOSED
+        )
 
 
 def _refusal_in_notes(error: BaseException | None) -> BaseException | None:
-    """The refusal that the end of a block added to the error that it was left by, which is the one that counts."""
+    """Return the refusal that `__aexit__` added as a note to the error of the block, or None."""
     for note in getattr(error, "__notes__", ()):
         for kind in (AffinityError, BusyResourceError, ClosedResourceError):
             if f" failed: {kind.__name__}: " in note:
@@ -258,12 +267,12 @@ def _refusal_in_notes(error: BaseException | None) -> BaseException | None:
 
 
 def _is_idle(subject: object) -> bool:
-    """Whether it was not opened, or is over."""
+    """Return whether an object is unopened or ended."""
     return getattr(subject, "state", None) is ResourceState.NEW or bool(getattr(subject, "ended", False))
 
 
 def _run_in_thread(loop: asyncio.AbstractEventLoop, call: Callable[[], Table]) -> Table:
-    """Call something in another thread, while the owner's loop runs."""
+    """Run `call` in another thread while the owner's loop runs."""
 
     async def wait() -> Table:
         async with asyncio.timeout(patience(50)):
@@ -272,7 +281,7 @@ def _run_in_thread(loop: asyncio.AbstractEventLoop, call: Callable[[], Table]) -
     return loop.run_until_complete(wait())
 
 
-def _all_callers(of: Scene, loop: asyncio.AbstractEventLoop, *, finished: bool) -> Table:
+def _all_callers(of: OwnedObjects, loop: asyncio.AbstractEventLoop, *, finished: bool) -> Table:
     def on_another_loop(name: str, factory: Callable[[], asyncio.AbstractEventLoop], child: bool = False) -> Table:
         with asyncio.Runner(loop_factory=factory) as runner:
             return runner.run(_Caller(name, of, finished=finished, child=child).on_a_loop())
@@ -297,9 +306,9 @@ def _all_callers(of: Scene, loop: asyncio.AbstractEventLoop, *, finished: bool) 
     return table
 
 
-def _check_completeness(of: Scene) -> None:
-    """See that every public class is asked, and every class whose objects its members give."""
-    known = [each() if isinstance(each, Made) else each for each in of.subjects.values()]
+def _check_completeness(of: OwnedObjects) -> None:
+    """Check that the table has every public class, and every class that members return."""
+    known = [each() if isinstance(each, Factory) else each for each in of.subjects.values()]
     bases = {base for each in known for base in type(each).__mro__}
     found = {
         kind: f"{module.__name__}.{name}"
@@ -308,26 +317,33 @@ def _check_completeness(of: Scene) -> None:
         if isinstance(kind := getattr(module, name), type)
     }
     for kind in {type(each) for each in known}:
-        found |= {given: f"what {kind.__name__}.{name} gives" for name, given in surface.returned_kinds(kind)}
+        found |= {given: f"returned by {kind.__name__}.{name}" for name, given in affinity_members.returned_kinds(kind)}
     missing = [
         f"{kind.__name__}, {where}"
         for kind, where in found.items()
-        if kind not in bases and kind.__name__ not in surface.FOR_ALL_KINDS and not surface.is_value(kind)
+        if kind not in bases
+        and kind.__name__ not in affinity_members.ANY_CALLER_CLASSES
+        and not affinity_members.is_value(kind)
     ]
     assert not missing, (
-        "make one in tests/manager/affinity_objects.py, or state in FOR_ALL_KINDS of tests/manager/affinity_members.py "
+        "make one in tests/manager/affinity_objects.py, or state in `ANY_CALLER_CLASSES` of affinity_members.py "
         f"why any caller may use it: {'; '.join(missing)}"
     )
     names = {name for each in known for name in dir(each)} | {kind.__name__ for kind in found}
     names |= {f"{base.__name__}.{name}" for base in bases for name in dir(base)}
-    excepted = (surface.FOR_ALL, surface.FOR_ALL_ELSEWHERE, surface.FOR_ALL_KINDS, surface.FOR_ALL_TO_CHANGE)
+    excepted = (
+        affinity_members.ANY_CALLER,
+        affinity_members.ANY_CALLER_ON_SHARED_DOMAINS,
+        affinity_members.ANY_CALLER_CLASSES,
+        affinity_members.ANY_CALLER_SIDE_EFFECTS,
+    )
     unknown = {name for each in excepted for name in each} - names
-    assert not unknown, f"nothing is called so any more: {sorted(unknown)}"
+    assert not unknown, f"names that do not exist any more: {sorted(unknown)}"
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", DOMAINS)
 def test_wrong_callers_are_refused(place: str, record_property: Callable[[str, object], None]) -> None:
-    loop, block = asyncio.SelectorEventLoop(), scene(place)
+    loop, block = asyncio.SelectorEventLoop(), owned_objects(place)
     try:
         of = loop.run_until_complete(block.__aenter__())
         try:
@@ -335,7 +351,7 @@ def test_wrong_callers_are_refused(place: str, record_property: Callable[[str, o
                 _check_completeness(of)
             table = _all_callers(of, loop, finished=False)
             table.check()
-            loop.run_until_complete(works(of))
+            loop.run_until_complete(check_all_work(of))
         finally:
             loop.run_until_complete(block.__aexit__(None, None, None))
         table.add(_all_callers(of, loop, finished=True))

@@ -17,7 +17,7 @@ from aioverbs._core.handles import handles
 from aioverbs._lifecycle import lifecycle
 from aioverbs._lifecycle.affinity import run_on_owner
 from tests.conftest import LOOP_FACTORIES
-from tests.manager.test_domains import Elsewhere
+from tests.manager.test_domains import OwnerThread
 from tests.waiting import until
 
 
@@ -69,7 +69,7 @@ def test_a_collected_device_of_a_closed_loop_is_closed_by_the_next_opener(
 
 
 async def test_a_collected_device_closes_after_domains_of_other_loops() -> None:
-    with Elsewhere() as elsewhere:
+    with OwnerThread() as elsewhere:
 
         async def open_domain(device: Device) -> ResourceDomain:
             return await device.resource_domain().open()
@@ -115,7 +115,7 @@ async def test_a_domain_closes_on_another_loop_while_its_device_is_collected(mon
         monkeypatch.setattr(lifecycle, "_forgotten", Forgotten(lifecycle._forgotten))
 
     this_thread = threading.get_ident()
-    with Elsewhere() as elsewhere:
+    with OwnerThread() as elsewhere:
         with pytest.warns(ResourceWarning, match="it was forgotten"):
             await open_and_drop()
         assert await all_closed()

@@ -14,7 +14,7 @@ from aioverbs._core.handles import handles
 from aioverbs._verbs.device import Device, open_device
 from tests.capabilities import Capability, needs
 from tests.holding import hold, unhold
-from tests.manager.test_domains import Elsewhere
+from tests.manager.test_domains import OwnerThread
 from tests.manager.test_write import REMOTE, Ends, ends
 from tests.pace import patience
 from tests.waiting import until
@@ -116,7 +116,7 @@ async def resources_and_write(device: Device) -> None:
         await pair.write(b"hello")
 
 
-class Slow:
+class SlowRegistration:
     """Registering stays inside until it may go on."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,7 +133,7 @@ class Slow:
 
 
 async def test_a_parent_waits_for_an_opening_child(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    slow = Slow(monkeypatch)
+    slow = SlowRegistration(monkeypatch)
     pd = await device.protection_domain().open()
     region = pd.register(4096)
     opening = asyncio.create_task(region.open())
@@ -151,7 +151,7 @@ async def test_a_parent_waits_for_an_opening_child(device: Device, monkeypatch: 
 
 @pytest.mark.every_way
 async def test_opening_cancelled_repeatedly_leaks_nothing(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    slow = Slow(monkeypatch)
+    slow = SlowRegistration(monkeypatch)
     async with device.protection_domain() as pd:
         region = pd.register(4096)
         opening = asyncio.create_task(region.open())
@@ -416,7 +416,7 @@ async def test_a_completion_queue_of_a_stalled_loop_is_busy(device: Device, monk
 @pytest.mark.parametrize("times", [1, 2])
 async def test_a_cancelled_close_still_removes_the_queue_from_its_loop(device: Device, times: int) -> None:
     async with device.protection_domain() as pd:
-        with Elsewhere() as elsewhere:
+        with OwnerThread() as elsewhere:
             cq = pd.completion_queue(64)
             opened = asyncio.run_coroutine_threadsafe(cq.open(), elsewhere.loop)
             await asyncio.wrap_future(opened)
@@ -456,11 +456,11 @@ async def test_an_error_of_the_block_of_a_loop_domain_is_raised(device: Device) 
 async def test_a_collected_queue_pair_is_closed_by_its_owner(device: Device) -> None:
     async with device.resource_domain() as domain, domain.completion_queue(64) as cq:
 
-        async def forget() -> None:
+        async def open_and_drop() -> None:
             await domain.queue_pair(cq).open()
 
         with pytest.warns(ResourceWarning, match=r"QueuePair .* was still open: it was forgotten"):
-            await forget()
+            await open_and_drop()
         for _ in range(10):
             await asyncio.sleep(0)
         assert dict(device.statistics().objects)["qps"] == 0

@@ -15,7 +15,7 @@ from aioverbs._lifecycle import affinity
 from aioverbs._lifecycle.affinity import Affinity, _lost, run_on_owner, wait_uncancelled
 from aioverbs._lifecycle.cross_loop import CrossLoopCall
 from tests.data_path_endings.pair import until
-from tests.manager.test_domains import Elsewhere
+from tests.manager.test_domains import OwnerThread
 from tests.pace import patience
 
 
@@ -39,7 +39,7 @@ async def test_a_call_cancelled_before_it_starts_ends(kind: str) -> None:
         await asyncio.sleep(0.01)  # a turn later it is withdrawn
         go_on.set()
 
-    with Elsewhere() as elsewhere:
+    with OwnerThread() as elsewhere:
         elsewhere.loop.call_soon_threadsafe(go_on.wait, patience(10))  # what is sent there comes in one turn
         async with asyncio.timeout(patience(5)):
             if kind == "anyio":
@@ -87,7 +87,7 @@ async def test_a_result_sent_before_the_owner_ended_counts(monkeypatch: pytest.M
             await asyncio.sleep(30)
         return "came back"
 
-    with Elsewhere() as elsewhere:
+    with OwnerThread() as elsewhere:
 
         def lost(owner: Affinity, call: CrossLoopCall[object]) -> BaseException | None:
             elsewhere.stop()  # asyncio.run cancels what is left
@@ -159,7 +159,7 @@ async def test_an_error_after_cancellation_is_raised() -> None:
         finally:
             raise ZeroDivisionError("on its way out")
 
-    with Elsewhere() as elsewhere:
+    with OwnerThread() as elsewhere:
         task = asyncio.create_task(run_on_owner(elsewhere.owner, stay))
         await asyncio.to_thread(started.wait, 30)
         task.cancel()
@@ -177,7 +177,7 @@ async def test_exceptions_of_calls_are_collected_soon() -> None:
     gc.collect()
     gc.disable()
     try:
-        with Elsewhere() as elsewhere:
+        with OwnerThread() as elsewhere:
             with pytest.raises(Failed) as caught:
                 await run_on_owner(elsewhere.owner, fail)
             last = weakref.ref(caught.value)

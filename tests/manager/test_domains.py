@@ -191,13 +191,13 @@ async def test_parts_of_a_resource_domain(device: Device, model: ThreadModel, sh
 async def test_overlapping_verbs_of_an_unsafe_domain_are_refused(device: Device) -> None:
     entered, leave = threading.Event(), threading.Event()
 
-    class Slow(Recording):
+    class SlowAllocator(Recording):
         def allocate(self, size: int, alignment: int, resource_type: int, *of: object) -> Any:
             entered.set()
             assert leave.wait(30)
             return super().allocate(size, alignment, resource_type, *of)
 
-    async with device.resource_domain(thread_model=ThreadModel.UNSAFE, allocator=Slow()) as domain:
+    async with device.resource_domain(thread_model=ThreadModel.UNSAFE, allocator=SlowAllocator()) as domain:
         make = asyncio.to_thread(handles.CompletionQueue, device.handle, 4, parent_domain=domain.handle)
         task = asyncio.create_task(make)
         assert await asyncio.to_thread(entered.wait, 30)
@@ -333,7 +333,7 @@ async def test_a_closed_domain_is_not_native(device: Device) -> None:
 # ---- Calls that are carried to the owner
 
 
-class Elsewhere:
+class OwnerThread:
     """A loop in a thread of its own, with an affinity."""
 
     def __init__(self) -> None:
@@ -349,7 +349,7 @@ class Elsewhere:
         self._ready.set()
         await self._stop.wait()
 
-    def __enter__(self) -> "Elsewhere":
+    def __enter__(self) -> "OwnerThread":
         self.thread.start()
         assert self._ready.wait(30)
         return self
@@ -377,7 +377,7 @@ async def test_a_call_runs_on_the_owner_and_returns_its_result() -> None:
         return plain(a, b=b)
 
     functions: list[Callable[..., object]] = [plain, coroutine]
-    with Elsewhere() as elsewhere:
+    with OwnerThread() as elsewhere:
         assert not elsewhere.owner.owns()
         for function in functions:
             assert await run_on_owner(elsewhere.owner, function, 1, b=2) == (True, 3, "carried")
@@ -391,7 +391,7 @@ async def test_an_error_of_the_call_is_raised_by_the_caller() -> None:
     def fail() -> None:
         raise ZeroDivisionError("there")
 
-    with Elsewhere() as elsewhere:
+    with OwnerThread() as elsewhere:
         with pytest.raises(ZeroDivisionError, match="there"):
             await run_on_owner(elsewhere.owner, fail)
         assert await run_on_owner(elsewhere.owner, elsewhere.owner.owns)
@@ -410,7 +410,7 @@ async def test_cancellation_is_forwarded_and_awaited(kind: str) -> None:
             await asyncio.sleep(0.05)
             events.append("ended there")
 
-    with Elsewhere() as elsewhere:
+    with OwnerThread() as elsewhere:
         if kind == "anyio":
             async with anyio.create_task_group() as group:
                 group.start_soon(run_on_owner, elsewhere.owner, stay)
@@ -434,7 +434,7 @@ async def test_a_call_fails_when_its_owner_ends() -> None:
         started.set()
         await asyncio.sleep(30)
 
-    with Elsewhere() as elsewhere:
+    with OwnerThread() as elsewhere:
         task = asyncio.create_task(run_on_owner(elsewhere.owner, stay))
         await asyncio.to_thread(started.wait, 30)
         elsewhere.stop()  # asyncio.run cancels what is left

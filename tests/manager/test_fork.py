@@ -103,7 +103,7 @@ async def test_resources_collected_in_the_child_do_not_warn(device: Device) -> N
     async with device.protection_domain():
         td = await device.thread_domain().open()
 
-        def forget() -> list[str]:
+        def drop() -> list[str]:
             nonlocal td
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
@@ -111,7 +111,7 @@ async def test_resources_collected_in_the_child_do_not_warn(device: Device) -> N
                 gc.collect()
             return [str(warning.message) for warning in caught if "was still open" in str(warning.message)]
 
-        assert in_child(forget) == []
+        assert in_child(drop) == []
         await td.aclose()
 
 
@@ -121,7 +121,7 @@ async def test_resources_collected_in_the_child_unmap_nothing_else(device: Devic
         regions = [await pd.register(1 << 16).open() for _ in range(8)]
         regions[0].buffer[:5] = b"ours."
 
-        def forget() -> int:
+        def drop() -> int:
             inherited = [region._memory for region in regions]
             maps = [mmap.mmap(-1, 1 << 16) for _ in range(8)]
             assert isinstance(inherited[0], mmap.mmap)
@@ -135,7 +135,7 @@ async def test_resources_collected_in_the_child_unmap_nothing_else(device: Devic
                 each[:] = b"x" * (1 << 16)
             return len(maps)
 
-        assert in_child(forget) == 8
+        assert in_child(drop) == 8
         assert bytes(regions[0].buffer[:5]) == b"ours."
         for region in regions:
             await region.aclose()

@@ -72,7 +72,7 @@ def half(of: bytes) -> int:
     return int.from_bytes(of, "little" if memoryview(b"\1\0").cast("H")[0] == 1 else "big")
 
 
-class Fake:
+class FakePyverbsContext:
     """A pyverbs context of a device with two ports."""
 
     def __init__(self, entries: list[tuple[int, Gid]]) -> None:
@@ -95,7 +95,7 @@ class Fake:
         self.closed = True
 
 
-class Ports:
+class FakePortsContext:
     """A context of a device with two ports, instead of one of a device that is there."""
 
     name = "mlx5_7"
@@ -115,12 +115,12 @@ def context(monkeypatch: pytest.MonkeyPatch) -> handles.Context:
     error.PyverbsError = type("PyverbsError", (Exception,), {})  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "pyverbs", types.ModuleType("pyverbs"))
     monkeypatch.setitem(sys.modules, "pyverbs.pyverbs_error", error)
-    return cast(handles.Context, Ports())
+    return cast(handles.Context, FakePortsContext())
 
 
 def test_each_port_has_its_own_gid(context: handles.Context, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = table((V1, LINK), (V2, LINK), (V2, IPV4)), table((V1, GLOBAL), (V2, GLOBAL))
-    fake = Fake([(1, each) for each in first] + [(2, each) for each in second])
+    fake = FakePyverbsContext([(1, each) for each in first] + [(2, each) for each in second])
     monkeypatch.setattr(hardware, "_pyverbs_contexts", {context: fake})
     assert gid_table(context, 1) == first
     assert gid_table(context, 2) == second
@@ -136,9 +136,9 @@ def test_each_port_has_its_own_gid(context: handles.Context, monkeypatch: pytest
 
 def test_a_context_not_made_by_pyverbs(context: handles.Context, monkeypatch: pytest.MonkeyPatch) -> None:
     """As one over another process's descriptor: the device is opened for a moment."""
-    fake, opened = Fake([(1, each) for each in table((V2, IPV4))]), []
+    fake, opened = FakePyverbsContext([(1, each) for each in table((V2, IPV4))]), []
 
-    def opens(name: str) -> Fake:
+    def opens(name: str) -> FakePyverbsContext:
         opened.append(name)
         return fake
 
@@ -151,7 +151,7 @@ def test_a_context_not_made_by_pyverbs(context: handles.Context, monkeypatch: py
 def test_an_error_of_pyverbs_is_raised(
     context: handles.Context, monkeypatch: pytest.MonkeyPatch, code: int, number: int
 ) -> None:
-    fake = Fake([])
+    fake = FakePyverbsContext([])
     error = sys.modules["pyverbs.pyverbs_error"].PyverbsError()
     error.error_code = code
 

@@ -44,12 +44,12 @@ every_kind = pytest.mark.parametrize(
 )
 
 
-def verbs_left(device: Device) -> dict[str, int]:
+def open_objects(device: Device) -> dict[str, int]:
     """What is open on the device, itself aside."""
     return {kind: count for kind, count in device.statistics().objects if count}
 
 
-async def forget(resource: Resource) -> None:
+async def open_and_drop(resource: Resource) -> None:
     """Open it; nobody else knows it."""
     await resource.open()
     del resource
@@ -61,16 +61,16 @@ async def forget(resource: Resource) -> None:
 async def test_a_block_opens_and_closes(device: Device, make: Callable[[Device], Resource]) -> None:
     resource = make(device)
     states = [resource.state]
-    assert not verbs_left(device)
+    assert not open_objects(device)
     async with resource as entered:
         assert entered is resource
         states.append(resource.state)
-        assert verbs_left(device)
+        assert open_objects(device)
         assert resource.statistics() == resource.statistics()
         assert isinstance(hash(resource.statistics()), int)
         assert repr(resource).endswith("(open)>")
     assert [*states, resource.state] == [ResourceState.NEW, ResourceState.OPEN, ResourceState.CLOSED]
-    assert not verbs_left(device)
+    assert not open_objects(device)
     await resource.aclose()
     with pytest.raises(ClosedResourceError, match="cannot be opened again: make a new one"):
         await resource.open()
@@ -80,9 +80,9 @@ async def test_a_block_opens_and_closes(device: Device, make: Callable[[Device],
 @every_kind
 async def test_open_and_close_without_a_block(device: Device, make: Callable[[Device], Resource]) -> None:
     resource = await make(device).open()
-    assert verbs_left(device)
+    assert open_objects(device)
     await resource.aclose()
-    assert not verbs_left(device)
+    assert not open_objects(device)
 
 
 @every_kind
@@ -203,18 +203,18 @@ async def test_a_device_closes_resources_of_closed_loops() -> None:
 @needs(Capability.OBJECT_COUNTS)
 async def test_a_collected_resource_is_closed_by_its_owner(device: Device) -> None:
     with pytest.warns(ResourceWarning, match=r"ThreadDomain .* was still open: it was forgotten"):
-        await forget(device.thread_domain())
-    assert verbs_left(device) == {"thread_domains": 1}, "a finalizer calls no verb"
+        await open_and_drop(device.thread_domain())
+    assert open_objects(device) == {"thread_domains": 1}, "a finalizer calls no verb"
     for _ in range(10):
         await asyncio.sleep(0)
-    assert not verbs_left(device)
+    assert not open_objects(device)
 
 
 async def test_a_collected_resource_without_an_owner_is_closed_with_its_device() -> None:
     device = await open_device("soft0").open()
     with pytest.warns(ResourceWarning, match="ProtectionDomain"):
-        await forget(device.protection_domain())
-    assert verbs_left(device) == {"pds": 1}
+        await open_and_drop(device.protection_domain())
+    assert open_objects(device) == {"pds": 1}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         await device.aclose()  # it was said before
@@ -233,7 +233,7 @@ async def test_a_cancelled_close_still_closes(device: Device, kind: str) -> None
         task.cancel()
         await asyncio.wait([task])
     assert resource.closed
-    assert not verbs_left(device)
+    assert not open_objects(device)
 
 
 @needs(Capability.FAULT_PLAN)
@@ -255,7 +255,7 @@ async def test_failure_of_any_verb_leaks_nothing(device: Device, make: Callable[
         faults.clear()
         # What could not be destroyed is closed now.
         await resource.aclose()
-        assert not verbs_left(device)
+        assert not open_objects(device)
 
 
 @needs(Capability.FAULT_PLAN, Capability.OBJECT_COUNTS)
@@ -266,7 +266,7 @@ async def test_a_failed_open_can_be_retried(device: Device) -> None:
         await pd.open()
     assert pd.state is ResourceState.NEW
     async with pd:
-        assert verbs_left(device) == {"pds": 1}
+        assert open_objects(device) == {"pds": 1}
 
 
 @needs(Capability.FAULT_PLAN)
@@ -302,7 +302,7 @@ async def test_a_half_opened_resource_can_only_be_closed(device: Device) -> None
     assert domain.state is ResourceState.FAILED
     await domain.aclose()
     assert domain.closed
-    assert not verbs_left(device)
+    assert not open_objects(device)
 
 
 @needs(Capability.FAULT_PLAN)
@@ -320,7 +320,7 @@ async def test_a_collected_half_opened_resource_is_closed(device: Device) -> Non
         await fail()
     for _ in range(10):
         await asyncio.sleep(0)
-    assert not verbs_left(device)
+    assert not open_objects(device)
 
 
 async def test_resource_tree(device: Device) -> None:

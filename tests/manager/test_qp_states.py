@@ -370,7 +370,7 @@ async def test_rnr_retries_end_without_a_receive(device: Device) -> None:
 
 
 @dataclass
-class Port:
+class FakePort:
     """A port as no software device has it, instead of a context."""
 
     gid: bytes
@@ -390,14 +390,14 @@ class Port:
         return self.real.attributes
 
 
-class OnPort(Connectable):
+class FakeQueuePair(Connectable):
     """What a queue pair makes of a port."""
 
     qp_type = RC
     _port = 1
     _gid_index = 1
 
-    def __init__(self, port: Port) -> None:
+    def __init__(self, port: FakePort) -> None:
         super().__init__()
         self.port = port
 
@@ -408,14 +408,14 @@ class OnPort(Connectable):
 
 async def test_infiniband_and_a_port_without_a_gid(device: Device) -> None:
     gid = bytes(range(16))
-    there = OnPort(Port(gid, 7, LinkLayer.INFINIBAND, device.handle))
+    there = FakeQueuePair(FakePort(gid, 7, LinkLayer.INFINIBAND, device.handle))
     told = there.local_endpoint()
     assert (told.gid, told.lid, told.qp_num) == (gid, 7, 5)
     way = there.path_to(replace(told, lid=9, gid=gid[:8] + bytes(8)))
     assert way == AddressVector(dlid=9, sgid_index=1, port_num=1)
     with pytest.raises(ValueError, match=r"port 1 of port of no device has no GID at index 1: give the `gid_index`"):
-        OnPort(Port(bytes(16), 0, LinkLayer.ETHERNET, device.handle)).local_endpoint()
-    assert OnPort(Port(bytes(16), 7, LinkLayer.INFINIBAND, device.handle)).local_endpoint().lid == 7
+        FakeQueuePair(FakePort(bytes(16), 0, LinkLayer.ETHERNET, device.handle)).local_endpoint()
+    assert FakeQueuePair(FakePort(bytes(16), 7, LinkLayer.INFINIBAND, device.handle)).local_endpoint().lid == 7
 
 
 # ---- Mistakes

@@ -1,4 +1,4 @@
-"""An open device, or the name of one; helper threads that are held."""
+"""Fixtures: an open device, a device's name, and helper threads that a test holds."""
 
 import pytest
 
@@ -11,7 +11,8 @@ __all__ = ["device", "device_name", "helpers"]
 
 @pytest.fixture(scope="session", autouse=True)
 def _reserved() -> None:
-    """The software device keeps a socket, by which its GID is nobody else's, from its first opening until the process
-    ends: whichever test comes first, it is there before descriptors are counted.
+    """Open the software device once, before tests count descriptors.
+
+    From the first open to the end of the process the device keeps a socket that reserves its GID.
     """
     software.Context.open().destroy()

@@ -20,7 +20,7 @@ ADDRESS = ("10.77.0.1", 7174)
 class _StubHandle:
     def __init__(self, affinity: Affinity) -> None:
         self.affinity = affinity
-        self.verbs: list[str] = []  # that were called
+        self.verbs: list[str] = []  # names of the called verbs
 
     def _use(self, verb: str) -> None:
         self.affinity.check(self, verb)
@@ -28,7 +28,7 @@ class _StubHandle:
 
 
 class StubChannel(_StubHandle):
-    """An event channel whose events come from the test."""
+    """Event channel whose events come from the test."""
 
     def __init__(self, affinity: Affinity) -> None:
         super().__init__(affinity)
@@ -58,7 +58,7 @@ class StubChannel(_StubHandle):
 
 
 class StubIdentifier(_StubHandle):
-    """An identifier that gets the DISCONNECTED event as soon as it disconnects."""
+    """Identifier that gets the DISCONNECTED event as soon as it disconnects."""
 
     device_name = "soft0"
     port_num = 1

@@ -1,4 +1,4 @@
-"""Verbs that take their time in the helper threads of `QueuePair.establish`."""
+"""Delayed verbs in the helper threads of `QueuePair.establish`."""
 
 import ctypes
 import functools
@@ -17,7 +17,7 @@ _MODIFY = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctype
 
 
 class Helpers:
-    """Holds the helper threads of `QueuePair.establish` before their verb, or after it."""
+    """Holds helper threads of `QueuePair.establish` before their verb, or with `after` set, after it."""
 
     def __init__(self) -> None:
         self.after = False
@@ -45,7 +45,7 @@ class Helpers:
 
 @pytest.fixture
 def helpers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Helpers]:
-    """The software device takes its time."""
+    """Have the software device use helper threads, and hold these until the test releases them."""
     held = Helpers()
     run_in_helper_thread = neighbour_lookup.run_in_helper_thread
     monkeypatch.setattr(neighbour_lookup, "may_block", lambda _: True)
@@ -59,9 +59,9 @@ def helpers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Helpers]:
 
 
 class SlowVerb:
-    """Has ``ibv_modify_qp`` of a device return late in other threads than this one: the device is through with it.
+    """Delays the return of ``ibv_modify_qp`` in other threads than this one; the device has done the work by then.
 
-    :param monkeypatch: by which verbs of the device go to helper threads.
+    :param monkeypatch: has verbs of the device run in helper threads.
     """
 
     def __init__(self, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,9 +80,9 @@ class SlowVerb:
                 self._go_on.wait(30)
             return answer
 
-        self._modify = _MODIFY(modify)  # as long as the device is open
+        self._modify = _MODIFY(modify)  # referenced while the device is open
         slot.value = ctypes.cast(self._modify, ctypes.c_void_p).value
 
     def release(self) -> None:
-        """Let it return, from now on at once."""
+        """Let the verb return, and return at once from now on."""
         self._go_on.set()

@@ -1,4 +1,4 @@
-"""Who looks at this process in tests, and what there is of its monitor."""
+"""Clients of this process's monitor, and helpers to inspect the monitor."""
 
 import asyncio
 import json
@@ -25,7 +25,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 class Viewer:
-    """Somebody who looks, and waits for what it is sent while others go on."""
+    """Client of a monitor. Waits in a thread, so that the event loop runs meanwhile."""
 
     def __init__(self, path: Path) -> None:
         with MonitorDirectory(path.parent) as directory:

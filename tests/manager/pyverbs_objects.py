@@ -1,7 +1,7 @@
-"""Stand-ins for pyverbs' objects, over verbs objects of the software device that nothing of aioverbs knows.
+"""Stand-ins for objects of pyverbs, made by verbs of the software device behind the back of aioverbs.
 
-They have pyverbs' layout in memory and its attributes, and end as pyverbs' do: children are closed before, the pointer
-is NULL after. A closed one must not be asked for its attributes: where pyverbs crashes, they raise.
+They have the memory layout and attributes of pyverbs' objects and close like these: children first, and the pointer is
+NULL afterwards. Attributes of closed objects, whose access crashes pyverbs, raise an error.
 """
 
 import ctypes
@@ -44,11 +44,11 @@ class _Spec(ctypes.Structure):
     ]
 
 
-_kept: list[object] = []  # what types point into
+_kept: list[object] = []  # buffers referenced by the created types
 
 
 def laid_out(words: int, *, weak_references: int = 0) -> Any:
-    """A class whose objects have so many words behind the head, of which the last is `pointer`."""
+    """Return a base class whose instances have `words` machine words after the object header; the last is `pointer`."""
     head = object.__basicsize__
     members = (_Member * 3)(
         _Member(b"__weaklistoffset__", _OFFSET, head + weak_references * _WORD, _READ_ONLY),
@@ -154,7 +154,7 @@ class MR(laid_out(6)):  # type: ignore[misc]
 
 
 def install(monkeypatch: pytest.MonkeyPatch, **classes: object) -> None:
-    """Let them be pyverbs, some of them replaced."""
+    """Install the stand-ins as pyverbs; `classes` replaces some of them."""
     kinds = {"PD": PD, "ParentDomain": ParentDomain, "MR": MR, **classes}
     for module in ("pyverbs", "pyverbs.pd", "pyverbs.mr"):
         fake = types.ModuleType(module)

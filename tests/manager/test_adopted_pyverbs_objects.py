@@ -1,4 +1,4 @@
-"""Protection domains and memory regions that the user made with pyverbs."""
+"""Adoption of protection domains and memory regions that the user made with pyverbs."""
 
 import contextlib
 import errno
@@ -33,7 +33,7 @@ def pyverbs(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextlib.contextmanager
 def lent_domain(device: Device) -> Any:
-    """A user's protection domain, which can be closed in the end: nothing of it is left."""
+    """Provide a user's protection domain, and check at the end that it can be closed: nothing depends on it."""
     pd = PD(device.handle)
     yield pd
     pd.close()
@@ -64,7 +64,7 @@ async def test_an_adopted_domain_works_like_an_own_one(device: Device) -> None:
             await near.write(region[:5], ours.remote()[:5])
             await near.write(ours[:5], region.remote()[4000:4005])
             assert bytes(region.buffer[4000:4005]) == bytes(mr.memory[4000:4005]) == b"hello"
-            # pyverbs cannot close its protection domain meanwhile: something was made from it.
+            # pyverbs cannot close its protection domain meanwhile, because resources were made from it.
             with pytest.raises(OSError, match="dealloc PD") as refused:
                 theirs.close()
             assert refused.value.errno == errno.EBUSY
@@ -87,7 +87,7 @@ async def test_adopted_objects_are_not_destroyed(device: Device) -> None:
 async def test_adopted_objects_are_referenced_while_in_use(device: Device) -> None:
     with lent_domain(device) as theirs:
         mr = MR(theirs, 64, REMOTE)
-        theirs.mrs.clear()  # pyverbs keeps its children weakly
+        theirs.mrs.clear()  # pyverbs references children weakly
         kept = weakref.ref(mr)
         async with device.adopt_protection_domain(theirs) as pd:
             region = pd.adopt_memory_region(mr, REMOTE)
@@ -108,14 +108,14 @@ async def test_access_flags_decide_whether_the_buffer_is_writable(device: Device
             async with pd.adopt_memory_region(mr, AccessFlags.REMOTE_READ) as region:
                 assert region.buffer.readonly
                 assert len(region[8:16].buffer) == 8
-            mr.buf = 0  # as of device memory
+            mr.buf = 0  # like a region of device memory
             async with pd.adopt_memory_region(mr, AccessFlags.REMOTE_READ) as region:
                 assert region[8:].sge == (region.address + 8, 56, mr.lkey)
                 with pytest.raises(ValueError, match="no memory in this process"):
                     region.buffer  # noqa: B018
 
 
-# ---- What cannot be adopted
+# ---- Refused objects
 
 
 @needs(Capability.STAND_INS)
@@ -142,7 +142,7 @@ async def test_objects_of_other_contexts_are_refused(device: Device) -> None:
                         await pd.adopt_memory_region(mr, REMOTE).open()
             with pytest.raises(ValueError, match="belongs to another context than"):
                 await device.adopt_protection_domain(third).open()
-            # Between contexts, handles are alike.
+            # Handles of different contexts can have the same number.
             async with another.adopt_protection_domain(third) as pd:
                 assert third.handle in (first.handle, second.handle, third.handle)
                 with pytest.raises(ValueError, match="belongs to another protection domain than"):
@@ -162,7 +162,7 @@ async def test_other_types_are_refused(device: Device, monkeypatch: pytest.Monke
                 await pd.adopt_memory_region(wrong, REMOTE).open()
     with pytest.raises(TypeError, match=r"expected a pyverbs\.pd\.PD, got str"):
         await device.adopt_protection_domain(wrong).open()
-    monkeypatch.delitem(sys.modules, "pyverbs.pd")  # nor was it ever imported
+    monkeypatch.delitem(sys.modules, "pyverbs.pd")  # pyverbs was never imported
     with pytest.raises(TypeError, match=r"expected a pyverbs\.pd\.PD, got str"):
         await device.adopt_protection_domain(wrong).open()
 
@@ -200,7 +200,7 @@ async def test_invalid_pointers_are_refused(device: Device) -> None:
         other.__class__ = PD
 
 
-# ---- Those that the user closes too early
+# ---- Objects that the user closes too early
 
 
 @needs(Capability.STAND_INS)
@@ -235,7 +235,7 @@ async def test_a_memory_region_closed_by_the_user_early(device: Device) -> None:
             with pytest.raises(ClosedResourceError):
                 await near.write(part, ours.remote()[:8])
             assert near.query().qp_state.name == "RTS", "nothing was posted"
-            with pytest.raises(WorkCompletionError) as caught:  # a peer may know it still
+            with pytest.raises(WorkCompletionError) as caught:  # a peer may still know the key
                 await near.write(ours[:8], remote)
             assert caught.value.status is WcStatus.REM_ACCESS_ERR
 

@@ -1,4 +1,4 @@
-"""Queue pairs that are connected without keeping their loop, where the verb may wait for other machines."""
+"""`QueuePair.establish` does not block the loop while the verb resolves the peer's address."""
 
 import asyncio
 import errno
@@ -76,8 +76,8 @@ async def test_a_cancellation_waits_for_the_verb(device: Device, helpers: Helper
 
 
 async def test_a_handshake_does_not_wait_for_others_of_the_server(device: Device, helpers: Helpers) -> None:
-    """A server has 128 peers on their way, and lets go of each after half a second, and of its verb after a second."""
-    safe = device.resource_domain(thread_model=ThreadModel.SAFE)  # helpers that are released at once overlap
+    """256 connects at once: the first one finishes while the verbs of all others still block."""
+    safe = device.resource_domain(thread_model=ThreadModel.SAFE)  # released helpers call verbs concurrently
     async with safe as domain, domain.completion_queue(4096) as cq:
         depths = QpCapabilities(max_send_wr=1, max_recv_wr=1)
         queue_pairs = [await domain.queue_pair(cq, None, depths).open() for _ in range(256)]
@@ -101,10 +101,10 @@ async def test_number_of_concurrent_connects_is_limited(
         await until(lambda: len(helpers.waiting) == 8)
         await asyncio.sleep(0.05)
         assert len(helpers.waiting) == 8
-        for done in range(1, 13):  # one by one: the software device refuses verbs of a thread domain that overlap
+        for done in range(1, 13):  # one at a time: the software device refuses overlapping verbs of a thread domain
             await until(lambda: helpers.waiting)
             helpers.release_first()
-            while sum(qp.qp_state is QpState.RTS for qp in queue_pairs) < done:  # noqa: ASYNC110  (the helper tells its owner)
+            while sum(qp.qp_state is QpState.RTS for qp in queue_pairs) < done:  # noqa: ASYNC110  (set by a helper)
                 await asyncio.sleep(0.001)
         await all_of_them
         for qp in queue_pairs:
@@ -128,7 +128,7 @@ async def test_an_error_of_the_device_is_raised(device: Device, helpers: Helpers
 
 
 class FailingThread(threading.Thread):
-    """One that the process may not have."""
+    """Thread that cannot be started, as at the process's limit."""
 
     def start(self) -> None:
         raise RuntimeError("can't start new thread")
@@ -151,7 +151,7 @@ async def test_failure_to_start_a_thread(device: Device, helpers: Helpers, monke
 
 
 async def test_connections(device: Device, helpers: Helpers) -> None:
-    """Handshakes wait for their own helpers, and others go on."""
+    """Each handshake of a connection waits only for its own helper thread."""
 
     async def let_go() -> None:
         for both in (1, 2):
@@ -173,13 +173,13 @@ def test_a_modification_runs_once() -> None:
         change = qp.begin_modify(QpState.INIT, pkey_index=0, port_num=1, qp_access_flags=0)
         with pytest.raises(BusyResourceError):
             qp.begin_modify(QpState.INIT)
-        assert not change.end()  # it was never called
+        assert not change.end()  # the verb was not called
         assert qp.query().qp_state is QpState.RESET
-        change.run()  # as where its loop was closed before the helper came to it
+        change.run()  # as if the loop had been closed before the helper ran
         assert qp.query().qp_state is QpState.RESET
         change = qp.begin_modify(QpState.INIT, pkey_index=0, port_num=1, qp_access_flags=0)
         change.run()
-        with pytest.raises(BusyResourceError):  # until its owner has taken note of it
+        with pytest.raises(BusyResourceError):  # until `end` is called
             qp.modify(QpState.RESET)
         assert change.end()
         assert qp.state is QpState.INIT
@@ -203,7 +203,7 @@ def test_a_dropped_modification_ends(calls: bool) -> None:
         if calls:
             change.run()
         cycle = [change]
-        cycle.append(cycle)  # type: ignore[arg-type]  # the collector ends it
+        cycle.append(cycle)  # type: ignore[arg-type]  # only the garbage collector frees it
         del change, cycle
         gc.collect()
         assert qp.state is (QpState.INIT if calls else QpState.RESET)

@@ -1,4 +1,4 @@
-"""Ends that meet: two who close, one who opens while another closes, cancellations, loops that are gone."""
+"""Concurrent closing: two closers, opening during closing, cancellation, and loops that ended."""
 
 import asyncio
 import errno
@@ -21,7 +21,7 @@ from tests.waiting import until
 
 
 async def begin_write(device: Device, pair: Ends) -> None:
-    """One that never completes, and that nobody waits for."""
+    """Start a write that stays in flight, and cancel the task that awaits it."""
     hold(device, pair.near)
     task = asyncio.create_task(pair.write(b"hello"))
     await asyncio.sleep(0.01)
@@ -31,7 +31,7 @@ async def begin_write(device: Device, pair: Ends) -> None:
 
 
 async def begin_closing(pair: Ends) -> "asyncio.Task[None]":
-    """Close a queue pair whose work is held: that waits until it may go on."""
+    """Start closing a queue pair whose work is held; the close waits for that work."""
     closing = asyncio.create_task(pair.near.aclose())
     await until(lambda: pair.near.state is ResourceState.CLOSING)
     return closing
@@ -61,7 +61,7 @@ async def test_a_parent_waits_for_a_closing_child(device: Device, cancelled: boo
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ResourceWarning)
             second = asyncio.create_task(pair.domain.aclose())
-            await until(lambda: pair.far.closed)  # after that one it comes to the other, and waits
+            await until(lambda: pair.far.closed)  # the parent closes `far` first, then waits for `near`
             for _ in range(2):
                 if cancelled:
                     second.cancel()
@@ -101,7 +101,7 @@ async def test_a_parent_cancelled_by_its_scope_waits_for_a_closing_child(device:
 
 @pytest.mark.every_way
 async def test_cancellation_while_opening_many_leaks_nothing(device: Device) -> None:
-    """Each await of a block's beginning and end is cancelled in turn: nothing is left, wherever it was."""
+    """Cancel at each await of opening, use and closing in turn."""
     for turns in range(12):
         task = asyncio.create_task(resources_and_write(device))
         for _ in range(turns):
@@ -117,7 +117,7 @@ async def resources_and_write(device: Device) -> None:
 
 
 class SlowRegistration:
-    """Registering stays inside until it may go on."""
+    """Blocks registration of memory until `go_on` is set."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.entered, self.go_on = threading.Event(), threading.Event()
@@ -174,7 +174,7 @@ async def test_a_cancellation_is_not_lost_in_a_warning(device: Device) -> None:
         warnings.simplefilter("error")
         task = asyncio.create_task(domain.aclose())
         async with asyncio.timeout(patience(5)):
-            while region.state is not ResourceState.CLOSING:  # noqa: ASYNC110  (before that it waits for others)
+            while region.state is not ResourceState.CLOSING:  # noqa: ASYNC110  (it waits for other resources before)
                 await asyncio.sleep(0)
         task.cancel()
         await asyncio.wait([task])
@@ -188,7 +188,7 @@ async def test_a_cancellation_is_not_lost_in_a_warning(device: Device) -> None:
 
 @pytest.mark.parametrize("way", ["native", "native, again", "anyio"])
 async def test_a_parent_closes_after_its_memory_in_use(device: Device, way: str) -> None:
-    """Who closes it may leave; who comes later waits for the end."""
+    """The first closer can be cancelled; a later one waits for the end."""
     pd = await device.protection_domain().open()
     pool = await pd.buffer_pool(64, 1).open()
     region = await pd.register(64).open()
@@ -224,7 +224,7 @@ async def test_a_parent_closes_after_its_memory_in_use(device: Device, way: str)
 
 
 async def cancel_all() -> None:
-    """As `asyncio.run` does at its end."""
+    """Cancel all other tasks, as `asyncio.run` does at its end."""
     others = asyncio.all_tasks() - {asyncio.current_task()}
     for task in others:
         task.cancel()
@@ -306,7 +306,7 @@ async def test_a_cancellation_is_not_lost_in_an_error(device: Device, kind: str,
 async def test_a_warning_is_not_lost_in_an_error(device: Device) -> None:
     pd = await device.protection_domain().open()
     child = await pd.parent_domain().open()
-    device.faults.fail("dealloc_pd", errno.EIO, first=2)  # a parent domain is deallocated by the same verb
+    device.faults.fail("dealloc_pd", errno.EIO, first=2)  # the parent domain's own deallocation is the first call
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with pytest.raises(VerbsError, match="EIO") as caught:
@@ -423,7 +423,7 @@ async def test_a_cancelled_close_still_removes_the_queue_from_its_loop(device: D
             descriptor = cq.handle.channel
             assert descriptor is not None
             fd = descriptor.fileno()
-            elsewhere.loop.call_soon_threadsafe(time.sleep, 0.05)  # what is sent there comes in one turn
+            elsewhere.loop.call_soon_threadsafe(time.sleep, 0.05)  # later callbacks run in one iteration
             task = asyncio.create_task(cq.aclose())
             for _ in range(times):
                 await asyncio.sleep(0.01)

@@ -1,4 +1,4 @@
-"""A completion queue is asked to resize in the middle of that: by its allocator, or by what interrupts it."""
+"""Resizing a completion queue during a resize: from its allocator, or from a signal handler."""
 
 from collections.abc import Callable
 
@@ -11,7 +11,7 @@ pytestmark = pytest.mark.timeout(60)
 
 
 class ReentrantAllocator:
-    """An allocator that does something when it is asked next."""
+    """Allocator that calls `next` during the next allocation."""
 
     def __init__(self) -> None:
         self.next: Callable[[], object] | None = None
@@ -23,7 +23,7 @@ class ReentrantAllocator:
         return USE_DEFAULT
 
     def free(self, address: int, resource_type: int, *of: object) -> None:
-        """Nothing was allocated."""
+        """Do nothing: all memory came from the default allocator."""
 
 
 @pytest.mark.parametrize("model", [ThreadModel.SINGLE, ThreadModel.UNSAFE])
@@ -46,7 +46,7 @@ async def test_resize_from_its_allocator(device: Device, model: ThreadModel) -> 
 
 
 async def test_resize_from_its_allocator_on_a_shared_queue(device: Device) -> None:
-    """And what is reserved meanwhile fits into what it is about to be."""
+    """Reservations during the resize must fit into the new depth."""
     allocator = ReentrantAllocator()
     async with (
         device.resource_domain(thread_model=ThreadModel.SAFE, allocator=allocator) as domain,

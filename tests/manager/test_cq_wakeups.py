@@ -1,4 +1,4 @@
-"""Completion queues wake whom they should: more than a turn, threads that meet, queues that break."""
+"""Wakeups of completion queues: many completions, concurrent threads, failed queues."""
 
 import asyncio
 import contextlib
@@ -34,7 +34,7 @@ from tests.pace import patience
 from tests.raw_verbs import post_send
 from tests.waiting import until, wait_until
 
-TURN = 256  # completions are taken in one turn of the loop
+TURN = 256  # completions polled in one iteration of the loop
 
 
 @pytest.mark.every_way
@@ -53,7 +53,7 @@ async def test_an_idle_loop_is_woken(device: Device) -> None:
 
 
 async def test_more_completions_than_one_turn_takes(device: Device) -> None:
-    """Others run between a turn's completions and the next ones."""
+    """Other callbacks run between two batches of completions."""
     many = 2 * TURN + 88
     async with (
         ends(device, capabilities=QpCapabilities(max_send_wr=many, max_recv_wr=1)) as pair,
@@ -77,7 +77,7 @@ async def test_more_completions_than_one_turn_takes(device: Device) -> None:
 
 @pytest.mark.every_way
 async def test_an_overflow_fails_all_waiters(device: Device) -> None:
-    """Queue pairs reserve their room: only who posts by handles of his own comes so far."""
+    """Posting through raw handles, since public queue pairs reserve their space in the queue."""
     async with ends(device) as pair, asyncio.timeout(patience(10)):
         cq, pd = pair.cq.handle, pair.domain.handle
         many = QpCapabilities(max_send_wr=2 * cq.cqe)
@@ -96,7 +96,7 @@ async def test_an_overflow_fails_all_waiters(device: Device) -> None:
                 remote_addr=target.address,
                 rkey=target.rkey,
             )
-        # The loop, which would make room, does not come to look before there was too little.
+        # No await before the overflow: the loop would poll completions and make space.
         assert select.select([device.handle.async_fd], [], [], patience(10))[0]
         unhold(device, pair.near)
         async with contextlib.aclosing(pair.cq.events()) as events:
@@ -175,13 +175,13 @@ async def test_a_queue_that_failed_to_close_refuses_work(device: Device) -> None
 
 @needs(Capability.FAULT_PLAN)
 async def test_a_queue_being_closed_is_not_polled(device: Device) -> None:
-    """A further turn that was due comes while another thread closes the queue: it must not be inside then."""
+    """A scheduled poll must not enter the queue while another thread destroys it."""
     faults = device.faults
     async with device.protection_domain() as pd, pd.register(64, REMOTE) as region:
         cq = await pd.completion_queue(64).open()
         async with connected(pd, cq) as (near, _):
             faults.count_calls()
-            write = near.write(region[:8], region.remote()[8:16])  # from here on a turn is due
+            write = near.write(region[:8], region.remote()[8:16])  # schedules a poll
             cq._cq_dispatcher.let_go()
             for _ in range(5):
                 await asyncio.sleep(0)
@@ -211,7 +211,7 @@ async def test_a_failed_queue_does_not_affect_others(device: Device) -> None:
 
 
 class StayingAllocator:
-    """An allocator inside of which a thread stays, and so inside of a verb of its domain."""
+    """Allocator that blocks its thread, and so keeps the thread inside a verb of the domain."""
 
     def __init__(self) -> None:
         self.stays = False
@@ -230,7 +230,7 @@ class StayingAllocator:
 
 @asynccontextmanager
 async def thread_inside(domain: ResourceDomain, staying: StayingAllocator) -> AsyncIterator[Callable[[], object]]:
-    """A thread is inside of the domain, until what this gives is called."""
+    """Keep another thread inside a verb of `domain` until the yielded function is called."""
     staying.stays = True
     cq = domain.completion_queue(8)
     thread = asyncio.create_task(asyncio.to_thread(asyncio.run, cq.open()))
@@ -304,7 +304,7 @@ async def test_a_failed_post_does_not_leave_waiters(device: Device) -> None:
         faults.hold()
         first, second, third = (asyncio.create_task(pair.write(b"hello")) for _ in range(3))
         await asyncio.sleep(0.01)
-        faults.fail("post_send", errno.ENOMEM)  # of the second, when it has a place
+        faults.fail("post_send", errno.ENOMEM)  # for the second request, once there is space
         faults.unhold()
         await first
         with pytest.raises(VerbsError, match="ENOMEM"):

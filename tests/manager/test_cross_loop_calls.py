@@ -1,4 +1,4 @@
-"""Calls that are carried to another loop end, whatever becomes of that loop and of who waits."""
+"""Calls to another loop end, whatever happens to that loop and to the waiting task."""
 
 import asyncio
 import contextlib
@@ -20,7 +20,7 @@ from tests.pace import patience
 
 
 async def stalled_loop() -> tuple[asyncio.AbstractEventLoop, Affinity]:
-    """A loop that ran, does not, and is not closed; its thread lives."""
+    """Return a loop that has stopped but is not closed, with its affinity; its thread is alive."""
     loop = asyncio.new_event_loop()
 
     async def make() -> Affinity:
@@ -36,11 +36,11 @@ async def test_a_call_cancelled_before_it_starts_ends(kind: str) -> None:
 
     async def withdraw(cancel: Callable[[], object]) -> None:
         cancel()
-        await asyncio.sleep(0.01)  # a turn later it is withdrawn
+        await asyncio.sleep(0.01)  # the call is withdrawn one iteration later
         go_on.set()
 
     with OwnerThread() as elsewhere:
-        elsewhere.loop.call_soon_threadsafe(go_on.wait, patience(10))  # what is sent there comes in one turn
+        elsewhere.loop.call_soon_threadsafe(go_on.wait, patience(10))  # later callbacks run in one iteration
         async with asyncio.timeout(patience(5)):
             if kind == "anyio":
                 with anyio.CancelScope() as scope:
@@ -64,7 +64,7 @@ async def test_a_call_to_a_stalled_loop_can_be_cancelled() -> None:
             await run_on_owner(owner, called.append, 1)
     assert scope.cancelled_caught
     await asyncio.to_thread(loop.run_until_complete, asyncio.sleep(0))
-    assert called == [], "it was withdrawn"
+    assert called == [], "the call was withdrawn"
     loop.close()
 
 
@@ -80,7 +80,7 @@ async def test_a_call_fails_when_its_owner_is_replaced() -> None:
 
 
 async def test_a_result_sent_before_the_owner_ended_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where this loop looks for the owner before it gets to what that sent."""
+    """The result also counts if this loop notices the end of the owner before it processes the result."""
 
     async def stay() -> str:
         with contextlib.suppress(asyncio.CancelledError):
@@ -90,7 +90,7 @@ async def test_a_result_sent_before_the_owner_ended_counts(monkeypatch: pytest.M
     with OwnerThread() as elsewhere:
 
         def lost(owner: Affinity, call: CrossLoopCall[object]) -> BaseException | None:
-            elsewhere.stop()  # asyncio.run cancels what is left
+            elsewhere.stop()  # asyncio.run cancels the remaining tasks
             elsewhere.thread.join()
             return _lost(owner, call)
 
@@ -129,7 +129,7 @@ def test_calls_without_asyncio_raise() -> None:
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 async def test_a_call_that_raises_system_exit_is_an_error(asynchronous: bool) -> None:
-    """A SystemExit there is none here."""
+    """A SystemExit on the owner's loop does not exit the caller's loop."""
 
     async def leave() -> None:
         raise SystemExit(3)
@@ -182,6 +182,6 @@ async def test_exceptions_of_calls_are_collected_soon() -> None:
                 await run_on_owner(elsewhere.owner, fail)
             last = weakref.ref(caught.value)
             del caught
-            await until(lambda: last() is None)  # loops may still have what they did last
+            await until(lambda: last() is None)  # loops may still reference their last callback
     finally:
         gc.enable()

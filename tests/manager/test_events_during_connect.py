@@ -1,4 +1,4 @@
-"""What happens to a queue pair while another thread takes it to RTR: it arrives, breaks, ends, and nothing is lost."""
+"""Messages, failures and closing while another thread moves the queue pair to RTR."""
 
 import asyncio
 import gc
@@ -60,10 +60,10 @@ async def test_receives_end_when_the_queue_pair_fails(device: Device, helpers: H
             device.faults.lose_device()
         else:
             device.faults.break_completion_queue(cq.handle)
-        with pytest.raises(BrokenResourceError):  # it has nothing to wait for
+        with pytest.raises(BrokenResourceError):  # not connecting, so it ends at once
             await receives[1]
         assert not receives[0].done()
-        assert len(region.pins) == 1  # the device may write to it until it is reset
+        assert len(region.pins) == 1  # the device may write to the memory until the reset
         helpers.release()
         with pytest.raises(VerbsError if lost == "device" else BrokenResourceError):
             await establishing
@@ -74,7 +74,7 @@ async def test_receives_end_when_the_queue_pair_fails(device: Device, helpers: H
 
 @needs(Capability.FAULT_PLAN)
 async def test_messages_that_arrive_before_the_verb_returns(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The peer is in RTS already, and sends more than there are receives."""
+    """The peer is already in RTS, and sends more messages than receives are posted."""
     slow = SlowVerb(device, monkeypatch)
     async with (
         device.resource_domain() as domain,
@@ -206,7 +206,7 @@ async def test_closing_waits_for_the_verb(device: Device, helpers: Helpers, canc
 
 
 async def test_no_other_caller_before_the_connecting_task(device: Device, helpers: Helpers) -> None:
-    """The verb is over, and who establishes was not told yet."""
+    """The verb has returned, but the connecting task has not resumed yet."""
     helpers.after = True
     async with device.resource_domain() as domain, domain.completion_queue(64) as cq, domain.queue_pair(cq) as qp:
         establishing = establish(qp, qp)
@@ -251,7 +251,7 @@ async def test_a_connection_during_its_queue_pairs_connect(device: Device) -> No
         assert not change.end()
         for number in range(3):
             assert await ends.far.receive() == bytes([number])
-        for number in range(10):  # as many as it has receives, and more
+        for number in range(10):  # more than its number of receives
             await ends.near.send(bytes([number]))
             assert await ends.far.receive() == bytes([number])
         change = far.qp.handle.begin_modify()
@@ -264,7 +264,7 @@ async def test_a_connection_during_its_queue_pairs_connect(device: Device) -> No
 
 @pytest.mark.parametrize("cancels", [True, False])
 def test_the_loop_ends_during_connect(monkeypatch: pytest.MonkeyPatch, cancels: bool) -> None:
-    """As `asyncio.run` ends it, which cancels all tasks; or it is closed in the middle of them."""
+    """The loop ends like `asyncio.run`, which cancels all tasks, or is closed with tasks pending."""
     kept: list[Any] = []
     verbs: list[SlowVerb] = []
     errors: list[dict[str, Any]] = []

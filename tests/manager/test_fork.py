@@ -1,4 +1,4 @@
-"""In the child of a fork: what was open is closed and says why, nothing hangs or warns, and new devices work."""
+"""Fork: in the child, the parent's resources raise ForkedProcessError, nothing hangs or warns, new devices work."""
 
 import asyncio
 import gc
@@ -116,7 +116,7 @@ async def test_resources_collected_in_the_child_do_not_warn(device: Device) -> N
 
 
 async def test_resources_collected_in_the_child_unmap_nothing_else(device: Device) -> None:
-    """Its memory is mapped in the child, too: or something else would be there, and be unmapped with it."""
+    """The regions stay mapped in the child; otherwise new mappings at their addresses would be unmapped with them."""
     async with device.protection_domain() as pd:
         regions = [await pd.register(1 << 16).open() for _ in range(8)]
         regions[0].buffer[:5] = b"ours."
@@ -156,7 +156,7 @@ async def test_calls_to_a_loop_of_the_parent_raise() -> None:
 @pytest.mark.every_way
 @needs(Capability.FAULT_PLAN)
 async def test_waiting_for_objects_of_the_parent_raises(device: Device) -> None:
-    """Who waits is not left to wait for what only the parent hears of."""
+    """Waiting for events and pins that only the parent receives raises an error instead of hanging."""
     async with device.protection_domain() as pd, pd.register(64) as region:
         begun, unbegun = device.events(), device.events()
         hearing = asyncio.create_task(anext(begun))
@@ -177,7 +177,7 @@ async def test_waiting_for_objects_of_the_parent_raises(device: Device) -> None:
                         await call()
 
         try:
-            with EventPump.of(device.handle)._lock:  # as a loop that is just about to tell of another event
+            with EventPump.of(device.handle)._lock:  # as if a loop were about to deliver an event
                 await asyncio.to_thread(in_child, lambda: asyncio.run(ask()), LIMIT_S)
         finally:
             region.pins.discard()
@@ -225,7 +225,7 @@ async def test_a_child_leaves_a_block_of_a_cached_region(device: Device) -> None
         await block.__aexit__(None, None, None)
 
 
-# What is in no child of a fork when others are told of it: uvloop's own handler comes before aioverbs', or after it.
+# Garbage collection in a fork handler: uvloop registers its handler before aioverbs, or after it.
 COLLECTED_IN_BETWEEN = """
 import asyncio, gc, os, sys
 import uvloop
@@ -260,8 +260,8 @@ def test_collection_while_a_loop_forks(before: bool) -> None:
     assert (done.returncode, done.stdout) == (0, "0 0\n")
 
 
-# A child that a task forks and that ends by an exception: asyncio cancels the parent's tasks in it, and waits for them.
-# Meanwhile what is to wake the parent's loop wakes that of the child.
+# A task forks a child that ends by an exception: in the child, asyncio cancels and awaits the parent's tasks.
+# Meanwhile events for the parent's loop wake the child's copy of the loop.
 ENDS_INSIDE_OF_A_LOOP = """
 import asyncio, os, sys
 import aioverbs
@@ -319,7 +319,7 @@ with asyncio.Runner(loop_factory={factory}) as runner:
 
 @pytest.mark.parametrize("model", ["DEFAULT", "FORCE_LOW_LATENCY"])
 def test_a_child_that_ends_inside_the_parents_loop_prints_nothing(model: str) -> None:
-    """And the parent's loop is woken as before."""
+    """Events still wake the parent's loop afterwards."""
     code = ENDS_INSIDE_OF_A_LOOP.format(factory="None")
     done = run([sys.executable, "-P", "-W", "ignore", "-c", code, model], patience(50))
     assert (done.returncode, done.stderr) == (0, "")
@@ -327,7 +327,7 @@ def test_a_child_that_ends_inside_the_parents_loop_prints_nothing(model: str) ->
 
 
 def test_a_child_that_ends_inside_a_uvloop_prints_nothing() -> None:
-    """Its parent is ended at once: when libuv closes a loop in a child, it takes all descriptors from the parent's."""
+    """The parent exits at once: libuv, closing the loop in the child, removes the parent's descriptors from epoll."""
     code = ENDS_INSIDE_OF_A_LOOP.format(factory="__import__('uvloop').new_event_loop")
     done = run([sys.executable, "-P", "-W", "ignore", "-c", code, "DEFAULT", "and end"], patience(50))
     assert (done.returncode, done.stdout, done.stderr) == (0, "3\n", "")

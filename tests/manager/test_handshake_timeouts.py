@@ -1,4 +1,4 @@
-"""Handshakes whose verb takes longer than they may: who waits is told in time, and what they made is closed later."""
+"""Handshakes whose verb exceeds the timeout: the caller gets the error in time, resources are closed later."""
 
 import asyncio
 import contextlib
@@ -20,7 +20,10 @@ from tests.waiting import until
 async def delayed_handshake(
     device: Device, monkeypatch: pytest.MonkeyPatch, end: str, handshake_timeout_s: float = 20.0
 ) -> AsyncIterator[tuple[Server, ResourceDomain]]:
-    """A server, and the domain of a client; the verb takes its time at one end."""
+    """Provide a server and the domain of a client; the verb blocks at one end.
+
+    :param end: "client" or "server", the end whose verb blocks.
+    """
     async with (
         open_device(device.name) as another,
         device.resource_domain() as domain,
@@ -37,7 +40,7 @@ async def delayed_handshake(
 
 
 def parts(domain: ResourceDomain) -> set[str]:
-    """What connections on it are made of."""
+    """Return the kinds of open resources of connections on a domain."""
     return {lifecycle.kind for lifecycle in domain._lifecycle.subtree()} & {"Connection", "QueuePair"}
 
 
@@ -56,7 +59,7 @@ async def test_connect_times_out_and_names_the_step(
 async def test_cancellation_does_not_wait_for_the_verb(
     device: Device, helpers: Helpers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nor does it where its domain is closed at once, which waits, and warns of nothing."""
+    """Closing the domain right after the cancellation waits for the verb, without a warning."""
     async with delayed_handshake(device, monkeypatch, "client") as (server, near):
         asking = asyncio.create_task(_ask(server, near))
         await until(lambda: helpers.waiting)

@@ -1,4 +1,4 @@
-"""How every resource begins and ends: parents and children, owners, what is forgotten, what fails."""
+"""Opening and closing of resources: parents, children, owners, garbage collection, and failures."""
 
 import asyncio
 import errno
@@ -45,12 +45,12 @@ every_kind = pytest.mark.parametrize(
 
 
 def open_objects(device: Device) -> dict[str, int]:
-    """What is open on the device, itself aside."""
+    """Return the counts of the device's open objects."""
     return {kind: count for kind, count in device.statistics().objects if count}
 
 
 async def open_and_drop(resource: Resource) -> None:
-    """Open it; nobody else knows it."""
+    """Open a resource and drop the last reference to it."""
     await resource.open()
     del resource
     gc.collect()
@@ -217,7 +217,7 @@ async def test_a_collected_resource_without_an_owner_is_closed_with_its_device()
     assert open_objects(device) == {"pds": 1}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        await device.aclose()  # it was said before
+        await device.aclose()  # no second warning
 
 
 @pytest.mark.parametrize("kind", ["native", "anyio"])
@@ -253,7 +253,7 @@ async def test_failure_of_any_verb_leaks_nothing(device: Device, make: Callable[
             async with resource:
                 pass
         faults.clear()
-        # What could not be destroyed is closed now.
+        # Closing again destroys the remaining objects.
         await resource.aclose()
         assert not open_objects(device)
 
@@ -273,7 +273,7 @@ async def test_a_failed_open_can_be_retried(device: Device) -> None:
 async def test_a_half_opened_resource_can_only_be_closed(device: Device) -> None:
     faults = device.faults
     domain = device.resource_domain()
-    # The parent domain is made last; then the thread domain cannot be undone.
+    # The parent domain is made last; when it fails, destroying the thread domain fails as well.
     faults.fail("alloc_parent_domain", errno.ENOMEM)
     faults.fail("dealloc_td", errno.EIO, times=2)
     with pytest.raises(VerbsError, match="ENOMEM") as caught:
@@ -338,7 +338,7 @@ async def test_resource_tree(device: Device) -> None:
 
 
 def test_resource_tree_is_printed_without_interpreting_markup() -> None:
-    """A label has words of a peer's, which are nobody's markup."""
+    """Labels can contain text from a peer, which must not be interpreted as markup."""
     shown = io.StringIO()
     Console(file=shown, width=200).print(
         ResourceInfo("Connection", "with [/x]", None, ResourceState.OPEN, "here:1", ())

@@ -1,4 +1,4 @@
-"""Queue pairs from state to state by hand, and all the way to a peer; and what is said to who does it wrong."""
+"""State transitions of queue pairs, by hand and by `connect`, and errors of wrong transitions."""
 
 import asyncio
 import contextlib
@@ -55,7 +55,7 @@ every_type = qp_types(RC, UC, UD, XRC_SEND, XRC_RECV)
 
 @dataclass
 class Scene:
-    """Two queue pairs in RESET that may talk to each other, and memory; `srq` where they are of XRC."""
+    """Two queue pairs in RESET that can be connected to each other, and memory; `srq` for XRC."""
 
     domain: ResourceDomain
     near: QueuePair
@@ -73,7 +73,7 @@ class Scene:
 
 @asynccontextmanager
 async def scene(device: Device, qp_type: QpType = RC) -> AsyncIterator[Scene]:
-    """`near` is of that type."""
+    """Provide queue pairs; `near` is of type `qp_type`."""
     async with contextlib.AsyncExitStack() as stack:
         opened = stack.enter_async_context
         domain = await opened(device.resource_domain())
@@ -97,7 +97,7 @@ def port_mtu(device: Device) -> Mtu:
     return Mtu(device.handle.query_port(1).active_mtu)
 
 
-# ---- By hand
+# ---- Transitions by hand
 
 
 @every_type
@@ -198,7 +198,7 @@ async def test_modify_while_draining(device: Device) -> None:
     async with scene(device) as of:
         near, far = of.near.local_endpoint(), of.far.local_endpoint()
         of.near.connect(far)
-        of.far.connect(near, min_rnr_timer=31)  # half a second, in which it is told to wait
+        of.far.connect(near, min_rnr_timer=31)  # RNR timer of half a second, during which the sender waits
         post_send(of.near.handle, SendOpcode.SEND, [of.region[:4].sge])
         wait_until(lambda: _is_draining(of.near))
         with pytest.raises(TransitionError, match=r"sq_draining: .* wait for EventType\.SQ_DRAINED"):
@@ -209,7 +209,7 @@ async def test_modify_while_draining(device: Device) -> None:
 
 
 def _is_draining(qp: QueuePair) -> bool:
-    """Whether it is stopped in the middle of something."""
+    """Move a queue pair to SQD, and return whether it is still draining; move it back otherwise."""
     qp.to_sqd()
     found = qp.query().sq_draining
     if not found:
@@ -230,7 +230,7 @@ async def test_event_when_drained(device: Device) -> None:
         await of.near.write(of.region[:8], of.region.remote()[8:16])
 
 
-# ---- All the way, and then used
+# ---- Connect, and use
 
 
 @pytest.mark.parametrize("qp_type", [RC, UC], ids=lambda qp_type: qp_type.name)
@@ -241,7 +241,7 @@ async def test_connected_queue_pairs_write(device: Device, qp_type: QpType) -> N
         assert of.near.remote_endpoint == of.far.local_endpoint()
         of.region.buffer[:5] = b"hello"
         await of.near.write(of.region[:5], of.region.remote()[100:105])
-        wait_until(lambda: bytes(of.region.buffer[100:105]) == b"hello")  # of an unreliable one it only has left
+        wait_until(lambda: bytes(of.region.buffer[100:105]) == b"hello")  # an unreliable write completes when sent
 
 
 @needs(Capability.XRC_DOMAINS)
@@ -312,7 +312,7 @@ async def test_reconnecting_a_queue_pair(device: Device, way: str) -> None:
         assert bytes(of.region.buffer[100:105]) == b"again"
 
 
-# ---- What two ends agree on
+# ---- Negotiation
 
 
 async def test_local_endpoint(device: Device) -> None:
@@ -339,7 +339,7 @@ async def test_a_peer_with_lower_limits(device: Device) -> None:
         assert (told.max_rd_atomic, told.max_dest_rd_atomic, told.path_mtu) == (4, 2, Mtu.MTU_1024)
         of.near.to_reset()
         more = replace(less, max_rd_atomic=200, max_dest_rd_atomic=200)
-        of.near.connect(more, max_rd_atomic=8)  # some devices know powers of two only
+        of.near.connect(more, max_rd_atomic=8)  # some devices support only powers of two
         told = of.near.query()
         served = 2 if is_soft_roce(device.handle) else min(device.attributes().max_qp_rd_atom, 200)
         assert (told.max_rd_atomic, told.max_dest_rd_atomic) == (8, served)
@@ -348,7 +348,7 @@ async def test_a_peer_with_lower_limits(device: Device) -> None:
 async def test_rnr_retries_wait_for_a_late_receive(device: Device) -> None:
     async with scene(device) as of:
         near = of.near.local_endpoint()
-        of.near.connect(of.far.local_endpoint(), rnr_retry=7)  # as often as it takes
+        of.near.connect(of.far.local_endpoint(), rnr_retry=7)  # unlimited retries
         of.far.connect(near, min_rnr_timer=26)
         of.region.buffer[:4] = b"late"
         post_send(of.near.handle, SendOpcode.SEND, [of.region[:4].sge])
@@ -371,7 +371,7 @@ async def test_rnr_retries_end_without_a_receive(device: Device) -> None:
 
 @dataclass
 class FakePort:
-    """A port as no software device has it, instead of a context."""
+    """Fake context of a device whose port differs from the software device's."""
 
     gid: bytes
     lid: int
@@ -391,7 +391,7 @@ class FakePort:
 
 
 class FakeQueuePair(Connectable):
-    """What a queue pair makes of a port."""
+    """Queue pair on a fake port."""
 
     qp_type = RC
     _port = 1
@@ -428,7 +428,7 @@ Act = Callable[[QueuePair], None]
 
 @dataclass(frozen=True)
 class Mistake:
-    """What is done wrong in a state that was come to rightly, and what is said."""
+    """Wrong call in a state that was reached by valid transitions, and the expected error."""
 
     qp_type: QpType
     state: QpState
@@ -576,7 +576,7 @@ async def test_reset_with_work_in_flight_is_refused(device: Device) -> None:
 async def test_to_error_flushes_work_in_flight(device: Device) -> None:
     async with scene(device) as of:
         of.connect(timeout=20)
-        of.far.to_reset()  # nobody answers, for four seconds
+        of.far.to_reset()  # no answer for four seconds
         writing = asyncio.ensure_future(of.near.write(of.region[:8], of.region.remote()[8:16]))
         await asyncio.sleep(0)
         of.near.to_error()

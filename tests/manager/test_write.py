@@ -1,4 +1,4 @@
-"""The first awaited verb: a write, its cancellation, its errors, and who may not call it."""
+"""Awaited RDMA writes: cancellation, errors, and wrong callers."""
 
 import asyncio
 import errno
@@ -65,7 +65,7 @@ class Ends:
 async def connected(
     domain: Domain, cq: CompletionQueue, capabilities: QpCapabilities | None = None
 ) -> AsyncIterator[tuple[QueuePair, QueuePair]]:
-    """Two queue pairs, connected to each other."""
+    """Provide two queue pairs connected to each other."""
     async with (
         domain.queue_pair(cq, capabilities=capabilities) as near,
         domain.queue_pair(cq, capabilities=capabilities) as far,
@@ -190,14 +190,14 @@ async def test_a_cancelled_write_continues_and_keeps_its_memory(device: Device, 
         assert len(pair.source.pins) == 1
         closing = asyncio.create_task(pair.source.aclose())
         await asyncio.sleep(0.02)
-        assert not closing.done(), "it waits for the write"
+        assert not closing.done(), "closing waits for the write"
         unhold(device, pair.near)
         await closing
         assert len(pair.source.pins) == 0
 
 
 def stop_answering(pair: Ends) -> None:
-    """From here on nobody answers the near end, which goes on asking for half a minute."""
+    """Reset the far end, so that requests of the near end get no answer and are retried for half a minute."""
     pair.far.to_reset()
     pair.near.to_reset()
     pair.near.connect(pair.far.local_endpoint(), timeout=20)
@@ -257,7 +257,7 @@ async def test_a_lost_device_ends_its_writes(device: Device, model: ThreadModel)
         with pytest.raises(DeviceRemovedError, match="DEVICE_FATAL"):
             await pair.write(b"more")
         events = other.events()
-        assert (await anext(events)).event_type is EventType.DEVICE_FATAL, "whoever asks hears of it still"
+        assert (await anext(events)).event_type is EventType.DEVICE_FATAL, "later listeners still receive it"
 
 
 async def test_other_callers_cannot_write(device: Device) -> None:
@@ -293,11 +293,11 @@ async def test_failure_of_any_verb_leaks_nothing(device: Device) -> None:
 
     async def use() -> None:
         async with ends(device) as pair:
-            # It completes once the queue is armed, and with an event, whatever thread executes: the verbs are the same
-            # ones each time.
+            # The write completes only after the queue is armed, with an event, whichever thread executes the request:
+            # the sequence of verbs is the same each time.
             hold(device, pair.near)
             writing = asyncio.create_task(pair.write(b"hello"))
-            for _ in range(2):  # it is posted, and a turn later the queue is armed
+            for _ in range(2):  # one iteration to post, one to arm the queue
                 await asyncio.sleep(0)
             unhold(device, pair.near)
             await writing
@@ -312,13 +312,13 @@ async def test_failure_of_any_verb_leaks_nothing(device: Device) -> None:
         heard = len(faults.records())
         faults.fail(None, errno.EIO, first=k)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ResourceWarning)  # what could not be closed is closed by its parents
+            warnings.simplefilter("ignore", ResourceWarning)  # parents close resources whose closing failed
             try:
                 await use()
             except (VerbsError, BrokenResourceError):
                 pass
             else:
-                # What a device is asked once is known since: there was no k-th one.
+                # Results of some verbs are cached, so that the k-th call did not happen.
                 assert len(faults.records()) == heard, k
             faults.clear()
             for lifecycle in reversed(tuple(device._lifecycle.children.values())):
@@ -352,7 +352,7 @@ async def test_queue_pair_types_that_write(device: Device, kind: QpType) -> None
         far.connect(near.local_endpoint(), REMOTE)
         region.buffer[:2] = b"ok"
         await near.write(region[:2], region.remote()[8:10])
-        wait_until(lambda: bytes(region.buffer[8:10]) == b"ok")  # of an unreliable one it is only known that it left
+        wait_until(lambda: bytes(region.buffer[8:10]) == b"ok")  # an unreliable write completes when sent
 
 
 async def test_datagrams_are_not_connected(device: Device) -> None:

@@ -1,4 +1,4 @@
-"""Blocks and iterators that a loop is in the middle of, asked by another one: refused, and the owner goes on."""
+"""Blocks and iterators in use by a loop refuse other loops, and continue to work for their owner."""
 
 import asyncio
 import gc
@@ -29,7 +29,7 @@ from tests.pace import patience
 from tests.waiting import until
 
 pytestmark = [
-    # The software device's, where any loop may use the domain as well as where one owns it.
+    # Thread models of the software device: domains owned by a loop, and domains that any loop may use.
     needs(Capability.FAULT_PLAN),
 ]
 
@@ -37,7 +37,7 @@ every_domain = pytest.mark.parametrize("model", [ThreadModel.SINGLE, ThreadModel
 
 
 async def refused(call: Callable[[], Awaitable[object]]) -> None:
-    """Await something on the loop of another thread, where it is refused."""
+    """Check that awaiting `call()` on a loop of another thread is refused."""
 
     async def elsewhere() -> None:
         async with asyncio.timeout(patience(20)):
@@ -77,7 +77,7 @@ async def test_block_of_messages_of_a_shared_receive_queue(
         block = srq.messages(pool)
         messages = await block.__aenter__()
         await refused(lambda: block.__aexit__(type(error) if error else None, error, None))
-        for _ in range(6):  # more than were posted at first: it is still kept filled
+        for _ in range(6):  # more than were posted at first: the queue is still refilled
             await qp.send(region[:8])
             with await anext(messages) as message:
                 assert len(message.data) == 8
@@ -106,7 +106,7 @@ async def test_a_block_of_messages_is_entered_once(device: Device) -> None:
 
 @pytest.mark.every_way
 async def test_leaving_a_block_of_messages_of_an_ended_loop_does_not_wait(device: Device) -> None:
-    """Its thread has ended and its loop stands still, so that the task that fills the queue never ends."""
+    """The thread has ended and its loop does not run, so the task that fills the queue never ends."""
     async with (
         device.resource_domain(thread_model=ThreadModel.SAFE) as domain,
         domain.buffer_pool(64, 4) as pool,
@@ -117,14 +117,14 @@ async def test_leaving_a_block_of_messages_of_an_ended_loop_does_not_wait(device
 
         async def enter() -> None:
             await block.__aenter__()
-            await asyncio.sleep(0)  # the filler listens
+            await asyncio.sleep(0)  # the filling task starts to wait
 
         thread = threading.Thread(target=lambda: loop.run_until_complete(enter()))
         thread.start()
         thread.join()
         async with asyncio.timeout(patience(20)):
             await block.__aexit__(None, None, None)
-        assert pool.statistics().under_dma == 4, "they are posted until the queue is closed"
+        assert pool.statistics().under_dma == 4, "receives stay posted until the queue is closed"
         (filler,) = asyncio.all_tasks(loop)
         filler.cancel()
         await asyncio.to_thread(loop.run_until_complete, asyncio.wait([filler]))
@@ -150,7 +150,7 @@ async def test_reconnecting(device: Device, model: ThreadModel) -> None:
 
 
 async def test_reconnecting_asked_by_another_loop_first(device: Device) -> None:
-    """The domain is the owner's: what is refused has not begun, and the owner begins it."""
+    """The domain belongs to the owner: the refused call starts nothing, and the owner can start the iterator."""
     async with device.resource_domain() as domain, serving(domain) as server:
         connections = reconnect(HOST, server.port, domain=domain, settings=SMALL)
         await refused(connections.__anext__)

@@ -60,7 +60,7 @@ async def turns(count: int = 5) -> None:
         await asyncio.sleep(0)
 
 
-async def refuses(pool: BufferPool) -> None:
+async def check_refused(pool: BufferPool) -> None:
     with pytest.raises(ClosedResourceError, match="is not open"):
         pool.lease_nowait()
     with pytest.raises(ClosedResourceError, match="is not open"):
@@ -161,7 +161,7 @@ async def test_wrong_arguments_are_refused_at_once(pd: ProtectionDomain) -> None
     with pytest.raises(ValueError, match="LOCAL_WRITE"):
         await pool.open()
     assert pool.state is ResourceState.NEW
-    await refuses(pool)
+    await check_refused(pool)
 
 
 async def test_numpy_without_copies(pd: ProtectionDomain) -> None:
@@ -207,7 +207,7 @@ async def test_leases_are_granted_first_come_first_served(pd: ProtectionDomain) 
         assert pool.statistics().high_water == 2
 
 
-@pytest.mark.parametrize("when", ["waiting", "given", "given in the same turn"])
+@pytest.mark.parametrize("when", ["waiting", "granted", "granted in the same iteration"])
 async def test_a_cancelled_waiter_takes_no_buffer(pd: ProtectionDomain, when: str) -> None:
     async with pd.buffer_pool(64, 1) as pool:
         held = await pool.lease()
@@ -224,7 +224,7 @@ async def test_a_cancelled_waiter_takes_no_buffer(pd: ProtectionDomain, when: st
             await turns()
             assert counts(pool) == (1, 0, 0, 2)
             held.release()
-        elif when == "given":
+        elif when == "granted":
             held.release()
             assert counts(pool) == (1, 0, 0, 2)
             tasks[0].cancel()
@@ -582,7 +582,7 @@ async def test_closing_with_outstanding_leases(pd: ProtectionDomain) -> None:
     view[:2] = b"ok"  # memory all the same
     assert counts(pool) == (0, 0, 0, 0)
     assert pool.statistics().slabs == 0
-    await refuses(pool)
+    await check_refused(pool)
 
 
 async def test_leasing_while_another_thread_closes_the_pool_raises(
@@ -649,7 +649,7 @@ async def test_a_failed_open_leaks_nothing(pd: ProtectionDomain, device: Device)
 # ---- Whatever may happen
 
 
-class Pooling(RuleBasedStateMachine):
+class BufferPoolModel(RuleBasedStateMachine):
     """A pool beside a model of it: who is first, what is away, what is worked with."""
 
     def __init__(self) -> None:
@@ -762,5 +762,5 @@ class Pooling(RuleBasedStateMachine):
         self.runner.close()
 
 
-Pooling.TestCase.settings = settings(max_examples=40, stateful_step_count=40)
-TestPooling = Pooling.TestCase
+BufferPoolModel.TestCase.settings = settings(max_examples=40, stateful_step_count=40)
+TestBufferPoolModel = BufferPoolModel.TestCase

@@ -21,7 +21,7 @@ from tests.waiting import until
 
 
 @contextlib.contextmanager
-def a_loop() -> Iterator[asyncio.AbstractEventLoop]:
+def new_loop() -> Iterator[asyncio.AbstractEventLoop]:
     loop = asyncio.new_event_loop()
     try:
         yield loop
@@ -57,12 +57,12 @@ class HangingClose:
             await asyncio.wait([self.closing])
             assert self.closed.state is ResourceState.CLOSING
 
-    def forget_the_task(self) -> None:
+    def drop_task(self) -> None:
         del self.closing
         gc.collect()
 
 
-async def ended(awaited: "asyncio.Task[Any]") -> None:
+async def check_ends(awaited: "asyncio.Task[Any]") -> None:
     """It ends, well; where it does not it is left alone, since it may not be possible to cancel it."""
     await asyncio.wait([awaited], timeout=patience(20))
     assert awaited.done()
@@ -81,12 +81,12 @@ def _without_warnings() -> Iterator[None]:
 )
 def test_a_device_finishes_a_close_begun_on_a_closed_loop(what: str, left: bool) -> None:
     begun = HangingClose(what, left)
-    with a_loop() as loop:
+    with new_loop() as loop:
         loop.run_until_complete(begun.begin())
-    begun.forget_the_task()
-    with a_loop() as another:
+    begun.drop_task()
+    with new_loop() as another:
         begun.device.faults.unhold()
-        another.run_until_complete(ended(another.create_task(begun.device.aclose())))
+        another.run_until_complete(check_ends(another.create_task(begun.device.aclose())))
     assert begun.closed.closed
     assert begun.device.closed
 
@@ -94,12 +94,12 @@ def test_a_device_finishes_a_close_begun_on_a_closed_loop(what: str, left: bool)
 def test_a_device_finishes_a_close_begun_in_an_ended_thread() -> None:
     """Nobody closed that loop."""
     begun = HangingClose("region")
-    with a_loop() as loop, a_loop() as another:
+    with new_loop() as loop, new_loop() as another:
         thread = threading.Thread(target=loop.run_until_complete, args=[begun.begin()])
         thread.start()
         thread.join()
         begun.device.faults.unhold()
-        another.run_until_complete(ended(another.create_task(begun.device.aclose())))
+        another.run_until_complete(check_ends(another.create_task(begun.device.aclose())))
         assert begun.region.closed
 
 
@@ -112,7 +112,7 @@ async def test_a_completion_queue_of_a_closed_loop_leaves_no_descriptor(device: 
 
     kept: list[Resource] = []
     before = descriptors_at_first()
-    with a_loop() as loop:
+    with new_loop() as loop:
         domain = await asyncio.to_thread(loop.run_until_complete, make())
     await domain.aclose()
     assert descriptors() == before
@@ -130,11 +130,11 @@ def test_a_waiting_closer_takes_over_when_the_other_loop_closes(left: bool) -> N
         assert not second.done()
         loop.close()
         begun.device.faults.unhold()
-        await ended(asyncio.create_task(begun.device.aclose()))  # with the queues that nobody looks at any more
-        await ended(second)
+        await check_ends(asyncio.create_task(begun.device.aclose()))  # with the queues that nobody looks at any more
+        await check_ends(second)
         assert begun.region.closed
 
-    with a_loop() as loop, a_loop() as another:
+    with new_loop() as loop, new_loop() as another:
         loop.run_until_complete(begun.begin())
         another.run_until_complete(wait())
 
@@ -151,10 +151,10 @@ def test_waiting_for_a_stalled_loop_can_be_cancelled() -> None:
         assert second.cancelled()
         loop.close()  # and now the task that it was left to goes on
         begun.device.faults.unhold()
-        await ended(asyncio.create_task(begun.device.aclose()))
+        await check_ends(asyncio.create_task(begun.device.aclose()))
         assert begun.domain.closed
 
-    with a_loop() as loop, a_loop() as another:
+    with new_loop() as loop, new_loop() as another:
         loop.run_until_complete(begun.begin())
         another.run_until_complete(leave())
 

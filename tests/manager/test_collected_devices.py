@@ -92,7 +92,7 @@ async def test_a_domain_closes_on_another_loop_while_its_device_is_collected(mon
     """The other loop looks for devices to close just before this one has given the device up."""
     closing = threading.Event()
 
-    class Forgotten(deque[Any]):
+    class DelayedQueue(deque[Any]):
         def append(self, device: Any) -> None:
             if threading.get_ident() == this_thread and device.has_foreign_parts() and not closing.is_set():
                 closing.set()
@@ -112,7 +112,7 @@ async def test_a_domain_closes_on_another_loop_while_its_device_is_collected(mon
         monkeypatch.setattr(lifecycle, "_forgotten", deque())
         del device, domain
         gc.collect()
-        monkeypatch.setattr(lifecycle, "_forgotten", Forgotten(lifecycle._forgotten))
+        monkeypatch.setattr(lifecycle, "_forgotten", DelayedQueue(lifecycle._forgotten))
 
     this_thread = threading.get_ident()
     with OwnerThread() as elsewhere:
@@ -128,7 +128,7 @@ async def test_a_collected_device_that_fails_to_close_is_logged_and_retried(capl
     devices[0].faults.fail("dealloc_pd", errno.EIO)
     with caplog.at_level(logging.ERROR):
         with pytest.warns(ResourceWarning, match="it was forgotten"):
-            forget_all(devices, pds)
+            drop_all(devices, pds)
         await until(lambda: "ibv_dealloc_pd failed: EIO" in caplog.text)
     assert len(handles.open_handles()) == 2
     async with open_device("soft0"):
@@ -136,7 +136,7 @@ async def test_a_collected_device_that_fails_to_close_is_logged_and_retried(capl
     assert await all_closed()
 
 
-def forget_all(*kept: list[Any]) -> None:
+def drop_all(*kept: list[Any]) -> None:
     for each in kept:
         each.clear()
     gc.collect()

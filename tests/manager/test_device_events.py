@@ -36,7 +36,7 @@ async def take_events(events: AsyncIterator[DeviceEvent], count: int) -> list[De
     return [await asyncio.wait_for(anext(events), patience(10)) for _ in range(count)]
 
 
-async def listening(events: AsyncIterator[DeviceEvent]) -> "asyncio.Task[DeviceEvent]":
+async def start_listening(events: AsyncIterator[DeviceEvent]) -> "asyncio.Task[DeviceEvent]":
     """The task of somebody who waits for the next event."""
     task = asyncio.ensure_future(anext(events))
     await asyncio.sleep(0)
@@ -76,7 +76,7 @@ async def test_events_of_one_object(device: Device) -> None:
         domain.queue_pair(cq) as other,
     ):
         of_one, of_all = device.events(qp), device.events()
-        first, second = await listening(of_one), await listening(of_all)
+        first, second = await start_listening(of_one), await start_listening(of_all)
         device.faults.break_queue_pair(other.handle)
         device.faults.break_queue_pair(qp.handle)
         assert (await first).resource is qp
@@ -93,7 +93,7 @@ async def test_each_object_has_its_own_events(device: Device) -> None:
         domain.shared_receive_queue(4) as srq,
     ):
         objects: list[AsyncEventSource[Any]] = [qp, srq, cq]
-        tasks = [await listening(each.events()) for each in objects]
+        tasks = [await start_listening(each.events()) for each in objects]
         faults = device.faults
         faults.set_port(False)
         faults.break_queue_pair(other.handle)
@@ -161,13 +161,13 @@ async def test_listeners_on_several_loops_all_receive_events(device: Device) -> 
     here = asyncio.get_running_loop()
 
     async def elsewhere() -> DeviceEvent:
-        task = await listening(device.events())
+        task = await start_listening(device.events())
         here.call_soon_threadsafe(ready.set)
         return await task
 
     thread = asyncio.create_task(asyncio.to_thread(asyncio.run, elsewhere()))
     await ready.wait()
-    task = await listening(device.events())
+    task = await start_listening(device.events())
     device.faults.set_port(False)
     assert await task == await thread == DeviceEvent(EventType.PORT_ERR, None, 1)
 
@@ -232,7 +232,7 @@ async def test_listeners_end_when_descriptors_run_out(device: Device, monkeypatc
     ], "they wait for somebody who listens"
 
 
-@pytest.mark.parametrize("loop_is", ["running", "standing", "closed"])
+@pytest.mark.parametrize("loop_is", ["running", "stalled", "closed"])
 async def test_loops_release_their_descriptors(loop_is: str) -> None:
     before = descriptors_at_first()
     device = await open_device("soft0").open()
@@ -246,7 +246,7 @@ async def test_loops_release_their_descriptors(loop_is: str) -> None:
     await asyncio.sleep(0.01)
     await device.aclose()
     await task
-    if loop_is == "standing":
+    if loop_is == "stalled":
         await asyncio.to_thread(loop.run_until_complete, listener)
     if loop_is != "closed":
         assert listener.result() == 0
@@ -299,7 +299,7 @@ async def test_a_delivered_event_does_not_block_closing(device: Device) -> None:
     async with device.resource_domain() as domain, domain.completion_queue(64) as cq:
         events = device.events()
         async with domain.queue_pair(cq) as qp:
-            task = await listening(events)
+            task = await start_listening(events)
             device.faults.break_queue_pair(qp.handle)
             assert (await task).resource is qp
         assert qp.closed

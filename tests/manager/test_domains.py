@@ -293,7 +293,7 @@ async def _leave(block: AbstractAsyncContextManager[object]) -> None:
     await block.__aexit__(None, None, None)
 
 
-async def test_a_loop_domain_outlives_generators_ended_with_the_loop(device: Device) -> None:
+async def test_shutdown_of_asyncgens_does_not_interrupt_leaving_a_loop_domain(device: Device) -> None:
     """In the middle of that, at an await, the loop ends what is left of generators."""
     said: list[object] = []
 

@@ -1,4 +1,4 @@
-"""Pools of buffers: who gets one when, and never somebody else's."""
+"""Buffer pools: order of leases, exclusive use, DMA, growth, and closing."""
 
 import asyncio
 import errno
@@ -50,7 +50,7 @@ async def pd(device: Device) -> AsyncIterator[ProtectionDomain]:
 
 
 def counts(pool: BufferPool) -> tuple[int, int, int, int]:
-    """Leased, under DMA, free, waiting."""
+    """Return the numbers of buffers leased, under DMA and free, and of waiting tasks."""
     statistics = pool.statistics()
     return statistics.leased, statistics.under_dma, statistics.free, statistics.waiting
 
@@ -67,7 +67,7 @@ async def check_refused(pool: BufferPool) -> None:
         await pool.lease()
 
 
-# ---- What a buffer is
+# ---- Leases
 
 
 async def test_a_lease(pd: ProtectionDomain) -> None:
@@ -108,7 +108,7 @@ async def test_buffers_are_apart_and_aligned(pd: ProtectionDomain) -> None:
 
 
 async def test_pages_of_64_kib(pd: ProtectionDomain, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As they may be on arm64 and POWER: a slab begins with one, so its buffers can be aligned to one."""
+    """Page size of some arm64 and POWER kernels: slabs start at a page, so buffers can be aligned to pages."""
     page = 64 << 10
     monkeypatch.setattr(mmap, "PAGESIZE", page)
     with pytest.raises(ValueError, match=f"power of two of at most {page} bytes, got {2 * page}"):
@@ -177,10 +177,12 @@ async def test_pools_of_every_kind_of_domain(device: Device) -> None:
     async with device.resource_domain() as domain, domain.buffer_pool(64, 1) as pool:
         with pool.lease_nowait() as buffer:
             assert buffer.region.handle.pd is domain.pd.handle
-        assert not any(child.kind == "BufferPool" for child in domain._lifecycle.info().children), "the PD's"
+        assert not any(child.kind == "BufferPool" for child in domain._lifecycle.info().children), (
+            "the pool is a child of the protection domain"
+        )
 
 
-# ---- Who waits
+# ---- Waiting for a buffer
 
 
 async def test_leases_are_granted_first_come_first_served(pd: ProtectionDomain) -> None:
@@ -199,7 +201,7 @@ async def test_leases_are_granted_first_come_first_served(pd: ProtectionDomain) 
         await turns()
         assert counts(pool) == (2, 0, 0, 10)
         held[0].release()
-        with pytest.raises(anyio.WouldBlock):  # it is the first one's already
+        with pytest.raises(anyio.WouldBlock):  # granted to the first waiter already
             pool.lease_nowait()
         held[1].release()
         await asyncio.gather(*tasks)
@@ -242,7 +244,7 @@ async def test_waiters_are_not_overtaken_while_another_thread_releases(pd: Prote
         held = await pool.lease()
         first = asyncio.ensure_future(pool.lease())
         await turns()
-        with pool._free_list._serving:  # it has not come to this one
+        with pool._free_list._serving:  # another thread is serving waiters
             held.release()
             assert counts(pool) == (0, 0, 1, 1)
             with pytest.raises(anyio.WouldBlock):
@@ -253,7 +255,7 @@ async def test_waiters_are_not_overtaken_while_another_thread_releases(pd: Prote
         pool._free_list.serve_waiters()
         (await first).release()
         (await second).release()
-        for _ in range(2):  # who waited is gone, and so is what was free
+        for _ in range(2):  # no waiter, then no free buffer
             pool._free_list._serve_one_waiter()
             assert counts(pool) == (0, 0, 1, 0)
             with pool.lease_nowait():
@@ -268,7 +270,7 @@ async def test_cancel_scopes_and_timeouts_while_waiting(pd: ProtectionDomain) ->
         assert scope.cancelled_caught
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.01), pool.lease():
-                pytest.fail("there is none")
+                pytest.fail("leased more buffers than the pool has")
         assert counts(pool) == (1, 0, 0, 0)
 
 
@@ -279,7 +281,7 @@ def run_in_thread(factory: Factory, work: Callable[[], Coroutine[object, object,
 
 @pytest.mark.parametrize("factory", LOOP_FACTORIES.values(), ids=LOOP_FACTORIES)
 async def test_loops_share_a_pool(pd: ProtectionDomain, factory: Factory) -> None:
-    """Every buffer has one user at a time, on whatever loop, with cancellations among them."""
+    """Every buffer has one user at a time across loops, with random cancellations."""
     users: dict[int, object] = {}
     done: list[int] = []
 
@@ -351,14 +353,14 @@ async def test_a_buffer_granted_to_a_loop_that_closes_returns(pd: ProtectionDoma
 
         await asyncio.to_thread(begin)
         held.release()
-        assert counts(pool) == (1, 0, 0, 0), "it is on its way"
+        assert counts(pool) == (1, 0, 0, 0), "granted, but not received by the waiter yet"
         with pytest.warns(ResourceWarning, match=r"was leased at .*test_buffers.py:\d+ and forgotten"):
             loop.close()
         assert counts(pool) == (0, 0, 1, 0)
         tasks.pop()._log_destroy_pending = False  # type: ignore[attr-defined]
 
 
-# ---- Devices at work
+# ---- DMA
 
 
 async def test_a_buffer_under_dma_is_not_leased_again(pd: ProtectionDomain) -> None:
@@ -374,7 +376,7 @@ async def test_a_buffer_under_dma_is_not_leased_again(pd: ProtectionDomain) -> N
         await turns()
         assert not waiting.done()
         buffer.pins.discard()
-        assert counts(pool) == (1, 0, 0, 0), "without a turn of the loop"
+        assert counts(pool) == (1, 0, 0, 0), "without an iteration of the loop"
         another = await waiting
         assert another.offset == buffer.offset
         assert counts(pool) == (1, 0, 0, 0)
@@ -409,7 +411,7 @@ async def test_a_collected_buffer_returns_to_the_pool(pd: ProtectionDomain) -> N
         gone = weakref.ref(buffer)
         with pytest.warns(ResourceWarning, match=r"was leased at .*test_buffers.py:\d+ and forgotten"):
             del buffer
-        assert gone() is None, "at once: there is no cycle"
+        assert gone() is None, "freed at once, since there is no reference cycle"
         assert counts(pool) == (0, 0, 1, 0)
         with pytest.raises(ClosedResourceError):
             part.sge  # noqa: B018
@@ -492,11 +494,11 @@ async def test_large_slabs_are_registered_in_a_thread(pd: ProtectionDomain, monk
     monkeypatch.setattr(BufferPool, "_add_slab", watched)
     async with pd.buffer_pool(64, 2, limit=7) as pool:
         held = [await pool.lease(), pool.lease_nowait()]
-        with pytest.raises(anyio.WouldBlock):  # it does not wait for a thread
+        with pytest.raises(anyio.WouldBlock):  # does not wait for the thread that adds a slab
             pool.lease_nowait()
         tasks = [asyncio.ensure_future(pool.lease()) for _ in range(8)]
         await turns(1)
-        tasks[0].cancel()  # who began it does not wait for it any more; the others do
+        tasks[0].cancel()  # the task that started the growth leaves; others still wait for it
         held += await asyncio.gather(*tasks[1:6])
         assert counts(pool) == (7, 0, 0, 2)
         assert len(threads) == 4
@@ -508,7 +510,7 @@ async def test_large_slabs_are_registered_in_a_thread(pd: ProtectionDomain, monk
 
 
 class SlowSlabs:
-    """The next slab is added when it is said, in a thread."""
+    """Delays the next slab, which a thread adds, until `go_on` is set."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("aioverbs._memory.region._LARGE_BYTES", 1)
@@ -532,10 +534,10 @@ async def test_one_slab_at_a_time_serves_all_waiters(pd: ProtectionDomain, monke
             second = asyncio.ensure_future(pool.lease())
             await turns()
             assert pool._growth is not None
-            await pool._growth  # the second's, which left it to the first's
+            await pool._growth  # the second task's growth ends at once, because the first one's is running
             assert pool.statistics().slabs == 1
             slow.go_on.set()
-            for buffer in await asyncio.gather(first, second):  # nothing was released meanwhile
+            for buffer in await asyncio.gather(first, second):  # no lease was released meanwhile
                 buffer.release()
             assert pool.statistics().slabs == 3
 
@@ -579,7 +581,7 @@ async def test_closing_with_outstanding_leases(pd: ProtectionDomain) -> None:
             buffer.buffer  # noqa: B018
     held[0].release()
     del held, buffer
-    view[:2] = b"ok"  # memory all the same
+    view[:2] = b"ok"  # the memory is still mapped
     assert counts(pool) == (0, 0, 0, 0)
     assert pool.statistics().slabs == 0
     await check_refused(pool)
@@ -646,18 +648,18 @@ async def test_a_failed_open_leaks_nothing(pd: ProtectionDomain, device: Device)
         assert counts(pool) == (0, 0, 1, 0)
 
 
-# ---- Whatever may happen
+# ---- Model
 
 
 class BufferPoolModel(RuleBasedStateMachine):
-    """A pool beside a model of it: who is first, what is away, what is worked with."""
+    """Compares a pool with a model: queue of waiters, leased buffers, buffers under DMA."""
 
     def __init__(self) -> None:
         super().__init__()
         self.runner = asyncio.Runner()
         self.device = open_device("soft0")
         self.leased: list[LeasedBuffer] = []
-        self.released: list[LeasedBuffer] = []  # and under DMA
+        self.released: list[LeasedBuffer] = []  # released, but still under DMA
         self.queue: list[asyncio.Task[LeasedBuffer]] = []
         self.run(self.open())
 
@@ -670,11 +672,11 @@ class BufferPoolModel(RuleBasedStateMachine):
         self.pool = await self.pd.buffer_pool(64, 2, limit=5).open()
 
     async def settle(self) -> None:
-        """Those who got one are the first of those who wait."""
+        """Check that the waiters with a buffer were the first in the queue."""
         await turns()
         while self.queue and self.queue[0].done():
             self.leased.append(self.queue.pop(0).result())
-        assert not any(task.done() for task in self.queue), "somebody overtook"
+        assert not any(task.done() for task in self.queue), "a later waiter was served first"
 
     @rule()
     def lease(self) -> None:
@@ -709,7 +711,7 @@ class BufferPoolModel(RuleBasedStateMachine):
                     del buffer
             else:
                 buffer.release()
-            if cancel and self.queue and not dma:  # it was given this one, in this turn
+            if cancel and self.queue and not dma:  # cancel the waiter that was granted this buffer in this iteration
                 self.queue.pop(0).cancel()
             await self.settle()
 
@@ -738,9 +740,9 @@ class BufferPoolModel(RuleBasedStateMachine):
     def counts_match_the_model(self) -> None:
         leased, under_dma, free, waiting = counts(self.pool)
         assert (leased, under_dma, waiting) == (len(self.leased), len(self.released), len(self.queue))
-        assert not (waiting and (free or leased + under_dma < 5)), "somebody waits for nothing"
+        assert not (waiting and (free or leased + under_dma < 5)), "a task waits although a buffer is available"
         away = [buffer.offset + 4096 * id(buffer.region) for buffer in (*self.leased, *self.released)]
-        assert len(set(away)) == len(away), "two have the same"
+        assert len(set(away)) == len(away), "a buffer is leased twice"
         assert leased + under_dma + free in (2, 4, 5)
         assert self.pool.statistics().high_water <= 5
 

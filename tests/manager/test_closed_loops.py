@@ -1,4 +1,4 @@
-"""Closings whose loop is closed in the middle of them, or stands still: another loop does them, and is not held up."""
+"""Closing that was started on a loop that is closed or does not run: another loop finishes it without hanging."""
 
 import asyncio
 import contextlib
@@ -30,7 +30,10 @@ def new_loop() -> Iterator[asyncio.AbstractEventLoop]:
 
 
 class HangingClose:
-    """A closing that does not end, since a write is held."""
+    """Close that does not end, because a write is held.
+
+    :param left: True if the closing task is cancelled.
+    """
 
     def __init__(self, what: str, left: bool = False) -> None:
         self.device = open_device("soft0", execution="thread")
@@ -63,7 +66,7 @@ class HangingClose:
 
 
 async def check_ends(awaited: "asyncio.Task[Any]") -> None:
-    """It ends, well; where it does not it is left alone, since it may not be possible to cancel it."""
+    """Check that a task ends successfully in time; a hanging task is not cancelled, because that may hang as well."""
     await asyncio.wait([awaited], timeout=patience(20))
     assert awaited.done()
     awaited.result()
@@ -72,7 +75,7 @@ async def check_ends(awaited: "asyncio.Task[Any]") -> None:
 @pytest.fixture(autouse=True)
 def _without_warnings() -> Iterator[None]:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ResourceWarning)  # of what is closed by its parent
+        warnings.simplefilter("ignore", ResourceWarning)  # about children closed by their parent
         yield
 
 
@@ -92,7 +95,7 @@ def test_a_device_finishes_a_close_begun_on_a_closed_loop(what: str, left: bool)
 
 
 def test_a_device_finishes_a_close_begun_in_an_ended_thread() -> None:
-    """Nobody closed that loop."""
+    """The loop itself stays unclosed."""
     begun = HangingClose("region")
     with new_loop() as loop, new_loop() as another:
         thread = threading.Thread(target=loop.run_until_complete, args=[begun.begin()])
@@ -130,7 +133,7 @@ def test_a_waiting_closer_takes_over_when_the_other_loop_closes(left: bool) -> N
         assert not second.done()
         loop.close()
         begun.device.faults.unhold()
-        await check_ends(asyncio.create_task(begun.device.aclose()))  # with the queues that nobody looks at any more
+        await check_ends(asyncio.create_task(begun.device.aclose()))  # its completion queues are not watched any more
         await check_ends(second)
         assert begun.region.closed
 
@@ -149,7 +152,7 @@ def test_waiting_for_a_stalled_loop_can_be_cancelled() -> None:
         second.cancel()
         await asyncio.wait([second], timeout=patience(20))
         assert second.cancelled()
-        loop.close()  # and now the task that it was left to goes on
+        loop.close()  # the close of the stalled loop is taken over now
         begun.device.faults.unhold()
         await check_ends(asyncio.create_task(begun.device.aclose()))
         assert begun.domain.closed
@@ -159,13 +162,13 @@ def test_waiting_for_a_stalled_loop_can_be_cancelled() -> None:
         another.run_until_complete(leave())
 
 
-# ---- What cannot be closed, where who closes it is cancelled
+# ---- Failed closing with a cancelled closer
 
 
 @pytest.mark.every_way
 @pytest.mark.parametrize("whole", [False, True])
 async def test_a_resource_that_cannot_be_drained_stays_open_after_a_cancellation(device: Device, whole: bool) -> None:
-    """The failure is told in a note of the cancellation."""
+    """A note of the CancelledError reports the failure."""
     domain = await device.resource_domain().open()
     window = await domain.memory_window().open()
     answered, began = asyncio.Event(), asyncio.Event()

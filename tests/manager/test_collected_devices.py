@@ -1,4 +1,4 @@
-"""A device that is forgotten is closed by a loop: that of its opener, or the next that opens one."""
+"""A garbage-collected device is closed by its opener's loop, or by the next loop that opens a device."""
 
 import asyncio
 import errno
@@ -22,7 +22,7 @@ from tests.waiting import until
 
 
 async def open_and_drop() -> None:
-    """Open one, and what it takes to make queues; nobody else knows them."""
+    """Open a device and two domains, and drop all references."""
     device = await open_device("soft0").open()
     await device.protection_domain().open()
     await device.resource_domain().open()
@@ -31,7 +31,7 @@ async def open_and_drop() -> None:
 
 
 async def all_closed() -> bool:
-    """Whether nothing is open, within a while."""
+    """Return whether all handles are closed within a few seconds."""
     for _ in range(1000):
         if not handles.open_handles():
             return True
@@ -78,7 +78,7 @@ async def test_a_collected_device_closes_after_domains_of_other_loops() -> None:
             device = await open_device("soft0").open()
             opening = asyncio.run_coroutine_threadsafe(open_domain(device), elsewhere.loop)
             domain = await asyncio.wrap_future(opening)
-            await run_on_owner(elsewhere.owner, lambda: None)  # what both loops did last has no more to do with it
+            await run_on_owner(elsewhere.owner, lambda: None)  # clears both loops' last references to it
             elsewhere.loop.call_soon_threadsafe(time.sleep, 0.05)
             del opening, device, domain
             gc.collect()
@@ -89,7 +89,7 @@ async def test_a_collected_device_closes_after_domains_of_other_loops() -> None:
 
 
 async def test_a_domain_closes_on_another_loop_while_its_device_is_collected(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other loop looks for devices to close just before this one has given the device up."""
+    """The other loop looks for collected devices just before this loop has put the device into the queue."""
     closing = threading.Event()
 
     class DelayedQueue(deque[Any]):

@@ -1,4 +1,4 @@
-"""A device's asynchronous events, as an iterator, on one loop and on several."""
+"""Asynchronous events of devices: iterators on one loop and on several loops."""
 
 import asyncio
 import contextlib
@@ -32,12 +32,12 @@ WRITTEN = AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_WRITE
 
 
 async def take_events(events: AsyncIterator[DeviceEvent], count: int) -> list[DeviceEvent]:
-    """The next events."""
+    """Return the next events."""
     return [await asyncio.wait_for(anext(events), patience(10)) for _ in range(count)]
 
 
 async def start_listening(events: AsyncIterator[DeviceEvent]) -> "asyncio.Task[DeviceEvent]":
-    """The task of somebody who waits for the next event."""
+    """Return a task that waits for the next event; it is suspended there already."""
     task = asyncio.ensure_future(anext(events))
     await asyncio.sleep(0)
     return task
@@ -104,7 +104,7 @@ async def test_each_object_has_its_own_events(device: Device) -> None:
         assert await asyncio.wait_for(asyncio.gather(*tasks), patience(10)) == [
             DeviceEvent(kind, each, None) for kind, each in zip(types, objects, strict=True)
         ]
-        # What they did not listen for waits for somebody who does.
+        # Events without a listener stay queued for the next one.
         rest = await take_events(device.events(), 2)
         assert [(event.event_type, event.resource) for event in rest] == [
             (EventType.PORT_ERR, None),
@@ -149,7 +149,7 @@ async def test_unread_events_keep_no_object_alive(device: Device) -> None:
         device.faults.break_shared_receive_queue(kept[0].handle)
         async with domain.shared_receive_queue(4) as other:
             device.faults.break_shared_receive_queue(other.handle)
-            assert (await take_events(other.events(), 1))[0].resource is other  # of the first one nobody hears
+            assert (await take_events(other.events(), 1))[0].resource is other  # the first queue has no listener
         with pytest.warns(ResourceWarning, match="SharedReceiveQueue"):
             kept.clear()
         assert await take_events(device.events(), 1) == [DeviceEvent(EventType.SRQ_ERR, None, None)]
@@ -199,11 +199,11 @@ async def test_closing_the_device_ends_its_events() -> None:
 
 
 async def test_closing_a_device_right_after_listening() -> None:
-    """libuv ends a process whose loop polls a descriptor that was closed."""
+    """No loop may poll the descriptor after it was closed: libuv aborts the process then."""
     async with open_device("soft0") as device:
         async with device.resource_domain() as domain, domain.completion_queue(64):
             device.faults.set_port(False)
-            await asyncio.sleep(0.01)  # the queue's loop takes it, and nobody hears of it
+            await asyncio.sleep(0.01)  # the queue's loop reads the event, which has no listener
         await asyncio.sleep(0.01)
         events = device.events()
         assert (await anext(events)).event_type is EventType.PORT_ERR
@@ -229,7 +229,7 @@ async def test_listeners_end_when_descriptors_run_out(device: Device, monkeypatc
     assert [event.event_type for event in await take_events(device.events(), 2)] == [
         EventType.PORT_ERR,
         EventType.DEVICE_FATAL,
-    ], "they wait for somebody who listens"
+    ], "events stay queued for a listener"
 
 
 @pytest.mark.parametrize("loop_is", ["running", "stalled", "closed"])
@@ -262,7 +262,10 @@ async def test_a_listener_of_a_closed_loop_takes_no_events_from_others(device: D
     with contextlib.closing(asyncio.new_event_loop()) as loop:
         listener = loop.create_task(listen_to_all(device))
         await asyncio.to_thread(loop.run_until_complete, asyncio.sleep(0))
-    async with device.resource_domain() as domain, domain.completion_queue(64):  # which is told, and so takes events
+    async with (
+        device.resource_domain() as domain,
+        domain.completion_queue(64),
+    ):  # its loop reads events
         device.faults.set_port(False)
         await until(lambda: not select.select([device.handle.async_fd], [], [], 0)[0])
         others = device.events()

@@ -1,4 +1,4 @@
-"""Thread domains, parent domains and resource domains: native, or with everything kept but the speed."""
+"""Thread domains, parent domains and resource domains: native, and degraded with the same behaviour."""
 
 import asyncio
 import contextvars
@@ -61,7 +61,7 @@ async def test_a_thread_domain_degrades_with_one_warning(
         assert not td.native
         assert td.handle is None
         assert not another.native
-        assert td.owner is not None, "the rule stays: one loop and its thread"
+        assert td.owner is not None, "still owned by one loop and its thread"
         async with device.protection_domain() as pd, pd.parent_domain(td) as domain:
             assert domain.native
             assert domain.owner is td.owner
@@ -112,7 +112,7 @@ async def test_a_parent_domain_stands_for_its_protection_domain(device: Device) 
 
 
 async def test_parents_of_wrong_types_are_refused(device: Device) -> None:
-    """Anything else is refused when it is given, not by an error from deep inside."""
+    """Wrong parents are refused by the constructor, with an error that names both."""
     async with device.protection_domain() as pd, pd.completion_queue(4) as cq:
         given: Any
         for given in ("x", "", 0, object()):
@@ -250,7 +250,7 @@ async def test_the_domain_of_a_closed_loop_is_dropped() -> None:
     assert left() is None
     assert domain.owner is not None
     assert domain.owner.loop is asyncio.get_running_loop()
-    assert len(device.resources().children) == 2, "what it made is still there"
+    assert len(device.resources().children) == 2, "the resource of the closed loop is still open"
     await here.__aexit__(None, None, None)
     await device.aclose()
     assert handles.open_handles() == []
@@ -294,7 +294,7 @@ async def _leave(block: AbstractAsyncContextManager[object]) -> None:
 
 
 async def test_shutdown_of_asyncgens_does_not_interrupt_leaving_a_loop_domain(device: Device) -> None:
-    """In the middle of that, at an await, the loop ends what is left of generators."""
+    """`shutdown_asyncgens` runs while leaving the block is suspended."""
     said: list[object] = []
 
     async def elsewhere() -> None:
@@ -330,11 +330,11 @@ async def test_a_closed_domain_is_not_native(device: Device) -> None:
         _ = td.handle
 
 
-# ---- Calls that are carried to the owner
+# ---- Calls on the owner's loop
 
 
 class OwnerThread:
-    """A loop in a thread of its own, with an affinity."""
+    """Event loop in a thread of its own, with an affinity."""
 
     def __init__(self) -> None:
         self._ready = threading.Event()
@@ -437,7 +437,7 @@ async def test_a_call_fails_when_its_owner_ends() -> None:
     with OwnerThread() as elsewhere:
         task = asyncio.create_task(run_on_owner(elsewhere.owner, stay))
         await asyncio.to_thread(started.wait, 30)
-        elsewhere.stop()  # asyncio.run cancels what is left
+        elsewhere.stop()  # asyncio.run cancels the remaining tasks
         with pytest.raises(BrokenResourceError, match="cancelled the call that was sent there"):
             await task
     with pytest.raises(AffinityError, match=r"has ended|is closed"):

@@ -49,7 +49,7 @@ ON_RDMA_DEVICES = {"rping"}  # tests/rdma has them
 NEEDS = {"arrays": "numpy", "asgi": "uvicorn"}
 
 
-def test_every_example_is_here() -> None:
+def test_every_example_is_tested() -> None:
     assert {path.stem for path in (ROOT / "examples").glob("*.py")} == set(SAYS) | ON_RDMA_DEVICES | {TESTS}
 
 

@@ -41,19 +41,19 @@ def table(*entries: tuple[GidType, str]) -> list[Gid]:
 
 PREFERRED: dict[str, tuple[list[Gid], int | None]] = {
     "none": ([], None),
-    "empty places": (table((V2, "::"), (V1, "::")), None),
-    "as NICs have them": (table((V1, LINK), (V2, LINK), (V1, IPV4), (V2, IPV4)), 3),
-    "the first of two": (table((V2, IPV4), (V2, "::ffff:10.0.0.2")), 0),
+    "empty entries": (table((V2, "::"), (V1, "::")), None),
+    "typical NIC": (table((V1, LINK), (V2, LINK), (V1, IPV4), (V2, IPV4)), 3),
+    "first of two": (table((V2, IPV4), (V2, "::ffff:10.0.0.2")), 0),
     "RoCE v2 before an IPv4 address": (table((V1, IPV4), (V2, LINK)), 1),
     "global before link-local": (table((V2, LINK), (V2, GLOBAL)), 1),
     "global before any link-local": (table((V2, OTHER_LINK), (V2, GLOBAL)), 1),
     "IPv4 before global": (table((V2, GLOBAL), (V2, IPV4)), 1),
-    "RoCE v1 where there is no other": (table((V1, LINK), (V1, IPV4)), 1),
-    "behind an empty place": (table((V2, "::"), (V2, LINK)), 1),
+    "RoCE v1 without alternative": (table((V1, LINK), (V1, IPV4)), 1),
+    "after an empty entry": (table((V2, "::"), (V2, LINK)), 1),
     "InfiniBand": (table((IB, LINK), (IB, GLOBAL), (IB, IPV4)), 0),
     "IPv4 with a port": (table((V2, LINK), (V2, "::1d2f:ffff:10.0.0.1")), 1),
     "IPv4 with a port before global": (table((V2, GLOBAL), (V2, "::1d2f:ffff:10.0.0.1")), 1),
-    "another one with IPv4 in it": (table((V2, GLOBAL), (V2, "::ffff:0:10.0.0.1")), 0),
+    "IPv4 with another prefix": (table((V2, GLOBAL), (V2, "::ffff:0:10.0.0.1")), 0),
 }
 
 

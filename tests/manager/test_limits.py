@@ -172,7 +172,7 @@ async def test_shared_receive_queues(device: Device, domain: ResourceDomain) -> 
         pass
 
 
-async def test_concurrent_opens_never_exceed_the_devices_count(device: Device) -> None:
+async def test_limits_of_a_smaller_device(device: Device) -> None:
     """As many are: the numbers are its own, and no others."""
     less: DeviceAttributes = replace(
         device.attributes(), max_qp_wr=100, max_sge=3, max_cqe=200, max_srq_wr=50, max_srq_sge=2

@@ -38,7 +38,7 @@ REMOTE = AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_WRITE | AccessFlags.REMOTE
 LARGE = 32 << 20
 
 
-def a_file(folder: Path) -> mmap.mmap:
+def file_mapping(folder: Path) -> mmap.mmap:
     path = folder / "file"
     path.write_bytes(bytes(8192))
     with path.open("r+b") as file:
@@ -50,7 +50,7 @@ BUFFERS: dict[str, Callable[[Path], "Buffer | int"]] = {
     "memoryview": lambda _: memoryview(bytearray(10000))[100:8292],
     "array": lambda _: array.array("d", bytes(8192)),
     "anonymous mapping": lambda _: mmap.mmap(-1, 8192),
-    "file mapping": a_file,
+    "file mapping": file_mapping,
     "bytes to allocate": lambda _: 8192,
 }
 
@@ -80,7 +80,7 @@ class Record(ctypes.BigEndianStructure):
     _fields_ = (("key", ctypes.c_uint32), ("value", ctypes.c_double))
 
 
-def several(kind: Any, *shape: int) -> "Buffer":
+def ctypes_array(kind: Any, *shape: int) -> "Buffer":
     """An array with a shape, and elements that memoryview cannot read, as numpy's may be."""
     for length in reversed(shape):
         kind *= length
@@ -89,18 +89,18 @@ def several(kind: Any, *shape: int) -> "Buffer":
 
 
 SHAPED: dict[str, Callable[[], "Buffer"]] = {
-    "two dimensions": lambda: several(ctypes.c_double, 8, 16),
-    "big endian": lambda: several(ctypes.c_float.__ctype_be__, 256),
-    "records": lambda: several(Record, 4, 4, 4),
+    "two dimensions": lambda: ctypes_array(ctypes.c_double, 8, 16),
+    "big endian": lambda: ctypes_array(ctypes.c_float.__ctype_be__, 256),
+    "records": lambda: ctypes_array(Record, 4, 4, 4),
     "of memoryview": lambda: memoryview(bytearray(1024)).cast("d", (8, 16)),
-    "numpy, two dimensions": lambda: numpy("zeros", (8, 16)),
-    "numpy, complex numbers": lambda: numpy("zeros", 64, "c16"),
-    "numpy, big endian": lambda: numpy("zeros", 256, ">f4"),
-    "numpy, a part": lambda: numpy("zeros", (16, 16))[4:12],
+    "numpy, two dimensions": lambda: numpy_array("zeros", (8, 16)),
+    "numpy, complex numbers": lambda: numpy_array("zeros", 64, "c16"),
+    "numpy, big endian": lambda: numpy_array("zeros", 256, ">f4"),
+    "numpy, a part": lambda: numpy_array("zeros", (16, 16))[4:12],
 }
 
 
-def numpy(make: str, *arguments: object) -> Any:
+def numpy_array(make: str, *arguments: object) -> Any:
     """Of numpy, where it is installed: the others have the same buffers."""
     return getattr(pytest.importorskip("numpy"), make)(*arguments)
 
@@ -119,7 +119,7 @@ async def test_arrays_of_any_shape_are_bytes(device: Device, make: Callable[[], 
 
 @pytest.mark.parametrize("read_only", [True, False])
 async def test_read_only_or_non_contiguous_numpy_arrays(device: Device, read_only: bool) -> None:
-    array = numpy("zeros", (8, 16))
+    array = numpy_array("zeros", (8, 16))
     if read_only:
         array.flags.writeable = False
     async with device.protection_domain() as pd:
@@ -310,10 +310,10 @@ async def test_shared_protection_domains(device: Device) -> None:
 async def test_keys_are_integers(device: Device) -> None:
     """A key is not truncated or converted to one that others may guess, and no error shows it."""
     for key in (1.5, 1.0, "1", b"1", None):
-        await refuse_key(device, key)
+        await check_key_refused(device, key)
 
 
-async def refuse_key(device: Device, key: Any) -> None:
+async def check_key_refused(device: Device, key: Any) -> None:
     said = f"share_key must be an integer of 64 bits, not of type {type(key).__name__}$"
     async with device.protection_domain() as pd:
         with pytest.raises(TypeError, match=said):

@@ -54,10 +54,10 @@ async def test_viewers_check_the_listening_user(monkeypatch: pytest.MonkeyPatch)
     async with monitor() as watched:
         monkeypatch.setattr(directory, "peer_user", lambda connected: os.geteuid() + 1)
         with (
-            MonitorDirectory(watched.path.parent) as looked_at,
+            MonitorDirectory(watched.path.parent) as opened,
             pytest.raises(PermissionError, match=f"a process of user {os.geteuid() + 1} listens there"),
         ):
-            looked_at.connect(watched.path.name, 1)
+            opened.connect(watched.path.name, 1)
         assert watched.path.exists()
 
 
@@ -110,7 +110,7 @@ async def test_a_path_longer_than_a_socket_address(folder: Path, monkeypatch: py
             assert (await viewer.read_sample())["pid"] == os.getpid()
 
 
-NO_QUESTIONS = [
+INVALID_REQUESTS = [
     b"\n",
     b"hello\n",
     b"[" * 4000 + b"\n",
@@ -131,11 +131,11 @@ NO_QUESTIONS = [
 
 async def test_invalid_requests() -> None:
     async with monitor() as watched:
-        for question in NO_QUESTIONS:
+        for request in INVALID_REQUESTS:
             with open_viewer(watched) as viewer:
                 await viewer.read_line()
-                viewer.send_request(question)
-                assert await viewer.is_disconnected(), question
+                viewer.send_request(request)
+                assert await viewer.is_disconnected(), request
         with open_viewer(watched) as viewer:  # it goes on
             await viewer.read_line()
             viewer.send_request(b'{"interval_s": 1.0}\n')
@@ -172,18 +172,18 @@ async def test_accepting_without_free_descriptors(
             self.fileno = listening.fileno
 
         def accept(self) -> None:
-            looked_at._listening = listening
+            watched_server._listening = listening
             raise OSError(errno.EMFILE, "too many open files")
 
-    deaf_s = 0.2
-    monkeypatch.setattr(server, "_ACCEPT_PAUSE_S", deaf_s)
+    pause_s = 0.2
+    monkeypatch.setattr(server, "_ACCEPT_PAUSE_S", pause_s)
     async with monitor() as watched:
-        looked_at: Any = monitor_module._server
-        listening, looked_at._listening = looked_at._listening, FailsOnce(looked_at._listening)
+        watched_server: Any = monitor_module._server
+        listening, watched_server._listening = watched_server._listening, FailsOnce(watched_server._listening)
         begin = time.monotonic()
         with open_viewer(watched) as viewer:
             assert (await viewer.read_sample())["pid"] == os.getpid()
-        assert time.monotonic() - begin >= deaf_s, "it was not tried again and again"
+        assert time.monotonic() - begin >= pause_s, "accepting pauses after a failure"
     assert caplog.text.count("no monitor is accepted") == 1
 
 
@@ -196,7 +196,7 @@ JSON = st.recursive(
 
 
 @given(st.binary() | JSON.map(lambda value: json.dumps(value).encode()))
-def test_any_request_is_answered_or_refused(question: bytes) -> None:
+def test_any_request_is_answered_or_refused(line: bytes) -> None:
     least, most = server.INTERVALS_S
     with contextlib.suppress(ValueError):
-        assert least <= server._interval_of(question) <= most
+        assert least <= server._interval_of(line) <= most

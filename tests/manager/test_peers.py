@@ -145,7 +145,7 @@ async def test_closing_logs_remaining_refusals(directory: Path, port: int, caplo
 
 async def test_another_loop_takes_over_logging(directory: Path, port: int) -> None:
     device = open_device(f"soft0@{own_address()}:{port}")
-    thread = threading.Thread(target=lambda: asyncio.run(opened(device)))
+    thread = threading.Thread(target=lambda: asyncio.run(open_device_only(device)))
     thread.start()
     await asyncio.to_thread(thread.join)
     try:
@@ -157,7 +157,7 @@ async def test_another_loop_takes_over_logging(directory: Path, port: int) -> No
         await device.aclose()
 
 
-async def opened(device: Device) -> None:
+async def open_device_only(device: Device) -> None:
     await device.open()
 
 

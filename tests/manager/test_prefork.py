@@ -11,7 +11,7 @@ from tests.core.children import in_child
 ACCESS = AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_WRITE
 
 
-async def serve() -> bytes:
+async def use_own_device() -> bytes:
     """What a worker does: its own device, domain and queues."""
     async with (
         open_device("soft0", execution="thread") as device,
@@ -30,7 +30,7 @@ async def serve() -> bytes:
 
 def test_workers_open_devices_after_the_fork() -> None:
     for _ in range(4):
-        pid, moved = in_child(lambda: (os.getpid(), asyncio.run(serve())))
+        pid, moved = in_child(lambda: (os.getpid(), asyncio.run(use_own_device())))
         assert moved == pid.to_bytes(4, "big")
 
 
@@ -42,7 +42,7 @@ def test_a_worker_forked_beside_an_open_device() -> None:
     def in_the_child() -> bytes:
         # The parent's loop is not running here; the child makes its own.
         asyncio.events._set_running_loop(None)
-        return asyncio.run(serve())
+        return asyncio.run(use_own_device())
 
     assert len(asyncio.run(parent())) == 4
 

@@ -141,7 +141,7 @@ async def test_read_only_memory_is_not_written(pd: ProtectionDomain) -> None:
 
 
 @needs(Capability.FAULT_PLAN)
-async def test_what_cannot_be_registered(pd: ProtectionDomain, device: Device) -> None:
+async def test_unsuitable_memory_is_refused(pd: ProtectionDomain, device: Device) -> None:
     with pytest.raises(BufferError):
         await use(pd, memoryview(bytearray(64))[::2])
     with pytest.raises(ValueError, match="no bytes"):
@@ -415,7 +415,7 @@ async def test_a_collected_protection_domain_with_a_cache_warns() -> None:
     memory.append(1)
 
 
-class Caching(RuleBasedStateMachine):
+class RegistrationCacheModel(RuleBasedStateMachine):
     """Objects that come, go, change and come back: what is found is theirs."""
 
     def __init__(self) -> None:
@@ -434,12 +434,12 @@ class Caching(RuleBasedStateMachine):
         self.pd.cache.max_bytes, self.pd.cache.max_entries = 10_000, 4
 
     @rule(size=st.integers(1, 6_000))
-    def come(self, size: int) -> None:
+    def add_buffer(self, size: int) -> None:
         self.buffers.append(bytearray(size))
 
     @precondition(lambda self: self.buffers)
     @rule(data=st.data())
-    def go(self, data: st.DataObject) -> None:
+    def remove_buffer(self, data: st.DataObject) -> None:
         self.buffers.pop(data.draw(st.integers(0, len(self.buffers) - 1)))
 
     @precondition(lambda self: self.buffers)
@@ -483,12 +483,12 @@ class Caching(RuleBasedStateMachine):
         self.runner.close()
 
 
-Caching.TestCase.settings = settings(max_examples=30, stateful_step_count=30)
-TestCaching = Caching.TestCase
+RegistrationCacheModel.TestCase.settings = settings(max_examples=30, stateful_step_count=30)
+TestRegistrationCacheModel = RegistrationCacheModel.TestCase
 
 
 @pytest.mark.parametrize("size", [64, 1 << 20])
-async def test_a_kept_error_does_not_keep_the_buffer(
+async def test_a_referenced_error_does_not_keep_the_buffer(
     device: Device, monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
     """Neither where registering is cancelled, nor where what is too large to be kept is."""

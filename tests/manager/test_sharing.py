@@ -124,9 +124,9 @@ async def exchange(ends: Ends, stand_in: StandIn, shared: Share, shared_id: int 
     return received
 
 
-def close(given: ReceivedShare | ReceivedSoftwareShare) -> None:
-    given.share.destroy()
-    given.close()
+def close(received_share: ReceivedShare | ReceivedSoftwareShare) -> None:
+    received_share.share.destroy()
+    received_share.close()
 
 
 # ---- What is said
@@ -273,7 +273,7 @@ async def test_more_descriptors_than_the_process_limit(ends: Ends, stand_in: Sta
     assert not await asyncio.get_running_loop().sock_recv(near, 1)
 
 
-async def test_unexpected_descriptors_are_closed(ends: Ends, stand_in: StandIn, shared: Share) -> None:
+async def test_unexpected_descriptors_are_refused(ends: Ends, stand_in: StandIn, shared: Share) -> None:
     near, far = ends
     attach(far, Request.make(ID, KEY, bytes(16)).pack(), stand_in.dup_cmd_fd(), stand_in.dup_cmd_fd())
     with pytest.raises(VerbsError, match=r"EPROTO .*attached more than 0 descriptors"):
@@ -282,7 +282,9 @@ async def test_unexpected_descriptors_are_closed(ends: Ends, stand_in: StandIn, 
     assert not await asyncio.get_running_loop().sock_recv(far, 1)
 
 
-async def test_descriptors_of_a_request_in_pieces_are_closed(ends: Ends, stand_in: StandIn, shared: Share) -> None:
+async def test_descriptors_with_pieces_of_a_request_do_not_accumulate(
+    ends: Ends, stand_in: StandIn, shared: Share
+) -> None:
     """However many come, with however many pieces: the process has those that it needs."""
     near, far = ends
     before = descriptors_at_first()
@@ -482,19 +484,19 @@ def test_invalid_messages(data: bytes) -> None:
 
 
 @given(st.data(), st.sampled_from([Request, Reply]))
-def test_a_message_with_a_bit_turned(data: st.DataObject, kind: type[Request] | type[Reply]) -> None:
+def test_a_message_with_a_flipped_bit(data: st.DataObject, kind: type[Request] | type[Reply]) -> None:
     request = Request.make(ID, KEY, bytes(range(16)))
     whole = (request if kind is Request else Reply.make(request, KEY, "mlx5_0", 7)).pack()
     assert len(whole) == kind.SIZE
     place = data.draw(st.integers(0, 8 * kind.SIZE - 1))
-    turned = bytearray(whole)
-    turned[place // 8] ^= 1 << place % 8
+    flipped = bytearray(whole)
+    flipped[place // 8] ^= 1 << place % 8
     head = 8 * (12 if kind is Request else 10)  # magic, version, and a status that a request has not
     if place < head:
         with pytest.raises(VerbsError, match="EPROTO"):
-            kind.parse(bytes(turned))
+            kind.parse(bytes(flipped))
         return
-    parsed = kind.parse(bytes(turned))
+    parsed = kind.parse(bytes(flipped))
     if isinstance(parsed, Request):
         assert not parsed.proves(KEY)
     else:
@@ -768,11 +770,11 @@ def two_at_once(
 
     async def receive_in_turn(*arguments: Any) -> ReceivedShare | ReceivedSoftwareShare:
         async with turn:
-            _, given = await asyncio.gather(answer(ends[0], stand_in.context, shared), receive(*arguments))
+            _, received_share = await asyncio.gather(answer(ends[0], stand_in.context, shared), receive(*arguments))
         await both.wait()
         while busy and not spend(OPENING):
             pass
-        return given
+        return received_share
 
     return receive_in_turn
 

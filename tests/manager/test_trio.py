@@ -50,7 +50,7 @@ async def loop_domain(device: Device, *_: object) -> None:
         raise AssertionError("opened")
 
 
-async def importing(*_: object) -> None:
+async def open_imported_device(*_: object) -> None:
     near, far = socket.socketpair()
     with near, far:
         near.setblocking(False)
@@ -63,7 +63,7 @@ ATTEMPTS: dict[str, Attempt] = {
     "loop domain": loop_domain,
     "completion queue": lambda device, pd, domain: domain.completion_queue(4).open(),
     "large region": lambda device, pd, domain: pd.register(16 << 20).open(),
-    "imported device": importing,
+    "imported device": open_imported_device,
     "events": lambda device, pd, domain: anext(device.events()),
 }
 

@@ -1,4 +1,4 @@
-"""Address handles whose verb may wait for other machines: they are made without keeping the loop."""
+"""Opening an address handle does not block the loop while the verb resolves the peer's address."""
 
 import asyncio
 

@@ -1,15 +1,15 @@
-"""What tests are skipped for where it is missing."""
+"""Probes of the capabilities that tests need."""
 
 from tests.capabilities import Capability, capabilities
 
 
 def test_the_software_device_has_every_capability() -> None:
-    """So no test is skipped everywhere."""
+    """Otherwise a test could be skipped on all devices."""
     assert capabilities("soft0") == set(Capability)
 
 
 def test_probing_twice_gives_the_same_capabilities(device_name: str) -> None:
-    """Asked twice, the same; and on RDMA devices nothing that only a device of this process can have."""
+    """RDMA devices have no capability that only a device inside this process can have."""
     found = capabilities(device_name)
     capabilities.cache_clear()
     assert capabilities(device_name) == found

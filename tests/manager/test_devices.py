@@ -1,4 +1,4 @@
-"""Which device is opened, and what is said where it is not the one that was hoped for."""
+"""Choice of the device to open, and messages if it is not the wanted one."""
 
 import errno
 import logging
@@ -51,7 +51,7 @@ async def test_an_address_makes_a_device(no_hardware: None, monkeypatch: pytest.
 
 
 async def test_queue_pairs_connect_by_the_devices_address(no_hardware: None) -> None:
-    for port, in_gid in ((7470, "1d2e"), (7471, "1d2f")):  # the loopback network's always have it
+    for port, in_gid in ((7470, "1d2e"), (7471, "1d2f")):  # addresses of the loopback network always have such a GID
         async with (
             open_device(f"soft0@{own_address()}:{port}") as device,
             device.resource_domain() as domain,
@@ -138,7 +138,7 @@ async def test_the_environment_chooses(
     assert not caplog.records
     monkeypatch.setenv("AIOVERBS_DEVICE", "mlx5_9")
     async with open_device("soft0") as device:
-        assert device.name == "soft0", "an argument is more than the environment"
+        assert device.name == "soft0", "an argument has precedence over the environment"
 
 
 async def test_an_unknown_name_lists_the_devices(
@@ -194,7 +194,7 @@ def test_thread_domain_budget_is_a_count() -> None:
 
 @pytest.fixture
 def unopened(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
-    """A pyverbs with a device, the opening of which ends with the error number of its `error_code`."""
+    """Install a pyverbs with one device that fails to open with the number in `PyverbsError.error_code`."""
 
     class PyverbsError(Exception):
         error_code = errno.EACCES
@@ -225,7 +225,7 @@ def test_missing_permission_is_listed_as_the_reason(unopened: types.SimpleNamesp
 async def test_the_error_is_that_of_opening_the_device_file(
     unopened: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, number: int
 ) -> None:
-    """The number that libibverbs leaves is that of its last attempt, which is another one."""
+    """libibverbs leaves the error number of a later attempt, which hides the reason."""
     unopened.PyverbsError.error_code = errno.ENOENT
     node = Path("/dev/infiniband/uverbs7")
     monkeypatch.setattr(hardware, "device_nodes", lambda: {"mlx5_7": node})

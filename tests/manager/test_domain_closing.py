@@ -1,4 +1,4 @@
-"""Closing a resource domain, or what it is over: whichever is closed, the parts end in an order that the verbs take."""
+"""Closing a resource domain, or the domain below it, closes all parts in an order that the verbs accept."""
 
 import asyncio
 import warnings
@@ -64,7 +64,7 @@ async def test_a_resource_domain_over_another_domain_ends_with_either(
         await closed.aclose()
     opened: list[Resource] = [*outer, domain, *made]
     assert len(caught) == len([each for each in opened if each.closed and each is not closed])
-    of_domain = [each for each in made if not isinstance(each, MemoryRegion)]  # regions are the base's
+    of_domain = [each for each in made if not isinstance(each, MemoryRegion)]  # regions belong to the base
     assert {each.state for each in (closed, domain, *parts, *of_domain)} == {ResourceState.CLOSED}
     if which in ("base", "device"):
         assert {each.state for each in made} <= {ResourceState.CLOSED}

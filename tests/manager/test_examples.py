@@ -1,4 +1,4 @@
-"""The examples run, and say what they are to say."""
+"""The examples run and print the expected output."""
 
 import os
 import shutil
@@ -36,7 +36,7 @@ SAYS = {
     "shared_pd": ["registered by the other: b'hello'", "with another key: ibv_share_pd failed: EACCES"],
     "xrc_domain": ["opened by two contexts", "O_EXCL: ibv_open_xrcd failed: EINVAL", "removed with its last reference"],
 }
-TESTS = "test_key_value"  # for pytest, of a service with `aioverbs.testing`
+TESTS = "test_key_value"  # a pytest file, which tests a service with `aioverbs.testing`
 ARGUMENTS = {"rc_pingpong": ["--both", "-p", "0", "-n", "50"]}
 
 
@@ -45,7 +45,7 @@ def example(name: str, *arguments: str) -> "subprocess.CompletedProcess[str]":
     return run(command, patience(50), env={**os.environ, "AIOVERBS_DEVICE": "soft0"})
 
 
-ON_RDMA_DEVICES = {"rping"}  # tests/rdma has them
+ON_RDMA_DEVICES = {"rping"}  # tested in tests/rdma
 NEEDS = {"arrays": "numpy", "asgi": "uvicorn"}
 
 
@@ -65,7 +65,7 @@ def test_example(name: str) -> None:
 
 @pytest.mark.timeout(180)
 def test_a_users_tests_of_a_service(tmp_path: Path) -> None:
-    """They find the plugin by themselves."""
+    """pytest finds the plugin `aioverbs.testing` without configuration."""
     for name in ("key_value", TESTS):
         shutil.copy(ROOT / "examples" / f"{name}.py", tmp_path)
     (tmp_path / "pytest.ini").write_text("[pytest]\nasyncio_default_fixture_loop_scope = function\n")

@@ -1,4 +1,4 @@
-"""Which GID queue pairs send from: the choice, from tables of all kinds, and what a device makes of it."""
+"""Choice of the GID that queue pairs send from, with fake tables and on devices."""
 
 import errno
 import ipaddress
@@ -68,12 +68,12 @@ def test_a_table_with_empty_first_entries() -> None:
 
 
 def half(of: bytes) -> int:
-    """As pyverbs gives it: as it stands in memory."""
+    """Return half of a GID as pyverbs does: an integer in host byte order."""
     return int.from_bytes(of, "little" if memoryview(b"\1\0").cast("H")[0] == 1 else "big")
 
 
 class FakePyverbsContext:
-    """A pyverbs context of a device with two ports."""
+    """Fake pyverbs context of a device with two ports."""
 
     def __init__(self, entries: list[tuple[int, Gid]]) -> None:
         self.entries, self.asked, self.closed = entries, 0, False
@@ -96,7 +96,7 @@ class FakePyverbsContext:
 
 
 class FakePortsContext:
-    """A context of a device with two ports, instead of one of a device that is there."""
+    """Fake context of a device with two ports."""
 
     name = "mlx5_7"
     software = False
@@ -135,7 +135,7 @@ def test_each_port_has_its_own_gid(context: handles.Context, monkeypatch: pytest
 
 
 def test_a_context_not_made_by_pyverbs(context: handles.Context, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As one over another process's descriptor: the device is opened for a moment."""
+    """For example over another process's descriptor: the device is opened by pyverbs for the query."""
     fake, opened = FakePyverbsContext([(1, each) for each in table((V2, IPV4))]), []
 
     def opens(name: str) -> FakePyverbsContext:
@@ -200,7 +200,7 @@ async def test_queue_pairs_send_from_the_default_or_another_gid(device: Device) 
 
 @pytest.mark.parametrize("index", [-1, 1000])
 async def test_an_index_beyond_the_table(device: Device, index: int) -> None:
-    """It is refused for good, and not tried again as a device that fails is."""
+    """The error is final: `reconnect` does not retry, as it does when a device fails."""
     message = f"^`gid_index` must be 0 to [0-9]+ for port 1 of {re.escape(device.handle.name)}, got {index}: "
     settings = ConnectionSettings(gid_index=index)
     async with device.resource_domain() as domain, domain.completion_queue(64) as cq:
@@ -233,7 +233,7 @@ async def test_datagrams_are_sent_from_the_chosen_gid(device: Device) -> None:
 async def test_an_empty_entry(device: Device) -> None:
     async with device.resource_domain() as domain, domain.completion_queue(64) as cq:
         empty = len(gid_table(device.handle, 1))
-        length = min(device.port().gid_tbl_len, 256)  # those that an address can name
+        length = min(device.port().gid_tbl_len, 256)  # indices that an address vector can hold
         with pytest.raises(ValueError, match=f"`port` must be 1 to 1 for {device.name}, got 2"):
             await domain.queue_pair(cq, port=2).open()
         if empty < length:

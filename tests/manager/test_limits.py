@@ -1,4 +1,4 @@
-"""What is asked for beyond what a device has is refused before the verb, and says what it has."""
+"""Requests beyond the limits of a device are refused before the verb; the message has the limit."""
 
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
@@ -28,7 +28,7 @@ async def cq(domain: ResourceDomain) -> AsyncIterator[CompletionQueue]:
 
 @contextmanager
 def no_verb(device: Device, *verbs: str) -> Iterator[None]:
-    """None of these verbs is called, where the device counts that."""
+    """Check that none of these verbs is called, on devices that count calls."""
     if Capability.FAULT_PLAN not in capabilities(device.name):
         yield
         return
@@ -69,7 +69,7 @@ async def test_a_queue_pair_at_the_limits(device: Device, domain: ResourceDomain
     async with domain.queue_pair(cq, capabilities=QpCapabilities(max_send_sge=most, max_recv_sge=most)) as qp:
         assert qp.capabilities.max_send_sge >= most
         assert qp.capabilities.max_recv_sge >= most
-    # One piece is for the route of a datagram.
+    # One entry is used for the GRH of datagrams.
     for least, works in ((most - 1, True), (most, False)):
         datagrams = domain.queue_pair(cq, capabilities=QpCapabilities(max_recv_sge=least), qp_type=QpType.UD)
         if works:
@@ -81,7 +81,7 @@ async def test_a_queue_pair_at_the_limits(device: Device, domain: ResourceDomain
 
 
 async def test_inline_data(device: Device, domain: ResourceDomain, cq: CompletionQueue) -> None:
-    """How much a device takes inline it tells only by what it refuses."""
+    """Devices do not report the limit of inline data; a binary search finds it."""
     low, high = 0, 1 << 20  # granted, refused
     refused: list[tuple[int, str]] = []
     while high - low > 1:
@@ -122,11 +122,11 @@ async def test_reads_and_atomics_in_flight(device: Device, domain: ResourceDomai
 async def test_soft_roce_read_depth_is_not_raised(
     device: Device, domain: ResourceDomain, cq: CompletionQueue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Told so, its kernel writes beyond the table that it has of them."""
+    """The kernel does not enlarge the table of a queue pair's reads, and would write beyond its end."""
     monkeypatch.setattr("aioverbs._verbs.quirks.is_soft_roce", lambda context: True)
     async with domain.queue_pair(cq) as near, domain.queue_pair(cq) as far:
         remote = far.local_endpoint()
-        assert near.local_endpoint().max_dest_rd_atomic > 4, "it has no table yet"
+        assert near.local_endpoint().max_dest_rd_atomic > 4, "no table exists before the first connect"
         near.connect(remote, max_dest_rd_atomic=4)
         near.to_sqd()
         wait_until(lambda: not near.query().sq_draining)
@@ -173,7 +173,7 @@ async def test_shared_receive_queues(device: Device, domain: ResourceDomain) -> 
 
 
 async def test_limits_of_a_smaller_device(device: Device) -> None:
-    """As many are: the numbers are its own, and no others."""
+    """The checks use the limits of the given device."""
     less: DeviceAttributes = replace(
         device.attributes(), max_qp_wr=100, max_sge=3, max_cqe=200, max_srq_wr=50, max_srq_sge=2
     )

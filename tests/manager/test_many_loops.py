@@ -15,7 +15,7 @@ LOOPS = 250
 
 @pytest.fixture
 def descriptors() -> Iterator[int]:
-    """How many loops the process may have: each takes a few descriptors."""
+    """Raise the limit of descriptors; return how many loops, with a few descriptors each, fit into the limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     yield min(LOOPS, hard // 8) if hard != resource.RLIM_INFINITY else LOOPS

@@ -1,4 +1,4 @@
-"""Memory regions, their parts, and what is known of a peer's."""
+"""Memory regions, slices, and descriptions of remote regions."""
 
 import array
 import asyncio
@@ -75,13 +75,13 @@ async def register_and_use(pd: ProtectionDomain, buffer: "Buffer | int") -> None
 
 
 class Record(ctypes.BigEndianStructure):
-    """As a structured array has them."""
+    """Element of a structured array."""
 
     _fields_ = (("key", ctypes.c_uint32), ("value", ctypes.c_double))
 
 
 def ctypes_array(kind: Any, *shape: int) -> "Buffer":
-    """An array with a shape, and elements that memoryview cannot read, as numpy's may be."""
+    """Return an array with a shape, whose elements memoryview may not be able to read, as with numpy arrays."""
     for length in reversed(shape):
         kind *= length
     made: Buffer = kind()
@@ -101,7 +101,7 @@ SHAPED: dict[str, Callable[[], "Buffer"]] = {
 
 
 def numpy_array(make: str, *arguments: object) -> Any:
-    """Of numpy, where it is installed: the others have the same buffers."""
+    """Return an array of numpy, or skip the test without numpy; ctypes covers the same buffers."""
     return getattr(pytest.importorskip("numpy"), make)(*arguments)
 
 
@@ -153,7 +153,7 @@ async def test_registered_memory_is_not_moved(device: Device) -> None:
 async def test_a_parent_domain_registers_with_its_protection_domain(device: Device) -> None:
     async with device.protection_domain() as pd, pd.parent_domain() as domain, domain.register(64) as region:
         assert region.handle.pd is pd.handle
-        assert await asyncio.to_thread(lambda: region.handle.lkey) == region.lkey, "anybody may use it"
+        assert await asyncio.to_thread(lambda: region.handle.lkey) == region.lkey, "usable from any thread"
 
 
 async def test_closed_regions_have_no_keys(device: Device) -> None:
@@ -293,7 +293,7 @@ async def test_shared_protection_domains(device: Device) -> None:
             region = await instance.register(64).open()
             with pytest.warns(ResourceWarning, match="MemoryRegion"):
                 await instance.aclose()
-            assert region.closed, "it dies with its instance"
+            assert region.closed, "the region ends with its instance"
             assert not pd.closed
         with pytest.raises(VerbsError, match="EACCES"):
             await other.shared_protection_domain(shared.id, 0x4321).open()
@@ -308,7 +308,7 @@ async def test_shared_protection_domains(device: Device) -> None:
 
 
 async def test_keys_are_integers(device: Device) -> None:
-    """A key is not truncated or converted to one that others may guess, and no error shows it."""
+    """Keys are not converted or truncated, which could make them guessable, and error messages do not show them."""
     for key in (1.5, 1.0, "1", b"1", None):
         await check_key_refused(device, key)
 
@@ -332,7 +332,7 @@ async def check_key_refused(device: Device, key: Any) -> None:
 @pytest.mark.parametrize(
     "make", [SharedPageAllocator, HugePageAllocator, ArenaAllocator], ids=lambda make: make.__name__
 )
-@pytest.mark.parametrize("page", [mmap.PAGESIZE, 64 << 10])  # as they may be on arm64 and POWER
+@pytest.mark.parametrize("page", [mmap.PAGESIZE, 64 << 10])  # also the page size of some arm64 and POWER kernels
 async def test_memory_of_an_allocator(
     device: Device, make: Callable[[], Allocator], page: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,4 +1,4 @@
-"""Others look at what is open in this process: what they see, and that nothing of it is left."""
+"""Monitoring of this process's resources: contents of samples, closing, forks."""
 
 import asyncio
 import gc
@@ -26,11 +26,11 @@ __all__ = ["folder"]
 NODE = ["id", "kind", "label", "state", "owner", "created", "native", "statistics", "children"]
 
 
-# ---- What is seen
+# ---- Samples
 
 
 def completed(sample: dict[str, Any], device: Device) -> int:
-    """How many requests of its queue pairs had been sent when it was taken."""
+    """Return how many send requests of the device's queue pairs had completed at the time of a sample."""
     return sum(
         node["statistics"]["sends"]["completed"]
         for each in sample["devices"]
@@ -51,7 +51,7 @@ async def test_the_tree_and_its_counts(device: Device) -> None:
             assert list(first) == ["time_ns", "truncated", "devices"]
             await pair.write(b"hello")
             async with asyncio.timeout(patience(10)):
-                while not completed(second, device):  # samples of before that may lie there still
+                while not completed(second, device):  # earlier samples may be queued
                     second = await viewer.read_sample()
         (tree,) = [each for each in second["devices"] if each["id"] == device._lifecycle.serial]
         assert tree["label"] == device.name
@@ -162,13 +162,13 @@ async def test_a_viewer_that_does_not_read_blocks_no_other(monkeypatch: pytest.M
             for each in (lazy, viewer):
                 await each.read_line()
                 each.send_request(b'{"interval_s": 0.05}\n')
-            for _ in range(3):  # the other one has room for none
+            for _ in range(3):  # the socket buffer of `lazy` is full
                 assert len(await viewer.read_line()) > 2 << 20
-            assert len((await lazy.read_sample())["text"]) == 2 << 20, "whole lines, whenever it reads"
+            assert len((await lazy.read_sample())["text"]) == 2 << 20, "whole lines, even if read late"
             assert len((await lazy.read_sample())["text"]) == 2 << 20
 
 
-# ---- Its end
+# ---- Closing
 
 
 async def test_closing_the_monitor_leaves_nothing(folder: Path) -> None:
@@ -229,7 +229,7 @@ async def test_sockets_of_dead_processes_are_removed(folder: Path) -> None:
     with socket.socket(socket.AF_UNIX) as left, socket.socket(socket.AF_UNIX) as alive:
         left.bind(str(folder / f"{dead}-00000000.sock"))
         alive.bind(str(folder / f"{dead}-11111111.sock"))
-        alive.listen(1)  # of a container, where that is its number
+        alive.listen(1)  # a process of a container can have this number
         async with monitor() as watched:
             assert file_names(folder) == sorted([f"{dead}-11111111.sock", watched.path.name])
 
@@ -272,13 +272,13 @@ async def test_in_the_child_of_a_fork(folder: Path) -> None:
 
         child, said, kept, there, alone, (pid, names) = in_child(in_the_child)
         assert (said, pid, greeting["pid"]) == ("the monitor is not open in this process", child, os.getpid())
-        assert kept < there, "those of the server are closed there"
+        assert kept < there, "the child closed the server's descriptors"
         assert alone == [watched.path.name]
         assert len(names) == 2
         assert file_names(folder) == [watched.path.name]
         viewer.send_request(b'{"interval_s": 1.0}\n')
         assert "devices" in await viewer.read_sample()
-    assert await viewer.is_disconnected(), "the child has no end of it"
+    assert await viewer.is_disconnected(), "the child holds no end of the socket"
     viewer.close()
 
 
@@ -293,7 +293,7 @@ async def test_a_fork_waits_for_a_sample(monkeypatch: pytest.MonkeyPatch) -> Non
     def let_it_end() -> None:
         time.sleep(0.2)
         end.set()
-        # A thread that ends is inside of a sanitizer's allocator, which a child would find locked.
+        # An ending thread holds the lock of the sanitizer's allocator, which would stay locked in the child.
         forked.wait(patience(20))
 
     monkeypatch.setattr(server, "sample", slow)
@@ -320,7 +320,7 @@ async def test_a_fork_waits_for_a_sample_for_a_limited_time(monkeypatch: pytest.
     assert not server._sampling.locked()
 
 
-# ---- By the environment
+# ---- Environment variable
 
 
 async def test_monitoring_by_environment_variable(

@@ -1,4 +1,4 @@
-"""Who may look at what is open in this process, and what may be asked."""
+"""Access to the monitor: users, permissions of files, and invalid requests."""
 
 import asyncio
 import contextlib
@@ -136,7 +136,7 @@ async def test_invalid_requests() -> None:
                 await viewer.read_line()
                 viewer.send_request(request)
                 assert await viewer.is_disconnected(), request
-        with open_viewer(watched) as viewer:  # it goes on
+        with open_viewer(watched) as viewer:  # the monitor still serves
             await viewer.read_line()
             viewer.send_request(b'{"interval_s": 1.0}\n')
             await viewer.read_sample()

@@ -1,4 +1,4 @@
-"""What the software device tells of its peers, and of those that it refused."""
+"""Reports of the software device on its peers and on refused peers."""
 
 import asyncio
 import itertools
@@ -21,30 +21,30 @@ from tests.soft_context import soft_context
 from tests.waiting import until
 
 PATIENCE_S = patience(20)
-_ports = itertools.count(7480)  # a device's counts are the process's: each test has its own
+_ports = itertools.count(7480)  # counts are kept for each address in the process, so each test uses another port
 WRONG = 128 * b"this is no handshake"
 
 
 @pytest.fixture
 def directory(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where devices find each other, of the test's own."""
+    """Give the test a directory of its own for the sockets of devices, which must be empty at the end."""
     path = tmp_path_factory.mktemp("p", numbered=True)
     for name in ("ADDRESS", "USERS", "SECRET", "DIRECT", "SPIN"):
         monkeypatch.delenv(f"AIOVERBS_SOFT_{name}", raising=False)
     monkeypatch.setenv("AIOVERBS_SOFT_DIRECTORY", str(path))
     yield path
-    assert not list(path.iterdir()), "it leaves nothing there"
+    assert not list(path.iterdir()), "devices left files in the directory"
 
 
 @pytest.fixture
 def port() -> int:
-    """Of TCP, that no other test has."""
+    """Return a TCP port that no other test uses."""
     return next(_ports)
 
 
 @pytest.fixture
 async def discoverable(directory: Path, port: int, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Device]:
-    """A device that others find. What it refuses is logged when it is asked, and not by the loop meanwhile."""
+    """Provide a device with an address; refusals are logged by `refusals()` only, not periodically by the loop."""
     monkeypatch.setattr(peer_log, "INTERVAL_S", 3600.0)
     async with open_device(f"soft0@{own_address()}:{port}") as device:
         yield device
@@ -104,7 +104,7 @@ async def test_a_peer_with_another_protocol_is_refused(
         for each in (first, second)
     ]
     discoverable.refusals()
-    assert len(caplog.records) == 2, "each is told once"
+    assert len(caplog.records) == 2, "each refusal is logged once"
 
 
 async def test_number_of_recorded_refusals_is_limited(
@@ -132,7 +132,7 @@ async def test_the_loop_logs_refusals(
             await until_closed(peer)
         await until(lambda: caplog.records)
         await asyncio.sleep(0.05)
-    assert len(caplog.records) == 1, "whatever number of contexts there are"
+    assert len(caplog.records) == 1, "logged once, however many contexts there are"
 
 
 async def test_closing_logs_remaining_refusals(directory: Path, port: int, caplog: pytest.LogCaptureFixture) -> None:
@@ -162,14 +162,14 @@ async def open_device_only(device: Device) -> None:
 
 
 async def test_refusals_from_a_signal_handler(device: Device) -> None:
-    """In the thread that is at it already."""
+    """A signal handler can run in a thread that holds the lock already."""
     answers: queue.SimpleQueue[object] = queue.SimpleQueue()
 
     def ask() -> None:
         with peer_log._lock:
             answers.put(device.refusals())
 
-    threading.Thread(target=ask, daemon=True).start()  # which waits for itself where it must wait
+    threading.Thread(target=ask, daemon=True).start()  # would deadlock if the lock were not reentrant
     assert await asyncio.to_thread(answers.get, timeout=patience(10)) == device.refusals()
 
 
@@ -207,7 +207,7 @@ async def test_a_directory_writable_by_others(directory: Path, port: int) -> Non
 async def test_other_devices_have_no_refusals(device: Device) -> None:
     began = datetime.now(UTC)
     assert device.peers() == ()
-    assert not [each for each in device.refusals() if each.time >= began]  # those of before are the process's
+    assert not [each for each in device.refusals() if each.time >= began]  # earlier refusals of the process stay listed
 
 
 async def test_a_device_of_one_process_has_no_fabric(directory: Path) -> None:

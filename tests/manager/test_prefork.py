@@ -1,4 +1,4 @@
-"""Servers that fork workers after import: what is opened after the fork works, beside whatever was open before."""
+"""Servers that fork workers after import: devices opened after the fork work, beside inherited ones."""
 
 import asyncio
 import gc
@@ -12,7 +12,7 @@ ACCESS = AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_WRITE
 
 
 async def use_own_device() -> bytes:
-    """What a worker does: its own device, domain and queues."""
+    """Open a device, domain and queues in a worker, and write once."""
     async with (
         open_device("soft0", execution="thread") as device,
         device.resource_domain() as domain,
@@ -40,7 +40,7 @@ def test_a_worker_forked_beside_an_open_device() -> None:
             return in_child(in_the_child)
 
     def in_the_child() -> bytes:
-        # The parent's loop is not running here; the child makes its own.
+        # The parent's loop does not run in the child, which makes its own.
         asyncio.events._set_running_loop(None)
         return asyncio.run(use_own_device())
 

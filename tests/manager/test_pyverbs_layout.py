@@ -1,4 +1,4 @@
-"""A pyverbs whose objects are not laid out as expected is refused: nothing is read where nobody knows what stands."""
+"""A pyverbs whose objects have another memory layout is refused before any memory is read."""
 
 import sys
 import types

@@ -93,7 +93,7 @@ def test_invalid_backlog() -> None:
 
 
 async def test_iterating_a_listener_refuses_other_loops() -> None:
-    """While it listens, as peers may be waiting. After closing, iteration ends on any loop."""
+    """Only while the listener is open. After closing, iteration ends on any loop."""
     listener: Any = Channel().listener(None, 0)
 
     async def next_one() -> str:

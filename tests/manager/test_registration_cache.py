@@ -1,4 +1,4 @@
-"""Registrations that are kept: found again, bounded, and never stale."""
+"""Registration cache: reuse, limits, and no stale entries."""
 
 import array
 import asyncio
@@ -60,7 +60,7 @@ async def pd(device: Device) -> AsyncIterator[ProtectionDomain]:
 
 
 def counts(pd: ProtectionDomain) -> tuple[int, int, int, int]:
-    """Hits, misses, evictions, entries; and the bytes are right."""
+    """Return hits, misses, evictions and entries, and check the number of bytes."""
     statistics = pd.cache.statistics()
     regions = [entry.region for entry in pd.cache._entries.values()]
     assert statistics.bytes == sum(len(region) for region in regions)
@@ -68,13 +68,13 @@ def counts(pd: ProtectionDomain) -> tuple[int, int, int, int]:
 
 
 async def use(pd: ProtectionDomain, buffer: "Buffer", access: AccessFlags = AccessFlags.LOCAL_WRITE) -> int:
-    """Its key."""
+    """Register a buffer through the cache; return its key."""
     async with pd.cache.region(buffer, access) as region:
         assert (region.address, len(region)) == handles.span(buffer)
         return region.lkey
 
 
-# ---- Found again
+# ---- Reuse
 
 
 @every_buffer
@@ -97,8 +97,8 @@ async def test_buffers_held_only_by_the_cache_are_evicted(pd: ProtectionDomain, 
     await use(pd, kept)
     await use(pd, lost)
     del lost
-    assert counts(pd) == (0, 2, 0, 2), "nothing looks before something happens"
-    async with pd.cache.region(bytearray(SIZE)):  # and this one is gone at once
+    assert counts(pd) == (0, 2, 0, 2), "evictions happen only in later calls"
+    async with pd.cache.region(bytearray(SIZE)):  # not referenced afterwards, so evicted at once
         pass
     assert counts(pd) == (0, 3, 2, 1)
     await use(pd, kept)
@@ -123,7 +123,7 @@ async def test_slices_and_access_flags_have_separate_entries(pd: ProtectionDomai
     async with pd.cache.region(memoryview(memory).toreadonly(), AccessFlags.REMOTE_READ) as region:
         assert region.buffer.readonly
     del buffer, same
-    await pd.cache.drop(memoryview(memory)[7:])  # the object behind it
+    await pd.cache.drop(memoryview(memory)[7:])  # drops all entries of the underlying object
     assert counts(pd) == (4, 6, 6, 0)
     memory.append(1)
 
@@ -159,7 +159,7 @@ async def test_unsuitable_memory_is_refused(pd: ProtectionDomain, device: Device
     await use(pd, memory)
 
 
-# ---- Never stale
+# ---- No stale entries
 
 
 async def test_cached_memory_is_not_moved_until_dropped(pd: ProtectionDomain) -> None:
@@ -195,7 +195,7 @@ async def test_memory_of_posted_receives_is_not_dropped(pd: ProtectionDomain) ->
         _ = qp.receive(region[:8])
         with pytest.raises(BusyResourceError, match="has 1 receives posted in it: close or reset their queue pair"):
             await pd.cache.drop(memory)
-        assert counts(pd) == (1, 1, 0, 1), "nothing was done"
+        assert counts(pd) == (1, 1, 0, 1), "nothing was dropped"
     await pd.cache.drop(memory)
     assert counts(pd) == (1, 1, 1, 0)
     memory.append(1)
@@ -208,7 +208,7 @@ async def test_another_object_at_the_same_address(pd: ProtectionDomain) -> None:
     other = (ctypes.c_char * SIZE).from_address(address)
     assert await use(pd, one) != await use(pd, other)
     assert counts(pd) == (0, 2, 0, 2)
-    # And no object has the identity of one that is kept.
+    # Cached objects stay alive, so no new object can have the identity of one of them.
     seen = set()
     for _ in range(20):
         memory = bytearray(SIZE)
@@ -252,7 +252,7 @@ async def test_the_least_recently_used_entry_is_evicted(pd: ProtectionDomain) ->
     await use(pd, buffers[0])
     assert counts(pd) == (2, 4, 1, 3)
     await use(pd, buffers[1])
-    assert counts(pd) == (2, 5, 2, 3), "the second was"
+    assert counts(pd) == (2, 5, 2, 3), "buffer 1 was evicted"
     cache.max_entries = 2
     await use(pd, buffers[1])
     assert counts(pd) == (3, 5, 3, 2)
@@ -285,7 +285,7 @@ async def test_entries_in_use_are_not_evicted(pd: ProtectionDomain) -> None:
         async with pd.cache.region(two) as second:
             assert counts(pd) == (1, 2, 0, 2)
             second.pins.add()
-        assert counts(pd) == (1, 2, 0, 2), "the device has it"
+        assert counts(pd) == (1, 2, 0, 2), "pinned by the device"
         second.pins.discard()
         del second
         async with pd.cache.region(three):
@@ -316,12 +316,12 @@ async def test_an_entry_that_fails_to_deregister(pd: ProtectionDomain, device: D
     device.faults.fail("dereg_mr", errno.EIO)
     with pytest.raises(VerbsError, match="EIO"):
         await use(pd, three)
-    assert dict(device.statistics().objects)["mrs"] == 1, "the other one was; the pd has the first"
+    assert dict(device.statistics().objects)["mrs"] == 1, "one was deregistered; the domain still owns the other"
     await use(pd, three)
     assert pd.cache.statistics().entries == 1
 
 
-# ---- Many at once, and the end
+# ---- Concurrency and closing
 
 
 async def test_concurrent_users_share_one_registration(pd: ProtectionDomain, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -416,7 +416,7 @@ async def test_a_collected_protection_domain_with_a_cache_warns() -> None:
 
 
 class RegistrationCacheModel(RuleBasedStateMachine):
-    """Objects that come, go, change and come back: what is found is theirs."""
+    """Adds, removes, uses and resizes buffers; every registration must cover the present memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -452,7 +452,7 @@ class RegistrationCacheModel(RuleBasedStateMachine):
             async with self.pd.cache.region(memoryview(buffer)[start:stop]) as region:
                 assert region.address == handles.span(buffer)[0] + start
                 assert len(region) == stop - start
-                ctypes.memmove(region.handle.address, content, 1)  # as the device does
+                ctypes.memmove(region.handle.address, content, 1)  # as a device writes
                 assert buffer[start : start + 1] == content
 
         self.run(work())
@@ -491,7 +491,7 @@ TestRegistrationCacheModel = RegistrationCacheModel.TestCase
 async def test_a_referenced_error_does_not_keep_the_buffer(
     device: Device, monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
-    """Neither where registering is cancelled, nor where what is too large to be kept is."""
+    """Neither for a cancelled registration, nor for a buffer too large for the cache."""
     monkeypatch.setattr("aioverbs._memory.region._LARGE_BYTES", 1)
     async with device.protection_domain() as pd:
         pd.cache.max_bytes = 4096
@@ -508,4 +508,4 @@ async def test_a_referenced_error_does_not_keep_the_buffer(
             await task
         await pd.cache.drop(buffer)
         buffer.append(1)
-        assert caught.tb is not None  # it is kept until here
+        assert caught.tb is not None  # keeps the error referenced until here

@@ -1,6 +1,6 @@
-"""Protection domains between processes: what is said over the socket, what is refused, and that no descriptor is lost.
+"""Sharing of protection domains: messages over the socket, refusals, and descriptors that must not leak.
 
-The context is a stand-in whose commands go to /dev/null: all but the verbs themselves is the same.
+The context is a stand-in whose command descriptor is /dev/null; everything except the verbs is real.
 """
 
 import array
@@ -59,7 +59,7 @@ ID = share_id(GUID, "mlx5_0", NUMBER)
 
 
 class StandIn:
-    """As much of a context as sharing asks for."""
+    """Context with only the methods that sharing uses."""
 
     name = "mlx5_0"
 
@@ -81,7 +81,7 @@ class StandIn:
 
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> StandIn:
-    """It is as if /dev/null were an RDMA device."""
+    """Make /dev/null count as an RDMA device, and return its context."""
     number = os.stat("/dev/null").st_rdev
     monkeypatch.setattr("aioverbs._sharing.exchange.device_numbers", lambda: {(os.major(number), os.minor(number))})
     return StandIn()
@@ -89,14 +89,14 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> StandIn:
 
 @pytest_asyncio.fixture
 async def ends() -> AsyncIterator[tuple[socket.socket, socket.socket]]:
-    """A connected pair, and in the end no descriptor that was not there before. The loop has its own already."""
+    """Provide a socket pair; check at the end that no further descriptor is open, except those of the loop."""
     near, far = socket.socketpair()
     near.setblocking(False)
     far.setblocking(False)
     with near, far:
         before = descriptors()
         yield near, far
-    await until(lambda: descriptors() <= before)  # those that a peer sent are closed by a thread
+    await until(lambda: descriptors() <= before)  # a thread closes descriptors received from a peer
 
 
 @pytest.fixture
@@ -110,7 +110,7 @@ Ends = tuple[socket.socket, socket.socket]
 
 
 async def exchange(ends: Ends, stand_in: StandIn, shared: Share, shared_id: int = ID, key: int = KEY) -> ReceivedShare:
-    """Both sides; where one is refused, so is the other, for the same reason."""
+    """Run both sides of an exchange; if one side is refused, the other one must fail for the same reason."""
     answered, received = await asyncio.gather(
         answer(ends[0], stand_in.context, shared), receive(ends[1], shared_id, key), return_exceptions=True
     )
@@ -129,7 +129,7 @@ def close(received_share: ReceivedShare | ReceivedSoftwareShare) -> None:
     received_share.close()
 
 
-# ---- What is said
+# ---- The exchange
 
 
 async def test_an_exchange(ends: Ends, stand_in: StandIn, shared: Share) -> None:
@@ -140,7 +140,7 @@ async def test_an_exchange(ends: Ends, stand_in: StandIn, shared: Share) -> None
     assert not any(os.get_inheritable(int(each)) for each in new)
     assert made.share.pd_handle == 7
     ends[0].send(b"after it")
-    assert ends[1].recv(64) == b"after it"  # all of it was taken
+    assert ends[1].recv(64) == b"after it"  # the whole reply was consumed
     loop = asyncio.get_running_loop()
     assert not any(remove(end) for end in ends for remove in (loop.remove_reader, loop.remove_writer))
     lease = made.share.join()
@@ -173,7 +173,7 @@ async def test_refusals(
     with pytest.raises(VerbsError, match=said) as caught:
         await exchange(ends, stand_in, shared, shared_id, key)
     assert caught.value.errno == error
-    # The socket serves on.
+    # The socket can be used for another exchange.
     close(await exchange(ends, stand_in, shared))
 
 
@@ -188,7 +188,7 @@ async def test_a_domain_closed_during_the_exchange(ends: Ends, stand_in: StandIn
 
 
 async def test_request_and_reply_in_pieces(ends: Ends, stand_in: StandIn, shared: Share) -> None:
-    """Byte by byte, the descriptors with any of them."""
+    """The request byte by byte, and the reply with descriptors attached to separate pieces."""
     near, far = ends
     request = Request.make(ID, KEY, bytes(16))
     answering = asyncio.create_task(answer(near, stand_in.context, shared))
@@ -211,12 +211,12 @@ async def test_request_and_reply_in_pieces(ends: Ends, stand_in: StandIn, shared
     attach(near, reply[51:60], shared.dup_file())
     near.send(reply[60:] + b"next")
     close(await receiving)
-    assert far.recv(64) == b"next"  # not a byte more was taken
+    assert far.recv(64) == b"next"  # no byte after the reply was consumed
 
 
 async def test_partial_sends(ends: Ends, stand_in: StandIn, shared: Share) -> None:
     class Narrow(socket.socket):
-        """One that takes seven bytes at a time."""
+        """Socket that sends at most seven bytes at a time."""
 
         def sendmsg(self, buffers: "Iterable[Buffer]", *rights: Any) -> int:
             return super().sendmsg([memoryview(next(iter(buffers)))[:7]], *rights)
@@ -231,7 +231,7 @@ async def test_partial_sends(ends: Ends, stand_in: StandIn, shared: Share) -> No
 
 
 def attach(sock: socket.socket, data: bytes, *fds: int, flags: int = 0) -> None:
-    """Send, and close what was attached."""
+    """Send data with attached descriptors, and close these."""
     rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
     sock.sendmsg([data], rights, flags)
     for each in fds:
@@ -251,7 +251,7 @@ async def test_other_descriptors_than_two(ends: Ends, stand_in: StandIn, shared:
 
 @contextlib.contextmanager
 def one_free_descriptor() -> Iterator[None]:
-    """The process may have one more than it has."""
+    """Limit the process to one more descriptor than it has."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     lowest_free = os.dup(0)
     os.close(lowest_free)
@@ -285,7 +285,7 @@ async def test_unexpected_descriptors_are_refused(ends: Ends, stand_in: StandIn,
 async def test_descriptors_with_pieces_of_a_request_do_not_accumulate(
     ends: Ends, stand_in: StandIn, shared: Share
 ) -> None:
-    """However many come, with however many pieces: the process has those that it needs."""
+    """Received descriptors are closed piece by piece, so that the process does not run out of descriptors."""
     near, far = ends
     before = descriptors_at_first()
     answering = asyncio.create_task(answer(near, stand_in.context, shared))
@@ -295,11 +295,11 @@ async def test_descriptors_with_pieces_of_a_request_do_not_accumulate(
         far.sendmsg([each], rights)
     with pytest.raises(VerbsError, match=r"EPROTO .*attached more than 0 descriptors"):
         await answering
-    assert len(descriptors() - before) <= 200  # of one piece, in the thread that closes them
+    assert len(descriptors() - before) <= 200  # descriptors of one piece, being closed by the thread
 
 
 async def test_a_descriptor_that_is_not_shared_memory(ends: Ends, tmp_path: Path) -> None:
-    """Nothing is asked of it that it may keep waiting."""
+    """The file is refused without any call that could block."""
     near, far = ends
     receiving = asyncio.create_task(receive(far, ID, KEY))
     asked = Request.parse(await asyncio.get_running_loop().sock_recv(near, Request.SIZE))
@@ -310,12 +310,12 @@ async def test_a_descriptor_that_is_not_shared_memory(ends: Ends, tmp_path: Path
 
 
 def test_a_file_under_lease_is_not_waited_for() -> None:
-    """It is not waited for until the kernel breaks that, after 45 seconds."""
+    """Opening does not wait until the kernel breaks the lease, after 45 seconds."""
     made = os.memfd_create("test")
     leased = os.open(f"/proc/self/fd/{made}", os.O_RDONLY)
     os.close(made)
     fcntl.fcntl(leased, fcntl.F_SETLEASE, fcntl.F_RDLCK)
-    fcntl.fcntl(leased, fcntl.F_SETSIG, signal.SIGURG)  # which asks for it back, and ends no process
+    fcntl.fcntl(leased, fcntl.F_SETSIG, signal.SIGURG)  # the signal that asks to release the lease; ignored by default
     shared = Share(NUMBER, KEY, 7, leased)
     with pytest.raises(VerbsError, match=r"EPROTO .*lease"):
         shared.join()
@@ -336,9 +336,9 @@ LINGERS = 20
 
 @pytest.fixture
 def lingering() -> Iterator[int]:
-    """The last descriptor of a socket that lingers, as its buffer is full."""
+    """Provide the last descriptor of a socket with a full buffer, whose close lingers."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)  # it grows to what is sent otherwise
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)  # otherwise it grows with the sent data
         passed = socket.create_connection(listener.getsockname())
         other, _ = listener.accept()
     passed.setblocking(False)
@@ -354,7 +354,7 @@ def lingering() -> Iterator[int]:
 async def test_closing_a_lingering_socket_does_not_block_the_loop(
     ends: Ends, stand_in: StandIn, shared: Share, lingering: int, out_of_band: bool
 ) -> None:
-    """The loop does not wait for that."""
+    """A thread closes received descriptors."""
     near, far = ends
     data = Request.make(ID, KEY, bytes(16)).pack()
     begin = time.monotonic()
@@ -437,13 +437,13 @@ async def test_cancellation_at_each_await(ends: Ends, stand_in: StandIn, shared:
             await task
 
     await cancelled(asyncio.create_task(answer(near, stand_in.context, shared)))
-    await cancelled(asyncio.create_task(receive(far, ID, KEY)))  # its request is sent
-    # With a reply under way, in a socket that is full.
+    await cancelled(asyncio.create_task(receive(far, ID, KEY)))  # cancelled after its request was sent
+    # While sending a reply to a full socket.
     fill(near)
     await cancelled(asyncio.create_task(answer(near, stand_in.context, shared)))
     fill(far)
     await cancelled(asyncio.create_task(receive(far, ID, KEY)))
-    # With a half of the reply taken, and its descriptors.
+    # After half of the reply and its descriptors were received.
     one, two = socket.socketpair()
     one.setblocking(False)
     two.setblocking(False)
@@ -472,7 +472,7 @@ async def test_unsupported_sockets(stand_in: StandIn, shared: Share) -> None:
             await receive(other, ID, KEY)
 
 
-# ---- The messages themselves
+# ---- Messages
 
 
 @given(st.binary(max_size=200))
@@ -491,7 +491,7 @@ def test_a_message_with_a_flipped_bit(data: st.DataObject, kind: type[Request] |
     place = data.draw(st.integers(0, 8 * kind.SIZE - 1))
     flipped = bytearray(whole)
     flipped[place // 8] ^= 1 << place % 8
-    head = 8 * (12 if kind is Request else 10)  # magic, version, and a status that a request has not
+    head = 8 * (12 if kind is Request else 10)  # magic, version, and in replies the status
     if place < head:
         with pytest.raises(VerbsError, match="EPROTO"):
             kind.parse(bytes(flipped))
@@ -548,11 +548,11 @@ def test_arbitrary_bytes_over_the_socket(data: bytes, factory: object) -> None:
 def test_ids_depend_on_the_device() -> None:
     assert device_of(ID) == "0002:c903:00a1:b2c3"
     assert share_id(GUID, "mlx5_1", NUMBER) == ID
-    # Virtual functions may have no GUID: then their names tell.
+    # Virtual functions may have no GUID: the ID depends on the name then.
     assert share_id(bytes(8), "mlx5_0", 1) != share_id(bytes(8), "mlx5_1", 1)
 
 
-# ---- Who is the last
+# ---- The last instance
 
 
 def test_exactly_one_instance_is_the_last(shared: Share) -> None:
@@ -566,9 +566,9 @@ def test_exactly_one_instance_is_the_last(shared: Share) -> None:
     assert not third.is_last()
     third.leave(False, False)
     assert fourth.is_last()
-    with pytest.raises(VerbsError, match="ENOENT"):  # it is about to go
+    with pytest.raises(VerbsError, match="ENOENT"):  # the last instance is being closed
         shared.join()
-    fourth.leave(True, True)  # but could not
+    fourth.leave(True, True)  # closing failed
     fifth = shared.join()
     fifth.close()
     assert fourth.is_last()
@@ -580,7 +580,7 @@ def test_exactly_one_instance_is_the_last(shared: Share) -> None:
 
 def test_a_dead_process_is_not_counted_as_an_instance(shared: Share) -> None:
     def in_the_child() -> bool:
-        return shared.join().is_last()  # and keeps it
+        return shared.join().is_last()  # ends without leaving
 
     ours = shared.join()
     assert not in_child(in_the_child)
@@ -597,7 +597,7 @@ software = needs(Capability.SHARED_DOMAINS, Capability.OBJECT_COUNTS)
 
 @contextlib.asynccontextmanager
 async def imported(device: Device, ends: Ends, name: str | None = None) -> AsyncIterator[tuple[ProtectionDomain, ...]]:
-    """A domain of a software device, and an instance of it on one that was imported."""
+    """Provide a domain of a software device, and an instance of it on an imported device."""
     async with device.protection_domain() as pd, pd.share(KEY) as shared:
         sending = asyncio.create_task(shared.send(ends[0]))
         async with import_device(ends[1], shared.id, KEY, name=name) as other:
@@ -613,7 +613,7 @@ async def imported(device: Device, ends: Ends, name: str | None = None) -> Async
 
 @software
 async def test_the_software_device_with_itself(device: Device, ends: Ends) -> None:
-    """In one process an imported device is one more context of it."""
+    """Within a process, the imported device is another context of the same device."""
     async with imported(device, ends) as (pd, instance):
         assert instance.handle.context is not pd.handle.context
         async with pd.register(100, ACCESS, pd.shared_memory) as region:
@@ -636,7 +636,7 @@ async def test_the_software_device_with_itself(device: Device, ends: Ends) -> No
 
 @software
 async def test_another_software_device_of_this_process(device: Device, ends: Ends) -> None:
-    """That is as if it were another process': it has memory of its own in the domain, and maps that of the other."""
+    """Works as between processes: each device has its own memory in the domain, and maps that of the other."""
     async with imported(device, ends, f"soft0@{own_address()}:7472") as (pd, instance):
         async with pd.register(100, ACCESS, pd.shared_memory) as region:
             async with instance.import_memory_region(region.rkey) as there:
@@ -741,7 +741,7 @@ async def test_errors_of_the_software_device(device: Device, ends: Ends) -> None
 async def test_two_concurrent_opens_of_one_domain(
     stand_in: StandIn, shared: Share, ends: Ends, monkeypatch: pytest.MonkeyPatch, busy: bool
 ) -> None:
-    """Each asks; one of them gets it, and of the other's nothing is left."""
+    """Both run the exchange; one open succeeds, the other one fails and leaks nothing."""
     monkeypatch.setattr(ReceivedShare, "open_context", lambda self, name: SoftwareContext.open())
     device = import_device(ends[1], ID, KEY)
     before = descriptors_at_first()
@@ -761,9 +761,9 @@ async def test_two_concurrent_opens_of_one_domain(
 def two_at_once(
     ends: Ends, stand_in: StandIn, shared: Share, busy: bool
 ) -> Callable[..., Awaitable[ReceivedShare | ReceivedSoftwareShare]]:
-    """`receive`, one after the other on the same socket; both return then.
+    """Return a `receive` for two callers: they run one after the other on the socket, and return together.
 
-    :param busy: in a turn of the loop that has nothing left for opening: both go on in the next one.
+    :param busy: spend the loop iteration's budget for opening, so that both callers continue in the next one.
     """
     both = asyncio.Barrier(2)
     turn = asyncio.Lock()
@@ -780,7 +780,7 @@ def two_at_once(
 
 
 async def test_a_failed_import_leaks_nothing(ends: Ends, stand_in: StandIn, shared: Share) -> None:
-    """Everything is right but what the descriptor is of."""
+    """The exchange succeeds, but the descriptor belongs to no RDMA device."""
     before = descriptors_at_first()
     device = import_device(ends[1], ID, KEY)
     opening = asyncio.create_task(device.open())

@@ -1,4 +1,4 @@
-"""In a trio task: what anyone may use works, and what needs an asyncio event loop says so."""
+"""In a trio task, resources without an owner work; those that need an asyncio event loop raise an error."""
 
 import asyncio
 import socket

@@ -1,4 +1,4 @@
-"""What a type checker makes of the public names; at run time they are what it says."""
+"""Types of the public names: checked by the type checker, and at run time by executing the same code."""
 
 import asyncio
 import socket

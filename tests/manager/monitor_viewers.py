@@ -75,7 +75,7 @@ async def until(condition: Callable[[], bool]) -> None:
         if condition():
             return
         await asyncio.sleep(0.01)
-    raise AssertionError("it does not become so")
+    raise AssertionError("the condition stayed false")
 
 
 def nodes(tree: dict[str, Any]) -> Iterator[dict[str, Any]]:

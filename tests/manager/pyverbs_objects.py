@@ -1,4 +1,4 @@
-"""Stand-ins for objects of pyverbs, made by verbs of the software device behind the back of aioverbs.
+"""Stand-ins for objects of pyverbs, made by verbs of the software device without the knowledge of aioverbs.
 
 They have the memory layout and attributes of pyverbs' objects and close like these: children first, and the pointer is
 NULL afterwards. Attributes of closed objects, whose access crashes pyverbs, raise an error.

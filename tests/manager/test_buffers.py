@@ -408,10 +408,10 @@ async def test_a_collected_buffer_returns_to_the_pool(pd: ProtectionDomain) -> N
     async with pd.buffer_pool(64, 1) as pool:
         buffer = await pool.lease()
         part = buffer[:8]
-        gone = weakref.ref(buffer)
+        reference = weakref.ref(buffer)
         with pytest.warns(ResourceWarning, match=r"was leased at .*test_buffers.py:\d+ and forgotten"):
             del buffer
-        assert gone() is None, "freed at once, since there is no reference cycle"
+        assert reference() is None, "freed at once, since there is no reference cycle"
         assert counts(pool) == (0, 0, 1, 0)
         with pytest.raises(ClosedResourceError):
             part.sge  # noqa: B018

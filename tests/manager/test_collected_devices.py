@@ -42,8 +42,8 @@ async def all_closed() -> bool:
 async def test_a_collected_device_is_closed_by_its_openers_loop() -> None:
     with pytest.warns(ResourceWarning, match="it was forgotten") as caught:
         await open_and_drop()
-    said = sorted(str(warning.message).split()[0] for warning in caught)
-    assert said == ["<Device", "<ProtectionDomain", "<ResourceDomain"]
+    classes = sorted(str(warning.message).split()[0] for warning in caught)
+    assert classes == ["<Device", "<ProtectionDomain", "<ResourceDomain"]
     assert len(handles.open_handles()) == 5, "a finalizer calls no verb"
     assert await all_closed()
 

@@ -346,10 +346,10 @@ async def test_a_queue_pair_of_a_closed_loop_with_work_in_flight_is_closed() -> 
         near, far = await domain.queue_pair(cq).open(), await domain.queue_pair(cq).open()
         near.connect(far.local_endpoint(), REMOTE)
         far.connect(near.local_endpoint(), REMOTE)
-        kept.append(Ends(domain, cq, near, far, source, target))
-        await begin_write(device, kept[0])
+        opened.append(Ends(domain, cq, near, far, source, target))
+        await begin_write(device, opened[0])
 
-    kept: list[Ends] = []
+    opened: list[Ends] = []
     await asyncio.to_thread(asyncio.run, leave_open())
     async with asyncio.timeout(patience(5)):
         with pytest.warns(ResourceWarning):
@@ -360,12 +360,12 @@ async def test_a_queue_pair_of_a_closed_loop_with_work_in_flight_is_closed() -> 
 async def test_resources_of_a_closed_loop_can_be_closed_by_any_loop(device: Device) -> None:
     async def leave_open() -> None:
         domain = await device.resource_domain().open()
-        kept.append(domain)
-        kept.append(await domain.completion_queue(64).open())
+        opened.append(domain)
+        opened.append(await domain.completion_queue(64).open())
 
-    kept: list[Resource] = []
+    opened: list[Resource] = []
     await asyncio.to_thread(asyncio.run, leave_open())
-    for resource in reversed(kept):
+    for resource in reversed(opened):
         await resource.aclose()
         assert resource.closed
 

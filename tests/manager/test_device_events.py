@@ -118,20 +118,20 @@ async def test_closing_an_object_ends_its_events(by: str) -> None:
     domain = await device.resource_domain(thread_model=ThreadModel.SAFE).open()
     srq = await domain.shared_receive_queue(4).open()
     events = device.events(srq) if "events" in by else srq.events()
-    here, heard = asyncio.get_running_loop(), asyncio.Event()
+    here, received = asyncio.get_running_loop(), asyncio.Event()
     found: list[EventType] = []
 
     async def listen() -> None:
         async for event in events:
             found.append(event.event_type)
-            here.call_soon_threadsafe(heard.set)
+            here.call_soon_threadsafe(received.set)
 
     def elsewhere() -> None:
         asyncio.run(asyncio.wait_for(listen(), patience(10)))
 
     thread = asyncio.create_task(asyncio.to_thread(elsewhere))
     device.faults.break_shared_receive_queue(srq.handle)
-    await asyncio.wait_for(heard.wait(), patience(10))
+    await asyncio.wait_for(received.wait(), patience(10))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ResourceWarning)
         await (device if "device" in by else srq).aclose()

@@ -59,11 +59,11 @@ async def test_queue_pairs_connect_by_the_devices_address(no_hardware: None) -> 
             domain.queue_pair(cq) as near,
             domain.queue_pair(cq) as far,
         ):
-            told = Endpoint.from_bytes(bytes(near.local_endpoint()))
-            assert told.gid == IPv6Address(f"::{in_gid}:ffff:{own_address()}").packed
+            endpoint = Endpoint.from_bytes(bytes(near.local_endpoint()))
+            assert endpoint.gid == IPv6Address(f"::{in_gid}:ffff:{own_address()}").packed
             assert near.gid_index == 1
-            far.connect(told)
-            assert far.path_to(told).dgid == told.gid
+            far.connect(endpoint)
+            assert far.path_to(endpoint).dgid == endpoint.gid
 
 
 async def test_an_invalid_address(no_hardware: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,19 +45,19 @@ async def domains(device: Device, domain: ResourceDomain) -> list[Resource]:
 @pytest.mark.parametrize("model", ThreadModel, ids=lambda model: model.value)
 @pytest.mark.parametrize("over", [protection_domain, parent_domain, resource_domain])
 @pytest.mark.parametrize("make", [no_parts, queues, domains])
-@pytest.mark.parametrize("which", ["domain", "given", "base", "device"])
+@pytest.mark.parametrize("target", ["domain", "outermost", "base", "device"])
 async def test_a_resource_domain_over_another_domain_ends_with_either(
-    device_name: str, model: ThreadModel, over: Over, make: Make, which: str
+    device_name: str, model: ThreadModel, over: Over, make: Make, target: str
 ) -> None:
     device = await open_device(device_name).open()
     outer = await over(device)
-    given = outer[-1]
-    counted: list[Resource] = [device, *outer, given.base]
+    outermost = outer[-1]
+    counted: list[Resource] = [device, *outer, outermost.base]
     before = [each.statistics() for each in counted]
-    domain = await device.resource_domain(given, thread_model=model).open()
+    domain = await device.resource_domain(outermost, thread_model=model).open()
     made = await make(device, domain)
-    choices: dict[str, Resource] = {"domain": domain, "given": given, "base": given.base, "device": device}
-    closed = choices[which]
+    choices: dict[str, Resource] = {"domain": domain, "outermost": outermost, "base": outermost.base, "device": device}
+    closed = choices[target]
     parts: list[Resource] = [domain.parent, *([domain.td] if domain.td is not None else [])]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -66,10 +66,10 @@ async def test_a_resource_domain_over_another_domain_ends_with_either(
     assert len(caught) == len([each for each in opened if each.closed and each is not closed])
     of_domain = [each for each in made if not isinstance(each, MemoryRegion)]  # regions belong to the base
     assert {each.state for each in (closed, domain, *parts, *of_domain)} == {ResourceState.CLOSED}
-    if which in ("base", "device"):
+    if target in ("base", "device"):
         assert {each.state for each in made} <= {ResourceState.CLOSED}
     for resource in [*reversed(opened), device]:
-        if closed is domain and resource is given:
+        if closed is domain and resource is outermost:
             assert [each.statistics() for each in counted] == before
         await resource.aclose()
 

@@ -114,17 +114,17 @@ async def test_a_parent_domain_stands_for_its_protection_domain(device: Device) 
 async def test_parents_of_wrong_types_are_refused(device: Device) -> None:
     """Wrong parents are refused by the constructor, with an error that names both."""
     async with device.protection_domain() as pd, pd.completion_queue(4) as cq:
-        given: Any
-        for given in ("x", "", 0, object()):
-            said = f" is made from other resources, such as a domain, not from {re.escape(repr(given))}$"
-            with pytest.raises(TypeError, match=f"^ResourceDomain{said}"):
-                device.resource_domain(given)
-            with pytest.raises(TypeError, match=f"^QueuePair{said}"):
-                pd.queue_pair(given)
-            with pytest.raises(TypeError, match=f"^QueuePair{said}"):
-                pd.queue_pair(cq, given)
-            with pytest.raises(TypeError, match=f"^QueuePair{said}"):
-                pd.queue_pair(cq, srq=given)
+        parent: Any
+        for parent in ("x", "", 0, object()):
+            pattern = f" is made from other resources, such as a domain, not from {re.escape(repr(parent))}$"
+            with pytest.raises(TypeError, match=f"^ResourceDomain{pattern}"):
+                device.resource_domain(parent)
+            with pytest.raises(TypeError, match=f"^QueuePair{pattern}"):
+                pd.queue_pair(parent)
+            with pytest.raises(TypeError, match=f"^QueuePair{pattern}"):
+                pd.queue_pair(cq, parent)
+            with pytest.raises(TypeError, match=f"^QueuePair{pattern}"):
+                pd.queue_pair(cq, srq=parent)
 
 
 @needs(Capability.FAULT_PLAN)
@@ -295,11 +295,11 @@ async def _leave(block: AbstractAsyncContextManager[object]) -> None:
 
 async def test_shutdown_of_asyncgens_does_not_interrupt_leaving_a_loop_domain(device: Device) -> None:
     """`shutdown_asyncgens` runs while leaving the block is suspended."""
-    said: list[object] = []
+    errors: list[object] = []
 
     async def elsewhere() -> None:
         loop = asyncio.get_running_loop()
-        loop.set_exception_handler(lambda _, context: said.append(context))
+        loop.set_exception_handler(lambda _, context: errors.append(context))
         block = device.loop_domain()
         domain = await block.__aenter__()
         drained = asyncio.Event()
@@ -316,7 +316,7 @@ async def test_shutdown_of_asyncgens_does_not_interrupt_leaving_a_loop_domain(de
         assert domain.closed
 
     await asyncio.to_thread(asyncio.run, elsewhere())
-    assert said == []
+    assert errors == []
 
 
 @needs(Capability.PARENT_DOMAINS)

@@ -159,10 +159,10 @@ async def test_waiting_for_objects_of_the_parent_raises(device: Device) -> None:
     """Waiting for events and pins that only the parent receives raises an error instead of hanging."""
     async with device.protection_domain() as pd, pd.register(64) as region:
         begun, unbegun = device.events(), device.events()
-        hearing = asyncio.create_task(anext(begun))
+        waiting = asyncio.create_task(anext(begun))
         await asyncio.sleep(0)
         device.faults.set_port(False)
-        await hearing
+        await waiting
         region.pins.add()
 
         async def ask() -> None:
@@ -196,20 +196,20 @@ async def test_a_child_closing_a_used_xrc_domain_of_the_parent_does_nothing(devi
 
 
 async def test_a_child_cannot_drop_cached_registrations(device: Device) -> None:
-    kept = bytearray(64)
+    buffer = bytearray(64)
     async with device.protection_domain() as pd:
-        async with pd.cache.region(kept):
+        async with pd.cache.region(buffer):
             pass
 
         async def drop() -> None:
             with pytest.raises(ForkedProcessError, match="ProtectionDomain"):
-                await pd.cache.drop(kept)
+                await pd.cache.drop(buffer)
 
         with pd.cache._lock:
             await asyncio.to_thread(in_child, lambda: asyncio.run(drop()), LIMIT_S)
         assert pd.cache.statistics().entries == 1
-        await pd.cache.drop(kept)
-        kept += b"it can be resized"
+        await pd.cache.drop(buffer)
+        buffer += b"it can be resized"
 
 
 async def test_a_child_leaves_a_block_of_a_cached_region(device: Device) -> None:
@@ -289,7 +289,7 @@ async def main():
         qp.connect(qp.local_endpoint(), ACCESS)
         cleaning = asyncio.create_task(clean_up_slowly())
         events = device.events()
-        hearing = asyncio.create_task(anext(events))
+        waiting = asyncio.create_task(anext(events))
         receiving = asyncio.create_task(asyncio.wait_for(qp.receive(region[:8]), 30))
         for _ in range(10):
             await asyncio.sleep(0)      # until the completion queue is armed
@@ -302,11 +302,11 @@ async def main():
         if sys.argv[2:]:
             os._exit(0)
         await write
-        print((await hearing).event_type.name, (await anext(events)).event_type.name)
-        hearing = asyncio.create_task(anext(events))
+        print((await waiting).event_type.name, (await anext(events)).event_type.name)
+        waiting = asyncio.create_task(anext(events))
         await asyncio.sleep(0)
         wake(device)
-        print((await asyncio.wait_for(hearing, 30)).event_type.name)
+        print((await asyncio.wait_for(waiting, 30)).event_type.name)
         await qp.send(region[:8])
         print((await receiving).byte_len)
         await events.aclose()

@@ -169,9 +169,9 @@ async def test_gid_table_of_the_device(device: Device) -> None:
     found = gid_table(device.handle, 1)
     assert [device.handle.query_gid(1, each.index) for each in found] == [each.gid for each in found]
     assert all(any(each.gid) for each in found)
-    (told,) = (each for each in devices() if each.name == device.name)
-    assert told.ports[0].gid_index == gid_index(device.handle, 1) == select_gid_index(found)
-    assert [index for index, _ in told.ports[0].gids] == [each.index for each in found]
+    (listed,) = (each for each in devices() if each.name == device.name)
+    assert listed.ports[0].gid_index == gid_index(device.handle, 1) == select_gid_index(found)
+    assert [index for index, _ in listed.ports[0].gids] == [each.index for each in found]
 
 
 async def test_queue_pairs_send_from_the_default_or_another_gid(device: Device) -> None:

@@ -363,11 +363,11 @@ async def test_closed_resources_need_no_garbage_collection(device: Device, make:
     resource = make(device)
     async with resource:
         pass
-    gone = weakref.ref(resource)
+    reference = weakref.ref(resource)
     gc.disable()
     try:
         del resource
-        assert gone() is None
+        assert reference() is None
     finally:
         gc.enable()
 

@@ -105,9 +105,9 @@ async def test_inline_data(device: Device, domain: ResourceDomain, cq: Completio
 async def test_reads_and_atomics_in_flight(device: Device, domain: ResourceDomain, cq: CompletionQueue) -> None:
     has = device.attributes()
     async with domain.queue_pair(cq) as near, domain.queue_pair(cq) as far:
-        told = near.local_endpoint()
+        endpoint = near.local_endpoint()
         requests, serves = min(has.max_qp_init_rd_atom, 255), min(has.max_qp_rd_atom, 255)
-        assert (told.max_rd_atomic, told.max_dest_rd_atomic) == (requests, serves)
+        assert (endpoint.max_rd_atomic, endpoint.max_dest_rd_atomic) == (requests, serves)
         for name, most in (("max_rd_atomic", requests), ("max_dest_rd_atomic", serves)):
             with (
                 no_verb(device, "modify_qp"),

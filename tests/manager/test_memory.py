@@ -314,16 +314,16 @@ async def test_keys_are_integers(device: Device) -> None:
 
 
 async def check_key_refused(device: Device, key: Any) -> None:
-    said = f"share_key must be an integer of 64 bits, not of type {type(key).__name__}$"
+    pattern = f"share_key must be an integer of 64 bits, not of type {type(key).__name__}$"
     async with device.protection_domain() as pd:
-        with pytest.raises(TypeError, match=said):
+        with pytest.raises(TypeError, match=pattern):
             pd.share(key)
-        with pytest.raises(TypeError, match=said):
+        with pytest.raises(TypeError, match=pattern):
             device.shared_protection_domain(1, key)
         with pytest.raises(TypeError, match="shared_id must be an integer of 96 bits"):
             device.shared_protection_domain(key, 1)
         ours, theirs = socket.socketpair()
-        with ours, theirs, pytest.raises(TypeError, match=said):
+        with ours, theirs, pytest.raises(TypeError, match=pattern):
             import_device(ours, 1, key)
         with pytest.raises(TypeError, match="integer"):
             pd.import_memory_region(key)

@@ -86,9 +86,9 @@ async def test_every_kind_of_resource(device: Device) -> None:
         WorkerPool(device, 2) as pool,
     ):
         sample = await asyncio.to_thread(snapshot.sample)
-        told = json.loads(snapshot.encode(sample))
-        assert told == sample
-        tree = next(each for each in told["devices"] if each["id"] == device._lifecycle.serial)
+        decoded = json.loads(snapshot.encode(sample))
+        assert decoded == sample
+        tree = next(each for each in decoded["devices"] if each["id"] == device._lifecycle.serial)
         found = list(nodes(tree))
         kinds = {node["kind"] for node in found}
         assert kinds >= {"ProtectionDomain", "ThreadDomain", "ParentDomain", "ResourceDomain", "SharedReceiveQueue"}
@@ -104,8 +104,8 @@ async def test_every_kind_of_resource(device: Device) -> None:
 
 
 def devices_seen() -> set[int]:
-    told: Any = snapshot.sample()
-    return {each["id"] for each in told["devices"]}
+    sample: Any = snapshot.sample()
+    return {each["id"] for each in sample["devices"]}
 
 
 async def test_closed_resources_are_not_shown(device_name: str) -> None:
@@ -119,9 +119,9 @@ async def test_closed_resources_are_not_shown(device_name: str) -> None:
 async def test_a_sample_is_limited_in_size(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     async with device.protection_domain() as pd, pd.register(64), pd.register(64), pd.register(64):
         monkeypatch.setattr(snapshot, "MAX_RESOURCES", 3)
-        told: Any = snapshot.sample()
-    assert told["truncated"]
-    assert sum(len(list(nodes(each))) for each in told["devices"]) == 3
+        sample: Any = snapshot.sample()
+    assert sample["truncated"]
+    assert sum(len(list(nodes(each))) for each in sample["devices"]) == 3
 
 
 async def test_samples_come_at_intervals() -> None:
@@ -259,19 +259,19 @@ async def test_in_the_child_of_a_fork(folder: Path) -> None:
                     return (await other.read_sample())["pid"], file_names(folder)
 
         def in_the_child() -> tuple[int, str, int, int, list[str], tuple[int, list[str]]]:
-            said = ""
+            message = ""
             asyncio.events._set_running_loop(None)
             mine = {os.readlink(f"/proc/self/fd/{fd}") for fd in descriptors() if int(fd) > 2}
             try:
                 watched.path  # noqa: B018
             except RuntimeError as error:
-                said = str(error)
+                message = str(error)
             asyncio.run(watched.aclose())
             alone = file_names(folder)
-            return os.getpid(), said, len(theirs & mine), len(theirs), alone, asyncio.run(their_own())
+            return os.getpid(), message, len(theirs & mine), len(theirs), alone, asyncio.run(their_own())
 
-        child, said, kept, there, alone, (pid, names) = in_child(in_the_child)
-        assert (said, pid, greeting["pid"]) == ("the monitor is not open in this process", child, os.getpid())
+        child, message, kept, there, alone, (pid, names) = in_child(in_the_child)
+        assert (message, pid, greeting["pid"]) == ("the monitor is not open in this process", child, os.getpid())
         assert kept < there, "the child closed the server's descriptors"
         assert alone == [watched.path.name]
         assert len(names) == 2
@@ -327,11 +327,11 @@ async def test_monitoring_by_environment_variable(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(monitor_module, "_environment_was_read", False)
-    for text, said in (("", ""), ("0", ""), ("yes", "write 1 for yes or 0 for no, not 'yes'")):
+    for text, warning in (("", ""), ("0", ""), ("yes", "write 1 for yes or 0 for no, not 'yes'")):
         monkeypatch.setenv("AIOVERBS_MONITOR", text)
         async with open_device("soft0"):
             assert not monitor_threads()
-        assert said in caplog.text
+        assert warning in caplog.text
     async with open_device("soft0"):
         pass
     assert caplog.text.count("write 1 for yes") == 1

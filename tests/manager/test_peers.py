@@ -73,12 +73,12 @@ async def until_closed(peer: socket.socket) -> None:
 
 
 async def test_a_device_is_found_by_address(discoverable: Device, directory: Path, port: int) -> None:
-    told = soft_context(discoverable).fabric()
-    assert told.listening
-    assert told.address == f"{own_address()}:{port}"
-    assert told.problem == ""
+    fabric = soft_context(discoverable).fabric()
+    assert fabric.listening
+    assert fabric.address == f"{own_address()}:{port}"
+    assert fabric.problem == ""
     assert names(directory) == {discoverable.handle.query_gid(1, index).hex() for index in range(2)}
-    assert told.path in (f"{directory}/{name}" for name in names(directory))
+    assert fabric.path in (f"{directory}/{name}" for name in names(directory))
     assert discoverable.peers() == ()
     assert discoverable.refusals() == ()
 
@@ -95,9 +95,9 @@ async def test_a_peer_with_another_protocol_is_refused(
     assert began <= first.time <= second.time <= datetime.now(UTC)
     assert first.gid is None
     assert first.reason
-    told = soft_context(discoverable).fabric()
-    assert (told.accepted, told.refused_peers, told.refused_frames) == (0, 2, 0)
-    assert told.refusals == (first, second)
+    fabric = soft_context(discoverable).fabric()
+    assert (fabric.accepted, fabric.refused_peers, fabric.refused_frames) == (0, 2, 0)
+    assert fabric.refusals == (first, second)
     logged = [(each.name, each.levelno, each.getMessage()) for each in caplog.records]
     assert logged == [
         ("aioverbs.fabric", logging.WARNING, f"{discoverable.name} rejected a peer: {each.reason}")
@@ -190,8 +190,8 @@ async def test_a_silent_peer(discoverable: Device, port: int) -> None:
 
 
 async def test_an_address_in_use(directory: Path, port: int) -> None:
-    said = rf"ibv_open_device failed: EADDRINUSE .*{port}.*Address already in use"
-    with socket.create_server((own_address(), port)), pytest.raises(VerbsError, match=said):
+    pattern = rf"ibv_open_device failed: EADDRINUSE .*{port}.*Address already in use"
+    with socket.create_server((own_address(), port)), pytest.raises(VerbsError, match=pattern):
         await open_device(f"soft0@{own_address()}:{port}").open()
     async with open_device(f"soft0@{own_address()}:{port}"):
         pass
@@ -213,5 +213,5 @@ async def test_other_devices_have_no_refusals(device: Device) -> None:
 async def test_a_device_of_one_process_has_no_fabric(directory: Path) -> None:
     async with open_device("soft0") as device:
         assert not soft_context(device).has_fabric
-        told = soft_context(device).fabric()
-        assert (told.listening, told.path, told.address, told.problem) == (False, "", "", "")
+        fabric = soft_context(device).fabric()
+        assert (fabric.listening, fabric.path, fabric.address, fabric.problem) == (False, "", "", "")

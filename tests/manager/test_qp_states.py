@@ -108,11 +108,11 @@ async def test_each_transition_by_hand(device: Device, qp_type: QpType) -> None:
         assert near.qp_state is RESET
 
         near.to_init()
-        told = near.query()
-        assert near.qp_state is told.qp_state is INIT
-        assert (told.pkey_index, told.port_num) == (0, 1)
-        assert told.qp_access_flags == (AccessFlags.LOCAL_WRITE if connected else 0)
-        assert told.qkey == (0 if connected else near.local_endpoint().qkey)
+        found = near.query()
+        assert near.qp_state is found.qp_state is INIT
+        assert (found.pkey_index, found.port_num) == (0, 1)
+        assert found.qp_access_flags == (AccessFlags.LOCAL_WRITE if connected else 0)
+        assert found.qkey == (0 if connected else near.local_endpoint().qkey)
         if connected:
             near.to_init(qp_access_flags=READ)
             assert near.query().qp_access_flags == READ
@@ -122,11 +122,11 @@ async def test_each_transition_by_hand(device: Device, qp_type: QpType) -> None:
 
         if connected:
             near.to_rtr(remote)
-            told = near.query()
-            assert (told.dest_qp_num, told.rq_psn, told.path_mtu) == (remote.qp_num, remote.psn, port_mtu(device))
-            assert (told.av.dgid, told.av.sgid_index, told.av.port_num) == (remote.gid, near.gid_index, 1)
+            found = near.query()
+            assert (found.dest_qp_num, found.rq_psn, found.path_mtu) == (remote.qp_num, remote.psn, port_mtu(device))
+            assert (found.av.dgid, found.av.sgid_index, found.av.port_num) == (remote.gid, near.gid_index, 1)
             serves = device.attributes().max_qp_rd_atom
-            assert (told.max_dest_rd_atomic, told.min_rnr_timer) == ((serves, 18) if responds else (0, 0))
+            assert (found.max_dest_rd_atomic, found.min_rnr_timer) == ((serves, 18) if responds else (0, 0))
             assert near.remote_endpoint == remote
         else:
             near.to_rtr()
@@ -134,12 +134,12 @@ async def test_each_transition_by_hand(device: Device, qp_type: QpType) -> None:
         assert near.qp_state is near.query().qp_state is RTR
 
         near.to_rts(sq_psn=77)
-        told = near.query()
-        assert near.qp_state is told.qp_state is RTS
-        assert told.sq_psn == near.local_endpoint().psn == 77
-        assert told.timeout == (14 if requests or responds else 0)
-        asks = device.attributes().max_qp_init_rd_atom
-        assert (told.retry_cnt, told.rnr_retry, told.max_rd_atomic) == ((6, 6, asks) if requests else (0, 0, 0))
+        found = near.query()
+        assert near.qp_state is found.qp_state is RTS
+        assert found.sq_psn == near.local_endpoint().psn == 77
+        assert found.timeout == (14 if requests or responds else 0)
+        requested = device.attributes().max_qp_init_rd_atom
+        assert (found.retry_cnt, found.rnr_retry, found.max_rd_atomic) == ((6, 6, requested) if requests else (0, 0, 0))
 
         if connected:
             near.to_rts(qp_access_flags=WRITE, cur_qp_state=RTS)
@@ -152,8 +152,8 @@ async def test_each_transition_by_hand(device: Device, qp_type: QpType) -> None:
         assert near.qp_state is near.query().qp_state is SQD
         if requests:
             near.to_sqd(timeout=16, retry_cnt=1)
-            told = near.query()
-            assert (told.timeout, told.retry_cnt) == (16, 1)
+            found = near.query()
+            assert (found.timeout, found.retry_cnt) == (16, 1)
         near.to_rts()
         assert near.qp_state is RTS
 
@@ -176,9 +176,9 @@ async def test_peer_attributes_one_by_one(device: Device) -> None:
             dest_qp_num=remote.qp_num,
             rq_psn=remote.psn,
         )
-        told = of.near.query()
-        assert (told.av.traffic_class, told.path_mtu) == (104, Mtu.MTU_1024)
-        assert told.max_dest_rd_atomic == 1, "of an unknown peer only that is known"
+        found = of.near.query()
+        assert (found.av.traffic_class, found.path_mtu) == (104, Mtu.MTU_1024)
+        assert found.max_dest_rd_atomic == 1, "the default for an unknown peer"
         assert of.near.remote_endpoint is None
         of.near.to_rts()
         assert of.near.query().max_rd_atomic == 1
@@ -190,8 +190,8 @@ async def test_a_remote_endpoint_with_further_attributes(device: Device) -> None
     async with scene(device) as of:
         of.near.to_init()
         of.near.to_rtr(of.far.local_endpoint(), path_mtu=Mtu.MTU_512, min_rnr_timer=5)
-        told = of.near.query()
-        assert (told.path_mtu, told.min_rnr_timer) == (Mtu.MTU_512, 5)
+        found = of.near.query()
+        assert (found.path_mtu, found.min_rnr_timer) == (Mtu.MTU_512, 5)
 
 
 async def test_modify_while_draining(device: Device) -> None:
@@ -317,32 +317,32 @@ async def test_reconnecting_a_queue_pair(device: Device, way: str) -> None:
 
 async def test_local_endpoint(device: Device) -> None:
     has = device.attributes()
-    asks, serves = has.max_qp_init_rd_atom, has.max_qp_rd_atom
-    xrc = [(XRC_SEND, asks, 0), (XRC_RECV, 0, serves)]
+    requested, serves = has.max_qp_init_rd_atom, has.max_qp_rd_atom
+    xrc = [(XRC_SEND, requested, 0), (XRC_RECV, 0, serves)]
     if Capability.XRC_DOMAINS not in capabilities(device.name):
         xrc.clear()
-    for qp_type, reads, served in ((RC, asks, serves), (UC, 0, 0), (UD, 0, 0), *xrc):
+    for qp_type, reads, served in ((RC, requested, serves), (UC, 0, 0), (UD, 0, 0), *xrc):
         async with scene(device, qp_type) as of:
-            told = of.near.local_endpoint()
-            assert (told.qp_type, told.qp_num, told.lid) == (qp_type, of.near.qp_num, 0)
-            assert (told.gid, told.mtu) == (device.handle.query_gid(1, of.near.gid_index), port_mtu(device))
-            assert (told.max_rd_atomic, told.max_dest_rd_atomic) == (reads, served)
-            assert bool(told.qkey) == (qp_type is UD)
-            assert told == of.near.local_endpoint() == Endpoint.from_bytes(bytes(told))
+            endpoint = of.near.local_endpoint()
+            assert (endpoint.qp_type, endpoint.qp_num, endpoint.lid) == (qp_type, of.near.qp_num, 0)
+            assert (endpoint.gid, endpoint.mtu) == (device.handle.query_gid(1, of.near.gid_index), port_mtu(device))
+            assert (endpoint.max_rd_atomic, endpoint.max_dest_rd_atomic) == (reads, served)
+            assert bool(endpoint.qkey) == (qp_type is UD)
+            assert endpoint == of.near.local_endpoint() == Endpoint.from_bytes(bytes(endpoint))
 
 
 async def test_a_peer_with_lower_limits(device: Device) -> None:
     async with scene(device) as of:
         less = replace(of.far.local_endpoint(), max_rd_atomic=2, max_dest_rd_atomic=4, mtu=Mtu.MTU_1024)
         of.near.connect(less)
-        told = of.near.query()
-        assert (told.max_rd_atomic, told.max_dest_rd_atomic, told.path_mtu) == (4, 2, Mtu.MTU_1024)
+        found = of.near.query()
+        assert (found.max_rd_atomic, found.max_dest_rd_atomic, found.path_mtu) == (4, 2, Mtu.MTU_1024)
         of.near.to_reset()
         more = replace(less, max_rd_atomic=200, max_dest_rd_atomic=200)
         of.near.connect(more, max_rd_atomic=8)  # some devices support only powers of two
-        told = of.near.query()
+        found = of.near.query()
         served = 2 if is_soft_roce(device.handle) else min(device.attributes().max_qp_rd_atom, 200)
-        assert (told.max_rd_atomic, told.max_dest_rd_atomic) == (8, served)
+        assert (found.max_rd_atomic, found.max_dest_rd_atomic) == (8, served)
 
 
 async def test_rnr_retries_wait_for_a_late_receive(device: Device) -> None:
@@ -363,7 +363,7 @@ async def test_rnr_retries_end_without_a_receive(device: Device) -> None:
         of.connect()
         post_send(of.near.handle, SendOpcode.SEND, [of.region[:4].sge])
         assert wait_for(of.sent.handle)[0].status is WcStatus.RNR_RETRY_EXC_ERR
-        assert of.near.qp_state is RTS, "as it was last known"
+        assert of.near.qp_state is RTS, "the last known state"
         with pytest.raises(TransitionError, match="from ERR to RTS: there is no such transition"):
             of.near.to_rts()
         assert of.near.qp_state is ERR
@@ -408,11 +408,11 @@ class FakeQueuePair(Connectable):
 
 async def test_infiniband_and_a_port_without_a_gid(device: Device) -> None:
     gid = bytes(range(16))
-    there = FakeQueuePair(FakePort(gid, 7, LinkLayer.INFINIBAND, device.handle))
-    told = there.local_endpoint()
-    assert (told.gid, told.lid, told.qp_num) == (gid, 7, 5)
-    way = there.path_to(replace(told, lid=9, gid=gid[:8] + bytes(8)))
-    assert way == AddressVector(dlid=9, sgid_index=1, port_num=1)
+    qp = FakeQueuePair(FakePort(gid, 7, LinkLayer.INFINIBAND, device.handle))
+    endpoint = qp.local_endpoint()
+    assert (endpoint.gid, endpoint.lid, endpoint.qp_num) == (gid, 7, 5)
+    path = qp.path_to(replace(endpoint, lid=9, gid=gid[:8] + bytes(8)))
+    assert path == AddressVector(dlid=9, sgid_index=1, port_num=1)
     with pytest.raises(ValueError, match=r"port 1 of port of no device has no GID at index 1: give the `gid_index`"):
         FakeQueuePair(FakePort(bytes(16), 0, LinkLayer.ETHERNET, device.handle)).local_endpoint()
     assert FakeQueuePair(FakePort(bytes(16), 7, LinkLayer.INFINIBAND, device.handle)).local_endpoint().lid == 7
@@ -433,7 +433,7 @@ class Mistake:
     qp_type: QpType
     state: QpState
     act: Act
-    says: str
+    message: str
     kind: type[Exception] = TransitionError
 
 
@@ -530,7 +530,7 @@ async def test_mistakes_are_refused_without_changes(device: Device) -> None:
             _bring_to(of, mistake.state)
             before = of.near.query()
             faults.count_calls()
-            with pytest.raises(mistake.kind, match=mistake.says) as caught:
+            with pytest.raises(mistake.kind, match=mistake.message) as caught:
                 mistake.act(of.near)
             assert faults.calls("query_qp") == 1
             assert faults.calls("modify_qp") == 0, mistake

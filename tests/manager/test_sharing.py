@@ -152,7 +152,7 @@ async def test_an_exchange(ends: Ends, stand_in: StandIn, shared: Share) -> None
 
 
 @pytest.mark.parametrize(
-    ("shared_id", "key", "error", "said"),
+    ("shared_id", "key", "error", "pattern"),
     [
         (ID, KEY ^ 1, errno.EACCES, "the share key is wrong"),
         (ID ^ 1, KEY, errno.ENOENT, "nothing is shared by that id"),
@@ -168,9 +168,9 @@ async def test_an_exchange(ends: Ends, stand_in: StandIn, shared: Share) -> None
     ids=["key", "id", "device", "all", "id and key"],
 )
 async def test_refusals(
-    ends: Ends, stand_in: StandIn, shared: Share, shared_id: int, key: int, error: int, said: str
+    ends: Ends, stand_in: StandIn, shared: Share, shared_id: int, key: int, error: int, pattern: str
 ) -> None:
-    with pytest.raises(VerbsError, match=said) as caught:
+    with pytest.raises(VerbsError, match=pattern) as caught:
         await exchange(ends, stand_in, shared, shared_id, key)
     assert caught.value.errno == error
     # The socket can be used for another exchange.
@@ -202,8 +202,8 @@ async def test_request_and_reply_in_pieces(ends: Ends, stand_in: StandIn, shared
         os.close(each)
 
     receiving = asyncio.create_task(receive(far, ID, KEY))
-    asked = Request.parse(await asyncio.get_running_loop().sock_recv(near, Request.SIZE))
-    reply = Reply.make(asked, KEY, "mlx5_0", 7).pack()
+    request = Request.parse(await asyncio.get_running_loop().sock_recv(near, Request.SIZE))
+    reply = Reply.make(request, KEY, "mlx5_0", 7).pack()
     near.send(reply[:50])
     await asyncio.sleep(0.01)
     attach(near, reply[50:51], stand_in.dup_cmd_fd())
@@ -242,9 +242,9 @@ def attach(sock: socket.socket, data: bytes, *fds: int, flags: int = 0) -> None:
 async def test_other_descriptors_than_two(ends: Ends, stand_in: StandIn, shared: Share, kinds: str) -> None:
     near, far = ends
     receiving = asyncio.create_task(receive(far, ID, KEY))
-    asked = Request.parse(await asyncio.get_running_loop().sock_recv(near, Request.SIZE))
+    request = Request.parse(await asyncio.get_running_loop().sock_recv(near, Request.SIZE))
     fds = [stand_in.dup_cmd_fd() if kind == "c" else shared.dup_file() for kind in kinds]
-    attach(near, Reply.make(asked, KEY, "mlx5_0", 7).pack(), *fds)
+    attach(near, Reply.make(request, KEY, "mlx5_0", 7).pack(), *fds)
     with pytest.raises(VerbsError, match=r"EPROTO .*descriptors"):
         await receiving
 
@@ -265,8 +265,8 @@ def one_free_descriptor() -> Iterator[None]:
 async def test_more_descriptors_than_the_process_limit(ends: Ends, stand_in: StandIn, shared: Share) -> None:
     near, far = ends
     receiving = asyncio.create_task(receive(far, ID, KEY))
-    asked = Request.parse(await asyncio.get_running_loop().sock_recv(near, Request.SIZE))
-    attach(near, Reply.make(asked, KEY, "mlx5_0", 7).pack(), stand_in.dup_cmd_fd(), shared.dup_file())
+    request = Request.parse(await asyncio.get_running_loop().sock_recv(near, Request.SIZE))
+    attach(near, Reply.make(request, KEY, "mlx5_0", 7).pack(), stand_in.dup_cmd_fd(), shared.dup_file())
     with one_free_descriptor(), pytest.raises(VerbsError, match=r"EPROTO .*more than this process can open"):
         await receiving
     assert far.fileno() == -1
@@ -302,9 +302,9 @@ async def test_a_descriptor_that_is_not_shared_memory(ends: Ends, tmp_path: Path
     """The file is refused without any call that could block."""
     near, far = ends
     receiving = asyncio.create_task(receive(far, ID, KEY))
-    asked = Request.parse(await asyncio.get_running_loop().sock_recv(near, Request.SIZE))
+    request = Request.parse(await asyncio.get_running_loop().sock_recv(near, Request.SIZE))
     (tmp_path / "file").touch()
-    attach(near, Reply.make(asked, KEY, "soft0", 0).pack(), os.open(tmp_path / "file", os.O_RDWR))
+    attach(near, Reply.make(request, KEY, "soft0", 0).pack(), os.open(tmp_path / "file", os.O_RDWR))
     with pytest.raises(VerbsError, match=r"EPROTO .*attached 1 descriptors, or not the required"):
         await receiving
 
@@ -378,8 +378,8 @@ async def test_closing_a_lingering_socket_beyond_the_descriptor_limit(
 async def test_a_peer_without_the_key(ends: Ends, stand_in: StandIn, shared: Share) -> None:
     near, far = ends
     receiving = asyncio.create_task(receive(far, ID, KEY))
-    asked = Request.parse(await asyncio.get_running_loop().sock_recv(near, Request.SIZE))
-    attach(near, Reply.make(asked, KEY ^ 1, "mlx5_0", 7).pack(), stand_in.dup_cmd_fd(), shared.dup_file())
+    request = Request.parse(await asyncio.get_running_loop().sock_recv(near, Request.SIZE))
+    attach(near, Reply.make(request, KEY ^ 1, "mlx5_0", 7).pack(), stand_in.dup_cmd_fd(), shared.dup_file())
     with pytest.raises(VerbsError, match=r"EACCES .*the peer does not know the share key"):
         await receiving
 
@@ -416,9 +416,9 @@ async def test_a_peer_that_disconnects_before_its_reply(
 ) -> None:
     near, far = ends
     receiving = asyncio.create_task(receive(far, ID, KEY))
-    asked = Request.parse(await asyncio.get_running_loop().sock_recv(near, Request.SIZE))
+    request = Request.parse(await asyncio.get_running_loop().sock_recv(near, Request.SIZE))
     if count:
-        attach(near, Reply.make(asked, KEY, "mlx5_0", 7).pack()[:count], stand_in.dup_cmd_fd(), shared.dup_file())
+        attach(near, Reply.make(request, KEY, "mlx5_0", 7).pack()[:count], stand_in.dup_cmd_fd(), shared.dup_file())
     near.close()
     with pytest.raises(BrokenResourceError, match=r"the peer closed the socket after \d+ of"):
         await receiving
@@ -449,8 +449,8 @@ async def test_cancellation_at_each_await(ends: Ends, stand_in: StandIn, shared:
     two.setblocking(False)
     with one, two:
         receiving = asyncio.create_task(receive(two, ID, KEY))
-        asked = Request.parse(await asyncio.get_running_loop().sock_recv(one, Request.SIZE))
-        reply = Reply.make(asked, KEY, "mlx5_0", 7).pack()
+        request = Request.parse(await asyncio.get_running_loop().sock_recv(one, Request.SIZE))
+        reply = Reply.make(request, KEY, "mlx5_0", 7).pack()
         attach(one, reply[:20], stand_in.dup_cmd_fd(), shared.dup_file())
         await cancelled(receiving)
 
@@ -695,9 +695,9 @@ async def test_a_name_for_an_rdma_device(ends: Ends, stand_in: StandIn, shared: 
 async def test_other_descriptors_than_one(ends: Ends, stand_in: StandIn, shared: Share, kinds: str) -> None:
     near, far = ends
     receiving = asyncio.create_task(receive(far, ID, KEY))
-    asked = Request.parse(await asyncio.get_running_loop().sock_recv(near, Request.SIZE))
+    request = Request.parse(await asyncio.get_running_loop().sock_recv(near, Request.SIZE))
     fds = [stand_in.dup_cmd_fd() if kind == "c" else shared.dup_file() for kind in kinds]
-    attach(near, Reply.make(asked, KEY, "soft0", 0).pack(), *fds)
+    attach(near, Reply.make(request, KEY, "soft0", 0).pack(), *fds)
     with pytest.raises(VerbsError, match=r"EPROTO .*descriptors"):
         await receiving
 
@@ -707,8 +707,8 @@ async def test_a_file_that_is_not_a_domain(ends: Ends, shared: Share) -> None:
     near, far = ends
     device = import_device(far, ID, KEY)
     opening = asyncio.create_task(device.open())
-    asked = Request.parse(await asyncio.get_running_loop().sock_recv(near, Request.SIZE))
-    attach(near, Reply.make(asked, KEY, "soft0", 0).pack(), shared.dup_file())
+    request = Request.parse(await asyncio.get_running_loop().sock_recv(near, Request.SIZE))
+    attach(near, Reply.make(request, KEY, "soft0", 0).pack(), shared.dup_file())
     await opening
     with pytest.raises(VerbsError, match="ibv_share_pd failed: EPROTO"):
         await device.shared_protection_domain(ID, KEY).open()
@@ -718,12 +718,12 @@ async def test_a_file_that_is_not_a_domain(ends: Ends, shared: Share) -> None:
 @needs(Capability.SHARED_DOMAINS)
 async def test_errors_of_the_software_device(device: Device, ends: Ends) -> None:
     async with device.protection_domain() as pd, pd.share(KEY) as shared:
-        for shared_id, key, error, said in (
+        for shared_id, key, error, pattern in (
             (shared.id, KEY ^ 1, errno.EACCES, "the share key is wrong"),
             (shared.id ^ 1 << 20, KEY, errno.ENOENT, "nothing is shared by that id"),
             (shared.id ^ 1 << 40, KEY, errno.EXDEV, "and soft0 is another one"),
         ):
-            with pytest.raises(VerbsError, match=said) as caught:
+            with pytest.raises(VerbsError, match=pattern) as caught:
                 await device.shared_protection_domain(shared_id, key).open()
             assert caught.value.errno == error
         for shared_id, key, what in (

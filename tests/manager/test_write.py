@@ -309,7 +309,7 @@ async def test_failure_of_any_verb_leaks_nothing(device: Device) -> None:
     assert calls > 25
     assert all(faults.calls(verb) for verb in ("req_notify_cq", "get_cq_event"))
     for k in range(1, calls + 1):
-        heard = len(faults.records())
+        before = len(faults.records())
         faults.fail(None, errno.EIO, first=k)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ResourceWarning)  # parents close resources whose closing failed
@@ -319,7 +319,7 @@ async def test_failure_of_any_verb_leaks_nothing(device: Device) -> None:
                 pass
             else:
                 # Results of some verbs are cached, so that the k-th call did not happen.
-                assert len(faults.records()) == heard, k
+                assert len(faults.records()) == before, k
             faults.clear()
             for lifecycle in reversed(tuple(device._lifecycle.children.values())):
                 await lifecycle.close()

@@ -18,22 +18,22 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 # All interleavings of the owner's closes (domain, device) and the importer's (region, instance, device).
 OURS, THEIRS = ["pd", "device"], ["b", "pd", "device"]
 ORDERS = [
-    [next(parts[place in taken]) for place in range(5)]
-    for taken in itertools.combinations(range(5), 2)
+    [next(parts[place in chosen]) for place in range(5)]
+    for chosen in itertools.combinations(range(5), 2)
     for parts in [(iter((1, each) for each in THEIRS), iter((0, each) for each in OURS))]
 ]
 
 
-@pytest.mark.parametrize("order", ORDERS, ids=lambda order: "-".join(f"{what}{who}" for who, what in order))
+@pytest.mark.parametrize("order", ORDERS, ids=lambda order: "-".join(f"{what}{index}" for index, what in order))
 async def test_every_order_of_closing(pair: Pair, order: list[tuple[int, str]]) -> None:
     async with pair() as both, end() as here:
         remotes = [await each.register(name, 4096) for each, name in zip(both, "ab", strict=True)]
         await both[0].call("close a")
         instances = {0, 1}
-        for who, what in order:
-            await both[who].call(f"close {what}")
+        for index, what in order:
+            await both[index].call(f"close {what}")
             if what == "pd":
-                instances.discard(who)
+                instances.discard(index)
             for each in instances:  # remaining instances still work
                 await both[each].register("more", 1 << 20)
                 await both[each].call("close more")
@@ -73,21 +73,21 @@ async def test_joining_after_the_last_instance_closed(pair: Pair, dies: bool) ->
 
 async def test_wrong_ids_and_keys(pair: Pair) -> None:
     async with pair(imported=False) as (first, second):
-        for shared_id, key, said in (
+        for shared_id, key, pattern in (
             (first.shared_id, KEY ^ 1, "EACCES"),
             (first.shared_id ^ 1 << 20, KEY, "ENOENT"),
             (first.shared_id ^ 1 << 40, KEY, "EXDEV"),
         ):
             second.send_command(f"import {shared_id} {key}")
-            with pytest.raises(CommandFailed, match=said):
+            with pytest.raises(CommandFailed, match=pattern):
                 await first.call("send")
-            with pytest.raises(CommandFailed, match=said):
+            with pytest.raises(CommandFailed, match=pattern):
                 await second.read_answer()
         await first.share_with(second)
         with pytest.raises(CommandFailed, match="EACCES"):
             await second.open_instance(KEY ^ 1)
-        for shared_id, said in ((second.shared_id ^ 1, "EXDEV"), (second.shared_id ^ 1 << 40, "EXDEV")):
-            with pytest.raises(CommandFailed, match=said):
+        for shared_id, pattern in ((second.shared_id ^ 1, "EXDEV"), (second.shared_id ^ 1 << 40, "EXDEV")):
+            with pytest.raises(CommandFailed, match=pattern):
                 await second.call(f"instance {shared_id} {KEY}")
         await second.open_instance()
 
@@ -100,20 +100,20 @@ async def check_access_denied_soon(try_it: Callable[[], Awaitable[object]]) -> N
     assert caught.value.status is WcStatus.REM_ACCESS_ERR
 
 
-@pytest.mark.parametrize("who", [0, 1], ids=["owner", "importer"])
-async def test_a_process_dies(pair: Pair, who: int, direct: bool) -> None:
+@pytest.mark.parametrize("index", [0, 1], ids=["owner", "importer"])
+async def test_a_process_dies(pair: Pair, index: int, direct: bool) -> None:
     async with pair() as both, end(queue_pairs=2) as here:
-        victim, survivor = both[who], both[1 - who]
-        gone = await victim.register("v", 1 << 20)
-        kept = await survivor.register("s", 1 << 20)
+        victim, survivor = both[index], both[1 - index]
+        victim_region = await victim.register("v", 1 << 20)
+        survivor_region = await survivor.register("s", 1 << 20)
         for qp in here.qps:
             await survivor.connect(qp)
-        await check_remote_access(here, here.qps[0], victim, "v", gone)
+        await check_remote_access(here, here.qps[0], victim, "v", victim_region)
         await survivor.write_memory("s", 0, b"kept")
         await victim.kill()
-        await check_access_denied_soon(lambda: here.qps[1].write(here.region[:8], gone[:8]))
+        await check_access_denied_soon(lambda: here.qps[1].write(here.region[:8], victim_region[:8]))
         assert await survivor.read_memory("s", 0, 4) == b"kept"
-        await check_remote_access(here, here.qps[0], survivor, "s", kept)
+        await check_remote_access(here, here.qps[0], survivor, "s", survivor_region)
         await survivor.register("t", 1 << 20)
         for what in ("s", "t", "domain", "pd", "device"):
             await survivor.call(f"close {what}")
@@ -162,8 +162,8 @@ async def kill_during_traffic(pair: Pair, seed: int) -> None:
     """Kill one of two processes at a random moment of traffic; the other one still serves its own memory."""
     chance = random.Random(seed)
     async with pair() as both, end(queue_pairs=5) as here:
-        who = chance.randrange(2)
-        victim, survivor = both[who], both[1 - who]
+        index = chance.randrange(2)
+        victim, survivor = both[index], both[1 - index]
         remotes = [await each.register("r", 1 << 18) for each in both]
         for qp in here.qps[:2]:
             await victim.connect(qp, timeout=10, retry_cnt=2)
@@ -175,7 +175,7 @@ async def kill_during_traffic(pair: Pair, seed: int) -> None:
         found = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), patience(20))
         assert all(isinstance(each, WorkCompletionError | BrokenResourceError) for each in found), found
         assert {each.status for each in found[2:] if isinstance(each, WorkCompletionError)} == {WcStatus.REM_ACCESS_ERR}
-        own = remotes[1 - who]
+        own = remotes[1 - index]
         await check_remote_access(here, here.qps[4], survivor, "r", own)
         await survivor.call("close r")
         assert await survivor.register("r", 1 << 18)

@@ -157,15 +157,15 @@ async def test_deregistration_waits_for_accesses_of_others(pair: Pair, direct: b
         size = 1 << 20
         qps = iter(here.qps)
         for _ in range(fewer(10)):
-            qp, late = next(qps), next(qps)
+            qp, second_qp = next(qps), next(qps)
             await second.connect(qp)
-            await second.connect(late)
+            await second.connect(second_qp)
             remote = await first.register("a", size)
             writes = [asyncio.ensure_future(qp.write(here.region[:size], remote)) for _ in range(20)]
             await writes[0]
             await first.call("close a")
             await first.register("next", size)
-            await check_access_denied(late, here, remote[:8])
+            await check_access_denied(second_qp, here, remote[:8])
             results = await asyncio.gather(*writes, return_exceptions=True)
             failed = [each.status for each in results if isinstance(each, WorkCompletionError)]
             assert failed[:1] in ([], [WcStatus.REM_ACCESS_ERR])

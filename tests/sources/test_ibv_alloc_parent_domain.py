@@ -162,7 +162,7 @@ async def test_resources_should_be_destroyed_before_it(device: Device) -> None:
         device.faults.count_calls()
         with pytest.raises(Exception, match="cannot be destroyed"):
             await domain.aclose()
-        assert device.faults.calls("dealloc_pd") == 0, "it was refused before the verb"
+        assert device.faults.calls("dealloc_pd") == 0, "refused before the verb"
         queue.destroy()
 
 

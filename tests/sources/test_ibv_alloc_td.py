@@ -43,7 +43,7 @@ async def test_objects_under_it_disable_internal_locking(device: Device) -> None
             await asyncio.to_thread(queue.resize, 4)
         queue.resize(4)
         queue.destroy()
-    assert device.statistics().overlaps == 0, "the device itself, which watches, saw nobody"
+    assert device.statistics().overlaps == 0, "the device counted no overlapping calls"
 
 
 async def test_by_default_objects_are_safe_for_many_threads(device: Device) -> None:

@@ -11,33 +11,33 @@ from tests.manager.connection_manager import request
 __all__ = ["check_all_work"]
 
 
-async def check_all_work(of: OwnedObjects) -> None:
+async def check_all_work(owned: OwnedObjects) -> None:
     """Check that all waiting tasks of the owner get their results, and that every object works."""
-    for name, task in of.waiting.items():
+    for name, task in owned.waiting.items():
         assert not task.done(), f"{name}: {task}"
-    await _check_filled_queue(of)
-    if of.placed is of.domain:
-        await _check_operations(of)
-        await _check_events(of)
-        await _check_identifiers(of)
-        assert await of.subjects["process pool"].run(abs, -7) == 7
-    await _check_connections(of)
-    await _check_listeners(of)
+    await _check_filled_queue(owned)
+    if owned.placed is owned.domain:
+        await _check_operations(owned)
+        await _check_events(owned)
+        await _check_identifiers(owned)
+        assert await owned.subjects["process pool"].run(abs, -7) == 7
+    await _check_connections(owned)
+    await _check_listeners(owned)
 
 
-async def _check_filled_queue(of: OwnedObjects) -> None:
-    of.region.buffer[72:80] = b"arrives."
+async def _check_filled_queue(owned: OwnedObjects) -> None:
+    owned.region.buffer[72:80] = b"arrives."
     for _ in range(4):
-        await of.sender.send(of.region[72:80])
-        with await anext(of.arrivals) as message:
+        await owned.sender.send(owned.region[72:80])
+        with await anext(owned.arrivals) as message:
             assert bytes(message.data) == b"arrives."
 
 
-async def _check_operations(of: OwnedObjects) -> None:
-    subjects, region = of.subjects, of.region
-    assert subjects["held qp"].query().qp_state is of.qp.query().qp_state is QpState.RTS
-    unhold(of.device)
-    await of.result("operation")
+async def _check_operations(owned: OwnedObjects) -> None:
+    subjects, region = owned.subjects, owned.region
+    assert subjects["held qp"].query().qp_state is owned.qp.query().qp_state is QpState.RTS
+    unhold(owned.device)
+    await owned.result("operation")
     fresh: Operation[None] = subjects["operation that nobody awaits"]
     await fresh
     await subjects["operation of a batch"]
@@ -48,51 +48,51 @@ async def _check_operations(of: OwnedObjects) -> None:
     assert bytes(subjects["message"].data) == bytes((await anext(subjects["inbox"])).data) == b"messages"
     subjects["message"].release()
     await subjects["empty reader"].send(region[:8])
-    assert bytes((await of.result("message")).data) == b"as ever."
+    assert bytes((await owned.result("message")).data) == b"as ever."
     assert subjects["filled srq"].query().max_wr >= 4
-    of.cq.resize(600)
+    owned.cq.resize(600)
 
 
-async def _check_events(of: OwnedObjects) -> None:
-    of.drained.to_sqd(en_sqd_async_notify=True)
-    for event in (await anext(of.subjects["events"]), await of.result("an event")):
+async def _check_events(owned: OwnedObjects) -> None:
+    owned.drained.to_sqd(en_sqd_async_notify=True)
+    for event in (await anext(owned.subjects["events"]), await owned.result("an event")):
         assert event.event_type is EventType.SQ_DRAINED
-        assert event.resource is of.drained
+        assert event.resource is owned.drained
 
 
-async def _check_identifiers(of: OwnedObjects) -> None:
-    subjects = of.subjects
+async def _check_identifiers(owned: OwnedObjects) -> None:
+    subjects = owned.subjects
     async with subjects["identifier of a listener"] as came_open:
         await came_open.reject()
     await subjects["identifier that was asked for"].aclose()
     await (await anext(subjects["listener of rdma_cm with a request"])).aclose()
     request(subjects["listener of rdma_cm"])
-    await (await of.result("a peer")).aclose()
+    await (await owned.result("a peer")).aclose()
     await subjects["identifier that is connected"].disconnect()
-    await of.result("a disconnection")
+    await owned.result("a disconnection")
     assert subjects["qp that rdma_cm connected"].qp_state is QpState.ERR
     for name in ("new identifier", "new listener of rdma_cm"):
         async with subjects[name]:
             pass
 
 
-async def _check_connections(of: OwnedObjects) -> None:
-    subjects, region = of.subjects, of.region
+async def _check_connections(owned: OwnedObjects) -> None:
+    subjects, region = owned.subjects, owned.region
     region.buffer[:8] = b"as ever."
     near, far, stream = subjects["near"], subjects["far"], subjects["byte stream"]
     assert await stream.receive() == b"cdef"
     assert await far.receive() == b"unread"
     assert await far.receive() == LARGE
-    await of.result("sending")
+    await owned.result("sending")
     await far.send(b"to near")
-    assert await of.result("receiving") == b"to near"
+    assert await owned.result("receiving") == b"to near"
     second = await far.receive_grant()
     local = region[128:136]
     for granted in (subjects["granted"], second):
         await far.read(local, granted[:8])
         assert bytes(local.buffer) == b"as ever."
     back = await far.grant(region, AccessFlags.REMOTE_READ)
-    assert (await of.result("a grant")).remote == back.remote
+    assert (await owned.result("a grant")).remote == back.remote
     for grant in (subjects["grant"], subjects["second grant"], back):
         await grant.revoke()
     await _exchange(subjects["connection"], subjects["its peer"])
@@ -112,12 +112,12 @@ async def _exchange(one: Connection, other: Connection) -> None:
     assert await one.receive() == b"there"
 
 
-async def _check_listeners(of: OwnedObjects) -> None:
-    subjects = of.subjects
+async def _check_listeners(owned: OwnedObjects) -> None:
+    subjects = owned.subjects
     async with await subjects["listener with a connection"].accept() as far:
         await _exchange(subjects["connection that nobody took"], far)
-    new = connect(HOST, subjects["listener"].port, domain=of.placed, settings=SETTINGS)
-    async with subjects.get("connecting", new) as near, await of.result("accepting") as far:
+    new = connect(HOST, subjects["listener"].port, domain=owned.placed, settings=SETTINGS)
+    async with subjects.get("connecting", new) as near, await owned.result("accepting") as far:
         await _exchange(near, far)
     await subjects["served"].send(b"still served")
     assert await subjects["served"].receive() == b"still served"
@@ -132,4 +132,4 @@ async def _check_listeners(of: OwnedObjects) -> None:
     await again.aclose()
     assert second.state is ResourceState.CLOSED
     await subjects["server"].stop()
-    await of.result("serving")
+    await owned.result("serving")

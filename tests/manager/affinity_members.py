@@ -187,44 +187,44 @@ ANY_CALLER_ON_SHARED_DOMAINS = {
 
 # Arguments by parameter name, for types such as int; otherwise by the first known type in the annotation.
 _BY_NAME: dict[str, Callable[["OwnedObjects"], object]] = {
-    "add": lambda of: 1,
-    "attribute": lambda of: None,
-    "compare": lambda of: 0,
-    "count": lambda of: 1,
-    "depth": lambda of: 512,
-    "exc_tb": lambda of: None,
-    "exc_type": lambda of: of.left_by and type(of.left_by),
-    "exc_val": lambda of: of.left_by,
-    "error": lambda of: of.left_by,
-    "host": lambda of: "127.0.0.1",
-    "immediate": lambda of: 1,
-    "kind": lambda of: of.left_by and type(of.left_by),
-    "max_wr": lambda of: 4,
-    "memory": lambda of: 64,
-    "mr": lambda of: None,
-    "port": lambda of: 7174,
-    "rkey": lambda of: of.region.rkey,
-    "share_key": lambda of: 7,
-    "size": lambda of: 64,
-    "swap": lambda of: 1,
-    "traceback": lambda of: None,
-    "value": lambda of: None,
-    "Domain.import_memory_region.key": lambda of: 1,
-    "Operation.throw.kind": lambda of: ValueError,
-    "OwnedIterator.athrow.kind": lambda of: ValueError,
+    "add": lambda owned: 1,
+    "attribute": lambda owned: None,
+    "compare": lambda owned: 0,
+    "count": lambda owned: 1,
+    "depth": lambda owned: 512,
+    "exc_tb": lambda owned: None,
+    "exc_type": lambda owned: owned.left_by and type(owned.left_by),
+    "exc_val": lambda owned: owned.left_by,
+    "error": lambda owned: owned.left_by,
+    "host": lambda owned: "127.0.0.1",
+    "immediate": lambda owned: 1,
+    "kind": lambda owned: owned.left_by and type(owned.left_by),
+    "max_wr": lambda owned: 4,
+    "memory": lambda owned: 64,
+    "mr": lambda owned: None,
+    "port": lambda owned: 7174,
+    "rkey": lambda owned: owned.region.rkey,
+    "share_key": lambda owned: 7,
+    "size": lambda owned: 64,
+    "swap": lambda owned: 1,
+    "traceback": lambda owned: None,
+    "value": lambda owned: None,
+    "Domain.import_memory_region.key": lambda owned: 1,
+    "Operation.throw.kind": lambda owned: ValueError,
+    "OwnedIterator.athrow.kind": lambda owned: ValueError,
 }
 _BY_TYPE: dict[str, Callable[["OwnedObjects"], object]] = {
-    "AccessFlags": lambda of: AccessFlags.REMOTE_WRITE,
-    "Buffer": lambda of: b"from elsewhere",
-    "BufferPool": lambda of: of.pool,
-    "CompletionQueue": lambda of: of.cq,
-    "Endpoint": lambda of: of.endpoint,
-    "MemoryWindow": lambda of: of.window,
-    "QueuePair": lambda of: of.qp,
-    "RegionSlice": lambda of: of.region[:8],
-    "RemoteRegion": lambda of: of.region.remote()[8:16],
-    "bytes": lambda of: b"from elsewhere",
-    "slice": lambda of: slice(0, 8),
+    "AccessFlags": lambda owned: AccessFlags.REMOTE_WRITE,
+    "Buffer": lambda owned: b"from elsewhere",
+    "BufferPool": lambda owned: owned.pool,
+    "CompletionQueue": lambda owned: owned.cq,
+    "Endpoint": lambda owned: owned.endpoint,
+    "MemoryWindow": lambda owned: owned.window,
+    "QueuePair": lambda owned: owned.qp,
+    "RegionSlice": lambda owned: owned.region[:8],
+    "RemoteRegion": lambda owned: owned.region.remote()[8:16],
+    "bytes": lambda owned: b"from elsewhere",
+    "slice": lambda owned: slice(0, 8),
 }
 
 
@@ -243,24 +243,24 @@ def members(subject: object) -> Iterator[str]:
         yield name
 
 
-def arguments(kind: type, name: str, of: "OwnedObjects") -> list[object]:
+def arguments(kind: type, name: str, owned: "OwnedObjects") -> list[object]:
     """Return arguments for a method: a suitable value for each parameter without a default."""
     static = inspect.getattr_static(kind, name)
     return [
-        _argument(kind, name, parameter, annotation, of)
+        _argument(kind, name, parameter, annotation, owned)
         for parameter, annotation in _annotations(kind, name, static)
         if parameter != "return"
     ]
 
 
-def _argument(kind: type, name: str, parameter: str, annotation: str, of: "OwnedObjects") -> object:
+def _argument(kind: type, name: str, parameter: str, annotation: str, owned: "OwnedObjects") -> object:
     owners = (f"{base.__name__}.{name}.{parameter}" for base in kind.__mro__)
     for key in (*owners, parameter):
         if key in _BY_NAME:
-            return _BY_NAME[key](of)
+            return _BY_NAME[key](owned)
     for word in _WORD.findall(annotation):
         if word in _BY_TYPE:
-            return _BY_TYPE[word](of)
+            return _BY_TYPE[word](owned)
     raise AssertionError(
         f"nothing to call {kind.__name__}.{name} with: say in tests/manager/affinity_members.py what its argument "
         f"`{parameter}: {annotation}` may be, in _BY_NAME or _BY_TYPE"

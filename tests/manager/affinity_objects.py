@@ -217,113 +217,113 @@ async def owned_objects(place: str) -> AsyncGenerator[OwnedObjects, None]:
         placed: Domain = domain
         if place != "SINGLE":
             placed = pd if place == "PD" else await opened(device.resource_domain(pd, thread_model=ThreadModel[place]))
-        of = OwnedObjects(device, domain, cq, qp, region, window, pool, qp.local_endpoint(), placed)
-        await _add_filled_queue(of, stack)
-        await _add_connections(of, stack)
-        await _add_listeners(of, stack)
+        owned = OwnedObjects(device, domain, cq, qp, region, window, pool, qp.local_endpoint(), placed)
+        await _add_filled_queue(owned, stack)
+        await _add_connections(owned, stack)
+        await _add_listeners(owned, stack)
         if placed is domain:
-            of.subjects |= {"device": device, "pd": pd, "td": td, "parent": parent, "domain": domain, "cq": cq}
-            of.subjects |= {"qp": qp, "parent's cq": await opened(parent.completion_queue(64))}
-            of.subjects["process pool"] = await opened(WorkerPool(device, 1, processes=True))
-            await _add_operations(of, stack)
-            await _add_messages(of, stack)
-            await _add_events(of, stack)
-            await _add_loop_domain(of, stack)
-            await _add_identifiers(of, stack)
-            _add_unopened(of)
-        await of.settle()
+            owned.subjects |= {"device": device, "pd": pd, "td": td, "parent": parent, "domain": domain, "cq": cq}
+            owned.subjects |= {"qp": qp, "parent's cq": await opened(parent.completion_queue(64))}
+            owned.subjects["process pool"] = await opened(WorkerPool(device, 1, processes=True))
+            await _add_operations(owned, stack)
+            await _add_messages(owned, stack)
+            await _add_events(owned, stack)
+            await _add_loop_domain(owned, stack)
+            await _add_identifiers(owned, stack)
+            _add_unopened(owned)
+        await owned.settle()
         try:
-            yield of
+            yield owned
         finally:
-            await _close(of)
+            await _close(owned)
 
 
-async def _add_operations(of: OwnedObjects, stack: AsyncExitStack) -> None:
+async def _add_operations(owned: OwnedObjects, stack: AsyncExitStack) -> None:
     """Add operations that are done, in flight, and not awaited yet; and batches."""
-    held = await stack.enter_async_context(of.domain.queue_pair(of.cq))
+    held = await stack.enter_async_context(owned.domain.queue_pair(owned.cq))
     held.connect(held.local_endpoint(), ACCESS)
-    hold(of.device, held)
-    region, remote = of.region, of.region.remote()
-    done = of.qp.write(region[:8], remote[8:16])
+    hold(owned.device, held)
+    region, remote = owned.region, owned.region.remote()
+    done = owned.qp.write(region[:8], remote[8:16])
     await done
     awaited, fresh = held.write(region[16:24], remote[24:32]), held.write(region[32:40], remote[40:48])
-    part, posted = of.qp.batch(), of.qp.batch()
+    part, posted = owned.qp.batch(), owned.qp.batch()
     part.write(region[:8], remote[48:56])
     posted.write(region[:8], remote[56:64])
-    of.subjects |= {
+    owned.subjects |= {
         "held qp": held,
         "operation that is over": done,
         "operation that is awaited": awaited,
         "operation that nobody awaits": fresh,
-        "batch of nothing": of.qp.batch(),
+        "batch of nothing": owned.qp.batch(),
         "batch": part,
         "batch that was posted": posted,
         "operation of a batch": posted.post(),
     }
-    await of.wait("operation", awaited)
+    await owned.wait("operation", awaited)
 
 
-async def _add_messages(of: OwnedObjects, stack: AsyncExitStack) -> None:
+async def _add_messages(owned: OwnedObjects, stack: AsyncExitStack) -> None:
     """Add queue pairs that keep receives posted, and shared receive queues."""
-    reader = await stack.enter_async_context(of.domain.queue_pair(of.cq, receive_depth=4, receive_size=64))
+    reader = await stack.enter_async_context(owned.domain.queue_pair(owned.cq, receive_depth=4, receive_size=64))
     reader.connect(reader.local_endpoint(), ACCESS)
-    of.region.buffer[64:72] = b"messages"
+    owned.region.buffer[64:72] = b"messages"
     for _ in range(2):
-        await reader.send(of.region[64:72])
+        await reader.send(owned.region[64:72])
     inbox = reader.messages()
     message = await anext(inbox)
-    empty = await stack.enter_async_context(of.domain.queue_pair(of.cq, receive_depth=4, receive_size=64))
+    empty = await stack.enter_async_context(owned.domain.queue_pair(owned.cq, receive_depth=4, receive_size=64))
     empty.connect(empty.local_endpoint(), ACCESS)
-    await of.wait("message", anext(empty.messages()))
-    srq = await stack.enter_async_context(of.domain.shared_receive_queue(4))
-    of.subjects |= {
+    await owned.wait("message", anext(empty.messages()))
+    srq = await stack.enter_async_context(owned.domain.shared_receive_queue(4))
+    owned.subjects |= {
         "reader": reader,
         "inbox": inbox,
         "message": message,
         "empty reader": empty,
         "inbox that is awaited": empty.messages(),
-        "inbox of an srq": of.arrivals,
+        "inbox of an srq": owned.arrivals,
         "srq": srq,
         "xrc srq": await stack.enter_async_context(
-            of.domain.shared_receive_queue(
-                4, xrc_domain=await stack.enter_async_context(of.device.xrc_domain()), cq=of.cq
+            owned.domain.shared_receive_queue(
+                4, xrc_domain=await stack.enter_async_context(owned.device.xrc_domain()), cq=owned.cq
             )
         ),
     }
 
 
-async def _add_filled_queue(of: OwnedObjects, stack: AsyncExitStack) -> None:
+async def _add_filled_queue(owned: OwnedObjects, stack: AsyncExitStack) -> None:
     """Add a shared receive queue that is kept filled from a pool."""
-    filled = await stack.enter_async_context(of.placed.shared_receive_queue(4))
-    block = filled.messages(of.pool)
-    of.arrivals = await stack.enter_async_context(block)
-    while of.pool.statistics().free:  # from here on, `pool.lease()` waits
-        of.leased.append(of.pool.lease_nowait())
-    cq = await stack.enter_async_context(of.placed.completion_queue(64))
-    sender = await stack.enter_async_context(of.placed.queue_pair(cq))
-    receiver = await stack.enter_async_context(of.placed.queue_pair(cq, srq=filled))
+    filled = await stack.enter_async_context(owned.placed.shared_receive_queue(4))
+    block = filled.messages(owned.pool)
+    owned.arrivals = await stack.enter_async_context(block)
+    while owned.pool.statistics().free:  # from here on, `pool.lease()` waits
+        owned.leased.append(owned.pool.lease_nowait())
+    cq = await stack.enter_async_context(owned.placed.completion_queue(64))
+    sender = await stack.enter_async_context(owned.placed.queue_pair(cq))
+    receiver = await stack.enter_async_context(owned.placed.queue_pair(cq, srq=filled))
     sender.connect(receiver.local_endpoint(), ACCESS)
     receiver.connect(sender.local_endpoint(), ACCESS)
-    of.sender = sender
-    of.subjects["block of messages"] = block
-    if of.placed is of.domain:
-        of.subjects |= {"filled srq": filled, "qp of an srq": receiver}
+    owned.sender = sender
+    owned.subjects["block of messages"] = block
+    if owned.placed is owned.domain:
+        owned.subjects |= {"filled srq": filled, "qp of an srq": receiver}
 
 
-async def _add_connections(of: OwnedObjects, stack: AsyncExitStack) -> None:
+async def _add_connections(owned: OwnedObjects, stack: AsyncExitStack) -> None:
     """Add connections with received messages and grants, with waiting receivers, and with a send that lacks credits."""
-    _, near, far = await _connected(of.placed, stack)
-    block, quiet, other = await _connected(of.placed, stack)
-    grants = [await near.grant(of.region, AccessFlags.REMOTE_READ) for _ in range(2)]
+    _, near, far = await _connected(owned.placed, stack)
+    block, quiet, other = await _connected(owned.placed, stack)
+    grants = [await near.grant(owned.region, AccessFlags.REMOTE_READ) for _ in range(2)]
     granted = await far.receive_grant()
     stream = far.as_byte_stream()
     await near.send(b"abcdef")
     assert await stream.receive(2) == b"ab"
     await near.send(b"unread")  # unread, so it withholds the credits for a further message
-    await of.wait("sending", near.send(LARGE))
-    await of.wait("receiving", near.receive())
-    await of.wait("a grant", near.receive_grant())
-    of.subjects |= {
+    await owned.wait("sending", near.send(LARGE))
+    await owned.wait("receiving", near.receive())
+    await owned.wait("a grant", near.receive_grant())
+    owned.subjects |= {
         "near": near,
         "far": far,
         "connection": quiet,
@@ -338,25 +338,25 @@ async def _add_connections(of: OwnedObjects, stack: AsyncExitStack) -> None:
     }
 
 
-async def _add_listeners(of: OwnedObjects, stack: AsyncExitStack) -> None:
+async def _add_listeners(owned: OwnedObjects, stack: AsyncExitStack) -> None:
     """Add a listener with a pending `accept`, one with a connection to accept, and a server with peers."""
-    listener = await stack.enter_async_context(listen(HOST, domain=of.placed, settings=SETTINGS))
-    ready = await stack.enter_async_context(listen(HOST, domain=of.placed, settings=SETTINGS))
-    server = await stack.enter_async_context(serve(echo, HOST, domain=of.placed, settings=SETTINGS))
-    of.subjects["connection that nobody took"] = await stack.enter_async_context(
-        connect(HOST, ready.port, domain=of.placed, settings=SETTINGS)
+    listener = await stack.enter_async_context(listen(HOST, domain=owned.placed, settings=SETTINGS))
+    ready = await stack.enter_async_context(listen(HOST, domain=owned.placed, settings=SETTINGS))
+    server = await stack.enter_async_context(serve(echo, HOST, domain=owned.placed, settings=SETTINGS))
+    owned.subjects["connection that nobody took"] = await stack.enter_async_context(
+        connect(HOST, ready.port, domain=owned.placed, settings=SETTINGS)
     )
-    of.subjects["served"] = await stack.enter_async_context(
-        connect(HOST, server.port, domain=of.placed, settings=SETTINGS)
+    owned.subjects["served"] = await stack.enter_async_context(
+        connect(HOST, server.port, domain=owned.placed, settings=SETTINGS)
     )
     await until(lambda: ready._ready)
     await until(lambda: server.statistics().connections)
-    await of.wait("accepting", listener.accept())
-    await of.wait("serving", server.wait_closed())
-    again = reconnect(HOST, server.port, domain=of.placed, settings=SETTINGS)
+    await owned.wait("accepting", listener.accept())
+    await owned.wait("serving", server.wait_closed())
+    again = reconnect(HOST, server.port, domain=owned.placed, settings=SETTINGS)
     stack.push_async_callback(again.aclose)
-    of.subjects["connection that is made again"] = await anext(again)
-    of.subjects |= {
+    owned.subjects["connection that is made again"] = await anext(again)
+    owned.subjects |= {
         "listener": listener,
         "listener with a connection": ready,
         "server": server,
@@ -364,32 +364,32 @@ async def _add_listeners(of: OwnedObjects, stack: AsyncExitStack) -> None:
     }
 
 
-async def _add_events(of: OwnedObjects, stack: AsyncExitStack) -> None:
+async def _add_events(owned: OwnedObjects, stack: AsyncExitStack) -> None:
     """Add two iterators of a queue pair's events: one is awaited, the other has yielded an event."""
-    of.drained = qp = await stack.enter_async_context(of.domain.queue_pair(of.cq))
+    owned.drained = qp = await stack.enter_async_context(owned.domain.queue_pair(owned.cq))
     qp.connect(qp.local_endpoint(), ACCESS)
-    events, awaited = of.device.events(qp), qp.events()
+    events, awaited = owned.device.events(qp), qp.events()
     for each in (events, awaited):
         stack.push_async_callback(each.aclose)
     qp.to_sqd(en_sqd_async_notify=True)
     assert (await anext(events)).event_type is EventType.SQ_DRAINED
     qp.to_rts()
-    await of.wait("an event", anext(awaited))
-    of.subjects |= {"events": events, "events that are awaited": awaited, "drained qp": qp}
+    await owned.wait("an event", anext(awaited))
+    owned.subjects |= {"events": events, "events that are awaited": awaited, "drained qp": qp}
 
 
-async def _add_loop_domain(of: OwnedObjects, stack: AsyncExitStack) -> None:
+async def _add_loop_domain(owned: OwnedObjects, stack: AsyncExitStack) -> None:
     """Add the domain of the owner's loop, and the block that provides it."""
-    block = of.device.loop_domain()
-    of.subjects |= {"domain of the loop": await stack.enter_async_context(block), "block of that": block}
+    block = owned.device.loop_domain()
+    owned.subjects |= {"domain of the loop": await stack.enter_async_context(block), "block of that": block}
 
 
-async def _add_identifiers(of: OwnedObjects, stack: AsyncExitStack) -> None:
+async def _add_identifiers(owned: OwnedObjects, stack: AsyncExitStack) -> None:
     """Add an rdma_cm channel with identifiers in each state, a listener with a request, and one that waits for one."""
     stack.enter_context(connection_manager())
     channel = await stack.enter_async_context(rdma_cm.Channel())
     listener, asked = channel.listener(), channel.listener()
-    qp = await stack.enter_async_context(of.domain.queue_pair(of.cq))
+    qp = await stack.enter_async_context(owned.domain.queue_pair(owned.cq))
     qp.connect(qp.local_endpoint(), ACCESS)
     for each in (listener, asked):
         await stack.enter_async_context(each)
@@ -399,10 +399,10 @@ async def _add_identifiers(of: OwnedObjects, stack: AsyncExitStack) -> None:
         identifier = await stack.enter_async_context(channel.identifier())
         assert identifier._state_machine is not None
         identifier._state_machine.state = stage
-        of.subjects[f"identifier that is {stage.value}"] = identifier
-    connected = of.subjects["identifier that is connected"]
+        owned.subjects[f"identifier that is {stage.value}"] = identifier
+    connected = owned.subjects["identifier that is connected"]
     connected._state_machine._qp = qp
-    of.subjects |= {
+    owned.subjects |= {
         "channel": channel,
         "listener of rdma_cm": listener,
         "listener of rdma_cm with a request": asked,
@@ -412,13 +412,13 @@ async def _add_identifiers(of: OwnedObjects, stack: AsyncExitStack) -> None:
         "new listener of rdma_cm": channel.listener("127.0.0.1"),
         "qp that rdma_cm connected": qp,
     }
-    await of.wait("a peer", anext(listener))
-    await of.wait("a disconnection", connected.wait_disconnected())
+    await owned.wait("a peer", anext(listener))
+    await owned.wait("a disconnection", connected.wait_disconnected())
 
 
-def _add_unopened(of: OwnedObjects) -> None:
+def _add_unopened(owned: OwnedObjects) -> None:
     """Add unopened objects that would belong to the owner, made from each kind of parent."""
-    subjects, domain = of.subjects, of.domain
+    subjects, domain = owned.subjects, owned.domain
     parent, cq = subjects["parent"], subjects["parent's cq"]
     port = subjects["listener"].port
     ways: dict[str, Any] = {"domain": domain, "settings": SETTINGS}
@@ -426,23 +426,23 @@ def _add_unopened(of: OwnedObjects) -> None:
         "new parent domain": subjects["pd"].parent_domain(subjects["td"]),
         "new cq": domain.completion_queue(64),
         "new cq of a parent domain": parent.completion_queue(64),
-        "new qp": domain.queue_pair(of.cq),
+        "new qp": domain.queue_pair(owned.cq),
         "new qp of a parent domain": parent.queue_pair(cq),
-        "new qp of a pd": subjects["pd"].queue_pair(of.cq),
+        "new qp of a pd": subjects["pd"].queue_pair(owned.cq),
         "new srq": domain.shared_receive_queue(4),
         "new listener": listen(HOST, **ways),
         "new server": serve(echo, HOST, **ways),
         "connecting": connect(HOST, port, **ways),
         "reconnect": Factory(lambda: reconnect(HOST, port, **ways)),
-        "new block of messages": Factory(lambda: subjects["srq"].messages(of.pool)),
+        "new block of messages": Factory(lambda: subjects["srq"].messages(owned.pool)),
     }
 
 
-async def _close(of: OwnedObjects) -> None:
-    unhold(of.device)
-    for task in of.waiting.values():
+async def _close(owned: OwnedObjects) -> None:
+    unhold(owned.device)
+    for task in owned.waiting.values():
         task.cancel()
-    if of.waiting:
-        await asyncio.wait(of.waiting.values())
-    for buffer in of.leased:
+    if owned.waiting:
+        await asyncio.wait(owned.waiting.values())
+    for buffer in owned.leased:
         buffer.release()

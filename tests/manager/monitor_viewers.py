@@ -57,8 +57,8 @@ class Viewer:
 
 
 @contextmanager
-def open_viewer(of: Monitor) -> Iterator[Viewer]:
-    with closing(Viewer(of.path)) as viewer:
+def open_viewer(monitor: Monitor) -> Iterator[Viewer]:
+    with closing(Viewer(monitor.path)) as viewer:
         yield viewer
 
 

@@ -111,12 +111,12 @@ def _is_for_any_caller(subject: object, name: str) -> bool:
     )
 
 
-def _call_member(subject: object, name: str, of: OwnedObjects) -> object:
+def _call_member(subject: object, name: str, owned: OwnedObjects) -> object:
     """Get an attribute or call a method; return the result, which may be awaitable."""
     static = inspect.getattr_static(type(subject), name, None)
     if static is None or not inspect.isroutine(static):
         return getattr(subject, name)
-    arguments = affinity_members.arguments(type(subject), name, of)
+    arguments = affinity_members.arguments(type(subject), name, owned)
     if name.startswith("__"):  # looked up on the class, as the interpreter does
         return getattr(type(subject), name)(subject, *arguments)
     return getattr(subject, name)(*arguments)
@@ -131,9 +131,9 @@ def _awaitable(subject: object, name: str, result: object) -> Any:
     return result if inspect.isawaitable(result) else None
 
 
-async def _call_and_await(subject: object, name: str, of: OwnedObjects) -> object:
+async def _call_and_await(subject: object, name: str, owned: OwnedObjects) -> object:
     """Get an attribute or call a method, and await the result if it is awaitable."""
-    result = _call_member(subject, name, of)
+    result = _call_member(subject, name, owned)
     if name in ("__aiter__", "__iter__"):
         assert result is subject, "it returns another iterator: add one that is in use to `owned_objects`"
     awaitable = _awaitable(subject, name, result)
@@ -176,11 +176,11 @@ class _Caller:
     :param child: True if this is the child of a fork.
     """
 
-    def __init__(self, name: str, of: OwnedObjects, *, finished: bool, child: bool = False) -> None:
+    def __init__(self, name: str, owned: OwnedObjects, *, finished: bool, child: bool = False) -> None:
         self._name = name
-        self._of = of
+        self._of = owned
         self._is_finished = finished or child
-        self._before = None if self._is_finished else of.fingerprint()
+        self._before = None if self._is_finished else owned.fingerprint()
         self._table = Table(callers=1)
 
     def _rows(self) -> Iterator[tuple[str, Any, str]]:
@@ -281,13 +281,13 @@ def _run_in_thread(loop: asyncio.AbstractEventLoop, call: Callable[[], Table]) -
     return loop.run_until_complete(wait())
 
 
-def _all_callers(of: OwnedObjects, loop: asyncio.AbstractEventLoop, *, finished: bool) -> Table:
+def _all_callers(owned: OwnedObjects, loop: asyncio.AbstractEventLoop, *, finished: bool) -> Table:
     def on_another_loop(name: str, factory: Callable[[], asyncio.AbstractEventLoop], child: bool = False) -> Table:
         with asyncio.Runner(loop_factory=factory) as runner:
-            return runner.run(_Caller(name, of, finished=finished, child=child).on_a_loop())
+            return runner.run(_Caller(name, owned, finished=finished, child=child).on_a_loop())
 
     def without_a_loop(name: str) -> Table:
-        return _Caller(name, of, finished=finished).without_a_loop()
+        return _Caller(name, owned, finished=finished).without_a_loop()
 
     async def forked() -> Table:
         return in_child(lambda: on_another_loop("the child of a fork", asyncio.SelectorEventLoop, child=True))
@@ -299,16 +299,16 @@ def _all_callers(of: OwnedObjects, loop: asyncio.AbstractEventLoop, *, finished:
         table.add(on_another_loop(f"the owner's thread, with another loop of {name}", factory))
     table.add(_run_in_thread(loop, lambda: without_a_loop("another thread, without a loop")))
     table.add(without_a_loop("the owner's thread, without a loop"))
-    before = None if finished else of.fingerprint()
+    before = None if finished else owned.fingerprint()
     table.add(loop.run_until_complete(forked()))
-    if before is not None and of.fingerprint() != before:
+    if before is not None and owned.fingerprint() != before:
         table.wrong["touched"].append("something, by the child of a fork")
     return table
 
 
-def _check_completeness(of: OwnedObjects) -> None:
+def _check_completeness(owned: OwnedObjects) -> None:
     """Check that the table has every public class, and every class that members return."""
-    known = [each() if isinstance(each, Factory) else each for each in of.subjects.values()]
+    known = [each() if isinstance(each, Factory) else each for each in owned.subjects.values()]
     bases = {base for each in known for base in type(each).__mro__}
     found = {
         kind: f"{module.__name__}.{name}"
@@ -345,16 +345,16 @@ def _check_completeness(of: OwnedObjects) -> None:
 def test_wrong_callers_are_refused(place: str, record_property: Callable[[str, object], None]) -> None:
     loop, block = asyncio.SelectorEventLoop(), owned_objects(place)
     try:
-        of = loop.run_until_complete(block.__aenter__())
+        owned = loop.run_until_complete(block.__aenter__())
         try:
-            if of.placed is of.domain:
-                _check_completeness(of)
-            table = _all_callers(of, loop, finished=False)
+            if owned.placed is owned.domain:
+                _check_completeness(owned)
+            table = _all_callers(owned, loop, finished=False)
             table.check()
-            loop.run_until_complete(check_all_work(of))
+            loop.run_until_complete(check_all_work(owned))
         finally:
             loop.run_until_complete(block.__aexit__(None, None, None))
-        table.add(_all_callers(of, loop, finished=True))
+        table.add(_all_callers(owned, loop, finished=True))
     finally:
         loop.close()
     table.check()

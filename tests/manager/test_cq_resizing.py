@@ -16,13 +16,13 @@ class ReentrantAllocator:
     def __init__(self) -> None:
         self.next: Callable[[], object] | None = None
 
-    def allocate(self, size: int, alignment: int, resource_type: int, *of: object) -> UseDefault:
+    def allocate(self, size: int, alignment: int, resource_type: int, *parent: object) -> UseDefault:
         ask, self.next = self.next, None
         if ask is not None:
             ask()
         return USE_DEFAULT
 
-    def free(self, address: int, resource_type: int, *of: object) -> None:
+    def free(self, address: int, resource_type: int, *parent: object) -> None:
         """Do nothing: all memory came from the default allocator."""
 
 

@@ -217,14 +217,14 @@ class StayingAllocator:
         self.stays = False
         self.entered, self.go_on = threading.Event(), threading.Event()
 
-    def allocate(self, size: int, alignment: int, resource_type: int, *of: object) -> UseDefault:
+    def allocate(self, size: int, alignment: int, resource_type: int, *parent: object) -> UseDefault:
         if self.stays:
             self.stays = False
             self.entered.set()
             assert self.go_on.wait(10)
         return USE_DEFAULT
 
-    def free(self, address: int, resource_type: int, *of: object) -> None:
+    def free(self, address: int, resource_type: int, *parent: object) -> None:
         raise AssertionError("nothing was allocated")
 
 

@@ -192,10 +192,10 @@ async def test_overlapping_verbs_of_an_unsafe_domain_are_refused(device: Device)
     entered, leave = threading.Event(), threading.Event()
 
     class SlowAllocator(Recording):
-        def allocate(self, size: int, alignment: int, resource_type: int, *of: object) -> Any:
+        def allocate(self, size: int, alignment: int, resource_type: int, *parent: object) -> Any:
             entered.set()
             assert leave.wait(30)
-            return super().allocate(size, alignment, resource_type, *of)
+            return super().allocate(size, alignment, resource_type, *parent)
 
     async with device.resource_domain(thread_model=ThreadModel.UNSAFE, allocator=SlowAllocator()) as domain:
         make = asyncio.to_thread(handles.CompletionQueue, device.handle, 4, parent_domain=domain.handle)

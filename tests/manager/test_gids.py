@@ -67,9 +67,9 @@ def test_a_table_with_empty_first_entries() -> None:
     assert select_gid_index(gids[1:2]) == 1
 
 
-def half(of: bytes) -> int:
+def half(data: bytes) -> int:
     """Return half of a GID as pyverbs does: an integer in host byte order."""
-    return int.from_bytes(of, "little" if memoryview(b"\1\0").cast("H")[0] == 1 else "big")
+    return int.from_bytes(data, "little" if memoryview(b"\1\0").cast("H")[0] == 1 else "big")
 
 
 class FakePyverbsContext:

@@ -40,7 +40,7 @@ def completed(sample: dict[str, Any], device: Device) -> int:
     )
 
 
-async def test_the_tree_and_its_counts(device: Device) -> None:
+async def test_samples_have_the_tree_with_counts(device: Device) -> None:
     async with monitor() as watched, ends(device) as pair:
         with open_viewer(watched) as viewer:
             greeting = await viewer.read_sample()
@@ -71,7 +71,7 @@ async def test_the_tree_and_its_counts(device: Device) -> None:
     assert not monitor_threads()
 
 
-async def test_every_kind_of_resource(device: Device) -> None:
+async def test_samples_have_every_kind_of_resource(device: Device) -> None:
     async with (
         device.protection_domain() as pd,
         device.thread_domain() as td,
@@ -247,7 +247,7 @@ def test_monitoring_from_trio() -> None:
 # ---- Forks
 
 
-async def test_in_the_child_of_a_fork(folder: Path) -> None:
+async def test_a_child_closes_the_monitor_and_can_open_its_own(folder: Path) -> None:
     async with monitor() as watched:
         viewer = Viewer(watched.path)
         greeting = await viewer.read_sample()

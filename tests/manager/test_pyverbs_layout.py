@@ -52,7 +52,7 @@ def test_the_bridge_refuses_another_layout(context_type: Any) -> None:
         pyverbs_bridge.context_capsule(context_type(name=NAME))
 
 
-async def test_its_devices_cannot_be_opened(context_type: Any) -> None:
+async def test_devices_of_another_layout_cannot_be_opened(context_type: Any) -> None:
     with pytest.raises(
         LibraryNotFoundError, match=r"pyverbs cannot be loaded.*unknown object layout.*aioverbs supports 44 to 65"
     ):

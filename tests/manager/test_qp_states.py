@@ -54,7 +54,7 @@ every_type = qp_types(RC, UC, UD, XRC_SEND, XRC_RECV)
 
 
 @dataclass
-class Scene:
+class QueuePairs:
     """Two queue pairs in RESET that can be connected to each other, and memory; `srq` for XRC."""
 
     domain: ResourceDomain
@@ -72,7 +72,7 @@ class Scene:
 
 
 @asynccontextmanager
-async def scene(device: Device, qp_type: QpType = RC) -> AsyncIterator[Scene]:
+async def queue_pairs(device: Device, qp_type: QpType = RC) -> AsyncIterator[QueuePairs]:
     """Provide queue pairs; `near` is of type `qp_type`."""
     async with contextlib.AsyncExitStack() as stack:
         opened = stack.enter_async_context
@@ -90,7 +90,7 @@ async def scene(device: Device, qp_type: QpType = RC) -> AsyncIterator[Scene]:
             near, far = (domain.queue_pair(sent, received, qp_type=qp_type) for _ in range(2))
         await opened(near)
         await opened(far)
-        yield Scene(domain, near, far, sent, received, region, srq)
+        yield QueuePairs(domain, near, far, sent, received, region, srq)
 
 
 def port_mtu(device: Device) -> Mtu:
@@ -102,8 +102,8 @@ def port_mtu(device: Device) -> Mtu:
 
 @every_type
 async def test_each_transition_by_hand(device: Device, qp_type: QpType) -> None:
-    async with scene(device, qp_type) as of:
-        near, remote = of.near, of.far.local_endpoint()
+    async with queue_pairs(device, qp_type) as pair:
+        near, remote = pair.near, pair.far.local_endpoint()
         connected, requests, responds = qp_type is not UD, qp_type in (RC, XRC_SEND), qp_type in (RC, XRC_RECV)
         assert near.qp_state is RESET
 
@@ -167,45 +167,45 @@ async def test_each_transition_by_hand(device: Device, qp_type: QpType) -> None:
 
 
 async def test_peer_attributes_one_by_one(device: Device) -> None:
-    async with scene(device) as of:
-        remote = of.far.local_endpoint()
-        of.near.to_init(qp_access_flags=REMOTE)
-        of.near.to_rtr(
-            av=replace(of.near.path_to(remote), traffic_class=104),
+    async with queue_pairs(device) as pair:
+        remote = pair.far.local_endpoint()
+        pair.near.to_init(qp_access_flags=REMOTE)
+        pair.near.to_rtr(
+            av=replace(pair.near.path_to(remote), traffic_class=104),
             path_mtu=Mtu.MTU_1024,
             dest_qp_num=remote.qp_num,
             rq_psn=remote.psn,
         )
-        found = of.near.query()
+        found = pair.near.query()
         assert (found.av.traffic_class, found.path_mtu) == (104, Mtu.MTU_1024)
         assert found.max_dest_rd_atomic == 1, "the default for an unknown peer"
-        assert of.near.remote_endpoint is None
-        of.near.to_rts()
-        assert of.near.query().max_rd_atomic == 1
-        of.far.connect(of.near.local_endpoint(), REMOTE)
-        await of.near.write(of.region[:8], of.region.remote()[8:16])
+        assert pair.near.remote_endpoint is None
+        pair.near.to_rts()
+        assert pair.near.query().max_rd_atomic == 1
+        pair.far.connect(pair.near.local_endpoint(), REMOTE)
+        await pair.near.write(pair.region[:8], pair.region.remote()[8:16])
 
 
 async def test_a_remote_endpoint_with_further_attributes(device: Device) -> None:
-    async with scene(device) as of:
-        of.near.to_init()
-        of.near.to_rtr(of.far.local_endpoint(), path_mtu=Mtu.MTU_512, min_rnr_timer=5)
-        found = of.near.query()
+    async with queue_pairs(device) as pair:
+        pair.near.to_init()
+        pair.near.to_rtr(pair.far.local_endpoint(), path_mtu=Mtu.MTU_512, min_rnr_timer=5)
+        found = pair.near.query()
         assert (found.path_mtu, found.min_rnr_timer) == (Mtu.MTU_512, 5)
 
 
 async def test_modify_while_draining(device: Device) -> None:
-    async with scene(device) as of:
-        near, far = of.near.local_endpoint(), of.far.local_endpoint()
-        of.near.connect(far)
-        of.far.connect(near, min_rnr_timer=31)  # RNR timer of half a second, during which the sender waits
-        post_send(of.near.handle, SendOpcode.SEND, [of.region[:4].sge])
-        wait_until(lambda: _is_draining(of.near))
+    async with queue_pairs(device) as pair:
+        near, far = pair.near.local_endpoint(), pair.far.local_endpoint()
+        pair.near.connect(far)
+        pair.far.connect(near, min_rnr_timer=31)  # RNR timer of half a second, during which the sender waits
+        post_send(pair.near.handle, SendOpcode.SEND, [pair.region[:4].sge])
+        wait_until(lambda: _is_draining(pair.near))
         with pytest.raises(TransitionError, match=r"sq_draining: .* wait for EventType\.SQ_DRAINED"):
-            of.near.to_sqd(timeout=9)
-        assert of.near.query().timeout == 14
-        of.near.to_error()
-        assert wait_for(of.sent.handle)[0].status is WcStatus.WR_FLUSH_ERR
+            pair.near.to_sqd(timeout=9)
+        assert pair.near.query().timeout == 14
+        pair.near.to_error()
+        assert wait_for(pair.sent.handle)[0].status is WcStatus.WR_FLUSH_ERR
 
 
 def _is_draining(qp: QueuePair) -> bool:
@@ -218,16 +218,16 @@ def _is_draining(qp: QueuePair) -> bool:
 
 
 async def test_event_when_drained(device: Device) -> None:
-    async with scene(device) as of:
-        of.connect()
+    async with queue_pairs(device) as pair:
+        pair.connect()
         events = device.events()
-        of.near.to_sqd(en_sqd_async_notify=True)
+        pair.near.to_sqd(en_sqd_async_notify=True)
         async with asyncio.timeout(patience(10)):
             assert (await anext(events)).event_type is EventType.SQ_DRAINED
-        of.near.to_sqd(timeout=20)
-        of.near.to_rts()
-        assert of.near.query().timeout == 20
-        await of.near.write(of.region[:8], of.region.remote()[8:16])
+        pair.near.to_sqd(timeout=20)
+        pair.near.to_rts()
+        assert pair.near.query().timeout == 20
+        await pair.near.write(pair.region[:8], pair.region.remote()[8:16])
 
 
 # ---- Connect, and use
@@ -235,81 +235,81 @@ async def test_event_when_drained(device: Device) -> None:
 
 @pytest.mark.parametrize("qp_type", [RC, UC], ids=lambda qp_type: qp_type.name)
 async def test_connected_queue_pairs_write(device: Device, qp_type: QpType) -> None:
-    async with scene(device, qp_type) as of:
-        of.connect()
-        assert of.near.qp_state is of.far.qp_state is RTS
-        assert of.near.remote_endpoint == of.far.local_endpoint()
-        of.region.buffer[:5] = b"hello"
-        await of.near.write(of.region[:5], of.region.remote()[100:105])
-        wait_until(lambda: bytes(of.region.buffer[100:105]) == b"hello")  # an unreliable write completes when sent
+    async with queue_pairs(device, qp_type) as pair:
+        pair.connect()
+        assert pair.near.qp_state is pair.far.qp_state is RTS
+        assert pair.near.remote_endpoint == pair.far.local_endpoint()
+        pair.region.buffer[:5] = b"hello"
+        await pair.near.write(pair.region[:5], pair.region.remote()[100:105])
+        wait_until(lambda: bytes(pair.region.buffer[100:105]) == b"hello")  # an unreliable write completes when sent
 
 
 @needs(Capability.XRC_DOMAINS)
 async def test_xrc_sends(device: Device) -> None:
-    async with scene(device, XRC_SEND) as of:
-        of.connect()
-        assert of.srq is not None
-        post_recv(of.srq.handle, [of.region[32:64].sge])
-        of.region.buffer[:4] = b"sent"
-        post_send(of.near.handle, SendOpcode.SEND, [of.region[:4].sge], remote_srqn=of.srq.number)
-        succeed(of.received.handle)
-        assert bytes(of.region.buffer[32:36]) == b"sent"
+    async with queue_pairs(device, XRC_SEND) as pair:
+        pair.connect()
+        assert pair.srq is not None
+        post_recv(pair.srq.handle, [pair.region[32:64].sge])
+        pair.region.buffer[:4] = b"sent"
+        post_send(pair.near.handle, SendOpcode.SEND, [pair.region[:4].sge], remote_srqn=pair.srq.number)
+        succeed(pair.received.handle)
+        assert bytes(pair.region.buffer[32:36]) == b"sent"
 
 
 async def test_datagrams_to_an_endpoint(device: Device) -> None:
-    async with scene(device, UD) as of:
-        of.far.activate()
-        of.near.activate(qkey=0x77)
-        assert of.near.qp_state is of.near.query().qp_state is RTS
-        remote = of.far.local_endpoint()
+    async with queue_pairs(device, UD) as pair:
+        pair.far.activate()
+        pair.near.activate(qkey=0x77)
+        assert pair.near.qp_state is pair.near.query().qp_state is RTS
+        remote = pair.far.local_endpoint()
         assert remote.qp_type is UD
-        assert remote.qkey == of.far.query().qkey < 1 << 31, "the upper half of the keys is for privileged users"
-        assert of.near.local_endpoint().qkey == 0x77
-        post_recv(of.far.handle, [of.region[1024:2048].sge])
-        of.region.buffer[:4] = b"sent"
-        ah = handles.AddressHandle(of.region.handle.pd, of.near.path_to(remote))
+        assert remote.qkey == pair.far.query().qkey < 1 << 31, "the upper half of the keys is for privileged users"
+        assert pair.near.local_endpoint().qkey == 0x77
+        post_recv(pair.far.handle, [pair.region[1024:2048].sge])
+        pair.region.buffer[:4] = b"sent"
+        ah = handles.AddressHandle(pair.region.handle.pd, pair.near.path_to(remote))
         post_send(
-            of.near.handle,
+            pair.near.handle,
             SendOpcode.SEND,
-            [of.region[:4].sge],
+            [pair.region[:4].sge],
             ah=ah,
             remote_qpn=remote.qp_num,
             remote_qkey=remote.qkey,
         )
-        succeed(of.received.handle)
+        succeed(pair.received.handle)
         ah.destroy()
-        assert bytes(of.region.buffer[1024 + GRH_BYTES : 1028 + GRH_BYTES]) == b"sent"
+        assert bytes(pair.region.buffer[1024 + GRH_BYTES : 1028 + GRH_BYTES]) == b"sent"
 
 
 async def test_connecting_from_init_keeps_attributes_of_init(device: Device) -> None:
-    async with scene(device) as of:
-        of.near.to_init(qp_access_flags=READ)
-        of.far.to_init()
-        near, far = of.near.local_endpoint(), of.far.local_endpoint()
-        of.near.connect(far)
-        of.far.connect(near, REMOTE)
-        assert of.near.query().qp_access_flags == READ
-        assert of.far.query().qp_access_flags == REMOTE
-    async with scene(device, UD) as of:
-        of.near.to_init(qkey=5)
-        of.near.activate()
-        assert (of.near.qp_state, of.near.query().qkey) == (RTS, 5)
+    async with queue_pairs(device) as pair:
+        pair.near.to_init(qp_access_flags=READ)
+        pair.far.to_init()
+        near, far = pair.near.local_endpoint(), pair.far.local_endpoint()
+        pair.near.connect(far)
+        pair.far.connect(near, REMOTE)
+        assert pair.near.query().qp_access_flags == READ
+        assert pair.far.query().qp_access_flags == REMOTE
+    async with queue_pairs(device, UD) as pair:
+        pair.near.to_init(qkey=5)
+        pair.near.activate()
+        assert (pair.near.qp_state, pair.near.query().qkey) == (RTS, 5)
 
 
 @pytest.mark.parametrize("way", ["error", "reset"])
 async def test_reconnecting_a_queue_pair(device: Device, way: str) -> None:
-    async with scene(device) as of:
-        of.connect()
-        psn = of.near.local_endpoint().psn
-        for qp in (of.near, of.far):
+    async with queue_pairs(device) as pair:
+        pair.connect()
+        psn = pair.near.local_endpoint().psn
+        for qp in (pair.near, pair.far):
             if way == "error":
                 qp.to_error()
             qp.to_reset()
-        assert of.near.local_endpoint().psn != psn, "or late packets of the first connection would fit the second"
-        of.connect()
-        of.region.buffer[:5] = b"again"
-        await of.near.write(of.region[:5], of.region.remote()[100:105])
-        assert bytes(of.region.buffer[100:105]) == b"again"
+        assert pair.near.local_endpoint().psn != psn, "or late packets of the first connection would fit the second"
+        pair.connect()
+        pair.region.buffer[:5] = b"again"
+        await pair.near.write(pair.region[:5], pair.region.remote()[100:105])
+        assert bytes(pair.region.buffer[100:105]) == b"again"
 
 
 # ---- Negotiation
@@ -322,51 +322,51 @@ async def test_local_endpoint(device: Device) -> None:
     if Capability.XRC_DOMAINS not in capabilities(device.name):
         xrc.clear()
     for qp_type, reads, served in ((RC, requested, serves), (UC, 0, 0), (UD, 0, 0), *xrc):
-        async with scene(device, qp_type) as of:
-            endpoint = of.near.local_endpoint()
-            assert (endpoint.qp_type, endpoint.qp_num, endpoint.lid) == (qp_type, of.near.qp_num, 0)
-            assert (endpoint.gid, endpoint.mtu) == (device.handle.query_gid(1, of.near.gid_index), port_mtu(device))
+        async with queue_pairs(device, qp_type) as pair:
+            endpoint = pair.near.local_endpoint()
+            assert (endpoint.qp_type, endpoint.qp_num, endpoint.lid) == (qp_type, pair.near.qp_num, 0)
+            assert (endpoint.gid, endpoint.mtu) == (device.handle.query_gid(1, pair.near.gid_index), port_mtu(device))
             assert (endpoint.max_rd_atomic, endpoint.max_dest_rd_atomic) == (reads, served)
             assert bool(endpoint.qkey) == (qp_type is UD)
-            assert endpoint == of.near.local_endpoint() == Endpoint.from_bytes(bytes(endpoint))
+            assert endpoint == pair.near.local_endpoint() == Endpoint.from_bytes(bytes(endpoint))
 
 
 async def test_a_peer_with_lower_limits(device: Device) -> None:
-    async with scene(device) as of:
-        less = replace(of.far.local_endpoint(), max_rd_atomic=2, max_dest_rd_atomic=4, mtu=Mtu.MTU_1024)
-        of.near.connect(less)
-        found = of.near.query()
+    async with queue_pairs(device) as pair:
+        less = replace(pair.far.local_endpoint(), max_rd_atomic=2, max_dest_rd_atomic=4, mtu=Mtu.MTU_1024)
+        pair.near.connect(less)
+        found = pair.near.query()
         assert (found.max_rd_atomic, found.max_dest_rd_atomic, found.path_mtu) == (4, 2, Mtu.MTU_1024)
-        of.near.to_reset()
+        pair.near.to_reset()
         more = replace(less, max_rd_atomic=200, max_dest_rd_atomic=200)
-        of.near.connect(more, max_rd_atomic=8)  # some devices support only powers of two
-        found = of.near.query()
+        pair.near.connect(more, max_rd_atomic=8)  # some devices support only powers of two
+        found = pair.near.query()
         served = 2 if is_soft_roce(device.handle) else min(device.attributes().max_qp_rd_atom, 200)
         assert (found.max_rd_atomic, found.max_dest_rd_atomic) == (8, served)
 
 
 async def test_rnr_retries_wait_for_a_late_receive(device: Device) -> None:
-    async with scene(device) as of:
-        near = of.near.local_endpoint()
-        of.near.connect(of.far.local_endpoint(), rnr_retry=7)  # unlimited retries
-        of.far.connect(near, min_rnr_timer=26)
-        of.region.buffer[:4] = b"late"
-        post_send(of.near.handle, SendOpcode.SEND, [of.region[:4].sge])
+    async with queue_pairs(device) as pair:
+        near = pair.near.local_endpoint()
+        pair.near.connect(pair.far.local_endpoint(), rnr_retry=7)  # unlimited retries
+        pair.far.connect(near, min_rnr_timer=26)
+        pair.region.buffer[:4] = b"late"
+        post_send(pair.near.handle, SendOpcode.SEND, [pair.region[:4].sge])
         await asyncio.sleep(0.01)
-        post_recv(of.far.handle, [of.region[64:128].sge])
-        succeed(of.received.handle)
-        assert bytes(of.region.buffer[64:68]) == b"late"
+        post_recv(pair.far.handle, [pair.region[64:128].sge])
+        succeed(pair.received.handle)
+        assert bytes(pair.region.buffer[64:68]) == b"late"
 
 
 async def test_rnr_retries_end_without_a_receive(device: Device) -> None:
-    async with scene(device) as of:
-        of.connect()
-        post_send(of.near.handle, SendOpcode.SEND, [of.region[:4].sge])
-        assert wait_for(of.sent.handle)[0].status is WcStatus.RNR_RETRY_EXC_ERR
-        assert of.near.qp_state is RTS, "the last known state"
+    async with queue_pairs(device) as pair:
+        pair.connect()
+        post_send(pair.near.handle, SendOpcode.SEND, [pair.region[:4].sge])
+        assert wait_for(pair.sent.handle)[0].status is WcStatus.RNR_RETRY_EXC_ERR
+        assert pair.near.qp_state is RTS, "the last known state"
         with pytest.raises(TransitionError, match="from ERR to RTS: there is no such transition"):
-            of.near.to_rts()
-        assert of.near.qp_state is ERR
+            pair.near.to_rts()
+        assert pair.near.qp_state is ERR
 
 
 @dataclass
@@ -507,89 +507,89 @@ MISTAKES = [
 ]
 
 
-def _bring_to(of: Scene, state: QpState) -> None:
-    remote = None if of.near.qp_type is UD else of.far.local_endpoint()
+def _bring_to(pair: QueuePairs, state: QpState) -> None:
+    remote = None if pair.near.qp_type is UD else pair.far.local_endpoint()
     moves: list[tuple[QpState, Callable[[], None]]] = [
-        (INIT, of.near.to_init),
-        (RTR, lambda: of.near.to_rtr(remote)),
-        (RTS, of.near.to_rts),
-        (SQD, of.near.to_sqd),
-        (ERR, of.near.to_error),
+        (INIT, pair.near.to_init),
+        (RTR, lambda: pair.near.to_rtr(remote)),
+        (RTS, pair.near.to_rts),
+        (SQD, pair.near.to_sqd),
+        (ERR, pair.near.to_error),
     ]
     for step, move in moves:
         if state >= step and not (state is ERR and step is SQD):
             move()
-    assert of.near.query().qp_state is state
+    assert pair.near.query().qp_state is state
 
 
 @needs(Capability.FAULT_PLAN)
 async def test_mistakes_are_refused_without_changes(device: Device) -> None:
     faults = device.faults
     for mistake in MISTAKES:
-        async with scene(device, mistake.qp_type) as of:
-            _bring_to(of, mistake.state)
-            before = of.near.query()
+        async with queue_pairs(device, mistake.qp_type) as pair:
+            _bring_to(pair, mistake.state)
+            before = pair.near.query()
             faults.count_calls()
             with pytest.raises(mistake.kind, match=mistake.message) as caught:
-                mistake.act(of.near)
+                mistake.act(pair.near)
             assert faults.calls("query_qp") == 1
             assert faults.calls("modify_qp") == 0, mistake
             faults.count_calls(False)
             assert (
-                str(caught.value).startswith(f"<QueuePair {of.near.qp_num} (open)>")
+                str(caught.value).startswith(f"<QueuePair {pair.near.qp_num} (open)>")
                 or mistake.kind is not TransitionError
             )
-            assert of.near.query() == before
-            assert of.near.qp_state is mistake.state
+            assert pair.near.query() == before
+            assert pair.near.qp_state is mistake.state
 
 
 @needs(Capability.FAULT_PLAN)
 async def test_an_error_of_the_device_is_raised(device: Device) -> None:
-    async with scene(device) as of:
-        remote = of.far.local_endpoint()
+    async with queue_pairs(device) as pair:
+        remote = pair.far.local_endpoint()
         device.faults.fail("modify_qp", errno.EIO, first=2)
         with pytest.raises(VerbsError, match="ibv_modify_qp failed: EIO"):
-            of.near.connect(remote, READ)
+            pair.near.connect(remote, READ)
         device.faults.clear()
-        assert of.near.qp_state is of.near.query().qp_state is INIT
-        assert of.near.remote_endpoint is None
-        of.near.connect(remote)
-        assert of.near.qp_state is RTS
-        assert of.near.query().qp_access_flags == READ
+        assert pair.near.qp_state is pair.near.query().qp_state is INIT
+        assert pair.near.remote_endpoint is None
+        pair.near.connect(remote)
+        assert pair.near.qp_state is RTS
+        assert pair.near.query().qp_access_flags == READ
 
 
 async def test_reset_with_work_in_flight_is_refused(device: Device) -> None:
-    async with scene(device) as of:
-        of.connect()
-        hold(device, of.near)
-        writing = asyncio.ensure_future(of.near.write(of.region[:8], of.region.remote()[8:16]))
+    async with queue_pairs(device) as pair:
+        pair.connect()
+        hold(device, pair.near)
+        writing = asyncio.ensure_future(pair.near.write(pair.region[:8], pair.region.remote()[8:16]))
         await asyncio.sleep(0)
         with pytest.raises(BusyResourceError, match=r"1 work requests in flight, .* to_error\(\) and wait"):
-            of.near.to_reset()
-        assert of.near.query().qp_state in (RTS, SQD)
-        unhold(device, of.near)
+            pair.near.to_reset()
+        assert pair.near.query().qp_state in (RTS, SQD)
+        unhold(device, pair.near)
         await writing
-        of.near.to_reset()
-        assert of.near.qp_state is RESET
+        pair.near.to_reset()
+        assert pair.near.qp_state is RESET
 
 
 async def test_to_error_flushes_work_in_flight(device: Device) -> None:
-    async with scene(device) as of:
-        of.connect(timeout=20)
-        of.far.to_reset()  # no answer for four seconds
-        writing = asyncio.ensure_future(of.near.write(of.region[:8], of.region.remote()[8:16]))
+    async with queue_pairs(device) as pair:
+        pair.connect(timeout=20)
+        pair.far.to_reset()  # no answer for four seconds
+        writing = asyncio.ensure_future(pair.near.write(pair.region[:8], pair.region.remote()[8:16]))
         await asyncio.sleep(0)
-        of.near.to_error()
+        pair.near.to_error()
         with pytest.raises(WorkCompletionError) as caught:
             await writing
         assert caught.value.status is WcStatus.WR_FLUSH_ERR
-        of.near.to_reset()
+        pair.near.to_reset()
 
 
 async def test_a_closed_queue_pair_has_no_states(device: Device) -> None:
-    async with scene(device) as of:
-        remote = of.far.local_endpoint()
-        async with of.domain.queue_pair(of.sent) as qp:
+    async with queue_pairs(device) as pair:
+        remote = pair.far.local_endpoint()
+        async with pair.domain.queue_pair(pair.sent) as qp:
             pass
         for act in (
             lambda: qp.connect(remote),

@@ -167,7 +167,7 @@ async def test_an_exchange(ends: Ends, stand_in: StandIn, shared: Share) -> None
     ],
     ids=["key", "id", "device", "all", "id and key"],
 )
-async def test_refusals(
+async def test_wrong_ids_and_keys_are_refused(
     ends: Ends, stand_in: StandIn, shared: Share, shared_id: int, key: int, error: int, pattern: str
 ) -> None:
     with pytest.raises(VerbsError, match=pattern) as caught:
@@ -239,7 +239,9 @@ def attach(sock: socket.socket, data: bytes, *fds: int, flags: int = 0) -> None:
 
 
 @pytest.mark.parametrize("kinds", ["", "c", "fc", "ff", "cf" * 8], ids=lambda kinds: kinds or "none")
-async def test_other_descriptors_than_two(ends: Ends, stand_in: StandIn, shared: Share, kinds: str) -> None:
+async def test_replies_with_a_wrong_number_of_descriptors(
+    ends: Ends, stand_in: StandIn, shared: Share, kinds: str
+) -> None:
     near, far = ends
     receiving = asyncio.create_task(receive(far, ID, KEY))
     request = Request.parse(await asyncio.get_running_loop().sock_recv(near, Request.SIZE))
@@ -384,7 +386,7 @@ async def test_a_peer_without_the_key(ends: Ends, stand_in: StandIn, shared: Sha
         await receiving
 
 
-async def test_another_version(ends: Ends, stand_in: StandIn, shared: Share) -> None:
+async def test_a_peer_of_another_version_is_refused(ends: Ends, stand_in: StandIn, shared: Share) -> None:
     near, far = ends
     request = bytearray(Request.make(ID, KEY, bytes(16)).pack())
     request[9] = 2
@@ -692,7 +694,9 @@ async def test_a_name_for_an_rdma_device(ends: Ends, stand_in: StandIn, shared: 
 
 
 @pytest.mark.parametrize("kinds", ["", "c", "cf"], ids=lambda kinds: kinds or "none")
-async def test_other_descriptors_than_one(ends: Ends, stand_in: StandIn, shared: Share, kinds: str) -> None:
+async def test_replies_of_a_software_device_with_a_wrong_number_of_descriptors(
+    ends: Ends, stand_in: StandIn, shared: Share, kinds: str
+) -> None:
     near, far = ends
     receiving = asyncio.create_task(receive(far, ID, KEY))
     request = Request.parse(await asyncio.get_running_loop().sock_recv(near, Request.SIZE))

@@ -62,7 +62,7 @@ def listening(domain: ResourceDomain) -> ConnectionListener:
 
 @every_domain
 @pytest.mark.parametrize("error", [None, ValueError("of the block")], ids=["at its end", "by an error"])
-async def test_block_of_messages_of_a_shared_receive_queue(
+async def test_leaving_a_block_of_messages_is_refused_on_other_loops(
     device: Device, model: ThreadModel, error: ValueError | None
 ) -> None:
     async with (
@@ -132,7 +132,7 @@ async def test_leaving_a_block_of_messages_of_an_ended_loop_does_not_wait(device
 
 
 @every_domain
-async def test_reconnecting(device: Device, model: ThreadModel) -> None:
+async def test_a_reconnecting_iterator_refuses_other_loops(device: Device, model: ThreadModel) -> None:
     async with (
         device.resource_domain(thread_model=model) as domain,
         serving(domain) as server,
@@ -169,7 +169,7 @@ async def test_break_in_a_reconnecting_loop_closes_the_connection(device: Device
 
 
 @every_domain
-async def test_connections_of_a_listener(device: Device, model: ThreadModel) -> None:
+async def test_iterating_a_listener_is_refused_on_other_loops(device: Device, model: ThreadModel) -> None:
     async with (
         device.resource_domain(thread_model=model) as domain,
         listening(domain) as listener,
@@ -188,7 +188,9 @@ async def test_connections_of_a_listener(device: Device, model: ThreadModel) -> 
 
 @every_domain
 @pytest.mark.parametrize("error", [None, ValueError("of the block")], ids=["at its end", "by an error"])
-async def test_block_of_a_connection(device: Device, model: ThreadModel, error: ValueError | None) -> None:
+async def test_leaving_a_block_of_a_connection_is_refused_on_other_loops(
+    device: Device, model: ThreadModel, error: ValueError | None
+) -> None:
     async with (
         device.resource_domain(thread_model=model) as domain,
         listening(domain) as listener,
@@ -208,7 +210,7 @@ async def test_block_of_a_connection(device: Device, model: ThreadModel, error: 
         await far.aclose()
 
 
-async def test_block_of_a_loop_domain(device: Device) -> None:
+async def test_leaving_a_block_of_a_loop_domain_is_refused_on_other_loops(device: Device) -> None:
     block = device.loop_domain()
     domain = await block.__aenter__()
     await refused(lambda: block.__aexit__(None, None, None))
@@ -220,7 +222,7 @@ async def test_block_of_a_loop_domain(device: Device) -> None:
 
 
 @pytest.mark.parametrize("waits", [False, True], ids=["between two events", "waiting"])
-async def test_events(device: Device, waits: bool) -> None:
+async def test_event_iterators_refuse_other_loops(device: Device, waits: bool) -> None:
     events = device.events()
     faults = device.faults
     waiting = asyncio.create_task(events.__anext__())

@@ -173,13 +173,13 @@ class ParentDomainRecorder(Recording):
         super().__init__()
         self.contexts: dict[str, list[tuple[object, ...]]] = {"allocate": [], "free": []}
 
-    def allocate(self, size: int, alignment: int, resource_type: int, *of: object) -> Any:
-        self.contexts["allocate"].append(of)
-        return super().allocate(size, alignment, resource_type, *of)
+    def allocate(self, size: int, alignment: int, resource_type: int, *parent: object) -> Any:
+        self.contexts["allocate"].append(parent)
+        return super().allocate(size, alignment, resource_type, *parent)
 
-    def free(self, address: int, resource_type: int, *of: object) -> None:
-        self.contexts["free"].append(of)
-        super().free(address, resource_type, *of)
+    def free(self, address: int, resource_type: int, *parent: object) -> None:
+        self.contexts["free"].append(parent)
+        super().free(address, resource_type, *parent)
 
 
 @needs(Capability.PARENT_DOMAINS)

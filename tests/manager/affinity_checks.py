@@ -16,7 +16,7 @@ async def check_all_work(owned: OwnedObjects) -> None:
     for name, task in owned.waiting.items():
         assert not task.done(), f"{name}: {task}"
     await _check_filled_queue(owned)
-    if owned.placed is owned.domain:
+    if owned.connection_domain is owned.domain:
         await _check_operations(owned)
         await _check_events(owned)
         await _check_identifiers(owned)
@@ -29,7 +29,7 @@ async def _check_filled_queue(owned: OwnedObjects) -> None:
     owned.region.buffer[72:80] = b"arrives."
     for _ in range(4):
         await owned.sender.send(owned.region[72:80])
-        with await anext(owned.arrivals) as message:
+        with await anext(owned.srq_messages) as message:
             assert bytes(message.data) == b"arrives."
 
 
@@ -38,17 +38,17 @@ async def _check_operations(owned: OwnedObjects) -> None:
     assert subjects["held qp"].query().qp_state is owned.qp.query().qp_state is QpState.RTS
     unhold(owned.device)
     await owned.result("operation")
-    fresh: Operation[None] = subjects["operation that nobody awaits"]
+    fresh: Operation[None] = subjects["operation not awaited"]
     await fresh
     await subjects["operation of a batch"]
-    region.buffer[:8] = b"as ever."
+    region.buffer[:8] = b"written."
     await subjects["batch"].post()
-    assert bytes(region.buffer[48:56]) == b"as ever."
+    assert bytes(region.buffer[48:56]) == b"written."
     assert not len(region.pins)
     assert bytes(subjects["message"].data) == bytes((await anext(subjects["inbox"])).data) == b"messages"
     subjects["message"].release()
     await subjects["empty reader"].send(region[:8])
-    assert bytes((await owned.result("message")).data) == b"as ever."
+    assert bytes((await owned.result("message")).data) == b"written."
     assert subjects["filled srq"].query().max_wr >= 4
     owned.cq.resize(600)
 
@@ -62,23 +62,23 @@ async def _check_events(owned: OwnedObjects) -> None:
 
 async def _check_identifiers(owned: OwnedObjects) -> None:
     subjects = owned.subjects
-    async with subjects["identifier of a listener"] as came_open:
-        await came_open.reject()
-    await subjects["identifier that was asked for"].aclose()
-    await (await anext(subjects["listener of rdma_cm with a request"])).aclose()
-    request(subjects["listener of rdma_cm"])
+    async with subjects["identifier of a listener"] as identifier:
+        await identifier.reject()
+    await subjects["opened identifier of a listener"].aclose()
+    await (await anext(subjects["rdma_cm listener with a request"])).aclose()
+    request(subjects["rdma_cm listener"])
     await (await owned.result("a peer")).aclose()
-    await subjects["identifier that is connected"].disconnect()
+    await subjects["identifier in state connected"].disconnect()
     await owned.result("a disconnection")
-    assert subjects["qp that rdma_cm connected"].qp_state is QpState.ERR
-    for name in ("new identifier", "new listener of rdma_cm"):
+    assert subjects["qp connected by rdma_cm"].qp_state is QpState.ERR
+    for name in ("new identifier", "new rdma_cm listener"):
         async with subjects[name]:
             pass
 
 
 async def _check_connections(owned: OwnedObjects) -> None:
     subjects, region = owned.subjects, owned.region
-    region.buffer[:8] = b"as ever."
+    region.buffer[:8] = b"written."
     near, far, stream = subjects["near"], subjects["far"], subjects["byte stream"]
     assert await stream.receive() == b"cdef"
     assert await far.receive() == b"unread"
@@ -90,7 +90,7 @@ async def _check_connections(owned: OwnedObjects) -> None:
     local = region[128:136]
     for granted in (subjects["granted"], second):
         await far.read(local, granted[:8])
-        assert bytes(local.buffer) == b"as ever."
+        assert bytes(local.buffer) == b"written."
     back = await far.grant(region, AccessFlags.REMOTE_READ)
     assert (await owned.result("a grant")).remote == back.remote
     for grant in (subjects["grant"], subjects["second grant"], back):
@@ -115,14 +115,14 @@ async def _exchange(one: Connection, other: Connection) -> None:
 async def _check_listeners(owned: OwnedObjects) -> None:
     subjects = owned.subjects
     async with await subjects["listener with a connection"].accept() as far:
-        await _exchange(subjects["connection that nobody took"], far)
-    new = connect(HOST, subjects["listener"].port, domain=owned.placed, settings=SETTINGS)
+        await _exchange(subjects["connection not accepted yet"], far)
+    new = connect(HOST, subjects["listener"].port, domain=owned.connection_domain, settings=SETTINGS)
     async with subjects.get("connecting", new) as near, await owned.result("accepting") as far:
         await _exchange(near, far)
     await subjects["served"].send(b"still served")
     assert await subjects["served"].receive() == b"still served"
     await subjects["served"].aclose()
-    again, first = subjects["reconnecting with a connection"], subjects["connection that is made again"]
+    again, first = subjects["reconnecting with a connection"], subjects["reconnected connection"]
     await first.send(b"once")
     assert await first.receive() == b"once"
     second = await anext(again)

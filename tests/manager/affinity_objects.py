@@ -75,7 +75,8 @@ class OwnedObjects:
     """Objects opened by one loop, the owner.
 
     :param domain: resource domain of the owner.
-    :param placed: domain of connections and shared receive queues; unless it is `domain`, other loops may use it, too.
+    :param connection_domain: domain of connections and shared receive queues; unless it is `domain`, other loops may
+        use it, too.
     :param subjects: objects that wrong callers use, by name; for each class one object per state that matters.
     :param waiting: tasks of the owner that wait for a result in the meantime.
     """
@@ -88,12 +89,12 @@ class OwnedObjects:
     window: MemoryWindow
     pool: BufferPool
     endpoint: Endpoint
-    placed: Domain
+    connection_domain: Domain
     subjects: dict[str, Any] = field(default_factory=dict)
     waiting: dict[str, asyncio.Task[Any]] = field(default_factory=dict)
     leased: list[LeasedBuffer] = field(default_factory=list)
-    left_by: BaseException | None = None  # exception passed to `__aexit__`
-    arrivals: Any = None  # messages of the shared receive queue that is kept filled
+    block_error: BaseException | None = None  # exception passed to `__aexit__`
+    srq_messages: Any = None  # messages of the shared receive queue that is kept filled
     sender: Any = None  # queue pair that sends to that queue
     drained: Any = None  # queue pair that the events concern
 
@@ -214,14 +215,16 @@ async def owned_objects(place: str) -> AsyncGenerator[OwnedObjects, None]:
         region = await opened(domain.register(256, ACCESS | AccessFlags.MW_BIND))
         window = await opened(domain.memory_window())
         pool = await opened(domain.buffer_pool(64, 8))
-        placed: Domain = domain
+        connection_domain: Domain = domain
         if place != "SINGLE":
-            placed = pd if place == "PD" else await opened(device.resource_domain(pd, thread_model=ThreadModel[place]))
-        owned = OwnedObjects(device, domain, cq, qp, region, window, pool, qp.local_endpoint(), placed)
+            connection_domain = (
+                pd if place == "PD" else await opened(device.resource_domain(pd, thread_model=ThreadModel[place]))
+            )
+        owned = OwnedObjects(device, domain, cq, qp, region, window, pool, qp.local_endpoint(), connection_domain)
         await _add_filled_queue(owned, stack)
         await _add_connections(owned, stack)
         await _add_listeners(owned, stack)
-        if placed is domain:
+        if connection_domain is domain:
             owned.subjects |= {"device": device, "pd": pd, "td": td, "parent": parent, "domain": domain, "cq": cq}
             owned.subjects |= {"qp": qp, "parent's cq": await opened(parent.completion_queue(64))}
             owned.subjects["process pool"] = await opened(WorkerPool(device, 1, processes=True))
@@ -252,12 +255,12 @@ async def _add_operations(owned: OwnedObjects, stack: AsyncExitStack) -> None:
     posted.write(region[:8], remote[56:64])
     owned.subjects |= {
         "held qp": held,
-        "operation that is over": done,
-        "operation that is awaited": awaited,
-        "operation that nobody awaits": fresh,
-        "batch of nothing": owned.qp.batch(),
+        "completed operation": done,
+        "awaited operation": awaited,
+        "operation not awaited": fresh,
+        "empty batch": owned.qp.batch(),
         "batch": part,
-        "batch that was posted": posted,
+        "posted batch": posted,
         "operation of a batch": posted.post(),
     }
     await owned.wait("operation", awaited)
@@ -281,8 +284,8 @@ async def _add_messages(owned: OwnedObjects, stack: AsyncExitStack) -> None:
         "inbox": inbox,
         "message": message,
         "empty reader": empty,
-        "inbox that is awaited": empty.messages(),
-        "inbox of an srq": owned.arrivals,
+        "awaited inbox": empty.messages(),
+        "inbox of an srq": owned.srq_messages,
         "srq": srq,
         "xrc srq": await stack.enter_async_context(
             owned.domain.shared_receive_queue(
@@ -294,26 +297,26 @@ async def _add_messages(owned: OwnedObjects, stack: AsyncExitStack) -> None:
 
 async def _add_filled_queue(owned: OwnedObjects, stack: AsyncExitStack) -> None:
     """Add a shared receive queue that is kept filled from a pool."""
-    filled = await stack.enter_async_context(owned.placed.shared_receive_queue(4))
+    filled = await stack.enter_async_context(owned.connection_domain.shared_receive_queue(4))
     block = filled.messages(owned.pool)
-    owned.arrivals = await stack.enter_async_context(block)
+    owned.srq_messages = await stack.enter_async_context(block)
     while owned.pool.statistics().free:  # from here on, `pool.lease()` waits
         owned.leased.append(owned.pool.lease_nowait())
-    cq = await stack.enter_async_context(owned.placed.completion_queue(64))
-    sender = await stack.enter_async_context(owned.placed.queue_pair(cq))
-    receiver = await stack.enter_async_context(owned.placed.queue_pair(cq, srq=filled))
+    cq = await stack.enter_async_context(owned.connection_domain.completion_queue(64))
+    sender = await stack.enter_async_context(owned.connection_domain.queue_pair(cq))
+    receiver = await stack.enter_async_context(owned.connection_domain.queue_pair(cq, srq=filled))
     sender.connect(receiver.local_endpoint(), ACCESS)
     receiver.connect(sender.local_endpoint(), ACCESS)
     owned.sender = sender
     owned.subjects["block of messages"] = block
-    if owned.placed is owned.domain:
+    if owned.connection_domain is owned.domain:
         owned.subjects |= {"filled srq": filled, "qp of an srq": receiver}
 
 
 async def _add_connections(owned: OwnedObjects, stack: AsyncExitStack) -> None:
     """Add connections with received messages and grants, with waiting receivers, and with a send that lacks credits."""
-    _, near, far = await _connected(owned.placed, stack)
-    block, quiet, other = await _connected(owned.placed, stack)
+    _, near, far = await _connected(owned.connection_domain, stack)
+    block, quiet, other = await _connected(owned.connection_domain, stack)
     grants = [await near.grant(owned.region, AccessFlags.REMOTE_READ) for _ in range(2)]
     granted = await far.receive_grant()
     stream = far.as_byte_stream()
@@ -333,29 +336,29 @@ async def _add_connections(owned: OwnedObjects, stack: AsyncExitStack) -> None:
         "second grant": grants[1],
         "granted": granted,
         "byte stream": stream,
-        "byte stream that is awaited": near.as_byte_stream(),
+        "awaited byte stream": near.as_byte_stream(),
         "byte stream of a connection": quiet.as_byte_stream(),
     }
 
 
 async def _add_listeners(owned: OwnedObjects, stack: AsyncExitStack) -> None:
     """Add a listener with a pending `accept`, one with a connection to accept, and a server with peers."""
-    listener = await stack.enter_async_context(listen(HOST, domain=owned.placed, settings=SETTINGS))
-    ready = await stack.enter_async_context(listen(HOST, domain=owned.placed, settings=SETTINGS))
-    server = await stack.enter_async_context(serve(echo, HOST, domain=owned.placed, settings=SETTINGS))
-    owned.subjects["connection that nobody took"] = await stack.enter_async_context(
-        connect(HOST, ready.port, domain=owned.placed, settings=SETTINGS)
+    listener = await stack.enter_async_context(listen(HOST, domain=owned.connection_domain, settings=SETTINGS))
+    ready = await stack.enter_async_context(listen(HOST, domain=owned.connection_domain, settings=SETTINGS))
+    server = await stack.enter_async_context(serve(echo, HOST, domain=owned.connection_domain, settings=SETTINGS))
+    owned.subjects["connection not accepted yet"] = await stack.enter_async_context(
+        connect(HOST, ready.port, domain=owned.connection_domain, settings=SETTINGS)
     )
     owned.subjects["served"] = await stack.enter_async_context(
-        connect(HOST, server.port, domain=owned.placed, settings=SETTINGS)
+        connect(HOST, server.port, domain=owned.connection_domain, settings=SETTINGS)
     )
     await until(lambda: ready._ready)
     await until(lambda: server.statistics().connections)
     await owned.wait("accepting", listener.accept())
     await owned.wait("serving", server.wait_closed())
-    again = reconnect(HOST, server.port, domain=owned.placed, settings=SETTINGS)
+    again = reconnect(HOST, server.port, domain=owned.connection_domain, settings=SETTINGS)
     stack.push_async_callback(again.aclose)
-    owned.subjects["connection that is made again"] = await anext(again)
+    owned.subjects["reconnected connection"] = await anext(again)
     owned.subjects |= {
         "listener": listener,
         "listener with a connection": ready,
@@ -375,13 +378,13 @@ async def _add_events(owned: OwnedObjects, stack: AsyncExitStack) -> None:
     assert (await anext(events)).event_type is EventType.SQ_DRAINED
     qp.to_rts()
     await owned.wait("an event", anext(awaited))
-    owned.subjects |= {"events": events, "events that are awaited": awaited, "drained qp": qp}
+    owned.subjects |= {"events": events, "awaited events": awaited, "drained qp": qp}
 
 
 async def _add_loop_domain(owned: OwnedObjects, stack: AsyncExitStack) -> None:
     """Add the domain of the owner's loop, and the block that provides it."""
     block = owned.device.loop_domain()
-    owned.subjects |= {"domain of the loop": await stack.enter_async_context(block), "block of that": block}
+    owned.subjects |= {"loop domain": await stack.enter_async_context(block), "block of the loop domain": block}
 
 
 async def _add_identifiers(owned: OwnedObjects, stack: AsyncExitStack) -> None:
@@ -399,18 +402,18 @@ async def _add_identifiers(owned: OwnedObjects, stack: AsyncExitStack) -> None:
         identifier = await stack.enter_async_context(channel.identifier())
         assert identifier._state_machine is not None
         identifier._state_machine.state = stage
-        owned.subjects[f"identifier that is {stage.value}"] = identifier
-    connected = owned.subjects["identifier that is connected"]
+        owned.subjects[f"identifier in state {stage.value}"] = identifier
+    connected = owned.subjects["identifier in state connected"]
     connected._state_machine._qp = qp
     owned.subjects |= {
         "channel": channel,
-        "listener of rdma_cm": listener,
-        "listener of rdma_cm with a request": asked,
+        "rdma_cm listener": listener,
+        "rdma_cm listener with a request": asked,
         "identifier of a listener": await anext(asked),
-        "identifier that was asked for": await (await anext(asked)).open(),
+        "opened identifier of a listener": await (await anext(asked)).open(),
         "new identifier": channel.identifier(),
-        "new listener of rdma_cm": channel.listener("127.0.0.1"),
-        "qp that rdma_cm connected": qp,
+        "new rdma_cm listener": channel.listener("127.0.0.1"),
+        "qp connected by rdma_cm": qp,
     }
     await owned.wait("a peer", anext(listener))
     await owned.wait("a disconnection", connected.wait_disconnected())

@@ -189,7 +189,7 @@ class _Caller:
         The end of a block is called twice: without and with an error of the block.
         """
         left_out = {*affinity_members.ANY_CALLER_SIDE_EFFECTS}
-        if self._of.placed is not self._of.domain:
+        if self._of.connection_domain is not self._of.domain:
             left_out |= {*affinity_members.ANY_CALLER_ON_SHARED_DOMAINS}
         for label, known in self._of.subjects.items():
             subject = known() if isinstance(known, Factory) else known
@@ -198,7 +198,7 @@ class _Caller:
                 names = iter(() if self._is_finished else ("aclose", "__aexit__"))
             for name in names:
                 for error in (None, ValueError("of the block")) if name in ENDS_OF_BLOCKS else (None,):
-                    self._of.left_by = error
+                    self._of.block_error = error
                     if f"{_kind(subject)}.{name}" not in left_out:
                         yield label, known() if isinstance(known, Factory) else subject, name
 
@@ -225,11 +225,13 @@ class _Caller:
         return self._table
 
     def _record(self, label: str, subject: object, name: str, error: BaseException | None, gave: str = "") -> None:
-        left_by, wrong = self._of.left_by, self._table.wrong
-        row = f"{_kind(subject)}.{name} of {label}{' with an error' if left_by is not None else ''}, by {self._name}"
+        block_error, wrong = self._of.block_error, self._table.wrong
+        row = (
+            f"{_kind(subject)}.{name} of {label}{' with an error' if block_error is not None else ''}, by {self._name}"
+        )
         self._table.rows += 1
         if error is None:
-            error = _refusal_in_notes(left_by)
+            error = _refusal_in_notes(block_error)
         if isinstance(error, _Hanging):
             wrong["hanging"].append(row)
         elif not self._is_expected(subject, name, error):
@@ -347,7 +349,7 @@ def test_wrong_callers_are_refused(place: str, record_property: Callable[[str, o
     try:
         owned = loop.run_until_complete(block.__aenter__())
         try:
-            if owned.placed is owned.domain:
+            if owned.connection_domain is owned.domain:
                 _check_completeness(owned)
             table = _all_callers(owned, loop, finished=False)
             table.check()
@@ -367,9 +369,9 @@ async def test_the_owner_of_a_completion_queue_owns_its_queue_pairs(device: Devi
         device.protection_domain() as pd,
         device.resource_domain(pd) as domain,
         domain.completion_queue(64) as cq,
-        pd.completion_queue(64) as anybodys,
+        pd.completion_queue(64) as shared_cq,
         pd.queue_pair(cq) as sends,
-        pd.queue_pair(anybodys, cq) as receives,
+        pd.queue_pair(shared_cq, cq) as receives,
     ):
         for qp in (sends, receives):
             assert qp.owner is domain.owner is cq.owner

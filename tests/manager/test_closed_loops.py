@@ -176,7 +176,7 @@ async def test_a_resource_that_cannot_be_drained_stays_open_after_a_cancellation
     async def fail() -> None:
         began.set()
         await answered.wait()
-        raise BusyResourceError("nobody answers")
+        raise BusyResourceError("no answer")
 
     def drain() -> Any:
         return wait_uncancelled(fail())
@@ -190,7 +190,7 @@ async def test_a_resource_that_cannot_be_drained_stays_open_after_a_cancellation
     answered.set()
     with pytest.raises(asyncio.CancelledError) as caught:
         await closing
-    assert any("BusyResourceError: nobody answers" in note for note in caught.value.__notes__)
+    assert any("BusyResourceError: no answer" in note for note in caught.value.__notes__)
     assert window.state is domain.state is ResourceState.OPEN
     window._lifecycle.drain = None
     await domain.aclose()

@@ -186,8 +186,8 @@ async def test_a_cancellation_is_not_lost_in_a_warning(device: Device) -> None:
     assert region.closed
 
 
-@pytest.mark.parametrize("way", ["native", "native, again", "anyio"])
-async def test_a_parent_closes_after_its_memory_in_use(device: Device, way: str) -> None:
+@pytest.mark.parametrize("cancelled_by", ["native", "native, again", "anyio"])
+async def test_a_parent_closes_after_its_memory_in_use(device: Device, cancelled_by: str) -> None:
     """The first closer can be cancelled; a later one waits for the end."""
     pd = await device.protection_domain().open()
     pool = await pd.buffer_pool(64, 1).open()
@@ -197,7 +197,7 @@ async def test_a_parent_closes_after_its_memory_in_use(device: Device, way: str)
         each.pins.add()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ResourceWarning)
-            if way == "anyio":
+            if cancelled_by == "anyio":
                 with anyio.move_on_after(0.01) as scope:
                     await pd.aclose()
                 assert scope.cancelled_caught
@@ -205,7 +205,7 @@ async def test_a_parent_closes_after_its_memory_in_use(device: Device, way: str)
                 task = asyncio.create_task(pd.aclose())
                 await asyncio.sleep(0.01)
                 task.cancel()
-                if way == "native, again":
+                if cancelled_by == "native, again":
                     await asyncio.sleep(0)
                     task.cancel()
                 await asyncio.wait([task])

@@ -296,13 +296,13 @@ async def test_connecting_from_init_keeps_attributes_of_init(device: Device) -> 
         assert (pair.near.qp_state, pair.near.query().qkey) == (RTS, 5)
 
 
-@pytest.mark.parametrize("way", ["error", "reset"])
-async def test_reconnecting_a_queue_pair(device: Device, way: str) -> None:
+@pytest.mark.parametrize("first", ["error", "reset"])
+async def test_reconnecting_a_queue_pair(device: Device, first: str) -> None:
     async with queue_pairs(device) as pair:
         pair.connect()
         psn = pair.near.local_endpoint().psn
         for qp in (pair.near, pair.far):
-            if way == "error":
+            if first == "error":
                 qp.to_error()
             qp.to_reset()
         assert pair.near.local_endpoint().psn != psn, "or late packets of the first connection would fit the second"

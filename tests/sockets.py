@@ -1,4 +1,4 @@
-"""Fixtures for tests with software devices of several processes; import them where they are needed."""
+"""Fixtures for tests with software devices of several processes, for the folders and files that import them."""
 
 import tempfile
 from collections.abc import Iterator

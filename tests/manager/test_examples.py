@@ -12,7 +12,7 @@ from tests.conftest import ROOT
 from tests.pace import patience
 from tests.running import run
 
-SAYS = {
+EXPECTED_OUTPUT = {
     "arrays": ["float64 (512, 512): 2,097,152 bytes, their sum is correct", "int32 (64, 1024)"],
     "asgi": ["put 20 objects, got 20 of them unchanged", "from the workers"],
     "buffer_pool": [
@@ -46,20 +46,20 @@ def example(name: str, *arguments: str) -> "subprocess.CompletedProcess[str]":
 
 
 ON_RDMA_DEVICES = {"rping"}  # tested in tests/rdma
-NEEDS = {"arrays": "numpy", "asgi": "uvicorn"}
+REQUIRED_MODULES = {"arrays": "numpy", "asgi": "uvicorn"}
 
 
 def test_every_example_is_tested() -> None:
-    assert {path.stem for path in (ROOT / "examples").glob("*.py")} == set(SAYS) | ON_RDMA_DEVICES | {TESTS}
+    assert {path.stem for path in (ROOT / "examples").glob("*.py")} == set(EXPECTED_OUTPUT) | ON_RDMA_DEVICES | {TESTS}
 
 
-@pytest.mark.parametrize("name", SAYS)
+@pytest.mark.parametrize("name", EXPECTED_OUTPUT)
 def test_example(name: str) -> None:
-    if name in NEEDS:
-        pytest.importorskip(NEEDS[name])
+    if name in REQUIRED_MODULES:
+        pytest.importorskip(REQUIRED_MODULES[name])
     done = example(name, *ARGUMENTS.get(name, ()))
     assert (done.returncode, done.stderr) == (0, "")
-    for text in SAYS[name]:
+    for text in EXPECTED_OUTPUT[name]:
         assert text in done.stdout
 
 

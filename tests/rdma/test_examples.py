@@ -8,7 +8,7 @@ import pytest
 
 from tests.capabilities import Capability, capabilities
 from tests.conftest import ROOT
-from tests.manager.test_examples import ARGUMENTS, NEEDS, SAYS
+from tests.manager.test_examples import ARGUMENTS, EXPECTED_OUTPUT, REQUIRED_MODULES
 from tests.rdma.cm import address_of, nothing_left
 from tests.rdma.seam import rdma_devices
 from tests.running import run
@@ -32,12 +32,15 @@ def lines(name: str, device: str) -> list[str]:
     native = Capability.THREAD_DOMAINS in capabilities(device)
     match name:
         case "first_write":
-            return [f"{device}: {'no locks' if native else 'with the locks of the provider'}", *SAYS[name][1:]]
+            return [
+                f"{device}: {'no locks' if native else 'with the locks of the provider'}",
+                *EXPECTED_OUTPUT[name][1:],
+            ]
         case "domains_by_hand":
             return [f"thread domain {'native' if native else 'not native'}", "arrived: True"]
         case "two_processes":
-            return SAYS[name][:-1]  # the rest is about fabrics of software devices
-    return SAYS[name]
+            return EXPECTED_OUTPUT[name][:-1]  # the rest is about fabrics of software devices
+    return EXPECTED_OUTPUT[name]
 
 
 def connected() -> int:
@@ -45,10 +48,10 @@ def connected() -> int:
     return sum(int(each.read_text()) for each in Path("/sys/class/infiniband").glob("*/ports/*/cm_tx_msgs/rtu"))
 
 
-@pytest.mark.parametrize("name", SAYS)
+@pytest.mark.parametrize("name", EXPECTED_OUTPUT)
 def test_example(name: str) -> None:
-    if name in NEEDS:
-        pytest.importorskip(NEEDS[name])
+    if name in REQUIRED_MODULES:
+        pytest.importorskip(REQUIRED_MODULES[name])
     device = rdma_devices()[0]
     arguments = [address_of(device)] if name in CONNECTS else ARGUMENTS.get(name, [])
     command = [sys.executable, "-W", "error", str(ROOT / "examples" / f"{name}.py"), *arguments]

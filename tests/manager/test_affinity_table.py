@@ -178,7 +178,7 @@ class _Caller:
 
     def __init__(self, name: str, owned: OwnedObjects, *, finished: bool, child: bool = False) -> None:
         self._name = name
-        self._of = owned
+        self._owned = owned
         self._is_finished = finished or child
         self._before = None if self._is_finished else owned.fingerprint()
         self._table = Table(callers=1)
@@ -189,16 +189,16 @@ class _Caller:
         The end of a block is called twice: without and with an error of the block.
         """
         left_out = {*affinity_members.ANY_CALLER_SIDE_EFFECTS}
-        if self._of.connection_domain is not self._of.domain:
+        if self._owned.connection_domain is not self._owned.domain:
             left_out |= {*affinity_members.ANY_CALLER_ON_SHARED_DOMAINS}
-        for label, known in self._of.subjects.items():
+        for label, known in self._owned.subjects.items():
             subject = known() if isinstance(known, Factory) else known
             names = affinity_members.members(subject)
             if _kind(subject) in PARENTS:
                 names = iter(() if self._is_finished else ("aclose", "__aexit__"))
             for name in names:
                 for error in (None, ValueError("of the block")) if name in ENDS_OF_BLOCKS else (None,):
-                    self._of.block_error = error
+                    self._owned.block_error = error
                     if f"{_kind(subject)}.{name}" not in left_out:
                         yield label, known() if isinstance(known, Factory) else subject, name
 
@@ -206,7 +206,7 @@ class _Caller:
         """Make all calls on a running loop."""
         for label, subject, name in self._rows():
             try:
-                result = await _await_for_some_turns(_call_and_await(subject, name, self._of))
+                result = await _await_for_some_turns(_call_and_await(subject, name, self._owned))
             except BaseException as error:
                 self._record(label, subject, name, error)
             else:
@@ -217,7 +217,7 @@ class _Caller:
         """Make all calls without a running loop."""
         for label, subject, name in self._rows():
             try:
-                result = _run_until_first_await(_call_and_await(subject, name, self._of))
+                result = _run_until_first_await(_call_and_await(subject, name, self._owned))
             except BaseException as error:
                 self._record(label, subject, name, error)
             else:
@@ -225,7 +225,7 @@ class _Caller:
         return self._table
 
     def _record(self, label: str, subject: object, name: str, error: BaseException | None, gave: str = "") -> None:
-        block_error, wrong = self._of.block_error, self._table.wrong
+        block_error, wrong = self._owned.block_error, self._table.wrong
         row = (
             f"{_kind(subject)}.{name} of {label}{' with an error' if block_error is not None else ''}, by {self._name}"
         )
@@ -236,7 +236,7 @@ class _Caller:
             wrong["hanging"].append(row)
         elif not self._is_expected(subject, name, error):
             wrong["let in"].append(f"{row}: {gave or repr(error)}")
-        if self._before is not None and (after := self._of.fingerprint()) != self._before:
+        if self._before is not None and (after := self._owned.fingerprint()) != self._before:
             changes = [
                 f"{key}: {self._before[key]} became {after[key]}" for key in after if after[key] != self._before[key]
             ]

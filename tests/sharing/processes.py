@@ -63,9 +63,12 @@ class Worker:
         return RemoteRegion.from_bytes(bytes.fromhex(await self.call(f"{kind} {name} {size}")))
 
     async def connect(self, qp: QueuePair, **attributes: Any) -> None:
-        """Either waits for the other's process, which may stand still or have no receive yet."""
-        there = Endpoint.from_bytes(bytes.fromhex(await self.call(f"connect {bytes(qp.local_endpoint()).hex()}")))
-        qp.connect(there, ACCESS, **{**LONG_TIMEOUT, **attributes})
+        """Connect `qp` with a new queue pair of the worker.
+
+        Retries last long enough for the other process to be stopped, or to have no receive posted yet.
+        """
+        remote = Endpoint.from_bytes(bytes.fromhex(await self.call(f"connect {bytes(qp.local_endpoint()).hex()}")))
+        qp.connect(remote, ACCESS, **{**LONG_TIMEOUT, **attributes})
 
     async def share_with(self, other: "Worker") -> None:
         """Have `other` import the device of this worker's domain, without opening an instance."""

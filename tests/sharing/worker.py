@@ -32,7 +32,7 @@ from aioverbs import (
 from aioverbs._core.software.software import export
 
 ACCESS = AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_WRITE | AccessFlags.REMOTE_READ | AccessFlags.REMOTE_ATOMIC
-LONG_TIMEOUT: dict[str, Any] = {"timeout": 17, "rnr_retry": 7}  # 0.5 s, seven times; and for a receive for ever
+LONG_TIMEOUT: dict[str, Any] = {"timeout": 17, "rnr_retry": 7}  # seven retries of 0.5 s; unlimited RNR retries
 
 
 class Worker:

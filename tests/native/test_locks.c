@@ -118,7 +118,7 @@ static void shared_receives(void)
     home_close(&home);
 }
 
-/* ---- The list of what the worker thread is to execute --------------------------------------------------------------- */
+/* ---- List of requests for the worker thread ------------------------------------------------------------------ */
 
 /* Queue pairs are destroyed and reset while they are on the worker thread's list, between others that go on. */
 static void removing_a_queue_from_a_list(void)

@@ -198,8 +198,8 @@ static void add_refs(struct soft_qp *qp, int by)
 }
 
 /* Draw the token of a requester; return 0 or an errno, as where a sandbox forbids getrandom(). With a random token,
- * responses to requests before a reset, or to other queue pairs that had the same number, are ignored, and processes that
- * received no request cannot guess it. */
+ * responses to requests before a reset, or to other queue pairs that had the same number, are ignored, and processes
+ * that received no request cannot guess it. */
 static int draw_token(uint32_t *token)
 {
     return getentropy(token, sizeof(*token)) ? errno : 0;

@@ -1,6 +1,7 @@
 /* Tests of running out of memory, descriptors or threads: an errno, and no object half made. This program defines the
  * allocating functions itself, in front of the C library's. */
 #include "support.h"
+#include "support_fabric.h"
 #include "support_fork.h"
 #include "support_srq.h"
 
@@ -103,6 +104,48 @@ int pthread_create(pthread_t *thread, const pthread_attr_t *attr, void *(*start)
     return real(thread, attr, start, argument);
 }
 
+static int until_no_mutex = -1; /* mutexes to create before one fails; -1: none fails */
+
+int pthread_mutex_init(pthread_mutex_t *mutex, const pthread_mutexattr_t *attr)
+{
+    int (*real)(pthread_mutex_t *, const pthread_mutexattr_t *);
+
+    if (until_no_mutex >= 0 && until_no_mutex-- == 0)
+        return ENOMEM;
+    *(void **)&real = dlsym(RTLD_NEXT, "pthread_mutex_init");
+    return real(mutex, attr);
+}
+
+static void open_without_mutexes(void *unused)
+{
+    struct ibv_context *context = NULL;
+    unsigned int before, at;
+
+    (void)unused;
+    REQUIRE(grace_ready());
+    before = open_descriptors();
+    for (at = 0; !context && at < 100; at++) {
+        until_no_mutex = (int)at;
+        context = soft_open(&variant->options);
+        if (context)
+            break;
+        CHECK_EQ(errno, ENOMEM);
+        CHECK_EQ(until_no_mutex, -1);
+        CHECK(open_descriptors() <= before + 1); /* a device that was created before its context failed keeps one */
+    }
+    REQUIRE(context != NULL);
+    CHECK(at > 5); /* the device has more than five mutexes */
+    until_no_mutex = -1;
+    CHECK_EQ(soft_close_device(context), 0);
+}
+
+/* A device that cannot be created keeps no descriptor. A created device stays in the process, with one descriptor, so
+ * the case runs in a child process, which has no device yet. */
+static void no_mutexes(void)
+{
+    in_child(open_without_mutexes, NULL);
+}
+
 static void descriptors(void)
 {
     struct home home;
@@ -159,6 +202,27 @@ static void waking_thread(void)
         CHECK_EQ(post_receive(&pair.b, 3, 8), 0);
         EXPECT(pair.a.send_cq, 1, IBV_WC_SUCCESS);
     }
+    no_threads = false;
+    pair_close(&pair);
+}
+
+/* With inline execution the timeout of an acknowledgement needs the worker thread, too: without it, a request to a peer
+ * that does not answer fails at once. */
+static void timeout_thread(void)
+{
+    struct ibv_qp_attr link = default_link;
+    struct pair pair;
+
+    link.timeout = 1;
+    link.retry_cnt = 0;
+    PAIR_OPEN(&pair, .link = &link);
+    CHECK_EQ(qp_to(pair.b.qp, IBV_QPS_RESET), 0);
+    no_threads = true;
+    CHECK_EQ(post_receive(&pair.a, 2, 8), 0);
+    CHECK_EQ(post_write(&pair.a, &pair.b, 1, 8), 0);
+    EXPECT(pair.a.send_cq, 1, variant->options.mode == SOFT_INLINE ? IBV_WC_GENERAL_ERR : IBV_WC_RETRY_EXC_ERR);
+    EXPECT(pair.a.recv_cq, 2, IBV_WC_WR_FLUSH_ERR);
+    CHECK_EQ(qp_state(pair.a.qp), IBV_QPS_ERR);
     no_threads = false;
     pair_close(&pair);
 }
@@ -408,7 +472,8 @@ static void first_request_of_a_thread(void)
 }
 #endif
 
-CHECK_MAIN(CASE(descriptors), CASE(no_worker_thread), CASE(waking_thread), CASE(moderating_thread),
+CHECK_MAIN(CASE(no_mutexes), CASE(descriptors), CASE(no_worker_thread), CASE(waking_thread), CASE(timeout_thread),
+           CASE(moderating_thread),
 #if OWN_MEMORY
            CASE(memory_for_changes), CASE(memory), CASE(first_request_of_a_thread)
 #endif

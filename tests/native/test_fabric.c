@@ -9,6 +9,7 @@
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <sys/socket.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include "soft/base/epoch.h"
@@ -671,6 +672,59 @@ static void halting_does_not_wait_for_senders(void)
     CHECK_EQ(a->device.fabric->wake.fd, -1);
 }
 
+static struct {
+    atomic_bool expected; /* the next stream to end is ended by soft_fabric_halt() */
+    atomic_bool started;  /* soft_fabric_halt() ends that stream */
+    atomic_bool held;     /* another thread holds the lock of links */
+} halting;
+
+int epoll_ctl(int epoll, int operation, int fd, struct epoll_event *event)
+{
+    if (operation == EPOLL_CTL_DEL && atomic_exchange(&halting.expected, false)) {
+        atomic_store(&halting.started, true);
+        EVENTUALLY(atomic_load(&halting.held));
+    }
+    return (int)syscall(SYS_epoll_ctl, epoll, operation, fd, event);
+}
+
+/* Hold the lock of links while another thread halts the fabric, and check that the link does not change meanwhile. */
+static void *hold_links(void *argument)
+{
+    struct soft_link *link = argument;
+    struct soft_fabric *fabric = link->stream.fabric;
+
+    EVENTUALLY(atomic_load(&halting.started));
+    soft_mutex_take(&fabric->links);
+    link->unused_since = 17;
+    atomic_store(&halting.held, true);
+    sleep_us(50000);
+    CHECK_EQ(link->unused_since, 17);
+    soft_mutex_give(&fabric->links);
+    return NULL;
+}
+
+static void halting_waits_for_the_lock_of_links(void)
+{
+    struct soft_link *link;
+    pthread_t thread;
+    int fd;
+
+    open_both();
+    REQUIRE_EQ(soft_fabric_listen(&a->device), 0);
+    link = soft_link_get(&a->device, &b->device.gids[0]);
+    REQUIRE(link != NULL);
+    fd = raw_open(a);
+    atomic_store(&halting.started, false);
+    atomic_store(&halting.held, false);
+    REQUIRE_EQ(pthread_create(&thread, NULL, hold_links, link), 0);
+    atomic_store(&halting.expected, true);
+    soft_fabric_halt(&a->device);
+    REQUIRE_EQ(pthread_join(thread, NULL), 0);
+    soft_link_put(link);
+    close(fd);
+    close_both();
+}
+
 /* ---- Kicks -------------------------------------------------------------------------------------------------- */
 
 /* A thread that polls consumes wakeups for other reasons, but not the request that the fabric thread stop. */
@@ -768,4 +822,5 @@ CHECK_MAIN_ONCE(CASE(polling_leaves_the_stop_request_to_the_thread), CASE(pollin
                 CASE(peers_take_turns), CASE(threads_send_over_one_link), CASE(polling_threads_read),
                 CASE(answers_to_messages_are_deferred), CASE(the_thread_reads_after_polling_stops),
                 CASE(many_threads_poll_at_once), CASE(unused_links_are_closed), CASE(connections_are_cut),
-                CASE(a_peer_falls_silent), CASE(halting_does_not_wait_for_senders))
+                CASE(a_peer_falls_silent), CASE(halting_does_not_wait_for_senders),
+                CASE(halting_waits_for_the_lock_of_links))

@@ -206,6 +206,51 @@ static void links_to_silent_peers(void)
     free(silent);
 }
 
+/* With one link more than handshakes may run at once, the last one waits, and starts as soon as a handshake ends. */
+static void a_free_place_is_taken_at_once(void)
+{
+    enum { ALL = SOFT_MAX_HANDSHAKES + 1 };
+    static char paths[ALL][SOFT_MAX_PATH];
+    struct sender *silent = calloc(ALL, sizeof(*silent));
+    uint8_t hello[SOFT_HELLO_SIZE];
+    union ibv_gid gid = {.raw = {0xfe, 0x80}};
+    struct soft_directory_entry entry;
+    unsigned int i;
+    int fd;
+
+    REQUIRE(silent != NULL);
+    new_directory();
+    settings.direct = false;
+    a = node_open();
+    b = node_open();
+    listen_by_hand(a, &entry);
+    REQUIRE_EQ(soft_fabric_listen(&b->device), 0);
+    for (i = 0; i < ALL; i++) {
+        gid.raw[14] = (uint8_t)(i >> 8);
+        gid.raw[15] = (uint8_t)i;
+        add_name(&entry, &gid, paths[i]);
+        sender_open(&silent[i], b, &gid, 6);
+        sender_want(&silent[i], IBV_WR_SEND, 1, 8);
+    }
+    EVENTUALLY(stats_of(b).streams == SOFT_MAX_HANDSHAKES);
+    soft_mutex_take(&b->device.fabric->progress); /* so that no sweep starts the link that waits */
+    atomic_store(&b->device.fabric->sweep_at, UINT64_MAX);
+    soft_mutex_give(&b->device.fabric->progress);
+    CHECK_EQ(stats_of(b).failed_connects, 0);
+    fd = accept_by_hand(entry.fd, hello);
+    REQUIRE(fd >= 0);
+    close(fd);
+    EVENTUALLY(stats_of(b).failed_connects == 1);
+    EVENTUALLY(stats_of(b).streams == SOFT_MAX_HANDSHAKES);
+    for (i = 0; i < ALL; i++) {
+        sender_close(&silent[i]);
+        CHECK_EQ(unlink(paths[i]), 0);
+    }
+    soft_directory_unregister(&entry);
+    close_both();
+    free(silent);
+}
+
 /* Number of allowed streams, both ends of which are in this process. */
 static unsigned int allowed_pairs(unsigned int most)
 {
@@ -387,5 +432,6 @@ static void direct_peers_leave_descriptors(void)
 
 CHECK_MAIN_ONCE(CASE(silent_peers_do_not_keep_honest_ones_out),
                 CASE(silent_peers_that_reconnect_do_not_keep_honest_ones_out), CASE(silent_peers_of_the_network),
-                CASE(links_to_silent_peers), CASE(honest_peers_wait_and_all_get_in), CASE(idle_peers_leave_descriptors),
+                CASE(links_to_silent_peers), CASE(a_free_place_is_taken_at_once),
+                CASE(honest_peers_wait_and_all_get_in), CASE(idle_peers_leave_descriptors),
                 CASE(direct_peers_leave_descriptors))

@@ -490,6 +490,34 @@ static void descriptors_of_one_message_at_a_time(void)
     EVENTUALLY(open_descriptors() == open);
 }
 
+/* With a kernel that cannot refuse descriptors, a peer of the same user is read with one call, which reports
+ * descriptors only where the data comes with some. */
+static void reading_where_descriptors_may_come(void)
+{
+    unsigned int open;
+    bool unwanted = false;
+    uint8_t byte = 7, bytes[4];
+    int ends[2];
+
+    REQUIRE_EQ(soft_descriptors_watch_forks(), 0);
+    open = open_descriptors();
+    REQUIRE_EQ(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends), 0);
+    CHECK_EQ(soft_descriptors_receive_discarding(ends[1], bytes, sizeof(bytes), &unwanted), -1);
+    CHECK(errno == EAGAIN && !unwanted);
+    CHECK_EQ(send(ends[0], &byte, 1, 0), 1);
+    CHECK_EQ(soft_descriptors_receive_discarding(ends[1], bytes, sizeof(bytes), &unwanted), 1);
+    CHECK(bytes[0] == 7 && !unwanted);
+    CHECK(send_with_descriptors(ends[0], &byte, STDERR_FILENO, 3));
+    CHECK_EQ(soft_descriptors_receive_discarding(ends[1], bytes, sizeof(bytes), &unwanted), 1);
+    CHECK(unwanted);
+    unwanted = false;
+    close(ends[0]);
+    CHECK_EQ(soft_descriptors_receive_discarding(ends[1], bytes, sizeof(bytes), &unwanted), 0);
+    CHECK(!unwanted);
+    close(ends[1]);
+    EVENTUALLY(open_descriptors() == open);
+}
+
 /* ---- Probing for a listener ------------------------------------------------------------------------------ */
 
 /* A listener that has sent a descriptor by the time the connecting side continues. */
@@ -948,9 +976,9 @@ CHECK_MAIN_ONCE(CASE(peers_that_do_not_speak_the_protocol), CASE(handshake_in_sm
                 CASE(descriptors_that_find_no_room), CASE(descriptors_that_are_not_accepted),
                 CASE(accepting_pauses_while_descriptors_wait_to_be_closed),
                 CASE(closing_a_large_file_does_not_delay_peers), CASE(descriptors_of_one_message_at_a_time),
-                CASE(probing_a_live_listener_does_not_block), CASE(a_child_closes_what_waits_to_be_closed),
-                CASE(invalid_frames), CASE(a_batch_ends_where_its_stream_is_refused), CASE(half_frames),
-                CASE(reasons_are_kept), CASE(secrets), CASE(the_connecting_side_proves_first),
-                CASE(a_peer_of_another_version), CASE(a_peer_that_does_not_prove),
-                CASE(the_process_of_a_peer_has_the_first_number), CASE(a_peer_that_has_not_written),
-                CASE(a_peer_that_cannot_write))
+                CASE(reading_where_descriptors_may_come), CASE(probing_a_live_listener_does_not_block),
+                CASE(a_child_closes_what_waits_to_be_closed), CASE(invalid_frames),
+                CASE(a_batch_ends_where_its_stream_is_refused), CASE(half_frames), CASE(reasons_are_kept),
+                CASE(secrets), CASE(the_connecting_side_proves_first), CASE(a_peer_of_another_version),
+                CASE(a_peer_that_does_not_prove), CASE(the_process_of_a_peer_has_the_first_number),
+                CASE(a_peer_that_has_not_written), CASE(a_peer_that_cannot_write))

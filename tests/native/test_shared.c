@@ -168,6 +168,49 @@ static void regions_of_another_process_are_served(void)
     sharing_close(&sharing);
 }
 
+/* Requests reach a region of another process from its first byte to its last, and not the memory beside it, although
+ * the same file contains that, too. */
+static void bounds_of_regions_of_another_process(void)
+{
+    static const struct {
+        int at; /* in words; the region consists of the words 2 and 3 */
+        uint32_t size;
+        bool is_within;
+    } tries[] = {
+        {2, 16, true},  {2, 8, true},   {3, 8, true},  {1, 8, false}, {1, 16, false},
+        {3, 16, false}, {2, 24, false}, {4, 8, false}, {6, 8, false},
+    };
+    struct ibv_mr *region, *own;
+    struct sharing sharing;
+    uint64_t *words, *far;
+    size_t i;
+
+    sharing_open(&sharing);
+    words = alloc_piece(sharing.sources[0], SIZE, 64, 0);
+    far = alloc_piece(sharing.sources[1], SIZE, 64, 0);
+    REQUIRE(words && far);
+    region = soft_verbs.reg_mr(sharing.pds[0], &words[2], 16, ACCESS_ALL);
+    own = soft_verbs.reg_mr(sharing.pds[1], far, 64, ACCESS_ALL);
+    REQUIRE(region && own);
+    for (i = 0; i < COUNT_OF(tries); i++) {
+        const uint64_t *at = &words[tries[i].at];
+
+        CHECK_EQ(write_all(sharing.qp, i, far, own->lkey, at, region->rkey, tries[i].size), 0);
+        EXPECT(sharing.cq, i, tries[i].is_within ? IBV_WC_SUCCESS : IBV_WC_REM_ACCESS_ERR);
+        if (!tries[i].is_within)
+            reconnect(sharing.qp);
+        CHECK_EQ(write_all(sharing.qp, i, at, region->lkey, far, own->rkey, tries[i].size), 0);
+        EXPECT(sharing.cq, i, tries[i].is_within ? IBV_WC_SUCCESS : IBV_WC_LOC_PROT_ERR);
+        if (!tries[i].is_within)
+            reconnect(sharing.qp);
+    }
+    CHECK_EQ(soft_verbs.dereg_mr(region), 0);
+    CHECK_EQ(soft_verbs.dereg_mr(own), 0);
+    CHECK_EQ(alloc_return(sharing.sources[0], words, 0), 0);
+    CHECK_EQ(alloc_return(sharing.sources[1], far, 0), 0);
+    sharing_close(&sharing);
+}
+
 /* Windows serve only in the process that made them, their numbers included. */
 static void windows_are_not_shared(void)
 {
@@ -604,7 +647,8 @@ static void shared_memory_is_not_trusted(void)
     free(fire);
 }
 
-CHECK_MAIN(CASE(regions_of_another_process_are_served), CASE(windows_are_not_shared), CASE(an_instance_closes),
-           CASE(slots_are_used_again_but_no_keys), CASE(a_slot_passes_on_without_the_keys_of_windows),
-           CASE(others_go_on_while_a_process_joins), CASE(others_go_on_when_only_dead_processes_slots_are_left),
-           CASE(regions_outlive_the_domain), CASE(regions_deregistered_under_load), CASE(shared_memory_is_not_trusted))
+CHECK_MAIN(CASE(regions_of_another_process_are_served), CASE(bounds_of_regions_of_another_process),
+           CASE(windows_are_not_shared), CASE(an_instance_closes), CASE(slots_are_used_again_but_no_keys),
+           CASE(a_slot_passes_on_without_the_keys_of_windows), CASE(others_go_on_while_a_process_joins),
+           CASE(others_go_on_when_only_dead_processes_slots_are_left), CASE(regions_outlive_the_domain),
+           CASE(regions_deregistered_under_load), CASE(shared_memory_is_not_trusted))

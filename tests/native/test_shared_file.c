@@ -307,6 +307,41 @@ static void closed_with_an_allocated_piece(void)
     home_close(&shared.home);
 }
 
+struct closer {
+    struct alloc_source *source;
+    bool closes;
+};
+
+static void allocate_or_close(void *argument)
+{
+    struct closer *closer = argument;
+    void *piece;
+
+    if (closer->closes) {
+        alloc_area_close(closer->source);
+        return;
+    }
+    while ((piece = alloc_piece(closer->source, 100, 1, 0)))
+        CHECK_EQ(alloc_return(closer->source, piece, 0), 0);
+    CHECK_EQ(errno, ENXIO);
+}
+
+/* A thread that allocates while another one closes the area gets memory or ENXIO. */
+static void closed_while_pieces_are_allocated(void)
+{
+    struct alloc_source *source;
+    struct closer closers[2];
+    struct shared shared;
+
+    shared_open(&shared);
+    source = source_of(&shared);
+    closers[0] = (struct closer){source, false};
+    closers[1] = (struct closer){source, true};
+    run_threads(COUNT_OF(closers), allocate_or_close, closers, sizeof(closers[0]));
+    CHECK_EQ(alloc_release(source), 0);
+    shared_close(&shared);
+}
+
 struct ending {
     struct shared *shared;
     atomic_int thread;
@@ -734,6 +769,7 @@ static void a_child_does_not_inherit_the_file(void)
 CHECK_MAIN_ONCE(CASE(invalid_files), CASE(files_of_more_memory_than_there_is), CASE(a_file_with_a_lease),
                 CASE(files_of_huge_pages), CASE(the_file_cannot_be_truncated), CASE(no_slot_is_left),
                 CASE(no_key_is_left), CASE(no_memory_is_left), CASE(closed_with_an_allocated_piece),
-                CASE(memory_is_freed_without_locks), CASE(remains_of_dead_processes_are_cleared),
-                CASE(waits_for_stopped_processes_are_limited), CASE(waits_for_a_slow_process_are_limited_in_sum),
-                CASE(regions_deregistered_under_load), CASE(a_child_does_not_inherit_the_file))
+                CASE(closed_while_pieces_are_allocated), CASE(memory_is_freed_without_locks),
+                CASE(remains_of_dead_processes_are_cleared), CASE(waits_for_stopped_processes_are_limited),
+                CASE(waits_for_a_slow_process_are_limited_in_sum), CASE(regions_deregistered_under_load),
+                CASE(a_child_does_not_inherit_the_file))

@@ -92,6 +92,7 @@ int soft_descriptors_watch_forks(void)
 
 int soft_descriptor_own(int fd)
 {
+    assert_held(&lock);
     if (fd >= LIMIT) {
         close(fd);
         fd = -1;
@@ -122,6 +123,7 @@ static int take_lowest(struct set *set)
 {
     int fd;
 
+    assert_held(&lock);
     for (fd = 0; !(set->bits[fd / WORD] >> fd % WORD & 1); fd++)
         if (!set->bits[fd / WORD])
             fd |= WORD - 1;
@@ -147,6 +149,7 @@ static int next_to_close(bool *was_received)
 /* Add a descriptor to a set. Call under the lock. */
 static void put_into(struct set *set, int fd)
 {
+    assert_held(&lock);
     if (fd >= LIMIT) { /* cannot happen while the limit on open files is small */
         close(fd);
         return;
@@ -235,6 +238,7 @@ static void start_closing(void)
     sigset_t all, before;
     pthread_t thread;
 
+    assert_held(&lock);
     if (closing || !(to_close.count || received_fds.count) || pthread_attr_init(&detached))
         return;
     pthread_attr_setdetachstate(&detached, PTHREAD_CREATE_DETACHED);

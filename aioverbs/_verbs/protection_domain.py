@@ -205,8 +205,9 @@ def _shared_memory(handle: handles.ProtectionDomain) -> NativeAllocator:
 
 
 class SharedProtectionDomain(Resource):
-    """Sharing of a protection domain with other contexts of its device: ``ibv_alloc_shpd``. Made by `share` of a
-    domain.
+    """Sharing of a protection domain with other contexts of its device: ``ibv_alloc_shpd``.
+
+    Made by `ProtectionDomain.share`.
 
     The domain remains shared while it is open; on the software device, while any instance is open: no verb ends the
     sharing. The domain is destroyed together with its last instance, in any process.

@@ -548,7 +548,8 @@ cdef class Received:
     def data(self):
         """A view of the received bytes in registered memory, which is overwritten when the memory is posted again.
 
-        The view is empty for an RDMA WRITE with immediate data, whatever ``byte_len`` says: the data is not in `local`.
+        The view is empty for an RDMA WRITE with immediate data, whatever ``byte_len`` says: ``local`` has none of the
+        data.
 
         :raises ValueError: the message was received into several pieces; read these.
         """

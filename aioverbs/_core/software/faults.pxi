@@ -28,7 +28,7 @@ cdef class FaultPlan:
     such numbers, not on time.
 
     Three numbers select where a rule strikes. They count from 1, from the creation of the rule: the rule strikes at
-    number `first`, and from there at each `every`-th one, `times` times in all (0: no limit). Where several rules
+    number ``first``, then at each ``every``-th number, ``times`` times in all (0: no limit). Where several rules
     strike at once, only the oldest one does.
 
     Error numbers are those of `errno`, chances are per 1,000,000, and times are in nanoseconds. ``verbs`` lists the

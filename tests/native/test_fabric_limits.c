@@ -14,6 +14,7 @@
 #include "soft/base/address.h"
 #include "soft/fabric/stream.h"
 #include "soft/fabric/accept.h"
+#include "soft/fabric/poll_loop.h"
 #include "soft/base/fork_fds.h"
 #include "soft/base/memfd.h"
 
@@ -218,7 +219,7 @@ static void a_free_place_is_taken_at_once(void)
     unsigned int i;
     int fd;
 
-    REQUIRE(silent != NULL);
+    REQUIRE(silent && grace_ready());
     new_directory();
     settings.direct = false;
     a = node_open();
@@ -233,8 +234,12 @@ static void a_free_place_is_taken_at_once(void)
         sender_want(&silent[i], IBV_WR_SEND, 1, 8);
     }
     EVENTUALLY(stats_of(b).streams == SOFT_MAX_HANDSHAKES);
-    soft_mutex_take(&b->device.fabric->progress); /* so that no sweep starts the link that waits */
-    atomic_store(&b->device.fabric->sweep_at, UINT64_MAX);
+    soft_mutex_take(&b->device.fabric->progress);
+    atomic_store(&b->device.fabric->sweep_at, UINT64_MAX); /* no sweep starts the link that waits */
+    for (i = 0; i < ALL; i++)
+        silent[i].wanted = 0; /* nor does a sender, when it is kicked, by another attempt */
+    while (soft_fabric_poll_locked(b->device.fabric, true))
+        continue; /* nor does a wake-up that the thread has not read yet */
     soft_mutex_give(&b->device.fabric->progress);
     CHECK_EQ(stats_of(b).failed_connects, 0);
     fd = accept_by_hand(entry.fd, hello);

@@ -146,12 +146,15 @@ def _source_address(gid: bytes, peer: Address) -> str | None:
 
 
 async def resolve(host: str, port: int, context: handles.Context, gid: bytes) -> CmControlChannel:
-    """Resolve the address of a peer and the route from a given port.
+    """Resolve the address of a peer and the route to it from a given port of a local device.
 
-    :param context: context of the port's device.
-    :param gid: GID of the port.
+    :param host: address or name of the peer.
+    :param port: number of the port that the peer listens at.
+    :param context: context of the local device.
+    :param gid: GID of the local device's port.
+    :returns: a control channel whose identifier is resolved and not connected yet.
     :raises LibraryNotFoundError: librdmacm is not installed.
-    :raises UnreachableError: no route, or the route uses another device.
+    :raises UnreachableError: there is no route to the peer, or the route uses another device.
     """
     device = context.name
     shared_channel = SharedChannel()

@@ -150,7 +150,7 @@ async def accept_connection(
 
     :param control: the channel to the peer; closed by the connection, or here on failure.
     :param domain: the domain that the queue pair is made on.
-    :param secret: the shared secret; None: none.
+    :param secret: the shared secret; None: no secret.
     :param settings: sizes and times of the connection.
     :raises HandshakeError: one end refuses the other.
     :raises BrokenResourceError: the peer is gone.
@@ -217,7 +217,8 @@ def connect(
     :param ssl: TLS context for the TCP connection, which carries only the handshake. Messages go from device to device,
         unencrypted.
     :param server_hostname: name in the peer's certificate; None: `host`.
-    :param secret: shared secret, at least 1 byte. Both ends prove that they know it without sending it. None: none.
+    :param secret: shared secret, at least 1 byte. Both ends prove that they know it without sending it.
+        None: no secret.
     :param settings: sizes and times; None: ``ConnectionSettings()``.
     :param timeout_s: limit of the whole attempt in seconds.
     :returns: an object to await, or to enter with ``async with``.

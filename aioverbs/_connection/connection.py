@@ -168,7 +168,7 @@ class _ConnectionMonitor:
             self.channel.close()
 
     async def drain(self) -> None:
-        """Close the control channel, after the queue pair is closed."""
+        """Close the control channel. Call after the queue pair is closed."""
         if self.control is not None:
             try:
                 await self.control.aclose()
@@ -405,7 +405,7 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
 
     @property
     def settings(self) -> ConnectionSettings:
-        """Sizes and times of this end."""
+        """Settings of this end: sizes of buffers and queues, and time limits."""
         return self._settings
 
     @property
@@ -447,7 +447,8 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         is cancelled, the peer receives nothing of the message.
 
         :param item: the message, a contiguous buffer of 0 bytes up to the peer's ``max_message``.
-        :param immediate: immediate data, 0..2**32-1, that `receive_with_immediate` returns at the peer; None: none.
+        :param immediate: immediate data, 0..2**32-1, that `receive_with_immediate` returns at the peer; None for no
+            immediate data.
         :raises BrokenResourceError: when awaited: the connection is broken.
         :raises ClosedResourceError: the connection is closed, or `send_eof` was called.
         :raises ValueError: when awaited: the message is longer than the peer accepts, or `immediate` does not fit in 32

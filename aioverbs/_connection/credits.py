@@ -74,8 +74,8 @@ class Credits:
     def on_message(self) -> None:
         """Account for a message that arrived.
 
-        Each is `on_consumed` later, exactly once. So the messages waiting here and the credits owed are together never
-        more than the receives, whatever the peer sends.
+        The caller reports each one to `on_consumed` later, exactly once. The peer's credits, the messages in between
+        and the credits owed to the peer thus always add up to `own_receives`, whatever the peer sends.
 
         :raises ValueError: the peer had no credit for the message.
         """

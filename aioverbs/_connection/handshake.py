@@ -300,7 +300,7 @@ class Handshake:
 
     :param initiator: whether this end requested the connection.
     :param nonce: 16 random bytes.
-    :param secret: the shared secret; None: none.
+    :param secret: the shared secret; None: no secret.
     :param versions: oldest and newest version that this end supports.
     :raises ValueError: the secret is empty or the nonce has a wrong length.
     """
@@ -344,9 +344,10 @@ class Handshake:
     # ---- Messages of the peer
 
     def receive_hello(self, data: bytes) -> None:
-        """Check the peer's HELLO and agree on a version.
+        """Check the peer's HELLO and agree on a version, which is then in `version`.
 
-        :raises HandshakeError: no common version, only one end has a secret, or the message is not valid.
+        :raises HandshakeError: the two ends have no common version, only one end has a secret, or the message is not
+            valid.
         """
         _, body = self._expect(data, MessageType.HELLO)
         hello = Hello.parse_body(body)

@@ -524,7 +524,7 @@ class MessageChannel:
     async def send(self, data: "Buffer", immediate: int | None = None) -> None:
         """Send a user message. When this returns, the message is in flight and `data` may be changed.
 
-        :param immediate: the user's immediate data, 0..2**32-1; None: none.
+        :param immediate: the user's immediate data, 0..2**32-1; None: no immediate data.
         :raises ValueError: the message is longer than the peer accepts, or `immediate` does not fit in 32 bits.
         """
         self._owner.check(self, "send")

@@ -85,9 +85,9 @@ class ConnectionSettings:
     def repetitions(self, *, software: bool) -> QpAttrs:
         """Return the ``timeout`` and ``retry_cnt`` for ibv_modify_qp that follow from `keep_alive_s`.
 
-        :param software: whether the queue pair is of the software device. Then all retries together take `keep_alive_s`
-            at least. On other devices they take at most half of `keep_alive_s`: a probe is sent in one half, and its
-            failure found in the other.
+        :param software: whether the queue pair belongs to the software device. Then all retries together take at least
+            `keep_alive_s`. On other devices they take at most half of `keep_alive_s`: a probe is sent in one half, and
+            its failure found in the other.
         :returns: both attributes.
         """
         attempts = RETRIES["retry_cnt"] + 1

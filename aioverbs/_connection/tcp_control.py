@@ -105,7 +105,10 @@ class TcpControlChannel(asyncio.Protocol):
     # ---- After the handshake
 
     def watch(self, on_lost: Callable[[Exception], object]) -> None:
-        """End the handshake: from now on call `on_lost` with the cause when the peer is gone."""
+        """End the handshake. From now on the channel calls `on_lost` when the connection to the peer is lost.
+
+        :param on_lost: called with the cause.
+        """
         self._on_lost = on_lost
         if self.error is not None:
             on_lost(self.error)

@@ -181,7 +181,7 @@ def signature(name: str) -> Signature | None:
 
 
 def attribute_type(name: str) -> str | None:
-    """Return the type of a compiled property by its public name; None if the name is no such property."""
+    """Return the type of a compiled property by its public name; None if the name is not such a property."""
     owner, member = described(name)
     return _in_stubs(owner, member)[1] if owner is not None and member is not None else None
 
@@ -210,7 +210,7 @@ def described(name: str) -> tuple[type | None, str | None]:
 
 @cache
 def fields(kind: type) -> frozenset[str]:
-    """Return the names of a class's fields, or of its arguments if the class is no dataclass."""
+    """Return the names of a class's fields, or of its arguments if the class is not a dataclass."""
     if dataclasses.is_dataclass(kind):
         return frozenset(each.name for each in dataclasses.fields(kind))
     return parameters(kind)

@@ -172,7 +172,10 @@ class _Owned:
         return f"<{self._name}>"
 
     def _enter(self, method: str) -> None:
-        """Check that the caller is the owner. The first caller becomes the owner."""
+        """Check that the calling event loop is the owner. The event loop of the first call becomes the owner.
+
+        :raises AffinityError: another event loop owns the object.
+        """
         if self._owner is None:
             self._may_begin()
             self._owner = Affinity.of_running_loop()

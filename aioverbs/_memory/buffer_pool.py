@@ -103,11 +103,12 @@ class _FreeList:
         return LeasedBuffer(block, pins, pool, self, number)
 
     def return_if_idle(self, number: int) -> None:
-        """Return a buffer to the free list if it was released and no work with it is in flight.
+        """Return a buffer to the free list if it was released and no work request that uses it is in flight.
 
-        A release closes the count of work in flight and then calls this; the end of the last work decrements the count
-        and then calls this. So at least the later one of the two finds both conditions true. If both do, the atomic
-        `pop` lets only one of them return the buffer.
+        Two callers can run at the same time. A release first closes the count of requests in flight, so that no further
+        request can begin. The last request to complete first decrements the count. Each of the two calls this method
+        afterwards, so at least the later one finds both conditions true. If both callers do, the atomic `pop` lets only
+        one of them return the buffer.
         """
         lease = self.leased.get(number)
         if lease is None or not lease.pins.closed or len(lease.pins):
@@ -170,7 +171,7 @@ class _FreeList:
         self.slabs.clear()
 
     def stop(self) -> None:
-        """Begin to close the pool: fail all waiters, and warn of buffers that were not released."""
+        """Begin to close the pool: fail all waiters, and emit a ResourceWarning if buffers were not released."""
         self.fail(ClosedResourceError(f"{self._lifecycle!r} was closed"))
         sites = [lease.site for lease in self.leased.copy().values() if not lease.pins.closed]
         if sites:
@@ -248,7 +249,7 @@ class LeasedBuffer(RegionSlice):
         return f"<{type(self).__name__} of {self.length} bytes ({state})>"
 
     def release(self) -> None:
-        """Return the buffer to its pool. Call from any thread; a second call does nothing."""
+        """Return the buffer to its pool. Any thread may call this; a second call does nothing."""
         self.pins.close()
         self._free_list.return_if_idle(self._number)
 

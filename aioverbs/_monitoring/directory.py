@@ -49,8 +49,8 @@ class MonitorDirectory:
     :param path: path of the directory; None: see `default_path`.
     :param make: True to create the directory if it does not exist.
     :raises FileNotFoundError: the directory does not exist.
-    :raises PermissionError: other users can access the directory, or own it, or it is no directory. The message says
-        what to do.
+    :raises PermissionError: other users can access the directory, or own it, or it is not a directory. The message
+        says what to do.
     :raises ValueError: see `default_path`.
     """
 

@@ -88,7 +88,7 @@ class Monitor:
 
         :returns: the monitor itself.
         :raises OSError: the socket or its directory cannot be made; the message says what to do.
-        :raises ValueError: AIOVERBS_MONITOR_DIRECTORY or XDG_RUNTIME_DIR is no absolute path.
+        :raises ValueError: AIOVERBS_MONITOR_DIRECTORY or XDG_RUNTIME_DIR is not an absolute path.
         :raises RuntimeError: the monitor is open already, or no thread can be started.
         """
         if self._process == os.getpid():

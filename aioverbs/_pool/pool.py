@@ -423,8 +423,8 @@ class WorkerPool(Resource):
         The first call that fails cancels the others. Its exception is raised, with a note for each other call that
         failed.
 
-        :param function: plain function or coroutine function that takes an item. For a process: one that can be
-            pickled.
+        :param function: plain function or coroutine function that takes an item. If the workers are processes, the
+            function must be one that can be pickled.
         :param items: iterable of the items, which is advanced only when a call can start.
         :param limit: maximum number of calls at a time, at least 1; None: 16 for each worker.
         :param key: function that returns the key of an item, as for `run`; None: the pool's `placement` chooses.
@@ -521,7 +521,11 @@ def check_unbroken(pool: WorkerPool) -> None:
 
 
 async def _end_workers(supervisor: Supervisor, grace_s: float) -> None:
-    """Cancel the remaining calls, and end all workers."""
+    """Cancel all calls that wait or run, and end all workers.
+
+    :param grace_s: time in seconds that the calls have to end, and then the workers.
+    :raises BusyResourceError: a worker does not end and cannot be ended by force.
+    """
     supervisor.cancel()
     with anyio.move_on_after(grace_s):  # no second cancellation: it could interrupt cleanup
         await supervisor.wait_while(supervisor.is_busy)

@@ -176,7 +176,10 @@ class _ReceivedSocketCall(_ReceivedCall):
 
 @functools.lru_cache(maxsize=16)
 def _unpickled(payload: bytes) -> Any:
-    """Return the function and arguments of a socket call. All calls for one server have the same payload."""
+    """Return the function and arguments of a call that passes an accepted socket to the worker.
+
+    The results are cached, because all calls for one server have the same payload.
+    """
     return pickle.loads(payload)
 
 

@@ -294,7 +294,7 @@ class ProcessWorker(WorkerHandle):
                 signal.pthread_sigmask(signal.SIG_SETMASK, blocked_before)
 
     def stop(self) -> None:
-        """Tell the worker to end."""
+        """Tell the worker to end, without waiting for it."""
         self.call_on_loop(self._request_stop)
 
     def _request_stop(self) -> None:
@@ -306,7 +306,7 @@ class ProcessWorker(WorkerHandle):
     def kill(self) -> bool:
         """Kill the process, or cancel its start.
 
-        :returns: True.
+        :returns: always True, because a process can be ended by force.
         """
         if self._process is not None:
             self._process.kill()

@@ -29,7 +29,7 @@ class AcceptSettings:
     """Settings and limits for accepted peers.
 
     :param ssl: TLS context for the TCP connections, or a function that makes one; None: no TLS.
-    :param secret: secret that peers must prove to know; None: none.
+    :param secret: secret that peers must prove to know; None: no secret.
     :param settings: sizes and times of the connections.
     :param handshake_timeout_s: limit of a peer's handshake in seconds, above 0.
     :param max_handshakes: number of handshakes at the same time, 1 or more.

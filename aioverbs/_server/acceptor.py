@@ -82,7 +82,7 @@ class PendingPeer:
         self.address = address
         self.state = AcceptState.HANDSHAKING
         self.worker: int | None = None
-        """Number of the pool's worker that handles the peer; None: none yet."""
+        """Number of the pool's worker that handles the peer; None if no worker does yet."""
         self.timeout: asyncio.Timeout | None = None  # limit of the handshake
         self.is_expiring = False
         self._loop = running_loop()
@@ -173,8 +173,9 @@ class Acceptor:
     ) -> None:
         """Begin to listen.
 
-        :param domain: domain of the connections, needed for rdma_cm; None: a pool's workers have the domains.
-        :raises OSError: the address is in use or not an address of this machine.
+        :param domain: domain of the connections, which rdma_cm needs. Pass None if the workers of a pool handle the
+            connections, because each worker has a domain of its own.
+        :raises OSError: the address is in use, or does not belong to this machine.
         """
         self._loop, self._owner = running_loop(), Affinity.of_running_loop()
         try:

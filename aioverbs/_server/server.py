@@ -269,7 +269,7 @@ def listen(
     :param transport: how peers reach the listener: ``"tcp"``, ``"rdmacm"``, or ``"auto"``: by both, if the device
         supports rdma_cm.
     :param ssl: TLS context for the TCP connections (see `connect`), or a function that makes one; None: no TLS.
-    :param secret: shared secret that peers must prove to know, at least 1 byte; None: none.
+    :param secret: shared secret that peers must prove to know, at least 1 byte; None: no secret.
     :param settings: sizes and times; None: ``ConnectionSettings()``.
     :param handshake_timeout_s: limit of a peer's handshake in seconds, above 0.
     :param max_handshakes: number of handshakes at the same time, 1 or more. When all are in use, a new peer waits until
@@ -551,7 +551,7 @@ def serve(
     :param transport: how peers reach the server: ``"tcp"``, ``"rdmacm"``, or ``"auto"``: by both, if the device
         supports rdma_cm.
     :param ssl: TLS context for the TCP connections (see `connect`), or a function that makes one; None: no TLS.
-    :param secret: shared secret that peers must prove to know, at least 1 byte; None: none.
+    :param secret: shared secret that peers must prove to know, at least 1 byte; None: no secret.
     :param settings: sizes and times; None: ``ConnectionSettings()``.
     :param handshake_timeout_s: limit of a peer's handshake in seconds, above 0.
     :param max_handshakes: number of handshakes at the same time, 1 or more; see `listen`.

@@ -127,7 +127,7 @@ class Reply:
 
     @classmethod
     def make(cls, request: Request, share_key: int, device: str, pd_handle: int) -> "Reply":
-        """Make the reply to a request that proved the key."""
+        """Make the reply to a request whose proof shows that the sender knows the key."""
         body = cls(0, device, pd_handle, b"")._body()
         return cls(0, device, pd_handle, _proofs(share_key).make(b"reply", request.nonce, body))
 

@@ -48,7 +48,7 @@ def share_error(error: int, advice: str | None = None) -> VerbsError:
 
 
 def wrong_device_error(shared_id: int, name: str) -> VerbsError:
-    """Return the error for a shared ID of another device.
+    """Return the error for a shared ID that belongs to another device.
 
     :param shared_id: ID of the protection domain.
     :param name: name of this device, or an unverified one that a peer sent; unprintable characters are replaced.
@@ -61,7 +61,7 @@ def wrong_device_error(shared_id: int, name: str) -> VerbsError:
 def check_share(shared_id: int, share_key: int) -> None:
     """Check the types and ranges of an ID and a key.
 
-    :raises TypeError: one of them is no integer. A float would be truncated, which makes a key easier to guess.
+    :raises TypeError: one of them is not an integer. A float would be truncated, which makes a key easier to guess.
     :raises ValueError: one of them is negative, or has too many bits.
     """
     for name, value, bits in (("shared_id", shared_id, ID_BITS), ("share_key", share_key, KEY_BITS)):
@@ -224,8 +224,10 @@ class Share:
             return fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, 0)
 
     def attach(self, context: handles.Context, descriptors: list[int]) -> None:
-        """Append the descriptors that another process needs to a list. The caller closes them.
+        """Append the file descriptors that another process needs. The caller closes them.
 
+        :param context: context of the domain's device.
+        :param descriptors: list that receives the descriptors: of the context's command file and of the share's file.
         :raises VerbsError: ENOENT: the share was destroyed.
         """
         descriptors.append(context.dup_cmd_fd())

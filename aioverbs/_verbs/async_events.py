@@ -210,7 +210,7 @@ class EventPump:
         """Call a function on the running loop when the device is lost or one of its completion queues fails, until
         `unwatch`.
 
-        Tasks that await completions get no event in these cases.
+        Use this to fail the tasks that await completions: in these cases no completion event wakes them.
 
         :param broken: called with the handle of the completion queue, or with None if the device is lost.
         :returns: the watcher, to be passed to `unwatch`.
@@ -227,7 +227,7 @@ class EventPump:
         return watcher
 
     def unwatch(self, watcher: "_Watcher") -> None:
-        """Stop watching. Call on the watcher's loop."""
+        """Stop calling the function of a watcher. Call on the event loop that called `watch`."""
         with self._lock:
             self._watchers = tuple(other for other in self._watchers if other is not watcher)
         self._stop_waking_if_unused(watcher.loop)

@@ -200,7 +200,7 @@ class Device(HandleResource[handles.Context]):
 
     @staticmethod
     def from_pyverbs(context: "PyverbsContext", *, max_native_thread_domains: int | None = None) -> "Device":
-        """Return a device over a pyverbs context that the user opened and continues to own, to be opened.
+        """Return a device, not open yet, over an open pyverbs context that the user continues to own.
 
         Close this device before the pyverbs context: libibverbs requires that everything made from a context is
         destroyed first, and pyverbs does not know about objects made here. If the user closes the context first, every
@@ -409,10 +409,11 @@ class Device(HandleResource[handles.Context]):
         """Return the peers that the software device rejected most recently, or disconnected because of the data they
         sent.
 
-        Each rejection is also logged once as a warning of the logger ``aioverbs.fabric``: by this method or `peers`,
-        when the device is closed, or by the event loop that uses the device about a second later.
+        Each rejection is also logged once, as a warning of the logger ``aioverbs.fabric``. An event loop that uses the
+        device logs new rejections about once a second; this method, `peers` and the closing of the device log them at
+        once.
 
-        :returns: an empty tuple for an RDMA device.
+        :returns: the rejections, oldest first; an empty tuple for an RDMA device, which reports none.
         """
         return log_rejections(context).refusals if isinstance(context := self.handle, SoftwareContext) else ()
 

@@ -30,7 +30,7 @@ class ImportedDevice(Device):
         self._received: list[ReceivedShare | ReceivedSoftwareShare] = []
 
     async def open(self) -> Self:
-        """Open the device: ask the process at the other end of the socket for what it shares.
+        """Open the device: request what the process at the other end of the constructor's socket shares.
 
         See `import_device` for the exceptions.
         """

@@ -92,8 +92,7 @@ class InterchangeableDomain(Domain):
         return ImportedMemoryRegion(self.base, self.base.handle, key)
 
     def share(self, share_key: int) -> "SharedProtectionDomain":
-        """Return a sharing of this domain with other contexts of the device, to be opened: see
-        `SharedProtectionDomain`.
+        """Return a `SharedProtectionDomain`, not open yet, that shares this domain with other contexts of the device.
 
         :param share_key: secret that other contexts need to open the domain, 0..2**64-1.
         :raises TypeError: the key is not an integer.
@@ -205,12 +204,12 @@ def _shared_memory(handle: handles.ProtectionDomain) -> NativeAllocator:
 
 
 class SharedProtectionDomain(Resource):
-    """Sharing of a protection domain with other contexts of its device: ``ibv_alloc_shpd``.
+    """Protection domain that is shared with other contexts of its device: ``ibv_alloc_shpd``.
 
     Made by `ProtectionDomain.share`.
 
-    The domain remains shared while it is open; on the software device, while any instance is open: no verb ends the
-    sharing. The domain is destroyed together with its last instance, in any process.
+    The domain remains shared while this object is open; on the software device, while any instance is open, because no
+    verb ends the sharing. The domain is destroyed together with its last instance, in any process.
 
     Other processes receive the domain by `send`. On an RDMA device they import the context (``ibv_import_device``) and
     the domain (``ibv_import_pd``). On the software device they map the file that holds the domain; other contexts that
@@ -261,7 +260,7 @@ class SharedProtectionDomain(Resource):
             id, key or device; with EPROTO or EPROTONOSUPPORT, the request is malformed or of another version. Also with
             EPROTO, without informing the peer, if the request carried file descriptors: then the socket is closed.
         :raises BrokenResourceError: the peer closed the connection.
-        :raises ClosedResourceError: the sharing is not open.
+        :raises ClosedResourceError: the shared protection domain is not open.
         """
         self._check_open()
         assert self._share is not None
@@ -271,9 +270,9 @@ class SharedProtectionDomain(Resource):
     def id(self) -> int:
         """Id that `Device.shared_protection_domain` takes, 0..2**96-1; it identifies the device as well.
 
-        The id remains available after closing, because other instances may still be open.
+        The id remains available after closing, because other instances of the domain may still be open.
 
-        :raises ClosedResourceError: the sharing was never opened.
+        :raises ClosedResourceError: the shared protection domain was never opened.
         """
         if self._id is None:
             raise ClosedResourceError(f"{self!r} is not open: open it by `async with`; after closing, make a new one")
@@ -369,7 +368,7 @@ class ParentDomain(InterchangeableDomain):
 
     @property
     def native_allocators(self) -> bool:
-        """Whether the provider was given the allocator, and may call it."""
+        """Whether the provider was given the allocator, so that it may call it."""
         return self.native and self.allocator is not None
 
 

@@ -98,7 +98,13 @@ class DeviceClient:
 
 @asynccontextmanager
 async def device_client(name: str, model: MessageModel, port: int, secret: bytes) -> AsyncIterator[DeviceClient]:
-    """Connect to the peer process, which serves the same device at `port`."""
+    """Connect to the peer process, and yield the client side of the benchmark.
+
+    :param name: name of the device; the peer process has opened the same device.
+    :param model: message model of the completion queues.
+    :param port: TCP port on the loopback address that the peer process listens at.
+    :param secret: shared secret of both processes.
+    """
     async with (
         _open_endpoint(name, model) as (domain, outgoing, incoming),
         connect(LOOPBACK, port, domain=domain, transport="tcp", secret=secret, settings=_SETTINGS) as connection,
@@ -120,7 +126,12 @@ class DeviceServer:
         self._answer_task: asyncio.Task[None] | None = None
 
     async def handle(self, connection: Connection, outgoing: MemoryRegion, incoming: MemoryRegion) -> None:
-        """Grant the memory to the peer, and hold the connection until the server cancels the handler."""
+        """Grant the peer access to both regions, and hold the connection until the server cancels the handler.
+
+        :param connection: connection to the peer.
+        :param outgoing: region that the peer may read.
+        :param incoming: region that the peer may write.
+        """
         self._connection = connection
         await connection.grant(outgoing, AccessFlags.REMOTE_READ)
         await connection.grant(incoming, AccessFlags.REMOTE_WRITE)

@@ -39,7 +39,7 @@ __all__ = [
 F = TypeVar("F", bound=Callable[..., Any])
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
-_PIPE_COLUMNS = 1_000  # columns if the output is no terminal, so that tables are not cut
+_PIPE_COLUMNS = 1_000  # columns if the output is not a terminal, so that tables are not cut
 
 
 class Status(IntEnum):

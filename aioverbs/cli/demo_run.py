@@ -143,7 +143,7 @@ def _content(seed: int, piece: int) -> bytes:
 
 @contextlib.asynccontextmanager
 async def _owned_memory(seed: int, size: int, worker: Worker) -> AsyncIterator[MemoryRegion]:
-    """Yield memory of the worker process, filled with bytes that both processes compute from the seed."""
+    """Yield memory of the worker process, filled with bytes that the worker and the client each compute from `seed`."""
     async with worker.domain.register(size, _ACCESS) as region:
         for at in range(0, size, _PIECE):
             region.buffer[at : at + _PIECE] = _content(seed, at // _PIECE)

@@ -54,7 +54,7 @@ def status_of(diagnosis: Diagnosis, name: str | None = None) -> Status:
 
 
 def _to_json(machine: Machine, diagnosis: Diagnosis, status: Status) -> dict[str, Any]:
-    """Return the diagnosis and the machine's data as a JSON object."""
+    """Return the diagnosis and the machine's data as a dict that can be encoded as JSON."""
     described = asdict(machine)
     del described["modules"], described["loadable"]  # hundreds, most unrelated to RDMA
     return {

@@ -198,11 +198,12 @@ def inspect_machine(
 ) -> Machine:
     """Collect the data about a machine.
 
-    :param root: directory of the machine's file system.
-    :param try_open: returns the errno of opening a device file, 0 if it can be opened.
-    :param probe: tests the libraries.
-    :param kernel: release of the kernel; None: the running kernel's.
-    :param environment: environment variables.
+    :param root: root directory of the machine's file system.
+    :param try_open: function that tries to open a device file; returns the errno, 0 if it can be opened.
+    :param probe: function that tests the libraries; returns the results.
+    :param kernel: release of the kernel; None: that of the running kernel.
+    :param environment: environment variables of the process.
+    :returns: the data, input of a diagnosis.
     """
     release = platform.release() if kernel is None else kernel
     builds = (root / _DIST_PACKAGES / "pyverbs").glob("device.*.so")

@@ -56,8 +56,8 @@ async def connect_pings(
     :param stack: exit stack that closes the connection and the memory.
     :param domain: domain that owns the connection.
     :param request: verb and size of each request.
-    :raises ConnectionError: the host is unreachable, no server listens at the port, the server is no ping server, or it
-        refuses the request.
+    :raises ConnectionError: the host is unreachable, no server listens at the port, the server is not a ping server, or
+        it refuses the request.
     """
     try:
         connection = await connect(host, port, domain=domain, transport=transport, timeout_s=_CONNECT_S)

@@ -23,7 +23,7 @@ _MAX_MESSAGE = 1_000  # bytes of a request or an answer
 
 
 class PingRefusedError(ConnectionRefusedError):
-    """The peer is no ping server, or refused the request."""
+    """The peer is not a ping server, or refused the request."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class PingRequest:
     def parse(cls, message: bytes) -> "PingRequest":
         """Decode a message.
 
-        :raises ValueError: the message is no request of this version, or a field is invalid.
+        :raises ValueError: the message is not a request of this version, or a field is invalid.
         """
         fields = _parse_object(message)
         version = fields.pop("aioverbs-ping", None)
@@ -84,7 +84,7 @@ def check_answer(message: bytes) -> None:
     """Check that an answer accepts the request.
 
     :param message: the answer.
-    :raises PingRefusedError: the server refused the request, or the message is no answer of this version.
+    :raises PingRefusedError: the server refused the request, or the message is not an answer of this version.
     """
     try:
         fields = _parse_object(message)

@@ -80,7 +80,7 @@ class Sample:
     def parse(cls, line: bytes) -> "Sample":
         """Parse a line of JSON.
 
-        :raises ValueError: the line is no valid sample.
+        :raises ValueError: the line is not a valid sample.
         """
         try:
             fields = json.loads(line)

@@ -167,7 +167,7 @@ class Identifier(HandleResource[core.Identifier]):
 
     @property
     def device_name(self) -> str | None:
-        """Name of the device that reaches the peer; the queue pair must be of this device. None before `resolve`."""
+        """Name of the device that reaches the peer, to which the queue pair must belong. None before `resolve`."""
         return self.handle.device_name
 
     @property
@@ -253,25 +253,27 @@ class Identifier(HandleResource[core.Identifier]):
     ) -> bytes:
         """Connect a queue pair to the peer: ``rdma_connect``, ``rdma_init_qp_attr``, ``rdma_establish``.
 
-        Moves the queue pair from RESET, or from INIT with receives posted there, to RTS.
+        Moves the queue pair to RTS, from RESET or from INIT. Receives may be posted in INIT before this call.
 
         :param qp: queue pair of type RC, of the device `device_name`.
         :param access: access that the peer gets, as in `QueuePair.connect`; None: unchanged.
         :param private_data: data that the peer sees before it answers, at most 56 bytes.
         :param timeout_s: limit in seconds; None: no limit.
-        :param attributes: values that replace the negotiated ones: ``timeout``, ``retry_cnt`` and ``rnr_retry`` (each
-            at most 6 by default), ``min_rnr_timer``, ``max_rd_atomic``, ``max_dest_rd_atomic``.
-        :returns: private data of the peer's reply, padded with zeros; `private_data` returns the same from then on.
+        :param attributes: values that replace the negotiated ones: ``timeout``, ``retry_cnt``, ``rnr_retry``,
+            ``min_rnr_timer``, ``max_rd_atomic``, ``max_dest_rd_atomic``. A negotiated ``retry_cnt`` or ``rnr_retry`` is
+            limited to 6; a value given here is not.
+        :returns: private data of the peer's reply, padded with zeros. The property `private_data` returns the same from
+            then on.
         :raises ConnectionRejectedError: the peer rejected the connection, or has no listener at the port. `connect` may
             be called again.
         :raises UnreachableError: the peer's connection manager does not answer.
         :raises TimeoutError: no answer within `timeout_s`.
         :raises TransitionError: the queue pair is in another state, or an attribute is not valid; nothing was done.
-        :raises ValueError: the queue pair is not of type RC or of another device, or `private_data` is too long;
-            nothing was done.
-        :raises VerbsError: a verb failed; EOPNOTSUPP if the queue pair is of the software device.
+        :raises ValueError: the queue pair is not of type RC or belongs to another device, or `private_data` is too
+            long; nothing was done.
+        :raises VerbsError: a verb failed; EOPNOTSUPP if the queue pair belongs to the software device.
         :raises QueuePairStateError: the identifier is not resolved.
-        :raises BrokenResourceError: an earlier call failed: close the identifier.
+        :raises BrokenResourceError: an earlier call failed, other than by a rejection: close the identifier.
         :raises BusyResourceError: another call on the identifier is in flight.
         :raises AffinityError: another event loop owns the channel; nothing was done.
         """
@@ -315,8 +317,8 @@ class Identifier(HandleResource[core.Identifier]):
     ) -> None:
         """Accept the connection that the peer requested: ``rdma_init_qp_attr``, ``rdma_accept``.
 
-        Moves the queue pair from RESET, or from INIT with receives posted there, to RTS, and waits for the peer's
-        confirmation. Receives that the peer needs at once must be posted in INIT before this call.
+        Moves the queue pair to RTS, from RESET or from INIT, and waits for the peer's confirmation. Receives that the
+        peer needs at once must be posted in INIT before this call.
 
         :param qp: queue pair of type RC, of the device `device_name`.
         :param access: access that the peer gets, as in `QueuePair.connect`; None: unchanged.
@@ -327,9 +329,9 @@ class Identifier(HandleResource[core.Identifier]):
         :raises TimeoutError: no confirmation within `timeout_s`.
         :raises ConnectionRejectedError: the peer gave up.
         :raises TransitionError: the queue pair is in another state, or an attribute is not valid; nothing was done.
-        :raises ValueError: the queue pair is not of type RC or of another device, or `private_data` is too long;
-            nothing was done.
-        :raises VerbsError: a verb failed; EOPNOTSUPP if the queue pair is of the software device.
+        :raises ValueError: the queue pair is not of type RC or belongs to another device, or `private_data` is too
+            long; nothing was done.
+        :raises VerbsError: a verb failed; EOPNOTSUPP if the queue pair belongs to the software device.
         :raises QueuePairStateError: the identifier is not a pending request of a listener.
         :raises BrokenResourceError: the peer or the device went away.
         :raises BusyResourceError: another call on the identifier is in flight.
@@ -353,7 +355,7 @@ class Identifier(HandleResource[core.Identifier]):
     async def reject(self, private_data: "Buffer" = b"") -> None:
         """Reject the connection that the peer requested: ``rdma_reject``.
 
-        Closing the identifier unanswered does the same.
+        Closing the identifier without an answer does the same.
 
         :param private_data: data for the peer, at most 148 bytes.
         :raises ValueError: `private_data` is too long.

@@ -44,7 +44,7 @@ class EventReceiver(Protocol):
         """Handle an event. Called on the channel's loop."""
 
     def fail(self, error: Exception) -> None:
-        """Handle the failure of the channel: no more events come."""
+        """Handle the failure of the channel, which delivers no more events."""
 
     def disconnect(self) -> None:
         """Start to disconnect: the channel is about to be closed."""

@@ -34,7 +34,7 @@ def check_queue_pair(qp: QueuePair, attributes: QpAttrs) -> None:
     """Check that rdma_cm can connect a queue pair with these attributes.
 
     :raises ValueError: the queue pair is not of type RC.
-    :raises VerbsError: EOPNOTSUPP: the queue pair is of the software device.
+    :raises VerbsError: EOPNOTSUPP: the queue pair belongs to the software device.
     :raises TransitionError: the queue pair is neither in RESET nor in INIT, or an attribute is not valid.
     """
     if qp.handle.context.software:

@@ -251,8 +251,10 @@ class CmStateMachine:
         """Wait for the next event, and check that it is of type `kind`.
 
         :param verb: the verb named in errors.
+        :returns: the event.
         :raises ClosedResourceError: the identifier was closed meanwhile.
-        :raises Exception: another event arrived, as `error_for_event` converts it, or the identifier failed.
+        :raises Exception: an event of another type arrived: the exception that `error_for_event` returns for it. Or the
+            identifier failed: the exception that describes the failure.
         """
         await self._condition.wait_while(lambda: not (self._events or self._failure or self._closed))
         self._check_usable(verb)
@@ -270,7 +272,7 @@ class CmStateMachine:
     def check_device(self, qp: QueuePair) -> None:
         """Check that a queue pair belongs to the device that reaches the peer.
 
-        :raises ValueError: the queue pair is of another device.
+        :raises ValueError: the queue pair belongs to another device.
         """
         name = self.handle.device_name
         if name != qp.handle.context.name:

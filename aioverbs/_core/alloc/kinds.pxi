@@ -117,7 +117,7 @@ cdef class HugePageAllocator(NativeAllocator):
     Few entries of the translation tables of processor and NIC then cover much memory.
 
     :param page_bytes: size of a page in bytes: 2 MiB, 1 GiB, or another size that the machine has.
-    :param strict: whether `allocate` raises where no huge page is free. Otherwise such a piece comes from smaller
+    :param strict: whether `allocate` raises if no huge page is free. Otherwise such a piece comes from smaller
         pages: 2 MiB instead of 1 GiB, then base pages; ``statistics().huge_bytes`` tells how much is in huge pages.
     :raises ValueError: no machine has huge pages of that size.
     """

@@ -95,7 +95,7 @@ cdef class Batch(SendVerbs):
         return self._post(False)
 
     def post_nowait(self):
-        """Do as `post`, but never wait for places in the send queue.
+        """Post the batch as `post` does, but never wait for places in the send queue.
 
         :returns: the posted `Operation`.
         :raises anyio.WouldBlock: the send queue lacks places for all requests; nothing was posted.

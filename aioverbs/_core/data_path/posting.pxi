@@ -915,7 +915,7 @@ cdef class QueuePairVerbs(SendVerbs):
         section_leave(&within)
 
     def write_nowait(self, local, RemoteRegion remote not None, *, bint fence=False, srq_number=None):
-        """Do as `write`, but never wait for a place in the send queue.
+        """Post a request as `write` does, but never wait for a place in the send queue.
 
         :param local: registered memory to read from.
         :param remote: the peer's memory to write to; as many bytes as `local`.
@@ -930,7 +930,7 @@ cdef class QueuePairVerbs(SendVerbs):
         self, local, RemoteRegion remote not None, immediate, *, bint fence=False, bint solicited=False,
         srq_number=None,
     ):
-        """Do as `write_with_immediate`, but never wait for a place in the send queue.
+        """Post a request as `write_with_immediate` does, but never wait for a place in the send queue.
 
         :param local: registered memory to read from; None for a write of 0 bytes.
         :param remote: the peer's memory to write to; as many bytes as `local`.
@@ -945,7 +945,7 @@ cdef class QueuePairVerbs(SendVerbs):
         return self._rdma(RDMA_WRITE_WITH_IMM, local, remote, immediate, flags, srq_number, True)
 
     def read_nowait(self, local, RemoteRegion remote not None, *, bint fence=False, srq_number=None):
-        """Do as `read`, but never wait for a place in the send queue.
+        """Post a request as `read` does, but never wait for a place in the send queue.
 
         :param local: memory to write to, registered with ``LOCAL_WRITE``.
         :param remote: the peer's memory to read from; as many bytes as `local`.
@@ -959,7 +959,7 @@ cdef class QueuePairVerbs(SendVerbs):
     def send_nowait(
         self, local, *, immediate=None, bint fence=False, bint solicited=False, Destination to=None, srq_number=None
     ):
-        """Do as `send`, but never wait for a place in the send queue.
+        """Post a request as `send` does, but never wait for a place in the send queue.
 
         :param local: registered memory that holds the message; None for a message of 0 bytes.
         :param immediate: immediate data for the peer's receive, 0..2**32-1; None for none.
@@ -977,7 +977,7 @@ cdef class QueuePairVerbs(SendVerbs):
     def send_with_invalidate_nowait(
         self, local, rkey, *, bint fence=False, bint solicited=False, srq_number=None
     ):
-        """Do as `send_with_invalidate`, but never wait for a place in the send queue.
+        """Post a request as `send_with_invalidate` does, but never wait for a place in the send queue.
 
         :param local: registered memory that holds the message; None for a message of 0 bytes.
         :param rkey: key of a type 2 memory window that the peer bound, 0..2**32-1.
@@ -994,7 +994,7 @@ cdef class QueuePairVerbs(SendVerbs):
     def compare_and_swap_nowait(
         self, RemoteRegion remote not None, compare, swap, *, bint fence=False, srq_number=None
     ):
-        """Do as `compare_and_swap`, but never wait for a place in the send queue.
+        """Post a request as `compare_and_swap` does, but never wait for a place in the send queue.
 
         :param remote: 8 bytes of the peer's memory at an address that is a multiple of 8.
         :param compare: the expected value, 0..2**64-1.
@@ -1007,7 +1007,7 @@ cdef class QueuePairVerbs(SendVerbs):
         return self._atomic(CMP_AND_SWP, remote, compare, swap, FENCE if fence else 0, srq_number, True)
 
     def fetch_and_add_nowait(self, RemoteRegion remote not None, add, *, bint fence=False, srq_number=None):
-        """Do as `fetch_and_add`, but never wait for a place in the send queue.
+        """Post a request as `fetch_and_add` does, but never wait for a place in the send queue.
 
         :param remote: 8 bytes of the peer's memory at an address that is a multiple of 8.
         :param add: the value to add, 0..2**64-1.
@@ -1019,7 +1019,7 @@ cdef class QueuePairVerbs(SendVerbs):
         return self._atomic(FETCH_AND_ADD, remote, add, 0, FENCE if fence else 0, srq_number, True)
 
     def invalidate_nowait(self, rkey, *, bint fence=False):
-        """Do as `invalidate`, but never wait for a place in the send queue.
+        """Post a request as `invalidate` does, but never wait for a place in the send queue.
 
         :param rkey: the window's key, 0..2**32-1.
         :param fence: start only after the earlier RDMA READ and atomic requests have completed.
@@ -1052,7 +1052,7 @@ cdef class QueuePairVerbs(SendVerbs):
         return self._receive(local, False)
 
     def receive_nowait(self, local):
-        """Do as `receive`, but never wait for a place in the receive queue.
+        """Post a request as `receive` does, but never wait for a place in the receive queue.
 
         :param local: memory for the message, registered with ``LOCAL_WRITE``; None for a message of 0 bytes.
         :returns: the posted `Operation`.
@@ -1132,7 +1132,7 @@ cdef class ReceiveVerbs:
         return self._receive(local, False)
 
     def receive_nowait(self, local):
-        """Do as `receive`, but never wait for a place in the queue.
+        """Post a request as `receive` does, but never wait for a place in the queue.
 
         :param local: memory for the message, registered with ``LOCAL_WRITE``; None for a message of 0 bytes.
         :returns: the posted `Operation`.

@@ -266,7 +266,7 @@ cdef class WorkQueue:
         return fits
 
     cdef Operation _take_first(self, uint32_t room):
-        # Remove and return the first waiting operation; None where none is left, or the first one needs more places
+        # Remove and return the first waiting operation; None if none is left, or the first one needs more places
         # than `room`.
         cdef Operation operation
         cdef PyObject *at

@@ -391,7 +391,7 @@ cdef class RemoteRegion:
         """Decode the wire format that ``bytes(remote_region)`` returns.
 
         :param data: 20 bytes, any object with the buffer protocol.
-        :raises ValueError: `data` has another length, or is no valid region.
+        :raises ValueError: `data` has another length, or is not a valid region.
         """
         view = memoryview(data).cast("B")
         if len(view) != _WIRE.size:

@@ -65,7 +65,7 @@ cdef class CompletionChannel(Handle):
 
         Acknowledge each event by `CompletionQueue.ack_events` before the queue is destroyed.
 
-        :returns: the completion queue of the event; None where no event waits.
+        :returns: the completion queue of the event; None if no event is waiting.
         """
         cdef ibv_cq *cq = NULL
         cdef void *handle = NULL

@@ -188,7 +188,7 @@ cdef class Context(Handle):
 
     @property
     def attributes(self):
-        """Result of the first `query_device`: the limits of a device do not change while it is open."""
+        """Limits of the device, queried on first use: they do not change while the device is open."""
         cdef section within
         section_enter(&within, <PyObject *>self)    # several threads may query first
         attributes = self._attributes
@@ -331,7 +331,7 @@ cdef class Context(Handle):
         event before its object, or this context, is destroyed. The software device does not repeat an event that waits
         already.
 
-        :returns: the event; None where no event waits.
+        :returns: the event; None if no event is waiting.
         """
         self._enter()
         try:

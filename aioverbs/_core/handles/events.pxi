@@ -37,7 +37,7 @@ cdef class AsyncEvent:
     a ResourceWarning.
 
     `event_type` is an `EventType`. `element` is the queue pair, completion queue or shared receive queue of the event,
-    and `port_num` the number of its port. Each is None where it does not apply; both are None where the event is about
+    and `port_num` the number of its port. Each is None if it does not apply; both are None if the event is about
     the device, or about an object without a handle here.
     """
 

@@ -85,7 +85,7 @@ cdef class ParentDomain(ProtectionDomain):
     The allocator provides memory for the queues and doorbell records of the provider:
 
     - ``allocate(size, alignment, resource_type, pd, pd_context)``, with size and alignment in bytes, returns the
-      address of zeroed, aligned memory that a fork does not copy; or `USE_DEFAULT`; or None where it has no memory.
+      address of zeroed, aligned memory that a fork does not copy; or `USE_DEFAULT`; or None if it has no memory.
     - ``free(address, resource_type, pd, pd_context)`` takes the memory back, once, with the same type.
 
     `pd` is this domain. `resource_type` has the provider's number in its upper 32 bits, and the provider's code for a

@@ -204,7 +204,7 @@ cdef class EventChannel(Handle):
 
         The identifier of a connection request is new; the caller destroys it.
 
-        :returns: the `Event`; None where no event waits.
+        :returns: the `Event`; None if no event is waiting.
         :raises VerbsError: ``rdma_get_cm_event`` failed.
         """
         cdef rdma_cm_event *event = NULL

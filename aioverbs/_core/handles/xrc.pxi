@@ -11,9 +11,9 @@ cdef class XrcDomain(Handle):
     :param fd: file descriptor whose inode identifies the domain, in all processes that open a file of that inode; -1:
         none.
     :param oflag: ``os.O_CREAT`` creates the domain if it does not exist; ``os.O_CREAT | os.O_EXCL`` fails if it exists.
-    :raises VerbsError: with EINVAL where the domain exists and ``os.O_EXCL`` was given, for other flags, and for no
-        file without ``os.O_CREAT``; with EAGAIN where the domain does not exist and ``os.O_CREAT`` was not given; with
-        EBADF where `fd` is no open file; with EOPNOTSUPP where the provider has no XRC domains; with ETIMEDOUT where
+    :raises VerbsError: with EINVAL if the domain exists and ``os.O_EXCL`` was given, for other flags, and for no
+        file without ``os.O_CREAT``; with EAGAIN if the domain does not exist and ``os.O_CREAT`` was not given; with
+        EBADF if `fd` is not an open file; with EOPNOTSUPP if the provider has no XRC domains; with ETIMEDOUT if
         another process of the software device has stopped, or a foreign process holds the domain's lock, for ten
         seconds.
     """

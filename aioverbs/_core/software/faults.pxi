@@ -432,7 +432,9 @@ cdef class FaultPlan:
         self.context._check("soft_break_cq", error)
 
     def break_shared_receive_queue(self, SharedReceiveQueue srq not None):
-        """Break a shared receive queue, so that no receive is taken from it, which raises ``SRQ_ERR``.
+        """Break a shared receive queue: no receive is taken from it any more.
+
+        The context reports the asynchronous event ``SRQ_ERR``.
 
         :param srq: the shared receive queue.
         """

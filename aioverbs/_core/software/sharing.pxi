@@ -36,7 +36,7 @@ def open_shared(handles.Context context not None, uint32_t number, uint64_t shar
     :param context: a context of the device.
     :param number: the number that `share` returned.
     :param share_key: the key that `share` was given.
-    :raises VerbsError: with ENOENT where no domain is shared by that number; with EACCES where the key differs; with
+    :raises VerbsError: with ENOENT if no domain is shared by that number; with EACCES if the key differs; with
         EOPNOTSUPP on other devices.
     """
     return _open_instance(context, number, NULL, share_key)
@@ -48,8 +48,8 @@ def import_shared(handles.Context context not None, int fd, uint64_t share_key):
     :param context: a context of the software device.
     :param fd: descriptor that `export` returned there; the caller keeps it.
     :param share_key: key for further instances in this process, by `open_shared`.
-    :raises VerbsError: with ENOENT where the last instance is closed; with EPROTO where `fd` is no such descriptor;
-        with EMFILE where too many processes share the domain; with ENOMEM; with EOPNOTSUPP on other devices.
+    :raises VerbsError: with ENOENT if the last instance is closed; with EPROTO if `fd` is not such a descriptor;
+        with EMFILE if too many processes share the domain; with ENOMEM; with EOPNOTSUPP on other devices.
     """
     return _open_instance(context, 0, &fd, share_key)
 
@@ -137,7 +137,7 @@ cdef class ImportedRegion(MemoryRegion):
 
     :param pd: an instance of the domain.
     :param key: the region's ``lkey``, which equals its ``rkey``.
-    :raises VerbsError: with ENOENT where no region of the domain has that key; with EFAULT where the memory is private
+    :raises VerbsError: with ENOENT if no region of the domain has that key; with EFAULT if the memory is private
         to its process; with EOPNOTSUPP on other devices.
     """
 

@@ -75,7 +75,7 @@ cdef class Context(handles.Context):
         :param settings: `SoftSettings` for peers in other processes, which take effect if no other context of the
             device is open; None: the defaults, as with an empty environment.
         :raises ValueError: an argument is out of range, or `delay_ns` is given with "inline".
-        :raises VerbsError: with EINVAL where no device can have the address; with the error of listening there, such as
+        :raises VerbsError: with EINVAL if no device can have the address; with the error of listening there, such as
             EADDRINUSE; with EMFILE or ENOMEM.
         """
         cdef s.soft_options options

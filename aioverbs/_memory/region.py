@@ -75,7 +75,7 @@ class WaitableInFlightCount(data_path.InFlightCount):
         self.close()
         if self.receives:
             raise BusyResourceError(
-                f"{self.receives} receives are posted in this memory: close or reset their queue pair, or "
+                f"receives are still posted in this memory ({self.receives}): close or reset their queue pair, or "
                 "close their shared receive queue, first"
             )
         await self.wait()

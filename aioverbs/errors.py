@@ -266,8 +266,8 @@ class BatchError(WorkCompletionError):
 
     def __str__(self) -> str:
         others = sum(error is not None for error in self.errors) - 1
-        count = len(self.errors)
-        return f"request {self.index} of {count} in a batch failed, and {others} others: {self.errors[self.index]}"
+        failed = f"request {self.index} of {len(self.errors)} in a batch failed"
+        return f"{failed}{f', and {others} others' if others else ''}: {self.errors[self.index]}"
 
 
 class ClosedResourceError(anyio.ClosedResourceError):

@@ -118,6 +118,7 @@ def test_batch_error_is_that_of_the_first_that_failed() -> None:
         assert str(twin) == f"request 1 of 3 in a batch failed, and 1 others: {first}"
     refused = errors.BatchError([errors.VerbsError("ibv_post_send", errno.ENOMEM)])
     assert (refused.index, refused.status) == (0, WcStatus.GENERAL_ERR)
+    assert str(refused) == f"request 0 of 1 in a batch failed: {refused.errors[0]}"
 
 
 @pytest.mark.parametrize(

@@ -409,7 +409,7 @@ class Handshake:
 def encode_reject(error: HandshakeError) -> bytes:
     """Encode the REJECT message for an end that gives up because of `error`.
 
-    Of a mismatch of secrets the peer learns no more than that.
+    If the secrets differ, the message has no text: the peer learns only the reason.
     """
-    text = "the secrets differ" if error.reason == Reason.SECRET and "another" in error.text else error.text
+    text = "" if error.reason == Reason.SECRET and "another" in error.text else error.text
     return Reject(error.reason, text).pack()

@@ -76,6 +76,7 @@ def test_different_secrets_are_refused(near: bytes | None, far: bytes | None) ->
     told = Reject.parse_body(parse(encode_reject(caught.value))[2])
     assert told.reason == Reason.SECRET
     assert "one" not in told.text or "secret" in told.text
+    assert (told.text == "") is (None not in (near, far))  # the reason says all that the peer may know
 
 
 def test_a_reflected_proof_is_refused() -> None:

@@ -463,6 +463,7 @@ async def test_a_peer_of_a_busy_worker_times_out(pool: WorkerPool, domain: Resou
         waiting = asyncio.ensure_future(asked(server, domain))
         await until(lambda: server.statistics().handshakes == 1)
         (pending,) = (each for each in server._acceptor._tasks.values() if each.state is AcceptState.HANDSHAKING)
+        await until(lambda: pending.timeout is not None)
         timeout = pending.timeout
         assert timeout is not None
         timeout.reschedule(asyncio.get_running_loop().time())  # as if its time was over

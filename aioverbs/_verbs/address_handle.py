@@ -48,9 +48,11 @@ class AddressHandle(HandleResource[handles.AddressHandle]):
         answer. One of the helper threads of `QueuePair.establish` calls the verb. A cancellation is raised only after
         the verb ended.
 
+        :returns: the address handle itself, to be closed by the caller.
         :raises ClosedResourceError: the address handle was opened before, or its protection domain is closed.
         :raises ValueError: the port has no GID, or no path leads to the endpoint from this port.
-        :raises VerbsError: the verb failed, for example because the next hop did not answer.
+        :raises VerbsError: the verb failed, for example because the next hop did not answer; with EAGAIN, no helper
+            thread can be started.
         """
         if not neighbour_lookup.may_block(self._pd_handle.context):
             return await super().open()
@@ -78,7 +80,7 @@ class AddressHandle(HandleResource[handles.AddressHandle]):
         self._lifecycle.resume = self.pins.reopen
 
     def to(self, qp_num: int | None = None, qkey: int | None = None) -> Destination:
-        """Return the destination of datagrams, which `QueuePair.send` takes as ``to``.
+        """Return the `Destination` of datagrams, which `QueuePair.send` takes as ``to``.
 
         :param qp_num: number of the remote queue pair, 0..2**24-1; None: that of the endpoint.
         :param qkey: key of the remote queue pair, 0..2**32-1; None: that of the endpoint.

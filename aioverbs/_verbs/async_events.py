@@ -28,6 +28,8 @@ _MAX_UNDELIVERED = 1024  # maximum number of events queued without a listener; t
 class DeviceEvent:
     """An asynchronous event of a device, a port or a queue: ``ibv_get_async_event``, already acknowledged.
 
+    Yielded by `Device.events` and by the ``events`` of queue pairs, completion queues and shared receive queues.
+
     :param event_type: type of the event.
     :param resource: queue pair, completion queue or shared receive queue that the event concerns; None for an event of
         the device or a port, and if the resource was garbage collected.
@@ -48,11 +50,16 @@ class _UndeliveredEvent:
         self._port_num = event.port_num
 
     def event(self) -> DeviceEvent:
+        """Return the event; its resource is None if the resource was garbage-collected since."""
         return DeviceEvent(self._type, self._resource() if self._resource is not None else None, self._port_num)
 
 
 class _Listener:
-    """A listener on one event loop, for all events or those of one resource."""
+    """A listener on the running event loop, for all events or those of one resource. Made by `EventPump.listen`.
+
+    :param resource: resource whose events to receive; None: receive all events.
+    :raises RuntimeError: no asyncio event loop is running.
+    """
 
     def __init__(self, resource: Resource | None) -> None:
         self.loop = running_loop()
@@ -63,6 +70,7 @@ class _Listener:
         )  # notified when the resource is closed
 
     def concerns(self, event: DeviceEvent) -> bool:
+        """Return whether the listener receives an event."""
         return self._resource is None or self._resource is event.resource
 
     def notify(self, event: DeviceEvent | None) -> None:
@@ -71,22 +79,27 @@ class _Listener:
         self._condition.notify()
 
     async def next(self) -> DeviceEvent | None:
+        """Wait for the next event and return it; None if the resource or the device is closed."""
         await self._condition.wait_while(lambda: not self._events and not self._has_ended())
         return self._events.popleft() if self._events else None
 
     def _has_ended(self) -> bool:
+        """Return whether the resource of the listener is closed; events that arrived before are still returned."""
         return self._resource is not None and self._resource.closed
 
 
 class _Watcher:
-    """A watcher on one event loop, called when the device is lost or a completion queue fails."""
+    """A function on one event loop, called when the device is lost or a queue fails. Made by `EventPump.watch`."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, broken: Callable[[handles.Handle | None], None]) -> None:
         self.loop = loop
         self._broken = broken
 
     def notify(self, element: handles.Handle | None) -> None:
-        """Call the watcher on its loop, from any thread."""
+        """Call the watcher's function on its loop, from any thread; do nothing if that loop is closed.
+
+        :param element: handle of the failed completion queue; None: the device is lost.
+        """
         with contextlib.suppress(RuntimeError):  # the loop is closed
             self.loop.call_soon_threadsafe(self._broken, element)
 
@@ -97,6 +110,11 @@ class _Waker:
     The context may be closed on another loop while this one polls. With the duplicate, the polled descriptor stays
     open. A loop that polls a closed descriptor would miss events of the next file with that number, and libuv ends the
     process.
+
+    :param loop: event loop to wake, running in this thread.
+    :param fd: descriptor of the context's events; the caller keeps it.
+    :param readable: called on `loop` while events are available.
+    :raises OSError: the process has no file descriptors left.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, fd: int, readable: Callable[[], None]) -> None:
@@ -108,7 +126,10 @@ class _Waker:
         loop.add_reader(self._fd, readable)
 
     def stop(self) -> None:
-        """Stop watching, from any thread, once."""
+        """Stop watching and close the duplicate descriptor; call once, from any thread.
+
+        On another loop this happens later, without waiting for it.
+        """
         if asyncio._get_running_loop() is self._loop:
             self._stop()
             return
@@ -118,6 +139,7 @@ class _Waker:
             self._close()
 
     def _stop(self) -> None:
+        """Stop watching and close the duplicate descriptor, on the loop; do nothing in the child of a fork."""
         # The kernel's poll set is shared with the parent process: removing the descriptor would affect the parent's
         # loop.
         if self._forks != forks.count:
@@ -141,7 +163,7 @@ class EventPump:
 
     @classmethod
     def of(cls, context: handles.Context) -> "EventPump":
-        """Return the pump of a context.
+        """Return the pump of a context, made by the first call.
 
         The opener of a context calls this first, before any other thread can know the context, so that the pump is made
         once.
@@ -170,15 +192,19 @@ class EventPump:
 
         Any event loop may request the first event; that loop then owns the iterator.
 
-        :param resource: yield only events of this resource, until it is closed; None: yield all events.
+        :param resource: yield only events of this resource, until it is closed; None: yield all events, until the
+            device is closed.
+        :returns: an asynchronous iterator of `DeviceEvent`; the exceptions below are raised by iterating.
         :raises AffinityError: another event loop owns the iterator; nothing was done.
         :raises ForkedProcessError: the context was opened before a fork, in the parent process.
+        :raises RuntimeError: no asyncio event loop is running.
         :raises OSError: the process has no file descriptors left.
         """
         name = f"events of {self._context() if resource is None else resource}"
         return OwnedIterator(name, self._listen(resource), lambda: None)
 
     async def _listen(self, resource: Resource | None) -> AsyncGenerator[DeviceEvent, None]:
+        """Yield events as the iterator of `listen` does, on the running event loop."""
         self._check_process()
         self._drop_closed_loops()
         listener = _Listener(resource)
@@ -203,6 +229,10 @@ class EventPump:
                 self._stop_waking_if_unused(listener.loop)
 
     def _check_process(self) -> None:
+        """Check that the context was opened in this process.
+
+        :raises ForkedProcessError: the context was opened before a fork, in the parent process.
+        """
         if self._forks != forks.count:
             raise ForkedProcessError(f"{self._context() or 'its device'}")
 
@@ -214,6 +244,7 @@ class EventPump:
 
         :param broken: called with the handle of the completion queue, or with None if the device is lost.
         :returns: the watcher, to be passed to `unwatch`.
+        :raises RuntimeError: no asyncio event loop is running.
         :raises OSError: the process has no file descriptors left.
         """
         watcher = _Watcher(running_loop(), broken)
@@ -233,11 +264,11 @@ class EventPump:
         self._stop_waking_if_unused(watcher.loop)
 
     async def drain(self) -> None:
-        """Stop, as the first step of closing the device."""
+        """End all iterations and stop waking loops, as the first step of closing the device. Nothing is waited for."""
         self.stop()
 
     def stop(self) -> None:
-        """End all iterations and stop waking loops."""
+        """End all iterations and stop waking loops, from any thread. No further event is received."""
         for listener in self._listeners:
             listener.notify(None)
         for loop in tuple(self._wakers):
@@ -246,20 +277,27 @@ class EventPump:
     # ---- Event loops to wake up
 
     def _start_waking(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Have a loop, which is running in this thread, woken by events, if it is not already.
+
+        :raises OSError: the process has no file descriptors left.
+        """
         if loop not in self._wakers:
             self._wakers[loop] = _Waker(loop, self._fd, functools.partial(self._readable, loop))
 
     def _stop_waking(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Stop waking a loop, from any thread; do nothing if it is not woken."""
         waker = self._wakers.pop(loop, None)
         if waker is not None:
             waker.stop()
 
     def _stop_waking_if_unused(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Stop waking a loop that has no listener and no watcher any more."""
         loops = [listener.loop for listener in self._listeners] + [watcher.loop for watcher in self._watchers]
         if loop not in loops:
             self._stop_waking(loop)
 
     def _drop_closed_loops(self) -> None:
+        """Remove the listeners and wakers of loops that are closed."""
         # A listener on a loop that was closed during its iteration cannot unregister itself, and would still get
         # events.
         with self._lock:
@@ -269,6 +307,11 @@ class EventPump:
                 self._stop_waking_if_unused(loop)
 
     def _readable(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Receive, acknowledge and distribute all events that are available; called on a loop that was woken.
+
+        No error is raised. If receiving fails, the watchers are told that the device is lost and the iterations end; if
+        the context was closed, the iterations end.
+        """
         context = self._context()
         try:
             while context is not None and loop in self._wakers and (received := context.get_async_event()) is not None:
@@ -287,10 +330,16 @@ class EventPump:
             self.stop()
 
     def _notify_watchers(self, element: handles.Handle | None) -> None:
+        """Call all watchers on their loops with the handle of the failed completion queue; None: the device is lost."""
         for watcher in self._watchers:
             watcher.notify(element)
 
     def _dispatch(self, event: DeviceEvent, element: handles.Handle | None) -> None:
+        """Pass an event to all listeners that it concerns, and a failure to the watchers; queue it without a listener.
+
+        :param event: event, already acknowledged.
+        :param element: handle of the queue that the event concerns; None for an event of the device or a port.
+        """
         if event.event_type is EventType.DEVICE_FATAL:
             self._notify_watchers(None)
         elif event.event_type is EventType.CQ_ERR and element is not None:  # otherwise not made by this library
@@ -316,7 +365,10 @@ class AsyncEventSource(HandleResource[H]):
         Use ``async for`` on any asyncio event loop; the loop that requests the first event owns the iterator. Events
         that occurred without a listener come first. `Device.events` iterates over the events of all resources.
 
+        :returns: an asynchronous iterator of `DeviceEvent`.
         :raises ClosedResourceError: the resource is not open.
+        :raises AffinityError: on iterating: another event loop owns the iterator; nothing was done.
+        :raises OSError: on iterating: the process has no file descriptors left.
         """
         return EventPump.of(self.handle.context).listen(self)
 

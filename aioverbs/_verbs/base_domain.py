@@ -27,7 +27,10 @@ __all__ = ["Domain", "check_caller", "queue_location_of", "shared_resources_of"]
 
 
 class Domain(HandleResource[handles.ProtectionDomain]):
-    """Base class of protection, parent and resource domains, which can be used interchangeably."""
+    """Base class of protection, parent and resource domains, which can be used interchangeably.
+
+    Methods that return a resource do not open it: open it with ``async with``, or with ``open`` and ``aclose``.
+    """
 
     _context: handles.Context
     _budget: ThreadDomainBudget
@@ -43,7 +46,10 @@ class Domain(HandleResource[handles.ProtectionDomain]):
         return self.base.cache
 
     def _queue_location(self) -> QueueLocation:
-        """Return the location in which queues of this domain are made."""
+        """Return the location in which queues of this domain are made.
+
+        :raises ClosedResourceError: the domain is not open.
+        """
         raise NotImplementedError
 
     @functools.cached_property
@@ -67,7 +73,9 @@ class Domain(HandleResource[handles.ProtectionDomain]):
         :param spin_ns: how long an await polls before it sleeps, in nanoseconds, 0..10**9; for FORCE_LOW_LATENCY and
             LOW_LATENCY only. None: 100,000.
         :raises ValueError: `depth` is less than 1, or `spin_ns` is out of range or has no meaning for the message
-            model.
+            model; on opening: the device does not support `depth` or `comp_vector`.
+        :raises ClosedResourceError: the domain is not open.
+        :raises VerbsError: on opening: the verb failed.
         """
         return CompletionQueue(self, self._queue_location(), depth, comp_vector, message_model, spin_ns)
 
@@ -97,7 +105,10 @@ class Domain(HandleResource[handles.ProtectionDomain]):
         :param receive_size: size of each of these receives, in bytes; 0 if `receive_depth` is 0.
         :raises ValueError: `qp_type` is XRC_RECV, which `XrcDomain.queue_pair` makes; or the message model of a
             completion queue differs from that of the resource domain; or only one of `receive_depth` and `receive_size`
-            is given, or both for a queue pair without a receive queue of its own.
+            is given, or both for a queue pair without a receive queue of its own. On opening: the device does not
+            support the capabilities, the completion queues lack room, or the port or GID index does not exist.
+        :raises ClosedResourceError: the domain is not open.
+        :raises VerbsError: on opening: the verb failed.
         """
         if qp_type is QpType.XRC_RECV:
             raise ValueError(
@@ -134,6 +145,10 @@ class Domain(HandleResource[handles.ProtectionDomain]):
             never.
         :param xrc_domain: XRC domain of an XRC shared receive queue; None for an ordinary one.
         :param cq: completion queue of an XRC shared receive queue; None for an ordinary one.
+        :raises ValueError: only one of `xrc_domain` and `cq` is given, or the message model of `cq` differs from that
+            of the resource domain; on opening: the device does not support the sizes, or `cq` lacks room.
+        :raises ClosedResourceError: the domain is not open.
+        :raises VerbsError: on opening: the verb failed.
         """
         return SharedReceiveQueue(self, self._queue_location(), max_wr, max_sge, limit, xrc_domain=xrc_domain, cq=cq)
 
@@ -148,6 +163,10 @@ class Domain(HandleResource[handles.ProtectionDomain]):
         :param memory: object with the buffer protocol, or the number of bytes to allocate.
         :param access: allowed operations; ``REMOTE_WRITE`` and ``REMOTE_ATOMIC`` require ``LOCAL_WRITE`` as well.
         :param allocator: allocator of the bytes, if `memory` is a number; None: the default.
+        :raises ValueError: `memory` is a number less than 1, or `allocator` is given and `memory` is not a number.
+        :raises TypeError: `memory` has no buffer protocol, or `allocator` is not an allocator.
+        :raises ClosedResourceError: the domain is not open.
+        :raises VerbsError: on opening: the verb failed, for example with EOPNOTSUPP for the access flags.
         """
         return MemoryRegion(self.base, self.base.handle, memory, access, allocator)
 
@@ -155,6 +174,8 @@ class Domain(HandleResource[handles.ProtectionDomain]):
         """Return a new memory window, to be opened: see `MemoryWindow`.
 
         :param mw_type: ``TYPE_1`` or ``TYPE_2``.
+        :raises ClosedResourceError: the domain is not open.
+        :raises VerbsError: on opening: the verb failed; with EOPNOTSUPP, the provider has no memory windows.
         """
         return MemoryWindow(self.base, self.base.handle, mw_type)
 
@@ -166,6 +187,9 @@ class Domain(HandleResource[handles.ProtectionDomain]):
         :param to: endpoint of a UD queue pair, or a path.
         :param port: number of the device port to send from; used if `to` is an endpoint.
         :param gid_index: index of the port's GID to send from; used if `to` is an endpoint. None: see `QueuePair`.
+        :raises ClosedResourceError: the domain is not open.
+        :raises ValueError: on opening: the port has no GID, or no path leads to the endpoint from this port.
+        :raises VerbsError: on opening: the verb failed, for example because the next hop did not answer.
         """
         return AddressHandle(self.base, self.base.handle, to, port, gid_index)
 
@@ -180,6 +204,7 @@ class Domain(HandleResource[handles.ProtectionDomain]):
             is read-only without ``LOCAL_WRITE``.
         :raises TypeError: on opening: `mr` is not an ``MR``.
         :raises ValueError: on opening: `mr` is closed or belongs to another protection domain.
+        :raises ClosedResourceError: the domain is not open.
         """
         return AdoptedMemoryRegion(self.base, self.base.handle, mr, access)
 
@@ -202,6 +227,7 @@ class Domain(HandleResource[handles.ProtectionDomain]):
         :param access: access flags that the memory is registered with.
         :param alignment: alignment of each buffer, in bytes: a power of two, at most the page size.
         :raises ValueError: an argument is out of range, or `limit` is less than `count`.
+        :raises VerbsError: on opening: the memory cannot be registered.
         """
         return BufferPool(self.base, size, count, limit=limit, allocator=allocator, access=access, alignment=alignment)
 
@@ -221,7 +247,10 @@ def check_caller(domain: Domain, what: str) -> None:
 
 
 def queue_location_of(domain: Domain) -> QueueLocation:
-    """Return the location in which queues of a domain are made."""
+    """Return the location in which queues of a domain are made.
+
+    :raises ClosedResourceError: the domain is not open.
+    """
     return domain._queue_location()
 
 

@@ -67,6 +67,12 @@ def check_shared_receive_queue(name: str, device: DeviceAttributes, max_wr: int,
 
 
 def _check(name: str, *asked: tuple[str, int, int | None]) -> None:
+    """Check values against their limits.
+
+    :param name: name of the device, for the error.
+    :param asked: name, value and maximum of each value; maximum None: unknown.
+    :raises ValueError: a value is negative or exceeds its maximum; the message lists all such values.
+    """
     wrong = [
         f"`{what}` must be {'0 or more' if value < 0 else f'at most {most:,}'} for {name}, got {value:,}"
         for what, value, most in asked

@@ -92,6 +92,7 @@ class QueueLocation:
 
         :param parts: completion queues and shared receive queues of the new queue, in the order in which handles check
             them.
+        :returns: the owner; None if any thread may use the new queue.
         """
         owners = (self.owner, *(part.owner for part in parts if part is not None))
         return next((owner for owner in owners if owner is not None), None)
@@ -140,6 +141,11 @@ class _ChannelWatcher:
     """Watcher of a completion channel and of the device's events, on the event loop that opened the queue.
 
     It does not refer to the `CompletionQueue`, which may be garbage collected.
+
+    :param dispatcher: dispatcher of the completions of the queue.
+    :param channel: completion channel of the queue.
+    :raises OSError: the process has no file descriptors left.
+    :raises RuntimeError: no asyncio event loop is running.
     """
 
     def __init__(self, dispatcher: CqDispatcher, channel: handles.CompletionChannel) -> None:
@@ -153,6 +159,10 @@ class _ChannelWatcher:
         self._watching = True
 
     def _on_failure(self, element: handles.Handle | None) -> None:
+        """Fail all requests in flight, on the loop of the watcher.
+
+        :param element: handle of the failed completion queue, ignored if it is another one; None: the device is lost.
+        """
         # The device was lost or this completion queue failed: no request still in flight will complete, except for
         # completions that are already in the queue. Polling such a queue fails on some devices and succeeds on others.
         if not self._watching or (element is not None and element is not self._dispatcher.handle):
@@ -172,11 +182,18 @@ class _ChannelWatcher:
             self._dispatcher.broke(VerbsError("ibv_get_async_event", errno.EIO, "the queue lost completions (CQ_ERR)"))
 
     async def stop(self) -> None:
-        """Stop watching the descriptor, and acknowledge the events received from the channel."""
+        """Stop watching the descriptor, and acknowledge the events received from the channel.
+
+        :raises BusyResourceError: the loop that watches the descriptor does not respond within 10 s.
+        """
         await wait_uncancelled(self._unwatch())
         await retry_while_busy(self._dispatcher.acknowledge)
 
     async def _unwatch(self) -> None:
+        """Call `_remove` on the loop that watches the descriptor, or here if that loop is closed.
+
+        :raises BusyResourceError: that loop does not respond within 10 s.
+        """
         with anyio.move_on_after(_UNWATCH_S) as scope:
             try:
                 await run_on_owner(self._home, self._remove)
@@ -188,6 +205,7 @@ class _ChannelWatcher:
             )
 
     def _remove(self) -> None:
+        """Stop watching the descriptor and the device, and have the dispatcher wake no loop any more."""
         if self._watching:
             self._watching = False
             self._loop.remove_reader(self._fd)
@@ -211,7 +229,10 @@ class CompletionQueue(AsyncEventSource[handles.CompletionQueue]):
         a resource domain accept only completion queues with the domain's message model.
     :param spin_ns: how long an await polls before it sleeps, in nanoseconds, 0..10**9; for FORCE_LOW_LATENCY and
         LOW_LATENCY only. The awaits in one iteration of the loop share this time. None: 100,000.
-    :raises ValueError: `depth` is less than 1, or `spin_ns` is out of range or has no meaning for the message model.
+    :raises ValueError: `depth` is less than 1, or `spin_ns` is out of range or has no meaning for the message model; on
+        opening: the device does not support `depth` or `comp_vector`.
+    :raises AffinityError: on opening: another event loop owns the domain.
+    :raises VerbsError: on opening: the verb failed.
     """
 
     def __init__(
@@ -274,9 +295,18 @@ class CompletionQueue(AsyncEventSource[handles.CompletionQueue]):
         self._lifecycle.drain = _ChannelWatcher(self._dispatcher, channel).stop
 
     def _check(self, context: handles.Context, depth: int) -> None:
+        """Check a depth and the completion vector against the limits of the device.
+
+        :raises ValueError: the device does not support them.
+        :raises VerbsError: the device cannot be queried.
+        """
         check_completion_queue(context.name, context.attributes, depth, self._comp_vector, context.num_comp_vectors)
 
     def _moderate(self, handle: handles.CompletionQueue) -> None:
+        """Have the device moderate completion events, if it supports that.
+
+        :raises VerbsError: the verb failed for another reason than EOPNOTSUPP.
+        """
         try:
             handle.modify(*_MODERATION)
         except VerbsError as error:
@@ -301,7 +331,7 @@ class CompletionQueue(AsyncEventSource[handles.CompletionQueue]):
         return self._moderated
 
     def statistics(self) -> CompletionQueueStatistics:
-        """Return the current depth and the lifetime counters."""
+        """Return the current depth and the lifetime counters; counters are 0 if the queue was never opened."""
         counts = (0,) * 6
         if (cq := self._dispatcher) is not None:
             counts = (cq.in_flight, cq.completions, cq.late, cq.wakeups, cq.spins, cq.spins_paid)
@@ -313,6 +343,7 @@ class CompletionQueue(AsyncEventSource[handles.CompletionQueue]):
         :param depth: new minimum number of completions.
         :raises ValueError: `depth` is less than what queue pairs have reserved, or more than the device supports.
         :raises VerbsError: the verb failed; the queue is unchanged.
+        :raises ClosedResourceError: the queue is not open.
         :raises AffinityError: another event loop owns the queue; nothing was done.
         :raises ConcurrentAccessError: another verb of the domain is in progress, for example if its allocator calls
             this; nothing was done.
@@ -349,7 +380,10 @@ class CompletionQueue(AsyncEventSource[handles.CompletionQueue]):
             self._reserved += completions
 
     def _release(self, completions: int) -> None:
-        """Release reserved entries."""
+        """Release entries that `_reserve` reserved.
+
+        :param completions: number of entries.
+        """
         with self._reservation_lock:
             self._reserved -= completions
 
@@ -380,6 +414,10 @@ class CqReservation:
 async def retry_while_busy(verb: Callable[[], object]) -> bool:
     """Call a verb repeatedly until no other thread is inside the domain, which any thread may use.
 
+    Between two attempts, other tasks of the loop run. Exceptions of the verb except ConcurrentAccessError are raised
+    here.
+
+    :param verb: function that calls the verb; its result is dropped.
     :returns: whether the verb was executed; False after 1,000 attempts.
     """
     for _ in range(_MAX_ATTEMPTS):

@@ -111,7 +111,9 @@ def devices() -> list[DeviceInfo]:
     """Return the devices of this machine: RDMA devices first, the software device last.
 
     Each device is opened for a moment to query it. A device that cannot be opened is listed with its
-    `DeviceInfo.problem`.
+    `DeviceInfo.problem`. Without libibverbs or pyverbs, only the software device is listed.
+
+    :raises VerbsError: a device was opened, but cannot be queried.
     """
     try:
         names = hardware.names()
@@ -121,10 +123,18 @@ def devices() -> list[DeviceInfo]:
 
 
 def _provider_of(name: str) -> str:
+    """Return ``"software"`` or ``"hardware"``; the device need not exist."""
     return "software" if software.is_software(name) else "hardware"
 
 
 def _open_context(name: str, *, execution: Execution = "inline", delay_ns: int = 0) -> handles.Context:
+    """Open a device. The caller destroys the context.
+
+    :raises DeviceNotFoundError: there is no device of that name.
+    :raises ValueError: `execution` or `delay_ns` is not for this device, or the address in the name is invalid.
+    :raises LibraryNotFoundError: libibverbs or pyverbs is missing.
+    :raises VerbsError: ``ibv_open_device`` failed.
+    """
     if _provider_of(name) == "software":
         return software.open_context(name, execution=execution, delay_ns=delay_ns)
     if execution != "inline" or delay_ns:
@@ -139,6 +149,10 @@ def _open_context(name: str, *, execution: Execution = "inline", delay_ns: int =
 
 
 def _query_info(name: str) -> DeviceInfo:
+    """Open a device for a moment and return its description, with a ``problem`` if it cannot be opened.
+
+    :raises VerbsError: the device was opened, but cannot be queried.
+    """
     try:
         context = _open_context(name)
     except (OSError, DeviceNotFoundError, ValueError) as error:  # NotFound: removed after being listed
@@ -151,6 +165,10 @@ def _query_info(name: str) -> DeviceInfo:
 
 
 def _port_info(context: handles.Context, number: int) -> PortInfo:
+    """Return the description of a port.
+
+    :raises VerbsError: the port cannot be queried.
+    """
     port = context.query_port(number)
     gids = gid_table(context, number)
     readable = tuple((each.index, str(ipaddress.IPv6Address(each.gid))) for each in gids)
@@ -158,7 +176,7 @@ def _port_info(context: handles.Context, number: int) -> PortInfo:
 
 
 def _native_types(context: handles.Context) -> list[str]:
-    """Find the object types that the provider implements, by creating one of each."""
+    """Return the object types that the provider implements, as in `DeviceInfo.native`, by creating one of each."""
     found = []
     made: list[handles.Handle] = []
     try:
@@ -211,8 +229,8 @@ class Device(HandleResource[handles.Context]):
         :param context: an open `pyverbs.device.Context`.
         :param max_native_thread_domains: as for `open_device`.
         :returns: the device, not open yet.
+        :raises ValueError: `max_native_thread_domains` is negative; on opening: `context` is closed.
         :raises TypeError: on opening: `context` is not a `pyverbs.device.Context`.
-        :raises ValueError: on opening: `context` is closed.
         :raises LibraryNotFoundError: on opening: libibverbs or pyverbs is missing.
         """
         device = Device(None, max_native_thread_domains, "inline", 0)
@@ -220,6 +238,10 @@ class Device(HandleResource[handles.Context]):
         return device
 
     def _make_context(self) -> handles.Context:
+        """Open or adopt the context of the device; the device destroys it.
+
+        Raises what opening raises: see `open_device` and `Device.from_pyverbs`.
+        """
         if self._user_context is not None:
             return hardware.adopt_context(self._user_context)
         name = self._name or os.environ.get("AIOVERBS_DEVICE") or _first_active()
@@ -243,6 +265,11 @@ class Device(HandleResource[handles.Context]):
         start_if_enabled()
 
     def _check_open(self) -> None:
+        """Check that the device is open, and that the user has not closed a pyverbs context that it uses.
+
+        :raises ClosedResourceError: the device is not open.
+        :raises BorrowedObjectClosedError: the user closed the pyverbs context.
+        """
         super()._check_open()
         if self._user_context is not None:
             assert self._handle is not None
@@ -251,12 +278,18 @@ class Device(HandleResource[handles.Context]):
 
     @property
     def name(self) -> str:
-        """Name of the device, such as ``"mlx5_0"``, ``"soft0"`` or ``"soft0@10.0.0.1:7470"``."""
+        """Name of the device, such as ``"mlx5_0"``, ``"soft0"`` or ``"soft0@10.0.0.1:7470"``.
+
+        :raises ClosedResourceError: the device is not open.
+        """
         return self.handle.name
 
     @property
     def software(self) -> bool:
-        """Whether this is a software device."""
+        """Whether this is a software device.
+
+        :raises ClosedResourceError: the device is not open.
+        """
         return self.handle.software
 
     @property
@@ -267,6 +300,7 @@ class Device(HandleResource[handles.Context]):
         goes down, a device that is lost. Its methods take queue pairs by their `handle`.
 
         :raises ValueError: this is an RDMA device.
+        :raises ClosedResourceError: the device is not open.
         """
         context = self.handle
         if not isinstance(context, SoftwareContext):
@@ -274,7 +308,11 @@ class Device(HandleResource[handles.Context]):
         return context.faults
 
     def attributes(self) -> DeviceAttributes:
-        """Return the attributes and limits of the device: ``ibv_query_device``."""
+        """Return the attributes and limits of the device, queried by each call: ``ibv_query_device``.
+
+        :raises ClosedResourceError: the device is not open.
+        :raises VerbsError: the verb failed.
+        """
         return self.handle.query_device()
 
     def port(self, number: int = 1) -> PortAttributes:
@@ -282,11 +320,17 @@ class Device(HandleResource[handles.Context]):
 
         :param number: port number, from 1.
         :raises VerbsError: the verb failed, for example because the device has no such port.
+        :raises ValueError: `number` is not in 0..255.
+        :raises ClosedResourceError: the device is not open.
         """
         return self.handle.query_port(number)
 
     def protection_domain(self) -> ProtectionDomain:
-        """Return a new protection domain, to be opened: see `ProtectionDomain`."""
+        """Return a new protection domain, to be opened: see `ProtectionDomain`.
+
+        :raises ClosedResourceError: the device is not open.
+        :raises VerbsError: on opening: ``ibv_alloc_pd`` failed.
+        """
         return ProtectionDomain(self, self.handle, self._budget)
 
     def adopt_protection_domain(self, pd: "PD") -> ProtectionDomain:
@@ -300,6 +344,7 @@ class Device(HandleResource[handles.Context]):
         :param pd: an open `pyverbs.pd.PD`.
         :raises TypeError: on opening: `pd` is not a ``PD``, or is a parent domain.
         :raises ValueError: on opening: `pd` is closed or belongs to another context.
+        :raises ClosedResourceError: the device is not open.
         """
         return ProtectionDomain(self, self.handle, self._budget, lent=pd)
 
@@ -317,6 +362,7 @@ class Device(HandleResource[handles.Context]):
             EXDEV, the id belongs to another device; with EOPNOTSUPP, the provider does not implement the verb.
         :raises ValueError: `shared_id` or `share_key` does not fit in its bits.
         :raises TypeError: `shared_id` or `share_key` is not an integer.
+        :raises ClosedResourceError: the device is not open.
         """
         check_share(shared_id, share_key)
         return ProtectionDomain(self, self.handle, self._budget, (shared_id, share_key))
@@ -324,7 +370,11 @@ class Device(HandleResource[handles.Context]):
     def thread_domain(self, *, require_native: bool = False) -> ThreadDomain:
         """Return a new thread domain of the event loop that opens it, to be opened: see `ThreadDomain`.
 
-        :param require_native: raise if the provider has no thread domains left, instead of opening a non-native one.
+        :param require_native: raise on opening if the provider has no thread domains left, instead of opening a
+            non-native one.
+        :raises ClosedResourceError: the device is not open.
+        :raises RuntimeError: on opening: no asyncio event loop is running.
+        :raises VerbsError: on opening: the verb failed; with `require_native` also if no thread domains are left.
         """
         return ThreadDomain(self, self.handle, self._budget, require_native=require_native)
 
@@ -345,7 +395,12 @@ class Device(HandleResource[handles.Context]):
         :param message_model: how the completion queues of the domain wait.
         :param allocator: allocator of the memory of queues; None: the provider's own.
         :param context: opaque user data, passed to the allocator.
-        :param require_native: raise if the thread domain or parent domain would not be native.
+        :param require_native: raise on opening if the thread domain or parent domain would not be native.
+        :raises TypeError: `pd` is not a protection domain or one interchangeable with it, or `allocator` lacks the
+            methods of `Allocator`.
+        :raises ClosedResourceError: the device is not open.
+        :raises RuntimeError: on opening with SINGLE: no asyncio event loop is running.
+        :raises VerbsError: on opening: a verb failed, or `require_native` cannot be met.
         """
         return ResourceDomain(
             self,
@@ -361,13 +416,15 @@ class Device(HandleResource[handles.Context]):
 
     def loop_domain(self) -> AbstractAsyncContextManager[ResourceDomain, None]:
         """Return an async context manager that enters the resource domain shared by all blocks on the running event
-        loop.
+        loop; ``async with`` gives that `ResourceDomain`, open.
 
         The first block to enter opens the domain, the last block to leave closes it. If the loop is closed before the
         last block leaves, the domain is dropped, and closed together with the device.
 
         :raises AffinityError: on leaving: the block was entered on another loop; nothing was done.
-        :raises RuntimeError: on entering: no asyncio event loop is running.
+        :raises RuntimeError: on entering: no asyncio event loop is running, or the manager is in a block already.
+        :raises ClosedResourceError: on entering: the device is not open.
+        :raises VerbsError: on entering: the domain cannot be opened.
         """
         return LoopDomain(self.resource_domain, self._loop_domains)
 
@@ -377,6 +434,8 @@ class Device(HandleResource[handles.Context]):
         :param fd: file descriptor of the inode that identifies the domain; -1: no inode, so no other process can open
             it.
         :param oflag: ``os.O_CREAT``, optionally with ``os.O_EXCL``; or 0 to open an existing domain only.
+        :raises ClosedResourceError: the device is not open.
+        :raises VerbsError: on opening: the verb failed.
         """
         return XrcDomain(self, self.handle, fd, oflag)
 
@@ -388,20 +447,27 @@ class Device(HandleResource[handles.Context]):
 
         :param resource: yield only events of this queue pair, completion queue or shared receive queue, as the `events`
             of that resource does; the iteration then ends when the resource is closed. None: yield all events.
+        :returns: an asynchronous iterator of `DeviceEvent`.
         :raises ClosedResourceError: the device is not open.
+        :raises AffinityError: on iterating: another event loop owns the iterator; nothing was done.
+        :raises OSError: on iterating: the process has no file descriptors left.
         """
         self._check_open()
         return self._pump.listen(resource)
 
     def resources(self) -> ResourceInfo:
-        """Return a snapshot of the tree of resources made from this device. Rich prints it as a tree."""
+        """Return a snapshot of the tree of resources made from this device, the device itself at its root.
+
+        Rich prints the snapshot as a tree. The device need not be open.
+        """
         return self._lifecycle.info()
 
     def peers(self) -> tuple[Peer, ...]:
         """Return the streams between this process and other processes, of all contexts of the software device in this
         process.
 
-        :returns: an empty tuple for an RDMA device.
+        :returns: a `Peer` for each stream; an empty tuple for an RDMA device.
+        :raises ClosedResourceError: the device is not open.
         """
         return log_rejections(context).peers if isinstance(context := self.handle, SoftwareContext) else ()
 
@@ -413,12 +479,17 @@ class Device(HandleResource[handles.Context]):
         device logs new rejections about once a second; this method, `peers` and the closing of the device log them at
         once.
 
-        :returns: the rejections, oldest first; an empty tuple for an RDMA device, which reports none.
+        :returns: a `RejectedPeer` with time, GID and reason for each rejection, oldest first; an empty tuple for an
+            RDMA device, which reports none.
+        :raises ClosedResourceError: the device is not open.
         """
         return log_rejections(context).refusals if isinstance(context := self.handle, SoftwareContext) else ()
 
     def statistics(self) -> DeviceStatistics:
-        """Return counts of the open objects. Counts by object type exist for software devices only."""
+        """Return counts of the open objects. Counts by object type exist for software devices only.
+
+        :raises ClosedResourceError: the device is not open.
+        """
         counts = dict(context.counts()) if isinstance(context := self.handle, SoftwareContext) else {}
         overlaps = counts.pop("overlaps", 0)
         assert isinstance(overlaps, int)
@@ -427,6 +498,7 @@ class Device(HandleResource[handles.Context]):
 
 
 async def _drain(context: handles.Context, pump: EventPump) -> None:
+    """Log the last rejections of a software device and end all iterations over events, before the device is closed."""
     if isinstance(context, SoftwareContext) and context.has_fabric:
         log_rejections(context)
     await pump.drain()
@@ -439,7 +511,7 @@ def open_device(
     execution: Execution = "inline",
     delay_ns: int = 0,
 ) -> Device:
-    """Return a device, to be opened by ``async with`` or by `Device.open`.
+    """Return a `Device`, to be opened by ``async with`` or by `Device.open`.
 
     :param name: name of the device. None: the name in the environment variable AIOVERBS_DEVICE; without that variable,
         the first RDMA device with an active port; without such a device, the software device, and the reason is logged
@@ -453,8 +525,9 @@ def open_device(
     :param delay_ns: with ``"thread"`` only: minimum time from posting to execution, in nanoseconds.
     :raises DeviceNotFoundError: on opening: there is no device of that name.
     :raises LibraryNotFoundError: on opening: libibverbs or pyverbs is missing.
-    :raises ValueError: on opening: `execution` or `delay_ns` was given for an RDMA device, or the address in the name
-        of a software device is invalid.
+    :raises ValueError: `max_native_thread_domains` is negative. On opening: `execution` or `delay_ns` is invalid or was
+        given for an RDMA device; or the address in the name of a software device, or an environment variable of the
+        software device, is invalid.
     :raises VerbsError: on opening: ``ibv_open_device`` failed.
     """
     return Device(name, max_native_thread_domains, execution, delay_ns)

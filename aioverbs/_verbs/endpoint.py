@@ -46,6 +46,10 @@ class Endpoint:
     lid: int = field(default=0, kw_only=True)
 
     def __post_init__(self) -> None:
+        """Check the values.
+
+        :raises ValueError: a value is out of range.
+        """
         if len(self.gid) != 16:
             raise ValueError(f"`gid` must have 16 bytes, got {len(self.gid)}")
         for name, bits in _BITS.items():
@@ -74,6 +78,7 @@ class Endpoint:
         """Decode an endpoint.
 
         :param data: 35 bytes that ``bytes(endpoint)`` returned.
+        :returns: the endpoint, equal to the encoded one.
         :raises ValueError: the version or the length of `data` is wrong, or a value is out of range.
         """
         view = memoryview(data).cast("B")
@@ -97,7 +102,7 @@ class Endpoint:
         )
 
     def path_to(self, remote: "Endpoint", *, port_num: int, sgid_index: int) -> AddressVector:
-        """Return the path from this endpoint to another one.
+        """Return the path from this endpoint to another one, as `QueuePair.to_rtr` takes it as the attribute ``av``.
 
         The path uses the GID over Ethernet and to another InfiniBand subnet, and the LID alone within one subnet.
 

@@ -14,7 +14,10 @@ __all__ = ["ImportedDevice", "import_device"]
 
 
 class ImportedDevice(Device):
-    """A device that opens what another process shares: ``ibv_import_device``. Made by `import_device`."""
+    """A device that opens the protection domains that another process shares: ``ibv_import_device``.
+
+    Made by `import_device`.
+    """
 
     def __init__(
         self,
@@ -30,9 +33,12 @@ class ImportedDevice(Device):
         self._received: list[ReceivedShare | ReceivedSoftwareShare] = []
 
     async def open(self) -> Self:
-        """Open the device: request what the process at the other end of the constructor's socket shares.
+        """Open the device: request access from the process at the other end of the socket given to `import_device`.
 
         See `import_device` for the exceptions.
+
+        :returns: the device itself, to be closed by the caller.
+        :raises ClosedResourceError: the device was opened before.
         """
         if self.state is not ResourceState.NEW:
             return await super().open()  # raises the reason why it cannot be opened
@@ -47,6 +53,7 @@ class ImportedDevice(Device):
             received.close()
 
     def _make_context(self) -> handles.Context:
+        """Open the context of the received share. Raises what `import_device` says for opening."""
         received = self._received.pop()
         self._lifecycle.hold(received.share)
         return received.open_context(self._name)
@@ -60,10 +67,11 @@ def import_device(
     name: str | None = None,
     max_native_thread_domains: int | None = None,
 ) -> Device:
-    """Return a device that can open a protection domain of the process at the other end of a socket, to be opened.
+    """Return a `Device` that can open a protection domain of the process at the other end of a socket, to be opened.
 
-    That process calls `SharedProtectionDomain.send`. After opening the device, `Device.shared_protection_domain`
-    returns an instance of the shared domain; other resources are made as on any device.
+    While the device is being opened, that process calls `SharedProtectionDomain.send`. On the open device,
+    `Device.shared_protection_domain` returns an instance of the shared domain; other resources are made as on any
+    device.
 
     An RDMA device uses the context of that process. The kernel sees one context, which ends with its last file
     descriptor: resources that a process leaves open when it dies exist until then. A software device belongs to this
@@ -77,12 +85,15 @@ def import_device(
         software device; None: ``"soft0"``.
     :param max_native_thread_domains: as for `open_device`.
     :raises TypeError: `shared_id` or `share_key` is not an integer.
-    :raises ValueError: `shared_id` or `share_key` does not fit in its bits.
+    :raises ValueError: `shared_id` or `share_key` does not fit in its bits, or `max_native_thread_domains` is negative.
+        On opening: `socket` is blocking or not a Unix stream socket, or `name` is given and the shared device is an
+        RDMA device.
     :raises VerbsError: on opening: with ENOENT, EACCES or EXDEV, no domain is shared by that id, with that key, or on
         that device; with EOPNOTSUPP, the provider does not implement ``ibv_import_device``; with EPROTO or
         EPROTONOSUPPORT, the peer does not speak the protocol, or another version. For a software device also as for
         `open_device`.
     :raises BrokenResourceError: on opening: the peer closed the connection.
+    :raises DeviceNotFoundError: on opening: `name` is not that of a software device.
     :raises LibraryNotFoundError: on opening: libibverbs is missing.
     """
     check_share(shared_id, share_key)

@@ -25,7 +25,7 @@ class SharedDomain:
 
 
 class LoopDomain(OwnedBlock[ResourceDomain]):
-    """Async context manager that `Device.loop_domain` returns.
+    """Async context manager that `Device.loop_domain` returns; ``async with`` gives the open resource domain.
 
     A class instead of an async generator, because the end of an event loop closes its open generators, even in the
     middle of an await.
@@ -43,6 +43,10 @@ class LoopDomain(OwnedBlock[ResourceDomain]):
         self._entered: tuple[asyncio.AbstractEventLoop, SharedDomain] | None = None
 
     async def _begin(self) -> ResourceDomain:
+        """Return the open domain of the running loop, opened by its first block.
+
+        Raises what opening a `ResourceDomain` raises.
+        """
         loop = running_loop()
         if turn := spend(LIGHT):
             await yield_to_loop(turn)
@@ -62,6 +66,10 @@ class LoopDomain(OwnedBlock[ResourceDomain]):
     async def _end(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        """Leave the block; the last block closes the domain.
+
+        An error of closing is raised only if the block raised none; else it becomes a note of the block's exception.
+        """
         assert self._entered is not None
         (loop, shared), self._entered = self._entered, None
         shared.blocks -= 1

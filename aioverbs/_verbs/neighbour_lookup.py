@@ -23,7 +23,7 @@ _MAX_HELPERS = 256
 
 
 def may_block(context: handles.Context) -> bool:
-    """Return whether verbs of a device may wait for other machines."""
+    """Return whether verbs of a device may wait for address resolution by other machines: True for RDMA devices."""
     return not context.software
 
 
@@ -37,7 +37,7 @@ async def run_in_helper_thread(verb: str, function: Callable[[], object]) -> Non
     future, not a task, because a loop that ends would cancel a task. Exceptions of the function are raised here.
 
     :param verb: name of the verb that the function calls, for the error.
-    :param function: function to call.
+    :param function: function to call; its result is dropped.
     :raises VerbsError: with EAGAIN, no thread can be started; the function was not called.
     """
     try:

@@ -11,7 +11,7 @@ _MAX_GIDS = 1 << 8  # range of ``sgid_index`` in ``ibv_global_route``
 
 
 def gid_table(context: handles.Context, port: int) -> list[Gid]:
-    """Return the GIDs of a port: ``ibv_query_gid_table``.
+    """Return the GIDs of a port with their indexes and types: ``ibv_query_gid_table``.
 
     :raises VerbsError: the verb failed.
     """
@@ -44,13 +44,13 @@ def check_port(context: handles.Context, port: int, gid_index: int | None = None
 def limits_of(context: handles.Context, port: int) -> Limits:
     """Return the limits of queue pairs on a port.
 
-    :raises VerbsError: the port does not exist or cannot be queried.
+    :raises VerbsError: the device has no such port, or cannot be queried.
     """
     return Limits.of(context.attributes, context.query_port(port))
 
 
 def gid_index(context: handles.Context, port: int) -> int:
-    """Return the index of the GID to send from: see `aioverbs.gid_selection.select_gid_index`.
+    """Return the index in a port's GID table of the GID to send from: see `aioverbs.gid_selection.select_gid_index`.
 
     :raises ValueError: the port does not exist or has no GID.
     :raises VerbsError: the GID table cannot be queried.

@@ -44,7 +44,7 @@ _NO_PARENT_DOMAIN = {errno.EOPNOTSUPP, errno.EINVAL}
 
 
 class _Allocators:
-    """Allocator of shared memory of a protection domain, until the domain is closed."""
+    """Allocator of shared memory of a protection domain, made on first use and closed with the domain."""
 
     def __init__(self) -> None:
         self.shared: NativeAllocator | None = None
@@ -86,6 +86,8 @@ class InterchangeableDomain(Domain):
         key through queue pairs of either process.
 
         :param key: `MemoryRegion.rkey` in the other process, 0..2**32-1.
+        :raises TypeError: `key` is not an integer.
+        :raises ClosedResourceError: the domain is not open.
         :raises VerbsError: on opening: with ENOENT, no region of the domain has that key; with EFAULT, its memory is
             not from `shared_memory`; with EOPNOTSUPP, this is an RDMA device.
         """
@@ -97,6 +99,9 @@ class InterchangeableDomain(Domain):
         :param share_key: secret that other contexts need to open the domain, 0..2**64-1.
         :raises TypeError: the key is not an integer.
         :raises ValueError: the key does not fit in 64 bits.
+        :raises ClosedResourceError: on opening: the domain is not open.
+        :raises VerbsError: on opening: with EOPNOTSUPP, the provider does not implement these verbs; with EEXIST, the
+            domain is already shared.
         """
         return SharedProtectionDomain(self.base, share_key)
 
@@ -114,7 +119,10 @@ class InterchangeableDomain(Domain):
             may use them.
         :param allocator: allocator of the memory of queues; None: the provider's own.
         :param context: opaque user data, passed to the allocator.
-        :param require_native: raise if the provider has no parent domains or `td` is not native.
+        :param require_native: raise on opening if the provider has no parent domains or `td` is not native.
+        :raises TypeError: `td` is not a thread domain, or `allocator` lacks the methods of `Allocator`.
+        :raises ClosedResourceError: on opening: this domain or `td` is not open.
+        :raises VerbsError: on opening: the verb failed; with EOPNOTSUPP also if `require_native` cannot be met.
         """
         return ParentDomain(self, td, allocator, context, require_native=require_native)
 
@@ -132,7 +140,8 @@ def base_protection_domain(what: str, pd: object) -> "ProtectionDomain":
 
 
 def with_base(pd: Resource) -> tuple[Resource, ...]:
-    """Return the parents of a resource made from a domain: the domain and the protection domain under it.
+    """Return the parents of a resource made from a domain: the domain and, if it is another one, the protection domain
+    under it.
 
     The verbs close a protection domain only after all parent domains over it, including those made from another parent
     domain.
@@ -186,6 +195,11 @@ class ProtectionDomain(InterchangeableDomain):
         return QueueLocation(self.handle, self.handle, None, native=False)
 
     def _shared_allocator(self) -> NativeAllocator:
+        """Return the allocator of `shared_memory`, made by the first call.
+
+        :raises VerbsError: as for `shared_memory`.
+        :raises ClosedResourceError: the domain is not open.
+        """
         handle = self.handle
         if self._allocators.shared is None:
             self._allocators.shared = _shared_memory(handle)
@@ -193,6 +207,10 @@ class ProtectionDomain(InterchangeableDomain):
 
 
 def _shared_memory(handle: handles.ProtectionDomain) -> NativeAllocator:
+    """Return a new allocator of memory that other processes with an instance of the domain can use.
+
+    :raises VerbsError: with EINVAL, the domain is not shared; with ENOMEM or EMFILE, the memory cannot be mapped.
+    """
     if not handle.context.software:
         return SharedPageAllocator()
     try:
@@ -225,6 +243,7 @@ class SharedProtectionDomain(Resource):
     :param share_key: secret that other contexts need to open the domain, 0..2**64-1.
     :raises TypeError: the key is not an integer.
     :raises ValueError: the key does not fit in 64 bits.
+    :raises ClosedResourceError: on opening: the protection domain is not open.
     :raises VerbsError: on opening: with EOPNOTSUPP, the provider does not implement these verbs; with EEXIST, the
         domain is already shared.
     """
@@ -259,6 +278,7 @@ class SharedProtectionDomain(Resource):
         :raises VerbsError: the peer was rejected and informed: with ENOENT, EACCES or EXDEV, the request names another
             id, key or device; with EPROTO or EPROTONOSUPPORT, the request is malformed or of another version. Also with
             EPROTO, without informing the peer, if the request carried file descriptors: then the socket is closed.
+        :raises ValueError: `socket` is blocking or not a Unix stream socket.
         :raises BrokenResourceError: the peer closed the connection.
         :raises ClosedResourceError: the shared protection domain is not open.
         """
@@ -296,7 +316,8 @@ class ParentDomain(InterchangeableDomain):
     :param context: opaque user data, kept as the attribute `context` and passed to the allocator.
     :param require_native: raise if the provider has no parent domains or `td` is not native, instead of opening
         without.
-    :raises TypeError: `pd` or `td` is of another type.
+    :raises TypeError: `pd` or `td` is of another type, or `allocator` lacks the methods of `Allocator`.
+    :raises AffinityError: on opening: the event loop of `td` is another one.
     :raises VerbsError: on opening: the verb failed; with EOPNOTSUPP also if `require_native` cannot be met.
     """
 
@@ -353,7 +374,7 @@ class ParentDomain(InterchangeableDomain):
 
     @property
     def td(self) -> ThreadDomain | None:
-        """Thread domain that this parent domain was made with."""
+        """Thread domain that this parent domain was made with; None if it was made without."""
         return self._td
 
     @property
@@ -368,12 +389,12 @@ class ParentDomain(InterchangeableDomain):
 
     @property
     def native_allocators(self) -> bool:
-        """Whether the provider was given the allocator, so that it may call it."""
+        """Whether the domain is open and native and has an allocator, which the provider may then call."""
         return self.native and self.allocator is not None
 
 
 def can_send_to_processes(shared: SharedProtectionDomain) -> bool:
-    """Return whether a domain can be sent to other processes, not only opened on other contexts of this process."""
+    """Return whether a domain can be sent to other processes: True once it was opened."""
     return shared._share is not None
 
 

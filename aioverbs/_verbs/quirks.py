@@ -11,7 +11,10 @@ _VENDOR_ID = 0xFFFFFF
 
 
 def is_soft_roce(context: handles.Context) -> bool:
-    """Return whether a device is soft-RoCE."""
+    """Return whether a device is soft-RoCE.
+
+    :raises VerbsError: the device cannot be queried.
+    """
     return context.attributes.vendor_id == _VENDOR_ID
 
 
@@ -26,6 +29,7 @@ def cap_max_dest_rd_atomic(limits: Limits, context: handles.Context, previous: i
     :param limits: limits of the device port.
     :param context: context of the device.
     :param previous: ``max_dest_rd_atomic`` that was last set for the queue pair; None: never set.
+    :returns: `limits` itself, except on soft-RoCE with `previous`: a copy with ``max_dest_rd_atomic`` at most that.
     """
     if previous is None or not is_soft_roce(context):
         return limits

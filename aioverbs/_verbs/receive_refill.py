@@ -41,6 +41,8 @@ class Refiller:
     :param requester: object that posts the receives; it does not keep the user's object alive.
     :param depth: number of receives to keep posted.
     :param size: size of each receive, in bytes.
+    :raises VerbsError: the memory cannot be registered.
+    :raises RuntimeError: no asyncio event loop is running.
     """
 
     def __init__(
@@ -61,7 +63,15 @@ class Refiller:
         self.inbox = Inbox(queue, self._message, self._free.append)
 
     def fill(self) -> None:
-        """Post all free memory, until the queue pair is in a state that accepts no receives."""
+        """Post all free memory; memory that cannot be posted stays free.
+
+        If the queue pair accepts no receives in its state, is closed or is broken, return without an error. If another
+        thread is changing the state, fill again when that has ended.
+
+        :raises AffinityError: another event loop owns the queue pair.
+        :raises ConcurrentAccessError: another thread is inside the domain.
+        :raises VerbsError: a receive cannot be posted.
+        """
         while True:
             try:
                 local = self._free.popleft()
@@ -82,9 +92,14 @@ class Refiller:
                 raise
 
     def _message(self, received: Received) -> Message:
+        """Return the message that arrived; releasing it posts its memory again."""
         return Message(received, self._release, self._collected)
 
     def _release(self, local: RegionSlice) -> None:
+        """Post the memory of a released message again.
+
+        Raises what `fill` raises if this memory was not posted; the message can then be released again.
+        """
         self._free.append(local)
         try:
             self.fill()
@@ -97,14 +112,17 @@ class Refiller:
                 raise
 
     def _collected(self, local: RegionSlice) -> None:
+        """Free the memory of a message that was garbage-collected unreleased, and post it later, from any thread."""
         self._free.append(local)
         self._schedule_fill()
 
     def _schedule_fill(self) -> None:
+        """Have the loop that opened the queue post all free memory, from any thread; do nothing if it is closed."""
         with contextlib.suppress(RuntimeError):  # the loop is closed: the queue is not filled any more
             self._loop.call_soon_threadsafe(self._fill_or_retry)
 
     def _fill_or_retry(self) -> None:
+        """Post all free memory, on the loop that opened the queue; retry while another thread is inside the domain."""
         try:
             self.fill()
         except ConcurrentAccessError:  # another thread is inside the domain

@@ -42,6 +42,9 @@ class ResourceDomain(InterchangeableDomain):
     :param allocator: allocator of the memory of queues; None: the provider's own.
     :param context: opaque user data, passed to the allocator.
     :param require_native: raise on opening if the provider cannot drop its locks, instead of continuing with them.
+    :raises TypeError: `pd` is of another type, or `allocator` lacks the methods of `Allocator`.
+    :raises RuntimeError: on opening with SINGLE: no asyncio event loop is running.
+    :raises VerbsError: on opening: a verb failed; with EOPNOTSUPP or ENOSPC also if `require_native` cannot be met.
     """
 
     def __init__(
@@ -103,12 +106,12 @@ class ResourceDomain(InterchangeableDomain):
 
     @property
     def td(self) -> ThreadDomain | None:
-        """Thread domain; None for the thread model SAFE, or if the domain is not open."""
+        """Thread domain; None for the thread model SAFE, or if the domain was never opened."""
         return self._td
 
     @property
     def parent(self) -> ParentDomain:
-        """Parent domain.
+        """Parent domain that the resources of this domain are made on; closed together with this domain.
 
         :raises ClosedResourceError: the domain is not open.
         """

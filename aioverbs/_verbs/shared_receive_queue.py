@@ -38,7 +38,7 @@ __all__ = ["ReceiveVerbs", "SharedReceiveQueue", "SharedReceiveQueueStatistics"]
 
 @dataclass(frozen=True)
 class SharedReceiveQueueStatistics(ResourceStatistics):
-    """Current depth and lifetime counters of a shared receive queue.
+    """Current depth and lifetime counters of a shared receive queue, from `SharedReceiveQueue.statistics`.
 
     :param depth: number of slots of the queue.
     :param in_flight: number of slots in use: by receives that are posted or about to be posted.
@@ -68,7 +68,9 @@ class SharedReceiveQueue(AsyncEventSource[handles.SharedReceiveQueue], ReceiveVe
     :param xrc_domain: XRC domain whose queue pairs use the queue; requires `cq`. None for an ordinary queue.
     :param cq: completion queue of the receives of an XRC queue; None for an ordinary queue.
     :raises ValueError: only one of `xrc_domain` and `cq` is given, or the message model of `cq` differs from that of
-        the resource domain.
+        the resource domain; on opening: the device does not support the sizes, or `cq` lacks room for that many.
+    :raises AffinityError: on opening: another event loop owns the domain or `cq`.
+    :raises VerbsError: on opening: the verb failed.
     """
 
     def __init__(
@@ -137,6 +139,7 @@ class SharedReceiveQueue(AsyncEventSource[handles.SharedReceiveQueue], ReceiveVe
         :param requests: work request state of the queue pair.
         :returns: a function that unregisters the queue pair.
         :raises ValueError: the completion queue has no room for all receives of this queue.
+        :raises ClosedResourceError: this queue or the completion queue is not open.
         """
         work, dispatcher = self._receive_queue, cq._cq_dispatcher
         with self._attach_lock:
@@ -159,7 +162,7 @@ class SharedReceiveQueue(AsyncEventSource[handles.SharedReceiveQueue], ReceiveVe
         self, pool: BufferPool, low: int | None = None
     ) -> AbstractAsyncContextManager[AsyncIterator[Message], None]:
         """Return an async context manager of an iterator over messages that arrive at the queue pairs, in order of
-        completion.
+        completion; each item is a `Message`, which the caller releases.
 
             async with srq.messages(pool) as messages:
                 async for message in messages: ...
@@ -174,14 +177,20 @@ class SharedReceiveQueue(AsyncEventSource[handles.SharedReceiveQueue], ReceiveVe
 
         :param pool: pool of the buffers to receive into; while it is empty, senders wait.
         :param low: refill the queue when fewer receives than this are left; None: half of the depth.
-        :raises AffinityError: another event loop owns the queue, or entered the block; nothing was done.
+        :raises AffinityError: on entering, leaving or iterating: another event loop owns the queue, or entered the
+            block; nothing was done.
         :raises ValueError: on entering: `low` is not in 1..depth-1.
+        :raises RuntimeError: on entering: the block was entered before; on iterating: another task iterates.
+        :raises ClosedResourceError: on entering: the queue or the pool is not open; on iterating: the pool was closed.
+        :raises VerbsError: on entering or iterating: a receive cannot be posted.
+        :raises WorkCompletionError: on iterating: a receive failed; this ends the iteration.
         """
         name = f"messages of {self!r}"
         return OwnedContext(name, self._messages(pool, low), lambda: self._lifecycle.check_owner("messages"))
 
     @contextlib.asynccontextmanager
     async def _messages(self, pool: BufferPool, low: int | None) -> AsyncIterator[AsyncIterator[Message]]:
+        """Give the iterator over messages, as `messages` does, on the running event loop."""
         low = max(self.depth // 2, 1) if low is None else low
         if not 1 <= low < self.depth:
             raise ValueError(f"`low` must be 1 to {self.depth - 1} for {self.depth} receives, got {low}")
@@ -211,6 +220,14 @@ class SharedReceiveQueue(AsyncEventSource[handles.SharedReceiveQueue], ReceiveVe
         posted: "_PostedBuffers",
         low: int,
     ) -> None:
+        """Fill the queue at each SRQ_LIMIT_REACHED until it is closed; an error ends the iteration over messages.
+
+        :param events: events of this queue, which are closed at the end.
+        :param pool: pool of the buffers to receive into.
+        :param inbox: destination of the messages.
+        :param posted: posted buffers, to which new ones are added.
+        :param low: limit to arm after filling, in receives.
+        """
         try:
             async with contextlib.aclosing(events):
                 async for event in events:
@@ -224,6 +241,13 @@ class SharedReceiveQueue(AsyncEventSource[handles.SharedReceiveQueue], ReceiveVe
             close_inbox(inbox, error)
 
     async def _fill(self, pool: BufferPool, inbox: Inbox, posted: "_PostedBuffers", low: int) -> None:
+        """Post buffers until the queue is full, waiting for the pool while it is empty, and arm the limit `low`.
+
+        :raises ClosedResourceError: the queue or the pool is not open.
+        :raises AffinityError: another event loop owns the queue.
+        :raises ConcurrentAccessError: another thread is inside the domain; the buffers posted so far stay posted.
+        :raises VerbsError: a receive cannot be posted, or the limit cannot be armed.
+        """
         while self._receive_queue.in_flight + self._receive_queue.queued < self.depth:
             buffer = await pool.lease()
             posted.add(buffer)  # before anything can arrive in it
@@ -239,20 +263,29 @@ class SharedReceiveQueue(AsyncEventSource[handles.SharedReceiveQueue], ReceiveVe
 
     @property
     def depth(self) -> int:
-        """Minimum number of receives that can be posted at once."""
+        """Number of receives that can be posted at once, as asked for."""
         return self._sizes[0]
 
     @property
     def number(self) -> int:
-        """Number of the shared receive queue, which XRC peers address, 0..2**24-1: ``ibv_get_srq_num``."""
+        """Number of the shared receive queue, which XRC peers address, 0..2**24-1: ``ibv_get_srq_num``.
+
+        :raises VerbsError: with EINVAL, the queue is not for XRC.
+        :raises ClosedResourceError: the queue is not open.
+        """
         return self.handle.number
 
     def query(self) -> SrqAttributes:
-        """Return the sizes and the limit of the queue: ``ibv_query_srq``."""
+        """Return the sizes and the limit of the queue: ``ibv_query_srq``.
+
+        :raises VerbsError: the verb failed.
+        :raises ClosedResourceError: the queue is not open.
+        :raises AffinityError: another event loop owns the queue; nothing was done.
+        """
         return self.handle.query()
 
     def statistics(self) -> SharedReceiveQueueStatistics:
-        """Return the current depth and the lifetime counters."""
+        """Return the current depth and the lifetime counters; counters are 0 if the queue was never opened."""
         work = self._work
         counts = (work.in_flight, work.queued, work.posted, work.completed) if work is not None else (0,) * 4
         return SharedReceiveQueueStatistics(len(self._lifecycle.children), self.depth, *counts)

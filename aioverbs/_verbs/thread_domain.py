@@ -51,7 +51,12 @@ class ThreadDomainBudget:
             self.used -= 1
 
     def warn_once(self, what: str, message: str, *arguments: object) -> None:
-        """Log a warning, unless one with the same key was logged before."""
+        """Log a warning, unless one with the same key was logged before.
+
+        :param what: key of the warning.
+        :param message: message with the placeholders of `logging`.
+        :param arguments: values of the placeholders.
+        """
         with self._lock:
             first = what not in self._warned
             self._warned.add(what)
@@ -66,6 +71,9 @@ class ThreadDomain(Resource):
     "Any objects created under this thread domain will disable internal locking": only the thread of the event loop that
     opens the thread domain may use these objects, and every call checks this. If the provider has no thread domains
     left, the checks are the same, but the provider keeps its locks.
+
+    :raises RuntimeError: on opening: no asyncio event loop is running.
+    :raises VerbsError: on opening: the verb failed; with ``require_native`` also if no native thread domain is left.
     """
 
     def __init__(
@@ -106,6 +114,7 @@ class ThreadDomain(Resource):
             self._lifecycle.hold(self._handle)
 
     def _degrade(self, reason: str) -> None:
+        """Log, once per device, that thread domains are not native from here on, with the reason."""
         message = "%s: thread domains are not native from here on, the provider keeps its locks: %s"
         self._budget.warn_once("td", message, self._context.name, reason)
 

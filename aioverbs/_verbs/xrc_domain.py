@@ -49,6 +49,8 @@ class XrcDomain(HandleResource[handles.XrcDomain]):
 
         :param port: number of the device port to respond from.
         :param gid_index: index of the port's GID to respond from; None: see `QueuePair`.
+        :raises ClosedResourceError: on opening: the domain is not open.
+        :raises VerbsError: on opening: the verb failed.
         """
         return QueuePair(self, None, None, qp_type=QpType.XRC_RECV, xrc_domain=self, port=port, gid_index=gid_index)
 

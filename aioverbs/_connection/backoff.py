@@ -46,6 +46,7 @@ class Backoff:
         """Yield the wait after each failed attempt, in seconds. The iterator ends when no further attempt is allowed.
 
         :param rng: source of the jitter.
+        :returns: an iterator of ``attempts`` - 1 waits, or of endless ones if ``attempts`` is None.
         """
         wait_s, failed = self.first_s, 1
         while self.attempts is None or failed < self.attempts:

@@ -29,11 +29,13 @@ class MessageByteStream(ByteStream):
         """Receive the bytes that are available, waiting for at least one. A cancelled call loses nothing.
 
         :param max_bytes: largest number of bytes to return, 1 or more.
+        :returns: the bytes, 1 to `max_bytes` of them.
         :raises anyio.EndOfStream: the peer sends no more.
         :raises BusyResourceError: another task is receiving.
         :raises BrokenResourceError: the connection is broken.
         :raises ClosedResourceError: the connection is closed.
         :raises AffinityError: another event loop owns the connection.
+        :raises ValueError: `max_bytes` is less than 1.
         """
         if max_bytes < 1:
             raise ValueError(f"`max_bytes` must be 1 or more, got {max_bytes}")
@@ -72,14 +74,22 @@ class MessageByteStream(ByteStream):
             await self._messages.send(view[offset : offset + self._max_piece])  # type: ignore[arg-type]
 
     async def send_eof(self) -> None:
-        """Notify the peer that no more bytes follow."""
+        """Notify the peer that no more bytes follow: `Connection.send_eof`. Receiving goes on.
+
+        :raises BrokenResourceError: the connection is broken.
+        :raises ClosedResourceError: the connection is closed.
+        :raises AffinityError: another event loop owns the connection.
+        """
         await self._messages.send_eof()
 
     async def aclose(self) -> None:
-        """Close the stream of messages."""
+        """Close the stream of messages, and so the connection: `Connection.aclose`.
+
+        :raises AffinityError: another event loop owns the connection; nothing was done.
+        """
         await self._messages.aclose()
 
     @property
     def extra_attributes(self):  # type: ignore[no-untyped-def]  # untyped at its base in anyio
-        """Typed attributes of the stream of messages."""
+        """Typed attributes of anyio that the stream of messages has: see `Connection.extra_attributes`."""
         return self._messages.extra_attributes

@@ -52,7 +52,10 @@ class SharedChannel:
         self._users += 1
 
     async def release(self) -> None:
-        """Drop a reference, and close the channel with the last one."""
+        """Drop a reference, and close the channel with the last one.
+
+        :raises VerbsError: the channel cannot be closed.
+        """
         self._users -= 1
         if not self._users:
             await self.channel.aclose()
@@ -72,16 +75,26 @@ class CmControlChannel:
         self._message_channel: MessageChannel | None = None
 
     async def connect(self, message_channel: MessageChannel, **attributes: Unpack[QpAttrs]) -> None:
-        """Connect the queue pair, as the initiator.
+        """Connect the queue pair, as the initiator: `Identifier.connect`, without a time limit.
 
+        :param message_channel: message channel of the queue pair, with its receives posted.
+        :param attributes: attributes that replace the negotiated ones.
         :raises ConnectionRejectedError: the peer rejected the connection or has no listener.
         :raises UnreachableError: the peer does not answer.
+        :raises VerbsError: a verb failed. The other exceptions of `Identifier.connect` are raised as well.
         """
         self._message_channel = message_channel
         await self.identifier.connect(message_channel.qp, timeout_s=None, **attributes)
 
     async def accept(self, message_channel: MessageChannel, **attributes: Unpack[QpAttrs]) -> None:
-        """Connect the queue pair, as the listener."""
+        """Connect the queue pair, as the listener: `Identifier.accept`, without a time limit.
+
+        :param message_channel: message channel of the queue pair, with its receives posted.
+        :param attributes: attributes that replace the negotiated ones.
+        :raises UnreachableError: the peer does not answer any more.
+        :raises ConnectionRejectedError: the peer gave up.
+        :raises VerbsError: a verb failed. The other exceptions of `Identifier.accept` are raised as well.
+        """
         self._message_channel = message_channel
         await self.identifier.accept(message_channel.qp, timeout_s=None, **attributes)
 
@@ -89,18 +102,26 @@ class CmControlChannel:
         """Send a message of the handshake over the queue pair.
 
         :raises QueuePairStateError: the queue pair is not connected yet.
+        :raises BrokenResourceError: the peer does not acknowledge the message.
         """
         if self._message_channel is None:
             raise QueuePairStateError("the queue pair is not connected yet: connect() or accept() first")
         await self._message_channel.send_handshake(data)
 
     async def receive(self) -> bytes:
-        """Receive the peer's next message of the handshake."""
+        """Receive the peer's next message of the handshake. Call `connect` or `accept` before.
+
+        :returns: the message, header included.
+        :raises BrokenResourceError: the peer went away.
+        """
         assert self._message_channel is not None
         return await self._message_channel.receive_handshake()
 
     def watch(self, on_lost: Callable[[Exception], object]) -> None:
-        """Call `on_lost` when the peer has disconnected or the device was removed. The callback ends the queue pair."""
+        """Call `on_lost` with the cause when the peer has disconnected or the device was removed.
+
+        The callback is called at once if that has happened before. The callback moves the queue pair to ERR.
+        """
         self._watch(on_lost)
 
     def unwatch(self) -> None:
@@ -108,24 +129,30 @@ class CmControlChannel:
         self._watch(None)
 
     def _watch(self, on_lost: Callable[[Exception], object] | None) -> None:
+        """Set the callback for the loss of the peer, None for no callback. An unopened identifier is left as it is."""
         state_machine = cm_state_machine_of(self.identifier)
         if state_machine is not None:
             state_machine.watch(on_lost)
 
     def address(self, which: str) -> Address | None:
-        """Return the local address for ``"sockname"``, the peer's for ``"peername"``."""
+        """Return the local address for ``"sockname"``, the peer's for ``"peername"``; None once closed."""
         if self.identifier.closed:
             return None
         return self.identifier.local_address if which == "sockname" else self.identifier.peer_address
 
     def abort(self) -> None:
-        """Disconnect without waiting for the peer."""
+        """Start to disconnect, without waiting for the peer. The identifier stays open for `aclose`."""
         state_machine = cm_state_machine_of(self.identifier)
         if state_machine is not None and not self.identifier.closed:
             state_machine.disconnect()
 
     async def aclose(self) -> None:
-        """Disconnect, and close the identifier and its reference to the channel, even if cancelled."""
+        """Disconnect, and close the identifier and its reference to the channel, even if cancelled.
+
+        Waits at most one second for the peer's answer.
+
+        :raises VerbsError: a verb failed; the reference to the channel is released all the same.
+        """
         try:
             await self.identifier.aclose()
         finally:
@@ -152,9 +179,12 @@ async def resolve(host: str, port: int, context: handles.Context, gid: bytes) ->
     :param port: number of the port that the peer listens at.
     :param context: context of the local device.
     :param gid: GID of the local device's port.
-    :returns: a control channel whose identifier is resolved and not connected yet.
+    :returns: a control channel whose identifier is resolved and not connected yet. The caller closes the channel.
     :raises LibraryNotFoundError: librdmacm is not installed.
-    :raises UnreachableError: there is no route to the peer, or the route uses another device.
+    :raises UnreachableError: the kernel module rdma_ucm is not loaded, there is no route to the peer, the route uses
+        another device, or `host` is a loopback address.
+    :raises OSError: the name has no address.
+    :raises TimeoutError: the kernel found no route within a minute.
     """
     device = context.name
     shared_channel = SharedChannel()

@@ -81,8 +81,19 @@ async def _perform_handshake(
 ) -> Connection:
     """Perform one side of the handshake, and connect the queue pair.
 
-    Exchanges the messages of `Handshake` over the control channel. On failure the connection is aborted. If aborting
-    has to wait for a verb in a thread, a background task does it and this call does not wait.
+    Exchanges the messages of `Handshake` over the control channel. On failure the control channel is closed and the
+    connection is aborted. If aborting has to wait for a verb in a thread, a background task does it and this call does
+    not wait.
+
+    :param control: open channel to the peer; from now on the connection closes it.
+    :param connection: connection that was not opened yet.
+    :param progress: receives the missing step, for the message of a timeout; None: not needed.
+    :param initiator: whether this end requested the connection.
+    :returns: `connection`, which is open now.
+    :raises HandshakeError: one end refuses the other. Unless the peer refused, REJECT was sent to the peer.
+    :raises BrokenResourceError: the peer is gone.
+    :raises VerbsError: the device has no queue pair, completion queue or memory region left.
+    :raises MemoryError: no memory is left for the buffers.
     """
     handshake = Handshake(initiator, make_nonce(), secret)
     try:
@@ -132,7 +143,10 @@ def _abort_in_background(connection: Connection) -> None:
 
 
 async def _connect_queue_pairs(control: CmControlChannel, connection: Connection, initiator: bool) -> None:
-    # rdma_cm connects the queue pairs and the handshake messages go over them, so the receives are posted first.
+    """Connect the queue pairs of both ends by rdma_cm, before the handshake.
+
+    The messages of the handshake go over the queue pairs, so the receives are posted first.
+    """
     await connection._prepare()
     connection._watch_peer(control)
     assert connection._channel is not None
@@ -146,14 +160,17 @@ async def _connect_queue_pairs(control: CmControlChannel, connection: Connection
 async def accept_connection(
     control: ControlChannel, domain: Domain, secret: bytes | None, settings: ConnectionSettings
 ) -> Connection:
-    """Perform the listener's side of the handshake.
+    """Perform the listener's side of the handshake. The caller limits the time.
 
     :param control: the channel to the peer; closed by the connection, or here on failure.
     :param domain: the domain that the queue pair is made on.
     :param secret: the shared secret; None: no secret.
     :param settings: sizes and times of the connection.
+    :returns: the open connection, to be closed by the caller.
     :raises HandshakeError: one end refuses the other.
     :raises BrokenResourceError: the peer is gone.
+    :raises VerbsError: the device has no queue pair, completion queue or memory region left.
+    :raises MemoryError: no memory is left for the buffers.
     """
     return await _perform_handshake(control, secret, Connection(domain, settings), initiator=False)
 
@@ -161,13 +178,14 @@ async def accept_connection(
 class Connecting(OwnedBlock[Connection]):
     """Pending connection, as `connect` returns it.
 
-    Awaiting it makes a `Connection`; ``async with`` makes one and closes it at the end of the block.
+    Awaiting it makes an open `Connection`, which the caller closes; ``async with`` makes one and closes it at the end
+    of the block.
 
     Each await makes another connection. One block at a time may be entered.
 
     :param name: description for error messages.
-    :param make: makes a connection.
-    :param may_begin: raises if the running loop may not connect.
+    :param make: makes an open connection.
+    :param may_begin: raises `AffinityError` if the running loop may not connect.
     """
 
     def __init__(
@@ -181,12 +199,14 @@ class Connecting(OwnedBlock[Connection]):
         return self._make().__await__()
 
     async def _begin(self) -> Connection:
+        """Make the connection of the block."""
         self._connection = await self._make()
         return self._connection
 
     async def _end(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        """Close the connection of the block: `Connection.aclose`."""
         connection, self._connection = self._connection, None
         assert connection is not None
         await connection.__aexit__(kind, error, traceback)
@@ -227,7 +247,14 @@ def connect(
     :raises OSError: no listener at this address, or, as `ssl.SSLError`, the TLS handshake failed.
     :raises TimeoutError: the attempt took longer than `timeout_s`; the message names the missing step.
     :raises BrokenResourceError: the peer went away during the handshake.
-    :raises ValueError: `secret`, `transport` or the combination of `transport` and `ssl` is not valid.
+    :raises ConnectionRejectedError: with ``"rdmacm"``: the peer rejected the connection or has no listener.
+    :raises UnreachableError: with ``"rdmacm"``: there is no route to the peer, or the peer does not answer.
+    :raises LibraryNotFoundError: with ``"rdmacm"``: librdmacm is not installed.
+    :raises VerbsError: the device has no queue pair, completion queue or memory region left.
+    :raises MemoryError: no memory is left for the buffers.
+    :raises ClosedResourceError: the domain is not open.
+    :raises ValueError: `secret`, `transport` or the combination of `transport` and `ssl` is not valid. When awaited:
+        the device has no such port or is a software device with ``"rdmacm"``, or the domain cannot use ``spin_ns``.
     """
     chosen = settings if settings is not None else ConnectionSettings()
     check_secret(secret)
@@ -276,7 +303,13 @@ async def _connect_by_rdma_cm(
     """Connect by rdma_cm.
 
     :param timeout_s: limit in seconds, if TCP is tried afterwards; None: no limit of its own.
+    :returns: the open connection, to be closed by the caller.
     :raises TimeoutError: the limit passed.
+    :raises LibraryNotFoundError: librdmacm is not installed.
+    :raises UnreachableError: the port has no GID, there is no route to the peer, or the peer does not answer.
+    :raises ConnectionRejectedError: the peer rejected the connection or has no listener.
+    :raises ValueError: the device has no port or GID of the number in `settings`.
+    :raises HandshakeError: one end refuses the other. The other exceptions of `_perform_handshake` are raised as well.
     """
     context = domain.handle.context
     check_port(context, settings.port, settings.gid_index)
@@ -317,6 +350,7 @@ def uses_rdma_cm(transport: Transport, domain: Domain, ssl: tls.SSLContext | Non
     """Return whether rdma_cm is to be tried for this domain.
 
     :raises ValueError: the transport is ``"rdmacm"`` and the device is a software device.
+    :raises ClosedResourceError: the domain is not open.
     """
     context = domain.handle.context
     if transport == "rdmacm" and context.software:

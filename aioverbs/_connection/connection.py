@@ -65,19 +65,28 @@ class ControlChannel(Protocol):
     """
 
     async def send(self, data: bytes) -> None:
-        """Send one message of the handshake."""
+        """Send one message of the handshake.
+
+        :raises BrokenResourceError: the peer does not acknowledge the message (rdma_cm). By TCP nothing is raised:
+            `receive` reports that the peer is gone.
+        """
 
     async def receive(self) -> bytes:
-        """Receive the peer's next message of the handshake."""
+        """Receive the peer's next message of the handshake.
+
+        :returns: the message, header included.
+        :raises HandshakeError: the data is not a message of the handshake.
+        :raises BrokenResourceError: the peer is gone.
+        """
 
     def watch(self, on_lost: Callable[[Exception], object]) -> None:
-        """Call `on_lost` with the cause when the peer is gone."""
+        """Call `on_lost` with the cause when the peer is gone; at once if the peer is gone already."""
 
     def unwatch(self) -> None:
         """Stop watching: the callback is not called any more."""
 
     def address(self, which: str) -> Address | None:
-        """Return the local address for ``"sockname"``, the peer's for ``"peername"``."""
+        """Return the local address for ``"sockname"``, the peer's for ``"peername"``; None if the channel is closed."""
 
     def abort(self) -> None:
         """Close at once, without waiting for the peer."""
@@ -90,6 +99,9 @@ class _ConnectionMonitor:
     """Monitor of a connection: keepalive, detection of a lost peer, and teardown.
 
     The lifecycle holds this object and not the user's `Connection`, so that a forgotten connection can be collected.
+
+    :param block: memory of the connection's buffers; released by `destroy`.
+    :param keep_alive_s: time in seconds after which a silent peer counts as lost; None: never.
     """
 
     def __init__(self, block: LeasedBuffer, keep_alive_s: float | None) -> None:
@@ -111,8 +123,10 @@ class _ConnectionMonitor:
             self._timer = self._loop.call_later(self._tick_s, self._tick)
 
     def _tick(self) -> None:
-        # An end that has sent and received nothing for a tick probes the peer's device. If the peer is gone, the probe
-        # fails within the time limit of the queue pair.
+        """Probe the peer's device if nothing was sent or received since the last tick, and start the timer again.
+
+        If the peer is gone, the probe fails within the time limit of the queue pair.
+        """
         channel = self.channel
         if channel is None or channel.broken is not None or channel.closed or self._tick_s is None:
             return
@@ -126,7 +140,12 @@ class _ConnectionMonitor:
         self._timer = self._loop.call_later(self._tick_s, self._tick)
 
     def on_lost(self, error: Exception) -> None:
-        """Fail the connection because the peer or the device is gone, after taking what arrived before."""
+        """Fail the connection because the peer or the device is gone, after taking what arrived before.
+
+        Returns at once. The connection fails a moment later, or now if the peer has sent END.
+
+        :param error: the cause.
+        """
         # The peer's last messages may be in the completion queue already, or arrive in a moment.
         assert self.channel is not None
         if self.channel.closed:
@@ -139,6 +158,7 @@ class _ConnectionMonitor:
             self._loop.call_later(_LINGER_S, self._fail_lost, error)
 
     def _fail_lost(self, error: Exception) -> None:
+        """Fail the channel because of `error`, unless closed. Retry soon if a thread is inside a verb."""
         assert self.channel is not None
         if self.channel.closed:
             return
@@ -168,7 +188,10 @@ class _ConnectionMonitor:
             self.channel.close()
 
     async def drain(self) -> None:
-        """Close the control channel. Call after the queue pair is closed."""
+        """Close the control channel, and wait a limited time for the peer to close, too.
+
+        The lifecycle calls this when it has closed the queue pair.
+        """
         if self.control is not None:
             try:
                 await self.control.aclose()
@@ -212,12 +235,22 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
     # ---- Opening and closing
 
     def _owner(self) -> Affinity:
-        # The buffers and the state belong to the loop that made the connection, even where any loop may call the verbs
-        # of the domain.
+        """Return the owner of the connection: that of the domain if it is bound to a loop, else the running loop.
+
+        The buffers and the state belong to the loop that made the connection, even where any loop may call the verbs of
+        the domain.
+        """
         owner = queue_location_of(self._domain).owner
         return owner if owner is not None and owner.bound else Affinity.of_running_loop()
 
     def _open(self) -> None:
+        """Create the queue pair, move it to INIT and post its receives, with the memory and the completion queue that
+        `_prepare` obtained.
+
+        :raises VerbsError: the device has no more queue pairs.
+        :raises ValueError: the device has no such port or GID.
+        :raises HandshakeError: the port has no GID now.
+        """
         block, cq, settings, owner = self._block, self._cq, self._settings, self._lifecycle.owner
         assert block is not None
         assert cq is not None
@@ -245,7 +278,14 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         self._offer = self._make_offer(qp)
 
     async def _prepare(self) -> Offer:
-        """Create the queue pair with its receives posted, once, and return the offer that describes it to the peer."""
+        """Create the queue pair with its receives posted, once.
+
+        :returns: the offer that describes this end to the peer; each call returns the same one.
+        :raises VerbsError: the device has no queue pair, completion queue or memory region left.
+        :raises MemoryError: no memory is left for the buffers.
+        :raises ValueError: the device has no such port or GID, or ``spin_ns`` has no meaning for the domain.
+        :raises HandshakeError: the port has no GID now.
+        """
         if self._offer is not None:
             return self._offer
         self._block = await lease_block(self._domain, self._settings)
@@ -258,10 +298,15 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         return self._prepared_offer()
 
     def _prepared_offer(self) -> Offer:
+        """Return the offer that `_open` made."""
         assert self._offer is not None
         return self._offer
 
     def _make_offer(self, qp: QueuePair) -> Offer:
+        """Return the offer that describes this end to the peer.
+
+        :raises HandshakeError: the port has no GID now.
+        """
         context, settings = qp.handle.context, self._settings
         atomics = AtomicCap(context.attributes.atomic_cap)
         capabilities = Capabilities(0)
@@ -280,6 +325,10 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         )
 
     def _endpoint(self, qp: QueuePair) -> Endpoint:
+        """Return the endpoint of the queue pair.
+
+        :raises HandshakeError: the port has no GID now; the reason is TEMPORARY.
+        """
         try:
             return qp.local_endpoint()
         except ValueError as error:  # A port loses its GID with its address, and may get both back.
@@ -291,6 +340,8 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         :param peer: the peer's offer.
         :param control: the channel of the handshake.
         :param handshake_messages: number of handshake messages still to be received.
+        :raises HandshakeError: the queue pair cannot be connected. The reason is TEMPORARY if another attempt may
+            succeed, else DEVICE.
         """
         assert self._channel is not None
         self._peer = peer
@@ -380,11 +431,17 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
     async def abort(self) -> None:
         """Close without delivering anything. Requests in flight are dropped, and the peer finds the connection broken.
 
+        Closing twice has no effect.
+
         :raises AffinityError: another running event loop owns the connection; nothing was done.
         """
         await super().aclose()
 
     def _open_channel(self) -> MessageChannel:
+        """Return the message channel.
+
+        :raises ClosedResourceError: the connection is closed.
+        """
         self._check_open()
         assert self._channel is not None
         return self._channel
@@ -393,39 +450,59 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
 
     @property
     def qp(self) -> QueuePair:
-        """The queue pair. Only the connection may post sends and receives on it."""
+        """The queue pair of this end. Only the connection may post sends and receives on it.
+
+        :raises ClosedResourceError: the connection is closed.
+        """
         return self._open_channel().qp
 
     @property
     def peer(self) -> Offer:
-        """The peer's offer: its queue pair, sizes, capabilities and the name of its device."""
+        """The peer's offer: its queue pair, sizes, capabilities and the name of its device.
+
+        :raises ClosedResourceError: the connection is closed.
+        """
         self._check_open()
         assert self._peer is not None
         return self._peer
 
     @property
     def settings(self) -> ConnectionSettings:
-        """Settings of this end: sizes of buffers and queues, and time limits."""
+        """`ConnectionSettings` in use at this end: sizes of buffers and queues, and time limits."""
         return self._settings
 
     @property
     def local_address(self) -> Address | None:
-        """Address of this end; None if the control channel is closed."""
+        """Host and port of this end of the control channel (TCP or rdma_cm); None if the channel is closed.
+
+        :raises ClosedResourceError: this connection is closed.
+        """
         return self._address("sockname")
 
     @property
     def remote_address(self) -> Address | None:
-        """Address of the peer; None if the control channel is closed."""
+        """Host and port of the peer's end of the control channel (TCP or rdma_cm); None if the channel is closed.
+
+        :raises ClosedResourceError: this connection is closed.
+        """
         return self._address("peername")
 
     def _address(self, which: str) -> Address | None:
+        """Return the address that the control channel has for ``"sockname"`` or ``"peername"``; None without a channel.
+
+        :raises ClosedResourceError: the connection is closed.
+        """
         self._check_open()
         assert self._monitor is not None
         return self._monitor.control.address(which) if self._monitor.control is not None else None
 
     @property
     def extra_attributes(self) -> Mapping[Any, Callable[[], Any]]:
-        """Typed attributes of anyio: `anyio.abc.SocketAttribute.local_address` and ``remote_address``."""
+        """Typed attributes of anyio: `anyio.abc.SocketAttribute.local_address` and ``remote_address``.
+
+        :returns: for each attribute a function without arguments that returns the address, or raises
+            `ClosedResourceError`.
+        """
         return {
             anyio.abc.SocketAttribute.local_address: lambda: self.local_address,
             anyio.abc.SocketAttribute.remote_address: lambda: self.remote_address,
@@ -578,6 +655,10 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         await written
 
     def _region_of(self, remote: "RemoteRegion | RemoteGrant") -> RemoteRegion:
+        """Return the address, length and key of a grant or of a slice of one.
+
+        :raises GrantRevokedError: the peer has revoked the grant.
+        """
         region = remote.remote if isinstance(remote, RemoteGrant) else remote
         assert self._grants is not None
         if self._grants.revoked:
@@ -585,8 +666,15 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         return region
 
     def _qp_for(self, operation: str) -> QueuePair:
-        # The queue pair itself refuses calls from a forked child, and from a loop that does not own its domain. If no
-        # loop owns the domain, any loop may use the queue pair but only one may use the connection: checked here.
+        """Return the queue pair, after checking that the caller may use it for a one-sided request.
+
+        The queue pair itself refuses calls from a forked child, and from a loop that does not own its domain. If no
+        loop owns the domain, any loop may use the queue pair but only one may use the connection: checked here.
+
+        :param operation: name of the method for the error.
+        :raises ClosedResourceError: the connection is closed.
+        :raises AffinityError: another event loop owns the connection.
+        """
         if self._lifecycle.state is not OPEN:
             self._check_open()
         if self._caller_affinity is not None:
@@ -624,6 +712,7 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         A grant that was revoked meanwhile is returned as well, with ``revoked`` set. If the peer makes very
         many grants that are not received, the oldest revoked ones are dropped.
 
+        :returns: the grant, for `read`, `write` and the atomics. It needs no release.
         :raises anyio.EndOfStream: the peer sends no more.
         :raises BrokenResourceError: the connection is broken.
         :raises ClosedResourceError: the connection is closed.
@@ -640,6 +729,7 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
 
         Closing the stream closes the connection.
 
+        :returns: the stream; two streams over one connection would share its messages.
         :raises ClosedResourceError: the connection is closed.
         """
         channel = self._open_channel()
@@ -647,7 +737,7 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
 
 
 def on_closed(connection: Connection, callback: Callable[[], object]) -> None:
-    """Call `callback` when an open connection is closed. A connection has one such callback."""
+    """Call `callback` when an open connection is closed. A later call replaces the callback."""
     assert connection._monitor is not None
     connection._monitor.closed_callback = callback
 

@@ -20,6 +20,7 @@ class Credits:
 
     :param peer_receives: number of receives that the peer keeps posted, 3..1023.
     :param own_receives: number of receives that this end keeps posted, 3..1023.
+    :raises ValueError: a number is out of its range.
     """
 
     __slots__ = ("_peer_credits", "_peer_receives", "_update_threshold", "available", "owed")
@@ -46,7 +47,10 @@ class Credits:
         return self.owed >= self._update_threshold and self.available > 0
 
     def take(self) -> int:
-        """Use a credit for a message to be sent; return the number of credits that the message returns to the peer."""
+        """Use a credit for a message to be sent. Call only if `available` is above 0.
+
+        :returns: number of credits that the message returns to the peer, 0..1023.
+        """
         assert self.available > 0
         self.available -= 1
         owed, self.owed = self.owed, 0
@@ -65,6 +69,7 @@ class Credits:
     def add(self, count: int) -> None:
         """Add credits that the peer returned.
 
+        :param count: number of credits in the header of the peer's message.
         :raises ValueError: the peer returns more credits than were used.
         """
         if self.available + count > self._peer_receives:
@@ -84,6 +89,9 @@ class Credits:
         self._peer_credits -= 1
 
     def on_consumed(self) -> bool:
-        """Account for a message whose receive is posted again, and return whether an update is due."""
+        """Account for a message whose receive is posted again: this end owes the peer one more credit.
+
+        :returns: whether to send a message of kind CREDITS now.
+        """
         self.owed = owed = self.owed + 1
         return owed >= self._update_threshold and self.available > 0

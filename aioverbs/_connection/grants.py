@@ -29,12 +29,18 @@ _NUMBER_COUNT = 1 << 16
 
 
 def has_windows(context: handles.Context) -> bool:
-    """Return whether a device has memory windows of type 2."""
+    """Return whether a device has memory windows of type 2.
+
+    :raises VerbsError: the device cannot be queried.
+    """
     return bool(context.attributes.device_cap_flags & _WINDOW_FLAGS)
 
 
 def _can_use_window(context: handles.Context, memory: RegionSlice) -> bool:
-    """Return whether a memory window of type 2 can grant exactly this memory."""
+    """Return whether a memory window of type 2 can grant exactly this memory.
+
+    :param memory: the memory to grant.
+    """
     if not has_windows(context) or not memory.region.access & AccessFlags.MW_BIND:
         return False
     # soft-RoCE checks the bounds of the window's region and not those of the window.
@@ -42,7 +48,9 @@ def _can_use_window(context: handles.Context, memory: RegionSlice) -> bool:
 
 
 class Grant:
-    """Memory of this end that the peer may access. Made by `Connection.grant`; ``async with`` revokes it at the end.
+    """Memory of this end that the peer may access. Made by `Connection.grant`.
+
+    ``async with`` gives the grant itself, and revokes it at the end of the block.
 
     :param number: number of the grant in the messages of the connection, 0..65535.
     :param remote: address, length and key that the peer uses.
@@ -68,7 +76,7 @@ class Grant:
 
     @property
     def revoked(self) -> bool:
-        """Whether the peer's access has ended."""
+        """Whether the peer's access has ended: this end revoked the grant, or the connection is closed."""
         return self._key.closed
 
     async def revoke(self, *, timeout_s: float = 5.0) -> None:
@@ -106,7 +114,8 @@ class Grant:
 class RemoteGrant:
     """Memory of the peer that this end may access until the peer revokes the grant.
 
-    Slices select parts: ``grant[8:16]``.
+    Made by `Connection.receive_grant`. Slices select parts: ``grant[8:16]`` is a `RemoteRegion` of 8 bytes. The
+    attribute ``revoked`` becomes True when the peer asks this end to stop using the memory.
 
     :param remote: address, length and key of the memory.
     :param access: what this end may do.
@@ -161,7 +170,13 @@ class Grants:
     # ---- Grants of this end
 
     async def grant(self, owner: Resource, memory: RegionSlice, access: AccessFlags) -> Grant:
-        """Let the peer access memory: `Connection.grant`."""
+        """Let the peer access memory: see `Connection.grant` for the arguments and exceptions.
+
+        :param owner: the connection, which owns the new memory window or registration.
+        :param memory: the memory to grant.
+        :param access: what the peer may do.
+        :returns: the grant, of which the peer is notified.
+        """
         self._channel.check_caller("grant")
         access = AccessFlags(access)
         if not access or access & ~_REMOTE_ACCESS:
@@ -186,6 +201,10 @@ class Grants:
         return Grant(number, remote, access, key, self)
 
     def _next_number(self) -> int:
+        """Return a number that no grant has.
+
+        :raises ValueError: all numbers are in use.
+        """
         if len(self._local_grants) >= _NUMBER_COUNT - 1:
             raise ValueError("the connection has 65,535 grants already, the most possible: revoke some")
         while True:
@@ -196,8 +215,16 @@ class Grants:
     async def _make_key(
         self, owner: Resource, memory: RegionSlice, access: AccessFlags
     ) -> tuple[MemoryWindow | MemoryRegion, RemoteRegion]:
-        # A memory window belongs to this queue pair and leaves the region untouched. Otherwise the memory is registered
-        # once more.
+        """Make the memory window or registration of a grant.
+
+        A memory window belongs to this queue pair and leaves the region untouched. Otherwise the memory is registered
+        once more.
+
+        :returns: the window or registration, and the address, length and key for the peer. The caller closes the
+            former.
+        :raises VerbsError: the device cannot bind a window or register the memory.
+        :raises ValueError: the region was not registered for this access.
+        """
         if _can_use_window(self._base.context, memory):
             window = await open_part(MemoryWindow(owner, self._base, MwType.TYPE_2))
             try:  # a window must not be destroyed while the bind is in flight
@@ -213,7 +240,10 @@ class Grants:
         return region, region.remote()
 
     async def revoke(self, grant: Grant, timeout_s: float) -> None:
-        """Ask the peer to stop using the grant, then close the key."""
+        """Ask the peer to stop using the grant, then close the key: see `Grant.revoke` for the exceptions.
+
+        :param timeout_s: limit in seconds of waiting for the peer's acknowledgement.
+        """
         self._channel.check_caller("revoke")  # first, because from here on the key is closed in every case
         key = grant._key
         if key.closed:
@@ -236,8 +266,13 @@ class Grants:
             acknowledged.result()
 
     async def _close_key(self, key: MemoryWindow | MemoryRegion) -> None:
-        # Close the key by a verb, which also unbinds a window. A local-invalidate request would wait in the send queue
-        # behind messages that the peer may not acknowledge for any time.
+        """Close the key by a verb, which also unbinds a window. On failure the channel breaks.
+
+        A local-invalidate request would wait in the send queue behind messages that the peer may not acknowledge for
+        any time.
+
+        :raises VerbsError: the key could not be closed.
+        """
         try:
             await key.aclose()
         except VerbsError as error:  # end the queue pair, and with it windows of type 2
@@ -247,7 +282,10 @@ class Grants:
     # ---- Grants of the peer
 
     async def receive(self) -> RemoteGrant:
-        """Wait for the next grant of the peer: `Connection.receive_grant`."""
+        """Wait for the next grant of the peer: see `Connection.receive_grant` for the exceptions.
+
+        :returns: the grant, which may be revoked already.
+        """
         self._channel.check_caller("receive_grant")
         while not self._unread:
             if self._channel.broken is not None or self._channel.closed:
@@ -262,6 +300,7 @@ class Grants:
     def check(self, remote: RemoteRegion) -> None:
         """Check that the peer has not revoked the grant with this key.
 
+        :param remote: memory of the peer that is about to be accessed.
         :raises GrantRevokedError: the peer has revoked the grant.
         """
         grant = self.revoked.get(remote.rkey)
@@ -271,6 +310,8 @@ class Grants:
     def on_frame(self, kind: FrameKind, number: int, data: bytes) -> None:
         """Handle a frame of kind GRANT, REVOKE, REVOKED or END.
 
+        :param number: number of the grant; 0 for END.
+        :param data: bytes of the frame, a packed `GrantNotice` for GRANT, else none.
         :raises ValueError: the frame violates the protocol.
         """
         if kind is FrameKind.GRANT:
@@ -299,6 +340,10 @@ class Grants:
                 acknowledged.set_result(None)
 
     def _on_grant(self, number: int, notice: GrantNotice) -> None:
+        """Keep a new grant of the peer, for `receive`.
+
+        :raises ValueError: the number is in use, or the peer made too many grants.
+        """
         if number in self._remote_grants or len(self._remote_grants) >= self._max_grants:
             raise ValueError(f"the peer made grant {number}, which exists, or exceeds {self._max_grants} grants")
         if self._channel.is_control_pending(FrameKind.REVOKED, number):
@@ -317,7 +362,10 @@ class Grants:
         wake(self._waiter)
 
     def fail(self, error: Exception) -> None:
-        """Fail the callers that wait for the peer: no more frames arrive."""
+        """Fail the callers that wait for the peer: no more frames arrive.
+
+        :param error: exception that callers of `revoke` get. Callers of `receive` get that of the channel.
+        """
         for acknowledged in self._local_grants.values():
             if acknowledged is not None and not acknowledged.done() and not acknowledged.get_loop().is_closed():
                 acknowledged.set_exception(error)

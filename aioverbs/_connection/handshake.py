@@ -103,10 +103,12 @@ NO_CAPABILITIES = Capabilities(0)
 
 
 def _protocol_error(text: str) -> HandshakeError:
+    """Return the exception for a message that violates the protocol."""
     return HandshakeError(Reason.PROTOCOL, text)
 
 
 def _encode(kind: MessageType, body: bytes, version: int = VERSION) -> bytes:
+    """Return a message: header and body."""
     return _HEADER.pack(_MAGIC, version, kind, len(body)) + body
 
 
@@ -126,13 +128,15 @@ class Hello:
     nonce: bytes
 
     def pack(self) -> bytes:
-        """Encode the message. The encoding is the same in every version."""
+        """Return the encoded message, header included. The encoding is the same in every version."""
         return _encode(MessageType.HELLO, _HELLO.pack(self.oldest, self.newest, self.secret, self.nonce), self.oldest)
 
     @classmethod
     def parse_body(cls, body: bytes) -> "Hello":
         """Decode the body. That of a later version may be longer.
 
+        :param body: the message without its header.
+        :returns: the message.
         :raises HandshakeError: the body is not valid.
         """
         if len(body) < _HELLO.size:
@@ -178,7 +182,7 @@ class Offer:
             raise ValueError(f"`max_message` must be from 1 to 2**64 - 1 bytes, got {self.max_message}")
 
     def pack(self) -> bytes:
-        """Encode the body, without header and proof."""
+        """Return the encoded body, without header and proof."""
         name = self.device.encode()[:_MAX_NAME_BYTES]
         return (
             _OFFER.pack(
@@ -198,6 +202,7 @@ class Offer:
         """Decode the body of an offer.
 
         :param proof_bytes: length of the proof at its end, 0 without a secret.
+        :param body: the message without its header.
         :returns: the offer and the proof.
         :raises HandshakeError: the body is not valid.
         """
@@ -235,13 +240,15 @@ class Reject:
     text: str = ""
 
     def pack(self) -> bytes:
-        """Encode the message. The encoding is the same in every version."""
+        """Return the encoded message, header included. The encoding is the same in every version."""
         return _encode(MessageType.REJECT, struct.pack("!H", self.reason) + self.text.encode()[:_MAX_TEXT_BYTES])
 
     @classmethod
     def parse_body(cls, body: bytes) -> "Reject":
         """Decode the body.
 
+        :param body: the message without its header.
+        :returns: the message.
         :raises HandshakeError: the body is not valid.
         """
         if not 2 <= len(body) <= 2 + _MAX_TEXT_BYTES:
@@ -278,8 +285,10 @@ def body_size(header: bytes) -> int:
 
 
 def parse(data: bytes) -> tuple[MessageType, int, bytes]:
-    """Decode a message: type, version and body.
+    """Decode a message.
 
+    :param data: one whole message.
+    :returns: type, version and body.
     :raises HandshakeError: the message is not valid.
     """
     size = body_size(data[:HEADER_BYTES])
@@ -322,7 +331,7 @@ class Handshake:
     # ---- Messages of this end
 
     def hello(self) -> bytes:
-        """Encode this end's HELLO."""
+        """Return this end's encoded HELLO. The listener calls `receive_hello` before."""
         oldest, newest = self._versions
         if not self._initiator:
             assert self.version is not None
@@ -330,24 +339,27 @@ class Handshake:
         return self._record(Hello(oldest, newest, self._proofs is not None, self._nonce).pack())
 
     def offer(self, offer: Offer) -> bytes:
-        """Encode this end's OFFER, with its proof."""
+        """Return this end's encoded OFFER, with its proof. Call after both ends' HELLO; the listener, after
+        `receive_offer`.
+        """
         assert self.version is not None
         body = offer.pack()
         proof = self._proofs.make(_ROLES[self._initiator], self._transcript, body) if self._proofs is not None else b""
         return self._record(_encode(MessageType.OFFER, body + proof, self.version))
 
     def ready(self) -> bytes:
-        """Encode READY, the last message of the initiator."""
+        """Return the encoded READY, the last message of the initiator."""
         assert self.version is not None
         return _encode(MessageType.READY, b"", self.version)
 
     # ---- Messages of the peer
 
     def receive_hello(self, data: bytes) -> None:
-        """Check the peer's HELLO and agree on a version, which is then in `version`.
+        """Check the peer's HELLO and agree on a version. Returns None: the version is in the attribute `version`.
 
-        :raises HandshakeError: the two ends have no common version, only one end has a secret, or the message is not
-            valid.
+        :param data: the whole message.
+        :raises HandshakeError: the two ends have no common version, only one end has a secret, the peer sent REJECT, or
+            the message is not valid.
         """
         _, body = self._expect(data, MessageType.HELLO)
         hello = Hello.parse_body(body)
@@ -369,8 +381,9 @@ class Handshake:
     def receive_offer(self, data: bytes) -> Offer:
         """Check the peer's OFFER and its proof.
 
+        :param data: the whole message.
         :returns: the offer.
-        :raises HandshakeError: the secrets differ, or the message is not valid.
+        :raises HandshakeError: the secrets differ, the peer sent REJECT, or the message is not valid.
         """
         version, body = self._expect(data, MessageType.OFFER)
         offer, proof = Offer.parse_body(body, PROOF_BYTES if self._proofs is not None else 0)
@@ -383,9 +396,10 @@ class Handshake:
         return offer
 
     def receive_ready(self, data: bytes) -> None:
-        """Check READY.
+        """Check the initiator's READY. The connection is established when this returns.
 
-        :raises HandshakeError: the message is not valid.
+        :param data: the whole message.
+        :raises HandshakeError: the peer sent REJECT, or the message is not valid.
         """
         _, body = self._expect(data, MessageType.READY)
         if body:
@@ -394,10 +408,16 @@ class Handshake:
     # ---- Internals
 
     def _record(self, data: bytes) -> bytes:
+        """Return a message of this end, after adding it to the messages that the proofs cover."""
         self._transcript += data
         return data
 
     def _expect(self, data: bytes, expected: MessageType) -> tuple[int, bytes]:
+        """Decode a message of the peer that must be of type `expected`.
+
+        :returns: version and body.
+        :raises HandshakeError: the peer sent REJECT or a message of another type, or the message is not valid.
+        """
         kind, version, body = parse(data)
         if kind is MessageType.REJECT:
             raise Reject.parse_body(body).to_error()
@@ -407,7 +427,7 @@ class Handshake:
 
 
 def encode_reject(error: HandshakeError) -> bytes:
-    """Encode the REJECT message for an end that gives up because of `error`.
+    """Return the encoded REJECT message for an end that gives up because of `error`.
 
     If the secrets differ, the message has no text: the peer learns only the reason.
     """

@@ -42,6 +42,7 @@ class Assembly:
         :param view: bytes of the fragment; they are copied.
         :param flags: flags of its header.
         :returns: the message, if the fragment was the last one: bytes, or with immediate data a `MessageWithImmediate`.
+            None: fragments are missing.
         :raises ValueError: the fragment violates the protocol.
         """
         offset = 0
@@ -80,6 +81,10 @@ class Assembly:
 
 
 def _require(view: memoryview, size: int) -> memoryview:
+    """Return a fragment that has at least `size` bytes.
+
+    :raises ValueError: the fragment is shorter.
+    """
     if len(view) < size:
         raise ValueError(f"the peer sent a fragment of {len(view)} bytes, its flags require at least {size}")
     return view

@@ -158,6 +158,7 @@ class MessageChannel:
         self._split_block(block)
 
     def _split_block(self, block: LeasedBuffer) -> None:
+        """Divide the leased memory into the buffers of the receives and those of the sends."""
         size, memory = self._settings.buffer_size, block.buffer
         self._receives: list[_Receive] = []
         offset = 0
@@ -197,6 +198,7 @@ class MessageChannel:
         :param buffer_size: size of each of these in bytes.
         :param max_message: size of the longest message that the peer accepts, in bytes.
         :param handshake_messages: number of handshake messages still to arrive on the queue pair.
+        :raises ValueError: `depth` is not in 3..1023.
         """
         self._handshake_messages_left = handshake_messages
         self._credits = Credits(depth, self._settings.receive_depth)
@@ -214,7 +216,11 @@ class MessageChannel:
     def fail(self, reason: str, cause: BaseException | None = None) -> None:
         """Mark the channel as broken, fail all waiting callers and move the queue pair to ERR.
 
-        Only the first call has an effect.
+        Only the first call has an effect. Later calls on the channel raise `BrokenResourceError`, or
+        `DeviceRemovedError` if that is the cause.
+
+        :param reason: text for the message of that exception.
+        :param cause: exception that led here; None: none.
         """
         if self.broken is not None:
             return
@@ -226,7 +232,10 @@ class MessageChannel:
         self._end_queue_pair()
 
     def _end_queue_pair(self) -> None:
-        # Called after all waiting callers are notified, so that retrying is safe.
+        """Move the queue pair to ERR, unless broken or closed. Retry later while a thread is inside a verb.
+
+        Called after all waiting callers are notified, so that retrying is safe.
+        """
         try:
             work = qp_work_state_of(self.qp)
             if work is not None and work.broken is None:
@@ -239,12 +248,16 @@ class MessageChannel:
             return  # closed, or the device is lost, or another loop took over after this one was closed
 
     def close(self) -> None:
-        """Close the channel from this end, and fail all waiting callers."""
+        """Close the channel from this end, and fail all waiting callers with `ClosedResourceError`.
+
+        The queue pair stays as it is: the lifecycle closes it next.
+        """
         self.closed = True
         close_inbox(self.inbox, ClosedResourceError("the connection was closed"))
         self._wake_all()
 
     def _wake_all(self) -> None:
+        """Drop the incomplete message, and report the end to the sender that waits for a credit and to `on_end`."""
         self._assembly.drop()
         self._wake()
         self.on_end()
@@ -253,7 +266,7 @@ class MessageChannel:
         wake(self._waiter)
 
     def _on_flushed(self, receive: RegionSlice) -> None:
-        # A flushed receive: the queue pair is in ERR or destroyed.
+        """Fail the channel because a receive was flushed: the queue pair is in ERR or destroyed."""
         if self.broken is None and not self.closed:
             work = qp_work_state_of(self.qp)
             cause = work.broken if work is not None else None
@@ -266,7 +279,8 @@ class MessageChannel:
     def poll(self) -> bool:
         """Process the completions that have arrived.
 
-        Return False if another thread is inside a verb on the unlocked domain.
+        :returns: False if another thread is inside a verb on the unlocked domain, so that the caller retries; else
+            True.
         """
         dispatcher = self.receive_queue.dispatcher
         if dispatcher is not None and dispatcher.watched:
@@ -281,7 +295,12 @@ class MessageChannel:
     # ---- Receiving
 
     def _on_received(self, received: Received) -> object:
-        # The inbox gives the returned object to the receiving caller; None is dropped.
+        """Handle the completion of a receive, and post the receive again. A violation of the protocol fails the
+        channel.
+
+        :returns: item that the inbox gives to the receiving caller: bytes, or a `MessageWithImmediate`; None: nothing
+            for the user.
+        """
         receive = cast(_Receive, received.local)
         immediate = received.immediate
         credit = self._credits
@@ -311,6 +330,9 @@ class MessageChannel:
         return None if item is _DEFERRED else item
 
     def _on_handshake_message(self, receive: _Receive, length: int) -> bytes | None:
+        """Return a copy of an unframed message, and post its receive again. None: the peer sent too many, the channel
+        fails.
+        """
         if len(self.inbox) >= _HANDSHAKE_MESSAGES:
             self.fail(f"protocol violation: the peer sent more than the {_HANDSHAKE_MESSAGES} messages of a handshake")
             return None
@@ -320,6 +342,7 @@ class MessageChannel:
         return data
 
     def _post(self, receive: _Receive) -> None:
+        """Post a receive, soon if a thread is inside a verb. Once the queue pair has ended, do nothing."""
         try:
             _ = receive_into(self.qp, self.inbox, receive)  # the inbox gets the result
         except ConcurrentAccessError:  # another thread is inside a verb: retry soon
@@ -330,7 +353,12 @@ class MessageChannel:
             return  # the end is reported elsewhere
 
     def _handle_frame(self, view: memoryview, immediate: int | None) -> object:
-        # Return a user message; None: nothing for the user; _DEFERRED: nothing, and keep the credit for now.
+        """Handle a frame: the bytes and the immediate data of a received message.
+
+        :returns: the user message that the frame completes. None: nothing for the user; ``_DEFERRED``: the same, and
+            the credit is kept for now.
+        :raises ValueError: the frame violates the protocol.
+        """
         if immediate is None:
             raise ValueError("the peer sent a message without immediate data")
         kind, flags, _, number = parse_header(immediate)
@@ -352,6 +380,7 @@ class MessageChannel:
         return None
 
     def _add_fragment(self, view: memoryview, flags: int, number: int) -> object:
+        """Add a fragment of a user message. Returns and raises as `_handle_frame`."""
         if self.eof_received:
             raise ValueError("the peer sent a message after END")
         if number:
@@ -365,11 +394,15 @@ class MessageChannel:
         return None
 
     async def receive(self, with_immediate: bool = False) -> Any:
-        """Wait for the next user message.
+        """Wait for the next user message. A cancelled call loses no message.
 
         :param with_immediate: return a tuple of the message and its immediate data or None.
+        :returns: the message, or that tuple.
         :raises anyio.EndOfStream: the peer sends no more.
         :raises BusyResourceError: another task is waiting.
+        :raises BrokenResourceError: the channel is broken.
+        :raises ClosedResourceError: the channel is closed.
+        :raises AffinityError: another event loop owns the connection.
         """
         self._owner.check(self, "receive")
         if self._receive_pending:
@@ -404,6 +437,7 @@ class MessageChannel:
     async def receive_handshake(self) -> bytes:
         """Receive a message of the handshake.
 
+        :returns: the message, header included.
         :raises BrokenResourceError: the peer went away.
         """
         try:
@@ -414,6 +448,10 @@ class MessageChannel:
     # ---- Credits
 
     def _add_credits(self, count: int) -> None:
+        """Add credits that the peer returned, and send what waits for them.
+
+        :raises ValueError: the peer returns more credits than were used.
+        """
         assert self._credits is not None
         self._credits.add(count)
         self._send_controls()
@@ -421,6 +459,7 @@ class MessageChannel:
             self._wake()
 
     def _send_controls(self) -> None:
+        """Send the control messages that wait, as far as there are credits."""
         assert self._credits is not None
         while self._pending_controls and self._credits.sendable:
             immediate, fence = next(iter(self._pending_controls.items()))
@@ -429,24 +468,33 @@ class MessageChannel:
             del self._pending_controls[immediate]
 
     def _send_credit_update(self) -> None:
+        """Send a message of kind CREDITS, if one is due."""
         assert self._credits is not None
         if self._credits.update_due and self._send_control(header(FrameKind.CREDITS), False, self._send_credit_update):
             self.updates += 1
 
     def send_control(self, kind: FrameKind, number: int = 0, *, fence: bool = False) -> None:
-        """Send a message without bytes, as soon as a credit is available.
+        """Send a message without bytes, as soon as a credit is available. Does not wait, and reports no errors.
 
+        :param kind: kind of the message.
+        :param number: number of the grant, 0..65535.
         :param fence: send after all earlier reads and atomics are done (IBV_SEND_FENCE).
         """
         self._pending_controls[header(kind, 0, 0, number)] = fence
         self._send_controls()
 
     def is_control_pending(self, kind: FrameKind, number: int) -> bool:
-        """Return whether such a message still waits for a credit."""
+        """Return whether a message of this kind and grant number still waits for a credit."""
         return header(kind, 0, 0, number) in self._pending_controls
 
     def _send_control(self, immediate: int, fence: bool, retry: Callable[[], None]) -> bool:
-        # Return True if the message is sent or never will be; otherwise `retry` is called when it may be sent.
+        """Send a message without bytes. The caller has checked that a credit is available.
+
+        :param immediate: header of the message, credits left out.
+        :param retry: called when a thread has left a verb that prevents sending now.
+        :returns: True if the message is sent or never will be, as the queue pair has ended; False if `retry` will be
+            called.
+        """
         assert self._credits is not None
         returned = self._credits.take()
         try:
@@ -468,15 +516,22 @@ class MessageChannel:
         return True
 
     def _keep_until_done(self, operation: Operation[None]) -> None:
-        # A dropped operation that waits for a place in the send queue would be withdrawn. Do not poll for completions
-        # here: those found would overtake others that were found before.
+        """Keep a reference to an operation that no user awaits, until it has ended.
+
+        A dropped operation that waits for a place in the send queue would be withdrawn.
+        """
+        # Do not poll for completions here: those found would overtake others that were found before.
         requests = self._own_requests
         while requests and requests[0].ended:
             del requests[0]
         requests.append(operation)
 
     async def _wait_for_credit(self, reserved: int) -> None:
-        # The caller holds the lock.
+        """Wait until more than `reserved` credits are available. The caller holds the lock.
+
+        :raises BrokenResourceError: the channel is broken.
+        :raises ClosedResourceError: the channel is closed.
+        """
         assert self._credits is not None
         self.check_usable()
         while self._credits.available <= reserved:
@@ -524,8 +579,12 @@ class MessageChannel:
     async def send(self, data: "Buffer", immediate: int | None = None) -> None:
         """Send a user message. When this returns, the message is in flight and `data` may be changed.
 
+        :param data: the message, a contiguous buffer.
         :param immediate: the user's immediate data, 0..2**32-1; None: no immediate data.
         :raises ValueError: the message is longer than the peer accepts, or `immediate` does not fit in 32 bits.
+        :raises BrokenResourceError: the channel is broken.
+        :raises ClosedResourceError: the channel is closed, or END was sent.
+        :raises AffinityError: another event loop owns the connection.
         """
         self._owner.check(self, "send")
         if type(data) is not bytes:
@@ -550,6 +609,7 @@ class MessageChannel:
         await self._send_slowly(memoryview(data), immediate)
 
     async def _send_slowly(self, data: memoryview, immediate: int | None) -> None:
+        """Send a user message that has several fragments or immediate data, or must wait. Raises as `send`."""
         if immediate is not None:
             check_immediate(immediate)
         if len(data) > self._max_message:
@@ -578,8 +638,15 @@ class MessageChannel:
     async def send_frame(self, kind: FrameKind, number: int = 0, data: bytes = b"", *, last: bool = False) -> None:
         """Send a control message in the order of the user messages. A cancelled call has sent nothing.
 
+        END is sent once: later calls return at once.
+
+        :param kind: kind of the message.
+        :param number: number of the grant, 0..65535.
+        :param data: bytes of the message, at most `fragment_size`.
         :param last: no more credits need to be returned, so use even the reserved one. The peer returns it without a
             user's receive.
+        :raises BrokenResourceError: the channel is broken.
+        :raises ClosedResourceError: the channel is closed.
         """
         async with self._lock:
             if kind is FrameKind.END and self.eof_sent:
@@ -592,7 +659,14 @@ class MessageChannel:
     async def _send_frame(
         self, immediate: int, prefix: bytes, data: memoryview, reserved: int = RESERVED_CREDITS
     ) -> None:
-        # The caller holds the lock.
+        """Wait for a credit and a buffer, and post one fragment or control message. The caller holds the lock.
+
+        :param immediate: header of the message, credits left out.
+        :param prefix: bytes that stand before `data`.
+        :param reserved: number of credits to leave for others.
+        :raises BrokenResourceError: the channel is broken.
+        :raises ClosedResourceError: the channel is closed.
+        """
         await self._wait_for_credit(reserved)
         buffer = self._buffers.take()
         if buffer is None:
@@ -610,6 +684,12 @@ class MessageChannel:
         self._post_buffer(buffer, end, immediate)
 
     def _post_buffer(self, buffer: SendBuffer, length: int, immediate: int) -> None:
+        """Use a credit and post a filled buffer. On failure nothing was posted, and buffer and credit are free again.
+
+        :param length: number of bytes to send.
+        :param immediate: header of the message, credits left out.
+        :raises Exception: as `QueuePair.send`.
+        """
         credit = self._credits
         assert credit is not None
         returned = credit.take()
@@ -622,11 +702,17 @@ class MessageChannel:
         self._buffers.add_in_flight(buffer, sent)
 
     def _fail_send(self, error: WorkCompletionError) -> Exception:
+        """Fail the channel because a send failed, and return the exception for its caller."""
         self.fail(str(error), error)
         return self.closed_error()
 
     def probe(self) -> Operation[None]:
-        """Post a write of 0 bytes. Its completion shows that the device of the peer has all earlier sends."""
+        """Post a write of 0 bytes. Its completion shows that the device of the peer has all earlier sends.
+
+        :returns: the operation, to be awaited; `WorkCompletionError` if the peer's device does not answer.
+        :raises ClosedResourceError: the queue pair is closed.
+        :raises BrokenResourceError: the queue pair is in ERR.
+        """
         return self.qp.write(self._empty_slice, _NULL_REMOTE)
 
     def send_keepalive(self) -> None:
@@ -643,6 +729,7 @@ class MessageChannel:
         """Wait until all sent messages are in the peer's memory.
 
         :raises BrokenResourceError: the peer does not acknowledge them.
+        :raises ClosedResourceError: the channel is closed.
         """
         try:
             await self.probe()

@@ -42,6 +42,7 @@ def reconnect(
 
     The connection is closed when the next one is requested, or when the loop ends by ``break`` or an error. Failed
     attempts are repeated after the waits of `backoff`, which start again after a connection that lasted for `steady_s`.
+    When `backoff` allows no further attempt, the last attempt's error is raised, or the loop ends if that succeeded.
     The event loop that requests the first connection owns the iterator, even if any loop may use the domain.
 
     :param host: address or name at which the peer listens.
@@ -49,12 +50,13 @@ def reconnect(
     :param backoff: waits between attempts; None: ``Backoff()``.
     :param steady_s: time in seconds after which a connection counts as successful.
     :param options: keyword arguments of `connect`; ``domain`` is required.
-    :returns: an async iterator of open connections.
+    :returns: an async iterator of open connections, which it closes itself.
     :raises AffinityError: another event loop owns the domain, or requested the first connection; nothing was done.
     :raises HandshakeError: the peer refuses for a permanent reason: version, secret, protocol or device.
     :raises OSError: `backoff` allows no further attempt; the last attempt's error.
     :raises TimeoutError: likewise, if the last attempt took too long.
     :raises BrokenResourceError: likewise, if the peer went away during the last attempt.
+    :raises ValueError: an argument of `connect` is not valid.
     """
     peer, connecting = f"{host}:{port}", connect(host, port, **options)
     connections = _connections(connecting, peer, backoff if backoff is not None else Backoff(), steady_s)
@@ -65,6 +67,15 @@ def reconnect(
 async def _connections(
     connecting: Connecting, peer: str, policy: Backoff, steady_s: float
 ) -> AsyncGenerator[Connection, None]:
+    """Yield open connections to `peer`, and close each one when the next is requested.
+
+    :param connecting: makes a connection each time it is awaited.
+    :param peer: description of the peer for logs.
+    :param policy: waits between attempts.
+    :param steady_s: time in seconds after which a connection counts as successful.
+    :raises HandshakeError: the peer refuses for a permanent reason.
+    :raises OSError: no further attempt is allowed; the last attempt's error, or in its place a `BrokenResourceError`.
+    """
     rng = random.Random()
     waits = policy.waits(rng)
     clock = running_loop().time

@@ -21,10 +21,12 @@ _UNLIMITED = 1 << 30
 
 
 async def lease_block(domain: Domain, settings: ConnectionSettings) -> LeasedBuffer:
-    """Lease memory for the buffers of a connection from a pool of the protection domain.
+    """Lease memory for the buffers of a connection from a pool of the protection domain, made if necessary.
 
+    :returns: a buffer of ``settings.block_size`` bytes, to be released by the caller. The domain closes the pool.
     :raises MemoryError: no memory left.
     :raises VerbsError: the device cannot register the memory.
+    :raises ClosedResourceError: the domain is not open.
     """
     size = settings.block_size
     key = "buffers of connections", size
@@ -52,7 +54,10 @@ class _QueueSet:
         self._broken: list[CompletionQueue] = []  # broken queues, each closed after its last queue pair
 
     def find(self, completions: int) -> CompletionQueue | None:
-        """Return a queue with room for so many completions, or None."""
+        """Return a queue with room for so many completions, or None.
+
+        :param completions: number of completions that the connection can have outstanding.
+        """
         self._close_broken()
         for step in range(len(self._all)):
             index = (self._last_index + step) % len(self._all)
@@ -67,6 +72,7 @@ class _QueueSet:
         return None
 
     def _close_broken(self) -> None:
+        """Close the broken queues that no queue pair uses any more. The next call retries those that are busy."""
         for cq in tuple(self._broken):
             if not cq.statistics().children:
                 # retried next time; else closed with the domain
@@ -81,14 +87,17 @@ class _QueueSet:
 
 
 def _is_usable(cq: CompletionQueue) -> bool:
+    """Return whether a queue is open, and its completions are still read."""
     return cq.state is ResourceState.OPEN and dispatcher_of(cq).watched
 
 
 async def completion_queue_for(domain: Domain, settings: ConnectionSettings) -> CompletionQueue:
     """Return a completion queue of the running loop with room for one more connection, made if necessary.
 
+    :returns: an open queue that other connections share. The domain closes it, and not the caller.
     :raises ValueError: the domain's awaits do not poll, or not for so long.
     :raises VerbsError: the device has no more completion queues.
+    :raises ClosedResourceError: the domain is not open.
     """
     needed = settings.completions
     queues = shared_resources_of(domain).setdefault(

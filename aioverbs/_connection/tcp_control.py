@@ -23,6 +23,8 @@ class TcpControlChannel(asyncio.Protocol):
 
     If the process dies, even by SIGKILL, the kernel closes the connection, although the process may have forked:
     children do not inherit the socket.
+
+    Made by `connect_tcp` and `accept_tcp`. `error` is the exception that ended the connection, None before.
     """
 
     def __init__(self) -> None:
@@ -60,12 +62,16 @@ class TcpControlChannel(asyncio.Protocol):
         self._wake()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Report that the connection is closed."""
+        """Report to the waiting caller and to the callback that the connection is closed.
+
+        :param exc: the cause; None: the peer closed the connection, or this end did.
+        """
         self._fail(exc or BrokenResourceError("the peer closed its TCP connection"))
         if not self._closed.done():
             self._closed.set_result(None)
 
     def _fail(self, error: Exception) -> None:
+        """Keep the first error, and report it to the waiting caller and to the callback."""
         if self.error is not None:
             return
         self.error = error
@@ -79,13 +85,17 @@ class TcpControlChannel(asyncio.Protocol):
     # ---- Handshake
 
     async def send(self, data: bytes) -> None:
-        """Send a message; it is so short that the transport always buffers it."""
+        """Send a message; it is so short that the transport always buffers it.
+
+        If the peer is gone, nothing is raised here: `receive` reports that.
+        """
         assert self._transport is not None
         self._transport.write(data)
 
     async def receive(self) -> bytes:
         """Receive the peer's next message.
 
+        :returns: the message, header included.
         :raises HandshakeError: the data is not a message of the handshake.
         :raises BrokenResourceError: the peer is gone.
         """
@@ -93,6 +103,10 @@ class TcpControlChannel(asyncio.Protocol):
         return head + await self._read_exactly(body_size(head))
 
     async def _read_exactly(self, size: int) -> bytes:
+        """Wait for the next `size` bytes of the peer, and return them.
+
+        :raises BrokenResourceError: the peer is gone, and sent fewer bytes.
+        """
         while len(self._data) < size:
             if self.error is not None:
                 raise BrokenResourceError(f"the peer went away during the handshake: {self.error}") from self.error
@@ -107,6 +121,9 @@ class TcpControlChannel(asyncio.Protocol):
     def watch(self, on_lost: Callable[[Exception], object]) -> None:
         """End the handshake. From now on the channel calls `on_lost` when the connection to the peer is lost.
 
+        If the connection is lost already, or the peer has sent data after the handshake, the callback is called at
+        once.
+
         :param on_lost: called with the cause.
         """
         self._on_lost = on_lost
@@ -120,12 +137,12 @@ class TcpControlChannel(asyncio.Protocol):
         self._on_lost = lambda _: None
 
     def address(self, which: str) -> Address | None:
-        """Return the local address for ``"sockname"``, the peer's for ``"peername"``."""
+        """Return the local address for ``"sockname"``, the peer's for ``"peername"``; None without a connection."""
         found = self._transport.get_extra_info(which) if self._transport is not None else None
         return cast("Address | None", found)
 
     def abort(self) -> None:
-        """Close at once."""
+        """Close at once, without sending what is buffered. Closing twice has no effect."""
         if self._transport is not None and not self._abandon_if_loop_gone():
             self._transport.abort()
 
@@ -147,7 +164,7 @@ class TcpControlChannel(asyncio.Protocol):
         return True
 
     async def aclose(self) -> None:
-        """Close after sending what is buffered. Waits a limited time for the peer's close."""
+        """Close after sending what is buffered. Waits at most half a second for the peer's close, then aborts."""
         if self._transport is not None and not self._closed.done() and not self._abandon_if_loop_gone():
             self._transport.close()
             done, _ = await asyncio.wait([self._closed], timeout=_CLOSE_TIMEOUT_S)
@@ -163,9 +180,12 @@ async def connect_tcp(
 ) -> TcpControlChannel:
     """Connect to a TCP port.
 
+    :param host: address or name of the peer.
+    :param port: port that the peer listens at.
     :param context: TLS context; None: no TLS.
     :param server_hostname: name in the peer's certificate; None: `host`.
-    :raises OSError: no listener, or, as `ssl.SSLError`, the TLS handshake failed.
+    :returns: the connected control channel, to be closed by the caller.
+    :raises OSError: the name has no address, no listener, or, as `ssl.SSLError`, the TLS handshake failed.
     """
     name = server_hostname if context is not None else None
     _, control = await running_loop().create_connection(
@@ -178,8 +198,10 @@ async def connect_tcp(
 async def accept_tcp(sock: socket.socket, context: tls.SSLContext | None, timeout_s: float) -> TcpControlChannel:
     """Make a control channel of an accepted socket, which it owns from now on, even on failure.
 
+    :param sock: connected, non-blocking socket.
     :param context: TLS context; None: no TLS.
     :param timeout_s: limit of the TLS handshake in seconds.
+    :returns: the connected control channel, to be closed by the caller.
     :raises OSError: the peer is gone, or, as `ssl.SSLError`, the TLS handshake failed.
     """
     limit_s = timeout_s if context is not None else None
@@ -194,6 +216,10 @@ async def accept_tcp(sock: socket.socket, context: tls.SSLContext | None, timeou
 
 
 def _no_delay(control: TcpControlChannel) -> None:
+    """Send each message at once (TCP_NODELAY). A socket that the peer has closed is left as it is.
+
+    :raises OSError: the option cannot be set.
+    """
     assert control._transport is not None
     sock = control._transport.get_extra_info("socket")
     try:

@@ -70,7 +70,7 @@ WHOLE = FrameKind.DATA << _KIND_AT | FIRST | LAST
 
 
 def header(kind: FrameKind, flags: int = 0, returned: int = 0, number: int = 0) -> int:
-    """Encode the header of a message as immediate data.
+    """Return the header of a message, encoded as immediate data of 32 bits.
 
     :param kind: kind of the message.
     :param flags: FIRST, LAST and HAS_IMMEDIATE.
@@ -89,13 +89,15 @@ class GrantNotice(NamedTuple):
     access: AccessFlags
 
     def pack(self) -> bytes:
-        """Encode the notice."""
+        """Return the encoded notice, the bytes of a GRANT message."""
         return _GRANT.pack(self.address, self.length, self.rkey, self.access)
 
     @classmethod
     def parse(cls, data: bytes) -> "GrantNotice":
         """Decode a notice.
 
+        :param data: bytes of a GRANT message.
+        :returns: the notice.
         :raises ValueError: wrong length, an empty or impossible range, or access flags that cannot be granted.
         """
         if len(data) != _GRANT.size:
@@ -109,7 +111,10 @@ class GrantNotice(NamedTuple):
 
 
 def parse_header(immediate: int) -> tuple[int, int, int, int]:
-    """Decode immediate data: kind, flags, credits returned and number."""
+    """Decode immediate data.
+
+    :returns: kind, which may be unknown, flags, number of credits returned, and number of the grant.
+    """
     return (
         immediate >> _KIND_AT,
         immediate & (FIRST | LAST | HAS_IMMEDIATE),

@@ -69,7 +69,7 @@ class _Receive(RegionSlice):
 
 @dataclass(frozen=True)
 class ConnectionStatistics:
-    """Counters of a connection.
+    """Counters of a connection. Returned by `Connection.traffic`.
 
     :param messages_sent: number of user messages sent.
     :param messages_received: number of user messages returned by ``receive``.

@@ -58,7 +58,11 @@ class AcceptSettings:
 
     @functools.cached_property
     def context(self) -> tls.SSLContext | None:
-        """This process's TLS context, made on first use; None: no TLS."""
+        """This process's TLS context, made on first use; None: no TLS.
+
+        :raises Exception: what the function that makes the context raises, as `ssl.SSLError` or `OSError` for a
+            certificate.
+        """
         return self.ssl if self.ssl is None or isinstance(self.ssl, tls.SSLContext) else self.ssl()
 
 
@@ -69,7 +73,11 @@ async def try_accept(
 
     :param control: opens the control channel to the peer; awaited first.
     :param peer: description of the peer for logs.
-    :returns: the connection and ""; or None and the reason, which is logged.
+    :param domain: domain that the queue pair is made on.
+    :param accept_settings: secret, and settings of the connection.
+    :returns: the open connection, to be closed by the caller, and ""; or None and the reason, which is logged: the name
+        of a `Reason` or of an exception.
+    :raises ValueError: the device has no such port or GID.
     """
     try:
         return await accept_connection(await control, domain, accept_settings.secret, accept_settings.settings), ""
@@ -87,6 +95,7 @@ async def try_accept(
 
 
 def _reason_name(error: HandshakeError) -> str:
+    """Return the name of the reason of a refusal, or an unknown number as text."""
     try:
         return Reason(error.reason).name
     except ValueError:
@@ -94,7 +103,7 @@ def _reason_name(error: HandshakeError) -> str:
 
 
 def peer_name(sock: socket.socket) -> str:
-    """Return the address of a TCP peer as text, for logs."""
+    """Return the address of a TCP peer as text, for logs: "a peer that is gone" if the socket has lost the peer."""
     try:
         return format_address(sock.getpeername())
     except OSError:

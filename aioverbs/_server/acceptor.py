@@ -39,7 +39,7 @@ _EXPIRY_GRACE_S = 2.0  # time that an expired peer may take to end, as on a busy
 
 @dataclass(frozen=True)
 class ServerStatistics:
-    """Counters of a listener or server.
+    """Counters of a listener or server. Returned by the method ``statistics`` of both.
 
     :param handshakes: number of handshakes in progress.
     :param connections: number of connections that are open, or wait to be accepted by the caller.
@@ -96,7 +96,12 @@ class PendingPeer:
         return format_address(self.address)
 
     async def open_control(self, accept_settings: AcceptSettings) -> ControlChannel:
-        """Return the control channel to the peer, on the loop that accepted the peer. May be called once."""
+        """Open the control channel to the peer, on the loop that accepted the peer. May be called once.
+
+        :param accept_settings: TLS context, and limit of the TLS handshake.
+        :returns: the channel, to be closed by the caller.
+        :raises OSError: the peer is gone, or, as `ssl.SSLError`, the TLS handshake failed.
+        """
         endpoint, self.endpoint = self.endpoint, None
         assert endpoint is not None
         if isinstance(endpoint, CmControlChannel):
@@ -127,17 +132,22 @@ class PendingPeer:
                 self._loop.call_soon_threadsafe(self._set_open, is_open)
 
     def _set_open(self, is_open: bool) -> None:
+        """Do the work of `report_open`, on the loop that accepted the peer."""
         if self.state is (AcceptState.HANDSHAKING if is_open else AcceptState.OPEN):
             if is_open and self.timeout is not None and not self.timeout.expired():
                 self.timeout.reschedule(None)
             self._set_state(AcceptState.OPEN if is_open else AcceptState.CLOSED, "")
 
     def refuse(self, reason: str) -> None:
-        """Report that the peer does not become a connection. Has no effect once it is one."""
+        """Report that the peer does not become a connection. Has no effect once it is one.
+
+        :param reason: name under which the refusal is counted.
+        """
         if self.state is AcceptState.HANDSHAKING:
             self._set_state(AcceptState.CLOSED, reason)
 
     def _set_state(self, state: AcceptState, reason: str) -> None:
+        """Change the state, and report the change."""
         previous, self.state = self.state, state
         self._on_state_change(self, previous, reason)
 
@@ -173,9 +183,17 @@ class Acceptor:
     ) -> None:
         """Begin to listen.
 
+        :param host: address or name to listen at; None: all addresses of this machine.
+        :param port: port to listen at; 0: a free port, the same for all addresses.
+        :param backlog: number of peers that the kernel queues for each address.
+        :param transport: ``"tcp"``: TCP only. ``"rdmacm"``: rdma_cm only. ``"auto"``: TCP, and rdma_cm if there is a
+            domain of an RDMA device, no TLS, and rdma_cm works on this machine.
         :param domain: domain of the connections, which rdma_cm needs. Pass None if the workers of a pool handle the
             connections, because each worker has a domain of its own.
-        :raises OSError: the address is in use, or does not belong to this machine.
+        :raises OSError: the name has no address, the address is in use, or does not belong to this machine.
+        :raises LibraryNotFoundError: `transport` is ``"rdmacm"``, and librdmacm is not installed.
+        :raises VerbsError: `transport` is ``"rdmacm"``, and rdma_cm does not work on this machine.
+        :raises ValueError: `transport` is ``"rdmacm"``, and the domain is of a software device.
         """
         self._loop, self._owner = running_loop(), Affinity.of_running_loop()
         try:
@@ -188,6 +206,11 @@ class Acceptor:
             raise
 
     async def _open_rdma_cm(self, host: str | None, port: int, backlog: int, transport: Transport) -> None:
+        """Listen by rdma_cm and start to accept. If `transport` is ``"auto"``, a failure is only logged.
+
+        :raises LibraryNotFoundError: librdmacm is not installed.
+        :raises OSError: the name has no address, or, as `VerbsError`, the address is in use or has no RDMA device.
+        """
         assert self._loop is not None
         channel = SharedChannel()
         try:
@@ -204,6 +227,10 @@ class Acceptor:
         self._accept_tasks.append(self._loop.create_task(self._accept_rdma_cm(channel, listener)))
 
     async def _open_tcp(self, host: str | None, port: int, backlog: int) -> None:
+        """Listen by TCP at all addresses of the host, and start to accept.
+
+        :raises OSError: the name has no address, or an address is in use or does not belong to this machine.
+        """
         assert self._loop is not None
         addresses = await self._loop.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE, family=socket.AF_UNSPEC
@@ -216,6 +243,10 @@ class Acceptor:
             self._accept_tasks.append(self._loop.create_task(self._accept(sock)))
 
     def _listen(self, family: int, address: tuple[object, ...], backlog: int) -> None:
+        """Add a listening socket for one address; none if the machine does not support the address family.
+
+        :raises OSError: the address is in use or does not belong to this machine.
+        """
         try:
             sock = socket.socket(family, socket.SOCK_STREAM)
         except OSError as error:
@@ -234,7 +265,10 @@ class Acceptor:
 
     @property
     def addresses(self) -> list[Address]:
-        """Addresses and ports at which the acceptor listens."""
+        """Addresses and ports at which the acceptor listens: those of TCP, or without TCP that of rdma_cm.
+
+        Empty before opening and after `stop`.
+        """
         addresses = list(self._bound)
         if not addresses and self._cm is not None:
             addresses.append(self._cm[1].address)
@@ -251,6 +285,7 @@ class Acceptor:
         return ServerStatistics(self._handshakes, self._connections, self._accepted, refused, counts)
 
     async def _accept(self, listening: socket.socket) -> None:
+        """Accept peers at one socket for ever, each when a slot for a handshake is free. Ends when cancelled."""
         assert self._loop is not None
         while True:
             try:
@@ -269,6 +304,10 @@ class Acceptor:
             self._start_or_refuse(sock, address, has_slot)
 
     async def _accept_one(self, listening: socket.socket) -> tuple[socket.socket, Address]:
+        """Wait for the next peer, and return the connected socket, which the caller closes, and the peer's address.
+
+        :raises OSError: the peer gave up, or no file descriptor is left.
+        """
         assert self._owner is not None
         while not self._owner.inherited:
             try:
@@ -284,6 +323,7 @@ class Acceptor:
         return await never
 
     async def _accept_rdma_cm(self, channel: SharedChannel, listener: CmListener) -> None:
+        """Accept peers by rdma_cm until the listener is closed or fails, each when a slot is free."""
         try:
             async for identifier in listener:
                 try:
@@ -300,6 +340,7 @@ class Acceptor:
             logger.warning("peers cannot connect by rdma_cm any more: %s", error)
 
     def _start_or_refuse(self, sock: socket.socket, address: Address, has_slot: bool) -> None:
+        """Start the handshake of an accepted peer if there is a slot; otherwise refuse the peer."""
         sock.setblocking(False)
         if has_slot:
             self._start_handshake(sock, address)
@@ -342,6 +383,7 @@ class Acceptor:
         return min((each.started_at - threshold for each in waiting), default=_MIN_HANDSHAKE_S)
 
     def _start_handshake(self, endpoint: CmControlChannel | socket.socket, address: Address | None) -> None:
+        """Count a peer, and call `on_peer` with it in a task."""
         assert self._loop is not None
         self._handshakes += 1
         pending = PendingPeer(endpoint, address, self._on_state_change)
@@ -350,6 +392,7 @@ class Acceptor:
         task.add_done_callback(self._on_task_done)
 
     async def _run_handshake(self, pending: PendingPeer) -> None:
+        """Call `on_peer` within the time limit, and count the peer as refused if it is not a connection then."""
         reason = "cancelled"
         try:
             pending.started_at = running_loop().time()
@@ -365,13 +408,16 @@ class Acceptor:
         pending.refuse("cancelled")  # cancelled before its first step
 
     def reject_busy(self, pending: PendingPeer) -> None:
-        """Reject a peer because the pool has no capacity for it."""
+        """Reject a peer because the pool is closed or broken. The refusal is counted as ``"BUSY"``."""
         if isinstance(pending.endpoint, socket.socket):
             self._refuse(pending.endpoint)
         pending.refuse("BUSY")
 
     def _refuse(self, sock: socket.socket) -> None:
-        # Send the rejection without waiting: not by TLS, and only if the socket's buffer takes it.
+        """Send the rejection BUSY and close the socket.
+
+        Does not wait: nothing is sent by TLS, or if the socket's buffer is full.
+        """
         with sock, contextlib.suppress(OSError):
             if self._accept_settings.ssl is None:
                 sock.send(Reject(Reason.BUSY).pack())
@@ -381,6 +427,7 @@ class Acceptor:
     # ---- Results of handshakes
 
     def _on_state_change(self, pending: PendingPeer, previous: AcceptState, reason: str) -> None:
+        """Count a peer that has become a connection, was refused or is closed. Close the endpoint of a refused one."""
         self._slot_freed.set()
         if previous is AcceptState.OPEN:
             self._connections -= 1
@@ -402,7 +449,10 @@ class Acceptor:
     # ---- Closing
 
     async def stop(self) -> None:
-        """Stop accepting. Handshakes in progress go on, unless their loop is closed."""
+        """Stop accepting. Handshakes in progress go on, unless their loop is closed. Stopping twice has no effect.
+
+        :raises VerbsError: the rdma_cm listener cannot be closed.
+        """
         accept_tasks, self._accept_tasks = self._accept_tasks, []
         cm, self._cm = self._cm, None
         try:
@@ -432,11 +482,15 @@ class Acceptor:
             self._abandon()
 
     def _is_orphaned(self) -> bool:
+        """Return whether the loop that opened the acceptor is closed."""
         return self._owner is not None and self._owner.orphaned
 
     def _abandon(self) -> None:
-        # The tasks of a closed loop neither run nor can be cancelled. Connections that they opened are closed with the
-        # domain or pool.
+        """Close the sockets, and forget the tasks of the closed loop.
+
+        The tasks of a closed loop neither run nor can be cancelled. Connections that they opened are closed with the
+        domain or pool.
+        """
         self._close_sockets()
         pending_peers = list(self._tasks.values())
         self._tasks.clear()
@@ -452,13 +506,21 @@ class Acceptor:
             sock.close()
 
     async def wait(self, timeout_s: float | None) -> bool:
-        """Wait for all tasks to end. Return whether they have ended within `timeout_s` seconds; None: no limit."""
+        """Wait for all tasks to end, those of handshakes and handlers.
+
+        :param timeout_s: limit in seconds; None: no limit.
+        :returns: whether all tasks have ended.
+        """
         if waiting := {*self._tasks, *self._closing_tasks}:
             await asyncio.wait(waiting, timeout=timeout_s)
         return not self._tasks and not self._closing_tasks
 
     async def cancel(self, timeout_s: float | None = None) -> bool:
-        """Cancel all tasks. Return whether they have ended within `timeout_s` seconds; None: no limit."""
+        """Cancel all tasks, those of handshakes and handlers, and wait for them to end.
+
+        :param timeout_s: limit of waiting in seconds; None: no limit.
+        :returns: whether all tasks have ended.
+        """
         for task in self._tasks:
             task.cancel()
         return await self.wait(timeout_s)

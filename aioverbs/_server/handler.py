@@ -56,11 +56,12 @@ class HandlerResult:
     failure: BaseException | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # The traceback cannot be pickled; its text can.
+        """Pickle the result. The traceback of the failure cannot be pickled; its text can."""
         return _unpickled_result, (self.reason, self.failure and pickled_error(self.failure))
 
 
 def _unpickled_result(reason: str, failure: bytes | None) -> HandlerResult:
+    """Return the result that `HandlerResult.__reduce__` pickled."""
     # bytes are never empty
     return HandlerResult(reason, failure and unpickled_error(failure))  # type: ignore[arg-type]
 
@@ -70,9 +71,14 @@ async def handle(
 ) -> HandlerResult:
     """Make a connection on the running loop, call the handler with it, and close it.
 
+    If the handler raises, the connection is aborted.
+
     :param control: opens the control channel to the peer; awaited first.
     :param peer: description of the peer for logs.
     :param report_open: notified when the connection is open, and when closed.
+    :param domain: domain that the queue pair is made on.
+    :param service: the handler and the settings for accepted peers.
+    :returns: why there was no connection, or the exception of the handler. A cancellation is raised.
     """
     connection, reason = await try_accept(control, peer, domain, service.accept_settings)
     if connection is None:
@@ -101,6 +107,9 @@ async def handle_on_worker(sock: socket.socket, report_open: ReportOpen, service
     """Handle a peer on the current worker, with the worker's domain: see `handle`.
 
     :param sock: socket of the peer, non-blocking. The descriptor is detached from this object.
+    :param report_open: as for `handle`.
+    :param service: as for `handle`.
+    :returns: as `handle`.
     """
     peer, detached = peer_name(sock), socket.socket(fileno=sock.detach())
     control = accept_tcp(detached, service.accept_settings.context, service.accept_settings.handshake_timeout_s)

@@ -39,7 +39,14 @@ logger = logging.getLogger("aioverbs")
 
 
 class _AcceptorResource(anyio.abc.AsyncResource):
-    """Base of `ConnectionListener` and `Server`: owns an acceptor, on the event loop that opens it."""
+    """Base of `ConnectionListener` and `Server`: owns an acceptor, on the event loop that opens it.
+
+    ``async with`` opens the object and gives the object itself, and closes it at the end of the block.
+
+    :param listen_args: arguments of `Acceptor.open`.
+    :param acceptor: the acceptor, not open yet.
+    :param parent: domain or pool that the connections are made on.
+    """
 
     def __init__(
         self, listen_args: tuple[str | None, int, int, Transport, Domain | None], acceptor: Acceptor, parent: Resource
@@ -57,10 +64,14 @@ class _AcceptorResource(anyio.abc.AsyncResource):
     async def open(self) -> Self:
         """Begin to listen.
 
+        :returns: this object.
         :raises AffinityError: another event loop owns the domain.
         :raises ClosedResourceError: opened before or closed before, or the domain or pool is not open. A listener that
             is open stays open.
         :raises OSError: the address is in use or not an address of this machine.
+        :raises ValueError: the domain is of a software device, and the transport is ``"rdmacm"``.
+        :raises LibraryNotFoundError: the transport is ``"rdmacm"``, and librdmacm is not installed.
+        :raises VerbsError: the transport is ``"rdmacm"``, and rdma_cm does not work on this machine.
         """
         if self._owner is not None or self._closed:
             raise ClosedResourceError(f"{self!r} cannot be opened again: make a new one")
@@ -79,6 +90,8 @@ class _AcceptorResource(anyio.abc.AsyncResource):
         """Check that the owner's event loop is running: tasks and futures belong to that loop.
 
         Before opening, the owner is that of the domain, if one loop owns the domain.
+
+        :raises AffinityError: another event loop or none is running.
         """
         if self._closed:
             return
@@ -102,7 +115,7 @@ class _AcceptorResource(anyio.abc.AsyncResource):
 
     @property
     def addresses(self) -> list[Address]:
-        """Addresses and ports at which this object listens; empty before opening and after closing."""
+        """Host and port of each address at which this object listens; empty before opening and after closing."""
         return self._acceptor.addresses
 
     @property
@@ -116,7 +129,7 @@ class _AcceptorResource(anyio.abc.AsyncResource):
         return self.addresses[0][1]
 
     def statistics(self) -> ServerStatistics:
-        """Return the current counters of peers and connections."""
+        """Return the current counters of peers and connections, a `ServerStatistics`."""
         return self._acceptor.statistics()
 
 
@@ -153,16 +166,24 @@ class ConnectionListener(_AcceptorResource):
     async def open(self) -> Self:
         """Begin to listen.
 
+        :returns: the listener.
         :raises AffinityError: another event loop owns the domain.
         :raises ClosedResourceError: opened before or closed before, or the domain is not open. A listener that is open
             stays open.
         :raises OSError: the address is in use or not an address of this machine.
+        :raises ValueError: the domain is of a software device, and the transport is ``"rdmacm"``.
+        :raises LibraryNotFoundError: the transport is ``"rdmacm"``, and librdmacm is not installed.
+        :raises VerbsError: the transport is ``"rdmacm"``, and rdma_cm does not work on this machine.
         """
         await super().open()
         self._open = True
         return self
 
     async def _on_peer(self, pending: PendingPeer) -> str:
+        """Make a connection of a peer, and keep it for `accept`.
+
+        :returns: "", or the reason why the peer did not become a connection.
+        """
         assert self._domain is not None
         connection, reason = await try_accept(
             pending.open_control(self._accept_settings), pending.peer, self._domain, self._accept_settings
@@ -177,6 +198,7 @@ class ConnectionListener(_AcceptorResource):
         return reason
 
     def _wake(self) -> None:
+        """Wake one caller of `accept`."""
         while self._waiters:
             waiter = self._waiters.popleft()
             if not waiter.done():
@@ -235,6 +257,7 @@ class ConnectionListener(_AcceptorResource):
         await wait_uncancelled(self._close())
 
     async def _close(self) -> None:
+        """Stop accepting, end the waiting calls of `accept`, and abort the connections that were not returned."""
         lifecycle_of(self._parent).detach(self._acceptor)
         await self._acceptor.stop()
         await self._acceptor.cancel()
@@ -294,6 +317,10 @@ def _accept_settings(
     max_handshakes: int,
     max_connections: int | None,
 ) -> AcceptSettings:
+    """Return the settings for accepted peers, from the arguments of `listen` or `serve`.
+
+    :raises ValueError: an argument is out of range, or `transport` and `ssl` exclude each other.
+    """
     chosen = settings if settings is not None else ConnectionSettings()
     accept_settings = AcceptSettings(ssl, secret, chosen, handshake_timeout_s, max_handshakes, max_connections)
     check_transport(transport, accept_settings.context)
@@ -301,6 +328,10 @@ def _accept_settings(
 
 
 def _parent_of(domain: Domain | None, pool: WorkerPool | None) -> Domain | WorkerPool:
+    """Return the domain or the pool, whichever is given.
+
+    :raises ValueError: both or none is given.
+    """
     if domain is not None and pool is None:
         return domain
     if pool is not None and domain is None:
@@ -369,10 +400,14 @@ class Server(_AcceptorResource):
     async def open(self) -> Self:
         """Begin to listen and to serve.
 
+        :returns: the server.
         :raises AffinityError: another event loop owns the domain.
         :raises ClosedResourceError: the domain or pool is not open, or the server was opened or closed before. A server
             that is open stays open.
         :raises OSError: the address is in use or not an address of this machine.
+        :raises ValueError: the domain is of a software device, and the transport is ``"rdmacm"``.
+        :raises LibraryNotFoundError: the transport is ``"rdmacm"``, and librdmacm is not installed.
+        :raises VerbsError: the transport is ``"rdmacm"``, and rdma_cm does not work on this machine.
         """
         if self._pool is not None:
             check_open(self._pool)
@@ -382,14 +417,19 @@ class Server(_AcceptorResource):
         return self
 
     async def _stop_with_pool(self, pool: WorkerPool) -> None:
+        """Stop the server when the pool takes no more calls."""
         await wait_while_accepting_calls(pool)
         await self.stop()
 
     def statistics(self) -> ServerStatistics:
-        """Return the current counters of peers and connections."""
+        """Return the current counters of peers and connections, a `ServerStatistics`."""
         return self._acceptor.statistics(self._pool.size if self._pool is not None else 0)
 
     async def _on_peer(self, pending: PendingPeer) -> str:
+        """Handle a peer from the handshake to the end of the connection, and log the failure of the handler.
+
+        :returns: "", or the reason why the peer did not become a connection.
+        """
         try:
             result = await self._run_handler(pending)
         except (BrokenResourceError, ClosedResourceError, WorkerDiedError) as error:
@@ -405,6 +445,12 @@ class Server(_AcceptorResource):
         return result.reason
 
     async def _run_handler(self, pending: PendingPeer) -> HandlerResult:
+        """Handle a peer on this loop, or on a worker of the pool.
+
+        :returns: the result of `handle`.
+        :raises ClosedResourceError: the pool is closed; the peer was rejected.
+        :raises BrokenResourceError: the pool is broken, and the peer was rejected; or the worker died.
+        """
         if self._pool is None or self._socket_calls is None:
             assert self._domain is not None
             control = pending.open_control(self._service.accept_settings)
@@ -449,6 +495,7 @@ class Server(_AcceptorResource):
         await asyncio.shield(self._stopping)
 
     async def _stop(self, drain_scope: anyio.CancelScope) -> None:
+        """Stop accepting, wait for the handlers within `drain_scope`, and cancel the rest. Runs once, in a task."""
         lifecycle_of(self._parent).detach(self._acceptor)
         try:
             await self._acceptor.stop()
@@ -464,7 +511,7 @@ class Server(_AcceptorResource):
             self._condition.notify()
 
     async def _stop_orphaned(self) -> None:
-        # The tasks of the closed loop cannot run, and nothing waits for them.
+        """Close the sockets of a server whose loop is closed. Its tasks cannot run, and nothing waits for them."""
         self._pool_watcher = self._stopping = None
         lifecycle_of(self._parent).detach(self._acceptor)
         await self._acceptor.stop()
@@ -472,6 +519,9 @@ class Server(_AcceptorResource):
         self._condition.notify()
 
     async def _cancel(self) -> None:
+        """Cancel the handlers and wait for their end, with a pool for at most its ``grace_s``. Handlers left are
+        logged.
+        """
         if await self._acceptor.cancel(self._pool.grace_s if self._pool is not None else None):
             return
         # A blocked worker would keep this waiting. The pool ends it when the pool is closed.
@@ -511,6 +561,7 @@ class Server(_AcceptorResource):
             raise
 
     async def _stop_now(self) -> None:
+        """Stop without waiting for handlers: cancel them at once."""
         await self._acceptor.stop()
         await self._cancel()
         await self.stop()

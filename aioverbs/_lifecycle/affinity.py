@@ -100,7 +100,9 @@ async def wait_uncancelled(awaited: Coroutine[Any, Any, T] | asyncio.Future[T]) 
 
     :param awaited: coroutine, which is wrapped in a task of the running loop, or future of that loop.
     :returns: the result of the awaited object.
+    :raises asyncio.CancelledError: the waiting task or the awaited object was cancelled.
     :raises RuntimeError: no asyncio event loop is running. A coroutine was closed then.
+    :raises BaseException: whatever the awaited object raised, if the waiting task was not cancelled.
     """
     try:
         future = asyncio.ensure_future(awaited, loop=running_loop())
@@ -140,6 +142,8 @@ async def wait_socket_ready(sock: socket.socket, *, writing: bool = False) -> No
 
     :param sock: non-blocking socket.
     :param writing: wait until the socket is writable, not until it is readable.
+    :raises ValueError: the socket is closed.
+    :raises RuntimeError: no asyncio event loop is running.
     """
     loop, forks_before = running_loop(), forks.count
     add, remove = (loop.add_writer, loop.remove_writer) if writing else (loop.add_reader, loop.remove_reader)
@@ -154,7 +158,7 @@ async def wait_socket_ready(sock: socket.socket, *, writing: bool = False) -> No
 
 
 class _Owned:
-    """Base of objects that belong to the event loop that uses them first.
+    """Base of objects that belong to the event loop, and its thread, that uses them first: the owner.
 
     Calls from other loops raise before anything has changed. A check in the body of a generator would come too late:
     the exception would end the generator.
@@ -174,7 +178,13 @@ class _Owned:
     def _enter(self, method: str) -> None:
         """Check that the calling event loop is the owner. The event loop of the first call becomes the owner.
 
-        :raises AffinityError: another event loop owns the object.
+        The first call raises what ``may_begin`` raises, such as `ClosedResourceError`. After an error the owner is the
+        same as before.
+
+        :param method: name of the called method, for the error.
+        :raises AffinityError: another event loop or thread owns the object.
+        :raises ForkedProcessError: the owner belongs to the process that this one was forked from.
+        :raises RuntimeError: this is the first call, and no asyncio event loop is running.
         """
         if self._owner is None:
             self._may_begin()
@@ -185,6 +195,9 @@ class _Owned:
     def _leave(self, method: str) -> bool:
         """Check that the caller is the owner, or that the owner's loop or thread has ended.
 
+        Without an owner ``may_begin`` is called, and may raise, such as `ClosedResourceError`.
+
+        :param method: name of the called method, for the error.
         :returns: False in the child of a fork, where the object must be left alone; else True.
         :raises AffinityError: another event loop owns the object.
         """
@@ -213,7 +226,11 @@ class OwnedIterator(_Owned, AsyncGenerator[T, None]):
         """Return the next item.
 
         :param value: None.
+        :raises StopAsyncIteration: there are no more items.
         :raises AffinityError: another event loop owns the iterator. Nothing was done.
+        :raises ForkedProcessError: the iteration began in the process that this one was forked from.
+        :raises RuntimeError: this is the first item, and no asyncio event loop is running.
+        :raises Exception: whatever ``may_begin`` raised for the first item, or the generator.
         """
         self._enter("__anext__")
         return await self._generator.asend(value)
@@ -224,7 +241,10 @@ class OwnedIterator(_Owned, AsyncGenerator[T, None]):
         :param kind: exception, or type of one.
         :param value: exception, if ``kind`` is a type; None: call the type without arguments.
         :param traceback: traceback of the exception.
+        :returns: the next item, if the generator catches the exception and yields one.
+        :raises StopAsyncIteration: the generator catches the exception and ends.
         :raises AffinityError: another event loop owns the iterator. Nothing was done.
+        :raises BaseException: the given exception, if the generator does not catch it.
         """
         self._enter("athrow")
         error = (kind() if value is None else value) if isinstance(kind, type) else kind
@@ -242,7 +262,11 @@ class OwnedIterator(_Owned, AsyncGenerator[T, None]):
 class OwnedBlock(_Owned, AbstractAsyncContextManager[T, None], Generic[T]):
     """Asynchronous context manager that belongs to the event loop that enters it, for one block at a time.
 
-    Subclasses implement `_begin` and `_end`.
+    ``async with`` yields the result of `_begin`. It raises `RuntimeError` if the object is in a block already, and
+    `AffinityError` if that block belongs to another event loop. Subclasses implement `_begin` and `_end`.
+
+    :param name: name of the context manager in error messages.
+    :param may_begin: function that is called before the block is entered, and raises if the caller may not enter.
     """
 
     def __init__(self, name: str, may_begin: Callable[[], object]) -> None:
@@ -251,7 +275,7 @@ class OwnedBlock(_Owned, AbstractAsyncContextManager[T, None], Generic[T]):
         self._is_entered = False
 
     async def _begin(self) -> T:
-        """Enter the block, on the loop that owns it."""
+        """Enter the block, on the loop that owns it, and return the value for ``async with ... as``."""
         raise NotImplementedError
 
     async def _end(
@@ -288,6 +312,9 @@ class OwnedBlock(_Owned, AbstractAsyncContextManager[T, None], Generic[T]):
 
 class OwnedContext(OwnedBlock[T]):
     """Single-use wrapper that adds the check of the owner to another asynchronous context manager.
+
+    ``async with`` yields the value of the wrapped context manager, whose exceptions it raises. Entering it again raises
+    `RuntimeError`.
 
     :param name: name of the context manager in error messages.
     :param context: wrapped context manager, which is entered at most once.
@@ -334,7 +361,7 @@ class CrossLoopCondition:
     async def wait_while(self, condition: Callable[[], object], *, poll_s: float | None = None) -> None:
         """Wait as long as a condition is true. The condition is tested now and after each notification.
 
-        :param condition: function whose result is tested for truth.
+        :param condition: function whose result is tested for truth. Its exceptions are raised.
         :param poll_s: interval in seconds at which the condition is also tested, for changes without a notification.
         :raises RuntimeError: the condition is true now, and no asyncio event loop is running.
         """
@@ -385,6 +412,7 @@ async def run_on_owner(
     :raises ForkedProcessError: the owner belongs to the process that this one was forked from.
     :raises BrokenResourceError: the owner's loop cancelled the function, as when the loop ends; or the function ended
         that loop by SystemExit or KeyboardInterrupt.
+    :raises Exception: whatever the function raised.
     """
     if owner is None or owner.owns():
         if turn := spend(LIGHT):

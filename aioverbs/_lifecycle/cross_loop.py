@@ -53,6 +53,10 @@ class CrossLoopFuture(Generic[T]):
             pass  # the caller's loop is closed, so no task waits
 
     def _set_result(self, result: T | None, error: BaseException | None) -> None:
+        """Record the result or the error of the call, and wake the waiting task. Only the first call has an effect.
+
+        Call on the caller's loop.
+        """
         if self._is_settled:
             return
         self._is_settled, self._result, self._error = True, result, error
@@ -69,6 +73,7 @@ class CrossLoopFuture(Generic[T]):
         self._timer = self._caller.call_later(_POLL_S, self._poll, poll)
 
     def _poll(self, poll: Callable[[], BaseException | None]) -> None:
+        """Call a polling function: end the call with the error that it returns, or poll again after the interval."""
         error = poll()
         if error is None:
             self.watch(poll)
@@ -85,6 +90,8 @@ class CrossLoopFuture(Generic[T]):
 
         :param withdraw: function that cancels the call on the other loop.
         :returns: the result of the call.
+        :raises asyncio.CancelledError: the waiting task was cancelled.
+        :raises BaseException: the error that was passed to `settle`, or that the function of `watch` returned.
         """
         try:
             await self._future
@@ -101,6 +108,7 @@ class CrossLoopFuture(Generic[T]):
         return self._result  # type: ignore[return-value]  # T may include None
 
     async def _wait_settled(self) -> None:
+        """Wait until the call has ended, whatever cancels the task; return at once in the child of a fork."""
         with anyio.CancelScope(shield=True):
             while not self._is_settled and self._forks == forks.count:
                 self._future = self._caller.create_future()
@@ -108,6 +116,7 @@ class CrossLoopFuture(Generic[T]):
                     await self._future
 
     def _raise(self) -> None:
+        """Raise the error of the call, and drop the reference to it. Call once, and only if there is one."""
         error, self._error = self._error, None
         assert error is not None
         try:
@@ -117,6 +126,7 @@ class CrossLoopFuture(Generic[T]):
 
 
 def _raise(error: BaseException) -> None:
+    """Raise an error."""
     raise error
 
 
@@ -159,11 +169,15 @@ class CrossLoopCall(Generic[T]):
             self.loop.call_soon_threadsafe(self._cancel)
 
     def _cancel(self) -> None:
+        """Cancel the task of the call, if it has one. Call on the loop of the call."""
         if self._task is not None:
             self._task.cancel()
 
     def start(self) -> None:
-        """Start the call. Runs on the loop of the call."""
+        """Start the call, or settle it if it was withdrawn. Call on the loop of the call.
+
+        :raises SystemExit: the function raised it, which ends the loop; `KeyboardInterrupt` likewise.
+        """
         if self.is_withdrawn:
             self.settle(None, self.cancellation())
             return
@@ -182,6 +196,7 @@ class CrossLoopCall(Generic[T]):
         self._task.add_done_callback(functools.partial(self._done, result))
 
     async def _run(self, awaitable: Awaitable[T]) -> None:
+        """Await the result of the function, in the task of the call, and settle the call."""
         try:
             result = await awaitable
         except asyncio.CancelledError:
@@ -195,6 +210,7 @@ class CrossLoopCall(Generic[T]):
             self.settle(result, None)
 
     def _done(self, awaitable: Awaitable[T], task: asyncio.Task[None]) -> None:
+        """Drop the task of the call, which has ended. Settle the call if the task was cancelled before its start."""
         self._task = None
         if task.cancelled():  # cancelled before its first step
             if inspect.iscoroutine(awaitable):
@@ -208,7 +224,10 @@ class CrossLoopCall(Generic[T]):
             outcome.settle(result, error)
 
     def cancellation(self) -> BaseException:
-        """Return the error of a call that was cancelled on its loop."""
+        """Return the error of a call that was cancelled on its loop.
+
+        :returns: `asyncio.CancelledError` if the caller withdrew the call, else `BrokenResourceError`.
+        """
         if self.is_withdrawn:
             return asyncio.CancelledError()
         return BrokenResourceError(f"{self.owner!r} cancelled the call that was sent there")

@@ -49,6 +49,7 @@ def keep_from_children(with_descriptor: HasFileno) -> None:
 
 
 def _after_fork_in_child() -> None:
+    """Count the fork, and replace the locks and descriptors of registered objects. Called in each forked child."""
     global count
     count += 1
     for with_lock in _with_locks:
@@ -57,6 +58,7 @@ def _after_fork_in_child() -> None:
 
 
 def _replace_descriptors() -> None:
+    """Replace the descriptors of `keep_from_children` with idle sockets."""
     global _idle_peer
     numbers = [number for with_descriptor in _not_for_children if (number := with_descriptor.fileno()) >= 0]
     _not_for_children.clear()  # in this process these are idle sockets now, which its own children may have

@@ -89,7 +89,7 @@ class User(Protocol):
 
 @dataclass(frozen=True)
 class ResourceInfo:
-    """Snapshot of a resource and of the resources that were made from it.
+    """Snapshot of a resource and of the resources that were made from it. Made by `Device.resources`.
 
     :param kind: class name of the resource, such as ``"QueuePair"``.
     :param label: text that identifies the resource among others of its kind, such as its number; may be empty.
@@ -110,11 +110,13 @@ class ResourceInfo:
         return "\n".join(self._lines(""))
 
     def _text(self) -> str:
+        """Return one line that describes the resource, without the resources made from it."""
         parts = [f"{self.kind} {self.label}".rstrip(), self.state.value]
         parts += [f"owner: {self.owner}"] if self.owner else []
         return ", ".join([*parts, f"opened at {self.created}"])
 
     def _lines(self, indent: str) -> Iterator[str]:
+        """Yield the lines that describe the resource and the resources made from it, indented by level."""
         yield indent + self._text()
         for child in self.children:
             yield from child._lines(indent + "  ")
@@ -195,7 +197,7 @@ class _Closing:
 
 
 class Lifecycle:
-    """Node of the resource tree: the handles, parents, children, owner and state of one resource.
+    """Node of the resource tree: the handles, parents, children, owner and state of one resource. Made by `Resource`.
 
     A parent keeps strong references to the nodes of its children. So a resource can still be closed after the user's
     object was garbage-collected.
@@ -290,6 +292,10 @@ class Lifecycle:
             self.parents, self.owner, self.forks, self.state = parents, owner, forks.count, OPENING
 
     def _check_process(self) -> None:
+        """Check that the resource was not opened before a fork.
+
+        :raises ForkedProcessError: the resource was opened in the process that this one was forked from.
+        """
         if self.inherited:
             raise ForkedProcessError(repr(self))
 
@@ -344,6 +350,10 @@ class Lifecycle:
     # ---- Waiting for another task that opens or closes the resource
 
     def _settle(self, state: ResourceState) -> None:
+        """Set the state, and notify waiting tasks. If the resource is unopened or closed now, leave the tree.
+
+        Call from any thread.
+        """
         with _tree:
             self.state = state
             if state is NEW or state is CLOSED:
@@ -362,10 +372,14 @@ class Lifecycle:
             return self._condition
 
     async def wait_settled(self) -> None:
-        """Wait until no task opens or closes the resource. An attempt whose loop has ended is aborted."""
+        """Wait until no task opens or closes the resource. An attempt whose loop has ended is aborted.
+
+        :raises RuntimeError: a task opens or closes it now, and no asyncio event loop is running here.
+        """
         await self.condition().wait_while(self._is_changing, poll_s=_POLL_S)
 
     def _is_changing(self) -> bool:
+        """Abort a deserted attempt to close, and return whether a task opens or closes the resource."""
         self._abort_deserted_closing()
         return self.state is OPENING or self.state is CLOSING
 
@@ -375,13 +389,20 @@ class Lifecycle:
         """Check that the caller is the owner. After the end of the owner's loop or thread, any caller is accepted.
 
         :param verb: name of the verb or method, for the error.
-        :raises AffinityError: the owner is another loop.
+        :raises AffinityError: the owner is another loop or thread.
         :raises ConcurrentAccessError: a verb is in flight.
+        :raises ForkedProcessError: the owner belongs to the process that this one was forked from.
         """
         if self.owner is not None and not self.owner.orphaned:
             self.owner.check(self, verb)
 
     def _check_can_close(self) -> None:
+        """Check that the caller may close the resource, and become the owner of parts whose owners have ended.
+
+        :raises AffinityError: another event loop owns the resource.
+        :raises ConcurrentAccessError: a verb is in flight.
+        :raises BusyResourceError: another, living event loop owns a part of the subtree.
+        """
         # Call under the tree's lock. Only the owner may close the resource, because the owner's thread may be in one of
         # its verbs. After the end of that thread none is in a verb, and the closing loop becomes the owner.
         if self.owner is not None and not self.owner.orphaned:
@@ -425,8 +446,12 @@ class Lifecycle:
         open, and can be closed again. If another task opens or closes the resource, wait for that task; if its loop has
         ended, take over. A resource that was opened before a fork is not closed in the child.
 
-        :raises BusyResourceError: another owner's resource is made from this one. Nothing was changed.
-        :raises VerbsError: a verb failed.
+        :raises BusyResourceError: another owner's resource is made from this one. Nothing was changed. Or receives are
+            posted in memory that is to be closed.
+        :raises AffinityError: another event loop owns the resource. Nothing was changed.
+        :raises ConcurrentAccessError: another thread is in a verb on the same domain. The resource is still open.
+        :raises VerbsError: a verb failed. The resource is still open.
+        :raises RuntimeError: another task opens or closes the resource, and no asyncio event loop is running here.
         """
         interruptions: list[BaseException] = []
         try:
@@ -445,7 +470,11 @@ class Lifecycle:
     def close_later(self) -> None:
         """Begin to close the resource, and let a background task of the running loop do the rest.
 
+        Do nothing if the resource is not open, or another task opens or closes it.
+
         :raises BusyResourceError: another owner's resource is made from this one. Nothing was changed.
+        :raises AffinityError: another event loop owns the resource. Nothing was changed.
+        :raises RuntimeError: no asyncio event loop is running.
         """
         closing = self._begin_closing()
         if closing is None:
@@ -461,7 +490,8 @@ class Lifecycle:
 
         :param interruptions: list to which cancellations and warnings are appended, to be raised at the end.
         :param in_task: True in a background task: after a cancellation the resource stays open.
-        :returns: True if the resource is closed now, was closed before or was never open.
+        :returns: True if the resource is closed now, was closed before, was never open, or is inherited by a fork.
+        :raises BusyResourceError: see `close`; all other exceptions of `close` are raised as well.
         """
         closing = self._begin_closing()
         if closing is None:
@@ -484,6 +514,13 @@ class Lifecycle:
         return True
 
     async def _finish(self, interruptions: list[BaseException], in_task: bool) -> None:
+        """Close the children, wait for work in flight, and destroy the handles.
+
+        :param interruptions: list to which cancellations and warnings are appended, to be raised at the end.
+        :param in_task: True in a background task.
+        :raises asyncio.CancelledError: memory of the resource or of a child is in use, so the work is not done.
+        :raises VerbsError: a verb failed; the handles that were not destroyed are still held.
+        """
         # A cancellation leaves this method only while memory of the resource or of a child is in use.
         if self.children:
             await self._close_children(interruptions, in_task)
@@ -519,11 +556,13 @@ class Lifecycle:
         self._reopen(closing)
 
     def _reopen(self, closing: _Closing) -> None:
+        """Resume the work of the resource after a failed attempt to close, and restore the state before it."""
         if self.resume is not None:
             self.resume()
         self._settle(closing.before)
 
     def _closed(self) -> None:
+        """Set the state CLOSED at the end of a successful attempt, and drop the references to the parents."""
         self._closing = None
         self._settle(CLOSED)
         user = self.user()
@@ -538,6 +577,7 @@ class Lifecycle:
         task.add_done_callback(functools.partial(_on_background_end, self, closing))
 
     async def _finish_in_task(self, closing: _Closing) -> None:
+        """Do the rest of an attempt to close, as the coroutine of a background task."""
         try:
             await self._finish([], True)
         except BaseException:
@@ -546,7 +586,11 @@ class Lifecycle:
         self._closed()
 
     def _begin_closing(self) -> _Closing | None:
-        """Begin an attempt to close; return None if the resource is not open, or another task opens or closes it."""
+        """Begin an attempt to close: set the state CLOSING.
+
+        :returns: the attempt; None if the resource is not open, or another task opens or closes it.
+        :raises BusyResourceError: see `_check_can_close`, whose other exceptions are raised as well.
+        """
         self._abort_deserted_closing()
         with _tree:
             before = self.state
@@ -558,6 +602,7 @@ class Lifecycle:
             return closing
 
     async def _close_children(self, interruptions: list[BaseException], in_task: bool) -> None:
+        """Close the children, newest first, and warn of each that was left open. Raises as `_finish`."""
         children = list(self.children.values())
         children.reverse()
         children.sort(key=_is_closed_last)
@@ -590,7 +635,11 @@ class Lifecycle:
         return await self._close(interruptions, in_task)
 
     async def _wait_for_child(self, child: "Lifecycle", interruptions: list[BaseException]) -> None:
-        """Wait until another task has opened or closed a child."""
+        """Wait until another task has opened or closed a child.
+
+        :raises asyncio.CancelledError: this was cancelled, and the child must drain or may take forever to close.
+            Another cancellation is appended to ``interruptions`` and does not end the wait.
+        """
         try:
             await child.wait_settled()
         except anyio.get_cancelled_exc_class() as raised:
@@ -601,12 +650,17 @@ class Lifecycle:
             await child._wait_settled_uncancelled(interruptions)
 
     async def _wait_settled_uncancelled(self, interruptions: list[BaseException]) -> None:
+        """Do the same as `wait_settled` to the end; a cancellation meanwhile is appended to ``interruptions``."""
         try:
             await wait_uncancelled(self.wait_settled())
         except asyncio.CancelledError as raised:
             interruptions.append(raised)
 
     def _destroy_handles(self) -> None:
+        """Destroy the handles, the last one held first.
+
+        :raises VerbsError: a verb failed; that handle and the ones below it are still held.
+        """
         while self._handles:
             self._handles[-1].destroy()
             self._handles.pop()
@@ -647,6 +701,10 @@ class Lifecycle:
 
 
 def _warn_open(lifecycle: Lifecycle, reason: str) -> None:
+    """Issue a ResourceWarning that a resource was left open.
+
+    :raises ResourceWarning: warnings are turned into exceptions.
+    """
     warnings.warn(f"{lifecycle!r} was still open: {reason}", ResourceWarning, stacklevel=2, source=lifecycle)
 
 
@@ -662,6 +720,7 @@ def reap() -> None:
 
 
 def _close_forgotten(lifecycle: Lifecycle) -> None:
+    """Close a garbage-collected resource in a task of the running loop, or queue a device that cannot be closed yet."""
     if not lifecycle.parents and lifecycle.has_foreign_parts():
         # The owner of the part calls `reap` after it has closed the part. It may have done both before the device was
         # in the queue, so check again after appending it.
@@ -678,6 +737,10 @@ def _close_forgotten(lifecycle: Lifecycle) -> None:
 
 
 def _on_forgotten_closed(lifecycle: Lifecycle, task: asyncio.Task[None]) -> None:
+    """Handle the end of a task of `_close_forgotten`. A device that is still open is queued again.
+
+    Other errors than `BusyResourceError` are raised, and the loop logs them.
+    """
     _background_tasks.discard(task)
     if lifecycle.state is CLOSED:
         reap()  # this resource may have kept a device from being closed
@@ -688,6 +751,7 @@ def _on_forgotten_closed(lifecycle: Lifecycle, task: asyncio.Task[None]) -> None
 
 
 def _on_background_end(lifecycle: Lifecycle, closing: _Closing, task: asyncio.Task[None]) -> None:
+    """Handle the end of a background task that closed a resource; its error is raised, and the loop logs it."""
     _background_tasks.discard(task)
     lifecycle._abort_closing(closing)  # if the task was cancelled before its first step
     if not task.cancelled() and (error := task.exception()) is not None:

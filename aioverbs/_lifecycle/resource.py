@@ -23,7 +23,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class ResourceStatistics:
-    """Counts of a resource at one moment.
+    """Counts of a resource at one moment. Made by `Resource.statistics`.
 
     :param children: number of open resources that were made from this one.
     """
@@ -32,7 +32,10 @@ class ResourceStatistics:
 
 
 def creation_site() -> Site | None:
-    """Return the code and instruction of the innermost frame outside of the library; `format_site` formats them."""
+    """Return the code and instruction of the innermost frame outside of the library; `format_site` formats them.
+
+    :returns: the code and instruction; None if all frames are in the library.
+    """
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_globals.get("__name__", "").startswith(("aioverbs.", "contextlib")):
         frame = frame.f_back
@@ -71,11 +74,12 @@ class Resource(anyio.abc.AsyncResource):
     def _open(self) -> None:
         """Create the handles and pass each to ``self._lifecycle.hold`` at once.
 
-        If this raises, the caller destroys the handles that are held.
+        If this raises, such as `VerbsError`, the caller destroys the handles that are held.
         """
         raise NotImplementedError
 
     def _drop_parents(self) -> None:
+        """Drop the references to the parents. Called when the resource is closed."""
         self._parents = ()  # a resource and its parts may reference each other: break the cycle
 
     # ---- Opening, closing and state
@@ -87,7 +91,10 @@ class Resource(anyio.abc.AsyncResource):
 
     @property
     def closed(self) -> bool:
-        """True if the resource was closed, or was opened in the process that this one was forked from."""
+        """True if the resource was closed, or was opened in the process that this one was forked from.
+
+        False before it is opened.
+        """
         lifecycle = self._lifecycle
         if lifecycle.state is OPEN and lifecycle.forks == forks.count:  # the most frequent case: avoid a further call
             return False
@@ -95,7 +102,7 @@ class Resource(anyio.abc.AsyncResource):
 
     @property
     def owner(self) -> Affinity | None:
-        """Event loop and thread that the resource belongs to; None if any loop may use the resource."""
+        """Event loop and thread that the resource belongs to; None if any loop may use it, or before it is opened."""
         return self._lifecycle.owner
 
     def statistics(self) -> ResourceStatistics:
@@ -103,6 +110,11 @@ class Resource(anyio.abc.AsyncResource):
         return ResourceStatistics(len(self._lifecycle.children))
 
     def _check_open(self) -> None:
+        """Check that the resource is open.
+
+        :raises ClosedResourceError: the resource is not open.
+        :raises ForkedProcessError: the resource was opened in the process that this one was forked from.
+        """
         lifecycle = self._lifecycle
         if lifecycle.state is OPEN and lifecycle.forks == forks.count:
             return
@@ -112,12 +124,18 @@ class Resource(anyio.abc.AsyncResource):
         raise ClosedResourceError(f"{self!r} is not open{advice}")
 
     async def open(self) -> Self:
-        """Open the resource, as ``async with`` does.
+        """Open the resource, as ``async with`` does. The caller closes it by `aclose`.
+
+        If this fails or is cancelled, the resource stays unopened, unless its state is FAILED.
 
         :returns: the resource itself.
         :raises ClosedResourceError: the resource was opened before, or a resource that it is made from is closed.
         :raises ForkedProcessError: the resource, or one that it is made from, was opened in the process that this one
             was forked from.
+        :raises AffinityError: another event loop owns a resource that this one is made from.
+        :raises ConcurrentAccessError: another thread is in a verb on the same domain.
+        :raises VerbsError: a verb failed.
+        :raises RuntimeError: the resource needs an asyncio event loop, and none is running.
         """
         if turn := spend(OPENING):
             await yield_to_loop(turn)
@@ -125,6 +143,7 @@ class Resource(anyio.abc.AsyncResource):
         return self
 
     def _open_now(self) -> None:
+        """Open the resource without an await. Raises as `open`."""
         # There is no await in here, so a cancellation finds the resource either unopened or open.
         lifecycle = self._lifecycle
         lifecycle.begin(tuple([parent._lifecycle for parent in self._parents]), self._owner())
@@ -147,7 +166,8 @@ class Resource(anyio.abc.AsyncResource):
 
         In the child of a fork nothing is done, as the parent process still uses the resource.
 
-        :raises BusyResourceError: a resource that another event loop owns was made from this one. Nothing was done.
+        :raises BusyResourceError: a resource that another event loop owns was made from this one. Nothing was done. Or
+            receives are posted in memory that would be deregistered. The resource is still open.
         :raises AffinityError: another event loop owns the resource. Nothing was done.
         :raises ConcurrentAccessError: another thread is in a verb on the same domain. The resource is still open.
         :raises VerbsError: a verb failed. The resource is still open, and can be closed again.
@@ -200,6 +220,7 @@ def check_open(resource: Resource) -> None:
 def suppress_warning(resource: Resource, suppress: bool = True) -> None:
     """Issue no warning if a resource is left open, because the library opened it and not its user.
 
+    :param resource: resource, open or not.
     :param suppress: False to issue the warning again.
     """
     resource._lifecycle.suppress_warning = suppress
@@ -222,7 +243,7 @@ async def open_part(part: R, *, keeps_parents: bool = True) -> R:
 
 
 def open_part_now(part: R, *, keeps_parents: bool = True) -> R:
-    """Do the same as `open_part` without an await, so that no other task runs meanwhile."""
+    """Do the same as `open_part` without an await, so that no other task runs meanwhile. Return the part."""
     suppress_warning(part)
     part._open_now()
     if not keeps_parents:

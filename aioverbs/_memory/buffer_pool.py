@@ -38,7 +38,7 @@ __all__ = ["BufferPool", "BufferPoolStatistics", "LeaseContext", "LeasedBuffer"]
 
 @dataclass(frozen=True)
 class BufferPoolStatistics(ResourceStatistics):
-    """Counts of a buffer pool at one moment.
+    """Counts of a buffer pool at one moment. Made by `BufferPool.statistics`.
 
     :param slabs: number of memory regions that contain the buffers.
     :param leased: number of buffers leased and not released.
@@ -96,6 +96,7 @@ class _FreeList:
         return self._lease_block(block, pool, site)
 
     def _lease_block(self, block: RegionSlice, pool: "BufferPool", site: Site | None) -> "LeasedBuffer":
+        """Return a new lease of a block that the caller took from the free list."""
         number = next(self._numbers)
         pins = WaitableInFlightCount(block.region.pins, functools.partial(self.return_if_idle, number))
         self.leased[number] = _Lease(block, pins, site)
@@ -132,6 +133,7 @@ class _FreeList:
                 self._serving.release()
 
     def _serve_one_waiter(self) -> None:
+        """Hand one free buffer to the task that has waited longest, if there still are both. Call with the lock."""
         try:
             block = self.free.pop()
         except IndexError:  # leased by another thread meanwhile
@@ -155,7 +157,7 @@ class _FreeList:
             future.result().release()
 
     def fail(self, error: BaseException) -> None:
-        """Raise an error in all tasks that wait now."""
+        """Raise an error in all tasks that wait now. Call from any thread."""
         with contextlib.suppress(IndexError):  # some waiters are withdrawn meanwhile
             for _ in range(len(self.waiting)):
                 self.waiting.popleft().fail(error)
@@ -171,7 +173,10 @@ class _FreeList:
         self.slabs.clear()
 
     def stop(self) -> None:
-        """Begin to close the pool: fail all waiters, and emit a ResourceWarning if buffers were not released."""
+        """Begin to close the pool: fail all waiters, and emit a ResourceWarning if buffers were not released.
+
+        :raises ResourceWarning: warnings are turned into exceptions.
+        """
         self.fail(ClosedResourceError(f"{self._lifecycle!r} was closed"))
         sites = [lease.site for lease in self.leased.copy().values() if not lease.pins.closed]
         if sites:
@@ -194,7 +199,11 @@ class _Waiter:
         self.future: asyncio.Future[LeasedBuffer] = self._loop.create_future()
 
     def offer(self, buffer: "LeasedBuffer") -> bool:
-        """Offer a buffer. Return False if the task does not wait any more. Call from any thread."""
+        """Offer a buffer. Call from any thread.
+
+        :returns: True if the waiter has the buffer now, and releases it if the task does not take it; False if the task
+            does not wait any more, and the caller has to release the buffer.
+        """
         if asyncio._get_running_loop() is self._loop:
             if self.is_withdrawn or self.future.done():
                 return False
@@ -208,6 +217,7 @@ class _Waiter:
         return True
 
     def _accept(self, buffer: "LeasedBuffer") -> None:
+        """Pass a buffer to the task, or release the buffer if the task does not wait any more."""
         if self.is_withdrawn or self.future.done():  # the waiter was withdrawn meanwhile
             buffer.release()
         else:
@@ -219,12 +229,14 @@ class _Waiter:
             self._loop.call_soon_threadsafe(self._fail, error)
 
     def _fail(self, error: BaseException) -> None:
+        """Raise an error in the task, if it still waits."""
         if not (self.is_withdrawn or self.future.done()):
             self.future.set_exception(error)
 
 
 class LeasedBuffer(RegionSlice):
-    """Buffer of a pool, valid until `release` or the end of its ``with`` block.
+    """Buffer of a pool, valid until `release` or the end of its ``with`` block. Made by `BufferPool.lease` and
+    `BufferPool.lease_nowait`.
 
     The buffer is a slice of a memory region, and can be sliced like any region. After the release the buffer and its
     slices raise `ClosedResourceError`; so do the slices after a buffer was garbage-collected without a release. A
@@ -249,7 +261,11 @@ class LeasedBuffer(RegionSlice):
         return f"<{type(self).__name__} of {self.length} bytes ({state})>"
 
     def release(self) -> None:
-        """Return the buffer to its pool. Any thread may call this; a second call does nothing."""
+        """Return the buffer to its pool. Any thread may call this; a second call does nothing.
+
+        Work requests in flight with the buffer go on, and the pool leases it again only after they have completed. No
+        further request can use the buffer: that raises `ClosedResourceError`.
+        """
         self.pins.close()
         self._free_list.return_if_idle(self._number)
 
@@ -278,7 +294,8 @@ class LeasedBuffer(RegionSlice):
 class LeaseContext:
     """Result of `BufferPool.lease`: ``await`` returns a buffer; ``async with`` also releases it at the end.
 
-    Each await leases another buffer. At most one block at a time may use the object.
+    Each await leases another buffer, which the caller releases. At most one block at a time may use the object: a
+    second one raises `RuntimeError`. `BufferPool.lease` describes the other exceptions of both forms.
     """
 
     __slots__ = ("_buffer", "_is_in_use", "_pool", "_site")
@@ -330,6 +347,8 @@ class BufferPool(Resource):
     :param allocator: allocator of the memory; None: pages that a fork does not copy.
     :param access: access rights of the buffers, for local work requests and for peers.
     :param alignment: alignment of each buffer in bytes: a power of two, at most the page size.
+    :raises ValueError: ``size`` or ``count`` is less than 1, ``limit`` is less than ``count``, or ``alignment`` is
+        invalid.
     """
 
     def __init__(
@@ -377,8 +396,10 @@ class BufferPool(Resource):
         :raises ClosedResourceError: the pool was opened before, or its protection domain is closed.
         :raises ForkedProcessError: the protection domain was opened in the process that this one was forked from.
         :raises ValueError: peers may write and ``LOCAL_WRITE`` is missing.
+        :raises TypeError: the allocator lacks the methods of `Allocator`.
         :raises MemoryError: the allocator returned no memory.
         :raises VerbsError: the device cannot register the slab.
+        :raises RuntimeError: the slab has 16 MiB or more, and no asyncio event loop is running.
         """
         if not is_large(self._count * self._stride):
             return await super().open()
@@ -389,6 +410,7 @@ class BufferPool(Resource):
         """Close the pool, after the work requests in flight have completed.
 
         If only receives in released buffers are in flight, return at once; the pool is closed when their queues are.
+        Closing a closed pool does nothing. In the child of a fork nothing is done.
 
         :raises BusyResourceError: receives are posted in buffers that were not released. Nothing was done.
         :raises VerbsError: a slab cannot be deregistered. The pool is still open, and can be closed again.
@@ -437,8 +459,9 @@ class BufferPool(Resource):
         Write ``async with pool.lease() as buffer``, or ``buffer = await pool.lease()`` and ``buffer.release()``. After
         a cancellation no buffer is leased. The exceptions are raised by the await or by entering the block.
 
-        :returns: an object for one of the two forms.
+        :returns: object for one of the two forms, which both give a `LeasedBuffer`.
         :raises ClosedResourceError: the pool is not open, or was closed meanwhile.
+        :raises RuntimeError: no buffer is free, and no asyncio event loop is running.
         :raises MemoryError: no buffer is free, and the allocator has no memory for a further slab.
         :raises VerbsError: no buffer is free, and the device cannot register a further slab.
         """
@@ -447,7 +470,7 @@ class BufferPool(Resource):
     def lease_nowait(self) -> LeasedBuffer:
         """Lease a buffer without waiting. If none is free, a further slab is registered if it has less than 16 MiB.
 
-        :returns: the buffer.
+        :returns: the buffer, which the caller releases.
         :raises anyio.WouldBlock: no buffer is free, or tasks wait for one.
         :raises ClosedResourceError: the pool is not open.
         :raises MemoryError: no buffer is free, and the allocator has no memory for a further slab.
@@ -467,6 +490,11 @@ class BufferPool(Resource):
         return buffer
 
     async def _lease(self, site: Site | None) -> LeasedBuffer:
+        """Lease a buffer, and wait until one is free. `BufferPool.lease` describes the exceptions.
+
+        :param site: place in the user's code that leases the buffer.
+        :returns: the buffer, which the caller releases.
+        """
         self._check_open()
         buffer = self._free_list.lease(self, site)
         if buffer is not None:
@@ -510,6 +538,9 @@ class BufferPool(Resource):
         """Add a slab unless the limit is reached, and hand its buffers to waiting tasks. Return whether it was added.
 
         If another thread is adding a slab, leave the work to that thread, which goes on as long as tasks wait.
+
+        :raises MemoryError: the allocator has no memory. All tasks that wait now raise the same error.
+        :raises VerbsError: the device cannot register the slab. All tasks that wait now raise the same error.
         """
         if not self._growing.acquire(blocking=False):
             return False
@@ -526,6 +557,11 @@ class BufferPool(Resource):
         return grown
 
     def _add_slab(self) -> None:
+        """Register a further slab, and add its buffers to the free list.
+
+        :raises MemoryError: the allocator has no memory.
+        :raises VerbsError: the device cannot register the slab.
+        """
         buffers = self._next_slab
         slab = MemoryRegion(self, self._pd.handle, buffers * self._stride, self._access, self._allocator)
         open_part_now(slab, keeps_parents=False)

@@ -55,6 +55,7 @@ class WaitableInFlightCount(data_path.InFlightCount):
 
         :raises ForkedProcessError: work requests of the parent process were in flight at the fork; only the parent
             receives their completions.
+        :raises RuntimeError: work requests are in flight, and no asyncio event loop is running.
         """
         self._check_process()
         if self.condition is None:
@@ -62,14 +63,20 @@ class WaitableInFlightCount(data_path.InFlightCount):
         await self.condition.wait_while(lambda: len(self))
 
     def _check_process(self) -> None:
+        """Check that no work request was in flight at the fork that made this process.
+
+        :raises ForkedProcessError: see `wait`.
+        """
         if self.inherited and len(self):
             raise ForkedProcessError("this memory")
 
     async def close_and_wait(self) -> None:
         """Let no work request begin, and wait until none is in flight.
 
+        After an error or a cancellation no work request can begin until `reopen` is called.
+
         :raises BusyResourceError: receives are posted, which may never complete.
-        :raises ForkedProcessError: see `wait`.
+        :raises ForkedProcessError: see `wait`. Nothing was done.
         """
         self._check_process()
         self.close()
@@ -89,6 +96,7 @@ def map_pages(length: int) -> mmap.mmap:
     has them: devices, and the kernel when it copies between processes, look up one huge page instead of 512 pages.
 
     :param length: size in bytes.
+    :raises OSError: the process cannot map as much memory, or the kernel is older than 4.14.
     """
     found = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     found.madvise(_MADV_WIPEONFORK)
@@ -115,7 +123,15 @@ class _QueueMemory(Registered):
 
 
 def register_queue_memory(lifecycle: Lifecycle, pd: handles.ProtectionDomain, size: int) -> RegionSlice:
-    """Allocate memory that the device writes for a queue, and register it until the queue is closed."""
+    """Allocate memory that the device writes for a queue, and register it until the queue is closed.
+
+    :param lifecycle: node of the queue, which deregisters the memory after its own handles are destroyed.
+    :param pd: protection domain that the memory is registered with.
+    :param size: size in bytes.
+    :returns: slice of all the memory.
+    :raises OSError: the process cannot map as much memory.
+    :raises VerbsError: the device cannot register the memory.
+    """
     own = _QueueMemory(size)
     handle = handles.MemoryRegion(pd, own.pages, AccessFlags.LOCAL_WRITE)
     lifecycle.hold_below(handle)
@@ -128,7 +144,13 @@ def is_large(length: int) -> bool:
 
 
 async def open_in_thread(resource: Resource) -> None:
-    """Open a resource in a thread, so that the loop goes on meanwhile. If that fails, the resource stays unopened."""
+    """Open a resource in a thread, so that the loop goes on meanwhile. If that fails, the resource stays unopened.
+
+    If this is cancelled, wait for the thread, and close the resource. Raises as `Resource.open`.
+
+    :param resource: unopened resource.
+    :raises RuntimeError: no asyncio event loop is running.
+    """
     opening = running_loop().run_in_executor(None, open_now, resource)
     try:
         await wait_uncancelled(opening)
@@ -171,6 +193,8 @@ class MemoryRegion(HandleResource[handles.MemoryRegion], Registered):
     :param access: access rights of local work requests and of peers.
     :param allocator: allocator of these bytes, in whole pages, which are freed when the region is closed; only if
         ``memory`` is a number.
+    :raises ValueError: ``memory`` is a number less than 1, or is no number although there is an allocator.
+    :raises TypeError: ``memory`` has no buffer protocol, or the allocator lacks the methods of `Allocator`.
     """
 
     def __init__(
@@ -202,6 +226,7 @@ class MemoryRegion(HandleResource[handles.MemoryRegion], Registered):
         self._begin(handle)
 
     def _begin(self, handle: handles.MemoryRegion) -> None:
+        """Use a new handle from now on, and have closing wait for the work requests that use the region."""
         self._handle = handle
         RegionSlice.of_all(self, handle, self.pins, self._access)
         self._lifecycle.drain = self.pins.close_and_wait
@@ -209,6 +234,11 @@ class MemoryRegion(HandleResource[handles.MemoryRegion], Registered):
         self._lifecycle.resume = self.pins.reopen
 
     def _allocate(self) -> "Buffer":
+        """Return memory of the allocator, which closing frees, or pages if the allocator returns `USE_DEFAULT`.
+
+        :raises MemoryError: the allocator returned no memory.
+        :raises OSError: the process cannot map as much memory.
+        """
         address: object = USE_DEFAULT
         if self._allocator is not None:
             address = self._allocator.allocate(self._length, mmap.PAGESIZE, 0, None, None)
@@ -229,6 +259,7 @@ class MemoryRegion(HandleResource[handles.MemoryRegion], Registered):
         :raises BufferError: the memory is not contiguous, or is read-only and ``access`` allows to write.
         :raises MemoryError: the allocator returned no memory.
         :raises VerbsError: the device cannot register the memory.
+        :raises RuntimeError: the region has 16 MiB or more, and no asyncio event loop is running.
         """
         if not is_large(self._length):
             return await super().open()
@@ -269,7 +300,9 @@ class MemoryRegion(HandleResource[handles.MemoryRegion], Registered):
 
     @property
     def buffer(self) -> memoryview:
-        """Bytes of the region, as a one-dimensional memoryview.
+        """Bytes of the region, as a one-dimensional memoryview, read-only if the memory is.
+
+        The caller must not use the view after the region is closed if an allocator provided the memory.
 
         :raises ClosedResourceError: the region is not open.
         """
@@ -278,7 +311,7 @@ class MemoryRegion(HandleResource[handles.MemoryRegion], Registered):
         return memoryview(self._memory).cast("B")
 
     def remote(self) -> RemoteRegion:
-        """Return the address, length and rkey of the region, which a peer needs to access it.
+        """Return the address, length and rkey of the region, which a peer needs to access it: a `RemoteRegion`.
 
         :raises ClosedResourceError: the region is not open.
         """
@@ -290,7 +323,9 @@ class AdoptedMemoryRegion(MemoryRegion):
     """Memory region that the user registered with pyverbs. The user still owns the pyverbs object and closes it after
     this region.
 
-    Any event loop may use the region. Made by `ProtectionDomain.adopt_memory_region`.
+    Any event loop may use the region. Made by `ProtectionDomain.adopt_memory_region`. Opening raises `ValueError` if
+    ``mr`` is closed, belongs to another protection domain, or covers the whole address space; and `TypeError` if it is
+    no `pyverbs.mr.MR`.
 
     :param pd: protection domain that the region belongs to.
     :param handle: handle of that protection domain.
@@ -342,7 +377,7 @@ class ImportedMemoryRegion(MemoryRegion):
 
     Any event loop may use the region. Made by `ProtectionDomain.import_memory_region`. The region is valid as long as
     the other process keeps it open; after that work requests fail with LOC_PROT_ERR. Closing the imported region does
-    not close the original one.
+    not close the original one. Opening raises `VerbsError` if the region cannot be imported.
 
     :param pd: protection domain that the region belongs to.
     :param handle: handle of that protection domain.

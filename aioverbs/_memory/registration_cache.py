@@ -33,7 +33,7 @@ _Key = tuple[int, int, int, AccessFlags, bool]
 
 @dataclass(frozen=True)
 class RegistrationCacheStatistics:
-    """Counts of a registration cache at one moment.
+    """Counts of a registration cache at one moment. Made by `RegistrationCache.statistics`.
 
     :param hits: number of blocks whose memory was already registered.
     :param misses: number of blocks that registered their memory.
@@ -51,7 +51,12 @@ class RegistrationCacheStatistics:
 
 
 def _export(buffer: "Buffer", access: AccessFlags) -> memoryview:
-    """Return a separate export of the bytes, so that the references to the exporting object can be counted."""
+    """Return a separate export of the bytes, so that the references to the exporting object can be counted.
+
+    :raises TypeError: the object has no buffer protocol.
+    :raises BufferError: the memory is not contiguous, or is read-only and ``access`` allows to write.
+    :raises ValueError: the memory has no bytes.
+    """
     view = memoryview(buffer)
     if view.readonly and access & _WRITES:
         raise BufferError("the memory is read-only, but `access` allows to write it")
@@ -74,6 +79,7 @@ def _exporter(view: memoryview) -> object:
 
 
 def _references(view: memoryview) -> int:
+    """Return the number of references to the object that exports the bytes of a view."""
     return sys.getrefcount(view.obj)
 
 
@@ -81,7 +87,7 @@ _EXPORT_ALONE = _references(memoryview(bytearray(1)))  # count of an object that
 
 
 class _Entry:
-    """Registration in the cache."""
+    """Registration in the cache, open or being opened, with the blocks that use it."""
 
     def __init__(self, key: _Key, region: MemoryRegion) -> None:
         self.key = key
@@ -120,6 +126,7 @@ class _CacheRemoval:
         self._entry = entry
 
     def destroy(self) -> None:
+        """Remove the entry from the cache, and drop the reference to the memory."""
         self._cache._on_region_closed(self._entry)
         self._entry.region._memory = None
 
@@ -131,10 +138,12 @@ class _MemoryRelease:
         self._region = region
 
     def destroy(self) -> None:
+        """Drop the reference to the memory."""
         self._region._memory = None
 
 
 def _release_unopened(region: MemoryRegion) -> None:
+    """Drop the reference of a region to its memory, if opening the region failed."""
     # A stored exception references frames, and these the region, which must not keep the export alive.
     if region.state is ResourceState.NEW:
         region._memory = None
@@ -197,9 +206,10 @@ class RegistrationCache:
     async def region(
         self, buffer: "Buffer", access: AccessFlags = AccessFlags.LOCAL_WRITE
     ) -> AsyncIterator[MemoryRegion]:
-        """Return the region of a buffer, for an ``async with`` block. Do not close the region.
+        """Return an async context manager that yields the open region of a buffer. Do not close the region.
 
-        At the end of the block the buffer stays registered.
+        At the end of the block the buffer stays registered, unless it is larger than ``max_bytes``. The exceptions are
+        raised by entering the block, or at its end.
 
         :param buffer: contiguous object with the buffer protocol. For a memoryview, the object behind it counts. If the
             object does not own its memory, as a ctypes object at an address, `drop` it before that memory is freed.
@@ -207,7 +217,10 @@ class RegistrationCache:
         :raises ClosedResourceError: the protection domain is not open.
         :raises ValueError: the buffer has no bytes, or peers may write and ``LOCAL_WRITE`` is missing.
         :raises BufferError: the memory is not contiguous, or is read-only and ``access`` allows to write.
+        :raises TypeError: ``buffer`` has no buffer protocol.
         :raises VerbsError: the device cannot register the memory, or cannot deregister an evicted region.
+        :raises BusyResourceError: at the end of the block: receives are posted in a buffer that does not stay
+            registered.
         """
         pd = self._pd()
         if pd is None:
@@ -243,7 +256,7 @@ class RegistrationCache:
             await _close_regions(self._evict_surplus([entry]))
 
     async def drop(self, buffer: "Buffer") -> None:
-        """Evict all registrations of a buffer's object, so that it can be resized or closed.
+        """Evict all registrations of a buffer's object, so that it can be resized or closed. Without one do nothing.
 
         Waits for work requests that use them. If the wait is cancelled, the memory stays registered until these have
         completed; another call of `drop` waits for that as well.
@@ -252,6 +265,7 @@ class RegistrationCache:
         :raises BusyResourceError: a task is in a block with the buffer, or receives are posted in it. Nothing was done.
         :raises ForkedProcessError: the protection domain was opened in the process that this one was forked from, which
             alone can evict the registrations. Nothing was done.
+        :raises TypeError: ``buffer`` has no buffer protocol.
         :raises VerbsError: the device cannot deregister the memory.
         """
         if self._lifecycle.inherited:
@@ -277,7 +291,13 @@ class RegistrationCache:
     async def _acquire(
         self, pd: HandleResource[handles.ProtectionDomain], view: memoryview, access: AccessFlags, user: object
     ) -> _Entry:
-        """Return the open entry of these bytes. `view` keeps their object alive, so no other object has its id."""
+        """Return the open entry of these bytes, and register them first if they are not.
+
+        :param view: bytes; keeps their object alive, so no other object has its id.
+        :param access: access rights.
+        :param user: object that is added to the users of the entry. The caller removes it after use.
+        :raises VerbsError: the device cannot register the memory. Other exceptions of `region` are raised as well.
+        """
         try:  # a stored exception references this frame, too
             key = (id(_exporter(view)), *handles.span(view), access, view.readonly)
             while True:
@@ -306,6 +326,7 @@ class RegistrationCache:
             del view
 
     async def _register(self, entry: _Entry) -> None:
+        """Evict surplus registrations, and open the region of a new entry. If that fails, remove the entry."""
         region = entry.region
         try:
             await _close_regions(self._evict_surplus())  # first, because the device may be at a limit
@@ -322,17 +343,20 @@ class RegistrationCache:
     # ---- Evicting
 
     def _remove(self, entry: _Entry) -> None:
+        """Remove an entry from the cache, if it is still there, without closing its region."""
         with self._lock:
             if self._entries.get(entry.key) is entry:
                 del self._entries[entry.key]
                 self._bytes -= len(entry.region)
 
     def _on_region_closed(self, entry: _Entry) -> None:
+        """Forget an entry whose region was closed."""
         with self._lock:
             self._remove(entry)
             self._evicted.discard(entry)
 
     def _evict(self, entries: list[_Entry]) -> None:
+        """Remove entries from the cache, and count them as evicted. The caller has the lock, and closes the regions."""
         for entry in entries:
             self._remove(entry)
         self._evicted.update(entries)
@@ -362,7 +386,7 @@ class RegistrationCache:
 
 
 async def _close_regions(entries: Iterable[_Entry]) -> None:
-    """Close the regions of all entries, even if closing one fails."""
+    """Close the regions of all entries, even if closing one fails. The last exception is raised at the end."""
     async with AsyncExitStack() as stack:
         for entry in entries:
             stack.push_async_callback(entry.region.aclose)

@@ -49,6 +49,8 @@ _STATX_SIZE, _STX_MODE, _STX_RDEV = 256, 28, 128
 class ReceivedShare:
     """Received access to a protection domain of an RDMA device, and to the context that it belongs to.
 
+    Made by `receive`. The receiver calls `close`, and destroys ``share`` after the last use of the context.
+
     :param shared_id: ID of the protection domain.
     :param share: the protection domain.
     :param command: descriptor for the commands of the context (``ibv_context.cmd_fd``); `close` closes it.
@@ -65,6 +67,7 @@ class ReceivedShare:
         """Import the context (``ibv_import_device``) and let it open instances of the protection domain.
 
         :param name: None; a name is for software devices only.
+        :returns: handle of the context, which the caller destroys.
         :raises ValueError: ``name`` is not None.
         :raises LibraryNotFoundError: libibverbs cannot be loaded.
         :raises VerbsError: EOPNOTSUPP: the provider cannot import contexts; EXDEV: the context belongs to another
@@ -89,6 +92,8 @@ class ReceivedShare:
 class ReceivedSoftwareShare:
     """Received access to a protection domain of a software device, in a file that both processes map.
 
+    Made by `receive`. The receiver destroys ``share`` after the last use of the context.
+
     :param share: the protection domain.
     """
 
@@ -99,6 +104,7 @@ class ReceivedSoftwareShare:
         """Open a context of a software device, and let it open instances of the protection domain.
 
         :param name: name of the device; None: ``"soft0"``.
+        :returns: handle of the context, which the caller destroys.
         :raises DeviceNotFoundError: the name is not that of a software device.
         :raises ValueError: the address in the name is invalid.
         :raises VerbsError: the device cannot be opened.
@@ -134,9 +140,9 @@ async def receive(sock: socket.socket, shared_id: int, share_key: int) -> Receiv
     :param sock: non-blocking Unix stream socket.
     :param shared_id: ID of the protection domain, 96 bits.
     :param share_key: secret of the protection domain, 64 bits.
-    :returns: the received access.
-    :raises VerbsError: ENOENT, EACCES or EXDEV: the peer refused; EPROTO or EPROTONOSUPPORT: the reply is invalid or
-        of another version.
+    :returns: the received access, which the caller closes; the caller also destroys its ``share``.
+    :raises VerbsError: ENOENT, EACCES or EXDEV: the peer refused; EACCES also if the peer does not know the key; EPROTO
+        or EPROTONOSUPPORT: the reply is invalid or of another version. EPROTO may have closed the socket.
     :raises BrokenResourceError: the peer closed the socket.
     :raises ValueError: the socket is not a Unix stream socket, or is blocking.
     :raises RuntimeError: no asyncio event loop is running.
@@ -175,7 +181,10 @@ async def answer(sock: socket.socket, context: handles.Context, shared: Share | 
     :param context: context of the protection domain.
     :param shared: the shared protection domain.
     :raises VerbsError: the request was refused: ENOENT, EACCES or EXDEV: other ID, key or device; EPROTO or
-        EPROTONOSUPPORT: the request is invalid or of another version.
+        EPROTONOSUPPORT: the request is invalid or of another version. The peer receives the same errno, except after
+        EPROTO for attached descriptors, which closes the socket.
+    :raises OSError: EMFILE: no descriptor is left.
+    :raises ClosedResourceError: the context is closed. The peer receives ENOENT.
     :raises BrokenResourceError: the peer closed the socket.
     :raises ValueError: the socket is not a Unix stream socket, or is blocking.
     :raises RuntimeError: no asyncio event loop is running.
@@ -201,6 +210,11 @@ async def answer(sock: socket.socket, context: handles.Context, shared: Share | 
 
 
 def _check(sock: socket.socket) -> None:
+    """Check that a socket can carry the messages.
+
+    :raises ValueError: the socket is not a Unix stream socket, or is blocking.
+    :raises RuntimeError: no asyncio event loop is running.
+    """
     running_loop()
     if sock.family != socket.AF_UNIX or sock.type != socket.SOCK_STREAM:
         raise ValueError("descriptors need a Unix stream socket: make one by socket.socket(socket.AF_UNIX)")
@@ -209,7 +223,10 @@ def _check(sock: socket.socket) -> None:
 
 
 async def _send(sock: socket.socket, data: bytes, descriptors: Sequence[int]) -> None:
-    """Send all data, with the descriptors attached to the first byte."""
+    """Send all data, with the descriptors attached to the first byte. The caller still has to close them.
+
+    :raises BrokenResourceError: the peer closed the socket.
+    """
     rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
     remaining = memoryview(data)
     while remaining:
@@ -230,8 +247,10 @@ async def _receive(sock: socket.socket, size: int, descriptors: list[int], max_d
     buffer, in this thread, and closing may block. At most `max_descriptors` are taken, because a peer could otherwise
     use up all descriptors of this process with a few messages.
 
+    :returns: the bytes.
     :raises VerbsError: with EPROTO if more descriptors came than that, or than this process may open. The socket is
         closed then, by the thread that closes the descriptors in it.
+    :raises BrokenResourceError: the peer closed the socket.
     """
     data = b""
     # Without this the kernel would drop data sent out of band, and close its descriptors.

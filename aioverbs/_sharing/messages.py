@@ -44,6 +44,7 @@ def device_of(shared_id: int) -> str:
 
 
 def _proofs(share_key: int) -> Proofs:
+    """Return the proofs of this protocol for a share key."""
     return Proofs(b"aioverbs sharing", share_key.to_bytes(KEY_BITS // 8))
 
 
@@ -81,17 +82,22 @@ class Request:
 
     @classmethod
     def make(cls, shared_id: int, share_key: int, nonce: bytes) -> "Request":
-        """Make a request with its proof."""
+        """Return a request with its proof.
+
+        :param shared_id: ID of the protection domain, 96 bits.
+        :param share_key: secret of the protection domain, 64 bits.
+        :param nonce: 16 bytes that were never used before.
+        """
         proof = _proofs(share_key).make(b"request", shared_id.to_bytes(ID_BITS // 8), nonce)
         return cls(shared_id, nonce, proof)
 
     def pack(self) -> bytes:
-        """Encode the message."""
+        """Return the message encoded, ``SIZE`` bytes long."""
         return _HEAD.pack(_MAGIC, _VERSION, 0) + self.shared_id.to_bytes(ID_BITS // 8) + self.nonce + self.proof
 
     @classmethod
     def parse(cls, data: bytes) -> "Request":
-        """Decode a request.
+        """Return a decoded request. The caller checks its proof by `proves`.
 
         :raises VerbsError: EPROTO: the request is invalid; EPROTONOSUPPORT: the request is of another version.
         """
@@ -127,13 +133,19 @@ class Reply:
 
     @classmethod
     def make(cls, request: Request, share_key: int, device: str, pd_handle: int) -> "Reply":
-        """Make the reply to a request whose proof shows that the sender knows the key."""
+        """Return the reply to a request whose proof shows that the sender knows the key.
+
+        :param request: the request.
+        :param share_key: secret of the protection domain, 64 bits.
+        :param device: name of the device.
+        :param pd_handle: number of the protection domain in the kernel; 0 for a software device.
+        """
         body = cls(0, device, pd_handle, b"")._body()
         return cls(0, device, pd_handle, _proofs(share_key).make(b"reply", request.nonce, body))
 
     @classmethod
     def refuse(cls, status: int, device: str) -> "Reply":
-        """Make the reply to a request that is refused.
+        """Return the reply to a request that is refused.
 
         :param status: errno of the refusal.
         :param device: name of the device.
@@ -141,15 +153,16 @@ class Reply:
         return cls(status, device, 0, bytes(PROOF_BYTES))
 
     def _body(self) -> bytes:
+        """Return the encoded fields that the proof covers: the name and the handle."""
         return self.device.encode()[:_NAME].ljust(_NAME, b"\0") + self.pd_handle.to_bytes(4)
 
     def pack(self) -> bytes:
-        """Encode the message."""
+        """Return the message encoded, ``SIZE`` bytes long."""
         return _HEAD.pack(_MAGIC, _VERSION, self.status) + self._body() + self.proof
 
     @classmethod
     def parse(cls, data: bytes) -> "Reply":
-        """Decode a reply.
+        """Return a decoded reply. The caller checks its proof by `proves`.
 
         :raises VerbsError: EPROTO: the reply is invalid; EPROTONOSUPPORT: the reply is of another version.
         """

@@ -43,7 +43,11 @@ _ADVICE = {
 
 
 def share_error(error: int, advice: str | None = None) -> VerbsError:
-    """Return the error of a failed `share` or `open_instance`; without advice, with the usual one for its number."""
+    """Return the error of a failed `share` or `open_instance`; without advice, with the usual one for its number.
+
+    :param error: error number.
+    :param advice: what to do about the failure; None: the usual advice.
+    """
     return VerbsError("ibv_share_pd", error, advice or _ADVICE.get(error))
 
 
@@ -72,7 +76,11 @@ def check_share(shared_id: int, share_key: int) -> None:
 
 
 def id_of(context: handles.Context, number: int) -> int:
-    """Return the shared ID for a number on the device of a context."""
+    """Return the shared ID for a number on the device of a context.
+
+    :raises VerbsError: the attributes of the device cannot be read.
+    :raises ClosedResourceError: the context is closed.
+    """
     return share_id(context.query_device().node_guid, context.name, number)
 
 
@@ -81,6 +89,9 @@ def import_context(command: int, name: str) -> handles.Context:
 
     :param command: descriptor, which the caller still owns.
     :param name: name of the device, for error messages.
+    :returns: handle of the context, which the caller destroys.
+    :raises VerbsError: EOPNOTSUPP: the provider cannot import contexts; ENODEV: the device does not exist here.
+    :raises LibraryNotFoundError: libibverbs cannot be loaded.
     """
     try:
         return handles.Context.import_device(command)
@@ -107,7 +118,9 @@ def _check_import(context: handles.Context) -> None:
 def check_device(context: handles.Context, shared_id: int) -> int:
     """Return the number in a shared ID after checking that the ID belongs to the device of a context.
 
+    :returns: lower 32 bits of the ID.
     :raises VerbsError: EXDEV: the ID belongs to another device.
+    :raises ClosedResourceError: the context is closed.
     """
     number = shared_id & 0xFFFFFFFF
     if shared_id != id_of(context, number):
@@ -128,6 +141,7 @@ class _InstanceLock:
     The kernel releases the lock of a process that dies.
 
     :param file: descriptor of the file; it is opened again and not closed.
+    :raises VerbsError: ENOENT: the last instance was closed; EPROTO: another process has a lease on the file.
     """
 
     def __init__(self, file: int) -> None:
@@ -178,6 +192,7 @@ _sharing = threading.Lock()  # a protection domain is shared at most once
 
 
 def _renew_lock() -> None:
+    """Replace the lock in a forked child."""
     global _sharing
     _sharing = threading.Lock()  # a thread that held the old lock does not exist in the child
 
@@ -208,9 +223,10 @@ class Share:
         self._known[self.number] = self
 
     def join(self) -> _InstanceLock:
-        """Return the lock of a new instance.
+        """Return the lock of a new instance, which the caller closes, or passes to the instance.
 
-        :raises VerbsError: ENOENT: the last instance was closed.
+        :raises VerbsError: ENOENT: the last instance was closed, or the share was destroyed; EPROTO: another process
+            has a lease on the file.
         """
         with self._opened() as file:
             return _InstanceLock(file)
@@ -228,13 +244,18 @@ class Share:
 
         :param context: context of the domain's device.
         :param descriptors: list that receives the descriptors: of the context's command file and of the share's file.
-        :raises VerbsError: ENOENT: the share was destroyed.
+        :raises VerbsError: ENOENT: the share was destroyed. The list may have the first descriptor then.
+        :raises ClosedResourceError: the context is closed.
         """
         descriptors.append(context.dup_cmd_fd())
         descriptors.append(self.dup_file())
 
     @contextlib.contextmanager
     def _opened(self) -> Iterator[int]:
+        """Provide the descriptor of the file for a block, and keep it open meanwhile.
+
+        :raises VerbsError: ENOENT: the share was destroyed.
+        """
         with self._lock:
             if self._file < 0:
                 raise share_error(errno.ENOENT)
@@ -267,6 +288,8 @@ class SoftShare:
     def attach(self, context: handles.Context, descriptors: list[int]) -> None:
         """Append the descriptor that another process needs to a list. The caller closes it.
 
+        :param context: ignored.
+        :param descriptors: list that receives the descriptor of the file that contains the protection domain.
         :raises VerbsError: ENOENT: the share was destroyed; EMFILE or ENOMEM: no descriptor or memory is left.
         """
         pd = self._pd
@@ -305,7 +328,10 @@ class ImportedShare:
     def open(self, context: handles.Context, share_key: int) -> handles.ProtectionDomain:
         """Open an instance in this process.
 
-        :raises VerbsError: ENOENT: the last instance was closed; EACCES: the key is wrong.
+        :param context: context that `register` was called with.
+        :param share_key: secret of the protection domain, 64 bits.
+        :returns: handle of the instance, which the caller destroys.
+        :raises VerbsError: ENOENT: the last instance was closed, or `destroy` was called; EACCES: the key is wrong.
         """
         _check_key(self._share_key, share_key)
         with self._lock:
@@ -326,6 +352,10 @@ class ImportedShare:
 
 
 def _check_key(expected: int, key: int) -> None:
+    """Check a share key, in constant time.
+
+    :raises VerbsError: EACCES: the key is wrong.
+    """
     if not hmac.compare_digest(*(each.to_bytes(KEY_BITS // 8) for each in (expected, key))):
         raise share_error(errno.EACCES)
 
@@ -359,7 +389,15 @@ def share(pd: handles.ProtectionDomain, share_key: int) -> tuple[int, Share | So
 
 
 def open_instance(context: handles.Context, shared_id: int, share_key: int) -> handles.ProtectionDomain:
-    """Open a further instance of a shared protection domain: see `Device.shared_protection_domain`."""
+    """Open a further instance of a shared protection domain: see `Device.shared_protection_domain`.
+
+    :param context: context of the domain's device.
+    :param shared_id: ID of the protection domain, 96 bits.
+    :param share_key: secret of the protection domain, 64 bits.
+    :returns: handle of the instance, which the caller destroys.
+    :raises VerbsError: ENOENT: nothing is shared by that ID in this context; EACCES: the key is wrong; EXDEV: the ID
+        belongs to another device; EOPNOTSUPP: the provider does not support it.
+    """
     imported = _imported.get(context, {}).get(shared_id)
     if imported is not None:
         return imported.open(context, share_key)

@@ -6,7 +6,8 @@ __all__ = ["duration"]
 def duration(seconds: float) -> str:
     """Format a duration with three digits, in the unit that fits best: ``"12.3 µs"``, ``"10 s"``.
 
-    :param seconds: duration in seconds.
+    :param seconds: duration in seconds, not negative.
+    :returns: number and unit.
     """
     for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
         if seconds >= 0.9995 * size:
@@ -15,6 +16,7 @@ def duration(seconds: float) -> str:
 
 
 def _three(value: float) -> str:
+    """Return a number with three significant digits, without zeros at the end of its fraction."""
     digits = 2 if value < 9.995 else 1 if value < 99.95 else 0
     text = f"{value:,.{digits}f}"
     return text.rstrip("0").rstrip(".") if digits else text

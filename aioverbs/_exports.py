@@ -12,7 +12,10 @@ __all__ = ["DEFINED_IN", "defined_in", "publish"]
 
 
 def _read() -> dict[str, str]:
-    """Read the exported names and their modules, without `ast`: importing it takes longer than all the rest."""
+    """Return the exported names and the module that defines each, from `__init__.pyi`.
+
+    `ast` is not used: importing it takes longer than all the rest.
+    """
     found, module = {}, ""
     with open(__file__.removesuffix("_exports.py") + "__init__.pyi", encoding="utf-8") as stub:
         for line in stub:

@@ -10,6 +10,7 @@ def format_address(address: Address | None) -> str:
     """Format an address as ``10.0.0.1:7471`` or ``[fd00::1]:7471``.
 
     :param address: socket address; None is formatted as ``nowhere``.
+    :returns: the text.
     """
     if address is None:
         return "nowhere"

@@ -69,13 +69,15 @@ class Allocator(Protocol):
         :param resource_type: purpose of the memory; `ResourceKind.decode` decodes it.
         :param pd: `ParentDomain.handle` of the parent domain that the memory is for; None for a buffer.
         :param context: user-specified context of that parent domain; None for a buffer.
-        :returns: the address; or `USE_DEFAULT`, and the provider uses its own memory; or None, and the verb fails.
+        :returns: the address, valid until `free` is called; or `USE_DEFAULT`, and the provider uses its own memory; or
+            None, and the verb fails.
         """
 
     def free(self, address: int, resource_type: int, pd: "ParentDomain | None", context: object, /) -> object:
         """Free a piece of memory, once for each address that `allocate` returned.
 
-        If this raises, the exception is passed to ``sys.unraisablehook``, because the verb has succeeded.
+        The result is ignored. If this raises, the exception is passed to ``sys.unraisablehook``, because the verb has
+        succeeded.
 
         :param address: address of the piece.
         :param resource_type: argument of the call of `allocate`.

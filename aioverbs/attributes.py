@@ -44,7 +44,7 @@ _KINDS = {
 
 @dataclass(frozen=True, slots=True)
 class DeviceAttributes:
-    """Limits and identity of a device: ``ibv_query_device``."""
+    """Limits and identity of a device: ``ibv_query_device``. Made by `Device.attributes`."""
 
     fw_ver: str
     node_guid: bytes
@@ -77,7 +77,7 @@ class DeviceAttributes:
 
 @dataclass(frozen=True, slots=True)
 class PortAttributes:
-    """State and limits of a port: ``ibv_query_port``."""
+    """State and limits of a port: ``ibv_query_port``. Made by `Device.port`."""
 
     state: PortState
     max_mtu: Mtu
@@ -147,7 +147,10 @@ class QpCapabilities:
 
 @dataclass(frozen=True, slots=True)
 class QpAttributes:
-    """Attributes of a queue pair: ``ibv_query_qp``. Attributes that no state transition has set yet are 0."""
+    """Attributes of a queue pair: ``ibv_query_qp``. Made by `QueuePair.query`.
+
+    Attributes that no state transition has set yet are 0.
+    """
 
     qp_state: QpState
     path_mtu: int
@@ -174,7 +177,7 @@ class QpAttributes:
 
 @dataclass(frozen=True, slots=True)
 class SrqAttributes:
-    """Attributes of a shared receive queue: ``ibv_query_srq``.
+    """Attributes of a shared receive queue: ``ibv_query_srq``. Made by `SharedReceiveQueue.query`.
 
     :param max_wr: depth of the queue, in work requests.
     :param max_sge: number of scatter/gather entries of a work request.
@@ -205,7 +208,7 @@ class ResourceKind:
         """Decode a resource type.
 
         :param resource_type: number of the driver in the upper 32 bits, code of that driver in the lower 32 bits.
-        :returns: the names of the driver and of the purpose.
+        :returns: the decoded type, with the names of the driver and of the purpose. Unknown ones contain the number.
         """
         if not resource_type:
             return cls("aioverbs", "buffer", 0)
@@ -219,7 +222,9 @@ class ResourceKind:
 
 @dataclass(frozen=True, slots=True)
 class AllocatorUsage:
-    """Allocations of one resource type. Bytes are counted as requested, without alignment.
+    """Allocations of one resource type. Made by `RecordingAllocator.usage`.
+
+    Bytes are counted as requested, without alignment.
 
     :param pieces: number of pieces allocated and not yet freed.
     :param size_bytes: sum of their sizes.
@@ -241,7 +246,7 @@ class AllocatorUsage:
 
 @dataclass(frozen=True, slots=True)
 class AllocatorStatistics:
-    """Memory that a native allocator uses at one moment.
+    """Memory that a native allocator uses at one moment. Made by `NativeAllocator.statistics`.
 
     Mappings include memory that is kept for later pieces, and all mappings of the allocator below this one, even if
     another allocator uses them.

@@ -48,6 +48,7 @@ def select_gid_index(gids: Iterable[Gid]) -> int | None:
 
 
 def _rank(each: Gid) -> tuple[bool, bool, bool, int]:
+    """Return the sort key of an entry: the entry with the lowest one is preferred."""
     roce = each.gid_type is not GidType.IB
     return (
         each.gid_type is GidType.ROCE_V1,

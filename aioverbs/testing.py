@@ -92,7 +92,7 @@ def aioverbs_ledger(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(params=["inline", "thread"])
 def aioverbs_device(request: pytest.FixtureRequest, aioverbs_ledger: None) -> "Device":
-    """Unopened software device: write ``async with aioverbs_device as device``.
+    """Unopened software device, which the test opens: write ``async with aioverbs_device as device``.
 
     The test runs once for each value of ``execution``: in the call that posts a request (``inline``), and in a thread
     beside the loop (``thread``).

@@ -37,7 +37,10 @@ def default_path(environment: Mapping[str, str], user: int) -> Path:
 
 
 def peer_user(connected: socket.socket) -> int:
-    """Return the user ID of the process at the other end of a Unix socket: SO_PEERCRED."""
+    """Return the user ID of the process at the other end of a Unix socket: SO_PEERCRED.
+
+    :param connected: connected Unix socket.
+    """
     credentials = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     user: int = _CREDENTIALS.unpack(credentials)[1]
     return user
@@ -51,6 +54,7 @@ class MonitorDirectory:
     :raises FileNotFoundError: the directory does not exist.
     :raises PermissionError: other users can access the directory, or own it, or it is not a directory. The message
         says what to do.
+    :raises OSError: the directory cannot be created or opened.
     :raises ValueError: see `default_path`.
     """
 
@@ -76,6 +80,7 @@ class MonitorDirectory:
             raise
 
     def _permission_error(self, what: str) -> PermissionError:
+        """Return the error for a directory that must not be used."""
         return PermissionError(EACCES, f"{what} by AIOVERBS_MONITOR_DIRECTORY", str(self.path))
 
     def close(self) -> None:
@@ -89,13 +94,20 @@ class MonitorDirectory:
         self.close()
 
     def _at(self, name: str) -> str:
+        """Return the path of a file in the directory, for the address of a Unix socket."""
         # Short enough for the address of a Unix socket (108 bytes), wherever the directory is.
         return f"/proc/self/fd/{self._fd}/{name}"
 
     # ---- For the monitored process
 
     def listen(self, backlog: int) -> tuple[socket.socket, str]:
-        """Return a listening socket of this process, and the name of its file in the directory."""
+        """Return a listening socket of this process, and the name of its file in the directory.
+
+        The caller closes the socket, and removes the file by `remove`.
+
+        :param backlog: maximum number of connections that wait to be accepted.
+        :raises OSError: the socket cannot be made.
+        """
         name = f"{os.getpid()}-{secrets.token_hex(4)}.sock"
         listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         try:
@@ -120,7 +132,10 @@ class MonitorDirectory:
             os.unlink(name, dir_fd=self._fd)
 
     def sweep(self) -> None:
-        """Remove the socket files of processes that have ended."""
+        """Remove the socket files of processes that have ended.
+
+        :raises OSError: the directory cannot be listed.
+        """
         for pid, name in self.names():
             if not Path(f"/proc/{pid}").exists():  # may still run in another PID namespace, so connect
                 with contextlib.suppress(OSError):
@@ -131,7 +146,10 @@ class MonitorDirectory:
     # ---- For the monitor
 
     def names(self) -> Iterator[tuple[int, str]]:
-        """Yield process IDs and names of socket files. Files that were left unfinished are removed."""
+        """Yield process IDs and names of socket files. Files that were left unfinished are removed.
+
+        :raises OSError: the directory cannot be listed, as after it was removed.
+        """
         for name in sorted(os.listdir(self._fd)):
             found = _NAME.fullmatch(name.removeprefix("."))
             if found is None:
@@ -142,6 +160,7 @@ class MonitorDirectory:
                 self.remove(name)
 
     def _age(self, name: str) -> float:
+        """Return the time in seconds since a file was changed; 0.0 if it does not exist."""
         try:
             return time.time() - os.stat(name, dir_fd=self._fd, follow_symlinks=False).st_mtime
         except FileNotFoundError:
@@ -151,9 +170,11 @@ class MonitorDirectory:
         """Connect to a monitored process; if it has ended, remove its socket file and return None.
 
         :param name: name of the socket file.
-        :param timeout_s: timeout in seconds.
+        :param timeout_s: timeout in seconds, of connecting and of later operations on the socket.
+        :returns: the connected socket, which the caller closes; None if the process has ended.
         :raises PermissionError: the process belongs to another user.
         :raises TimeoutError: the process did not answer in time.
+        :raises OSError: the connection failed in another way.
         """
         connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:

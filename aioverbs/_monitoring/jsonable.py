@@ -13,6 +13,7 @@ def to_jsonable(value: object) -> object:
 
     Dataclasses become objects, enumeration members their names, sets sorted lists.
 
+    :returns: int, float, str, bool, None, or a list or dict of these, to any depth.
     :raises TypeError: JSON has no type for the value.
     """
     if type(value) in _JSON_TYPES:  # the most frequent case

@@ -29,6 +29,13 @@ _environment_was_read = False  # True after AIOVERBS_MONITOR was read
 
 
 def _acquire() -> Path:
+    """Add one user of the socket of this process, and make the socket if there is none.
+
+    :returns: path of the socket.
+    :raises OSError: the socket or its directory cannot be made.
+    :raises ValueError: AIOVERBS_MONITOR_DIRECTORY or XDG_RUNTIME_DIR is not an absolute path.
+    :raises RuntimeError: no thread can be started.
+    """
     global _server, _users
     with _lock:
         if _server is not None and not _server.alive:
@@ -51,7 +58,10 @@ def _at_exit_of_children() -> None:
 
 
 def _release() -> MonitorServer | None:
-    """Drop one user; return the stopped server if that was the last one."""
+    """Drop one user of the socket.
+
+    :returns: the stopped server if that was the last user, for the caller to join; else None.
+    """
     global _server, _users
     with _lock:
         _users -= 1
@@ -64,6 +74,7 @@ def _release() -> MonitorServer | None:
 
 
 def _at_exit() -> None:
+    """Stop the server at the end of the process, and wait for its thread."""
     global _server
     with _lock:
         server, _server = _server, None
@@ -75,8 +86,8 @@ def _at_exit() -> None:
 class Monitor:
     """Permission for other processes of this user to monitor this one by `aioverbs top`. Made by `monitor`.
 
-    ``async with`` begins and ends the monitoring; outside of a block `open` and `aclose` do the same. All open monitors
-    of a process share one socket.
+    ``async with`` begins and ends the monitoring, and yields the monitor itself; outside of a block `open` and `aclose`
+    do the same. All open monitors of a process share one socket.
     """
 
     def __init__(self) -> None:
@@ -108,7 +119,10 @@ class Monitor:
         return self._path
 
     async def aclose(self) -> None:
-        """End the monitoring. Closing a closed monitor does nothing. A cancellation does not interrupt this."""
+        """End the monitoring, unless another monitor of this process is open or AIOVERBS_MONITOR is 1.
+
+        Closing a closed monitor does nothing. A cancellation does not interrupt this.
+        """
         process, self._process, self._path = self._process, 0, None
         if process != os.getpid():  # never opened, or opened by the parent process
             return
@@ -159,6 +173,7 @@ def start_if_enabled() -> None:
 
 
 def _forked() -> None:
+    """Close the descriptors of the server in a forked child, which is not monitored."""
     global _lock, _environment_was_read, _server, _users
     _lock, _environment_was_read, _users = threading.Lock(), False, 0
     server, _server = _server, None

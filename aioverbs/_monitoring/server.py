@@ -44,7 +44,11 @@ _FORK_TIMEOUT_S = 1.0
 
 
 class _Viewer:
-    """Connection to one viewer."""
+    """Connection to one viewer.
+
+    :param connected: non-blocking socket.
+    :param due: time of the request timeout, by ``time.monotonic``.
+    """
 
     def __init__(self, connected: socket.socket, due: float) -> None:
         self.socket = connected
@@ -95,6 +99,11 @@ class _Viewer:
 
 
 def _interval_of(line: bytes) -> float:
+    """Return the interval in seconds that a request contains.
+
+    :param line: request without the newline.
+    :raises ValueError: the request is no JSON, or its interval is missing or out of range.
+    """
     try:
         request = json.loads(line)
     except RecursionError:
@@ -109,7 +118,10 @@ def _interval_of(line: bytes) -> float:
 class MonitorServer:
     """Listening socket and the thread that serves it.
 
+    The caller ends the server by `stop` and `join`.
+
     :raises OSError: the socket or its directory cannot be made.
+    :raises ValueError: a variable that names the directory is not an absolute path.
     :raises RuntimeError: no thread can be started.
     """
 
@@ -136,6 +148,7 @@ class MonitorServer:
             undo.pop_all()
 
     def _start(self) -> None:
+        """Start the thread, with all signals blocked in it."""
         # The thread must not handle signals of the program. It inherits the mask of this thread from its start.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         try:
@@ -154,13 +167,13 @@ class MonitorServer:
         return self._thread.is_alive()
 
     def stop(self) -> None:
-        """Remove the socket file and make the thread end."""
+        """Remove the socket file and make the thread end, without waiting for it. Call from any thread."""
         self._directory.remove(self._name)
         self._stopping = True
         self._wake_writer.send(b"!")
 
     def join(self) -> None:
-        """Wait for the end of the thread, and close the descriptors."""
+        """Wait for the end of the thread, and close the descriptors. Log an error if the thread does not end in 5 s."""
         self._thread.join(_JOIN_TIMEOUT_S)
         if self._thread.is_alive():  # blocked in a sample; the descriptors stay open until the process ends
             logger.error("the thread that serves monitors of this process does not end")
@@ -177,6 +190,7 @@ class MonitorServer:
     # ---- In the thread
 
     def _run(self) -> None:
+        """Serve viewers until the server is stopped. An error ends the monitoring, and is logged."""
         try:
             while not self._stopping:
                 for key, events in self._selector.select(self._timeout_s()):
@@ -198,6 +212,7 @@ class MonitorServer:
         return max(0.0, min(times) - time.monotonic()) if times else None
 
     def _accept(self, events: int) -> None:
+        """Accept one viewer and greet it; reject other users, and viewers above the maximum number."""
         try:
             connected, _ = self._listening.accept()
         except BlockingIOError:
@@ -224,6 +239,7 @@ class MonitorServer:
         self._call_or_drop(viewer, lambda: viewer.send(_line(_greeting())))
 
     def _on_viewer_ready(self, viewer: _Viewer, events: int) -> None:
+        """Receive the request of a viewer, or send the rest of a line, as far as its socket is ready."""
         if events & selectors.EVENT_READ:
             self._call_or_drop(viewer, viewer.receive_request)
         if events & selectors.EVENT_WRITE and viewer.socket in self._viewers:
@@ -245,6 +261,7 @@ class MonitorServer:
                 self._selector.modify(viewer.socket, wanted, key.data)
 
     def _serve(self) -> None:
+        """Send a sample to each viewer whose interval has passed, and drop those without a request in time."""
         now = time.monotonic()
         if self._accept_after and now >= self._accept_after:
             self._accept_after = 0.0
@@ -262,19 +279,23 @@ class MonitorServer:
             self._call_or_drop(viewer, functools.partial(viewer.send, line))
 
     def _sample(self) -> bytes:
+        """Return a sample, encoded as a line. Wait for a fork in another thread."""
         with _sampling:
             return encode(sample()).encode() + b"\n"
 
 
 def _raise_no_request() -> None:
+    """Raise the error of a viewer that sent no request in time."""
     raise TimeoutError("the viewer sent no request in time")
 
 
 def _line(message: dict[str, object]) -> bytes:
+    """Return a message encoded as a line of JSON."""
     return json.dumps(message, separators=(",", ":")).encode() + b"\n"
 
 
 def _greeting() -> dict[str, object]:
+    """Return the message that is sent to a viewer first."""
     command = Path("/proc/self/cmdline").read_bytes().rstrip(b"\0").replace(b"\0", b" ")
     return {"aioverbs-monitor": VERSION, "pid": os.getpid(), "program": os.fsdecode(command)[:1000]}
 
@@ -286,12 +307,14 @@ _forker: int | None = None  # ID of the thread that holds it for a fork
 
 
 def _before_fork() -> None:
+    """Let no sample be taken during a fork, unless one takes longer than the time limit."""
     global _forker
     if _sampling.acquire(timeout=_FORK_TIMEOUT_S):
         _forker = threading.get_ident()
 
 
 def _after_fork() -> None:
+    """Let samples be taken again after a fork, in the parent."""
     global _forker
     if _forker == threading.get_ident():
         _forker = None
@@ -299,6 +322,7 @@ def _after_fork() -> None:
 
 
 def _forked() -> None:
+    """Replace the lock in a forked child."""
     global _forker, _sampling
     _sampling, _forker = threading.Lock(), None
 

@@ -30,6 +30,7 @@ def register_device(device: Resource) -> None:
 
 
 def _open_devices() -> Iterator[Resource]:
+    """Yield the open devices of this process, and forget the others."""
     for number, reference in tuple(_devices.items()):
         device = reference()
         if device is not None and not device.closed:
@@ -39,8 +40,9 @@ def _open_devices() -> Iterator[Resource]:
 
 
 def sample() -> dict[str, object]:
-    """Take a snapshot of all open devices of this process.
+    """Return a snapshot of all open devices of this process: a dict of values that JSON has. Call from any thread.
 
+    The keys are ``devices``, a list of resources; ``time_ns``; and ``truncated``.
     Each resource has a number (``id``), ``kind``, ``label``, ``state``, ``owner``, the line that it was opened at
     (``created``), ``native`` (True or False for resources that can be native, else None), ``statistics`` and
     ``children``.
@@ -54,7 +56,11 @@ def sample() -> dict[str, object]:
 
 
 def encode(sampled: dict[str, object]) -> str:
-    """Encode a sample as one line of JSON, in pieces, so that a large one does not hold the GIL for long."""
+    """Encode a sample as one line of JSON, in pieces, so that a large one does not hold the GIL for long.
+
+    :param sampled: result of `sample`.
+    :returns: the line, without a newline.
+    """
     trees, number = sampled["devices"], itertools.count()
     assert isinstance(trees, list)
     rest = _dump({name: value for name, value in sampled.items() if name != "devices"})
@@ -62,6 +68,7 @@ def encode(sampled: dict[str, object]) -> str:
 
 
 def _encode_tree(tree: dict[str, object], number: Iterator[int]) -> str:
+    """Return a resource, and the resources made from it, as JSON."""
     _yield_gil(next(number))
     children = tree["children"]
     assert isinstance(children, list)
@@ -70,10 +77,12 @@ def _encode_tree(tree: dict[str, object], number: Iterator[int]) -> str:
 
 
 def _dump(value: object) -> str:
+    """Return a value as JSON without spaces."""
     return json.dumps(value, separators=(",", ":"))
 
 
 def _yield_gil(number: int) -> None:
+    """Let other threads take the GIL, once in 32 numbers."""
     if not number % _YIELD_INTERVAL:
         time.sleep(0)
 
@@ -85,11 +94,13 @@ class _Budget:
         self.left = left
 
     def take(self) -> bool:
+        """Take space for one resource. Return False if there was none left."""
         self.left -= 1
         return self.left >= 0
 
 
 def _tree(root: Lifecycle, budget: _Budget) -> dict[str, object]:
+    """Return a resource, and the resources made from it as far as the budget allows, as values that JSON has."""
     # Not recursive, so that the depth of the tree does not matter to the stack of the thread.
     tree, children = _node(root)
     budget.take()
@@ -108,6 +119,7 @@ def _tree(root: Lifecycle, budget: _Budget) -> dict[str, object]:
 
 
 def _node(lifecycle: Lifecycle) -> tuple[dict[str, object], list[dict[str, object]]]:
+    """Return a resource as a dict of values that JSON has, and the list in it for the resources made from it."""
     user = lifecycle.user()
     children: list[dict[str, object]] = []
     return {

@@ -4,6 +4,7 @@ cdef object _get_running_loop = None            # asyncio's function, imported w
 
 
 cdef object _running_loop():
+    # Return the event loop that runs in this thread; None for none.
     global _get_running_loop
     if _get_running_loop is None:
         _get_running_loop = importlib.import_module("asyncio")._get_running_loop
@@ -30,6 +31,7 @@ cdef object _ends = threading.local()      # no module variable: lasts as long a
 
 
 cdef int _record_thread_end(affinity_thread *thread) except -1:
+    # Have the end of this thread, whose record is `thread`, noticed: affinity_thread_ended returns true afterwards.
     cdef _ThreadEnd end = getattr(_ends, "end", None)
     if end is None or end.thread != thread:
         end = _ThreadEnd.__new__(_ThreadEnd)
@@ -62,7 +64,7 @@ cdef class Affinity:
 
     @staticmethod
     def of_running_loop():
-        """Return an affinity of the running event loop and its thread.
+        """Return a new affinity that the running event loop and its thread own.
 
         :raises RuntimeError: no asyncio event loop is running in this thread.
         """
@@ -73,12 +75,13 @@ cdef class Affinity:
 
     @staticmethod
     def unbound():
-        """Return an affinity of no thread: any thread may call, one at a time."""
+        """Return a new affinity without an owner: any thread may call, one at a time. Never fails."""
         cdef Affinity self = Affinity.__new__(Affinity)
         self._forks = fork_count
         return self
 
     cdef int _bind(self) except -1:
+        # Make the running loop and its thread the owner. Raise RuntimeError where no asyncio loop is running here.
         cdef affinity_thread *thread = affinity_thread_self()
         loop = _running_loop()
         if not thread:
@@ -101,7 +104,7 @@ cdef class Affinity:
 
     @property
     def bound(self):
-        """Whether one thread and event loop own the affinity."""
+        """Whether one thread and event loop own the affinity; False for `unbound`, which has no owner."""
         return self._thread != NULL
 
     @property
@@ -116,19 +119,26 @@ cdef class Affinity:
 
     @property
     def orphaned(self):
-        """Whether the owner is gone, so that no call can be in flight: the loop is closed, or its thread has ended."""
+        """Whether the owner is gone, so that no call can be in flight: the loop is closed, or its thread has ended.
+
+        False without an owner. Any thread may read it.
+        """
         if not self._thread:
             return False
         return affinity_thread_ended(<affinity_thread *>self._thread) or self.loop.is_closed()
 
     def owns(self):
-        """Return whether the caller may call a verb, if none is in flight."""
+        """Return whether the caller runs in the owner's thread and event loop, so that it may call a verb if none is in
+        flight.
+
+        Without an owner: True in the process that created the affinity, False in a child of a fork.
+        """
         return self._forks == fork_count and (self._thread == NULL or self._is_owner())
 
     def take_over(self):
         """Make the running loop and its thread the owner, after the old owner is gone.
 
-        :raises AffinityError: the owner is not gone.
+        :raises AffinityError: the owner is not gone, or there is none.
         :raises RuntimeError: no asyncio event loop is running in this thread.
         """
         if not self.orphaned:
@@ -137,7 +147,7 @@ cdef class Affinity:
         self._inside = 0
 
     def check(self, what, str verb not None):
-        """Raise the error that a verb called here and now on `what` would raise.
+        """Raise the error that a verb called here and now on `what` would raise; return None where it may be called.
 
         :param what: the object, for the message.
         :param verb: name of the verb, for the message.
@@ -149,7 +159,8 @@ cdef class Affinity:
         self._leave()
 
     # Pair each success of _enter with one _leave. With a bound affinity only the owner's thread gets as far as
-    # `_inside`, which then detects re-entry; without an owner, threads claim `_inside` atomically.
+    # `_inside`, which then detects re-entry; without an owner, threads claim `_inside` atomically. Raises the errors
+    # that `check` lists.
     cdef int _enter(self, object what, str verb) except -1:
         if self._forks != fork_count:
             raise ForkedProcessError(repr(what))
@@ -170,6 +181,7 @@ cdef class Affinity:
         affinity_yield(&self._inside)
 
     cdef bint _is_owner(self) except -1:
+        # Return whether this thread and its running loop are the owner; only for a bound affinity.
         cdef PyObject *run
         if affinity_thread_self() != self._thread:
             return False
@@ -185,9 +197,11 @@ cdef class Affinity:
         return True
 
     cdef bint _has_same_owner(self, Affinity other) noexcept:
+        # Return whether both are bound, to one thread and loop; False for two affinities without an owner.
         return self._thread != NULL and self._thread == other._thread and self.loop is other.loop
 
     cdef str _wrong_caller_text(self, object what, str verb):
+        # Return the message of the AffinityError: owner, actual caller, and what to do.
         cdef affinity_thread *thread = affinity_thread_self()
         loop = _running_loop()
         caller = f"thread {threading.current_thread().name!r}"
@@ -203,12 +217,14 @@ cdef class Affinity:
         return f"{verb} on {what!r}, which belongs to {self._owner()}, was called from {caller}: {why}"
 
     cdef str _overlap_text(self, object what, str verb):
+        # Return the message of the ConcurrentAccessError: refused verb and verb in flight.
         return (
             f"{verb} on {what!r}: {<object>self._verb} is in flight in its domain, which allows one call at a time; "
             "this call was refused"
         )
 
     cdef str _owner(self):
+        # Return text that names thread and loop of the owner; only for a bound affinity.
         return f"thread {self.thread_name!r} with {_name_of_loop(self.loop)}"
 
     def __repr__(self):

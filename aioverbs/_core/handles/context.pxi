@@ -4,6 +4,8 @@
 def load_libibverbs(library="libibverbs.so.1"):
     """Check that libibverbs can be loaded and has every verb that is needed; `Context.adopt` loads it.
 
+    Return None; nothing else changes.
+
     :param library: name of the shared library.
     :raises LibraryNotFoundError: the library cannot be loaded, or lacks a verb.
     """
@@ -12,6 +14,7 @@ def load_libibverbs(library="libibverbs.so.1"):
 
 
 cdef int _load(v.verbs_table *table, library) except -1:
+    # Fill the table from the shared library. Raise LibraryNotFoundError where that fails.
     cdef bytes name = library.encode()
     cdef const char *problem = v.verbs_table_load(table, name)
     if problem:
@@ -26,6 +29,7 @@ cdef bint _is_exported = False
 
 
 cdef int _copy_exported(v.verbs_table *table) except -1:
+    # Copy the exported verbs, which the first call loads. Raise LibraryNotFoundError where libibverbs cannot be loaded.
     global _is_exported
     with _exporting:
         if not _is_exported:
@@ -36,6 +40,7 @@ cdef int _copy_exported(v.verbs_table *table) except -1:
 
 
 cdef uintptr_t _slot(v.verbs_table *table, verb) except 0:
+    # Return the address of the table's pointer to a verb. Raise ValueError where the table has no such verb.
     cdef bytes name = verb.encode()
     cdef void **slot = v.verbs_table_slot(table, name)
     if not slot:
@@ -44,7 +49,7 @@ cdef uintptr_t _slot(v.verbs_table *table, verb) except 0:
 
 
 def table_slot(verb):
-    """Return the address from which contexts opened from here on copy their pointer to an exported verb.
+    """Return the address, an int, from which contexts opened after this call copy their pointer to an exported verb.
 
     Like `Context.table_slot`, for ``"import_device"``, which is called before there is a context.
 
@@ -58,7 +63,8 @@ def table_slot(verb):
 
 
 cdef class Context(Handle):
-    """Open device: ``struct ibv_context``. Created by `adopt` or `import_device`; the software device has a subclass.
+    """Open device: ``struct ibv_context``. Created by `adopt` or `import_device`; ``software.Context.open`` makes the
+    subclass for the software device.
 
     Any thread may use a context, and the objects made from it that belong to no thread domain.
     """
@@ -76,6 +82,7 @@ cdef class Context(Handle):
         :param capsule: capsule "ibv_context *" from `pyverbs_bridge`: the address of the lender's pointer.
         :param owner: object that contains that pointer and keeps the context open; ``close()`` is called after the
             handle is destroyed.
+        :returns: a new `Context`; the caller destroys it.
         :raises LibraryNotFoundError: libibverbs cannot be loaded.
         """
         cdef Context self = Context.__new__(Context)
@@ -94,7 +101,9 @@ cdef class Context(Handle):
 
         Objects made in one of them are known to the other by their numbers: see `ProtectionDomain.import_pd`.
 
-        :param cmd_fd: descriptor that `dup_cmd_fd` returned there; the caller keeps it.
+        :param cmd_fd: descriptor that `dup_cmd_fd` of the other context returned; the caller keeps it.
+        :returns: a new `Context`; the caller destroys it.
+        :raises OSError: `cmd_fd` is not an open descriptor, or there is no descriptor left to duplicate it to.
         :raises LibraryNotFoundError: libibverbs cannot be loaded.
         :raises VerbsError: with EOPNOTSUPP where the provider does not support it, with EINVAL where `cmd_fd` is no
             descriptor of an RDMA device, with ENODEV where this machine does not have the device.
@@ -121,6 +130,7 @@ cdef class Context(Handle):
         return self
 
     def _read_device_fields(self):
+        """Set name, descriptor of asynchronous events and number of completion vectors from the open device."""
         self.name = self.pointer.device.name.decode()
         self.async_fd = self.pointer.async_fd
         self.num_comp_vectors = self.pointer.num_comp_vectors
@@ -143,8 +153,9 @@ cdef class Context(Handle):
         return error
 
     def dup_cmd_fd(self):
-        """Return a duplicate of the context's command descriptor, for `import_device`. The caller closes it.
+        """Return a duplicate of the context's command descriptor, an int, for `import_device`. The caller closes it.
 
+        :raises OSError: there is no descriptor left.
         :raises VerbsError: with EOPNOTSUPP for the software device, which has no such descriptor.
         """
         self._enter()
@@ -157,7 +168,10 @@ cdef class Context(Handle):
 
     @property
     def address(self):
-        """Address of the ``struct ibv_context``."""
+        """Address of the ``struct ibv_context``, an int.
+
+        :raises ClosedResourceError: the context is closed.
+        """
         self._enter()
         try:
             return <uintptr_t>self.pointer
@@ -166,7 +180,10 @@ cdef class Context(Handle):
 
     @property
     def extended_address(self):
-        """Address of the enclosing ``struct verbs_context``; 0 without one."""
+        """Address of the enclosing ``struct verbs_context``, an int; 0 without one.
+
+        :raises ClosedResourceError: the context is closed.
+        """
         self._enter()
         try:
             return <uintptr_t>v.verbs_context_of(self.pointer)
@@ -174,7 +191,7 @@ cdef class Context(Handle):
             self._leave()
 
     def table_slot(self, verb):
-        """Return the address of this context's pointer to an exported verb, for code that intercepts verbs.
+        """Return the address, an int, of this context's pointer to an exported verb, for code that intercepts verbs.
 
         No verb may run while the pointer is changed.
 
@@ -188,7 +205,14 @@ cdef class Context(Handle):
 
     @property
     def attributes(self):
-        """Limits of the device, queried on first use: they do not change while the device is open."""
+        """Limits of the device, a `DeviceAttributes`, which do not change while the device is open.
+
+        The first use queries the device by `query_device` and keeps the result; later uses return it, also after the
+        context is closed.
+
+        :raises VerbsError: the query on first use failed.
+        :raises ClosedResourceError: the context was closed before the first use.
+        """
         cdef section within
         section_enter(&within, <PyObject *>self)    # several threads may query first
         attributes = self._attributes
@@ -202,9 +226,11 @@ cdef class Context(Handle):
         return attributes
 
     def max_message(self, port_num=1):
-        """Return the size limit of a message over a port, in bytes; queried once.
+        """Return the size limit of a message over a port, in bytes. The first call for a port queries it.
 
         :param port_num: number of the port, from 1.
+        :raises ValueError: `port_num` is not in 0..255.
+        :raises VerbsError: the query failed, such as with EINVAL where the device has no such port.
         """
         found = self._ports.get(port_num)
         if found is None:
@@ -212,7 +238,11 @@ cdef class Context(Handle):
         return found
 
     def query_device(self):
-        """Query the device's limits, a `DeviceAttributes`: ``ibv_query_device``."""
+        """Query the device's limits: ``ibv_query_device``.
+
+        :returns: a new `DeviceAttributes`.
+        :raises VerbsError: the verb failed.
+        """
         cdef v.ibv_device_attr attr
         cdef int error
         self._enter()
@@ -253,10 +283,12 @@ cdef class Context(Handle):
         )
 
     def query_port(self, port_num=1):
-        """Query the state of a port, a `PortAttributes`: ``ibv_query_port``.
+        """Query the state of a port: ``ibv_query_port``.
 
         :param port_num: number of the port, from 1.
+        :returns: a new `PortAttributes`.
         :raises ValueError: `port_num` is not in 0..255.
+        :raises VerbsError: the verb failed, such as with EINVAL where the device has no such port.
         """
         cdef v.ibv_port_attr attr
         cdef int error, port = _byte(port_num, "port_num")
@@ -285,11 +317,13 @@ cdef class Context(Handle):
         )
 
     def query_gid(self, port_num=1, index=0):
-        """Query an entry of a port's GID table, 16 bytes: ``ibv_query_gid``.
+        """Query an entry of a port's GID table: ``ibv_query_gid``.
 
         :param port_num: number of the port, from 1.
-        :param index: index in the table.
+        :param index: index in the table, from 0.
+        :returns: the GID, 16 bytes.
         :raises ValueError: `port_num` is not in 0..255.
+        :raises VerbsError: the verb failed, such as where there is no such port or entry.
         """
         cdef v.ibv_gid gid
         cdef int failed, position = index, port = _byte(port_num, "port_num"), error = 0
@@ -305,11 +339,13 @@ cdef class Context(Handle):
         return (<char *>gid.raw)[:16]
 
     def query_pkey(self, port_num=1, index=0):
-        """Query an entry of a port's partition key table, in host byte order: ``ibv_query_pkey``.
+        """Query an entry of a port's partition key table: ``ibv_query_pkey``.
 
         :param port_num: number of the port, from 1.
-        :param index: index in the table.
+        :param index: index in the table, from 0.
+        :returns: the partition key, 0..65535, in host byte order.
         :raises ValueError: `port_num` is not in 0..255.
+        :raises VerbsError: the verb failed, such as where there is no such port or entry.
         """
         cdef uint16_t pkey
         cdef int failed, position = index, port = _byte(port_num, "port_num"), error = 0
@@ -332,6 +368,7 @@ cdef class Context(Handle):
         already.
 
         :returns: the event; None if no event is waiting.
+        :raises VerbsError: the verb failed.
         """
         self._enter()
         try:
@@ -344,6 +381,7 @@ cdef class Context(Handle):
 
 
 cdef int _byte(value, str name) except -1:
+    # Return `value`; raise ValueError, with the argument's name, where it is not in 0..255.
     if not 0 <= value <= 255:
         raise ValueError(f"`{name}` must be from 0 to 255, got {value}")
     return value

@@ -50,7 +50,7 @@ cdef class AsyncEvent:
 
     @property
     def acknowledged(self):
-        """Whether `ack` was called."""
+        """Whether `ack` was called. Never fails."""
         return not self._unacknowledged
 
     def ack(self):
@@ -74,6 +74,7 @@ cdef class AsyncEvent:
 
 
 cdef int _acknowledge(AsyncEvent event) except -1:
+    # Call the acknowledging verb, and release the event's handle; the caller has set `_unacknowledged` to 0.
     event._pinned_handle.context.table.ack_async_event(&event.event)
     gate_leave_many(&event._pinned_handle._async_events, 1)
     event._pinned_handle._leave()
@@ -81,6 +82,7 @@ cdef int _acknowledge(AsyncEvent event) except -1:
 
 
 cdef AsyncEvent _take_event(Context context):
+    # Return the next event, to be acknowledged; None if none is waiting. Raise VerbsError where the verb fails.
     cdef AsyncEvent taken = AsyncEvent.__new__(AsyncEvent)  # created first: a taken event must not be lost
     cdef Handle held
     cdef int error
@@ -105,8 +107,10 @@ cdef AsyncEvent _take_event(Context context):
 
 
 cdef Handle _element(v.ibv_async_event *event):
-    # The context field of an object is its handle, if the object has one: other code may have made objects on an
-    # adopted context. The ledger holds handles by address, and keeps each alive until its destroying verb has returned.
+    # Return the handle of the event's queue pair, completion queue or shared receive queue; None where the event is
+    # about none of those, or the object has no handle. The context field of an object is its handle, if the object has
+    # one: other code may have made objects on an adopted context. The ledger holds handles by address, and keeps each
+    # alive until its destroying verb has returned.
     kind = _element_kinds.get(<int>event.event_type)
     if kind is None:
         return None

@@ -132,7 +132,7 @@ def is_optimized():
 
 
 def open_handles():
-    """Return the open handles of this process, oldest first."""
+    """Return a new list of this process's open handles, oldest first. A child of a fork starts with none."""
     return list(_ledger.values())
 
 
@@ -151,7 +151,7 @@ os.register_at_fork(after_in_child=_forget_inherited)
 # ------------------------------------------------------------------------------------------------------- handles
 
 cdef class Handle:
-    """Handle of one verbs object.
+    """Handle of one verbs object, the base class of all kinds. Only the constructors of the kinds make handles.
 
     The gate counts calls in flight and open children; a handle is destroyed only when both are 0.
     """
@@ -176,7 +176,8 @@ cdef class Handle:
         return 0
 
     cdef int _enter(self) except -1:
-        # Begin a use that is not a verb call; pair each success with one _leave.
+        # Begin a use that is not a verb call; pair each success with one _leave. Raises the errors of the module's
+        # docstring, and BusyResourceError while a modification of a queue pair is pending.
         self._enter_memory()
         if not _is_open_at_lender(self):
             self._leave()
@@ -196,7 +197,7 @@ cdef class Handle:
         gate_leave(&self._gate)
 
     cdef object _entry_error(self):
-        # The error for a caller that cannot enter the gate.
+        # Return the error to raise for a caller that cannot enter the gate.
         if gate_holders(&self._gate) == GATE_CLOSED:
             return ClosedResourceError(f"{self!r} is closed")
         return BusyResourceError(f"{self!r} is in a verb that another thread waits for: await its change of state")
@@ -205,7 +206,7 @@ cdef class Handle:
         return f"<{self._name()}{' (closed)' if self.closed else ''}>"
 
     # Begin a verb on the object, named by `verb`; pair each success with one _unuse. A refused call leaves no trace:
-    # the object's owner may be destroying the object.
+    # the object's owner may be destroying the object. Raises the errors of _enter, and those of `Affinity.check`.
     cdef int _use(self, str verb) except -1:
         # Fast path of nearly every call: by the owner, in the loop run seen last, on objects that are not borrowed.
         if (
@@ -224,6 +225,7 @@ cdef class Handle:
         return 0
 
     cdef int _use_memory(self, str verb) except -1:
+        # The same for a verb that only needs the object's memory, also where its lender has closed the object.
         if self._forks != fork_count:
             raise ForkedProcessError(repr(self))
         if self.affinity is not None:
@@ -239,7 +241,8 @@ cdef class Handle:
         if self.affinity is not None:
             self.affinity._leave()
 
-    # Begin the verb of a constructor on behalf of the affinity; pair each success with one _leave_owner.
+    # Record the affinity, None for any thread, and begin the constructor's verb on its behalf; pair each success with
+    # one _leave_owner. Raises the errors of `Affinity.check`.
     cdef int _enter_owner(self, Affinity affinity, str verb) except -1:
         self.affinity = affinity
         if affinity is not None:
@@ -251,6 +254,7 @@ cdef class Handle:
             self.affinity._leave()
 
     cdef str _name(self):
+        # Return the text of repr: class, label and device.
         label = f" {self._label}" if self._label else ""
         device = f" of {self.context.name}" if self.context is not None else ""
         return f"{type(self).__name__}{label}{device}"
@@ -264,6 +268,7 @@ cdef class Handle:
         return 0
 
     cdef int _check(self, str verb, int error) except -1:
+        # Raise the error of a verb that returned the errno `error`, positive or negative; 0: do nothing.
         if not error:
             return 0
         if error < 0:
@@ -276,8 +281,9 @@ cdef class Handle:
         raise VerbsError(verb, error)
 
     cdef object _verb_error(self, str verb, int error, object cause):
-        # Build the error of a verb that may have called an allocator: the verb's error, caused by the allocator's
-        # exception if there is one. An exception that is no Exception, such as KeyboardInterrupt, is returned itself.
+        # Return, for the caller to raise, the error of a verb that may have called an allocator: a VerbsError, caused
+        # by the allocator's exception if there is one. An exception that is no Exception, such as KeyboardInterrupt, is
+        # returned itself.
         if cause is not None and not isinstance(cause, Exception):
             return cause
         failure = VerbsError(verb, error)
@@ -287,7 +293,9 @@ cdef class Handle:
     # ---- Borrowed objects
 
     cdef int _borrow(self, capsule, const char *name, owner) except -1:
-        # Each use compares the lender's own pointer: no other sign tells that the lender has closed the object.
+        # Record the lender `owner` and its pointer, whose address the capsule contains. Each use compares the lender's
+        # own pointer: no other sign tells that the lender has closed the object. Raises ValueError for a capsule of
+        # another name.
         self._lender_slot = <void **>PyCapsule_GetPointer(capsule, name)
         self._lent_pointer = self._lender_slot[0]
         self._lender = owner
@@ -295,12 +303,12 @@ cdef class Handle:
 
     cdef int _drop_after_lender(self) except -1:
         # Destroy the handle after the lender closed the object: the kernel object is gone, and the provider cannot be
-        # called.
+        # called. Return an errno, as _destroy_verb does.
         return 0
 
     cdef str _dependants(self):
-        # Text that names what keeps the object, where the destroying verb returns EBUSY for another reason than an
-        # overlap.
+        # Return text that names what keeps the object, where the destroying verb returns EBUSY for another reason than
+        # an overlap; None where no other reason exists.
         return None
 
     cdef bint _refuses_overlap(self) noexcept:
@@ -309,23 +317,28 @@ cdef class Handle:
         return False
 
     cdef int _destroy_verb(self) except? -1:
+        # Call the destroying verb; return its errno, positive or negative, 0 for success.
         raise NotImplementedError
 
     cdef str _destroy_name(self):
+        # Return the name of the destroying verb, for messages.
         return "destroy"
 
     cdef void _leave_parents(self) noexcept:
+        # Leave the gates of the handles that the constructor entered, after the object is destroyed.
         pass
 
     cdef str _users(self):
-        # Each event holds the gate: the destroying verb would wait for its acknowledgement, possibly for ever.
+        # Return text that says what holds the gate. Each event does: the destroying verb would wait for its
+        # acknowledgement, possibly for ever.
         if self._async_events:
             return f"{self._async_events} of its asynchronous events were not acknowledged"
         return f"{gate_holders(&self._gate)} open objects or calls use it"
 
     def destroy(self):
-        """Destroy the object. Do nothing where it was destroyed before, or belongs to another process.
+        """Destroy the object, unless it is borrowed: then close only the handle. Return None.
 
+        Do nothing where the object was destroyed before, or belongs to the process that this one was forked from.
         The call never waits for an acknowledgement: an event that was taken and not acknowledged is a user of the
         object.
 
@@ -333,6 +346,7 @@ cdef class Handle:
             nothing was done.
         :raises VerbsError: the verb failed; the object is still open.
         :raises AffinityError: the object belongs to another thread or event loop; nothing was done.
+        :raises ConcurrentAccessError: another call is inside the object or its thread domain; nothing was done.
         """
         if self.closed:
             return
@@ -345,6 +359,7 @@ cdef class Handle:
                 self.affinity._leave()
 
     cdef int _destroy(self) except -1:
+        # Do what `destroy` does, with its errors; the caller has entered the affinity.
         cdef int error
         if not gate_close(&self._gate):
             if gate_holders(&self._gate) == GATE_CLOSED:
@@ -381,7 +396,7 @@ cdef inline bint _is_open_at_lender(Handle handle) noexcept:
 cdef Affinity _common_owner(tuple handles, Affinity affinity):
     # Return the owner of an object made from several handles: the owner of the first of them that has one. Handles
     # without an owner may be used by any thread. Two domains of one loop have the same owner, which alone is ever
-    # inside either.
+    # inside either. Return None where nothing has an owner; raise ValueError where two of them differ.
     cdef Affinity other
     for handle in handles:
         other = (<Handle>handle).affinity if handle is not None else None
@@ -395,6 +410,7 @@ cdef Affinity _common_owner(tuple handles, Affinity affinity):
 
 
 cdef list _enter_all(tuple handles):
+    # Enter the gate of each handle that is not None, or of none of them; return those entered, for _leave_all.
     entered = []
     try:
         for handle in handles:

@@ -6,6 +6,7 @@ cdef class AddressHandle(Handle):
     :param pd: the protection domain.
     :param av: path to the peer, an `AddressVector`; over RoCE with a `dgid`.
     :raises ValueError: the `dgid` has another length than 16 bytes.
+    :raises OverflowError: a number of `av` does not fit in its field.
     :raises VerbsError: with EINVAL where this device has no such path: a port or GID index that it lacks, or no `dgid`.
     """
 
@@ -45,7 +46,7 @@ cdef class AddressHandle(Handle):
 
     @staticmethod
     cdef object read(v.ibv_ah_attr *av):
-        # Return the path as an `AddressVector`.
+        # Return the path as a new `AddressVector`, whose `dgid` is empty where there is no global route.
         return AddressVector(
             dgid=(<char *>av.grh.dgid.raw)[:16] if av.is_global else b"",
             sgid_index=av.grh.sgid_index,
@@ -61,6 +62,7 @@ cdef class AddressHandle(Handle):
 
 
 cdef int _fill_av(v.ibv_ah_attr *to, av) except -1:
+    # Fill `to` from an `AddressVector`. Raise ValueError for a `dgid` of another length than 16 bytes or 0.
     cdef const unsigned char[:] dgid
     to.dlid = av.dlid
     to.sl = av.sl

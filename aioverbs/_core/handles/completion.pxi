@@ -53,7 +53,10 @@ cdef class CompletionChannel(Handle):
         self.context._leave()
 
     def fileno(self):
-        """Return the file descriptor, which is readable while an event waits."""
+        """Return the file descriptor, which is readable while an event waits. The channel owns it: do not close it.
+
+        :raises ClosedResourceError: the channel is closed.
+        """
         self._enter_memory()
         try:
             return self.pointer.fd
@@ -65,7 +68,9 @@ cdef class CompletionChannel(Handle):
 
         Acknowledge each event by `CompletionQueue.ack_events` before the queue is destroyed.
 
-        :returns: the completion queue of the event; None if no event is waiting.
+        :returns: the `CompletionQueue` of the event; None if no event is waiting.
+        :raises AffinityError: the caller is not the channel's owner.
+        :raises VerbsError: the verb failed.
         """
         cdef ibv_cq *cq = NULL
         cdef void *handle = NULL
@@ -139,6 +144,7 @@ cdef class CompletionQueue(Handle):
         self, context, cqe, channel, int comp_vector, bint extended, ProtectionDomain parent_domain,
         bint single_threaded, str verb,
     ):
+        """Create the queue by `verb` and enter its parents, or raise and leave them as they were."""
         cdef int error = 0
         use_ex = verb == "ibv_create_cq_ex"
         held = _enter_all((context, channel, parent_domain))
@@ -163,6 +169,7 @@ cdef class CompletionQueue(Handle):
             raise
 
     def _create_basic(self, Context context, int cqe, CompletionChannel channel, int comp_vector):
+        """Call ``ibv_create_cq``, and set `pointer`, NULL on failure. Return errno, valid on failure only."""
         cdef int error
         cdef ibv_comp_channel *channel_pointer = channel.pointer if channel is not None else NULL
         with nogil:
@@ -173,6 +180,7 @@ cdef class CompletionQueue(Handle):
     def _create_extended(
         self, Context context, int cqe, CompletionChannel channel, int comp_vector, ProtectionDomain domain, bint single
     ):
+        """Call ``ibv_create_cq_ex``, and set both pointers, NULL on failure. Return errno, valid on failure only."""
         cdef v.ibv_cq_init_attr_ex attr
         cdef int error
         memset(&attr, 0, sizeof(attr))
@@ -221,7 +229,10 @@ cdef class CompletionQueue(Handle):
 
     @property
     def cqe(self):
-        """Capacity in completions."""
+        """Actual capacity in completions, at least the capacity asked for.
+
+        :raises ClosedResourceError: the queue is closed.
+        """
         self._enter()
         try:
             return self.pointer.cqe
@@ -229,9 +240,10 @@ cdef class CompletionQueue(Handle):
             self._leave()
 
     def resize(self, int cqe):
-        """Change the capacity: ``ibv_resize_cq``. Completions in the queue stay.
+        """Change the capacity: ``ibv_resize_cq``. Completions in the queue stay. Return None; see `cqe`.
 
         :param cqe: minimum capacity in completions.
+        :raises AffinityError: the caller is not the queue's owner.
         :raises ValueError: `cqe` is less than 1.
         :raises VerbsError: with EINVAL where the queue holds more completions, or the device has no queue of that size;
             with the failure of a parent domain's allocator, whose exception is the cause. The queue is unchanged.
@@ -260,6 +272,7 @@ cdef class CompletionQueue(Handle):
 
         :param moderate_count: number of completions, 0..65535.
         :param moderate_period_us: time in microseconds, 0..65535.
+        :raises AffinityError: the caller is not the queue's owner.
         :raises OverflowError: an argument is out of range.
         :raises VerbsError: with EOPNOTSUPP where the provider does not support moderation.
         """
@@ -282,6 +295,7 @@ cdef class CompletionQueue(Handle):
 
         :param solicited_only: only for the next completion that the sender marked by ``SendFlags.SOLICITED``, or that
             failed.
+        :raises AffinityError: the caller is not the queue's owner.
         :raises VerbsError: with EINVAL where the queue has no channel.
         """
         self._use("ibv_req_notify_cq")
@@ -293,8 +307,9 @@ cdef class CompletionQueue(Handle):
     def ack_events(self, int count=1):
         """Acknowledge events that `CompletionChannel.get_event` returned: ``ibv_ack_cq_events``.
 
-        :param count: number of events.
-        :raises ValueError: fewer events were taken and not acknowledged.
+        :param count: number of events of this queue.
+        :raises AffinityError: the caller is not the queue's owner.
+        :raises ValueError: fewer events were taken and not acknowledged, or `count` is negative; nothing was done.
         """
         self._use_memory("ibv_ack_cq_events")
         try:

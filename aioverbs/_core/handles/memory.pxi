@@ -52,7 +52,10 @@ cdef class ProtectionDomain(Handle):
 
     @property
     def handle(self):
-        """Number of the domain in the kernel, for `import_pd`."""
+        """Number of the domain in the kernel, an int, for `import_pd`.
+
+        :raises ClosedResourceError: the domain is closed.
+        """
         self._enter()
         try:
             return self.pointer.handle
@@ -68,6 +71,7 @@ cdef class ProtectionDomain(Handle):
         :param lease: this instance's share of the domain. ``is_last()`` returns whether no other instance is left, so
             that this one deallocates the domain; other instances unimport it. ``leave(last, failed)`` is called
             afterwards.
+        :returns: a new `ProtectionDomain`; the caller destroys it.
         :raises VerbsError: with EOPNOTSUPP where the provider does not support it.
         """
         cdef int error = 0
@@ -98,7 +102,8 @@ cdef class ProtectionDomain(Handle):
         :param context: the handle of the domain's context.
         :param capsule: capsule "ibv_pd *" from `pyverbs_bridge`: the address of the lender's pointer.
         :param owner: object that contains that pointer.
-        :raises ValueError: the domain belongs to another context.
+        :returns: a new `ProtectionDomain`; the caller destroys it, which does not destroy the lender's domain.
+        :raises ValueError: the domain belongs to another context, or the capsule is another one.
         """
         cdef ProtectionDomain self = ProtectionDomain.__new__(ProtectionDomain)
         self._begin()
@@ -116,7 +121,8 @@ cdef class ProtectionDomain(Handle):
         return self
 
     cdef object _take_cause(self):
-        # Return and clear the exception that a Python allocator raised during the verb that just failed.
+        # Return and clear the exception that a Python allocator raised during the verb that just failed in this thread;
+        # None for none, as for every domain but a parent domain.
         return None
 
 
@@ -127,8 +133,9 @@ cdef class MemoryRegion(Handle):
     :param memory: an object with the buffer protocol, which stays exported until `destroy`, or a tuple ``(address,
         length)`` of memory that the caller keeps valid.
     :param access: `AccessFlags`. Remote writes and atomics require ``LOCAL_WRITE``, as the verbs do. With ``MW_BIND``
-        memory windows may be bound to the region; a bound window keeps the region from being destroyed.
+        memory windows may be bound to the region; a bound window makes `destroy` raise BusyResourceError.
     :raises TypeError: `memory` is of another type.
+    :raises BufferError: `memory` is not contiguous, or read-only where `access` includes writes.
     :raises ValueError: `memory` has no bytes, or ``LOCAL_WRITE`` is missing.
     :raises VerbsError: with EFAULT where the memory does not exist or may not be written; with EOPNOTSUPP for access
         that the device does not support (``ON_DEMAND``, ``ZERO_BASED`` on the software device).
@@ -177,7 +184,8 @@ cdef class MemoryRegion(Handle):
         :param pd: handle of the region's protection domain.
         :param capsule: capsule "ibv_mr *" from `pyverbs_bridge`: the address of the lender's pointer.
         :param owner: object that contains that pointer.
-        :raises ValueError: the region belongs to another protection domain.
+        :returns: a new `MemoryRegion`; the caller destroys it, which does not deregister the lender's region.
+        :raises ValueError: the region belongs to another protection domain, or the capsule is another one.
         """
         cdef MemoryRegion self = MemoryRegion.__new__(MemoryRegion)
         cdef ibv_pd *lender_pd
@@ -199,6 +207,7 @@ cdef class MemoryRegion(Handle):
         return self
 
     cdef void _release(self) noexcept:
+        # Release the exported buffer, once.
         if self._has_buffer:
             self._has_buffer = False
             PyBuffer_Release(&self._buffer)
@@ -222,7 +231,10 @@ cdef class MemoryRegion(Handle):
 
     @property
     def address(self):
-        """Address of the first byte."""
+        """Address of the first byte, an int.
+
+        :raises ClosedResourceError: the region is closed; likewise for `length`, `lkey` and `rkey`.
+        """
         return self._read(0)
 
     @property
@@ -232,7 +244,7 @@ cdef class MemoryRegion(Handle):
 
     @property
     def lkey(self):
-        """Local key, for scatter/gather entries of this side."""
+        """Local key, for scatter/gather entries of this process's work requests."""
         return self._read(2)
 
     @property
@@ -241,6 +253,7 @@ cdef class MemoryRegion(Handle):
         return self._read(3)
 
     def _read(self, int field):
+        """Return a field of the open region: 0 address, 1 length, 2 lkey, 3 rkey."""
         self._enter()
         try:
             if field == 0:
@@ -253,10 +266,12 @@ cdef class MemoryRegion(Handle):
 
 
 def span(memory):
-    """Return the address and length in bytes of an object with the buffer protocol. Valid while a buffer stays
-    exported.
+    """Return the address and length in bytes, ``(address, length)``, of an object with the buffer protocol.
+
+    The address is valid while another buffer of the object stays exported.
 
     :param memory: the object.
+    :raises TypeError: the object has no buffer protocol.
     :raises BufferError: the memory is not contiguous.
     """
     cdef Py_buffer buffer

@@ -180,6 +180,7 @@ cdef class ParentDomain(ProtectionDomain):
 
     # The ledger keeps the domain alive, and the domain its allocator, until the provider has freed all memory.
     cdef int _set_callbacks(self, v.ibv_parent_domain_init_attr *attr) except -1:
+        # Have the provider call the allocator: in C where that works, else by the callbacks below.
         cdef NativeAllocator native
         if isinstance(self.allocator, NativeAllocator) and (<NativeAllocator>self.allocator).alloc:
             native = self.allocator
@@ -213,10 +214,16 @@ cdef class ParentDomain(ProtectionDomain):
 
     @property
     def held(self):
-        """Number of pieces of the allocator's memory that the provider holds."""
+        """Number of pieces of the allocator's memory that the provider holds; 0 without an allocator. Never fails."""
         return len(self._sizes) + domain_memory_held(&self._native)
 
     def _allocate(self, size, alignment, resource_type):
+        """Allocate from the allocator in Python, and check the result.
+
+        :returns: an address, `USE_DEFAULT` or None, as ``allocate`` returned it.
+        :raises TypeError: the allocator returned something else. Its own exceptions are raised, too.
+        :raises ValueError: the address is in use, not aligned, or its memory is not zeroed.
+        """
         address = self.allocator.allocate(size, alignment, resource_type, self, self.pd_context)
         if address is USE_DEFAULT or address is None:
             return address
@@ -232,11 +239,13 @@ cdef class ParentDomain(ProtectionDomain):
         return address
 
     def _free(self, address, resource_type):
+        """Give a piece that the provider has freed back to the allocator in Python, whose exceptions are raised."""
         del self._sizes[address]
         self.allocator.free(address, resource_type, self, self.pd_context)
 
 
 def _unfit(address, size_t size, uint64_t alignment):
+    """Return text that names the condition that memory does not meet; None if it is aligned and zeroed."""
     cdef const char *memory = <const char *><uintptr_t>address
     if alignment and address % alignment:
         return f"aligned to {alignment} bytes"
@@ -245,7 +254,8 @@ def _unfit(address, size_t size, uint64_t alignment):
     return None
 
 
-# A verb calls these callbacks in the thread that called the verb, which has released the GIL.
+# A verb calls these callbacks in the thread that called the verb, which has released the GIL. `_allocate` returns an
+# address, IBV_ALLOCATOR_USE_DEFAULT, or NULL with errno set.
 
 cdef extern from *:
     """
@@ -271,6 +281,7 @@ cdef void *_allocate(
 cdef void *_allocate_with_gil(
     void *pd_context, size_t size, size_t alignment, uint64_t resource_type, int *error
 ) noexcept with gil:
+    # Return as `_allocate` does, and set `error` to an errno on failure. An exception is kept for the verb's caller.
     domain = <ParentDomain>pd_context
     try:
         address = domain._allocate(size, alignment, resource_type)

@@ -105,6 +105,8 @@ def mr_capsule(mr):
 
 
 cdef int _check_layout(thing, str module, str name, size_t size) except -1:
+    # Check that `thing` is a pyverbs object of that class and has the known layout of at least `size` bytes. Raise
+    # TypeError for another object, RuntimeError for an unknown layout.
     kind = getattr(sys.modules.get(module), name, None)
     if kind is None or not isinstance(thing, kind):
         raise TypeError(f"expected a {module}.{name}, got {type(thing).__name__}")
@@ -117,4 +119,5 @@ cdef int _check_layout(thing, str module, str name, size_t size) except -1:
 
 
 def _text(name):
+    """Return the name as str, which pyverbs has as bytes or str."""
     return name.decode() if isinstance(name, bytes) else name

@@ -66,6 +66,7 @@ cdef class QueuePair(Handle):
             self._leave_owner()
 
     cdef int _make(self, v.ibv_qp_init_attr *attr, tuple parts, str verb) except -1:
+        # Create the queue pair by `verb` and enter its parents, or raise and leave them as they were.
         cdef int error
         held = _enter_all(parts)
         try:
@@ -91,6 +92,7 @@ cdef class QueuePair(Handle):
         return 0
 
     cdef int _create(self, v.ibv_qp_init_attr *attr) except? -1:
+        # Call ibv_create_qp, and set `pointer`, NULL on failure. Return errno, valid on failure only.
         cdef int error
         cdef ibv_pd *pd = self.pd.pointer
         attr.send_cq = self.send_cq.pointer
@@ -104,6 +106,7 @@ cdef class QueuePair(Handle):
         return error
 
     cdef int _create_in_xrc_domain(self, v.ibv_qp_init_attr *attr) except? -1:
+        # Call ibv_create_qp_ex, and set `pointer`, NULL on failure. Return errno, valid on failure only.
         cdef v.ibv_qp_init_attr_ex ex
         cdef int error
         memset(&ex, 0, sizeof(ex))
@@ -136,7 +139,11 @@ cdef class QueuePair(Handle):
 
     @property
     def handle(self):
-        """Number of the queue pair in the kernel, in commands of this context."""
+        """Number of the queue pair in the kernel, in commands of this context; not the `qp_num`.
+
+        :raises ClosedResourceError: the queue pair is closed.
+        :raises BusyResourceError: a modification of `begin_modify` has not ended.
+        """
         self._enter()
         try:
             return self.pointer.handle
@@ -145,7 +152,11 @@ cdef class QueuePair(Handle):
 
     @property
     def qp_num(self):
-        """Queue pair number, 0..2**24-1, which the peer needs."""
+        """Queue pair number, 0..2**24-1, which the peer needs.
+
+        :raises ClosedResourceError: the queue pair is closed.
+        :raises BusyResourceError: a modification of `begin_modify` has not ended.
+        """
         self._enter()
         try:
             return self.pointer.qp_num
@@ -153,7 +164,7 @@ cdef class QueuePair(Handle):
             self._leave()
 
     def modify(self, qp_state=None, **attributes):
-        """Change the state or attributes; the given arguments form the mask: ``ibv_modify_qp``.
+        """Change the state or attributes; the given arguments form the mask: ``ibv_modify_qp``. Return None.
 
         The attributes that a state change requires or allows depend on the queue pair's type.
 
@@ -177,6 +188,8 @@ cdef class QueuePair(Handle):
         :param cur_qp_state: the expected current state; the verb fails where the state differs.
         :param en_sqd_async_notify: raise ``EventType.SQ_DRAINED`` when all requests begun before SQD have ended.
         :raises TypeError: there is no attribute of that name.
+        :raises ValueError: the `dgid` of `av` has another length than 16 bytes.
+        :raises OverflowError: a number does not fit in its field.
         :raises VerbsError: with EINVAL where the current state does not allow the change, or an attribute is missing,
             not part of the change, or out of range; nothing was changed.
         :raises BusyResourceError: another thread is changing the state.
@@ -199,7 +212,10 @@ cdef class QueuePair(Handle):
 
         :param qp_state: the new `QpState`; None: the state stays.
         :param attributes: attributes by name, as for `modify`.
-        :returns: a `Modification`.
+        :returns: a `Modification`, whose `run` calls the verb; the caller calls its `end`.
+        :raises TypeError: there is no attribute of that name.
+        :raises ValueError: the `dgid` of `av` has another length than 16 bytes.
+        :raises OverflowError: a number does not fit in its field.
         :raises BusyResourceError: another call is changing the state.
         :raises AffinityError: the caller is not the queue pair's owner.
         """
@@ -231,6 +247,7 @@ cdef class QueuePair(Handle):
         return 0
 
     cdef int _notify_resumed(self) except -1:
+        # Have each loop call its callback of `_call_when_resumed`, once; callbacks of closed loops are dropped.
         while self._resume_callbacks:
             try:
                 loop, callback = self._resume_callbacks.pop()
@@ -254,11 +271,17 @@ cdef class QueuePair(Handle):
     @property
     def state(self):
         """The `QpState` that the queue pair was last moved to, was found in by `query`, or is known to have failed
-        into."""
+        into. No verb is called; readable after `destroy`, too."""
         return QpState(self._state)
 
     def query(self):
-        """Query the state and attributes, a `QpAttributes`: ``ibv_query_qp``."""
+        """Query the state and attributes: ``ibv_query_qp``. The property `state` becomes the state found.
+
+        :returns: a new `QpAttributes`.
+        :raises AffinityError: the caller is not the queue pair's owner.
+        :raises BusyResourceError: a modification of `begin_modify` has not ended.
+        :raises VerbsError: the verb failed.
+        """
         cdef v.ibv_qp_attr attr
         cdef v.ibv_qp_init_attr init
         cdef int error, mask
@@ -310,7 +333,8 @@ cdef class QueuePair(Handle):
         )
 
 cdef object _check_parts(qp_type, dict parts):
-    # Check the arguments against the queue pair's type, and return the context that all of them share.
+    # Check the arguments against the queue pair's type, and return the context that all of them share. Raise ValueError
+    # where an argument is missing, not taken by the type, or belongs to another context.
     needed = {QpType.XRC_RECV: ("xrc_domain",), QpType.XRC_SEND: ("pd", "send_cq")}.get(
         qp_type, ("pd", "send_cq", "recv_cq")
     )
@@ -359,7 +383,8 @@ cdef class Modification:
         raise TypeError("modifications come from QueuePair.begin_modify")
 
     cdef int _call(self, QueuePair handle) except -1:
-        # The caller holds the handle's gate for the verb, or no other thread can, since the gate is suspended.
+        # Call the verb and store its error, which `_check` raises. The caller holds the handle's gate for the verb, or
+        # no other thread can, since the gate is suspended.
         with nogil:
             self.error = handle.context.table.modify_qp(handle.pointer, &self.attr, self.mask)
         if self.error not in (0, EINVAL, EBUSY):
@@ -367,6 +392,7 @@ cdef class Modification:
         return 0
 
     cdef int _check(self, QueuePair handle) except -1:
+        # Raise VerbsError or ConcurrentAccessError where the verb failed.
         if self.problem:
             raise VerbsError("ibv_modify_qp", self.error, self.problem)
         handle._check("ibv_modify_qp", self.error)
@@ -381,7 +407,9 @@ cdef class Modification:
         return 0
 
     def run(self):
-        """Call the verb, and wait for its result. Do nothing where the modification was ended before.
+        """Call the verb, and block until it returns. Do nothing where the modification was ended before.
+
+        Return None, also where the verb fails: `end` raises the error.
 
         :raises RuntimeError: the verb was called before.
         """
@@ -399,9 +427,11 @@ cdef class Modification:
     def end(self):
         """Report the result, and make the queue pair usable again.
 
+        Further calls report the same result.
+
         :returns: whether the verb was called.
-        :raises RuntimeError: the verb is running.
-        :raises VerbsError: the verb failed, as for `QueuePair.modify`.
+        :raises RuntimeError: the verb is running; nothing was done.
+        :raises VerbsError: the verb failed, as for `QueuePair.modify`; the queue pair is usable again.
         """
         if not self._verb_is_over():
             raise RuntimeError("the verb is running: wait until run() returns")
@@ -427,6 +457,7 @@ cdef class Modification:
         return self.loop is not None and self.loop.is_closed() and self._verb_is_over()
 
     cdef int _resume(self) except -1:
+        # Record a success and make the queue pair usable, once; further calls do nothing.
         cdef QueuePair handle = self.handle
         if not gate_close(&self.end_gate):
             return 0
@@ -459,6 +490,12 @@ def _modification(
     cur_qp_state=None,
     en_sqd_async_notify=None,
 ):
+    """Return a new `Modification` with those attributes, as of `QueuePair.modify`, and their mask, for no queue pair.
+
+    :raises TypeError: there is no attribute of that name.
+    :raises ValueError: the `dgid` of `av` has another length than 16 bytes.
+    :raises OverflowError: a number does not fit in its field.
+    """
     cdef Modification change = Modification.__new__(Modification)
     cdef v.ibv_qp_attr *attr = &change.attr
     cdef int mask = 0

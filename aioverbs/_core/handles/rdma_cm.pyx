@@ -111,7 +111,7 @@ cdef bint _is_loaded = False
 
 
 def load_librdmacm(library="librdmacm.so.1"):
-    """Check that librdmacm can be loaded and has every function that is needed.
+    """Check that librdmacm can be loaded and has every function that is needed. Return None; nothing else changes.
 
     :param library: name of the shared library.
     :raises LibraryNotFoundError: the library cannot be loaded, or lacks a function.
@@ -121,6 +121,7 @@ def load_librdmacm(library="librdmacm.so.1"):
 
 
 cdef int _load(rdma_cm_table *table, library) except -1:
+    # Fill the table from the shared library. Raise LibraryNotFoundError where that fails.
     cdef bytes name = library.encode()
     cdef const char *problem = rdma_cm_table_load(table, name)
     if problem:
@@ -129,6 +130,7 @@ cdef int _load(rdma_cm_table *table, library) except -1:
 
 
 cdef int _load_once() except -1:
+    # Fill `_table` on the first call. Raise LibraryNotFoundError where librdmacm cannot be loaded; then try again.
     global _is_loaded
     with _loading:
         if not _is_loaded:
@@ -138,9 +140,11 @@ cdef int _load_once() except -1:
 
 
 cdef class Event:
-    """Event of an identifier: ``struct rdma_cm_event``, copied and acknowledged.
+    """Event of an identifier: ``struct rdma_cm_event``, copied and acknowledged. `EventChannel.take_event` makes it.
 
-    `event_type` and `status` are numbers; `listener` is the listening identifier of a connection request, else None.
+    `event_type` (``enum rdma_cm_event_type``) and `status` (0, a negative errno, or a reason of the peer or transport)
+    are numbers. `identifier` is the event's identifier, None where it was destroyed. `listener` is the listening
+    identifier of a connection request, else None. `private_data` are the peer's bytes; empty for none.
     """
 
     cdef readonly int event_type
@@ -205,6 +209,7 @@ cdef class EventChannel(Handle):
         The identifier of a connection request is new; the caller destroys it.
 
         :returns: the `Event`; None if no event is waiting.
+        :raises AffinityError: the caller is not the channel's owner.
         :raises VerbsError: ``rdma_get_cm_event`` failed.
         """
         cdef rdma_cm_event *event = NULL
@@ -233,6 +238,7 @@ cdef class EventChannel(Handle):
             self._unuse()
 
     cdef Event _read(self, rdma_cm_event *event):
+        # Return a copy of the event. On an exception the new identifier of a connection request stays unclaimed.
         cdef Event taken = Event.__new__(Event)
         cdef rdma_conn_param *conn = &event.param.conn
         taken.event_type = <int>event.event
@@ -253,7 +259,8 @@ cdef class Identifier(Handle):
     """Identifier of a connection or a listener, for connected queue pairs (RDMA_PS_TCP): ``rdma_create_id``.
 
     Addresses are like those of sockets: ``(host, port)``, or four values for IPv6. Results of requests arrive as
-    events. Each method raises `VerbsError` where its function fails.
+    events. Each method returns None unless it says otherwise, and raises `VerbsError` where its function fails,
+    `AffinityError` where the caller is not the channel's owner, and OSError for an address that is no IP address.
 
     :param channel: event channel of the identifier.
     :raises VerbsError: ``rdma_create_id`` failed.
@@ -286,7 +293,8 @@ cdef class Identifier(Handle):
             self._leave_owner()
 
     cdef int _attach(self, EventChannel channel, rdma_cm_id *pointer) except -1:
-        # On a failure the identifier remains the caller's to destroy.
+        # Make this the open handle of the identifier at `pointer`. On a failure the identifier remains the caller's to
+        # destroy.
         self.affinity = channel.affinity
         channel._enter()
         try:
@@ -318,7 +326,7 @@ cdef class Identifier(Handle):
         self.channel._leave()
 
     cdef int _finish(self, int failed, int error, str verb) except -1:
-        # End a verb that `_use` began.
+        # End a verb that `_use` began, and raise VerbsError where it failed.
         self._unuse()
         return _check(failed, error, verb)
 
@@ -326,7 +334,10 @@ cdef class Identifier(Handle):
 
     @property
     def device_name(self):
-        """Name of the device that the identifier is bound to; None while unbound."""
+        """Name of the RDMA device that the identifier is bound to; None while unbound.
+
+        :raises ClosedResourceError: the identifier is destroyed; likewise for the next three properties.
+        """
         self._enter()
         name = self.pointer.verbs.device.name.decode() if self.pointer.verbs else None
         self._leave()
@@ -334,7 +345,7 @@ cdef class Identifier(Handle):
 
     @property
     def port_num(self):
-        """Port of that device; 0 while unbound."""
+        """Number of that device's port, from 1; 0 while unbound."""
         self._enter()
         port_num = self.pointer.port_num
         self._leave()
@@ -342,15 +353,16 @@ cdef class Identifier(Handle):
 
     @property
     def local_address(self):
-        """Local address; None while unbound."""
+        """Local address, ``(host, port)`` or four values for IPv6; None while unbound."""
         return self._address(False)
 
     @property
     def peer_address(self):
-        """Address of the peer; None for none."""
+        """Address of the peer, like `local_address`; None for none."""
         return self._address(True)
 
     cdef object _address(self, bint peer):
+        # Return the peer's address or the local one; None for none.
         self._enter()
         try:
             return _read_address(
@@ -388,7 +400,9 @@ cdef class Identifier(Handle):
         self._finish(failed, error, "rdma_listen")
 
     def resolve_addr(self, address, int timeout_ms, source=None):
-        """Find the device by which an address is reached, and bind to that device: ``rdma_resolve_addr``.
+        """Begin to find the device by which an address is reached, and bind to that device: ``rdma_resolve_addr``.
+
+        The result is an event, ADDR_RESOLVED or ADDR_ERROR.
 
         :param address: address of the peer.
         :param timeout_ms: time limit in milliseconds.
@@ -410,9 +424,10 @@ cdef class Identifier(Handle):
         self._finish(failed, error, "rdma_resolve_addr")
 
     def resolve_route(self, int timeout_ms):
-        """Find the path to the resolved address: ``rdma_resolve_route``.
+        """Begin to find the path to the resolved address: ``rdma_resolve_route``.
 
-        Where the daemon ibacm runs, librdmacm asks it first, and blocks until it answers.
+        The result is an event, ROUTE_RESOLVED or ROUTE_ERROR. Where the daemon ibacm runs, librdmacm asks it first, and
+        blocks until it answers.
 
         :param timeout_ms: time limit in milliseconds.
         :raises VerbsError: ``rdma_resolve_route`` failed, or no address was resolved.
@@ -427,6 +442,7 @@ cdef class Identifier(Handle):
     # ---- Connections
 
     cdef int _use_bound(self, str verb) except -1:
+        # Begin a verb as `_use` does; raise VerbsError where the identifier is unbound, or bound to an iWARP device.
         # librdmacm dereferences the device without checking that there is one.
         self._use(verb)
         if not self.pointer.verbs:
@@ -441,8 +457,8 @@ cdef class Identifier(Handle):
         """Return the attributes that move the connection's queue pair to a state: ``rdma_init_qp_attr``.
 
         :param qp_state: number of the `QpState`.
-        :returns: attributes by the names of `QueuePair.modify`.
-        :raises VerbsError: ``rdma_init_qp_attr`` failed.
+        :returns: a dict of the attributes by the names of `QueuePair.modify`, without ``qp_state``.
+        :raises VerbsError: ``rdma_init_qp_attr`` failed, or no address was resolved.
         """
         cdef v.ibv_qp_attr attr
         cdef int failed, error, mask = 0
@@ -557,6 +573,7 @@ cdef class Identifier(Handle):
 
 
 cdef int _check(int failed, int error, str verb) except -1:
+    # Raise VerbsError with the errno `error`, and advice, where the function failed.
     if failed:
         raise VerbsError(verb, error, _ADVICE.get(error))
     return 0
@@ -565,7 +582,8 @@ cdef int _check(int failed, int error, str verb) except -1:
 cdef int _fill(
     rdma_conn_param *param, bytes data, qp_num, responder_resources, initiator_depth, retry_count, rnr_retry_count, srq
 ) except -1:
-    # The caller keeps `data` alive.
+    # Fill the parameters of rdma_connect and rdma_accept. Raise OverflowError for a number that does not fit, and for
+    # more than 255 bytes of data. The caller keeps `data` alive.
     memset(param, 0, sizeof(param[0]))
     param.private_data = <const char *>data
     param.private_data_len = len(data)
@@ -579,6 +597,7 @@ cdef int _fill(
 
 
 cdef int _fill_address(sockaddr_storage *storage, address) except -1:
+    # Fill `storage` from (host, port), or four values for IPv6. Raise OSError where the host is no IP address.
     cdef sockaddr_in *four = <sockaddr_in *>storage
     cdef sockaddr_in6 *six = <sockaddr_in6 *>storage
     cdef bytes packed
@@ -600,6 +619,7 @@ cdef int _fill_address(sockaddr_storage *storage, address) except -1:
 
 
 cdef object _read_address(const sockaddr *address):
+    # Return (host, port), or four values for IPv6; None for other families.
     cdef const sockaddr_in *four = <const sockaddr_in *>address
     cdef const sockaddr_in6 *six = <const sockaddr_in6 *>address
     if address.sa_family == AF_INET:

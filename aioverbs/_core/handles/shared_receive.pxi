@@ -43,6 +43,7 @@ cdef class SharedReceiveQueue(Handle):
     def _create(
         self, ProtectionDomain pd, uint32_t max_wr, uint32_t max_sge, uint32_t limit, xrc_domain, cq, str verb
     ):
+        """Create the queue by `verb`, enter its parents and arm the limit, or raise and leave them as they were."""
         cdef int error = 0
         held = _enter_all((pd, xrc_domain, cq))
         self.context = pd.context
@@ -67,6 +68,7 @@ cdef class SharedReceiveQueue(Handle):
             raise
 
     def _create_basic(self, ProtectionDomain pd, uint32_t max_wr, uint32_t max_sge):
+        """Call ``ibv_create_srq``, and set `pointer`, NULL on failure. Return errno, valid on failure only."""
         cdef v.ibv_srq_init_attr attr
         cdef int error
         memset(&attr, 0, sizeof(attr))
@@ -81,6 +83,7 @@ cdef class SharedReceiveQueue(Handle):
     def _create_xrc(
         self, ProtectionDomain pd, uint32_t max_wr, uint32_t max_sge, XrcDomain xrc_domain, CompletionQueue cq
     ):
+        """Call ``ibv_create_srq_ex``, and set `pointer`, NULL on failure. Return errno, valid on failure only."""
         cdef v.ibv_srq_init_attr_ex attr
         cdef int error
         memset(&attr, 0, sizeof(attr))
@@ -119,8 +122,9 @@ cdef class SharedReceiveQueue(Handle):
 
     @property
     def number(self):
-        """Number of the queue, which XRC peers need: ``ibv_get_srq_num``.
+        """Number of the queue, an int, which XRC peers need. Each use calls ``ibv_get_srq_num``.
 
+        :raises AffinityError: the caller is not the queue's owner.
         :raises VerbsError: with EINVAL where the queue is not for XRC.
         """
         cdef uint32_t number = 0
@@ -139,6 +143,8 @@ cdef class SharedReceiveQueue(Handle):
         :param max_wr: new minimum number of receives; receives in the queue stay. None: unchanged.
         :param limit: raise ``EventType.SRQ_LIMIT_REACHED``, once, when fewer receives are left; 0 for never. None:
             unchanged.
+        :raises AffinityError: the caller is not the queue's owner.
+        :raises OverflowError: an argument is not in 0..2**32-1.
         :raises VerbsError: with EINVAL where more receives than `max_wr` are in the queue, or completed and not polled,
             or where `limit` exceeds the queue; with the failure of a parent domain's allocator, whose exception is the
             cause. The queue is unchanged.
@@ -155,6 +161,7 @@ cdef class SharedReceiveQueue(Handle):
             self._unuse()
 
     def _modify(self, int mask, uint32_t max_wr, uint32_t limit):
+        """Call ``ibv_modify_srq``; the caller has begun the verb. Raise VerbsError, as `modify` does."""
         cdef v.ibv_srq_attr attr
         cdef int error
         memset(&attr, 0, sizeof(attr))
@@ -169,7 +176,12 @@ cdef class SharedReceiveQueue(Handle):
         self._check("ibv_modify_srq", error)
 
     def query(self):
-        """Query the size and the limit, a `SrqAttributes`: ``ibv_query_srq``."""
+        """Query the size and the limit: ``ibv_query_srq``.
+
+        :returns: a new `SrqAttributes`.
+        :raises AffinityError: the caller is not the queue's owner.
+        :raises VerbsError: the verb failed.
+        """
         cdef v.ibv_srq_attr attr
         cdef int error
         memset(&attr, 0, sizeof(attr))

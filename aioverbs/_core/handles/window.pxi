@@ -45,7 +45,10 @@ cdef class MemoryWindow(Handle):
 
     @property
     def rkey(self):
-        """Remote key, which a peer needs; changes with each binding."""
+        """Remote key, which a peer needs; changes with each binding.
+
+        :raises ClosedResourceError: the window is closed.
+        """
         self._enter()
         try:
             return self.pointer.rkey

@@ -4,8 +4,8 @@
 cdef class XrcDomain(Handle):
     """XRC domain: ``ibv_open_xrcd``.
 
-    `destroy` is ``ibv_close_xrcd``, which fails while a queue pair or a shared receive queue made with this handle
-    exists. The domain ends with its last handle.
+    `destroy` is ``ibv_close_xrcd``, and raises BusyResourceError while a queue pair or a shared receive queue made with
+    this handle exists. The domain ends with its last handle, of any process.
 
     :param context: the device.
     :param fd: file descriptor whose inode identifies the domain, in all processes that open a file of that inode; -1:
@@ -58,7 +58,10 @@ cdef class XrcDomain(Handle):
 
     @property
     def address(self):
-        """Address of the ``struct ibv_xrcd``."""
+        """Address of the ``struct ibv_xrcd``, an int.
+
+        :raises ClosedResourceError: the domain is closed.
+        """
         self._enter()
         try:
             return <uintptr_t>self.pointer

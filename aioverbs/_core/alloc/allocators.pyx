@@ -83,7 +83,7 @@ cdef enum:
 
 
 class UseDefault:
-    """The type of `USE_DEFAULT`."""
+    """The type of `USE_DEFAULT`, its only instance."""
 
     __slots__ = ()
 
@@ -104,13 +104,15 @@ include "failures.pxi"
 
 
 cdef alloc_source *_source_of(NativeAllocator allocator) except NULL:
+    # Return the allocator's source. Raise TypeError where no constructor of this module made the allocator.
     if not allocator.source:
         raise TypeError(f"{allocator!r} was not made by one of aioverbs' own classes")
     return <alloc_source *>allocator.source
 
 
 cdef void _warn(size_t pieces) noexcept:
-    # Where warnings are errors, this one ends in sys.unraisablehook. While the interpreter ends, globals become None.
+    # Warn of an allocator dropped with pieces. Where warnings are errors, this one ends in sys.unraisablehook. While
+    # the interpreter ends, globals become None.
     if warnings is not None:
         count = f"{pieces} pieces" if pieces > 1 else "a piece"
         warnings.warn(f"an allocator was dropped with {count} allocated: their memory leaks", ResourceWarning)
@@ -134,7 +136,8 @@ cdef class NativeAllocator:
                 _warn(kept)
 
     cdef int _begin(self, void *source) except -1:
-        # Each constructor ends here; a second call of __init__ would lose the pieces that are allocated.
+        # Each constructor ends here, with its new source, NULL for a failure; a second call of __init__ would lose the
+        # pieces that are allocated. Raises OSError or MemoryError for a failure, RuntimeError for a second call.
         if not source:
             _raise_failure()
         if self.source:
@@ -150,12 +153,14 @@ cdef class NativeAllocator:
 
     @property
     def native(self):
-        """Whether providers call the allocator in C, without the GIL."""
+        """Whether providers call the allocator in C, without the GIL; False for a `RecordingAllocator` around an
+        allocator in Python."""
         return self.alloc != NULL
 
     @property
     def c_functions(self):
-        """Addresses of the C functions ``alloc`` and ``free`` and of their first argument, for other native code.
+        """Addresses, three ints, of the C functions ``alloc`` and ``free`` and of their first argument, for other
+        native code.
 
         ``void *alloc(void *self, size_t size, size_t alignment, uint64_t resource_type)`` and ``void free(void *self,
         void *address, uint64_t resource_type)`` behave like the callbacks of ``ibv_alloc_parent_domain``. Any thread
@@ -175,14 +180,17 @@ cdef class NativeAllocator:
         :param resource_type: resource type of ``ibv_alloc_parent_domain``; 0 for a buffer.
         :param pd: the parent domain; ignored.
         :param context: context of the parent domain; ignored.
-        :returns: the address, or `USE_DEFAULT`.
+        :returns: the address, which the caller passes to `free`; from a `DefaultAllocator` always `USE_DEFAULT`, which
+            is not freed.
         :raises ValueError: `size` or `alignment` is invalid.
         :raises OSError: there is no such memory; the message says what to do.
+        :raises MemoryError: there is no memory for the allocator's bookkeeping.
         """
         _check_request(size, alignment)
         return self._allocate(size, alignment, resource_type)
 
     def _allocate(self, size_t size, size_t alignment, uint64_t resource_type):
+        """Do what `allocate` does, after the check of its arguments."""
         cdef alloc_source *source = _source_of(self)
         cdef void *address
         with nogil:
@@ -205,6 +213,7 @@ cdef class NativeAllocator:
         self._free(address, resource_type)
 
     def _free(self, address, uint64_t resource_type):
+        """Do what `free` does."""
         cdef alloc_source *source = _source_of(self)
         cdef uintptr_t number = address
         cdef int error
@@ -214,7 +223,8 @@ cdef class NativeAllocator:
             raise ValueError(f"{address:#x} is no piece of {self!r}: it never was, or was freed")
 
     def statistics(self):
-        """Return the number of allocated pieces and the memory they take, an `AllocatorStatistics`."""
+        """Return the number of allocated pieces and the memory they take now, a new `AllocatorStatistics`. Sizes are in
+        bytes."""
         cdef alloc_source *source = _source_of(self)
         cdef alloc_counts counts
         with nogil:
@@ -230,6 +240,7 @@ cdef class NativeAllocator:
 
 
 def _check_request(size, alignment):
+    """Raise ValueError where an argument of `NativeAllocator.allocate` is out of range."""
     if size < 1:
         raise ValueError(f"`size` must be at least 1, got {size}")
     if alignment < 1 or alignment & (alignment - 1):
@@ -237,6 +248,7 @@ def _check_request(size, alignment):
 
 
 cdef alloc_source *_native_source(NativeAllocator inner) except NULL:
+    # Return the source of an allocator that works in C. Raise TypeError for another.
     if not inner.alloc:
         raise TypeError(f"{inner!r} is an allocator in Python: pass one that works in C")
     return <alloc_source *>inner.source

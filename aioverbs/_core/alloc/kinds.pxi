@@ -2,7 +2,7 @@
 
 @cython.final
 cdef class DefaultAllocator(NativeAllocator):
-    """Allocator that leaves all memory to the provider: returns `USE_DEFAULT`.
+    """Allocator that leaves all memory to the provider: ``allocate`` returns `USE_DEFAULT`.
 
     For a `RecordingAllocator` around it, which records what a provider allocates.
     """
@@ -31,13 +31,17 @@ cdef class SharedMemoryAllocator(NativeAllocator):
     dies. The child of a fork has none of the memory and cannot allocate: import the domain there.
 
     :param area: capsule from the protection domain.
+    :raises ValueError: `area` is another object.
     """
 
     def __init__(self, area):
         self._begin(alloc_area_create(<const alloc_area *>PyCapsule_GetPointer(area, "aioverbs.alloc_area")))
 
     def close(self):
-        """Allocate nothing more, as when the protection domain is closed; the memory goes with its last piece."""
+        """Allocate nothing more, as when the protection domain is closed; the memory goes with its last piece.
+
+        Allocated pieces stay valid, and can be freed. From here on `allocate` raises OSError.
+        """
         cdef alloc_source *source = _source_of(self)
         with nogil:
             alloc_area_close(source)
@@ -50,8 +54,8 @@ cdef class NumaAllocator(NativeAllocator):
     Inside an `ArenaAllocator`, small pieces share pages.
 
     :param node: number of the NUMA node.
-    :param strict: whether `allocate` raises where the kernel cannot take pages from the node alone. Otherwise pages
-        come from the node while it has some; ``statistics().bound_bytes`` tells whether the kernel bound them.
+    :param strict: whether `allocate` raises OSError where the kernel cannot take pages from the node alone. Otherwise
+        pages come from the node while it has some; ``statistics().bound_bytes`` tells whether the kernel bound them.
     :raises ValueError: `node` is out of range.
     """
 
@@ -77,7 +81,7 @@ cdef class ArenaAllocator(NativeAllocator):
     :param inner: allocator of chunks and large pieces; None: a `SharedPageAllocator`.
     :param chunk_bytes: size of a chunk, a power of two from 4 KiB to 1 GiB.
     :raises ValueError: `chunk_bytes` is out of range.
-    :raises TypeError: `inner` works in Python.
+    :raises TypeError: `inner` works in Python, or is no allocator of this module.
     """
 
     cdef readonly NativeAllocator inner
@@ -94,7 +98,8 @@ cdef class ArenaAllocator(NativeAllocator):
 
 
 cdef alloc_source *_arena_over(alloc_source *under, size_t chunk_bytes, size_t unit_bytes) noexcept:
-    # Put an arena on a source that has no other user; NULL where either could not be made.
+    # Return an arena on a source that has no other user, and that the arena owns from here on; NULL where either could
+    # not be made.
     cdef alloc_source *arena
     if not under:
         return NULL
@@ -104,7 +109,8 @@ cdef alloc_source *_arena_over(alloc_source *under, size_t chunk_bytes, size_t u
 
 
 cdef alloc_source *_huge_tier(size_t page_bytes) noexcept:
-    # Pieces of a few bytes must not make the bookkeeping of a whole 1 GiB page as fine as their size.
+    # Return a new source of pieces in huge pages; NULL where there is no memory for it. Pieces of a few bytes must not
+    # make the bookkeeping of a whole 1 GiB page as fine as their size.
     cdef alloc_source *pages = alloc_pages_create(page_bytes, ALLOC_ANY_NODE, True)
     pages = _arena_over(pages, max(page_bytes, <size_t>TWO_MIB), HUGE_UNIT_BYTES)
     return _arena_over(pages, CHUNK_BYTES, UNIT_BYTES)
@@ -117,7 +123,7 @@ cdef class HugePageAllocator(NativeAllocator):
     Few entries of the translation tables of processor and NIC then cover much memory.
 
     :param page_bytes: size of a page in bytes: 2 MiB, 1 GiB, or another size that the machine has.
-    :param strict: whether `allocate` raises if no huge page is free. Otherwise such a piece comes from smaller
+    :param strict: whether `allocate` raises OSError if no huge page is free. Otherwise such a piece comes from smaller
         pages: 2 MiB instead of 1 GiB, then base pages; ``statistics().huge_bytes`` tells how much is in huge pages.
     :raises ValueError: no machine has huge pages of that size.
     """

@@ -26,8 +26,11 @@ cdef class RecordingAllocator(NativeAllocator):
         :param resource_type: resource type of ``ibv_alloc_parent_domain``; 0 for a buffer.
         :param pd: the parent domain, for an inner allocator in Python; None for a buffer.
         :param context: context of the parent domain, for an inner allocator in Python.
-        :returns: the inner allocator's result.
+        :returns: the inner allocator's result: an address, which the caller passes to `free`, or `USE_DEFAULT`; from an
+            allocator in Python also None.
         :raises ValueError: `size` or `alignment` is invalid, or the inner allocator returns an address that is in use.
+        :raises OSError: the inner allocator has no such memory. Exceptions of an allocator in Python are raised, too.
+        :raises MemoryError: there is no memory for the record; nothing is allocated.
         """
         if self.alloc:
             return NativeAllocator.allocate(self, size, alignment, resource_type, pd, context)
@@ -49,10 +52,11 @@ cdef class RecordingAllocator(NativeAllocator):
         return address
 
     def _note(self, uintptr_t address, size_t size, uint64_t resource_type):
+        """Record a piece. Return 0, EEXIST where a piece is recorded at the address, or ENOMEM."""
         return alloc_recording_note(_source_of(self), <void *>address, size, resource_type)
 
     def free(self, address, resource_type=0, pd=None, context=None):
-        """Free a piece, once.
+        """Free a piece, once, in the inner allocator.
 
         :param address: the address that `allocate` returned.
         :param resource_type: the resource type that `allocate` was given.
@@ -67,7 +71,8 @@ cdef class RecordingAllocator(NativeAllocator):
     def usage(self):
         """Return current and past use by resource type: a read-only mapping of `ResourceKind` to `AllocatorUsage`.
 
-        The mapping is a snapshot; kinds are in the order in which they were first allocated.
+        The mapping is a snapshot; kinds are in the order in which they were first allocated. It is empty before the
+        first allocation.
         """
         cdef alloc_source *source = _source_of(self)
         cdef alloc_usage *usages = NULL

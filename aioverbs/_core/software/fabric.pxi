@@ -2,7 +2,11 @@
 
 
 cdef int _fill_address(s.soft_address *out, address) except -1:
-    """Fill a struct soft_address from None, or an IP address and a port."""
+    """Fill a struct soft_address from None, or an IP address and a port.
+
+    :raises ValueError: the IP address has another length than 4 or 16 bytes.
+    :raises OverflowError: the port is out of range.
+    """
     cdef bytes host
     memset(out, 0, sizeof(out[0]))
     if address is not None:
@@ -15,8 +19,10 @@ cdef int _fill_address(s.soft_address *out, address) except -1:
 
 
 cdef int _fill_settings(s.soft_settings *out, settings) except -1:
-    """Fill a struct soft_settings from `SoftSettings`, which keeps these limits when it is read from the
-    environment."""
+    """Fill a struct soft_settings from `SoftSettings`, which keeps these limits when it is read from the environment.
+
+    :raises ValueError: directory, users or secret exceed the limits.
+    """
     cdef bytes directory = settings.directory, secret = settings.secret
     if len(directory) >= s.SOFT_MAX_PATH or len(settings.users) > s.SOFT_MAX_USERS or len(secret) > s.SOFT_MAX_SECRET:
         raise ValueError("the directory's path, the users or the secret exceed the limits of the software device")
@@ -33,16 +39,18 @@ cdef int _fill_settings(s.soft_settings *out, settings) except -1:
 
 
 cdef str _text(const char *text):
+    # Return the text as str, with undecodable bytes replaced; empty for none.
     return text.decode(errors="replace")
 
 
 cdef object _gid(const uint8_t *raw):
-    """Return a GID; None for the zero GID, which means none."""
+    """Return a GID, 16 bytes; None for the zero GID, which means none."""
     cdef bytes gid = (<const char *>raw)[:16]
     return gid if any(gid) else None
 
 
 cdef object _peer(s.soft_stream_stats *stream):
+    # Return a new `Peer` of a stream's statistics.
     cdef bint known = stream.connected_times or not stream.is_link, of_host = known and stream.is_unix
     return Peer(
         gids=tuple(gid for gid in (_gid(stream.peer[0]), _gid(stream.peer[1])) if gid is not None),
@@ -64,7 +72,7 @@ cdef object _peer(s.soft_stream_stats *stream):
 
 
 cdef tuple _peers(Context context):
-    """List the peers; a peer that connects while they are counted may be left out."""
+    """Return a `Peer` for each stream; a peer that connects while they are counted may be left out."""
     cdef s.soft_stream_stats *streams
     cdef size_t count, capacity
     with nogil:
@@ -83,12 +91,14 @@ cdef tuple _peers(Context context):
 
 
 cdef object _rejected_peer(s.soft_fabric_event *event):
+    # Return a new `RejectedPeer`, with its time in UTC.
     seconds, nanoseconds = divmod(event.time_ns, 1_000_000_000)
     moment = datetime.datetime.fromtimestamp(seconds, datetime.UTC).replace(microsecond=nanoseconds // 1000)
     return RejectedPeer(moment, _gid(event.peer), _text(event.reason))
 
 
 cdef object _fabric(Context context):
+    # Return new `FabricStatistics`; the caller has entered the context.
     cdef s.soft_fabric_stats stats
     with nogil:
         s.soft_get_fabric_stats(context.pointer, &stats)

@@ -36,8 +36,9 @@ cdef class FaultPlan:
     in another process: the queue pair's requests, ``"request_out"``, and their answers, ``"answer_in"``; the peer's
     requests, ``"request_in"``, and their answers, ``"answer_out"``.
 
-    Every method raises, and leaves the plan unchanged:
+    Methods return None unless they say otherwise. Every method raises, and leaves the plan unchanged:
 
+    :raises ClosedResourceError: the context, or an object that is passed, is closed.
     :raises ValueError: a number is out of range, the verb or frame kind is unknown, or an object belongs to another
         context.
     :raises VerbsError: with ENOMEM where there is no memory for a rule.
@@ -104,6 +105,8 @@ cdef class FaultPlan:
 
     def calls(self, verb=None):
         """Return the number of counted calls.
+
+        Before the first `count_calls` nothing is counted, and the number is 0.
 
         :param verb: name of the verb; None for all verbs.
         """
@@ -179,7 +182,7 @@ cdef class FaultPlan:
     def jitter(self, max_ns):
         """Delay the execution of each request by a random time. For contexts with a worker thread.
 
-        :param max_ns: upper limit of the delay in nanoseconds; 0 ends it.
+        :param max_ns: upper limit of the delay in nanoseconds; 0 for no delay.
         :raises VerbsError: with EINVAL for an inline context.
         """
         cdef uint64_t most = _check_range("max_ns", max_ns, 0, (1 << 63) - 1)
@@ -308,7 +311,7 @@ cdef class FaultPlan:
         self.context._check("soft_fault_hold", error)
 
     def held(self):
-        """Return the number of held completions."""
+        """Return the number of completions held now."""
         self.context._enter()
         try:
             return s.soft_fault_held(self.context.pointer)
@@ -318,7 +321,7 @@ cdef class FaultPlan:
     def release(self, count=0, *, bint shuffled=False):
         """Release held completions.
 
-        :param count: number of completions; 0 for all that are held now.
+        :param count: number of completions at most; 0 for all that are held now.
         :param shuffled: release them in random order across queues; completions of one queue keep their order.
         :returns: the number of released completions.
         """
@@ -448,7 +451,8 @@ cdef class FaultPlan:
         self.context._check("soft_break_srq", error)
 
     cdef int _enter_own(self, Handle handle) except -1:
-        # Keep the object open, and thereby its context, and check that it belongs to the context.
+        # Keep the object open, and thereby its context, until `_leave`, and check that it belongs to the context: raise
+        # ValueError where it does not, ClosedResourceError where it is closed.
         handle._enter()
         if handle.context is not self.context:
             handle._leave()
@@ -468,6 +472,7 @@ cdef class FaultPlan:
 cdef int _add_frame_rule(
     FaultPlan plan, s.soft_frame_fault_kind mishap, kind, QueuePair qp, peer, uint64_t delay_ns, s.soft_strike strike
 ) except -1:
+    # Add a rule for frames, with the errors of `FaultPlan`. `kind`, `qp` and `peer` are those of `drop_frames`.
     cdef s.soft_frame_fault fault
     cdef bytes gid = _check_gid(peer)
     cdef int error
@@ -487,6 +492,7 @@ cdef int _add_frame_rule(
 
 
 cdef object _check_range(str name, value, least, most):
+    # Return the value as an int; raise ValueError where it is out of range, TypeError where it is no integer.
     value = PyNumber_Index(value)
     if not least <= value <= most:
         raise ValueError(f"{name} must be from {least} to {most}, got {value}")
@@ -494,6 +500,7 @@ cdef object _check_range(str name, value, least, most):
 
 
 cdef s.soft_strike _strike(first, every, times) except *:
+    # Return the struct of the three numbers that say where a rule strikes; raise ValueError where one is out of range.
     cdef s.soft_strike strike
     strike.first = _check_range("first", first, 1, (1 << 63) - 1)
     strike.every = _check_range("every", every, 1, (1 << 63) - 1)
@@ -502,6 +509,7 @@ cdef s.soft_strike _strike(first, every, times) except *:
 
 
 cdef int _verb_number(verb) except -1:
+    # Return the number of a verb by name, SOFT_ANY_VERB for None; raise ValueError for an unknown name.
     if verb is None:
         return s.SOFT_ANY_VERB
     number = _verb_numbers.get(verb)
@@ -511,6 +519,7 @@ cdef int _verb_number(verb) except -1:
 
 
 cdef unsigned int _frame_kinds(kind) except 0:
+    # Return the bit mask of a kind of frames by name, of all kinds for None; raise ValueError for an unknown name.
     if kind is None:
         return (1 << <int>s.SOFT_FRAME_KINDS) - 1
     if kind not in FaultPlan.frames:
@@ -519,6 +528,7 @@ cdef unsigned int _frame_kinds(kind) except 0:
 
 
 cdef bytes _check_gid(peer):
+    # Return the GID, or None for None; raise ValueError for other values than 16 bytes.
     if peer is None:
         return None
     if not isinstance(peer, bytes) or len(peer) != 16:
@@ -527,6 +537,7 @@ cdef bytes _check_gid(peer):
 
 
 cdef object _record(s.soft_fault_record *record):
+    # Return a new `FaultRecord`.
     kind = _record_kinds[<int>record.what]
     if kind == "verb":
         name = FaultPlan.verbs[record.which]

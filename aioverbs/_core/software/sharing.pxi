@@ -9,7 +9,7 @@ def share(ProtectionDomain pd not None, uint64_t share_key):
 
     :param pd: the domain, or a parent domain of it.
     :param share_key: a secret, 0..2**64-1, that the other contexts need.
-    :returns: the number that `open_shared` takes.
+    :returns: the number of the domain, which `open_shared` takes.
     :raises OverflowError: the key exceeds 64 bits.
     :raises VerbsError: with EEXIST where the domain is shared already; with EOPNOTSUPP on other devices.
     """
@@ -36,6 +36,7 @@ def open_shared(handles.Context context not None, uint32_t number, uint64_t shar
     :param context: a context of the device.
     :param number: the number that `share` returned.
     :param share_key: the key that `share` was given.
+    :returns: a new `ProtectionDomain`; the caller destroys it.
     :raises VerbsError: with ENOENT if no domain is shared by that number; with EACCES if the key differs; with
         EOPNOTSUPP on other devices.
     """
@@ -46,8 +47,9 @@ def import_shared(handles.Context context not None, int fd, uint64_t share_key):
     """Open an instance of a protection domain of another process.
 
     :param context: a context of the software device.
-    :param fd: descriptor that `export` returned there; the caller keeps it.
+    :param fd: descriptor that `export` returned in the other process; the caller keeps it.
     :param share_key: key for further instances in this process, by `open_shared`.
+    :returns: a new `ProtectionDomain`; the caller destroys it.
     :raises VerbsError: with ENOENT if the last instance is closed; with EPROTO if `fd` is not such a descriptor;
         with EMFILE if too many processes share the domain; with ENOMEM; with EOPNOTSUPP on other devices.
     """
@@ -55,6 +57,8 @@ def import_shared(handles.Context context not None, int fd, uint64_t share_key):
 
 
 cdef ProtectionDomain _open_instance(handles.Context context, uint32_t number, int *fd, uint64_t share_key):
+    # Return a new handle of an instance, by the descriptor `fd`, or by `number` where `fd` is NULL. Raise VerbsError as
+    # `open_shared` and `import_shared` do.
     cdef int error = EOPNOTSUPP
     cdef ProtectionDomain pd = ProtectionDomain.__new__(ProtectionDomain)
     pd._begin()
@@ -81,7 +85,8 @@ cdef ProtectionDomain _open_instance(handles.Context context, uint32_t number, i
 
 
 def export(ProtectionDomain pd not None):
-    """Return a descriptor by which another process opens an instance, with `import_shared`. The caller closes it.
+    """Return a new file descriptor by which another process opens an instance, with `import_shared`. The caller closes
+    the descriptor.
 
     The descriptor refers to the state that all processes share, and to memory for regions of the domain: see
     `shared_area`.
@@ -125,6 +130,7 @@ def shared_area(ProtectionDomain pd not None):
 
 
 cdef void _drop_area(object capsule) noexcept:
+    # Release the area of a capsule that is being freed.
     cdef s.alloc_area *area = <s.alloc_area *>PyCapsule_GetPointer(capsule, "aioverbs.alloc_area")
     area.drop(area.handle)
 
@@ -133,7 +139,7 @@ cdef class ImportedRegion(MemoryRegion):
     """Memory region that another process registered with an instance of the protection domain.
 
     `address` is the region's address in the process that registered it; `here` is the address of its memory in this
-    process, and `access` the `AccessFlags` of the registration.
+    process, and `access` the `AccessFlags` of the registration. `destroy` ends the import; the region stays registered.
 
     :param pd: an instance of the domain.
     :param key: the region's ``lkey``, which equals its ``rkey``.
@@ -173,7 +179,10 @@ cdef class ImportedRegion(MemoryRegion):
 
     @property
     def here(self):
-        """Address of the first byte in this process."""
+        """Address of the first byte in this process, an int.
+
+        :raises ClosedResourceError: the region is closed.
+        """
         self._enter()
         try:
             return <uintptr_t>self._here

@@ -38,7 +38,7 @@ from aioverbs._core.handles.handles cimport (
 
 def discard_descriptor(int descriptor):
     """Close a file descriptor that a foreign process sent, in a thread: the last close may block as long as that
-    process likes.
+    process likes. Return at once, before the descriptor is closed.
 
     :param descriptor: the file descriptor.
     """
@@ -46,6 +46,7 @@ def discard_descriptor(int descriptor):
 
 
 def _halt_devices():
+    """Stop the threads of all open software devices, as the interpreter ends."""
     # The end of the interpreter frees registered memory; the device's threads must not write to it any more.
     for handle in open_handles():
         if isinstance(handle, Context):
@@ -74,6 +75,7 @@ cdef class Context(handles.Context):
             port, by which other hosts find it.
         :param settings: `SoftSettings` for peers in other processes, which take effect if no other context of the
             device is open; None: the defaults, as with an empty environment.
+        :returns: a new `Context`; the caller destroys it.
         :raises ValueError: an argument is out of range, or `delay_ns` is given with "inline".
         :raises VerbsError: with EINVAL if no device can have the address; with the error of listening there, such as
             EADDRINUSE; with EMFILE or ENOMEM.
@@ -108,6 +110,7 @@ cdef class Context(handles.Context):
         return self
 
     cdef int _halt(self) except -1:
+        # Stop the device's threads: nothing writes to registered memory any more. Raise ClosedResourceError.
         self._enter()
         try:
             with nogil:
@@ -123,7 +126,11 @@ cdef class Context(handles.Context):
         return _text(why)
 
     def counts(self):
-        """Count the open objects of the context, by kind, and the overlapping calls that it refused."""
+        """Count the open objects of the context, by kind, and the overlapping calls that it refused.
+
+        :returns: a dict of numbers by name: ``"pds"``, ``"mrs"``, ``"qps"`` and so on, and ``"overlaps"``.
+        :raises ClosedResourceError: the context is closed.
+        """
         cdef s.soft_counts counts
         self._enter()
         s.soft_get_counts(self.pointer, &counts)
@@ -144,7 +151,10 @@ cdef class Context(handles.Context):
         }
 
     def fabric(self):
-        """Return statistics of the device's links to other processes, a `FabricStatistics`."""
+        """Return statistics of the device's links to other processes, a new `FabricStatistics`.
+
+        :raises ClosedResourceError: the context is closed.
+        """
         self._enter()
         try:
             return _fabric(self)
@@ -153,7 +163,10 @@ cdef class Context(handles.Context):
 
     @property
     def has_fabric(self):
-        """Whether the device may have peers in other processes: True from the first queue pair with such a peer."""
+        """Whether the device may have peers in other processes: True from the first queue pair with such a peer.
+
+        :raises ClosedResourceError: the context is closed.
+        """
         self._enter()
         try:
             return s.soft_has_fabric(self.pointer)
@@ -162,7 +175,10 @@ cdef class Context(handles.Context):
 
     @property
     def faults(self):
-        """The context's `FaultPlan`."""
+        """A `FaultPlan` of the context; every use returns a new object for the same plan.
+
+        :raises ClosedResourceError: the context is closed.
+        """
         self._enter()
         self._leave()
         return FaultPlan.__new__(FaultPlan, self)
@@ -171,6 +187,8 @@ cdef class Context(handles.Context):
         """Change the delay of the device's worker thread, from here on.
 
         :param delay_ns: minimum time from posting to execution, in nanoseconds.
+        :raises ClosedResourceError: the context is closed.
+        :raises OverflowError: `delay_ns` is not in 0..2**64-1.
         :raises VerbsError: with EINVAL for an inline context.
         """
         self._enter()

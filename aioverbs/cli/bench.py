@@ -101,14 +101,16 @@ def bench(
 
 
 class _NotInstalledError(click.ClickException):
+    """matplotlib is missing; click prints the message and exits with status 4."""
+
     exit_code = Status.FAILED
 
 
 def _check_plot(path: Path) -> None:
     """Check before the measurement that the plot can be drawn.
 
-    :raises click.ClickException: the file's extension is unsupported, its directory does not exist, or matplotlib is
-        not installed.
+    :raises click.BadParameter: the file's extension is unsupported, or its directory does not exist.
+    :raises click.ClickException: matplotlib is not installed.
     """
     from importlib.util import find_spec
 
@@ -123,6 +125,16 @@ def _check_plot(path: Path) -> None:
 
 
 def _measure(operations: "Sequence[Operation]", named: "Sequence[str]", model: str, seconds: float) -> "Report":
+    """Select the devices and run the benchmark, with a progress bar.
+
+    :param named: devices of ``--device``; if empty, all usable ones.
+    :param model: name of the `MessageModel`.
+    :param seconds: target duration of the whole benchmark.
+    :returns: the report; its problems include the unusable devices.
+    :raises DeviceNotFoundError: a device in ``named`` does not exist.
+    :raises ConnectionError: the peer process ended, or no contender is left.
+    :raises TimeoutError: the benchmark took too long.
+    """
     from aioverbs._verbs.completion_queue import MessageModel
     from aioverbs.cli.bench_run import measure, select_devices
 
@@ -135,7 +147,12 @@ def _measure(operations: "Sequence[Operation]", named: "Sequence[str]", model: s
 
 
 class _Progress:
-    """Progress bar on standard error, if that is a terminal."""
+    """Progress bar on standard error, if that is a terminal.
+
+    The ``with`` statement shows the bar, and gives the function that advances it by one cell.
+
+    :param total: number of cells.
+    """
 
     def __init__(self, total: int) -> None:
         from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -154,6 +171,7 @@ class _Progress:
 
 
 def _to_json(report: "Report", message_model: str) -> dict[str, Any]:
+    """Return the report as a dict for `print_json`."""
     from aioverbs.cli.bench_run import BASE, loop_name
 
     return {
@@ -183,6 +201,7 @@ def tables(report: "Report") -> "Iterator[Table]":
 
 
 def _table(title: str, figures: "Sequence[Figure]", contenders: "Sequence[str]") -> "Table":
+    """Return a table with a row for each size and a column for each contender. All figures have the same operation."""
     from rich.table import Table
 
     windows = any(figure.window > 1 for figure in figures)
@@ -199,6 +218,11 @@ def _table(title: str, figures: "Sequence[Figure]", contenders: "Sequence[str]")
 
 
 def _text(figure: Figure | None, fastest: Figure) -> "Text":
+    """Return the text of a table's cell: the time if the window is 1, else the rate; and the ratio to TCP.
+
+    :param figure: the contender's figure; None if it was not measured, shown as ``"-"``.
+    :param fastest: the figure shown in green.
+    """
     from rich.text import Text
 
     if figure is None:
@@ -209,7 +233,7 @@ def _text(figure: Figure | None, fastest: Figure) -> "Text":
 
 
 def format_rate(bytes_per_s: float) -> str:
-    """Format a number of bytes per second: ``"12.3 kB/s"``."""
+    """Format a number of bytes per second, with decimal units: ``"12.3 kB/s"``."""
     for unit, letters in ((1e9, "GB/s"), (1e6, "MB/s"), (1e3, "kB/s")):
         if bytes_per_s >= unit:
             return f"{_three_digits(bytes_per_s / unit)} {letters}"
@@ -217,7 +241,7 @@ def format_rate(bytes_per_s: float) -> str:
 
 
 def _three_digits(value: float) -> str:
-    """Format with three significant digits, more for large numbers, one below 0.1."""
+    """Format with three significant digits: all integer digits of larger numbers, one digit below 0.1."""
     if value < 0.1:
         return f"{value:.1g}"
     return f"{value:.{0 if value >= 100 else 1 if value >= 10 else 2}f}"

@@ -34,7 +34,13 @@ _SETTINGS = ConnectionSettings(receive_depth=2 * WINDOW + 4, send_depth=2 * WIND
 async def _open_endpoint(
     name: str, model: MessageModel
 ) -> AsyncIterator[tuple[ResourceDomain, MemoryRegion, MemoryRegion]]:
-    """Open a device; yield its domain, the region for outgoing bytes and the region for incoming bytes."""
+    """Open a device; yield its domain, the region for outgoing bytes and the region for incoming bytes.
+
+    All are closed when the block ends.
+
+    :raises DeviceNotFoundError: no device has that name.
+    :raises OSError: the device is unusable, or memory cannot be registered.
+    """
     async with (
         open_device(name) as device,
         device.resource_domain(message_model=model) as domain,
@@ -45,7 +51,12 @@ async def _open_endpoint(
 
 
 class DeviceClient:
-    """Client side: posts operations over a connection."""
+    """Client side: posts operations over a connection. Made by `device_client`.
+
+    :param connection: connection to the peer process.
+    :param local: regions of this process, for outgoing and for incoming bytes.
+    :param remote: grants of the peer's regions, for its outgoing and for its incoming bytes.
+    """
 
     def __init__(
         self,
@@ -59,7 +70,12 @@ class DeviceClient:
         self.memory = Memory(self._outgoing.buffer, self._incoming.buffer)
 
     async def run_one(self, operation: Operation, size: int) -> None:
-        """Run one operation of `size` bytes, and wait until it completes."""
+        """Run one operation of `size` bytes, and wait until it completes.
+
+        :raises WorkCompletionError: the operation failed.
+        :raises BrokenResourceError: the connection broke.
+        :raises ValueError: the answer to a message is wrong.
+        """
         if operation == "send":
             await self._connection.send(self.memory.outgoing[:size])
             self.memory.check_answer(await self._connection.receive(), size, 0)
@@ -67,7 +83,10 @@ class DeviceClient:
             await self._post(operation, size, 0)
 
     async def run_many(self, operation: Operation, size: int, window: int, count: int) -> None:
-        """Run `count` operations of `size` bytes, at most `window` of them in flight."""
+        """Run ``count`` operations of ``size`` bytes, at most ``window`` of them in flight; wait until all complete.
+
+        Fails as `run_one` does.
+        """
         if operation == "send":
             await self._exchange_messages(size, window, count)
             return
@@ -80,12 +99,14 @@ class DeviceClient:
             await operation_result
 
     def _post(self, operation: Operation, size: int, slot: int) -> Awaitable[None]:
+        """Post a write or a read of the slot with number ``slot``; return the operation, to be awaited."""
         span = slice(slot * size, (slot + 1) * size)
         if operation == "write":
             return self._connection.write(self._outgoing[span], self._remote_incoming[span])
         return self._connection.read(self._incoming[span], self._remote_outgoing[span])
 
     async def _exchange_messages(self, size: int, window: int, count: int) -> None:
+        """Send ``count`` messages, at most ``window`` of them unanswered, and check the answers."""
         send, receive, memory = self._connection.send, self._connection.receive, self.memory
         for index in range(min(window, count)):
             await send(memory.outgoing[index * size : (index + 1) * size])
@@ -98,12 +119,16 @@ class DeviceClient:
 
 @asynccontextmanager
 async def device_client(name: str, model: MessageModel, port: int, secret: bytes) -> AsyncIterator[DeviceClient]:
-    """Connect to the peer process, and yield the client side of the benchmark.
+    """Connect to the peer process; an async context manager that yields the client side, a `DeviceClient`.
+
+    The device, the memory and the connection are opened here, and closed when the block ends.
 
     :param name: name of the device; the peer process has opened the same device.
     :param model: message model of the completion queues.
     :param port: TCP port on the loopback address that the peer process listens at.
     :param secret: shared secret of both processes.
+    :raises DeviceNotFoundError: no device has that name.
+    :raises OSError: the device is unusable, or the connection failed.
     """
     async with (
         _open_endpoint(name, model) as (domain, outgoing, incoming),
@@ -114,9 +139,9 @@ async def device_client(name: str, model: MessageModel, port: int, secret: bytes
 
 
 class DeviceServer:
-    """Server side: grants memory and answers messages.
+    """Server side: grants memory and answers messages. Made by `device_server`.
 
-    :param memory: the memory that the peer reads and writes.
+    :param memory: the memory that the client process reads and writes.
     """
 
     def __init__(self, memory: Memory) -> None:
@@ -160,7 +185,14 @@ class DeviceServer:
 
 @asynccontextmanager
 async def device_server(name: str, model: MessageModel, secret: bytes) -> AsyncIterator[DeviceServer]:
-    """Serve a device to the client process."""
+    """Serve a device to the client process; an async context manager that yields a `DeviceServer` that listens.
+
+    :param name: name of the device, which is opened here.
+    :param model: message model of the completion queues.
+    :param secret: secret that the client process must know.
+    :raises DeviceNotFoundError: no device has that name.
+    :raises OSError: the device is unusable, or listening failed.
+    """
     async with _open_endpoint(name, model) as (domain, outgoing, incoming):
         server = DeviceServer(Memory(outgoing.buffer, incoming.buffer))
 

@@ -17,10 +17,12 @@ _STAMP = struct.Struct("<II")  # number of the turn, number of the slot
 
 @cache
 def _pattern() -> bytes:
+    """Return the `MEMORY` bytes that both sides send, without stamps."""
     return random.Random(0).randbytes(MEMORY)
 
 
 def _stamp(memory: "bytearray | memoryview[int]", size: int, slots: int, turn: int) -> None:
+    """Write turn and slot number at the start and the end of each of ``slots`` slots of ``size`` bytes."""
     for slot in range(slots):
         stamp = _STAMP.pack(turn, slot)
         begin, end = slot * size, (slot + 1) * size
@@ -29,13 +31,14 @@ def _stamp(memory: "bytearray | memoryview[int]", size: int, slots: int, turn: i
 
 
 def _turn_bytes(size: int, slots: int, turn: int) -> bytearray:
+    """Return the outgoing bytes of a turn: the pattern, stamped in each slot."""
     data = bytearray(_pattern()[: size * slots])
     _stamp(data, size, slots, turn)
     return data
 
 
 def expected_checksum(operation: Operation, size: int, slots: int, turn: int) -> int:
-    """Return the checksum of the bytes that arrive in a turn, over all slots."""
+    """Return the CRC-32 of the bytes that arrive in a turn, over all ``slots`` slots of ``size`` bytes."""
     return zlib.crc32(_turn_bytes(size, slots, turn))
 
 
@@ -52,7 +55,7 @@ class Memory:
         self._turn = 0
 
     def prepare(self, size: int, slots: int, turn: int) -> None:
-        """Write the bytes of a turn to the outgoing slots, and clear the incoming slots."""
+        """Write the bytes of a turn to the outgoing slots, and set the incoming slots to zero."""
         self._turn = turn
         self.outgoing[: size * slots] = _turn_bytes(size, slots, turn)
         self.incoming[: size * slots] = bytes(size * slots)
@@ -65,6 +68,8 @@ class Memory:
     def check_answer(self, answer: bytes, size: int, slot: int) -> None:
         """Check that the answer to a message is the beginning of that message.
 
+        :param size: bytes of the message.
+        :param slot: number of the outgoing slot that the message was sent from.
         :raises ValueError: the answer differs.
         """
         if answer != self.outgoing[slot * size : slot * size + len(answer)]:
@@ -73,5 +78,5 @@ class Memory:
             )
 
     def checksum(self, size: int, slots: int) -> int:
-        """Return the checksum of the incoming slots."""
+        """Return the CRC-32 of the incoming slots."""
         return zlib.crc32(self.incoming[: size * slots])

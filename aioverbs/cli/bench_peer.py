@@ -22,12 +22,14 @@ __all__ = ["main"]
 
 @asynccontextmanager
 async def _serve_tcp(memory: Memory, secret: bytes) -> AsyncIterator[int]:
+    """Serve a TCP stream on the loopback address; yield its port."""
     async with await asyncio.start_server(serve_stream(memory, secret), LOOPBACK, 0, limit=READ_LIMIT) as server:
         yield server.sockets[0].getsockname()[1]
 
 
 @asynccontextmanager
 async def _serve_unix(memory: Memory, secret: bytes, path: str) -> AsyncIterator[str]:
+    """Serve a Unix stream at ``path``; yield the path."""
     async with await asyncio.start_unix_server(serve_stream(memory, secret), path, limit=READ_LIMIT):
         yield path
 
@@ -40,7 +42,12 @@ class _Peer:
         self._servers: dict[str, DeviceServer] = {}
 
     async def serve(self, stack: AsyncExitStack, request: dict[str, Any]) -> dict[str, Any]:
-        """Serve streams and devices; return their addresses, and the reasons why devices cannot be served."""
+        """Serve streams and devices.
+
+        :param stack: exit stack that closes the servers.
+        :param request: the first request, with ``secret``, ``model``, ``path`` and ``devices``.
+        :returns: ``addresses``, port or path by contender, and ``problems``, the reasons why devices cannot be served.
+        """
         secret, model = bytes.fromhex(request["secret"]), MessageModel[request["model"]]
         self._memories = {"tcp": Memory(), "unix": Memory()}
         addresses: dict[str, int | str] = {
@@ -59,7 +66,13 @@ class _Peer:
         return {"addresses": addresses, "problems": problems}
 
     async def handle_turn(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Begin or end a turn; at the end, return the checksum of the incoming bytes."""
+        """Begin or end a turn.
+
+        :param request: ``action`` (``"begin"`` or ``"end"``), ``name`` of the contender, ``size`` and ``slots``; to
+            begin, also
+            ``turn`` and ``operation``.
+        :returns: ``checksum`` of the incoming bytes at the end of a turn; an empty dict at its beginning.
+        """
         name, size, slots = request["name"], request["size"], request["slots"]
         server = self._servers.get(name)
         if request["action"] == "begin":
@@ -73,6 +86,7 @@ class _Peer:
 
 
 async def _requests() -> AsyncIterator[dict[str, Any]]:
+    """Yield the requests on standard input, until its end."""
     reader = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
     while line := await reader.readline():
@@ -80,7 +94,7 @@ async def _requests() -> AsyncIterator[dict[str, Any]]:
 
 
 async def main() -> None:
-    """Serve until the input ends."""
+    """Answer the requests on standard input until it ends, then close all servers."""
     async with AsyncExitStack() as stack:
         peer = _Peer()
         serving = False

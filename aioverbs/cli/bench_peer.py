@@ -69,8 +69,7 @@ class _Peer:
         """Begin or end a turn.
 
         :param request: ``action`` (``"begin"`` or ``"end"``), ``name`` of the contender, ``size`` and ``slots``; to
-            begin, also
-            ``turn`` and ``operation``.
+            begin, also ``turn`` and ``operation``.
         :returns: ``checksum`` of the incoming bytes at the end of a turn; an empty dict at its beginning.
         """
         name, size, slots = request["name"], request["size"], request["slots"]

@@ -69,7 +69,7 @@ def select_devices(named: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     """Select the devices to measure.
 
     :param named: names of devices; if empty, select every usable device with an active port.
-    :returns: the names of the selected devices, and for each named device that is unusable, the reason.
+    :returns: the names of the selected devices, and for each device in `named` that is not selected, the reason.
     :raises DeviceNotFoundError: a name in `named` is unknown.
     """
     known = {each.name: each for each in devices()}
@@ -85,7 +85,7 @@ def select_devices(named: Sequence[str]) -> tuple[list[str], dict[str, str]]:
 
 @dataclass
 class Report:
-    """Result of a benchmark.
+    """Result of a benchmark. Made by `measure`.
 
     :param contenders: names of the contenders that started.
     :param problems: contenders that failed to start or to finish, with the reason.
@@ -100,11 +100,11 @@ class Report:
 
 
 class PeerExitedError(ConnectionError):
-    """The peer process ended during the benchmark."""
+    """The peer process ended during the benchmark; all contenders are lost."""
 
 
 class Client(Protocol):
-    """Client side of a contender."""
+    """Client side of a contender: a `DeviceClient` or a `StreamClient`."""
 
     async def run_one(self, operation: Operation, size: int) -> None:
         """Run one operation of `size` bytes, and wait until it completes."""
@@ -114,7 +114,7 @@ class Client(Protocol):
 
 
 class _Peer:
-    """Connection to the peer process, over its standard input and output."""
+    """Control of the peer process, over its standard input and output. Made by `_peer_process`, which closes it."""
 
     def __init__(self, process: Process) -> None:
         assert process.stdin is not None
@@ -123,9 +123,10 @@ class _Peer:
         self._request_number = 0
 
     async def request(self, **fields: object) -> dict[str, Any]:
-        """Send a request to the peer process, and return its answer.
+        """Send a request to the peer process, and wait for its answer, without a time limit.
 
         :param fields: the request's fields, which become a JSON object.
+        :returns: the fields of the answer.
         :raises PeerExitedError: the peer process ended.
         """
         self._request_number += 1
@@ -137,7 +138,7 @@ class _Peer:
         raise PeerExitedError(f"the peer process ended with status {await self._process.wait()}")
 
     async def aclose(self) -> None:
-        """Close the peer process's input, and kill the process if it does not end in time."""
+        """Close the peer process's input, wait until the process ends, and kill it if that takes too long."""
         self._stdin.close()
         try:
             with anyio.fail_after(_EXIT_LIMIT_S, shield=True):
@@ -153,8 +154,9 @@ class _Peer:
 async def _time_limit(seconds: float, message: str) -> AsyncIterator[None]:
     """Limit the duration of the block.
 
+    :param seconds: the limit.
     :param message: text of the `TimeoutError`.
-    :raises TimeoutError: the block took longer than `seconds`.
+    :raises TimeoutError: the block took longer than `seconds`, and was cancelled.
     """
     limit = asyncio.timeout(seconds)
     try:
@@ -168,6 +170,10 @@ async def _time_limit(seconds: float, message: str) -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def _peer_process() -> AsyncIterator[_Peer]:
+    """Start the peer process and yield it; end it when the block ends.
+
+    :raises OSError: the process cannot be started.
+    """
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}  # the same import path as here
     command = (sys.executable, "-P", "-m", "aioverbs.cli.bench_peer")
     # In a session of its own, the peer process does not receive Ctrl-C. It ends when this process closes its input.
@@ -183,6 +189,13 @@ async def _peer_process() -> AsyncIterator[_Peer]:
 
 @asynccontextmanager
 async def _stream_client(address: int | str, secret: bytes) -> AsyncIterator[tuple[Client, Memory]]:
+    """Connect a stream to the peer process; yield its client side and memory, and close the stream when the block ends.
+
+    :param address: port on the loopback address of a TCP stream, or path of a Unix stream.
+    :param secret: shared secret of both processes.
+    :raises OSError: the connection failed.
+    :raises EOFError: the peer process closed the stream.
+    """
     opened = (
         asyncio.open_unix_connection(address, limit=READ_LIMIT)
         if isinstance(address, str)
@@ -200,7 +213,11 @@ async def _stream_client(address: int | str, secret: bytes) -> AsyncIterator[tup
 
 
 class _Benchmark:
-    """The contenders that have not failed, and the measurements of cells."""
+    """The contenders that have not failed, and the measurements of cells.
+
+    :param peer: the peer process.
+    :param report: receives the figures, and the problems of dropped contenders.
+    """
 
     def __init__(self, peer: _Peer, report: Report) -> None:
         self._peer = peer
@@ -209,10 +226,12 @@ class _Benchmark:
         self.clients: dict[str, tuple[Client, Memory]] = {}
 
     async def measure_cell(self, cell: Cell, target_s: float) -> None:
-        """Measure a cell: calibrate every contender, then let the contenders take turns.
+        """Measure a cell: calibrate every contender, then let the contenders take turns. Add the figures to the report.
 
+        :param cell: the cell.
         :param target_s: target duration of a turn, in seconds.
-        :raises ConnectionError: no contender is left.
+        :raises ConnectionError: no contender is left, or the peer process ended (`PeerExitedError`).
+        :raises TimeoutError: the peer process did not answer.
         """
         counts: dict[str, int] = {}
         for name in tuple(self.clients):
@@ -230,7 +249,11 @@ class _Benchmark:
 
     @asynccontextmanager
     async def _drop_on_failure(self, name: str) -> AsyncIterator[None]:
-        """Drop the contender if the block fails; the others continue."""
+        """Drop the contender if the block fails with an exception of `_FAILURES`; the report then has the reason.
+
+        :raises PeerExitedError: the peer process ended.
+        :raises TimeoutError: the peer process did not answer that it ended the turn.
+        """
         try:
             yield
         except PeerExitedError:
@@ -244,6 +267,9 @@ class _Benchmark:
                 )  # so that the peer stops waiting for messages
 
     async def _calibrate(self, name: str, cell: Cell, target_s: float) -> int:
+        """Return the number of operations of the contender that take about ``target_s`` seconds, at least the
+        window.
+        """
         count = cell.window
         while True:
             samples = Samples()
@@ -254,6 +280,13 @@ class _Benchmark:
             count = max(cell.window, next_number)
 
     async def _run_turn(self, name: str, cell: Cell, count: int, samples: Samples) -> None:
+        """Let a contender run ``count`` operations, and verify the bytes that arrived.
+
+        :param samples: receives the times.
+        :raises TimeoutError: the turn took too long.
+        :raises ValueError: the bytes that arrived are wrong.
+        :raises PeerExitedError: the peer process ended.
+        """
         client, memory = self.clients[name]
         self._turn += 1
         fields = {"name": name, "operation": cell.operation, "size": cell.size, "slots": cell.window}
@@ -275,6 +308,7 @@ class _Benchmark:
 
 
 async def _run_sequentially(client: Client, cell: Cell, count: int) -> list[int]:
+    """Run ``count`` operations, one at a time; return the time of each in nanoseconds."""
     run_one, operation, size, clock = client.run_one, cell.operation, cell.size, time.perf_counter_ns
     times = []
     for _ in range(count):
@@ -297,9 +331,11 @@ async def measure(
     :param device_names: names of the devices to measure; TCP and Unix streams are measured as well.
     :param model: message model of the devices, in both processes.
     :param seconds: target duration of the whole benchmark.
-    :param advance: called after each cell.
+    :param advance: called without arguments after each cell.
+    :returns: the report; contenders that failed while others remained are among its problems.
     :raises ConnectionError: the peer process ended, or no contender is left.
-    :raises TimeoutError: the benchmark exceeded the limit.
+    :raises OSError: the peer process cannot be started.
+    :raises TimeoutError: the benchmark exceeded the limit, or the peer process did not answer.
     """
     limit_s = _TIME_LIMIT_FACTOR * seconds + _START_LIMIT_S
     advice = (
@@ -317,6 +353,7 @@ async def _measure(
     seconds: float,
     advance: Callable[[], object],
 ) -> Report:
+    """Start both sides of all contenders, warm up, and measure: `measure` without the limit of the whole duration."""
     began = time.monotonic()
     report = Report()
     secret = secrets.token_bytes(32)

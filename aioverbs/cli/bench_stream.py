@@ -21,14 +21,15 @@ READ_LIMIT = 4 << 20  # bytes that a stream buffers until they are read: more th
 
 
 def _proofs(secret: bytes) -> Proofs:
+    """Return the proofs of the secret, for streams of the benchmark alone."""
     return Proofs(b"aioverbs bench", secret)
 
 
 class StreamClient:
-    """Client side of an open stream.
+    """Client side of an open stream. Call `prove` first, and `aclose` at the end.
 
     :param reader: the stream's reader.
-    :param writer: the stream's writer.
+    :param writer: the stream's writer, closed by `aclose`.
     :param memory: outgoing and incoming bytes of this side.
     """
 
@@ -36,16 +37,29 @@ class StreamClient:
         self._reader, self._writer, self._memory = reader, writer, memory
 
     async def prove(self, secret: bytes) -> None:
-        """Prove to the server that this client knows the secret."""
+        """Prove to the server that this client knows the secret. A server that does not accept the proof closes the
+        stream.
+
+        :raises EOFError: the server closed the stream before it sent its nonce.
+        :raises ConnectionError: the stream broke.
+        """
         self._writer.write(_proofs(secret).make(b"client", await self._reader.readexactly(NONCE_BYTES)))
 
     async def run_one(self, operation: Operation, size: int) -> None:
-        """Run one operation of `size` bytes, and wait until it completes."""
+        """Run one operation of `size` bytes, and wait until it completes.
+
+        :raises EOFError: the server closed the stream.
+        :raises ConnectionError: the stream broke.
+        :raises ValueError: the answer to a message is wrong.
+        """
         self._send_request(operation, size, 0)
         await self._receive_answer(operation, size, 0)
 
     async def run_many(self, operation: Operation, size: int, window: int, count: int) -> None:
-        """Run `count` operations of `size` bytes, at most `window` of them in flight."""
+        """Run `count` operations of `size` bytes, at most `window` of them in flight; wait until all complete.
+
+        Fails as `run_one` does.
+        """
         for index in range(min(window, count)):
             self._send_request(operation, size, index)
         for index in range(count):
@@ -54,6 +68,7 @@ class StreamClient:
                 self._send_request(operation, size, index % window)
 
     def _send_request(self, operation: Operation, size: int, slot: int) -> None:
+        """Queue a request, with the bytes of the outgoing slot unless it is a read; does not wait."""
         head = _HEAD.pack(_CODES[operation], size, slot * size)
         if operation == "read":
             self._writer.write(head)
@@ -61,6 +76,7 @@ class StreamClient:
             self._writer.writelines((head, self._memory.outgoing[slot * size : (slot + 1) * size]))
 
     async def _receive_answer(self, operation: Operation, size: int, slot: int) -> None:
+        """Wait for the answer to the oldest unanswered request; store the bytes of a read in the incoming slot."""
         if operation == "read":
             self._memory.incoming[slot * size : (slot + 1) * size] = await self._reader.readexactly(size)
         elif operation == "write":
@@ -69,7 +85,10 @@ class StreamClient:
             self._memory.check_answer(await self._reader.readexactly(ANSWER_BYTES), size, slot)
 
     async def aclose(self) -> None:
-        """Close the stream."""
+        """Close the stream, and wait until it is closed.
+
+        :raises ConnectionError: the stream broke.
+        """
         self._writer.close()
         await self._writer.wait_closed()
 
@@ -77,7 +96,9 @@ class StreamClient:
 def serve_stream(
     memory: Memory, secret: bytes
 ) -> Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]:
-    """Return a callback for `asyncio.start_server` that serves the memory.
+    """Return a callback for `asyncio.start_server` and `asyncio.start_unix_server` that serves the memory.
+
+    The callback closes the stream of a client that does not know the secret.
 
     :param memory: outgoing and incoming bytes of the server.
     :param secret: the secret that a client must prove to know.
@@ -98,6 +119,11 @@ def serve_stream(
 
 
 async def _answer_requests(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, memory: Memory) -> None:
+    """Answer requests until the client closes the stream.
+
+    :raises asyncio.IncompleteReadError: the client closed the stream.
+    :raises ConnectionError: the stream broke.
+    """
     while True:
         code, size, offset = _HEAD.unpack(await reader.readexactly(_HEAD.size))
         if code == b"r":

@@ -73,10 +73,14 @@ def json_option(command: F) -> F:
 
 
 class Seconds(click.FloatRange):
-    """Parameter type of a finite number of seconds."""
+    """Parameter type of a finite number of seconds, a float. Arguments as of `click.FloatRange`."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Convert to a number of seconds, and check that it is finite and in the range."""
+        """Convert to a number of seconds, and check that it is finite and in the range.
+
+        :returns: the number, a float.
+        :raises click.BadParameter: `value` is not a number, not finite, or outside the range.
+        """
         seconds = super().convert(value, param, ctx)
         if not math.isfinite(seconds):
             self.fail(f"expected a finite number of seconds, got {seconds}", param, ctx)
@@ -105,7 +109,7 @@ def console(*, stderr: bool = False) -> "Console":
 
 
 def print_json(value: object, *, one_line: bool = False) -> None:
-    """Print a value as JSON: dataclasses become objects, members of enumerations their names.
+    """Print a value on standard output as JSON: dataclasses become objects, members of enumerations their names.
 
     :param value: the value.
     :param one_line: print no line breaks within the value, for commands that print one value per line.
@@ -117,14 +121,19 @@ def print_json(value: object, *, one_line: bool = False) -> None:
 
 
 def run(main: Coroutine[Any, Any, Status]) -> NoReturn:
-    """Run a coroutine on uvloop, or on asyncio if uvloop is not installed, and exit with the returned status."""
+    """Run a command's coroutine on uvloop, or on asyncio if uvloop is not installed, and exit with the returned status.
+
+    :raises click.exceptions.Exit: always, unless the coroutine fails; its exception is then raised.
+    """
     with runner() as event_loop_runner:
         status = event_loop_runner.run(main)
     click.get_current_context().exit(status)
 
 
 def runner() -> asyncio.Runner:
-    """Return an `asyncio.Runner` with uvloop's event loop, or with asyncio's if uvloop is not installed."""
+    """Return a new `asyncio.Runner`, to be closed by the caller: with uvloop's event loop if that is installed, else
+    asyncio's.
+    """
     try:
         from uvloop import new_event_loop
     except ImportError:
@@ -141,7 +150,8 @@ def write_line(stdin: asyncio.StreamWriter, line: str) -> None:
 class UntilStopped:
     """Context manager whose block SIGINT and SIGTERM cancel; the code after the block then prints a summary.
 
-    A second Ctrl-C interrupts the program as usual.
+    The first signal ends the block without an exception. A second Ctrl-C interrupts the program as usual. Use it in a
+    coroutine on the main thread.
     """
 
     def __enter__(self) -> None:
@@ -154,6 +164,7 @@ class UntilStopped:
             self._loop.add_signal_handler(signal_number, self._stop)
 
     def _stop(self) -> None:
+        """Cancel the block, and restore the signals' usual effect."""
         self._release()
         self._scope.cancel()
 
@@ -169,7 +180,12 @@ class UntilStopped:
 
 
 def report_error(error: BaseException) -> Status:
-    """Print an error as one line on standard error, and return the exit status."""
+    """Print an error as one line on standard error, and return the exit status.
+
+    Of an exception group, the first exception is printed; of an interruption, nothing. The line of an unexpected
+    exception
+    names its type, and the option that shows the traceback.
+    """
     if isinstance(error, (KeyboardInterrupt, asyncio.CancelledError)):
         return Status.INTERRUPTED
     while isinstance(error, BaseExceptionGroup):
@@ -192,6 +208,7 @@ def _expected_errors() -> tuple[type[BaseException], ...]:
 
 
 def _not_found_errors() -> tuple[type[BaseException], ...]:
+    """Return the exceptions that mean `Status.NOT_FOUND`."""
     from aioverbs import errors
 
     return (ConnectionError, errors.DeviceNotFoundError, errors.LibraryNotFoundError, errors.UnreachableError)

@@ -75,6 +75,7 @@ class DeviceClient:
         :raises WorkCompletionError: the operation failed.
         :raises BrokenResourceError: the connection broke.
         :raises ValueError: the answer to a message is wrong.
+        :raises anyio.EndOfStream: the peer process closed the connection.
         """
         if operation == "send":
             await self._connection.send(self.memory.outgoing[:size])

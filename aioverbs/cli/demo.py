@@ -33,6 +33,11 @@ def demo(device: str | None, size: int, messages: int, as_json: bool) -> None:
 
 
 async def _demo(device: str | None, size: int, messages: int, as_json: bool) -> Status:
+    """Run the demonstration and print its outcome.
+
+    :param size: bytes of memory to read.
+    :returns: the exit status.
+    """
     from aioverbs.cli.demo_run import demonstrate
 
     outcome: Outcome | None = None
@@ -48,6 +53,7 @@ async def _demo(device: str | None, size: int, messages: int, as_json: bool) -> 
 
 
 def _print(out: "Console", outcome: "Outcome") -> None:
+    """Print the outcome as text."""
     from rich.table import Table
     from rich.text import Text
 

@@ -35,8 +35,9 @@ _MESSAGE = 64  # bytes
 
 @dataclass(frozen=True)
 class Outcome:
-    """Result of a demonstration.
+    """Result of a demonstration. Made by `demonstrate`.
 
+    :param device: the device's name.
     :param reason: why this device was chosen.
     :param native: whether the device has each of `aioverbs.cli.inventory.FEATURES` itself.
     :param processes: process IDs of the client and of the server.
@@ -71,6 +72,7 @@ async def demonstrate(name: str | None, size: int, messages: int) -> Outcome:
     :param name: the device's name; None: the best available device.
     :param size: bytes of memory to read, a multiple of 1 MiB.
     :param messages: number of round trips.
+    :returns: the outcome; wrong bytes and answers are among its faults.
     :raises DeviceNotFoundError: no device has that name.
     :raises OSError: the device is unusable.
     """
@@ -111,7 +113,10 @@ async def demonstrate(name: str | None, size: int, messages: int) -> Outcome:
 
 
 class _Reasons(logging.Handler):
-    """Log handler that keeps the reason which `open_device` logs when it selects the software device."""
+    """Log handler that keeps the reason which `open_device` logs when it selects the software device.
+
+    It handles messages of the logger ``aioverbs`` for the duration of the ``with`` block.
+    """
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -121,7 +126,7 @@ class _Reasons(logging.Handler):
         self._reason = record.getMessage().partition(": ")[2] or record.getMessage()
 
     def text(self, name: str | None) -> str:
-        """Return the reason why `open_device(name)` selected the device."""
+        """Return the reason why `open_device(name)`, called in the block, selected the device."""
         if name is not None:
             return "selected by --device"
         return "selected by AIOVERBS_DEVICE" if os.environ.get("AIOVERBS_DEVICE") else self._reason
@@ -138,12 +143,16 @@ class _Reasons(logging.Handler):
 
 
 def _content(seed: int, piece: int) -> bytes:
+    """Return the bytes of a piece of the worker's memory, always the same for a seed."""
     return random.Random(f"{seed}/{piece}").randbytes(_PIECE)
 
 
 @contextlib.asynccontextmanager
 async def _owned_memory(seed: int, size: int, worker: Worker) -> AsyncIterator[MemoryRegion]:
-    """Yield memory of the worker process, filled with bytes that the worker and the client each compute from `seed`."""
+    """Yield memory of the worker process, filled with bytes that the worker and the client each compute from `seed`.
+
+    The setup of the pool: the region is the worker's state, and closed when the worker ends.
+    """
     async with worker.domain.register(size, _ACCESS) as region:
         for at in range(0, size, _PIECE):
             region.buffer[at : at + _PIECE] = _content(seed, at // _PIECE)
@@ -151,7 +160,10 @@ async def _owned_memory(seed: int, size: int, worker: Worker) -> AsyncIterator[M
 
 
 async def _answer(connection: Connection) -> None:
-    """Grant the peer read access to the worker's memory, and send back each message reversed."""
+    """Grant the peer read access to the worker's memory, send it the process ID, and send back each message reversed.
+
+    Ends when the peer closes the connection.
+    """
     async with await connection.grant(current_worker().state, AccessFlags.REMOTE_READ):
         await connection.send(str(os.getpid()).encode())
         async for message in connection:
@@ -162,7 +174,11 @@ async def _answer(connection: Connection) -> None:
 
 
 class _Client:
-    """Client side: sends messages, reads the worker's memory, and compares."""
+    """Client side: sends messages, reads the worker's memory, and compares. Differences are added to `faults`.
+
+    :param local: memory of this process that reads fill.
+    :param grant: the worker's memory.
+    """
 
     def __init__(self, connection: Connection, local: MemoryRegion, grant: RemoteGrant, seed: int) -> None:
         self._connection = connection
@@ -172,7 +188,9 @@ class _Client:
         self.faults: list[str] = []
 
     async def exchange(self, count: int) -> Histogram:
-        """Send messages, each after the previous answer; return the round-trip times in nanoseconds."""
+        """Send messages, each after the previous answer; return the histogram of the round-trip times in
+        nanoseconds.
+        """
         round_trips, wrong = Histogram(), 0
         for number in range(count):
             message = number.to_bytes(_MESSAGE, "little")
@@ -204,11 +222,16 @@ class _Client:
         return seconds
 
     def _read(self, offset: int) -> Operation[None]:
+        """Post a read of a piece of the worker's memory to its place in local memory; return the operation, to be
+        awaited.
+        """
         place = offset % (_WINDOW * _PIECE)
         return self._connection.read(self._local[place : place + _PIECE], self._grant[offset : offset + _PIECE])
 
     async def call_from_wrong_loop(self) -> str | None:
-        """Read from another thread with its own event loop; return the AffinityError's message, None if not raised."""
+        """Read from another thread with its own event loop; return the AffinityError's message, or None if the read did
+        not raise one.
+        """
 
         async def read() -> None:
             await self._read(0)

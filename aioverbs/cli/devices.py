@@ -30,6 +30,11 @@ def devices(name: str | None, as_json: bool) -> None:
 
 
 async def _devices(name: str | None, as_json: bool) -> Status:
+    """Print one device, or all devices.
+
+    :returns: the exit status.
+    :raises DeviceNotFoundError: no device is called ``name``.
+    """
     from aioverbs.cli.inventory import inspect_device, list_devices
 
     listed, problem = list_devices() if name is None else ([name], None)
@@ -46,6 +51,7 @@ async def _devices(name: str | None, as_json: bool) -> Status:
 
 
 def _table(*columns: str) -> "Table":
+    """Return an empty table with these headings; columns of numbers are aligned to the right."""
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, header_style="bold")
@@ -59,6 +65,10 @@ _STATES = {"ACTIVE": "green", "DOWN": "red"}
 
 
 def _print_all(out: "Console", found: "list[DeviceReport]", problem: str | None) -> None:
+    """Print a row for each port, and the problems.
+
+    :param problem: reason why RDMA devices cannot be listed; None: they can.
+    """
     from rich.text import Text
 
     table = _table("DEVICE", "PORT", "STATE", "LINK", "MTU", "GID", "NATIVE")
@@ -87,12 +97,14 @@ def _print_all(out: "Console", found: "list[DeviceReport]", problem: str | None)
 
 
 def _native(device: "DeviceReport") -> list[str]:
+    """Return the text names of the device's native features."""
     from aioverbs.cli.inventory import FEATURES
 
     return [FEATURES[feature] for feature, native in device.native.items() if native]
 
 
 def _print_one(out: "Console", device: "DeviceReport") -> None:
+    """Print all that is known about a device: ports with GIDs, features, limits."""
     from rich.text import Text
 
     from aioverbs.cli.inventory import FEATURES

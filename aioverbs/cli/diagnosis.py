@@ -25,13 +25,14 @@ class Severity(enum.Enum):
 
 @dataclass(frozen=True)
 class Finding:
-    """A problem.
+    """A problem. Made by `diagnose`.
 
     :param code: stable name of the kind of problem.
+    :param severity: whether the problem makes the subject unusable.
     :param subject: name of the affected device, ``"soft0"`` for the software device, or ``"system"``.
     :param message: description of the problem and its effect.
     :param commands: shell commands that fix the problem.
-    :param hint: further advice.
+    :param hint: further advice; None: there is none.
     """
 
     code: str
@@ -44,9 +45,10 @@ class Finding:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """All findings, and which RDMA devices are usable.
+    """All findings, and which RDMA devices are usable. Made by `diagnose`.
 
-    :param usable: names of the RDMA devices without an error.
+    :param findings: the problems, in the order in which to fix them.
+    :param usable: names of the RDMA devices without an error, if the system has none either.
     :param unusable: names of the other RDMA devices.
     """
 
@@ -64,7 +66,12 @@ def _warning(code: str, subject: str, message: str, *commands: str, hint: str | 
 
 
 def diagnose(machine: Machine) -> Diagnosis:
-    """Find the machine's problems, in the order in which to fix them."""
+    """Find the machine's problems.
+
+    :returns: the findings in the order in which to fix them, and which RDMA devices are usable. An error of the system
+        makes
+        all of them unusable.
+    """
     system = [
         *_software(machine),
         *_hardware(machine),
@@ -88,6 +95,7 @@ def diagnose(machine: Machine) -> Diagnosis:
 
 
 def _software(machine: Machine) -> Iterator[Finding]:
+    """Yield at most one error of libibverbs or pyverbs, or of the probe process that tests them."""
     if machine.probe.crash is not None:
         details = "".join(f"; its last line: {line}" for line in machine.probe.warnings[-1:])
         yield _error(
@@ -110,6 +118,10 @@ def _software(machine: Machine) -> Iterator[Finding]:
 
 
 def _pyverbs(machine: Machine, pyverbs: Library, problem: str) -> Finding:
+    """Return the error for a pyverbs that cannot be imported, by its reason.
+
+    :param problem: message of the ImportError.
+    """
     if _PRIVATE.search(problem):
         version = machine.probe.libibverbs.version or "another version"
         return _error(
@@ -155,6 +167,7 @@ def _pyverbs(machine: Machine, pyverbs: Library, problem: str) -> Finding:
 
 
 def _hardware(machine: Machine) -> Iterator[Finding]:
+    """Yield an error if the kernel has no RDMA device, with the way to get one."""
     names = {device.name for device in machine.devices}
     if names:
         return
@@ -194,6 +207,9 @@ def _hardware(machine: Machine) -> Iterator[Finding]:
 
 
 def _limits(machine: Machine) -> Iterator[Finding]:
+    """Yield a finding if the limit of locked memory is low: an error if a device's test failed by it, else a
+    warning.
+    """
     over_limit = [name for name, trial in machine.probe.trials.items() if _beyond_limit(machine, trial)]
     if machine.memlock is None:
         return
@@ -212,12 +228,13 @@ def _limits(machine: Machine) -> Iterator[Finding]:
 
 
 def _beyond_limit(machine: Machine, trial: Trial) -> bool:
-    """Return whether a trial failed because of the limit of locked memory."""
+    """Return whether a trial failed because of the limit of locked memory, by its errno."""
     numbers = (errno.ENOMEM, errno.EPERM) if machine.memlock == 0 else (errno.ENOMEM,)
     return machine.memlock is not None and trial.number in numbers
 
 
 def _optimization(machine: Machine) -> Iterator[Finding]:
+    """Yield a warning if the compiled core was compiled without optimization."""
     if not machine.probe.optimized:
         yield _warning(
             "not-optimized",
@@ -230,6 +247,7 @@ def _optimization(machine: Machine) -> Iterator[Finding]:
 
 
 def _connection_manager(machine: Machine) -> Iterator[Finding]:
+    """Yield warnings if librdmacm or its device file is unusable, on a machine with an RDMA device."""
     if not machine.devices or machine.probe.crash is not None:
         return
     if machine.probe.librdmacm.problem is not None:
@@ -256,6 +274,7 @@ def _connection_manager(machine: Machine) -> Iterator[Finding]:
 
 
 def _software_device(machine: Machine) -> Iterator[Finding]:
+    """Yield an error if the software device's environment variables are invalid."""
     if machine.soft_problem is None:
         return
     name = machine.soft_problem.partition(":")[0]
@@ -273,6 +292,7 @@ def _software_device(machine: Machine) -> Iterator[Finding]:
 
 
 def _device(machine: Machine, device: Device) -> Iterator[Finding]:
+    """Yield the findings about an RDMA device. Ports are reported only if none of them is active."""
     yield from _device_node(machine, device)
     yield from _usability(machine, device)
     active = [port for port in device.ports if port.state == "ACTIVE"]
@@ -284,6 +304,7 @@ def _device(machine: Machine, device: Device) -> Iterator[Finding]:
 
 
 def _device_node(machine: Machine, device: Device) -> Iterator[Finding]:
+    """Yield an error if the device's file is missing or cannot be opened."""
     if device.node is None:
         yield _error(
             "no-uverbs",
@@ -313,6 +334,7 @@ def _device_node(machine: Machine, device: Device) -> Iterator[Finding]:
 
 
 def _usability(machine: Machine, device: Device) -> Iterator[Finding]:
+    """Yield an error if the device's file can be opened, but libibverbs does not list the device or its test failed."""
     probe = machine.probe
     if device.node is None or device.open_errno or probe.crash is not None or probe.libibverbs.problem is not None:
         return
@@ -334,6 +356,7 @@ def _usability(machine: Machine, device: Device) -> Iterator[Finding]:
 
 
 def _port(device: Device, port: Port) -> Finding:
+    """Return the error for a port that is not active, with the way to activate it."""
     state = f"port {port.number} is {port.state or 'in an unknown state'} ({port.physical or 'unknown link state'})"
     if port.link_layer == "InfiniBand" and port.physical == "LinkUp":
         return _error(
@@ -351,6 +374,7 @@ def _port(device: Device, port: Port) -> Finding:
 
 
 def _gid(device: Device, port: Port) -> Finding:
+    """Return the finding for an active Ethernet port without a routable GID."""
     interface = port.netdev or "DEVICE"
     command = f"sudo ip address add 192.0.2.1/24 dev {interface}"
     hint = "use an address of your network; each address gives the port a GID"
@@ -378,4 +402,5 @@ def _gid(device: Device, port: Port) -> Finding:
 
 
 def _routable(gid: str) -> bool:
+    """Return whether a GID, in the kernel's notation, is not link-local."""
     return not gid.startswith("fe80")

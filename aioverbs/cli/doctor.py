@@ -40,9 +40,10 @@ def doctor(ctx: click.Context, device: str | None, as_json: bool) -> None:
 
 
 def status_of(diagnosis: Diagnosis, name: str | None = None) -> Status:
-    """Return the exit status for a device, or for all RDMA devices.
+    """Return the exit status for a device, or for all RDMA devices: OK if usable, NO if not, NOT_FOUND if there is
+    none.
 
-    :param name: the device's name; None: any RDMA device counts.
+    :param name: the device's name; None: OK if any RDMA device is usable.
     """
     if name is not None:
         if name in diagnosis.usable:
@@ -54,7 +55,7 @@ def status_of(diagnosis: Diagnosis, name: str | None = None) -> Status:
 
 
 def _to_json(machine: Machine, diagnosis: Diagnosis, status: Status) -> dict[str, Any]:
-    """Return the diagnosis and the machine's data as a dict that can be encoded as JSON."""
+    """Return the diagnosis and the machine's data as a dict for `print_json`."""
     described = asdict(machine)
     del described["modules"], described["loadable"]  # hundreds, most unrelated to RDMA
     return {
@@ -90,16 +91,21 @@ def as_text(machine: Machine, diagnosis: Diagnosis) -> Iterator[str]:
 
 
 def _library(name: str, library: Library) -> str:
+    """Return the name and version of a library, or path if the version is unknown; ``no NAME`` if it cannot be
+    loaded.
+    """
     if library.problem is not None:
         return f"no {name}"
     return f"{name} {library.version or f'in {library.path}'}"
 
 
 def _verdict(usable: bool) -> str:
+    """Return the coloured word ``usable`` or ``unusable``."""
     return click.style("usable", fg="green") if usable else click.style("unusable", fg="red")
 
 
 def _device(device: Device, usable: bool) -> Iterator[str]:
+    """Yield the lines about a device, its ports and their GIDs."""
     yield f"{click.style(device.name, bold=True)}  {_verdict(usable)}"
     for port in device.ports:
         suffix = f", {port.netdev}" if port.netdev is not None else ""
@@ -108,12 +114,14 @@ def _device(device: Device, usable: bool) -> Iterator[str]:
 
 
 def _findings(diagnosis: Diagnosis, subject: str, indent: str = "  ") -> Iterator[str]:
+    """Yield the lines of the findings about a subject, indented."""
     for finding in diagnosis.findings:
         if finding.subject == subject:
             yield from (f"{indent}{line}" for line in _finding(finding))
 
 
 def _finding(finding: Finding) -> Iterator[str]:
+    """Yield the lines of a finding: message, commands and hint."""
     yield f"{click.style(finding.severity.value, fg=_COLOURS[finding.severity], bold=True)}: {finding.message}"
     yield from (f"    {command}" for command in finding.commands)
     if finding.hint is not None:

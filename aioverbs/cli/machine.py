@@ -69,7 +69,7 @@ class Device:
     """An RDMA device, as reported by the kernel.
 
     :param node: path of the device file; None if the kernel has none.
-    :param refused: the error number of opening that; 0 where it can be opened.
+    :param open_errno: errno of opening that file; 0: it can be opened, or there is none.
     """
 
     name: str
@@ -80,7 +80,12 @@ class Device:
 
 @dataclass(frozen=True)
 class Library:
-    """A library: its path and version, or the loader's error."""
+    """A library as the probe process found it.
+
+    :param path: path of the loaded file; None: unknown.
+    :param version: its version; None: unknown.
+    :param problem: error message of loading it; None: it was loaded.
+    """
 
     path: str | None = None
     version: str | None = None
@@ -101,12 +106,14 @@ class Trial:
 
 @dataclass(frozen=True)
 class Probe:
-    """Results of a separate process that tests the libraries.
+    """Results of a separate process that tests the libraries. Made by `probe`.
 
     :param listed: names of the devices for which libibverbs has a provider.
     :param trials: results of using the devices, by name; empty if pyverbs cannot be loaded.
     :param warnings: lines that the libraries wrote to standard error.
-    :param crash: how the process ended, if not normally.
+    :param crash: how the process ended, if not normally; None: normally. Of the other results, only the warnings are
+        then
+        known.
     :param optimized: whether the compiled core was compiled with optimization.
     """
 
@@ -122,7 +129,7 @@ class Probe:
 
 @dataclass(frozen=True)
 class Machine:
-    """Input of a diagnosis.
+    """Data about a machine, input of a diagnosis. Made by `inspect_machine`.
 
     :param kernel: release of the running kernel.
     :param soabi: ABI tag of this Python's extension modules, such as ``"cpython-311"``.
@@ -157,7 +164,10 @@ class Machine:
 
 
 def probe() -> Probe:
-    """Test the libraries in a separate process, since they may crash."""
+    """Test the libraries in a separate process, since they may crash.
+
+    :returns: the results. If the process fails or does not end within a minute, `Probe.crash` says so.
+    """
     command = [sys.executable, "-P", "-m", "aioverbs.cli.probe"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}  # the same import path as here
     try:
@@ -175,6 +185,9 @@ def parse_probe(text: str, warnings: tuple[str, ...] = ()) -> Probe:
 
     :param text: the process's standard output, a JSON object.
     :param warnings: lines of its standard error.
+    :returns: the results of a process that ended normally.
+    :raises ValueError: the text is not JSON.
+    :raises KeyError: a result is missing.
     """
     found = json.loads(text)
     return Probe(
@@ -196,7 +209,7 @@ def inspect_machine(
     kernel: str | None = None,
     environment: Mapping[str, str] = os.environ,
 ) -> Machine:
-    """Collect the data about a machine.
+    """Collect the data about a machine. Unreadable files count as empty ones.
 
     :param root: root directory of the machine's file system.
     :param try_open: function that tries to open a device file; returns the errno, 0 if it can be opened.
@@ -230,6 +243,7 @@ def inspect_machine(
 
 
 def _soft_problem(environment: Mapping[str, str]) -> str | None:
+    """Return the error message for the software device's environment variables; None if they are valid."""
     try:
         SoftSettings.read(environment, os.geteuid())
     except ValueError as error:
@@ -238,6 +252,7 @@ def _soft_problem(environment: Mapping[str, str]) -> str | None:
 
 
 def _names(folder: Path) -> list[str]:
+    """Return the sorted names of a folder's entries; an empty list if there is no such folder."""
     return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
 
 
@@ -250,12 +265,14 @@ def _text(path: Path) -> str:
 
 
 def _is_container(root: Path) -> bool:
+    """Return whether files or the first process's environment mark this machine as a container."""
     marks = ("run/.containerenv", ".dockerenv")
     environment = _text(root / "proc/1/environ").split("\0")
     return any((root / mark).exists() for mark in marks) or any(item.startswith("container=") for item in environment)
 
 
 def _memlock(root: Path) -> int | None:
+    """Return the limit of locked memory in bytes; None: unlimited or unknown."""
     for line in _text(root / "proc/self/status").splitlines():
         if line.startswith("CapEff:") and int(line.split()[1], 16) >> _CAP_IPC_LOCK & 1:
             return None  # CAP_IPC_LOCK lifts the limit
@@ -264,6 +281,10 @@ def _memlock(root: Path) -> int | None:
 
 
 def _loadable(folder: Path) -> frozenset[str] | None:
+    """Return the names of the kernel modules that can be loaded or are built in; None: unknown.
+
+    :param folder: folder of the running kernel's modules.
+    """
     listed = [_text(folder / name) for name in ("modules.dep", "modules.builtin")]
     if not any(listed):
         return None
@@ -272,6 +293,10 @@ def _loadable(folder: Path) -> frozenset[str] | None:
 
 
 def _hardware(folder: Path) -> Iterator[str]:
+    """Yield the kernel module of each RDMA device on the PCI bus, one for each function of a device.
+
+    :param folder: folder of the PCI devices in sysfs.
+    """
     for name in _names(folder):
         vendor, number = _text(folder / name / "vendor"), _text(folder / name / "device")
         if vendor == _MELLANOX and _text(folder / name / "class").startswith("0x02"):
@@ -281,6 +306,7 @@ def _hardware(folder: Path) -> Iterator[str]:
 
 
 def _devices(root: Path, try_open: Callable[[Path], int]) -> Iterator[Device]:
+    """Yield the RDMA devices of the kernel, sorted by name."""
     nodes = device_nodes(root)
     folder = root / "sys/class/infiniband"
     for name in _names(folder):
@@ -293,6 +319,10 @@ def _devices(root: Path, try_open: Callable[[Path], int]) -> Iterator[Device]:
 
 
 def _port(root: Path, device: Path, number: int) -> Port:
+    """Read a port of a device.
+
+    :param device: the device's folder in sysfs.
+    """
     port = device / "ports" / str(number)
     indices = sorted(map(int, _names(port / "gids")))
     found = ((index, _text(port / "gids" / str(index))) for index in indices)
@@ -316,6 +346,7 @@ def _port(root: Path, device: Path, number: int) -> Port:
 
 
 def _has_ipv6(root: Path, interface: str) -> bool:
+    """Return whether IPv6 is enabled on a network interface; True if that is unknown."""
     if not (root / "sys/class/net" / interface).exists():  # in another network namespace: unknown
         return True
     return _text(root / "proc/sys/net/ipv6/conf" / interface / "disable_ipv6") == "0"

@@ -16,7 +16,7 @@ _FRACTIONS = (8, 4, 2, 1)  # allowed row widths: a power of two divided by one o
 
 
 class Histogram:
-    """Counts of non-negative integers."""
+    """Counts of non-negative integers. `minimum` and `maximum` are exact; 0 if there are no values."""
 
     def __init__(self) -> None:
         self._buckets: Counter[int] = Counter()
@@ -73,7 +73,7 @@ class Histogram:
         """Return rows of a picture, in ascending order: the first value, the end (exclusive), and the count of each.
 
         A row covers an eighth, a quarter, a half or the whole of a power of two: the narrowest that needs at most
-        `max_rows` rows. If even whole powers need more, there are more rows.
+        `max_rows` rows. If even whole powers need more, there are more rows. Without values there are no rows.
 
         :param max_rows: wanted limit of the number of rows.
         """
@@ -85,6 +85,12 @@ class Histogram:
         return list(self._merge_buckets(first // width, last // width, width))
 
     def _merge_buckets(self, first: int, last: int, width: int) -> Iterator[tuple[int, int, int]]:
+        """Yield rows as `rows` returns them.
+
+        :param first: number of the first row, in units of ``width``.
+        :param last: number of the last row.
+        :param width: buckets of each row.
+        """
         counts: Counter[int] = Counter()
         for bucket, count in self._buckets.items():
             counts[bucket // width] += count
@@ -93,6 +99,7 @@ class Histogram:
 
 
 def _bucket(value: int) -> int:
+    """Return the number of the bucket that counts a value."""
     if value < _EXACT:
         return value
     shift = value.bit_length() - 1 - _BITS
@@ -108,4 +115,5 @@ def _begin(bucket: int) -> int:
 
 
 def _end(bucket: int) -> int:
+    """Return the smallest value above a bucket."""
     return _begin(bucket + 1)

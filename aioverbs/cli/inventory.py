@@ -53,7 +53,16 @@ class GidReport:
 
 @dataclass(frozen=True)
 class PortReport:
-    """A port of a device; sizes are in bytes."""
+    """A port of a device; sizes are in bytes.
+
+    :param number: the port's number, from 1.
+    :param state: name of the `PortState`.
+    :param link_layer: name of the link layer.
+    :param active_mtu: MTU of the link.
+    :param max_message: limit of a message's size.
+    :param lid: local identifier in an InfiniBand subnet.
+    :param gids: the port's GIDs that are set.
+    """
 
     number: int
     state: str
@@ -66,11 +75,18 @@ class PortReport:
 
 @dataclass(frozen=True)
 class DeviceReport:
-    """A device.
+    """A device. Made by `inspect_device`.
 
+    :param name: the device's name.
     :param provider: ``"software"`` or ``"hardware"``.
-    :param problem: why the device cannot be opened or used; fields that are unknown then keep their defaults.
+    :param problem: why the device cannot be opened or used; fields that are unknown then keep their defaults. None: it
+        can.
     :param active: whether a port is active.
+    :param firmware: firmware version.
+    :param node_guid: the device's GUID, as hexadecimal groups.
+    :param vendor_id: the vendor's OUI.
+    :param vendor_part_id: the vendor's number of the model.
+    :param ports: the ports.
     :param native: whether the device implements each of `FEATURES`.
     :param limits: limits reported by ``ibv_query_device``.
     """
@@ -100,9 +116,10 @@ def list_devices() -> tuple[list[str], str | None]:
 
 
 async def inspect_device(name: str) -> DeviceReport:
-    """Open a device and report about it. If opening or testing the device fails, the report contains the problem.
+    """Open a device, report about it, and close it. Warnings about missing features are not logged.
 
     :param name: the device's name.
+    :returns: the report; if opening or testing the device fails, with the problem.
     :raises DeviceNotFoundError: no device has that name.
     """
     provider = "software" if software.is_software(name) else "hardware"
@@ -134,6 +151,10 @@ def _suppress_warnings() -> Iterator[None]:
 
 
 async def _report(device: Device, provider: str) -> DeviceReport:
+    """Return the report about an open device.
+
+    :raises VerbsError: the device does not answer a query. An error of testing the features is in the report.
+    """
     attributes = device.attributes()
     ports = tuple(_port(device, number) for number in range(1, attributes.phys_port_cnt + 1))
     limits: dict[str, int | str] = {
@@ -161,6 +182,10 @@ async def _report(device: Device, provider: str) -> DeviceReport:
 
 
 def _port(device: Device, number: int) -> PortReport:
+    """Return the report about a port.
+
+    :raises VerbsError: the query of the port failed.
+    """
     port = device.port(number)
     table = gid_table(device.handle, number)
     best = select_gid_index(table)
@@ -170,13 +195,18 @@ def _port(device: Device, number: int) -> PortReport:
 
 
 def _address(gid: bytes) -> str:
+    """Return a GID as an IPv6 address; one that contains an IPv4 address as ``::ffff:192.0.2.1``."""
     address = ipaddress.IPv6Address(gid)
     ipv4 = address.ipv4_mapped
     return f"::ffff:{ipv4}" if ipv4 is not None else str(address)
 
 
 async def _native_features(device: Device) -> dict[str, bool]:
-    """Try each of `FEATURES`: an unsupported one fails, or is emulated and says so."""
+    """Try each of `FEATURES`: an unsupported one fails, or is emulated and says so.
+
+    :returns: for each of `FEATURES`, whether the device implements it.
+    :raises VerbsError: a resource cannot be created, for another reason than that the device does not support it.
+    """
     found = dict.fromkeys(FEATURES, False)
     async with device.thread_domain() as td, device.protection_domain() as pd:
         found["thread_domains"] = td.native
@@ -193,6 +223,7 @@ async def _native_features(device: Device) -> dict[str, bool]:
 
 @asynccontextmanager
 async def _with_allocator(device: Device) -> AsyncIterator[None]:
+    """Open a completion queue whose memory an allocator provides, for the duration of the block."""
     async with (
         device.protection_domain() as pd,
         pd.parent_domain(allocator=ArenaAllocator()) as parent,
@@ -202,6 +233,10 @@ async def _with_allocator(device: Device) -> AsyncIterator[None]:
 
 
 async def _can_open(resource: AbstractAsyncContextManager[object]) -> bool:
+    """Open and close a resource; return False if the device does not support it.
+
+    :raises VerbsError: opening failed for another reason.
+    """
     async with AsyncExitStack() as stack:
         try:
             await stack.enter_async_context(resource)

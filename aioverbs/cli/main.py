@@ -25,7 +25,7 @@ Exit status:
 
 
 class _Commands(click.Group):
-    """Group that imports commands by name, and prints their errors."""
+    """Group that imports commands by name, and prints their errors. With ``--traceback``, errors are raised instead."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted(COMMANDS)

@@ -45,6 +45,7 @@ _MAX_COUNT = 200_000  # operations of a turn at most, since the time of each one
 class Cell:
     """Work that all contenders do in the same rounds.
 
+    :param operation: ``"write"``, ``"read"`` or ``"send"``.
     :param size: bytes of each operation.
     :param window: number of operations in flight.
     """
@@ -68,13 +69,19 @@ class Samples:
 
 @dataclass(frozen=True)
 class Figure:
-    """Result of one contender in a cell.
+    """Result of one contender in a cell. Made by `figures`.
 
-    :param median_ns: time of an operation in the median round.
-    :param p99_ns: 99th percentile of the times of operations; None unless the window is 1.
+    :param contender: the contender's name.
+    :param operation: operation of the cell.
+    :param size: bytes of each operation.
+    :param window: number of operations in flight.
+    :param rounds: number of rounds that were measured.
+    :param median_ns: time of an operation in the median round, in nanoseconds.
+    :param p99_ns: 99th percentile of the times of operations, in nanoseconds; None unless the window is 1.
     :param bytes_per_s: throughput, from `size` and `median_ns`.
-    :param ratio: speed relative to the base contender: the median of the ratios of each round; None if the base
-        contender was not measured.
+    :param ratio: speed relative to the base contender, more than 1 if faster: the median of the ratios of each round;
+        None
+        if the base contender was not measured.
     """
 
     contender: str
@@ -104,8 +111,9 @@ def cells(operations: Iterable[Operation], sizes: Sequence[int] = SIZES) -> list
 
 
 def turn_seconds(seconds: float, count: int, contenders: int, rounds: int = ROUNDS) -> float:
-    """Return the duration of a contender's turn, in seconds, so that the benchmark takes `seconds`.
+    """Return the duration of a contender's turn, in seconds, so that the benchmark takes `seconds`; at least 0.001.
 
+    :param seconds: target duration of the whole benchmark.
     :param count: number of cells.
     :param contenders: number of contenders.
     :param rounds: rounds of each cell.
@@ -124,9 +132,10 @@ def turn_order(names: Sequence[str], rounds: int = ROUNDS) -> Iterator[tuple[int
 
 
 def next_count(count: int, elapsed_ns: float, target_s: float) -> int | None:
-    """Return the operation count to try next, or None if `count` operations already take about a turn.
+    """Return the operation count to try next, or None if `count` operations take at least half a turn or are the limit.
 
-    :param elapsed_ns: duration of `count` operations.
+    :param count: the last operation count.
+    :param elapsed_ns: duration of `count` operations, in nanoseconds.
     :param target_s: target duration of a turn, in seconds.
     """
     if elapsed_ns >= target_s * 1e9 / 2 or count >= _MAX_COUNT:
@@ -135,12 +144,16 @@ def next_count(count: int, elapsed_ns: float, target_s: float) -> int | None:
 
 
 def count_for_turn(operation_ns: float, target_s: float) -> int:
-    """Return the number of operations in a turn of `target_s` seconds, if one takes `operation_ns`."""
+    """Return the number of operations in a turn, at least 1 and at most 200,000.
+
+    :param operation_ns: duration of an operation, in nanoseconds.
+    :param target_s: target duration of the turn, in seconds.
+    """
     return max(1, min(_MAX_COUNT, round(target_s * 1e9 / max(operation_ns, 1.0))))
 
 
 def format_size(size: int) -> str:
-    """Format a number of bytes: ``"64 B"``, ``"4 KiB"``, ``"1 MiB"``."""
+    """Format a number of bytes, in whole units: ``"64 B"``, ``"4 KiB"``, ``"1 MiB"``."""
     for unit, letters in ((1 << 20, "MiB"), (1 << 10, "KiB")):
         if size >= unit:
             return f"{size // unit} {letters}"
@@ -148,7 +161,10 @@ def format_size(size: int) -> str:
 
 
 def median(values: Iterable[float]) -> float:
-    """Return the median of at least one value."""
+    """Return the median of at least one value.
+
+    :raises statistics.StatisticsError: there is no value.
+    """
     return statistics.median(values)
 
 
@@ -165,9 +181,12 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 def figures(cell: Cell, samples: Mapping[str, Samples], base: str) -> list[Figure]:
-    """Compute the figures of a cell, for each contender that has samples.
+    """Compute the figures of a cell.
 
+    :param cell: the cell.
+    :param samples: samples by contender.
     :param base: name of the contender that the others are compared with.
+    :returns: a figure for each contender that has samples, in their order.
     """
     base_rounds = samples[base].rounds if base in samples else []
     found = []

@@ -138,6 +138,11 @@ def to(
 
 
 def _parse_address(text: str) -> tuple[str, int]:
+    """Parse the address of a server; without a port, the port is `PORT`.
+
+    :returns: host and port.
+    :raises click.BadParameter: the text is not an address.
+    """
     if text.count(":") > 1 and not text.startswith("["):
         return text, PORT  # an IPv6 address without a port
     found = _PEER_PATTERN.fullmatch(text)
@@ -152,6 +157,7 @@ def _parse_address(text: str) -> tuple[str, int]:
 
 
 def _model(name: str) -> Any:
+    """Return the `MessageModel` of a value of ``--message-model``."""
     from aioverbs._verbs.completion_queue import MessageModel
 
     return MessageModel[name.upper().replace("-", "_")]
@@ -163,6 +169,12 @@ def _model(name: str) -> Any:
 async def _serve(
     host: str | None, port: int, device: str | None, transport: Any, message_model: str, as_json: bool
 ) -> Status:
+    """Serve until SIGINT or SIGTERM, and print events.
+
+    :returns: the exit status.
+    :raises OSError: the device is unusable, or listening failed.
+    :raises DeviceNotFoundError: no device is called ``device``.
+    """
     from aioverbs.cli.ping_serve import serve_pings
 
     def on_event(event: str, **fields: object) -> None:
@@ -187,6 +199,7 @@ _EVENT_TEXTS = {
 
 
 def _format_value(value: object) -> object:
+    """Return a list as text with commas; any other value unchanged."""
     return ", ".join(map(str, value)) if isinstance(value, list) else value
 
 
@@ -205,6 +218,17 @@ async def _ping_peer(
     size: int,
     output: "_JsonOutput | _TextOutput",
 ) -> Status:
+    """Connect and ping until all requests are made, the connection breaks, or SIGINT or SIGTERM arrives; print a
+    summary.
+
+    :param address: host and port of the server.
+    :param count: number of requests; None: no limit.
+    :param interval_s: seconds between the starts of two requests.
+    :param timeout_s: seconds after which an answer counts as lost.
+    :returns: the exit status.
+    :raises ConnectionError: the server cannot be reached, or refuses the request.
+    :raises DeviceNotFoundError: no device is called ``device``.
+    """
     from aioverbs._verbs.device import open_device
     from aioverbs.cli.ping_client import Pings, Tally, connect_pings
     from aioverbs.cli.ping_request import PingRequest
@@ -226,6 +250,9 @@ async def _ping_peer(
 
 
 def _latency(tally: "Tally") -> dict[str, float] | None:
+    """Return minimum, mean, standard deviation, percentiles and maximum, in nanoseconds; None if no request was
+    answered.
+    """
     times = tally.times_ns
     if not times.count:
         return None
@@ -241,15 +268,18 @@ class _JsonOutput:
     quiet = False
 
     def start(self, host: str, port: int, device: str, verb: str, size: int, message_model: str) -> None:
+        """Keep the connection's parameters for the summary; print nothing."""
         self._subject = {
             "host": host, "port": port, "device": device, "verb": verb, "size": size, "message_model": message_model,
         }  # fmt: skip
 
     def show_answer(self, number: int, nanoseconds: int | None) -> None:
+        """Print the latency of a request, or that it was lost (None); nothing if `quiet`."""
         if not self.quiet:
             print_json({"event": "answer", "seq": number, "time_ns": nanoseconds}, one_line=True)
 
     def show_summary(self, tally: "Tally", seconds: float) -> None:
+        """Print the results of all requests, which took ``seconds``."""
         rows = [{"from_ns": begin, "to_ns": end, "count": count} for begin, end, count in tally.times_ns.rows()]
         counts = {"sent": tally.sent, "received": tally.received, "lost": tally.lost, "broken": tally.broken}
         timing = {"duration_s": seconds, "latency_ns": _latency(tally), "histogram": rows}
@@ -262,11 +292,13 @@ class _TextOutput:
     quiet = False
 
     def start(self, host: str, port: int, device: str, verb: str, size: int, message_model: str) -> None:
+        """Print the heading."""
         self._size = size
         self._peer = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         click.echo(f"PING {self._peer} on device {device}: {verb} of {size} bytes, {message_model}")
 
     def show_answer(self, number: int, nanoseconds: int | None) -> None:
+        """Print the latency of a request, or that it was lost (None); nothing if `quiet`."""
         if self.quiet:
             return
         if nanoseconds is None:
@@ -275,6 +307,7 @@ class _TextOutput:
             click.echo(f"{self._size} bytes from {self._peer}: seq={number} time={duration(nanoseconds / 1e9)}")
 
     def show_summary(self, tally: "Tally", seconds: float) -> None:
+        """Print the results of all requests, which took ``seconds``."""
         if sys.stdout.isatty():
             click.echo()  # the terminal has echoed ^C
         if tally.broken is not None:
@@ -289,6 +322,7 @@ class _TextOutput:
         self._print_histogram(tally)
 
     def _print_histogram(self, tally: "Tally") -> None:
+        """Print a bar for each row of the histogram; there must be at least one answer."""
         from rich.text import Text
 
         rows = tally.times_ns.rows()

@@ -51,13 +51,18 @@ class Tally:
 async def connect_pings(
     stack: AsyncExitStack, domain: Domain, host: str, port: int, transport: Transport, request: PingRequest
 ) -> PingOnce:
-    """Connect to a ping server and agree on the request; return a function that makes one request.
+    """Connect to a ping server and agree on the request.
 
     :param stack: exit stack that closes the connection and the memory.
     :param domain: domain that owns the connection.
+    :param host: the server's host name or address.
+    :param port: the server's port.
+    :param transport: how the connection is set up.
     :param request: verb and size of each request.
-    :raises ConnectionError: the host is unreachable, no server listens at the port, the server is not a ping server, or
-        it refuses the request.
+    :returns: a coroutine function that makes the request with the given number, and returns once it is answered.
+    :raises ConnectionError: the host is unreachable, no server listens at the port, the server is not a ping server, it
+        refuses the request, or it did not answer in time.
+    :raises VerbsError: the connection's resources cannot be created.
     """
     try:
         connection = await connect(host, port, domain=domain, transport=transport, timeout_s=_CONNECT_S)
@@ -74,6 +79,12 @@ async def connect_pings(
 async def _request_pings(
     stack: AsyncExitStack, connection: Connection, domain: Domain, request: PingRequest
 ) -> PingOnce:
+    """Send the request on an open connection; return the function that `connect_pings` returns.
+
+    :raises PingRefusedError: the server refused the request, or is not a ping server.
+    :raises anyio.BrokenResourceError: the connection broke.
+    :raises anyio.EndOfStream: the server closed the connection.
+    """
     await connection.send(request.pack())
     check_answer(await connection.receive())
     if request.verb == "send":
@@ -98,6 +109,12 @@ class _Echo:
         self._padding = bytes(index % 251 for index in range(size - 8))
 
     async def ping_once(self, number: int) -> None:
+        """Send a message, and wait until the server sends it back.
+
+        :param number: number of the message, larger than that of the previous one.
+        :raises BrokenResourceError: the answer is wrong, or the connection broke.
+        :raises anyio.EndOfStream: the server closed the connection.
+        """
         message = number.to_bytes(8) + self._padding
         await self._connection.send(message)
         while (answer := await self._connection.receive()) != message:
@@ -123,7 +140,7 @@ class Pings:
     on_answer: Callable[[int, int | None], None]
 
     async def run(self, tally: Tally) -> None:
-        """Make the requests until all are made or the connection breaks.
+        """Make the requests until all are made or the connection breaks, which sets `Tally.broken` and raises nothing.
 
         :param tally: collects the results, also if the call is cancelled.
         """

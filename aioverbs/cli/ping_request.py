@@ -52,6 +52,7 @@ class PingRequest:
     def parse(cls, message: bytes) -> "PingRequest":
         """Decode a message.
 
+        :returns: the request.
         :raises ValueError: the message is not a request of this version, or a field is invalid.
         """
         fields = _parse_object(message)
@@ -97,6 +98,10 @@ def check_answer(message: bytes) -> None:
 
 
 def _parse_object(message: bytes) -> dict[str, object]:
+    """Decode a message that is a JSON object; return its fields.
+
+    :raises ValueError: the message is too long, or not a JSON object.
+    """
     if len(message) > _MAX_MESSAGE:
         raise ValueError(f"a request has at most {_MAX_MESSAGE:,} bytes, got {len(message):,}")
     try:

@@ -37,8 +37,12 @@ async def serve_pings(
     :param host: address to listen at; None: all addresses.
     :param port: port to listen at; 0: any free port.
     :param device: name of the device; None: the default device.
+    :param transport: how connections are set up.
+    :param message_model: how the server waits for completions.
     :param on_event: called with ``"listening"`` (device, addresses), ``"peer"`` (peer, verb, size), ``"refused"``
         (peer, reason) and ``"disconnected"`` (peer, verb, number of messages).
+    :raises DeviceNotFoundError: no device has that name.
+    :raises OSError: the device is unusable, or listening failed.
     """
     async with (
         open_device(device) as opened,
@@ -50,6 +54,8 @@ async def serve_pings(
 
 
 def _server(domain: Domain, host: str | None, port: int, transport: Transport, on_event: EventCallback) -> Server:
+    """Return a server for pings that is not open; ``async with`` opens and closes it."""
+
     async def handle(connection: Connection) -> None:
         peer = format_address(connection.remote_address)
         try:
@@ -77,7 +83,10 @@ def _server(domain: Domain, host: str | None, port: int, transport: Transport, o
 
 
 async def _serve_memory(connection: Connection, domain: Domain, request: PingRequest) -> None:
-    """Grant memory to the peer until the peer closes the connection."""
+    """Grant memory to the peer, accept its request, and wait until the peer closes the connection.
+
+    :raises VerbsError: the memory cannot be registered.
+    """
     async with domain.register(request.size, _REMOTE_ACCESS | AccessFlags.LOCAL_WRITE) as region:
         region.buffer[:] = bytes(request.size)
         await connection.grant(region, _REMOTE_ACCESS)

@@ -32,6 +32,7 @@ def draw(figures: Sequence[Figure], contenders: Sequence[str], path: Path) -> No
 
 
 def _times(axes: Axes, operation: Operation, figures: Sequence[Figure], contenders: Sequence[str]) -> None:
+    """Draw the median times of operations with a window of 1, in microseconds."""
     for name in contenders:
         own = [each for each in figures if (each.contender, each.operation, each.window) == (name, operation, 1)]
         axes.plot([each.size for each in own], [each.median_ns / 1e3 for each in own], marker="o", label=name)
@@ -39,6 +40,7 @@ def _times(axes: Axes, operation: Operation, figures: Sequence[Figure], contende
 
 
 def _rates(axes: Axes, operation: Operation, figures: Sequence[Figure], contenders: Sequence[str]) -> None:
+    """Draw the rates of operations with larger windows, in MB/s."""
     for name in contenders:
         own = [each for each in figures if (each.contender, each.operation) == (name, operation) and each.window > 1]
         axes.plot([each.size for each in own], [each.bytes_per_s / 1e6 for each in own], marker="o", label=name)
@@ -46,6 +48,7 @@ def _rates(axes: Axes, operation: Operation, figures: Sequence[Figure], contende
 
 
 def _finish(axes: Axes, title: str, unit: str, sizes: list[int]) -> None:
+    """Set title, labels, scales, grid and legend."""
     axes.set_title(title)
     axes.set_xlabel("size")
     axes.set_ylabel(unit)

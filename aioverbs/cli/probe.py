@@ -20,6 +20,10 @@ _MEMORY = 64 << 10
 
 
 def _library(name: str) -> dict[str, str | None]:
+    """Load a library.
+
+    :returns: ``problem`` if that fails; else ``path`` and ``version``, None where unknown.
+    """
     try:
         ctypes.CDLL(name)
     except OSError as error:
@@ -32,6 +36,10 @@ def _library(name: str) -> dict[str, str | None]:
 
 
 def _pyverbs() -> dict[str, str | None]:
+    """Import pyverbs.
+
+    :returns: ``problem`` if that fails, else ``path``.
+    """
     try:
         import pyverbs.device
     except ImportError as error:
@@ -40,7 +48,10 @@ def _pyverbs() -> dict[str, str | None]:
 
 
 def _listed() -> list[str]:
-    """Return the names of the devices that libibverbs lists; does not need pyverbs."""
+    """Return the names of the devices that libibverbs lists; does not need pyverbs.
+
+    :raises OSError: libibverbs cannot be loaded.
+    """
     verbs = ctypes.CDLL("libibverbs.so.1")
     verbs.ibv_get_device_list.restype = ctypes.POINTER(ctypes.c_void_p)
     verbs.ibv_get_device_name.restype = ctypes.c_char_p
@@ -54,7 +65,10 @@ def _listed() -> list[str]:
 
 
 async def _use(name: str) -> None:
-    """Create the resources that every program needs."""
+    """Create and close the resources that every program needs.
+
+    :raises VerbsError: one of them cannot be created.
+    """
     async with (
         open_device(name) as device,
         device.resource_domain() as domain,
@@ -66,6 +80,9 @@ async def _use(name: str) -> None:
 
 
 def _try(name: str) -> dict[str, str | int]:
+    """Use a device as every program does; return ``problem`` and ``number`` (errno or 0) of an error, or an empty
+    dict.
+    """
     try:
         asyncio.run(_use(name))
     except Exception as error:  # every error is a result of the probe
@@ -74,7 +91,7 @@ def _try(name: str) -> dict[str, str | int]:
 
 
 def main() -> None:
-    """Print the results."""
+    """Test the libraries and devices, and print the results as a JSON object."""
     logging.getLogger("aioverbs").setLevel(logging.ERROR)  # warnings about emulated domains are no result
     libraries = {name: _library(f"{name}.so.1") for name in ("libibverbs", "librdmacm")}
     pyverbs = _pyverbs()

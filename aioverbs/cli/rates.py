@@ -24,13 +24,16 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class ResourceSample:
-    """A resource in a sample.
+    """A resource in a sample. Made by `Sample.parse`.
 
     :param id: identity of the resource within the process.
     :param kind: class name, such as ``"QueuePair"``.
+    :param label: number or name that tells resources of a kind apart; may be empty.
+    :param state: state of the resource, such as ``"open"``.
     :param owner: the resource's owner; None if unknown.
     :param created: file and line of its creation.
     :param native: whether the device implements the resource; None if that does not apply.
+    :param statistics: the resource's counters; empty if its kind has none.
     :param children: resources created from this one.
     """
 
@@ -45,19 +48,19 @@ class ResourceSample:
     children: tuple["ResourceSample", ...]
 
     def statistic(self, path: str) -> int:
-        """Return an integer from the statistics by its dotted path; 0 if missing."""
+        """Return an integer from the statistics by its dotted path, such as ``sends.completed``; 0 if missing."""
         found: object = self.statistics
         for name in path.split("."):
             found = found.get(name) if isinstance(found, dict) else None
         return found if isinstance(found, int) else 0
 
     def counts(self) -> dict[str, int]:
-        """Return the values of the kind's `COUNTERS`."""
+        """Return the values of the kind's `COUNTERS`, by their names; an empty dict if the kind has none."""
         counters = COUNTERS.get(self.kind, {})
         return {name: sum(self.statistic(path) for path in paths) for name, paths in counters.items()}
 
     def walk(self) -> Iterator["ResourceSample"]:
-        """Yield this resource and all its descendants."""
+        """Yield this resource and all its descendants, each before its own descendants."""
         yield self
         for child in self.children:
             yield from child.walk()
@@ -65,9 +68,9 @@ class ResourceSample:
 
 @dataclass(frozen=True)
 class Sample:
-    """Snapshot of a process's resources.
+    """Snapshot of a process's resources. Made by `Sample.parse`.
 
-    :param time_ns: the process's monotonic clock.
+    :param time_ns: the process's monotonic clock, in nanoseconds.
     :param truncated: whether resources are missing because there are too many.
     :param devices: the open devices.
     """
@@ -80,6 +83,7 @@ class Sample:
     def parse(cls, line: bytes) -> "Sample":
         """Parse a line of JSON.
 
+        :returns: the sample; unprintable characters of its texts are replaced.
         :raises ValueError: the line is not a valid sample.
         """
         try:
@@ -92,23 +96,36 @@ class Sample:
         return cls(time_ns, _checked(fields.get("truncated"), bool, "truncated"), devices)
 
     def walk(self) -> Iterator[ResourceSample]:
-        """Yield all resources."""
+        """Yield all resources: each device, followed by its descendants."""
         for device in self.devices:
             yield from device.walk()
 
 
 def _checked(value: Any, kind: type[T], name: str) -> T:
+    """Return a value that must be of a type.
+
+    :param name: name of the field, for the error.
+    :raises ValueError: it is of another type.
+    """
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
         raise ValueError(f"{name} must be {kind.__name__}, got {type(value).__name__}")
     return value
 
 
 def _text(value: object, name: str) -> str:
-    """Return a string with unprintable characters replaced, so that a watched process cannot control the terminal."""
+    """Return a string with unprintable characters replaced, so that a watched process cannot control the terminal.
+
+    :raises ValueError: the value is not a string.
+    """
     return "".join(each if each.isprintable() else "�" for each in _checked(value, str, name))
 
 
 def _parse_resource(value: object, depth: int) -> ResourceSample:
+    """Parse a resource and its descendants.
+
+    :param depth: number of its ancestors.
+    :raises ValueError: a field is missing or invalid, or the resources are nested too deep.
+    """
     if depth > _MAX_DEPTH:
         raise ValueError("the sample is nested too deep")
     fields = _checked(value, dict, "a resource")
@@ -128,9 +145,11 @@ def _parse_resource(value: object, depth: int) -> ResourceSample:
 
 @dataclass(frozen=True)
 class ResourceRates:
-    """Rates of a resource.
+    """Rates of a resource. Made by `report`.
 
-    :param rates: counters per second; None if the resource was not in the previous sample.
+    :param resource: the resource in the later sample.
+    :param rates: counters per second, by the names in `COUNTERS`; None if the resource was not in the previous sample.
+    :param children: rates of the resources created from this one.
     """
 
     resource: ResourceSample
@@ -140,9 +159,11 @@ class ResourceRates:
 
 @dataclass(frozen=True)
 class Report:
-    """A sample, and the rates since the previous sample.
+    """A sample, and the rates since the previous sample. Made by `report`.
 
+    :param sample: the later sample.
     :param seconds: time between the two samples; None if there is no previous sample.
+    :param devices: rates of the open devices and their descendants.
     :param totals: sums of the counters of all resources, per second.
     """
 
@@ -159,7 +180,8 @@ def report(sample: Sample, before: Sample | None) -> Report:
     """Compute the rates between two samples.
 
     :param sample: the later sample.
-    :param before: the previous sample, if any.
+    :param before: the previous sample of the same process; None: there is none.
+    :returns: the rates; without a previous sample, `ResourceRates.rates` is None and the totals are 0.
     """
     seconds = (sample.time_ns - before.time_ns) / 1e9 if before is not None else 0.0
     earlier_counts = (
@@ -178,6 +200,11 @@ def report(sample: Sample, before: Sample | None) -> Report:
 def _resource_rates(
     resource: ResourceSample, earlier_counts: dict[int, dict[str, int]], seconds: float
 ) -> ResourceRates:
+    """Return the rates of a resource and its descendants.
+
+    :param earlier_counts: counts of the previous sample, by resource.
+    :param seconds: time between the samples.
+    """
     previous = earlier_counts.get(resource.id)
     rates = None
     if previous is not None:

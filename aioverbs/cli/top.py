@@ -56,6 +56,11 @@ def top(pid: int | None, interval: float, once: bool, as_json: bool) -> None:
 
 
 async def _list(as_json: bool) -> Status:
+    """Print the processes that can be watched.
+
+    :returns: the exit status.
+    :raises PermissionError: the socket directory is accessible to other users.
+    """
     from rich.table import Table
     from rich.text import Text
 
@@ -82,6 +87,14 @@ async def _list(as_json: bool) -> Status:
 
 
 async def _watch(pid: int, interval_s: float, once: bool, as_json: bool) -> Status:
+    """Watch a process until it ends, or SIGINT or SIGTERM arrives.
+
+    :param interval_s: seconds between samples.
+    :param once: end after one interval.
+    :returns: the exit status.
+    :raises NotWatchableError: the process does not exist, or cannot be watched.
+    :raises TimeoutError: the process does not answer.
+    """
     from aioverbs.cli.watching import open_watch
 
     output: _JsonOutput | _TerminalOutput
@@ -99,7 +112,12 @@ async def _watch(pid: int, interval_s: float, once: bool, as_json: bool) -> Stat
 
 
 async def _follow(watch: "Watch", interval_s: float, once: bool, output: "_JsonOutput | _TerminalOutput") -> bool:
-    """Show samples until the process ends; return whether any was shown."""
+    """Show samples until the process ends, or with ``once`` until one was shown.
+
+    :returns: whether any sample was shown.
+    :raises TimeoutError: the process does not answer, and the output cannot show that as a note.
+    :raises ValueError: the process sent an invalid sample.
+    """
     before: Sample | None = None
     shown_any = False
     while True:
@@ -136,7 +154,10 @@ class _JsonOutput:
         return False
 
     def show_sample(self, sample: "Sample", before: "Sample | None") -> None:
-        """Print a sample and its rates."""
+        """Print a sample and its rates.
+
+        :param before: the previous sample; None: there is none.
+        """
         from aioverbs.cli.rates import report
 
         now = report(sample, before)
@@ -152,6 +173,7 @@ class _JsonOutput:
 
 
 def _to_json(node: "ResourceRates") -> dict[str, object]:
+    """Return a resource with its rates and descendants as a dict for `print_json`."""
     resource = node.resource
     return {
         "id": resource.id,
@@ -188,20 +210,26 @@ class _TerminalOutput:
             self._live.stop()
 
     def show_note(self, text: str) -> bool:
-        """Show a note with the last sample, if possible; return whether the note was shown."""
+        """Show a note with the last sample. Return False, and show nothing, if tables do not replace each other or
+        there is no sample.
+        """
         if self._live is None or self._last is None:
             return False
         self._draw(self._last, text)
         return True
 
     def show_sample(self, sample: "Sample", before: "Sample | None") -> None:
-        """Draw a sample and its rates."""
+        """Draw a sample and its rates.
+
+        :param before: the previous sample; None: there is none.
+        """
         from aioverbs.cli.rates import report
 
         self._last = report(sample, before)
         self._draw(self._last, None)
 
     def _draw(self, now: "Report", note: str | None) -> None:
+        """Draw a report with an optional note."""
         from aioverbs.cli.top_view import view
 
         shown = view(self._watch.pid, self._watch.program, now, note=note)

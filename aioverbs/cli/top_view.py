@@ -16,7 +16,7 @@ _STATES = {"open": "green", "closing": "yellow", "opening": "yellow", "failed": 
 
 
 def quantity(value: float) -> str:
-    """Format a number with three digits: ``"12.3k"``."""
+    """Format a number with three digits and a decimal unit prefix: ``"12.3k"``."""
     for size, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if value >= 0.9995 * size:
             scaled = value / size
@@ -25,12 +25,12 @@ def quantity(value: float) -> str:
 
 
 def view(pid: int, program: str, report: Report, *, note: str | None = None) -> Group:
-    """Render a report.
+    """Return a report as something that a rich console prints.
 
     :param pid: process ID.
     :param program: the process's command line.
     :param report: the rates to show.
-    :param note: a line to show above the table.
+    :param note: a line to show above the table; None: none.
     """
     parts: list[Text | Table] = [Text.assemble((f"{pid}", "bold"), f"  {program}", no_wrap=True, overflow="ellipsis")]
     if report.seconds is not None:
@@ -48,6 +48,7 @@ def view(pid: int, program: str, report: Report, *, note: str | None = None) -> 
 
 
 def _table(report: Report) -> Table:
+    """Return the table of all devices and the resources created from them."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("RESOURCE", no_wrap=True)
     table.add_column("STATE")
@@ -62,6 +63,11 @@ def _table(report: Report) -> Table:
 
 
 def _rows(node: ResourceRates, stem: str, below: str) -> Iterator[tuple[str | Text, ...]]:
+    """Yield the row of a resource, followed by those of its descendants.
+
+    :param stem: branch of the tree in front of the resource's name.
+    :param below: branches in front of its descendants.
+    """
     resource = node.resource
     name = Text.assemble((stem, "dim"), resource.kind, (f" {resource.label}" if resource.label else "", "bold"))
     state = Text(resource.state, _STATES.get(resource.state, ""))
@@ -81,12 +87,14 @@ def _has_own_row(node: ResourceRates) -> bool:
 
 
 def _numbers(node: ResourceRates) -> Iterator[str]:
+    """Yield the text of each of `_RATES`; empty if the resource has no such rate."""
     for name in _RATES:
         rate = (node.rates or {}).get(name)
         yield quantity(rate) if rate is not None else ""
 
 
 def _in_flight(resource: ResourceSample) -> str:
+    """Return how many operations are in flight, buffers in use or calls running; empty for other kinds."""
     match resource.kind:
         case "QueuePair":
             return f"{resource.statistic('sends.in_flight') + resource.statistic('receives.in_flight'):,}"
@@ -101,6 +109,9 @@ def _in_flight(resource: ResourceSample) -> str:
 
 
 def _details(resource: ResourceSample) -> str:
+    """Return the text of the last column: whether the resource is native, failures, queued operations, waiting
+    tasks.
+    """
     parts = []
     if resource.native is not None:
         parts.append("native" if resource.native else "not native")
@@ -117,11 +128,16 @@ def _details(resource: ResourceSample) -> str:
 
 
 def _workers(resource: ResourceSample) -> list[dict[str, int]]:
+    """Return the statistics of a pool's workers; an empty list if they are missing."""
     found = resource.statistics.get("workers")
     return [each for each in found if isinstance(each, dict)] if isinstance(found, list) else []
 
 
 def _failed(resource: ResourceSample, queue: str) -> list[int]:
+    """Return the numbers of failed operations, by status.
+
+    :param queue: ``"sends"`` or ``"receives"``.
+    """
     statistics = resource.statistics.get(queue)
     failed = statistics.get("failed") if isinstance(statistics, dict) else None
     pairs = failed if isinstance(failed, list) else []

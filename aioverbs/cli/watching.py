@@ -21,13 +21,16 @@ _MAX_LINE = 64 << 20  # bytes of a line
 
 
 class NotWatchableError(ConnectionError):
-    """The process does not exist, or cannot be watched."""
+    """The process does not exist, or cannot be watched: it has no monitor, another protocol version, or too many
+    watchers.
+    """
 
 
 @dataclass(frozen=True)
 class WatchableProcess:
-    """A process with a monitor socket.
+    """A process with a monitor socket. Made by `processes`.
 
+    :param pid: process ID.
     :param program: the process's command line; empty if it does not answer.
     :param problem: reason why the process does not answer; None if it does.
     """
@@ -40,6 +43,7 @@ class WatchableProcess:
 async def processes() -> list[WatchableProcess]:
     """List the watchable processes of this user, and remove the sockets of dead processes.
 
+    :returns: the processes, including those that do not answer; empty if there is no socket directory.
     :raises PermissionError: the socket directory is accessible to other users.
     """
     with _directory() as directory:
@@ -51,7 +55,10 @@ async def processes() -> list[WatchableProcess]:
 
 @contextlib.contextmanager
 def _directory(path: Path | None = None) -> Iterator[MonitorDirectory | None]:
-    """Open the socket directory; yield None if it does not exist."""
+    """Open the socket directory; yield None if it does not exist. It is closed when the block ends.
+
+    :raises PermissionError: the directory is accessible to other users.
+    """
     try:
         directory = MonitorDirectory(path)
     except FileNotFoundError:
@@ -62,6 +69,7 @@ def _directory(path: Path | None = None) -> Iterator[MonitorDirectory | None]:
 
 
 async def _inspect(directory: MonitorDirectory, pid: int, name: str) -> WatchableProcess | None:
+    """Connect to a process and disconnect again; return the process, or None if it is dead."""
     try:
         connection = directory.connect(name, _CONNECT_S)
         if connection is None:
@@ -73,10 +81,11 @@ async def _inspect(directory: MonitorDirectory, pid: int, name: str) -> Watchabl
 
 
 async def open_watch(pid: int, path: Path | None = None) -> "Watch":
-    """Connect to the monitor of a process; use the result with ``async with``.
+    """Connect to the monitor of a process.
 
     :param pid: process ID.
     :param path: socket directory; None: this user's default directory.
+    :returns: the connection, to be used with ``async with``, which performs the handshake and closes it.
     :raises NotWatchableError: the process does not exist, or cannot be watched.
     :raises PermissionError: the directory or the listening process belongs to another user.
     :raises TimeoutError: the process does not answer.
@@ -94,7 +103,10 @@ async def open_watch(pid: int, path: Path | None = None) -> "Watch":
 
 
 class Watch:
-    """Connection to a process's monitor; ``async with`` performs the handshake and closes the connection.
+    """Connection to a process's monitor. Made by `open_watch`.
+
+    ``async with`` performs the handshake, gives this object, and closes the connection at the end. Entering raises the
+    exceptions below.
 
     :param pid: process ID.
     :param connection: socket connected to the monitor; owned by this object.
@@ -122,6 +134,11 @@ class Watch:
         return self
 
     def _check_greeting(self, line: bytes | None) -> None:
+        """Check the monitor's first line, and set `program`.
+
+        :param line: the line; None: the process has ended.
+        :raises NotWatchableError: too many watchers, or another version of the protocol.
+        """
         greeting = None
         with contextlib.suppress(ValueError, RecursionError):
             greeting = json.loads(line or b"")
@@ -142,11 +159,11 @@ class Watch:
             await self._writer.wait_closed()
 
     def begin(self, interval_s: float) -> None:
-        """Request a sample now and after each interval, in seconds."""
+        """Request a sample now and after each interval, in seconds; call once. `sample` receives them."""
         self._writer.write(json.dumps({"interval_s": interval_s}).encode() + b"\n")
 
     async def sample(self, timeout_s: float) -> Sample | None:
-        """Return the next sample, or None if the process has ended.
+        """Return the next sample, or None if the process has ended. Call `begin` first.
 
         :param timeout_s: seconds to wait.
         :raises TimeoutError: no sample arrived in time.
@@ -161,6 +178,11 @@ class Watch:
             raise ValueError(f"process {self.pid} sent an invalid sample: {error}") from error
 
     async def _read_line(self, timeout_s: float) -> bytes | None:
+        """Return the next line; None if the process has ended.
+
+        :raises TimeoutError: no line arrived in time.
+        :raises ValueError: the line is too long.
+        """
         try:
             async with asyncio.timeout(timeout_s):
                 line = await self._reader.readline()

@@ -24,12 +24,17 @@ OWNED = AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_READ | AccessFlags.MW_BIND
 
 
 def array_of(region: MemoryRegion, dtype: str, shape: list[int]) -> NDArray[np.generic]:
-    """Return the memory of a region as an array."""
+    """Return the memory of a region as an array, without a copy. The region cannot be closed while the array exists."""
     return np.frombuffer(region.buffer, dtype).reshape(shape)
 
 
 async def serve_arrays(connection: Connection, domain: ResourceDomain) -> None:
-    """Create arrays, and let the peer read each until it sends a message."""
+    """Create arrays, and let the peer read each until it sends a message. An empty message tells the peer that no more
+    follow.
+
+    :param connection: connection to the reader.
+    :param domain: registers the arrays' memory.
+    """
     rng = np.random.default_rng(7)
     for source in (rng.random((512, 512)), rng.integers(0, 1000, (64, 1024), dtype=np.int32)):
         async with domain.register(source.nbytes, OWNED) as region:
@@ -44,7 +49,7 @@ async def serve_arrays(connection: Connection, domain: ResourceDomain) -> None:
 
 
 async def read_arrays(connection: Connection, domain: ResourceDomain) -> None:
-    """Read the peer's arrays until it sends an empty message."""
+    """Read the peer's arrays into memory of this process until the peer sends an empty message, and print them."""
     while data := await connection.receive():
         description = json.loads(data)
         granted = await connection.receive_grant()
@@ -58,6 +63,7 @@ async def read_arrays(connection: Connection, domain: ResourceDomain) -> None:
 
 
 async def owner(host: str) -> None:
+    """Serve arrays until the end of the input; print the port."""
     async with aioverbs.open_device() as device, device.resource_domain() as domain:
 
         async def handle(connection: Connection) -> None:
@@ -69,6 +75,7 @@ async def owner(host: str) -> None:
 
 
 async def reader(host: str, port: int) -> None:
+    """Connect to the owner of the arrays, and read them."""
     async with (
         aioverbs.open_device() as device,
         device.resource_domain() as domain,

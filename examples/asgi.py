@@ -46,7 +46,11 @@ CONNECTION_ERRORS = (
 
 
 class Store:
-    """A worker's connection to the store, which is renewed whenever it is lost."""
+    """A worker's connection to the store, which is renewed whenever it is lost.
+
+    `cache` is the present connection, set before the event `reached`. Setting the event `lost` makes `run` connect
+    again.
+    """
 
     cache: Cache
 
@@ -54,7 +58,13 @@ class Store:
         self.reached, self.lost = asyncio.Event(), asyncio.Event()
 
     async def run(self, domain: ResourceDomain, pool: BufferPool, host: str, port: int) -> None:
-        """Stay connected until cancelled. A request that finds the connection broken sets `lost`."""
+        """Stay connected until cancelled. A request that finds the connection broken sets `lost`.
+
+        :param domain: owns the connections.
+        :param pool: buffers of `NEIGHBOURS` slots each.
+        :param host: the store's address.
+        :param port: the store's TCP port.
+        """
         reconnections = aioverbs.reconnect(host, port, domain=domain, backoff=aioverbs.Backoff(longest_s=1))
         async with contextlib.aclosing(reconnections) as connections:
             async for connection in connections:
@@ -67,7 +77,10 @@ class Store:
 
 @contextlib.asynccontextmanager
 async def lifespan(app: Starlette) -> AsyncIterator[dict[str, Store]]:
-    """Open a worker's device, domain and connection for the lifetime of the worker."""
+    """Open a worker's device, domain and connection for the lifetime of the worker; yield the state of its requests.
+
+    :raises TimeoutError: the store cannot be reached.
+    """
     host, _, port = os.environ["STORE"].rpartition(":")
     async with (
         aioverbs.open_device() as device,
@@ -84,10 +97,15 @@ async def lifespan(app: Starlette) -> AsyncIterator[dict[str, Store]]:
 
 
 def reply(status: int, data: bytes = b"") -> Response:
+    """Return a response that names this process as the worker."""
     return Response(data, status, {"x-worker": str(os.getpid())}, media_type="application/octet-stream")
 
 
 async def get_object(request: Request) -> Response:
+    """Answer ``GET /objects/NAME`` with the object.
+
+    :raises HTTPException: 404, there is no such object.
+    """
     data = await request.state.store.cache.get(request.path_params["name"].encode())
     if data is None:
         raise HTTPException(404, "no such object")
@@ -95,6 +113,10 @@ async def get_object(request: Request) -> Response:
 
 
 async def put_object(request: Request) -> Response:
+    """Store the body of ``PUT /objects/NAME``; answer 204, or 507 if there is no slot.
+
+    :raises HTTPException: 413, the object is too large.
+    """
     data = bytearray()
     async for part in request.stream():
         data += part
@@ -108,6 +130,7 @@ async def put_object(request: Request) -> Response:
 
 
 async def unavailable(request: Request, error: Exception) -> Response:
+    """Answer 503 to a request that failed with one of `CONNECTION_ERRORS`, and let the worker connect again."""
     request.state.store.lost.set()
     return PlainTextResponse("the store cannot be reached", 503, {"retry-after": "1"})
 
@@ -123,7 +146,7 @@ app = Starlette(
 
 
 async def store(host: str, port: int = 0) -> None:
-    """Serve the store until the end of the input."""
+    """Serve the store until the end of the input; print its address."""
     async with (
         aioverbs.open_device() as device,
         device.resource_domain() as domain,
@@ -134,7 +157,7 @@ async def store(host: str, port: int = 0) -> None:
 
 
 def use_service(url: str) -> None:
-    """Put and get some objects as a client of the service."""
+    """Put and get some objects as a client of the service, and print the number that came back unchanged."""
 
     def request_object(name: str, data: bytes | None = None) -> tuple[bytes, str]:
         request = urllib.request.Request(f"{url}/objects/{name}", data, method="GET" if data is None else "PUT")
@@ -151,6 +174,7 @@ def use_service(url: str) -> None:
 
 
 def run_all(host: str = "127.0.0.1") -> None:
+    """Start the store and the web server as processes, use the service, and end both."""
     command = [sys.executable, __file__, "store", host]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as storing:
         assert storing.stdout is not None

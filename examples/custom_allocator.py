@@ -24,9 +24,15 @@ class Mappings:
     def allocate(
         self, size: int, alignment: int, resource_type: int, pd: object, context: object
     ) -> int | aioverbs.UseDefault | None:
-        """Return the address of zeroed memory, a multiple of `alignment`. `resource_type` says what the memory is for.
+        """Allocate zeroed memory.
 
-        `context` is the context that the domain was created with. `pd` and `context` are None for buffers.
+        :param size: bytes.
+        :param alignment: the address must be a multiple of this.
+        :param resource_type: number of the purpose of the memory.
+        :param pd: protection domain that the memory is for; None for buffers.
+        :param context: context that the domain was created with; None for buffers.
+        :returns: the address; `aioverbs.USE_DEFAULT`: let the provider allocate.
+        :raises OSError: there is no memory.
         """
         if alignment > mmap.PAGESIZE:
             return aioverbs.USE_DEFAULT  # let the provider allocate
@@ -37,12 +43,12 @@ class Mappings:
         return address
 
     def free(self, address: int, resource_type: int, pd: object, context: object) -> None:
-        """Unmap the memory at an address."""
+        """Unmap the memory at an address, which `allocate` returned."""
         del self._mappings[address]
 
 
 async def create_queues(device: aioverbs.Device, allocator: aioverbs.Allocator) -> None:
-    """Create queues whose memory comes from an allocator."""
+    """Create queues whose memory comes from an allocator, and close them. Exit if the device calls no allocators."""
     async with (
         device.resource_domain(allocator=allocator, context="the example") as domain,
         domain.completion_queue(64) as cq,

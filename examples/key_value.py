@@ -51,7 +51,7 @@ def pack(key: bytes, value: bytes) -> bytes:
 
 
 def unpack(slot: memoryview) -> tuple[bytes, bytes] | None:
-    """Return key and value; None if the slot is empty.
+    """Return key and value of a slot; None if the slot is empty.
 
     :raises ValueError: the checksum is wrong: the slot is being written.
     """
@@ -68,7 +68,12 @@ def unpack(slot: memoryview) -> tuple[bytes, bytes] | None:
 
 
 def find_slot(table: memoryview, key: bytes) -> memoryview | None:
-    """Return the slot that holds a key, else an empty slot for it, or None if there is none."""
+    """Return the slot that holds a key, else an empty slot for it, or None if there is none.
+
+    :param table: memory of the whole table.
+    :returns: a view of the table's memory.
+    :raises ValueError: a slot has a wrong checksum.
+    """
     first, free = slot_offset(key), None
     for at in range(first, first + NEIGHBOURS * SLOT, SLOT):
         slot = table[at : at + SLOT]
@@ -81,7 +86,13 @@ def find_slot(table: memoryview, key: bytes) -> memoryview | None:
 
 
 def put(table: memoryview, content: bytes) -> bytes:
-    """Store the slot contents of a message in the table. Only the server's loop writes to the table."""
+    """Store the slot contents of a message in the table. Only the server's loop writes to the table.
+
+    :param table: memory of the whole table.
+    :param content: result of `pack`.
+    :returns: the answer to the client: `DONE`, or `FULL` if there is no slot for the key.
+    :raises ValueError: the contents are malformed.
+    """
     found = unpack(memoryview(content))
     slot = find_slot(table, found[0]) if found is not None else None
     if slot is None:
@@ -92,7 +103,12 @@ def put(table: memoryview, content: bytes) -> bytes:
 
 @asynccontextmanager
 async def serving(domain: ResourceDomain, host: str = HOST, port: int = 0) -> AsyncIterator[int]:
-    """Run a server on a domain for the duration of the block; yield its port."""
+    """Run a server on a domain for the duration of the block; yield its port.
+
+    :param host: address to listen at.
+    :param port: TCP port; 0: a free one.
+    :raises OSError: the address cannot be listened at.
+    """
     access = AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_READ | AccessFlags.MW_BIND
     async with domain.register(SLOTS * SLOT, access) as region:
 
@@ -119,7 +135,12 @@ class Cache:
         self._put_lock = asyncio.Lock()  # one request at a time, so that the next answer belongs to it
 
     async def get(self, key: bytes) -> bytes | None:
-        """Return the value of a key, or None. Several tasks may call this concurrently."""
+        """Return the value of a key, or None if it has none. Several tasks may call this concurrently.
+
+        :raises TimeoutError: all reads overlapped with writes.
+        :raises WorkCompletionError: the read failed.
+        :raises BrokenResourceError: the connection broke.
+        """
         first = slot_offset(key)
         async with self._pool.lease() as buffer:
             for _ in range(MAX_READS):
@@ -133,7 +154,12 @@ class Cache:
         raise TimeoutError(f"all {MAX_READS} reads of the slots for {key!r} overlapped with writes")
 
     async def put(self, key: bytes, value: bytes) -> bool:
-        """Store a value; return whether there was a free slot for the key."""
+        """Store a value; return whether there was a free slot for the key. Several tasks may call this concurrently.
+
+        :raises ValueError: key and value are too long, or the key is empty.
+        :raises BrokenResourceError: the connection broke.
+        :raises anyio.EndOfStream: the server closed the connection.
+        """
         content = pack(key, value)
         async with self._put_lock:
             await self.connection.send(content)
@@ -142,7 +168,10 @@ class Cache:
 
 @asynccontextmanager
 async def cache(domain: ResourceDomain, host: str, port: int) -> AsyncIterator[Cache]:
-    """Connect to a server."""
+    """Connect to a server; yield a `Cache`, and disconnect when the block ends.
+
+    :raises OSError: no server listens there.
+    """
     async with (
         domain.buffer_pool(NEIGHBOURS * SLOT, 16) as pool,
         aioverbs.connect(host, port, domain=domain) as connection,

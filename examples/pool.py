@@ -9,6 +9,13 @@ ACCESS = AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_WRITE
 
 
 async def write_word(region: MemoryRegion, name: str, at: int) -> str:
+    """Write a word into the shared region, on the worker that runs this call.
+
+    :param region: memory registered with the pool's protection domain.
+    :param name: the word, of at most five letters.
+    :param at: offset in the region.
+    :returns: text that names the word and the worker.
+    """
     domain = current_worker().domain  # the worker's own domain, on top of the pool's protection domain
     async with (
         domain.register(64) as source,

@@ -10,7 +10,10 @@ ACCESS = AccessFlags.LOCAL_WRITE | AccessFlags.MW_BIND
 
 
 async def serve_connection(region: MemoryRegion, connection: Connection) -> None:
-    """Handle a connection, on the worker that it was assigned to."""
+    """Handle a connection, on the worker that it was assigned to, until the client closes it.
+
+    :param region: memory that the client may read.
+    """
     async with await connection.grant(region, AccessFlags.REMOTE_READ):
         await connection.send(f"worker {current_worker().number}".encode())
         async for request in connection:
@@ -18,6 +21,7 @@ async def serve_connection(region: MemoryRegion, connection: Connection) -> None
 
 
 async def run_client(device: Device, port: int) -> str:
+    """Connect, read the server's memory, exchange a message, and return a text that shows both."""
     async with (
         device.resource_domain() as domain,
         aioverbs.connect("127.0.0.1", port, domain=domain) as connection,

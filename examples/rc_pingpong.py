@@ -26,15 +26,21 @@ WIRE_SIZE = len("0000:000000:000000:\0") + 2 * 16
 
 
 def to_wire(endpoint: Endpoint) -> bytes:
+    """Return an endpoint as ``ibv_rc_pingpong`` sends it."""
     return f"{endpoint.lid:04x}:{endpoint.qp_num:06x}:{endpoint.psn:06x}:{endpoint.gid.hex()}\0".encode()
 
 
 def from_wire(data: bytes, mtu: Mtu) -> Endpoint:
+    """Return the endpoint in a peer's message; the message has no MTU.
+
+    :raises ValueError: the message is malformed.
+    """
     lid, qp_num, psn, gid = data.rstrip(b"\0").decode().split(":")
     return Endpoint(bytes.fromhex(gid), int(qp_num, 16), int(psn, 16), mtu, lid=int(lid, 16))
 
 
 def listen(port: int) -> socket.socket:
+    """Return a non-blocking socket that listens at all addresses of this host, to be closed by the caller."""
     if socket.has_dualstack_ipv6():
         listener = socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
     else:
@@ -44,12 +50,17 @@ def listen(port: int) -> socket.socket:
 
 
 def connect(qp: QueuePair, data: bytes, options: argparse.Namespace) -> None:
+    """Connect a queue pair to the endpoint in the peer's message, and print both."""
     remote = from_wire(data, Mtu[f"MTU_{options.mtu}"])
     print(f"{options.device}: queue pair {qp.qp_num} to {remote.qp_num}, GID {remote.gid.hex()}")
     qp.connect(remote)
 
 
 async def accept_peer(qp: QueuePair, listener: socket.socket, options: argparse.Namespace) -> None:
+    """Wait for a client at the TCP socket, and connect the queue pair to that of the client.
+
+    :raises asyncio.IncompleteReadError: the client closed the TCP connection before it confirmed.
+    """
     connection, _ = await asyncio.get_running_loop().sock_accept(listener)
     reader, writer = await asyncio.open_connection(sock=connection)
     try:
@@ -61,6 +72,11 @@ async def accept_peer(qp: QueuePair, listener: socket.socket, options: argparse.
 
 
 async def connect_to_peer(qp: QueuePair, options: argparse.Namespace) -> None:
+    """Connect to the server by TCP, and connect the queue pair to that of the server.
+
+    :raises OSError: no server listens there.
+    :raises asyncio.IncompleteReadError: the server closed the TCP connection.
+    """
     reader, writer = await asyncio.open_connection(options.host or "localhost", options.port)
     try:
         writer.write(to_wire(qp.local_endpoint()))
@@ -74,7 +90,13 @@ async def connect_to_peer(qp: QueuePair, options: argparse.Namespace) -> None:
 async def run_server(
     qp: QueuePair, listener: socket.socket, first: RegionSlice, second: RegionSlice, options: argparse.Namespace
 ) -> None:
-    """Send each message back. Post the next receive first, since the next message may follow immediately."""
+    """Send each message back. Post the next receive first, since the next message may follow immediately.
+
+    :param listener: socket at which the client connects.
+    :param first: memory of one message.
+    :param second: memory of another message.
+    :raises WorkCompletionError: the client is gone.
+    """
     received = qp.receive(first)
     await accept_peer(qp, listener, options)
     for remaining in reversed(range(options.iters)):
@@ -86,7 +108,13 @@ async def run_server(
 
 
 async def run_client(qp: QueuePair, first: RegionSlice, second: RegionSlice, options: argparse.Namespace) -> None:
-    """Send messages, and check that each comes back unchanged."""
+    """Send messages, check that each comes back unchanged, and print the time that this took.
+
+    :param first: memory of the sent message.
+    :param second: memory of the returned message.
+    :raises RuntimeError: a message came back changed.
+    :raises WorkCompletionError: the server is gone.
+    """
     received = qp.receive(second)
     await connect_to_peer(qp, options)
     first.buffer[:] = os.urandom(options.size)
@@ -107,6 +135,7 @@ async def run_client(qp: QueuePair, first: RegionSlice, second: RegionSlice, opt
 
 
 async def run_side(device: Device, listener: socket.socket | None, options: argparse.Namespace) -> None:
+    """Open the resources of the server (with ``listener``) or the client (without), and run it."""
     depths = QpCapabilities(max_send_wr=1, max_recv_wr=1)
     async with (
         device.resource_domain() as domain,
@@ -140,6 +169,7 @@ async def main(options: argparse.Namespace) -> None:
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Parse the command line; exit with status 2 if it is invalid."""
     parser = argparse.ArgumentParser(description="Ping-pong over RC, also with rdma-core's ibv_rc_pingpong.")
     parser.add_argument("host", nargs="?", help="host of the server; without it, run as the server")
     parser.add_argument("--both", action="store_true", help="run server and client")

@@ -41,7 +41,9 @@ MIN_SIZE, MAX_SIZE = 26, 65535  # limits of a ping in bytes, as in rping
 
 
 def ping_data(number: int, size: int) -> bytes:
-    """Return a ping as rping's client sends it: a header, letters (one further for each ping), and a zero byte."""
+    """Return a ping of ``size`` bytes as rping's client sends it: a header, letters (one further for each ping), and a
+    zero byte.
+    """
     head = b"rdma-ping-%d: " % number
     letters = range(65, 123)
     first = number % len(letters)
@@ -50,7 +52,11 @@ def ping_data(number: int, size: int) -> bytes:
 
 
 class Side:
-    """Common part of both sides: a queue pair that keeps receives posted, and memory."""
+    """Common part of both sides: a queue pair that keeps receives posted, and memory. Made by `open_side`.
+
+    :param info: memory of outgoing messages.
+    :param data: memory that pings are read into or written to.
+    """
 
     def __init__(self, domain: ResourceDomain, qp: QueuePair, info: MemoryRegion, data: MemoryRegion) -> None:
         self.domain, self.qp, self.data = domain, qp, data
@@ -58,13 +64,19 @@ class Side:
         self._messages = qp.messages()
 
     async def send(self, region: RemoteRegion | None = None) -> None:
-        """Send the location of a region, or zeros as the signal to go on."""
+        """Send the location of a region, or zeros as the signal to go on; return once the message has been sent.
+
+        :raises WorkCompletionError: the peer is gone.
+        """
         info = INFO.pack(region.address, region.rkey, region.length) if region is not None else bytes(INFO.size)
         self._info.buffer[: INFO.size] = info
         await self.qp.send(self._info[:])
 
     async def receive(self) -> RemoteRegion:
-        """Return the region in the peer's next message."""
+        """Return the region in the peer's next message; an empty one for the signal to go on.
+
+        :raises WorkCompletionError: the peer is gone; so does BrokenResourceError.
+        """
         message: Message = await anext(self._messages)
         with message:
             address, rkey, length = INFO.unpack(message.data)
@@ -73,7 +85,11 @@ class Side:
 
 @contextlib.asynccontextmanager
 async def open_side(name: str, size: int) -> AsyncIterator[Side]:
-    """Open all that one side needs on a device."""
+    """Open all that one side needs on a device; yield it, and close it when the block ends.
+
+    :param name: name of the device.
+    :param size: bytes of the largest ping.
+    """
     async with (
         open_device(name) as device,
         device.resource_domain() as domain,
@@ -86,7 +102,10 @@ async def open_side(name: str, size: int) -> AsyncIterator[Side]:
 
 
 async def serve_pings(side: Side, verbose: bool) -> int:
-    """Run the server until the client disconnects; return the number of pings."""
+    """Run the server until the client disconnects; return the number of pings.
+
+    :raises ValueError: a ping is larger than the memory.
+    """
     for number in itertools.count():
         try:
             source = await side.receive()
@@ -108,7 +127,14 @@ async def serve_pings(side: Side, verbose: bool) -> int:
 
 
 async def send_pings(side: Side, count: int, size: int, verbose: bool, validate: bool) -> int:
-    """Run the client; return the number of pings."""
+    """Run the client; return the number of pings.
+
+    :param count: number of pings; 0: no limit.
+    :param size: bytes of each ping.
+    :param validate: whether to compare the returned pings with the sent ones.
+    :raises ValueError: a returned ping differs.
+    :raises WorkCompletionError: the server is gone.
+    """
     async with side.domain.register(size, ACCESS) as start:
         for number in itertools.count():
             if count and number == count:
@@ -126,7 +152,10 @@ async def send_pings(side: Side, count: int, size: int, verbose: bool, validate:
 
 
 async def run_server(address: str, port: int, size: int, verbose: bool) -> int:
-    """Serve one client."""
+    """Serve one client; return the number of pings.
+
+    :raises OSError: the address cannot be listened at.
+    """
     async with rdma_cm.Channel() as channel, channel.listener(address, port) as listener:
         print("listening at", *listener.address[:2], flush=True)
         async with await anext(listener) as client:
@@ -139,7 +168,11 @@ async def run_server(address: str, port: int, size: int, verbose: bool) -> int:
 
 
 async def run_client(address: str, port: int, size: int, count: int, verbose: bool, validate: bool) -> int:
-    """Send pings to a server."""
+    """Connect to a server and send pings; return their number.
+
+    :raises OSError: the server cannot be reached.
+    :raises ValueError: a returned ping differs.
+    """
     async with rdma_cm.Channel() as channel, channel.identifier() as server:
         await server.resolve(address, port)
         assert server.device_name is not None

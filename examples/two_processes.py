@@ -27,7 +27,11 @@ def send_line(channel: Channel, line: str) -> None:
 
 
 async def receive_line(channel: Channel) -> list[str]:
-    """Receive a line from the other process."""
+    """Receive a line from the other process; return its words.
+
+    :raises TimeoutError: no line arrived within 30 seconds.
+    :raises RuntimeError: the other process ended.
+    """
     line = await asyncio.wait_for(channel[0].readline(), timeout=30)
     if not line:
         raise RuntimeError("the other process ended")
@@ -35,7 +39,11 @@ async def receive_line(channel: Channel) -> list[str]:
 
 
 async def run_process(channel: Channel, *, is_active: bool) -> None:
-    """Run one of the processes: connect to the other, then either use its memory or offer memory."""
+    """Run one of the processes: connect to the other, then either use its memory or offer memory.
+
+    :param channel: socket between both processes.
+    :param is_active: whether this process uses the other's memory.
+    """
     async with (
         aioverbs.open_device() as device,
         device.resource_domain() as domain,
@@ -65,7 +73,12 @@ async def run_process(channel: Channel, *, is_active: bool) -> None:
 
 
 async def use_memory(qp: aioverbs.QueuePair, region: aioverbs.MemoryRegion, remote: RemoteRegion) -> None:
-    """Send a message, then write, count and read in the other process's memory."""
+    """Send a message, then write, count and read in the other process's memory.
+
+    :param qp: queue pair connected to the other process.
+    :param region: memory of this process.
+    :param remote: memory of the other process.
+    """
     region.buffer[:5] = b"hello"
     await qp.send(region[:5])
     await qp.write(region[:5], remote[64:69])

@@ -28,7 +28,7 @@ class ResourceSample:
 
     :param id: identity of the resource within the process.
     :param kind: class name, such as ``"QueuePair"``.
-    :param label: number or name that tells resources of a kind apart; may be empty.
+    :param label: text that identifies the resource among others of its kind; may be empty.
     :param state: state of the resource, such as ``"open"``.
     :param owner: the resource's owner; None if unknown.
     :param created: file and line of its creation.

@@ -1,5 +1,6 @@
 """FUSE file whose server answers all requests needed to open the file, and none about the file afterwards."""
 
+import contextlib
 import ctypes
 import os
 import stat
@@ -14,7 +15,7 @@ import pytest
 __all__ = ["silent_file"]
 
 # From <linux/fuse.h>: opcodes, and layouts of the replies.
-_LOOKUP, _GETATTR, _OPEN, _INIT = 1, 3, 14, 26
+_LOOKUP, _FORGET, _GETATTR, _OPEN, _INIT, _INTERRUPT = 1, 2, 3, 14, 26, 36
 _ROOT, _FILE = 1, 2  # node IDs of the two files
 _REQUEST, _REPLY = struct.Struct("IIQQIIII"), struct.Struct("IiQ")
 _ATTRIBUTES = struct.Struct("QQQQQQIIIIIIIIII")
@@ -44,9 +45,13 @@ def _serve(channel: int) -> None:
             answers[_GETATTR] = struct.pack("QII", 1, 0, 0) + _attributes(_ROOT)
         answer = answers.get(opcode)
         if answer is not None:
-            os.write(channel, _REPLY.pack(_REPLY.size + len(answer), 0, unique) + answer)
-        elif opcode != _GETATTR:
-            os.write(channel, _REPLY.pack(_REPLY.size, _ENOSYS, unique))
+            reply = _REPLY.pack(_REPLY.size + len(answer), 0, unique) + answer
+        elif opcode not in (_GETATTR, _FORGET, _INTERRUPT):
+            reply = _REPLY.pack(_REPLY.size, _ENOSYS, unique)
+        else:
+            continue
+        with contextlib.suppress(FileNotFoundError):  # the kernel no longer waits for the answer
+            os.write(channel, reply)
 
 
 @contextmanager

@@ -31,8 +31,9 @@ class Connectable(AsyncEventSource[handles.QueuePair]):
     """Base class of queue pairs that implements their state transitions.
 
     Each method first queries the current state and then checks the attributes: missing, unexpected and out-of-range
-    ones raise before anything is changed. ``**attributes`` are those of ``ibv_modify_qp``, with the same names (see
-    `QpAttrs`). A required attribute that is not given has a default, unless only the peer knows its value.
+    ones raise `TransitionError` before anything is changed. ``**attributes`` are those of ``ibv_modify_qp``, with the
+    same names (see `QpAttrs`). A required attribute that is not given has a default, unless only the peer knows its
+    value.
     """
 
     qp_type: QpType
@@ -53,7 +54,7 @@ class Connectable(AsyncEventSource[handles.QueuePair]):
         raise NotImplementedError
 
     def _on_transition(self, state: QpState) -> None:
-        """React to a transition of the queue pair to `state`."""
+        """React to a transition of the queue pair to `state`, which has already taken place."""
 
     def _breaking_error(self) -> BaseException | None:
         """Return the error that broke the queue pair since it was last reset; None if there is none."""
@@ -75,7 +76,13 @@ class Connectable(AsyncEventSource[handles.QueuePair]):
         return self._remote
 
     def query(self) -> QpAttributes:
-        """Return the state and attributes of the queue pair: ``ibv_query_qp``."""
+        """Return the state and attributes of the queue pair, as the device reports them now: ``ibv_query_qp``.
+
+        :raises ClosedResourceError: the queue pair is not open.
+        :raises AffinityError: another event loop owns the queue pair; nothing was done.
+        :raises BusyResourceError: `establish` is in progress.
+        :raises VerbsError: the verb failed.
+        """
         found = self.handle.query()
         self._qp_state = found.qp_state
         return found
@@ -85,6 +92,8 @@ class Connectable(AsyncEventSource[handles.QueuePair]):
         """Index of the port's GID that the queue pair sends from.
 
         :raises ValueError: no index was chosen when the queue pair was made, and the port has no GID.
+        :raises ClosedResourceError: no index was chosen yet, and the queue pair is not open.
+        :raises VerbsError: no index was chosen yet, and the GID table cannot be queried.
         """
         if self._gid_index is None:
             self._gid_index = gid_index(self.handle.context, self._port)
@@ -97,6 +106,8 @@ class Connectable(AsyncEventSource[handles.QueuePair]):
         first connection, to avoid a kernel bug.
 
         :raises ValueError: the port has no GID, or no GID at the index that the queue pair was made with.
+        :raises ClosedResourceError: the queue pair is not open.
+        :raises VerbsError: the device or the port cannot be queried.
         """
         context = self.handle.context
         port = context.query_port(self._port)
@@ -128,7 +139,9 @@ class Connectable(AsyncEventSource[handles.QueuePair]):
         ``av``.
 
         :param remote: endpoint of the peer.
-        :raises ValueError: no path leads to the peer: see `Endpoint.path_to`.
+        :raises ValueError: no path leads to the peer (see `Endpoint.path_to`), or the port of this end has no GID.
+        :raises ClosedResourceError: the queue pair is not open.
+        :raises VerbsError: the device or the port cannot be queried.
         """
         return self.local_endpoint().path_to(remote, port_num=self._port, sgid_index=self.gid_index)
 
@@ -149,6 +162,10 @@ class Connectable(AsyncEventSource[handles.QueuePair]):
             to its type.
         :raises ValueError: the peer's type does not match, no path leads to the peer, or the queue pair is of type UD,
             which is connectionless.
+        :raises TypeError: both `access` and ``qp_access_flags`` are given.
+        :raises ClosedResourceError: the queue pair is not open.
+        :raises AffinityError: another event loop owns the queue pair; nothing was done.
+        :raises BusyResourceError: `establish` is in progress.
         :raises VerbsError: ``ibv_modify_qp`` failed; the queue pair stays in the last state that it reached.
         """
         for wanted, changes in self._plan_connect(remote, access, attributes):
@@ -170,6 +187,10 @@ class Connectable(AsyncEventSource[handles.QueuePair]):
         :param attributes: as for `connect`.
         :raises TransitionError: as for `connect`.
         :raises ValueError: as for `connect`.
+        :raises TypeError: as for `connect`.
+        :raises ClosedResourceError: the queue pair is not open, or was closed while connecting.
+        :raises AffinityError: another event loop owns the queue pair; nothing was done.
+        :raises BusyResourceError: another `establish` is in progress.
         :raises VerbsError: as for `connect`; with EAGAIN, no helper thread can be started.
         :raises BrokenResourceError: the completion queue failed or a receive failed while connecting.
         """
@@ -178,6 +199,15 @@ class Connectable(AsyncEventSource[handles.QueuePair]):
     def _plan_connect(
         self, remote: Endpoint, access: AccessFlags | None, attributes: QpAttrs
     ) -> list[tuple[QpState, QpAttrs]]:
+        """Return the transitions that connect the queue pair to a peer, and the attributes of each.
+
+        Errors are those of `connect`, except failures of ``ibv_modify_qp``.
+
+        :param remote: endpoint of the peer.
+        :param access: operations that the peer may perform; None: as for `connect`.
+        :param attributes: attributes given by the caller; `access` is added to them.
+        :returns: pairs of a state to move to and its attributes, in order.
+        """
         found = self.query().qp_state
         if access is not None:
             if "qp_access_flags" in attributes:
@@ -194,6 +224,9 @@ class Connectable(AsyncEventSource[handles.QueuePair]):
         :raises TransitionError: the queue pair is in another state, or an attribute is out of range or does not apply
             to UD.
         :raises ValueError: the queue pair is of another type.
+        :raises ClosedResourceError: the queue pair is not open.
+        :raises AffinityError: another event loop owns the queue pair; nothing was done.
+        :raises BusyResourceError: `establish` is in progress.
         :raises VerbsError: ``ibv_modify_qp`` failed; the queue pair stays in the last state that it reached.
         """
         found = self.query().qp_state
@@ -209,6 +242,9 @@ class Connectable(AsyncEventSource[handles.QueuePair]):
 
         :param attributes: attributes to set, named as in `QpAttrs`.
         :raises TransitionError: the transition is not possible from the current state or with these attributes.
+        :raises ClosedResourceError: the queue pair is not open.
+        :raises AffinityError: another event loop owns the queue pair; nothing was done.
+        :raises BusyResourceError: `establish` is in progress.
         :raises VerbsError: the verb failed; nothing was changed.
         """
         self._transition_to(self.query().qp_state, (_INIT,), attributes)
@@ -220,6 +256,9 @@ class Connectable(AsyncEventSource[handles.QueuePair]):
         :param attributes: attributes to set, named as in `QpAttrs`.
         :raises TransitionError: the transition is not possible from the current state or with these attributes.
         :raises ValueError: the peer's type does not match, or no path leads to the peer.
+        :raises ClosedResourceError: the queue pair is not open.
+        :raises AffinityError: another event loop owns the queue pair; nothing was done.
+        :raises BusyResourceError: `establish` is in progress.
         :raises VerbsError: the verb failed; nothing was changed.
         """
         self._transition_to(self.query().qp_state, (_RTR,), attributes, remote)
@@ -231,6 +270,9 @@ class Connectable(AsyncEventSource[handles.QueuePair]):
 
         :param attributes: attributes to set, named as in `QpAttrs`.
         :raises TransitionError: the transition is not possible from the current state or with these attributes.
+        :raises ClosedResourceError: the queue pair is not open.
+        :raises AffinityError: another event loop owns the queue pair; nothing was done.
+        :raises BusyResourceError: `establish` is in progress.
         :raises VerbsError: the verb failed; nothing was changed.
         """
         self._transition_to(self.query().qp_state, (_RTS,), attributes)
@@ -244,6 +286,9 @@ class Connectable(AsyncEventSource[handles.QueuePair]):
         :param attributes: attributes to set, named as in `QpAttrs`.
         :raises TransitionError: the transition is not possible from the current state or with these attributes, or the
             send queue is still draining.
+        :raises ClosedResourceError: the queue pair is not open.
+        :raises AffinityError: another event loop owns the queue pair; nothing was done.
+        :raises BusyResourceError: `establish` is in progress.
         :raises VerbsError: the verb failed; nothing was changed.
         """
         found = self.query()
@@ -253,6 +298,9 @@ class Connectable(AsyncEventSource[handles.QueuePair]):
         """Move to ERR, in which all requests, posted now or later, are flushed with an error: ``ibv_modify_qp``.
 
         :raises TransitionError: the queue pair is in RESET, with nothing to flush.
+        :raises ClosedResourceError: the queue pair is not open.
+        :raises AffinityError: another event loop owns the queue pair; nothing was done.
+        :raises BusyResourceError: `establish` is in progress.
         :raises VerbsError: the verb failed; nothing was changed.
         """
         self._transition_to(self.query().qp_state, (QpState.ERR,), QpAttrs())
@@ -262,7 +310,10 @@ class Connectable(AsyncEventSource[handles.QueuePair]):
 
         The next connection starts with another sequence number (PSN).
 
-        :raises BusyResourceError: work requests are in flight, which would never complete.
+        :raises BusyResourceError: work requests are in flight, which would never complete, or `establish` is in
+            progress.
+        :raises ClosedResourceError: the queue pair is not open.
+        :raises AffinityError: another event loop owns the queue pair; nothing was done.
         :raises VerbsError: the verb failed; nothing was changed.
         """
         found = self.query().qp_state
@@ -277,6 +328,10 @@ class Connectable(AsyncEventSource[handles.QueuePair]):
     # ---- Implementation
 
     def _check_peer(self, remote: Endpoint) -> None:
+        """Check that the queue pair can be connected to a peer, by its type.
+
+        :raises ValueError: the queue pair is of type UD, or the peer's type does not match.
+        """
         if self.qp_type is QpType.UD:
             raise ValueError(
                 f"{self!r} is of type UD, which is connectionless: activate() it and send to address handles"
@@ -291,7 +346,9 @@ class Connectable(AsyncEventSource[handles.QueuePair]):
         """Return defaults for required attributes that are not given.
 
         :param limits: limits of the device port and of this queue pair.
-        :param remote: peer that the queue pair is about to connect to or is connected to.
+        :param remote: endpoint of the peer that the queue pair is about to connect to or is connected to; None: no
+            peer, so that ``max_rd_atomic`` and ``max_dest_rd_atomic`` are 1.
+        :returns: attributes of all transitions; the caller uses those that its transition requires.
         """
         defaults = QpAttrs(
             pkey_index=0,
@@ -321,6 +378,7 @@ class Connectable(AsyncEventSource[handles.QueuePair]):
         *,
         draining: bool = False,
     ) -> None:
+        """Plan and carry out transitions, in this thread: see `_plan` and `_transition`."""
         for wanted, changes in self._plan(found, states, attributes, remote, draining=draining):
             self._transition(wanted, changes, remote)
 
@@ -333,6 +391,19 @@ class Connectable(AsyncEventSource[handles.QueuePair]):
         *,
         draining: bool = False,
     ) -> list[tuple[QpState, QpAttrs]]:
+        """Return the attributes of transitions in a row, with defaults, checked; nothing is changed.
+
+        :param found: current state.
+        :param states: states to move to, in order.
+        :param attributes: attributes given by the caller.
+        :param remote: endpoint of the peer to connect to; None: not connecting, or connecting by raw attributes.
+        :param draining: whether the send queue is in SQD and still has requests in flight.
+        :returns: pairs of a state to move to and its attributes, in order.
+        :raises TransitionError: a transition is not possible, or an attribute is missing, unexpected or out of range.
+        :raises ValueError: the peer's type does not match, or no path leads to the peer.
+        :raises ClosedResourceError: the queue pair is not open.
+        :raises VerbsError: the device or the port cannot be queried.
+        """
         if remote is not None:
             self._check_peer(remote)
         context = self.handle.context
@@ -352,7 +423,11 @@ class Connectable(AsyncEventSource[handles.QueuePair]):
             raise
 
     async def _run_plan(self, plan: Iterable[tuple[QpState, QpAttrs]], remote: Endpoint | None = None) -> None:
-        """Carry out planned transitions without blocking the event loop."""
+        """Carry out planned transitions without blocking the event loop. Raises what `establish` raises.
+
+        :param plan: pairs of a state to move to and its attributes, from `_plan`.
+        :param remote: endpoint of the peer to connect to, as given to `_plan`.
+        """
         for wanted, changes in plan:
             if wanted is _RTR and neighbour_lookup.may_block(self.handle.context):
                 await self._transition_in_helper(wanted, changes, remote)
@@ -362,7 +437,8 @@ class Connectable(AsyncEventSource[handles.QueuePair]):
     async def _run_plan_cancellable(self, plan: list[tuple[QpState, QpAttrs]], remote: Endpoint | None = None) -> None:
         """Carry out planned transitions without blocking the event loop, and raise a cancellation at once.
 
-        A verb in progress then ends later, on its own. Until then, `is_modify_pending` returns True.
+        A verb in progress then ends later, on its own. Until then, `is_modify_pending` returns True. Errors are those
+        of `establish`.
         """
         if not neighbour_lookup.may_block(self.handle.context):
             await self._run_plan(plan, remote)
@@ -377,6 +453,14 @@ class Connectable(AsyncEventSource[handles.QueuePair]):
         task.result()
 
     def _transition(self, wanted: QpState, changes: QpAttrs, remote: Endpoint | None) -> None:
+        """Carry out one planned transition in this thread: ``ibv_modify_qp``.
+
+        :param wanted: state to move to.
+        :param changes: attributes of the transition.
+        :param remote: endpoint of the peer that is stored on a transition to RTR; None: connected by raw attributes.
+        :raises VerbsError: the verb failed; the state is unchanged.
+        :raises BusyResourceError: another thread is changing the state.
+        """
         self._max_dest_rd_atomic = changes.get(
             "max_dest_rd_atomic", self._max_dest_rd_atomic
         )  # a verb that fails may have applied it
@@ -384,6 +468,12 @@ class Connectable(AsyncEventSource[handles.QueuePair]):
         self._transition_done(wanted, changes, remote)
 
     async def _transition_in_helper(self, wanted: QpState, changes: QpAttrs, remote: Endpoint | None) -> None:
+        """Carry out one planned transition in a helper thread: see `_transition`.
+
+        :raises VerbsError: the verb failed; with EAGAIN, no helper thread can be started.
+        :raises ClosedResourceError: the queue pair was closed meanwhile.
+        :raises BrokenResourceError: the completion queue failed or a receive failed meanwhile.
+        """
         self._max_dest_rd_atomic = changes.get("max_dest_rd_atomic", self._max_dest_rd_atomic)
         before = self._breaking_error()
         change = self.handle.begin_modify(wanted, **changes)
@@ -404,6 +494,7 @@ class Connectable(AsyncEventSource[handles.QueuePair]):
             raise BrokenResourceError(f"{self!r} failed while connecting: {broken}") from broken
 
     def _transition_done(self, wanted: QpState, changes: QpAttrs, remote: Endpoint | None) -> None:
+        """Record a transition that has taken place, with the attributes that later calls use."""
         self._qp_state = wanted
         self._on_transition(wanted)
         self._psn = changes.get("sq_psn", self._psn)
@@ -425,12 +516,21 @@ async def establish_cancellable(qp: Connectable, remote: Endpoint, attributes: Q
     deadline.
 
     A verb in progress then ends later, on its own. Until then, `is_modify_pending` returns True for the queue pair.
+    Errors are those of `Connectable.establish`.
     """
     await qp._run_plan_cancellable(qp._plan_connect(remote, None, attributes), remote)
 
 
 async def move_cancellable(qp: Connectable, state: QpState, attributes: QpAttrs) -> None:
-    """Move a queue pair to the next state, and raise a cancellation at once, as `establish_cancellable` does."""
+    """Move a queue pair to the next state, and raise a cancellation at once, as `establish_cancellable` does.
+
+    Errors are those of `Connectable.establish`.
+
+    :param qp: queue pair.
+    :param state: state to move to; one transition must lead there.
+    :param attributes: attributes of the transition, including those of the peer.
+    :raises TransitionError: the transition is not possible from the current state or with these attributes.
+    """
     await qp._run_plan_cancellable(qp._plan(qp.query().qp_state, (state,), attributes, None))
 
 
@@ -440,6 +540,10 @@ def is_modify_pending(qp: Connectable) -> bool:
 
 
 def limits_for(qp: Connectable, port: int) -> Limits:
-    """Return the limits of a queue pair: those of its device port, and those set by its earlier connections."""
+    """Return the limits of a queue pair: those of a device port, and on soft-RoCE those set by its earlier connections.
+
+    :raises ClosedResourceError: the queue pair is not open.
+    :raises VerbsError: the device or the port cannot be queried.
+    """
     context = qp.handle.context
     return cap_max_dest_rd_atomic(limits_of(context, port), context, qp._max_dest_rd_atomic)

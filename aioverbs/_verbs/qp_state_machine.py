@@ -28,7 +28,7 @@ __all__ = [
 
 
 class QpAttrs(TypedDict, total=False):
-    """Attributes of ``ibv_modify_qp``, with the same names."""
+    """Attributes of ``ibv_modify_qp``, with the same names; each may be absent."""
 
     cur_qp_state: QpState
     en_sqd_async_notify: bool
@@ -83,7 +83,11 @@ class Limits:
 
     @classmethod
     def of(cls, device: DeviceAttributes, port: PortAttributes) -> Self:
-        """Return the limits of a device port, clamped to the widths of the ABI's fields."""
+        """Return the limits of a device port, clamped to the widths of the ABI's fields.
+
+        :param device: attributes of the device.
+        :param port: attributes of the port.
+        """
         return cls(
             ports=device.phys_port_cnt,
             pkeys=max(port.pkey_tbl_len, 1),  # iWARP has no P_Key table; its provider accepts index 0
@@ -148,6 +152,7 @@ _ROWS: tuple[tuple[QpState, QpState, set[QpType], str, str], ...] = (
 
 
 def _table(qp_type: QpType) -> dict[tuple[QpState, QpState], TransitionRule]:
+    """Return the rules of the transitions of a type, by the states that they lead from and to."""
     found: dict[tuple[QpState, QpState], TransitionRule] = {}
     for before, after, types, must, may in _ROWS:
         if qp_type in types:
@@ -160,6 +165,10 @@ _TABLE = {qp_type: _table(qp_type) for qp_type in COUNTERPART}
 
 
 def _table_of(qp_type: QpType) -> dict[tuple[QpState, QpState], TransitionRule]:
+    """Return the table that `_table` made for a type.
+
+    :raises ValueError: there is no table for the type.
+    """
     if qp_type not in _TABLE:
         names = ", ".join(each.name for each in _TABLE)
         raise ValueError(f"there is no transition table for type {qp_type.name}: use one of {names}")
@@ -170,7 +179,7 @@ def _table_of(qp_type: QpType) -> dict[tuple[QpState, QpState], TransitionRule]:
 
 
 def reachable(qp_type: QpType, state: QpState) -> tuple[QpState, ...]:
-    """Return the states that one transition leads to.
+    """Return the states that one transition leads to, in the order of `QpState`.
 
     The state itself is included if attributes can be changed in it.
 
@@ -182,8 +191,11 @@ def reachable(qp_type: QpType, state: QpState) -> tuple[QpState, ...]:
 
 
 def transition_rule(qp_type: QpType, state: QpState, wanted: QpState) -> TransitionRule:
-    """Return the attributes that a transition requires and accepts.
+    """Return the names of the attributes that a transition requires and accepts.
 
+    :param qp_type: type of the queue pair.
+    :param state: current state.
+    :param wanted: state to move to.
     :raises TransitionError: there is no such transition; its `reachable` lists the states that can be reached.
     :raises ValueError: there is no table for the type.
     """
@@ -197,6 +209,9 @@ def path(qp_type: QpType, state: QpState, wanted: QpState) -> tuple[QpState, ...
     """Return the states of the shortest sequence of transitions, without the current one; empty if it is the wanted
     one.
 
+    :param qp_type: type of the queue pair.
+    :param state: current state.
+    :param wanted: state to move to.
     :raises TransitionError: there is no such sequence, for example to SQE, which a queue pair only enters by itself.
     :raises ValueError: there is no table for the type.
     """
@@ -232,8 +247,10 @@ def transition(
     :param defaults: values of required attributes that are not given.
     :param limits: limits of the device; None: those of the architecture.
     :param draining: whether the send queue is in SQD and still has requests in flight.
+    :returns: `attributes`, and the defaults of required attributes that are not among them.
     :raises TransitionError: an attribute is missing, unexpected or out of range; or there is no such transition.
     :raises ValueError: there is no table for the type.
+    :raises TypeError: the value of a numeric attribute is not an integer.
     """
     required, optional = transition_rule(qp_type, state, wanted)
     chosen: dict[str, object] = {name: value for name, value in (defaults or {}).items() if name in required}
@@ -261,7 +278,14 @@ def plan(
     """Return the attributes of several transitions in a row. Each attribute goes to the first transition that accepts
     it.
 
+    :param qp_type: type of the queue pair.
+    :param state: current state.
     :param states: states to move to, in order.
+    :param attributes: attributes given by the caller, for all transitions together.
+    :param defaults: as for `transition`.
+    :param limits: as for `transition`.
+    :param draining: as for `transition`.
+    :returns: pairs of a state to move to and its attributes, in order.
     :raises TransitionError: see `transition`; an attribute that no transition accepts is unexpected in the last one.
     :raises ValueError: there is no table for the type.
     """
@@ -285,6 +309,7 @@ _ACCESS = AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_WRITE | AccessFlags.REMOT
 
 
 def _ranges(limits: Limits) -> dict[str, tuple[int, int]]:
+    """Return the lowest and highest value of each numeric attribute."""
     return {
         "pkey_index": (0, limits.pkeys - 1),
         "port_num": (1, limits.ports),
@@ -303,6 +328,7 @@ def _ranges(limits: Limits) -> dict[str, tuple[int, int]]:
 
 
 def _path_ranges(limits: Limits) -> dict[str, tuple[int, int]]:
+    """Return the lowest and highest value of each numeric field of an `AddressVector`."""
     return {
         "port_num": (1, limits.ports),
         "sgid_index": (0, limits.gids - 1),
@@ -317,7 +343,10 @@ def _path_ranges(limits: Limits) -> dict[str, tuple[int, int]]:
 
 
 def _invalid_values(attributes: Mapping[str, object], state: QpState, limits: Limits) -> Iterable[tuple[str, str]]:
-    """Yield the name of each attribute with an invalid value, and the reason."""
+    """Yield the name of each attribute with an invalid value, and the reason; fields of the path as ``av.NAME``.
+
+    :raises TypeError: a number is not an integer.
+    """
     for name, ends in _ranges(limits).items():
         if name in attributes:
             yield from _check_range(name, attributes[name], ends)
@@ -338,6 +367,10 @@ def _invalid_values(attributes: Mapping[str, object], state: QpState, limits: Li
 
 
 def _check_range(name: str, value: object, ends: tuple[int, int]) -> Iterable[tuple[str, str]]:
+    """Yield the name and the reason if a value is out of range.
+
+    :raises TypeError: the value is not an integer.
+    """
     low, high = ends
     if not low <= index(cast(int, value)) <= high:
         yield name, f"must be {low} to {high}, got {index(cast(int, value))}"

@@ -112,7 +112,7 @@ class WorkQueueStatistics:
 
 @dataclass(frozen=True)
 class QueuePairStatistics(ResourceStatistics):
-    """Current depth and lifetime counters of a queue pair.
+    """Current depth and lifetime counters of a queue pair, from `QueuePair.statistics`.
 
     :param sends: statistics of the send queue.
     :param receives: statistics of the receive queue; zeros if the queue pair uses a shared receive queue.
@@ -149,7 +149,11 @@ class QueuePair(Connectable, QueuePairVerbs):
     :param receive_depth: number of receives that the queue pair keeps posted, for `messages`; 0: none.
     :param receive_size: size of each of these receives, in bytes; a message must not be larger.
     :raises ValueError: the message model of a completion queue differs from that of the resource domain; or only one of
-        `receive_depth` and `receive_size` is given, or both for a queue pair without a receive queue of its own.
+        `receive_depth` and `receive_size` is given, or both for a queue pair without a receive queue of its own. On
+        opening: the device does not support the capabilities, the completion queues lack room for the requests, or the
+        port or GID index does not exist.
+    :raises AffinityError: on opening: another event loop owns the domain or a queue.
+    :raises VerbsError: on opening: the verb failed.
     """
 
     def __init__(
@@ -227,6 +231,11 @@ class QueuePair(Connectable, QueuePairVerbs):
             flusher.use_srq(self._srq._attach_queue_pair(self._recv_cq, work), self._recv_cq._cq_dispatcher.drain)
 
     def _check(self, wanted: QpCapabilities) -> None:
+        """Check capabilities, port and GID index against the device; an XRC_RECV queue pair has nothing to check.
+
+        :raises ValueError: the device does not support them.
+        :raises VerbsError: the device or the port cannot be queried.
+        """
         if self._queue_location is None:  # an XRC_RECV queue pair has no queues
             return
         context = self._queue_location.pd.context
@@ -235,6 +244,10 @@ class QueuePair(Connectable, QueuePairVerbs):
         check_port(context, self._port, self._gid_index)
 
     def _make(self, wanted: QpCapabilities) -> handles.QueuePair:
+        """Create the queue pair; the caller destroys the handle.
+
+        :raises VerbsError: the verb failed; with EINVAL, the error names ``max_inline_data`` if that was asked for.
+        """
         try:
             return self._make_handle(wanted)
         except VerbsError as error:
@@ -245,6 +258,11 @@ class QueuePair(Connectable, QueuePairVerbs):
             raise VerbsError(error.verb, error.errno, advice) from error
 
     def _make_handle(self, wanted: QpCapabilities) -> handles.QueuePair:
+        """Create the queue pair: ``ibv_create_qp`` or ``ibv_create_qp_ex``.
+
+        :raises VerbsError: the verb failed.
+        :raises ClosedResourceError: a resource that the queue pair is made from is not open.
+        """
         return handles.QueuePair(
             self._queue_location.pd if self._queue_location is not None else None,
             self._send_cq.handle if self._send_cq is not None else None,
@@ -257,6 +275,14 @@ class QueuePair(Connectable, QueuePairVerbs):
         )
 
     def _begin(self, handle: handles.QueuePair, wanted: QpCapabilities, flusher: "_Flusher") -> QpWorkState:
+        """Set up the work requests of a new queue pair, its receives for `messages`, and its flushing on close.
+
+        :param handle: the queue pair.
+        :param wanted: capabilities that the queue pair was created with.
+        :param flusher: ends the work requests when the queue pair is closed.
+        :returns: the state of the work requests.
+        :raises VerbsError: memory for `receive_depth` receives cannot be registered, or the port cannot be queried.
+        """
         lifecycle, location = self._lifecycle, self._queue_location
         work = QpWorkState(
             handle,
@@ -285,21 +311,27 @@ class QueuePair(Connectable, QueuePairVerbs):
 
     @property
     def label(self) -> str:
-        """Queue pair number, as text."""
+        """Queue pair number, as text; empty if the queue pair was never opened."""
         return self._lifecycle.label
 
     @property
     def qp_num(self) -> int:
-        """Queue pair number, 0..2**24-1."""
+        """Queue pair number, 0..2**24-1.
+
+        :raises ClosedResourceError: the queue pair is not open.
+        """
         return self.handle.qp_num
 
     @property
     def capabilities(self) -> QpCapabilities:
-        """Depths and sizes that the device granted, at least those that were asked for."""
+        """Depths and sizes that the device granted, at least those that were asked for.
+
+        :raises ClosedResourceError: the queue pair is not open.
+        """
         return self.handle.capabilities
 
     def statistics(self) -> QueuePairStatistics:
-        """Return the current depth and the lifetime counters."""
+        """Return the current depth and the lifetime counters; counters are 0 if the queue pair was never opened."""
         work = self._work
         queues = (work.send_queue, work.receive_queue) if work is not None else (None, None)
         return QueuePairStatistics(len(self._lifecycle.children), *map(WorkQueueStatistics.of, queues))
@@ -327,14 +359,22 @@ class QueuePair(Connectable, QueuePairVerbs):
         each message after reading it, so that its memory is posted again. Without a posted receive, the sender is told
         to retry later (RNR NAK).
 
-        :raises ValueError: the queue pair was made without `receive_depth`.
+        :returns: an asynchronous iterator of `Message`, the same in every call.
+        :raises ValueError: the queue pair was made without `receive_depth`, or was never opened.
+        :raises RuntimeError: on iterating: another task iterates.
+        :raises AffinityError: on iterating: another event loop owns the queue pair.
+        :raises WorkCompletionError: on iterating: a receive failed; this ends the iteration.
+        :raises BrokenResourceError: on iterating: the queue pair takes no more receives; this ends the iteration.
         """
         if self._refiller is None:
             raise ValueError(f"{self!r} keeps no receives posted: make it with receive_depth and receive_size")
         return self._refiller.inbox
 
     def batch(self) -> Batch:
-        """Return a context that collects work requests and posts them together: see `Batch`."""
+        """Return a new `Batch`, which collects work requests and posts them together when its ``post`` is called.
+
+        :raises ClosedResourceError: the queue pair was never opened.
+        """
         return Batch(self)
 
     def bind_window(
@@ -355,6 +395,13 @@ class QueuePair(Connectable, QueuePairVerbs):
             ``REMOTE_ATOMIC``.
         :param fence: start the bind only after all earlier reads and atomics of the queue pair have completed.
         :returns: an awaitable of the `RemoteRegion` that peers use to access the memory.
+        :raises ClosedResourceError: the queue pair, the window or the memory is closed.
+        :raises ValueError: the memory is not registered with ``MW_BIND``, or is of another device.
+        :raises AffinityError: another event loop owns the queue pair; nothing was posted.
+        :raises QueuePairStateError: the queue pair is not connected.
+        :raises BrokenResourceError: the queue pair is in an error state.
+        :raises VerbsError: the verb failed.
+        :raises WorkCompletionError: on awaiting: the bind failed.
         """
         return self._bind_window(window.handle, _slice(local), access, fence, False)
 
@@ -368,6 +415,8 @@ class QueuePair(Connectable, QueuePairVerbs):
     ) -> Operation[RemoteRegion]:
         """Bind a memory window as `bind_window` does, but only if the send queue has a free slot.
 
+        Errors other than a full send queue are those of `bind_window`.
+
         :param window: as for `bind_window`.
         :param local: as for `bind_window`.
         :param access: as for `bind_window`.
@@ -379,20 +428,23 @@ class QueuePair(Connectable, QueuePairVerbs):
 
 
 def _slice(local: RegionSlice | MemoryRegion) -> RegionSlice:
+    """Return the memory as a slice; a region as a slice of all of its bytes."""
     return local[:] if isinstance(local, MemoryRegion) else local
 
 
 def _scratch(lifecycle: Lifecycle, location: QueueLocation | None, size: int) -> RegionSlice:
-    """Return registered memory that lives as long as the queue pair.
+    """Return `size` bytes of new registered memory, which lives as long as the queue pair.
 
     The device writes old values of atomics and routes of datagrams to it.
+
+    :raises VerbsError: the memory cannot be registered.
     """
     assert location is not None
     return register_queue_memory(lifecycle, location.base, size)
 
 
 def qp_work_state_of(qp: QueuePair) -> QpWorkState | None:
-    """Return the work requests state of a queue pair; None if the queue pair was never opened."""
+    """Return the state of the work requests of a queue pair; None if the queue pair was never opened."""
     return qp._work
 
 
@@ -410,6 +462,7 @@ class _Flusher:
         self._poll_recv_cq: Callable[[], None] | None = None
 
     def begin(self, handle: handles.QueuePair, work: QpWorkState) -> None:
+        """Set the queue pair whose work requests to end; called once, when the queue pair was created."""
         self._handle, self._work = handle, work
 
     def use_srq(self, leave_srq: Callable[[], None], poll_recv_cq: Callable[[], None]) -> None:
@@ -421,7 +474,10 @@ class _Flusher:
         self._leave_srq, self._poll_recv_cq = leave_srq, poll_recv_cq
 
     async def flush(self) -> None:
-        """Have work requests in flight complete with an error; those that do not are abandoned with the queue pair."""
+        """Have work requests in flight complete with an error; those that do not are abandoned with the queue pair.
+
+        The device gets 10 s, which a cancellation does not shorten; a warning is logged if requests are left then.
+        """
         handle, work = self._handle, self._work
         assert handle is not None
         assert work is not None
@@ -462,6 +518,7 @@ class _Flusher:
             raise cancelled
 
     async def _to_error(self) -> bool:
+        """Move the queue pair to ERR and return whether that succeeded."""
         handle = self._handle
         assert handle is not None
         try:

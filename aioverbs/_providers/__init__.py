@@ -1,4 +1,5 @@
 """Providers of verbs contexts: `software` in this process, `hardware` through libibverbs and pyverbs.
 
-Both have ``names()``, which lists the devices, ``open_context(name)`` and ``gid_table(context, port)``.
+Both have ``names()``, which lists the devices, ``open_context(name)``, which returns a context that the caller
+destroys, and ``gid_table(context, port)``.
 """

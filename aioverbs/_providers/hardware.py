@@ -27,7 +27,10 @@ _pyverbs_contexts: "weakref.WeakKeyDictionary[handles.Context, PyverbsContext]" 
 
 
 def _pyverbs_device() -> ModuleType:
-    """Return ``pyverbs.device``, imported when a device is first needed, because nothing else needs pyverbs."""
+    """Return the module ``pyverbs.device``, imported when a device is first needed; nothing else needs pyverbs.
+
+    :raises LibraryNotFoundError: pyverbs, or the libibverbs that pyverbs was built for, is not installed.
+    """
     handles.load_libibverbs()
     # Its import calls logging.basicConfig, which has no effect if the root logger has a handler.
     root, handler = logging.getLogger(), logging.NullHandler()
@@ -43,7 +46,11 @@ def _pyverbs_device() -> ModuleType:
 
 @contextlib.contextmanager
 def _as_verbs_error(verb: str) -> Iterator[None]:
-    """Convert a PyverbsError, which is not an OSError, to a VerbsError."""
+    """Convert a PyverbsError of the block, which is not an OSError, to a VerbsError.
+
+    :param verb: name of the verb, for the error.
+    :raises VerbsError: the block raised PyverbsError; with EIO if pyverbs reports no error number.
+    """
     from pyverbs.pyverbs_error import PyverbsError
 
     try:
@@ -66,8 +73,9 @@ def names() -> list[str]:
 
 
 def open_context(name: str) -> handles.Context:
-    """Open an RDMA device.
+    """Open an RDMA device: ``ibv_open_device``.
 
+    :returns: the open context, which the caller destroys.
     :raises DeviceNotFoundError: there is no device of that name.
     :raises LibraryNotFoundError: pyverbs or libibverbs is not installed, or its objects have an unknown layout.
     :raises VerbsError: the device cannot be opened, for example with EACCES.
@@ -84,6 +92,11 @@ def open_context(name: str) -> handles.Context:
 
 
 def _open(name: str) -> "PyverbsContext":
+    """Open an RDMA device by pyverbs; the caller closes the pyverbs context.
+
+    :raises LibraryNotFoundError: pyverbs or libibverbs is not installed.
+    :raises VerbsError: the device cannot be opened; with EACCES if its device file cannot.
+    """
     try:
         with _as_verbs_error("ibv_open_device"):
             context: PyverbsContext = _pyverbs_device().Context(name=name)
@@ -95,15 +108,24 @@ def _open(name: str) -> "PyverbsContext":
 
 
 def _adopt(context: "PyverbsContext", owner: "PyverbsContext | _UserOwned") -> handles.Context:
+    """Return a context over an open pyverbs context.
+
+    :param context: pyverbs context.
+    :param owner: object that is kept alive with the context, and whose ``close`` is called when it is destroyed.
+    :raises TypeError: `context` is something else.
+    :raises ValueError: `context` is closed.
+    :raises RuntimeError: this version of pyverbs uses another object layout; nothing was changed.
+    """
     adopted = handles.Context.adopt(pyverbs_bridge.context_capsule(context), owner)
     _pyverbs_contexts[adopted] = context
     return adopted
 
 
 def gid_table(context: handles.Context, port: int) -> list[Gid]:
-    """Return the GIDs of a port: ``ibv_query_gid_table``.
+    """Return the GIDs of a port with their indexes and types: ``ibv_query_gid_table``.
 
-    :raises VerbsError: the verb failed.
+    :raises VerbsError: the verb failed, or the device of an imported context cannot be opened for it.
+    :raises LibraryNotFoundError: the context is imported, and pyverbs or libibverbs is not installed.
     """
     ports = range(1, context.attributes.phys_port_cnt + 1)
     max_entries = sum(context.query_port(each).gid_tbl_len for each in ports)
@@ -143,9 +165,11 @@ class _UserOwned:
 def adopt_context(context: "PyverbsContext") -> handles.Context:
     """Use an open `pyverbs.device.Context`, which the user continues to own and closes later.
 
+    :returns: a context over it, which the caller destroys first.
     :raises TypeError: `context` is something else.
     :raises ValueError: `context` is closed.
     :raises LibraryNotFoundError: pyverbs or libibverbs is not installed.
+    :raises RuntimeError: this version of pyverbs uses another object layout.
     """
     _pyverbs_device()
     return _adopt(context, _UserOwned(context))
@@ -154,7 +178,8 @@ def adopt_context(context: "PyverbsContext") -> handles.Context:
 def adopt_protection_domain(context: handles.Context, pd: "PD") -> handles.ProtectionDomain:
     """Use an open `pyverbs.pd.PD` of an adopted context, which the user continues to own and closes later.
 
-    :raises TypeError: `pd` is something else.
+    :returns: a protection domain over it, which the caller destroys first.
+    :raises TypeError: `pd` is something else, or is a parent domain.
     :raises ValueError: `pd` is closed or belongs to another context.
     """
     return handles.ProtectionDomain.adopt(context, pyverbs_bridge.pd_capsule(pd), pd)
@@ -163,6 +188,7 @@ def adopt_protection_domain(context: handles.Context, pd: "PD") -> handles.Prote
 def adopt_memory_region(pd: handles.ProtectionDomain, mr: "MR") -> handles.MemoryRegion:
     """Use an open `pyverbs.mr.MR` of an adopted protection domain, which the user continues to own and closes later.
 
+    :returns: a memory region over it, which the caller destroys first.
     :raises TypeError: `mr` is something else.
     :raises ValueError: `mr` is closed or belongs to another protection domain.
     """

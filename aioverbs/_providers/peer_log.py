@@ -24,6 +24,7 @@ _logging_loops: weakref.WeakKeyDictionary[handles.Context, asyncio.AbstractEvent
 
 
 def _reset_lock() -> None:
+    """Replace the lock, in the child of a fork."""
     global _lock
     _lock = threading.RLock()  # the holder of the lock does not exist in the child
 
@@ -32,7 +33,13 @@ os.register_at_fork(after_in_child=_reset_lock)
 
 
 def log_rejections(context: software.Context) -> FabricStatistics:
-    """Log rejections of a software device that were not logged yet, and return the statistics of its fabric."""
+    """Log rejections of a software device that were not logged yet, and return the statistics of its connections.
+
+    The log is that of this process and device, over all contexts.
+
+    :param context: context of the software device.
+    :raises ClosedResourceError: the context is closed.
+    """
     statistics = context.fabric()
     count = statistics.refused_peers + statistics.refused_frames
     key = os.getpid(), context.name
@@ -50,7 +57,13 @@ def log_rejections(context: software.Context) -> FabricStatistics:
 
 
 def log_periodically(context: handles.Context) -> None:
-    """Have the running loop log rejections about once a second while it runs, if the device can have peers."""
+    """Have the running loop log rejections about once a second until the context is closed.
+
+    Do nothing for an RDMA device, for a software device without peers in other processes, without a running loop, and
+    if another loop, which is not closed, logs them already.
+
+    :raises ClosedResourceError: the context is closed.
+    """
     loop = asyncio._get_running_loop()
     if loop is None or not isinstance(context, software.Context) or not context.has_fabric:
         return
@@ -63,6 +76,7 @@ def log_periodically(context: handles.Context) -> None:
 
 
 def _log_and_reschedule(loop: asyncio.AbstractEventLoop, reference: weakref.ref[software.Context]) -> None:
+    """Log new rejections and call this again in a second, unless the context was closed or garbage-collected."""
     context = reference()
     if context is None or context.closed:
         return

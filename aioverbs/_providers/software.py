@@ -28,8 +28,10 @@ def open_context(name: str = _NAME, *, execution: Execution = "inline", delay_ns
         an address if that is not set; or a name with an address, such as ``"soft0@10.0.0.1:7470"``.
     :param execution: ``"inline"`` executes a request in the call that posts it, ``"thread"`` in a thread of the device.
     :param delay_ns: with ``"thread"`` only: minimum time from posting to execution, in nanoseconds.
+    :returns: the open context, which the caller destroys.
     :raises DeviceNotFoundError: `name` is not that of a software device.
-    :raises ValueError: the address or an environment variable is invalid: see `SoftSettings`.
+    :raises ValueError: the address or an environment variable is invalid (see `SoftSettings`), or `execution` or
+        `delay_ns` is.
     :raises VerbsError: the device cannot be opened or cannot accept connections at its address: the error says why.
     """
     if not is_software(name):
@@ -41,6 +43,9 @@ def open_context(name: str = _NAME, *, execution: Execution = "inline", delay_ns
 
 
 def gid_table(context: handles.Context, port: int) -> list[Gid]:
-    """Return the GIDs of a port; all have the type RoCE v2."""
+    """Return the GIDs of a port with their indexes; all have the type RoCE v2.
+
+    :raises VerbsError: the port cannot be queried.
+    """
     length = context.query_port(port).gid_tbl_len
     return [Gid(index, context.query_gid(port, index), GidType.ROCE_V2) for index in range(length)]

@@ -46,6 +46,7 @@ class SoftAddress:
     def parse(cls, text: str) -> "SoftAddress":
         """Parse ``10.0.0.1``, ``10.0.0.1:7470``, ``[fd00::1]`` or ``[fd00::1]:7470``.
 
+        :param text: IP address, with a TCP port or without: then the port is 7470. Names are not resolved.
         :raises ValueError: `text` is something else; the error says what to write.
         """
         if not text:
@@ -65,6 +66,12 @@ class SoftAddress:
 
 
 def _host(literal: str, text: str) -> IPv4Address | IPv6Address:
+    """Return an IP address.
+
+    :param literal: text of the address, without brackets.
+    :param text: text that `literal` is a part of, for the error.
+    :raises ValueError: `literal` is not an IP address.
+    """
     try:
         return ip_address(literal)
     except ValueError:
@@ -72,12 +79,19 @@ def _host(literal: str, text: str) -> IPv4Address | IPv6Address:
 
 
 def _port(digits: str, text: str) -> int:
+    """Return a number of at most five decimal digits, which may be out of the range of ports.
+
+    :param digits: text of the number.
+    :param text: text that `digits` is a part of, for the error.
+    :raises ValueError: `digits` is something else.
+    """
     if not (digits.isascii() and digits.isdecimal() and len(digits) <= 5):
         raise ValueError(f"{digits!r} in {text!r} is not a port: {_HINT}")
     return int(digits)
 
 
 def _problem(host: IPv4Address | IPv6Address) -> str | None:
+    """Return the reason why a device cannot have an address, and the remedy; None if it can."""
     if host.is_link_local or (isinstance(host, IPv6Address) and host.scope_id is not None):
         return "it is valid on one link only: give an address that other hosts can reach"
     if isinstance(host, IPv4Address):

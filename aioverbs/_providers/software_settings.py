@@ -22,7 +22,7 @@ _INVALID_UID = 0xFFFFFFFF  # (uid_t)-1
 
 @dataclass(frozen=True, slots=True)
 class SoftSettings:
-    """Settings of the software devices of this process.
+    """Settings of the software devices of this process, from `SoftSettings.read`.
 
     :param directory: AIOVERBS_SOFT_DIRECTORY, directory in which devices of this host find each other. By default a
         private directory of the user, in XDG_RUNTIME_DIR or else in /tmp. With `users`, a directory that several users
@@ -49,6 +49,7 @@ class SoftSettings:
 
         :param environment: environment variables.
         :param user: ID of the effective user of this process.
+        :returns: the settings, with defaults for variables that are not set.
         :raises ValueError: a variable is invalid; the error says which, and what to write.
         """
         private = _parse(environment, "XDG_RUNTIME_DIR", _runtime_directory, b"/tmp/aioverbs-%d" % user)
@@ -69,6 +70,10 @@ class SoftSettings:
 
 
 def _parse(environment: Mapping[str, str], name: str, parse: Callable[[str], T], default: U) -> T | U:
+    """Return the parsed value of an environment variable; `default` if the variable is not set or empty.
+
+    :raises ValueError: `parse` raised ValueError; the error begins with the name of the variable.
+    """
     text = environment.get(name)
     try:
         return parse(text) if text else default
@@ -77,6 +82,10 @@ def _parse(environment: Mapping[str, str], name: str, parse: Callable[[str], T],
 
 
 def _directory(text: str) -> bytes:
+    """Return the path of a directory, as bytes; the directory need not exist.
+
+    :raises ValueError: the path is relative or too long.
+    """
     path = os.fsencode(text)
     if not path.startswith(b"/"):
         raise ValueError(f"a path must begin with /, got {text!r}")
@@ -86,6 +95,10 @@ def _directory(text: str) -> bytes:
 
 
 def _runtime_directory(text: str) -> bytes:
+    """Return the path of the folder ``aioverbs`` in the directory `text`.
+
+    :raises ValueError: the path is relative or too long.
+    """
     try:
         return _directory(f"{text.rstrip('/')}/aioverbs")
     except ValueError as error:
@@ -93,6 +106,10 @@ def _runtime_directory(text: str) -> bytes:
 
 
 def _users(text: str) -> tuple[int, ...]:
+    """Return user IDs, which `text` separates by commas.
+
+    :raises ValueError: one of them is not a user ID, or there are more than 64.
+    """
     users = tuple(_number(each, _INVALID_UID - 1, "a user ID") for each in text.split(","))
     if len(users) > MAX_USERS:
         raise ValueError(f"at most {MAX_USERS} users are allowed, got {len(users)}")
@@ -100,6 +117,13 @@ def _users(text: str) -> tuple[int, ...]:
 
 
 def _number(text: str, most: int, what: str) -> int:
+    """Return a decimal number; spaces around it are ignored.
+
+    :param text: text of the number.
+    :param most: maximum.
+    :param what: name of the number, for the error.
+    :raises ValueError: `text` is not a number of 0 to `most`.
+    """
     digits = text.strip()
     if not (digits.isascii() and digits.isdecimal()) or len(digits) > 10 or int(digits) > most:
         raise ValueError(f"{what} must be 0 to {most}, got {text!r}")
@@ -107,6 +131,10 @@ def _number(text: str, most: int, what: str) -> int:
 
 
 def _secret(text: str) -> bytes:
+    """Return a secret, as bytes.
+
+    :raises ValueError: the secret has more than 256 bytes; the error does not contain it.
+    """
     secret = os.fsencode(text)
     if len(secret) > MAX_SECRET:  # the message must not reveal the secret
         raise ValueError(f"a secret must have at most {MAX_SECRET} bytes, got {len(secret)}")
@@ -114,10 +142,18 @@ def _secret(text: str) -> bytes:
 
 
 def _direct(text: str) -> bool:
+    """Return True for ``1`` and False for ``0``.
+
+    :raises ValueError: `text` is something else.
+    """
     if text not in ("0", "1"):
         raise ValueError(f"write 1 for yes or 0 for no, got {text!r}")
     return text == "1"
 
 
 def _spin(text: str) -> int:
+    """Return a polling time, in microseconds.
+
+    :raises ValueError: `text` is not a number of 0 to 1,000,000.
+    """
     return _number(text, MAX_SPIN_US, "a time in microseconds")

@@ -13,12 +13,12 @@ _FOLDER = Path("/sys/class/infiniband")
 
 
 def kernel_devices() -> list[str]:
-    """Return the names of the kernel's RDMA devices, whether or not this process can use them."""
+    """Return the names of the kernel's RDMA devices, sorted, whether or not this process can use them."""
     return sorted(path.name for path in _FOLDER.iterdir()) if _FOLDER.is_dir() else []
 
 
 def device_nodes(root: Path = Path("/")) -> dict[str, Path]:
-    """Return the device file below /dev of each RDMA device that has one, by the name of the device.
+    """Return the path of the device file below /dev of each RDMA device that has one, by the name of the device.
 
     :param root: root folder of the file system.
     """
@@ -30,20 +30,20 @@ def device_nodes(root: Path = Path("/")) -> dict[str, Path]:
 
 
 def device_numbers(root: Path = Path("/")) -> set[tuple[int, int]]:
-    """Major and minor numbers of the files by which programs send commands to RDMA devices.
+    """Return the major and minor numbers of the device files by which programs send commands to RDMA devices.
 
-    :param root: where the machine's files are.
+    :param root: root folder of the file system.
     """
     numbers = set()
     for path in (root / "sys/class/infiniband_verbs").glob("*/dev"):
-        with contextlib.suppress(OSError, ValueError):  # the device went away meanwhile
+        with contextlib.suppress(OSError, ValueError):  # the device was removed in between
             major, minor = path.read_text().split(":")
             numbers.add((int(major), int(minor)))
     return numbers
 
 
 def try_open(path: Path) -> int:
-    """Return the error number of opening a device file, 0 on success."""
+    """Open and close a device file, and return the error number, such as EACCES; 0 on success."""
     try:
         os.close(os.open(path, os.O_RDWR | os.O_CLOEXEC))
     except OSError as error:

@@ -47,6 +47,7 @@ class SoftAddress:
         """Parse ``10.0.0.1``, ``10.0.0.1:7470``, ``[fd00::1]`` or ``[fd00::1]:7470``.
 
         :param text: IP address, with a TCP port or without: then the port is 7470. Names are not resolved.
+        :returns: the address.
         :raises ValueError: `text` is something else; the error says what to write.
         """
         if not text:

@@ -69,7 +69,7 @@ _MODELS = {
 
 @dataclass(frozen=True)
 class QueueLocation:
-    """Verbs objects and owner with which a domain makes its queues.
+    """Verbs objects and owner with which a domain makes its queues; returned by `queue_location_of`.
 
     :param pd: the parent domain, or the protection domain if there is no native parent domain.
     :param base: the protection domain that memory is registered on.
@@ -114,7 +114,7 @@ class QueueLocation:
 
 @dataclass(frozen=True)
 class CompletionQueueStatistics(ResourceStatistics):
-    """Current depth and lifetime counters of a completion queue.
+    """Current depth and lifetime counters of a completion queue, from `CompletionQueue.statistics`.
 
     :param depth: number of completions that fit; at least the number asked for.
     :param reserved: number of entries reserved by the queues that complete here.
@@ -389,7 +389,7 @@ class CompletionQueue(AsyncEventSource[handles.CompletionQueue]):
 
 
 class CqReservation:
-    """Entries that a queue has reserved in completion queues; its lifecycle holds and finally releases them."""
+    """Entries that a queue has reserved in completion queues; the queue's lifecycle releases them on closing."""
 
     def __init__(self) -> None:
         self._reserved: list[tuple[CompletionQueue, int]] = []

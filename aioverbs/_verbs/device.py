@@ -94,7 +94,7 @@ class DeviceInfo:
 
 @dataclass(frozen=True)
 class DeviceStatistics(ResourceStatistics):
-    """Counts of the open objects of a device.
+    """Counts of the open objects of a device, from `Device.statistics`.
 
     :param native_thread_domains: number of native thread domains in use.
     :param objects: pairs of an object type and the number of open objects of that type; empty for an RDMA device.
@@ -199,7 +199,8 @@ def _native_types(context: handles.Context) -> list[str]:
 
 
 class Device(HandleResource[handles.Context]):
-    """An open device: ``ibv_open_device``. Any event loop may use it. Made by `open_device`.
+    """An open device: ``ibv_open_device``. Any event loop may use it. Made by `open_device`, which lists what opening
+    raises.
 
     A device that is garbage collected while open is closed by the event loop that opened it. If that loop is closed
     already, the next call that opens a device closes it.

@@ -152,7 +152,8 @@ def with_base(pd: Resource) -> tuple[Resource, ...]:
 class ProtectionDomain(InterchangeableDomain):
     """A protection domain: ``ibv_alloc_pd``. Any event loop may use it.
 
-    Made by `Device.protection_domain`.
+    Made by `Device.protection_domain`, or over a domain of other code by `Device.adopt_protection_domain` and
+    `Device.shared_protection_domain`, which list what opening raises.
     """
 
     def __init__(
@@ -347,6 +348,11 @@ class ParentDomain(InterchangeableDomain):
         return self._td.owner if self._td is not None else None
 
     def _open(self) -> None:
+        """Create the parent domain; if the provider has none and none is required, use the protection domain instead.
+
+        :raises VerbsError: the verb failed; with EOPNOTSUPP also if ``require_native`` cannot be met.
+        :raises ClosedResourceError: the protection domain or the thread domain is not open.
+        """
         td = self._td.handle if self._td is not None else None
         if self._require_native and self._td is not None and td is None:
             raise VerbsError("ibv_alloc_parent_domain", errno.EOPNOTSUPP, f"{self._td!r} is not native")

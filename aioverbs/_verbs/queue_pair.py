@@ -66,7 +66,7 @@ _FLUSH_S = 10.0  # longest time that the device gets to flush work requests in f
 
 @dataclass(frozen=True)
 class WorkQueueStatistics:
-    """Current depth and lifetime counters of a send queue or a receive queue.
+    """Current depth and lifetime counters of a send queue or a receive queue: see `QueuePairStatistics`.
 
     :param depth: number of slots of the queue.
     :param in_flight: number of slots in use: by requests that are posted or about to be posted.
@@ -343,6 +343,10 @@ class QueuePair(Connectable, QueuePairVerbs):
         return self._work.broken if self._work is not None else None
 
     def _on_transition(self, state: QpState) -> None:
+        """Let the work requests follow a transition, and post receives for `messages` in INIT.
+
+        :raises VerbsError: a receive cannot be posted.
+        """
         if state in (QpState.RESET, QpState.RTS) and self._work is not None:
             self._work.recovered()
         if state is QpState.ERR and self._work is not None:

@@ -77,9 +77,14 @@ class ResourceDomain(InterchangeableDomain):
         self.context = context
 
     def _owner(self) -> Affinity | None:
+        """Return the owner according to the thread model; None for SAFE.
+
+        :raises RuntimeError: the thread model is SINGLE, and no asyncio event loop is running.
+        """
         return owner_for(self.thread_model)
 
     def _open(self) -> None:
+        """Open the parts: a protection domain if none was given, a thread domain unless SAFE, and a parent domain."""
         owner = self._lifecycle.owner
         owns_pd = self._pd.state is ResourceState.NEW
         if owns_pd:

@@ -149,6 +149,7 @@ class SharedReceiveQueue(AsyncEventSource[handles.SharedReceiveQueue], ReceiveVe
         attach(work, dispatcher, requests)
 
         def detach_queue_pair() -> None:
+            """Unregister the queue pair; release the reserved completions with the last one of its completion queue."""
             detach(work, dispatcher, requests)
             with self._attach_lock:
                 self._queue_pairs_by_cq[cq] -= 1

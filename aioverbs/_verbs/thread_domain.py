@@ -93,9 +93,17 @@ class ThreadDomain(Resource):
         self._handle: core.ThreadDomain | None = None
 
     def _owner(self) -> Affinity | None:
+        """Return the owner given to the constructor, else the running event loop and its thread.
+
+        :raises RuntimeError: no owner was given, and no asyncio event loop is running.
+        """
         return self._explicit_owner or owner_for(ThreadModel.SINGLE)
 
     def _open(self) -> None:
+        """Create the thread domain; without a native one, go on without and log a warning.
+
+        :raises VerbsError: the verb failed; with ``require_native`` also if no native thread domain is left.
+        """
         if not self._budget.take():
             reason = f"all {self._budget.limit} native ones are in use (max_native_thread_domains)"
             if self._require_native:

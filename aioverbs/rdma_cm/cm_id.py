@@ -36,6 +36,8 @@ _ROUTE_TIMEOUT_MS = 60_000  # limit inside the kernel; callers have their own `t
 async def look_up(host: str, port: int) -> Address:
     """Return the first address of a host. Numeric addresses are parsed without a resolver.
 
+    :param host: address or name.
+    :param port: port, 0..65535, which becomes part of the result.
     :raises OSError: the name has no address.
     :raises ValueError: the port is not in 0..65535.
     """
@@ -50,6 +52,7 @@ async def look_up(host: str, port: int) -> Address:
 
 @contextlib.contextmanager
 def _as_unreachable() -> Iterator[None]:
+    """Context manager that raises `UnreachableError` in place of a `VerbsError` of its block."""
     try:
         yield
     except VerbsError as error:
@@ -57,6 +60,10 @@ def _as_unreachable() -> Iterator[None]:
 
 
 def _check_private_data(data: "Buffer", limit: int) -> bytes:
+    """Return a copy of private data of at most `limit` bytes.
+
+    :raises ValueError: the data is longer.
+    """
     copied = bytes(data)
     if len(copied) > limit:
         raise ValueError(f"`private_data` must have at most {limit} bytes, got {len(copied)}")
@@ -94,8 +101,10 @@ class Identifier(HandleResource[core.Identifier]):
 
         An identifier from a listener is open already; entering its block only has it closed at the end.
 
+        :returns: the identifier itself.
         :raises VerbsError: rdma_create_id failed.
         :raises ClosedResourceError: the channel is closed, or the identifier was opened before.
+        :raises AffinityError: another event loop owns the channel; nothing was done.
         """
         if not self._from_listener:
             return await super().open()
@@ -104,6 +113,10 @@ class Identifier(HandleResource[core.Identifier]):
         return self
 
     def _open(self) -> None:
+        """Create the rdma_cm_id and its state machine, or take over the rdma_cm_id of a request.
+
+        :raises VerbsError: rdma_create_id failed.
+        """
         request, self._request = self._request, None
         if request is not None and request.identifier is not None:
             self._handle = request.identifier
@@ -121,6 +134,10 @@ class Identifier(HandleResource[core.Identifier]):
             self._lifecycle.label = f"with {format_address(self._handle.peer_address)}"
 
     def _open_state_machine(self) -> CmStateMachine:
+        """Return the state machine.
+
+        :raises ClosedResourceError: the identifier is not open.
+        """
         self._check_open()
         assert self._state_machine is not None
         return self._state_machine
@@ -129,6 +146,8 @@ class Identifier(HandleResource[core.Identifier]):
         """Return the state machine, after checking that the owner's loop is running; on failure nothing was changed.
 
         :param verb: the verb named in the error.
+        :raises ClosedResourceError: the identifier is not open.
+        :raises AffinityError: another event loop owns the channel.
         """
         state_machine = self._open_state_machine()
         assert self.owner is not None
@@ -167,27 +186,44 @@ class Identifier(HandleResource[core.Identifier]):
 
     @property
     def device_name(self) -> str | None:
-        """Name of the device that reaches the peer, to which the queue pair must belong. None before `resolve`."""
+        """Name of the device that reaches the peer, to which the queue pair must belong. None before `resolve`.
+
+        :raises ClosedResourceError: the identifier is not open.
+        """
         return self.handle.device_name
 
     @property
     def port_num(self) -> int:
-        """Port number of the device that reaches the peer; 0 before `resolve`."""
+        """Port number of the device that reaches the peer; 0 before `resolve`.
+
+        :raises ClosedResourceError: the identifier is not open.
+        """
         return self.handle.port_num
 
     @property
     def local_address(self) -> Address | None:
-        """Local address; None before `resolve`."""
+        """Host and port of this end; None before `resolve`.
+
+        :raises ClosedResourceError: the identifier is not open.
+        """
         return self.handle.local_address
 
     @property
     def peer_address(self) -> Address | None:
-        """Address of the peer; None before `resolve`."""
+        """Host and port of the peer; None before `resolve`.
+
+        :raises ClosedResourceError: the identifier is not open.
+        """
         return self.handle.peer_address
 
     @property
     def private_data(self) -> bytes:
-        """Private data of the peer's request or reply, padded with zeros to the length of the message's field."""
+        """Private data of the peer's request or reply, padded with zeros to the length of the message's field.
+
+        Empty before `connect` has returned, unless the identifier is from a listener.
+
+        :raises ClosedResourceError: the identifier is not open.
+        """
         return self._open_state_machine().private_data
 
     # ---- Active side
@@ -207,6 +243,7 @@ class Identifier(HandleResource[core.Identifier]):
         :raises BrokenResourceError: an earlier call failed: close the identifier.
         :raises BusyResourceError: another call on the identifier is in flight.
         :raises AffinityError: another event loop owns the channel; nothing was done.
+        :raises ClosedResourceError: the identifier is not open, or was closed meanwhile.
         """
         state_machine = self._owned_state_machine("rdma_resolve_addr")
         state_machine.check("resolve", CmState.NEW)
@@ -221,6 +258,12 @@ class Identifier(HandleResource[core.Identifier]):
     async def _resolve_destination(
         self, state_machine: CmStateMachine, address: Address, source_address: Address | None
     ) -> None:
+        """Resolve the address and the route, and enter RESOLVED.
+
+        :raises UnreachableError: no route, or no RDMA device for it.
+        :raises TimeoutError: the kernel found no route within a minute.
+        :raises Exception: as `CmStateMachine.expect`.
+        """
         await self._resolve_address(state_machine, address, source_address)
         with _as_unreachable():
             self.handle.resolve_route(_ROUTE_TIMEOUT_MS)
@@ -230,6 +273,13 @@ class Identifier(HandleResource[core.Identifier]):
     async def _resolve_address(
         self, state_machine: CmStateMachine, address: Address, source_address: Address | None
     ) -> None:
+        """Resolve the address: ``rdma_resolve_addr``, repeated until the peer's neighbour entry is found.
+
+        Without an answer this goes on for ever: the caller limits the time.
+
+        :raises UnreachableError: no route, or no RDMA device for it.
+        :raises Exception: as `CmStateMachine.expect`.
+        """
         # A neighbour's answer may arrive before the kernel begins to wait for it, as on a veth interface. The kernel
         # then looks again only when its timeout is over, so the first timeouts are short and each is longer than the
         # last.
@@ -261,7 +311,7 @@ class Identifier(HandleResource[core.Identifier]):
         :param timeout_s: limit in seconds; None: no limit.
         :param attributes: values that replace the negotiated ones: ``timeout``, ``retry_cnt``, ``rnr_retry``,
             ``min_rnr_timer``, ``max_rd_atomic``, ``max_dest_rd_atomic``. A negotiated ``retry_cnt`` or ``rnr_retry`` is
-            limited to 6; a value given here is not.
+            limited to 6; a value given here is not. ``max_rd_atomic`` can only lower the negotiated value.
         :returns: private data of the peer's reply, padded with zeros. The property `private_data` returns the same from
             then on.
         :raises ConnectionRejectedError: the peer rejected the connection, or has no listener at the port. `connect` may
@@ -276,6 +326,7 @@ class Identifier(HandleResource[core.Identifier]):
         :raises BrokenResourceError: an earlier call failed, other than by a rejection: close the identifier.
         :raises BusyResourceError: another call on the identifier is in flight.
         :raises AffinityError: another event loop owns the channel; nothing was done.
+        :raises ClosedResourceError: the identifier or queue pair is not open, or was closed meanwhile.
         """
         state_machine, data = self._validate(
             "connect", CmState.RESOLVED, qp, attributes, private_data, _MAX_REQUEST_DATA
@@ -336,6 +387,7 @@ class Identifier(HandleResource[core.Identifier]):
         :raises BrokenResourceError: the peer or the device went away.
         :raises BusyResourceError: another call on the identifier is in flight.
         :raises AffinityError: another event loop owns the channel; nothing was done.
+        :raises ClosedResourceError: the identifier or queue pair is not open, or was closed meanwhile.
         """
         state_machine, data = self._validate("accept", CmState.REQUESTED, qp, attributes, private_data, _MAX_REPLY_DATA)
         async with state_machine.step("accept", CmState.REQUESTED, timeout_s):
@@ -362,6 +414,9 @@ class Identifier(HandleResource[core.Identifier]):
         :raises VerbsError: rdma_reject failed.
         :raises QueuePairStateError: the identifier is not a pending request of a listener.
         :raises AffinityError: another event loop owns the channel; nothing was done.
+        :raises BrokenResourceError: the peer or the device went away.
+        :raises BusyResourceError: another call on the identifier is in flight.
+        :raises ClosedResourceError: the identifier is not open.
         """
         state_machine = self._owned_state_machine("rdma_reject")
         state_machine.check("reject", CmState.REQUESTED)
@@ -380,6 +435,7 @@ class Identifier(HandleResource[core.Identifier]):
         :raises TimeoutError: no answer within `timeout_s`; the identifier can only be closed.
         :raises DeviceRemovedError: the device was removed.
         :raises AffinityError: another event loop owns the channel; nothing was done.
+        :raises ClosedResourceError: the identifier is not open.
         """
         state_machine = self._connected_state_machine("rdma_disconnect")
         state_machine.disconnect()
@@ -396,10 +452,18 @@ class Identifier(HandleResource[core.Identifier]):
         :raises DeviceRemovedError: the device was removed.
         :raises QueuePairStateError: the identifier was not connected.
         :raises AffinityError: another event loop owns the channel; nothing was done.
+        :raises ClosedResourceError: the identifier is not open.
         """
         await self._connected_state_machine("rdma_get_cm_event").wait_disconnected()
 
     def _connected_state_machine(self, verb: str) -> CmStateMachine:
+        """Return the state machine of an identifier that is connected, or was.
+
+        :param verb: the verb named in the error.
+        :raises QueuePairStateError: the identifier was not connected.
+        :raises ClosedResourceError: the identifier is not open.
+        :raises AffinityError: another event loop owns the channel.
+        """
         state_machine = self._owned_state_machine(verb)
         if state_machine.state in (CmState.NEW, CmState.RESOLVED, CmState.REQUESTED, CmState.REJECTED):
             raise QueuePairStateError(f"{self!r} is not connected")
@@ -408,7 +472,14 @@ class Identifier(HandleResource[core.Identifier]):
     def _validate(
         self, operation: str, state: CmState, qp: QueuePair, attributes: QpAttrs, private_data: "Buffer", limit: int
     ) -> tuple[CmStateMachine, bytes]:
-        """Check the arguments of `connect` and `accept` before the peer is contacted."""
+        """Check the arguments of `connect` and `accept` before the peer is contacted.
+
+        :param operation: ``"connect"`` or ``"accept"``.
+        :param state: state that the identifier must be in.
+        :param limit: maximum length of the private data in bytes.
+        :returns: the state machine, and a copy of the private data.
+        :raises Exception: as `connect` and `accept`; nothing was done.
+        """
         state_machine = self._owned_state_machine(f"rdma_{operation}")
         state_machine.check(operation, state)
         check_queue_pair(qp, attributes)

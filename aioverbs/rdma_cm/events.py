@@ -38,7 +38,7 @@ class CmEventType(enum.IntEnum):
 
 
 class EventReceiver(Protocol):
-    """Receiver of an identifier's events."""
+    """Receiver of an identifier's events: a `CmStateMachine`, or the pending requests of a listener."""
 
     def on_event(self, event: core.Event) -> None:
         """Handle an event. Called on the channel's loop."""
@@ -54,6 +54,8 @@ class Dispatcher:
     """Dispatcher of a channel's events: reads them on the loop that opens the channel, and passes each to its receiver.
 
     The dispatcher holds no user's objects, so that forgotten ones can be collected.
+
+    :param channel: handle of the channel.
     """
 
     def __init__(self, channel: core.EventChannel) -> None:
@@ -74,6 +76,10 @@ class Dispatcher:
             each.disconnect()
 
     def _readable(self) -> None:
+        """Read events, at most 64 in one iteration of the loop, and pass each to its receiver.
+
+        If the channel cannot be read any more, all receivers fail. A request that no listener takes is destroyed.
+        """
         for _ in range(_EVENTS_PER_ITERATION):
             try:
                 event = self._channel.take_event()
@@ -104,6 +110,11 @@ class EventChannel(HandleResource[core.EventChannel]):
         return owner_for(ThreadModel.SINGLE)
 
     def _open(self) -> None:
+        """Create the channel, and read its events on the running event loop.
+
+        :raises LibraryNotFoundError: librdmacm is not installed.
+        :raises VerbsError: the kernel module rdma_ucm is not loaded, or the process may not use it.
+        """
         try:
             self._handle = core.EventChannel(self._lifecycle.owner)
         except VerbsError as error:

@@ -22,6 +22,10 @@ class _ConnectRequests:
     """Connection requests waiting at a listener.
 
     The lifecycle holds this object and not the user's `Listener`, so that a forgotten listener can be collected.
+
+    :param handle: handle of the listener's identifier.
+    :param channel: the open channel.
+    :param lifecycle: lifecycle of the listener.
     """
 
     def __init__(self, handle: core.Identifier, channel: EventChannel, lifecycle: Lifecycle) -> None:
@@ -43,6 +47,7 @@ class _ConnectRequests:
             self.fail(error_for_event("the listener", event))
 
     def _add_request(self, event: core.Event) -> None:
+        """Make an open `Identifier` of a request, and keep it for `next_identifier`; destroy it once closed."""
         assert event.identifier is not None
         channel = self._channel()
         if channel is None or self.closed:
@@ -59,7 +64,10 @@ class _ConnectRequests:
         self._condition.notify()
 
     def fail(self, error: Exception) -> None:
-        """Report to the waiting caller that no more requests come."""
+        """Report to the waiting caller that no more requests come.
+
+        :param error: exception that this caller and later ones get, after the pending requests.
+        """
         self._failure = error
         self._condition.notify()
 
@@ -69,6 +77,7 @@ class _ConnectRequests:
     async def next_identifier(self) -> Identifier:
         """Wait for the next request.
 
+        :returns: an open identifier, to be closed by the caller.
         :raises StopAsyncIteration: the listener was closed.
         :raises DeviceRemovedError: the device was removed.
         :raises VerbsError: the channel cannot be read any more.
@@ -99,9 +108,13 @@ class _ConnectRequests:
 class Listener(HandleResource[core.Identifier]):
     """Listener for connection requests: ``rdma_bind_addr`` and ``rdma_listen``. Made by `Channel.listener`.
 
-    ``async for`` returns an open `Identifier` for each request, to `Identifier.accept`, `Identifier.reject` or close.
-    Closing the listener ends the loop, rejects requests that were not returned, and leaves returned identifiers open.
-    If the device of the address is removed, the loop raises `DeviceRemovedError`.
+    ``async for`` gives an open `Identifier` for each request, to `Identifier.accept` or `Identifier.reject`. The caller
+    closes the identifier in each case. Closing the listener ends the loop, rejects requests that were not returned, and
+    leaves returned identifiers open.
+
+    The loop raises `DeviceRemovedError` if the device of the address is removed, `VerbsError` if the channel cannot be
+    read any more, `AffinityError` if another event loop owns the channel, and `ClosedResourceError` if the listener was
+    never opened.
 
     Opening raises `VerbsError` with EADDRINUSE or EADDRNOTAVAIL, or with ENODEV if no RDMA device has the address.
     """
@@ -124,9 +137,12 @@ class Listener(HandleResource[core.Identifier]):
     async def open(self) -> Self:
         """Resolve the host and begin to listen.
 
+        :returns: the listener itself.
         :raises OSError: the name has no address.
         :raises VerbsError: EADDRINUSE, EADDRNOTAVAIL, or ENODEV if no RDMA device has the address.
         :raises ValueError: the port is not in 0..65535.
+        :raises ClosedResourceError: the channel is closed, or the listener was opened before.
+        :raises AffinityError: another event loop owns the channel.
         """
         if self._host is not None:
             self._bind_address = await look_up(self._host, self._port)
@@ -144,7 +160,10 @@ class Listener(HandleResource[core.Identifier]):
 
     @property
     def address(self) -> Address:
-        """Address and port at which the listener listens."""
+        """Host and port at which the listener listens.
+
+        :raises ClosedResourceError: the listener is not open.
+        """
         address = self.handle.local_address
         assert address is not None
         return address

@@ -33,9 +33,11 @@ _PLACEHOLDERS = QpAttrs(
 def check_queue_pair(qp: QueuePair, attributes: QpAttrs) -> None:
     """Check that rdma_cm can connect a queue pair with these attributes.
 
+    :param attributes: attributes that the caller of `Identifier.connect` or `Identifier.accept` sets.
     :raises ValueError: the queue pair is not of type RC.
     :raises VerbsError: EOPNOTSUPP: the queue pair belongs to the software device.
     :raises TransitionError: the queue pair is neither in RESET nor in INIT, or an attribute is not valid.
+    :raises ClosedResourceError: the queue pair is not open.
     """
     if qp.handle.context.software:
         advice = "the software device has no IP address: connect its queue pairs by QueuePair.connect"

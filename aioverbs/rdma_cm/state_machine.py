@@ -70,7 +70,12 @@ _IGNORED_EVENTS = {CmEventType.ADDR_CHANGE, CmEventType.TIMEWAIT_EXIT}
 
 
 def error_for_event(verb: str, event: core.Event) -> Exception:
-    """Return the exception for an event other than the expected one."""
+    """Return the exception for an event other than the expected one.
+
+    :param verb: the verb named in the error.
+    :returns: `ConnectionRejectedError`, `TimeoutError`, `UnreachableError`, `DeviceRemovedError` or
+        `BrokenResourceError`, by the type of the event.
+    """
     kind, number = event.event_type, abs(event.status)
     if kind == CmEventType.REJECTED:
         return ConnectionRejectedError(event.status, event.private_data)
@@ -128,7 +133,10 @@ class CmStateMachine:
     # ---- Events
 
     def on_event(self, event: core.Event) -> None:
-        """Handle an event. Called on the channel's loop."""
+        """Handle an event. Called on the channel's loop.
+
+        A step in flight takes the event by `expect`; without a step it is handled at once.
+        """
         if event.event_type == CmEventType.DEVICE_REMOVAL:
             self.fail(error_for_event("the connection", event))
         elif event.event_type not in _IGNORED_EVENTS:
@@ -138,10 +146,14 @@ class CmStateMachine:
         self._condition.notify()
 
     def fail(self, error: Exception) -> None:
-        """Enter FAILED: the device or the channel is gone."""
+        """Enter FAILED: the device or the channel is gone.
+
+        :param error: exception that waiting and later calls get.
+        """
         self._end(CmState.FAILED, error)
 
     def _handle_unexpected_events(self) -> None:
+        """Handle the events that no step has taken: enter ENDED if the peer disconnected, FAILED after an error."""
         while self._events:
             event = self._events.popleft()
             was_connected = self.state in (CmState.CONNECTED, CmState.DISCONNECTING)
@@ -154,6 +166,11 @@ class CmStateMachine:
                 self._end(CmState.FAILED, error_for_event("the connection", event))
 
     def _end(self, state: CmState, failure: Exception | None = None) -> None:
+        """Enter a final state or REJECTED, and report the end to the callback of `watch`, else move the queue pair to
+        ERR.
+
+        :param failure: exception that later calls get; None: none.
+        """
         if self.state not in (CmState.ENDED, CmState.FAILED):
             self.state, self._failure = state, failure
         if self._on_end is not None:
@@ -174,6 +191,7 @@ class CmStateMachine:
             on_end(self._end_cause())
 
     def _end_cause(self) -> Exception:
+        """Return the exception that describes the end."""
         return self._failure or BrokenResourceError("the peer disconnected")
 
     def _flush(self) -> None:
@@ -183,6 +201,7 @@ class CmStateMachine:
             self._to_error(qp)
 
     def _to_error(self, qp: QueuePair) -> None:
+        """Move a queue pair to ERR, or soon if a thread is inside a verb. Once closed or lost, do nothing."""
         try:
             if qp.query().qp_state not in (QpState.RESET, QpState.ERR):
                 qp.to_error()
@@ -205,7 +224,9 @@ class CmStateMachine:
         An error, cancellation or timeout in the body enters FAILED, a rejection by the peer REJECTED.
 
         :param operation: name of the step for messages.
+        :param needed: state that the identifier must be in.
         :param timeout_s: limit in seconds; None: no limit.
+        :returns: context manager that gives None.
         :raises TimeoutError: the limit passed.
         :raises QueuePairStateError: as `check`; so are BrokenResourceError and BusyResourceError.
         """
@@ -251,6 +272,7 @@ class CmStateMachine:
         """Wait for the next event, and check that it is of type `kind`.
 
         :param verb: the verb named in errors.
+        :param kind: type of the expected event.
         :returns: the event.
         :raises ClosedResourceError: the identifier was closed meanwhile.
         :raises Exception: an event of another type arrived: the exception that `error_for_event` returns for it. Or the
@@ -264,6 +286,12 @@ class CmStateMachine:
         return event
 
     def _check_usable(self, verb: str) -> None:
+        """Check that the identifier was not closed and has not failed.
+
+        :param verb: the verb named in the error.
+        :raises ClosedResourceError: the identifier was closed meanwhile.
+        :raises Exception: the failure.
+        """
         if self._closed:
             raise ClosedResourceError(f"{verb}: the identifier was closed meanwhile")
         if self._failure is not None:
@@ -279,7 +307,12 @@ class CmStateMachine:
             raise ValueError(f"{qp!r} is of device {qp.handle.context.name}, but the route to the peer uses {name}")
 
     def to_init(self, qp: QueuePair, access: AccessFlags | None) -> None:
-        """Move the queue pair to INIT, in which receives can be posted."""
+        """Move the queue pair to INIT, in which receives can be posted.
+
+        :param access: access that the peer gets; None: unchanged.
+        :raises VerbsError: a verb failed.
+        :raises TransitionError: the queue pair is in another state than RESET and INIT.
+        """
         proposed = self.handle.init_qp_attr(QpState.INIT)
         changes = QpAttrs(pkey_index=proposed.get("pkey_index", 0), port_num=proposed.get("port_num", 1))
         if access is not None:
@@ -295,6 +328,7 @@ class CmStateMachine:
         :returns: the attributes that were applied.
         :raises ClosedResourceError: the identifier was closed meanwhile.
         :raises Exception: the failure that ended the identifier meanwhile.
+        :raises VerbsError: a verb failed.
         """
         limits = limits_for(qp, self.handle.port_num)
         self._qp = qp
@@ -319,7 +353,7 @@ class CmStateMachine:
     # ---- Disconnecting
 
     def disconnect(self) -> None:
-        """Move the queue pair to ERR and notify the peer, if connected."""
+        """Move the queue pair to ERR and notify the peer, if connected. Does not wait: see `wait_disconnected`."""
         if self.state is not CmState.CONNECTED:
             return
         self.state = CmState.DISCONNECTING

@@ -199,7 +199,7 @@ class Connecting(OwnedBlock[Connection]):
         return self._make().__await__()
 
     async def _begin(self) -> Connection:
-        """Make the connection of the block."""
+        """Make the connection of the block, and return it."""
         self._connection = await self._make()
         return self._connection
 

@@ -576,12 +576,16 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         """Post an RDMA write to memory that the peer granted: `QueuePair.write`.
 
         :param local: registered memory to read from, one region or slice, or a list of slices.
-        :param remote: the peer's grant, or a slice of it; at least as long as `local`.
+        :param remote: the peer's grant, or a slice of it; as many bytes as `local`.
         :param fence: start after all earlier reads and atomics on this connection are done (IBV_SEND_FENCE).
-        :returns: an operation to await. Cancelling the await follows the rules of `QueuePair.write`.
+        :returns: an operation to await, until the peer's device has acknowledged the data. Cancelling the await follows
+            the rules of `QueuePair.write`.
         :raises GrantRevokedError: the peer has revoked the grant; nothing was done.
         :raises ClosedResourceError: the connection is closed.
         :raises AffinityError: another event loop owns the connection; nothing was done.
+        :raises BrokenResourceError: the connection is broken.
+        :raises ValueError: an argument is out of range, or has a wrong length; nothing was done.
+        :raises WorkCompletionError: when awaited: the request failed, and the connection breaks.
         """
         return self._qp_for("write").write(local, self._region_of(remote), fence=fence)
 
@@ -589,12 +593,15 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         """Post an RDMA read of memory that the peer granted: `QueuePair.read`.
 
         :param local: registered memory to write to, one region or slice, or a list of slices.
-        :param remote: the peer's grant, or a slice of it; at least as long as `local`.
+        :param remote: the peer's grant, or a slice of it; as many bytes as `local`.
         :param fence: start after all earlier reads and atomics on this connection are done (IBV_SEND_FENCE).
-        :returns: an operation to await.
+        :returns: an operation to await, until the data is in `local`.
         :raises GrantRevokedError: the peer has revoked the grant; nothing was done.
         :raises ClosedResourceError: the connection is closed.
         :raises AffinityError: another event loop owns the connection; nothing was done.
+        :raises BrokenResourceError: the connection is broken.
+        :raises ValueError: an argument is out of range, or has a wrong length; nothing was done.
+        :raises WorkCompletionError: when awaited: the request failed, and the connection breaks.
         """
         return self._qp_for("read").read(local, self._region_of(remote), fence=fence)
 
@@ -611,6 +618,9 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         :raises GrantRevokedError: the peer has revoked the grant; nothing was done.
         :raises ClosedResourceError: the connection is closed.
         :raises AffinityError: another event loop owns the connection; nothing was done.
+        :raises BrokenResourceError: the connection is broken.
+        :raises ValueError: an argument is out of range, or has a wrong length; nothing was done.
+        :raises WorkCompletionError: when awaited: the request failed, and the connection breaks.
         """
         return self._qp_for("compare_and_swap").compare_and_swap(self._region_of(remote), compare, swap, fence=fence)
 
@@ -624,6 +634,9 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         :raises GrantRevokedError: the peer has revoked the grant; nothing was done.
         :raises ClosedResourceError: the connection is closed.
         :raises AffinityError: another event loop owns the connection; nothing was done.
+        :raises BrokenResourceError: the connection is broken.
+        :raises ValueError: an argument is out of range, or has a wrong length; nothing was done.
+        :raises WorkCompletionError: when awaited: the request failed, and the connection breaks.
         """
         return self._qp_for("fetch_and_add").fetch_and_add(self._region_of(remote), add, fence=fence)
 
@@ -636,14 +649,15 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         other.
 
         :param local: registered memory to read from, one region or slice, or a list of slices.
-        :param remote: the peer's grant, or a slice of it; at least as long as `local`.
+        :param remote: the peer's grant, or a slice of it; as many bytes as `local`.
         :param immediate: immediate data, 0..2**32-1.
         :param fence: start after all earlier reads and atomics on this connection are done (IBV_SEND_FENCE).
         :raises GrantRevokedError: the peer has revoked the grant; nothing was done.
         :raises BrokenResourceError: the connection is broken.
         :raises ClosedResourceError: the connection is closed, or `send_eof` was called.
-        :raises ValueError: `immediate` does not fit in 32 bits.
+        :raises ValueError: `immediate` does not fit in 32 bits, or `local` and `remote` differ in length.
         :raises AffinityError: another event loop owns the connection; nothing was done.
+        :raises WorkCompletionError: the write failed, and the connection breaks.
         """
         channel = self._open_channel()
         channel.check_caller("write_with_immediate")  # all checks come before the write is posted

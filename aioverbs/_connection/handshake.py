@@ -261,7 +261,7 @@ class Reject:
 
 
 def _printable(data: bytes) -> str:
-    """Decode text of the peer, with unprintable characters replaced.
+    """Return text of the peer, decoded, with unprintable characters replaced.
 
     The peer must not write lines into logs or control a terminal.
     """

@@ -404,6 +404,7 @@ class Acceptor:
             pending.refuse(reason)
 
     def _on_task_done(self, task: asyncio.Task[None]) -> None:
+        """Forget a task that has ended. A task cancelled before its first step counts as refused."""
         pending = self._tasks.pop(task)
         pending.refuse("cancelled")  # cancelled before its first step
 

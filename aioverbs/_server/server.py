@@ -299,8 +299,9 @@ def listen(
         one ends or has taken half a second; then the oldest is cancelled, peers that have sent nothing first.
     :param max_connections: number of open connections, 1 or more; further peers are refused. None: no limit.
     :param backlog: number of peers that the kernel queues until they are accepted.
-    :returns: a listener to open with ``async with``.
+    :returns: a listener to open with ``async with``. It listens when it is open, not before.
     :raises ValueError: an argument is out of range, or `transport` and `ssl` exclude each other.
+    :raises Exception: whatever the function `ssl` raised, which is called here in this process.
     """
     accept_settings = _accept_settings(
         transport, ssl, secret, settings, handshake_timeout_s, max_handshakes, max_connections
@@ -609,9 +610,10 @@ def serve(
     :param max_connections: number of open connections, 1 or more; further peers are refused. None: no limit.
     :param backlog: number of peers that the kernel queues until they are accepted.
     :param drain_timeout_s: time in seconds that handlers have to end when the server stops.
-    :returns: a server to open with ``async with``.
+    :returns: a server to open with ``async with``. It listens when it is open, not before.
     :raises ValueError: an argument is out of range, not exactly one of `domain` and `pool` is given, or arguments
         exclude each other.
+    :raises Exception: whatever the function `ssl` raised, which is called here in this process.
     """
     accept_settings = _accept_settings(
         transport, ssl, secret, settings, handshake_timeout_s, max_handshakes, max_connections

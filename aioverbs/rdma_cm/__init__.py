@@ -35,11 +35,14 @@ class Channel(EventChannel):
     """
 
     def identifier(self) -> Identifier:
-        """Return an `Identifier` for an outgoing connection. It is not open yet: use ``async with``."""
+        """Return an `Identifier` for an outgoing connection.
+
+        It is not open yet: ``async with`` opens it, and closes it at the end of the block.
+        """
         return Identifier(self)
 
     def listener(self, host: str | None = None, port: int = 0, *, backlog: int = 128) -> Listener:
-        """Return a `Listener`. It is not open yet: use ``async with``.
+        """Return a `Listener`. It is not open yet: ``async with`` opens it, and closes it at the end of the block.
 
         :param host: address or name to listen at; None: all IPv4 addresses of this machine.
         :param port: port to listen at, 0..65535; 0: a free port.

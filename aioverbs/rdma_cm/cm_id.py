@@ -94,6 +94,7 @@ class Identifier(HandleResource[core.Identifier]):
         self._from_listener = request is not None
 
     def _owner(self) -> Affinity | None:
+        """Return the owner of the channel: the event loop that opened it."""
         return self._channel.owner
 
     async def open(self) -> Self:

@@ -107,6 +107,7 @@ class EventChannel(HandleResource[core.EventChannel]):
     _dispatcher: Dispatcher  # set by `_open`
 
     def _owner(self) -> Affinity | None:
+        """Return the running event loop, as the owner of the channel."""
         return owner_for(ThreadModel.SINGLE)
 
     def _open(self) -> None:

@@ -132,6 +132,7 @@ class Listener(HandleResource[core.Identifier]):
         self._bind_address: Address = ("0.0.0.0", port)
 
     def _owner(self) -> Affinity | None:
+        """Return the owner of the channel: the event loop that opened it."""
         return self._channel.owner
 
     async def open(self) -> Self:
@@ -149,6 +150,10 @@ class Listener(HandleResource[core.Identifier]):
         return await super().open()
 
     def _open(self) -> None:
+        """Bind to the address and begin to listen.
+
+        :raises VerbsError: EADDRINUSE, EADDRNOTAVAIL, or ENODEV if no RDMA device has the address.
+        """
         self._handle = core.Identifier(self._channel.handle)
         self._lifecycle.hold(self._handle)
         self._handle.bind_addr(self._bind_address)

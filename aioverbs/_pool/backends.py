@@ -45,7 +45,10 @@ class ThreadBackend:
         return None
 
     def open(self) -> None:
-        """Check that an asyncio event loop is running."""
+        """Check that an asyncio event loop is running.
+
+        :raises RuntimeError: none is running.
+        """
         running_loop()
 
     def spawn(self, supervisor: Supervisor, number: int, counts: Counts) -> WorkerHandle:
@@ -53,11 +56,15 @@ class ThreadBackend:
         return ThreadWorker(supervisor, number, counts, self._device, self._pd, self._settings)
 
     def make_payload(self, function: Callable[..., Any], args: tuple[Any, ...]) -> object:
-        """Return a call of a function in the form that the workers take."""
+        """Return a call of a function in the form that `Supervisor.send` takes: a tuple of function and arguments."""
         return function, args
 
     def socket_call_factory(self, function: Callable[..., Any], args: tuple[Any, ...]) -> SocketCallFactory:
-        """Return a function that makes calls with a socket and a callback as first arguments."""
+        """Return a function that makes calls with a socket and a callback as first arguments.
+
+        :param function: function that takes a socket, a callback that takes a bool, and the arguments.
+        :param args: further positional arguments of the function.
+        """
         return lambda sock, report: (function, (sock, report, *args))
 
 
@@ -72,11 +79,18 @@ class ProcessBackend(ThreadBackend):
         self._shared: SharedProtectionDomain | None = None
 
     def owner(self) -> Affinity | None:
-        """Return the running loop, which communicates with the workers."""
+        """Return the running loop, which communicates with the workers.
+
+        :raises RuntimeError: no asyncio event loop is running.
+        """
         return Affinity.of_running_loop()
 
     def open(self) -> None:
-        """Share the protection domain, if the device can share it between processes."""
+        """Share the protection domain, if the device can share it between processes.
+
+        :raises VerbsError: the domain cannot be shared for another reason than EOPNOTSUPP.
+        :raises RuntimeError: no asyncio event loop is running.
+        """
         self._owner = Affinity.of_running_loop()
         key = secrets.randbits(64)
         shared = self._pd.share(key)
@@ -97,7 +111,7 @@ class ProcessBackend(ThreadBackend):
         return ProcessWorker(supervisor, number, counts, self._owner, self._process_settings, self._shared)
 
     def make_payload(self, function: Callable[..., Any], args: tuple[Any, ...]) -> object:
-        """Return a pickled call of a function.
+        """Return a call of a function, pickled, in the form that `Supervisor.send` takes.
 
         :raises pickle.PicklingError: the function or an argument cannot be pickled; `pickle` may raise other exceptions
             instead.
@@ -105,5 +119,10 @@ class ProcessBackend(ThreadBackend):
         return pickled_call(function, args)
 
     def socket_call_factory(self, function: Callable[..., Any], args: tuple[Any, ...]) -> SocketCallFactory:
-        """Return a function that makes calls with a socket and a callback as first arguments."""
+        """Return a function that makes calls with a socket and a callback as first arguments.
+
+        :param function: function that takes a socket, a callback that takes a bool, and the arguments.
+        :param args: further positional arguments of the function.
+        :raises pickle.PicklingError: see `make_payload`.
+        """
         return functools.partial(SocketCall, pickled_call(function, args))

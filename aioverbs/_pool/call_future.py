@@ -53,10 +53,10 @@ class CallFuture(concurrent.futures.Future[T]):
             self._withdraw = self._poll = None
 
     def settle(self, result: T | None, error: BaseException | None) -> None:
-        """Set the result or the error of the call.
+        """Set the result or the error of the call, and wake all waiters. Call once, from any thread.
 
         :param result: result of the function, if `error` is None.
-        :param error: exception of the call; None if the function returned.
+        :param error: exception of the call; None if the function returned. `asyncio.CancelledError` cancels the future.
         """
         self._withdraw = self._poll = None
         if isinstance(error, asyncio.CancelledError):
@@ -78,6 +78,10 @@ class CallFuture(concurrent.futures.Future[T]):
         return False
 
     def _check_process(self) -> None:
+        """Check that the call was not in flight at the fork that made this process.
+
+        :raises ForkedProcessError: the call was in flight then.
+        """
         if self._belongs_to_parent():
             raise ForkedProcessError(f"the {type(self).__name__}")  # repr(self) would take the lock
 
@@ -130,7 +134,8 @@ class CallFuture(concurrent.futures.Future[T]):
 
         :returns: the result of the function.
         :raises ForkedProcessError: the call was in flight at the fork that made this process.
-        :raises asyncio.CancelledError: the call was cancelled.
+        :raises asyncio.CancelledError: the call or the waiting task was cancelled.
+        :raises RuntimeError: no asyncio event loop is running.
         :raises Exception: as for `WorkerPool.run`, or whatever the function raised.
         """
         self._check_process()

@@ -10,6 +10,8 @@ def pickled_error(error: BaseException) -> bytes:
     """Pickle an exception and the text of its traceback.
 
     An exception that cannot be pickled and unpickled is replaced by a `RuntimeError` with its type and message.
+
+    :returns: bytes for `unpickled_error`.
     """
     text = "".join(traceback.format_exception(error))
     try:
@@ -23,6 +25,8 @@ def pickled_error(error: BaseException) -> bytes:
 
 def unpickled_error(payload: bytes) -> BaseException:
     """Return the exception that `pickled_error` pickled, with a note that contains the original traceback.
+
+    An exception that cannot be unpickled here is replaced by a `RuntimeError`.
 
     :param payload: result of `pickled_error`.
     """

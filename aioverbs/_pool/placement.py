@@ -66,7 +66,7 @@ class LeastLoaded:
 
 
 def rendezvous(key: Key, workers: Sequence[int]) -> int:
-    """Return the worker that a key belongs to. The result is the same in every process and in every run.
+    """Return the number of the worker that a key belongs to. The result is the same in every process and in every run.
 
     Each worker has a score for each key, and the highest score wins (rendezvous hashing, Thaler and Ravishankar 1998).
     The keys of a worker that is removed are distributed evenly over the others, a worker that is added takes an equal
@@ -81,6 +81,10 @@ def rendezvous(key: Key, workers: Sequence[int]) -> int:
 
 
 def _key_bytes(key: Key) -> bytes:
+    """Return the bytes of a key that are hashed.
+
+    :raises TypeError: the key is not a string, bytes or an integer.
+    """
     if isinstance(key, str):
         return b"b" + key.encode("utf-8", "surrogatepass")
     if isinstance(key, bytes | bytearray | memoryview):

@@ -51,7 +51,7 @@ _serials = itertools.count(1)
 
 @dataclass(frozen=True)
 class PoolStatistics(ResourceStatistics):
-    """Counts of a pool at one moment.
+    """Counts of a pool at one moment. Made by `WorkerPool.statistics`.
 
     :param workers: counts of each worker, ordered by worker number.
     """
@@ -71,7 +71,8 @@ class WorkerPool(Resource):
     of all workers. A function that runs on a worker gets the worker's domain from `current_worker`.
 
     ``async with`` opens the pool. The end of the block waits for all calls, including calls of `start_soon` that
-    nothing awaits. If the block raises an exception, the calls are cancelled.
+    nothing awaits, and raises `BrokenResourceError` if a worker died and was not replaced. If the block raises an
+    exception, the calls are cancelled.
 
     With `processes` the workers do not share the lock of one interpreter. Each worker process is a new interpreter that
     imports the main module as the processes of `multiprocessing` do. Functions, arguments and results are pickled, and
@@ -98,6 +99,7 @@ class WorkerPool(Resource):
         that, processes are killed.
     :param processes: True for worker processes, False for threads.
     :raises ValueError: `size` is less than 1, or `loop` or `on_worker_death` is none of the values above.
+    :raises TypeError: `pd` is no domain, or the allocator lacks the methods of `Allocator`.
     :raises ImportError: uvloop is not installed.
     """
 
@@ -145,7 +147,10 @@ class WorkerPool(Resource):
 
     @property
     def pd(self) -> ProtectionDomain:
-        """Protection domain of the pool, over which the workers' domains are."""
+        """Protection domain of the pool, over which the workers' domains are, unless processes cannot share it.
+
+        The pool opens and closes it, unless it was passed to the constructor.
+        """
         return self._pd
 
     def _owner(self) -> Affinity | None:
@@ -199,6 +204,7 @@ class WorkerPool(Resource):
         :raises ClosedResourceError: the pool is not open.
         :raises ForkedProcessError: the pool was opened in the process that this one was forked from.
         :raises BusyResourceError: a function that runs on a worker of this pool called this, and would wait for itself.
+        :raises RuntimeError: calls are in flight, and no asyncio event loop is running.
         """
         self._check_open()
         self._check_not_on_worker()
@@ -208,8 +214,11 @@ class WorkerPool(Resource):
     async def stop(self, deadline_s: float | None = None) -> None:
         """Drain the pool up to a deadline, cancel the remaining calls, end the workers, and close the pool.
 
-        Calls that are cancelled raise `ClosedResourceError`. If this is cancelled while it drains, the deadline has
-        come: the remaining calls are cancelled, the pool is closed, and then the cancellation is raised.
+        Calls that are cancelled raise `ClosedResourceError`. Closing takes up to two times `grace_s` longer than the
+        deadline. A pool that is closed or was never opened stays as it is.
+
+        If this is cancelled while it drains, the deadline has come: the remaining calls are cancelled, the pool is
+        closed, and then the cancellation is raised.
 
         :param deadline_s: seconds to wait for calls before they are cancelled; None: no limit.
         :raises AffinityError: the workers are processes, and another event loop opened the pool. Nothing was done.
@@ -229,6 +238,7 @@ class WorkerPool(Resource):
         await self._close()
 
     async def _close(self) -> None:
+        """Cancel the calls, end the workers, and close the pool and its own protection domain. Raises as `stop`."""
         try:
             await super().aclose()
         except BaseException as error:
@@ -239,6 +249,7 @@ class WorkerPool(Resource):
             await self._pd.aclose()
 
     async def _close_after_error(self, error: BaseException) -> None:
+        """Close the pool after an error, which gets a note if closing fails."""
         try:
             await self._close()
         except Exception as another:
@@ -249,6 +260,10 @@ class WorkerPool(Resource):
         return self._is_own_pd and self.state in (ResourceState.NEW, ResourceState.CLOSED)
 
     def _check_not_on_worker(self) -> None:
+        """Check that the caller does not run on a worker thread of this pool.
+
+        :raises BusyResourceError: the caller runs on one.
+        """
         if self._supervisor.is_on_worker():
             raise BusyResourceError(
                 f"{self!r} cannot be drained or closed by a function that runs on it: call from outside of the pool"
@@ -367,7 +382,8 @@ class WorkerPool(Resource):
         :param args: positional arguments of the function.
         :param worker: number of the worker, 0..size-1; None: `key` or the pool's `placement` chooses the worker.
         :param key: string, bytes or integer. Calls with equal keys run on the same worker.
-        :returns: future of the call. Its end raises `WorkerDiedError` and the exceptions of the function as `run` does.
+        :returns: future of the call. Waiting for it raises `WorkerDiedError` and the exceptions of the function, as
+            `run` does.
         :raises ClosedResourceError: the pool is not open.
         :raises BrokenResourceError: a worker died before and was not replaced.
         :raises ForkedProcessError: the pool was opened in the process that this one was forked from.
@@ -389,6 +405,11 @@ class WorkerPool(Resource):
         worker: int | None,
         key: Key | None,
     ) -> PendingCall:
+        """Send a call to a worker. Raises as `start_soon`.
+
+        :param outcome: receiver of the result.
+        :returns: the call, which can be withdrawn.
+        """
         self._check_open()
         return self._supervisor.send(self._backend.make_payload(function, args), outcome, worker, key)
 
@@ -430,6 +451,7 @@ class WorkerPool(Resource):
         :param key: function that returns the key of an item, as for `run`; None: the pool's `placement` chooses.
         :returns: list of the results.
         :raises ValueError: `limit` is less than 1.
+        :raises RuntimeError: no asyncio event loop is running.
         :raises Exception: whatever the first failing call, `items` or `key` raised. See `run` for the exceptions of
             calls.
         """
@@ -496,19 +518,23 @@ def socket_call_factory_for(pool: WorkerPool, function: Callable[..., Any], *arg
 
 
 def send_socket_call(pool: WorkerPool, payload: object, outcome: ResultSink[Any], key: Key | None) -> PendingCall:
-    """Send a call that a function from `socket_call_factory_for` made. Raises as `WorkerPool.run`.
+    """Send a call that a function from `socket_call_factory_for` made. Raises as `WorkerPool.start_soon`.
 
     :param pool: pool for whose workers the call was made.
     :param payload: call as the factory returned it.
     :param outcome: receiver of the result.
     :param key: string, bytes or integer that chooses the worker; None: the pool's `placement` chooses.
+    :returns: the call, which can be withdrawn.
     """
     check_open(pool)
     return pool._supervisor.send(payload, outcome, None, key)
 
 
 async def wait_while_accepting_calls(pool: WorkerPool) -> None:
-    """Wait until a pool takes no more calls because it is closing, closed or broken."""
+    """Wait until a pool takes no more calls because it is closing, closed or broken.
+
+    :raises RuntimeError: the pool takes calls, and no asyncio event loop is running.
+    """
     await pool._supervisor.wait_while(pool._supervisor.accepts_calls)
 
 
@@ -523,8 +549,9 @@ def check_unbroken(pool: WorkerPool) -> None:
 async def _end_workers(supervisor: Supervisor, grace_s: float) -> None:
     """Cancel all calls that wait or run, and end all workers.
 
-    :param grace_s: time in seconds that the calls have to end, and then the workers.
-    :raises BusyResourceError: a worker does not end and cannot be ended by force.
+    :param grace_s: time in seconds that the calls have to end, and then again the workers. After that, processes are
+        killed.
+    :raises BusyResourceError: a thread does not end, and cannot be ended by force. It is left running.
     """
     supervisor.cancel()
     with anyio.move_on_after(grace_s):  # no second cancellation: it could interrupt cleanup

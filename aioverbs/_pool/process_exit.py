@@ -138,10 +138,12 @@ class ExitWatch:
 
 
 def _live_watches() -> "list[ExitWatch]":
+    """Return the watches that are started and not closed."""
     return [watch for ref in tuple(_watches) if (watch := ref()) is not None]
 
 
 def _before_fork() -> None:
+    """Disarm all watches, so that the copies of their loops in the forked child see no event."""
     global _has_forked
     _has_forked = True
     for watch in _live_watches():
@@ -149,11 +151,13 @@ def _before_fork() -> None:
 
 
 def _after_fork_in_parent() -> None:
+    """Let all watches poll from now on, because they get no events any more."""
     for watch in _live_watches():
         watch._poll_after_fork()
 
 
 def _after_fork_in_child() -> None:
+    """Close the pidfds of all watches, which belong to the parent."""
     global _has_forked
     _has_forked = False  # no other process has copies of the loops that are made in this one
     for watch in _live_watches():

@@ -89,7 +89,8 @@ class SpawnedWorker:
         """Run the worker until the pool stops it or is gone.
 
         :param parent_sentinel: descriptor that shows the end of the parent process; the link is used for that instead.
-        :returns: exit status of the process.
+        :returns: exit status of the process: 0.
+        :raises BaseException: an error ended the loop; the process exits with a traceback.
         """
         os.close(parent_sentinel)
         sock, fd_channel = socket.socket(fileno=self.link), socket.socket(fileno=self.fd_channel)
@@ -121,10 +122,12 @@ class _ReceivedCall(CrossLoopCall[Any]):
 
     @staticmethod
     def _call(payload: bytes) -> Any:
+        """Call the pickled function, and return its result."""
         function, args = pickle.loads(payload)
         return function(*args)
 
     def settle(self, result: object, error: BaseException | None) -> None:
+        """Send the result or the error to the pool."""
         if self._process.is_ending():
             return  # the pool ends all calls when the process exits
         self._process.calls.pop(self._number, None)
@@ -145,6 +148,7 @@ class _ReceivedCall(CrossLoopCall[Any]):
             link.send(FrameType.ERROR, self._number, pickled_error(error))
 
     def cancellation(self) -> BaseException:
+        """Return a `CancelledError`."""
         return asyncio.CancelledError()  # the pool knows whether it cancelled the call
 
     def leave(self, error: BaseException) -> None:
@@ -162,14 +166,17 @@ class _ReceivedSocketCall(_ReceivedCall):
         self._function = self._call_with_socket
 
     def _call_with_socket(self, payload: bytes) -> Any:
+        """Call the pickled function with the socket and the callback, and return its result."""
         function, args = _unpickled(payload)
         return function(self._socket, self._report, *args)
 
     def _report(self, value: bool) -> None:
+        """Send a bool that the function reports to the pool."""
         if self._process.link is not None:
             self._process.link.send(FrameType.REPORT, self._number, b"1" if value else b"")
 
     def settle(self, result: object, error: BaseException | None) -> None:
+        """Close the socket, and send the result or the error to the pool."""
         self._socket.close()  # if the function was not called
         super().settle(result, error)
 
@@ -202,7 +209,10 @@ class _WorkerProcess:
         self.calls: dict[int, _ReceivedCall] = {}
 
     async def serve(self) -> None:
-        """Start the worker, execute calls until the pool stops it or is gone, and close everything."""
+        """Start the worker, execute calls until the pool stops it or is gone, and close everything.
+
+        If the worker cannot be started, send the error to the pool, and return.
+        """
         self._main_task = asyncio.current_task()
         async with contextlib.AsyncExitStack() as stack:
             stack.push_async_callback(self._close_link)
@@ -223,13 +233,18 @@ class _WorkerProcess:
             await self._stop.wait()
 
     async def _close_link(self) -> None:
+        """Close the link, if there is one, and wait until pending frames were sent."""
         if self.link is not None:
             self.link.close()
             await asyncio.wait([self.link.disconnected])
 
     @contextlib.asynccontextmanager
     async def _open_device_and_pd(self) -> AsyncGenerator[tuple[Device, ProtectionDomain], None]:
-        """Open the device and the protection domain: the pool's, if it can be shared, or else a new one."""
+        """Open the device and the protection domain: the pool's, if it can be shared, or else a new one.
+
+        :returns: context manager that yields both, and closes them at the end. Entering it raises the exceptions of
+            `import_device` or `open_device`, and `VerbsError`.
+        """
         settings = self._settings
         if settings.shared is None:
             async with (
@@ -253,6 +268,7 @@ class _WorkerProcess:
             yield device, pd
 
     def _on_frame(self, frame_type: FrameType, number: int, payload: bytes) -> None:
+        """Handle a frame from the pool: start or cancel a call, or stop the worker."""
         if frame_type is FrameType.CALL:
             self._start_call(number, _ReceivedCall(self, number, payload))
         elif frame_type is FrameType.SOCKET_CALL:
@@ -270,6 +286,7 @@ class _WorkerProcess:
             self._stop.set()
 
     def _start_call(self, number: int, call: _ReceivedCall) -> None:
+        """Start a received call in the next turn of the loop."""
         self.calls[number] = call
         self.worker.loop.call_soon(call.start, context=contextvars.Context())
 

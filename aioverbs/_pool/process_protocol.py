@@ -79,9 +79,11 @@ def send_socket(fd_channel: socket.socket, sent: socket.socket) -> None:
 
 
 def receive_socket(fd_channel: socket.socket) -> socket.socket:
-    """Return the next socket that was sent over the fd channel.
+    """Return the next socket that was sent over the fd channel. The caller closes it.
 
-    :raises OSError: the socket was lost, because this process has no free file descriptors (EMFILE).
+    :param fd_channel: SOCK_SEQPACKET socket.
+    :raises OSError: the socket was lost, because this process has no free file descriptors (EMFILE); or no socket was
+        sent (EAGAIN).
     """
     size = socket.CMSG_LEN(_INT.size)
     _, ancillary, _, _ = fd_channel.recvmsg(1, size, socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT)
@@ -91,7 +93,9 @@ def receive_socket(fd_channel: socket.socket) -> socket.socket:
 
 
 class Link(asyncio.Protocol):
-    """One end of the stream of frames.
+    """One end of the stream of frames, as the protocol of an asyncio transport. Made on the loop that uses it.
+
+    The future ``disconnected`` completes when the link is closed or the other end is gone.
 
     :param on_frame: called with the type, the number of the call and the payload of each received frame.
     """

@@ -45,6 +45,7 @@ def pickled_call(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
 
     :raises pickle.PicklingError: the function or an argument, such as a lambda, cannot be pickled. `pickle` may raise
         other exceptions instead. A note explains the reason.
+    :returns: bytes of a tuple of function and arguments.
     """
     try:
         return pickle.dumps((function, args), pickle.HIGHEST_PROTOCOL)
@@ -88,15 +89,21 @@ class _ProcessCall:
         self.handle = handle
 
     def post(self) -> None:
+        """Send the call to the process. Call from any thread."""
         self.handle.call_on_loop(self.handle.send_call, self)
 
     def withdraw(self) -> None:
+        """Cancel the call in the process, or end it if it still waits. Call from any thread."""
         self.is_withdrawn = True
         if not self.handle.supervisor.withdraw_backlogged(self):
             self.handle.call_on_loop(self.handle.cancel_call, self)
 
     def cancellation(self) -> BaseException:
-        """Return the error with which the call ends if it was cancelled in the process."""
+        """Return the error with which the call ends if it was cancelled in the process.
+
+        :returns: `ClosedResourceError` if the pool cancelled the call, `CancelledError` if the caller did, else
+            `BrokenResourceError`.
+        """
         if self.is_cancelled_by_pool:
             return self.handle.supervisor.closed_error()
         if self.is_withdrawn:
@@ -167,6 +174,9 @@ class ProcessWorker(WorkerHandle):
 
         A withdrawn call ends at once while the owner's loop does not run, because no result can arrive. If that loop
         has ended, so has the worker, and the supervisor ends the call.
+
+        :param call: call of this worker.
+        :returns: the error; None to continue to wait.
         """
         self.poll()
         return asyncio.CancelledError() if call.is_withdrawn and not self._loop.is_running() else None
@@ -195,6 +205,7 @@ class ProcessWorker(WorkerHandle):
         self._task.add_done_callback(self._on_process_end)  # runs even if the task is cancelled before its start
 
     def _on_process_end(self, task: "asyncio.Task[str]") -> None:
+        """Report the end of the process, or of the task that waits for it, to the supervisor."""
         if task.cancelled():  # by the end of the owner's loop, or by `kill`, after which the reason does not matter
             self.supervisor.on_worker_end(
                 self, "the event loop that opened the pool has ended", None, is_replaceable=False
@@ -210,6 +221,7 @@ class ProcessWorker(WorkerHandle):
         """Spawn the process, communicate with it until it exits, and release everything.
 
         :returns: description of how the process ended.
+        :raises OSError: the process could not be started.
         """
         ours, theirs = socket.socketpair()
         share_ours, share_theirs = socket.socketpair()
@@ -249,7 +261,13 @@ class ProcessWorker(WorkerHandle):
         return f"its process ended {_describe_exit(process.returncode)}"
 
     async def _wait_ready(self, share: socket.socket, link: Link) -> None:
-        """Share the protection domain with the process, and wait until it is ready or gone."""
+        """Share the protection domain with the process, and wait until it is ready or gone.
+
+        An error of sharing is recorded as the cause of the worker's end.
+
+        :param share: socket over which the protection domain is shared.
+        :param link: link to the process.
+        """
         sharing: asyncio.Task[None] | None = None
         if self._shared is not None:
             share.setblocking(False)
@@ -273,6 +291,10 @@ class ProcessWorker(WorkerHandle):
         `multiprocessing.Process` is not used for three reasons. In the child of a fork it counts as a child of that
         process as well, which terminates it on exit. A daemonic process cannot have children. A process that is not
         daemonic is waited for at exit, as long as its calls take.
+
+        :param sockets: ends of the worker for the link, for sharing, and of the fd channel. The caller closes them.
+        :returns: the process, which the caller waits for.
+        :raises OSError: the process could not be started.
         """
         descriptors = [sock.fileno() for sock in sockets]
         preparation = multiprocessing.spawn.get_preparation_data(f"{self.supervisor.name}, worker {self.number}")
@@ -298,6 +320,7 @@ class ProcessWorker(WorkerHandle):
         self.call_on_loop(self._request_stop)
 
     def _request_stop(self) -> None:
+        """Tell a ready worker to end, and kill another one. Call on the owner's loop."""
         if self.is_ready and self._link is not None:
             self._link.send(FrameType.STOP)
         else:
@@ -342,12 +365,14 @@ class ProcessWorker(WorkerHandle):
                 self._send_sockets()
 
     def _send_frame(self, frame_type: FrameType, call: _ProcessCall) -> None:
+        """Send a call in a frame, if the process is connected."""
         payload, call.payload = call.payload, b""
         if self._link is not None:
             self._sent_calls[call.number] = call
             self._link.send(frame_type, call.number, payload)
 
     def _send_sockets(self) -> None:
+        """Send the waiting calls with their sockets, as far as the fd channel has space; retry the rest later."""
         while self._unsent_sockets:
             call = self._unsent_sockets[0]
             assert call.socket_call is not None
@@ -372,6 +397,7 @@ class ProcessWorker(WorkerHandle):
             self._link.send(FrameType.CANCEL, call.number)
 
     def _on_frame(self, frame_type: FrameType, number: int, payload: bytes) -> None:
+        """Handle a frame from the process: record that it is ready or failed, or report or end a call."""
         if frame_type is FrameType.READY:
             ready: Ready = pickle.loads(payload)
             self.native = ready.native
@@ -394,6 +420,7 @@ class ProcessWorker(WorkerHandle):
             self._on_result(call, payload)
 
     def _on_result(self, call: _ProcessCall, payload: bytes) -> None:
+        """End a call with its pickled result, or with the error of unpickling that."""
         try:
             result = pickle.loads(payload)
         except Exception as error:
@@ -404,6 +431,7 @@ class ProcessWorker(WorkerHandle):
 
 
 def _describe_exit(status: int) -> str:
+    """Return the end of a process as text: its exit status or signal."""
     if status >= 0:
         return f"with status {status}"
     with contextlib.suppress(ValueError):

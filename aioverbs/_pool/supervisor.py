@@ -53,7 +53,7 @@ class SupervisorState(enum.Enum):
 
 @dataclass(frozen=True)
 class WorkerStatistics:
-    """Counts of a worker at one moment. Totals include the workers that this one replaced.
+    """Counts of a worker at one moment. Totals include the workers that this one replaced. Part of `PoolStatistics`.
 
     :param number: number of the worker in its pool, 0 or higher.
     :param calls: number of calls that wait or are in flight.
@@ -89,13 +89,16 @@ class PendingCall(Protocol):
     is_cancelled_by_pool: bool
 
     def post(self) -> None:
-        """Send the call to its worker, which must be ready."""
+        """Send the call to its worker, which must be ready.
+
+        :raises RuntimeError: the worker's loop is closed.
+        """
 
     def withdraw(self) -> None:
         """Cancel the call on its worker. Call from any thread."""
 
     def cancellation(self) -> BaseException:
-        """Return the error with which the call ends if it is cancelled."""
+        """Return a new error with which the call ends if it is cancelled."""
 
 
 def poll_end(call: PendingCall) -> float | None:
@@ -316,6 +319,7 @@ class Supervisor:
         :param outcome: receiver of the result.
         :param worker: number of the worker, 0..size-1; None: `key` or the policy chooses the worker.
         :param key: string, bytes or integer. Calls with equal keys go to the same worker.
+        :returns: the call, which can be withdrawn.
         :raises ClosedResourceError: no more calls are taken.
         :raises BrokenResourceError: a worker died and was not replaced.
         :raises ValueError: there is no such worker, both `worker` and `key` are given, or the policy chose a wrong
@@ -370,6 +374,11 @@ class Supervisor:
         return current is not None and current.supervisor is self
 
     def _check_state(self) -> None:
+        """Check that the pool takes calls from here.
+
+        :raises ClosedResourceError: no calls are taken, or only those of functions on the workers.
+        :raises BrokenResourceError: a worker died and was not replaced.
+        """
         if self.state is not SupervisorState.OPEN and (
             self.state is SupervisorState.STOPPED or not self.is_on_worker()
         ):
@@ -378,6 +387,11 @@ class Supervisor:
             self.check_unbroken()
 
     def _choose_worker(self, worker: int | None, key: Key | None) -> int:
+        """Return the number of the worker for a call.
+
+        :raises ValueError: there is no such worker, or both arguments are given.
+        :raises TypeError: the key is not a string, bytes or an integer.
+        """
         if worker is not None:
             if key is not None:
                 raise ValueError(f"`worker` and `key` exclude each other, got {worker} and {key!r}: pass one of them")
@@ -471,6 +485,7 @@ class Supervisor:
         return [handle.ready for handle in handles]
 
     def _start(self, handle: WorkerHandle) -> None:
+        """Start a worker. A failure is handled as its end."""
         try:
             handle.start()
         except (OSError, RuntimeError) as error:  # out of threads, processes or descriptors
@@ -487,6 +502,7 @@ class Supervisor:
         """Wait as long as a condition of the supervisor is true, and poll the workers meanwhile if needed.
 
         :param condition: `is_busy`, `has_workers` or `accepts_calls`.
+        :raises RuntimeError: the condition is true now, and no asyncio event loop is running.
         """
 
         def holds() -> bool:
@@ -539,6 +555,10 @@ class Supervisor:
         return [f"{handle!r} with {len(handle.calls)} calls" for handle in self._live_handles() if not handle.kill()]
 
     def _unjoined(self, timeout_s: float) -> list[WorkerHandle]:
+        """Return the ended workers whose threads or processes are not gone.
+
+        :param timeout_s: maximum time to wait for each, in seconds.
+        """
         return [handle for handle in self._ended_handles if not handle.join(timeout_s)]
 
     def join(self) -> None:
@@ -547,6 +567,7 @@ class Supervisor:
             self._ended_handles = self._unjoined(_JOIN_S)
 
     def _live_handles(self) -> Iterable[WorkerHandle]:
+        """Return the workers that have not ended."""
         with self.lock:
             return [handle for handle in self._handles if not handle.has_ended]
 

@@ -30,9 +30,11 @@ class _ThreadCall(CrossLoopCall[Any]):
         self.is_cancelled_by_pool = False
 
     def post(self) -> None:
+        """Send the call to the worker's loop. Raises `RuntimeError` if that is closed. Call from any thread."""
         self.send_to(self.handle.loop)
 
     def withdraw(self) -> None:
+        """Cancel the call on the worker, or end it if it still waits. Call from any thread."""
         self.is_withdrawn = True
         if self.handle.supervisor.withdraw_backlogged(self):
             return
@@ -42,14 +44,17 @@ class _ThreadCall(CrossLoopCall[Any]):
         # Else the call has ended.
 
     def start(self) -> None:
+        """Start the call, unless the loop is ending. Call on the worker's loop."""
         if not self.handle.is_ending():
             super().start()
 
     def settle(self, result: object, error: BaseException | None) -> None:
+        """Report the end of the call to the supervisor, unless the loop is ending."""
         if not self.handle.is_ending():  # else the supervisor ends the call
             self.handle.on_done(self, result, error)
 
     def cancellation(self) -> BaseException:
+        """Return the error of a cancelled call: `ClosedResourceError` if the pool cancelled it."""
         return self.handle.supervisor.closed_error() if self.is_cancelled_by_pool else super().cancellation()
 
     def leave(self, error: BaseException) -> None:
@@ -90,7 +95,10 @@ class ThreadWorker(WorkerHandle):
         self._stop: asyncio.Event | None = None
 
     def start(self) -> None:
-        """Start the thread."""
+        """Start the thread.
+
+        :raises RuntimeError: no thread can be started.
+        """
         self._thread.start()
 
     def join(self, timeout_s: float) -> bool:
@@ -104,6 +112,7 @@ class ThreadWorker(WorkerHandle):
         return not self._thread.is_alive()
 
     def _run(self) -> None:
+        """Run the worker's loop, in the thread, and report its end to the supervisor."""
         reason, cause = "it was stopped", None
         try:
             with asyncio.Runner(loop_factory=loop_factory(self._settings.loop)) as runner:
@@ -113,6 +122,7 @@ class ThreadWorker(WorkerHandle):
         self.supervisor.on_worker_end(self, reason, cause)
 
     async def _main(self) -> None:
+        """Open the worker's domain and enter its setup, take calls until `stop`, and close everything."""
         self._main_task = asyncio.current_task()
         self.loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
         if self._is_stopping:
@@ -128,7 +138,7 @@ class ThreadWorker(WorkerHandle):
         return task is None or task.cancelling() > 0 or task.done()
 
     def stop(self) -> None:
-        """Tell the worker's loop to end."""
+        """Tell the worker's loop to end, without waiting for it. Call from any thread."""
         self._is_stopping = True
         if self._stop is not None:
             with contextlib.suppress(RuntimeError):  # the loop is closed

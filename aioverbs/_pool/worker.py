@@ -38,7 +38,7 @@ _local = threading.local()
 
 
 class Worker:
-    """Worker of a pool, for the functions that run on it: see `current_worker`.
+    """Worker of a pool, for the functions that run on it. Made by the pool; `current_worker` returns it.
 
     Only functions that run on the worker may use its domain.
 
@@ -131,7 +131,8 @@ async def worker_context(
     :param pd: protection domain of the worker's domain.
     :param settings: settings of all workers.
     :param supervisor: supervisor of the pool, if it is in this process.
-    :returns: context manager that yields the worker.
+    :returns: context manager that yields the worker. Entering it raises the exceptions of `Device.resource_domain` and
+        `ResourceDomain.open`, such as `VerbsError`, and whatever the setup raises.
     """
     async with AsyncExitStack() as stack:
         domain = await stack.enter_async_context(
@@ -154,7 +155,7 @@ async def worker_context(
 
 
 async def cancel_tasks() -> None:
-    """Cancel all other tasks of the running loop, and wait for their ends."""
+    """Cancel all other tasks of the running loop, and wait for their ends, up to 100 times while new tasks appear."""
     for _ in range(_CANCEL_ROUNDS):
         tasks = asyncio.all_tasks() - {asyncio.current_task()}
         if not tasks:

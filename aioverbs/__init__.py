@@ -12,6 +12,11 @@ __all__ = sorted(DEFINED_IN)
 
 
 def __getattr__(name: str) -> object:
+    """Return a public name, and import the module that defines it.
+
+    :raises AttributeError: there is no such name.
+    :raises ImportError: the compiled core is missing.
+    """
     if name == "__version__":
         from importlib.metadata import version  # imported here, because it takes longer than the package itself
 

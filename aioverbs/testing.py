@@ -48,6 +48,8 @@ def destroy_all(opened: "Iterable[handles.Handle]") -> None:
     """Destroy handles that a test left open, newest first, because parents are made before their children.
 
     :param opened: open handles, oldest first, as `aioverbs_ledger` finds them.
+    :raises BusyResourceError: an object that is not in the list was made from one of them, and is open.
+    :raises VerbsError: a verb failed.
     """
     from aioverbs._core.handles import handles
     from aioverbs.errors import BusyResourceError

@@ -49,6 +49,7 @@ _serials = itertools.count(1)
 
 
 def _renew_tree_lock() -> None:
+    """Replace the lock of the trees in a forked child."""
     global _tree
     _tree = threading.RLock()  # a thread that held the old lock does not exist in the child
 

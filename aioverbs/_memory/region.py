@@ -338,6 +338,11 @@ class AdoptedMemoryRegion(MemoryRegion):
         self._mr = mr
 
     def _open(self) -> None:
+        """Adopt the pyverbs object, and use its memory, if it has any here.
+
+        :raises ValueError: the object is closed, belongs to another protection domain, or covers the address space.
+        :raises TypeError: the object is no memory region.
+        """
         handle = hardware.adopt_memory_region(self._pd_handle, self._mr)
         self._lifecycle.hold(handle)
         self._length = handle.length
@@ -352,6 +357,11 @@ class AdoptedMemoryRegion(MemoryRegion):
             self._memory = memory if self._access & AccessFlags.LOCAL_WRITE else memoryview(memory).toreadonly()
 
     def _check_open(self) -> None:
+        """Check that the region and the pyverbs object are open.
+
+        :raises ClosedResourceError: the region is not open.
+        :raises BorrowedObjectClosedError: the user closed the pyverbs object.
+        """
         super()._check_open()
         assert self._handle is not None
         # Reading the length raises BorrowedObjectClosedError if the user closed the pyverbs object.

@@ -196,6 +196,7 @@ class RegistrationCache:
         self._bytes = self._hits = self._misses = self._evictions = 0
 
     def _renew_lock(self) -> None:
+        """Replace the lock in a forked child."""
         self._lock = threading.RLock()
 
     def statistics(self) -> RegistrationCacheStatistics:

@@ -308,6 +308,7 @@ class Supervisor:
         self.size = size
 
     def _renew_lock(self) -> None:
+        """Replace the lock in a forked child."""
         self.lock = threading.RLock()
 
     # ---- Calls
@@ -389,7 +390,7 @@ class Supervisor:
     def _choose_worker(self, worker: int | None, key: Key | None) -> int:
         """Return the number of the worker for a call.
 
-        :raises ValueError: there is no such worker, or both arguments are given.
+        :raises ValueError: there is no such worker, both arguments are given, or the policy chose a wrong number.
         :raises TypeError: the key is not a string, bytes or an integer.
         """
         if worker is not None:

@@ -11,6 +11,9 @@ cdef class Batch(SendVerbs):
     The methods are those of the queue pair. The operations that they return are not awaited themselves: their
     ``result()`` is valid when the batch is done. Until the batch is posted, no request is in flight and no memory is
     pinned.
+
+    ``async with queue_pair.batch() as batch`` gives the batch, and posts and awaits it at the end of the block: see
+    `post` for the errors. Nothing is posted where the block raises, the batch is empty, or it was posted in the block.
     """
 
     cdef list elements
@@ -46,6 +49,7 @@ cdef class Batch(SendVerbs):
         return f"<Batch of {len(self.elements)} for {self._requests.handle!r}>"
 
     cdef request *_place_for(self, request *wr) except NULL:
+        # Return where to build the next request: in the batch's own memory, not in `wr`. Raise as `_grow` does.
         cdef request *place
         if self.operation is None and self.count < self.capacity:
             place = &self.requests[self.count]
@@ -55,6 +59,8 @@ cdef class Batch(SendVerbs):
         return place
 
     cdef request *_grow(self) except NULL:
+        # Make room for more requests, and return the next place. Raise RuntimeError where the batch was posted,
+        # ValueError where it is full.
         cdef request *larger
         cdef Py_ssize_t capacity = min(2 * self.capacity + INITIAL_CAPACITY, SLOTS_ELEMENTS)
         if self.operation is not None:
@@ -69,6 +75,7 @@ cdef class Batch(SendVerbs):
         return &larger[self.count]
 
     cdef int _submit_or_collect(self, Operation operation, request *wr, bint nowait) except -1:
+        # Add the request, which `_place_for` placed, to the batch; nothing is posted.
         self.elements.append(operation)
         self.count += 1
         self.bytes += operation.bytes
@@ -85,17 +92,19 @@ cdef class Batch(SendVerbs):
         return 0
 
     def post(self):
-        """Post all requests of the batch, once.
+        """Post all requests of the batch, once. Where the send queue lacks places, the batch waits for them.
 
-        :returns: an `Operation` that completes when all requests have. Awaiting it raises `BatchError` where requests
-            failed, which names the first failure and the outcome of each request.
+        :returns: an `Operation` that completes when all requests have. Awaiting it returns None, and raises
+            `BatchError` where requests failed, which names the first failure and the outcome of each request.
         :raises ValueError: the batch is empty, or has more requests than the send queue has places.
         :raises RuntimeError: the batch was posted before.
+        :raises ClosedResourceError: the queue pair, or memory of a request, is closed. See `SendVerbs` for further
+            errors. After each error nothing was posted.
         """
         return self._post(False)
 
     def post_nowait(self):
-        """Post the batch as `post` does, but never wait for places in the send queue.
+        """Post the batch as `post` does, with its errors, but never wait for places in the send queue.
 
         :returns: the posted `Operation`.
         :raises anyio.WouldBlock: the send queue lacks places for all requests; nothing was posted.
@@ -103,6 +112,7 @@ cdef class Batch(SendVerbs):
         return self._post(True)
 
     cdef Operation _post(self, bint nowait):
+        # Do what `post` does, or `post_nowait`.
         cdef section within
         cdef QpWorkState requests = _begin_posting(self, "ibv_post_send", &within)
         cdef Operation operation
@@ -146,14 +156,17 @@ cdef class Batch(SendVerbs):
         return 0
 
     async def __aenter__(self):
+        """Return the batch."""
         return self
 
     async def __aexit__(self, kind, error, traceback):
+        """Post the batch and await it, unless the block raised, the batch is empty, or it was posted before."""
         if kind is None and self.elements and self.operation is None:
             await self.post()
 
 
 cdef int _number_elements(Operation batch) noexcept:
+    # Put the index of each request into its wr_id, which its completion then names.
     cdef uint32_t at
     for at in range(batch.requests):
         batch.extra.requests[at].send.wr_id = slots_with_element(batch.wr_id, at)
@@ -162,7 +175,8 @@ cdef int _number_elements(Operation batch) noexcept:
 
 cdef int _batch_refused(Operation batch, request *wr, v.ibv_send_wr *bad, int error) noexcept:
     # The verb refused a request in the middle: the last request, whose completion would have reported the accepted
-    # ones, is not posted.
+    # ones, is not posted. Fail the elements and the batch, whose place stays taken until the queue pair is reset.
+    # Return 0, which tells the caller that requests were posted.
     cdef Py_ssize_t accepted = _index_of_bad_wr(wr, batch.requests, bad)
     failure = VerbsError("ibv_post_send", abs(error))
     batch.queue.requests._lose_completions(failure)
@@ -189,7 +203,8 @@ cdef bint _element_completed(Operation batch, v.ibv_wc *wc) except -1:
 
 
 cdef int _end_elements(Operation batch) except -1:
-    # Complete the elements. Results of atomics are in scratch memory that is reused soon.
+    # Complete the elements, with their results or the batch's failure. Results of atomics are in scratch memory that is
+    # reused soon.
     cdef Operation element
     for each in batch.extra.elements:
         element = <Operation>each

@@ -199,8 +199,8 @@ cdef PyObject *_section_of_all = <PyObject *>_of_all
 Py_INCREF(_of_all)                      # outlives the module's variables, which go before the last finalizers run
 
 cdef object _broken(str text, object cause):
-    # Build the error of a broken object. Its type tells the caller a removed device from an object that can be
-    # recreated.
+    # Return the error of a broken object, for the caller to raise. Its type, DeviceRemovedError or BrokenResourceError,
+    # tells a removed device from an object that can be recreated.
     kind = DeviceRemovedError if isinstance(cause, DeviceRemovedError) else BrokenResourceError
     broken = kind(text)
     broken.__cause__ = cause

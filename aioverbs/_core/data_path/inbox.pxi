@@ -39,9 +39,19 @@ cdef class Inbox:
         return len(self.ready)          # a deque is consistent for every thread
 
     def __aiter__(self):
+        """Return the inbox."""
         return self
 
     def __anext__(self):
+        """Return an `Operation` that takes the next message.
+
+        Awaiting it returns what ``wrap`` returned for the message, and raises StopAsyncIteration at the end, or the
+        error that ended the iterator.
+
+        :raises AffinityError: the caller is not on the thread and event loop that own the queue.
+        :raises ClosedResourceError: the queue is destroyed, and the iterator has not ended.
+        :raises RuntimeError: another task waits for the next message.
+        """
         cdef section within
         section_enter(&within, _section(self.queue))
         try:
@@ -50,6 +60,7 @@ cdef class Inbox:
             section_leave(&within)
 
     cdef Operation _begin_next(self):
+        # Do what `__anext__` does, in the section.
         cdef Operation operation
         if self.end is None:            # messages from before the end are still returned
             try:
@@ -78,6 +89,7 @@ cdef class Inbox:
         return 0
 
     cdef int _deliver_message(self) except -1:
+        # Complete the pending await, if there is one, with the oldest message, or with the end of the iterator.
         cdef Operation operation
         self._drop_abandoned()
         operation = self.pending_next
@@ -97,7 +109,7 @@ cdef class Inbox:
         return 0
 
     cdef int _receive_done(self, Operation operation, object local) except -1:
-        # A receive has completed.
+        # A receive into the memory `local` has completed: take its message, give `local` back after a failure.
         self.posted -= 1
         if not operation.raises and operation.status == SUCCESS:
             try:
@@ -161,6 +173,7 @@ cdef class Inbox:
         return 0
 
     def _deliver_message_later(self):
+        """Complete the pending await, on the loop of the task that waits."""
         self._deliver_message()
 
     cdef int _withdraw(self, Operation operation) except -1:
@@ -179,7 +192,7 @@ cdef class Inbox:
 # gone, another thread or loop may close the queue.
 
 def close_inbox(Inbox inbox not None, error=None):
-    """End an inbox after the messages that have arrived.
+    """End an inbox after the messages that have arrived. Do nothing where it has ended.
 
     :param inbox: the inbox.
     :param error: exception that ends the iterator; None: it ends normally.
@@ -208,7 +221,7 @@ def empty_inbox(Inbox inbox not None):
 
 
 def reopen_inbox(Inbox inbox not None):
-    """Let an ended inbox receive again.
+    """Let an ended inbox receive again; messages that no await has taken stay.
 
     :param inbox: the inbox.
     """
@@ -224,13 +237,14 @@ def receive_into(requester, Inbox inbox not None, local):
     :param requester: queue pair or shared receive queue to post to.
     :param inbox: where the message goes.
     :param local: memory for the message, registered with ``LOCAL_WRITE``.
-    :returns: the `Operation` of the receive.
+    :returns: the `Operation` of the receive, which need not be awaited: the inbox gets the result.
+    :raises anyio.WouldBlock: the queue has no place; nothing was posted. See `QueuePairVerbs.receive` for other errors.
     """
     return requester._receive_into(inbox, local)
 
 
 def requester_of(QpWorkState requests not None):
-    """Return verbs that post to a queue pair independently of the user's object.
+    """Return new `QueuePairVerbs` that post to a queue pair independently of the user's object.
 
     :param requests: the queue pair's work state.
     """
@@ -243,7 +257,8 @@ cdef class Message(Received):
     """A received message, in memory that is posted again when the message is released.
 
     Release a message after reading it, by ``with`` or `release`: memory of a message that is kept receives nothing.
-    Views of `data` kept past that point show later messages. A message that is dropped is released eventually.
+    Views of `data` kept past that point show later messages. A message that is dropped is released eventually. ``with
+    message:`` gives the message, and releases it at the end of the block.
 
     :param received: result of the receive.
     :param release: called once with the memory, by `release`.
@@ -266,7 +281,10 @@ cdef class Message(Received):
         self._forgotten = forgotten
 
     def release(self):
-        """Give the memory back, to be posted again. Further calls do nothing."""
+        """Give the memory back, to be posted again. Further calls do nothing. Afterwards `data` is empty.
+
+        Where giving it back raises, the message keeps the memory, and `release` may be called again.
+        """
         cdef section within
         section_enter(&within, <PyObject *>self)        # of several threads that release it, one gives the memory back
         release, self._release = self._release, None
@@ -281,9 +299,11 @@ cdef class Message(Received):
         self.local = None
 
     def __enter__(self):
+        """Return the message."""
         return self
 
     def __exit__(self, kind, error, traceback):
+        """Release the message."""
         self.release()
 
     def __del__(self):

@@ -26,9 +26,11 @@ cdef class InFlightCount:
         self._idle = idle
 
     def __len__(self):
+        """Return the number of requests in flight, and of other users counted by `add`."""
         return self._count
 
     def __bool__(self):
+        """Return whether any is in flight."""
         return self._count > 0
 
     @property
@@ -38,7 +40,7 @@ cdef class InFlightCount:
 
     @property
     def condition(self):
-        """Condition that is notified each time that the count falls to 0; None for none."""
+        """Condition whose ``notify()`` is called each time that the count falls to 0, by any thread; None for none."""
         return self._get_condition()
 
     @condition.setter
@@ -67,11 +69,11 @@ cdef class InFlightCount:
         return self._closed
 
     def close(self):
-        """Refuse further use of the memory; requests in flight continue."""
+        """Refuse further use of the memory: `check` and `add` raise. Requests in flight continue."""
         self._set_closed(True)
 
     def check(self):
-        """Check that the memory may be used.
+        """Check that the memory, and the parent memory, may be used.
 
         :raises ClosedResourceError: the memory is not registered any more, or was released to its pool.
         """
@@ -94,6 +96,7 @@ cdef class InFlightCount:
 
     @cython.final
     cdef int _set_closed(self, bint closed) except -1:
+        # Close or reopen; a concurrent `_add` comes before or after as a whole.
         cdef section within
         section_enter(&within, <PyObject *>self)
         self._closed = closed
@@ -102,6 +105,7 @@ cdef class InFlightCount:
 
     @cython.final
     cdef int _check(self) except -1:
+        # Raise ClosedResourceError where this counter or a parent is closed.
         if self._closed and self.parent is not None:
             raise ClosedResourceError("this buffer was released to its pool: lease another one")
         if self._closed:
@@ -110,6 +114,7 @@ cdef class InFlightCount:
 
     @cython.final
     cdef inline int _add(self, Py_ssize_t count, Py_ssize_t receives) except -1:
+        # Count `count` more users, `receives` of them receives, here and in the parents, or raise as `_check` does.
         cdef section within
         cdef bint closed
         if self._closed:
@@ -134,6 +139,7 @@ cdef class InFlightCount:
 
     @cython.final
     cdef int _discard(self, Py_ssize_t count, Py_ssize_t receives) except -1:
+        # Undo `_add`; call the callbacks of a count that falls to 0.
         cdef section within
         cdef bint idle
         section_enter(&within, <PyObject *>self)
@@ -181,16 +187,19 @@ cdef class Registered:
 
     @property
     def whole(self):
-        """All of the memory.
+        """All of the memory, as a new `RegionSlice`.
 
         :raises ClosedResourceError: the region is not open.
         """
         return _whole_of(self)
 
     def __getitem__(self, key):
-        """Return a part of the memory, without a copy.
+        """Return a part of the memory, a new `RegionSlice`, without a copy.
 
         :param key: a slice without a step.
+        :raises ClosedResourceError: the region is not open.
+        :raises TypeError: `key` is no slice.
+        :raises ValueError: `key` has a step.
         :raises IndexError: the part does not lie inside the memory.
         """
         return _whole_of(self)[key]
@@ -199,10 +208,14 @@ cdef class Registered:
 cdef class RegionSlice:
     """A part of a memory region, without a copy.
 
+    Slicing a region or a slice makes one. Its properties and `remote` raise `ClosedResourceError` after the region is
+    closed, or the buffer was released to its pool.
+
     :param region: the open `MemoryRegion`.
     :param offset: offset of the first byte in the region, in bytes.
     :param length: length in bytes.
     :param pins: counter of the requests in flight that use this part; None: the region's counter.
+    :raises ClosedResourceError: the region is not open.
     :raises IndexError: the part does not lie inside the region.
     """
 
@@ -225,6 +238,7 @@ cdef class RegionSlice:
             self.pins = pins
 
     cdef int _set_part(self, RegionSlice whole, Py_ssize_t offset, Py_ssize_t length) except -1:
+        # Make this the part of `whole` at `offset`, which the caller has checked.
         self.region = whole.region
         self.pins = whole.pins
         self._handle = whole._handle
@@ -238,7 +252,7 @@ cdef class RegionSlice:
 
     @staticmethod
     def of_all(Registered region not None, MemoryRegion handle not None, InFlightCount pins not None, int access):
-        """Return a slice of all of a region that is being opened.
+        """Record the handle of a region that is being opened, and return a new slice of all of the region.
 
         :param region: the region.
         :param handle: handle of the memory region (``struct ibv_mr``).
@@ -261,6 +275,7 @@ cdef class RegionSlice:
         return self.length
 
     def __getitem__(self, key):
+        """Return a part of this part, a new `RegionSlice`; errors as for the region, whether that is open or not."""
         cdef uint64_t start = 0, length = 0
         cdef RegionSlice part = RegionSlice.__new__(RegionSlice)
         _slice_bounds(key, self.length, self, &start, &length)
@@ -268,6 +283,7 @@ cdef class RegionSlice:
         return part
 
     cdef int _check_open(self) except -1:
+        # Raise ClosedResourceError, or a subclass, where the memory may not be used any more.
         self.pins.check()
         self._handle._enter_memory()
         self._handle._leave()
@@ -275,29 +291,42 @@ cdef class RegionSlice:
 
     @property
     def address(self):
-        """Address of the first byte."""
+        """Address of the first byte, an int.
+
+        :raises ClosedResourceError: the memory is closed.
+        """
         self._check_open()
         return self._address
 
     @property
     def sge(self):
-        """Scatter/gather entry (``struct ibv_sge``): address, length in bytes, lkey."""
+        """Scatter/gather entry (``struct ibv_sge``), a tuple: address, length in bytes, lkey.
+
+        :raises ClosedResourceError: the memory is closed.
+        """
         self._check_open()
         return self._address, self.length, self._lkey
 
     @property
     def buffer(self):
-        """Memory view of the bytes."""
+        """Memory view of the bytes, without a copy.
+
+        :raises ClosedResourceError: the memory is closed.
+        """
         self._check_open()
         return self.region.buffer[self.offset : self.offset + self.length]
 
     def remote(self):
-        """Return the `RemoteRegion` that a peer needs to access this memory."""
+        """Return a new `RemoteRegion`, which a peer needs to access this memory; the caller sends it to the peer.
+
+        :raises ClosedResourceError: the memory is closed.
+        """
         self._check_open()
         return RemoteRegion(self._address, self.length, self._rkey)
 
 
 cdef RegionSlice _whole_of(Registered region):
+    # Return a new slice of all of the region. Raise ClosedResourceError where it is not open.
     cdef RegionSlice whole
     if region._handle is None:
         raise ClosedResourceError(f"{region!r} is not open: open it by `async with`; after closing, make a new one")
@@ -314,14 +343,14 @@ cdef RegionSlice _whole_of(Registered region):
 
 
 cdef int _check_borrowed(MemoryRegion handle) except -1:
-    # The lender's own pointer changes when the lender closes the object.
+    # Raise BorrowedObjectClosedError where a lender has closed the region: its own pointer changes then.
     if handle._lender_slot != NULL and handle._lender_slot[0] != handle._lent_pointer:
         raise BorrowedObjectClosedError(repr(handle))
     return 0
 
 
 cdef class RemoteRegion:
-    """Memory of a peer: address, length and remote key. Immutable.
+    """Memory of a peer: address, length and remote key. Immutable, and equal to one with the same numbers.
 
     ``len()`` raises `OverflowError` where `length` exceeds ``sys.maxsize``: a peer can register all of its address
     space. All other methods use `length`.
@@ -358,9 +387,11 @@ cdef class RemoteRegion:
         return RemoteRegion, self._key()
 
     cdef tuple _key(self):
+        # Return what equality and the hash depend on.
         return self.address, self.length, self.rkey
 
     def __len__(self):
+        """Return the length in bytes; raise OverflowError where it exceeds ``sys.maxsize``."""
         if self.length > <uint64_t>sys.maxsize:
             raise OverflowError(f"{self!r} exceeds the limit of len(): use `length`")
         return self.length
@@ -369,9 +400,11 @@ cdef class RemoteRegion:
         return self.length > 0
 
     def __getitem__(self, key):
-        """Return a part of the memory.
+        """Return a part of the memory, a new `RemoteRegion`.
 
         :param key: a slice without a step.
+        :raises TypeError: `key` is no slice.
+        :raises ValueError: `key` has a step.
         :raises IndexError: the part does not lie inside the memory.
         """
         cdef uint64_t start = 0, length = 0
@@ -391,6 +424,8 @@ cdef class RemoteRegion:
         """Decode the wire format that ``bytes(remote_region)`` returns.
 
         :param data: 20 bytes, any object with the buffer protocol.
+        :returns: a new `RemoteRegion`.
+        :raises TypeError: `data` has no buffer protocol.
         :raises ValueError: `data` has another length, or is not a valid region.
         """
         view = memoryview(data).cast("B")
@@ -407,7 +442,9 @@ cdef extern from "Python.h":
 
 
 cdef int _slice_bounds(object key, uint64_t length, object what, uint64_t *start, uint64_t *size) except -1:
-    # A slice that is silently cut off would make the device access the wrong memory: the part must lie inside.
+    # Set `start` and `size` to the part of `length` bytes that a slice selects. Raise TypeError, ValueError or
+    # IndexError, naming `what`. A slice that is silently cut off would make the device access the wrong memory: the
+    # part must lie inside.
     cdef Py_ssize_t begin, end, step, whole
     # Fast path: integers in range. PySlice_Unpack clamps a larger one to the largest value of the type.
     if isinstance(key, slice) and length < <uint64_t>PY_SSIZE_T_MAX:

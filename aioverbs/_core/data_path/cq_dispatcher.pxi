@@ -11,13 +11,14 @@ cdef inline bint _is_bound(Affinity owner) noexcept:
 
 
 cdef bint _owner_gone(Handle handle) except -1:
-    # Whether the owner that could be disturbed is gone.
+    # Whether the owner that could be disturbed is gone: the handle is closed, or the owner's loop or thread has ended.
     return handle.closed or (handle.affinity is not None and handle.affinity.orphaned)
 
 
 @cython.final
 cdef class CqDispatcher:
-    """Dispatches the completions of one completion queue: polls the queue, and wakes the tasks that await operations.
+    """Dispatcher of the completions of one completion queue: polls it, and wakes the tasks that await operations. An
+    opening `CompletionQueue` of the layer above makes it.
 
     The home loop is the event loop that watches the completion channel. The method `_turn` runs there. While
     completions arrive, `_turn` runs in every turn of the loop and polls without an event. After a turn without
@@ -96,12 +97,14 @@ cdef class CqDispatcher:
         slots_end(&self.slots)
 
     cdef PyObject *_section(self) noexcept:
+        # Return the object whose section protects this one; NULL where only the owner's thread uses this one.
         return _section_of_all if FREE_THREADED and self.any_thread else NULL
 
     # ---- Waiting
 
     cdef int _need_turn(self) except -1:
-        # Called by any thread. An armed queue wakes its home loop by an event.
+        # Schedule `_turn` on the home loop, unless it is scheduled. Called by any thread. An armed queue wakes its home
+        # loop by an event.
         if self.turn_scheduled or self.loop is None:
             return 0
         if not self.any_thread or self.home.owns():
@@ -128,6 +131,7 @@ cdef class CqDispatcher:
             section_leave(&within)
 
     cdef int _run_turn(self) except -1:
+        # Do what `_turn` does, in the section. A VerbsError breaks the queue.
         self.turn_scheduled = False
         if self.loop is None or self.handle._is_inherited():
             return 0
@@ -144,7 +148,8 @@ cdef class CqDispatcher:
         return 0
 
     def readable(self):
-        """Handle an event of the completion channel, on the home loop."""
+        """Take an event of the completion channel and dispatch completions, on the home loop. A verb that fails breaks
+        the queue, as `broke` does, and is not raised."""
         cdef section within
         section_enter(&within, self._section())
         try:
@@ -153,6 +158,7 @@ cdef class CqDispatcher:
             section_leave(&within)
 
     cdef int _read(self) except -1:
+        # Do what `readable` does, in the section.
         if self.loop is None or self.handle._is_inherited():
             return 0
         self.wakeups += 1
@@ -174,12 +180,17 @@ cdef class CqDispatcher:
         return self._run_turn()
 
     def acknowledge(self):
-        """Acknowledge the events taken so far (``ibv_ack_cq_events``)."""
+        """Acknowledge the events taken so far (``ibv_ack_cq_events``). Do nothing where there are none.
+
+        :raises ClosedResourceError: events are left, and the queue is destroyed.
+        :raises ConcurrentAccessError: another thread is inside a verb of the same thread domain.
+        """
         if self.unacknowledged:
             self.handle.ack_events(self.unacknowledged)
             self.unacknowledged = 0
 
     cdef int _wait(self) except -1:
+        # Post what waits, dispatch, and see to it that the next completion is found: arm, or schedule another turn.
         cdef int found
         self._flush()
         found = self._drain(MAX_DRAIN)
@@ -195,6 +206,7 @@ cdef class CqDispatcher:
         return 0
 
     cdef int _arm(self) except -1:
+        # Request an event for the next completion. Raise VerbsError where that fails.
         cdef int error
         self.handle._use("ibv_req_notify_cq")
         error = v.verbs_req_notify_cq(self.handle.pointer, 0)
@@ -204,6 +216,7 @@ cdef class CqDispatcher:
         return 0
 
     cdef int _flush(self) except -1:
+        # Post chained and waiting requests, end refused ones, and make pending state changes.
         cdef WorkQueue queue
         cdef Operation operation
         while self.chained:
@@ -219,6 +232,7 @@ cdef class CqDispatcher:
         return self._run_transitions()
 
     cdef int _run_transitions(self) except -1:
+        # Make the pending state changes. Those left by a ConcurrentAccessError, which is raised, stay pending.
         while self.pending_transitions:
             requests = self.pending_transitions.pop()
             try:
@@ -229,8 +243,8 @@ cdef class CqDispatcher:
         return 0
 
     cdef int _check(self) except -1:
-        # Raise where a completion of work posted now would not be dispatched. Where a loop owns the queue, that loop is
-        # running: its own call came here.
+        # Raise the error of `broken_error` where a completion of work posted now would not be dispatched. Where a loop
+        # owns the queue, that loop is running: its own call came here.
         if (
             self.error is not None
             or self.loop is None
@@ -243,7 +257,8 @@ cdef class CqDispatcher:
     # ---- Polling
 
     cdef int _poll_for(self, Operation operation, bint spins) except -1:
-        # A task awaits or inspects the operation. Refuse a caller that is not the owner, even if the outcome is known.
+        # A task awaits or inspects the operation: poll and dispatch, for some time with `spins`. Refuse a caller that
+        # is not the owner by AffinityError, even if the outcome is known.
         cdef v.ibv_wc wcs[POLL_BATCH]
         cdef int found
         if operation.state != POSTED and operation.state != WAITING:
@@ -262,8 +277,9 @@ cdef class CqDispatcher:
         return 0
 
     cdef int _poll(self, v.ibv_wc *wcs) noexcept:
-        # The caller has begun the verb. Ask for no more completions than there are requests in flight, which saves the
-        # poll that would find the queue empty.
+        # Poll once; return the number of completions in `wcs`, or a negative errno. The caller has begun the verb. Ask
+        # for no more completions than there are requests in flight, which saves the poll that would find the queue
+        # empty.
         cdef int found, wanted = POLL_BATCH
         if self.in_flight < POLL_BATCH:
             wanted = self.in_flight if self.in_flight > 0 else 1
@@ -277,13 +293,15 @@ cdef class CqDispatcher:
         return poll_take(self.handle.pointer, self.handle.extended_pointer, wanted, wcs)
 
     cdef int _drain(self, int max_completions) except -1:
-        # Poll and dispatch until the queue is empty, or that many completions were dispatched.
+        # Poll and dispatch until the queue is empty, or that many completions were dispatched. Return their number; 0,
+        # without polling, during a dispatch.
         if self.dispatching:
             self.poll_skipped = True
             return 0
         return self._drain_now(max_completions)
 
     cdef int _drain_now(self, int max_completions) except -1:
+        # Do what `_drain` does, also during a dispatch.
         cdef v.ibv_wc wcs[POLL_BATCH]
         cdef int total = 0, found
         while total < max_completions:
@@ -344,7 +362,8 @@ cdef class CqDispatcher:
         return 0
 
     cdef int _poll_failed(self, int found) except -1:
-        # The software device reports its error; other providers only fail.
+        # Break the queue because of the negative errno `found`; raise ConcurrentAccessError for overlapping calls. The
+        # software device reports its error; other providers only fail.
         if -found == EBUSY and self.handle.context.software:
             self.handle._check("ibv_poll_cq", EBUSY)
         verb = "ibv_start_poll" if self.handle.extended_pointer != NULL else "ibv_poll_cq"
@@ -352,10 +371,10 @@ cdef class CqDispatcher:
         return 0
 
     cdef int _dispatch_all(self, v.ibv_wc *wcs, int found) except -1:
-        # Threads may dispatch at the same time, in any order. Only when the last of them has finished may a thread poll
-        # again; newer completions would otherwise overtake older ones. A poll skipped meanwhile, the home loop's among
-        # them, is repeated then. That also holds where no completion was found: a completion that came after the
-        # skipped poll and before the home loop armed the queue raises no event.
+        # Dispatch `found` completions, maybe 0. Threads may dispatch at the same time, in any order. Only when the last
+        # of them has finished may a thread poll again; newer completions would otherwise overtake older ones. A poll
+        # skipped meanwhile, the home loop's among them, is repeated then. That also holds where no completion was
+        # found: a completion that came after the skipped poll and before the home loop armed the queue raises no event.
         if found > 0:
             self.dispatching += 1
             try:
@@ -393,6 +412,7 @@ cdef class CqDispatcher:
         return 0
 
     cdef int _dispatch(self, v.ibv_wc *wc) except -1:
+        # Pass a completion to the queue of its operation.
         cdef slots *table = &self.slots
         cdef WorkQueue queue
         cdef Operation operation
@@ -437,6 +457,7 @@ cdef class CqDispatcher:
             section_leave(&within)
 
     cdef int _break(self, object error, bint gone) except -1:
+        # Do what `broke` does, in the section.
         cdef Operation operation
         cdef uint32_t index
         if self.error is not None and (self.device_removed or not gone):
@@ -460,12 +481,13 @@ cdef class CqDispatcher:
         return 0
 
     def broken_error(self):
-        """Return the error for callers that use the failed queue."""
+        """Return the error, for the caller to raise, of a use of the failed queue: a `BrokenResourceError`, or
+        `DeviceRemovedError` after the device is lost. ``__cause__`` is the queue's error."""
         return _broken(f"{self.handle!r} is broken: {self.error or 'no loop watches it any more'}", self.error)
 
     @property
     def watched(self):
-        """Whether a loop still dispatches the completions."""
+        """Whether a loop still dispatches the completions: the queue has not failed, its home loop is not closed."""
         return (
             self.error is None and self.loop is not None and self.home.loop is self.loop and not self.home.orphaned
             and not self.handle._is_inherited()
@@ -477,6 +499,7 @@ cdef class CqDispatcher:
 
 
 cdef int _check_owner(Handle handle) except -1:
+    # Raise AffinityError, ConcurrentAccessError or ForkedProcessError where the handle has an owner that may not call.
     cdef Affinity owner = handle.affinity
     if owner is not None and owner._thread != NULL:
         owner._enter(handle, "ibv_poll_cq")

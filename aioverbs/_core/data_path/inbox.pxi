@@ -6,7 +6,8 @@ cdef extern from "Python.h":
 
 @cython.final
 cdef class Inbox:
-    """Destination of completed receives: an asynchronous iterator over messages, for one task at a time.
+    """Destination of completed receives: an asynchronous iterator over messages, for one task at a time. The method
+    ``messages`` of a queue pair or shared receive queue gives it to the user.
 
     The iterator ends when the queue is closed. The first failed receive is raised once, and ends the iterator. A
     cancelled task loses no message: the next await gets it.

@@ -73,6 +73,10 @@ cdef class Operation:
     while it waits withdraws the request. A posted request runs on whatever happens to the awaiting task: after a
     cancellation, a timeout or a drop its memory stays pinned and its place taken until it completes.
 
+    Awaiting it returns the result that the method names: None, the old value of an atomic request, or a `Received`. It
+    raises `WorkCompletionError` where the request completed with an error status, `BatchError` for a batch, and
+    `BrokenResourceError` or `ClosedResourceError` where the request ended with its queue.
+
     An operation is a `collections.abc.Coroutine`: tasks, cancel scopes and ``yield from operation.__await__()`` accept
     it. A second await raises RuntimeError, whatever task, thread or loop makes it, and does not disturb the first; so
     do `send`, `throw` and `close` when another task than the awaiting one calls them. Operations come from the methods
@@ -109,6 +113,7 @@ cdef class Operation:
 
     @classmethod
     def __class_getitem__(cls, item):
+        """Return ``Operation[item]``, for annotations: `item` is the type of the result."""
         return types.GenericAlias(cls, item)
 
     # ---- Inspection
@@ -119,6 +124,7 @@ cdef class Operation:
         return f"<Operation {what} on {self.queue.handle!r} ({names[self.state]})>"
 
     cdef str _opcode_name(self):
+        # Return the name of the request's kind, for repr.
         if self.queue.receives:
             return "RECV"
         return SendOpcode(self.opcode).name
@@ -127,6 +133,7 @@ cdef class Operation:
         """Return whether the operation has completed, successfully or not. Poll for completions first; never wait.
 
         :raises AffinityError: the caller is not on the thread and event loop that own the queue.
+        :raises ConcurrentAccessError: another thread is inside a verb of the same thread domain.
         """
         cdef section within
         section_enter(&within, _section(self.queue))
@@ -150,14 +157,17 @@ cdef class Operation:
     def result(self):
         """Return what awaiting the operation would return, or raise what it would raise; as often as needed.
 
-        :raises asyncio.InvalidStateError: the operation is not done.
-        :raises WorkCompletionError: the request completed with an error status.
+        Any thread may call it. It does not poll: see `done`.
+
+        :raises asyncio.InvalidStateError: the operation is not known to be done.
+        :raises WorkCompletionError: the request completed with an error status. See the class for other errors.
         """
         if not self._has_ended():
             raise asyncio.InvalidStateError(f"{self!r} is not done")
         return self._outcome()
 
     cdef object _outcome(self):
+        # Return the result of an operation that has ended, or raise its exception, always the same object.
         cdef section within
         if self.status != SUCCESS:
             section_enter(&within, <PyObject *>self)    # concurrent callers get one exception object
@@ -171,12 +181,13 @@ cdef class Operation:
         return self.value
 
     cdef int _fail(self, object error) except -1:
+        # Make `error` the exception that the operation raises. The caller ends the operation.
         self.value = error
         self.raises = True
         return 0
 
     cdef object _failure(self):
-        # The exception that the operation ended with; None after a success.
+        # Return the exception that the operation ended with; None after a success.
         if self.raises:
             return self.value
         if self.status == SUCCESS:
@@ -195,6 +206,7 @@ cdef class Operation:
     # ---- Memory
 
     cdef inline int _pin(self, InFlightCount pins) except -1:
+        # Count the request as a user of some memory, until `_unpin`. Raise ClosedResourceError where that is closed.
         if self.unpinned:
             pins._check()
         else:
@@ -205,6 +217,7 @@ cdef class Operation:
         return self._pin_more(pins)
 
     cdef int _pin_more(self, InFlightCount pins) except -1:
+        # Record a second or later pin.
         cdef _Extra extra = _extra(self)
         if extra.pins is None:
             extra.pins = []
@@ -218,13 +231,14 @@ cdef class Operation:
         return 0 if self.pins is None else self.pins._discard(1, self.queue.receives)
 
     cdef list _all_pins(self):
+        # Return the pins, each a _Run; the operation keeps them.
         cdef list pins = [] if self.pins is None else [_run(self.pins)]
         if self.extra is not None and self.extra.pins is not None:
             pins += self.extra.pins
         return pins
 
     cdef list _take_pins(self):
-        # Take the pins out of the operation; the caller releases them.
+        # Take the pins, each a _Run, out of the operation and return them; the caller releases them.
         cdef list pins = self._all_pins()
         self.pins = None
         if self.extra is not None:
@@ -238,6 +252,10 @@ cdef class Operation:
     # stops the await, and a task runs in one place at a time.
 
     def __await__(self):
+        """Return the operation, which is its own iterator.
+
+        :raises RuntimeError: the operation is or was awaited, or is part of a batch.
+        """
         if self.phase != NOT_AWAITED:
             self._raise_already_awaited()
         return self
@@ -254,7 +272,9 @@ cdef class Operation:
 
         :param value: ignored.
         :returns: a future to wait for, or None to run again in the loop's next turn.
-        :raises StopIteration: the operation is done; its ``value`` is the result.
+        :raises StopIteration: the operation is done; its ``value`` is the result. Where the request failed, its error
+            is raised instead.
+        :raises AffinityError: the caller is not on the thread and event loop that own the queue.
         :raises RuntimeError: another task awaits the operation, or the operation was awaited before.
         """
         cdef PyObject *result = NULL
@@ -266,11 +286,13 @@ cdef class Operation:
         return returned
 
     def throw(self, kind, value=None, traceback=None):
-        """Stop awaiting, as for any coroutine: the awaiting task is cancelled. A posted request runs on.
+        """Stop awaiting, and raise the exception, as for any coroutine: the awaiting task is cancelled. A posted
+        request runs on. Never returns.
 
         :param kind: exception type or exception.
         :param value: exception, where `kind` is a type.
         :param traceback: traceback to raise the exception with.
+        :raises AffinityError: the caller is not on the thread and event loop that own the queue.
         :raises RuntimeError: another task awaits the operation.
         """
         cdef section within
@@ -286,8 +308,9 @@ cdef class Operation:
         raise value.with_traceback(traceback) if traceback is not None else value
 
     def close(self):
-        """Stop awaiting, as for any coroutine. A posted request runs on.
+        """Stop awaiting, as for any coroutine. A posted request runs on. Do nothing where the operation is done.
 
+        :raises AffinityError: the caller is not on the thread and event loop that own the queue.
         :raises RuntimeError: another task awaits the operation.
         """
         cdef section within
@@ -317,7 +340,8 @@ cdef class Operation:
         return self.phase == SUSPENDED and (self.waiter.get_loop().is_closed() or self.queue.handle.closed)
 
     cdef int _raise_already_awaited(self) except -1:
-        # Another task awaits the operation, or awaited it.
+        # Raise the error for another task that awaits the operation, or awaited it: RuntimeError, or AffinityError for
+        # a caller that is not the owner.
         if self.phase == IN_BATCH:
             raise RuntimeError(f"{self!r} is part of a batch: await the operation that post() returns")
         if self.phase == FINISHED:
@@ -326,6 +350,7 @@ cdef class Operation:
         raise RuntimeError(f"{self!r} is awaited by another task: an operation can be awaited once")
 
     cdef int _stop_awaiting(self) except -1:
+        # End the await without a result; a message taken for it goes back to the inbox.
         if self.phase == IN_BATCH:      # a part of a batch cannot be awaited
             return 0
         if self.phase == SUSPENDED:
@@ -334,6 +359,9 @@ cdef class Operation:
             self.extra.inbox._withdraw(self)
         self.phase = FINISHED
         return 0
+
+    # The methods with a `result` return PYGEN_NEXT, with a future to wait for, or None for the next turn, in `result`;
+    # or return PYGEN_RETURN, with the operation's result; or raise the operation's exception.
 
     cdef int _begin(self, PyObject **result) except -1:
         if self.queue is None:
@@ -347,7 +375,7 @@ cdef class Operation:
         return self._begin_waiting(result)
 
     cdef int _begin_waiting(self, PyObject **result) except -1:
-        # After an error the operation can be awaited as if nothing had happened.
+        # Suspend or yield. After an error the operation can be awaited as if nothing had happened.
         self.phase = BEGINNING
         try:
             self.awaiter = _caller()
@@ -366,6 +394,7 @@ cdef class Operation:
         return PYGEN_NEXT
 
     cdef int _suspend(self, PyObject **result) except -1:
+        # Wait for a new future, which the completion wakes.
         loop = self.queue._loop_of_caller()
         if self.queue.dispatcher is not None:
             self.queue.dispatcher._check()
@@ -392,6 +421,7 @@ cdef class Operation:
         return self.queue._unawaited(self) if self.state != DONE else 0
 
     cdef int _deliver(self, PyObject **result) except -1:
+        # End the await with the outcome.
         self.phase = FINISHED
         if self.waiter is not None:
             self.waiter = None
@@ -405,7 +435,8 @@ cdef class Operation:
 
 
 cdef int operation_send(PyObject *operation, PyObject *value, PyObject **result) except -1:
-    # The `am_send` slot of Operation: `await` calls it first with None, and then with the value that the loop sends.
+    # The `am_send` slot of Operation: `await` calls it first with None, and then with the value that the loop sends. It
+    # returns as `Operation._begin` does.
     cdef Operation self = <Operation>operation
     cdef PyObject *shared = _section(self.queue)
     cdef section within
@@ -419,6 +450,7 @@ cdef int operation_send(PyObject *operation, PyObject *value, PyObject **result)
 
 
 cdef inline int _continue_await(Operation self, PyObject **result) except -1:
+    # Do what `operation_send` does, in the section.
     result[0] = NULL
     if self.phase == NOT_AWAITED:
         try:
@@ -456,10 +488,12 @@ cdef inline bint _is_batch(Operation operation) noexcept:
 
 
 cdef inline bint _binds(Operation operation) noexcept:
+    # Whether the request binds a memory window.
     return operation.extra is not None and operation.extra.window is not None
 
 
 cdef _Extra _extra(Operation operation):
+    # Return the operation's rarely needed fields, which the first call adds.
     cdef _Extra extra = operation.extra
     if extra is None:
         extra = _Extra.__new__(_Extra)
@@ -469,6 +503,7 @@ cdef _Extra _extra(Operation operation):
 
 
 cdef _Run _run(InFlightCount pins):
+    # Return a new _Run of one request.
     cdef _Run run = _Run.__new__(_Run)
     run.pins = pins
     run.count = 1
@@ -509,6 +544,7 @@ cdef dict _wc_opcodes = {
 
 
 cdef object _status(int status):
+    # Return the `WcStatus`, or the number itself where it has no name.
     try:
         return WcStatus(status)
     except ValueError:                  # a status newer than the enumeration
@@ -516,7 +552,7 @@ cdef object _status(int status):
 
 
 cdef class Received:
-    """Result of a receive.
+    """Result of a receive: what awaiting the operation of `QueuePairVerbs.receive` returns.
 
     :param local: the memory that was passed to `QueuePairVerbs.receive`.
     :param byte_len: number of bytes received, without the global routing header of a datagram.
@@ -546,11 +582,13 @@ cdef class Received:
 
     @property
     def data(self):
-        """A view of the received bytes in registered memory, which is overwritten when the memory is posted again.
+        """A `memoryview` of the received bytes in registered memory, which is overwritten when the memory is posted
+        again.
 
         The view is empty for an RDMA WRITE with immediate data, whatever ``byte_len`` says: ``local`` has none of the
         data.
 
+        :raises ClosedResourceError: the memory is closed.
         :raises ValueError: the message was received into several pieces; read these.
         """
         whole = self.local if not self.written else None

@@ -61,7 +61,8 @@ cdef class Destination:
 
 @cython.final
 cdef class QpWorkState:
-    """State of a queue pair's work: its send and receive queues, and the error that broke the queue pair.
+    """State of a queue pair's work: its send and receive queues, and the error that broke the queue pair. An opening
+    `QueuePair` of the layer above makes it.
 
     :param handle: the queue pair.
     :param pd: protection domain of its memory; None for a queue pair without local memory.
@@ -146,12 +147,13 @@ cdef class QpWorkState:
         return parts
 
     def queues(self):
-        """Return the work queues that the queue pair owns; a shared receive queue is not among them."""
+        """Return a list of the `WorkQueue` that the queue pair owns, send queue first; a shared receive queue is not
+        among them."""
         return [queue for queue in (self.send_queue, self.receive_queue) if queue is not None]
 
     @property
     def broken(self):
-        """The first error that broke the queue pair; None while the queue pair is not broken."""
+        """The first error, an exception, that broke the queue pair; None while the queue pair is not broken."""
         cdef section within
         section_enter(&within, <PyObject *>self)    # any thread may read this property
         cause = self._cause
@@ -201,7 +203,7 @@ cdef class QpWorkState:
             section_leave(&within)
 
     def reopen(self):
-        """Undo `close`."""
+        """Undo `close`: requests can be posted again. Those that `close` ended stay ended."""
         for queue in self.queues():
             (<WorkQueue>queue).closing = False
 
@@ -259,6 +261,7 @@ cdef class QpWorkState:
         return self._queue_transition(self.receive_queue.dispatcher)
 
     cdef int _queue_transition(self, CqDispatcher dispatcher) except -1:
+        # Have the dispatcher's home loop call `_run_transition`.
         dispatcher.pending_transitions.append(self)
         return dispatcher._need_turn()
 
@@ -315,6 +318,7 @@ cdef class QpWorkState:
         return self.receive_queue is not None and self.receive_queue.used and self.handle._state == ERR
 
     cdef int _run_transition_at_owner(self) except -1:
+        # Have the owner's loop call `run_transition`.
         try:
             self.handle.affinity.loop.call_soon_threadsafe(self.run_transition)
         except RuntimeError:            # the owner's loop is closed: the work in flight ends when its device is closed
@@ -322,6 +326,7 @@ cdef class QpWorkState:
         return 0
 
     cdef int _run_transition_when_resumed(self) except -1:
+        # Have the home loop call `resume` when the other thread's state change has ended.
         cdef CqDispatcher dispatcher = (<WorkQueue>self.queues()[0]).dispatcher
         if dispatcher.loop is not None:
             self.handle._call_when_resumed(dispatcher.loop, self.resume)
@@ -354,7 +359,7 @@ cdef class QpWorkState:
             section_leave(&within)
 
     cdef object _unknown_outcome(self):
-        # The error of requests whose outcome the reset hides.
+        # Return the error of requests whose outcome the reset hides.
         cause = self.broken
         return _broken(f"{self.handle!r} was reset because of {cause}: the outcome of this request is unknown", cause)
 
@@ -389,6 +394,8 @@ cdef class QpWorkState:
         return 0
 
     cdef int _check_state(self, bint receives) except -1:
+        # Raise QueuePairStateError where the state does not allow a send, or a receive, and BrokenResourceError in an
+        # error state.
         cdef int state = self.handle._state
         if state == RTS or state == SQD or (receives and INIT <= state < ERR):
             return 0
@@ -399,6 +406,8 @@ cdef class QpWorkState:
         raise QueuePairStateError(f"{self.handle!r} is in state {found}: connect it, or move it to {needed}, first")
 
     cdef object _state_error(self):
+        # Return the BrokenResourceError, or DeviceRemovedError, of a queue pair in an error state, for the caller to
+        # raise.
         state = QpState(self.handle._state).name
         cause = self.broken
         return _broken(f"{self.handle!r} is in state {state}, caused by: {cause or 'a change of its state'}", cause)
@@ -412,6 +421,7 @@ cdef class QpWorkState:
 
 
 cdef WorkQueue _queue(Handle handle, QpWorkState requests, CqDispatcher dispatcher, limit, max_sge, make_scratch):
+    # Return a new work queue; `requests` is None for a shared receive queue.
     cdef WorkQueue queue = WorkQueue.__new__(WorkQueue)
     queue.handle = handle
     queue.requests = requests
@@ -426,6 +436,7 @@ cdef WorkQueue _queue(Handle handle, QpWorkState requests, CqDispatcher dispatch
 
 
 cdef inline Operation _new(WorkQueue queue, int opcode, bint unpinned):
+    # Return a new operation of one request, which is not posted.
     cdef Operation operation = Operation.__new__(Operation)
     operation.queue = queue
     operation.opcode = opcode
@@ -436,6 +447,8 @@ cdef inline Operation _new(WorkQueue queue, int opcode, bint unpinned):
 
 
 cdef int _add_piece(Operation operation, request *wr, RegionSlice piece, ProtectionDomain pd, int access) except -1:
+    # Pin a piece and append it to the request's scatter/gather list. Raise ValueError where it does not suit, such as
+    # for access that it lacks, and ClosedResourceError where its memory is closed.
     cdef v.ibv_sge *sge
     if piece._handle.pd is not pd and not (pd._shared or piece._handle.pd._shared):
         raise ValueError(f"{piece!r} belongs to another protection domain than {operation.queue.handle!r}")
@@ -463,7 +476,8 @@ cdef int _add_piece(Operation operation, request *wr, RegionSlice piece, Protect
 
 
 cdef int _gather(Operation operation, request *wr, object local, ProtectionDomain pd, int access) except -1:
-    # Append the pieces of `local` to the request's scatter/gather list.
+    # Append the pieces of `local` to the request's scatter/gather list, with the errors of `_add_piece`. Raise
+    # TypeError where `local` is no registered memory.
     cdef int count
     if type(local) is RegionSlice:
         _add_piece(operation, wr, <RegionSlice>local, pd, access)
@@ -501,7 +515,7 @@ cdef int _gather(Operation operation, request *wr, object local, ProtectionDomai
 
 
 cdef inline QpWorkState _requests_of(SendVerbs sending, section *within):
-    # Another thread may open or close the object meanwhile.
+    # Return the work state, None where the object is not open. Another thread may open or close the object meanwhile.
     cdef QpWorkState requests
     section_enter(within, <PyObject *>sending)
     requests = sending._requests
@@ -510,7 +524,8 @@ cdef inline QpWorkState _requests_of(SendVerbs sending, section *within):
 
 
 cdef inline QpWorkState _begin_posting(SendVerbs sending, str verb, section *within):
-    # Check the caller and begin the verb; pair each success with one `_end_posting`.
+    # Check the caller and begin the verb; pair each success with one `_end_posting`. Return the work state; raise
+    # ClosedResourceError where the object is not open, and the errors of `Handle._use`.
     if FREE_THREADED:
         return _begin_posting_in_section(sending, verb, within)
     if sending._requests is None:
@@ -520,6 +535,7 @@ cdef inline QpWorkState _begin_posting(SendVerbs sending, str verb, section *wit
 
 
 cdef QpWorkState _begin_posting_in_section(SendVerbs sending, str verb, section *within):
+    # Do what `_begin_posting` does, without a GIL.
     cdef QpWorkState requests = _requests_of(sending, within)
     if requests is None:
         raise ClosedResourceError(f"{sending!r} is not open: open it by `async with`; after closing, make a new one")
@@ -553,7 +569,8 @@ cdef inline int _end_posting(Handle handle, Operation operation, section *within
 
 
 cdef inline int _check_read_atomic(QpWorkState requests, request *wr) except -1:
-    # RDMA READ and atomics: some devices wait for ever where the two ends have negotiated a depth of 0.
+    # RDMA READ and atomics: some devices wait for ever where the two ends have negotiated a depth of 0. Raise
+    # QueuePairStateError then, and ValueError for too many pieces.
     if requests.handle._max_rd_atomic == 0 and requests.handle._state == RTS:
         raise QueuePairStateError(
             f"{requests.handle!r} allows no RDMA READ and atomic requests: connect it with max_rd_atomic, "
@@ -568,6 +585,7 @@ cdef inline int _check_read_atomic(QpWorkState requests, request *wr) except -1:
 
 
 cdef inline WorkQueue _send_queue_for(QpWorkState requests, int opcode):
+    # Return the send queue; raise ValueError where the queue pair's type does not support the opcode.
     if not requests.opcodes >> opcode & 1:
         raise ValueError(
             f"{requests.handle!r} is of type {requests.handle.qp_type.name}, "
@@ -607,12 +625,16 @@ cdef class SendVerbs:
 
     # ---- Building requests
 
+    # Each method that returns an operation posts the request, lets it wait for a place, or adds it to the batch, and
+    # raises the errors of the class.
+
     cdef request *_place_for(self, request *wr) except NULL:
         # Return where to build the request: in `wr`, or in the memory of a batch.
         request_begin(wr)
         return wr
 
     cdef int _submit_or_collect(self, Operation operation, request *wr, bint nowait) except -1:
+        # Post the request, or let it wait for a place: see `WorkQueue._submit`. A batch collects it instead.
         if operation.queue.requests.handle._state != RTS:
             operation.queue.requests._check_state(operation.queue.receives)
         return operation.queue._submit(operation, wr, nowait)
@@ -904,11 +926,12 @@ cdef class SendVerbs:
 cdef class QueuePairVerbs(SendVerbs):
     """Verbs of a queue pair: those of `SendVerbs`, their ``_nowait`` forms, and receives.
 
-    A ``_nowait`` form raises `anyio.WouldBlock`, and posts nothing, where the queue is full.
+    A ``_nowait`` form raises `anyio.WouldBlock`, and posts nothing, where the queue is full. Its other errors, and the
+    result of awaiting its operation, are those of the method without ``_nowait``.
     """
 
     def _requests_begin(self, QpWorkState requests):
-        # Called when the queue pair opens, and with None when it closes.
+        """Set the work state that the verbs use: called when the queue pair opens, and with None when it closes."""
         cdef section within
         section_enter(&within, <PyObject *>self)
         before, self._requests = self._requests, requests
@@ -1029,6 +1052,12 @@ cdef class QueuePairVerbs(SendVerbs):
         return self._invalidate(rkey, FENCE if fence else 0, True)
 
     def _bind_window(self, MemoryWindow window not None, RegionSlice piece not None, access, fence, nowait):
+        """Post the binding of a memory window to a piece of a region.
+
+        :returns: the `Operation`; awaiting it returns the `RemoteRegion` with the window's new key.
+        :raises ValueError: the region was registered without ``MW_BIND``, or belongs to another context. See
+            `SendVerbs` for other errors.
+        """
         return self._bind(window, piece, access, FENCE if fence else 0, nowait)
 
     def receive(self, local):
@@ -1044,6 +1073,9 @@ cdef class QueuePairVerbs(SendVerbs):
         :returns: the `Operation`.
         :raises ClosedResourceError: the queue pair or the memory is closed.
         :raises AffinityError: the caller is not on the thread and event loop that own the queue pair.
+        :raises ConcurrentAccessError: another thread is inside a verb of the same thread domain.
+        :raises BusyResourceError: another thread is changing the queue pair's state.
+        :raises TypeError: local memory is not registered.
         :raises QueuePairStateError: the queue pair is in RESET.
         :raises BrokenResourceError: the queue pair is in an error state; ``__cause__`` is the first error.
         :raises ValueError: the queue pair uses a shared receive queue, or the memory does not suit.
@@ -1085,7 +1117,8 @@ cdef class QueuePairVerbs(SendVerbs):
 
 
 cdef int _scatter(Operation operation, request *wr, object local, ProtectionDomain pd, bint datagrams) except -1:
-    # The global routing header of a datagram comes before the message, and goes to scratch memory of the queue.
+    # Make `local` the memory of a receive, with the errors of `_gather`. The global routing header of a datagram comes
+    # before the message, and goes to scratch memory of the queue.
     if datagrams:
         operation.scratch = WANTED
         wr.receive.num_sge = 1
@@ -1093,13 +1126,13 @@ cdef int _scatter(Operation operation, request *wr, object local, ProtectionDoma
 
 
 cdef class ReceiveVerbs:
-    """Verbs of a shared receive queue."""
+    """Verbs of a shared receive queue. Each method returns an `Operation`, which the caller may await or drop."""
 
     cdef WorkQueue _queue
     cdef ProtectionDomain _queue_pd
 
     def _receives_begin(self, SharedReceiveQueue handle not None, ProtectionDomain pd not None, max_wr, max_sge, cq):
-        # Called when the shared receive queue opens.
+        # Called when the shared receive queue opens. Return its new `WorkQueue`.
         cdef section within
         cdef WorkQueue queue = _queue(handle, None, cq, max_wr, max_sge, None)
         queue.receives = True
@@ -1125,6 +1158,8 @@ cdef class ReceiveVerbs:
         :returns: the `Operation`.
         :raises ClosedResourceError: the shared receive queue or the memory is closed.
         :raises AffinityError: the caller is not on the thread and event loop that own the queue.
+        :raises ConcurrentAccessError: another thread is inside a verb of the same thread domain.
+        :raises TypeError: local memory is not registered.
         :raises BrokenResourceError: all completion queues that the receives complete in have failed.
         :raises ValueError: the memory does not suit.
         :raises VerbsError: ``ibv_post_srq_recv`` failed.
@@ -1215,6 +1250,7 @@ def detach(WorkQueue queue not None, CqDispatcher dispatcher not None, QpWorkSta
 
 
 cdef bint _serves(CqDispatcher dispatcher, WorkQueue queue) except -1:
+    # Return whether a queue pair that completes in the dispatcher receives from the shared receive queue.
     for each in dispatcher.srqs.values():
         if each is queue:
             return True
@@ -1222,6 +1258,7 @@ cdef bint _serves(CqDispatcher dispatcher, WorkQueue queue) except -1:
 
 
 cdef uint64_t _uint(object value, int bits, str name) except? 0xFFFFFFFFFFFFFFF7:
+    # Return the value as a number; raise ValueError where it does not fit, TypeError where it is no integer.
     number = PyNumber_Index(value)          # __index__, since __int__ would truncate a float
     if number < 0 or number >> bits:
         raise ValueError(f"`{name}` must fit in {bits} bits, got {value}")
@@ -1229,6 +1266,7 @@ cdef uint64_t _uint(object value, int bits, str name) except? 0xFFFFFFFFFFFFFFF7
 
 
 cdef int _set_ud_destination(QpWorkState requests, Operation operation, request *wr, Destination to) except -1:
+    # Set and pin the destination of a datagram. Raise ValueError where there is none, or the queue pair takes none.
     if requests.handle._type != UD:
         raise ValueError(f"{requests.handle!r} is not of type UD: leave `to` out")
     if to is None:
@@ -1243,6 +1281,7 @@ cdef int _set_ud_destination(QpWorkState requests, Operation operation, request 
 
 
 cdef int _set_xrc_srq(QpWorkState requests, request *wr, object number) except -1:
+    # Set the peer's shared receive queue. Raise ValueError where there is none, or the queue pair takes none.
     if requests.handle._type != XRC_SEND:
         raise ValueError(f"{requests.handle!r} is not of type XRC_SEND: leave `srq_number` out")
     if number is None:

@@ -2,7 +2,8 @@
 
 @cython.final
 cdef class WorkQueue:
-    """Work queue: the send queue or the receive queue of a queue pair, or a shared receive queue.
+    """Work queue: the send queue or the receive queue of a queue pair, or a shared receive queue. A `QpWorkState`, or
+    an opening shared receive queue, makes it.
 
     A work queue posts no more requests than it has places, so that the device never refuses a request for that reason.
     A request that finds no place waits, first come, first served, and is posted when earlier requests complete.
@@ -74,11 +75,11 @@ cdef class WorkQueue:
 
     @property
     def failed(self):
-        """Number of failed requests by status."""
+        """Number of failed requests by status: a new dict of `WcStatus` to int; empty for none."""
         return dict(self.errors) if self.errors is not None else {}
 
     def abandon(self, int status, error):
-        """End all requests after the object was destroyed.
+        """End all requests after the object was destroyed. Inboxes end normally.
 
         :param status: ``enum ibv_wc_status`` that the requests end with.
         :param error: exception that the requests end with; None: only the status.
@@ -112,6 +113,7 @@ cdef class WorkQueue:
     # ---- Awaiting
 
     cdef object _loop_of_caller(self):
+        # Return the event loop of the caller; raise RuntimeError where none is running.
         if _is_bound(self.handle.affinity):
             return self.handle.affinity.loop    # the caller passed the owner check
         try:
@@ -120,8 +122,8 @@ cdef class WorkQueue:
             raise RuntimeError("aioverbs needs an asyncio event loop, and none is running here") from None
 
     cdef int _poll_for(self, Operation operation, bint spins) except -1:
-        # A caller asks whether the operation is done. Refuse a caller that is not the owner, even if the operation is
-        # done.
+        # A caller asks whether the operation is done: poll for its completion. Refuse a caller that is not the owner by
+        # AffinityError, even if the operation is done.
         cdef CqDispatcher dispatcher = self.dispatcher
         if dispatcher is not None:
             dispatcher._poll_for(operation, spins)
@@ -132,6 +134,7 @@ cdef class WorkQueue:
         return 0
 
     cdef int _awaited(self, Operation operation) except -1:
+        # A task is about to suspend for the operation.
         if operation.state == WAITING:
             operation.held_by_queue = True  # until the operation has a place
             Py_INCREF(operation)
@@ -139,12 +142,12 @@ cdef class WorkQueue:
         return self._need_turns()
 
     cdef int _unawaited(self, Operation operation) except -1:
-        # Called by any thread; the operation is not done.
+        # No task waits for the operation any more. Called by any thread; the operation is not done.
         self._count_awaited(-1)
         return self._unhold(operation)
 
     cdef int _unhold(self, Operation operation) except -1:
-        # The caller holds a reference to the operation.
+        # Drop the queue's reference, if it has one. The caller holds a reference to the operation.
         if operation.held_by_queue:
             operation.held_by_queue = False
             Py_DECREF(operation)
@@ -180,7 +183,10 @@ cdef class WorkQueue:
     # ---- Posting
 
     cdef int _submit(self, Operation operation, request *wr, bint nowait) except -1:
-        # The caller has begun the verb (`Handle._use` for `ibv_post_send` or `ibv_post_recv`), and ends it afterwards.
+        # Post the operation, or let it wait for places; with `nowait` raise WouldBlock instead. Raise
+        # ClosedResourceError where the queue is closing, BrokenResourceError where no completion would be dispatched,
+        # VerbsError where the verb fails. The caller has begun the verb (`Handle._use` for `ibv_post_send` or
+        # `ibv_post_recv`), and ends it afterwards.
         if self.closing:
             raise ClosedResourceError(f"{self.handle!r} is closed, or about to be")
         if self.dispatcher is not None:
@@ -208,6 +214,7 @@ cdef class WorkQueue:
         return len(self.dispatchers) > 0
 
     cdef int _wait(self, Operation operation, request *wr) except -1:
+        # Append the operation, with a copy of its request, to those that wait for places.
         cdef _Extra extra = _extra(operation)
         if extra.requests == NULL:
             extra.requests = request_grow(NULL, 0, 1)
@@ -252,7 +259,7 @@ cdef class WorkQueue:
         self.waiting -= (<_Extra>extra).places
 
     cdef void _withdraw(self, _Extra extra) noexcept:
-        # Called while the operation is being freed, by any thread.
+        # Take an operation that waits for places out of the list, while it is being freed, by any thread.
         finalizer_lock_acquire(&self.waiting_lock)
         self._remove_waiting(<PyObject *>extra)
         finalizer_lock_release(&self.waiting_lock)
@@ -289,7 +296,8 @@ cdef class WorkQueue:
         return operation
 
     cdef int _begin(self, Operation operation, request *wr) except -1:
-        # Post an operation; the caller has made sure that there is a place.
+        # Post an operation, or chain it; the caller has made sure that there is a place. Raise VerbsError where the
+        # verb refuses it.
         cdef int error
         if operation.scratch != UNUSED:
             self._take_all_scratch(operation, wr)
@@ -309,7 +317,7 @@ cdef class WorkQueue:
         return 0
 
     cdef int _undo_begin(self, Operation operation, int error) except -1:
-        # The verb refused the request.
+        # The verb refused the request: release its place and raise the error.
         operation.state = NEW
         self._vacate(operation)
         if operation.raises:
@@ -318,6 +326,7 @@ cdef class WorkQueue:
         return 0
 
     cdef int _chain(self, Operation operation, request *wr) except -1:
+        # Keep the request, to be posted with others at the end of the turn, or now where the chain is full.
         if self.chain_wrs == NULL:
             self.chain_wrs = request_grow(NULL, 0, CHAIN)
             if self.chain_wrs == NULL:
@@ -356,6 +365,7 @@ cdef class WorkQueue:
         return 0
 
     cdef int _post_chains(self, list chain, request *requests) except -1:
+        # Post as `_flush` says; give each refused operation to the dispatcher, which ends it with its error.
         cdef list before = []           # posted without a completion of their own
         cdef Operation refused
         cdef Py_ssize_t accepted
@@ -401,6 +411,7 @@ cdef class WorkQueue:
         return error
 
     cdef int _occupy(self, Operation operation) except -1:
+        # Give the operation a place. Raise MemoryError where there is no memory for that.
         operation.wr_id = slots_take(self.slots, <void *>operation, self.kind)
         if not operation.wr_id:
             if operation.scratch != UNUSED:
@@ -451,7 +462,8 @@ cdef class WorkQueue:
         return error
 
     cdef int _bind(self, Operation operation, request *wr) noexcept:
-        # The window's new key is valid when the request has completed.
+        # Bind a memory window; return 0 or an errno. The operation's result is the window's `RemoteRegion`, whose new
+        # key is valid when the request has completed.
         cdef _Extra extra = operation.extra
         cdef MemoryWindow window = extra.window
         cdef MemoryRegion region = operation.keepalive
@@ -477,6 +489,7 @@ cdef class WorkQueue:
         return error
 
     cdef int _call_bind(self, MemoryWindow window, v.ibv_mw_bind_info *bind_info, request *wr) except? -1:
+        # Call the verb for the window's type; return 0 or its errno.
         cdef v.ibv_qp *qp = (<QueuePair>self.handle).pointer
         cdef v.ibv_mw_bind bind
         cdef v.ibv_send_wr *bad = NULL
@@ -499,6 +512,7 @@ cdef class WorkQueue:
         return error
 
     cdef int _take_all_scratch(self, Operation operation, request *wr) except -1:
+        # Take scratch memory for the operation and all its elements that want it, or for none.
         cdef Py_ssize_t at = 0
         try:
             if operation.scratch == WANTED:
@@ -513,6 +527,7 @@ cdef class WorkQueue:
         return 0
 
     cdef int _make_scratch(self) except -1:
+        # Register the queue's scratch memory, on first use; errors of that are raised.
         scratch = self.make_scratch(self.limit * self.scratch_bytes)
         if self.scratch is None:            # no other thread was faster
             self.scratch = scratch
@@ -529,9 +544,11 @@ cdef class WorkQueue:
         return 0
 
     cdef uint64_t _scratch_of(self, Operation operation) noexcept:
+        # Return the address of the operation's scratch memory.
         return self.scratch._address + <uint64_t>operation.scratch * self.scratch_bytes
 
     cdef int _give_scratch(self, Operation operation) except -1:
+        # Free the scratch memory of the operation and its elements.
         if operation.scratch >= 0:
             self.free_scratch.append(operation.scratch)
             operation.scratch = WANTED
@@ -542,6 +559,7 @@ cdef class WorkQueue:
     # ---- Completion
 
     cdef int _completed(self, Operation operation, v.ibv_wc *wc) except -1:
+        # Handle a completion of the operation, and of the earlier ones that have none of their own.
         cdef list unsignaled
         if operation.extra is None or operation.extra.unsignaled is None:
             return self._record_completion(operation, wc)
@@ -553,6 +571,7 @@ cdef class WorkQueue:
         return 0
 
     cdef int _record_completion(self, Operation operation, v.ibv_wc *wc) except -1:
+        # Record the outcome, and retire the operation; a batch only with the completion of its last request.
         if _is_batch(operation):
             if not _element_completed(operation, wc):
                 return 0
@@ -587,6 +606,7 @@ cdef class WorkQueue:
         return 0
 
     cdef int _failed(self, Operation operation) except -1:
+        # Count a failed request, and note that its queue pair is broken.
         status = _status(operation.status)
         if self.errors is None:
             self.errors = {}
@@ -622,7 +642,8 @@ cdef class WorkQueue:
         return 0
 
     cdef int _notify(self, Operation operation) except -1:
-        # Read the waiter before Python code runs, which may end the await; wake the waiter even if that code raises.
+        # Release the memory of an ended operation, fill its inbox and wake its waiter. Read the waiter before Python
+        # code runs, which may end the await; wake the waiter even if that code raises.
         if operation.waiter is None and operation.extra is None:
             operation.keepalive = None
             return operation._unpin()
@@ -677,6 +698,7 @@ cdef class WorkQueue:
         return 0
 
     cdef int _stall(self) except -1:
+        # Have a dispatcher call `_advance` in the next turn of its loop.
         for each in self._dispatchers():
             (<CqDispatcher>each).stalled.append(self)
             (<CqDispatcher>each)._need_turn()
@@ -684,6 +706,7 @@ cdef class WorkQueue:
         return 0
 
     cdef int _stall_until_resumed(self) except -1:
+        # Have a dispatcher call `_advance` when the queue pair's state change has ended.
         if self.requests is None:       # the state of a shared receive queue never changes
             return self._stall()
         if self.dispatcher.loop is not None:
@@ -691,8 +714,8 @@ cdef class WorkQueue:
         return 0
 
     cdef int _call_at_owner(self, callback) except -1:
-        # Do nothing where the owner's loop runs in a thread that does not own the handle: the callback would repeat for
-        # ever.
+        # Have the owner's loop call `callback`. Do nothing where the owner's loop runs in a thread that does not own
+        # the handle: the callback would repeat for ever.
         loop = self.handle.affinity.loop
         if loop is asyncio._get_running_loop():
             return 0
@@ -757,6 +780,7 @@ cdef class WorkQueue:
         self._stall()
 
     cdef int _enter(self) except -1:
+        # Begin the posting verb, with the errors of `Handle._use`; pair each success with `Handle._unuse`.
         self.handle._use("ibv_post_recv" if self.receives else "ibv_post_send")
         return 0
 
@@ -859,6 +883,7 @@ cdef enum:
 
 
 cdef inline list _elements(Operation operation):
+    # Return the operations of a batch; an empty list for a single request.
     return operation.extra.elements if _is_batch(operation) else []
 
 
@@ -871,6 +896,7 @@ cdef inline bint _is_any_thread(WorkQueue queue) noexcept:
 
 
 cdef inline PyObject *_section(WorkQueue queue) noexcept:
+    # Return the object whose section protects the queue; NULL where only its owner's thread uses the queue.
     return _section_of_all if FREE_THREADED and queue is not None and _is_any_thread(queue) else NULL
 
 
@@ -887,6 +913,7 @@ cdef int _join(list parts) except -1:
 
 
 cdef int _make_any_thread(object part) except -1:
+    # Let any thread use the part, and everything that is used with it.
     cdef CqDispatcher dispatcher
     cdef WorkQueue queue
     if isinstance(part, WorkQueue):
@@ -922,6 +949,7 @@ cdef int _wake(object waiter, WorkQueue queue) except -1:
 
 
 cpdef _set_done(waiter):
+    # Complete the future `waiter`, unless it is completed or cancelled.
     if not waiter.done():
         waiter.set_result(None)
 
@@ -944,6 +972,7 @@ cdef Py_ssize_t _index_of_bad_wr(request *requests, Py_ssize_t count, v.ibv_send
 
 
 cdef object _received(Operation operation, v.ibv_wc *wc):
+    # Return a new `Received` of the completion of a receive.
     cdef Received received = Received.__new__(Received)
     cdef uint32_t length = wc.byte_len
     received.local = operation.keepalive

@@ -149,6 +149,7 @@ cdef class NativeAllocator:
         return 0
 
     cdef object _failure(self):
+        # Return and clear the exception of this thread's last failure; None for none.
         return _take_failure()
 
     @property

@@ -7,6 +7,7 @@ cdef enum model:
 
 
 cdef inline bint _is_bound(Affinity owner) noexcept:
+    # Whether one thread and event loop own the object with this affinity, which may be None.
     return owner is not None and owner._thread != NULL
 
 
@@ -390,6 +391,7 @@ cdef class CqDispatcher:
         return 0
 
     cdef inline int _repeat_skipped_poll(self) except -1:
+        # After the last dispatch, have the home loop poll where a poll was skipped.
         if self.poll_skipped and self.dispatching == 0:
             self.poll_skipped = self.armed = False  # the home loop polls, whether an event will come or not
             self._need_turn()

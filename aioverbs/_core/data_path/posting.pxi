@@ -161,6 +161,7 @@ cdef class QpWorkState:
         return cause
 
     cdef int _set_cause(self, object cause) except -1:
+        # Set `broken`.
         cdef section within
         section_enter(&within, <PyObject *>self)
         before, self._cause = self._cause, cause

@@ -171,6 +171,7 @@ cdef class WorkQueue:
         return 0
 
     cdef int _need_turns(self) except -1:
+        # Have each dispatcher of the queue's completions schedule a turn.
         if self.dispatcher is not None:
             return 0 if self.dispatcher.turn_scheduled else self.dispatcher._need_turn()
         for each in self._dispatchers():
@@ -178,6 +179,7 @@ cdef class WorkQueue:
         return 0
 
     cdef tuple _dispatchers(self):
+        # Return the dispatchers of the queue's completions.
         return (self.dispatcher,) if self.dispatcher is not None else tuple(self.dispatchers)
 
     # ---- Posting

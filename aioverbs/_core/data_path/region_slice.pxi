@@ -155,6 +155,7 @@ cdef class InFlightCount:
 
     @cython.final
     cdef int _is_idle(self) except -1:
+        # Notify the condition and call the callback: the count has fallen to 0.
         condition = self._get_condition()
         if condition is not None:
             condition.notify()

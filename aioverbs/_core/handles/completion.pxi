@@ -46,6 +46,7 @@ cdef class CompletionChannel(Handle):
         return error
 
     cdef int _drop_after_lender(self) except -1:
+        # The descriptor is this process's own, and stays open when the lender closes the context.
         os.close(self.pointer.fd)
         return 0
 

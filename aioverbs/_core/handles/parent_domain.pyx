@@ -208,6 +208,7 @@ cdef class ParentDomain(ProtectionDomain):
         self.base._leave()
 
     cdef object _take_cause(self):
+        # Return and clear the exception of the allocator during the verb that just failed in this thread; None: none.
         if domain_memory_take_failure(&self._native):
             return (<NativeAllocator>self.allocator)._failure()
         return self._causes.pop(threading.get_ident(), None)

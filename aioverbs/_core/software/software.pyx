@@ -120,6 +120,7 @@ cdef class Context(handles.Context):
         return 0
 
     cdef str _unreachable_reason(self):
+        # Return text that says why peers do not find the device; empty where they can.
         cdef char why[s.SOFT_ERROR_TEXT]
         with nogil:
             s.soft_get_fabric_error(self.pointer, why)

@@ -75,7 +75,8 @@ class Side:
     async def receive(self) -> RemoteRegion:
         """Return the region in the peer's next message; an empty one for the signal to go on.
 
-        :raises WorkCompletionError: the peer is gone; so does BrokenResourceError.
+        :raises BrokenResourceError: the peer is gone.
+        :raises WorkCompletionError: the peer is gone.
         """
         message: Message = await anext(self._messages)
         with message:

@@ -9,9 +9,11 @@ __all__ = ["wait_uncancelled"]
 
 
 async def wait_uncancelled(awaitable: Awaitable[None]) -> None:
-    """Await a result to its end.
+    """Await a result to its end, and raise its exception if it fails.
 
-    If the caller is cancelled meanwhile, by a scope or a server that stops, raise that afterwards.
+    If the caller is cancelled meanwhile, by a scope or a server that stops, raise that afterwards instead.
+
+    :raises asyncio.CancelledError: the caller was cancelled; the awaitable has ended by then.
     """
     task = asyncio.ensure_future(awaitable)
     cancelled = None

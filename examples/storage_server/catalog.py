@@ -54,7 +54,13 @@ CREATE TABLE rights (
 
 
 class VolumeRow(NamedTuple):
-    """A row of table `volumes`."""
+    """A row of table `volumes`.
+
+    :param id: number of the volume, never used twice; the file's name.
+    :param name: the volume's name.
+    :param size: bytes.
+    :param read_only: whether it is a snapshot.
+    """
 
     id: int
     name: str
@@ -82,17 +88,19 @@ def name_of(token: str) -> str:
 
 
 def new_token(name: str) -> str:
-    """Return a new random token."""
+    """Return a new random token for a client: ``NAME.SECRET``."""
     return f"{name}.{secrets.token_urlsafe(32)}"
 
 
 def key_of(token: str) -> bytes:
-    """Return the key that the server stores for a token, and that both ends use for proofs."""
+    """Return the 32-byte key that the server stores for a token, and that both ends use for proofs."""
     return hashlib.sha256(token.strip().encode()).digest()
 
 
 class Catalog:
-    """Database of a server's folder. Every change is durable when its method returns.
+    """Database of a server's folder. Every change is durable when its method returns. The caller must call `close`.
+
+    All methods raise `sqlite3.Error` if the database fails, for example when another process locks it for 10 seconds.
 
     :param path: path of the database file, which is created if missing.
     :raises InvalidError: the database has another schema version.
@@ -125,6 +133,7 @@ class Catalog:
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
+        """Hold the lock and a transaction for the duration of the block; undo the changes if the block fails."""
         # IMMEDIATE: with a deferred transaction, two processes that read and then write would fail at the write.
         with self._lock:
             self._database.execute("BEGIN IMMEDIATE")
@@ -136,6 +145,7 @@ class Catalog:
             self._database.execute("COMMIT")
 
     def _query(self, statement: str, *values: object) -> list[Any]:
+        """Run a statement; return all rows."""
         with self._lock:
             return self._database.execute(statement, values).fetchall()
 
@@ -160,12 +170,14 @@ class Catalog:
         return self._rows("state != 'ready'")
 
     def _rows(self, where: str, *values: object) -> list[VolumeRow]:
+        """Return the volumes for which a condition in SQL is true."""
         found = self._query(f"SELECT id, name, size, read_only FROM volumes WHERE {where}", *values)
         return [VolumeRow(number, name, size, bool(read_only)) for number, name, size, read_only in found]
 
     def begin(self, name: str, size: int, *, read_only: bool = False) -> VolumeRow:
         """Add a volume in state 'making'. Its name is taken from now on.
 
+        :returns: the new row.
         :raises ExistsError: the name is taken.
         :raises InvalidError: the name or the size is invalid.
         """
@@ -200,11 +212,15 @@ class Catalog:
             self._database.execute("DELETE FROM volumes WHERE id = ?", (volume,))
 
     def set_size(self, volume: int, size: int) -> None:
-        """Set the size of a volume."""
+        """Set the size of a volume, in bytes.
+
+        :raises InvalidError: the size is invalid.
+        """
         check_size(size)
         self._set(volume, "size = ?", size)
 
     def _set(self, volume: int, what: str, *values: object) -> None:
+        """Change columns of a volume's row; ``what`` is the assignment in SQL."""
         with self._transaction():
             self._database.execute(f"UPDATE volumes SET {what} WHERE id = ?", (*values, volume))
 
@@ -237,6 +253,10 @@ class Catalog:
             self._one_client(self._database.execute("DELETE FROM clients WHERE name = ?", (name,)), name)
 
     def _one_client(self, cursor: sqlite3.Cursor, name: str) -> None:
+        """Check that a statement changed the row of a client.
+
+        :raises UnknownVolumeError: it did not: there is no such client.
+        """
         if not cursor.rowcount:
             raise UnknownVolumeError(f"there is no client {name!r}")
 
@@ -253,11 +273,12 @@ class Catalog:
                 self._database.execute("INSERT INTO rights VALUES (?, ?, ?)", (client, number, int(mode)))
 
     def clients(self) -> list[ClientRow]:
-        """Return all clients, sorted by name."""
+        """Return all clients, sorted by name, with their rights."""
         found = self._query("SELECT name, admin FROM clients ORDER BY name")
         return [ClientRow(name, bool(admin), self._rights_of(name)) for name, admin in found]
 
     def _rights_of(self, client: str) -> dict[str, Mode]:
+        """Return a client's rights by volume name, without those of volumes that are not ready."""
         query = (
             "SELECT volumes.name, mode FROM rights JOIN volumes ON id = volume "
             "WHERE client = ? AND state = 'ready' ORDER BY volumes.name"
@@ -270,11 +291,11 @@ class Catalog:
         return found[0][0] if found else None
 
     def is_admin(self, client: str) -> bool:
-        """Return whether a client may do everything."""
+        """Return whether a client may do everything; False if there is no such client."""
         return self._query("SELECT admin FROM clients WHERE name = ?", client) == [(1,)]
 
     def mode(self, client: str, volume: int) -> Mode:
-        """Return a client's right to a volume."""
+        """Return a client's right to a volume: `Mode.ADMIN` for an admin, `Mode.NONE` for a client without a right."""
         if self.is_admin(client):
             return Mode.ADMIN
         query = "SELECT mode FROM rights WHERE client = ? AND volume = ?"

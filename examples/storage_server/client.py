@@ -68,7 +68,7 @@ class Storage:
     # ---- Volumes
 
     async def volumes(self) -> tuple[VolumeInfo, ...]:
-        """Return the volumes that this client may read, sorted by name."""
+        """Return the volumes that this client may read, sorted by name, each with its size in bytes."""
         return (await self._rpc.expect(ListVolumes(), Listing)).volumes
 
     async def create(self, name: str, size: int) -> None:
@@ -84,33 +84,59 @@ class Storage:
         await self._rpc.done(Create(size, name))
 
     async def resize(self, name: str, size: int) -> None:
-        """Change the size of a volume; new bytes are zero. Clients that have the volume open get a `ChangedError`."""
+        """Change the size of a volume; new bytes are zero. Clients that have the volume open get a `ChangedError`.
+
+        :param size: bytes, a multiple of 4096.
+        :raises BusyError: a client does not release the volume in time; try again.
+        :raises InvalidError: the size is invalid, or the volume is a snapshot.
+        :raises NoRoomError: the disk lacks space.
+        :raises UnknownVolumeError: there is no such volume.
+        """
         await self._rpc.done(Resize(size, name))
 
     async def delete(self, name: str) -> None:
         """Delete a volume. Clients that have it open get a `ChangedError`.
 
+        :raises BusyError: a client does not release the volume in time; try again.
         :raises UnknownVolumeError: there is no such volume.
         """
         await self._rpc.done(Delete(name))
 
     async def snapshot(self, source: str, name: str) -> None:
-        """Create a read-only copy of a volume in its present state. Writers of the source wait meanwhile."""
+        """Create a read-only copy of a volume in its present state. Writers of the source wait meanwhile.
+
+        :param source: the volume to copy.
+        :param name: name of the copy.
+        :raises BusyError: a writer does not release the volume in time; try again.
+        :raises ExistsError: the name is taken.
+        :raises NoRoomError: the disk lacks space.
+        :raises UnknownVolumeError: there is no such volume.
+        """
         await self._rpc.done(Copy(True, source, name))
 
     async def clone(self, source: str, name: str) -> None:
-        """Create a writable copy of a volume in its present state. Writers of the source wait meanwhile."""
+        """Create a writable copy of a volume in its present state. Writers of the source wait meanwhile.
+
+        :param source: the volume to copy.
+        :param name: name of the copy.
+        :raises BusyError: a writer does not release the volume in time; try again.
+        :raises ExistsError: the name is taken.
+        :raises NoRoomError: the disk lacks space.
+        :raises UnknownVolumeError: there is no such volume.
+        """
         await self._rpc.done(Copy(False, source, name))
 
     @contextlib.asynccontextmanager
     async def open(self, name: str, *, write: bool = False, by_messages: bool = False) -> AsyncIterator[RemoteVolume]:
-        """Open a volume for the duration of the block.
+        """Open a volume for the duration of the block; yield a `RemoteVolume`.
 
         :param name: the volume.
         :param write: whether to open it for writing.
         :param by_messages: whether reads and writes use messages instead of one-sided RDMA.
+        :raises InvalidError: this client has too many volumes open.
+        :raises NoRoomError: the volume does not fit into the server's cache.
         :raises RefusedError: this client lacks the right.
-        :raises UnknownVolumeError: there is no such volume.
+        :raises UnknownVolumeError: there is no such volume, or this client may not read it.
         """
         opened, granted = await self._opened(Open(Mode.WRITE if write else Mode.READ, name))
         volume = RemoteVolume(name, self._rpc, self._pools, self._opened, opened, granted, by_messages=by_messages)
@@ -125,6 +151,7 @@ class Storage:
             await wait_uncancelled(self._ask_to_close(opened))
 
     async def _ask_to_close(self, opened: Opened) -> None:
+        """Ask the server to close a volume; abort the connection if it does not answer. Errors are ignored."""
         try:
             async with asyncio.timeout(_ANSWER_TIMEOUT_S):
                 with contextlib.suppress(BrokenResourceError, StorageError):
@@ -133,6 +160,10 @@ class Storage:
             await self._rpc.connection.abort()
 
     async def _opened(self, request: Open | Reopen) -> tuple[Opened, RemoteGrant]:
+        """Send a request whose answer is a grant; return the answer and the grant.
+
+        If the caller is cancelled, a volume that was opened is closed.
+        """
         async with self._opening:
             opening = asyncio.create_task(self._grant(request))
             try:
@@ -143,6 +174,7 @@ class Storage:
                 raise
 
     async def _give_up(self, opening: asyncio.Task[tuple[Opened, RemoteGrant]], request: Open | Reopen) -> None:
+        """Wait for the answer to a cancelled request, and close the volume if it was opened."""
         if not (await asyncio.wait([opening], timeout=_ANSWER_TIMEOUT_S))[0]:
             await self._rpc.connection.abort()
             await asyncio.wait([opening])
@@ -150,6 +182,7 @@ class Storage:
             await self._close(opening.result()[0])
 
     async def _grant(self, request: Open | Reopen) -> tuple[Opened, RemoteGrant]:
+        """Send a request; return its answer, and the grant that belongs to it."""
         opened = await self._rpc.expect(request, Opened)
         while True:  # earlier grants belong to requests that were cancelled
             granted = await self._rpc.connection.receive_grant()
@@ -161,14 +194,16 @@ class Storage:
 async def connect(
     host: str, port: int, token: str, *, domain: ResourceDomain, settings: ConnectionSettings | None = None
 ) -> AsyncIterator[Storage]:
-    """Connect to a server for the duration of the block.
+    """Connect to a server for the duration of the block; yield a `Storage`.
 
     :param host: the server's address.
     :param port: the server's TCP port.
     :param token: the output of `access add`, or the contents of the server's owner.token.
     :param domain: resource domain for the connection and its buffers.
     :param settings: settings of the connection; None: defaults.
+    :raises InvalidError: the text is no token, or the server supports another version of the protocol.
     :raises RefusedError: the server does not accept the token.
+    :raises ProtocolError: the peer is an aioverbs server, but no storage server.
     :raises OSError: no server listens there, or the peer is no aioverbs server.
     """
     name, key = name_of(token), key_of(token)

@@ -87,7 +87,10 @@ class Commits:
         return True
 
     def _commit(self, group: list[Future[None]]) -> None:
-        """Run one sync for a group of flushes, then start the next sync if flushes arrived meanwhile."""
+        """Run one sync for a group of flushes, then start the next sync if flushes arrived meanwhile.
+
+        :param group: futures of the flushes; each gets None, or the sync's exception.
+        """
         failure: Exception | None = None
         try:
             self._sync_once(len(group), self._sync)
@@ -109,13 +112,20 @@ class Commits:
             self._executor.submit(self._commit, group)
 
     def exclusively(self, sync: Callable[[], None]) -> None:
-        """Run another kind of sync. The caller ensures that no flush runs at the same time.
+        """Run another kind of sync in the calling thread. The caller ensures that no flush runs at the same time.
 
+        :param sync: blocking function.
         :raises DiskError: the disk failed, now or before.
         """
         self._sync_once(0, sync)
 
     def _sync_once(self, count: int, sync: Callable[[], None]) -> None:
+        """Run a sync, measure it, and remember its failure; after a failure, run none.
+
+        :param count: number of flushes that share the sync.
+        :param sync: blocking function.
+        :raises DiskError: the disk failed, now or before.
+        """
         if self._failure is None:
             started = self._clock()
             try:

@@ -17,7 +17,10 @@ __all__ = [
 
 
 class StorageError(Exception):
-    """Base of the errors that the server reports. The text has the reason."""
+    """Base of the errors that the server reports. The text has the reason.
+
+    The server sends `code` and the text; the client's call then raises an error of the same class.
+    """
 
     code: ClassVar[int]
 
@@ -74,5 +77,8 @@ _OF_CODES = {each.code: each for each in StorageError.__subclasses__()}
 
 
 def error_of(code: int, text: str) -> StorageError:
-    """Return the error for a code of the protocol."""
+    """Return the error for a code of the protocol, 1 to 8.
+
+    :param text: the reason.
+    """
     return _OF_CODES[code](text)

@@ -24,7 +24,10 @@ _MAX_COPY = 64 << 20  # limit of one copy_file_range call
 
 
 class File:
-    """A file that is open for reading and writing."""
+    """A file that is open for reading and writing. Made by `Disk`; the caller must close it.
+
+    All methods raise OSError if the file system does.
+    """
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
@@ -34,7 +37,10 @@ class File:
         return os.fstat(self.descriptor).st_size
 
     def read_into(self, memory: memoryview, offset: int) -> None:
-        """Fill `memory` from the file, beginning at `offset`. Raise OSError if the file ends before."""
+        """Fill `memory` from the file, beginning at `offset`.
+
+        :raises OSError: the file ends before.
+        """
         at = 0
         while at < len(memory):
             count = os.preadv(self.descriptor, [memory[at:]], offset + at)
@@ -50,7 +56,11 @@ class File:
             rest, offset = rest[count:], offset + count
 
     def resize(self, size: int) -> None:
-        """Change the size. Allocate all new blocks now, so that ENOSPC is raised here and not by a later write."""
+        """Change the size. Allocate all new blocks now, so that ENOSPC is raised here and not by a later write.
+
+        :param size: bytes.
+        :raises OSError: the disk is full.
+        """
         if size > self.size():
             # A store to a mapped page without disk space raises SIGBUS and ends the server: allocate now.
             os.posix_fallocate(self.descriptor, 0, size)
@@ -70,7 +80,13 @@ class File:
         return mapped
 
     def copy_from(self, source: "File", size: int) -> str:
-        """Copy `source` into this file; return "reflink" if the file system could share blocks, else "copy"."""
+        """Copy `source` into this file.
+
+        :param source: the file to copy.
+        :param size: its bytes.
+        :returns: ``"reflink"`` if the file system could share blocks, else ``"copy"``.
+        :raises OSError: the disk lacks space for a full copy, or the source is shorter than `size`.
+        """
         free = os.fstatvfs(self.descriptor)
         if free.f_bavail * free.f_frsize < size:
             # Required for a reflink too: shared blocks need space of their own once either file is written to.
@@ -112,11 +128,17 @@ class Disk:
     """The file system of this machine."""
 
     def create(self, path: Path) -> File:
-        """Create an empty file. Raise FileExistsError if it exists."""
+        """Create an empty file, and return it open.
+
+        :raises FileExistsError: it exists.
+        """
         return File(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
 
     def open(self, path: Path) -> File:
-        """Open an existing file."""
+        """Open an existing file.
+
+        :raises FileNotFoundError: it does not exist.
+        """
         return File(os.open(path, os.O_RDWR | os.O_CLOEXEC))
 
     def remove(self, path: Path) -> None:
@@ -124,7 +146,7 @@ class Disk:
         path.unlink(missing_ok=True)
 
     def sync_directory(self, path: Path) -> None:
-        """Make the directory's entries durable."""
+        """Make the directory's entries durable: files that were created or deleted in it."""
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             os.fsync(descriptor)

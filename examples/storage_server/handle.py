@@ -21,6 +21,12 @@ class Handle:
 
     Code that checks `usable` and then copies from or to memory does not await in between, so the memory cannot be taken
     away. Code that awaits does so inside `use`; `pause` and `expel` wait for that block to end.
+
+    :param connection: the session's connection to the client.
+    :param client: the client's name.
+    :param number: number of the handle in the client's requests.
+    :param mode: the mode that the client opened the volume in, READ or WRITE.
+    :param metrics: counts the grants.
     """
 
     def __init__(self, connection: Connection, client: str, number: int, mode: Mode, metrics: Metrics) -> None:
@@ -44,9 +50,12 @@ class Handle:
     # ---- Called by the server's loop on this one, one at a time
 
     async def begin(self, volume: Volume) -> None:
-        """Start granting the volume's memory.
+        """Start granting the volume's memory, unless that has been done since the last pause; do not wait for the
+        grant.
 
         Only operations that use the memory wait for the grant, since a client may be slow to receive it.
+
+        :raises ChangedError: the handle is closed.
         """
         async with self._changing:
             if self.close_reason:
@@ -57,6 +66,12 @@ class Handle:
                 self._granting = asyncio.create_task(self._grant(volume))
 
     async def _grant(self, volume: Volume) -> None:
+        """Grant the memory, and wait until the client has received the grant.
+
+        :raises BusyError: the client does not receive it in time; the connection is then aborted.
+        :raises BrokenResourceError: the connection broke.
+        :raises ClosedResourceError: the connection is closed.
+        """
         backing = volume.backing
         assert backing is not None
         writes = AccessFlags.REMOTE_WRITE if self.mode is Mode.WRITE else AccessFlags(0)
@@ -71,7 +86,11 @@ class Handle:
     async def pause(self) -> None:
         """Revoke the grant. After this returns, neither the client nor its requests use the memory.
 
-        A caller that timed out may call this again: the grant stays until its revocation succeeds.
+        A caller that timed out may call this again: the grant stays until all uses of the memory have ended. A
+        revocation that
+        has begun is completed even if the caller is cancelled.
+
+        :raises VerbsError: the revocation failed, and the connection broke.
         """
         self._paused = True
         async with self._changing:
@@ -92,7 +111,10 @@ class Handle:
                     self._gauge.dec()
 
     async def expel(self, reason: str) -> None:
-        """Close the volume for this client."""
+        """Close the volume for this client: `pause`, and let later operations fail with `ChangedError`.
+
+        :param reason: text of the error; a reason that was set earlier is kept.
+        """
         self.close_reason = self.close_reason or reason
         await self.pause()
 
@@ -100,7 +122,7 @@ class Handle:
 
     @property
     def volume(self) -> Volume:
-        """The volume."""
+        """The volume; available once it has been opened."""
         assert self.opened is not None
         return self.opened
 
@@ -115,8 +137,10 @@ class Handle:
         return self.grant is not None and not self._paused
 
     def piece(self, offset: int, length: int) -> memoryview:
-        """Return a view of a range of the volume.
+        """Return a view of a range of the volume's memory. Call only while the handle is usable.
 
+        :param offset: first byte in the volume.
+        :param length: number of bytes.
         :raises InvalidError: the range exceeds the volume.
         """
         size = self.volume.row.size
@@ -132,7 +156,12 @@ class Handle:
 
     @contextlib.asynccontextmanager
     async def use(self, volumes: Volumes) -> AsyncIterator[None]:
-        """Keep the memory usable for the duration of a block that awaits. Wait while the handle is paused."""
+        """Keep the memory usable for the duration of a block that awaits. Wait while the handle is paused.
+
+        :param volumes: resumes a paused handle.
+        :raises ChangedError: the volume is closed.
+        :raises BusyError: the client did not receive its grant.
+        """
         while not self.usable:
             granting = self._granting
             if granting is None or self._paused:

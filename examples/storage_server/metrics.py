@@ -36,11 +36,19 @@ class Metrics(Collector):
         self.groups = Histogram("sync_flushes", "Flushes that shared a disk sync", buckets=_GROUP, **to)
 
     def synced(self, duration_s: float, flushes: int) -> None:
-        """Record a sync of the disk. The counters are updated later, since a client is waiting for its answer."""
+        """Record a sync of the disk. The counters are updated later, since a client is waiting for its answer.
+
+        :param duration_s: duration of the sync, in seconds.
+        :param flushes: number of flushes that shared it.
+        """
         self._synced.append((duration_s, flushes))
 
     def answered(self, kind: str, outcome: str) -> None:
-        """Record the answer to a request."""
+        """Record the answer to a request.
+
+        :param kind: name of the request, in lower case.
+        :param outcome: ``"done"`` or ``"failed"``.
+        """
         self.requests.labels(kind, outcome).inc()
         if len(self._synced) >= _MAX_UNCOUNTED:
             self._count()
@@ -51,6 +59,7 @@ class Metrics(Collector):
         return ()
 
     def _count(self) -> None:
+        """Apply the syncs that were recorded to the counters."""
         while True:
             try:
                 duration_s, flushes = self._synced.popleft()
@@ -60,11 +69,21 @@ class Metrics(Collector):
             self.groups.observe(flushes)
 
     def value(self, name: str, **labels: str) -> float:
-        """Return the value of a metric; 0 if there is none."""
+        """Return the value of a metric; 0 if there is none.
+
+        :param name: name without the prefix ``storage_``.
+        :param labels: labels of the metric.
+        """
         return self.registry.get_sample_value(f"storage_{name}", labels) or 0.0
 
     def serve(self, port: int, host: str = "127.0.0.1") -> tuple[int, Callable[[], None]]:
-        """Answer `GET /metrics` in a thread; return the port, and a function that stops the thread."""
+        """Answer `GET /metrics` in a thread.
+
+        :param port: TCP port; 0: a free one.
+        :param host: address to listen on.
+        :returns: the port, and a function that stops the thread, which the caller must call.
+        :raises OSError: the port is taken.
+        """
         server, thread = start_http_server(port, host, self.registry)
 
         def stop() -> None:

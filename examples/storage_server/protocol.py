@@ -37,7 +37,7 @@ class ProtocolError(Exception):
 
 
 def proof_of(key: bytes, nonce: bytes) -> bytes:
-    """Return the proof of knowing `key` for a challenge: an HMAC of its nonce."""
+    """Return the proof of knowing `key` for a challenge: the 32 bytes of an HMAC of its nonce."""
     return hmac.digest(key, b"aioverbs storage " + bytes([VERSION]) + nonce, "sha256")
 
 
@@ -51,7 +51,12 @@ class Mode(enum.IntEnum):
 
 
 class VolumeInfo(NamedTuple):
-    """A volume in a list."""
+    """A volume in a list.
+
+    :param name: the volume's name.
+    :param size: bytes.
+    :param read_only: whether it is a snapshot.
+    """
 
     name: Text
     size: UInt64
@@ -190,14 +195,14 @@ class Done(_Message, tag=30):
 
 
 class Failed(_Message, tag=31):
-    """The request failed: code of an error class, and the reason."""
+    """The request failed: `code` of a `StorageError` class, and the reason."""
 
     code: Annotated[int, Meta(ge=1, le=8)]
     text: Text
 
 
 class Listing(_Message, tag=32):
-    """List of volumes."""
+    """List of the volumes that the client may read, sorted by name."""
 
     volumes: tuple[VolumeInfo, ...]
 
@@ -213,7 +218,10 @@ class Opened(_Message, tag=33):
 
 
 class Data(_Message, tag=34):
-    """Bytes, and their CRC-32 or 0."""
+    """Bytes of a volume, and their CRC-32.
+
+    The checksum is 0 if the request did not ask for it. The answer to `Checksum` has no bytes.
+    """
 
     checksum: UInt32
     data: Bytes
@@ -255,6 +263,7 @@ def _head(number: int, short: Message, size: int) -> bytes:
 
 
 def _split(message: Message) -> tuple[Message, bytes]:
+    """Return a message with empty `data`, and the data; if it has no such field, the message itself and no bytes."""
     data: bytes = getattr(message, "data", b"")
     return (msgspec.structs.replace(message, data=b"") if data else message), data
 
@@ -263,6 +272,8 @@ def pack(number: int, message: Message) -> bytes:
     """Encode a message.
 
     :param number: the number of the request, 0..2**32-1.
+    :param message: the message.
+    :returns: the bytes to send.
     :raises ValueError: the peer would reject the message: a text or the data is too long, or a number is too large.
     """
     short, data = _split(message)

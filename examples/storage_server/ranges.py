@@ -23,7 +23,7 @@ class Ranges:
         self._ends: list[int] = []
 
     def add(self, start: int, end: int) -> None:
-        """Add the bytes from `start` up to, but not including, `end`."""
+        """Add the bytes from `start` up to, but not including, `end`; nothing if there are none."""
         if start >= end:
             return
         first = bisect.bisect_left(self._ends, start)
@@ -38,12 +38,12 @@ class Ranges:
             del self._starts[nearest + 1], self._ends[nearest]
 
     def update(self, ranges: Iterable[tuple[int, int]]) -> None:
-        """Add several ranges."""
+        """Add several ranges, as pairs of start and end (exclusive)."""
         for start, end in ranges:
             self.add(start, end)
 
     def take(self) -> tuple[tuple[int, int], ...]:
-        """Remove and return all ranges."""
+        """Remove all ranges; return them sorted, as pairs of start and end (exclusive)."""
         taken = tuple(zip(self._starts, self._ends, strict=True))
         self._starts, self._ends = [], []
         return taken

@@ -18,7 +18,7 @@ OnProgress = Callable[[int], object]
 
 
 def bars(console: Console) -> Progress:
-    """Return progress bars, which are shown on terminals only."""
+    """Return progress bars, to be used with ``with``; they are shown on terminals only."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -34,10 +34,14 @@ async def put(
 ) -> None:
     """Write a file to a volume, and flush it.
 
+    :param path: the file.
+    :param volume: the volume, open for writing.
     :param on_progress: called with the bytes of each piece written.
     :param offset: first byte in the volume.
     :param verify: whether to compare checksums with the server.
     :raises InvalidError: the file does not fit.
+    :raises OSError: the file cannot be read.
+    :raises StorageError: an error of `RemoteVolume.write` or `RemoteVolume.flush`.
     """
     with path.open("rb", buffering=0) as file:
         size = os.fstat(file.fileno()).st_size
@@ -64,10 +68,14 @@ async def get(
 ) -> None:
     """Read a volume to a file, which appears only once it is complete.
 
+    :param volume: the volume.
+    :param path: the file, which is replaced if it exists.
     :param on_progress: called with the bytes of each piece read.
     :param offset: first byte in the volume.
     :param size: number of bytes; None: all that follow.
     :param verify: whether to compare checksums with the server.
+    :raises OSError: the file cannot be written.
+    :raises StorageError: an error of `RemoteVolume.read`.
     """
     length = volume.size - offset if size is None else size
     partial = path.with_name(f"{path.name}.{os.getpid()}.part")

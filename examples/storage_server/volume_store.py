@@ -29,7 +29,11 @@ logger = logging.getLogger("storage_server")
 class VolumeStore:
     """The folder of a server. Created by `open_volume_store`.
 
+    All methods raise OSError if the disk fails.
+
     :param root: its path.
+    :param disk: the file system.
+    :param catalog: the folder's database.
     """
 
     def __init__(self, root: Path, disk: Disk, catalog: Catalog) -> None:
@@ -39,7 +43,8 @@ class VolumeStore:
         self._disk = disk
 
     def start(self) -> list[VolumeRow]:
-        """Complete or undo interrupted changes; return the volumes.
+        """Complete or undo interrupted changes; return the volumes, sorted by name. Create the client "owner" if there
+        is none.
 
         :raises InvalidError: a volume's file is missing or too short.
         """
@@ -55,9 +60,11 @@ class VolumeStore:
         return volumes
 
     def _check(self, row: VolumeRow) -> None:
-        """Check the size of a volume's file.
+        """Check the size of a volume's file, and cut off bytes beyond the volume.
 
         After an interrupted resize the file may be longer than its size in the catalog, but never shorter.
+
+        :raises InvalidError: the file is missing or too short.
         """
         try:
             file = self.open(row)
@@ -92,13 +99,23 @@ class VolumeStore:
         return self._volumes / f"{row.id}.volume"
 
     def open(self, row: VolumeRow) -> File:
-        """Open the file of a volume."""
+        """Open the file of a volume; the caller must close it.
+
+        :raises FileNotFoundError: it does not exist.
+        """
         return self._disk.open(self._path(row))
 
     def make(self, name: str, size: int, fill: Callable[[File], object], *, read_only: bool = False) -> VolumeRow:
         """Create a volume: reserve the name, create the file, then mark the volume as ready.
 
+        :param name: the volume's name.
+        :param size: bytes.
         :param fill: sets the file's size and contents.
+        :param read_only: whether the volume is a snapshot.
+        :returns: the volume's row.
+        :raises ExistsError: the name is taken.
+        :raises InvalidError: the name or the size is invalid.
+        :raises OSError: the disk failed or is full; the volume is removed.
         """
         row = self.catalog.begin(name, size, read_only=read_only)
         try:
@@ -120,10 +137,13 @@ class VolumeStore:
         self.catalog.forget(row.id)
 
     def resize(self, row: VolumeRow, size: int) -> VolumeRow:
-        """Change the size of a volume.
+        """Change the size of a volume; return its new row.
 
         The file is never shorter than its size in the catalog. Bytes beyond that size do not belong to the volume: they
         are cut off here, or at the next start.
+
+        :raises InvalidError: the size is invalid.
+        :raises OSError: the disk failed or is full; the volume keeps its size.
         """
         with contextlib.closing(self.open(row)) as file:
             if size < row.size:
@@ -146,16 +166,26 @@ class VolumeStore:
         return row._replace(size=size)
 
     def copy(self, row: VolumeRow, name: str, *, read_only: bool) -> VolumeRow:
-        """Create a volume with the contents of another volume's file."""
+        """Create a volume with the contents of another volume's file; return the new volume's row.
+
+        Raises what `make` raises.
+
+        :param row: the volume to copy.
+        :param name: name of the copy.
+        :param read_only: whether the copy is a snapshot.
+        """
         with contextlib.closing(self.open(row)) as source:
             return self.make(name, row.size, lambda file: file.copy_from(source, row.size), read_only=read_only)
 
 
 @contextlib.contextmanager
 def open_volume_store(root: Path, disk: Disk) -> Iterator[VolumeStore]:
-    """Lock and open a server's folder for the duration of the block. Create it if it does not exist.
+    """Lock and open a server's folder for the duration of the block; yield a `VolumeStore`. Create a missing folder.
 
+    :param root: path of the folder.
+    :param disk: the file system.
     :raises InvalidError: another server has locked the folder, or its catalog has another version.
+    :raises OSError: the folder cannot be created or written to.
     """
     (root / "volumes").mkdir(parents=True, exist_ok=True, mode=0o700)
     with (root / "lock").open("w") as lock:

@@ -50,7 +50,9 @@ T = TypeVar("T")
 
 
 def to_client_error(error: Exception) -> StorageError:
-    """Convert an exception into the error that the client receives."""
+    """Return the error that the client receives for an exception: itself if it is a StorageError, NoRoomError for a
+    full disk, else DiskError.
+    """
     if isinstance(error, StorageError):
         return error
     if isinstance(error, OSError) and error.errno in _NO_ROOM:
@@ -59,7 +61,10 @@ def to_client_error(error: Exception) -> StorageError:
 
 
 class User(Protocol):
-    """A session's handle of an open volume. Methods are called on the session's loop, one at a time."""
+    """A session's handle of an open volume, `Handle`. Methods are called on the session's loop, one at a time.
+
+    `client` is the client's name, `mode` the mode that it opened the volume in, `loop` the session's loop.
+    """
 
     client: str
     mode: Mode
@@ -75,16 +80,21 @@ class User(Protocol):
         """Revoke the grant temporarily. After this returns, the client neither reads nor writes the memory."""
 
     async def expel(self, reason: str) -> None:
-        """Revoke the grant for good."""
+        """Revoke the grant for good. Later operations of the client fail with `ChangedError`.
+
+        :param reason: text of the error.
+        """
 
 
 class Volume:
-    """A volume.
+    """A volume. Made by `Volumes`.
 
     Loops of its users read `backing` while they have it open, and call `commits`. All else belongs to the server's
     loop.
 
+    :param row: the volume's row of the catalog.
     :param executor: runs its syncs.
+    :param metrics: counts its syncs.
     """
 
     def __init__(self, row: VolumeRow, executor: Executor, metrics: Metrics) -> None:
@@ -104,9 +114,13 @@ class Volume:
 
 
 class Volumes:
-    """All volumes of a server. Created, used and closed on one loop, except for `ask`.
+    """All volumes of a server. Created, used and closed on one loop, except for `ask`. Use the block of `running`.
 
+    Methods with a parameter ``client``, the name of the client that asks, check the client's rights.
+
+    :param store: the server's folder.
     :param pd: registers the volumes' memory.
+    :param metrics: counters of the server.
     :param mapped: whether clients access mapped file pages; otherwise, a cache.
     :param memory: limit of all caches together, in bytes.
     """
@@ -128,7 +142,13 @@ class Volumes:
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Serve requests for the duration of the block. Interrupted changes are completed or undone first."""
+        """Serve requests for the duration of the block. Interrupted changes are completed or undone first.
+
+        At the end of the block no session may be left; changes are written back to the files.
+
+        :raises InvalidError: a volume's file is missing or too short.
+        :raises OSError: the disk failed.
+        """
         with self._threads, self._syncs:
             for row in await self._in_thread(self._store.start):
                 self._add(row)
@@ -139,14 +159,17 @@ class Volumes:
                 await wait_uncancelled(self._end(watching))
 
     def _add(self, row: VolumeRow) -> None:
+        """Make the `Volume` of a row."""
         self._volumes[row.id] = Volume(row, self._syncs, self._metrics)
 
     async def _end(self, watching: asyncio.Task[None]) -> None:
+        """Stop watching the rights, then unload all volumes."""
         watching.cancel()
         await asyncio.wait([watching])
         await self._close_all()
 
     async def _close_all(self) -> None:
+        """Unload all volumes, also those that still have users, which is logged."""
         for volume in self._volumes.values():
             async with volume.lock:
                 if volume.users:
@@ -156,14 +179,23 @@ class Volumes:
     # ---- Threads and loops
 
     async def ask(self, function: Callable[P, Coroutine[Any, Any, T]], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call a method of this object from any loop. If the caller is cancelled, the call continues."""
+        """Call a method of this object from any loop; return its result, or raise its exception.
+
+        If the caller is cancelled, the call continues.
+
+        :param function: a coroutine method of this object.
+        """
         future = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(function(*args, **kwargs), self._loop))
         # mark the exception as retrieved: the caller may be cancelled
         future.add_done_callback(lambda done: done.cancelled() or done.exception())
         return await asyncio.shield(future)
 
     async def _call_user(self, user: User, call: Coroutine[Any, Any, None]) -> None:
-        """Run a method of a user on the user's loop."""
+        """Run a method of a user on the user's loop, and wait until it ends. Do nothing if that loop is closed.
+
+        :param call: the method's coroutine.
+        :raises BusyError: it took too long, and was cancelled.
+        """
         try:
             doing = asyncio.run_coroutine_threadsafe(call, user.loop)
         except RuntimeError:  # the loop is closed, hence so are the connection and its grants
@@ -178,9 +210,16 @@ class Volumes:
     async def _call_users(
         self, volume: Volume, call: Callable[[User], Coroutine[Any, Any, None]], least: Mode = Mode.READ
     ) -> None:
+        """Run a method of all users of a volume concurrently.
+
+        :param call: returns the coroutine for a user.
+        :param least: call only users that have at least this mode.
+        :raises BusyError: a user took too long.
+        """
         await asyncio.gather(*(self._call_user(user, call(user)) for user in volume.users if user.mode >= least))
 
     async def _in_thread(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Call a blocking function in a thread; return its result."""
         return await self._loop.run_in_executor(self._threads, lambda: function(*args, **kwargs))
 
     # ---- Rights
@@ -190,11 +229,18 @@ class Volumes:
         return await self._in_thread(self._catalog.key, client)
 
     async def _check_admin(self, client: str, call: str) -> None:
+        """Check that a client is an admin.
+
+        :param call: verb for the error.
+        :raises RefusedError: it is not.
+        """
         if not await self._in_thread(self._catalog.is_admin, client):
             raise RefusedError(f"client {client!r} may not {call} volumes: only admins may")
 
     async def _watch_rights(self) -> None:
-        """Close the volumes of users whose rights another process, the command `access`, has taken away."""
+        """Close the volumes of users whose rights another process, the command `access`, has taken away. Runs until
+        cancelled.
+        """
         seen = await self._in_thread(self._catalog.version)
         while True:
             await asyncio.sleep(_RIGHTS_POLL_S)
@@ -206,6 +252,10 @@ class Volumes:
                         await self._check_rights(volume)
 
     async def _check_rights(self, volume: Volume) -> None:
+        """Expel the users of a volume that lost their right.
+
+        :raises BusyError: a user took too long.
+        """
         async with volume.lock:
             for user in list(volume.users):
                 if await self._in_thread(self._catalog.mode, user.client, volume.row.id) < user.mode:
@@ -214,7 +264,7 @@ class Volumes:
     # ---- Volumes
 
     async def list_volumes(self, client: str) -> tuple[VolumeInfo, ...]:
-        """Return the volumes that a client may read."""
+        """Return the volumes that a client may read, sorted by name."""
 
         def listed() -> tuple[VolumeInfo, ...]:
             return tuple(
@@ -226,16 +276,30 @@ class Volumes:
         return await self._in_thread(listed)
 
     async def create(self, client: str, name: str, size: int) -> None:
-        """Create a volume of zeros."""
+        """Create a volume of zeros.
+
+        :param size: bytes.
+        :raises ExistsError: the name is taken.
+        :raises InvalidError: the name or the size is invalid.
+        :raises OSError: the disk failed or is full.
+        :raises RefusedError: the client is no admin.
+        """
         await self._check_admin(client, "create")
         self._add(await self._in_thread(self._store.make, name, size, lambda file: file.resize(size)))
 
     async def _find(self, name: str) -> Volume:
+        """Return the volume of a name.
+
+        :raises UnknownVolumeError: there is no such volume.
+        """
         return self._volumes[(await self._in_thread(self._catalog.find, name)).id]
 
     @contextlib.asynccontextmanager
     async def _locked_volume(self, name: str) -> AsyncIterator[Volume]:
-        """Find a volume by name, and hold its lock for the duration of the block."""
+        """Find a volume by name, hold its lock for the duration of the block, and yield the volume.
+
+        :raises UnknownVolumeError: there is no such volume.
+        """
         volume = await self._find(name)
         async with volume.lock:
             if volume.deleted:
@@ -243,7 +307,19 @@ class Volumes:
             yield volume
 
     async def copy(self, client: str, source: str, name: str, *, read_only: bool) -> None:
-        """Copy a volume in its present state. Clients that write to the source wait until the copy is complete."""
+        """Copy a volume in its present state. Clients that write to the source wait until the copy is complete.
+
+        :param source: name of the volume to copy.
+        :param name: name of the copy.
+        :param read_only: whether the copy is a snapshot; otherwise, a clone.
+        :raises BusyError: a writer does not release the volume in time.
+        :raises ExistsError: the name is taken.
+        :raises InvalidError: the name is invalid.
+        :raises DiskError: unflushed data could not be written back.
+        :raises OSError: the disk failed or is full.
+        :raises RefusedError: the client is no admin.
+        :raises UnknownVolumeError: there is no such volume.
+        """
         await self._check_admin(client, "copy")
         async with self._locked_volume(source) as volume:
             await self._call_users(volume, lambda user: user.pause(), Mode.WRITE)
@@ -252,7 +328,15 @@ class Volumes:
             self._add(await self._in_thread(self._store.copy, volume.row, name, read_only=read_only))
 
     async def resize(self, client: str, name: str, size: int) -> None:
-        """Change the size of a volume. Clients that have it open get a `ChangedError`."""
+        """Change the size of a volume. Clients that have it open get a `ChangedError`.
+
+        :param size: bytes.
+        :raises BusyError: a client does not release the volume in time.
+        :raises InvalidError: the size is invalid, or the volume is a snapshot.
+        :raises OSError: the disk failed or is full.
+        :raises RefusedError: the client is no admin.
+        :raises UnknownVolumeError: there is no such volume.
+        """
         await self._check_admin(client, "resize")
         check_size(size)
         async with self._locked_volume(name) as volume:
@@ -265,7 +349,13 @@ class Volumes:
             volume.row = await self._in_thread(self._store.resize, volume.row, size)
 
     async def delete(self, client: str, name: str) -> None:
-        """Delete a volume. Clients that have it open get a `ChangedError`."""
+        """Delete a volume. Clients that have it open get a `ChangedError`.
+
+        :raises BusyError: a client does not release the volume in time.
+        :raises OSError: the disk failed.
+        :raises RefusedError: the client is no admin.
+        :raises UnknownVolumeError: there is no such volume.
+        """
         await self._check_admin(client, "delete")
         async with self._locked_volume(name) as volume:
             await self._call_users(volume, lambda user: user.expel("it was deleted"))
@@ -278,7 +368,16 @@ class Volumes:
     # ---- Users
 
     async def open(self, client: str, name: str, mode: Mode, user: User) -> None:
-        """Open a volume for a client, until `close`."""
+        """Open a volume for a client, until `close`. Load it into memory if no other client has it open.
+
+        :param mode: READ or WRITE.
+        :param user: the client's handle; `User.begin` is called on it.
+        :raises DiskError: the device cannot register the file's pages.
+        :raises NoRoomError: the volume does not fit into the caches.
+        :raises OSError: the file cannot be read.
+        :raises RefusedError: the client may not write to it.
+        :raises UnknownVolumeError: there is no such volume, or the client may not read it.
+        """
         volume = await self._find(name)
         may = await self._in_thread(self._catalog.mode, client, volume.row.id)
         if may is Mode.NONE:
@@ -301,13 +400,21 @@ class Volumes:
                 raise
 
     async def resume(self, volume: Volume, user: User) -> None:
-        """Resume a paused user. Holding the lock means that the operation which paused the user is over."""
+        """Resume a paused user; do nothing if it does not have the volume open any more.
+
+        Holding the lock means that the operation which paused the user is over.
+
+        :raises ChangedError: the user was expelled.
+        """
         async with volume.lock:
             if user in volume.users:
                 await self._call_user(user, user.begin(volume))
 
     async def close(self, volume: Volume, user: User) -> None:
-        """Close a user's handle of a volume."""
+        """Close a user's handle of a volume. Unload the volume if that was the last one.
+
+        :raises BusyError: the user did not respond in time; the handle is closed nevertheless.
+        """
         async with volume.lock:
             try:
                 await self._call_user(user, user.expel("it was closed"))
@@ -319,7 +426,12 @@ class Volumes:
     # ---- Memory
 
     async def _load(self, volume: Volume) -> None:
-        """Load a volume into registered memory."""
+        """Load a volume into registered memory, and set `backing`.
+
+        :raises DiskError: the device cannot register the file's pages.
+        :raises NoRoomError: the volume does not fit into the caches.
+        :raises OSError: the file cannot be read.
+        """
         size = volume.row.size
         if not self._mapped:
             if self._cached + size > self._memory:
@@ -352,7 +464,10 @@ class Volumes:
             self._metrics.cached.set(self._cached)
 
     async def _unload(self, volume: Volume, *, loaded: bool = True) -> None:
-        """Unload a volume from memory, after writing back unflushed changes."""
+        """Unload a volume from memory, after writing back unflushed changes. A failure of that is logged.
+
+        :param loaded: False: loading failed, and what exists of it is undone.
+        """
         backing, file = volume.backing, volume.file
         if loaded and file is None:
             return

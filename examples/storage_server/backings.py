@@ -23,7 +23,10 @@ _PIECE = 64 * 1024  # bytes compared at a time
 
 
 class Backing(Protocol):
-    """A volume's bytes in registered memory."""
+    """A volume's bytes in registered memory: `Mapped` or `Cached`. Made by `Volumes`.
+
+    `region` is the registered memory, `memory` a view of it with the volume's size.
+    """
 
     region: MemoryRegion
     memory: memoryview
@@ -37,18 +40,23 @@ class Backing(Protocol):
         """Make the ranges recorded by `written` durable, with the contents that they have at the time of the call.
 
         Blocking. There is at most one call at a time.
+
+        :raises OSError: the disk failed.
         """
 
     def write_back(self) -> None:
         """Write all changes back to the file, recorded or not, and make them durable.
 
         Blocking; no client may write meanwhile.
+
+        :raises OSError: the disk failed.
         """
 
 
 class Mapped:
     """The file's own pages, mapped and registered.
 
+    :param file: the file.
     :param region: memory region of a mapping of the file.
     """
 
@@ -102,7 +110,7 @@ class Cached:
         self._lock = threading.Lock()  # guards the ranges
 
     def written(self, ranges: Iterable[tuple[int, int]]) -> None:
-        """Record ranges that may differ from the file."""
+        """Record ranges, pairs of start and end (exclusive), that may differ from the file."""
         with self._lock:
             self._dirty.update(ranges)
 
@@ -111,6 +119,8 @@ class Cached:
 
         The ranges are taken before any of them is read: a write that comes later is recorded later, and left to the
         next sync. If a write fails, no later sync succeeds (see `Commits`), so the ranges are not put back.
+
+        :raises OSError: the disk failed.
         """
         with self._lock:
             ranges = self._dirty.take()
@@ -119,7 +129,10 @@ class Cached:
         self._file.datasync()
 
     def write_back(self) -> None:
-        """Write back all bytes that differ from the file, recorded or not."""
+        """Write back all bytes that differ from the file, recorded or not.
+
+        :raises OSError: the disk failed.
+        """
         with self._lock:
             self._dirty.take()
         for start in range(0, len(self.memory), _PIECE):

@@ -24,7 +24,11 @@ Regrant = Callable[[Reopen], Awaitable[tuple[Opened, RemoteGrant]]]
 
 
 class RemoteVolume:
-    """An open volume. Created by `Storage.open`."""
+    """An open volume. Created by `Storage.open`, which closes it. `size` is its size in bytes.
+
+    All methods raise `BrokenResourceError` if the connection is lost, and `ChangedError` if the volume was resized or
+    deleted, or this client lost its right: open the volume again.
+    """
 
     def __init__(
         self,
@@ -53,12 +57,17 @@ class RemoteVolume:
         self._wanted = self._flushed = 0
 
     def _check(self, offset: int, length: int) -> None:
+        """Check a range.
+
+        :raises ValueError: it exceeds the volume.
+        """
         if offset < 0 or length < 0 or offset + length > self.size:
             raise ValueError(
                 f"bytes {offset:,} to {offset + length:,} exceed volume {self.name!r} of {self.size:,} bytes"
             )
 
     def _buffers(self, length: int) -> BufferPool:
+        """Return the pool whose buffers hold ``length`` bytes, at most `PIECE`."""
         return self._small if length <= SMALL else self._large
 
     # ---- One-sided, from and to registered memory
@@ -66,7 +75,7 @@ class RemoteVolume:
     def read_into(self, local: RegionSlice, offset: int) -> Awaitable[None]:
         """Read one-sidedly into registered memory: there is no copy, and no code of the server runs.
 
-        The read is posted by this call; await the result for its completion.
+        The read is posted by this call; await the result, which is None, for its completion.
 
         :param local: destination; its length is the number of bytes to read.
         :param offset: first byte in the volume.
@@ -82,6 +91,10 @@ class RemoteVolume:
             return self._read_again(local, offset)
 
     async def _read_again(self, local: RegionSlice, offset: int) -> None:
+        """Read one-sidedly after the server revoked the grant, with new grants.
+
+        :raises ChangedError: the volume changed, or the read was interrupted too often.
+        """
         for _ in range(_TRIES):
             granted = self._granted
             try:
@@ -117,7 +130,10 @@ class RemoteVolume:
         raise ChangedError(f"copies of volume {self.name!r} interrupted a write {_TRIES} times")
 
     async def _regrant(self, before: RemoteGrant) -> None:
-        """Get another grant after the server revoked `before`. Raise ChangedError if the volume changed."""
+        """Get another grant after the server revoked `before`, unless another task has done that.
+
+        :raises ChangedError: the volume changed.
+        """
         async with self._regrant_lock:
             if self._granted is before:
                 _, self._granted = await self._ask_for_grant(Reopen(self._number))
@@ -125,13 +141,14 @@ class RemoteVolume:
     # ---- Bytes
 
     async def read(self, offset: int, length: int, *, verify: bool = False) -> bytes:
-        """Read bytes.
+        """Read bytes; return a copy of them.
 
         :param offset: first byte in the volume.
         :param length: number of bytes.
         :param verify: whether to compare the bytes with the server's checksum.
         :raises ChangedError: the volume was resized or deleted; open it again.
         :raises InvalidError: the checksums differed each time, as they do if another client keeps writing there.
+        :raises ValueError: the range exceeds the volume.
         """
         self._check(offset, length)
         if length <= PIECE:
@@ -146,6 +163,11 @@ class RemoteVolume:
         return bytes(found)
 
     async def _read_piece(self, offset: int, length: int, verify: bool) -> bytes:
+        """Read at most `PIECE` bytes, by messages or one-sidedly.
+
+        :raises InvalidError: the checksums differed each time.
+        :raises ProtocolError: the server sent another number of bytes.
+        """
         for _ in range(_CHECKS):
             if self._by_messages:
                 answer = await self._data(Read(self._number, offset, length, verify))
@@ -178,6 +200,11 @@ class RemoteVolume:
         )
 
     async def _write_piece(self, offset: int, data: memoryview, verify: bool) -> None:
+        """Write at most `PIECE` bytes, by messages or one-sidedly.
+
+        :raises InvalidError: the checksums differed each time.
+        :raises RefusedError: the volume is open for reading only.
+        """
         expected = zlib.crc32(data) if verify else 0
         if self._by_messages:
             await self._rpc.done(Write(self._number, offset, verify, expected, bytes(data)))
@@ -193,10 +220,16 @@ class RemoteVolume:
         )
 
     async def _data(self, request: Read | Checksum) -> Data:
+        """Send a request; return its answer. Raises what `RpcClient.expect` raises."""
         return await self._rpc.expect(request, Data)
 
     async def checksum(self, offset: int, length: int) -> int:
-        """Return the CRC-32 of a range, computed by the server."""
+        """Return the CRC-32 of a range, computed by the server.
+
+        :param offset: first byte in the volume.
+        :param length: number of bytes.
+        :raises InvalidError: the range exceeds the volume.
+        """
         return (await self._data(Checksum(self._number, offset, length))).checksum
 
     async def flush(self) -> None:
@@ -205,6 +238,7 @@ class RemoteVolume:
         Calls that arrive while a flush is in flight share the next flush.
 
         :raises DiskError: the server's disk failed.
+        :raises RefusedError: the volume is open for reading only.
         """
         self._wanted += 1
         mine = self._wanted
@@ -222,7 +256,13 @@ class RemoteVolume:
 
 
 async def for_each_concurrently(work: Callable[[int], Coroutine[Any, Any, None]], places: Iterable[int]) -> None:
-    """Call `work` for each place, a few at a time. Raise the first error."""
+    """Call `work` for each place, a few at a time, and wait until all calls have ended.
+
+    If a call fails, cancel the others and raise the first error.
+
+    :param work: coroutine function.
+    :param places: its arguments.
+    """
     rest = iter(places)
 
     async def work_on() -> None:

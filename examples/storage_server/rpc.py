@@ -22,6 +22,10 @@ class RpcClient:
     several requests, or the requesting task is cancelled before its answer arrives, a listener task receives for all of
     them until no answer is outstanding. An answer must always be received: a server whose answers are not received
     stops reading requests.
+
+    `failure` is the error that broke the connection; None: it is not broken.
+
+    :param connection: connection to the server, closed by the caller.
     """
 
     def __init__(self, connection: Connection) -> None:
@@ -34,7 +38,12 @@ class RpcClient:
         self._listener: asyncio.Task[None] | None = None
 
     async def _ask(self, request: Message) -> Answer:
-        """Send a request; return its answer. Raise the error of a `Failed` answer."""
+        """Send a request; return its answer.
+
+        :raises StorageError: the answer is `Failed`.
+        :raises BrokenResourceError: the connection was lost before the answer arrived.
+        :raises ValueError: the request cannot be packed.
+        """
         if self.failure is not None:
             raise self._connection_lost()
         number = next(self._numbers)
@@ -58,17 +67,24 @@ class RpcClient:
         return answer
 
     def _connection_lost(self) -> BrokenResourceError:
+        """Return the error for a request on a broken connection."""
         error = BrokenResourceError(f"the connection to the server was lost before the answer arrived: {self.failure}")
         error.__cause__ = self.failure
         return error
 
     def _listen(self) -> None:
+        """Start the listener task, unless it runs or the connection is broken."""
         if self.failure is None and (self._listener is None or self._listener.done()):
             self._receiving = True  # already now, and not only once the task starts
             self._listener = asyncio.create_task(self._receive(None))
 
     async def _receive(self, wanted: "asyncio.Future[Answer] | None") -> None:
-        """Receive answers and pass each to its request, until `wanted` is done or no answer is outstanding."""
+        """Receive answers and pass each to its request, until `wanted` is done or no answer is outstanding.
+
+        If the connection breaks, set `failure`, and fail all requests; raise nothing.
+
+        :param wanted: the answer that the caller waits for; None: all.
+        """
         self._receiving = True
         try:
             while self._unanswered and (wanted is None or not wanted.done()):
@@ -90,13 +106,19 @@ class RpcClient:
             self._receiving = False
 
     async def aclose(self) -> None:
-        """Stop receiving."""
+        """Stop receiving. The connection stays open."""
         if self._listener is not None:
             self._listener.cancel()
             await asyncio.wait([self._listener])
 
     async def expect(self, request: Message, kind: type[A]) -> A:
-        """Send a request; return its answer, which must be of type `kind`."""
+        """Send a request; return its answer, which must be of type `kind`.
+
+        :raises StorageError: the server reported an error.
+        :raises BrokenResourceError: the connection was lost before the answer arrived.
+        :raises ProtocolError: the answer is of another type.
+        :raises ValueError: a text or the data of the request is too long, or a number too large.
+        """
         answer = await self._ask(request)
         if not isinstance(answer, kind):
             raise ProtocolError(
@@ -105,5 +127,5 @@ class RpcClient:
         return answer
 
     async def done(self, request: Message) -> None:
-        """Send a request, and check that the answer is `Done`."""
+        """Send a request, and wait for the answer `Done`. Raises what `expect` raises."""
         await self.expect(request, Done)

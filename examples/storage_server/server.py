@@ -43,6 +43,7 @@ class Settings:
     :param memory: limit of all caches together, in bytes.
     :param spin_us: microseconds for which a worker polls for the next request after an answer, before it sleeps.
     :param max_connections: limit of concurrent clients.
+    :raises ValueError: `memory` is less than 1.
     """
 
     workers: int = 2
@@ -59,9 +60,11 @@ class Settings:
 
 @dataclass(frozen=True)
 class Serving:
-    """A running server.
+    """A running server. Made by `serving`.
 
     :param port: TCP port that it listens on.
+    :param metrics: its counters.
+    :param volumes: its volumes.
     :param token_file: token of the client "owner", which may do everything.
     """
 
@@ -81,7 +84,7 @@ async def serving(
     settings: Settings | None = None,
     disk: Disk | None = None,
 ) -> AsyncIterator[Serving]:
-    """Serve the volumes of a folder for the duration of the block.
+    """Serve the volumes of a folder for the duration of the block; yield the server's port, counters and volumes.
 
     :param root: the folder. It is created if missing, and repaired if the last server crashed.
     :param host: address to listen on.
@@ -90,6 +93,7 @@ async def serving(
     :param settings: None: defaults.
     :param disk: the file layer; None: this machine's file system.
     :raises InvalidError: another server uses the folder, or its catalog and files do not match.
+    :raises OSError: the folder cannot be written to, or the port is taken.
     """
     chosen = settings if settings is not None else Settings()
     metrics = Metrics()

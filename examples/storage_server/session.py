@@ -65,6 +65,8 @@ _MAX_CHECKSUM_INLINE = 256 * 1024  # checksums of more bytes are computed in a t
 class Shared:
     """State shared by all sessions.
 
+    :param volumes: the server's volumes; use `Volumes.ask` to call them.
+    :param metrics: the server's counters.
     :param session_counts: number of sessions by worker. Each worker changes only its own number.
     """
 
@@ -74,7 +76,12 @@ class Shared:
 
 
 class Session:
-    """A session with an authenticated client."""
+    """A session with an authenticated client. Made by `serve_client`, on a worker of the pool.
+
+    :param connection: connection to the client.
+    :param client: the client's name.
+    :param shared: state shared by all sessions.
+    """
 
     def __init__(self, connection: Connection, client: str, shared: Shared) -> None:
         self.connection = connection
@@ -88,7 +95,11 @@ class Session:
         self._worker = current_worker().number
 
     async def run(self) -> None:
-        """Answer requests until the client disconnects."""
+        """Answer requests until the client disconnects, then close its volumes.
+
+        :raises ProtocolError: the client sent an invalid message.
+        :raises BrokenResourceError: the connection broke.
+        """
         self.shared.session_counts[self._worker] += 1
         self.shared.metrics.sessions.inc()
         try:
@@ -114,6 +125,7 @@ class Session:
         return not self._tasks and self.shared.session_counts[self._worker] == 1
 
     def _on_task_done(self, task: asyncio.Task[None]) -> None:
+        """Free the slot of a request's task, and log why its answer was not sent."""
         self._tasks.discard(task)
         self._slots.release()
         if not task.cancelled() and (error := task.exception()) is not None:
@@ -126,6 +138,7 @@ class Session:
             )
 
     async def _end(self) -> None:
+        """Cancel the requests, and close all volumes that the client has open. Errors are logged."""
         for task in self._tasks:
             task.cancel()
         if self._tasks:
@@ -142,7 +155,9 @@ class Session:
     # ---- Requests
 
     def _answer_immediately(self, request: Message) -> Answer | None:
-        """Return the answer to a request that needs no waiting; None for other requests."""
+        """Return the answer to a request that needs no waiting, `Failed` if the request fails; None for other
+        requests.
+        """
         try:
             match request:
                 case Flush(number, written):
@@ -161,6 +176,7 @@ class Session:
         return None
 
     async def _run_request(self, number: int, request: Message) -> None:
+        """Handle a request that may wait, and send its answer."""
         try:
             answer = await self._do(request)
         except Exception as error:
@@ -168,17 +184,28 @@ class Session:
         await self._answer(number, request, answer)
 
     async def _answer(self, number: int, request: Message, answer: Answer) -> None:
+        """Send and count the answer to a request.
+
+        :param number: number of the request.
+        :raises BrokenResourceError: the connection broke.
+        :raises ClosedResourceError: the connection is closed.
+        """
         await self.connection.send(pack(number, answer))
         outcome = "failed" if isinstance(answer, Failed) else "done"
         self.shared.metrics.answered(type(request).__name__.lower(), outcome)
 
     def _failed(self, error: Exception) -> Failed:
+        """Return the answer for an exception; log the exception unless it is a StorageError."""
         known = to_client_error(error)
         if not isinstance(error, StorageError):
             logger.error("request of client %r failed", self.client, exc_info=error)
         return _failure(known)
 
     async def _do(self, request: Message) -> Answer:
+        """Handle a request; return its answer.
+
+        :raises StorageError: the request failed. So do other exceptions of what it calls.
+        """
         volumes = self._volumes
         match request:
             case Flush(number, written):
@@ -223,6 +250,10 @@ class Session:
         return Done()
 
     def _handle(self, number: int) -> Handle:
+        """Return the client's handle of a number.
+
+        :raises InvalidError: no volume with that number is open.
+        """
         handle = self._handles.get(number)
         # the volume may be in the middle of being opened: the client has not received the number
         if handle is None or handle.opened is None:
@@ -230,6 +261,13 @@ class Session:
         return handle
 
     async def _open(self, name: str, mode: Mode) -> Opened:
+        """Open a volume, and wait until the client has received the grant; return the answer.
+
+        :raises InvalidError: the client has too many volumes open.
+        :raises BusyError: the client did not receive its grant.
+        :raises RefusedError: the client lacks the right.
+        :raises UnknownVolumeError: there is no such volume.
+        """
         if len(self._handles) >= MAX_OPEN_VOLUMES:
             raise InvalidError(f"a client may have at most {MAX_OPEN_VOLUMES} volumes open: close some")
         self._last += 1
@@ -250,12 +288,17 @@ class Session:
             raise
 
     def _opened(self, handle: Handle) -> Opened:
+        """Return the answer for a handle that has a grant."""
         volume, grant = handle.volume, handle.grant
         assert volume.backing is not None
         assert grant is not None
         return Opened(handle.number, volume.row.size, handle.mode, volume.backing.report_writes, grant.remote.rkey)
 
     def _read(self, handle: Handle, offset: int, length: int, checked: bool) -> Data:
+        """Return the answer to `Read`; the handle must be usable.
+
+        :raises InvalidError: the range exceeds the volume, or a message.
+        """
         if length > MAX_DATA:
             raise InvalidError(f"a message carries at most {MAX_DATA:,} bytes, not {length:,}: read one-sidedly")
         data = bytes(handle.piece(offset, length))
@@ -263,6 +306,12 @@ class Session:
         return Data(zlib.crc32(data) if checked else 0, data)
 
     def _write(self, handle: Handle, offset: int, data: bytes, checksum: int | None) -> Done:
+        """Copy data to the volume's memory, and record it as written; the handle must be usable.
+
+        :param checksum: CRC-32 that the data must have; None: do not check.
+        :raises InvalidError: the checksum differs, or the range exceeds the volume.
+        :raises RefusedError: the volume is open for reading only.
+        """
         handle.check_writable()
         if checksum is not None and zlib.crc32(data) != checksum:
             raise InvalidError("the data does not match its checksum: send it again")
@@ -273,12 +322,22 @@ class Session:
         return Done()
 
     async def _flush(self, handle: Handle, written: tuple[tuple[int, int], ...]) -> None:
+        """Record the ranges that the client wrote one-sidedly, and wait until all is durable.
+
+        :raises DiskError: the disk failed.
+        :raises InvalidError: a range exceeds the volume.
+        :raises RefusedError: the volume is open for reading only.
+        """
         async with handle.use(self._volumes):
             self._record_writes(handle, written)
             await handle.volume.commits.flush()
 
     def _record_writes(self, handle: Handle, written: tuple[tuple[int, int], ...]) -> None:
-        """Record the ranges that the client lists in a flush as written one-sidedly."""
+        """Record the ranges that the client lists in a flush as written one-sidedly.
+
+        :raises InvalidError: a range exceeds the volume.
+        :raises RefusedError: the volume is open for reading only.
+        """
         handle.check_writable()
         for start, end in written[-1:]:  # the ranges are sorted: checking the last one suffices
             handle.piece(start, end - start)
@@ -287,6 +346,7 @@ class Session:
 
 
 def _failure(error: StorageError) -> Failed:
+    """Return the answer that reports an error; a long text is cut."""
     return Failed(error.code, str(error)[:MAX_TEXT])
 
 
@@ -313,7 +373,13 @@ async def _authenticate(connection: Connection, shared: Shared) -> str:
 
 
 async def serve_client(shared: Shared, connection: Connection) -> None:
-    """Handle a connection of the server."""
+    """Handle a connection of the server until the client disconnects. An invalid message is logged, and ends the
+    connection.
+
+    :param shared: state shared by all sessions.
+    :param connection: connection to the client, closed by the server.
+    :raises BrokenResourceError: the connection broke.
+    """
     try:
         client = await _handshake(connection, shared)
         if client is not None:

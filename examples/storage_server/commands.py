@@ -34,7 +34,10 @@ _SIZE = re.compile(r"(\d+)([KMGT]?)(?:i?B)?", re.IGNORECASE)
 
 
 def size(text: str | int) -> int:
-    """Parse a number of bytes such as 4096, 64K, 10MiB or 1G; units are powers of 1024."""
+    """Parse a number of bytes such as 4096, 64K, 10MiB or 1G; units are powers of 1024.
+
+    :raises click.BadParameter: the text is not a size.
+    """
     found = _SIZE.fullmatch(str(text).strip())
     if found is None:
         raise click.BadParameter(f"{text!r} is not a size: use 4096, 64K, 10MiB or 1G")
@@ -43,7 +46,10 @@ def size(text: str | int) -> int:
 
 @contextlib.contextmanager
 def _report_errors() -> Iterator[None]:
-    """Report expected errors as one line on standard error."""
+    """Report expected errors as one line on standard error.
+
+    :raises click.ClickException: the block raised an expected error; click prints it and exits with status 1.
+    """
     try:
         yield
     except ConnectionRefusedError as error:
@@ -96,6 +102,7 @@ def serve(
 
 
 async def _serve(root: Path, host: str, port: int, settings: Settings, metrics_port: int | None) -> None:
+    """Serve until SIGINT or SIGTERM, and print the address."""
     ended = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, ended.set)
@@ -116,7 +123,10 @@ async def _serve(root: Path, host: str, port: int, settings: Settings, metrics_p
 
 
 def place(text: str) -> tuple[str, int]:
-    """Parse HOST:PORT, as `serve` prints it."""
+    """Parse HOST:PORT, as `serve` prints it; return host and port.
+
+    :raises click.BadParameter: the text is not HOST:PORT.
+    """
     host, _, port = text.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
         raise click.BadParameter(f"{text!r} is not HOST:PORT, as `serve` prints it")
@@ -144,6 +154,7 @@ def client(context: click.Context, at: tuple[str, int], token_file: Path) -> Non
 
 @contextlib.asynccontextmanager
 async def _connected(host: str, port: int, token: str) -> AsyncIterator[Storage]:
+    """Open the device and connect to a server for the duration of the block; yield a `Storage`."""
     async with (
         aioverbs.open_device() as device,
         device.resource_domain() as domain,
@@ -153,6 +164,11 @@ async def _connected(host: str, port: int, token: str) -> AsyncIterator[Storage]
 
 
 def _use(context: click.Context, use: Callable[[Storage], Awaitable[object]]) -> None:
+    """Connect to the server that the group's options name, and call `use` with the connection.
+
+    :raises click.ClickException: an expected error.
+    """
+
     async def run() -> None:
         async with _connected(*context.obj) as storage:
             await use(storage)

@@ -33,13 +33,23 @@ _MAX_DEPTH = 1 << 10
 class Plan:
     """Parameters of a run.
 
+    :param host: the server's address.
+    :param port: the server's TCP port.
+    :param token: token for the server.
+    :param volume: name of the volume.
+    :param clients: number of client processes.
+    :param seconds: duration of the load, after the fill.
     :param block: bytes of each read or write.
     :param window: operations in flight for each process.
+    :param pattern: order of the blocks.
     :param reads: percentage of reads; the others are writes.
     :param flush_every: writes of a process between two flushes; 0: flush at the end only.
+    :param by_messages: whether to use messages instead of one-sided RDMA.
     :param check: whether to check the blocks that are read.
     :param fill: whether to write all blocks first.
     :param spin_us: microseconds for which a client polls before it sleeps.
+    :param seed: seed of the blocks' contents and of the random order.
+    :raises InvalidError: `block` is too small, or too large for a message.
     """
 
     host: str
@@ -66,9 +76,11 @@ class Plan:
 
 @dataclass
 class Share:
-    """Results of one process.
+    """Results of one process. Made by `run_client`.
 
-    :param latencies_ns: duration of each read, write and flush.
+    :param seconds: duration of the load.
+    :param latencies_ns: duration of each read, write and flush, in nanoseconds.
+    :param wrong: descriptions of the blocks that were read with wrong contents.
     """
 
     seconds: float
@@ -77,14 +89,19 @@ class Share:
 
 
 def make_block(number: int, writing: int, filler: bytes) -> bytes:
-    """Return the bytes of a block."""
+    """Return the bytes of a block.
+
+    :param number: number of the block in the volume.
+    :param writing: number of the write.
+    :param filler: bytes of a block's length, for the rest of the block.
+    """
     rest = filler[_HEAD.size :]
     checksum = zlib.crc32(rest, zlib.crc32(struct.pack("<QQ", number, writing)))
     return _HEAD.pack(number, writing, checksum) + rest
 
 
 def find_block_error(block: memoryview, number: int) -> str:
-    """Return a description of what is wrong with a block; empty if the block is intact, or was never written."""
+    """Return a description of what is wrong with block `number`; empty if it is intact, or was never written."""
     found, writing, checksum = _HEAD.unpack_from(block)
     expected = zlib.crc32(block[_HEAD.size :], zlib.crc32(struct.pack("<QQ", found, writing)))
     if checksum == expected:
@@ -93,7 +110,13 @@ def find_block_error(block: memoryview, number: int) -> str:
 
 
 class Client:
-    """Part of one process in the load."""
+    """Part of one process in the load.
+
+    :param plan: parameters of the run.
+    :param number: number of the process, which selects its part of the volume.
+    :param volume: the open volume.
+    :raises InvalidError: the part has fewer blocks than operations are in flight.
+    """
 
     def __init__(self, plan: Plan, number: int, volume: RemoteVolume) -> None:
         share = volume.size // plan.block // plan.clients
@@ -113,7 +136,10 @@ class Client:
         self.wrong: list[str] = []
 
     async def fill(self, memory: list[RegionSlice]) -> None:
-        """Write all blocks."""
+        """Write all blocks of this process's part, and flush them.
+
+        :param memory: one block of registered memory for each operation in flight.
+        """
         rest = iter(self._blocks)
 
         async def fill_some(local: RegionSlice) -> None:
@@ -124,7 +150,10 @@ class Client:
         await self._volume.flush()
 
     async def load(self, memory: list[RegionSlice]) -> float:
-        """Read and write for the planned time; return the seconds that this took."""
+        """Read and write for the planned time, then flush; return the seconds that the reads, writes and flushes took.
+
+        :param memory: one block of registered memory for each operation in flight.
+        """
         free_blocks = self._free_blocks()
         began = time.perf_counter()
         end = began + self._plan.seconds
@@ -161,12 +190,14 @@ class Client:
                 yield block
 
     async def _read(self, block: int, local: RegionSlice) -> None:
+        """Read a block into registered memory."""
         if self._plan.by_messages:
             local.buffer[:] = await self._volume.read(block * self._plan.block, self._plan.block)
         else:
             await self._volume.read_into(local, block * self._plan.block)
 
     async def _write(self, block: int, local: RegionSlice) -> None:
+        """Write a block, with the number of the write in it, from registered memory."""
         data = make_block(block, next(self._writings), self._filler)
         if self._plan.by_messages:
             await self._volume.write(block * self._plan.block, data)
@@ -175,13 +206,18 @@ class Client:
             await self._volume.write_from(local, block * self._plan.block)
 
     async def _flush(self) -> None:
+        """Flush, and record how long that took."""
         start = time.perf_counter_ns()
         await self._volume.flush()
         self.latencies_ns["flush"].append(time.perf_counter_ns() - start)
 
 
 async def run_client(plan: Plan) -> Share:
-    """Run the part of one process."""
+    """Run the part of one process, in that process: fill the volume if the plan says so, else put it under load.
+
+    :returns: the results; empty after filling.
+    :raises InvalidError: the volume is too small for the plan.
+    """
     worker = current_worker()
     settings = ConnectionSettings(
         send_depth=max(32, min(plan.window, _MAX_DEPTH)), spin_ns=plan.spin_us * 1000 if plan.spin_us else None
@@ -200,9 +236,12 @@ async def run_client(plan: Plan) -> Share:
 
 
 async def run(plan: Plan) -> dict[str, Any]:
-    """Put a server under load; return the results as JSON-compatible values.
+    """Put a server under load.
 
-    :raises StorageError: the server reported an error.
+    :returns: the results as JSON-compatible values: plan, rates, percentiles of latencies in microseconds, wrong
+        blocks.
+    :raises StorageError: the server reported an error, or the volume is too small.
+    :raises OSError: the server cannot be reached.
     """
     model = MessageModel.LOW_LATENCY if plan.spin_us else MessageModel.DEFAULT
     async with (

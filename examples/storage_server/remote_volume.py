@@ -112,6 +112,7 @@ class RemoteVolume:
         :param offset: first byte in the volume.
         :raises ChangedError: the volume was resized or deleted; open it again.
         :raises ValueError: the range exceeds the volume.
+        :raises WorkCompletionError: the volume is open for reading only. The connection breaks.
         """
         self._check(offset, len(local))
         for _ in range(_TRIES):
@@ -191,7 +192,9 @@ class RemoteVolume:
         :param verify: whether to compare the bytes with the server's checksum.
         :raises ChangedError: the volume was resized or deleted; open it again.
         :raises InvalidError: the checksums differed each time.
-        :raises RefusedError: the volume is open for reading only.
+        :raises RefusedError: by messages: the volume is open for reading only.
+        :raises ValueError: the range exceeds the volume.
+        :raises WorkCompletionError: one-sidedly: the volume is open for reading only. The connection breaks.
         """
         self._check(offset, len(data))
         view = memoryview(data)
@@ -203,7 +206,8 @@ class RemoteVolume:
         """Write at most `PIECE` bytes, by messages or one-sidedly.
 
         :raises InvalidError: the checksums differed each time.
-        :raises RefusedError: the volume is open for reading only.
+        :raises RefusedError: by messages: the volume is open for reading only.
+        :raises WorkCompletionError: one-sidedly: the volume is open for reading only.
         """
         expected = zlib.crc32(data) if verify else 0
         if self._by_messages:

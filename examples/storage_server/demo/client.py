@@ -29,7 +29,9 @@ _MAX_SAMPLES = 500_000
 class Assignment:
     """Input of one client.
 
-    :param folder: for its files.
+    :param files: the files to make.
+    :param folder: for its files; the client creates it.
+    :param port: the server's TCP port on this host.
     :param token: token for the server.
     """
 
@@ -41,7 +43,10 @@ class Assignment:
 
 @contextlib.asynccontextmanager
 async def client(assignments: list[Assignment], worker: Worker) -> "AsyncIterator[Client]":
-    """Connect the client of a worker, for the lifetime of the worker."""
+    """Connect the client of a worker, for the lifetime of the worker; yield a `Client`, the worker's state.
+
+    :param assignments: inputs of all clients, by worker number.
+    """
     assignment = assignments[worker.number]
     async with (
         connect("127.0.0.1", assignment.port, assignment.token, domain=worker.domain) as storage,
@@ -51,7 +56,11 @@ async def client(assignments: list[Assignment], worker: Worker) -> "AsyncIterato
 
 
 async def step(name: str, *args: object) -> Any:
-    """Run a step of this worker's client; return its result."""
+    """Run a step of this worker's client; return its result.
+
+    :param name: name of a method of `Client`.
+    :param args: its arguments.
+    """
     own: Client = current_worker().state
     own.done = 0
     return await getattr(own, name)(*args)
@@ -69,7 +78,13 @@ def done() -> int:
 
 
 class Client:
-    """A client of the demonstration. `done` is the number of bytes that it has moved in the present step."""
+    """A client of the demonstration. `done` is the number of bytes that it has moved in the present step.
+
+    :param assignment: the client's input.
+    :param storage: connection to the server.
+    :param local: one block of registered memory.
+    :param volume: name of the client's volume.
+    """
 
     def __init__(self, assignment: Assignment, storage: Storage, local: MemoryRegion, volume: str) -> None:
         self.done = 0
@@ -80,13 +95,14 @@ class Client:
         self._volume = volume
 
     def _progress(self, more: int) -> None:
+        """Count bytes that were moved."""
         self.done += more
 
     def _path(self, file: DataFile) -> Path:
         return self._folder / file.name
 
     async def make(self) -> None:
-        """Create the files."""
+        """Create the folder and the files in it."""
         self._folder.mkdir()
         for file in self._files:
             await asyncio.to_thread(self._path(file).write_bytes, file.contents())
@@ -110,7 +126,11 @@ class Client:
         return wrong
 
     async def sample(self, seconds: float) -> tuple["array.array[int]", int]:
-        """Read single blocks into registered memory for some time; return each duration and the number of faults."""
+        """Read single blocks into registered memory for some time, and compare them.
+
+        :param seconds: the time.
+        :returns: the duration of each read in nanoseconds, and the number of blocks with wrong contents.
+        """
         file = max(self._files, key=lambda each: each.size)
         made = self._path(file).read_bytes()
         took, wrong = array.array("Q"), 0
@@ -127,7 +147,10 @@ class Client:
         return took, wrong
 
     async def call_from_wrong_loop(self) -> str | None:
-        """Read from an event loop of another thread; return the error that prevents that, or None if nothing did."""
+        """Read from an event loop of another thread, which aioverbs is to prevent.
+
+        :returns: the message of the AffinityError; None if the read was not prevented, or changed memory.
+        """
 
         async def read(volume: Any) -> None:
             await volume.read_into(self._local[:], 0)

@@ -18,8 +18,10 @@ MIN_BYTES = 16 * BLOCK
 class DataFile:
     """A file.
 
+    :param name: the file's name.
     :param seed: seed of its contents.
     :param offset: position in the volume, a multiple of the block size.
+    :param size: bytes.
     """
 
     name: str
@@ -33,11 +35,12 @@ class DataFile:
 
 
 def data_files(total: int, seed: str) -> list[DataFile]:
-    """Return files of mixed sizes, from a few bytes to MiB, always the same for a seed.
+    """Return files of mixed sizes, from a few bytes to MiB, always the same for a seed, in the order of their offsets.
 
     The largest file has a quarter of all bytes, at most 32 MiB.
 
     :param total: bytes of all files together.
+    :param seed: seed of sizes and contents.
     :raises InvalidError: `total` is too small.
     """
     if total < MIN_BYTES:
@@ -58,5 +61,5 @@ def data_files(total: int, seed: str) -> list[DataFile]:
 
 
 def end_of(files: list[DataFile]) -> int:
-    """Return the size of a volume that holds all files, in whole blocks."""
+    """Return the size of a volume that holds all files, in bytes, a multiple of the block size; 0 if there are none."""
     return -(-(files[-1].offset + files[-1].size) // BLOCK) * BLOCK if files else 0

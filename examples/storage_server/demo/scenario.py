@@ -64,14 +64,20 @@ class Plan:
 
 @dataclass
 class Outcome:
-    """Results of the demonstration.
+    """Results of the demonstration. Made by `demonstrate`.
 
+    :param device: name of the device.
     :param native: whether the clients' loops have native thread domains, so that their queues take no locks.
+    :param files: number of files of all clients.
+    :param bytes: bytes of all files.
     :param seconds: duration of each phase by name.
     :param wrong: files and blocks that were read back with other contents.
+    :param blocks: number of single blocks that were read.
     :param read_us: percentiles of reads of single blocks, in microseconds.
-    :param affinity_error: the error that stopped a call from the wrong loop; None: nothing stopped it.
+    :param flushes: number of flushes that the server answered.
+    :param syncs: number of syncs of the disk.
     :param message_bytes: data that moved by messages instead of one-sided RDMA.
+    :param affinity_error: the error that stopped a call from the wrong loop; None: nothing stopped it.
     :param tree: the server's resources while all clients were connected.
     """
 
@@ -91,15 +97,22 @@ class Outcome:
 
     @property
     def verified(self) -> bool:
-        """Whether all checks passed."""
+        """Whether all checks passed: nothing was wrong, blocks were read, and the call from the wrong loop was
+        stopped.
+        """
         return not self.wrong and self.blocks > 0 and self.affinity_error is not None
 
 
 async def demonstrate(plan: Plan, console: Console) -> Outcome:
     """Run the demonstration. On return, and on errors, all its processes have ended and its files are deleted.
 
+    :param plan: parameters.
     :param console: shows progress.
+    :returns: the results; wrong contents are among them.
     :raises asyncio.CancelledError: on SIGINT or SIGTERM.
+    :raises InvalidError: the files of a client are too small.
+    :raises OSError: the disk lacks space, or the device is unusable.
+    :raises DeviceNotFoundError: no device has the name in `plan`.
     """
     task = asyncio.current_task()
     assert task is not None
@@ -144,7 +157,7 @@ class _Scenario:
         self._outcome = Outcome(device.name)
 
     async def run(self, share: int, files: list[int]) -> Outcome:
-        """Run all phases.
+        """Run all phases; return the results.
 
         :param share: bytes of each client's files.
         :param files: number of files of each client.
@@ -167,14 +180,18 @@ class _Scenario:
         return outcome
 
     async def _all(self, name: str, *args: object) -> list[Any]:
-        """Run a step on all clients concurrently."""
+        """Run a step on all clients concurrently; return their results, by client."""
         calls = (self._pool.run(step, name, *args, worker=number) for number in range(self._plan.clients))
         return await asyncio.gather(*calls)
 
     async def _phase(self, title: str, total: int | None, name: str, *args: object) -> list[Any]:
-        """Run a step on all clients concurrently, and show their progress.
+        """Run a step on all clients concurrently, show their progress, and record the duration.
 
+        :param title: name of the phase.
         :param total: bytes that each client is to move, if known.
+        :param name: name of the step, a method of the client.
+        :param args: arguments of the step.
+        :returns: the results of the clients.
         """
         began = time.perf_counter()
         with bars(self._console) as progress:

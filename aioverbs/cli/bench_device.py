@@ -169,7 +169,7 @@ class DeviceServer:
             self._answer_task = asyncio.create_task(self._answer_messages())
 
     async def end_turn(self) -> None:
-        """End a turn: stop answering messages."""
+        """End a turn: stop answering messages, and wait until that has ended. An error of the connection is ignored."""
         task, self._answer_task = self._answer_task, None
         if task is not None:
             task.cancel()
@@ -177,6 +177,11 @@ class DeviceServer:
                 await task  # the client notices a broken connection itself
 
     async def _answer_messages(self) -> None:
+        """Store each message, and answer it with its first eight bytes, until cancelled or the client closes the
+        connection.
+
+        :raises BrokenResourceError: the connection broke.
+        """
         connection = self._connection
         assert connection is not None
         async for message in connection:

@@ -169,6 +169,7 @@ class UntilStopped:
         self._scope.cancel()
 
     def _release(self) -> None:
+        """Restore the signals' usual effect."""
         for signal_number in _STOP_SIGNALS:
             self._loop.remove_signal_handler(signal_number)
 

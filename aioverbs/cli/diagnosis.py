@@ -58,10 +58,12 @@ class Diagnosis:
 
 
 def _error(code: str, subject: str, message: str, *commands: str, hint: str | None = None) -> Finding:
+    """Return a finding that makes its subject unusable."""
     return Finding(code, Severity.ERROR, subject, message, commands, hint)
 
 
 def _warning(code: str, subject: str, message: str, *commands: str, hint: str | None = None) -> Finding:
+    """Return a finding that leaves its subject usable."""
     return Finding(code, Severity.WARNING, subject, message, commands, hint)
 
 

@@ -96,6 +96,7 @@ class VolumeStore:
         self.catalog.add_client("owner", admin=True, token=token)
 
     def _path(self, row: VolumeRow) -> Path:
+        """Return the path of a volume's file."""
         return self._volumes / f"{row.id}.volume"
 
     def open(self, row: VolumeRow) -> File:

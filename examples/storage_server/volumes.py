@@ -109,6 +109,10 @@ class Volume:
         self.commits = Commits(self._sync, executor, metrics.synced)
 
     def _sync(self) -> None:
+        """Make the writes that clients have reported durable; blocking.
+
+        :raises OSError: the disk failed.
+        """
         assert self.backing is not None  # a client that flushes has the volume open
         self.backing.sync()
 

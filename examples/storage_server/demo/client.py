@@ -99,6 +99,7 @@ class Client:
         self.done += more
 
     def _path(self, file: DataFile) -> Path:
+        """Return the path of a file in the client's folder."""
         return self._folder / file.name
 
     async def make(self) -> None:

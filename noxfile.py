@@ -36,7 +36,7 @@ RDMA_TESTS = ["tests/rdma", "tests/verbs_matrix"]
 # an errno or an attribute, report an event, flush a queue, or register pages. The other shared tests cover the
 # library's own bookkeeping, which is the same on the software device.
 DEVICE_DEPENDENT_FILES = {
-    "manager": "capabilities connecting forked gids limits memory waking",
+    "manager": "capabilities cq_wakeups fork gids limits memory qp_states",
     "data_path": "batches completion_queues failures messages operations partial_posts shared_receives",
     "data_path_endings": "closing processes stress",
 }

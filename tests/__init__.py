@@ -27,6 +27,7 @@ folder                 tested
 ``checks``             scripts that check the sources, and their tests
 ``rdma``               features of RDMA devices only: `nox -s rdma` runs these and many other tests, on soft-RoCE
 ``verbs_matrix``       each verb on the software device and on soft-RoCE, and the reasons for differences
+``aarch64``            a system for arm64, and what its emulator lacks: `nox -s aarch64`
 ``costs``              counts of system calls, doorbells, iterations of the loop and allocations on the fast paths
 ``bench``              benchmarks: `nox -s bench`
 ``fuzz``               fuzzing of parsers and devices: `nox -s fuzz`

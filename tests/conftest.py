@@ -19,6 +19,8 @@ if str(ROOT) not in sys.path:
 pytest_plugins = ["aioverbs.testing", "tests.ways"]
 if "AIOVERBS_TEST_ROUND" in os.environ:  # set by tests/flaky/run.py
     pytest_plugins.append("tests.flaky.plugin")
+if "AIOVERBS_TEST_EMULATED" in os.environ:  # set by `nox -s aarch64`
+    pytest_plugins.append("tests.aarch64.emulator")
 
 from tests.pace import fewer  # noqa: E402  (needs the import path set above)
 

@@ -7,6 +7,7 @@ import textwrap
 import pytest
 
 from tests.conftest import ROOT
+from tests.pace import patience
 
 PREAMBLE = f"""
 import os, sys, threading
@@ -100,13 +101,13 @@ def test_the_interpreter_exits_silently(script: str) -> None:
         [sys.executable, "-P", "-X", "dev", "-W", "error", "-c", PREAMBLE + textwrap.dedent(script)],
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=patience(50),
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 def test_an_exception_is_still_reported() -> None:
     script = PREAMBLE + "near, far = make_busy_pair()\nraise LookupError('the one reason')"
-    done = subprocess.run([sys.executable, "-P", "-c", script], capture_output=True, text=True, timeout=50)
+    done = subprocess.run([sys.executable, "-P", "-c", script], capture_output=True, text=True, timeout=patience(50))
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == "LookupError: the one reason"

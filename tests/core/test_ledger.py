@@ -8,6 +8,7 @@ import pytest
 
 from aioverbs._core.handles import handles
 from tests.conftest import ROOT
+from tests.pace import patience
 
 INNER = """
 import pytest
@@ -32,12 +33,14 @@ def test_is_not_blamed_either() -> None:
 """
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(patience(180))
 def test_a_leak_is_an_error_of_its_test_alone(tmp_path: Path) -> None:
     (tmp_path / "test_inner.py").write_text(INNER)
     options = ["-p", "aioverbs.testing", "-p", "no:cacheprovider", "-rA"]
     run = f"import sys, pytest; sys.path.append({str(ROOT)!r}); sys.exit(pytest.main({options!r}))"
-    done = subprocess.run([sys.executable, "-P", "-c", run], cwd=tmp_path, capture_output=True, text=True, timeout=150)
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", run], cwd=tmp_path, capture_output=True, text=True, timeout=patience(150)
+    )
     assert done.returncode == 1, done.stdout + done.stderr
     outcomes = {line.split(" - ")[0] for line in done.stdout.splitlines() if line.startswith(("PASS", "FAIL", "ERROR"))}
     assert outcomes == {

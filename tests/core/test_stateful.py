@@ -19,6 +19,7 @@ from aioverbs.testing import destroy_all
 from tests.core.making import RECEIVERS, SENDERS
 from tests.core.model_queue_pairs import RECEIVE_SIDE, SEND_SIDE
 from tests.core.rules import Rules
+from tests.pace import patience
 
 ENOUGH = 75  # examples, enough to reach all of the coverage asserted below
 
@@ -46,7 +47,7 @@ class Device(Rules):
             destroy_all(handles.open_handles())
 
 
-@pytest.mark.timeout(280)  # shrinking a failure takes minutes
+@pytest.mark.timeout(patience(280))  # shrinking a failure takes minutes
 def test_device() -> None:
     taken_completions.clear()
     taken_events.clear()

@@ -19,6 +19,7 @@ from tests.conftest import LOOP_FACTORIES, ROOT
 from tests.core.children import in_child
 from tests.data_path_endings.pair import PATIENCE_S, Pair, open_pair, pair_on, until
 from tests.devices import MODES, name_of
+from tests.pace import patience
 from tests.waiting import wait_until
 
 every_model = pytest.mark.parametrize("model", MessageModel, ids=lambda model: model.name)
@@ -174,7 +175,7 @@ def test_the_interpreter_exits_silently(script: str, loop_name: str) -> None:
         [sys.executable, "-P", "-X", "dev", "-W", "ignore", "-c", text],
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=patience(30),
     )
     # A coroutine that was never awaited, or a pending task that is destroyed, would be reported here, too.
     assert (done.returncode, done.stderr) == (0, "")
@@ -278,7 +279,7 @@ def test_keyboard_interrupt_ends_a_spin_and_loses_nothing(loop_name: str) -> Non
         with asyncio.Runner(loop_factory={loops}) as runner:
             runner.run(main())
     """)
-    done = subprocess.run([sys.executable, "-P", "-c", text], capture_output=True, text=True, timeout=30)
+    done = subprocess.run([sys.executable, "-P", "-c", text], capture_output=True, text=True, timeout=patience(30))
     assert done.stdout == "nothing was lost\n"
     assert done.stderr.strip().endswith("KeyboardInterrupt")
     assert done.returncode == -signal.SIGINT

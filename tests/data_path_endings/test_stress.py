@@ -15,7 +15,7 @@ every_mode = pytest.mark.parametrize("mode", MODES if ONLY_RDMA else [*MODES, "d
 async def run_stress(model: MessageModel, mode: str, operations: int, seed: int) -> None:
     delay_ns = 20_000 if mode == "delayed" else 0
     async with open_device(
-        name_of(mode), execution="inline" if mode == "inline" else "thread", delay_ns=delay_ns
+        name_of(mode), execution="thread" if mode in ("thread", "delayed") else "inline", delay_ns=delay_ns
     ) as device:
         if delay_ns:
             device.faults.seed(seed)

@@ -80,7 +80,7 @@ async def test_rdma_devices_come_before_the_software_device(monkeypatch: pytest.
     monkeypatch.delenv("AIOVERBS_DEVICE", raising=False)
     async with open_device() as device:
         assert not device.software
-    with pytest.raises(DeviceNotFoundError, match=r"here are: .*soft0"):
+    with pytest.raises(DeviceNotFoundError, match=r"available: .*soft0"):
         await open_device("mlx5_99").open()
 
 

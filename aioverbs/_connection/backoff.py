@@ -13,14 +13,14 @@ __all__ = ["Backoff"]
 class Backoff:
     """Exponential backoff with jitter.
 
-    Each wait is longer than the last and partly random, so that many clients of a lost peer do not all reconnect at
-    once.
+    The upper limit of the waits grows with each failed attempt up to `longest_s`. Each wait is partly random, so that
+    the clients of a lost peer do not all reconnect at the same time.
 
     :param first_s: upper limit of the first wait, in seconds, above 0.
     :param longest_s: upper limit of every wait, in seconds, at least `first_s`.
-    :param factor: ratio of a wait's upper limit to that of the wait before, 1 or more.
-    :param jitter: random share of a wait, 0..1: with 0.5 a wait is between half of its upper limit and the limit.
-    :param attempts: number of consecutive attempts that may fail, 1 or more; None: no limit.
+    :param factor: ratio of a wait's upper limit to that of the previous wait, 1 or more.
+    :param jitter: random share of a wait, 0..1: with 0.5, a wait is between half of its upper limit and that limit.
+    :param attempts: number of consecutive attempts that may fail, 1 or more; None for no limit.
     :raises ValueError: a value is out of its range.
     """
 
@@ -43,10 +43,10 @@ class Backoff:
             raise ValueError(f"`attempts` must be 1 or more, or None for no limit, got {self.attempts}")
 
     def waits(self, rng: random.Random) -> Iterator[float]:
-        """Yield the wait after each failed attempt, in seconds. The iterator ends when no further attempt is allowed.
+        """Yield how long to wait after each failed attempt, in seconds, until no further attempt is allowed.
 
         :param rng: source of the jitter.
-        :returns: an iterator of ``attempts`` - 1 waits, or of endless ones if ``attempts`` is None.
+        :returns: an iterator over ``attempts`` - 1 waits; it never ends if ``attempts`` is None.
         """
         wait_s, failed = self.first_s, 1
         while self.attempts is None or failed < self.attempts:

@@ -1,4 +1,4 @@
-"""Byte stream over messages."""
+"""Byte stream over the messages of a connection."""
 
 from collections.abc import Callable
 
@@ -13,9 +13,9 @@ __all__ = ["MessageByteStream"]
 class MessageByteStream(ByteStream):
     """An `anyio.abc.ByteStream` over a stream of messages. Made by `Connection.as_byte_stream`.
 
-    :param messages: the stream of messages; closing the byte stream closes it.
-    :param max_piece: size of the largest message sent, in bytes.
-    :param check: called with the name of a method; raises if the caller may not call it.
+    :param messages: the stream of messages, which is closed when the byte stream is closed.
+    :param max_piece: size of the largest message to send, in bytes.
+    :param check: called with the name of a method; raises if the caller may not call that method.
     """
 
     def __init__(self, messages: ObjectStream[bytes], max_piece: int, check: Callable[[str], None]) -> None:
@@ -26,11 +26,11 @@ class MessageByteStream(ByteStream):
         self._receiving = False
 
     async def receive(self, max_bytes: int = 65536) -> bytes:
-        """Receive the bytes that are available, waiting for at least one. A cancelled call loses nothing.
+        """Receive the bytes that are available, and wait if there are none yet. A cancelled call loses no bytes.
 
         :param max_bytes: largest number of bytes to return, 1 or more.
         :returns: the bytes, 1 to `max_bytes` of them.
-        :raises anyio.EndOfStream: the peer sends no more.
+        :raises anyio.EndOfStream: the peer sends no more bytes, and all that it sent were returned.
         :raises BusyResourceError: another task is receiving.
         :raises BrokenResourceError: the connection is broken.
         :raises ClosedResourceError: the connection is closed.
@@ -39,7 +39,7 @@ class MessageByteStream(ByteStream):
         """
         if max_bytes < 1:
             raise ValueError(f"`max_bytes` must be 1 or more, got {max_bytes}")
-        self._check("receive")  # checked here, as the rest of a message does not reach the stream below
+        self._check("receive")  # checked here, as the rest of a message is returned without calling the stream below
         if self._receiving:
             raise BusyResourceError("another task is receiving from this stream already")
         self._receiving = True
@@ -57,9 +57,11 @@ class MessageByteStream(ByteStream):
         return data
 
     async def send(self, item: bytes) -> None:
-        """Send all bytes, in pieces. If the call is cancelled, some pieces may have been sent.
+        """Send all bytes, divided into as many messages as necessary. Waits as `Connection.send` does.
 
-        :param item: the bytes.
+        If the call is cancelled, some of these messages may have been sent.
+
+        :param item: the bytes; if there are none, nothing is sent.
         :raises BrokenResourceError: the connection is broken.
         :raises ClosedResourceError: the connection is closed, or `send_eof` was called.
         :raises AffinityError: another event loop owns the connection.
@@ -74,7 +76,7 @@ class MessageByteStream(ByteStream):
             await self._messages.send(view[offset : offset + self._max_piece])  # type: ignore[arg-type]
 
     async def send_eof(self) -> None:
-        """Notify the peer that no more bytes follow: `Connection.send_eof`. Receiving goes on.
+        """Notify the peer that no more bytes follow: `Connection.send_eof`. This end can still receive.
 
         :raises BrokenResourceError: the connection is broken.
         :raises ClosedResourceError: the connection is closed.
@@ -83,7 +85,7 @@ class MessageByteStream(ByteStream):
         await self._messages.send_eof()
 
     async def aclose(self) -> None:
-        """Close the stream of messages, and so the connection: `Connection.aclose`.
+        """Close the connection below this stream: `Connection.aclose`, which first delivers all sent bytes.
 
         :raises AffinityError: another event loop owns the connection; nothing was done.
         """
@@ -91,5 +93,5 @@ class MessageByteStream(ByteStream):
 
     @property
     def extra_attributes(self):  # type: ignore[no-untyped-def]  # untyped at its base in anyio
-        """Typed attributes of anyio that the stream of messages has: see `Connection.extra_attributes`."""
+        """Typed attributes of anyio, the same as those of the connection: see `Connection.extra_attributes`."""
         return self._messages.extra_attributes

@@ -26,13 +26,13 @@ from aioverbs.rdma_cm.cm_id import Identifier, cm_state_machine_of, look_up
 __all__ = ["CM_UNAVAILABLE_ERRORS", "CmControlChannel", "SharedChannel", "resolve"]
 
 CM_UNAVAILABLE_ERRORS = (LibraryNotFoundError, UnreachableError, ConnectionRejectedError)
-"""Errors after which a peer that rdma_cm does not reach may still be reached by TCP."""
+"""Errors of rdma_cm after which the peer may still be reachable by TCP."""
 
 
 class SharedChannel:
-    """Event channel with a reference count; releasing the last reference closes the channel.
+    """Event channel of rdma_cm with a reference count. Releasing the last reference closes the channel.
 
-    `open` makes the first reference.
+    The maker of this object holds the first reference.
     """
 
     def __init__(self) -> None:
@@ -40,19 +40,19 @@ class SharedChannel:
         self._users = 1
 
     async def open(self) -> None:
-        """Open the channel.
+        """Open the event channel. Call once.
 
         :raises LibraryNotFoundError: librdmacm is not installed.
-        :raises VerbsError: the kernel module rdma_ucm is not loaded.
+        :raises VerbsError: the kernel module rdma_ucm is not loaded, or the process may not use it.
         """
         await open_part(self.channel)
 
     def acquire(self) -> None:
-        """Add a reference."""
+        """Add a reference to the channel, to be dropped with `release`."""
         self._users += 1
 
     async def release(self) -> None:
-        """Drop a reference, and close the channel with the last one.
+        """Drop a reference to the channel. Dropping the last one closes the channel.
 
         :raises VerbsError: the channel cannot be closed.
         """
@@ -62,10 +62,11 @@ class SharedChannel:
 
 
 class CmControlChannel:
-    """Control channel of a queue pair and its rdma_cm identifier.
+    """Control channel of a queue pair that an rdma_cm identifier connects.
 
-    :param identifier: open identifier; closed with this object.
-    :param shared_channel: channel of the identifier; the caller has acquired a reference, which this object releases.
+    :param identifier: open identifier, which `aclose` closes.
+    :param shared_channel: event channel of the identifier. The caller has acquired a reference, which `aclose`
+        releases.
     """
 
     def __init__(self, identifier: Identifier, shared_channel: SharedChannel) -> None:
@@ -75,83 +76,90 @@ class CmControlChannel:
         self._message_channel: MessageChannel | None = None
 
     async def connect(self, message_channel: MessageChannel, **attributes: Unpack[QpAttrs]) -> None:
-        """Connect the queue pair, as the initiator: `Identifier.connect`, without a time limit.
+        """Connect the queue pair to the peer's as the initiator: `Identifier.connect` without a time limit.
 
         :param message_channel: message channel of the queue pair, with its receives posted.
-        :param attributes: attributes that replace the negotiated ones.
+        :param attributes: attributes of the queue pair that replace the negotiated ones.
         :raises ConnectionRejectedError: the peer rejected the connection or has no listener.
-        :raises UnreachableError: the peer does not answer.
-        :raises VerbsError: a verb failed. The other exceptions of `Identifier.connect` are raised as well.
+        :raises UnreachableError: the peer's connection manager does not answer.
+        :raises VerbsError: a verb failed.
+        :raises Exception: the other exceptions of `Identifier.connect`.
         """
         self._message_channel = message_channel
         await self.identifier.connect(message_channel.qp, timeout_s=None, **attributes)
 
     async def accept(self, message_channel: MessageChannel, **attributes: Unpack[QpAttrs]) -> None:
-        """Connect the queue pair, as the listener: `Identifier.accept`, without a time limit.
+        """Connect the queue pair to the peer's as the listener: `Identifier.accept` without a time limit.
 
         :param message_channel: message channel of the queue pair, with its receives posted.
-        :param attributes: attributes that replace the negotiated ones.
-        :raises UnreachableError: the peer does not answer any more.
+        :param attributes: attributes of the queue pair that replace the negotiated ones.
+        :raises UnreachableError: the peer no longer answers.
         :raises ConnectionRejectedError: the peer gave up.
-        :raises VerbsError: a verb failed. The other exceptions of `Identifier.accept` are raised as well.
+        :raises VerbsError: a verb failed.
+        :raises Exception: the other exceptions of `Identifier.accept`.
         """
         self._message_channel = message_channel
         await self.identifier.accept(message_channel.qp, timeout_s=None, **attributes)
 
     async def send(self, data: bytes) -> None:
-        """Send a message of the handshake over the queue pair.
+        """Send a message of the handshake over the queue pair, and wait until the peer's device acknowledges it.
 
-        :raises QueuePairStateError: the queue pair is not connected yet.
-        :raises BrokenResourceError: the peer does not acknowledge the message.
+        :param data: the message, header included.
+        :raises QueuePairStateError: neither `connect` nor `accept` was called yet.
+        :raises BrokenResourceError: the peer's device does not acknowledge the message.
         """
         if self._message_channel is None:
             raise QueuePairStateError("the queue pair is not connected yet: connect() or accept() first")
         await self._message_channel.send_handshake(data)
 
     async def receive(self) -> bytes:
-        """Receive the peer's next message of the handshake. Call `connect` or `accept` before.
+        """Wait for the peer's next message of the handshake. Call `connect` or `accept` first.
 
         :returns: the message, header included.
-        :raises BrokenResourceError: the peer went away.
+        :raises BrokenResourceError: the peer is gone.
         """
         assert self._message_channel is not None
         return await self._message_channel.receive_handshake()
 
     def watch(self, on_lost: Callable[[Exception], object]) -> None:
-        """Call `on_lost` with the cause when the peer has disconnected or the device was removed.
+        """Call `on_lost` when the peer disconnects or the device is removed; immediately if that has already happened.
 
-        The callback is called at once if that has happened before. The callback moves the queue pair to ERR.
+        :param on_lost: called with the cause. From now on it has to move the queue pair to ERR: the identifier no
+            longer does.
         """
         self._watch(on_lost)
 
     def unwatch(self) -> None:
-        """Stop watching: the callback is not called any more."""
+        """Stop watching: the callback passed to `watch` is no longer called."""
         self._watch(None)
 
     def _watch(self, on_lost: Callable[[Exception], object] | None) -> None:
-        """Set the callback for the loss of the peer, None for no callback. An unopened identifier is left as it is."""
+        """Set the callback for the loss of the peer; None removes it. Do nothing if the identifier was never opened."""
         state_machine = cm_state_machine_of(self.identifier)
         if state_machine is not None:
             state_machine.watch(on_lost)
 
     def address(self, which: str) -> Address | None:
-        """Return the local address for ``"sockname"``, the peer's for ``"peername"``; None once closed."""
+        """Return the local address for ``"sockname"``, the peer's for ``"peername"``; None if the channel is closed."""
         if self.identifier.closed:
             return None
         return self.identifier.local_address if which == "sockname" else self.identifier.peer_address
 
     def abort(self) -> None:
-        """Start to disconnect, without waiting for the peer. The identifier stays open for `aclose`."""
+        """Start disconnecting without waiting for the peer's answer. The identifier stays open until `aclose`.
+
+        Has no effect if the queue pair is not connected.
+        """
         state_machine = cm_state_machine_of(self.identifier)
         if state_machine is not None and not self.identifier.closed:
             state_machine.disconnect()
 
     async def aclose(self) -> None:
-        """Disconnect, and close the identifier and its reference to the channel, even if cancelled.
+        """Disconnect from the peer, close the identifier and release the reference to its channel, even if cancelled.
 
-        Waits at most one second for the peer's answer.
+        Waits at most one second for the peer's answer. Closing twice has no effect.
 
-        :raises VerbsError: a verb failed; the reference to the channel is released all the same.
+        :raises VerbsError: a verb failed. The reference to the channel is released nevertheless.
         """
         try:
             await self.identifier.aclose()
@@ -162,9 +170,12 @@ class CmControlChannel:
 
 
 def _source_address(gid: bytes, peer: Address) -> str | None:
-    """Return the IP address to connect from, taken from the GID of the port (RoCE).
+    """Return the local IP address to connect from, taken from the GID of the local port (RoCE).
 
-    None if the GID has no address, or none of the peer's address family.
+    :param gid: GID of the local port, 16 bytes.
+    :param peer: address of the peer.
+    :returns: the address as text; None if the GID contains no IPv4 address for an IPv4 peer, or no global IPv6 address
+        for an IPv6 peer.
     """
     address = ipaddress.IPv6Address(gid)
     if address.ipv4_mapped is not None and ":" not in peer[0]:
@@ -175,16 +186,20 @@ def _source_address(gid: bytes, peer: Address) -> str | None:
 async def resolve(host: str, port: int, context: handles.Context, gid: bytes) -> CmControlChannel:
     """Resolve the address of a peer and the route to it from a given port of a local device.
 
+    Waits for the address without a limit: the caller limits the time.
+
     :param host: address or name of the peer.
-    :param port: number of the port that the peer listens at.
+    :param port: port number at which the peer listens, 0..65535.
     :param context: context of the local device.
     :param gid: GID of the local device's port.
-    :returns: a control channel whose identifier is resolved and not connected yet. The caller closes the channel.
+    :returns: a control channel whose identifier is resolved but not yet connected. The caller closes the channel.
     :raises LibraryNotFoundError: librdmacm is not installed.
     :raises UnreachableError: the kernel module rdma_ucm is not loaded, there is no route to the peer, the route uses
         another device, or `host` is a loopback address.
+    :raises VerbsError: another verb of rdma_cm failed.
     :raises OSError: the name has no address.
     :raises TimeoutError: the kernel found no route within a minute.
+    :raises ValueError: `port` is out of range.
     """
     device = context.name
     shared_channel = SharedChannel()

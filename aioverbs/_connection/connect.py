@@ -1,4 +1,4 @@
-"""Establishing a connection: `connect`, and the handshake over TCP or rdma_cm."""
+"""Establishing a connection: `connect` and the handshake over TCP or rdma_cm."""
 
 import asyncio
 import contextlib
@@ -46,7 +46,7 @@ Transport = Literal["tcp", "rdmacm", "auto"]
 
 
 class ConnectOptions(TypedDict, total=False):
-    """Keyword arguments of `connect`, for callers that pass them on."""
+    """Keyword arguments of `connect`, for functions that pass them on."""
 
     domain: Required[Domain]
     transport: Transport
@@ -65,7 +65,7 @@ _abort_tasks: set[asyncio.Task[None]] = set()
 class _Progress:
     """Progress of an attempt to connect.
 
-    :param waiting_for: the step that is missing, for the message of a timeout.
+    :param waiting_for: description of the step that has not succeeded yet, for the message of a timeout.
     """
 
     waiting_for: str = ""
@@ -79,21 +79,27 @@ async def _perform_handshake(
     *,
     initiator: bool,
 ) -> Connection:
-    """Perform one side of the handshake, and connect the queue pair.
+    """Perform one end's part of the handshake and connect the queue pair to the peer's.
 
-    Exchanges the messages of `Handshake` over the control channel. On failure the control channel is closed and the
-    connection is aborted. If aborting has to wait for a verb in a thread, a background task does it and this call does
-    not wait.
+    Exchanges the messages of `Handshake` over the control channel. On failure or cancellation, the control channel is
+    closed and the connection is aborted. If aborting has to wait for a verb in a thread, a background task aborts the
+    connection and this call does not wait. There is no time limit: the caller sets one.
 
-    :param control: open channel to the peer; from now on the connection closes it.
-    :param connection: connection that was not opened yet.
-    :param progress: receives the missing step, for the message of a timeout; None: not needed.
+    :param control: open channel to the peer; from now on, closing the connection closes the channel.
+    :param connection: new connection, not opened yet.
+    :param secret: the shared secret; None for no secret.
+    :param progress: receives the description of a step that does not end, for the message of a timeout; None if the
+        caller does not need it.
     :param initiator: whether this end requested the connection.
     :returns: `connection`, which is open now.
-    :raises HandshakeError: one end refuses the other. Unless the peer refused, REJECT was sent to the peer.
+    :raises HandshakeError: one end refuses the other. If this end refuses, it has sent REJECT to the peer.
     :raises BrokenResourceError: the peer is gone.
+    :raises ConnectionRejectedError: with rdma_cm: the peer rejected the connection or has no listener.
+    :raises UnreachableError: with rdma_cm: the peer does not answer.
     :raises VerbsError: the device has no queue pair, completion queue or memory region left.
     :raises MemoryError: no memory is left for the buffers.
+    :raises ValueError: the device has no such port or GID, or the domain cannot use ``spin_ns``.
+    :raises ClosedResourceError: the domain is not open.
     """
     handshake = Handshake(initiator, make_nonce(), secret)
     try:
@@ -135,7 +141,7 @@ async def _perform_handshake(
 
 
 def _abort_in_background(connection: Connection) -> None:
-    """Abort a connection in a task that is not awaited."""
+    """Start a background task that aborts a connection, without waiting for the task."""
     suppress_warning(connection)  # the caller did not forget to close it
     task = running_loop().create_task(connection.abort())
     _abort_tasks.add(task)
@@ -143,9 +149,12 @@ def _abort_in_background(connection: Connection) -> None:
 
 
 async def _connect_queue_pairs(control: CmControlChannel, connection: Connection, initiator: bool) -> None:
-    """Connect the queue pairs of both ends by rdma_cm, before the handshake.
+    """Connect the queue pairs of both ends with rdma_cm, before the handshake.
 
-    The messages of the handshake go over the queue pairs, so the receives are posted first.
+    The messages of the handshake are sent over the queue pairs, so the receives are posted first.
+
+    :raises Exception: the exceptions of `Connection._prepare`, and of `CmControlChannel.connect` (if `initiator`) or
+        `CmControlChannel.accept`.
     """
     await connection._prepare()
     connection._watch_peer(control)
@@ -160,31 +169,37 @@ async def _connect_queue_pairs(control: CmControlChannel, connection: Connection
 async def accept_connection(
     control: ControlChannel, domain: Domain, secret: bytes | None, settings: ConnectionSettings
 ) -> Connection:
-    """Perform the listener's side of the handshake. The caller limits the time.
+    """Make a connection to a peer that requested one: perform the listener's part of the handshake.
 
-    :param control: the channel to the peer; closed by the connection, or here on failure.
-    :param domain: the domain that the queue pair is made on.
-    :param secret: the shared secret; None: no secret.
+    There is no time limit: the caller sets one.
+
+    :param control: open channel to the peer. It is closed together with the connection, or here on failure.
+    :param domain: domain that the queue pair is made on.
+    :param secret: the shared secret; None for no secret.
     :param settings: sizes and times of the connection.
     :returns: the open connection, to be closed by the caller.
     :raises HandshakeError: one end refuses the other.
     :raises BrokenResourceError: the peer is gone.
+    :raises ConnectionRejectedError: with rdma_cm: the peer gave up.
+    :raises UnreachableError: with rdma_cm: the peer no longer answers.
     :raises VerbsError: the device has no queue pair, completion queue or memory region left.
     :raises MemoryError: no memory is left for the buffers.
+    :raises ValueError: the device has no such port or GID, or the domain cannot use ``spin_ns``.
+    :raises ClosedResourceError: the domain is not open.
     """
     return await _perform_handshake(control, secret, Connection(domain, settings), initiator=False)
 
 
 class Connecting(OwnedBlock[Connection]):
-    """Pending connection, as `connect` returns it.
+    """Object that `connect` returns, from which a connection is made.
 
-    Awaiting it makes an open `Connection`, which the caller closes; ``async with`` makes one and closes it at the end
+    Awaiting it makes an open `Connection`, which the caller closes. ``async with`` makes one and closes it at the end
     of the block.
 
-    Each await makes another connection. One block at a time may be entered.
+    Each await makes a new connection. Only one block may be entered at a time.
 
     :param name: description for error messages.
-    :param make: makes an open connection.
+    :param make: coroutine function that makes an open connection.
     :param may_begin: raises `AffinityError` if the running loop may not connect.
     """
 
@@ -199,14 +214,21 @@ class Connecting(OwnedBlock[Connection]):
         return self._make().__await__()
 
     async def _begin(self) -> Connection:
-        """Make the connection of the block, and return it."""
+        """Make the connection for the block and return it, open.
+
+        :raises Exception: the exceptions of `connect`.
+        """
         self._connection = await self._make()
         return self._connection
 
     async def _end(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Close the connection of the block: `Connection.aclose`."""
+        """Close the connection at the end of the block: `Connection.aclose`.
+
+        :raises Exception: the exceptions of `Connection.aclose`, unless the block itself raised: then they are added
+            to its exception as a note.
+        """
         connection, self._connection = self._connection, None
         assert connection is not None
         await connection.__aexit__(kind, error, traceback)
@@ -226,26 +248,30 @@ def connect(
 ) -> Connecting:
     """Connect to a peer: ``async with connect(…) as connection``, or ``connection = await connect(…)``.
 
-    The connection belongs to the running event loop. The exceptions below are raised when the result is awaited or
-    entered, except for those that name an argument. A cancelled attempt leaves nothing open.
+    The connection belongs to the event loop that awaits or enters the result. The call itself raises only the
+    `ValueError` for an invalid argument; all other exceptions are raised when the result is awaited or entered. A
+    cancelled attempt leaves nothing open.
 
     :param host: address or name at which the peer listens.
     :param port: port at which the peer listens, 1..65535.
     :param domain: domain that the queue pair is made on.
-    :param transport: how the two ends meet: ``"tcp"``; ``"rdmacm"``, on RDMA devices only; ``"auto"``: rdma_cm, if the
-        device supports it, `ssl` is None and the attempt succeeds within half of `timeout_s`, else TCP.
-    :param ssl: TLS context for the TCP connection, which carries only the handshake. Messages go from device to device,
-        unencrypted.
-    :param server_hostname: name in the peer's certificate; None: `host`.
-    :param secret: shared secret, at least 1 byte. Both ends prove that they know it without sending it.
-        None: no secret.
-    :param settings: sizes and times; None: ``ConnectionSettings()``.
+    :param transport: how to reach the peer: ``"tcp"``; ``"rdmacm"``, on RDMA devices only; or ``"auto"``: rdma_cm is
+        tried first if the device supports it and `ssl` is None, and TCP if rdma_cm does not reach the peer within half
+        of `timeout_s`.
+    :param ssl: TLS context for the TCP connection, which carries only the handshake; None for no TLS. Messages always
+        go from device to device, unencrypted.
+    :param server_hostname: name in the peer's certificate; None for `host`.
+    :param secret: shared secret, at least 1 byte; None for no secret. Each end proves to the other that it knows the
+        secret, without sending it.
+    :param settings: sizes and times; None for ``ConnectionSettings()``.
     :param timeout_s: limit of the whole attempt in seconds.
-    :returns: an object to await, or to enter with ``async with``.
+    :returns: an object to await, or to enter with ``async with``; both give an open `Connection`.
     :raises AffinityError: another event loop owns the domain; nothing was done.
-    :raises HandshakeError: one end refuses the other: version, secret, device, or the peer is busy or closing.
-    :raises OSError: no listener at this address, or, as `ssl.SSLError`, the TLS handshake failed.
-    :raises TimeoutError: the attempt took longer than `timeout_s`; the message names the missing step.
+    :raises HandshakeError: one end refuses the other because of the protocol version, the secret or the device, or the
+        peer refuses because it is busy or closing.
+    :raises OSError: the name has no address, nothing listens at the address, or (as `ssl.SSLError`) the TLS handshake
+        failed.
+    :raises TimeoutError: the attempt took longer than `timeout_s`; the message names the step that did not succeed.
     :raises BrokenResourceError: the peer went away during the handshake.
     :raises ConnectionRejectedError: with ``"rdmacm"``: the peer rejected the connection or has no listener.
     :raises UnreachableError: with ``"rdmacm"``: there is no route to the peer, or the peer does not answer.
@@ -253,8 +279,9 @@ def connect(
     :raises VerbsError: the device has no queue pair, completion queue or memory region left.
     :raises MemoryError: no memory is left for the buffers.
     :raises ClosedResourceError: the domain is not open.
-    :raises ValueError: `secret`, `transport` or the combination of `transport` and `ssl` is not valid. When awaited:
-        the device has no such port or is a software device with ``"rdmacm"``, or the domain cannot use ``spin_ns``.
+    :raises ValueError: `secret`, `transport` or the combination of `transport` and `ssl` is not valid. When awaited or
+        entered: the device does not have the port or GID of the settings, the device is a software device and
+        `transport` is ``"rdmacm"``, or the domain cannot use ``spin_ns``.
     """
     chosen = settings if settings is not None else ConnectionSettings()
     check_secret(secret)
@@ -300,16 +327,20 @@ async def _connect_by_rdma_cm(
     timeout_s: float | None,
     progress: _Progress,
 ) -> Connection:
-    """Connect by rdma_cm.
+    """Connect to a peer with rdma_cm, and perform the initiator's part of the handshake.
 
-    :param timeout_s: limit in seconds, if TCP is tried afterwards; None: no limit of its own.
+    :param timeout_s: limit of the attempt in seconds, if TCP is tried afterwards; None if the caller alone limits the
+        time. With a limit, resolving the peer's address may take at most 2 seconds of it.
+    :param progress: receives the description of the current step, for the message of a timeout.
     :returns: the open connection, to be closed by the caller.
-    :raises TimeoutError: the limit passed.
+    :raises TimeoutError: the attempt did not end within a limit.
     :raises LibraryNotFoundError: librdmacm is not installed.
     :raises UnreachableError: the port has no GID, there is no route to the peer, or the peer does not answer.
     :raises ConnectionRejectedError: the peer rejected the connection or has no listener.
-    :raises ValueError: the device has no port or GID of the number in `settings`.
-    :raises HandshakeError: one end refuses the other. The other exceptions of `_perform_handshake` are raised as well.
+    :raises OSError: the name has no address.
+    :raises ValueError: the device does not have the port or GID index of `settings`.
+    :raises HandshakeError: one end refuses the other.
+    :raises Exception: the other exceptions of `_perform_handshake`.
     """
     context = domain.handle.context
     check_port(context, settings.port, settings.gid_index)
@@ -319,7 +350,7 @@ async def _connect_by_rdma_cm(
         raise UnreachableError("rdma_resolve_addr", errno.EADDRNOTAVAIL, str(error)) from error
     async with asyncio.timeout(timeout_s):
         progress.waiting_for = "rdma_cm did not resolve the peer's address"
-        # the request is repeated meanwhile
+        # `resolve` repeats its request until this limit
         async with asyncio.timeout(None if timeout_s is None else _CM_RESOLVE_TIMEOUT_S):
             control = await resolve(host, port, context, context.query_gid(settings.port, index))
         progress.waiting_for = "the peer did not answer by rdma_cm, or did not continue the handshake"
@@ -327,7 +358,7 @@ async def _connect_by_rdma_cm(
 
 
 def check_secret(secret: bytes | None) -> None:
-    """Check that a secret is None or not empty.
+    """Check that a secret has at least 1 byte, or is None.
 
     :raises ValueError: the secret is empty.
     """
@@ -336,9 +367,10 @@ def check_secret(secret: bytes | None) -> None:
 
 
 def check_transport(transport: Transport, ssl: tls.SSLContext | None) -> None:
-    """Check the name of a transport, and that it supports TLS if `ssl` is given.
+    """Check that the name of a transport is valid, and that the transport supports TLS if `ssl` is not None.
 
-    :raises ValueError: the name is unknown, or rdma_cm is combined with TLS.
+    :raises ValueError: the name is none of ``"tcp"``, ``"rdmacm"`` and ``"auto"``, or ``"rdmacm"`` is combined with
+        TLS.
     """
     if transport not in ("tcp", "rdmacm", "auto"):
         raise ValueError(f'`transport` must be "tcp", "rdmacm" or "auto", got {transport!r}')
@@ -347,7 +379,9 @@ def check_transport(transport: Transport, ssl: tls.SSLContext | None) -> None:
 
 
 def uses_rdma_cm(transport: Transport, domain: Domain, ssl: tls.SSLContext | None) -> bool:
-    """Return whether rdma_cm is to be tried for this domain.
+    """Return whether to use rdma_cm for connections on a domain.
+
+    True for ``"rdmacm"``, and for ``"auto"`` if `ssl` is None and the domain is on an RDMA device.
 
     :raises ValueError: the transport is ``"rdmacm"`` and the device is a software device.
     :raises ClosedResourceError: the domain is not open.

@@ -49,11 +49,11 @@ __all__ = ["Connection", "ControlChannel", "on_closed"]
 
 _ACCESS = (
     AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_WRITE | AccessFlags.REMOTE_READ | AccessFlags.REMOTE_ATOMIC
-)  # what the queue pair lets the peer do; the keys of the granted memory decide where
-# Errors of ibv_modify_qp that every further attempt would meet, too. All others may pass: the path to the peer, a
-# shortage, a device that is being removed and comes back.
+)  # operations that the queue pair allows the peer; the keys of the granted memory decide where
+# Errors of ibv_modify_qp with which every further attempt would fail, too. All others may go away, such as an
+# interrupted path to the peer, a shortage, or a device that is being removed and comes back.
 _PERMANENT_ERRNOS = {errno.EACCES, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM}
-_LINGER_S = 0.02  # completions may arrive after the report that the peer is gone
+_LINGER_S = 0.02  # completions may still arrive after the report that the peer is gone
 
 Local = RegionSlice | MemoryRegion | list[RegionSlice] | tuple[RegionSlice, ...]
 
@@ -67,12 +67,13 @@ class ControlChannel(Protocol):
     async def send(self, data: bytes) -> None:
         """Send one message of the handshake.
 
-        :raises BrokenResourceError: the peer does not acknowledge the message (rdma_cm). By TCP nothing is raised:
-            `receive` reports that the peer is gone.
+        :param data: the message, header included.
+        :raises BrokenResourceError: with rdma_cm: the peer's device does not acknowledge the message. With TCP this
+            method raises nothing: `receive` reports that the peer is gone.
         """
 
     async def receive(self) -> bytes:
-        """Receive the peer's next message of the handshake.
+        """Wait for the peer's next message of the handshake.
 
         :returns: the message, header included.
         :raises HandshakeError: the data is not a message of the handshake.
@@ -80,28 +81,29 @@ class ControlChannel(Protocol):
         """
 
     def watch(self, on_lost: Callable[[Exception], object]) -> None:
-        """Call `on_lost` with the cause when the peer is gone; at once if the peer is gone already."""
+        """Call `on_lost` with the cause when the peer is gone; immediately if the peer is already gone."""
 
     def unwatch(self) -> None:
-        """Stop watching: the callback is not called any more."""
+        """Stop watching: the callback passed to `watch` is no longer called."""
 
     def address(self, which: str) -> Address | None:
         """Return the local address for ``"sockname"``, the peer's for ``"peername"``; None if the channel is closed."""
 
     def abort(self) -> None:
-        """Close at once, without waiting for the peer."""
+        """End the connection to the peer at once, without waiting for the peer."""
 
     async def aclose(self) -> None:
-        """Close, and wait a limited time for the peer to close, too."""
+        """Close the channel, and wait a limited time for the peer to close its end."""
 
 
 class _ConnectionMonitor:
     """Monitor of a connection: keepalive, detection of a lost peer, and teardown.
 
-    The lifecycle holds this object and not the user's `Connection`, so that a forgotten connection can be collected.
+    The lifecycle holds this object and not the user's `Connection`, so that a forgotten connection can be
+    garbage-collected.
 
-    :param block: memory of the connection's buffers; released by `destroy`.
-    :param keep_alive_s: time in seconds after which a silent peer counts as lost; None: never.
+    :param block: memory of the connection's buffers, which `destroy` releases.
+    :param keep_alive_s: time in seconds after which a silent peer counts as lost; None for no limit.
     """
 
     def __init__(self, block: LeasedBuffer, keep_alive_s: float | None) -> None:
@@ -116,16 +118,16 @@ class _ConnectionMonitor:
         self.closed_callback: Callable[[], object] = lambda: None
 
     def start(self, control: ControlChannel) -> None:
-        """Watch the control channel and start the keepalive timer. Called when the handshake is done."""
+        """Watch the control channel and start the keepalive timer. Call when the handshake is complete."""
         self.control = control
         control.watch(self.on_lost)
         if self._tick_s is not None:
             self._timer = self._loop.call_later(self._tick_s, self._tick)
 
     def _tick(self) -> None:
-        """Probe the peer's device if nothing was sent or received since the last tick, and start the timer again.
+        """Probe the peer's device if no send or receive has completed since the last tick, and restart the timer.
 
-        If the peer is gone, the probe fails within the time limit of the queue pair.
+        If the peer is gone, the probe fails within the time limit of the queue pair, and the connection breaks.
         """
         channel = self.channel
         if channel is None or channel.broken is not None or channel.closed or self._tick_s is None:
@@ -140,13 +142,13 @@ class _ConnectionMonitor:
         self._timer = self._loop.call_later(self._tick_s, self._tick)
 
     def on_lost(self, error: Exception) -> None:
-        """Fail the connection because the peer or the device is gone, after taking what arrived before.
+        """Fail the connection because the peer or the device is gone, after receiving the peer's last messages.
 
-        Returns at once. The connection fails a moment later, or now if the peer has sent END.
+        Returns at once. The connection fails 20 ms later; or immediately, if the peer has said that it sends no more.
 
         :param error: the cause.
         """
-        # The peer's last messages may be in the completion queue already, or arrive in a moment.
+        # The peer's last messages may already be in the completion queue, or arrive in a moment.
         assert self.channel is not None
         if self.channel.closed:
             return
@@ -158,7 +160,10 @@ class _ConnectionMonitor:
             self._loop.call_later(_LINGER_S, self._fail_lost, error)
 
     def _fail_lost(self, error: Exception) -> None:
-        """Fail the channel because of `error`, unless closed. Retry soon if a thread is inside a verb."""
+        """Fail the message channel because of `error`, unless the channel is closed.
+
+        If another thread is inside a verb, do this in a later iteration of the event loop.
+        """
         assert self.channel is not None
         if self.channel.closed:
             return
@@ -172,14 +177,17 @@ class _ConnectionMonitor:
             self.channel.fail(f"the peer is gone: {error}", error)
 
     def on_channel_end(self) -> None:
-        """Fail waiting grants and abort the control channel, when the message channel breaks or closes."""
+        """Fail the tasks that wait for grants, and abort the control channel if the message channel is broken.
+
+        Called when the message channel breaks or is closed.
+        """
         if self.grants is not None and self.channel is not None:
             self.grants.fail(self.channel.closed_error())
         if self.control is not None and self.channel is not None and self.channel.broken is not None:
             self.control.abort()  # tells the peer
 
     def stop(self) -> None:
-        """Stop the timer and the watching, and close the message channel. First step of closing."""
+        """Stop the timer, stop watching the peer, and close the message channel. This is the first step of closing."""
         if self._timer is not None:
             self._timer.cancel()
         if self.control is not None:
@@ -188,9 +196,9 @@ class _ConnectionMonitor:
             self.channel.close()
 
     async def drain(self) -> None:
-        """Close the control channel, and wait a limited time for the peer to close, too.
+        """Close the control channel, and wait a limited time for the peer to close its end.
 
-        The lifecycle calls this when it has closed the queue pair.
+        The lifecycle calls this after it has closed the queue pair.
         """
         if self.control is not None:
             try:
@@ -199,23 +207,23 @@ class _ConnectionMonitor:
                 self.control.abort()
 
     def destroy(self) -> None:
-        """Return the buffers to the shared pool and report that the connection is closed."""
+        """Return the buffers to the pool that connections share, and call the callback set with `on_closed`."""
         self._block.release()
         self.closed_callback()
 
 
 class Connection(Resource, anyio.abc.ObjectStream[bytes]):
-    """Connection to a peer: messages in both directions, and access to memory that one end grants the other.
+    """Connection to a peer: messages in both directions, and access to memory that one end grants to the other.
 
     Made by `connect`, `listen` and `serve`. A connection is open when it is returned; `aclose`, or the end of its
     ``async with`` block, closes it. It belongs to the event loop that made it, even if any loop may use its domain:
     calls on another loop raise `AffinityError` and do nothing.
 
     Messages are `bytes` of any size up to the peer's `ConnectionSettings.max_message`. They arrive whole and in order.
-    One task at a time may receive, any number may send.
+    Only one task at a time may receive; any number of tasks may send.
 
-    When the connection breaks, every waiting and every later call raises `BrokenResourceError` with the cause. When the
-    peer has closed or called `send_eof`, receiving raises `anyio.EndOfStream` after the last message.
+    When the connection breaks, every waiting and every later call raises `BrokenResourceError` with the cause. If the
+    peer has closed the connection or called `send_eof`, receiving raises `anyio.EndOfStream` after the last message.
     """
 
     def __init__(self, domain: Domain, settings: ConnectionSettings) -> None:
@@ -235,21 +243,22 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
     # ---- Opening and closing
 
     def _owner(self) -> Affinity:
-        """Return the owner of the connection: that of the domain if it is bound to a loop, else the running loop.
+        """Return the owner of the connection: the domain's owner if it is bound to a loop, else the running loop.
 
-        The buffers and the state belong to the loop that made the connection, even where any loop may call the verbs of
+        The buffers and the state belong to the loop that made the connection, even if any loop may call the verbs of
         the domain.
         """
         owner = queue_location_of(self._domain).owner
         return owner if owner is not None and owner.bound else Affinity.of_running_loop()
 
     def _open(self) -> None:
-        """Create the queue pair, move it to INIT and post its receives, with the memory and the completion queue that
-        `_prepare` obtained.
+        """Create the queue pair, move it to INIT, post its receives and make the offer for the peer.
 
-        :raises VerbsError: the device has no more queue pairs.
+        Uses the memory and the completion queue that `_prepare` obtained.
+
+        :raises VerbsError: the device has no queue pair left.
         :raises ValueError: the device has no such port or GID.
-        :raises HandshakeError: the port has no GID now.
+        :raises HandshakeError: the port has no GID at the moment.
         """
         block, cq, settings, owner = self._block, self._cq, self._settings, self._lifecycle.owner
         assert block is not None
@@ -278,13 +287,14 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         self._offer = self._make_offer(qp)
 
     async def _prepare(self) -> Offer:
-        """Create the queue pair with its receives posted, once.
+        """Create the queue pair and post its receives, unless an earlier call has done so.
 
         :returns: the offer that describes this end to the peer; each call returns the same one.
         :raises VerbsError: the device has no queue pair, completion queue or memory region left.
         :raises MemoryError: no memory is left for the buffers.
-        :raises ValueError: the device has no such port or GID, or ``spin_ns`` has no meaning for the domain.
-        :raises HandshakeError: the port has no GID now.
+        :raises ValueError: the device has no such port or GID, or the domain cannot use ``spin_ns``.
+        :raises HandshakeError: the port has no GID at the moment.
+        :raises ClosedResourceError: the domain is not open.
         """
         if self._offer is not None:
             return self._offer
@@ -298,14 +308,15 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         return self._prepared_offer()
 
     def _prepared_offer(self) -> Offer:
-        """Return the offer that `_open` made."""
+        """Return the offer that `_open` made, which describes this end to the peer."""
         assert self._offer is not None
         return self._offer
 
     def _make_offer(self, qp: QueuePair) -> Offer:
-        """Return the offer that describes this end to the peer.
+        """Return a new offer that describes this end to the peer.
 
-        :raises HandshakeError: the port has no GID now.
+        :raises HandshakeError: the port has no GID at the moment.
+        :raises VerbsError: the device or the port cannot be queried.
         """
         context, settings = qp.handle.context, self._settings
         atomics = AtomicCap(context.attributes.atomic_cap)
@@ -325,9 +336,10 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         )
 
     def _endpoint(self, qp: QueuePair) -> Endpoint:
-        """Return the endpoint of the queue pair.
+        """Return the endpoint of the queue pair, to be sent to the peer.
 
-        :raises HandshakeError: the port has no GID now; the reason is TEMPORARY.
+        :raises HandshakeError: the port has no GID at the moment; the reason is TEMPORARY.
+        :raises VerbsError: the device or the port cannot be queried.
         """
         try:
             return qp.local_endpoint()
@@ -335,11 +347,11 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
             raise HandshakeError(Reason.TEMPORARY, str(error)) from error
 
     async def _connect_queue_pair(self, peer: Offer, control: "ControlChannel", handshake_messages: int) -> None:
-        """Connect the queue pair to the peer's, unless rdma_cm has done that. Messages may arrive from then on.
+        """Connect the queue pair to the peer's, unless rdma_cm has already done so. Messages may then arrive.
 
         :param peer: the peer's offer.
-        :param control: the channel of the handshake.
-        :param handshake_messages: number of handshake messages still to be received.
+        :param control: the channel that carries the handshake.
+        :param handshake_messages: number of handshake messages that the peer has yet to send.
         :raises HandshakeError: the queue pair cannot be connected. The reason is TEMPORARY if another attempt may
             succeed, else DEVICE.
         """
@@ -360,24 +372,24 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
                 isinstance(error, VerbsError) and error.errno not in _PERMANENT_ERRNOS
             )
             if not is_temporary:
-                self._endpoint(qp)  # if the GID is gone, the kernel says EINVAL: then raise TEMPORARY
+                self._endpoint(qp)  # if the GID is gone, the kernel reports EINVAL: then raise TEMPORARY
             raise HandshakeError(Reason.TEMPORARY if is_temporary else Reason.DEVICE, str(error)) from error
 
     def _watch_peer(self, control: ControlChannel) -> None:
-        """Watch the control channel before the queue pair is connected.
+        """Start watching the control channel before the queue pair is connected.
 
-        If the peer or the device is lost meanwhile, the waiting handshake fails with that cause.
+        So if the peer or the device is lost during the handshake, the task that performs the handshake gets an error.
         """
         assert self._monitor is not None
         control.watch(self._monitor.on_lost)
 
     @property
     def _is_modify_pending(self) -> bool:
-        """Whether closing may take long, because a thread is inside ibv_modify_qp for this queue pair."""
+        """Whether closing may take a long time because a thread is inside ibv_modify_qp for this queue pair."""
         return self._channel is not None and is_modify_pending(self._channel.qp)
 
     def _finish_handshake(self, control: ControlChannel) -> None:
-        """Mark the connection as open. Both ends have completed the handshake."""
+        """Mark the connection as open and start monitoring the peer. Call when the handshake is complete."""
         assert self._channel is not None
         assert self._monitor is not None
         assert self._peer is not None
@@ -387,7 +399,9 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         self._established = True
 
     async def open(self) -> "Connection":
-        """Return this connection. It is open when it is returned; entering its block does not open it again.
+        """Return this connection itself, after checking that it is open. Called when its block is entered.
+
+        Connections are opened by `connect`, `listen` and `serve`, not by this method.
 
         :raises ClosedResourceError: the connection is closed, or its handshake was never completed.
         """
@@ -397,16 +411,20 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         return self
 
     async def aclose(self) -> None:
-        """Deliver what was sent, notify the peer of the end, and close. Closing twice has no effect.
+        """Deliver all sent messages, notify the peer that no more follow, and close the connection.
 
-        Waits until all sent messages are in the peer's memory, where the peer can still receive them. This takes at
-        most ``close_timeout_s`` of the settings. After that time, or when this call is cancelled, the rest is lost and
-        the peer gets a `BrokenResourceError`. Messages that this end has not received are lost.
+        Closing twice has no effect.
 
-        If the event loop of the connection is closed, another loop may close the connection; nothing is delivered then.
-        In the child of a fork nothing is done: the connection is the parent's.
+        Waits until all sent messages are in the peer's memory, from which the peer can still receive them. This takes
+        at most ``close_timeout_s`` of the settings. After that time, or if this call is cancelled, messages that were
+        not delivered are lost and the peer's calls raise `BrokenResourceError`. Messages from the peer that this end
+        has not received yet are lost.
+
+        If the event loop of the connection is closed, another loop may close the connection; no messages are delivered
+        then. In a forked child this method does nothing: the connection belongs to the parent.
 
         :raises AffinityError: another running event loop owns the connection; nothing was done.
+        :raises VerbsError: a verb failed. The connection can be closed again.
         """
         channel, owner = self._channel, self._lifecycle.owner
         try:
@@ -429,16 +447,17 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
             await super().aclose()
 
     async def abort(self) -> None:
-        """Close without delivering anything. Requests in flight are dropped, and the peer finds the connection broken.
+        """Close the connection without delivering messages that are still in flight.
 
-        Closing twice has no effect.
+        The peer's calls raise `BrokenResourceError`. Closing twice has no effect.
 
         :raises AffinityError: another running event loop owns the connection; nothing was done.
+        :raises VerbsError: a verb failed. The connection can be closed again.
         """
         await super().aclose()
 
     def _open_channel(self) -> MessageChannel:
-        """Return the message channel.
+        """Return the message channel, after checking that the connection is open.
 
         :raises ClosedResourceError: the connection is closed.
         """
@@ -450,7 +469,7 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
 
     @property
     def qp(self) -> QueuePair:
-        """The queue pair of this end. Only the connection may post sends and receives on it.
+        """The `QueuePair` of this end. Only the connection itself may post sends and receives on it.
 
         :raises ClosedResourceError: the connection is closed.
         """
@@ -458,7 +477,7 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
 
     @property
     def peer(self) -> Offer:
-        """The peer's offer: its queue pair, sizes, capabilities and the name of its device.
+        """The `Offer` of the peer: its queue pair, sizes, capabilities and the name of its device.
 
         :raises ClosedResourceError: the connection is closed.
         """
@@ -468,27 +487,29 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
 
     @property
     def settings(self) -> ConnectionSettings:
-        """`ConnectionSettings` in use at this end: sizes of buffers and queues, and time limits."""
+        """The `ConnectionSettings` in use at this end: sizes of buffers and queues, and time limits."""
         return self._settings
 
     @property
     def local_address(self) -> Address | None:
-        """Host and port of this end of the control channel (TCP or rdma_cm); None if the channel is closed.
+        """Host and port of this end of the control channel (TCP or rdma_cm); None if that channel is closed.
 
-        :raises ClosedResourceError: this connection is closed.
+        :raises ClosedResourceError: the connection is closed.
         """
         return self._address("sockname")
 
     @property
     def remote_address(self) -> Address | None:
-        """Host and port of the peer's end of the control channel (TCP or rdma_cm); None if the channel is closed.
+        """Host and port of the peer's end of the control channel (TCP or rdma_cm); None if that channel is closed.
 
-        :raises ClosedResourceError: this connection is closed.
+        :raises ClosedResourceError: the connection is closed.
         """
         return self._address("peername")
 
     def _address(self, which: str) -> Address | None:
-        """Return the address that the control channel has for ``"sockname"`` or ``"peername"``; None without a channel.
+        """Return this end's address (``"sockname"``) or the peer's (``"peername"``); None if there is no open channel.
+
+        The addresses are those of the control channel.
 
         :raises ClosedResourceError: the connection is closed.
         """
@@ -500,8 +521,8 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
     def extra_attributes(self) -> Mapping[Any, Callable[[], Any]]:
         """Typed attributes of anyio: `anyio.abc.SocketAttribute.local_address` and ``remote_address``.
 
-        :returns: for each attribute a function without arguments that returns the address, or raises
-            `ClosedResourceError`.
+        :returns: a mapping from each attribute to a function without arguments. The function returns the address, or
+            raises `ClosedResourceError` if the connection is closed.
         """
         return {
             anyio.abc.SocketAttribute.local_address: lambda: self.local_address,
@@ -509,7 +530,7 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         }
 
     def traffic(self) -> ConnectionStatistics:
-        """Return current counters of messages and credits.
+        """Return the current counters of messages and credits, a `ConnectionStatistics`.
 
         :raises ClosedResourceError: the connection is closed.
         """
@@ -518,16 +539,16 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
     # ---- Messages
 
     def send(self, item: "Buffer", *, immediate: int | None = None) -> Coroutine[Any, Any, None]:
-        """Send a message. Returns an awaitable; once awaited the message is in flight and `item` may be changed.
+        """Send a message. Returns an awaitable; when the await returns, the message is in flight and `item` may change.
 
-        Waits while the peer has no receive posted for the message, or while all send buffers are in flight. If the call
-        is cancelled, the peer receives nothing of the message.
+        The await waits while the peer has no receive posted for the message, or while all send buffers are in flight.
+        If it is cancelled, the peer receives no part of the message.
 
         :param item: the message, a contiguous buffer of 0 bytes up to the peer's ``max_message``.
-        :param immediate: immediate data, 0..2**32-1, that `receive_with_immediate` returns at the peer; None for no
+        :param immediate: immediate data, 0..2**32-1, which the peer's `receive_with_immediate` returns; None for no
             immediate data.
         :raises BrokenResourceError: when awaited: the connection is broken.
-        :raises ClosedResourceError: the connection is closed, or `send_eof` was called.
+        :raises ClosedResourceError: the connection is closed; when awaited: `send_eof` was called.
         :raises ValueError: when awaited: the message is longer than the peer accepts, or `immediate` does not fit in 32
             bits.
         :raises AffinityError: when awaited: another event loop owns the connection; nothing was done.
@@ -535,30 +556,32 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         return self._open_channel().send(item, immediate)
 
     def receive(self) -> Coroutine[Any, Any, bytes]:
-        """Receive the next message, without its immediate data.
+        """Wait for the next message. Its immediate data, if it has any, is dropped.
 
-        Returns an awaitable; a cancelled call loses no message.
+        Returns an awaitable, which raises the exceptions below. A cancelled await loses no message.
 
-        :returns: the message.
-        :raises anyio.EndOfStream: the peer sends no more.
+        :returns: an awaitable that returns the message.
+        :raises anyio.EndOfStream: the peer sends no more messages, and all that it sent were returned.
         :raises BrokenResourceError: the connection is broken.
         :raises ClosedResourceError: the connection is closed.
-        :raises BusyResourceError: another task is waiting for a message.
+        :raises BusyResourceError: another task is already waiting for a message.
         :raises AffinityError: another event loop owns the connection; nothing was done.
         """
         return self._open_channel().receive()
 
     async def receive_with_immediate(self) -> tuple[bytes, int | None]:
-        """Receive the next message with its immediate data. A cancelled call loses no message.
+        """Wait for the next message, and return it with its immediate data. A cancelled call loses no message.
 
-        :returns: the message and its immediate data, 0..2**32-1, or None if it has none.
-        :raises anyio.EndOfStream: as `receive`; so are the other exceptions.
+        :returns: a tuple of the message and its immediate data, which is an integer in 0..2**32-1, or None if the peer
+            sent no immediate data.
+        :raises anyio.EndOfStream: the peer sends no more messages, and all that it sent were returned.
+        :raises Exception: the other exceptions of `receive`.
         """
         received: tuple[bytes, int | None] = await self._open_channel().receive(with_immediate=True)
         return received
 
     async def send_eof(self) -> None:
-        """Notify the peer that no more messages follow. Receiving goes on.
+        """Notify the peer that no more messages follow. This end can still receive. A second call has no effect.
 
         Waits as `send` does. If the call is cancelled, the peer is not notified and messages can still be sent.
 
@@ -575,33 +598,34 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
     def write(self, local: Local, remote: "RemoteRegion | RemoteGrant", *, fence: bool = False) -> Operation[None]:
         """Post an RDMA write to memory that the peer granted: `QueuePair.write`.
 
-        :param local: registered memory to read from, one region or slice, or a list of slices.
-        :param remote: the peer's grant, or a slice of it; as many bytes as `local`.
-        :param fence: start after all earlier reads and atomics on this connection are done (IBV_SEND_FENCE).
-        :returns: an operation to await, until the peer's device has acknowledged the data. Cancelling the await follows
-            the rules of `QueuePair.write`.
+        :param local: registered memory that is the source: a region, a slice, or a list of slices.
+        :param remote: the peer's grant or a slice of it, of the same length as `local`.
+        :param fence: True to start only when all earlier reads and atomics on the connection are done (IBV_SEND_FENCE).
+        :returns: an operation. Awaiting it returns None when the peer's device has acknowledged the data. Cancelling
+            the await does not stop a request that was posted.
         :raises GrantRevokedError: the peer has revoked the grant; nothing was done.
         :raises ClosedResourceError: the connection is closed.
         :raises AffinityError: another event loop owns the connection; nothing was done.
         :raises BrokenResourceError: the connection is broken.
-        :raises ValueError: an argument is out of range, or has a wrong length; nothing was done.
-        :raises WorkCompletionError: when awaited: the request failed, and the connection breaks.
+        :raises ValueError: an argument is out of range or has the wrong length; nothing was done.
+        :raises WorkCompletionError: when awaited: the request failed. The connection is then broken.
         """
         return self._qp_for("write").write(local, self._region_of(remote), fence=fence)
 
     def read(self, local: Local, remote: "RemoteRegion | RemoteGrant", *, fence: bool = False) -> Operation[None]:
         """Post an RDMA read of memory that the peer granted: `QueuePair.read`.
 
-        :param local: registered memory to write to, one region or slice, or a list of slices.
-        :param remote: the peer's grant, or a slice of it; as many bytes as `local`.
-        :param fence: start after all earlier reads and atomics on this connection are done (IBV_SEND_FENCE).
-        :returns: an operation to await, until the data is in `local`.
+        :param local: registered memory that receives the data: a region, a slice, or a list of slices.
+        :param remote: the peer's grant or a slice of it, of the same length as `local`.
+        :param fence: True to start only when all earlier reads and atomics on the connection are done (IBV_SEND_FENCE).
+        :returns: an operation. Awaiting it returns None when the data is in `local`. Cancelling the await does not stop
+            a request that was posted.
         :raises GrantRevokedError: the peer has revoked the grant; nothing was done.
         :raises ClosedResourceError: the connection is closed.
         :raises AffinityError: another event loop owns the connection; nothing was done.
         :raises BrokenResourceError: the connection is broken.
-        :raises ValueError: an argument is out of range, or has a wrong length; nothing was done.
-        :raises WorkCompletionError: when awaited: the request failed, and the connection breaks.
+        :raises ValueError: an argument is out of range or has the wrong length; nothing was done.
+        :raises WorkCompletionError: when awaited: the request failed. The connection is then broken.
         """
         return self._qp_for("read").read(local, self._region_of(remote), fence=fence)
 
@@ -613,14 +637,14 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         :param remote: 8 aligned bytes of the peer's grant.
         :param compare: the expected value, 0..2**64-1.
         :param swap: the value to store if the expected one is found, 0..2**64-1.
-        :param fence: start after all earlier reads and atomics on this connection are done (IBV_SEND_FENCE).
+        :param fence: True to start only when all earlier reads and atomics on the connection are done (IBV_SEND_FENCE).
         :returns: an operation; awaiting it returns the value before the swap.
         :raises GrantRevokedError: the peer has revoked the grant; nothing was done.
         :raises ClosedResourceError: the connection is closed.
         :raises AffinityError: another event loop owns the connection; nothing was done.
         :raises BrokenResourceError: the connection is broken.
-        :raises ValueError: an argument is out of range, or has a wrong length; nothing was done.
-        :raises WorkCompletionError: when awaited: the request failed, and the connection breaks.
+        :raises ValueError: an argument is out of range or has the wrong length; nothing was done.
+        :raises WorkCompletionError: when awaited: the request failed. The connection is then broken.
         """
         return self._qp_for("compare_and_swap").compare_and_swap(self._region_of(remote), compare, swap, fence=fence)
 
@@ -628,15 +652,15 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         """Post an atomic fetch-and-add on 8 bytes that the peer granted: `QueuePair.fetch_and_add`.
 
         :param remote: 8 aligned bytes of the peer's grant.
-        :param add: the number to add, 0..2**64-1, modulo 2**64.
-        :param fence: start after all earlier reads and atomics on this connection are done (IBV_SEND_FENCE).
+        :param add: the number to add, 0..2**64-1; the sum is taken modulo 2**64.
+        :param fence: True to start only when all earlier reads and atomics on the connection are done (IBV_SEND_FENCE).
         :returns: an operation; awaiting it returns the value before the addition.
         :raises GrantRevokedError: the peer has revoked the grant; nothing was done.
         :raises ClosedResourceError: the connection is closed.
         :raises AffinityError: another event loop owns the connection; nothing was done.
         :raises BrokenResourceError: the connection is broken.
-        :raises ValueError: an argument is out of range, or has a wrong length; nothing was done.
-        :raises WorkCompletionError: when awaited: the request failed, and the connection breaks.
+        :raises ValueError: an argument is out of range or has the wrong length; nothing was done.
+        :raises WorkCompletionError: when awaited: the request failed. The connection is then broken.
         """
         return self._qp_for("fetch_and_add").fetch_and_add(self._region_of(remote), add, fence=fence)
 
@@ -645,19 +669,19 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
     ) -> None:
         """Write to memory that the peer granted, then send an empty message with immediate data.
 
-        When the peer receives the message, the written bytes are in its memory. The message takes a credit, as any
-        other.
+        When the peer receives the message, the written bytes are in its memory. Like any other message, this one waits
+        for a credit. The call returns when the peer's device has acknowledged the written data.
 
-        :param local: registered memory to read from, one region or slice, or a list of slices.
-        :param remote: the peer's grant, or a slice of it; as many bytes as `local`.
+        :param local: registered memory that is the source: a region, a slice, or a list of slices.
+        :param remote: the peer's grant or a slice of it, of the same length as `local`.
         :param immediate: immediate data, 0..2**32-1.
-        :param fence: start after all earlier reads and atomics on this connection are done (IBV_SEND_FENCE).
+        :param fence: True to start only when all earlier reads and atomics on the connection are done (IBV_SEND_FENCE).
         :raises GrantRevokedError: the peer has revoked the grant; nothing was done.
         :raises BrokenResourceError: the connection is broken.
         :raises ClosedResourceError: the connection is closed, or `send_eof` was called.
         :raises ValueError: `immediate` does not fit in 32 bits, or `local` and `remote` differ in length.
         :raises AffinityError: another event loop owns the connection; nothing was done.
-        :raises WorkCompletionError: the write failed, and the connection breaks.
+        :raises WorkCompletionError: the write failed. The connection is then broken.
         """
         channel = self._open_channel()
         channel.check_caller("write_with_immediate")  # all checks come before the write is posted
@@ -669,7 +693,7 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         await written
 
     def _region_of(self, remote: "RemoteRegion | RemoteGrant") -> RemoteRegion:
-        """Return the address, length and key of a grant or of a slice of one.
+        """Return the address, length and key of a grant, or of a slice of a grant.
 
         :raises GrantRevokedError: the peer has revoked the grant.
         """
@@ -683,9 +707,10 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         """Return the queue pair, after checking that the caller may use it for a one-sided request.
 
         The queue pair itself refuses calls from a forked child, and from a loop that does not own its domain. If no
-        loop owns the domain, any loop may use the queue pair but only one may use the connection: checked here.
+        loop owns the domain, any loop may use the queue pair but only one may use the connection, which this method
+        checks.
 
-        :param operation: name of the method for the error.
+        :param operation: name of the caller's method, for the error message.
         :raises ClosedResourceError: the connection is closed.
         :raises AffinityError: another event loop owns the connection.
         """
@@ -699,9 +724,11 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
     async def grant(self, local: RegionSlice | MemoryRegion, access: AccessFlags) -> Grant:
         """Let the peer access memory until the grant is revoked or the connection ends, and notify the peer.
 
+        Waits as `send` does. A cancelled call grants nothing.
+
         If the region was registered with ``MW_BIND`` and the device supports it, a memory window of type 2 is bound to
         the memory, which only this connection's peer can use. Otherwise, and for parts of regions on soft-RoCE, which
-        does not check the bounds of windows, the memory is registered once more. In both cases revoking the grant
+        does not check the bounds of windows, the memory is registered a second time. In both cases, revoking the grant
         affects no other user of the memory.
 
         :param local: the memory to grant, a region or a slice of one, at least 1 byte.
@@ -709,8 +736,8 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         :returns: the grant, for `Grant.revoke`.
         :raises BrokenResourceError: the connection is broken.
         :raises ClosedResourceError: the connection is closed, or `send_eof` was called.
-        :raises ValueError: `access` has other flags or none, `local` is empty, the region was not registered for this
-            access, or 65,535 grants exist.
+        :raises ValueError: `access` is empty or has other flags, `local` is empty, the region was not registered for
+            this access, or 65,535 grants already exist.
         :raises VerbsError: the device cannot bind a window or register the memory.
         :raises AffinityError: another event loop owns the connection; nothing was done.
         """
@@ -719,15 +746,16 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         return await self._grants.grant(self, local[:] if isinstance(local, MemoryRegion) else local, access)
 
     async def receive_grant(self) -> RemoteGrant:
-        """Receive the next grant of the peer, in the order in which the peer made them.
+        """Wait for the next grant from the peer. Grants are returned in the order in which the peer made them.
 
         A cancelled call loses no grant.
 
-        A grant that was revoked meanwhile is returned as well, with ``revoked`` set. If the peer makes very
-        many grants that are not received, the oldest revoked ones are dropped.
+        A grant that the peer has already revoked is returned as well, with ``revoked`` set to True. If the peer makes
+        very many grants that this end does not receive, the oldest revoked ones are dropped.
 
-        :returns: the grant, for `read`, `write` and the atomics. It needs no release.
-        :raises anyio.EndOfStream: the peer sends no more.
+        :returns: the grant, for `read`, `write` and the atomics. The caller does not have to release it.
+        :raises anyio.EndOfStream: the peer closed the connection or called `send_eof`, and all its grants were
+            returned.
         :raises BrokenResourceError: the connection is broken.
         :raises ClosedResourceError: the connection is closed.
         :raises AffinityError: another event loop owns the connection; nothing was done.
@@ -739,11 +767,11 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
     # ---- Byte stream
 
     def as_byte_stream(self) -> "anyio.abc.ByteStream":
-        """Return an `anyio.abc.ByteStream` over this connection, without message boundaries.
+        """Return a new `anyio.abc.ByteStream` over this connection, without message boundaries.
 
         Closing the stream closes the connection.
 
-        :returns: the stream; two streams over one connection would share its messages.
+        :returns: the stream. Make only one for each connection: two would each receive some of its messages.
         :raises ClosedResourceError: the connection is closed.
         """
         channel = self._open_channel()
@@ -751,13 +779,16 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
 
 
 def on_closed(connection: Connection, callback: Callable[[], object]) -> None:
-    """Call `callback` when an open connection is closed. A later call replaces the callback."""
+    """Set the callback that is called without arguments when an open connection is closed; replace an earlier one."""
     assert connection._monitor is not None
     connection._monitor.closed_callback = callback
 
 
 async def _retry_while_busy(call: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Repeat a call until no other thread is inside a verb on the unlocked domain (`ConcurrentAccessError`)."""
+    """Await `call()`, again and again while another thread is inside a verb on the same unlocked domain.
+
+    :raises Exception: the exceptions of `call`, except for `ConcurrentAccessError`.
+    """
     while True:
         with contextlib.suppress(ConcurrentAccessError):
             await call()

@@ -1,4 +1,4 @@
-"""PURE: flow control by credits, so that a receive is posted at the peer for each message sent."""
+"""PURE: credit-based flow control, so that the peer has a receive posted for each message sent."""
 
 __all__ = ["MAX_CREDITS", "RESERVED_CREDITS", "Credits"]
 
@@ -6,9 +6,9 @@ MAX_CREDITS = 1023
 """Largest number of credits that one message can return."""
 
 RESERVED_CREDITS = 1
-"""Credits reserved for a message that returns credits.
+"""Number of credits reserved for messages that return credits.
 
-Without the reserve both ends could wait for each other's credits.
+Without this reserve, each end could wait for the other to return credits.
 """
 
 
@@ -16,7 +16,7 @@ class Credits:
     """Credits of one end: those that it may use, and those that it owes the peer.
 
     A credit stands for a receive that the peer has posted. Each message uses one. The peer returns credits with its
-    next message, or with a message of kind CREDITS if it has none to send.
+    next message, or with a message of kind CREDITS if it has no other message to send.
 
     :param peer_receives: number of receives that the peer keeps posted, 3..1023.
     :param own_receives: number of receives that this end keeps posted, 3..1023.
@@ -31,25 +31,25 @@ class Credits:
                 raise ValueError(f"the number of posted receives must be from 3 to {MAX_CREDITS}, got {count}")
         self._peer_receives = peer_receives
         self._peer_credits = own_receives  # messages that the peer may send with the credits it has
-        # at least 2, else each update would cause another one for ever
+        # at least 2, else each update would cause another one, endlessly
         self._update_threshold = (own_receives + 1) // 2
         self.available = peer_receives  # messages that this end may send
         self.owed = 0  # credits of consumed messages, not yet returned to the peer
 
     @property
     def sendable(self) -> bool:
-        """Whether a message of the user may be sent."""
+        """Whether a user message may be sent: more credits are available than the reserved one."""
         return self.available > RESERVED_CREDITS
 
     @property
     def update_due(self) -> bool:
-        """Whether enough credits are owed to send a message of kind CREDITS, and one is available for it."""
+        """Whether this end owes enough credits for a message of kind CREDITS, and has a credit to send that message."""
         return self.owed >= self._update_threshold and self.available > 0
 
     def take(self) -> int:
-        """Use a credit for a message to be sent. Call only if `available` is above 0.
+        """Use a credit for a message that is about to be sent. Call only if `available` is above 0.
 
-        :returns: number of credits that the message returns to the peer, 0..1023.
+        :returns: number of owed credits that the caller has to return to the peer with that message, 0..1023.
         """
         assert self.available > 0
         self.available -= 1
@@ -58,7 +58,7 @@ class Credits:
         return owed
 
     def undo_take(self, returned: int) -> None:
-        """Undo `take`: the message was not sent.
+        """Undo a call of `take`, because the message was not sent.
 
         :param returned: number that `take` returned.
         """
@@ -67,20 +67,20 @@ class Credits:
         self._peer_credits -= returned  # no message has arrived since `take`
 
     def add(self, count: int) -> None:
-        """Add credits that the peer returned.
+        """Add credits that the peer returned to the available ones.
 
         :param count: number of credits in the header of the peer's message.
-        :raises ValueError: the peer returns more credits than were used.
+        :raises ValueError: the peer returns more credits than this end has used.
         """
         if self.available + count > self._peer_receives:
             raise ValueError(f"the peer returned {count} credits of {self._peer_receives - self.available} used")
         self.available += count
 
     def on_message(self) -> None:
-        """Account for a message that arrived.
+        """Account for a message that arrived from the peer, which used one of its credits.
 
-        The caller reports each one to `on_consumed` later, exactly once. The peer's credits, the messages in between
-        and the credits owed to the peer thus always add up to `own_receives`, whatever the peer sends.
+        The caller calls `on_consumed` exactly once for each message, later. So the peer's credits, the messages that
+        were not consumed yet and the credits owed to the peer always add up to `own_receives`, whatever the peer sends.
 
         :raises ValueError: the peer had no credit for the message.
         """
@@ -89,9 +89,9 @@ class Credits:
         self._peer_credits -= 1
 
     def on_consumed(self) -> bool:
-        """Account for a message whose receive is posted again: this end owes the peer one more credit.
+        """Account for a message that was consumed, so that this end owes the peer one more credit.
 
-        :returns: whether to send a message of kind CREDITS now.
+        :returns: True if the caller has to send a message of kind CREDITS now.
         """
         self.owed = owed = self.owed + 1
         return owed >= self._update_threshold and self.available > 0

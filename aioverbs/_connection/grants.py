@@ -1,4 +1,4 @@
-"""Grants: memory that one end of a connection lets the other access, and revokes."""
+"""Grants: memory that one end of a connection lets the other end access until it revokes the grant."""
 
 import asyncio
 from collections import deque
@@ -37,20 +37,23 @@ def has_windows(context: handles.Context) -> bool:
 
 
 def _can_use_window(context: handles.Context, memory: RegionSlice) -> bool:
-    """Return whether a memory window of type 2 can grant exactly this memory.
+    """Return whether a memory window of type 2 can grant access to exactly this memory, and to no other.
 
+    False if the device has no such windows or does not check their bounds, or the region lacks ``MW_BIND``.
+
+    :param context: context of the device.
     :param memory: the memory to grant.
     """
     if not has_windows(context) or not memory.region.access & AccessFlags.MW_BIND:
         return False
-    # soft-RoCE checks the bounds of the window's region and not those of the window.
+    # soft-RoCE checks the bounds of the window's region, not those of the window.
     return not is_soft_roce(context) or len(memory) == len(memory.region)
 
 
 class Grant:
     """Memory of this end that the peer may access. Made by `Connection.grant`.
 
-    ``async with`` gives the grant itself, and revokes it at the end of the block.
+    ``async with`` gives the grant itself and revokes it at the end of the block.
 
     :param number: number of the grant in the messages of the connection, 0..65535.
     :param remote: address, length and key that the peer uses.
@@ -80,14 +83,14 @@ class Grant:
         return self._key.closed
 
     async def revoke(self, *, timeout_s: float = 5.0) -> None:
-        """Revoke the grant. When this returns, no access by the peer is in flight and none can follow.
+        """Revoke the grant. When this method returns, no access by the peer is in flight and none can follow.
 
-        First the peer is asked to stop, and its accesses in flight complete, so that nothing else on the connection is
-        disturbed. If the peer does not acknowledge within `timeout_s`, or this call is cancelled, the key is
-        invalidated all the same; if the peer then uses the key, its device gets an error and the connection breaks.
-        Revoking twice has no effect.
+        First the peer is asked to stop and completes its accesses in flight, so that nothing else on the connection is
+        disturbed. Then the key is invalidated. It is also invalidated if the peer does not acknowledge within
+        `timeout_s`, or if this call is cancelled; if the peer then uses the key, its device gets an error and the
+        connection breaks. Revoking twice has no effect.
 
-        :param timeout_s: limit in seconds of waiting for the peer's acknowledgement.
+        :param timeout_s: how long to wait for the peer's acknowledgement, in seconds.
         :raises AffinityError: another event loop owns the connection; nothing was done.
         :raises BrokenResourceError: the connection is broken; the key is invalidated.
         :raises ClosedResourceError: the connection is closed; the key is invalidated.
@@ -170,12 +173,12 @@ class Grants:
     # ---- Grants of this end
 
     async def grant(self, owner: Resource, memory: RegionSlice, access: AccessFlags) -> Grant:
-        """Let the peer access memory: see `Connection.grant` for the arguments and exceptions.
+        """Let the peer access memory, and notify the peer: see `Connection.grant` for the details and exceptions.
 
         :param owner: the connection, which owns the new memory window or registration.
         :param memory: the memory to grant.
         :param access: what the peer may do.
-        :returns: the grant, of which the peer is notified.
+        :returns: the grant.
         """
         self._channel.check_caller("grant")
         access = AccessFlags(access)
@@ -201,9 +204,9 @@ class Grants:
         return Grant(number, remote, access, key, self)
 
     def _next_number(self) -> int:
-        """Return a number that no grant has.
+        """Return a number, 0..65535, that no existing grant of this end has.
 
-        :raises ValueError: all numbers are in use.
+        :raises ValueError: this end has 65,535 grants already.
         """
         if len(self._local_grants) >= _NUMBER_COUNT - 1:
             raise ValueError("the connection has 65,535 grants already, the most possible: revoke some")
@@ -215,13 +218,14 @@ class Grants:
     async def _make_key(
         self, owner: Resource, memory: RegionSlice, access: AccessFlags
     ) -> tuple[MemoryWindow | MemoryRegion, RemoteRegion]:
-        """Make the memory window or registration of a grant.
+        """Make the key of a grant: bind a memory window if possible, else register the memory a second time.
 
-        A memory window belongs to this queue pair and leaves the region untouched. Otherwise the memory is registered
-        once more.
+        A memory window belongs to this queue pair and does not affect other users of the region.
 
-        :returns: the window or registration, and the address, length and key for the peer. The caller closes the
-            former.
+        :param owner: the connection, which owns the new window or registration.
+        :param memory: the memory to grant.
+        :param access: what the peer may do.
+        :returns: the window or registration, which the caller closes, and the address, length and key for the peer.
         :raises VerbsError: the device cannot bind a window or register the memory.
         :raises ValueError: the region was not registered for this access.
         """
@@ -240,9 +244,10 @@ class Grants:
         return region, region.remote()
 
     async def revoke(self, grant: Grant, timeout_s: float) -> None:
-        """Ask the peer to stop using the grant, then close the key: see `Grant.revoke` for the exceptions.
+        """Ask the peer to stop using a grant, then close its key: see `Grant.revoke` for the exceptions.
 
-        :param timeout_s: limit in seconds of waiting for the peer's acknowledgement.
+        :param grant: the grant. Nothing is done if it has already been revoked.
+        :param timeout_s: how long to wait for the peer's acknowledgement, in seconds.
         """
         self._channel.check_caller("revoke")  # first, because from here on the key is closed in every case
         key = grant._key
@@ -266,25 +271,25 @@ class Grants:
             acknowledged.result()
 
     async def _close_key(self, key: MemoryWindow | MemoryRegion) -> None:
-        """Close the key by a verb, which also unbinds a window. On failure the channel breaks.
+        """Close the memory window or registration of a grant, which invalidates the key. On failure the channel breaks.
 
-        A local-invalidate request would wait in the send queue behind messages that the peer may not acknowledge for
-        any time.
+        A verb does this, as a local-invalidate request would wait in the send queue behind messages that the peer may
+        take any length of time to acknowledge.
 
-        :raises VerbsError: the key could not be closed.
+        :raises VerbsError: the verb failed. The channel is then broken.
         """
         try:
             await key.aclose()
-        except VerbsError as error:  # end the queue pair, and with it windows of type 2
+        except VerbsError as error:  # failing the channel ends the queue pair, and with it its windows of type 2
             self._channel.fail(f"the key of a grant could not be invalidated: {error}", error)
             raise
 
     # ---- Grants of the peer
 
     async def receive(self) -> RemoteGrant:
-        """Wait for the next grant of the peer: see `Connection.receive_grant` for the exceptions.
+        """Wait for the next grant from the peer: see `Connection.receive_grant` for the exceptions.
 
-        :returns: the grant, which may be revoked already.
+        :returns: the grant, which the peer may have revoked already.
         """
         self._channel.check_caller("receive_grant")
         while not self._unread:
@@ -298,9 +303,9 @@ class Grants:
         return self._unread.popleft()
 
     def check(self, remote: RemoteRegion) -> None:
-        """Check that the peer has not revoked the grant with this key.
+        """Check that the peer has not revoked the grant that `remote` belongs to.
 
-        :param remote: memory of the peer that is about to be accessed.
+        :param remote: memory of the peer that is about to be accessed; its key identifies the grant.
         :raises GrantRevokedError: the peer has revoked the grant.
         """
         grant = self.revoked.get(remote.rkey)
@@ -308,10 +313,11 @@ class Grants:
             raise GrantRevokedError(f"the peer revoked its grant of {grant.remote!r}: ask the peer for a new one")
 
     def on_frame(self, kind: FrameKind, number: int, data: bytes) -> None:
-        """Handle a frame of kind GRANT, REVOKE, REVOKED or END.
+        """Handle a frame from the peer that is of kind GRANT, REVOKE, REVOKED or END.
 
+        :param kind: kind of the frame.
         :param number: number of the grant; 0 for END.
-        :param data: bytes of the frame, a packed `GrantNotice` for GRANT, else none.
+        :param data: bytes of the frame: a packed `GrantNotice` for GRANT, empty for the other kinds.
         :raises ValueError: the frame violates the protocol.
         """
         if kind is FrameKind.GRANT:
@@ -340,9 +346,9 @@ class Grants:
                 acknowledged.set_result(None)
 
     def _on_grant(self, number: int, notice: GrantNotice) -> None:
-        """Keep a new grant of the peer, for `receive`.
+        """Store a new grant from the peer, which `receive` returns later.
 
-        :raises ValueError: the number is in use, or the peer made too many grants.
+        :raises ValueError: the number is in use, or the peer has made more than `max_grants` grants.
         """
         if number in self._remote_grants or len(self._remote_grants) >= self._max_grants:
             raise ValueError(f"the peer made grant {number}, which exists, or exceeds {self._max_grants} grants")
@@ -358,13 +364,13 @@ class Grants:
         self.wake()
 
     def wake(self) -> None:
-        """Wake the caller that waits for a grant."""
+        """Wake the callers of `receive` that wait for a grant."""
         wake(self._waiter)
 
     def fail(self, error: Exception) -> None:
-        """Fail the callers that wait for the peer: no more frames arrive.
+        """Fail the callers of `revoke` and `receive` that wait for the peer. Called when no more frames can arrive.
 
-        :param error: exception that callers of `revoke` get. Callers of `receive` get that of the channel.
+        :param error: exception to raise in callers of `revoke`. Callers of `receive` raise that of the channel.
         """
         for acknowledged in self._local_grants.values():
             if acknowledged is not None and not acknowledged.done() and not acknowledged.get_loop().is_closed():

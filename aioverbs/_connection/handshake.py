@@ -1,4 +1,4 @@
-"""PURE: the handshake of a connection: encoding, validation and order of its messages. No input or output.
+"""PURE: the handshake of a connection: encoding, validation and order of its messages. Performs no input or output.
 
     initiator                      listener
     HELLO  versions, nonce    ->
@@ -7,9 +7,9 @@
                               <-   OFFER  queue pair, sizes
     READY                     ->
 
-If both ends have a secret, each offer ends with a proof that its sender knows the secret: a keyed hash over all
-messages before it, of both ends. The listener creates nothing for a peer before it has checked the peer's proof.
-Instead of its next message an end may send REJECT with a reason.
+If both ends have a secret, each offer ends with a proof that its sender knows the secret: a keyed hash over all earlier
+messages of both ends. The listener creates nothing for a peer before it has checked the peer's proof. Instead of its
+next message, an end may send REJECT with a reason.
 """
 
 import enum
@@ -56,7 +56,7 @@ _MIN_BUFFER, _MAX_BUFFER = 512, 1 << 30
 
 
 class MessageType(enum.IntEnum):
-    """Types of messages."""
+    """Types of handshake messages."""
 
     HELLO = 1
     OFFER = 2
@@ -74,10 +74,10 @@ class Reason(enum.IntEnum):
     """Only one end has a secret, or the secrets differ."""
 
     BUSY = 3
-    """The listener has as many connections as it may."""
+    """The listener has reached its maximum number of connections."""
 
     PROTOCOL = 4
-    """A message is malformed, out of order or has impossible values."""
+    """A message is malformed, is out of order or has impossible values."""
 
     DEVICE = 5
     """The devices cannot be connected to each other, or one lacks a capability."""
@@ -86,14 +86,14 @@ class Reason(enum.IntEnum):
     """The listener is closing."""
 
     TEMPORARY = 7
-    """The device cannot be connected now, for a cause that may pass, such as a link that is down."""
+    """The device cannot be connected at the moment, for a reason that may go away, such as a link that is down."""
 
 
 class Capabilities(enum.IntFlag):
-    """Capabilities of an end. Unknown bits are ignored."""
+    """Capabilities of one end of a connection. Unknown bits are ignored."""
 
     ATOMICS = 1
-    """The end's device supports atomics on its memory."""
+    """The device of this end supports atomics on its memory."""
 
     WINDOWS = 2
     """Grants of this end are memory windows of type 2, which its device can revoke."""
@@ -103,22 +103,22 @@ NO_CAPABILITIES = Capabilities(0)
 
 
 def _protocol_error(text: str) -> HandshakeError:
-    """Return the exception for a message that violates the protocol."""
+    """Return a `HandshakeError` with the reason PROTOCOL, for a message that violates the protocol."""
     return HandshakeError(Reason.PROTOCOL, text)
 
 
 def _encode(kind: MessageType, body: bytes, version: int = VERSION) -> bytes:
-    """Return a message: header and body."""
+    """Return a handshake message: a header for the body, then the body."""
     return _HEADER.pack(_MAGIC, version, kind, len(body)) + body
 
 
 @dataclass(frozen=True)
 class Hello:
-    """First message of each end.
+    """HELLO, the first message of each end.
 
-    :param oldest: oldest version that the sender supports; from the listener: the version to use.
-    :param newest: newest version that the sender supports; from the listener: the version to use.
-    :param secret: whether the sender requires proofs.
+    :param oldest: oldest version that the sender supports; in the listener's message, the version to use.
+    :param newest: newest version that the sender supports; in the listener's message, the version to use.
+    :param secret: whether the sender requires proofs of a secret.
     :param nonce: 16 bytes that were never used before.
     """
 
@@ -133,10 +133,10 @@ class Hello:
 
     @classmethod
     def parse_body(cls, body: bytes) -> "Hello":
-        """Decode the body. That of a later version may be longer.
+        """Decode the body of a HELLO message. Ignore additional bytes, which a later version may have.
 
         :param body: the message without its header.
-        :returns: the message.
+        :returns: the decoded message.
         :raises HandshakeError: the body is not valid.
         """
         if len(body) < _HELLO.size:
@@ -149,13 +149,13 @@ class Hello:
 
 @dataclass(frozen=True)
 class Offer:
-    """Description of an end: its queue pair, sizes and capabilities.
+    """Description of one end for the other: its queue pair, sizes and capabilities.
 
     :param endpoint: endpoint of the queue pair, of type RC.
     :param buffer_size: size of each receive buffer in bytes, 512..2**30.
-    :param depth: number of receives kept posted, 4..1023: the peer's credits.
-    :param max_message: size of the longest message accepted, in bytes, 1..2**64-1.
-    :param capabilities: capabilities of the end.
+    :param depth: number of receives kept posted, 4..1023, which is the number of the peer's credits.
+    :param max_message: size of the longest message that this end accepts, in bytes, 1..2**64-1.
+    :param capabilities: capabilities of this end.
     :param atomics: scope in which the device's atomics are atomic.
     :param device: name of the device, for messages and logs.
     :raises ValueError: a value is out of its range.
@@ -182,7 +182,7 @@ class Offer:
             raise ValueError(f"`max_message` must be from 1 to 2**64 - 1 bytes, got {self.max_message}")
 
     def pack(self) -> bytes:
-        """Return the encoded body, without header and proof."""
+        """Return the encoded body of an OFFER message, without its header and proof."""
         name = self.device.encode()[:_MAX_NAME_BYTES]
         return (
             _OFFER.pack(
@@ -199,11 +199,11 @@ class Offer:
 
     @classmethod
     def parse_body(cls, body: bytes, proof_bytes: int) -> tuple["Offer", bytes]:
-        """Decode the body of an offer.
+        """Decode the body of an OFFER message.
 
-        :param proof_bytes: length of the proof at its end, 0 without a secret.
         :param body: the message without its header.
-        :returns: the offer and the proof.
+        :param proof_bytes: length of the proof at its end; 0 if there is no secret.
+        :returns: the offer and the proof, which is not checked here.
         :raises HandshakeError: the body is not valid.
         """
         if len(body) < _OFFER.size:
@@ -230,9 +230,9 @@ class Offer:
 
 @dataclass(frozen=True)
 class Reject:
-    """Last message of an end that refuses the other one.
+    """REJECT, the last message of an end that refuses the other end.
 
-    :param reason: a `Reason`; unknown numbers are kept.
+    :param reason: number of a `Reason`, or an unknown number.
     :param text: explanation for messages and logs.
     """
 
@@ -245,10 +245,10 @@ class Reject:
 
     @classmethod
     def parse_body(cls, body: bytes) -> "Reject":
-        """Decode the body.
+        """Decode the body of a REJECT message.
 
         :param body: the message without its header.
-        :returns: the message.
+        :returns: the decoded message.
         :raises HandshakeError: the body is not valid.
         """
         if not 2 <= len(body) <= 2 + _MAX_TEXT_BYTES:
@@ -256,21 +256,22 @@ class Reject:
         return cls(int.from_bytes(body[:2]), _printable(body[2:]))
 
     def to_error(self) -> HandshakeError:
-        """Return the exception to raise at the end that received this message."""
+        """Return the `HandshakeError` to raise at the end that received this message."""
         return HandshakeError(self.reason, self.text, by_peer=True)
 
 
 def _printable(data: bytes) -> str:
-    """Return text of the peer, decoded, with unprintable characters replaced.
+    """Decode text that the peer sent, and return it with each unprintable character replaced by ``?``.
 
-    The peer must not write lines into logs or control a terminal.
+    Otherwise the peer could write lines into logs or control a terminal.
     """
     return "".join(each if each.isprintable() else "?" for each in data.decode(errors="replace"))
 
 
 def body_size(header: bytes) -> int:
-    """Return the number of bytes that follow a header.
+    """Return the number of bytes that follow the header of a handshake message.
 
+    :param header: the header, `HEADER_BYTES` bytes.
     :raises HandshakeError: the header is not valid, or its message is too long.
     """
     if len(header) != HEADER_BYTES:
@@ -285,10 +286,10 @@ def body_size(header: bytes) -> int:
 
 
 def parse(data: bytes) -> tuple[MessageType, int, bytes]:
-    """Decode a message.
+    """Divide a handshake message into its parts.
 
-    :param data: one whole message.
-    :returns: type, version and body.
+    :param data: one whole message, header included.
+    :returns: a tuple of the type, the version and the body, which is not decoded.
     :raises HandshakeError: the message is not valid.
     """
     size = body_size(data[:HEADER_BYTES])
@@ -302,16 +303,16 @@ def parse(data: bytes) -> tuple[MessageType, int, bytes]:
 
 
 class Handshake:
-    """One end of the handshake: encodes its messages, and checks those of the peer and their order.
+    """One end of the handshake: encodes its messages, and checks the peer's messages and their order.
 
-    Methods raise `HandshakeError` when a message of the peer is not acceptable. The caller then sends `encode_reject`
-    of that error, unless the peer sent the rejection.
+    Methods raise `HandshakeError` if a message from the peer is not acceptable. The caller then sends the result of
+    `encode_reject` for that error, unless the peer itself sent the rejection.
 
     :param initiator: whether this end requested the connection.
     :param nonce: 16 random bytes.
-    :param secret: the shared secret; None: no secret.
+    :param secret: the shared secret; None for no secret.
     :param versions: oldest and newest version that this end supports.
-    :raises ValueError: the secret is empty or the nonce has a wrong length.
+    :raises ValueError: the secret is empty or the nonce is not 16 bytes long.
     """
 
     def __init__(
@@ -325,13 +326,13 @@ class Handshake:
         self._nonce = nonce
         self._proofs = Proofs(b"aioverbs connection", secret) if secret is not None else None
         self._versions = versions
-        self._transcript = b""  # hellos and offers of both ends, in order
+        self._transcript = b""  # HELLO and OFFER messages of both ends, in order
         self.version: int | None = None
 
     # ---- Messages of this end
 
     def hello(self) -> bytes:
-        """Return this end's encoded HELLO. The listener calls `receive_hello` before."""
+        """Return this end's encoded HELLO message. The listener must call `receive_hello` first."""
         oldest, newest = self._versions
         if not self._initiator:
             assert self.version is not None
@@ -339,8 +340,11 @@ class Handshake:
         return self._record(Hello(oldest, newest, self._proofs is not None, self._nonce).pack())
 
     def offer(self, offer: Offer) -> bytes:
-        """Return this end's encoded OFFER, with its proof. Call after both ends' HELLO; the listener, after
-        `receive_offer`.
+        """Return this end's encoded OFFER message, with its proof if there is a secret.
+
+        The initiator must call `receive_hello` first, the listener `receive_offer`.
+
+        :param offer: the offer to encode.
         """
         assert self.version is not None
         body = offer.pack()
@@ -348,14 +352,14 @@ class Handshake:
         return self._record(_encode(MessageType.OFFER, body + proof, self.version))
 
     def ready(self) -> bytes:
-        """Return the encoded READY, the last message of the initiator."""
+        """Return the encoded READY message, the last one of the initiator."""
         assert self.version is not None
         return _encode(MessageType.READY, b"", self.version)
 
     # ---- Messages of the peer
 
     def receive_hello(self, data: bytes) -> None:
-        """Check the peer's HELLO and agree on a version. Returns None: the version is in the attribute `version`.
+        """Check the peer's HELLO message, and set the attribute `version` to the version that both ends will use.
 
         :param data: the whole message.
         :raises HandshakeError: the two ends have no common version, only one end has a secret, the peer sent REJECT, or
@@ -379,10 +383,10 @@ class Handshake:
         self._transcript += data
 
     def receive_offer(self, data: bytes) -> Offer:
-        """Check the peer's OFFER and its proof.
+        """Check the peer's OFFER message and its proof.
 
         :param data: the whole message.
-        :returns: the offer.
+        :returns: the peer's offer.
         :raises HandshakeError: the secrets differ, the peer sent REJECT, or the message is not valid.
         """
         version, body = self._expect(data, MessageType.OFFER)
@@ -396,7 +400,7 @@ class Handshake:
         return offer
 
     def receive_ready(self, data: bytes) -> None:
-        """Check the initiator's READY. The connection is established when this returns.
+        """Check the initiator's READY message. If this method returns, the handshake is complete.
 
         :param data: the whole message.
         :raises HandshakeError: the peer sent REJECT, or the message is not valid.
@@ -408,14 +412,16 @@ class Handshake:
     # ---- Internals
 
     def _record(self, data: bytes) -> bytes:
-        """Return a message of this end, after adding it to the messages that the proofs cover."""
+        """Add a message of this end to the messages that the proofs cover, and return that message unchanged."""
         self._transcript += data
         return data
 
     def _expect(self, data: bytes, expected: MessageType) -> tuple[int, bytes]:
-        """Decode a message of the peer that must be of type `expected`.
+        """Check that a message from the peer is of the expected type.
 
-        :returns: version and body.
+        :param data: the whole message.
+        :param expected: type that the message must have.
+        :returns: the version and the body of the message.
         :raises HandshakeError: the peer sent REJECT or a message of another type, or the message is not valid.
         """
         kind, version, body = parse(data)
@@ -427,9 +433,9 @@ class Handshake:
 
 
 def encode_reject(error: HandshakeError) -> bytes:
-    """Return the encoded REJECT message for an end that gives up because of `error`.
+    """Return the encoded REJECT message of an end that refuses its peer because of `error`.
 
-    If the secrets differ, the message has no text: the peer learns only the reason.
+    If the secrets differ, the message contains no text: the peer learns only the reason.
     """
     text = "" if error.reason == Reason.SECRET and "another" in error.text else error.text
     return Reject(error.reason, text).pack()

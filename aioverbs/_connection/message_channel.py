@@ -61,7 +61,7 @@ _NULL_REMOTE = RemoteRegion(0, 0, 0)
 
 
 class _Receive(RegionSlice):
-    """Memory of a receive, with its bytes as a memoryview."""
+    """Registered memory of a receive; `view` is the same memory as a memoryview."""
 
     __slots__ = ("view",)
     view: memoryview
@@ -73,7 +73,7 @@ class ConnectionStatistics:
 
     :param messages_sent: number of user messages sent.
     :param messages_received: number of user messages returned by ``receive``.
-    :param credits: number of messages that may be sent now without waiting.
+    :param credits: number of credits available, each for one message. One of them is reserved for returning credits.
     :param owed: number of credits not yet returned to the peer.
     :param waits: number of times that a message waited for a credit or a buffer.
     :param updates: number of messages sent only to return credits.
@@ -91,10 +91,10 @@ class MessageChannel:
     """Messages over the queue pair of a connection. The lifecycle holds this object and not the user's `Connection`.
 
     Each message uses a receive of the peer. The sender has a credit for each receive that the peer has posted, so no
-    send ever meets an RNR NAK. A receive is posted again as soon as its bytes are copied, but its credit is returned
-    only when the user receives the message: a peer whose messages are not read cannot send more. A peer that sends
-    without a credit breaks the connection. So the unread data here is never more than the receives hold, plus one
-    incomplete message.
+    send is ever answered with an RNR NAK. A receive is posted again as soon as its bytes are copied, but its credit is
+    returned only when the user receives the message: a peer whose messages are not read cannot send more. A peer that
+    sends without a credit breaks the connection. So the unread data here is never more than the receives can hold, plus
+    one incomplete message.
 
         sender                                     receiver
         uses a credit, sends a fragment   ->
@@ -103,20 +103,20 @@ class MessageChannel:
                                                    user calls receive(): credit is owed
         adds the credits                  <-       next message, or CREDITS, returns what is owed
 
-    Before `start` messages are sent and received unframed: they are the handshake of a queue pair that rdma_cm
-    connected.
+    Before the call of `start`, messages are sent and received unframed: they are the handshake over a queue pair that
+    rdma_cm connected.
 
-    Methods for the user check that the owner's event loop is running, before anything is changed: neither the credits
-    nor asyncio's locks are thread-safe.
+    Methods that the user calls check first that the owner's event loop is running, because neither the credits nor
+    asyncio's locks are thread-safe.
 
     :param qp: queue pair of type RC, in RESET.
     :param owner: owner of the connection, even if any loop may use the queue pair.
     :param block: memory for the buffers.
     :param settings: sizes of this end.
-    :param on_control: called with kind, number and bytes of each message that is not the user's; raises ValueError if
-        the message violates the protocol.
+    :param on_control: called with the kind, number and bytes of each control message, except for CREDITS; raises
+        ValueError if the message violates the protocol.
 
-    `on_end` is called when the channel breaks or is closed.
+    The attribute `on_end` is a function that is called when the channel breaks or is closed.
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class MessageChannel:
         self._split_block(block)
 
     def _split_block(self, block: LeasedBuffer) -> None:
-        """Divide the leased memory into the buffers of the receives and those of the sends."""
+        """Divide the leased memory into the receive buffers and the send buffers."""
         size, memory = self._settings.buffer_size, block.buffer
         self._receives: list[_Receive] = []
         offset = 0
@@ -179,25 +179,28 @@ class MessageChannel:
     def check_caller(self, operation: str) -> None:
         """Check that the owner's event loop is running.
 
-        :param operation: name of the method for the error.
+        :param operation: name of the caller's method, for the error message.
         :raises AffinityError: another event loop or none is running in this thread.
         """
         self._owner.check(self, operation)
 
     def post_receives(self) -> None:
-        """Post all receives. The queue pair is in INIT."""
+        """Post all receives to the queue pair, which the caller has moved to INIT.
+
+        :raises VerbsError: a receive cannot be posted.
+        """
         for receive in self._receives:
             _ = receive_into(self.qp, self.inbox, receive)  # the inbox gets the result
 
     def start(self, depth: int, buffer_size: int, max_message: int, handshake_messages: int) -> None:
-        """Set the sizes from the peer's offer.
+        """Set the sizes and credits from the peer's offer. From now on, messages are framed.
 
-        Data that arrives from now on is framed, after the rest of the handshake.
+        Only the remaining handshake messages still arrive unframed.
 
         :param depth: number of receives that the peer keeps posted.
-        :param buffer_size: size of each of these in bytes.
+        :param buffer_size: size of each of these receives, in bytes.
         :param max_message: size of the longest message that the peer accepts, in bytes.
-        :param handshake_messages: number of handshake messages still to arrive on the queue pair.
+        :param handshake_messages: number of handshake messages that have yet to arrive on the queue pair.
         :raises ValueError: `depth` is not in 3..1023.
         """
         self._handshake_messages_left = handshake_messages
@@ -206,7 +209,7 @@ class MessageChannel:
         self._max_message = max_message
 
     def statistics(self) -> ConnectionStatistics:
-        """Return the current counters."""
+        """Return the current counters, a `ConnectionStatistics`."""
         credit = self._credits
         free, owed = (credit.available, credit.owed) if credit is not None else (0, 0)
         return ConnectionStatistics(self.messages_sent, self.messages_received, free, owed, self.waits, self.updates)
@@ -216,11 +219,11 @@ class MessageChannel:
     def fail(self, reason: str, cause: BaseException | None = None) -> None:
         """Mark the channel as broken, fail all waiting callers and move the queue pair to ERR.
 
-        Only the first call has an effect. Later calls on the channel raise `BrokenResourceError`, or
-        `DeviceRemovedError` if that is the cause.
+        Only the first call has an effect. Waiting and later callers of other methods get a `BrokenResourceError`, or a
+        `DeviceRemovedError` if `cause` is one.
 
         :param reason: text for the message of that exception.
-        :param cause: exception that led here; None: none.
+        :param cause: exception that caused the failure; None if there is none.
         """
         if self.broken is not None:
             return
@@ -232,9 +235,9 @@ class MessageChannel:
         self._end_queue_pair()
 
     def _end_queue_pair(self) -> None:
-        """Move the queue pair to ERR, unless broken or closed. Retry later while a thread is inside a verb.
+        """Move the queue pair to ERR, unless it is broken or closed. If a thread is inside a verb, do so later.
 
-        Called after all waiting callers are notified, so that retrying is safe.
+        Called after all waiting callers were notified, so a delay does no harm.
         """
         try:
             work = qp_work_state_of(self.qp)
@@ -245,19 +248,19 @@ class MessageChannel:
         except BusyResourceError:  # a modify is in flight in a thread: retry after it
             self.receive_queue.when_resumed(self._loop, self._end_queue_pair)
         except (ClosedResourceError, VerbsError, AffinityError):
-            return  # closed, or the device is lost, or another loop took over after this one was closed
+            return  # closed, or the device is gone, or another loop took over after this one was closed
 
     def close(self) -> None:
         """Close the channel from this end, and fail all waiting callers with `ClosedResourceError`.
 
-        The queue pair stays as it is: the lifecycle closes it next.
+        The queue pair stays open: the connection's lifecycle closes it next.
         """
         self.closed = True
         close_inbox(self.inbox, ClosedResourceError("the connection was closed"))
         self._wake_all()
 
     def _wake_all(self) -> None:
-        """Drop the incomplete message, and report the end to the sender that waits for a credit and to `on_end`."""
+        """Drop the incomplete message, wake the sender that waits for a credit, and call `on_end`."""
         self._assembly.drop()
         self._wake()
         self.on_end()
@@ -266,21 +269,29 @@ class MessageChannel:
         wake(self._waiter)
 
     def _on_flushed(self, receive: RegionSlice) -> None:
-        """Fail the channel because a receive was flushed: the queue pair is in ERR or destroyed."""
+        """Fail the channel because the device flushed a receive: the queue pair is in ERR or destroyed.
+
+        Has no effect if the channel is broken or closed.
+
+        :param receive: memory of the flushed receive.
+        """
         if self.broken is None and not self.closed:
             work = qp_work_state_of(self.qp)
             cause = work.broken if work is not None else None
             self.fail(f"{cause or 'its queue pair is in the error state'}", cause)
 
     def closed_error(self) -> Exception:
-        """Return the exception for calls on a closed or broken channel."""
+        """Return the exception for calls on a channel that is closed or broken.
+
+        A `ClosedResourceError` if this end closed the channel, else the exception that `fail` set.
+        """
         return ClosedResourceError("the connection was closed") if self.closed or not self.broken else self.broken
 
     def poll(self) -> bool:
-        """Process the completions that have arrived.
+        """Process the completions that have arrived, so that received messages are handled.
 
-        :returns: False if another thread is inside a verb on the unlocked domain, so that the caller retries; else
-            True.
+        :returns: False if nothing was processed because another thread is inside a verb on the unlocked domain: the
+            caller has to retry; else True.
         """
         dispatcher = self.receive_queue.dispatcher
         if dispatcher is not None and dispatcher.watched:
@@ -295,11 +306,11 @@ class MessageChannel:
     # ---- Receiving
 
     def _on_received(self, received: Received) -> object:
-        """Handle the completion of a receive, and post the receive again. A violation of the protocol fails the
-        channel.
+        """Handle the completion of a receive, and post the receive again. Fail the channel if the protocol is violated.
 
-        :returns: item that the inbox gives to the receiving caller: bytes, or a `MessageWithImmediate`; None: nothing
-            for the user.
+        :param received: the completed receive.
+        :returns: a complete message for the caller of `receive`, as bytes or a `MessageWithImmediate`; None if there is
+            none.
         """
         receive = cast(_Receive, received.local)
         immediate = received.immediate
@@ -330,8 +341,11 @@ class MessageChannel:
         return None if item is _DEFERRED else item
 
     def _on_handshake_message(self, receive: _Receive, length: int) -> bytes | None:
-        """Return a copy of an unframed message, and post its receive again. None: the peer sent too many, the channel
-        fails.
+        """Copy an unframed message of the handshake, and post its receive again.
+
+        :param receive: memory of the receive.
+        :param length: length of the message in bytes.
+        :returns: the copy; None if the peer has sent too many messages, so that the channel was failed.
         """
         if len(self.inbox) >= _HANDSHAKE_MESSAGES:
             self.fail(f"protocol violation: the peer sent more than the {_HANDSHAKE_MESSAGES} messages of a handshake")
@@ -342,7 +356,7 @@ class MessageChannel:
         return data
 
     def _post(self, receive: _Receive) -> None:
-        """Post a receive, soon if a thread is inside a verb. Once the queue pair has ended, do nothing."""
+        """Post a receive; later if a thread is inside a verb, and never if the queue pair is closed or broken."""
         try:
             _ = receive_into(self.qp, self.inbox, receive)  # the inbox gets the result
         except ConcurrentAccessError:  # another thread is inside a verb: retry soon
@@ -353,10 +367,12 @@ class MessageChannel:
             return  # the end is reported elsewhere
 
     def _handle_frame(self, view: memoryview, immediate: int | None) -> object:
-        """Handle a frame: the bytes and the immediate data of a received message.
+        """Handle a frame: a fragment of a user message, or a control message.
 
-        :returns: the user message that the frame completes. None: nothing for the user; ``_DEFERRED``: the same, and
-            the credit is kept for now.
+        :param view: bytes of the frame.
+        :param immediate: its immediate data, which contains the header; None if it has none.
+        :returns: the user message that the frame completes; None if it completes none; ``_DEFERRED`` if it completes
+            none and its credit must be returned later.
         :raises ValueError: the frame violates the protocol.
         """
         if immediate is None:
@@ -380,7 +396,7 @@ class MessageChannel:
         return None
 
     def _add_fragment(self, view: memoryview, flags: int, number: int) -> object:
-        """Add a fragment of a user message. Returns and raises as `_handle_frame`."""
+        """Add a fragment to a user message. The return values and exceptions are those of `_handle_frame`."""
         if self.eof_received:
             raise ValueError("the peer sent a message after END")
         if number:
@@ -396,10 +412,11 @@ class MessageChannel:
     async def receive(self, with_immediate: bool = False) -> Any:
         """Wait for the next user message. A cancelled call loses no message.
 
-        :param with_immediate: return a tuple of the message and its immediate data or None.
-        :returns: the message, or that tuple.
-        :raises anyio.EndOfStream: the peer sends no more.
-        :raises BusyResourceError: another task is waiting.
+        :param with_immediate: True to return the immediate data as well.
+        :returns: the message; if `with_immediate`, a tuple of the message and its immediate data, which is None if the
+            message has none.
+        :raises anyio.EndOfStream: the peer sends no more messages, and all that it sent were returned.
+        :raises BusyResourceError: another task is already waiting for a message.
         :raises BrokenResourceError: the channel is broken.
         :raises ClosedResourceError: the channel is closed.
         :raises AffinityError: another event loop owns the connection.
@@ -435,10 +452,10 @@ class MessageChannel:
         return (item.data, item.immediate) if with_immediate else item.data
 
     async def receive_handshake(self) -> bytes:
-        """Receive a message of the handshake.
+        """Wait for the peer's next message of the handshake.
 
         :returns: the message, header included.
-        :raises BrokenResourceError: the peer went away.
+        :raises BrokenResourceError: the peer is gone, or the channel broke for another reason.
         """
         try:
             return cast(bytes, await self.inbox.__anext__())
@@ -448,9 +465,10 @@ class MessageChannel:
     # ---- Credits
 
     def _add_credits(self, count: int) -> None:
-        """Add credits that the peer returned, and send what waits for them.
+        """Add credits that the peer returned, and send messages that are waiting for credits.
 
-        :raises ValueError: the peer returns more credits than were used.
+        :param count: number of credits returned.
+        :raises ValueError: the peer returns more credits than this end has used.
         """
         assert self._credits is not None
         self._credits.add(count)
@@ -459,7 +477,7 @@ class MessageChannel:
             self._wake()
 
     def _send_controls(self) -> None:
-        """Send the control messages that wait, as far as there are credits."""
+        """Send the pending control messages, as many as there are credits for."""
         assert self._credits is not None
         while self._pending_controls and self._credits.sendable:
             immediate, fence = next(iter(self._pending_controls.items()))
@@ -468,32 +486,35 @@ class MessageChannel:
             del self._pending_controls[immediate]
 
     def _send_credit_update(self) -> None:
-        """Send a message of kind CREDITS, if one is due."""
+        """Send a message of kind CREDITS if this end owes enough credits: see `Credits.update_due`."""
         assert self._credits is not None
         if self._credits.update_due and self._send_control(header(FrameKind.CREDITS), False, self._send_credit_update):
             self.updates += 1
 
     def send_control(self, kind: FrameKind, number: int = 0, *, fence: bool = False) -> None:
-        """Send a message without bytes, as soon as a credit is available. Does not wait, and reports no errors.
+        """Send a control message without bytes, now or as soon as a credit is available.
+
+        Does not wait until the message is sent, and reports no errors.
 
         :param kind: kind of the message.
         :param number: number of the grant, 0..65535.
-        :param fence: send after all earlier reads and atomics are done (IBV_SEND_FENCE).
+        :param fence: True to send it only when all earlier reads and atomics are done (IBV_SEND_FENCE).
         """
         self._pending_controls[header(kind, 0, 0, number)] = fence
         self._send_controls()
 
     def is_control_pending(self, kind: FrameKind, number: int) -> bool:
-        """Return whether a message of this kind and grant number still waits for a credit."""
+        """Return whether a control message of this kind and grant number is still waiting for a credit."""
         return header(kind, 0, 0, number) in self._pending_controls
 
     def _send_control(self, immediate: int, fence: bool, retry: Callable[[], None]) -> bool:
-        """Send a message without bytes. The caller has checked that a credit is available.
+        """Send a control message without bytes. The caller has checked that a credit is available.
 
-        :param immediate: header of the message, credits left out.
-        :param retry: called when a thread has left a verb that prevents sending now.
-        :returns: True if the message is sent or never will be, as the queue pair has ended; False if `retry` will be
-            called.
+        :param immediate: header of the message, without the number of credits.
+        :param fence: True to send it only when all earlier reads and atomics are done (IBV_SEND_FENCE).
+        :param retry: called later if a thread that is inside a verb prevents sending now.
+        :returns: True if the message was sent, or can never be sent because the queue pair is closed or broken; False
+            if `retry` will be called.
         """
         assert self._credits is not None
         returned = self._credits.take()
@@ -516,18 +537,18 @@ class MessageChannel:
         return True
 
     def _keep_until_done(self, operation: Operation[None]) -> None:
-        """Keep a reference to an operation that no user awaits, until it has ended.
+        """Keep a reference to an operation that no task of the user awaits, until it has ended.
 
-        A dropped operation that waits for a place in the send queue would be withdrawn.
+        Without a reference, an operation that waits for a place in the send queue would be withdrawn.
         """
-        # Do not poll for completions here: those found would overtake others that were found before.
+        # Do not poll for completions here: those found would overtake others that were found earlier.
         requests = self._own_requests
         while requests and requests[0].ended:
             del requests[0]
         requests.append(operation)
 
     async def _wait_for_credit(self, reserved: int) -> None:
-        """Wait until more than `reserved` credits are available. The caller holds the lock.
+        """Wait until more than `reserved` credits are available. The caller holds the channel's lock.
 
         :raises BrokenResourceError: the channel is broken.
         :raises ClosedResourceError: the channel is closed.
@@ -562,9 +583,10 @@ class MessageChannel:
     # ---- Sending
 
     async def send_handshake(self, data: bytes) -> None:
-        """Send a message of the handshake.
+        """Send a message of the handshake, and wait until the peer's device acknowledges it.
 
-        :raises BrokenResourceError: the peer does not acknowledge the message.
+        :param data: the message, header included.
+        :raises BrokenResourceError: the peer's device does not acknowledge the message.
         """
         buffer = self._buffers.take()
         assert buffer is not None  # no user message is in flight yet
@@ -577,10 +599,13 @@ class MessageChannel:
             raise self._fail_send(error) from error
 
     async def send(self, data: "Buffer", immediate: int | None = None) -> None:
-        """Send a user message. When this returns, the message is in flight and `data` may be changed.
+        """Send a user message. When this method returns, the message is in flight and `data` may be changed.
+
+        Waits while no credit or no send buffer is free. If the call is cancelled, the peer receives no part of the
+        message.
 
         :param data: the message, a contiguous buffer.
-        :param immediate: the user's immediate data, 0..2**32-1; None: no immediate data.
+        :param immediate: the user's immediate data, 0..2**32-1; None for no immediate data.
         :raises ValueError: the message is longer than the peer accepts, or `immediate` does not fit in 32 bits.
         :raises BrokenResourceError: the channel is broken.
         :raises ClosedResourceError: the channel is closed, or END was sent.
@@ -609,7 +634,10 @@ class MessageChannel:
         await self._send_slowly(memoryview(data), immediate)
 
     async def _send_slowly(self, data: memoryview, immediate: int | None) -> None:
-        """Send a user message that has several fragments or immediate data, or must wait. Raises as `send`."""
+        """Send a user message that has several fragments or immediate data, or that has to wait.
+
+        :raises Exception: the exceptions of `send`.
+        """
         if immediate is not None:
             check_immediate(immediate)
         if len(data) > self._max_message:
@@ -636,15 +664,14 @@ class MessageChannel:
             self.messages_sent += 1
 
     async def send_frame(self, kind: FrameKind, number: int = 0, data: bytes = b"", *, last: bool = False) -> None:
-        """Send a control message in the order of the user messages. A cancelled call has sent nothing.
+        """Send a control message after all user messages sent before it. A cancelled call has sent nothing.
 
-        END is sent once: later calls return at once.
+        Waits while no credit or no send buffer is free. END is sent only once: further calls do nothing.
 
         :param kind: kind of the message.
         :param number: number of the grant, 0..65535.
         :param data: bytes of the message, at most `fragment_size`.
-        :param last: no more credits need to be returned, so use even the reserved one. The peer returns it without a
-            user's receive.
+        :param last: True if this end has no more credits to return, so that even the reserved credit may be used.
         :raises BrokenResourceError: the channel is broken.
         :raises ClosedResourceError: the channel is closed.
         """
@@ -659,11 +686,12 @@ class MessageChannel:
     async def _send_frame(
         self, immediate: int, prefix: bytes, data: memoryview, reserved: int = RESERVED_CREDITS
     ) -> None:
-        """Wait for a credit and a buffer, and post one fragment or control message. The caller holds the lock.
+        """Wait for a credit and a buffer, then post a fragment or control message. The caller holds the channel's lock.
 
-        :param immediate: header of the message, credits left out.
-        :param prefix: bytes that stand before `data`.
-        :param reserved: number of credits to leave for others.
+        :param immediate: header of the message, without the number of credits.
+        :param prefix: bytes to send before `data`.
+        :param data: bytes of the fragment or control message.
+        :param reserved: number of credits to leave for other messages.
         :raises BrokenResourceError: the channel is broken.
         :raises ClosedResourceError: the channel is closed.
         """
@@ -684,11 +712,12 @@ class MessageChannel:
         self._post_buffer(buffer, end, immediate)
 
     def _post_buffer(self, buffer: SendBuffer, length: int, immediate: int) -> None:
-        """Use a credit and post a filled buffer. On failure nothing was posted, and buffer and credit are free again.
+        """Use a credit and post a send of a filled buffer. If posting fails, the credit and the buffer are free again.
 
+        :param buffer: the buffer, which the caller took from the free ones.
         :param length: number of bytes to send.
-        :param immediate: header of the message, credits left out.
-        :raises Exception: as `QueuePair.send`.
+        :param immediate: header of the message, without the number of credits.
+        :raises Exception: the exceptions of `QueuePair.send`.
         """
         credit = self._credits
         assert credit is not None
@@ -702,33 +731,34 @@ class MessageChannel:
         self._buffers.add_in_flight(buffer, sent)
 
     def _fail_send(self, error: WorkCompletionError) -> Exception:
-        """Fail the channel because a send failed, and return the exception for its caller."""
+        """Fail the channel because a send failed, and return the exception that the sending method has to raise."""
         self.fail(str(error), error)
         return self.closed_error()
 
     def probe(self) -> Operation[None]:
-        """Post a write of 0 bytes. Its completion shows that the device of the peer has all earlier sends.
+        """Post an RDMA write of 0 bytes. When it completes, the peer's device has received all earlier sends.
 
-        :returns: the operation, to be awaited; `WorkCompletionError` if the peer's device does not answer.
+        :returns: an operation, which the caller awaits or keeps. Awaiting it raises `WorkCompletionError` if the peer's
+            device does not answer.
         :raises ClosedResourceError: the queue pair is closed.
         :raises BrokenResourceError: the queue pair is in ERR.
         """
         return self.qp.write(self._empty_slice, _NULL_REMOTE)
 
     def send_keepalive(self) -> None:
-        """Post a probe. If the peer's device does not answer, the queue pair goes to ERR."""
+        """Post a probe without waiting for it. If the peer's device does not answer, the queue pair goes to ERR."""
         try:
             keepalive = self.probe()
         except ConcurrentAccessError:
-            return  # another thread is inside a verb: the next tick retries
+            return  # another thread is inside a verb: the next call retries
         except (ClosedResourceError, BrokenResourceError, QueuePairStateError, AffinityError, VerbsError):
             return  # the end is reported elsewhere
         self._keep_until_done(keepalive)
 
     async def wait_delivered(self) -> None:
-        """Wait until all sent messages are in the peer's memory.
+        """Wait until all sent messages are in the peer's memory. The time is not limited here.
 
-        :raises BrokenResourceError: the peer does not acknowledge them.
+        :raises BrokenResourceError: the peer's device does not acknowledge them.
         :raises ClosedResourceError: the channel is closed.
         """
         try:
@@ -738,10 +768,10 @@ class MessageChannel:
 
 
 def check_immediate(immediate: int) -> None:
-    """Check that an integer can be immediate data.
+    """Check that a value can be sent as immediate data: an integer in 0..2**32-1.
 
-    :raises TypeError: not an integer.
-    :raises ValueError: the number does not fit in 32 bits.
+    :raises TypeError: the value is not an integer.
+    :raises ValueError: the integer does not fit in 32 bits.
     """
     if not 0 <= operator.index(immediate) < 1 << 32:
         raise ValueError(f"`immediate` must fit in 32 bits, got {immediate}")

@@ -6,7 +6,7 @@ from aioverbs._connection.wire import FIRST, HAS_IMMEDIATE, IMMEDIATE, LAST, TOT
 
 __all__ = ["Assembly", "MessageWithImmediate"]
 
-# bytes; shorter fragments are merged, as an object for each would be much larger than the fragment
+# Length in bytes. Shorter fragments are merged, because an object for each would be much larger than the fragment.
 _SHORT_FRAGMENT_BYTES = 256
 
 
@@ -33,20 +33,20 @@ class Assembly:
         self._immediate: int | None = None
 
     def drop(self) -> None:
-        """Drop the incomplete message: the sender cancelled it, or the peer sends no more."""
+        """Drop the incomplete message, if any, because the sender cancelled it or sends no more fragments."""
         self._parts = None
 
     def add(self, view: memoryview, flags: int) -> "bytes | MessageWithImmediate | None":
-        """Add a fragment.
+        """Add a fragment to the message; the first fragment of a message begins a new one.
 
-        :param view: bytes of the fragment; they are copied.
+        :param view: bytes of the fragment, which are copied.
         :param flags: flags of its header.
-        :returns: the message, if the fragment was the last one: bytes, or with immediate data a `MessageWithImmediate`.
-            None: fragments are missing.
+        :returns: the whole message if the fragment was its last one: a `MessageWithImmediate` if it has immediate data,
+            else bytes. None if fragments are still missing.
         :raises ValueError: the fragment violates the protocol.
         """
         offset = 0
-        if flags & FIRST:  # an incomplete message before was cancelled by the sender
+        if flags & FIRST:  # the sender has cancelled an earlier message that is incomplete
             self._immediate = None
             total = None
             if not flags & LAST:
@@ -81,7 +81,7 @@ class Assembly:
 
 
 def _require(view: memoryview, size: int) -> memoryview:
-    """Return a fragment that has at least `size` bytes.
+    """Check that a fragment has at least `size` bytes, and return it unchanged.
 
     :raises ValueError: the fragment is shorter.
     """

@@ -20,7 +20,7 @@ __all__ = ["reconnect"]
 
 logger = logging.getLogger("aioverbs")
 
-# Reasons that do not pass by waiting.
+# Reasons that do not go away by waiting.
 _PERMANENT_REASONS = {Reason.VERSION, Reason.SECRET, Reason.PROTOCOL, Reason.DEVICE}
 
 
@@ -32,7 +32,7 @@ def reconnect(
     steady_s: float = 10.0,
     **options: Unpack[ConnectOptions],
 ) -> AsyncGenerator[Connection, None]:
-    """Iterate over connections to a peer: a new one is made each time the loop body ends or continues.
+    """Iterate over connections to a peer. A new one is made each time the loop body ends or executes ``continue``.
 
         async for connection in reconnect("storage-1", 7471, domain=domain):
             try:
@@ -40,22 +40,23 @@ def reconnect(
             except anyio.BrokenResourceError:
                 continue
 
-    The connection is closed when the next one is requested, or when the loop ends by ``break`` or an error. Failed
-    attempts are repeated after the waits of `backoff`, which start again after a connection that lasted for `steady_s`.
-    When `backoff` allows no further attempt, the last attempt's error is raised, or the loop ends if that succeeded.
-    The event loop that requests the first connection owns the iterator, even if any loop may use the domain.
+    A connection is closed when the next one is requested, or when the loop ends because of ``break`` or an error.
+    Before each further attempt to connect, the iterator waits as `backoff` says. The waits begin anew after a
+    connection that lasted for `steady_s`. When `backoff` allows no further attempt, the last attempt's error is raised;
+    if the last attempt succeeded, the loop ends. The event loop that requests the first connection owns the iterator,
+    even if any loop may use the domain.
 
     :param host: address or name at which the peer listens.
     :param port: port at which the peer listens, 1..65535.
-    :param backoff: waits between attempts; None: ``Backoff()``.
-    :param steady_s: time in seconds after which a connection counts as successful.
+    :param backoff: waits between attempts; None for ``Backoff()``.
+    :param steady_s: time in seconds that a connection has to last for the waits to begin anew.
     :param options: keyword arguments of `connect`; ``domain`` is required.
-    :returns: an async iterator of open connections, which it closes itself.
-    :raises AffinityError: another event loop owns the domain, or requested the first connection; nothing was done.
-    :raises HandshakeError: the peer refuses for a permanent reason: version, secret, protocol or device.
-    :raises OSError: `backoff` allows no further attempt; the last attempt's error.
-    :raises TimeoutError: likewise, if the last attempt took too long.
-    :raises BrokenResourceError: likewise, if the peer went away during the last attempt.
+    :returns: an async iterator of open connections. It closes them; the caller does not have to.
+    :raises AffinityError: another event loop owns the domain or requested the first connection; nothing was done.
+    :raises HandshakeError: one end refuses the other for a permanent reason: the version, secret, protocol or device.
+    :raises OSError: the last attempt that `backoff` allows failed; this is the error of that attempt.
+    :raises TimeoutError: the last attempt that `backoff` allows took too long.
+    :raises BrokenResourceError: the peer went away during the last attempt that `backoff` allows.
     :raises ValueError: an argument of `connect` is not valid.
     """
     peer, connecting = f"{host}:{port}", connect(host, port, **options)
@@ -69,12 +70,17 @@ async def _connections(
 ) -> AsyncGenerator[Connection, None]:
     """Yield open connections to `peer`, and close each one when the next is requested.
 
+    Ends when `policy` allows no further attempt and the last one succeeded.
+
     :param connecting: makes a connection each time it is awaited.
     :param peer: description of the peer for logs.
     :param policy: waits between attempts.
-    :param steady_s: time in seconds after which a connection counts as successful.
-    :raises HandshakeError: the peer refuses for a permanent reason.
-    :raises OSError: no further attempt is allowed; the last attempt's error, or in its place a `BrokenResourceError`.
+    :param steady_s: time in seconds that a connection has to last for the waits to begin anew.
+    :raises HandshakeError: one end refuses the other for a permanent reason.
+    :raises OSError: the last attempt that `policy` allows failed.
+    :raises BrokenResourceError: the peer went away during the last attempt that `policy` allows.
+    :raises Exception: other exceptions of `connect`, such as `ClosedResourceError`, after which there is no further
+        attempt.
     """
     rng = random.Random()
     waits = policy.waits(rng)

@@ -10,10 +10,10 @@ __all__ = ["SendBuffer", "SendBuffers"]
 
 
 class SendBuffer(NamedTuple):
-    """A send buffer.
+    """Send buffer.
 
-    :param view: its bytes.
-    :param memory: the same bytes as registered memory, to post.
+    :param view: memory of the buffer, to be filled.
+    :param memory: the same memory as a registered slice, to be posted.
     """
 
     view: memoryview
@@ -21,11 +21,11 @@ class SendBuffer(NamedTuple):
 
 
 class SendBuffers:
-    """Send buffers, free and in flight.
+    """Send buffers of a connection, which are free or in flight.
 
-    The buffer that was freed first is used next. A buffer that the peer of a software device has just read is still in
-    the peer's CPU cache, and slow to write to. Buffers become free in the order of sending, as the completions of a
-    queue pair come in order.
+    The buffer that became free first is used next, because a buffer that the peer of a software device has just read is
+    still in the peer's CPU cache, and slow to write to. Buffers become free in the order of sending, because the sends
+    of a queue pair complete in order.
 
     :param buffers: one or more buffers.
     """
@@ -34,31 +34,36 @@ class SendBuffers:
 
     def __init__(self, buffers: list[SendBuffer]) -> None:
         self._free = deque(buffers)
-        # References to the operations: a dropped operation that waits for a place in the send queue would be withdrawn.
+        # Keeps references to the operations: else one that waits for a place in the send queue would be withdrawn.
         self._in_flight: deque[tuple[Operation[None], SendBuffer]] = deque()
         self._awaited: Operation[None] | None = None  # operation that `wait` awaited last
 
     def take(self) -> SendBuffer | None:
-        """Return a free buffer, to be passed to `add_in_flight` or `release`; None if all are in flight."""
+        """Take a free buffer and return it; return None if all are in flight.
+
+        The caller passes the buffer to `add_in_flight` or `release`.
+        """
         in_flight = self._in_flight
         while in_flight and in_flight[0][0].ended:
             self._free.append(in_flight.popleft()[1])
         return self._free.popleft() if self._free else None
 
     def add_in_flight(self, buffer: SendBuffer, operation: Operation[None]) -> None:
-        """Mark a buffer as in flight until `operation` has ended."""
+        """Mark a taken buffer as in flight until `operation`, which sends it, has ended."""
         self._in_flight.append((operation, buffer))
 
     def release(self, buffer: SendBuffer) -> None:
-        """Return a buffer that was not sent."""
+        """Give back a taken buffer that was not sent, so that it is free again."""
         self._free.append(buffer)
 
     async def wait(self, probe: Callable[[], Operation[None]]) -> None:
-        """Wait until the first buffer in flight is free. One task at a time may wait.
+        """Wait until at least one buffer in flight is free again. Only one task at a time may wait.
 
-        :param probe: posts a request that completes after all sent messages. It is awaited if the operation was awaited
-            before by a cancelled caller, as an operation can be awaited only once.
-        :raises WorkCompletionError: the operation failed.
+        Awaits the oldest send in flight.
+
+        :param probe: function that posts a request that completes after all earlier sends. That request is awaited
+            instead if a cancelled caller has already awaited the send, as an operation can be awaited only once.
+        :raises WorkCompletionError: the send or the probe failed.
         """
         operation = self._in_flight[0][0]
         if operation is self._awaited:

@@ -17,26 +17,26 @@ _TIMEOUT_TOLERANCE = 4  # devices may wait up to 4 times as long as the code say
 
 @dataclass(frozen=True)
 class ConnectionSettings:
-    """Sizes and times of one end of a connection. The two ends may have different ones.
+    """Sizes and times of one end of a connection. The settings of the two ends may differ.
 
     The buffers are registered memory: `receive_depth` + 1 + `send_buffers` buffers of `buffer_size` bytes each.
 
     :param buffer_size: size of a buffer in bytes, 512..2**30. Longer messages are sent in fragments.
-    :param receive_depth: number of receives kept posted, 4..1023: as many fragments may be in flight from the peer.
+    :param receive_depth: number of receives kept posted, 4..1023, which limits the fragments in flight from the peer.
     :param send_buffers: number of fragments that may be in flight to the peer, 1..2**16.
     :param send_depth: number of work requests that may be in flight, one-sided ones included; at least `send_buffers` +
         4, at most 2**16. Further requests wait.
     :param max_message: size of the longest message accepted from the peer, in bytes, 1..2**64-1.
-    :param max_grants: number of grants of the peer that may exist at once, 0..65535.
-    :param keep_alive_s: time in seconds, at least 0.1, after which a silent peer counts as lost; None: never. On RDMA
-        devices a lost peer is detected within that time. On the software device the peer's process must answer:
+    :param max_grants: largest number of the peer's grants that may exist at the same time, 0..65535.
+    :param keep_alive_s: time in seconds, at least 0.1, after which a silent peer counts as lost; None for no limit. On
+        RDMA devices, a lost peer is detected within that time. On the software device, the peer's process must answer:
         requests are repeated for that long, so that a stopped process is tolerated, and an idle connection detects the
-        loss after up to 1.5 times as long. A process that ended is detected at once, by the TCP connection.
-    :param close_timeout_s: time in seconds that closing waits at most for sent messages to be delivered, 0 or more.
-    :param spin_ns: time in nanoseconds that an await polls, if the domain's message model polls; None: the default of
-        `CompletionQueue`. Longer polling delays other tasks of the event loop.
+        loss after up to 1.5 times as long. A process that has ended is detected at once through the TCP connection.
+    :param close_timeout_s: longest time in seconds that closing waits for sent messages to be delivered, 0 or more.
+    :param spin_ns: time in nanoseconds for which an await polls, if the domain's message model polls; None for the
+        default of `CompletionQueue`. Longer polling delays other tasks on the event loop.
     :param port: port number of the device.
-    :param gid_index: index of the port's GID; None: the default of `QueuePair`.
+    :param gid_index: index of the port's GID; None for the default of `QueuePair`.
     :raises ValueError: a value is out of its range.
     """
 
@@ -74,21 +74,21 @@ class ConnectionSettings:
 
     @property
     def block_size(self) -> int:
-        """Size of all buffers of a connection, in bytes."""
+        """Total size of all buffers of a connection, in bytes."""
         return (self.receive_depth + 1 + self.send_buffers) * self.buffer_size
 
     @property
     def completions(self) -> int:
-        """Number of completions that a connection can have outstanding."""
+        """Number of completions that a connection needs room for in its completion queue."""
         return self.receive_depth + 1 + self.send_depth
 
     def repetitions(self, *, software: bool) -> QpAttrs:
         """Return the ``timeout`` and ``retry_cnt`` for ibv_modify_qp that follow from `keep_alive_s`.
 
-        :param software: whether the queue pair belongs to the software device. Then all retries together take at least
-            `keep_alive_s`. On other devices they take at most half of `keep_alive_s`: a probe is sent in one half, and
-            its failure found in the other.
-        :returns: both attributes.
+        :param software: whether the queue pair belongs to the software device. If so, all retries together take at
+            least `keep_alive_s`. On other devices they take at most half of `keep_alive_s`: a probe is sent in the
+            first half, and its failure is detected in the second.
+        :returns: a dictionary with both attributes.
         """
         attempts = RETRIES["retry_cnt"] + 1
         if self.keep_alive_s is None:
@@ -105,7 +105,7 @@ class ConnectionSettings:
 
 
 def _seconds(code: int) -> float:
-    """Return the duration in seconds of a code of ibv_qp_attr.timeout."""
+    """Return the duration, in seconds, that a value of ``ibv_qp_attr.timeout`` stands for."""
     return 4.096e-6 * 2.0**code
 
 

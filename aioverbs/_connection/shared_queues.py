@@ -1,4 +1,4 @@
-"""Completion queues and buffers shared by connections, so that a new connection registers and allocates little."""
+"""Completion queues and buffers that connections share, so that a new connection registers and allocates little."""
 
 import contextlib
 
@@ -21,10 +21,12 @@ _UNLIMITED = 1 << 30
 
 
 async def lease_block(domain: Domain, settings: ConnectionSettings) -> LeasedBuffer:
-    """Lease memory for the buffers of a connection from a pool of the protection domain, made if necessary.
+    """Lease memory for all buffers of a connection from a pool that the connections of a protection domain share.
 
-    :returns: a buffer of ``settings.block_size`` bytes, to be released by the caller. The domain closes the pool.
-    :raises MemoryError: no memory left.
+    Makes the pool if there is none for this size; the pool is closed together with the domain.
+
+    :returns: a buffer of ``settings.block_size`` bytes, to be released by the caller.
+    :raises MemoryError: no memory is left.
     :raises VerbsError: the device cannot register the memory.
     :raises ClosedResourceError: the domain is not open.
     """
@@ -35,7 +37,7 @@ async def lease_block(domain: Domain, settings: ConnectionSettings) -> LeasedBuf
         count = max(1, min(_BLOCKS_PER_SLAB, _SLAB_BYTES // size))
         created = domain.buffer_pool(size, count, limit=_UNLIMITED)
         if is_large(size * count):
-            await open_part(created)  # meanwhile other connections may make a pool each; the first one is kept
+            await open_part(created)  # during the await, other connections may make pools; the first one is kept
         else:
             open_part_now(created)
         pool = shared_resources_of(domain.base).setdefault(key, created)
@@ -50,13 +52,15 @@ class _QueueSet:
 
     def __init__(self) -> None:
         self._all: list[CompletionQueue] = []
-        self._last_index = 0  # index of the last queue with room: all are searched only before a new one is made
+        self._last_index = 0  # index of the last queue with room; all are searched only before a new one is made
         self._broken: list[CompletionQueue] = []  # broken queues, each closed after its last queue pair
 
     def find(self, completions: int) -> CompletionQueue | None:
-        """Return a queue with room for so many completions, or None.
+        """Return a usable queue that has room for one more connection; None if there is none.
 
-        :param completions: number of completions that the connection can have outstanding.
+        If there is none, broken and closed queues are removed from the set.
+
+        :param completions: number of completions that the connection needs room for.
         """
         self._close_broken()
         for step in range(len(self._all)):
@@ -72,31 +76,35 @@ class _QueueSet:
         return None
 
     def _close_broken(self) -> None:
-        """Close the broken queues that no queue pair uses any more. The next call retries those that are busy."""
+        """Close the broken queues that no queue pair uses any longer.
+
+        A queue that cannot be closed now, for example because another thread is inside a verb, is left for the next
+        call.
+        """
         for cq in tuple(self._broken):
             if not cq.statistics().children:
-                # retried next time; else closed with the domain
+                # on failure, retried by the next call, or closed together with the domain
                 with contextlib.suppress(AffinityError, ConcurrentAccessError):
                     lifecycle_of(cq).close_later()
                     self._broken.remove(cq)
 
     def add(self, cq: CompletionQueue) -> None:
-        """Add a new queue."""
+        """Add a new queue to the set; `find` then tries this one first."""
         self._last_index = len(self._all)
         self._all.append(cq)
 
 
 def _is_usable(cq: CompletionQueue) -> bool:
-    """Return whether a queue is open, and its completions are still read."""
+    """Return whether a queue is open and its completions are still read."""
     return cq.state is ResourceState.OPEN and dispatcher_of(cq).watched
 
 
 async def completion_queue_for(domain: Domain, settings: ConnectionSettings) -> CompletionQueue:
-    """Return a completion queue of the running loop with room for one more connection, made if necessary.
+    """Return a completion queue of the running loop that has room for one more connection. Make one if necessary.
 
-    :returns: an open queue that other connections share. The domain closes it, and not the caller.
-    :raises ValueError: the domain's awaits do not poll, or not for so long.
-    :raises VerbsError: the device has no more completion queues.
+    :returns: an open queue, which other connections share. It is closed together with the domain, not by the caller.
+    :raises ValueError: ``spin_ns`` of the settings is out of range, or the domain's awaits do not poll.
+    :raises VerbsError: the device has no completion queue left.
     :raises ClosedResourceError: the domain is not open.
     """
     needed = settings.completions
@@ -109,6 +117,6 @@ async def completion_queue_for(domain: Domain, settings: ConnectionSettings) -> 
         return found
     limit = max(needed, domain.handle.context.attributes.max_cqe)
     created = domain.completion_queue(min(needed * _CONNECTIONS_PER_CQ, limit), spin_ns=settings.spin_ns)
-    open_part_now(created)  # no await here: meanwhile other connections would make a queue each
+    open_part_now(created)  # no await here: during one, other connections would each make another queue
     queues.add(created)
     return created

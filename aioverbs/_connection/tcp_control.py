@@ -1,4 +1,4 @@
-"""TCP connection beside a queue pair: carries the handshake, and afterwards reports the loss of the peer."""
+"""TCP connection beside a queue pair, which carries the handshake and afterwards reports the loss of the peer."""
 
 import asyncio
 import contextlib
@@ -21,10 +21,11 @@ __all__ = ["TcpControlChannel", "accept_tcp", "connect_tcp"]
 class TcpControlChannel(asyncio.Protocol):
     """One end of a TCP connection, with or without TLS.
 
-    If the process dies, even by SIGKILL, the kernel closes the connection, although the process may have forked:
-    children do not inherit the socket.
+    If the process dies, even by SIGKILL, the kernel closes the connection. This holds even if the process has forked,
+    because its children do not inherit the socket.
 
-    Made by `connect_tcp` and `accept_tcp`. `error` is the exception that ended the connection, None before.
+    Made by `connect_tcp` and `accept_tcp`. The attribute `error` is the exception that ended the connection; None if it
+    has not ended.
     """
 
     def __init__(self) -> None:
@@ -40,17 +41,20 @@ class TcpControlChannel(asyncio.Protocol):
     # ---- Callbacks of the event loop
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Keep the transport, and its socket from forked children."""
+        """Store the transport, and keep its socket from being inherited by forked children."""
         self._transport = cast(asyncio.Transport, transport)
         forks.keep_from_children(self)
 
     def fileno(self) -> int:
-        """Return the file descriptor of the socket; -1 if closed."""
+        """Return the file descriptor of the socket; -1 if the connection is closed."""
         sock = self._transport.get_extra_info("socket") if self._transport is not None else None
         return sock.fileno() if sock is not None and not self._closed.done() else -1
 
     def data_received(self, data: bytes) -> None:
-        """Buffer data of the handshake. Data after the handshake violates the protocol and closes the connection."""
+        """Buffer data that the peer sent for the handshake. After the handshake, fail and abort the connection instead.
+
+        Data after the handshake violates the protocol.
+        """
         self.has_received = True
         if self._on_lost is not None:
             self._fail(BrokenResourceError("the peer sent data on the TCP connection after the handshake"))
@@ -58,20 +62,20 @@ class TcpControlChannel(asyncio.Protocol):
             return
         self._data += data
         if len(self._data) > 2 * MAX_MESSAGE_BYTES and self._transport is not None:
-            self._transport.pause_reading()  # a peer that follows the protocol never sends so much
+            self._transport.pause_reading()  # a peer that follows the protocol never sends that much
         self._wake()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Report to the waiting caller and to the callback that the connection is closed.
+        """Report to the waiting caller and to the callback of `watch` that the connection is closed.
 
-        :param exc: the cause; None: the peer closed the connection, or this end did.
+        :param exc: the cause; None if the peer or this end closed the connection normally.
         """
         self._fail(exc or BrokenResourceError("the peer closed its TCP connection"))
         if not self._closed.done():
             self._closed.set_result(None)
 
     def _fail(self, error: Exception) -> None:
-        """Keep the first error, and report it to the waiting caller and to the callback."""
+        """Store an error, and report it to the waiting caller and the callback of `watch`. Ignore further errors."""
         if self.error is not None:
             return
         self.error = error
@@ -85,15 +89,17 @@ class TcpControlChannel(asyncio.Protocol):
     # ---- Handshake
 
     async def send(self, data: bytes) -> None:
-        """Send a message; it is so short that the transport always buffers it.
+        """Send a message without waiting: the transport can always buffer a message of the handshake.
 
-        If the peer is gone, nothing is raised here: `receive` reports that.
+        Nothing is raised if the peer is gone: `receive` reports that.
+
+        :param data: the message, header included.
         """
         assert self._transport is not None
         self._transport.write(data)
 
     async def receive(self) -> bytes:
-        """Receive the peer's next message.
+        """Wait for the peer's next message of the handshake.
 
         :returns: the message, header included.
         :raises HandshakeError: the data is not a message of the handshake.
@@ -103,9 +109,9 @@ class TcpControlChannel(asyncio.Protocol):
         return head + await self._read_exactly(body_size(head))
 
     async def _read_exactly(self, size: int) -> bytes:
-        """Wait for the next `size` bytes of the peer, and return them.
+        """Wait for the next `size` bytes from the peer, and return them.
 
-        :raises BrokenResourceError: the peer is gone, and sent fewer bytes.
+        :raises BrokenResourceError: the connection ended before that many bytes arrived.
         """
         while len(self._data) < size:
             if self.error is not None:
@@ -119,10 +125,9 @@ class TcpControlChannel(asyncio.Protocol):
     # ---- After the handshake
 
     def watch(self, on_lost: Callable[[Exception], object]) -> None:
-        """End the handshake. From now on the channel calls `on_lost` when the connection to the peer is lost.
+        """End the handshake. From now on, `on_lost` is called when the connection to the peer is lost.
 
-        If the connection is lost already, or the peer has sent data after the handshake, the callback is called at
-        once.
+        It is called immediately if the connection is already lost, or if the peer has sent data after the handshake.
 
         :param on_lost: called with the cause.
         """
@@ -133,24 +138,24 @@ class TcpControlChannel(asyncio.Protocol):
             self.data_received(b"")
 
     def unwatch(self) -> None:
-        """Stop watching: the callback is not called any more."""
+        """Stop watching: the callback passed to `watch` is no longer called."""
         self._on_lost = lambda _: None
 
     def address(self, which: str) -> Address | None:
-        """Return the local address for ``"sockname"``, the peer's for ``"peername"``; None without a connection."""
+        """Return the local address for ``"sockname"``, the peer's for ``"peername"``; None if not connected."""
         found = self._transport.get_extra_info(which) if self._transport is not None else None
         return cast("Address | None", found)
 
     def abort(self) -> None:
-        """Close at once, without sending what is buffered. Closing twice has no effect."""
+        """Close the connection at once, without sending buffered data. Closing twice has no effect."""
         if self._transport is not None and not self._abandon_if_loop_gone():
             self._transport.abort()
 
     def _abandon_if_loop_gone(self) -> bool:
-        """Return whether the transport must not be used, because its event loop is closed or the parent's.
+        """Return whether the transport must not be used, because its event loop is closed or belongs to the parent.
 
-        A closed loop closes no transports, so the socket is shut down here to notify the peer. In a forked child
-        nothing is done: the loop, and what the kernel watches for it, are the parent's.
+        If the loop is closed, also shut down the socket to notify the peer, because a closed loop closes no transports.
+        In a forked child nothing is done: the loop and the sockets that the kernel watches for it belong to the parent.
         """
         if self._forks != forks.count:
             return True
@@ -158,13 +163,13 @@ class TcpControlChannel(asyncio.Protocol):
             return False
         transport, self._transport = self._transport, None
         sock = transport.get_extra_info("socket") if transport is not None else None
-        if isinstance(sock, TransportSocket):  # sockets of other loops are closed with them
+        if isinstance(sock, TransportSocket):  # loops of other types, such as uvloop's, close their sockets themselves
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
         return True
 
     async def aclose(self) -> None:
-        """Close after sending what is buffered. Waits at most half a second for the peer's close, then aborts."""
+        """Send buffered data and close the connection. Wait at most half a second for that, then abort it."""
         if self._transport is not None and not self._closed.done() and not self._abandon_if_loop_gone():
             self._transport.close()
             done, _ = await asyncio.wait([self._closed], timeout=_CLOSE_TIMEOUT_S)
@@ -178,14 +183,15 @@ _CLOSE_TIMEOUT_S = 0.5
 async def connect_tcp(
     host: str, port: int, context: tls.SSLContext | None, server_hostname: str | None
 ) -> TcpControlChannel:
-    """Connect to a TCP port.
+    """Connect to a TCP port, and perform the TLS handshake if there is a context. The caller limits the time.
 
     :param host: address or name of the peer.
-    :param port: port that the peer listens at.
-    :param context: TLS context; None: no TLS.
-    :param server_hostname: name in the peer's certificate; None: `host`.
+    :param port: port at which the peer listens.
+    :param context: TLS context; None for no TLS.
+    :param server_hostname: name in the peer's certificate; None for `host`.
     :returns: the connected control channel, to be closed by the caller.
-    :raises OSError: the name has no address, no listener, or, as `ssl.SSLError`, the TLS handshake failed.
+    :raises OSError: the name has no address, nothing listens at the address, or (as `ssl.SSLError`) the TLS handshake
+        failed.
     """
     name = server_hostname if context is not None else None
     _, control = await running_loop().create_connection(
@@ -196,13 +202,13 @@ async def connect_tcp(
 
 
 async def accept_tcp(sock: socket.socket, context: tls.SSLContext | None, timeout_s: float) -> TcpControlChannel:
-    """Make a control channel of an accepted socket, which it owns from now on, even on failure.
+    """Make a control channel from an accepted socket, and perform the TLS handshake if there is a context.
 
-    :param sock: connected, non-blocking socket.
-    :param context: TLS context; None: no TLS.
+    :param sock: connected, non-blocking socket. It is closed together with the channel, and if this call fails.
+    :param context: TLS context; None for no TLS.
     :param timeout_s: limit of the TLS handshake in seconds.
     :returns: the connected control channel, to be closed by the caller.
-    :raises OSError: the peer is gone, or, as `ssl.SSLError`, the TLS handshake failed.
+    :raises OSError: the peer is gone, or the TLS handshake failed (`ssl.SSLError`) or took too long.
     """
     limit_s = timeout_s if context is not None else None
     control = TcpControlChannel()
@@ -216,9 +222,11 @@ async def accept_tcp(sock: socket.socket, context: tls.SSLContext | None, timeou
 
 
 def _no_delay(control: TcpControlChannel) -> None:
-    """Send each message at once (TCP_NODELAY). A socket that the peer has closed is left as it is.
+    """Set TCP_NODELAY on the socket of a channel, so that each message is sent at once.
 
-    :raises OSError: the option cannot be set.
+    Does nothing if the peer has already closed the connection.
+
+    :raises OSError: the option cannot be set for another reason.
     """
     assert control._transport is not None
     sock = control._transport.get_extra_info("socket")

@@ -5,9 +5,9 @@
           26 to 28: flags
           29 to 31: kind
 
-Flags: FIRST and LAST mark the first and the last fragment of a message. HAS_IMMEDIATE says that 32 bits of the user's
-immediate data stand before the bytes of the first fragment. If the first fragment is not the last, the length of the
-whole message, 64 bits, stands before all of that.
+Flags: FIRST and LAST mark the first and the last fragment of a message. HAS_IMMEDIATE says that the first fragment
+begins with 32 bits of the user's immediate data. If the first fragment is not also the last one, the length of the
+whole message, 64 bits, precedes all of that.
 """
 
 import enum
@@ -70,11 +70,11 @@ WHOLE = FrameKind.DATA << _KIND_AT | FIRST | LAST
 
 
 def header(kind: FrameKind, flags: int = 0, returned: int = 0, number: int = 0) -> int:
-    """Return the header of a message, encoded as immediate data of 32 bits.
+    """Return the header of a message, encoded as immediate data of 32 bits. The arguments are not checked.
 
     :param kind: kind of the message.
-    :param flags: FIRST, LAST and HAS_IMMEDIATE.
-    :param returned: number of credits returned, 0..1023.
+    :param flags: any of FIRST, LAST and HAS_IMMEDIATE.
+    :param returned: number of credits that the message returns, 0..1023.
     :param number: number of the grant, 0..65535.
     """
     return kind << _KIND_AT | flags | returned << CREDITS_AT | number
@@ -89,16 +89,17 @@ class GrantNotice(NamedTuple):
     access: AccessFlags
 
     def pack(self) -> bytes:
-        """Return the encoded notice, the bytes of a GRANT message."""
+        """Return the encoded notice, which is the content of a GRANT message."""
         return _GRANT.pack(self.address, self.length, self.rkey, self.access)
 
     @classmethod
     def parse(cls, data: bytes) -> "GrantNotice":
-        """Decode a notice.
+        """Decode a notice that the peer sent.
 
         :param data: bytes of a GRANT message.
         :returns: the notice.
-        :raises ValueError: wrong length, an empty or impossible range, or access flags that cannot be granted.
+        :raises ValueError: the data has the wrong length, the range of memory is empty or impossible, or the access
+            flags cannot be granted.
         """
         if len(data) != _GRANT.size:
             raise ValueError(f"the peer sent GRANT with {len(data)} bytes, expected {_GRANT.size}")
@@ -111,9 +112,11 @@ class GrantNotice(NamedTuple):
 
 
 def parse_header(immediate: int) -> tuple[int, int, int, int]:
-    """Decode immediate data.
+    """Decode the header of a message. Nothing is checked.
 
-    :returns: kind, which may be unknown, flags, number of credits returned, and number of the grant.
+    :param immediate: immediate data of the message, 32 bits.
+    :returns: a tuple of the kind, which may be unknown, the flags, the number of credits returned and the number of the
+        grant.
     """
     return (
         immediate >> _KIND_AT,

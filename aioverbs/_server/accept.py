@@ -1,4 +1,4 @@
-"""Turning an accepted peer into a connection, or into a reason why not."""
+"""Making a connection from an accepted peer, or a reason why the peer did not become one."""
 
 import asyncio
 import functools
@@ -21,19 +21,20 @@ __all__ = ["AcceptSettings", "TlsContext", "peer_name", "try_accept"]
 logger = logging.getLogger("aioverbs")
 
 TlsContext = tls.SSLContext | Callable[[], tls.SSLContext]
-"""TLS context of a server, with a certificate; or a function that makes one, which unlike a context can be pickled."""
+"""TLS context of a server, with a certificate; or a function that makes one. The function, unlike a context, can be
+pickled."""
 
 
 @dataclass(frozen=True)
 class AcceptSettings:
     """Settings and limits for accepted peers.
 
-    :param ssl: TLS context for the TCP connections, or a function that makes one; None: no TLS.
-    :param secret: secret that peers must prove to know; None: no secret.
+    :param ssl: TLS context for the TCP connections, or a function that makes one; None for no TLS.
+    :param secret: secret that peers must prove that they know; None for no secret.
     :param settings: sizes and times of the connections.
     :param handshake_timeout_s: limit of a peer's handshake in seconds, above 0.
-    :param max_handshakes: number of handshakes at the same time, 1 or more.
-    :param max_connections: number of open connections, 1 or more; None: no limit.
+    :param max_handshakes: largest number of handshakes at the same time, 1 or more.
+    :param max_connections: largest number of open connections, 1 or more; None for no limit.
     :raises ValueError: a value is out of its range.
     """
 
@@ -58,9 +59,9 @@ class AcceptSettings:
 
     @functools.cached_property
     def context(self) -> tls.SSLContext | None:
-        """This process's TLS context, made on first use; None: no TLS.
+        """TLS context of this process, made on first use if `ssl` is a function; None if there is no TLS.
 
-        :raises Exception: what the function that makes the context raises, as `ssl.SSLError` or `OSError` for a
+        :raises Exception: the exceptions of that function, such as `ssl.SSLError` or `OSError` if it cannot load a
             certificate.
         """
         return self.ssl if self.ssl is None or isinstance(self.ssl, tls.SSLContext) else self.ssl()
@@ -69,15 +70,16 @@ class AcceptSettings:
 async def try_accept(
     control: Awaitable[ControlChannel], peer: str, domain: Domain, accept_settings: AcceptSettings
 ) -> tuple[Connection | None, str]:
-    """Make a connection of a peer, on the running loop.
+    """Make a connection to an accepted peer on the running loop. If that fails, log why.
 
-    :param control: opens the control channel to the peer; awaited first.
+    :param control: awaitable that opens the control channel to the peer.
     :param peer: description of the peer for logs.
     :param domain: domain that the queue pair is made on.
-    :param accept_settings: secret, and settings of the connection.
-    :returns: the open connection, to be closed by the caller, and ""; or None and the reason, which is logged: the name
-        of a `Reason` or of an exception.
-    :raises ValueError: the device has no such port or GID.
+    :param accept_settings: secret and settings of the connection.
+    :returns: a tuple: the open connection, which the caller closes, and ``""``; on failure, None and the reason: the
+        name of a `Reason` or of an exception class.
+    :raises ValueError: the device has no such port or GID, or the domain cannot use ``spin_ns``.
+    :raises ClosedResourceError: the domain is not open.
     """
     try:
         return await accept_connection(await control, domain, accept_settings.secret, accept_settings.settings), ""
@@ -95,7 +97,7 @@ async def try_accept(
 
 
 def _reason_name(error: HandshakeError) -> str:
-    """Return the name of the reason of a refusal, or an unknown number as text."""
+    """Return the name of the `Reason` of a failed handshake; if the reason is unknown, its number as text."""
     try:
         return Reason(error.reason).name
     except ValueError:
@@ -103,7 +105,7 @@ def _reason_name(error: HandshakeError) -> str:
 
 
 def peer_name(sock: socket.socket) -> str:
-    """Return the address of a TCP peer as text, for logs: "a peer that is gone" if the socket has lost the peer."""
+    """Return the address of a TCP peer as text for logs; ``"a peer that is gone"`` if the socket is not connected."""
     try:
         return format_address(sock.getpeername())
     except OSError:

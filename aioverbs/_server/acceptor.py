@@ -33,19 +33,20 @@ __all__ = ["Acceptor", "PendingPeer", "ServerStatistics"]
 logger = logging.getLogger("aioverbs")
 
 _ACCEPT_RETRY_S = 0.1  # delay after a failed accept
-_MIN_HANDSHAKE_S = 0.5  # time that each peer gets for its handshake, however many others wait
-_EXPIRY_GRACE_S = 2.0  # time that an expired peer may take to end, as on a busy worker, before another one is expired
+_MIN_HANDSHAKE_S = 0.5  # time that each peer gets for its handshake, however many other peers are waiting
+_EXPIRY_GRACE_S = 2.0  # time that an expired handshake may take to end, as on a busy worker, before the next is expired
 
 
 @dataclass(frozen=True)
 class ServerStatistics:
-    """Counters of a listener or server. Returned by the method ``statistics`` of both.
+    """Counters of a listener or server, returned by its method ``statistics``.
 
     :param handshakes: number of handshakes in progress.
-    :param connections: number of connections that are open, or wait to be accepted by the caller.
-    :param accepted: number of peers that completed the handshake, ever.
-    :param refused: number of peers that did not, by reason: the name of a handshake `Reason`, as ``"SECRET"``, or of an
-        exception, as ``"TimeoutError"``.
+    :param connections: number of connections that are open, including those that `ConnectionListener.accept` has not
+        returned yet.
+    :param accepted: number of peers that have ever completed the handshake.
+    :param refused: number of peers that did not, by reason: the name of a handshake `Reason`, such as ``"SECRET"``, or
+        of an exception, such as ``"TimeoutError"``.
     :param workers: number of open connections on each worker of the pool, by worker number; empty without a pool.
     """
 
@@ -65,11 +66,12 @@ class AcceptState(enum.Enum):
 
 
 class PendingPeer:
-    """An accepted peer, from its arrival to the end of its connection, as the acceptor counts it.
+    """An accepted peer from its arrival to the end of its connection, as the acceptor counts it.
 
-    :param endpoint: the accepted socket, or the rdma_cm request. A socket may be detached and passed to another loop.
+    :param endpoint: the accepted socket or the rdma_cm request. A socket may be detached and passed to another loop.
     :param address: address of the peer.
-    :param on_state_change: called after each change, with the peer, its previous state and the reason of a refusal.
+    :param on_state_change: called after each change with this object, its previous state and, if the peer was refused,
+        the reason.
     """
 
     def __init__(
@@ -82,7 +84,7 @@ class PendingPeer:
         self.address = address
         self.state = AcceptState.HANDSHAKING
         self.worker: int | None = None
-        """Number of the pool's worker that handles the peer; None if no worker does yet."""
+        """Number of the pool's worker that handles the peer; None if no worker has been chosen."""
         self.timeout: asyncio.Timeout | None = None  # limit of the handshake
         self.is_expiring = False
         self._loop = running_loop()
@@ -92,15 +94,15 @@ class PendingPeer:
 
     @property
     def peer(self) -> str:
-        """Address of the peer as text."""
+        """Address of the peer as text, such as ``10.0.0.1:7471``."""
         return format_address(self.address)
 
     async def open_control(self, accept_settings: AcceptSettings) -> ControlChannel:
-        """Open the control channel to the peer, on the loop that accepted the peer. May be called once.
+        """Open the control channel to the peer. Call only once, and on the loop that accepted the peer.
 
         :param accept_settings: TLS context, and limit of the TLS handshake.
         :returns: the channel, to be closed by the caller.
-        :raises OSError: the peer is gone, or, as `ssl.SSLError`, the TLS handshake failed.
+        :raises OSError: the peer is gone, or the TLS handshake failed (`ssl.SSLError`) or took too long.
         """
         endpoint, self.endpoint = self.endpoint, None
         assert endpoint is not None
@@ -111,11 +113,11 @@ class PendingPeer:
 
     @property
     def has_received(self) -> bool:
-        """Whether the peer is known to have sent data."""
+        """Whether the peer is known to have sent data; always False with rdma_cm, or if a worker handles the peer."""
         return self._control is not None and self._control.has_received
 
     def expire(self) -> None:
-        """End the peer's handshake at once: another peer needs its slot."""
+        """Make the peer's handshake time out at once, because another peer needs its slot."""
         self.is_expiring = True
         if self.timeout is not None and not self.timeout.expired():
             self.timeout.reschedule(self._loop.time())
@@ -123,23 +125,23 @@ class PendingPeer:
     def report_open(self, is_open: bool) -> None:
         """Report that the peer has become a connection (True), or that its connection is closed (False).
 
-        Thread-safe; only the first report of each kind counts.
+        Can be called from any thread. Only the first report of each kind counts.
         """
         if asyncio._get_running_loop() is self._loop:
             self._set_open(is_open)
         else:
-            with contextlib.suppress(RuntimeError):  # the loop is closed, so nothing is counted any more
+            with contextlib.suppress(RuntimeError):  # the loop is closed, so nothing is counted any longer
                 self._loop.call_soon_threadsafe(self._set_open, is_open)
 
     def _set_open(self, is_open: bool) -> None:
-        """Do the work of `report_open`, on the loop that accepted the peer."""
+        """Set the state for `report_open`, on the loop that accepted the peer. Repeated reports have no effect."""
         if self.state is (AcceptState.HANDSHAKING if is_open else AcceptState.OPEN):
             if is_open and self.timeout is not None and not self.timeout.expired():
                 self.timeout.reschedule(None)
             self._set_state(AcceptState.OPEN if is_open else AcceptState.CLOSED, "")
 
     def refuse(self, reason: str) -> None:
-        """Report that the peer does not become a connection. Has no effect once it is one.
+        """Report that the peer does not become a connection. Has no effect if it has already become one or was refused.
 
         :param reason: name under which the refusal is counted.
         """
@@ -147,18 +149,18 @@ class PendingPeer:
             self._set_state(AcceptState.CLOSED, reason)
 
     def _set_state(self, state: AcceptState, reason: str) -> None:
-        """Change the state, and report the change."""
+        """Set the state, and call `on_state_change` with the previous state and the reason."""
         previous, self.state = self.state, state
         self._on_state_change(self, previous, reason)
 
 
 class Acceptor:
-    """Acceptor of peers by TCP and rdma_cm, within limits.
+    """Acceptor of peers by TCP and rdma_cm, which limits the number of handshakes and connections.
 
     :param accept_settings: settings and limits for accepted peers.
     :param on_peer: coroutine function called with each peer in a task of its own, on the loop that opened the acceptor.
-        The task is cancelled if the handshake takes too long. Returns the reason if the peer did not become a
-        connection, else "".
+        The task is cancelled if the handshake takes too long. The function returns the reason if the peer did not
+        become a connection, else ``""``.
     """
 
     def __init__(
@@ -167,7 +169,7 @@ class Acceptor:
         self._accept_settings = accept_settings
         self._on_peer = on_peer
         self._sockets: list[socket.socket] = []
-        self._bound: list[Address] = []  # addresses of the sockets, as a forked child has no sockets to ask
+        self._bound: list[Address] = []  # addresses of the sockets; a forked child cannot get them from the sockets
         self._tasks: dict[asyncio.Task[None], PendingPeer] = {}
         self._closing_tasks: set[asyncio.Task[None]] = set()
         self._accept_tasks: list[asyncio.Task[None]] = []
@@ -181,19 +183,19 @@ class Acceptor:
     async def open(
         self, host: str | None, port: int, backlog: int, transport: Transport, domain: Domain | None
     ) -> None:
-        """Begin to listen.
+        """Start listening for peers and accepting them. On failure, nothing is left open.
 
-        :param host: address or name to listen at; None: all addresses of this machine.
-        :param port: port to listen at; 0: a free port, the same for all addresses.
+        :param host: address or name to listen at; None for all addresses of this machine.
+        :param port: port to listen at; 0 for a free port, the same for all addresses.
         :param backlog: number of peers that the kernel queues for each address.
-        :param transport: ``"tcp"``: TCP only. ``"rdmacm"``: rdma_cm only. ``"auto"``: TCP, and rdma_cm if there is a
-            domain of an RDMA device, no TLS, and rdma_cm works on this machine.
+        :param transport: ``"tcp"`` for TCP only; ``"rdmacm"`` for rdma_cm only; ``"auto"`` for TCP, and for rdma_cm as
+            well if the domain is on an RDMA device, there is no TLS, and rdma_cm works on this machine.
         :param domain: domain of the connections, which rdma_cm needs. Pass None if the workers of a pool handle the
-            connections, because each worker has a domain of its own.
-        :raises OSError: the name has no address, the address is in use, or does not belong to this machine.
-        :raises LibraryNotFoundError: `transport` is ``"rdmacm"``, and librdmacm is not installed.
-        :raises VerbsError: `transport` is ``"rdmacm"``, and rdma_cm does not work on this machine.
-        :raises ValueError: `transport` is ``"rdmacm"``, and the domain is of a software device.
+            connections, because each worker has a domain of its own; then peers cannot connect by rdma_cm.
+        :raises OSError: the name has no address, or an address is in use or does not belong to this machine.
+        :raises LibraryNotFoundError: `transport` is ``"rdmacm"`` and librdmacm is not installed.
+        :raises VerbsError: `transport` is ``"rdmacm"`` and rdma_cm does not work on this machine.
+        :raises ValueError: `transport` is ``"rdmacm"`` and the domain is on a software device.
         """
         self._loop, self._owner = running_loop(), Affinity.of_running_loop()
         try:
@@ -206,10 +208,15 @@ class Acceptor:
             raise
 
     async def _open_rdma_cm(self, host: str | None, port: int, backlog: int, transport: Transport) -> None:
-        """Listen by rdma_cm and start to accept. If `transport` is ``"auto"``, a failure is only logged.
+        """Start listening with rdma_cm and accepting peers. If `transport` is ``"auto"``, a failure is only logged.
 
+        :param host: address or name to listen at; None for all addresses of this machine.
+        :param port: port to listen at; 0 for a free port.
+        :param backlog: number of peers that the kernel queues.
+        :param transport: ``"rdmacm"`` or ``"auto"``.
         :raises LibraryNotFoundError: librdmacm is not installed.
-        :raises OSError: the name has no address, or, as `VerbsError`, the address is in use or has no RDMA device.
+        :raises VerbsError: rdma_cm is not available, or the address is in use or belongs to no RDMA device.
+        :raises OSError: the name has no address.
         """
         assert self._loop is not None
         channel = SharedChannel()
@@ -227,7 +234,7 @@ class Acceptor:
         self._accept_tasks.append(self._loop.create_task(self._accept_rdma_cm(channel, listener)))
 
     async def _open_tcp(self, host: str | None, port: int, backlog: int) -> None:
-        """Listen by TCP at all addresses of the host, and start to accept.
+        """Start listening with TCP at all addresses of `host`, and accepting peers.
 
         :raises OSError: the name has no address, or an address is in use or does not belong to this machine.
         """
@@ -243,7 +250,7 @@ class Acceptor:
             self._accept_tasks.append(self._loop.create_task(self._accept(sock)))
 
     def _listen(self, family: int, address: tuple[object, ...], backlog: int) -> None:
-        """Add a listening socket for one address; none if the machine does not support the address family.
+        """Open a listening socket for one address and store it. Do nothing if the machine lacks the address family.
 
         :raises OSError: the address is in use or does not belong to this machine.
         """
@@ -265,9 +272,9 @@ class Acceptor:
 
     @property
     def addresses(self) -> list[Address]:
-        """Addresses and ports at which the acceptor listens: those of TCP, or without TCP that of rdma_cm.
+        """Addresses and ports at which the acceptor listens: those of TCP, or if there is no TCP, that of rdma_cm.
 
-        Empty before opening and after `stop`.
+        Empty before `open` and after `stop`.
         """
         addresses = list(self._bound)
         if not addresses and self._cm is not None:
@@ -275,9 +282,9 @@ class Acceptor:
         return addresses
 
     def statistics(self, workers: int = 0) -> ServerStatistics:
-        """Return the current counters.
+        """Return the current counters of peers and connections, a `ServerStatistics`.
 
-        :param workers: number of workers of the pool, 0 without one.
+        :param workers: number of workers of the pool; 0 if there is no pool.
         """
         refused = tuple(sorted(self._refused.items()))
         per_worker = Counter(pending.worker for pending in self._tasks.values() if pending.state is AcceptState.OPEN)
@@ -285,7 +292,11 @@ class Acceptor:
         return ServerStatistics(self._handshakes, self._connections, self._accepted, refused, counts)
 
     async def _accept(self, listening: socket.socket) -> None:
-        """Accept peers at one socket for ever, each when a slot for a handshake is free. Ends when cancelled."""
+        """Accept peers at a listening socket until cancelled.
+
+        Starts each peer's handshake when a slot for a handshake is free; refuses the peer if there are too many
+        connections. A failure to accept is logged, and accepting is retried.
+        """
         assert self._loop is not None
         while True:
             try:
@@ -306,6 +317,8 @@ class Acceptor:
     async def _accept_one(self, listening: socket.socket) -> tuple[socket.socket, Address]:
         """Wait for the next peer, and return the connected socket, which the caller closes, and the peer's address.
 
+        In a forked child this method waits until it is cancelled.
+
         :raises OSError: the peer gave up, or no file descriptor is left.
         """
         assert self._owner is not None
@@ -317,13 +330,17 @@ class Acceptor:
             else:
                 forks.keep_from_children(sock)
                 return sock, address
-        # This is a forked child's copy of the loop: peers belong to the parent. Wait until this loop ends and cancels
+        # This loop is a forked child's copy, but the peers belong to the parent. Wait until the loop ends and cancels
         # the task.
         never: asyncio.Future[tuple[socket.socket, Address]] = running_loop().create_future()
         return await never
 
     async def _accept_rdma_cm(self, channel: SharedChannel, listener: CmListener) -> None:
-        """Accept peers by rdma_cm until the listener is closed or fails, each when a slot is free."""
+        """Accept peers with rdma_cm until the listener is closed or fails.
+
+        Starts each peer's handshake when a slot for a handshake is free; refuses the peer if there are too many
+        connections. A failure of the listener is logged.
+        """
         try:
             async for identifier in listener:
                 try:
@@ -340,21 +357,27 @@ class Acceptor:
             logger.warning("peers cannot connect by rdma_cm any more: %s", error)
 
     def _start_or_refuse(self, sock: socket.socket, address: Address, has_slot: bool) -> None:
-        """Start the handshake of an accepted peer if there is a slot; otherwise refuse the peer."""
+        """Start the handshake of an accepted peer if `has_slot` is True; otherwise refuse the peer."""
         sock.setblocking(False)
         if has_slot:
             self._start_handshake(sock, address)
         else:
             self._refuse(sock)
 
-    # Connecting and sending nothing costs a peer next to nothing, so there may be very many. Of each listening socket
-    # one peer waits here for a slot, and the others wait in the kernel's backlog. If no handshake ends meanwhile, the
-    # oldest peer is expired that has had _MIN_HANDSHAKE_S; peers that are not known to have sent anything go first. So
-    # silent peers delay an honest peer by _MIN_HANDSHAKE_S for each `max_handshakes` of them that came before, and
-    # cannot keep it out.
+    # Connecting and sending nothing costs a peer next to nothing, so there may be very many such peers. For each
+    # listening socket, one peer waits here for a slot, and the others wait in the kernel's backlog. If no handshake
+    # ends in the meantime, the oldest handshake that has had _MIN_HANDSHAKE_S is expired; peers that are not known to
+    # have sent anything are expired first. So silent peers delay an honest peer by _MIN_HANDSHAKE_S for every
+    # `max_handshakes` of them that arrived earlier, but cannot keep it out.
 
     async def _wait_for_slot(self) -> bool:
-        """Wait until a handshake may begin, and return True; return False if `max_connections` is reached."""
+        """Wait until there is a slot for a handshake, and return True.
+
+        While all slots are in use, expires one handshake after another.
+
+        :returns: False, without waiting, if there are already `max_connections` connections; then the peer is counted
+            as refused.
+        """
         while True:
             max_connections = self._accept_settings.max_connections
             if max_connections is not None and self._connections >= max_connections:
@@ -369,7 +392,12 @@ class Acceptor:
                 await self._slot_freed.wait()
 
     def _expire_oldest(self) -> float:
-        """Expire the oldest peer that may be expired. Return the time in seconds to wait before the next one may be."""
+        """Expire the oldest handshake that has lasted long enough, if there is one.
+
+        Peers that are not known to have sent anything come first.
+
+        :returns: how long to wait before the next call, in seconds.
+        """
         waiting = [
             each
             for each in self._tasks.values()
@@ -383,7 +411,7 @@ class Acceptor:
         return min((each.started_at - threshold for each in waiting), default=_MIN_HANDSHAKE_S)
 
     def _start_handshake(self, endpoint: CmControlChannel | socket.socket, address: Address | None) -> None:
-        """Count a peer, and call `on_peer` with it in a task."""
+        """Count a peer as in the handshake, and start a task that calls `on_peer` with it."""
         assert self._loop is not None
         self._handshakes += 1
         pending = PendingPeer(endpoint, address, self._on_state_change)
@@ -392,7 +420,10 @@ class Acceptor:
         task.add_done_callback(self._on_task_done)
 
     async def _run_handshake(self, pending: PendingPeer) -> None:
-        """Call `on_peer` within the time limit, and count the peer as refused if it is not a connection then."""
+        """Call `on_peer` with a peer, and limit the time of the handshake.
+
+        If the peer has not become a connection when this ends, the peer is counted as refused.
+        """
         reason = "cancelled"
         try:
             pending.started_at = running_loop().time()
@@ -404,20 +435,20 @@ class Acceptor:
             pending.refuse(reason)
 
     def _on_task_done(self, task: asyncio.Task[None]) -> None:
-        """Forget a task that has ended. A task cancelled before its first step counts as refused."""
+        """Remove a task that has ended. The peer of a task that was cancelled before it ran is counted as refused."""
         pending = self._tasks.pop(task)
         pending.refuse("cancelled")  # cancelled before its first step
 
     def reject_busy(self, pending: PendingPeer) -> None:
-        """Reject a peer because the pool is closed or broken. The refusal is counted as ``"BUSY"``."""
+        """Reject a peer because the pool is closed or broken, and count it as refused with the reason ``"BUSY"``."""
         if isinstance(pending.endpoint, socket.socket):
             self._refuse(pending.endpoint)
         pending.refuse("BUSY")
 
     def _refuse(self, sock: socket.socket) -> None:
-        """Send the rejection BUSY and close the socket.
+        """Send a rejection with the reason BUSY to a TCP peer, and close the socket. Does not wait.
 
-        Does not wait: nothing is sent by TLS, or if the socket's buffer is full.
+        With TLS, or if the socket's buffer is full, the socket is closed without a rejection.
         """
         with sock, contextlib.suppress(OSError):
             if self._accept_settings.ssl is None:
@@ -428,7 +459,12 @@ class Acceptor:
     # ---- Results of handshakes
 
     def _on_state_change(self, pending: PendingPeer, previous: AcceptState, reason: str) -> None:
-        """Count a peer that has become a connection, was refused or is closed. Close the endpoint of a refused one."""
+        """Update the counters after the state of a peer has changed. If the peer was refused, close its endpoint.
+
+        :param pending: the peer, in its new state.
+        :param previous: its previous state.
+        :param reason: name under which a refusal is counted.
+        """
         self._slot_freed.set()
         if previous is AcceptState.OPEN:
             self._connections -= 1
@@ -450,7 +486,9 @@ class Acceptor:
     # ---- Closing
 
     async def stop(self) -> None:
-        """Stop accepting. Handshakes in progress go on, unless their loop is closed. Stopping twice has no effect.
+        """Stop accepting peers. Handshakes in progress continue unless their loop is closed.
+
+        Stopping twice has no effect.
 
         :raises VerbsError: the rdma_cm listener cannot be closed.
         """
@@ -464,7 +502,7 @@ class Acceptor:
                     task.cancel()
                 if accept_tasks:
                     await asyncio.wait(accept_tasks)
-        finally:  # also when cancelled: the accept tasks were cancelled before, and do not use the sockets any more
+        finally:  # also if cancelled: the accept tasks were cancelled before and no longer use the sockets
             self._close_sockets()
             if cm is not None:
                 channel, listener = cm
@@ -474,10 +512,10 @@ class Acceptor:
                     await channel.release()
 
     def destroy(self) -> None:
-        """Close the sockets, if the loop that opened the acceptor is closed; otherwise that loop closes them.
+        """Close the sockets if the loop that opened the acceptor is closed; otherwise leave that to the loop.
 
-        Called from any thread when the parent domain or pool is closed: `Lifecycle` calls ``destroy`` of each handle it
-        holds.
+        Called from any thread when the parent domain or pool is closed: its `Lifecycle` calls ``destroy`` of each
+        handle that it holds.
         """
         if self._is_orphaned():
             self._abandon()
@@ -487,10 +525,10 @@ class Acceptor:
         return self._owner is not None and self._owner.orphaned
 
     def _abandon(self) -> None:
-        """Close the sockets, and forget the tasks of the closed loop.
+        """Close the sockets, and remove the tasks of the closed loop.
 
-        The tasks of a closed loop neither run nor can be cancelled. Connections that they opened are closed with the
-        domain or pool.
+        The tasks of a closed loop neither run nor can be cancelled. Connections that they opened are closed together
+        with the domain or pool.
         """
         self._close_sockets()
         pending_peers = list(self._tasks.values())
@@ -507,20 +545,20 @@ class Acceptor:
             sock.close()
 
     async def wait(self, timeout_s: float | None) -> bool:
-        """Wait for all tasks to end, those of handshakes and handlers.
+        """Wait until the tasks of all handshakes and handlers have ended.
 
-        :param timeout_s: limit in seconds; None: no limit.
-        :returns: whether all tasks have ended.
+        :param timeout_s: limit in seconds; None for no limit.
+        :returns: True if all tasks have ended; False if some still run after the limit.
         """
         if waiting := {*self._tasks, *self._closing_tasks}:
             await asyncio.wait(waiting, timeout=timeout_s)
         return not self._tasks and not self._closing_tasks
 
     async def cancel(self, timeout_s: float | None = None) -> bool:
-        """Cancel all tasks, those of handshakes and handlers, and wait for them to end.
+        """Cancel the tasks of all handshakes and handlers, and wait until they have ended.
 
-        :param timeout_s: limit of waiting in seconds; None: no limit.
-        :returns: whether all tasks have ended.
+        :param timeout_s: limit of waiting in seconds; None for no limit.
+        :returns: True if all tasks have ended; False if some still run after the limit.
         """
         for task in self._tasks:
             task.cancel()

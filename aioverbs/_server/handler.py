@@ -1,4 +1,4 @@
-"""Handling a peer of a server where its connection lives: on the server's loop or on a pool's worker."""
+"""Handling a peer of a server on the event loop that owns its connection: the server's loop or that of a worker."""
 
 import contextlib
 import functools
@@ -27,9 +27,8 @@ Handler = Callable[[Connection], Awaitable[object]]
 """Async function that a server calls with each connection."""
 
 ReportOpen = Callable[[bool], object]
-"""Callback, called with True when the peer has become a connection, and with False when the connection is closed.
-
-It does not block.
+"""Callback that is called with True when the peer has become a connection, and with False when the connection is
+closed. The callback does not block.
 """
 
 
@@ -37,7 +36,8 @@ It does not block.
 class Service:
     """Handler and settings of a server.
 
-    Picklable if the handler and the TLS factory are; so it can be sent to worker processes.
+    To be sent to worker processes, a service must be picklable, and so must its handler and the function that makes the
+    TLS context.
     """
 
     handler: Handler
@@ -49,19 +49,23 @@ class HandlerResult:
     """Result of handling one peer.
 
     :param reason: reason why the peer did not become a connection; "" if it did.
-    :param failure: exception of the handler, except for those that report the end of the peer.
+    :param failure: exception that the handler raised, except for those that report the end of the peer; None if there
+        is none.
     """
 
     reason: str = ""
     failure: BaseException | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the result. The traceback of the failure cannot be pickled; its text can."""
+        """Return a function and its arguments that restore the result, for pickle.
+
+        The traceback of the failure cannot be pickled, so it is replaced by its text.
+        """
         return _unpickled_result, (self.reason, self.failure and pickled_error(self.failure))
 
 
 def _unpickled_result(reason: str, failure: bytes | None) -> HandlerResult:
-    """Return the result that `HandlerResult.__reduce__` pickled."""
+    """Restore a result from the arguments that `HandlerResult.__reduce__` returned, and return it."""
     # bytes are never empty
     return HandlerResult(reason, failure and unpickled_error(failure))  # type: ignore[arg-type]
 
@@ -69,16 +73,17 @@ def _unpickled_result(reason: str, failure: bytes | None) -> HandlerResult:
 async def handle(
     control: Awaitable[ControlChannel], peer: str, report_open: ReportOpen, domain: Domain, service: Service
 ) -> HandlerResult:
-    """Make a connection on the running loop, call the handler with it, and close it.
+    """Make a connection to an accepted peer on the running loop, call the handler with it, then close the connection.
 
-    If the handler raises, the connection is aborted.
+    If the handler raises or is cancelled, the connection is aborted.
 
-    :param control: opens the control channel to the peer; awaited first.
+    :param control: awaitable that opens the control channel to the peer.
     :param peer: description of the peer for logs.
-    :param report_open: notified when the connection is open, and when closed.
+    :param report_open: called with True when the connection is open, and with False when it is closed.
     :param domain: domain that the queue pair is made on.
     :param service: the handler and the settings for accepted peers.
-    :returns: why there was no connection, or the exception of the handler. A cancellation is raised.
+    :returns: a result with the reason why there is no connection, or with the exception of the handler, if any.
+    :raises Exception: the exceptions of `try_accept`.
     """
     connection, reason = await try_accept(control, peer, domain, service.accept_settings)
     if connection is None:
@@ -104,12 +109,13 @@ async def handle(
 
 
 async def handle_on_worker(sock: socket.socket, report_open: ReportOpen, service: Service) -> HandlerResult:
-    """Handle a peer on the current worker, with the worker's domain: see `handle`.
+    """Handle a peer on the current worker of a pool, using the worker's domain: see `handle`.
 
-    :param sock: socket of the peer, non-blocking. The descriptor is detached from this object.
-    :param report_open: as for `handle`.
-    :param service: as for `handle`.
-    :returns: as `handle`.
+    :param sock: non-blocking socket of the peer. Its descriptor is detached from this object.
+    :param report_open: called with True when the connection is open, and with False when it is closed.
+    :param service: the handler and the settings for accepted peers.
+    :returns: the result of `handle`.
+    :raises Exception: the exceptions of `handle`, or of the function that makes the TLS context.
     """
     peer, detached = peer_name(sock), socket.socket(fileno=sock.detach())
     control = accept_tcp(detached, service.accept_settings.context, service.accept_settings.handshake_timeout_s)

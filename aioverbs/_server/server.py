@@ -39,12 +39,12 @@ logger = logging.getLogger("aioverbs")
 
 
 class _AcceptorResource(anyio.abc.AsyncResource):
-    """Base of `ConnectionListener` and `Server`: owns an acceptor, on the event loop that opens it.
+    """Base of `ConnectionListener` and `Server`. Owns an acceptor, and belongs to the event loop that opens it.
 
-    ``async with`` opens the object and gives the object itself, and closes it at the end of the block.
+    ``async with`` opens the object, gives the object itself and closes it at the end of the block.
 
     :param listen_args: arguments of `Acceptor.open`.
-    :param acceptor: the acceptor, not open yet.
+    :param acceptor: the acceptor, which is not open yet.
     :param parent: domain or pool that the connections are made on.
     """
 
@@ -54,7 +54,7 @@ class _AcceptorResource(anyio.abc.AsyncResource):
         self._listen_args = listen_args
         self._domain = listen_args[-1]
         self._acceptor = acceptor
-        self._parent = parent  # what the connections are made on: a domain or a pool
+        self._parent = parent  # domain or pool that the connections are made on
         self._owner: Affinity | None = None  # None until opened
         self._closed = False
 
@@ -62,16 +62,16 @@ class _AcceptorResource(anyio.abc.AsyncResource):
         return f"<{type(self).__name__} at {', '.join(map(format_address, self.addresses)) or 'no address'}>"
 
     async def open(self) -> Self:
-        """Begin to listen.
+        """Start listening for peers and accepting them.
 
         :returns: this object.
         :raises AffinityError: another event loop owns the domain.
-        :raises ClosedResourceError: opened before or closed before, or the domain or pool is not open. A listener that
-            is open stays open.
-        :raises OSError: the address is in use or not an address of this machine.
-        :raises ValueError: the domain is of a software device, and the transport is ``"rdmacm"``.
-        :raises LibraryNotFoundError: the transport is ``"rdmacm"``, and librdmacm is not installed.
-        :raises VerbsError: the transport is ``"rdmacm"``, and rdma_cm does not work on this machine.
+        :raises ClosedResourceError: this object was opened or closed before, or the domain or pool is not open. If it
+            is open, it stays open.
+        :raises OSError: the name has no address, or an address is in use or does not belong to this machine.
+        :raises ValueError: the transport is ``"rdmacm"`` and the domain is on a software device.
+        :raises LibraryNotFoundError: the transport is ``"rdmacm"`` and librdmacm is not installed.
+        :raises VerbsError: the transport is ``"rdmacm"`` and rdma_cm does not work on this machine.
         """
         if self._owner is not None or self._closed:
             raise ClosedResourceError(f"{self!r} cannot be opened again: make a new one")
@@ -87,10 +87,12 @@ class _AcceptorResource(anyio.abc.AsyncResource):
         return self
 
     def _check_caller(self, operation: str) -> None:
-        """Check that the owner's event loop is running: tasks and futures belong to that loop.
+        """Check that the owner's event loop is running, because tasks and futures belong to that loop.
 
-        Before opening, the owner is that of the domain, if one loop owns the domain.
+        The owner is the loop that opened this object; before that, the loop that owns the domain. Any caller passes if
+        there is no owner, or if this object is closed.
 
+        :param operation: name of the caller's method, for the error message.
         :raises AffinityError: another event loop or none is running.
         """
         if self._closed:
@@ -102,12 +104,12 @@ class _AcceptorResource(anyio.abc.AsyncResource):
 
     @property
     def _orphaned(self) -> bool:
-        """Whether the loop that opened this object is closed, so that any other loop may close this object."""
+        """Whether the event loop that opened this object is closed, so that any other loop may close the object."""
         return self._owner is not None and self._owner.orphaned
 
     @property
     def _inherited(self) -> bool:
-        """Whether this process was forked from the one that opened this object."""
+        """Whether this process was forked from the process that opened this object."""
         return self._owner is not None and self._owner.inherited
 
     async def __aenter__(self) -> Self:
@@ -122,7 +124,7 @@ class _AcceptorResource(anyio.abc.AsyncResource):
     def port(self) -> int:
         """Port at which this object listens, the same for all addresses.
 
-        :raises ClosedResourceError: not listening.
+        :raises ClosedResourceError: this object is not open.
         """
         if not self.addresses:
             raise ClosedResourceError(f"{self!r} is not listening, so it has no port: open it first")
@@ -136,16 +138,16 @@ class _AcceptorResource(anyio.abc.AsyncResource):
 class ConnectionListener(_AcceptorResource):
     """Listener for connections. Made by `listen`.
 
-    ``async for`` returns a `Connection` for each peer that completes the handshake. The caller closes the connections;
-    closing the listener ends the loop and leaves them open. Connections that were not returned by then are aborted. The
+    ``async for`` yields a `Connection` for each peer that completes the handshake. The caller closes these connections;
+    closing the listener ends the loop and leaves them open. Connections that were not yielded yet are aborted. The
     listener belongs to the event loop that opens it.
 
-    :param host: address or name to listen at; None: all addresses.
-    :param port: port to listen at; 0: a free port.
+    :param host: address or name to listen at; None for all addresses of this machine.
+    :param port: port to listen at; 0 for a free port.
     :param domain: domain that the queue pairs are made on.
     :param transport: ``"tcp"``, ``"rdmacm"`` or ``"auto"``.
     :param accept_settings: settings for accepted peers.
-    :param backlog: number of peers that the kernel queues.
+    :param backlog: number of peers that the kernel queues until they are accepted.
     """
 
     def __init__(
@@ -164,25 +166,26 @@ class ConnectionListener(_AcceptorResource):
         self._open = False
 
     async def open(self) -> Self:
-        """Begin to listen.
+        """Start listening for peers and accepting them.
 
-        :returns: the listener.
+        :returns: the listener itself.
         :raises AffinityError: another event loop owns the domain.
-        :raises ClosedResourceError: opened before or closed before, or the domain is not open. A listener that is open
-            stays open.
-        :raises OSError: the address is in use or not an address of this machine.
-        :raises ValueError: the domain is of a software device, and the transport is ``"rdmacm"``.
-        :raises LibraryNotFoundError: the transport is ``"rdmacm"``, and librdmacm is not installed.
-        :raises VerbsError: the transport is ``"rdmacm"``, and rdma_cm does not work on this machine.
+        :raises ClosedResourceError: the listener was opened or closed before, or the domain is not open. A listener
+            that is open stays open.
+        :raises OSError: the name has no address, or an address is in use or does not belong to this machine.
+        :raises ValueError: the transport is ``"rdmacm"`` and the domain is on a software device.
+        :raises LibraryNotFoundError: the transport is ``"rdmacm"`` and librdmacm is not installed.
+        :raises VerbsError: the transport is ``"rdmacm"`` and rdma_cm does not work on this machine.
         """
         await super().open()
         self._open = True
         return self
 
     async def _on_peer(self, pending: PendingPeer) -> str:
-        """Make a connection of a peer, and keep it for `accept`.
+        """Make a connection to an accepted peer, and store it until `accept` returns it.
 
-        :returns: "", or the reason why the peer did not become a connection.
+        :returns: ``""``, or the reason why the peer did not become a connection: see `try_accept`.
+        :raises Exception: the exceptions of `try_accept`.
         """
         assert self._domain is not None
         connection, reason = await try_accept(
@@ -198,7 +201,7 @@ class ConnectionListener(_AcceptorResource):
         return reason
 
     def _wake(self) -> None:
-        """Wake one caller of `accept`."""
+        """Wake one task that waits in `accept`, if there is one."""
         while self._waiters:
             waiter = self._waiters.popleft()
             if not waiter.done():
@@ -240,12 +243,13 @@ class ConnectionListener(_AcceptorResource):
             raise StopAsyncIteration from None
 
     async def aclose(self) -> None:
-        """Stop listening, and abort the connections that were not returned. Closing twice has no effect.
+        """Stop listening, and abort the connections that `accept` has not returned. Closing twice has no effect.
 
-        In the child of a fork nothing is done: the listener is the parent's. If the loop that opened the listener is
-        closed, another loop may close the listener; closing the resources below its domain does so, too.
+        In a forked child this method does nothing: the listener belongs to the parent. If the loop that opened the
+        listener is closed, another loop may close the listener. Closing the domain also closes such a listener.
 
         :raises AffinityError: an event loop other than the one that opened the listener is running; nothing was done.
+        :raises VerbsError: the rdma_cm listener or a connection cannot be closed.
         """
         if self._inherited or self._closed:
             return
@@ -257,7 +261,11 @@ class ConnectionListener(_AcceptorResource):
         await wait_uncancelled(self._close())
 
     async def _close(self) -> None:
-        """Stop accepting, end the waiting calls of `accept`, and abort the connections that were not returned."""
+        """Stop accepting peers, cancel handshakes in progress, end waiting calls of `accept`, and abort the connections
+        that `accept` has not returned.
+
+        :raises VerbsError: the rdma_cm listener or a connection cannot be closed.
+        """
         lifecycle_of(self._parent).detach(self._acceptor)
         await self._acceptor.stop()
         await self._acceptor.cancel()
@@ -286,22 +294,23 @@ def listen(
 
     The connections belong to the event loop that opens the listener.
 
-    :param host: address or name to listen at; None: all addresses of this machine.
-    :param port: port to listen at, 0..65535; 0: a free port.
+    :param host: address or name to listen at; None for all addresses of this machine.
+    :param port: port to listen at, 0..65535; 0 for a free port.
     :param domain: domain that the queue pairs are made on.
-    :param transport: how peers reach the listener: ``"tcp"``, ``"rdmacm"``, or ``"auto"``: by both, if the device
-        supports rdma_cm.
-    :param ssl: TLS context for the TCP connections (see `connect`), or a function that makes one; None: no TLS.
-    :param secret: shared secret that peers must prove to know, at least 1 byte; None: no secret.
-    :param settings: sizes and times; None: ``ConnectionSettings()``.
+    :param transport: how peers reach the listener: ``"tcp"``, ``"rdmacm"``, or ``"auto"`` for TCP, and for rdma_cm as
+        well if the device supports it and there is no TLS.
+    :param ssl: TLS context for the TCP connections (see `connect`), or a function that makes one; None for no TLS.
+    :param secret: shared secret, at least 1 byte, that peers must prove that they know; None for no secret.
+    :param settings: sizes and times; None for ``ConnectionSettings()``.
     :param handshake_timeout_s: limit of a peer's handshake in seconds, above 0.
-    :param max_handshakes: number of handshakes at the same time, 1 or more. When all are in use, a new peer waits until
-        one ends or has taken half a second; then the oldest is cancelled, peers that have sent nothing first.
-    :param max_connections: number of open connections, 1 or more; further peers are refused. None: no limit.
+    :param max_handshakes: largest number of handshakes at the same time, 1 or more. When that many are in progress, a
+        new peer waits until one of them ends. The oldest handshake that has taken half a second is cancelled; peers
+        that have sent nothing come first.
+    :param max_connections: largest number of open connections, 1 or more; further peers are refused. None for no limit.
     :param backlog: number of peers that the kernel queues until they are accepted.
-    :returns: a listener to open with ``async with``. It listens when it is open, not before.
-    :raises ValueError: an argument is out of range, or `transport` and `ssl` exclude each other.
-    :raises Exception: whatever the function `ssl` raised, which is called here in this process.
+    :returns: a listener to open with ``async with``. It does not listen until it is open.
+    :raises ValueError: an argument is out of range, or `transport` and `ssl` cannot be combined.
+    :raises Exception: the exception of the function `ssl`, which this function calls.
     """
     accept_settings = _accept_settings(
         transport, ssl, secret, settings, handshake_timeout_s, max_handshakes, max_connections
@@ -318,9 +327,10 @@ def _accept_settings(
     max_handshakes: int,
     max_connections: int | None,
 ) -> AcceptSettings:
-    """Return the settings for accepted peers, from the arguments of `listen` or `serve`.
+    """Check arguments of `listen` or `serve`, and return them as settings for accepted peers.
 
-    :raises ValueError: an argument is out of range, or `transport` and `ssl` exclude each other.
+    :raises ValueError: an argument is out of range, or `transport` and `ssl` cannot be combined.
+    :raises Exception: the exception of the function `ssl`, which this function calls.
     """
     chosen = settings if settings is not None else ConnectionSettings()
     accept_settings = AcceptSettings(ssl, secret, chosen, handshake_timeout_s, max_handshakes, max_connections)
@@ -329,9 +339,9 @@ def _accept_settings(
 
 
 def _parent_of(domain: Domain | None, pool: WorkerPool | None) -> Domain | WorkerPool:
-    """Return the domain or the pool, whichever is given.
+    """Return the domain or the pool, whichever is not None.
 
-    :raises ValueError: both or none is given.
+    :raises ValueError: both are None, or neither is.
     """
     if domain is not None and pool is None:
         return domain
@@ -343,24 +353,25 @@ def _parent_of(domain: Domain | None, pool: WorkerPool | None) -> Domain | Worke
 class Server(_AcceptorResource):
     """Server that calls a handler with each connection. Made by `serve`.
 
-    Each call of the handler runs in a task of its own. When the handler returns, everything sent is delivered and the
-    connection closed. When the handler raises, the connection is aborted and the error logged, except for
-    `anyio.EndOfStream` and `anyio.BrokenResourceError`, which report the end of the peer.
+    Each call of the handler runs in a task of its own. When the handler returns, all sent messages are delivered and
+    the connection is closed. When the handler raises, the connection is aborted. The exception is logged, except for
+    `anyio.EndOfStream` and `anyio.BrokenResourceError`, which report that the peer is gone.
 
-    With a pool, each connection is a call of the pool from the handshake to its end, and counts and is placed as any
-    other call. When a worker dies, its connections break. When the pool is closed or fails, the server stops.
+    With a pool, each connection is one call of the pool, from the handshake to the end of the connection, and is
+    counted and placed like any other call. When a worker dies, its connections break. When the pool is closed or fails,
+    the server stops.
 
     The server belongs to the event loop that opens it.
 
     :param service: the handler and the settings for accepted peers.
-    :param host: address or name to listen at; None: all addresses.
-    :param port: port to listen at; 0: a free port.
-    :param domain: domain that the queue pairs are made on, if there is no pool.
-    :param pool: pool whose workers handle the connections, if there is no domain.
-    :param key: function from a peer's address to the key that chooses the worker; None: the pool's ``placement``
-        chooses.
+    :param host: address or name to listen at; None for all addresses of this machine.
+    :param port: port to listen at; 0 for a free port.
+    :param domain: domain that the queue pairs are made on; None if there is a pool.
+    :param pool: pool whose workers handle the connections; None if there is a domain.
+    :param key: function that returns, for the address of a peer, the key that chooses the worker; None if the pool's
+        ``placement`` chooses it.
     :param transport: ``"tcp"``, ``"rdmacm"`` or ``"auto"``.
-    :param backlog: number of peers that the kernel queues.
+    :param backlog: number of peers that the kernel queues until they are accepted.
     :param drain_timeout_s: time in seconds that handlers have to end when the server stops.
     """
 
@@ -399,16 +410,16 @@ class Server(_AcceptorResource):
         self._pool_watcher: asyncio.Task[None] | None = None
 
     async def open(self) -> Self:
-        """Begin to listen and to serve.
+        """Start listening for peers and serving them.
 
-        :returns: the server.
+        :returns: the server itself.
         :raises AffinityError: another event loop owns the domain.
         :raises ClosedResourceError: the domain or pool is not open, or the server was opened or closed before. A server
             that is open stays open.
-        :raises OSError: the address is in use or not an address of this machine.
-        :raises ValueError: the domain is of a software device, and the transport is ``"rdmacm"``.
-        :raises LibraryNotFoundError: the transport is ``"rdmacm"``, and librdmacm is not installed.
-        :raises VerbsError: the transport is ``"rdmacm"``, and rdma_cm does not work on this machine.
+        :raises OSError: the name has no address, or an address is in use or does not belong to this machine.
+        :raises ValueError: the transport is ``"rdmacm"`` and the domain is on a software device.
+        :raises LibraryNotFoundError: the transport is ``"rdmacm"`` and librdmacm is not installed.
+        :raises VerbsError: the transport is ``"rdmacm"`` and rdma_cm does not work on this machine.
         """
         if self._pool is not None:
             check_open(self._pool)
@@ -418,7 +429,7 @@ class Server(_AcceptorResource):
         return self
 
     async def _stop_with_pool(self, pool: WorkerPool) -> None:
-        """Stop the server when the pool takes no more calls."""
+        """Wait until the pool takes no more calls because it is closing, closed or broken; then stop the server."""
         await wait_while_accepting_calls(pool)
         await self.stop()
 
@@ -427,9 +438,10 @@ class Server(_AcceptorResource):
         return self._acceptor.statistics(self._pool.size if self._pool is not None else 0)
 
     async def _on_peer(self, pending: PendingPeer) -> str:
-        """Handle a peer from the handshake to the end of the connection, and log the failure of the handler.
+        """Handle a peer from the handshake to the end of the connection, and log the handler's exception, if any.
 
-        :returns: "", or the reason why the peer did not become a connection.
+        :returns: ``""``, or the reason why the peer did not become a connection: the name of a `Reason` or of an
+            exception class.
         """
         try:
             result = await self._run_handler(pending)
@@ -446,11 +458,12 @@ class Server(_AcceptorResource):
         return result.reason
 
     async def _run_handler(self, pending: PendingPeer) -> HandlerResult:
-        """Handle a peer on this loop, or on a worker of the pool.
+        """Handle a peer on this loop, or if there is a pool, on one of its workers, and wait until that is done.
 
         :returns: the result of `handle`.
-        :raises ClosedResourceError: the pool is closed; the peer was rejected.
-        :raises BrokenResourceError: the pool is broken, and the peer was rejected; or the worker died.
+        :raises ClosedResourceError: the domain or the pool is closed. If it is the pool, the peer was rejected.
+        :raises BrokenResourceError: the pool is broken and the peer was rejected, or the worker died.
+        :raises Exception: the other exceptions of `handle`, and those of the function ``key``.
         """
         if self._pool is None or self._socket_calls is None:
             assert self._domain is not None
@@ -469,15 +482,18 @@ class Server(_AcceptorResource):
         return await future.wait(call.withdraw)
 
     async def stop(self, drain_timeout_s: float | None = None) -> None:
-        """Stop accepting, wait for the handlers to end, then cancel those that have not ended.
+        """Stop accepting peers, wait for the handlers to end, then cancel those that have not ended.
 
         A handler on a pool's worker that does not end within the pool's ``grace_s`` after its cancellation is left to
-        the pool, which kills processes when it is closed and reports threads. If this call is
-        cancelled, the server still stops.
+        the pool: when the pool is closed, it kills worker processes and reports worker threads that do not end. If this
+        call is cancelled, the server still stops. Stopping twice has no effect.
 
-        :param drain_timeout_s: time in seconds that the handlers have; None: the value given to `serve`. Of several
-            concurrent calls the earliest deadline counts.
+        If the loop that opened the server is closed, only the sockets are closed.
+
+        :param drain_timeout_s: time in seconds that the handlers have to end; None for the value given to `serve`. If
+            there are several concurrent calls, the earliest deadline counts.
         :raises AffinityError: an event loop other than the one that opened the server is running; nothing was done.
+        :raises VerbsError: the rdma_cm listener cannot be closed.
         """
         if self._orphaned:
             await self._stop_orphaned()
@@ -496,7 +512,12 @@ class Server(_AcceptorResource):
         await asyncio.shield(self._stopping)
 
     async def _stop(self, drain_scope: anyio.CancelScope) -> None:
-        """Stop accepting, wait for the handlers within `drain_scope`, and cancel the rest. Runs once, in a task."""
+        """Stop accepting peers, wait for the handlers until `drain_scope` ends, and cancel the remaining ones.
+
+        Runs once, in a task of its own.
+
+        :raises VerbsError: the rdma_cm listener cannot be closed.
+        """
         lifecycle_of(self._parent).detach(self._acceptor)
         try:
             await self._acceptor.stop()
@@ -512,7 +533,10 @@ class Server(_AcceptorResource):
             self._condition.notify()
 
     async def _stop_orphaned(self) -> None:
-        """Close the sockets of a server whose loop is closed. Its tasks cannot run, and nothing waits for them."""
+        """Close the sockets of a server whose loop is closed, without waiting for its tasks, which can no longer run.
+
+        :raises VerbsError: the rdma_cm listener cannot be closed.
+        """
         self._pool_watcher = self._stopping = None
         lifecycle_of(self._parent).detach(self._acceptor)
         await self._acceptor.stop()
@@ -520,19 +544,20 @@ class Server(_AcceptorResource):
         self._condition.notify()
 
     async def _cancel(self) -> None:
-        """Cancel the handlers and wait for their end, with a pool for at most its ``grace_s``. Handlers left are
-        logged.
+        """Cancel the handlers and wait until they have ended; if there is a pool, for at most its ``grace_s``.
+
+        If handlers are still running then, this is logged.
         """
         if await self._acceptor.cancel(self._pool.grace_s if self._pool is not None else None):
             return
-        # A blocked worker would keep this waiting. The pool ends it when the pool is closed.
+        # A blocked worker could delay this forever. The pool ends that worker when the pool is closed.
         logger.error("handlers did not end after their cancellation, and are left to %r", self._pool)
 
     async def wait_closed(self) -> None:
-        """Wait until the server has stopped and all handlers have ended.
+        """Wait until the server has stopped and its handlers have ended: see `stop`. Does not stop the server itself.
 
         :raises AffinityError: an event loop other than the one that opened the server is running.
-        :raises BrokenResourceError: the pool failed.
+        :raises BrokenResourceError: the pool failed, because a worker died and was not replaced.
         :raises ClosedResourceError: the server was not opened.
         """
         self._check_caller("wait_closed")
@@ -543,15 +568,16 @@ class Server(_AcceptorResource):
             check_unbroken(self._pool)
 
     async def aclose(self) -> None:
-        """Stop as `stop` does; if this call is cancelled, the handlers are cancelled at once.
+        """Stop the server as `stop` does. If this call is cancelled, the handlers are cancelled at once.
 
         Closing twice has no effect.
 
-        In the child of a fork nothing is done: the server is the parent's. If the loop that opened the server is
-        closed, another loop may close the server, without waiting for handlers; closing its pool, or the resources
-        below its domain, does so, too.
+        In a forked child this method does nothing: the server belongs to the parent. If the loop that opened the server
+        is closed, another loop may close the server, without waiting for handlers. Closing the pool or the domain also
+        closes such a server.
 
         :raises AffinityError: an event loop other than the one that opened the server is running; nothing was done.
+        :raises VerbsError: the rdma_cm listener cannot be closed.
         """
         if self._inherited:
             return
@@ -562,7 +588,10 @@ class Server(_AcceptorResource):
             raise
 
     async def _stop_now(self) -> None:
-        """Stop without waiting for handlers: cancel them at once."""
+        """Stop the server without waiting for the handlers to end by themselves: cancel them at once.
+
+        :raises VerbsError: the rdma_cm listener cannot be closed.
+        """
         await self._acceptor.stop()
         await self._cancel()
         await self.stop()
@@ -590,30 +619,31 @@ def serve(
 
     :param handler: async function called with each `Connection`, in a task of its own. The connection is closed when
         the handler returns.
-    :param host: address or name to listen at; None: all addresses of this machine.
-    :param port: port to listen at, 0..65535; 0: a free port.
+    :param host: address or name to listen at; None for all addresses of this machine.
+    :param port: port to listen at, 0..65535; 0 for a free port.
     :param domain: domain that the queue pairs are made on. Connections and handlers belong to the loop that opens the
         server.
-    :param pool: pool of workers, instead of a domain. Each connection is made and handled on a worker, with the
-        worker's domain. Limits count the connections of all workers together. Peers connect by TCP. If the workers are
-        processes, the handler must be picklable, such as a function of a module, and `ssl` must be a function that
+    :param pool: pool of workers, instead of a domain. Each connection is made and handled on a worker, using the
+        worker's domain. Limits apply to the connections of all workers together. Peers connect by TCP. If the workers
+        are processes, the handler must be picklable, such as a function of a module, and `ssl` must be a function that
         makes the context.
-    :param key: function from a peer's address to a key: peers with the same key are handled by the same worker, such as
-        ``key=lambda address: address[0]`` for all of one host. None: the pool's ``placement`` chooses.
-    :param transport: how peers reach the server: ``"tcp"``, ``"rdmacm"``, or ``"auto"``: by both, if the device
-        supports rdma_cm.
-    :param ssl: TLS context for the TCP connections (see `connect`), or a function that makes one; None: no TLS.
-    :param secret: shared secret that peers must prove to know, at least 1 byte; None: no secret.
-    :param settings: sizes and times; None: ``ConnectionSettings()``.
+    :param key: function that returns a key for the address of a peer. Peers with the same key are handled by the same
+        worker: with ``key=lambda address: address[0]``, all peers on one host. None if the pool's ``placement`` chooses
+        the worker.
+    :param transport: how peers reach the server: ``"tcp"``, ``"rdmacm"``, or ``"auto"`` for TCP, and for rdma_cm as
+        well if there is a domain, its device supports rdma_cm and there is no TLS.
+    :param ssl: TLS context for the TCP connections (see `connect`), or a function that makes one; None for no TLS.
+    :param secret: shared secret, at least 1 byte, that peers must prove that they know; None for no secret.
+    :param settings: sizes and times; None for ``ConnectionSettings()``.
     :param handshake_timeout_s: limit of a peer's handshake in seconds, above 0.
-    :param max_handshakes: number of handshakes at the same time, 1 or more; see `listen`.
-    :param max_connections: number of open connections, 1 or more; further peers are refused. None: no limit.
+    :param max_handshakes: largest number of handshakes at the same time, 1 or more; see `listen`.
+    :param max_connections: largest number of open connections, 1 or more; further peers are refused. None for no limit.
     :param backlog: number of peers that the kernel queues until they are accepted.
     :param drain_timeout_s: time in seconds that handlers have to end when the server stops.
-    :returns: a server to open with ``async with``. It listens when it is open, not before.
+    :returns: a server to open with ``async with``. It does not listen until it is open.
     :raises ValueError: an argument is out of range, not exactly one of `domain` and `pool` is given, or arguments
-        exclude each other.
-    :raises Exception: whatever the function `ssl` raised, which is called here in this process.
+        cannot be combined.
+    :raises Exception: the exception of the function `ssl`, which this function calls.
     """
     accept_settings = _accept_settings(
         transport, ssl, secret, settings, handshake_timeout_s, max_handshakes, max_connections

@@ -1,4 +1,4 @@
-"""PURE: socket addresses, and their notation as text."""
+"""PURE: socket addresses and their representation as text."""
 
 __all__ = ["Address", "format_address"]
 
@@ -7,10 +7,10 @@ Address = tuple[str, int] | tuple[str, int, int, int]
 
 
 def format_address(address: Address | None) -> str:
-    """Format an address as ``10.0.0.1:7471`` or ``[fd00::1]:7471``.
+    """Return an address as text, such as ``10.0.0.1:7471`` or ``[fd00::1]:7471``.
 
-    :param address: socket address; None is formatted as ``nowhere``.
-    :returns: the text.
+    :param address: socket address, or None.
+    :returns: the text; ``nowhere`` if the address is None.
     """
     if address is None:
         return "nowhere"

@@ -102,13 +102,13 @@ class AddressVector:
     :param dgid: GID of the peer, 16 bytes; empty for a path by LID alone, which InfiniBand has and RoCE does not.
     :param sgid_index: index of the source GID in the GID table of the local port.
     :param port_num: number of the local port, from 1.
-    :param hop_limit: largest number of routers on the path, 0..255.
+    :param hop_limit: maximum number of routers on the path, 0..255.
     :param flow_label: flow label of the global route header, 0..2**20-1.
     :param traffic_class: traffic class of the global route header, 0..255.
     :param dlid: LID of the peer, or of a router on the path to it; 0 on RoCE.
     :param sl: service level, 0..15.
     :param src_path_bits: low bits of the source LID, for ports with several LIDs.
-    :param static_rate: limit of the packet rate, a code of ``enum ibv_rate``; 0: none.
+    :param static_rate: limit of the packet rate, a code of ``enum ibv_rate``; 0 for no limit.
     """
 
     dgid: bytes = b""
@@ -205,10 +205,11 @@ class ResourceKind:
 
     @classmethod
     def decode(cls, resource_type: int) -> "ResourceKind":
-        """Decode a resource type.
+        """Decode a resource type into the names of a driver and of a purpose. Never fails.
 
-        :param resource_type: number of the driver in the upper 32 bits, code of that driver in the lower 32 bits.
-        :returns: the decoded type, with the names of the driver and of the purpose. Unknown ones contain the number.
+        :param resource_type: number of the driver in the upper 32 bits, code of that driver in the lower 32 bits; 0 for
+            the library's own buffers.
+        :returns: the decoded type. The name of an unknown driver or purpose contains its number: ``"resource 7"``.
         """
         if not resource_type:
             return cls("aioverbs", "buffer", 0)
@@ -230,9 +231,9 @@ class AllocatorUsage:
     :param size_bytes: sum of their sizes.
     :param peak_pieces: highest value of ``pieces`` so far.
     :param peak_bytes: highest value of ``size_bytes`` so far.
-    :param allocations: number of requests that returned memory, so far.
-    :param defaults: number of requests that returned `USE_DEFAULT`, so far.
-    :param failures: number of requests that failed, so far.
+    :param allocations: number of requests so far that returned memory.
+    :param defaults: number of requests so far that returned `USE_DEFAULT`.
+    :param failures: number of requests so far that failed.
     """
 
     pieces: int
@@ -248,8 +249,8 @@ class AllocatorUsage:
 class AllocatorStatistics:
     """Memory that a native allocator uses at one moment. Made by `NativeAllocator.statistics`.
 
-    Mappings include memory that is kept for later pieces, and all mappings of the allocator below this one, even if
-    another allocator uses them.
+    Mappings include memory that is kept for later pieces. They also include all mappings of the allocator below this
+    one, even if another allocator uses them.
 
     :param pieces: number of pieces allocated and not yet freed.
     :param mappings: number of memory mappings.
@@ -280,7 +281,8 @@ class FaultRecord(NamedTuple):
         error; ``"loss"``: a message was lost; ``"drop"``, ``"duplicate"``, ``"delay"``: a frame was lost, sent twice or
         sent late; ``"cut"``: the stream was closed at a frame.
     :param subject: name of the verb, or number of the queue pair.
-    :param ordinal: position of the call, request or frame in the count of its rule; for a random fault, of the draw.
+    :param ordinal: position of the call, request or frame in the count of its rule; for a random fault, position of the
+        random draw.
     :param value: error number, completion status or kind of the frame; None for ``"loss"``.
     """
 

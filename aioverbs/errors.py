@@ -133,7 +133,7 @@ class VerbsError(OSError):
 
     :param verb: name of the verb, such as ``"ibv_create_qp"``.
     :param errno: error number that the verb returned or set.
-    :param advice: what to do about the failure; None: the usual advice for this verb and number, if there is any.
+    :param advice: what to do about the failure; None for the usual advice for this verb and number, if any.
     """
 
     verb: str
@@ -158,7 +158,7 @@ class UnreachableError(VerbsError):
 
     :param verb: name of the verb, such as ``"rdma_resolve_route"``.
     :param errno: error number that the verb returned, or that its event reported.
-    :param advice: what to do about the failure; None: the usual advice for the number.
+    :param advice: what to do about the failure; None for the usual advice for that number.
     """
 
     def __init__(self, verb: str, errno: int, advice: str | None = None) -> None:
@@ -211,7 +211,7 @@ class HandshakeError(ConnectionRefusedError):
 
 
 class GrantRevokedError(PermissionError):
-    """The peer has revoked the grant. No request was sent, and the connection stays open.
+    """The peer has revoked the grant. No request was sent and the connection stays open.
 
     :param message: description of the grant and its peer.
     """
@@ -308,7 +308,7 @@ class BorrowedObjectClosedError(ClosedResourceError, VerbsError):
 
 
 class BrokenResourceError(anyio.BrokenResourceError):
-    """The object still exists, but cannot be used any more: its device, peer, owner or queue pair state is lost."""
+    """The object still exists but can no longer be used: its device, peer, owner or queue pair state is lost."""
 
 
 class DeviceRemovedError(BrokenResourceError):
@@ -342,11 +342,11 @@ class WorkerDiedError(BrokenResourceError):
 
 
 class QueuePairStateError(RuntimeError):
-    """The state of the queue pair does not allow this request, as before it is connected. Nothing was done."""
+    """The state of the queue pair does not allow this request, for example before it is connected. Nothing was done."""
 
 
 class AffinityError(RuntimeError):
-    """An object was used from another thread or event loop than the one that owns the object. Nothing was done."""
+    """An object was used from a thread or event loop other than the one that owns the object. Nothing was done."""
 
 
 class ConcurrentAccessError(RuntimeError):
@@ -354,7 +354,7 @@ class ConcurrentAccessError(RuntimeError):
 
 
 class TransitionError(ValueError):
-    """A queue pair cannot make the requested state transition, or not with these attributes. Nothing was done.
+    """A queue pair cannot make the requested state transition, at least not with these attributes. Nothing was done.
 
     ``subject`` is the representation of the queue pair, or ``"a queue pair"`` if unknown.
 
@@ -363,7 +363,7 @@ class TransitionError(ValueError):
     :param wanted: requested state.
     :param missing: names of attributes that the transition requires and the caller did not pass.
     :param unexpected: names of attributes that the caller passed and the transition does not allow.
-    :param wrong: names of attributes with invalid values, and for each the reason.
+    :param wrong: names of attributes with invalid values, each with the reason why the value is invalid.
     :param reachable: states that can be reached from the current one.
     """
 

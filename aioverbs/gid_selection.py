@@ -25,30 +25,30 @@ class Gid:
 
     @property
     def link_local(self) -> bool:
-        """True if the GID is valid on its own link only: fe80::/10."""
+        """True if the GID is valid only on its own link, which means that it begins with fe80::/10."""
         return self.gid[0] == 0xFE and self.gid[1] & 0xC0 == 0x80
 
     @property
     def ipv4(self) -> bool:
-        """True if the GID contains an IPv4 address. Bytes 8 and 9 may be a port: the software device puts it there."""
+        """True if the GID contains an IPv4 address. Bytes 8 and 9 may be a port number of the software device."""
         return not any(self.gid[:8]) and self.gid[10:12] == b"\xff\xff"
 
 
 def select_gid_index(gids: Iterable[Gid]) -> int | None:
-    """Return the index of the GID to send from; None if the table has no GID.
+    """Return the index of the GID to send from; None if the table contains no GID.
 
-    RoCE v2, which is routable, is preferred to RoCE v1, for which both ends have to be on one link. Within a version,
-    the order is: IPv4 address, global IPv6 address, link-local address. Among equals the lowest index wins. On
-    InfiniBand all GIDs have one type, and the first one is the port GID.
+    RoCE v2, which is routable, is preferred to RoCE v1, which requires both ends to be on the same link. Within a
+    version, the order is: IPv4 address, global IPv6 address, link-local address. Among equals, the lowest index wins.
+    On InfiniBand, all GIDs have the same type, and the first one, the port GID, is chosen.
 
-    :param gids: entries of the GID table of one port.
+    :param gids: entries of the GID table of one port, in any order.
     """
     found = [each for each in gids if each.gid != _NONE]
     return min(found, key=_rank).index if found else None
 
 
 def _rank(each: Gid) -> tuple[bool, bool, bool, int]:
-    """Return the sort key of an entry: the entry with the lowest one is preferred."""
+    """Return the sort key of an entry of the GID table: the entry with the lowest key is preferred."""
     roce = each.gid_type is not GidType.IB
     return (
         each.gid_type is GidType.ROCE_V1,

@@ -11,16 +11,16 @@ __all__ = ["FabricStatistics", "Peer", "RejectedPeer"]
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """Stream between the software device and one of another process. Made by `Device.peers`.
+    """Stream between the software device and the software device of another process. Made by `Device.peers`.
 
     Each device sends requests over a stream that it connected, and responses over the stream that the peer connected.
-    So two devices that both send requests have two streams.
+    So there are two streams between two devices that both send requests.
 
     :param gids: GIDs of the peer, 16 bytes each, as in `Endpoint.gid`; before the handshake only the GID to connect to.
     :param connected_by_us: True if this device connected the stream, which carries its requests; False if the peer did.
     :param connected: True if the stream is connected now. A lost stream is connected again when there is data to send.
     :param transport: ``"unix"`` for a socket on this host, or ``"tcp"``; None before the first connection.
-    :param direct: True if one of the processes copies data from memory to memory, without the socket.
+    :param direct: True if one of the two processes copies data from memory to memory, bypassing the socket.
     :param why_not_direct: reason why data is not copied directly; empty if it is, or before this is known.
     :param problem: reason why the last connection ended or failed; empty if none has yet.
     :param process_id: process ID of the peer; None if the peer is on another host.
@@ -74,14 +74,14 @@ class FabricStatistics:
 
     :param listening: True if peers can connect to the device.
     :param path: path of its Unix socket; empty if there is none.
-    :param address: network address that it listens at, as ``"10.0.0.1:7470"``; empty if there is none.
+    :param address: network address at which it listens, such as ``"10.0.0.1:7470"``; empty if there is none.
     :param problem: reason why peers cannot connect; empty if they can.
     :param accepted: number of streams that peers connected and the device accepted.
     :param connected: number of streams that the device connected.
     :param failed_connections: number of attempts to connect that failed.
-    :param lost: number of streams that ended by an error of the connection or the end of the peer.
-    :param refused_peers: number of peers rejected before any request: not permitted, without the secret, or with
-        another protocol.
+    :param lost: number of streams that ended because the connection failed or the peer ended.
+    :param refused_peers: number of peers rejected before any request, because they are not permitted, do not have the
+        secret or use another protocol.
     :param refused_frames: number of streams closed because of an invalid frame.
     :param refusals: most recent rejections of both kinds, oldest first.
     :param peers: current streams.

@@ -200,7 +200,7 @@ class Mtu(IntEnum):
 
     @property
     def size(self) -> int:
-        """MTU in bytes."""
+        """The MTU in bytes, such as 4096 for `MTU_4096`."""
         return 128 << self.value
 
 

@@ -41,8 +41,8 @@ _ERRNO_NAMES = {**_errno.errorcode, _errno.EOPNOTSUPP: "EOPNOTSUPP"}
 
 _ADVICE = {
     _errno.EACCES: "the process may not open the device: check the permissions of /dev/infiniband",
-    _errno.EAGAIN: "the device has none left of the requested resource, or nothing is ready yet: try again later",
-    _errno.EBUSY: "an object made from this one is still open: close that first",
+    _errno.EAGAIN: "the device has no more of the requested resource, or nothing is ready yet: try again later",
+    _errno.EBUSY: "an object made from this one is still open: close it first",
     _errno.EINVAL: "an argument does not fit the limits of the device or port, or the state of the object",
     _errno.EHOSTUNREACH: "no host answers at the peer's address: check the links and addresses of both ends",
     _errno.EIO: "the device is gone or broken: close it and open it again",
@@ -50,7 +50,7 @@ _ADVICE = {
     _errno.ENETUNREACH: "there is no route to the peer's address: check the link, addresses and routes of this host",
     _errno.ENODEV: "the device is gone: open it again when it is back",
     _errno.ENOMEM: "memory, queue entries or locked memory ran out: check `ulimit -l` and the requested sizes",
-    _errno.ENOSPC: "the device has none left of these: its attributes give the maximum",
+    _errno.ENOSPC: "the device has no more of the requested resource: its attributes give the maximum",
     _errno.EOPNOTSUPP: "this device or its driver does not support it",
     _errno.EPERM: "the process lacks the privilege for this, or does not own the object",
     _errno.ETIMEDOUT: "no host answered at the peer's address in time: check the links and addresses of both ends",
@@ -71,7 +71,7 @@ _LOCKING_VERBS = (
 # Advice for verbs that give an error number a special meaning.
 _VERB_ADVICE = {
     **{(verb, _errno.EPERM): "the process may not lock memory: raise `ulimit -l`" for verb in _LOCKING_VERBS},
-    ("ibv_open_device", _errno.ENOENT): "its device file is not in /dev/infiniband: a container needs it passed",
+    ("ibv_open_device", _errno.ENOENT): "its device file is not in /dev/infiniband: a container must be given it",
     ("ibv_open_xrcd", _errno.EAGAIN): "no process has an XRC domain of this inode: pass os.O_CREAT to create one",
     ("ibv_open_xrcd", _errno.EINVAL): "an XRC domain of this inode exists already, which os.O_EXCL does not allow; or "
     "no descriptor was passed, which requires os.O_CREAT; or the flags are invalid",
@@ -119,10 +119,10 @@ _HANDSHAKE_REASONS = {
     1: "the two ends have no common protocol version: use compatible releases of aioverbs",
     2: "the two ends have different secrets: pass the same one to both",
     3: "the other end has reached its maximum number of connections",
-    4: "the first message is not one of this protocol",
+    4: "a message does not follow the protocol of aioverbs connections",
     5: "the devices of the two ends are incompatible",
     6: "the other end accepts no further connections",
-    7: "a device cannot be connected now: try again later",
+    7: "a device cannot be connected at the moment: try again later",
 }
 
 _PACKAGES = {"libibverbs.so.1": "libibverbs1", "librdmacm.so.1": "librdmacm1", "pyverbs": "python3-pyverbs"}

@@ -41,7 +41,7 @@ class MessageByteStream(ByteStream):
             raise ValueError(f"`max_bytes` must be 1 or more, got {max_bytes}")
         self._check("receive")  # checked here, as the rest of a message is returned without calling the stream below
         if self._receiving:
-            raise BusyResourceError("another task is receiving from this stream already")
+            raise BusyResourceError("another task is already receiving from this stream")
         self._receiving = True
         try:
             if self._remaining and (turn := spend(LIGHT)):

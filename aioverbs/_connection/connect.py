@@ -302,8 +302,8 @@ def connect(
                     except (*CM_UNAVAILABLE_ERRORS, TimeoutError) as error:
                         if is_cm_only:
                             raise
-                        cm_failure = f"; rdma_cm failed before: {str(error) or progress.waiting_for}"
-                progress.waiting_for = "the peer's host did not answer by TCP"
+                        cm_failure = f"; rdma_cm failed first: {str(error) or progress.waiting_for}"
+                progress.waiting_for = "the peer's host did not answer over TCP"
                 control = await connect_tcp(host, port, ssl, server_hostname)
                 progress.waiting_for = "the peer did not continue the handshake over TCP"
                 return await _perform_handshake(control, secret, Connection(domain, chosen), progress, initiator=True)
@@ -353,7 +353,7 @@ async def _connect_by_rdma_cm(
         # `resolve` repeats its request until this limit
         async with asyncio.timeout(None if timeout_s is None else _CM_RESOLVE_TIMEOUT_S):
             control = await resolve(host, port, context, context.query_gid(settings.port, index))
-        progress.waiting_for = "the peer did not answer by rdma_cm, or did not continue the handshake"
+        progress.waiting_for = "the peer did not answer over rdma_cm, or did not continue the handshake"
         return await _perform_handshake(control, secret, Connection(domain, settings), progress, initiator=True)
 
 

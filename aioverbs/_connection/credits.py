@@ -73,7 +73,8 @@ class Credits:
         :raises ValueError: the peer returns more credits than this end has used.
         """
         if self.available + count > self._peer_receives:
-            raise ValueError(f"the peer returned {count} credits of {self._peer_receives - self.available} used")
+            used = self._peer_receives - self.available
+            raise ValueError(f"the peer returned {count} credits, but only {used} were used")
         self.available += count
 
     def on_message(self) -> None:
@@ -85,7 +86,7 @@ class Credits:
         :raises ValueError: the peer had no credit for the message.
         """
         if self._peer_credits <= 0:
-            raise ValueError("the peer sent a message and had no credit for it")
+            raise ValueError("the peer sent a message but had no credit for it")
         self._peer_credits -= 1
 
     def on_consumed(self) -> bool:

@@ -209,7 +209,7 @@ class Grants:
         :raises ValueError: this end has 65,535 grants already.
         """
         if len(self._local_grants) >= _NUMBER_COUNT - 1:
-            raise ValueError("the connection has 65,535 grants already, the most possible: revoke some")
+            raise ValueError("the connection already has 65,535 grants, the maximum: revoke some")
         while True:
             self._last_number = (self._last_number + 1) % _NUMBER_COUNT
             if self._last_number not in self._local_grants:
@@ -351,7 +351,7 @@ class Grants:
         :raises ValueError: the number is in use, or the peer has made more than `max_grants` grants.
         """
         if number in self._remote_grants or len(self._remote_grants) >= self._max_grants:
-            raise ValueError(f"the peer made grant {number}, which exists, or exceeds {self._max_grants} grants")
+            raise ValueError(f"the peer made grant {number}, which already exists or exceeds {self._max_grants} grants")
         if self._channel.is_control_pending(FrameKind.REVOKED, number):
             raise ValueError(f"the peer made grant {number} again before its revocation was acknowledged")
         grant = RemoteGrant(RemoteRegion(notice.address, notice.length, notice.rkey), notice.access)

@@ -423,7 +423,7 @@ class MessageChannel:
         """
         self._owner.check(self, "receive")
         if self._receive_pending:
-            raise BusyResourceError("another task is waiting for a message of this connection already")
+            raise BusyResourceError("another task is already waiting for a message on this connection")
         self._receive_pending = True
         try:
             item = await self.inbox.__anext__()

@@ -58,7 +58,7 @@ class Assembly:
             self._total = len(view) - offset if total is None else total
             if self._total > self._max_message:
                 raise ValueError(
-                    f"the peer sent a message of {self._total:,} bytes, at most {self._max_message:,} are accepted"
+                    f"the peer sent a message of {self._total:,} bytes, but at most {self._max_message:,} are accepted"
                 )
             self._parts, self._received = [], 0
         if self._parts is None:
@@ -86,5 +86,5 @@ def _require(view: memoryview, size: int) -> memoryview:
     :raises ValueError: the fragment is shorter.
     """
     if len(view) < size:
-        raise ValueError(f"the peer sent a fragment of {len(view)} bytes, its flags require at least {size}")
+        raise ValueError(f"the peer sent a fragment of {len(view)} bytes, but its flags require at least {size}")
     return view

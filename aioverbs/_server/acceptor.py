@@ -354,7 +354,7 @@ class Acceptor:
                 channel.acquire()
                 self._start_handshake(CmControlChannel(identifier, channel), identifier.peer_address)
         except BrokenResourceError as error:
-            logger.warning("peers cannot connect by rdma_cm any more: %s", error)
+            logger.warning("peers can no longer connect by rdma_cm: %s", error)
 
     def _start_or_refuse(self, sock: socket.socket, address: Address, has_slot: bool) -> None:
         """Start the handshake of an accepted peer if `has_slot` is True; otherwise refuse the peer."""

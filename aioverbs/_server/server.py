@@ -551,7 +551,7 @@ class Server(_AcceptorResource):
         if await self._acceptor.cancel(self._pool.grace_s if self._pool is not None else None):
             return
         # A blocked worker could delay this forever. The pool ends that worker when the pool is closed.
-        logger.error("handlers did not end after their cancellation, and are left to %r", self._pool)
+        logger.error("handlers did not end after their cancellation and were left to %r", self._pool)
 
     async def wait_closed(self) -> None:
         """Wait until the server has stopped and its handlers have ended: see `stop`. Does not stop the server itself.

@@ -90,7 +90,7 @@ def test_too_many_returned_credits_raise() -> None:
         subject.add(1)
     subject.take()
     subject.add(1)
-    with pytest.raises(ValueError, match="of 0 used"):
+    with pytest.raises(ValueError, match="only 0 were used"):
         subject.add(1)
 
 

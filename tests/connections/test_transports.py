@@ -227,7 +227,7 @@ async def test_cancelled_listen_leaves_no_channel(device: Device, monkeypatch: p
 
 UNANSWERED = [
     (never_resolves, "rdma_cm did not resolve the peer's address"),
-    (resolves_to_silent_peer, "the peer did not answer by rdma_cm"),
+    (resolves_to_silent_peer, "the peer did not answer over rdma_cm"),
 ]
 
 
@@ -270,4 +270,4 @@ async def test_tcp_timeout_names_the_missing_step(
         async with device.resource_domain() as domain:
             with pytest.raises(TimeoutError, match=f"port {port}, within .*: the peer.* TCP") as caught:
                 await connect(HOST, port, domain=domain, transport=transport, settings=SMALL, timeout_s=0.05)
-    assert ("rdma_cm failed before: rdma_resolve_addr failed" in str(caught.value)) == (transport == "auto")
+    assert ("rdma_cm failed first: rdma_resolve_addr failed" in str(caught.value)) == (transport == "auto")

@@ -323,7 +323,7 @@ async def test_a_blocked_handler_is_left_to_the_pool(
     await near.send(f"block {tmp_path}".encode())
     await until((tmp_path / "blocking").exists)
     await server.aclose()
-    assert f"handlers did not end after their cancellation, and are left to {pool!r}" in caplog.text
+    assert f"handlers did not end after their cancellation and were left to {pool!r}" in caplog.text
     if processes:
         await pool.stop(0)
     else:

@@ -4,7 +4,8 @@ __all__ = ["duration"]
 
 
 def duration(seconds: float) -> str:
-    """Format a duration with three digits, in the unit that fits best: ``"12.3 µs"``, ``"10 s"``.
+    """Return a duration as text with up to three significant digits, in the unit that fits best, such as ``"12.3 µs"``
+    or ``"10 s"``.
 
     :param seconds: duration in seconds, not negative.
     :returns: number and unit.
@@ -16,7 +17,9 @@ def duration(seconds: float) -> str:
 
 
 def _three(value: float) -> str:
-    """Return a number with three significant digits, without zeros at the end of its fraction."""
+    """Return a number as text, rounded to three significant digits if it is less than 1,000 and to an integer
+    otherwise. Zeros at the end of the fraction are omitted.
+    """
     digits = 2 if value < 9.995 else 1 if value < 99.95 else 0
     text = f"{value:,.{digits}f}"
     return text.rstrip("0").rstrip(".") if digits else text

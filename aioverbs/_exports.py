@@ -12,9 +12,9 @@ __all__ = ["DEFINED_IN", "defined_in", "publish"]
 
 
 def _read() -> dict[str, str]:
-    """Return the exported names and the module that defines each, from `__init__.pyi`.
+    """Return a dict from each exported name to the module that defines it, read from `__init__.pyi`.
 
-    `ast` is not used: importing it takes longer than all the rest.
+    `ast` is not used, because importing it takes longer than everything else here.
     """
     found, module = {}, ""
     with open(__file__.removesuffix("_exports.py") + "__init__.pyi", encoding="utf-8") as stub:
@@ -36,10 +36,12 @@ def defined_in(module: str) -> list[str]:
 
 
 def publish(module: str) -> None:
-    """Set ``__module__`` to ``aioverbs`` for all exported objects of a module. Called at the end of each module.
+    """Set ``__module__`` to ``aioverbs`` for all exported objects that a module defines. Each module calls this at its
+    end.
 
-    Not assigned in the class bodies: from Python 3.13 on an assignment there removes ``__firstlineno__``, which would
-    be the line of another file.
+    The assignment is not in the class bodies, because only here does it also remove ``__firstlineno__`` (from Python
+    3.13 onwards). That would be taken for a line of the public module's file, although it is a line of the defining
+    one.
 
     :param module: name of the calling module.
     """

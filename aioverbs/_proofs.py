@@ -10,7 +10,7 @@ PROOF_BYTES = 32
 
 
 def make_nonce() -> bytes:
-    """Return `NONCE_BYTES` random bytes, which no end has used before."""
+    """Return a new nonce: `NONCE_BYTES` random bytes."""
     return os.urandom(NONCE_BYTES)
 
 
@@ -30,20 +30,21 @@ class Proofs:
         self._secret = secret
 
     def make(self, role: bytes, *transcript: bytes) -> bytes:
-        """Return the proof of one end, `PROOF_BYTES` long.
+        """Return the proof of one end, which is `PROOF_BYTES` bytes long.
 
         :param role: role of the end that makes the proof.
-        :param transcript: messages exchanged so far, or parts of them. Each part is hashed with its length, so the
-            boundaries between parts are covered as well.
+        :param transcript: the messages exchanged so far, or parts of them. Each part is hashed with its length, so that
+            the proof covers the boundaries between parts as well.
         """
         parts = (self._protocol, role, *transcript)
         return hmac.digest(self._secret, b"".join(len(part).to_bytes(8) + part for part in parts), "sha256")
 
     def check(self, proof: bytes, role: bytes, *transcript: bytes) -> bool:
-        """Return whether a proof equals the one that `make` returns, compared in constant time.
+        """Return whether a proof equals the one that `make` returns for the same role and transcript. The comparison
+        takes constant time.
 
-        :param proof: proof of the other end.
+        :param proof: proof that the other end sent.
         :param role: role of the other end.
-        :param transcript: as for `make`.
+        :param transcript: the same messages, or parts of them, that the other end passed to `make`.
         """
         return hmac.compare_digest(proof, self.make(role, *transcript))

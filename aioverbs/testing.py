@@ -27,7 +27,7 @@ _passed = pytest.StashKey[bool]()
 
 
 def _acknowledge_all(queue: "handles.CompletionQueue") -> None:
-    """Acknowledge all events of a completion queue, which cannot be destroyed before that."""
+    """Acknowledge all events of a completion queue; the queue cannot be destroyed before that."""
     while True:
         try:
             queue.ack_events(1)
@@ -36,7 +36,7 @@ def _acknowledge_all(queue: "handles.CompletionQueue") -> None:
 
 
 def _acknowledge_async_events() -> None:
-    """Acknowledge all asynchronous events, which a failed test may still hold."""
+    """Acknowledge all asynchronous events that still exist, for example because a failed test holds them."""
     from aioverbs._core.handles import handles
 
     for event in gc.get_objects():
@@ -45,10 +45,10 @@ def _acknowledge_async_events() -> None:
 
 
 def destroy_all(opened: "Iterable[handles.Handle]") -> None:
-    """Destroy handles that a test left open, newest first, because parents are made before their children.
+    """Destroy the handles that a test left open, newest first, because parents are created before their children.
 
     :param opened: open handles, oldest first, as `aioverbs_ledger` finds them.
-    :raises BusyResourceError: an object that is not in the list was made from one of them, and is open.
+    :raises BusyResourceError: an open object that is not in the list was created from one of them.
     :raises VerbsError: a verb failed.
     """
     from aioverbs._core.handles import handles
@@ -66,7 +66,9 @@ def destroy_all(opened: "Iterable[handles.Handle]") -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Record whether the test passed, for the teardown of `aioverbs_ledger`."""
+    """Store in the test item whether the test passed, which `aioverbs_ledger` reads in its teardown; return the report
+    of the wrapped hooks.
+    """
     report = yield
     if report.when == "call":
         item.stash[_passed] = report.passed
@@ -75,11 +77,12 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 
 @pytest.fixture
 def aioverbs_ledger(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fail a test that leaves handles open, and name them. They are destroyed, so that the next test starts clean.
+    """Fail a test that leaves handles open, and name the handles. They are destroyed, so that the next test starts
+    clean.
 
-    A test that failed by itself is not failed again.
+    If the test itself has failed, no second failure is reported.
 
-    :param request: pytest's request of the fixture.
+    :param request: pytest's request object of the fixture.
     """
     # Imported only when a test uses the fixture, because pytest loads this module in every session.
     core = importlib.import_module("aioverbs._core.handles.handles")
@@ -94,12 +97,12 @@ def aioverbs_ledger(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(params=["inline", "thread"])
 def aioverbs_device(request: pytest.FixtureRequest, aioverbs_ledger: None) -> "Device":
-    """Unopened software device, which the test opens: write ``async with aioverbs_device as device``.
+    """Unopened software device, which the test opens with ``async with aioverbs_device as device``.
 
-    The test runs once for each value of ``execution``: in the call that posts a request (``inline``), and in a thread
-    beside the loop (``thread``).
+    The test runs once for each value of ``execution``: requests are executed in the call that posts them (``inline``),
+    or in a separate thread (``thread``).
 
-    :param request: pytest's request of the fixture.
+    :param request: pytest's request object of the fixture.
     :param aioverbs_ledger: fixture that fails the test if it leaves a resource open.
     """
     from aioverbs._verbs.device import open_device

@@ -21,11 +21,14 @@ _CREDENTIALS = struct.Struct("3i")  # struct ucred: process, user, group
 
 
 def default_path(environment: Mapping[str, str], user: int) -> Path:
-    """Return AIOVERBS_MONITOR_DIRECTORY, else a directory in XDG_RUNTIME_DIR, else one in /tmp.
+    """Return the path of the socket directory.
+
+    The path is AIOVERBS_MONITOR_DIRECTORY; if that is not set, ``aioverbs-monitor`` in XDG_RUNTIME_DIR; if that is not
+    set either, ``/tmp/aioverbs-monitor-`` followed by the user ID.
 
     :param environment: environment variables.
-    :param user: effective user ID of this process, for the name in /tmp.
-    :raises ValueError: a variable is not an absolute path; the message names the variable.
+    :param user: effective user ID of this process.
+    :raises ValueError: the variable that is used is not an absolute path; the message names the variable.
     """
     for name, below in (("AIOVERBS_MONITOR_DIRECTORY", ""), ("XDG_RUNTIME_DIR", "aioverbs-monitor")):
         text = environment.get(name)
@@ -37,7 +40,7 @@ def default_path(environment: Mapping[str, str], user: int) -> Path:
 
 
 def peer_user(connected: socket.socket) -> int:
-    """Return the user ID of the process at the other end of a Unix socket: SO_PEERCRED.
+    """Return the user ID of the process at the other end of a Unix socket, using SO_PEERCRED.
 
     :param connected: connected Unix socket.
     """
@@ -80,11 +83,14 @@ class MonitorDirectory:
             raise
 
     def _permission_error(self, what: str) -> PermissionError:
-        """Return the error for a directory that must not be used."""
+        """Return the error for a socket directory that must not be used.
+
+        :param what: the reason and what to do about it.
+        """
         return PermissionError(EACCES, f"{what} by AIOVERBS_MONITOR_DIRECTORY", str(self.path))
 
     def close(self) -> None:
-        """Close the directory."""
+        """Close the directory's descriptor."""
         os.close(self._fd)
 
     def __enter__(self) -> "MonitorDirectory":
@@ -94,19 +100,20 @@ class MonitorDirectory:
         self.close()
 
     def _at(self, name: str) -> str:
-        """Return the path of a file in the directory, for the address of a Unix socket."""
+        """Return a path of the file ``name`` in the directory that is short enough for the address of a Unix socket."""
         # Short enough for the address of a Unix socket (108 bytes), wherever the directory is.
         return f"/proc/self/fd/{self._fd}/{name}"
 
     # ---- For the monitored process
 
     def listen(self, backlog: int) -> tuple[socket.socket, str]:
-        """Return a listening socket of this process, and the name of its file in the directory.
+        """Create a listening Unix socket of this process in the directory.
 
-        The caller closes the socket, and removes the file by `remove`.
+        The caller must close the socket and remove its file with `remove`.
 
         :param backlog: maximum number of connections that wait to be accepted.
-        :raises OSError: the socket cannot be made.
+        :returns: the socket, and the name of its file in the directory.
+        :raises OSError: the socket cannot be created.
         """
         name = f"{os.getpid()}-{secrets.token_hex(4)}.sock"
         listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
@@ -127,7 +134,7 @@ class MonitorDirectory:
         return listening, name
 
     def remove(self, name: str) -> None:
-        """Remove a socket file, if it exists."""
+        """Remove the socket file ``name`` from the directory; do nothing if it does not exist."""
         with contextlib.suppress(FileNotFoundError):
             os.unlink(name, dir_fd=self._fd)
 
@@ -146,9 +153,9 @@ class MonitorDirectory:
     # ---- For the monitor
 
     def names(self) -> Iterator[tuple[int, str]]:
-        """Yield process IDs and names of socket files. Files that were left unfinished are removed.
+        """Yield the process ID and the name of each socket file. Files that were never completed are removed.
 
-        :raises OSError: the directory cannot be listed, as after it was removed.
+        :raises OSError: the directory cannot be listed, for example because it has been removed.
         """
         for name in sorted(os.listdir(self._fd)):
             found = _NAME.fullmatch(name.removeprefix("."))
@@ -160,21 +167,21 @@ class MonitorDirectory:
                 self.remove(name)
 
     def _age(self, name: str) -> float:
-        """Return the time in seconds since a file was changed; 0.0 if it does not exist."""
+        """Return the seconds since the file ``name`` in the directory was last changed; 0.0 if it does not exist."""
         try:
             return time.time() - os.stat(name, dir_fd=self._fd, follow_symlinks=False).st_mtime
         except FileNotFoundError:
             return 0.0
 
     def connect(self, name: str, timeout_s: float) -> socket.socket | None:
-        """Connect to a monitored process; if it has ended, remove its socket file and return None.
+        """Connect to a monitored process. If the process has ended, remove its socket file.
 
         :param name: name of the socket file.
-        :param timeout_s: timeout in seconds, of connecting and of later operations on the socket.
-        :returns: the connected socket, which the caller closes; None if the process has ended.
+        :param timeout_s: timeout in seconds for connecting and for later operations on the socket.
+        :returns: the connected socket, which the caller must close; None if the process has ended.
         :raises PermissionError: the process belongs to another user.
         :raises TimeoutError: the process did not answer in time.
-        :raises OSError: the connection failed in another way.
+        :raises OSError: the connection failed for another reason.
         """
         connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:

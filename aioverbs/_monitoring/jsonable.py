@@ -11,10 +11,10 @@ _JSON_TYPES = frozenset((int, str, bool, float, type(None)))
 def to_jsonable(value: object) -> object:
     """Convert a value to types that JSON has.
 
-    Dataclasses become objects, enumeration members their names, sets sorted lists.
+    Dataclasses become objects, members of enumerations their names, and sets sorted lists.
 
-    :returns: int, float, str, bool, None, or a list or dict of these, to any depth.
-    :raises TypeError: JSON has no type for the value.
+    :returns: an int, float, str or bool, None, or a list or dict of these, nested to any depth.
+    :raises TypeError: JSON has no type for the value, or for a value in it.
     """
     if type(value) in _JSON_TYPES:  # the most frequent case
         return value

@@ -29,10 +29,10 @@ _environment_was_read = False  # True after AIOVERBS_MONITOR was read
 
 
 def _acquire() -> Path:
-    """Add one user of the socket of this process, and make the socket if there is none.
+    """Count one more user of this process's monitor socket, and create the socket and its server if there are none.
 
     :returns: path of the socket.
-    :raises OSError: the socket or its directory cannot be made.
+    :raises OSError: the socket or its directory cannot be created.
     :raises ValueError: AIOVERBS_MONITOR_DIRECTORY or XDG_RUNTIME_DIR is not an absolute path.
     :raises RuntimeError: no thread can be started.
     """
@@ -51,16 +51,18 @@ def _acquire() -> Path:
 
 
 def _at_exit_of_children() -> None:
-    """Register `_at_exit` in a child of `multiprocessing`, which does not run functions of `atexit`."""
+    """Make `_at_exit` run at the end of a child process of `multiprocessing`, which does not run functions registered
+    with `atexit`. In other processes, do nothing.
+    """
     util, process = sys.modules.get("multiprocessing.util"), sys.modules.get("multiprocessing.process")
     if util is not None and process is not None and process.parent_process() is not None:
         util.Finalize(None, _at_exit, exitpriority=0)
 
 
 def _release() -> MonitorServer | None:
-    """Drop one user of the socket.
+    """Count one user of the monitor socket less, and stop the server if there are no others.
 
-    :returns: the stopped server if that was the last user, for the caller to join; else None.
+    :returns: the stopped server, which the caller must join; None if there are other users, or if there is no server.
     """
     global _server, _users
     with _lock:
@@ -74,7 +76,7 @@ def _release() -> MonitorServer | None:
 
 
 def _at_exit() -> None:
-    """Stop the server at the end of the process, and wait for its thread."""
+    """Stop the server, if there is one, at the end of the process and wait for its thread."""
     global _server
     with _lock:
         server, _server = _server, None
@@ -95,12 +97,12 @@ class Monitor:
         self._path: Path | None = None
 
     async def open(self) -> Self:
-        """Begin the monitoring.
+        """Let other processes monitor this one, until `aclose` is called.
 
         :returns: the monitor itself.
-        :raises OSError: the socket or its directory cannot be made; the message says what to do.
+        :raises OSError: the socket or its directory cannot be created.
         :raises ValueError: AIOVERBS_MONITOR_DIRECTORY or XDG_RUNTIME_DIR is not an absolute path.
-        :raises RuntimeError: the monitor is open already, or no thread can be started.
+        :raises RuntimeError: the monitor is already open, or no thread can be started.
         """
         if self._process == os.getpid():
             raise RuntimeError("the monitor is open already: make another one, or close this one first")
@@ -110,7 +112,7 @@ class Monitor:
 
     @property
     def path(self) -> Path:
-        """Path of the socket.
+        """Path of the socket that the monitors of this process share.
 
         :raises RuntimeError: the monitor is not open in this process.
         """
@@ -119,9 +121,9 @@ class Monitor:
         return self._path
 
     async def aclose(self) -> None:
-        """End the monitoring, unless another monitor of this process is open or AIOVERBS_MONITOR is 1.
+        """End the monitoring, unless another monitor in this process is open or AIOVERBS_MONITOR is 1.
 
-        Closing a closed monitor does nothing. A cancellation does not interrupt this.
+        Closing a closed monitor does nothing. A cancellation does not interrupt this call.
         """
         process, self._process, self._path = self._process, 0, None
         if process != os.getpid():  # never opened, or opened by the parent process
@@ -141,15 +143,15 @@ class Monitor:
 
 
 def monitor() -> Monitor:
-    """Let other processes of this user monitor this one by `aioverbs top`: ``async with monitor():``.
+    """Let other processes of this user monitor this one with `aioverbs top`: ``async with monitor():``.
 
-    The environment variable AIOVERBS_MONITOR=1 has the same effect, from the first device that is opened until the end
-    of the process. A thread serves the monitors; event loops are not involved, and are slowed down only by the moments
-    that a sample takes. In the child of a fork the monitor is not open, unless that variable is set.
+    The environment variable AIOVERBS_MONITOR=1 has the same effect from the time the first device is opened until the
+    process ends. A thread serves the other processes; event loops are not involved and are slowed down only while a
+    sample is taken. A forked child is not monitored, unless that variable is set and the child opens a device.
 
-    Monitors find the process by a socket in AIOVERBS_MONITOR_DIRECTORY, else in ``aioverbs-monitor`` in
-    XDG_RUNTIME_DIR, else in ``/tmp/aioverbs-monitor-`` and the user ID: a directory that only this user can access.
-    Processes of other users are always rejected.
+    Other processes find this one by a socket in AIOVERBS_MONITOR_DIRECTORY; if that is not set, in ``aioverbs-monitor``
+    in XDG_RUNTIME_DIR; if that is not set either, in ``/tmp/aioverbs-monitor-`` followed by the user ID. Only this user
+    can access the directory, and processes of other users are always rejected.
 
     :returns: an unopened monitor.
     """
@@ -157,7 +159,10 @@ def monitor() -> Monitor:
 
 
 def start_if_enabled() -> None:
-    """Begin the monitoring, until the process ends, if AIOVERBS_MONITOR is 1. A failure is logged as a warning."""
+    """Let other processes monitor this one until it ends, if AIOVERBS_MONITOR is 1. A failure is logged as a warning.
+
+    Only the first call in a process that finds the variable set has an effect.
+    """
     global _environment_was_read
     text = os.environ.get("AIOVERBS_MONITOR", "")
     if text in ("", "0") or _environment_was_read:
@@ -173,7 +178,7 @@ def start_if_enabled() -> None:
 
 
 def _forked() -> None:
-    """Close the descriptors of the server in a forked child, which is not monitored."""
+    """Reset this module in a forked child, which is not monitored, and close the descriptors of the parent's server."""
     global _lock, _environment_was_read, _server, _users
     _lock, _environment_was_read, _users = threading.Lock(), False, 0
     server, _server = _server, None

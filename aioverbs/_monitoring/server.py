@@ -58,7 +58,9 @@ class _Viewer:
         self.due = due  # time of the next sample, or of the request timeout
 
     def send(self, line: bytes) -> None:
-        """Send a line as far as possible without waiting, and keep the rest. Skip it if an earlier rest is unsent.
+        """Send as much of a line as possible without waiting, and keep the rest for `flush`.
+
+        If an earlier line has not been sent completely, skip this line.
 
         :raises OSError: the viewer has closed the connection.
         """
@@ -67,7 +69,7 @@ class _Viewer:
             self.flush()
 
     def flush(self) -> None:
-        """Send the rest of a line, as far as possible without waiting.
+        """Send as much as possible of the rest of a line without waiting.
 
         :raises OSError: the viewer has closed the connection.
         """
@@ -76,10 +78,11 @@ class _Viewer:
                 self.unsent = self.unsent[self.socket.send(self.unsent) :]
 
     def receive_request(self) -> None:
-        """Receive the request, or a part of it.
+        """Receive the viewer's request or a part of it, without waiting. Once the request is complete, set
+        `interval_s`, and make a sample due immediately.
 
         :raises OSError: the viewer has closed the connection.
-        :raises ValueError: the request is invalid.
+        :raises ValueError: the request is invalid, or is the viewer's second one.
         """
         try:
             received = self.socket.recv(_MAX_REQUEST_BYTES)
@@ -102,7 +105,7 @@ def _interval_of(line: bytes) -> float:
     """Return the interval in seconds that a request contains.
 
     :param line: request without the newline.
-    :raises ValueError: the request is no JSON, or its interval is missing or out of range.
+    :raises ValueError: the request is not JSON, or its interval is missing or out of range.
     """
     try:
         request = json.loads(line)
@@ -148,7 +151,10 @@ class MonitorServer:
             undo.pop_all()
 
     def _start(self) -> None:
-        """Start the thread, with all signals blocked in it."""
+        """Start the server's thread with all signals blocked in it.
+
+        :raises RuntimeError: no thread can be started.
+        """
         # The thread must not handle signals of the program. It inherits the mask of this thread from its start.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         try:
@@ -163,17 +169,19 @@ class MonitorServer:
 
     @property
     def alive(self) -> bool:
-        """True while the thread runs; an error ends it."""
+        """True while the server's thread is running; an error in it ends it."""
         return self._thread.is_alive()
 
     def stop(self) -> None:
-        """Remove the socket file and make the thread end, without waiting for it. Call from any thread."""
+        """Remove the socket file and tell the thread to end, without waiting for it. Can be called from any thread."""
         self._directory.remove(self._name)
         self._stopping = True
         self._wake_writer.send(b"!")
 
     def join(self) -> None:
-        """Wait for the end of the thread, and close the descriptors. Log an error if the thread does not end in 5 s."""
+        """Wait until the thread has ended, then close the descriptors. If it has not ended after 5 s, log an error and
+        leave them open.
+        """
         self._thread.join(_JOIN_TIMEOUT_S)
         if self._thread.is_alive():  # blocked in a sample; the descriptors stay open until the process ends
             logger.error("the thread that serves monitors of this process does not end")
@@ -181,7 +189,9 @@ class MonitorServer:
             self.close_descriptors()
 
     def close_descriptors(self) -> None:
-        """Close the descriptors, after the end of the thread, or in a child, which does not have the thread."""
+        """Close the server's descriptors. Call this once the thread has ended, or in a forked child, where the thread
+        does not exist.
+        """
         for each in (self._listening, self._wake_writer, self._wake_reader, *self._viewers):
             each.close()
         self._selector.close()
@@ -190,7 +200,7 @@ class MonitorServer:
     # ---- In the thread
 
     def _run(self) -> None:
-        """Serve viewers until the server is stopped. An error ends the monitoring, and is logged."""
+        """Serve viewers until the server is stopped. An error is logged and ends the monitoring."""
         try:
             while not self._stopping:
                 for key, events in self._selector.select(self._timeout_s()):
@@ -205,14 +215,18 @@ class MonitorServer:
                 viewer.socket.close()
 
     def _timeout_s(self) -> float | None:
-        """Return the time until the next event in seconds; None if there is none."""
+        """Return the seconds until the next sample, request timeout or retry of accepting is due; None if none of these
+        is pending.
+        """
         times = [viewer.due for viewer in self._viewers.values()]
         if self._accept_after:
             times.append(self._accept_after)
         return max(0.0, min(times) - time.monotonic()) if times else None
 
     def _accept(self, events: int) -> None:
-        """Accept one viewer and greet it; reject other users, and viewers above the maximum number."""
+        """Accept one viewer and greet it. Reject it if its process belongs to another user, or if there are too many
+        viewers. If accepting fails, pause accepting for a second.
+        """
         try:
             connected, _ = self._listening.accept()
         except BlockingIOError:
@@ -239,14 +253,19 @@ class MonitorServer:
         self._call_or_drop(viewer, lambda: viewer.send(_line(_greeting())))
 
     def _on_viewer_ready(self, viewer: _Viewer, events: int) -> None:
-        """Receive the request of a viewer, or send the rest of a line, as far as its socket is ready."""
+        """Receive the request of a viewer if its socket is readable, and send the rest of a line if it is writable.
+
+        :param events: events of `selectors` for which the socket is ready.
+        """
         if events & selectors.EVENT_READ:
             self._call_or_drop(viewer, viewer.receive_request)
         if events & selectors.EVENT_WRITE and viewer.socket in self._viewers:
             self._call_or_drop(viewer, viewer.flush)
 
     def _call_or_drop(self, viewer: _Viewer, act: Callable[[], None]) -> None:
-        """Call a function of a viewer, and drop the viewer if that fails."""
+        """Call a function that sends to or receives from a viewer; disconnect the viewer if the function raises OSError
+        or ValueError.
+        """
         try:
             act()
         except (OSError, ValueError) as error:
@@ -261,7 +280,9 @@ class MonitorServer:
                 self._selector.modify(viewer.socket, wanted, key.data)
 
     def _serve(self) -> None:
-        """Send a sample to each viewer whose interval has passed, and drop those without a request in time."""
+        """Send a sample to each viewer whose interval has passed, and disconnect those that did not send their request
+        in time.
+        """
         now = time.monotonic()
         if self._accept_after and now >= self._accept_after:
             self._accept_after = 0.0
@@ -279,13 +300,16 @@ class MonitorServer:
             self._call_or_drop(viewer, functools.partial(viewer.send, line))
 
     def _sample(self) -> bytes:
-        """Return a sample, encoded as a line. Wait for a fork in another thread."""
+        """Return a sample encoded as a line. If another thread is forking, wait until it has forked."""
         with _sampling:
             return encode(sample()).encode() + b"\n"
 
 
 def _raise_no_request() -> None:
-    """Raise the error of a viewer that sent no request in time."""
+    """Raise the error for a viewer that did not send its request in time.
+
+    :raises TimeoutError: always.
+    """
     raise TimeoutError("the viewer sent no request in time")
 
 
@@ -295,7 +319,7 @@ def _line(message: dict[str, object]) -> bytes:
 
 
 def _greeting() -> dict[str, object]:
-    """Return the message that is sent to a viewer first."""
+    """Return the first message to each viewer: the version of the protocol, and this process's ID and command line."""
     command = Path("/proc/self/cmdline").read_bytes().rstrip(b"\0").replace(b"\0", b" ")
     return {"aioverbs-monitor": VERSION, "pid": os.getpid(), "program": os.fsdecode(command)[:1000]}
 
@@ -307,14 +331,14 @@ _forker: int | None = None  # ID of the thread that holds it for a fork
 
 
 def _before_fork() -> None:
-    """Let no sample be taken during a fork, unless one takes longer than the time limit."""
+    """Prevent samples from being taken during a fork: wait for the end of a running sample, but not longer than 1 s."""
     global _forker
     if _sampling.acquire(timeout=_FORK_TIMEOUT_S):
         _forker = threading.get_ident()
 
 
 def _after_fork() -> None:
-    """Let samples be taken again after a fork, in the parent."""
+    """Allow samples to be taken again, in the parent after a fork."""
     global _forker
     if _forker == threading.get_ident():
         _forker = None
@@ -322,7 +346,7 @@ def _after_fork() -> None:
 
 
 def _forked() -> None:
-    """Replace the lock in a forked child."""
+    """Replace the lock that guards samples in a forked child, where the thread that held it may not exist."""
     global _forker, _sampling
     _sampling, _forker = threading.Lock(), None
 

@@ -24,13 +24,13 @@ _devices: dict[int, weakref.ref[Resource]] = {}  # by serial number; changed by 
 
 
 def register_device(device: Resource) -> None:
-    """Include a device in samples as long as it is open."""
+    """Include a device in samples for as long as it is open."""
     number = lifecycle_of(device).serial
     _devices[number] = weakref.ref(device, lambda _: _devices.pop(number, None))
 
 
 def _open_devices() -> Iterator[Resource]:
-    """Yield the open devices of this process, and forget the others."""
+    """Yield the open devices of this process; unregister those that are closed or were garbage-collected."""
     for number, reference in tuple(_devices.items()):
         device = reference()
         if device is not None and not device.closed:
@@ -40,15 +40,15 @@ def _open_devices() -> Iterator[Resource]:
 
 
 def sample() -> dict[str, object]:
-    """Return a snapshot of all open devices of this process: a dict of values that JSON has. Call from any thread.
+    """Return a snapshot of all open devices of this process: a dict of JSON-compatible values. Can be called from any
+    thread.
 
-    The keys are ``devices``, a list of resources; ``time_ns``; and ``truncated``.
-    Each resource has a number (``id``), ``kind``, ``label``, ``state``, ``owner``, the line that it was opened at
-    (``created``), ``native`` (True or False for resources that can be native, else None), ``statistics`` and
-    ``children``.
+    The keys are ``devices``, a list of resources; ``time_ns``; and ``truncated``. Each resource has a number (``id``),
+    ``kind``, ``label``, ``state``, ``owner``, the file and line in which it was created (``created``), ``native`` (True
+    or False for resources that can be native, otherwise None), ``statistics`` and ``children``.
 
-    ``time_ns`` is a time of a monotonic clock. If there are more than `MAX_RESOURCES` resources, the rest is left out,
-    and ``truncated`` is True.
+    ``time_ns`` is the time of a monotonic clock in nanoseconds. If there are more than `MAX_RESOURCES` resources, the
+    rest is left out, and ``truncated`` is True.
     """
     budget = _Budget(MAX_RESOURCES)
     trees = [_tree(lifecycle_of(device), budget) for device in _open_devices()]
@@ -56,7 +56,7 @@ def sample() -> dict[str, object]:
 
 
 def encode(sampled: dict[str, object]) -> str:
-    """Encode a sample as one line of JSON, in pieces, so that a large one does not hold the GIL for long.
+    """Encode a sample as one line of JSON, in pieces, so that a large sample does not hold the GIL for long.
 
     :param sampled: result of `sample`.
     :returns: the line, without a newline.
@@ -68,7 +68,11 @@ def encode(sampled: dict[str, object]) -> str:
 
 
 def _encode_tree(tree: dict[str, object], number: Iterator[int]) -> str:
-    """Return a resource, and the resources made from it, as JSON."""
+    """Return a resource and the resources created from it as JSON.
+
+    :param tree: the resource as a dict.
+    :param number: counter of the resources that have been encoded, for `_yield_gil`.
+    """
     _yield_gil(next(number))
     children = tree["children"]
     assert isinstance(children, list)
@@ -82,7 +86,7 @@ def _dump(value: object) -> str:
 
 
 def _yield_gil(number: int) -> None:
-    """Let other threads take the GIL, once in 32 numbers."""
+    """Let other threads take the GIL if ``number`` is a multiple of 32; otherwise do nothing."""
     if not number % _YIELD_INTERVAL:
         time.sleep(0)
 
@@ -94,13 +98,18 @@ class _Budget:
         self.left = left
 
     def take(self) -> bool:
-        """Take space for one resource. Return False if there was none left."""
+        """Reserve space for one resource in the sample.
+
+        :returns: True if there was space; False if there was none.
+        """
         self.left -= 1
         return self.left >= 0
 
 
 def _tree(root: Lifecycle, budget: _Budget) -> dict[str, object]:
-    """Return a resource, and the resources made from it as far as the budget allows, as values that JSON has."""
+    """Return a resource, and the resources created from it as far as the budget allows, as a dict of JSON-compatible
+    values.
+    """
     # Not recursive, so that the depth of the tree does not matter to the stack of the thread.
     tree, children = _node(root)
     budget.take()
@@ -119,7 +128,9 @@ def _tree(root: Lifecycle, budget: _Budget) -> dict[str, object]:
 
 
 def _node(lifecycle: Lifecycle) -> tuple[dict[str, object], list[dict[str, object]]]:
-    """Return a resource as a dict of values that JSON has, and the list in it for the resources made from it."""
+    """Return a resource as a dict of JSON-compatible values, and the list under its key ``children``, which is empty.
+    The caller adds the resources created from it to that list.
+    """
     user = lifecycle.user()
     children: list[dict[str, object]] = []
     return {
@@ -136,7 +147,7 @@ def _node(lifecycle: Lifecycle) -> tuple[dict[str, object], list[dict[str, objec
 
 
 def _statistics(user: object) -> object:
-    """Return the statistics of a resource; None if its object was garbage-collected, or it is being closed."""
+    """Return the statistics of a resource; None if the resource's object was garbage-collected or is being closed."""
     if not isinstance(user, Resource):
         return None
     try:

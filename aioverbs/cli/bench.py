@@ -65,18 +65,18 @@ def bench(
     plot: Path | None,
     as_json: bool,
 ) -> None:
-    """Measure writes, reads and messages of 8 bytes to 1 MiB, between two processes of this host.
+    """Measure writes, reads and messages of 8 bytes to 1 MiB between two processes on this host.
 
     Devices, a TCP stream on the loopback interface and a Unix stream take turns, so that a disturbance of the machine
-    affects all of them alike. The tables show medians, and the speed relative to TCP. A write completes when its bytes
-    are in the peer's memory, a read when the bytes have arrived; the peer's program answers a message with eight bytes.
-    Over a stream, the peer's program also serves writes and reads. The bytes of each turn are verified.
+    affects all of them alike. The tables show medians and the speed relative to TCP. A write completes when its bytes
+    are in the peer's memory, and a read when the bytes have arrived; the peer's program answers a message with eight
+    bytes. Over a stream, the peer's program also serves writes and reads. The bytes of each turn are verified.
 
-    Message models that poll need one processor for each process, two with the software device. With fewer processors
-    the processes wait for each other.
+    Message models that poll need one processor for each process, or two with the software device. With fewer
+    processors, the processes wait for each other.
 
-    The exit status is 0 if all contenders were measured, 1 if one of them failed, 3 if a device named by --device does
-    not exist.
+    The exit status is 0 if all devices and streams were measured, 1 if any of them failed, and 3 if a device named by
+    --device does not exist.
     """
     if plot is not None:
         _check_plot(plot)
@@ -107,7 +107,7 @@ class _NotInstalledError(click.ClickException):
 
 
 def _check_plot(path: Path) -> None:
-    """Check before the measurement that the plot can be drawn.
+    """Check that the plot can be drawn, before the measurement starts.
 
     :raises click.BadParameter: the file's extension is unsupported, or its directory does not exist.
     :raises click.ClickException: matplotlib is not installed.
@@ -125,15 +125,16 @@ def _check_plot(path: Path) -> None:
 
 
 def _measure(operations: "Sequence[Operation]", named: "Sequence[str]", model: str, seconds: float) -> "Report":
-    """Select the devices and run the benchmark, with a progress bar.
+    """Select the devices and run the benchmark, showing a progress bar.
 
-    :param named: devices of ``--device``; if empty, all usable ones.
+    :param named: devices given with ``--device``; if empty, all usable devices with an active port are measured.
     :param model: name of the `MessageModel`.
     :param seconds: target duration of the whole benchmark.
-    :returns: the report; its problems include the unusable devices.
+    :returns: the report; its problems include the devices in ``named`` that cannot be used.
     :raises DeviceNotFoundError: a device in ``named`` does not exist.
-    :raises ConnectionError: the peer process ended, or no contender is left.
-    :raises TimeoutError: the benchmark took too long.
+    :raises ConnectionError: the peer process ended, or all devices and streams failed.
+    :raises OSError: the peer process cannot be started.
+    :raises TimeoutError: the benchmark took too long, or the peer process did not answer.
     """
     from aioverbs._verbs.completion_queue import MessageModel
     from aioverbs.cli.bench_run import measure, select_devices
@@ -171,7 +172,7 @@ class _Progress:
 
 
 def _to_json(report: "Report", message_model: str) -> dict[str, Any]:
-    """Return the report as a dict for `print_json`."""
+    """Return the report with the versions and settings of this run, as a dict for `print_json`."""
     from aioverbs.cli.bench_run import BASE, loop_name
 
     return {
@@ -191,7 +192,7 @@ def _to_json(report: "Report", message_model: str) -> dict[str, Any]:
 
 
 def tables(report: "Report") -> "Iterator[Table]":
-    """Yield two tables for each operation: with a window of 1, and with larger windows."""
+    """Yield two rich tables for each operation in the report: for one operation at a time, and for many at a time."""
     for operation in dict.fromkeys(figure.operation for figure in report.figures):
         own = [figure for figure in report.figures if figure.operation == operation]
         single = [figure for figure in own if figure.window == 1]
@@ -201,7 +202,12 @@ def tables(report: "Report") -> "Iterator[Table]":
 
 
 def _table(title: str, figures: "Sequence[Figure]", contenders: "Sequence[str]") -> "Table":
-    """Return a table with a row for each size and a column for each contender. All figures have the same operation."""
+    """Return a table with a row for each size and a column for each contender (a device or a stream).
+
+    :param title: heading of the table.
+    :param figures: measurements to show, all of the same operation.
+    :param contenders: names of the columns.
+    """
     from rich.table import Table
 
     windows = any(figure.window > 1 for figure in figures)
@@ -218,10 +224,11 @@ def _table(title: str, figures: "Sequence[Figure]", contenders: "Sequence[str]")
 
 
 def _text(figure: Figure | None, fastest: Figure) -> "Text":
-    """Return the text of a table's cell: the time if the window is 1, else the rate; and the ratio to TCP.
+    """Return the text of a table cell: the duration of an operation if operations were run one at a time, otherwise the
+    rate; then the speed relative to TCP, if TCP was measured.
 
-    :param figure: the contender's figure; None if it was not measured, shown as ``"-"``.
-    :param fastest: the figure shown in green.
+    :param figure: measurement to show; None if there is none, which gives ``"-"``.
+    :param fastest: measurement that is shown in green.
     """
     from rich.text import Text
 
@@ -233,7 +240,7 @@ def _text(figure: Figure | None, fastest: Figure) -> "Text":
 
 
 def format_rate(bytes_per_s: float) -> str:
-    """Format a number of bytes per second, with decimal units: ``"12.3 kB/s"``."""
+    """Return a rate in bytes per second as text with a decimal unit, such as ``"12.3 kB/s"``."""
     for unit, letters in ((1e9, "GB/s"), (1e6, "MB/s"), (1e3, "kB/s")):
         if bytes_per_s >= unit:
             return f"{_three_digits(bytes_per_s / unit)} {letters}"
@@ -241,7 +248,9 @@ def format_rate(bytes_per_s: float) -> str:
 
 
 def _three_digits(value: float) -> str:
-    """Format with three significant digits: all integer digits of larger numbers, one digit below 0.1."""
+    """Return a number as text: with no decimals from 100 upwards, one from 10 and two from 0.1; smaller numbers have
+    one significant digit.
+    """
     if value < 0.1:
         return f"{value:.1g}"
     return f"{value:.{0 if value >= 100 else 1 if value >= 10 else 2}f}"

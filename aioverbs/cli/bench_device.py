@@ -34,9 +34,10 @@ _SETTINGS = ConnectionSettings(receive_depth=2 * WINDOW + 4, send_depth=2 * WIND
 async def _open_endpoint(
     name: str, model: MessageModel
 ) -> AsyncIterator[tuple[ResourceDomain, MemoryRegion, MemoryRegion]]:
-    """Open a device; yield its domain, the region for outgoing bytes and the region for incoming bytes.
+    """Open a device and register memory; yield the resource domain, the region for outgoing bytes and the region for
+    incoming bytes.
 
-    All are closed when the block ends.
+    All of them are closed when the block ends.
 
     :raises DeviceNotFoundError: no device has that name.
     :raises OSError: the device is unusable, or memory cannot be registered.
@@ -70,7 +71,9 @@ class DeviceClient:
         self.memory = Memory(self._outgoing.buffer, self._incoming.buffer)
 
     async def run_one(self, operation: Operation, size: int) -> None:
-        """Run one operation of `size` bytes, and wait until it completes.
+        """Run one operation of `size` bytes and wait until it completes.
+
+        A message completes when the peer's answer has arrived and has been checked.
 
         :raises WorkCompletionError: the operation failed.
         :raises BrokenResourceError: the connection broke.
@@ -86,7 +89,7 @@ class DeviceClient:
     async def run_many(self, operation: Operation, size: int, window: int, count: int) -> None:
         """Run ``count`` operations of ``size`` bytes, at most ``window`` of them in flight; wait until all complete.
 
-        Fails as `run_one` does.
+        Raises the same exceptions as `run_one`.
         """
         if operation == "send":
             await self._exchange_messages(size, window, count)
@@ -100,14 +103,20 @@ class DeviceClient:
             await operation_result
 
     def _post(self, operation: Operation, size: int, slot: int) -> Awaitable[None]:
-        """Post a write or a read of the slot with number ``slot``; return the operation, to be awaited."""
+        """Post a write or a read of ``size`` bytes at slot number ``slot`` of the memory on both sides.
+
+        :returns: the operation, to be awaited by the caller.
+        """
         span = slice(slot * size, (slot + 1) * size)
         if operation == "write":
             return self._connection.write(self._outgoing[span], self._remote_incoming[span])
         return self._connection.read(self._incoming[span], self._remote_outgoing[span])
 
     async def _exchange_messages(self, size: int, window: int, count: int) -> None:
-        """Send ``count`` messages, at most ``window`` of them unanswered, and check the answers."""
+        """Send ``count`` messages, at most ``window`` of them unanswered, and check the answers.
+
+        Raises the same exceptions as `run_one`.
+        """
         send, receive, memory = self._connection.send, self._connection.receive, self.memory
         for index in range(min(window, count)):
             await send(memory.outgoing[index * size : (index + 1) * size])
@@ -120,16 +129,18 @@ class DeviceClient:
 
 @asynccontextmanager
 async def device_client(name: str, model: MessageModel, port: int, secret: bytes) -> AsyncIterator[DeviceClient]:
-    """Connect to the peer process; an async context manager that yields the client side, a `DeviceClient`.
+    """Open a device, connect to the peer process and yield a `DeviceClient`; an async context manager.
 
-    The device, the memory and the connection are opened here, and closed when the block ends.
+    The device, the memory and the connection are closed when the block ends.
 
-    :param name: name of the device; the peer process has opened the same device.
+    :param name: name of the device; the peer process must have opened the same device.
     :param model: message model of the completion queues.
-    :param port: TCP port on the loopback address that the peer process listens at.
+    :param port: TCP port on the loopback address at which the peer process listens.
     :param secret: shared secret of both processes.
     :raises DeviceNotFoundError: no device has that name.
     :raises OSError: the device is unusable, or the connection failed.
+    :raises BrokenResourceError: the connection broke.
+    :raises anyio.EndOfStream: the peer process closed the connection.
     """
     async with (
         _open_endpoint(name, model) as (domain, outgoing, incoming),
@@ -152,11 +163,12 @@ class DeviceServer:
         self._answer_task: asyncio.Task[None] | None = None
 
     async def handle(self, connection: Connection, outgoing: MemoryRegion, incoming: MemoryRegion) -> None:
-        """Grant the peer access to both regions, and hold the connection until the server cancels the handler.
+        """Grant the peer access to both regions and keep the connection open until the server cancels this call.
 
         :param connection: connection to the peer.
         :param outgoing: region that the peer may read.
         :param incoming: region that the peer may write.
+        :raises BrokenResourceError: the connection broke.
         """
         self._connection = connection
         await connection.grant(outgoing, AccessFlags.REMOTE_READ)
@@ -164,12 +176,18 @@ class DeviceServer:
         await asyncio.Event().wait()
 
     async def start_turn(self, operation: Operation) -> None:
-        """Start a turn. Wait for messages only in turns that have them: some message models poll while a call waits."""
+        """Start a turn of an operation: if the operation is ``"send"``, start a task that answers messages.
+
+        There is no such task in other turns, because some message models poll while a call waits for a message.
+        """
         if operation == "send":
             self._answer_task = asyncio.create_task(self._answer_messages())
 
     async def end_turn(self) -> None:
-        """End a turn: stop answering messages, and wait until that has ended. An error of the connection is ignored."""
+        """End a turn: cancel the task that answers messages, if there is one, and wait until it has ended.
+
+        If that task failed because the connection is closed or broken, the error is ignored.
+        """
         task, self._answer_task = self._answer_task, None
         if task is not None:
             task.cancel()
@@ -177,7 +195,7 @@ class DeviceServer:
                 await task  # the client notices a broken connection itself
 
     async def _answer_messages(self) -> None:
-        """Store each message, and answer it with its first eight bytes, until cancelled or the client closes the
+        """Store each received message and answer it with its first eight bytes; return when the client closes the
         connection.
 
         :raises BrokenResourceError: the connection broke.
@@ -191,9 +209,12 @@ class DeviceServer:
 
 @asynccontextmanager
 async def device_server(name: str, model: MessageModel, secret: bytes) -> AsyncIterator[DeviceServer]:
-    """Serve a device to the client process; an async context manager that yields a `DeviceServer` that listens.
+    """Open a device, serve it to the client process and yield a `DeviceServer` that is listening; an async context
+    manager.
 
-    :param name: name of the device, which is opened here.
+    The server and the device are closed when the block ends.
+
+    :param name: name of the device.
     :param model: message model of the completion queues.
     :param secret: secret that the client process must know.
     :raises DeviceNotFoundError: no device has that name.

@@ -17,12 +17,14 @@ _STAMP = struct.Struct("<II")  # number of the turn, number of the slot
 
 @cache
 def _pattern() -> bytes:
-    """Return the `MEMORY` bytes that both sides send, without stamps."""
+    """Return the `MEMORY` pseudo-random bytes that both sides send, without the turn and slot numbers in them."""
     return random.Random(0).randbytes(MEMORY)
 
 
 def _stamp(memory: "bytearray | memoryview[int]", size: int, slots: int, turn: int) -> None:
-    """Write turn and slot number at the start and the end of each of ``slots`` slots of ``size`` bytes."""
+    """Write the turn number and the slot number to the start and the end of each of the first ``slots`` slots in
+    ``memory``, which are ``size`` bytes long.
+    """
     for slot in range(slots):
         stamp = _STAMP.pack(turn, slot)
         begin, end = slot * size, (slot + 1) * size
@@ -31,14 +33,14 @@ def _stamp(memory: "bytearray | memoryview[int]", size: int, slots: int, turn: i
 
 
 def _turn_bytes(size: int, slots: int, turn: int) -> bytearray:
-    """Return the outgoing bytes of a turn: the pattern, stamped in each slot."""
+    """Return the outgoing bytes of a turn: the pattern, with the turn number and the slot number in each slot."""
     data = bytearray(_pattern()[: size * slots])
     _stamp(data, size, slots, turn)
     return data
 
 
 def expected_checksum(operation: Operation, size: int, slots: int, turn: int) -> int:
-    """Return the CRC-32 of the bytes that arrive in a turn, over all ``slots`` slots of ``size`` bytes."""
+    """Return the CRC-32 of the bytes that must arrive in a turn, over all ``slots`` slots of ``size`` bytes."""
     return zlib.crc32(_turn_bytes(size, slots, turn))
 
 
@@ -55,22 +57,22 @@ class Memory:
         self._turn = 0
 
     def prepare(self, size: int, slots: int, turn: int) -> None:
-        """Write the bytes of a turn to the outgoing slots, and set the incoming slots to zero."""
+        """Write the outgoing bytes of a turn to the outgoing slots and set as many incoming slots to zero."""
         self._turn = turn
         self.outgoing[: size * slots] = _turn_bytes(size, slots, turn)
         self.incoming[: size * slots] = bytes(size * slots)
 
     def store_message(self, data: bytes) -> None:
-        """Store a received message in its slot, which the message names."""
+        """Store a received message in the incoming slot whose number the message contains."""
         _, slot = _STAMP.unpack_from(data)
         self.incoming[slot * len(data) : (slot + 1) * len(data)] = data
 
     def check_answer(self, answer: bytes, size: int, slot: int) -> None:
         """Check that the answer to a message is the beginning of that message.
 
-        :param size: bytes of the message.
-        :param slot: number of the outgoing slot that the message was sent from.
-        :raises ValueError: the answer differs.
+        :param size: size of the message in bytes.
+        :param slot: number of the outgoing slot from which the message was sent.
+        :raises ValueError: the answer differs from the beginning of the message.
         """
         if answer != self.outgoing[slot * size : slot * size + len(answer)]:
             raise ValueError(
@@ -78,5 +80,5 @@ class Memory:
             )
 
     def checksum(self, size: int, slots: int) -> int:
-        """Return the CRC-32 of the incoming slots."""
+        """Return the CRC-32 of the first ``slots`` incoming slots of ``size`` bytes."""
         return zlib.crc32(self.incoming[: size * slots])

@@ -22,14 +22,14 @@ __all__ = ["main"]
 
 @asynccontextmanager
 async def _serve_tcp(memory: Memory, secret: bytes) -> AsyncIterator[int]:
-    """Serve a TCP stream on the loopback address; yield its port."""
+    """Serve the memory over TCP on the loopback address and yield the port; close the server when the block ends."""
     async with await asyncio.start_server(serve_stream(memory, secret), LOOPBACK, 0, limit=READ_LIMIT) as server:
         yield server.sockets[0].getsockname()[1]
 
 
 @asynccontextmanager
 async def _serve_unix(memory: Memory, secret: bytes, path: str) -> AsyncIterator[str]:
-    """Serve a Unix stream at ``path``; yield the path."""
+    """Serve the memory over a Unix socket at ``path`` and yield the path; close the server when the block ends."""
     async with await asyncio.start_unix_server(serve_stream(memory, secret), path, limit=READ_LIMIT):
         yield path
 
@@ -42,11 +42,13 @@ class _Peer:
         self._servers: dict[str, DeviceServer] = {}
 
     async def serve(self, stack: AsyncExitStack, request: dict[str, Any]) -> dict[str, Any]:
-        """Serve streams and devices.
+        """Start the servers of both streams and of the requested devices.
 
         :param stack: exit stack that closes the servers.
         :param request: the first request, with ``secret``, ``model``, ``path`` and ``devices``.
-        :returns: ``addresses``, port or path by contender, and ``problems``, the reasons why devices cannot be served.
+        :returns: a dict with ``addresses``, the port or path of each stream and device, and ``problems``, the reason
+            for each device that cannot be served.
+        :raises OSError: the server of a stream cannot listen.
         """
         secret, model = bytes.fromhex(request["secret"]), MessageModel[request["model"]]
         self._memories = {"tcp": Memory(), "unix": Memory()}
@@ -66,11 +68,12 @@ class _Peer:
         return {"addresses": addresses, "problems": problems}
 
     async def handle_turn(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Begin or end a turn.
+        """Begin or end a turn of a device or stream.
 
-        :param request: ``action`` (``"begin"`` or ``"end"``), ``name`` of the contender, ``size`` and ``slots``; to
-            begin, also ``turn`` and ``operation``.
-        :returns: ``checksum`` of the incoming bytes at the end of a turn; an empty dict at its beginning.
+        :param request: ``action`` (``"begin"`` or ``"end"``), ``name`` of the device or stream, ``size`` and ``slots``;
+            to begin, also ``turn`` and ``operation``.
+        :returns: at the beginning of a turn, an empty dict; at its end, a dict with the ``checksum`` of the incoming
+            bytes.
         """
         name, size, slots = request["name"], request["size"], request["slots"]
         server = self._servers.get(name)
@@ -85,7 +88,10 @@ class _Peer:
 
 
 async def _requests() -> AsyncIterator[dict[str, Any]]:
-    """Yield the requests on standard input, until its end."""
+    """Yield each request on standard input as a dict; end when the input ends.
+
+    :raises ValueError: a line is not JSON.
+    """
     reader = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
     while line := await reader.readline():
@@ -93,7 +99,7 @@ async def _requests() -> AsyncIterator[dict[str, Any]]:
 
 
 async def main() -> None:
-    """Answer the requests on standard input until it ends, then close all servers."""
+    """Answer the requests on standard input until the input ends, then close all servers."""
     async with AsyncExitStack() as stack:
         peer = _Peer()
         serving = False

@@ -61,7 +61,7 @@ _FAILURES = (
 
 
 def loop_name() -> str:
-    """Return the name of the event loop library in use, ``"uvloop"`` or ``"asyncio"``."""
+    """Return the name of the event loop library that commands use, ``"uvloop"`` or ``"asyncio"``."""
     return "uvloop" if find_spec("uvloop") is not None else "asyncio"
 
 
@@ -69,7 +69,8 @@ def select_devices(named: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     """Select the devices to measure.
 
     :param named: names of devices; if empty, select every usable device with an active port.
-    :returns: the names of the selected devices, and for each device in `named` that is not selected, the reason.
+    :returns: the names of the selected devices, and a dict with the reason for each device in `named` that is not
+        selected.
     :raises DeviceNotFoundError: a name in `named` is unknown.
     """
     known = {each.name: each for each in devices()}
@@ -107,10 +108,10 @@ class Client(Protocol):
     """Client side of a contender: a `DeviceClient` or a `StreamClient`."""
 
     async def run_one(self, operation: Operation, size: int) -> None:
-        """Run one operation of `size` bytes, and wait until it completes."""
+        """Run one operation of `size` bytes and wait until it completes."""
 
     async def run_many(self, operation: Operation, size: int, window: int, count: int) -> None:
-        """Run `count` operations of `size` bytes, at most `window` of them in flight."""
+        """Run `count` operations of `size` bytes, at most `window` of them in flight; wait until all complete."""
 
 
 class _Peer:
@@ -123,7 +124,7 @@ class _Peer:
         self._request_number = 0
 
     async def request(self, **fields: object) -> dict[str, Any]:
-        """Send a request to the peer process, and wait for its answer, without a time limit.
+        """Send a request to the peer process and wait for its answer, without a time limit.
 
         :param fields: the request's fields, which become a JSON object.
         :returns: the fields of the answer.
@@ -138,7 +139,11 @@ class _Peer:
         raise PeerExitedError(f"the peer process ended with status {await self._process.wait()}")
 
     async def aclose(self) -> None:
-        """Close the peer process's input, wait until the process ends, and kill it if that takes too long."""
+        """Close the peer process's standard input and wait until the process ends; kill it if that takes more than 10
+        s.
+
+        A cancellation does not interrupt this call.
+        """
         self._stdin.close()
         try:
             with anyio.fail_after(_EXIT_LIMIT_S, shield=True):
@@ -152,11 +157,11 @@ class _Peer:
 
 @asynccontextmanager
 async def _time_limit(seconds: float, message: str) -> AsyncIterator[None]:
-    """Limit the duration of the block.
+    """Cancel the block if it takes too long.
 
-    :param seconds: the limit.
+    :param seconds: maximum duration of the block.
     :param message: text of the `TimeoutError`.
-    :raises TimeoutError: the block took longer than `seconds`, and was cancelled.
+    :raises TimeoutError: the block took longer than `seconds` and was cancelled.
     """
     limit = asyncio.timeout(seconds)
     try:
@@ -170,7 +175,7 @@ async def _time_limit(seconds: float, message: str) -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def _peer_process() -> AsyncIterator[_Peer]:
-    """Start the peer process and yield it; end it when the block ends.
+    """Start the peer process and yield a `_Peer` that controls it; end the process when the block ends.
 
     :raises OSError: the process cannot be started.
     """
@@ -191,7 +196,7 @@ async def _peer_process() -> AsyncIterator[_Peer]:
 async def _stream_client(address: int | str, secret: bytes) -> AsyncIterator[tuple[Client, Memory]]:
     """Connect a stream to the peer process; yield its client side and memory, and close the stream when the block ends.
 
-    :param address: port on the loopback address of a TCP stream, or path of a Unix stream.
+    :param address: path of a Unix stream, or port of a TCP stream on the loopback address.
     :param secret: shared secret of both processes.
     :raises OSError: the connection failed.
     :raises EOFError: the peer process closed the stream.
@@ -226,7 +231,10 @@ class _Benchmark:
         self.clients: dict[str, tuple[Client, Memory]] = {}
 
     async def measure_cell(self, cell: Cell, target_s: float) -> None:
-        """Measure a cell: calibrate every contender, then let the contenders take turns. Add the figures to the report.
+        """Measure a cell (an operation, a size and a window) and add the figures to the report.
+
+        First find out how many operations of each contender fit into a turn, then let the contenders take turns. A
+        contender that fails is dropped, and the report contains the reason.
 
         :param cell: the cell.
         :param target_s: target duration of a turn, in seconds.
@@ -249,10 +257,13 @@ class _Benchmark:
 
     @asynccontextmanager
     async def _drop_on_failure(self, name: str) -> AsyncIterator[None]:
-        """Drop the contender if the block fails with an exception of `_FAILURES`; the report then has the reason.
+        """Drop the contender ``name`` if the block raises an exception of `_FAILURES`, and add the reason to the
+        report.
+
+        The exception is then suppressed; any other one is raised unchanged.
 
         :raises PeerExitedError: the peer process ended.
-        :raises TimeoutError: the peer process did not answer that it ended the turn.
+        :raises TimeoutError: the peer process did not confirm the end of the contender's turn.
         """
         try:
             yield
@@ -267,8 +278,9 @@ class _Benchmark:
                 )  # so that the peer stops waiting for messages
 
     async def _calibrate(self, name: str, cell: Cell, target_s: float) -> int:
-        """Return the number of operations of the contender that take about ``target_s`` seconds, at least the
-        window.
+        """Return how many operations the contender can run in about ``target_s`` seconds, but at least ``cell.window``.
+
+        Raises the same exceptions as `_run_turn`.
         """
         count = cell.window
         while True:
@@ -280,9 +292,11 @@ class _Benchmark:
             count = max(cell.window, next_number)
 
     async def _run_turn(self, name: str, cell: Cell, count: int, samples: Samples) -> None:
-        """Let a contender run ``count`` operations, and verify the bytes that arrived.
+        """Let a contender run ``count`` operations, then verify the bytes that arrived.
 
-        :param samples: receives the times.
+        Raises also the exceptions of the contender's operations.
+
+        :param samples: the measured times are appended to it.
         :raises TimeoutError: the turn took too long.
         :raises ValueError: the bytes that arrived are wrong.
         :raises PeerExitedError: the peer process ended.
@@ -308,7 +322,7 @@ class _Benchmark:
 
 
 async def _run_sequentially(client: Client, cell: Cell, count: int) -> list[int]:
-    """Run ``count`` operations, one at a time; return the time of each in nanoseconds."""
+    """Run ``count`` operations, one at a time; return the duration of each in nanoseconds."""
     run_one, operation, size, clock = client.run_one, cell.operation, cell.size, time.perf_counter_ns
     times = []
     for _ in range(count):
@@ -325,17 +339,17 @@ async def measure(
     seconds: float,
     advance: Callable[[], object] = lambda: None,
 ) -> Report:
-    """Measure all cells in about `seconds`; the limit is three times `seconds` and a minute.
+    """Measure all cells in about `seconds` seconds. The time limit is one minute plus three times `seconds`.
 
-    :param cells: the cells to measure, each by all contenders.
-    :param device_names: names of the devices to measure; TCP and Unix streams are measured as well.
+    :param cells: the cells to measure, each with all devices and streams.
+    :param device_names: names of the devices to measure; a TCP and a Unix stream are measured as well.
     :param model: message model of the devices, in both processes.
     :param seconds: target duration of the whole benchmark.
     :param advance: called without arguments after each cell.
-    :returns: the report; contenders that failed while others remained are among its problems.
-    :raises ConnectionError: the peer process ended, or no contender is left.
+    :returns: the report; its problems contain the devices and streams that failed while others continued.
+    :raises ConnectionError: the peer process ended, or all devices and streams failed.
     :raises OSError: the peer process cannot be started.
-    :raises TimeoutError: the benchmark exceeded the limit, or the peer process did not answer.
+    :raises TimeoutError: the benchmark exceeded the time limit, or the peer process did not answer.
     """
     limit_s = _TIME_LIMIT_FACTOR * seconds + _START_LIMIT_S
     advice = (
@@ -353,7 +367,9 @@ async def _measure(
     seconds: float,
     advance: Callable[[], object],
 ) -> Report:
-    """Start both sides of all contenders, warm up, and measure: `measure` without the limit of the whole duration."""
+    """Do the work of `measure` without a limit on the whole duration: start the peer process, connect to it, warm up
+    and measure all cells; return the report.
+    """
     began = time.monotonic()
     report = Report()
     secret = secrets.token_bytes(32)

@@ -21,7 +21,7 @@ READ_LIMIT = 4 << 20  # bytes that a stream buffers until they are read: more th
 
 
 def _proofs(secret: bytes) -> Proofs:
-    """Return the proofs of the secret, for streams of the benchmark alone."""
+    """Return the `Proofs` for a secret. They are valid only for streams of the benchmark, not in other protocols."""
     return Proofs(b"aioverbs bench", secret)
 
 
@@ -46,7 +46,7 @@ class StreamClient:
         self._writer.write(_proofs(secret).make(b"client", await self._reader.readexactly(NONCE_BYTES)))
 
     async def run_one(self, operation: Operation, size: int) -> None:
-        """Run one operation of `size` bytes, and wait until it completes.
+        """Run one operation of `size` bytes and wait until it completes.
 
         :raises EOFError: the server closed the stream.
         :raises ConnectionError: the stream broke.
@@ -58,7 +58,7 @@ class StreamClient:
     async def run_many(self, operation: Operation, size: int, window: int, count: int) -> None:
         """Run `count` operations of `size` bytes, at most `window` of them in flight; wait until all complete.
 
-        Fails as `run_one` does.
+        Raises the same exceptions as `run_one`.
         """
         for index in range(min(window, count)):
             self._send_request(operation, size, index)
@@ -68,7 +68,9 @@ class StreamClient:
                 self._send_request(operation, size, index % window)
 
     def _send_request(self, operation: Operation, size: int, slot: int) -> None:
-        """Queue a request, with the bytes of the outgoing slot unless it is a read; does not wait."""
+        """Write a request to the stream's buffer without waiting. A write or a message includes the bytes of the
+        outgoing slot.
+        """
         head = _HEAD.pack(_CODES[operation], size, slot * size)
         if operation == "read":
             self._writer.write(head)
@@ -76,7 +78,11 @@ class StreamClient:
             self._writer.writelines((head, self._memory.outgoing[slot * size : (slot + 1) * size]))
 
     async def _receive_answer(self, operation: Operation, size: int, slot: int) -> None:
-        """Wait for the answer to the oldest unanswered request; store the bytes of a read in the incoming slot."""
+        """Wait for the answer to the oldest unanswered request. Store the bytes of a read in the incoming slot, and
+        check the answer to a message.
+
+        Raises the same exceptions as `run_one`.
+        """
         if operation == "read":
             self._memory.incoming[slot * size : (slot + 1) * size] = await self._reader.readexactly(size)
         elif operation == "write":
@@ -85,7 +91,7 @@ class StreamClient:
             self._memory.check_answer(await self._reader.readexactly(ANSWER_BYTES), size, slot)
 
     async def aclose(self) -> None:
-        """Close the stream, and wait until it is closed.
+        """Close the stream and wait until it is closed.
 
         :raises ConnectionError: the stream broke.
         """
@@ -101,7 +107,7 @@ def serve_stream(
     The callback closes the stream of a client that does not know the secret.
 
     :param memory: outgoing and incoming bytes of the server.
-    :param secret: the secret that a client must prove to know.
+    :param secret: the secret that a client must prove it knows.
     """
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -119,7 +125,8 @@ def serve_stream(
 
 
 async def _answer_requests(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, memory: Memory) -> None:
-    """Answer requests until the client closes the stream.
+    """Answer the requests of a client until an exception ends the call, at the latest when the client closes the
+    stream.
 
     :raises asyncio.IncompleteReadError: the client closed the stream.
     :raises ConnectionError: the stream broke.

@@ -68,7 +68,7 @@ class Status(IntEnum):
 
 
 def json_option(command: F) -> F:
-    """Add the option ``--json``, passed to the command as `as_json`."""
+    """Add the option ``--json`` to a command and return the command; the flag is passed to it as `as_json`."""
     return click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")(command)
 
 
@@ -76,7 +76,7 @@ class Seconds(click.FloatRange):
     """Parameter type of a finite number of seconds, a float. Arguments as of `click.FloatRange`."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Convert to a number of seconds, and check that it is finite and in the range.
+        """Convert a value to a number of seconds, which must be finite and in the range.
 
         :returns: the number, a float.
         :raises click.BadParameter: `value` is not a number, not finite, or outside the range.
@@ -88,7 +88,12 @@ class Seconds(click.FloatRange):
 
 
 def device_names(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
-    """Return completions of a device name: the kernel's devices and the software device. Opens no device."""
+    """Return the device names that begin with the text typed so far, for shell completion.
+
+    The names are those of the kernel's devices and ``"soft0"``. No device is opened.
+
+    :param incomplete: the text typed so far.
+    """
     return [name for name in (*kernel_devices(), "soft0") if name.startswith(incomplete)]
 
 
@@ -96,9 +101,10 @@ def device_names(ctx: click.Context, param: click.Parameter, incomplete: str) ->
 
 
 def console(*, stderr: bool = False) -> "Console":
-    """Return a rich console for human-readable output; it uses colours only on a terminal, without NO_COLOR.
+    """Return a rich console for human-readable output. It uses colours only on a terminal, and only if NO_COLOR is not
+    set.
 
-    :param stderr: write to standard error instead of standard output.
+    :param stderr: True to write to standard error instead of standard output.
     """
     from rich.console import Console
 
@@ -109,10 +115,11 @@ def console(*, stderr: bool = False) -> "Console":
 
 
 def print_json(value: object, *, one_line: bool = False) -> None:
-    """Print a value on standard output as JSON: dataclasses become objects, members of enumerations their names.
+    """Print a value to standard output as JSON: dataclasses become objects, members of enumerations their names.
 
     :param value: the value.
-    :param one_line: print no line breaks within the value, for commands that print one value per line.
+    :param one_line: True to print the value without line breaks, for commands that print one value per line.
+    :raises TypeError: JSON has no type for the value.
     """
     click.echo(json.dumps(to_jsonable(value), indent=None if one_line else 2))
 
@@ -121,9 +128,10 @@ def print_json(value: object, *, one_line: bool = False) -> None:
 
 
 def run(main: Coroutine[Any, Any, Status]) -> NoReturn:
-    """Run a command's coroutine on uvloop, or on asyncio if uvloop is not installed, and exit with the returned status.
+    """Run a command's coroutine on uvloop, or on asyncio if uvloop is not installed; exit with the status that the
+    coroutine returns.
 
-    :raises click.exceptions.Exit: always, unless the coroutine fails; its exception is then raised.
+    :raises click.exceptions.Exit: the coroutine has returned. If it fails, its exception is raised instead.
     """
     with runner() as event_loop_runner:
         status = event_loop_runner.run(main)
@@ -131,8 +139,8 @@ def run(main: Coroutine[Any, Any, Status]) -> NoReturn:
 
 
 def runner() -> asyncio.Runner:
-    """Return a new `asyncio.Runner`, to be closed by the caller: with uvloop's event loop if that is installed, else
-    asyncio's.
+    """Return a new `asyncio.Runner`, which the caller must close. It uses uvloop's event loop if uvloop is installed,
+    otherwise asyncio's.
     """
     try:
         from uvloop import new_event_loop
@@ -142,7 +150,9 @@ def runner() -> asyncio.Runner:
 
 
 def write_line(stdin: asyncio.StreamWriter, line: str) -> None:
-    """Write a line to another process's standard input; do nothing if that process has ended."""
+    """Write a line to the standard input of another process, without waiting; do nothing if that pipe is already
+    closed.
+    """
     if not stdin.is_closing():  # write() on a closed pipe raises RuntimeError on uvloop, not on asyncio
         stdin.write(f"{line}\n".encode())
 
@@ -164,12 +174,12 @@ class UntilStopped:
             self._loop.add_signal_handler(signal_number, self._stop)
 
     def _stop(self) -> None:
-        """Cancel the block, and restore the signals' usual effect."""
+        """Cancel the block and restore the default effect of SIGINT and SIGTERM."""
         self._release()
         self._scope.cancel()
 
     def _release(self) -> None:
-        """Restore the signals' usual effect."""
+        """Restore the default effect of SIGINT and SIGTERM."""
         for signal_number in _STOP_SIGNALS:
             self._loop.remove_signal_handler(signal_number)
 
@@ -181,11 +191,12 @@ class UntilStopped:
 
 
 def report_error(error: BaseException) -> Status:
-    """Print an error as one line on standard error, and return the exit status.
+    """Print an error as one line on standard error; return the exit status, which is `Status.NOT_FOUND`,
+    `Status.FAILED` or `Status.INTERRUPTED`.
 
-    Of an exception group, the first exception is printed; of an interruption, nothing. The line of an unexpected
-    exception
-    names its type, and the option that shows the traceback.
+    If the error is an exception group, only its first exception is printed. Nothing is printed for a KeyboardInterrupt
+    or a cancellation. If the exception is unexpected, the line also names its type and the option that shows the
+    traceback.
     """
     if isinstance(error, (KeyboardInterrupt, asyncio.CancelledError)):
         return Status.INTERRUPTED
@@ -199,7 +210,7 @@ def report_error(error: BaseException) -> Status:
 
 
 def _expected_errors() -> tuple[type[BaseException], ...]:
-    """Return the exceptions caused by the environment or by the arguments, not by a bug of the program."""
+    """Return the types of exceptions that are caused by the environment or by arguments, not by a bug in aioverbs."""
     import anyio
 
     from aioverbs import errors
@@ -209,7 +220,7 @@ def _expected_errors() -> tuple[type[BaseException], ...]:
 
 
 def _not_found_errors() -> tuple[type[BaseException], ...]:
-    """Return the exceptions that mean `Status.NOT_FOUND`."""
+    """Return the types of exceptions for which the exit status is `Status.NOT_FOUND`."""
     from aioverbs import errors
 
     return (ConnectionError, errors.DeviceNotFoundError, errors.LibraryNotFoundError, errors.UnreachableError)

@@ -16,7 +16,7 @@ _INSTALL = {
 @click.argument("shell", type=click.Choice(list(_INSTALL)))
 @click.pass_context
 def completion(ctx: click.Context, shell: str) -> None:
-    """Print a script that makes SHELL complete commands, options and the names of devices."""
+    """Print a script that makes SHELL complete commands, options and device names."""
     kind = get_completion_class(shell)
     assert kind is not None
     click.echo(kind(ctx.find_root().command, {}, "aioverbs", "_AIOVERBS_COMPLETE").source())

@@ -24,10 +24,10 @@ __all__ = ["demo"]
 )
 @json_option
 def demo(device: str | None, size: int, messages: int, as_json: bool) -> None:
-    """Exchange messages with a second process, read its memory one-sidedly, and verify every byte.
+    """Exchange messages with a second process, read its memory one-sidedly and verify every byte.
 
-    Then use the connection from a thread and an event loop that do not own it, which raises an AffinityError, and show
-    the device's native features. The exit status is 1 if a byte was wrong or the foreign call did not fail.
+    Then use the connection from a thread and an event loop that do not own it, which must raise an AffinityError, and
+    show the device's native features. The exit status is 1 if a byte was wrong or if no AffinityError was raised.
     """
     run(_demo(device, size << 20, messages, as_json))
 
@@ -35,8 +35,9 @@ def demo(device: str | None, size: int, messages: int, as_json: bool) -> None:
 async def _demo(device: str | None, size: int, messages: int, as_json: bool) -> Status:
     """Run the demonstration and print its outcome.
 
-    :param size: bytes of memory to read.
-    :returns: the exit status.
+    :param size: number of bytes of memory to read.
+    :param messages: number of round trips.
+    :returns: the exit status; INTERRUPTED if SIGINT or SIGTERM ended the demonstration early.
     """
     from aioverbs.cli.demo_run import demonstrate
 
@@ -53,7 +54,7 @@ async def _demo(device: str | None, size: int, messages: int, as_json: bool) -> 
 
 
 def _print(out: "Console", outcome: "Outcome") -> None:
-    """Print the outcome as text."""
+    """Print the outcome as a table, and whether everything was verified."""
     from rich.table import Table
     from rich.text import Text
 

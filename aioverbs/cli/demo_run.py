@@ -62,17 +62,17 @@ class Outcome:
 
     @property
     def verified(self) -> bool:
-        """True if there are no faults."""
+        """True if nothing went wrong, so that `faults` is empty."""
         return not self.faults
 
 
 async def demonstrate(name: str | None, size: int, messages: int) -> Outcome:
-    """Start the worker process, exchange messages with it, read its memory, and stop it.
+    """Start the worker process, exchange messages with it, read its memory and stop it.
 
-    :param name: the device's name; None: the best available device.
-    :param size: bytes of memory to read, a multiple of 1 MiB.
+    :param name: the device's name; None for the best available device.
+    :param size: number of bytes of memory to read, a multiple of 1 MiB.
     :param messages: number of round trips.
-    :returns: the outcome; wrong bytes and answers are among its faults.
+    :returns: the outcome; wrong bytes and wrong answers are listed in its faults.
     :raises DeviceNotFoundError: no device has that name.
     :raises OSError: the device is unusable.
     """
@@ -126,7 +126,7 @@ class _Reasons(logging.Handler):
         self._reason = record.getMessage().partition(": ")[2] or record.getMessage()
 
     def text(self, name: str | None) -> str:
-        """Return the reason why `open_device(name)`, called in the block, selected the device."""
+        """Return the reason why `open_device(name)`, called in this handler's ``with`` block, selected the device."""
         if name is not None:
             return "selected by --device"
         return "selected by AIOVERBS_DEVICE" if os.environ.get("AIOVERBS_DEVICE") else self._reason
@@ -143,15 +143,16 @@ class _Reasons(logging.Handler):
 
 
 def _content(seed: int, piece: int) -> bytes:
-    """Return the bytes of a piece of the worker's memory, always the same for a seed."""
+    """Return the 1 MiB of the worker's memory with the number ``piece``; depends only on ``seed`` and ``piece``."""
     return random.Random(f"{seed}/{piece}").randbytes(_PIECE)
 
 
 @contextlib.asynccontextmanager
 async def _owned_memory(seed: int, size: int, worker: Worker) -> AsyncIterator[MemoryRegion]:
-    """Yield memory of the worker process, filled with bytes that the worker and the client each compute from `seed`.
+    """Yield a registered region of the worker process, filled with bytes that the worker and the client each compute
+    from `seed`.
 
-    The setup of the pool: the region is the worker's state, and closed when the worker ends.
+    The pool uses this function as its ``setup``: the region is the worker's state and is closed when the worker ends.
     """
     async with worker.domain.register(size, _ACCESS) as region:
         for at in range(0, size, _PIECE):
@@ -160,9 +161,10 @@ async def _owned_memory(seed: int, size: int, worker: Worker) -> AsyncIterator[M
 
 
 async def _answer(connection: Connection) -> None:
-    """Grant the peer read access to the worker's memory, send it the process ID, and send back each message reversed.
+    """Grant the peer read access to the worker's memory, send it this process's ID, then send back each message
+    reversed.
 
-    Ends when the peer closes the connection.
+    Returns when the peer closes the connection.
     """
     async with await connection.grant(current_worker().state, AccessFlags.REMOTE_READ):
         await connection.send(str(os.getpid()).encode())
@@ -188,8 +190,10 @@ class _Client:
         self.faults: list[str] = []
 
     async def exchange(self, count: int) -> Histogram:
-        """Send messages, each after the previous answer; return the histogram of the round-trip times in
-        nanoseconds.
+        """Send ``count`` messages, each after the answer to the previous one. If answers are wrong, their number is
+        added to `faults`.
+
+        :returns: a histogram of the round-trip times in nanoseconds.
         """
         round_trips, wrong = Histogram(), 0
         for number in range(count):
@@ -204,7 +208,11 @@ class _Client:
         return round_trips
 
     async def read_all(self, size: int) -> float:
-        """Read and compare the worker's memory, a window of pieces at a time; return the seconds spent in reads."""
+        """Read the first ``size`` bytes of the worker's memory, 4 MiB at a time, and compare them with the expected
+        bytes. If bytes differ, their number is added to `faults`.
+
+        :returns: the seconds spent in reads.
+        """
         seconds, wrong = 0.0, 0
         for first in range(0, size, _WINDOW * _PIECE):
             offsets = range(first, min(first + _WINDOW * _PIECE, size), _PIECE)
@@ -222,15 +230,20 @@ class _Client:
         return seconds
 
     def _read(self, offset: int) -> Operation[None]:
-        """Post a read of a piece of the worker's memory to its place in local memory; return the operation, to be
-        awaited.
+        """Post a read of the 1 MiB at ``offset`` in the worker's memory to its place in local memory.
+
+        :returns: the operation, to be awaited by the caller.
         """
         place = offset % (_WINDOW * _PIECE)
         return self._connection.read(self._local[place : place + _PIECE], self._grant[offset : offset + _PIECE])
 
     async def call_from_wrong_loop(self) -> str | None:
-        """Read from another thread with its own event loop; return the AffinityError's message, or None if the read did
-        not raise one.
+        """Read through the connection from another thread and event loop, which must fail, then from the loop that owns
+        it.
+
+        If the first read succeeds or changes memory, or the second one reads wrong bytes, this is added to `faults`.
+
+        :returns: the message of the AffinityError that the first read raised; None if it raised none.
         """
 
         async def read() -> None:

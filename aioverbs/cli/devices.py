@@ -21,18 +21,18 @@ __all__ = ["devices"]
 def devices(name: str | None, as_json: bool) -> None:
     """List devices with their ports and native features.
 
-    With NAME, show that device alone, with its GIDs and limits. The name of a software device with an address contains
+    With NAME, show only that device, with its GIDs and limits. The name of a software device with an address contains
     the address, as in soft0@10.0.0.1:7470.
 
-    The exit status is 1 if NAME is unusable, 3 if it does not exist.
+    The exit status is 1 if NAME is unusable, and 3 if it does not exist.
     """
     run(_devices(name, as_json))
 
 
 async def _devices(name: str | None, as_json: bool) -> Status:
-    """Print one device, or all devices.
+    """Print one device, or all devices if ``name`` is None.
 
-    :returns: the exit status.
+    :returns: the exit status; NO if the device called ``name`` is unusable.
     :raises DeviceNotFoundError: no device is called ``name``.
     """
     from aioverbs.cli.inventory import inspect_device, list_devices
@@ -51,7 +51,7 @@ async def _devices(name: str | None, as_json: bool) -> Status:
 
 
 def _table(*columns: str) -> "Table":
-    """Return an empty table with these headings; columns of numbers are aligned to the right."""
+    """Return an empty rich table with the given column headings; columns of numbers are right-aligned."""
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, header_style="bold")
@@ -65,9 +65,9 @@ _STATES = {"ACTIVE": "green", "DOWN": "red"}
 
 
 def _print_all(out: "Console", found: "list[DeviceReport]", problem: str | None) -> None:
-    """Print a row for each port, and the problems.
+    """Print a table with a row for each port, then the problems of devices.
 
-    :param problem: reason why RDMA devices cannot be listed; None: they can.
+    :param problem: reason why RDMA devices cannot be listed; None if they can.
     """
     from rich.text import Text
 
@@ -97,14 +97,14 @@ def _print_all(out: "Console", found: "list[DeviceReport]", problem: str | None)
 
 
 def _native(device: "DeviceReport") -> list[str]:
-    """Return the text names of the device's native features."""
+    """Return the names of the device's native features, as they are shown in text output."""
     from aioverbs.cli.inventory import FEATURES
 
     return [FEATURES[feature] for feature, native in device.native.items() if native]
 
 
 def _print_one(out: "Console", device: "DeviceReport") -> None:
-    """Print all that is known about a device: ports with GIDs, features, limits."""
+    """Print everything that is known about a device: its ports with their GIDs, its features and its limits."""
     from rich.text import Text
 
     from aioverbs.cli.inventory import FEATURES

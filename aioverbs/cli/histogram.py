@@ -27,7 +27,7 @@ class Histogram:
         self._squares = 0.0  # sum of the squared distances from the mean
 
     def record(self, value: int) -> None:
-        """Count a value.
+        """Add a value to the histogram.
 
         :raises ValueError: `value` is negative.
         """
@@ -52,9 +52,9 @@ class Histogram:
         return math.sqrt(self._squares / self.count) if self.count else 0.0
 
     def percentile(self, percent: float) -> int:
-        """Return a percentile of the values, to the precision of a bucket; 0 if there are no values.
+        """Return a percentile of the values, accurate to the width of a bucket; 0 if there are no values.
 
-        :param percent: 0..100.
+        :param percent: a number from 0 to 100.
         :raises ValueError: `percent` is outside 0..100.
         """
         if not 0 <= percent <= 100:
@@ -70,12 +70,14 @@ class Histogram:
         return self.maximum
 
     def rows(self, max_rows: int = 20) -> list[tuple[int, int, int]]:
-        """Return rows of a picture, in ascending order: the first value, the end (exclusive), and the count of each.
+        """Return the rows of a bar chart in ascending order: for each row its first value, its end (exclusive) and its
+        count.
 
         A row covers an eighth, a quarter, a half or the whole of a power of two: the narrowest that needs at most
-        `max_rows` rows. If even whole powers need more, there are more rows. Without values there are no rows.
+        `max_rows` rows. If even rows of a whole power of two are more than that, all of them are returned. If there are
+        no values, the list is empty.
 
-        :param max_rows: wanted limit of the number of rows.
+        :param max_rows: desired maximum number of rows.
         """
         if not self.count:
             return []
@@ -85,11 +87,11 @@ class Histogram:
         return list(self._merge_buckets(first // width, last // width, width))
 
     def _merge_buckets(self, first: int, last: int, width: int) -> Iterator[tuple[int, int, int]]:
-        """Yield rows as `rows` returns them.
+        """Yield the rows that `rows` returns: first value, end (exclusive) and count of each.
 
         :param first: number of the first row, in units of ``width``.
-        :param last: number of the last row.
-        :param width: buckets of each row.
+        :param last: number of the last row, in units of ``width``.
+        :param width: number of buckets in each row.
         """
         counts: Counter[int] = Counter()
         for bucket, count in self._buckets.items():
@@ -99,7 +101,7 @@ class Histogram:
 
 
 def _bucket(value: int) -> int:
-    """Return the number of the bucket that counts a value."""
+    """Return the number of the bucket in which a value is counted."""
     if value < _EXACT:
         return value
     shift = value.bit_length() - 1 - _BITS
@@ -107,7 +109,7 @@ def _bucket(value: int) -> int:
 
 
 def _begin(bucket: int) -> int:
-    """Return the smallest value of a bucket."""
+    """Return the smallest value that is counted in a bucket."""
     if bucket < _EXACT:
         return bucket
     shift = (bucket >> _BITS) - 1
@@ -115,5 +117,5 @@ def _begin(bucket: int) -> int:
 
 
 def _end(bucket: int) -> int:
-    """Return the smallest value above a bucket."""
+    """Return the smallest value that is too large for a bucket."""
     return _begin(bucket + 1)

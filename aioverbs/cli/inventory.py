@@ -105,9 +105,10 @@ class DeviceReport:
 
 
 def list_devices() -> tuple[list[str], str | None]:
-    """List devices, RDMA devices first.
+    """List the names of devices, RDMA devices first.
 
-    :returns: the names of the devices, and the reason why RDMA devices cannot be listed, or None.
+    :returns: the names, and the reason why RDMA devices cannot be listed, or None if they can. If they cannot, only the
+        names of software devices are returned.
     """
     try:
         return [*hardware.names(), *software.names()], None
@@ -116,10 +117,10 @@ def list_devices() -> tuple[list[str], str | None]:
 
 
 async def inspect_device(name: str) -> DeviceReport:
-    """Open a device, report about it, and close it. Warnings about missing features are not logged.
+    """Open a device, collect a report about it and close it. Warnings about missing features are not logged.
 
     :param name: the device's name.
-    :returns: the report; if opening or testing the device fails, with the problem.
+    :returns: the report. If opening or testing the device fails, `DeviceReport.problem` contains the reason.
     :raises DeviceNotFoundError: no device has that name.
     """
     provider = "software" if software.is_software(name) else "hardware"
@@ -140,7 +141,7 @@ async def inspect_device(name: str) -> DeviceReport:
 
 @contextlib.contextmanager
 def _suppress_warnings() -> Iterator[None]:
-    """Suppress warnings about missing features, since the report contains them."""
+    """Suppress the library's warnings for the duration of the block, since the report shows the missing features."""
     logger = logging.getLogger("aioverbs")
     before = logger.level
     logger.setLevel(logging.ERROR)
@@ -151,9 +152,9 @@ def _suppress_warnings() -> Iterator[None]:
 
 
 async def _report(device: Device, provider: str) -> DeviceReport:
-    """Return the report about an open device.
+    """Return a report about an open device. If testing the features fails, the report contains the error.
 
-    :raises VerbsError: the device does not answer a query. An error of testing the features is in the report.
+    :raises VerbsError: a query of the device or of a port failed.
     """
     attributes = device.attributes()
     ports = tuple(_port(device, number) for number in range(1, attributes.phys_port_cnt + 1))
@@ -182,7 +183,7 @@ async def _report(device: Device, provider: str) -> DeviceReport:
 
 
 def _port(device: Device, number: int) -> PortReport:
-    """Return the report about a port.
+    """Return a report about the port of a device that has the given number.
 
     :raises VerbsError: the query of the port failed.
     """
@@ -195,17 +196,21 @@ def _port(device: Device, number: int) -> PortReport:
 
 
 def _address(gid: bytes) -> str:
-    """Return a GID as an IPv6 address; one that contains an IPv4 address as ``::ffff:192.0.2.1``."""
+    """Return a GID as the text of an IPv6 address; a GID that contains an IPv4 address has the form
+    ``::ffff:192.0.2.1``.
+    """
     address = ipaddress.IPv6Address(gid)
     ipv4 = address.ipv4_mapped
     return f"::ffff:{ipv4}" if ipv4 is not None else str(address)
 
 
 async def _native_features(device: Device) -> dict[str, bool]:
-    """Try each of `FEATURES`: an unsupported one fails, or is emulated and says so.
+    """Find out which of `FEATURES` the device implements itself, by creating resources that use them.
 
-    :returns: for each of `FEATURES`, whether the device implements it.
-    :raises VerbsError: a resource cannot be created, for another reason than that the device does not support it.
+    An unsupported feature makes the creation fail, or is emulated by the library, which the resource reports.
+
+    :returns: a dict with all of `FEATURES`; True if the device implements the feature.
+    :raises VerbsError: a resource cannot be created for a reason other than that the device does not support it.
     """
     found = dict.fromkeys(FEATURES, False)
     async with device.thread_domain() as td, device.protection_domain() as pd:
@@ -223,7 +228,10 @@ async def _native_features(device: Device) -> dict[str, bool]:
 
 @asynccontextmanager
 async def _with_allocator(device: Device) -> AsyncIterator[None]:
-    """Open a completion queue whose memory an allocator provides, for the duration of the block."""
+    """Open a completion queue whose memory an allocator provides, and close it when the block ends.
+
+    :raises VerbsError: the queue, or a resource that it needs, cannot be created.
+    """
     async with (
         device.protection_domain() as pd,
         pd.parent_domain(allocator=ArenaAllocator()) as parent,
@@ -233,8 +241,9 @@ async def _with_allocator(device: Device) -> AsyncIterator[None]:
 
 
 async def _can_open(resource: AbstractAsyncContextManager[object]) -> bool:
-    """Open and close a resource; return False if the device does not support it.
+    """Open and close a resource.
 
+    :returns: True if it could be opened; False if the device does not support it.
     :raises VerbsError: opening failed for another reason.
     """
     async with AsyncExitStack() as stack:

@@ -96,12 +96,14 @@ class Figure:
 
 
 def slot_count(size: int) -> int:
-    """Return the number of operations of `size` bytes that have a memory slot each, 1..WINDOW."""
+    """Return how many operations of `size` bytes can be in flight, each with its own memory slot: 1 to `WINDOW`."""
     return max(1, min(WINDOW, MEMORY // size))
 
 
 def cells(operations: Iterable[Operation], sizes: Sequence[int] = SIZES) -> list[Cell]:
-    """Return the cells of all operations: each size with a window of 1, and with the largest window if larger."""
+    """Return the cells to measure: for each operation and size, one with a window of 1 and one with the largest
+    possible window, if that is more than 1.
+    """
     both = (
         (Cell(operation, size, 1), Cell(operation, size, slot_count(size)))
         for operation in operations
@@ -111,20 +113,21 @@ def cells(operations: Iterable[Operation], sizes: Sequence[int] = SIZES) -> list
 
 
 def turn_seconds(seconds: float, count: int, contenders: int, rounds: int = ROUNDS) -> float:
-    """Return the duration of a contender's turn, in seconds, so that the benchmark takes `seconds`; at least 0.001.
+    """Return how long a contender's turn may take, in seconds, if the benchmark is to take `seconds`; at least 0.001.
 
     :param seconds: target duration of the whole benchmark.
     :param count: number of cells.
     :param contenders: number of contenders.
-    :param rounds: rounds of each cell.
+    :param rounds: number of rounds in each cell.
     """
     return max(_MIN_TURN_S, seconds * _MEASURED_FRACTION / (max(1, count * contenders) * (rounds + _CALIBRATION_TURNS)))
 
 
 def turn_order(names: Sequence[str], rounds: int = ROUNDS) -> Iterator[tuple[int, str]]:
-    """Yield each turn's round and contender: each contender has one turn in a round, and the first one rotates.
+    """Yield the round number and the contender's name for each turn. Each contender has one turn per round, and the
+    contender that begins changes from round to round.
 
-    A disturbance of the machine then affects all contenders alike, and no contender always follows the same one.
+    A disturbance of the machine therefore affects all contenders alike, and no contender always follows the same one.
     """
     for number in range(rounds):
         first = number % max(1, len(names))
@@ -132,7 +135,9 @@ def turn_order(names: Sequence[str], rounds: int = ROUNDS) -> Iterator[tuple[int
 
 
 def next_count(count: int, elapsed_ns: float, target_s: float) -> int | None:
-    """Return the operation count to try next, or None if `count` operations take at least half a turn or are the limit.
+    """Return the operation count to try next when looking for the number of operations in a turn; None to stop.
+
+    None is returned if `count` operations took at least half a turn, or if `count` has reached the limit of 200,000.
 
     :param count: the last operation count.
     :param elapsed_ns: duration of `count` operations, in nanoseconds.
@@ -144,7 +149,7 @@ def next_count(count: int, elapsed_ns: float, target_s: float) -> int | None:
 
 
 def count_for_turn(operation_ns: float, target_s: float) -> int:
-    """Return the number of operations in a turn, at least 1 and at most 200,000.
+    """Return how many operations fit into a turn, at least 1 and at most 200,000.
 
     :param operation_ns: duration of an operation, in nanoseconds.
     :param target_s: target duration of the turn, in seconds.
@@ -153,7 +158,7 @@ def count_for_turn(operation_ns: float, target_s: float) -> int:
 
 
 def format_size(size: int) -> str:
-    """Format a number of bytes, in whole units: ``"64 B"``, ``"4 KiB"``, ``"1 MiB"``."""
+    """Return a number of bytes as text in whole units, rounded down: ``"64 B"``, ``"4 KiB"``, ``"1 MiB"``."""
     for unit, letters in ((1 << 20, "MiB"), (1 << 10, "KiB")):
         if size >= unit:
             return f"{size // unit} {letters}"
@@ -161,7 +166,7 @@ def format_size(size: int) -> str:
 
 
 def median(values: Iterable[float]) -> float:
-    """Return the median of at least one value.
+    """Return the median of the values.
 
     :raises statistics.StatisticsError: there is no value.
     """
@@ -169,7 +174,7 @@ def median(values: Iterable[float]) -> float:
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Return the smallest value that `percent` percent of the values do not exceed.
+    """Return the smallest of the values that at least `percent` percent of the values do not exceed.
 
     :raises ValueError: `values` is empty, or `percent` is outside 0..100.
     """
@@ -185,8 +190,8 @@ def figures(cell: Cell, samples: Mapping[str, Samples], base: str) -> list[Figur
 
     :param cell: the cell.
     :param samples: samples by contender.
-    :param base: name of the contender that the others are compared with.
-    :returns: a figure for each contender that has samples, in their order.
+    :param base: name of the contender with which the others are compared.
+    :returns: a figure for each contender that has samples, in the order of `samples`.
     """
     base_rounds = samples[base].rounds if base in samples else []
     found = []

@@ -35,7 +35,7 @@ class _Ping(click.Group):
 
 
 def _shared_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Add the options that client and server share."""
+    """Add the options that client and server have in common to a command; return the command."""
     options = (
         click.option(
             "--device", metavar="NAME", shell_complete=device_names, help="Device. Default: the first active one."
@@ -79,7 +79,7 @@ def ping() -> None:
 @click.option("--port", type=click.IntRange(0, 0xFFFF), default=PORT, show_default=True, help="0: any free port.")
 @_shared_options
 def serve(host: str | None, port: int, device: str | None, transport: str, message_model: str, as_json: bool) -> None:
-    """Answer pings at HOST, an address of this host; without HOST, at all addresses."""
+    """Answer pings at HOST, an address of this host; without HOST, at all of its addresses."""
     run(_serve(host, port, device, transport, message_model, as_json))
 
 
@@ -138,10 +138,10 @@ def to(
 
 
 def _parse_address(text: str) -> tuple[str, int]:
-    """Parse the address of a server; without a port, the port is `PORT`.
+    """Parse the address of a server. If it contains no port, the port is `PORT`.
 
     :returns: host and port.
-    :raises click.BadParameter: the text is not an address.
+    :raises click.BadParameter: the text is not an address, or its port is invalid.
     """
     if text.count(":") > 1 and not text.startswith("["):
         return text, PORT  # an IPv6 address without a port
@@ -157,7 +157,7 @@ def _parse_address(text: str) -> tuple[str, int]:
 
 
 def _model(name: str) -> Any:
-    """Return the `MessageModel` of a value of ``--message-model``."""
+    """Return the `MessageModel` for a value of the option ``--message-model``."""
     from aioverbs._verbs.completion_queue import MessageModel
 
     return MessageModel[name.upper().replace("-", "_")]
@@ -169,9 +169,9 @@ def _model(name: str) -> Any:
 async def _serve(
     host: str | None, port: int, device: str | None, transport: Any, message_model: str, as_json: bool
 ) -> Status:
-    """Serve until SIGINT or SIGTERM, and print events.
+    """Serve pings and print events until SIGINT or SIGTERM arrives.
 
-    :returns: the exit status.
+    :returns: the exit status, which is OK.
     :raises OSError: the device is unusable, or listening failed.
     :raises DeviceNotFoundError: no device is called ``device``.
     """
@@ -199,7 +199,7 @@ _EVENT_TEXTS = {
 
 
 def _format_value(value: object) -> object:
-    """Return a list as text with commas; any other value unchanged."""
+    """Return the items of a list as one text, separated by commas; return any other value unchanged."""
     return ", ".join(map(str, value)) if isinstance(value, list) else value
 
 
@@ -218,15 +218,17 @@ async def _ping_peer(
     size: int,
     output: "_JsonOutput | _TextOutput",
 ) -> Status:
-    """Connect and ping until all requests are made, the connection breaks, or SIGINT or SIGTERM arrives; print a
+    """Connect and ping until all requests are made, the connection breaks, or SIGINT or SIGTERM arrives; then print a
     summary.
 
     :param address: host and port of the server.
-    :param count: number of requests; None: no limit.
+    :param count: number of requests; None if there is no limit.
     :param interval_s: seconds between the starts of two requests.
     :param timeout_s: seconds after which an answer counts as lost.
-    :returns: the exit status.
+    :returns: the exit status: OK if all requests were answered, NO if not, INTERRUPTED if a signal arrived before the
+        connection was established.
     :raises ConnectionError: the server cannot be reached, or refuses the request.
+    :raises OSError: the device is unusable.
     :raises DeviceNotFoundError: no device is called ``device``.
     """
     from aioverbs._verbs.device import open_device
@@ -250,8 +252,8 @@ async def _ping_peer(
 
 
 def _latency(tally: "Tally") -> dict[str, float] | None:
-    """Return minimum, mean, standard deviation, percentiles and maximum, in nanoseconds; None if no request was
-    answered.
+    """Return a dict with the minimum, mean, standard deviation, percentiles and maximum of the latencies, in
+    nanoseconds; None if no request was answered.
     """
     times = tally.times_ns
     if not times.count:
@@ -268,18 +270,24 @@ class _JsonOutput:
     quiet = False
 
     def start(self, host: str, port: int, device: str, verb: str, size: int, message_model: str) -> None:
-        """Keep the connection's parameters for the summary; print nothing."""
+        """Store the parameters of the connection for the summary; print nothing."""
         self._subject = {
             "host": host, "port": port, "device": device, "verb": verb, "size": size, "message_model": message_model,
         }  # fmt: skip
 
     def show_answer(self, number: int, nanoseconds: int | None) -> None:
-        """Print the latency of a request, or that it was lost (None); nothing if `quiet`."""
+        """Print the latency of a request, or that its answer was lost; print nothing if `quiet` is set.
+
+        :param nanoseconds: the latency; None if the answer was lost.
+        """
         if not self.quiet:
             print_json({"event": "answer", "seq": number, "time_ns": nanoseconds}, one_line=True)
 
     def show_summary(self, tally: "Tally", seconds: float) -> None:
-        """Print the results of all requests, which took ``seconds``."""
+        """Print the results of all requests.
+
+        :param seconds: duration of all requests together.
+        """
         rows = [{"from_ns": begin, "to_ns": end, "count": count} for begin, end, count in tally.times_ns.rows()]
         counts = {"sent": tally.sent, "received": tally.received, "lost": tally.lost, "broken": tally.broken}
         timing = {"duration_s": seconds, "latency_ns": _latency(tally), "histogram": rows}
@@ -292,13 +300,16 @@ class _TextOutput:
     quiet = False
 
     def start(self, host: str, port: int, device: str, verb: str, size: int, message_model: str) -> None:
-        """Print the heading."""
+        """Print the heading, which describes the connection and the requests."""
         self._size = size
         self._peer = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         click.echo(f"PING {self._peer} on device {device}: {verb} of {size} bytes, {message_model}")
 
     def show_answer(self, number: int, nanoseconds: int | None) -> None:
-        """Print the latency of a request, or that it was lost (None); nothing if `quiet`."""
+        """Print the latency of a request, or that its answer was lost; print nothing if `quiet` is set.
+
+        :param nanoseconds: the latency; None if the answer was lost.
+        """
         if self.quiet:
             return
         if nanoseconds is None:
@@ -307,7 +318,10 @@ class _TextOutput:
             click.echo(f"{self._size} bytes from {self._peer}: seq={number} time={duration(nanoseconds / 1e9)}")
 
     def show_summary(self, tally: "Tally", seconds: float) -> None:
-        """Print the results of all requests, which took ``seconds``."""
+        """Print the results of all requests.
+
+        :param seconds: duration of all requests together.
+        """
         if sys.stdout.isatty():
             click.echo()  # the terminal has echoed ^C
         if tally.broken is not None:
@@ -322,7 +336,7 @@ class _TextOutput:
         self._print_histogram(tally)
 
     def _print_histogram(self, tally: "Tally") -> None:
-        """Print a bar for each row of the histogram; there must be at least one answer."""
+        """Print a bar for each row of the latency histogram. At least one request must have been answered."""
         from rich.text import Text
 
         rows = tally.times_ns.rows()

@@ -39,19 +39,19 @@ class Tally:
 
     @property
     def received(self) -> int:
-        """Number of requests answered within the timeout."""
+        """Number of requests that were answered within the timeout."""
         return self.times_ns.count
 
     @property
     def lost(self) -> int:
-        """Number of requests without an answer within the timeout."""
+        """Number of requests that were not answered within the timeout."""
         return self.sent - self.received
 
 
 async def connect_pings(
     stack: AsyncExitStack, domain: Domain, host: str, port: int, transport: Transport, request: PingRequest
 ) -> PingOnce:
-    """Connect to a ping server and agree on the request.
+    """Connect to a ping server and let it accept the kind of requests.
 
     :param stack: exit stack that closes the connection and the memory.
     :param domain: domain that owns the connection.
@@ -59,7 +59,7 @@ async def connect_pings(
     :param port: the server's port.
     :param transport: how the connection is set up.
     :param request: verb and size of each request.
-    :returns: a coroutine function that makes the request with the given number, and returns once it is answered.
+    :returns: a coroutine function that makes the request with the given number and returns once it is answered.
     :raises ConnectionError: the host is unreachable, no server listens at the port, the server is not a ping server, it
         refuses the request, or it did not answer in time.
     :raises VerbsError: the connection's resources cannot be created.
@@ -81,9 +81,10 @@ async def _request_pings(
 ) -> PingOnce:
     """Send the request on an open connection; return the function that `connect_pings` returns.
 
-    :raises PingRefusedError: the server refused the request, or is not a ping server.
+    :raises PingRefusedError: the server refused the request, or is not a ping server of this version.
     :raises anyio.BrokenResourceError: the connection broke.
     :raises anyio.EndOfStream: the server closed the connection.
+    :raises VerbsError: the memory for reads or writes cannot be registered.
     """
     await connection.send(request.pack())
     check_answer(await connection.receive())
@@ -109,9 +110,9 @@ class _Echo:
         self._padding = bytes(index % 251 for index in range(size - 8))
 
     async def ping_once(self, number: int) -> None:
-        """Send a message, and wait until the server sends it back.
+        """Send a message and wait until the server sends it back.
 
-        :param number: number of the message, larger than that of the previous one.
+        :param number: number of the message, larger than that of the previous message.
         :raises BrokenResourceError: the answer is wrong, or the connection broke.
         :raises anyio.EndOfStream: the server closed the connection.
         """
@@ -140,9 +141,10 @@ class Pings:
     on_answer: Callable[[int, int | None], None]
 
     async def run(self, tally: Tally) -> None:
-        """Make the requests until all are made or the connection breaks, which sets `Tally.broken` and raises nothing.
+        """Make requests until their number is reached or the connection breaks. A broken connection raises nothing; the
+        error is stored in `Tally.broken`.
 
-        :param tally: collects the results, also if the call is cancelled.
+        :param tally: collects the results, even if the call is cancelled.
         """
         clock = time.perf_counter_ns
         while self.count is None or tally.sent < self.count:

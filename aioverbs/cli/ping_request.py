@@ -45,14 +45,14 @@ class PingRequest:
             raise ValueError(f"`size` must be from {SMALLEST} to {LARGEST:,} bytes, got {self.size:,}")
 
     def pack(self) -> bytes:
-        """Encode the request as a message."""
+        """Return the request encoded as a message."""
         return json.dumps({"aioverbs-ping": _VERSION, **asdict(self)}).encode()
 
     @classmethod
     def parse(cls, message: bytes) -> "PingRequest":
         """Decode a message.
 
-        :returns: the request.
+        :returns: the request that the message contains.
         :raises ValueError: the message is not a request of this version, or a field is invalid.
         """
         fields = _parse_object(message)
@@ -69,14 +69,14 @@ class PingRequest:
 
 
 def pack_accepted() -> bytes:
-    """Encode the answer that accepts a request."""
+    """Return the message that accepts a request."""
     return json.dumps({"aioverbs-ping": _VERSION}).encode()
 
 
 def pack_refused(reason: str) -> bytes:
-    """Encode the answer that refuses a request.
+    """Return the message that refuses a request.
 
-    :param reason: the reason, which is cut if too long.
+    :param reason: the reason, which is shortened if it is too long.
     """
     return json.dumps({"aioverbs-ping": _VERSION, "refused": reason[: _MAX_MESSAGE // 8]}).encode()
 
@@ -100,7 +100,7 @@ def check_answer(message: bytes) -> None:
 def _parse_object(message: bytes) -> dict[str, object]:
     """Decode a message that is a JSON object; return its fields.
 
-    :raises ValueError: the message is too long, or not a JSON object.
+    :raises ValueError: the message is too long, or is not a JSON object.
     """
     if len(message) > _MAX_MESSAGE:
         raise ValueError(f"a request has at most {_MAX_MESSAGE:,} bytes, got {len(message):,}")

@@ -34,13 +34,14 @@ async def serve_pings(
 ) -> None:
     """Serve pings until cancelled.
 
-    :param host: address to listen at; None: all addresses.
-    :param port: port to listen at; 0: any free port.
-    :param device: name of the device; None: the default device.
+    :param host: address at which to listen; None for all addresses.
+    :param port: port at which to listen; 0 for any free port.
+    :param device: name of the device; None for the default device.
     :param transport: how connections are set up.
     :param message_model: how the server waits for completions.
-    :param on_event: called with ``"listening"`` (device, addresses), ``"peer"`` (peer, verb, size), ``"refused"``
-        (peer, reason) and ``"disconnected"`` (peer, verb, number of messages).
+    :param on_event: called with the name of an event, and with its fields as keyword arguments: ``"listening"``
+        (device, addresses), ``"peer"`` (peer, verb, size), ``"refused"`` (peer, reason) and ``"disconnected"`` (peer,
+        verb, messages, which is the number of messages).
     :raises DeviceNotFoundError: no device has that name.
     :raises OSError: the device is unusable, or listening failed.
     """
@@ -54,7 +55,7 @@ async def serve_pings(
 
 
 def _server(domain: Domain, host: str | None, port: int, transport: Transport, on_event: EventCallback) -> Server:
-    """Return a server for pings that is not open; ``async with`` opens and closes it."""
+    """Return an unopened ping server, to be opened and closed with ``async with``."""
 
     async def handle(connection: Connection) -> None:
         peer = format_address(connection.remote_address)
@@ -83,9 +84,10 @@ def _server(domain: Domain, host: str | None, port: int, transport: Transport, o
 
 
 async def _serve_memory(connection: Connection, domain: Domain, request: PingRequest) -> None:
-    """Grant memory to the peer, accept its request, and wait until the peer closes the connection.
+    """Grant memory to the peer, tell it that its request is accepted, and wait until it closes the connection.
 
     :raises VerbsError: the memory cannot be registered.
+    :raises BrokenResourceError: the connection broke.
     """
     async with domain.register(request.size, _REMOTE_ACCESS | AccessFlags.LOCAL_WRITE) as region:
         region.buffer[:] = bytes(request.size)

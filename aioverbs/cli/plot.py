@@ -15,7 +15,9 @@ _WIDTH, _HEIGHT = 5.2, 3.4  # inches of each plot
 
 
 def draw(figures: Sequence[Figure], contenders: Sequence[str], path: Path) -> None:
-    """Plot times and rates over sizes, with logarithmic axes: a row for each operation, a line for each contender.
+    """Plot times and rates against sizes on logarithmic axes and write the plot to a file.
+
+    There is a row of plots for each operation, and in each plot a line for each contender.
 
     :param figures: the measurements.
     :param contenders: names of the contenders.
@@ -32,7 +34,9 @@ def draw(figures: Sequence[Figure], contenders: Sequence[str], path: Path) -> No
 
 
 def _times(axes: Axes, operation: Operation, figures: Sequence[Figure], contenders: Sequence[str]) -> None:
-    """Draw the median times of operations with a window of 1, in microseconds."""
+    """Draw a line for each contender: the median time of an operation by size, one operation at a time, in
+    microseconds.
+    """
     for name in contenders:
         own = [each for each in figures if (each.contender, each.operation, each.window) == (name, operation, 1)]
         axes.plot([each.size for each in own], [each.median_ns / 1e3 for each in own], marker="o", label=name)
@@ -40,7 +44,7 @@ def _times(axes: Axes, operation: Operation, figures: Sequence[Figure], contende
 
 
 def _rates(axes: Axes, operation: Operation, figures: Sequence[Figure], contenders: Sequence[str]) -> None:
-    """Draw the rates of operations with larger windows, in MB/s."""
+    """Draw a line for each contender: the rate by size with many operations in flight, in MB/s."""
     for name in contenders:
         own = [each for each in figures if (each.contender, each.operation) == (name, operation) and each.window > 1]
         axes.plot([each.size for each in own], [each.bytes_per_s / 1e6 for each in own], marker="o", label=name)
@@ -48,7 +52,7 @@ def _rates(axes: Axes, operation: Operation, figures: Sequence[Figure], contende
 
 
 def _finish(axes: Axes, title: str, unit: str, sizes: list[int]) -> None:
-    """Set title, labels, scales, grid and legend."""
+    """Set title, labels, scales, ticks, grid and legend of the axes, after the lines have been drawn."""
     axes.set_title(title)
     axes.set_xlabel("size")
     axes.set_ylabel(unit)

@@ -48,14 +48,14 @@ class ResourceSample:
     children: tuple["ResourceSample", ...]
 
     def statistic(self, path: str) -> int:
-        """Return an integer from the statistics by its dotted path, such as ``sends.completed``; 0 if missing."""
+        """Return the integer at a dotted path in the statistics, such as ``sends.completed``; 0 if there is none."""
         found: object = self.statistics
         for name in path.split("."):
             found = found.get(name) if isinstance(found, dict) else None
         return found if isinstance(found, int) else 0
 
     def counts(self) -> dict[str, int]:
-        """Return the values of the kind's `COUNTERS`, by their names; an empty dict if the kind has none."""
+        """Return the values of the `COUNTERS` of this kind of resource by name; an empty dict if the kind has none."""
         counters = COUNTERS.get(self.kind, {})
         return {name: sum(self.statistic(path) for path in paths) for name, paths in counters.items()}
 
@@ -83,7 +83,7 @@ class Sample:
     def parse(cls, line: bytes) -> "Sample":
         """Parse a line of JSON.
 
-        :returns: the sample; unprintable characters of its texts are replaced.
+        :returns: the sample; unprintable characters in its texts are replaced.
         :raises ValueError: the line is not a valid sample.
         """
         try:
@@ -102,10 +102,12 @@ class Sample:
 
 
 def _checked(value: Any, kind: type[T], name: str) -> T:
-    """Return a value that must be of a type.
+    """Return a value unchanged after checking its type.
 
-    :param name: name of the field, for the error.
-    :raises ValueError: it is of another type.
+    :param value: the value.
+    :param kind: type that the value must have; a bool does not count as an int.
+    :param name: name of the field, for the error message.
+    :raises ValueError: the value has a different type.
     """
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
         raise ValueError(f"{name} must be {kind.__name__}, got {type(value).__name__}")
@@ -115,16 +117,18 @@ def _checked(value: Any, kind: type[T], name: str) -> T:
 def _text(value: object, name: str) -> str:
     """Return a string with unprintable characters replaced, so that a watched process cannot control the terminal.
 
+    :param name: name of the field, for the error message.
     :raises ValueError: the value is not a string.
     """
     return "".join(each if each.isprintable() else "�" for each in _checked(value, str, name))
 
 
 def _parse_resource(value: object, depth: int) -> ResourceSample:
-    """Parse a resource and its descendants.
+    """Return a resource and its descendants, parsed from decoded JSON.
 
-    :param depth: number of its ancestors.
-    :raises ValueError: a field is missing or invalid, or the resources are nested too deep.
+    :param value: the decoded JSON of the resource.
+    :param depth: number of the resource's ancestors.
+    :raises ValueError: a field is missing or invalid, or the resources are nested too deeply.
     """
     if depth > _MAX_DEPTH:
         raise ValueError("the sample is nested too deep")
@@ -180,7 +184,7 @@ def report(sample: Sample, before: Sample | None) -> Report:
     """Compute the rates between two samples.
 
     :param sample: the later sample.
-    :param before: the previous sample of the same process; None: there is none.
+    :param before: the previous sample of the same process; None if there is none.
     :returns: the rates; without a previous sample, `ResourceRates.rates` is None and the totals are 0.
     """
     seconds = (sample.time_ns - before.time_ns) / 1e9 if before is not None else 0.0
@@ -202,8 +206,9 @@ def _resource_rates(
 ) -> ResourceRates:
     """Return the rates of a resource and its descendants.
 
-    :param earlier_counts: counts of the previous sample, by resource.
-    :param seconds: time between the samples.
+    :param resource: the resource in the later sample.
+    :param earlier_counts: counters in the previous sample, by resource ID.
+    :param seconds: time between the two samples.
     """
     previous = earlier_counts.get(resource.id)
     rates = None

@@ -17,7 +17,10 @@ _GRACE_S = 5.0  # time beyond the interval after which a process counts as stopp
 
 
 def _complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Return the IDs of processes that have a monitor socket; connects to none of them."""
+    """Return the IDs of processes with a monitor socket that begin with the text typed so far, for shell completion.
+
+    No process is contacted.
+    """
     from aioverbs._monitoring.directory import MonitorDirectory
 
     try:
@@ -44,10 +47,10 @@ def top(pid: int | None, interval: float, once: bool, as_json: bool) -> None:
     """Watch a process: its devices, the resources created from them, and their rates.
 
     Without PID, list the processes of this user that can be watched: those started with AIOVERBS_MONITOR=1, and those
-    that call aioverbs.monitor(). With --json, each sample is a line.
+    that call aioverbs.monitor(). With --json, each sample is printed as one line.
 
-    The command ends at Ctrl-C, or when the process ends. The exit status is 1 if no process can be listed, 3 if the
-    process does not exist or cannot be watched.
+    The command ends at Ctrl-C or when the process ends. The exit status is 1 if there is no process to list, and 3 if
+    the process does not exist or cannot be watched.
     """
     run(_list(as_json) if pid is None else _watch(pid, interval, once, as_json))
 
@@ -56,10 +59,11 @@ def top(pid: int | None, interval: float, once: bool, as_json: bool) -> None:
 
 
 async def _list(as_json: bool) -> Status:
-    """Print the processes that can be watched.
+    """Print the processes of this user that can be watched.
 
-    :returns: the exit status.
+    :returns: the exit status; NO if there is no such process.
     :raises PermissionError: the socket directory is accessible to other users.
+    :raises ValueError: AIOVERBS_MONITOR_DIRECTORY or XDG_RUNTIME_DIR is not an absolute path.
     """
     from rich.table import Table
     from rich.text import Text
@@ -87,13 +91,15 @@ async def _list(as_json: bool) -> Status:
 
 
 async def _watch(pid: int, interval_s: float, once: bool, as_json: bool) -> Status:
-    """Watch a process until it ends, or SIGINT or SIGTERM arrives.
+    """Watch a process and print its samples until it ends, or until SIGINT or SIGTERM arrives.
 
     :param interval_s: seconds between samples.
-    :param once: end after one interval.
-    :returns: the exit status.
+    :param once: True to end after one interval.
+    :returns: the exit status; NOT_FOUND if the process ended before its first sample.
     :raises NotWatchableError: the process does not exist, or cannot be watched.
+    :raises PermissionError: the socket directory or the process belongs to another user.
     :raises TimeoutError: the process does not answer.
+    :raises ValueError: the process sent an invalid sample.
     """
     from aioverbs.cli.watching import open_watch
 
@@ -112,7 +118,7 @@ async def _watch(pid: int, interval_s: float, once: bool, as_json: bool) -> Stat
 
 
 async def _follow(watch: "Watch", interval_s: float, once: bool, output: "_JsonOutput | _TerminalOutput") -> bool:
-    """Show samples until the process ends, or with ``once`` until one was shown.
+    """Show samples until the process ends; if ``once`` is set, only until the rates of one interval have been shown.
 
     :returns: whether any sample was shown.
     :raises TimeoutError: the process does not answer, and the output cannot show that as a note.
@@ -150,13 +156,13 @@ class _JsonOutput:
         pass
 
     def show_note(self, text: str) -> bool:
-        """Return False: JSON output has no notes."""
+        """Return False, because JSON output cannot contain notes; print nothing."""
         return False
 
     def show_sample(self, sample: "Sample", before: "Sample | None") -> None:
-        """Print a sample and its rates.
+        """Print a sample and its rates as one line.
 
-        :param before: the previous sample; None: there is none.
+        :param before: the previous sample; None if there is none.
         """
         from aioverbs.cli.rates import report
 
@@ -210,8 +216,10 @@ class _TerminalOutput:
             self._live.stop()
 
     def show_note(self, text: str) -> bool:
-        """Show a note with the last sample. Return False, and show nothing, if tables do not replace each other or
-        there is no sample.
+        """Show the last sample again with a note above it.
+
+        :returns: True if the note was shown; False if no sample has been shown yet, or the output is not a table that
+            is updated in place.
         """
         if self._live is None or self._last is None:
             return False
@@ -219,9 +227,9 @@ class _TerminalOutput:
         return True
 
     def show_sample(self, sample: "Sample", before: "Sample | None") -> None:
-        """Draw a sample and its rates.
+        """Print a sample and its rates as a table; a table that is updated in place is replaced.
 
-        :param before: the previous sample; None: there is none.
+        :param before: the previous sample; None if there is none.
         """
         from aioverbs.cli.rates import report
 
@@ -229,7 +237,7 @@ class _TerminalOutput:
         self._draw(self._last, None)
 
     def _draw(self, now: "Report", note: str | None) -> None:
-        """Draw a report with an optional note."""
+        """Print a report as a table, with a note above it unless ``note`` is None."""
         from aioverbs.cli.top_view import view
 
         shown = view(self._watch.pid, self._watch.program, now, note=note)

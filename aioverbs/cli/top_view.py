@@ -16,7 +16,7 @@ _STATES = {"open": "green", "closing": "yellow", "opening": "yellow", "failed": 
 
 
 def quantity(value: float) -> str:
-    """Format a number with three digits and a decimal unit prefix: ``"12.3k"``."""
+    """Return a number as text with three digits and a decimal unit prefix, such as ``"12.3k"``."""
     for size, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if value >= 0.9995 * size:
             scaled = value / size
@@ -25,12 +25,12 @@ def quantity(value: float) -> str:
 
 
 def view(pid: int, program: str, report: Report, *, note: str | None = None) -> Group:
-    """Return a report as something that a rich console prints.
+    """Return a report as a rich renderable: a heading with the total rates, and a table of resources.
 
     :param pid: process ID.
     :param program: the process's command line.
-    :param report: the rates to show.
-    :param note: a line to show above the table; None: none.
+    :param report: the report to show.
+    :param note: a line to show above the table; None to show none.
     """
     parts: list[Text | Table] = [Text.assemble((f"{pid}", "bold"), f"  {program}", no_wrap=True, overflow="ellipsis")]
     if report.seconds is not None:
@@ -48,7 +48,7 @@ def view(pid: int, program: str, report: Report, *, note: str | None = None) -> 
 
 
 def _table(report: Report) -> Table:
-    """Return the table of all devices and the resources created from them."""
+    """Return a table of all devices and the resources created from them."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("RESOURCE", no_wrap=True)
     table.add_column("STATE")
@@ -63,10 +63,10 @@ def _table(report: Report) -> Table:
 
 
 def _rows(node: ResourceRates, stem: str, below: str) -> Iterator[tuple[str | Text, ...]]:
-    """Yield the row of a resource, followed by those of its descendants.
+    """Yield the cells of a resource's row, followed by the rows of its descendants.
 
-    :param stem: branch of the tree in front of the resource's name.
-    :param below: branches in front of its descendants.
+    :param stem: tree lines to draw in front of the resource's name.
+    :param below: tree lines to draw in front of the names of its descendants.
     """
     resource = node.resource
     name = Text.assemble((stem, "dim"), resource.kind, (f" {resource.label}" if resource.label else "", "bold"))
@@ -82,19 +82,21 @@ def _rows(node: ResourceRates, stem: str, below: str) -> Iterator[tuple[str | Te
 
 
 def _has_own_row(node: ResourceRates) -> bool:
-    """Return whether a resource needs its own row; the others are shown as a count of their kind."""
+    """Return whether a resource gets a row of its own. Other resources are only counted, in one row for each kind."""
     return bool(node.children or set(node.resource.statistics) - {"children"} or node.resource.native is not None)
 
 
 def _numbers(node: ResourceRates) -> Iterator[str]:
-    """Yield the text of each of `_RATES`; empty if the resource has no such rate."""
+    """Yield the text of each rate in `_RATES`; the text is empty if the resource has no such rate."""
     for name in _RATES:
         rate = (node.rates or {}).get(name)
         yield quantity(rate) if rate is not None else ""
 
 
 def _in_flight(resource: ResourceSample) -> str:
-    """Return how many operations are in flight, buffers in use or calls running; empty for other kinds."""
+    """Return as text how many operations are in flight, buffers in use or calls running; empty for other kinds of
+    resource.
+    """
     match resource.kind:
         case "QueuePair":
             return f"{resource.statistic('sends.in_flight') + resource.statistic('receives.in_flight'):,}"
@@ -109,8 +111,8 @@ def _in_flight(resource: ResourceSample) -> str:
 
 
 def _details(resource: ResourceSample) -> str:
-    """Return the text of the last column: whether the resource is native, failures, queued operations, waiting
-    tasks.
+    """Return the text of the last column: whether the resource is native, and the numbers of failed and queued
+    operations, waiting tasks and workers.
     """
     parts = []
     if resource.native is not None:
@@ -128,13 +130,13 @@ def _details(resource: ResourceSample) -> str:
 
 
 def _workers(resource: ResourceSample) -> list[dict[str, int]]:
-    """Return the statistics of a pool's workers; an empty list if they are missing."""
+    """Return the statistics of each worker of a pool; an empty list if they are missing."""
     found = resource.statistics.get("workers")
     return [each for each in found if isinstance(each, dict)] if isinstance(found, list) else []
 
 
 def _failed(resource: ResourceSample, queue: str) -> list[int]:
-    """Return the numbers of failed operations, by status.
+    """Return a list with the number of failed operations for each completion status.
 
     :param queue: ``"sends"`` or ``"receives"``.
     """

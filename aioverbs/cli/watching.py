@@ -41,10 +41,11 @@ class WatchableProcess:
 
 
 async def processes() -> list[WatchableProcess]:
-    """List the watchable processes of this user, and remove the sockets of dead processes.
+    """List the processes of this user that can be watched, and remove the sockets of processes that have ended.
 
     :returns: the processes, including those that do not answer; empty if there is no socket directory.
     :raises PermissionError: the socket directory is accessible to other users.
+    :raises ValueError: AIOVERBS_MONITOR_DIRECTORY or XDG_RUNTIME_DIR is not an absolute path.
     """
     with _directory() as directory:
         if directory is None:
@@ -55,9 +56,11 @@ async def processes() -> list[WatchableProcess]:
 
 @contextlib.contextmanager
 def _directory(path: Path | None = None) -> Iterator[MonitorDirectory | None]:
-    """Open the socket directory; yield None if it does not exist. It is closed when the block ends.
+    """Open the socket directory and yield it, or None if it does not exist; close it when the block ends.
 
+    :param path: path of the directory; None for this user's default directory.
     :raises PermissionError: the directory is accessible to other users.
+    :raises ValueError: AIOVERBS_MONITOR_DIRECTORY or XDG_RUNTIME_DIR is not an absolute path.
     """
     try:
         directory = MonitorDirectory(path)
@@ -69,7 +72,10 @@ def _directory(path: Path | None = None) -> Iterator[MonitorDirectory | None]:
 
 
 async def _inspect(directory: MonitorDirectory, pid: int, name: str) -> WatchableProcess | None:
-    """Connect to a process and disconnect again; return the process, or None if it is dead."""
+    """Connect to the monitor of a process, read the process's command line and disconnect again.
+
+    :returns: the process; None if it has ended. If connecting failed, `WatchableProcess.problem` contains the reason.
+    """
     try:
         connection = directory.connect(name, _CONNECT_S)
         if connection is None:
@@ -84,11 +90,12 @@ async def open_watch(pid: int, path: Path | None = None) -> "Watch":
     """Connect to the monitor of a process.
 
     :param pid: process ID.
-    :param path: socket directory; None: this user's default directory.
-    :returns: the connection, to be used with ``async with``, which performs the handshake and closes it.
+    :param path: socket directory; None for this user's default directory.
+    :returns: the connection, to be used with ``async with``, which performs the handshake and closes the connection.
     :raises NotWatchableError: the process does not exist, or cannot be watched.
     :raises PermissionError: the directory or the listening process belongs to another user.
     :raises TimeoutError: the process does not answer.
+    :raises ValueError: AIOVERBS_MONITOR_DIRECTORY or XDG_RUNTIME_DIR is not an absolute path.
     """
     with _directory(path) as directory:
         if directory is not None:
@@ -134,10 +141,11 @@ class Watch:
         return self
 
     def _check_greeting(self, line: bytes | None) -> None:
-        """Check the monitor's first line, and set `program`.
+        """Check the monitor's first line and set `program`.
 
-        :param line: the line; None: the process has ended.
-        :raises NotWatchableError: too many watchers, or another version of the protocol.
+        :param line: the line; None if the process has ended.
+        :raises NotWatchableError: there are too many watchers, the process uses another version of the protocol, or it
+            has ended.
         """
         greeting = None
         with contextlib.suppress(ValueError, RecursionError):
@@ -159,7 +167,10 @@ class Watch:
             await self._writer.wait_closed()
 
     def begin(self, interval_s: float) -> None:
-        """Request a sample now and after each interval, in seconds; call once. `sample` receives them."""
+        """Request samples: one now, and one after each interval of ``interval_s`` seconds.
+
+        Call this once, then call `sample` to receive them.
+        """
         self._writer.write(json.dumps({"interval_s": interval_s}).encode() + b"\n")
 
     async def sample(self, timeout_s: float) -> Sample | None:
@@ -178,8 +189,9 @@ class Watch:
             raise ValueError(f"process {self.pid} sent an invalid sample: {error}") from error
 
     async def _read_line(self, timeout_s: float) -> bytes | None:
-        """Return the next line; None if the process has ended.
+        """Return the next line from the monitor; None if the process has ended.
 
+        :param timeout_s: seconds to wait.
         :raises TimeoutError: no line arrived in time.
         :raises ValueError: the line is too long.
         """

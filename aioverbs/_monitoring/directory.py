@@ -71,11 +71,11 @@ class MonitorDirectory:
         except OSError as error:
             if error.errno not in (ENOTDIR, ELOOP):
                 raise
-            raise self._permission_error("is no directory: remove it, or name another") from None
+            raise self._permission_error("is not a directory: remove it, or name another") from None
         found = os.fstat(self._fd)
         try:
             if found.st_uid != os.geteuid():
-                raise self._permission_error("is another user's: name one of your own")
+                raise self._permission_error("belongs to another user: name one of your own")
             if stat.S_IMODE(found.st_mode) & 0o077:
                 raise self._permission_error("is open to others: chmod 0700 it, or name another")
         except BaseException:
@@ -87,7 +87,7 @@ class MonitorDirectory:
 
         :param what: the reason and what to do about it.
         """
-        return PermissionError(EACCES, f"{what} by AIOVERBS_MONITOR_DIRECTORY", str(self.path))
+        return PermissionError(EACCES, f"{what} with AIOVERBS_MONITOR_DIRECTORY", str(self.path))
 
     def close(self) -> None:
         """Close the directory's descriptor."""

@@ -105,7 +105,7 @@ class Monitor:
         :raises RuntimeError: the monitor is already open, or no thread can be started.
         """
         if self._process == os.getpid():
-            raise RuntimeError("the monitor is open already: make another one, or close this one first")
+            raise RuntimeError("the monitor is already open: make another one, or close this one first")
         self._path = _acquire()
         self._process = os.getpid()
         return self

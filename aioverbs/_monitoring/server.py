@@ -110,7 +110,7 @@ def _interval_of(line: bytes) -> float:
     try:
         request = json.loads(line)
     except RecursionError:
-        raise ValueError("the request is no JSON object") from None
+        raise ValueError("the request is not a JSON object") from None
     interval = request.get("interval_s") if isinstance(request, dict) else None
     least, most = INTERVALS_S
     if isinstance(interval, bool) or not isinstance(interval, (int, float)) or not least <= interval <= most:
@@ -184,7 +184,7 @@ class MonitorServer:
         """
         self._thread.join(_JOIN_TIMEOUT_S)
         if self._thread.is_alive():  # blocked in a sample; the descriptors stay open until the process ends
-            logger.error("the thread that serves monitors of this process does not end")
+            logger.error("the thread that serves monitors of this process did not end")
         else:
             self.close_descriptors()
 
@@ -208,7 +208,7 @@ class MonitorServer:
                         key.data(events)
                 self._serve()
         except Exception:
-            logger.exception("this process cannot be monitored any more")
+            logger.exception("this process can no longer be monitored")
             self._directory.remove(self._name)
             self._listening.close()
             for viewer in tuple(self._viewers.values()):
@@ -239,13 +239,13 @@ class MonitorServer:
         connected.setblocking(False)
         user = peer_user(connected)
         if user != os.geteuid():
-            logger.warning("a process of user %d tried to monitor this process, and was rejected", user)
+            logger.warning("a process of user %d tried to monitor this process and was rejected", user)
             connected.close()
             return
         viewer = _Viewer(connected, time.monotonic() + _REQUEST_TIMEOUT_S)
         if len(self._viewers) >= _MAX_VIEWERS:
             with contextlib.suppress(OSError):
-                viewer.send(_line({**_greeting(), "refused": f"{_MAX_VIEWERS} others monitor it already"}))
+                viewer.send(_line({**_greeting(), "refused": f"{_MAX_VIEWERS} others are already monitoring it"}))
             connected.close()
             return
         self._viewers[connected] = viewer

@@ -96,7 +96,7 @@ def bench(
         for name, problem in report.problems.items():
             out.print(f"[red]{name}[/red]: ", problem, sep="", markup=True)
         if plot is not None:
-            out.print(f"drawn: {plot}", markup=False)
+            out.print(f"plot written to {plot}", markup=False)
     ctx.exit(Status.NO if report.problems else Status.OK)
 
 

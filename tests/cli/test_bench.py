@@ -104,7 +104,7 @@ class TestPlots:
         path = tmp_path / "figures.svg"
         done = invoke("write", "send", "--seconds", "1", "--plot", str(path))
         assert done.exit_code == Status.OK, done.output
-        assert f"drawn: {path}" in done.stdout
+        assert f"plot written to {path}" in done.stdout
         assert ET.parse(path).getroot().tag == "{http://www.w3.org/2000/svg}svg"
         comments = path.read_text()
         for text in ("write, one at a time", "send, many at a time", "soft0", "unix", "tcp"):

@@ -194,7 +194,7 @@ async def test_several_monitors_share_one_socket() -> None:
         assert first.path.exists()
         with pytest.raises(RuntimeError, match="the monitor is not open"):
             second.path  # noqa: B018
-        with pytest.raises(RuntimeError, match="the monitor is open already"):
+        with pytest.raises(RuntimeError, match="the monitor is already open"):
             await first.open()
     await first.aclose()
     assert not monitor_threads()
@@ -220,7 +220,7 @@ async def test_a_failing_sample_is_logged_and_monitoring_continues(
         async with monitor() as another:
             assert file_names(another.path.parent) == [another.path.name]
     (record,) = [each for each in caplog.records if each.levelno == logging.ERROR]
-    assert "this process cannot be monitored any more" in record.getMessage()
+    assert "this process can no longer be monitored" in record.getMessage()
 
 
 async def test_sockets_of_dead_processes_are_removed(folder: Path) -> None:
@@ -346,4 +346,4 @@ async def test_failure_to_start_is_a_warning(
     async with open_device("soft0") as device:
         assert device.name == "soft0"
     assert "AIOVERBS_MONITOR: this process cannot be monitored: " in caplog.text
-    assert "is no directory" in caplog.text
+    assert "is not a directory" in caplog.text

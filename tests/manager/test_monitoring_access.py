@@ -78,7 +78,9 @@ def test_a_folder_of_another_user_is_refused(folder: Path, monkeypatch: pytest.M
     folder.mkdir(0o700)
     user = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: user + 1)
-    with pytest.raises(PermissionError, match="is another user's: name one of your own by AIOVERBS_MONITOR_DIRECTORY"):
+    with pytest.raises(
+        PermissionError, match="belongs to another user: name one of your own with AIOVERBS_MONITOR_DIRECTORY"
+    ):
         MonitorDirectory()
 
 
@@ -89,7 +91,7 @@ def test_a_path_that_is_not_a_folder_is_refused(folder: Path, kind: str) -> None
     else:
         folder.symlink_to(folder.parent)
     before = descriptors_at_first()
-    with pytest.raises(PermissionError, match="is no directory"):
+    with pytest.raises(PermissionError, match="is not a directory"):
         MonitorDirectory(make=True)
     assert descriptors() == before
 
@@ -158,7 +160,7 @@ async def test_number_of_viewers_is_limited(monkeypatch: pytest.MonkeyPatch) -> 
         with open_viewer(watched) as first:
             await first.read_line()
             with open_viewer(watched) as second:
-                assert (await second.read_sample())["refused"] == "1 others monitor it already"
+                assert (await second.read_sample())["refused"] == "1 others are already monitoring it"
                 assert await second.is_disconnected()
             first.send_request(b'{"interval_s": 1.0}\n')
             await first.read_sample()

@@ -2,8 +2,8 @@
 
     python examples/arrays.py [HOST]
 
-One process creates arrays in registered memory, grants access to the memory, and describes the arrays in messages. The
-other process allocates arrays of the same shapes in registered memory of its own, reads into them, and computes with
+One process creates arrays in registered memory, grants access to that memory and describes the arrays in messages. The
+other process allocates arrays of the same shapes in registered memory of its own, reads into them and computes with
 them in place.
 
 HOST is 127.0.0.1, or this host's address on an RDMA device, where rdma_cm connects the two.
@@ -24,16 +24,18 @@ OWNED = AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_READ | AccessFlags.MW_BIND
 
 
 def array_of(region: MemoryRegion, dtype: str, shape: list[int]) -> NDArray[np.generic]:
-    """Return the memory of a region as an array, without a copy. The region cannot be closed while the array exists."""
+    """Return the memory of a region as an array, without copying it. The region cannot be closed while the array
+    exists.
+    """
     return np.frombuffer(region.buffer, dtype).reshape(shape)
 
 
 async def serve_arrays(connection: Connection, domain: ResourceDomain) -> None:
-    """Create arrays, and let the peer read each until it sends a message. An empty message tells the peer that no more
-    follow.
+    """Create arrays and describe each one to the peer, which may read it until it sends a message. After the last
+    array, send an empty message.
 
     :param connection: connection to the reader.
-    :param domain: registers the arrays' memory.
+    :param domain: domain that registers the arrays' memory.
     """
     rng = np.random.default_rng(7)
     for source in (rng.random((512, 512)), rng.integers(0, 1000, (64, 1024), dtype=np.int32)):
@@ -49,7 +51,9 @@ async def serve_arrays(connection: Connection, domain: ResourceDomain) -> None:
 
 
 async def read_arrays(connection: Connection, domain: ResourceDomain) -> None:
-    """Read the peer's arrays into memory of this process until the peer sends an empty message, and print them."""
+    """Read the peer's arrays into memory of this process until the peer sends an empty message; print for each whether
+    its sum is correct.
+    """
     while data := await connection.receive():
         description = json.loads(data)
         granted = await connection.receive_grant()
@@ -63,7 +67,7 @@ async def read_arrays(connection: Connection, domain: ResourceDomain) -> None:
 
 
 async def owner(host: str) -> None:
-    """Serve arrays until the end of the input; print the port."""
+    """Serve arrays until standard input ends; print the port of the server first."""
     async with aioverbs.open_device() as device, device.resource_domain() as domain:
 
         async def handle(connection: Connection) -> None:
@@ -75,7 +79,7 @@ async def owner(host: str) -> None:
 
 
 async def reader(host: str, port: int) -> None:
-    """Connect to the owner of the arrays, and read them."""
+    """Connect to the process that owns the arrays, read them and print whether they are correct."""
     async with (
         aioverbs.open_device() as device,
         device.resource_domain() as domain,

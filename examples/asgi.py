@@ -1,4 +1,4 @@
-"""A web service whose objects are in another process: its workers read them by RDMA.
+"""A web service whose objects are in another process, from which its workers read them by RDMA.
 
     python examples/asgi.py [HOST]                 a store, a server with two workers, and a client
     python examples/asgi.py store HOST [PORT]      the store only; it prints its address, and ends with its input
@@ -48,8 +48,8 @@ CONNECTION_ERRORS = (
 class Store:
     """A worker's connection to the store, which is renewed whenever it is lost.
 
-    `cache` is the present connection, set before the event `reached`. Setting the event `lost` makes `run` connect
-    again.
+    `cache` uses the present connection and is set before the event `reached`. Setting the event `lost` makes `run`
+    connect again.
     """
 
     cache: Cache
@@ -58,10 +58,12 @@ class Store:
         self.reached, self.lost = asyncio.Event(), asyncio.Event()
 
     async def run(self, domain: ResourceDomain, pool: BufferPool, host: str, port: int) -> None:
-        """Stay connected until cancelled. A request that finds the connection broken sets `lost`.
+        """Stay connected to the store until cancelled, and connect again whenever `lost` is set.
 
-        :param domain: owns the connections.
-        :param pool: buffers of `NEIGHBOURS` slots each.
+        A request that finds the connection broken sets `lost`.
+
+        :param domain: domain that owns the connections.
+        :param pool: pool of buffers with space for `NEIGHBOURS` slots each.
         :param host: the store's address.
         :param port: the store's TCP port.
         """
@@ -77,7 +79,8 @@ class Store:
 
 @contextlib.asynccontextmanager
 async def lifespan(app: Starlette) -> AsyncIterator[dict[str, Store]]:
-    """Open a worker's device, domain and connection for the lifetime of the worker; yield the state of its requests.
+    """Open a worker's device, domain and connection for the lifetime of the worker; yield the state that its requests
+    share.
 
     :raises TimeoutError: the store cannot be reached.
     """
@@ -97,14 +100,14 @@ async def lifespan(app: Starlette) -> AsyncIterator[dict[str, Store]]:
 
 
 def reply(status: int, data: bytes = b"") -> Response:
-    """Return a response that names this process as the worker."""
+    """Return a response that names this process as the worker that answered."""
     return Response(data, status, {"x-worker": str(os.getpid())}, media_type="application/octet-stream")
 
 
 async def get_object(request: Request) -> Response:
     """Answer ``GET /objects/NAME`` with the object.
 
-    :raises HTTPException: 404, there is no such object.
+    :raises HTTPException: 404, if there is no such object.
     """
     data = await request.state.store.cache.get(request.path_params["name"].encode())
     if data is None:
@@ -113,9 +116,9 @@ async def get_object(request: Request) -> Response:
 
 
 async def put_object(request: Request) -> Response:
-    """Store the body of ``PUT /objects/NAME``; answer 204, or 507 if there is no slot.
+    """Store the body of ``PUT /objects/NAME``; answer 204, or 507 if there is no free slot for it.
 
-    :raises HTTPException: 413, the object is too large.
+    :raises HTTPException: 413, if the object is too large.
     """
     data = bytearray()
     async for part in request.stream():
@@ -130,7 +133,7 @@ async def put_object(request: Request) -> Response:
 
 
 async def unavailable(request: Request, error: Exception) -> Response:
-    """Answer 503 to a request that failed with one of `CONNECTION_ERRORS`, and let the worker connect again."""
+    """Answer 503 to a request that failed with one of `CONNECTION_ERRORS`, and make the worker connect again."""
     request.state.store.lost.set()
     return PlainTextResponse("the store cannot be reached", 503, {"retry-after": "1"})
 
@@ -146,7 +149,7 @@ app = Starlette(
 
 
 async def store(host: str, port: int = 0) -> None:
-    """Serve the store until the end of the input; print its address."""
+    """Run the store until standard input ends; print its address first."""
     async with (
         aioverbs.open_device() as device,
         device.resource_domain() as domain,
@@ -157,7 +160,9 @@ async def store(host: str, port: int = 0) -> None:
 
 
 def use_service(url: str) -> None:
-    """Put and get some objects as a client of the service, and print the number that came back unchanged."""
+    """Put and get some objects as a client of the service; print how many came back unchanged, and which workers
+    answered.
+    """
 
     def request_object(name: str, data: bytes | None = None) -> tuple[bytes, str]:
         request = urllib.request.Request(f"{url}/objects/{name}", data, method="GET" if data is None else "PUT")
@@ -174,7 +179,7 @@ def use_service(url: str) -> None:
 
 
 def run_all(host: str = "127.0.0.1") -> None:
-    """Start the store and the web server as processes, use the service, and end both."""
+    """Start the store and the web server as processes, use the service, then end both processes."""
     command = [sys.executable, __file__, "store", host]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as storing:
         assert storing.stdout is not None

@@ -1,6 +1,6 @@
 """Registered buffers that are leased for each transfer, and a cache of registrations for the user's own buffers.
 
-Uses an RDMA device if there is one, else the software device; AIOVERBS_DEVICE names another.
+Uses an RDMA device if there is one, otherwise the software device; AIOVERBS_DEVICE selects another device.
 """
 
 import asyncio

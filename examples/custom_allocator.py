@@ -1,7 +1,7 @@
 """Allocators for the memory of queues and doorbell records: a custom one and a built-in one.
 
-Uses an RDMA device if there is one, else the software device; AIOVERBS_DEVICE names another. Some providers do not call
-allocators.
+Uses an RDMA device if there is one, otherwise the software device; AIOVERBS_DEVICE selects another device. Some
+providers do not call allocators.
 """
 
 import asyncio
@@ -26,13 +26,13 @@ class Mappings:
     ) -> int | aioverbs.UseDefault | None:
         """Allocate zeroed memory.
 
-        :param size: bytes.
-        :param alignment: the address must be a multiple of this.
-        :param resource_type: number of the purpose of the memory.
+        :param size: number of bytes.
+        :param alignment: number of which the address must be a multiple.
+        :param resource_type: number that says what the memory is for.
         :param pd: protection domain that the memory is for; None for buffers.
-        :param context: context that the domain was created with; None for buffers.
-        :returns: the address; `aioverbs.USE_DEFAULT`: let the provider allocate.
-        :raises OSError: there is no memory.
+        :param context: context with which the domain was created; None for buffers.
+        :returns: the address; `aioverbs.USE_DEFAULT` to let the provider allocate.
+        :raises OSError: there is not enough memory.
         """
         if alignment > mmap.PAGESIZE:
             return aioverbs.USE_DEFAULT  # let the provider allocate
@@ -43,12 +43,14 @@ class Mappings:
         return address
 
     def free(self, address: int, resource_type: int, pd: object, context: object) -> None:
-        """Unmap the memory at an address, which `allocate` returned."""
+        """Unmap the memory at an address that `allocate` returned."""
         del self._mappings[address]
 
 
 async def create_queues(device: aioverbs.Device, allocator: aioverbs.Allocator) -> None:
-    """Create queues whose memory comes from an allocator, and close them. Exit if the device calls no allocators."""
+    """Create queues whose memory comes from an allocator, and close them. Exit the program if the device does not call
+    allocators.
+    """
     async with (
         device.resource_domain(allocator=allocator, context="the example") as domain,
         domain.completion_queue(64) as cq,

@@ -1,6 +1,6 @@
 """A write between two queue pairs on one event loop, and the error for a call from another loop.
 
-Uses an RDMA device if there is one, else the software device; AIOVERBS_DEVICE names another.
+Uses an RDMA device if there is one, otherwise the software device; AIOVERBS_DEVICE selects another device.
 """
 
 import asyncio

@@ -2,8 +2,8 @@
 
     python examples/key_value.py [HOST]
 
-Clients put values by message, and get them by one-sided reads of the table. A read may overlap with a write of the
-slot; the client detects that by the checksum, and reads again.
+Clients put values by message and get them with one-sided reads of the table. A read may overlap with a write to the
+slot; the client detects that with the checksum and reads again.
 
 HOST is the server's address: 127.0.0.1, or that of an RDMA device, where rdma_cm connects the two.
 """
@@ -31,13 +31,13 @@ DONE, FULL = b"done", b"full"
 
 
 def slot_offset(key: bytes) -> int:
-    """Return the offset in the table of the first slot for a key."""
+    """Return the offset in the table of the first slot in which a key may be stored."""
     number = int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little")
     return number % (SLOTS - NEIGHBOURS + 1) * SLOT
 
 
 def pack(key: bytes, value: bytes) -> bytes:
-    """Return the contents of a slot.
+    """Return the contents of a slot that holds a key and its value.
 
     :raises ValueError: key and value are too long, or the key is empty.
     """
@@ -51,9 +51,9 @@ def pack(key: bytes, value: bytes) -> bytes:
 
 
 def unpack(slot: memoryview) -> tuple[bytes, bytes] | None:
-    """Return key and value of a slot; None if the slot is empty.
+    """Return the key and the value in a slot; None if the slot is empty.
 
-    :raises ValueError: the checksum is wrong: the slot is being written.
+    :raises ValueError: the checksum is wrong, which means that the slot is being written.
     """
     checksum, key_length, value_length = HEADER.unpack_from(slot)
     end = HEADER.size + key_length + value_length
@@ -68,10 +68,11 @@ def unpack(slot: memoryview) -> tuple[bytes, bytes] | None:
 
 
 def find_slot(table: memoryview, key: bytes) -> memoryview | None:
-    """Return the slot that holds a key, else an empty slot for it, or None if there is none.
+    """Find the slot in which a key is stored or can be stored.
 
     :param table: memory of the whole table.
-    :returns: a view of the table's memory.
+    :param key: the key.
+    :returns: a view of the slot that holds the key, otherwise of an empty slot for it; None if there is neither.
     :raises ValueError: a slot has a wrong checksum.
     """
     first, free = slot_offset(key), None
@@ -86,12 +87,12 @@ def find_slot(table: memoryview, key: bytes) -> memoryview | None:
 
 
 def put(table: memoryview, content: bytes) -> bytes:
-    """Store the slot contents of a message in the table. Only the server's loop writes to the table.
+    """Store the slot contents that a client sent in the table. Only the server's loop writes to the table.
 
     :param table: memory of the whole table.
     :param content: result of `pack`.
     :returns: the answer to the client: `DONE`, or `FULL` if there is no slot for the key.
-    :raises ValueError: the contents are malformed.
+    :raises ValueError: the contents are malformed, or a slot has a wrong checksum.
     """
     found = unpack(memoryview(content))
     slot = find_slot(table, found[0]) if found is not None else None
@@ -103,11 +104,12 @@ def put(table: memoryview, content: bytes) -> bytes:
 
 @asynccontextmanager
 async def serving(domain: ResourceDomain, host: str = HOST, port: int = 0) -> AsyncIterator[int]:
-    """Run a server on a domain for the duration of the block; yield its port.
+    """Run a server in a domain for the duration of the block; yield its port.
 
-    :param host: address to listen at.
-    :param port: TCP port; 0: a free one.
-    :raises OSError: the address cannot be listened at.
+    :param domain: domain that owns the connections and the table.
+    :param host: address at which to listen.
+    :param port: TCP port; 0 for a free one.
+    :raises OSError: listening at the address failed.
     """
     access = AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_READ | AccessFlags.MW_BIND
     async with domain.register(SLOTS * SLOT, access) as region:
@@ -135,7 +137,7 @@ class Cache:
         self._put_lock = asyncio.Lock()  # one request at a time, so that the next answer belongs to it
 
     async def get(self, key: bytes) -> bytes | None:
-        """Return the value of a key, or None if it has none. Several tasks may call this concurrently.
+        """Return the value of a key; None if the key has none. Several tasks may call this concurrently.
 
         :raises TimeoutError: all reads overlapped with writes.
         :raises WorkCompletionError: the read failed.
@@ -168,9 +170,9 @@ class Cache:
 
 @asynccontextmanager
 async def cache(domain: ResourceDomain, host: str, port: int) -> AsyncIterator[Cache]:
-    """Connect to a server; yield a `Cache`, and disconnect when the block ends.
+    """Connect to a server and yield a `Cache`; disconnect when the block ends.
 
-    :raises OSError: no server listens there.
+    :raises OSError: no server listens at that address.
     """
     async with (
         domain.buffer_pool(NEIGHBOURS * SLOT, 16) as pool,

@@ -10,9 +10,12 @@ ACCESS = AccessFlags.LOCAL_WRITE | AccessFlags.MW_BIND
 
 
 async def serve_connection(region: MemoryRegion, connection: Connection) -> None:
-    """Handle a connection, on the worker that it was assigned to, until the client closes it.
+    """Handle a connection, on the worker to which it was assigned, until the client closes it.
+
+    Grant the client the region, send the worker's number, then answer each message with its upper-case form.
 
     :param region: memory that the client may read.
+    :param connection: connection to the client.
     """
     async with await connection.grant(region, AccessFlags.REMOTE_READ):
         await connection.send(f"worker {current_worker().number}".encode())
@@ -21,7 +24,9 @@ async def serve_connection(region: MemoryRegion, connection: Connection) -> None
 
 
 async def run_client(device: Device, port: int) -> str:
-    """Connect, read the server's memory, exchange a message, and return a text that shows both."""
+    """Connect to the server, read its memory and exchange a message; return a text with both results and the worker's
+    name.
+    """
     async with (
         device.resource_domain() as domain,
         aioverbs.connect("127.0.0.1", port, domain=domain) as connection,

@@ -5,7 +5,7 @@
     rc_pingpong.py --both       server and client
 
 Server and client exchange their queue pair attributes over TCP. The client then sends messages, all different, and
-checks that each comes back unchanged; the server sends back all it receives. The options are those of
+checks that each comes back unchanged; the server sends back everything it receives. The options are those of
 ``ibv_rc_pingpong``.
 """
 
@@ -20,19 +20,20 @@ import aioverbs
 from aioverbs import Device, Endpoint, Mtu, QpCapabilities, QueuePair, RegionSlice
 
 # Messages over TCP: LID, queue pair number, initial packet sequence number and GID, in hexadecimal, and a zero byte. At
-# last the client confirms that it has connected.
+# the end, the client confirms that it has connected.
 DONE = b"done\0"
 WIRE_SIZE = len("0000:000000:000000:\0") + 2 * 16
 
 
 def to_wire(endpoint: Endpoint) -> bytes:
-    """Return an endpoint as ``ibv_rc_pingpong`` sends it."""
+    """Return an endpoint encoded as ``ibv_rc_pingpong`` sends it."""
     return f"{endpoint.lid:04x}:{endpoint.qp_num:06x}:{endpoint.psn:06x}:{endpoint.gid.hex()}\0".encode()
 
 
 def from_wire(data: bytes, mtu: Mtu) -> Endpoint:
-    """Return the endpoint in a peer's message; the message has no MTU.
+    """Return the endpoint that a peer's message contains. The message contains no MTU.
 
+    :param mtu: MTU of the returned endpoint.
     :raises ValueError: the message is malformed.
     """
     lid, qp_num, psn, gid = data.rstrip(b"\0").decode().split(":")
@@ -40,7 +41,10 @@ def from_wire(data: bytes, mtu: Mtu) -> Endpoint:
 
 
 def listen(port: int) -> socket.socket:
-    """Return a non-blocking socket that listens at all addresses of this host, to be closed by the caller."""
+    """Return a non-blocking socket that listens on all addresses of this host; the caller must close it.
+
+    :raises OSError: the port is taken.
+    """
     if socket.has_dualstack_ipv6():
         listener = socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
     else:
@@ -50,16 +54,20 @@ def listen(port: int) -> socket.socket:
 
 
 def connect(qp: QueuePair, data: bytes, options: argparse.Namespace) -> None:
-    """Connect a queue pair to the endpoint in the peer's message, and print both."""
+    """Connect a queue pair to the endpoint in the peer's message, and print the numbers of both queue pairs.
+
+    :raises ValueError: the message is malformed.
+    """
     remote = from_wire(data, Mtu[f"MTU_{options.mtu}"])
     print(f"{options.device}: queue pair {qp.qp_num} to {remote.qp_num}, GID {remote.gid.hex()}")
     qp.connect(remote)
 
 
 async def accept_peer(qp: QueuePair, listener: socket.socket, options: argparse.Namespace) -> None:
-    """Wait for a client at the TCP socket, and connect the queue pair to that of the client.
+    """Wait for a client at the TCP socket and connect the queue pair to the client's queue pair.
 
     :raises asyncio.IncompleteReadError: the client closed the TCP connection before it confirmed.
+    :raises ValueError: the client's message is malformed.
     """
     connection, _ = await asyncio.get_running_loop().sock_accept(listener)
     reader, writer = await asyncio.open_connection(sock=connection)
@@ -72,10 +80,11 @@ async def accept_peer(qp: QueuePair, listener: socket.socket, options: argparse.
 
 
 async def connect_to_peer(qp: QueuePair, options: argparse.Namespace) -> None:
-    """Connect to the server by TCP, and connect the queue pair to that of the server.
+    """Connect to the server by TCP and connect the queue pair to the server's queue pair.
 
-    :raises OSError: no server listens there.
+    :raises OSError: no server listens at that address.
     :raises asyncio.IncompleteReadError: the server closed the TCP connection.
+    :raises ValueError: the server's message is malformed.
     """
     reader, writer = await asyncio.open_connection(options.host or "localhost", options.port)
     try:
@@ -90,11 +99,13 @@ async def connect_to_peer(qp: QueuePair, options: argparse.Namespace) -> None:
 async def run_server(
     qp: QueuePair, listener: socket.socket, first: RegionSlice, second: RegionSlice, options: argparse.Namespace
 ) -> None:
-    """Send each message back. Post the next receive first, since the next message may follow immediately.
+    """Wait for a client, then send each of its messages back.
+
+    The next receive is posted before a message is sent back, since the next message may follow immediately.
 
     :param listener: socket at which the client connects.
-    :param first: memory of one message.
-    :param second: memory of another message.
+    :param first: memory for one message.
+    :param second: memory for another message.
     :raises WorkCompletionError: the client is gone.
     """
     received = qp.receive(first)
@@ -108,10 +119,10 @@ async def run_server(
 
 
 async def run_client(qp: QueuePair, first: RegionSlice, second: RegionSlice, options: argparse.Namespace) -> None:
-    """Send messages, check that each comes back unchanged, and print the time that this took.
+    """Send messages, check that each comes back unchanged, and print how long that took.
 
-    :param first: memory of the sent message.
-    :param second: memory of the returned message.
+    :param first: memory for the sent message.
+    :param second: memory for the returned message.
     :raises RuntimeError: a message came back changed.
     :raises WorkCompletionError: the server is gone.
     """
@@ -135,7 +146,7 @@ async def run_client(qp: QueuePair, first: RegionSlice, second: RegionSlice, opt
 
 
 async def run_side(device: Device, listener: socket.socket | None, options: argparse.Namespace) -> None:
-    """Open the resources of the server (with ``listener``) or the client (without), and run it."""
+    """Open the resources of one side and run it: the server if ``listener`` is a socket, the client if it is None."""
     depths = QpCapabilities(max_send_wr=1, max_recv_wr=1)
     async with (
         device.resource_domain() as domain,
@@ -143,7 +154,7 @@ async def run_side(device: Device, listener: socket.socket | None, options: argp
         domain.completion_queue(2) as cq,
         domain.queue_pair(cq, capabilities=depths, port=options.ib_port, gid_index=options.gid_idx) as qp,
     ):
-        qp.to_init()  # receives can be posted from this state on
+        qp.to_init()  # receives can be posted from this state onwards
         first, second = region[: options.size], region[options.size :]
         if listener is not None:
             await run_server(qp, listener, first, second, options)
@@ -169,7 +180,10 @@ async def main(options: argparse.Namespace) -> None:
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Parse the command line; exit with status 2 if it is invalid."""
+    """Parse the command line and return its options; exit with status 2 if it is invalid.
+
+    :param arguments: arguments to parse; None for those of this process.
+    """
     parser = argparse.ArgumentParser(description="Ping-pong over RC, also with rdma-core's ibv_rc_pingpong.")
     parser.add_argument("host", nargs="?", help="host of the server; without it, run as the server")
     parser.add_argument("--both", action="store_true", help="run server and client")

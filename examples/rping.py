@@ -1,4 +1,4 @@
-"""Server and client of rdma-core's rping: the server fetches pings by RDMA READ, and returns them by RDMA WRITE.
+"""Server and client of rdma-core's rping: the server fetches pings with RDMA READ and returns them with RDMA WRITE.
 
     python examples/rping.py -s -a 10.77.0.1 -C 3 -v        and        rping -c -a 10.77.0.1 -C 3 -V
     rping -s -a 10.77.0.1 -C 3 -v                           and        python examples/rping.py -c -a 10.77.0.1 -C 3 -V
@@ -41,8 +41,8 @@ MIN_SIZE, MAX_SIZE = 26, 65535  # limits of a ping in bytes, as in rping
 
 
 def ping_data(number: int, size: int) -> bytes:
-    """Return a ping of ``size`` bytes as rping's client sends it: a header, letters (one further for each ping), and a
-    zero byte.
+    """Return a ping of ``size`` bytes as rping's client sends it: a header with ``number``, a sequence of letters whose
+    first letter moves on with each ping, and a zero byte.
     """
     head = b"rdma-ping-%d: " % number
     letters = range(65, 123)
@@ -64,8 +64,10 @@ class Side:
         self._messages = qp.messages()
 
     async def send(self, region: RemoteRegion | None = None) -> None:
-        """Send the location of a region, or zeros as the signal to go on; return once the message has been sent.
+        """Send a message with the location of a region, or with zeros, which tell the peer to continue. Return once the
+        message has been sent.
 
+        :param region: the region; None for zeros.
         :raises WorkCompletionError: the peer is gone.
         """
         info = INFO.pack(region.address, region.rkey, region.length) if region is not None else bytes(INFO.size)
@@ -73,7 +75,8 @@ class Side:
         await self.qp.send(self._info[:])
 
     async def receive(self) -> RemoteRegion:
-        """Return the region in the peer's next message; an empty one for the signal to go on.
+        """Wait for the peer's next message; return the region in it, which is empty if the message is the signal to
+        continue.
 
         :raises BrokenResourceError: the peer is gone.
         :raises WorkCompletionError: the peer is gone.
@@ -86,10 +89,10 @@ class Side:
 
 @contextlib.asynccontextmanager
 async def open_side(name: str, size: int) -> AsyncIterator[Side]:
-    """Open all that one side needs on a device; yield it, and close it when the block ends.
+    """Open everything that one side needs on a device; yield a `Side`, and close everything when the block ends.
 
     :param name: name of the device.
-    :param size: bytes of the largest ping.
+    :param size: size of the largest ping in bytes.
     """
     async with (
         open_device(name) as device,
@@ -103,7 +106,7 @@ async def open_side(name: str, size: int) -> AsyncIterator[Side]:
 
 
 async def serve_pings(side: Side, verbose: bool) -> int:
-    """Run the server until the client disconnects; return the number of pings.
+    """Serve pings until the client disconnects; return their number.
 
     :raises ValueError: a ping is larger than the memory.
     """
@@ -128,11 +131,11 @@ async def serve_pings(side: Side, verbose: bool) -> int:
 
 
 async def send_pings(side: Side, count: int, size: int, verbose: bool, validate: bool) -> int:
-    """Run the client; return the number of pings.
+    """Send pings and wait for each to be returned; return their number.
 
-    :param count: number of pings; 0: no limit.
-    :param size: bytes of each ping.
-    :param validate: whether to compare the returned pings with the sent ones.
+    :param count: number of pings; 0 if there is no limit.
+    :param size: size of each ping in bytes.
+    :param validate: whether to compare the returned pings with those that were sent.
     :raises ValueError: a returned ping differs.
     :raises WorkCompletionError: the server is gone.
     """
@@ -153,9 +156,10 @@ async def send_pings(side: Side, count: int, size: int, verbose: bool, validate:
 
 
 async def run_server(address: str, port: int, size: int, verbose: bool) -> int:
-    """Serve one client; return the number of pings.
+    """Serve one client until it disconnects; return the number of pings.
 
-    :raises OSError: the address cannot be listened at.
+    :raises OSError: listening at the address failed.
+    :raises ValueError: a ping is larger than the memory.
     """
     async with rdma_cm.Channel() as channel, channel.listener(address, port) as listener:
         print("listening at", *listener.address[:2], flush=True)
@@ -173,6 +177,7 @@ async def run_client(address: str, port: int, size: int, count: int, verbose: bo
 
     :raises OSError: the server cannot be reached.
     :raises ValueError: a returned ping differs.
+    :raises WorkCompletionError: the server is gone.
     """
     async with rdma_cm.Channel() as channel, channel.identifier() as server:
         await server.resolve(address, port)

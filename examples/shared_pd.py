@@ -1,7 +1,7 @@
 """A protection domain shared by two contexts: queue pairs of one use memory that the other registered.
 
-Uses an RDMA device if there is one, else the software device; AIOVERBS_DEVICE names another. Not all devices support
-this.
+Uses an RDMA device if there is one, otherwise the software device; AIOVERBS_DEVICE selects another device. Not all
+devices support shared protection domains.
 """
 
 import asyncio

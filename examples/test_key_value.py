@@ -1,4 +1,4 @@
-"""Tests of a service with `aioverbs.testing`, here for the cache of key_value.py.
+"""Tests of a service that use `aioverbs.testing`; the service is the cache of key_value.py.
 
     pytest examples/test_key_value.py        (with pytest-asyncio)
 
@@ -71,7 +71,7 @@ async def test_a_wrong_checksum_is_detected(aioverbs_device: aioverbs.Device) ->
 
 
 async def test_a_failed_read_breaks_only_its_connection(aioverbs_device: aioverbs.Device) -> None:
-    """The error has the cause, and breaks the connection. A new connection works."""
+    """A failed read raises an error that names the cause, and breaks the connection. A new connection works."""
     async with (
         aioverbs_device as device,
         device.resource_domain() as domain,

@@ -2,8 +2,8 @@
 
     python examples/two_processes.py
 
-The first process starts the second, and both exchange their endpoints over a socket pair. On soft0 data moves between
-the processes without further setup; on an RDMA device (AIOVERBS_DEVICE=mlx5_0) it moves through the network.
+The first process starts the second, and both exchange their endpoints over a socket pair. On soft0, data moves between
+the processes without further setup; on an RDMA device (AIOVERBS_DEVICE=mlx5_0), it moves through the network.
 """
 
 import asyncio
@@ -22,12 +22,12 @@ Channel = tuple[StreamReader, StreamWriter]
 
 
 def send_line(channel: Channel, line: str) -> None:
-    """Send a line to the other process."""
+    """Send a line to the other process without waiting."""
     channel[1].write(f"{line}\n".encode())
 
 
 async def receive_line(channel: Channel) -> list[str]:
-    """Receive a line from the other process; return its words.
+    """Wait for a line from the other process; return its words.
 
     :raises TimeoutError: no line arrived within 30 seconds.
     :raises RuntimeError: the other process ended.
@@ -39,10 +39,11 @@ async def receive_line(channel: Channel) -> list[str]:
 
 
 async def run_process(channel: Channel, *, is_active: bool) -> None:
-    """Run one of the processes: connect to the other, then either use its memory or offer memory.
+    """Run one of the two processes: connect to the other one, then either use that process's memory or offer memory to
+    it.
 
     :param channel: socket between both processes.
-    :param is_active: whether this process uses the other's memory.
+    :param is_active: whether this process uses the memory of the other one.
     """
     async with (
         aioverbs.open_device() as device,
@@ -73,7 +74,7 @@ async def run_process(channel: Channel, *, is_active: bool) -> None:
 
 
 async def use_memory(qp: aioverbs.QueuePair, region: aioverbs.MemoryRegion, remote: RemoteRegion) -> None:
-    """Send a message, then write, count and read in the other process's memory.
+    """Send a message, then write, count and read in the other process's memory, and print what was counted and read.
 
     :param qp: queue pair connected to the other process.
     :param region: memory of this process.

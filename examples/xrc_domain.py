@@ -1,7 +1,7 @@
 """An XRC domain opened by two contexts, which find it by the inode of a file.
 
-Uses an RDMA device if there is one, else the software device; AIOVERBS_DEVICE names another. Not all devices support
-this.
+Uses an RDMA device if there is one, otherwise the software device; AIOVERBS_DEVICE selects another device. Not all
+devices support XRC domains.
 """
 
 import asyncio

@@ -28,5 +28,5 @@ or undone. The package needs msgspec and prometheus-client.
 
 Limits: one server serves a volume. If the disk fails under a mapping, a signal ends the server, as for any process
 whose mapped file cannot be read. A full disk does not: all blocks of a volume are allocated when it is created. The
-exception are snapshots by reflink, which share blocks until one of the two files is written to.
+exception is a snapshot by reflink, which shares its blocks until one of the two files is written to.
 """

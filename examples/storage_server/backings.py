@@ -34,20 +34,23 @@ class Backing(Protocol):
     """Whether a flush must list the ranges that were written one-sidedly."""
 
     def written(self, ranges: Iterable[tuple[int, int]]) -> None:
-        """Record ranges of the memory that may differ from the file. Callable from any thread."""
+        """Record ranges of the memory that may differ from the file. Can be called from any thread.
+
+        :param ranges: pairs of start and end (exclusive).
+        """
 
     def sync(self) -> None:
-        """Make the ranges recorded by `written` durable, with the contents that they have at the time of the call.
+        """Make the ranges recorded with `written` durable, with the contents that they have at the time of the call.
 
-        Blocking. There is at most one call at a time.
+        Blocks the calling thread. There is at most one call at a time.
 
         :raises OSError: the disk failed.
         """
 
     def write_back(self) -> None:
-        """Write all changes back to the file, recorded or not, and make them durable.
+        """Write all changes back to the file, whether they were recorded or not, and make them durable.
 
-        Blocking; no client may write meanwhile.
+        Blocks the calling thread. No client may write meanwhile.
 
         :raises OSError: the disk failed.
         """
@@ -68,22 +71,28 @@ class Mapped:
         self.memory = region.buffer
 
     def written(self, ranges: Iterable[tuple[int, int]]) -> None:
-        """Do nothing: the kernel tracks dirty pages."""
+        """Do nothing, because the kernel tracks dirty pages."""
 
     def sync(self) -> None:
-        """Call fdatasync, which is sufficient, for the following reasons.
+        """Call fdatasync, which is sufficient for the following reasons.
 
         A client flushes after its writes have completed. An RDMA write completes at the client when the server's device
-        has acknowledged it, and the software device acknowledges after copying the bytes. It copies either by stores to
-        the mapping, which mark the pages dirty in the page tables, or by process_vm_writev, in which the kernel marks
-        them when it unpins them. Both happen before the flush request is received. fdatasync collects the dirty marks
-        of the page tables (and write-protects the pages, so that a later store marks them again), writes the pages, and
-        waits. A store that arrives in between belongs to a write that had not completed when the flush was requested.
+        has acknowledged it, and the software device acknowledges after copying the bytes. It copies either with stores
+        to the mapping, which mark the pages dirty in the page tables, or with process_vm_writev, in which the kernel
+        marks them when it unpins them. Both happen before the flush request is received. fdatasync collects the dirty
+        marks of the page tables (and write-protects the pages, so that a later store marks them again), writes the
+        pages, and waits. A store that arrives in between belongs to a write that had not completed when the flush was
+        requested.
+
+        :raises OSError: the disk failed.
         """
         self._file.datasync()
 
     def write_back(self) -> None:
-        """Call fdatasync: no write bypasses the kernel's dirty tracking."""
+        """Call fdatasync; no write bypasses the kernel's tracking of dirty pages.
+
+        :raises OSError: the disk failed.
+        """
         self._file.datasync()
 
 
@@ -110,14 +119,17 @@ class Cached:
         self._lock = threading.Lock()  # guards the ranges
 
     def written(self, ranges: Iterable[tuple[int, int]]) -> None:
-        """Record ranges, pairs of start and end (exclusive), that may differ from the file."""
+        """Record ranges that may differ from the file.
+
+        :param ranges: pairs of start and end (exclusive).
+        """
         with self._lock:
             self._dirty.update(ranges)
 
     def sync(self) -> None:
-        """Write the recorded ranges back, then call fdatasync.
+        """Write the recorded ranges back to the file, then call fdatasync.
 
-        The ranges are taken before any of them is read: a write that comes later is recorded later, and left to the
+        The ranges are taken before any of them is read, so a write that comes later is recorded later and left to the
         next sync. If a write fails, no later sync succeeds (see `Commits`), so the ranges are not put back.
 
         :raises OSError: the disk failed.
@@ -129,7 +141,7 @@ class Cached:
         self._file.datasync()
 
     def write_back(self) -> None:
-        """Write back all bytes that differ from the file, recorded or not.
+        """Write all bytes back that differ from the file, whether they were recorded or not, then call fdatasync.
 
         :raises OSError: the disk failed.
         """

@@ -9,11 +9,10 @@ __all__ = ["wait_uncancelled"]
 
 
 async def wait_uncancelled(awaitable: Awaitable[None]) -> None:
-    """Await a result to its end, and raise its exception if it fails.
+    """Wait until an awaitable has ended, even if the caller is cancelled meanwhile; raise its exception if it fails.
 
-    If the caller is cancelled meanwhile, by a scope or a server that stops, raise that afterwards instead.
-
-    :raises asyncio.CancelledError: the caller was cancelled; the awaitable has ended by then.
+    :raises asyncio.CancelledError: the caller was cancelled while it waited, for example by a cancel scope. The
+        awaitable has ended, and its exception is not raised.
     """
     task = asyncio.ensure_future(awaitable)
     cancelled = None

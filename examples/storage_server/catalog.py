@@ -77,7 +77,7 @@ class ClientRow(NamedTuple):
 
 
 def name_of(token: str) -> str:
-    """Return the client's name in a token.
+    """Return the client's name that a token contains.
 
     :raises InvalidError: the text is not a token.
     """
@@ -93,7 +93,7 @@ def new_token(name: str) -> str:
 
 
 def key_of(token: str) -> bytes:
-    """Return the 32-byte key that the server stores for a token, and that both ends use for proofs."""
+    """Return the 32-byte key for a token, which the server stores and which both ends use for proofs."""
     return hashlib.sha256(token.strip().encode()).digest()
 
 
@@ -145,14 +145,14 @@ class Catalog:
             self._database.execute("COMMIT")
 
     def _query(self, statement: str, *values: object) -> list[Any]:
-        """Run a statement; return all rows."""
+        """Run a statement; return all rows of its result."""
         with self._lock:
             return self._database.execute(statement, values).fetchall()
 
     # ---- Volumes
 
     def find(self, name: str) -> VolumeRow:
-        """Return the volume of a name.
+        """Return the row of the volume with the given name.
 
         :raises UnknownVolumeError: there is no such volume.
         """
@@ -162,20 +162,22 @@ class Catalog:
         return rows[0]
 
     def volumes(self) -> list[VolumeRow]:
-        """Return all volumes that are ready, sorted by name."""
+        """Return the rows of all volumes that are ready, sorted by name."""
         return self._rows("state = 'ready' ORDER BY name")
 
     def unfinished(self) -> list[VolumeRow]:
-        """Return the volumes whose creation or deletion was interrupted; their files and rows are to be deleted."""
+        """Return the rows of the volumes whose creation or deletion was interrupted; their files and rows must be
+        deleted.
+        """
         return self._rows("state != 'ready'")
 
     def _rows(self, where: str, *values: object) -> list[VolumeRow]:
-        """Return the volumes for which a condition in SQL is true."""
+        """Return the rows of the volumes for which a condition in SQL is true."""
         found = self._query(f"SELECT id, name, size, read_only FROM volumes WHERE {where}", *values)
         return [VolumeRow(number, name, size, bool(read_only)) for number, name, size, read_only in found]
 
     def begin(self, name: str, size: int, *, read_only: bool = False) -> VolumeRow:
-        """Add a volume in state 'making'. Its name is taken from now on.
+        """Add a volume in the state 'making'. Its name is taken from now on.
 
         :returns: the new row.
         :raises ExistsError: the name is taken.
@@ -199,7 +201,7 @@ class Catalog:
         return VolumeRow(done.lastrowid, name, size, read_only)
 
     def finish(self, volume: int) -> None:
-        """Mark a volume as ready: its file is complete and durable."""
+        """Mark a volume, whose file must be complete and durable, as ready."""
         self._set(volume, "state = 'ready'")
 
     def begin_delete(self, volume: int) -> None:
@@ -207,31 +209,40 @@ class Catalog:
         self._set(volume, "state = 'deleting'")
 
     def forget(self, volume: int) -> None:
-        """Delete the row of a volume whose file is deleted."""
+        """Delete the row of a volume whose file has been deleted."""
         with self._transaction():
             self._database.execute("DELETE FROM volumes WHERE id = ?", (volume,))
 
     def set_size(self, volume: int, size: int) -> None:
-        """Set the size of a volume, in bytes.
+        """Set the size of a volume.
 
+        :param volume: number of the volume.
+        :param size: new size in bytes.
         :raises InvalidError: the size is invalid.
         """
         check_size(size)
         self._set(volume, "size = ?", size)
 
     def _set(self, volume: int, what: str, *values: object) -> None:
-        """Change columns of a volume's row; ``what`` is the assignment in SQL."""
+        """Change columns of a volume's row.
+
+        :param volume: number of the volume.
+        :param what: the assignment in SQL.
+        :param values: values for the placeholders in ``what``.
+        """
         with self._transaction():
             self._database.execute(f"UPDATE volumes SET {what} WHERE id = ?", (*values, volume))
 
     # ---- Clients
 
     def add_client(self, name: str, *, admin: bool = False, token: str | None = None) -> str:
-        """Add a client; return its token. The catalog stores only the key derived from the token.
+        """Add a client. The catalog stores only the key derived from the token.
 
+        :param name: name of the client.
         :param admin: whether the client may do everything; otherwise it has no rights yet.
-        :param token: a token from `new_token`; None: create one.
-        :raises ExistsError: there is a client of that name.
+        :param token: a token from `new_token`; None to create one.
+        :returns: the client's token.
+        :raises ExistsError: there already is a client with that name.
         :raises InvalidError: the name is invalid.
         """
         if not _NAME.fullmatch(name):
@@ -255,7 +266,9 @@ class Catalog:
     def _one_client(self, cursor: sqlite3.Cursor, name: str) -> None:
         """Check that a statement changed the row of a client.
 
-        :raises UnknownVolumeError: it did not: there is no such client.
+        :param cursor: result of the statement.
+        :param name: name of the client, for the error.
+        :raises UnknownVolumeError: no row was changed, which means that there is no such client.
         """
         if not cursor.rowcount:
             raise UnknownVolumeError(f"there is no client {name!r}")
@@ -278,7 +291,7 @@ class Catalog:
         return [ClientRow(name, bool(admin), self._rights_of(name)) for name, admin in found]
 
     def _rights_of(self, client: str) -> dict[str, Mode]:
-        """Return a client's rights by volume name, without those of volumes that are not ready."""
+        """Return a client's rights by volume name; volumes that are not ready are left out."""
         query = (
             "SELECT volumes.name, mode FROM rights JOIN volumes ON id = volume "
             "WHERE client = ? AND state = 'ready' ORDER BY volumes.name"
@@ -303,14 +316,15 @@ class Catalog:
         return Mode(found[0][0]) if found else Mode.NONE
 
     def version(self) -> int:
-        """Return a number that changes when another process changes the database."""
+        """Return a number that changes whenever another process changes the database."""
         return int(self._query("PRAGMA data_version")[0][0])
 
 
 def check_size(size: int) -> None:
-    """Check that a volume can have this size in bytes.
+    """Check that a volume can have this size.
 
-    :raises InvalidError: it cannot.
+    :param size: size in bytes.
+    :raises InvalidError: the size is not a multiple of the block size, or is too small or too large.
     """
     if size < BLOCK or size > _LARGEST or size % BLOCK:
         raise InvalidError(

@@ -68,60 +68,69 @@ class Storage:
     # ---- Volumes
 
     async def volumes(self) -> tuple[VolumeInfo, ...]:
-        """Return the volumes that this client may read, sorted by name, each with its size in bytes."""
+        """Return the volumes that this client may read, sorted by name."""
         return (await self._rpc.expect(ListVolumes(), Listing)).volumes
 
     async def create(self, name: str, size: int) -> None:
         """Create a volume of zeros. The volume is durable when this returns.
 
         :param name: 1 to 64 letters, digits, '.', '_' and '-'.
-        :param size: bytes, a multiple of 4096.
+        :param size: size in bytes, a multiple of 4096.
         :raises ExistsError: the name is taken.
         :raises InvalidError: the name or the size is invalid.
         :raises NoRoomError: the disk lacks space.
-        :raises RefusedError: this client is no admin. The methods that follow raise this, too.
+        :raises RefusedError: this client is not an admin.
         """
         await self._rpc.done(Create(size, name))
 
     async def resize(self, name: str, size: int) -> None:
-        """Change the size of a volume; new bytes are zero. Clients that have the volume open get a `ChangedError`.
+        """Change the size of a volume; new bytes are zero. Operations of clients that have the volume open raise
+        `ChangedError`.
 
-        :param size: bytes, a multiple of 4096.
-        :raises BusyError: a client does not release the volume in time; try again.
+        :param name: name of the volume.
+        :param size: new size in bytes, a multiple of 4096.
+        :raises BusyError: a client did not release the volume in time; try again.
         :raises InvalidError: the size is invalid, or the volume is a snapshot.
         :raises NoRoomError: the disk lacks space.
+        :raises RefusedError: this client is not an admin.
         :raises UnknownVolumeError: there is no such volume.
         """
         await self._rpc.done(Resize(size, name))
 
     async def delete(self, name: str) -> None:
-        """Delete a volume. Clients that have it open get a `ChangedError`.
+        """Delete a volume. Operations of clients that have it open raise `ChangedError`.
 
-        :raises BusyError: a client does not release the volume in time; try again.
+        :param name: name of the volume.
+        :raises BusyError: a client did not release the volume in time; try again.
+        :raises RefusedError: this client is not an admin.
         :raises UnknownVolumeError: there is no such volume.
         """
         await self._rpc.done(Delete(name))
 
     async def snapshot(self, source: str, name: str) -> None:
-        """Create a read-only copy of a volume in its present state. Writers of the source wait meanwhile.
+        """Create a read-only copy of a volume in its present state. Clients that write to the source wait meanwhile.
 
-        :param source: the volume to copy.
+        :param source: name of the volume to copy.
         :param name: name of the copy.
-        :raises BusyError: a writer does not release the volume in time; try again.
+        :raises BusyError: a writer did not release the volume in time; try again.
         :raises ExistsError: the name is taken.
+        :raises InvalidError: the name is invalid.
         :raises NoRoomError: the disk lacks space.
+        :raises RefusedError: this client is not an admin.
         :raises UnknownVolumeError: there is no such volume.
         """
         await self._rpc.done(Copy(True, source, name))
 
     async def clone(self, source: str, name: str) -> None:
-        """Create a writable copy of a volume in its present state. Writers of the source wait meanwhile.
+        """Create a writable copy of a volume in its present state. Clients that write to the source wait meanwhile.
 
-        :param source: the volume to copy.
+        :param source: name of the volume to copy.
         :param name: name of the copy.
-        :raises BusyError: a writer does not release the volume in time; try again.
+        :raises BusyError: a writer did not release the volume in time; try again.
         :raises ExistsError: the name is taken.
+        :raises InvalidError: the name is invalid.
         :raises NoRoomError: the disk lacks space.
+        :raises RefusedError: this client is not an admin.
         :raises UnknownVolumeError: there is no such volume.
         """
         await self._rpc.done(Copy(False, source, name))
@@ -130,7 +139,7 @@ class Storage:
     async def open(self, name: str, *, write: bool = False, by_messages: bool = False) -> AsyncIterator[RemoteVolume]:
         """Open a volume for the duration of the block; yield a `RemoteVolume`.
 
-        :param name: the volume.
+        :param name: name of the volume.
         :param write: whether to open it for writing.
         :param by_messages: whether reads and writes use messages instead of one-sided RDMA.
         :raises InvalidError: this client has too many volumes open.
@@ -146,12 +155,16 @@ class Storage:
             await self._close(opened)
 
     async def _close(self, opened: Opened) -> None:
-        """Close a volume, even if the caller is cancelled. If the server does not answer, abort the connection."""
+        """Close an open volume on the server, even if the caller is cancelled. If the server does not answer, abort the
+        connection.
+        """
         if self._rpc.failure is None:
             await wait_uncancelled(self._ask_to_close(opened))
 
     async def _ask_to_close(self, opened: Opened) -> None:
-        """Ask the server to close a volume; abort the connection if it does not answer. Errors are ignored."""
+        """Ask the server to close an open volume, and wait for the answer. If there is none in time, abort the
+        connection. Errors are ignored.
+        """
         try:
             async with asyncio.timeout(_ANSWER_TIMEOUT_S):
                 with contextlib.suppress(BrokenResourceError, StorageError):
@@ -160,9 +173,13 @@ class Storage:
             await self._rpc.connection.abort()
 
     async def _opened(self, request: Open | Reopen) -> tuple[Opened, RemoteGrant]:
-        """Send a request whose answer is a grant; return the answer and the grant.
+        """Send a request that the server answers with a grant.
 
         If the caller is cancelled, a volume that was opened is closed.
+
+        :returns: the answer, and the grant of the volume's memory.
+        :raises StorageError: the server reported an error.
+        :raises BrokenResourceError: the connection was lost.
         """
         async with self._opening:
             opening = asyncio.create_task(self._grant(request))
@@ -174,7 +191,9 @@ class Storage:
                 raise
 
     async def _give_up(self, opening: asyncio.Task[tuple[Opened, RemoteGrant]], request: Open | Reopen) -> None:
-        """Wait for the answer to a cancelled request, and close the volume if it was opened."""
+        """Wait for the answer to a cancelled request, and close the volume if one was opened. If there is no answer in
+        time, abort the connection.
+        """
         if not (await asyncio.wait([opening], timeout=_ANSWER_TIMEOUT_S))[0]:
             await self._rpc.connection.abort()
             await asyncio.wait([opening])
@@ -182,7 +201,11 @@ class Storage:
             await self._close(opening.result()[0])
 
     async def _grant(self, request: Open | Reopen) -> tuple[Opened, RemoteGrant]:
-        """Send a request; return its answer, and the grant that belongs to it."""
+        """Send a request and wait for the grant that belongs to its answer; return the answer and the grant.
+
+        :raises StorageError: the server reported an error.
+        :raises BrokenResourceError: the connection was lost.
+        """
         opened = await self._rpc.expect(request, Opened)
         while True:  # earlier grants belong to requests that were cancelled
             granted = await self._rpc.connection.receive_grant()
@@ -200,11 +223,11 @@ async def connect(
     :param port: the server's TCP port.
     :param token: the output of `access add`, or the contents of the server's owner.token.
     :param domain: resource domain for the connection and its buffers.
-    :param settings: settings of the connection; None: defaults.
-    :raises InvalidError: the text is no token, or the server supports another version of the protocol.
+    :param settings: settings of the connection; None for the defaults.
+    :raises InvalidError: the text is not a token, or the server supports a different version of the protocol.
     :raises RefusedError: the server does not accept the token.
-    :raises ProtocolError: the peer is an aioverbs server, but no storage server.
-    :raises OSError: no server listens there, or the peer is no aioverbs server.
+    :raises ProtocolError: the peer is an aioverbs server, but not a storage server.
+    :raises OSError: no server listens at that address, or the peer is not an aioverbs server.
     """
     name, key = name_of(token), key_of(token)
     async with (

@@ -34,7 +34,7 @@ _SIZE = re.compile(r"(\d+)([KMGT]?)(?:i?B)?", re.IGNORECASE)
 
 
 def size(text: str | int) -> int:
-    """Parse a number of bytes such as 4096, 64K, 10MiB or 1G; units are powers of 1024.
+    """Parse a size such as 4096, 64K, 10MiB or 1G, with units that are powers of 1024; return the number of bytes.
 
     :raises click.BadParameter: the text is not a size.
     """
@@ -46,9 +46,9 @@ def size(text: str | int) -> int:
 
 @contextlib.contextmanager
 def _report_errors() -> Iterator[None]:
-    """Report expected errors as one line on standard error.
+    """Turn an expected error in the block into a one-line message.
 
-    :raises click.ClickException: the block raised an expected error; click prints it and exits with status 1.
+    :raises click.ClickException: the block raised an expected error; click prints the message and exits with status 1.
     """
     try:
         yield
@@ -102,7 +102,7 @@ def serve(
 
 
 async def _serve(root: Path, host: str, port: int, settings: Settings, metrics_port: int | None) -> None:
-    """Serve until SIGINT or SIGTERM, and print the address."""
+    """Serve volumes until SIGINT or SIGTERM arrives; print the address first."""
     ended = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, ended.set)
@@ -164,9 +164,10 @@ async def _connected(host: str, port: int, token: str) -> AsyncIterator[Storage]
 
 
 def _use(context: click.Context, use: Callable[[Storage], Awaitable[object]]) -> None:
-    """Connect to the server that the group's options name, and call `use` with the connection.
+    """Connect to the server named by the group's options, and await `use` with the connection.
 
-    :raises click.ClickException: an expected error.
+    :param use: function that is called with a `Storage` and returns an awaitable.
+    :raises click.ClickException: an expected error occurred.
     """
 
     async def run() -> None:

@@ -54,10 +54,11 @@ class Commits:
     async def flush(self) -> None:
         """Return once all writes that completed before the call are durable.
 
-        If cancelled, raise only after the sync has ended: until then it uses the volume's memory.
+        If the call is cancelled, it raises only after the sync has ended, since the sync uses the volume's memory.
 
-        :raises DiskError: the disk failed, now or before. After a failure the disk may have lost any of its unsynced
-            data, and it reports that only once. So no later flush of the volume succeeds until the server is restarted.
+        :raises DiskError: the disk failed, now or before. After a failure, the disk may have lost any of its unsynced
+            data, and it reports that only once. Therefore no later flush of the volume succeeds until the server is
+            restarted.
         """
         done: Future[None] = Future()
         with self._lock:
@@ -70,11 +71,13 @@ class Commits:
         await wait_uncancelled(asyncio.wrap_future(done))
 
     def flush_here(self) -> bool:
-        """Sync in the calling thread if no sync is running and the last syncs were quick; return whether that was done.
+        """Sync in the calling thread if no sync is running and the last syncs were quick.
 
-        For a loop that serves no other client: running the sync in a thread would add a large part of the sync's cost.
+        This is for a loop that serves no other client: running the sync in a thread would add a large part of the
+        sync's cost.
 
-        :raises DiskError: as for `flush`.
+        :returns: whether the sync was done.
+        :raises DiskError: the disk failed, now or before; see `flush`.
         """
         with self._lock:
             if self._busy or min(self._last_sync_s, self._previous_sync_s) >= _QUICK_SYNC_S:
@@ -89,7 +92,7 @@ class Commits:
     def _commit(self, group: list[Future[None]]) -> None:
         """Run one sync for a group of flushes, then start the next sync if flushes arrived meanwhile.
 
-        :param group: futures of the flushes; each gets None, or the sync's exception.
+        :param group: futures of the flushes; each gets None or the sync's exception.
         """
         failure: Exception | None = None
         try:
@@ -112,7 +115,8 @@ class Commits:
             self._executor.submit(self._commit, group)
 
     def exclusively(self, sync: Callable[[], None]) -> None:
-        """Run another kind of sync in the calling thread. The caller ensures that no flush runs at the same time.
+        """Run another function as the sync, in the calling thread. The caller must ensure that no flush runs at the
+        same time.
 
         :param sync: blocking function.
         :raises DiskError: the disk failed, now or before.
@@ -120,7 +124,7 @@ class Commits:
         self._sync_once(0, sync)
 
     def _sync_once(self, count: int, sync: Callable[[], None]) -> None:
-        """Run a sync, measure it, and remember its failure; after a failure, run none.
+        """Run a sync, measure its duration and remember a failure. After a failure, no further sync is run.
 
         :param count: number of flushes that share the sync.
         :param sync: blocking function.

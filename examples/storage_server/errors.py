@@ -77,8 +77,9 @@ _OF_CODES = {each.code: each for each in StorageError.__subclasses__()}
 
 
 def error_of(code: int, text: str) -> StorageError:
-    """Return the error for a code of the protocol, 1 to 8.
+    """Return the error that belongs to a code of the protocol.
 
-    :param text: the reason.
+    :param code: the code, from 1 to 8.
+    :param text: the reason, which becomes the error's text.
     """
     return _OF_CODES[code](text)

@@ -26,20 +26,20 @@ _MAX_COPY = 64 << 20  # limit of one copy_file_range call
 class File:
     """A file that is open for reading and writing. Made by `Disk`; the caller must close it.
 
-    All methods raise OSError if the file system does.
+    All methods raise OSError if the operating system reports an error.
     """
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
 
     def size(self) -> int:
-        """Return the size in bytes."""
+        """Return the file's size in bytes."""
         return os.fstat(self.descriptor).st_size
 
     def read_into(self, memory: memoryview, offset: int) -> None:
-        """Fill `memory` from the file, beginning at `offset`.
+        """Fill `memory` from the file, beginning at byte `offset` of the file.
 
-        :raises OSError: the file ends before.
+        :raises OSError: the file ends before `memory` is full.
         """
         at = 0
         while at < len(memory):
@@ -49,16 +49,17 @@ class File:
             at += count
 
     def write(self, data: "Buffer", offset: int) -> None:
-        """Write all of `data` at `offset`."""
+        """Write all of `data` to the file, beginning at byte `offset`."""
         rest = memoryview(data).cast("B")
         while rest:
             count = os.pwrite(self.descriptor, rest, offset)
             rest, offset = rest[count:], offset + count
 
     def resize(self, size: int) -> None:
-        """Change the size. Allocate all new blocks now, so that ENOSPC is raised here and not by a later write.
+        """Change the file's size. All new blocks are allocated now, so that ENOSPC is raised here and not by a later
+        write.
 
-        :param size: bytes.
+        :param size: new size in bytes.
         :raises OSError: the disk is full.
         """
         if size > self.size():
@@ -68,10 +69,10 @@ class File:
             os.ftruncate(self.descriptor, size)
 
     def map(self, size: int) -> mmap.mmap:
-        """Map the first `size` bytes as shared memory.
+        """Return a shared mapping of the first `size` bytes of the file.
 
         A store to a mapping dirties the whole folio of the page cache that contains the page. Kernels create large
-        folios when they read ahead on their own; a flush of 4 KiB would then write many times that, and take three
+        folios when they read ahead on their own; a flush of 4 KiB would then write many times that much and take three
         times as long. MADV_RANDOM turns that off. The explicit POSIX_FADV_WILLNEED reads ahead page by page.
         """
         mapped = mmap.mmap(self.descriptor, size)
@@ -80,11 +81,11 @@ class File:
         return mapped
 
     def copy_from(self, source: "File", size: int) -> str:
-        """Copy `source` into this file.
+        """Copy the file `source` into this file.
 
         :param source: the file to copy.
-        :param size: its bytes.
-        :returns: ``"reflink"`` if the file system could share blocks, else ``"copy"``.
+        :param size: number of bytes to copy.
+        :returns: ``"reflink"`` if the two files share their blocks, ``"copy"`` if the bytes were copied.
         :raises OSError: the disk lacks space for a full copy, or the source is shorter than `size`.
         """
         free = os.fstatvfs(self.descriptor)
@@ -110,11 +111,11 @@ class File:
         return "copy"
 
     def datasync(self) -> None:
-        """Make all bytes durable, including those written through a mapping."""
+        """Make all bytes of the file durable, including those written through a mapping."""
         os.fdatasync(self.descriptor)
 
     def sync(self) -> None:
-        """Make all bytes and the size durable."""
+        """Make all bytes and the size of the file durable."""
         os.fsync(self.descriptor)
         # Drop the large folios that writing the file in one go left in the page cache: see `map`.
         os.posix_fadvise(self.descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -128,16 +129,16 @@ class Disk:
     """The file system of this machine."""
 
     def create(self, path: Path) -> File:
-        """Create an empty file, and return it open.
+        """Create an empty file and return it, open.
 
-        :raises FileExistsError: it exists.
+        :raises FileExistsError: the file already exists.
         """
         return File(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
 
     def open(self, path: Path) -> File:
-        """Open an existing file.
+        """Open an existing file and return it.
 
-        :raises FileNotFoundError: it does not exist.
+        :raises FileNotFoundError: the file does not exist.
         """
         return File(os.open(path, os.O_RDWR | os.O_CLOEXEC))
 
@@ -146,7 +147,9 @@ class Disk:
         path.unlink(missing_ok=True)
 
     def sync_directory(self, path: Path) -> None:
-        """Make the directory's entries durable: files that were created or deleted in it."""
+        """Make the entries of a directory durable, so that files created in it exist and files deleted from it are
+        gone.
+        """
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             os.fsync(descriptor)

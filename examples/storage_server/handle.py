@@ -50,11 +50,12 @@ class Handle:
     # ---- Called by the server's loop on this one, one at a time
 
     async def begin(self, volume: Volume) -> None:
-        """Start granting the volume's memory, unless that has been done since the last pause; do not wait for the
-        grant.
+        """Start granting the volume's memory to the client, unless that has been done since the last pause. Do not wait
+        for the grant.
 
         Only operations that use the memory wait for the grant, since a client may be slow to receive it.
 
+        :param volume: the volume that the client has opened.
         :raises ChangedError: the handle is closed.
         """
         async with self._changing:
@@ -66,9 +67,10 @@ class Handle:
                 self._granting = asyncio.create_task(self._grant(volume))
 
     async def _grant(self, volume: Volume) -> None:
-        """Grant the memory, and wait until the client has received the grant.
+        """Grant the memory and wait until the client has received the grant.
 
-        :raises BusyError: the client does not receive it in time; the connection is then aborted.
+        :param volume: the volume whose memory is granted.
+        :raises BusyError: the client did not receive the grant in time; the connection has been aborted.
         :raises BrokenResourceError: the connection broke.
         :raises ClosedResourceError: the connection is closed.
         """
@@ -87,8 +89,7 @@ class Handle:
         """Revoke the grant. After this returns, neither the client nor its requests use the memory.
 
         A caller that timed out may call this again: the grant stays until all uses of the memory have ended. A
-        revocation that
-        has begun is completed even if the caller is cancelled.
+        revocation that has begun is completed even if the caller is cancelled.
 
         :raises VerbsError: the revocation failed, and the connection broke.
         """
@@ -111,9 +112,10 @@ class Handle:
                     self._gauge.dec()
 
     async def expel(self, reason: str) -> None:
-        """Close the volume for this client: `pause`, and let later operations fail with `ChangedError`.
+        """Close the volume for this client: do what `pause` does, and make later operations fail with `ChangedError`.
 
         :param reason: text of the error; a reason that was set earlier is kept.
+        :raises VerbsError: the revocation of the grant failed, and the connection broke.
         """
         self.close_reason = self.close_reason or reason
         await self.pause()
@@ -122,13 +124,13 @@ class Handle:
 
     @property
     def volume(self) -> Volume:
-        """The volume; available once it has been opened."""
+        """The volume that the client has opened; available once it has been opened."""
         assert self.opened is not None
         return self.opened
 
     @property
     def usable(self) -> bool:
-        """Whether the memory may be used now.
+        """True if the client has a grant of the memory, and the memory may be used now.
 
         :raises ChangedError: the volume is closed.
         """
@@ -150,17 +152,23 @@ class Handle:
         return self.volume.backing.memory[offset : offset + length]
 
     def check_writable(self) -> None:
-        """Raise RefusedError unless the volume is open for writing."""
+        """Check that the volume is open for writing.
+
+        :raises RefusedError: the volume is open for reading only.
+        """
         if self.mode is not Mode.WRITE:
             raise RefusedError(f"volume {self.volume.row.name!r} is open for reading only")
 
     @contextlib.asynccontextmanager
     async def use(self, volumes: Volumes) -> AsyncIterator[None]:
-        """Keep the memory usable for the duration of a block that awaits. Wait while the handle is paused.
+        """Keep the memory usable for the duration of a block that awaits. If the handle is paused, wait until it is
+        resumed.
 
-        :param volumes: resumes a paused handle.
+        :param volumes: the volumes, which resume a paused handle.
         :raises ChangedError: the volume is closed.
         :raises BusyError: the client did not receive its grant.
+        :raises BrokenResourceError: the connection broke.
+        :raises ClosedResourceError: the connection is closed.
         """
         while not self.usable:
             granting = self._granting

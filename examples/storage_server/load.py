@@ -43,7 +43,7 @@ class Plan:
     :param window: operations in flight for each process.
     :param pattern: order of the blocks.
     :param reads: percentage of reads; the others are writes.
-    :param flush_every: writes of a process between two flushes; 0: flush at the end only.
+    :param flush_every: writes of a process between two flushes; 0 to flush at the end only.
     :param by_messages: whether to use messages instead of one-sided RDMA.
     :param check: whether to check the blocks that are read.
     :param fill: whether to write all blocks first.
@@ -89,11 +89,11 @@ class Share:
 
 
 def make_block(number: int, writing: int, filler: bytes) -> bytes:
-    """Return the bytes of a block.
+    """Return the bytes of a block: a head with both numbers and a checksum, followed by the filler.
 
     :param number: number of the block in the volume.
     :param writing: number of the write.
-    :param filler: bytes of a block's length, for the rest of the block.
+    :param filler: as many bytes as a block has; the head replaces the first of them.
     """
     rest = filler[_HEAD.size :]
     checksum = zlib.crc32(rest, zlib.crc32(struct.pack("<QQ", number, writing)))
@@ -101,7 +101,7 @@ def make_block(number: int, writing: int, filler: bytes) -> bytes:
 
 
 def find_block_error(block: memoryview, number: int) -> str:
-    """Return a description of what is wrong with block `number`; empty if it is intact, or was never written."""
+    """Return a description of what is wrong with block `number`; an empty text if it is intact or was never written."""
     found, writing, checksum = _HEAD.unpack_from(block)
     expected = zlib.crc32(block[_HEAD.size :], zlib.crc32(struct.pack("<QQ", found, writing)))
     if checksum == expected:
@@ -136,7 +136,7 @@ class Client:
         self.wrong: list[str] = []
 
     async def fill(self, memory: list[RegionSlice]) -> None:
-        """Write all blocks of this process's part, and flush them.
+        """Write all blocks of this process's part of the volume, and flush them.
 
         :param memory: one block of registered memory for each operation in flight.
         """
@@ -150,9 +150,10 @@ class Client:
         await self._volume.flush()
 
     async def load(self, memory: list[RegionSlice]) -> float:
-        """Read and write for the planned time, then flush; return the seconds that the reads, writes and flushes took.
+        """Read and write blocks for the planned time, then flush if there were writes.
 
         :param memory: one block of registered memory for each operation in flight.
+        :returns: the seconds that the reads, writes and flushes took.
         """
         free_blocks = self._free_blocks()
         began = time.perf_counter()
@@ -182,7 +183,7 @@ class Client:
         return time.perf_counter() - began
 
     def _free_blocks(self) -> Iterator[int]:
-        """Yield blocks that no task is using. There always are some, since each task uses at most one."""
+        """Yield blocks that no task is using. There is always one, since each task uses at most one block."""
         in_order = itertools.cycle(self._blocks)
         while True:
             block = next(in_order) if self._plan.pattern == "sequential" else self._random.choice(self._blocks)
@@ -197,7 +198,7 @@ class Client:
             await self._volume.read_into(local, block * self._plan.block)
 
     async def _write(self, block: int, local: RegionSlice) -> None:
-        """Write a block, with the number of the write in it, from registered memory."""
+        """Write a block that contains the number of this write, from registered memory."""
         data = make_block(block, next(self._writings), self._filler)
         if self._plan.by_messages:
             await self._volume.write(block * self._plan.block, data)
@@ -206,14 +207,15 @@ class Client:
             await self._volume.write_from(local, block * self._plan.block)
 
     async def _flush(self) -> None:
-        """Flush, and record how long that took."""
+        """Flush the volume and record how long that took."""
         start = time.perf_counter_ns()
         await self._volume.flush()
         self.latencies_ns["flush"].append(time.perf_counter_ns() - start)
 
 
 async def run_client(plan: Plan) -> Share:
-    """Run the part of one process, in that process: fill the volume if the plan says so, else put it under load.
+    """Run one process's part of the load, in that process: fill the volume if the plan says so, otherwise put it under
+    load.
 
     :returns: the results; empty after filling.
     :raises InvalidError: the volume is too small for the plan.
@@ -236,7 +238,7 @@ async def run_client(plan: Plan) -> Share:
 
 
 async def run(plan: Plan) -> dict[str, Any]:
-    """Put a server under load.
+    """Put a server under load with several client processes.
 
     :returns: the results as JSON-compatible values: plan, rates, percentiles of latencies in microseconds, wrong
         blocks.
@@ -276,7 +278,10 @@ async def run(plan: Plan) -> dict[str, Any]:
 
 
 def percentiles(latencies_ns: list[int]) -> dict[str, float]:
-    """Return percentiles in microseconds of durations in nanoseconds; empty if there are no durations."""
+    """Return percentiles of durations, by name and in microseconds; an empty dict if there are no durations.
+
+    :param latencies_ns: the durations in nanoseconds.
+    """
     if not latencies_ns:
         return {}
     latencies_ns.sort()

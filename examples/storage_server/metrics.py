@@ -1,4 +1,4 @@
-"""Counters of the server, in the Prometheus text format, by `prometheus_client`.
+"""Counters of the server, in the Prometheus text format, made with `prometheus_client`.
 
 One-sided reads and writes are not counted: no code of the server runs for them.
 """
@@ -38,8 +38,8 @@ class Metrics(Collector):
     def synced(self, duration_s: float, flushes: int) -> None:
         """Record a sync of the disk. The counters are updated later, since a client is waiting for its answer.
 
-        :param duration_s: duration of the sync, in seconds.
-        :param flushes: number of flushes that shared it.
+        :param duration_s: duration of the sync in seconds.
+        :param flushes: number of flushes that shared the sync.
         """
         self._synced.append((duration_s, flushes))
 
@@ -54,12 +54,15 @@ class Metrics(Collector):
             self._count()
 
     def collect(self) -> Iterable[Metric]:
-        """Return no metrics of its own; apply the recorded counts, before the registry collects the other metrics."""
+        """Apply the syncs recorded so far, before the registry collects the other metrics.
+
+        :returns: an empty sequence, since this object has no metrics of its own.
+        """
         self._count()
         return ()
 
     def _count(self) -> None:
-        """Apply the syncs that were recorded to the counters."""
+        """Update the counters with the syncs that were recorded since the last update."""
         while True:
             try:
                 duration_s, flushes = self._synced.popleft()
@@ -69,7 +72,7 @@ class Metrics(Collector):
             self.groups.observe(flushes)
 
     def value(self, name: str, **labels: str) -> float:
-        """Return the value of a metric; 0 if there is none.
+        """Return the value of a metric; 0 if there is no such metric.
 
         :param name: name without the prefix ``storage_``.
         :param labels: labels of the metric.
@@ -79,7 +82,7 @@ class Metrics(Collector):
     def serve(self, port: int, host: str = "127.0.0.1") -> tuple[int, Callable[[], None]]:
         """Answer `GET /metrics` in a thread.
 
-        :param port: TCP port; 0: a free one.
+        :param port: TCP port; 0 for a free one.
         :param host: address to listen on.
         :returns: the port, and a function that stops the thread, which the caller must call.
         :raises OSError: the port is taken.

@@ -1,11 +1,11 @@
 """PURE: messages between client and server.
 
 The server sends a `Challenge` first. The client answers with a `Hello`, which proves knowledge of the key without
-sending the key. From then on each request gets one answer; answers may come in any order. A successful `Open` comes
+sending the key. After that, each request gets one answer; answers may come in any order. A successful `Open` comes
 with a grant of the volume's memory, through which data moves by one-sided RDMA.
 
 Encoding: the number of the request (4 bytes), then the message type and the fields in MessagePack. Each message has
-exactly one encoding; any other input is a `ProtocolError`. Hence a parsed message packs to the same bytes again.
+exactly one encoding; any other input is a `ProtocolError`. A parsed message therefore packs to the same bytes again.
 """
 
 import enum
@@ -37,7 +37,7 @@ class ProtocolError(Exception):
 
 
 def proof_of(key: bytes, nonce: bytes) -> bytes:
-    """Return the proof of knowing `key` for a challenge: the 32 bytes of an HMAC of its nonce."""
+    """Return the 32-byte proof that an end knows `key`: an HMAC of the protocol version and a challenge's nonce."""
     return hmac.digest(key, b"aioverbs storage " + bytes([VERSION]) + nonce, "sha256")
 
 
@@ -250,10 +250,12 @@ _decode = msgspec.msgpack.Decoder[Message](Message).decode
 
 
 def _head(number: int, short: Message, size: int) -> bytes:
-    """Return the encoding up to the bytes of field `data`, so that large data is copied once, when it is packed.
+    """Return the encoding of a message up to the bytes of its field `data`, so that large data is copied only once,
+    when it is packed.
 
+    :param number: number of the request.
     :param short: the message with an empty `data`, which is its last field.
-    :param size: bytes of the data.
+    :param size: number of bytes of the data.
     """
     head = number.to_bytes(_NUMBER, "little") + _encode(short)
     if not size:
@@ -263,7 +265,9 @@ def _head(number: int, short: Message, size: int) -> bytes:
 
 
 def _split(message: Message) -> tuple[Message, bytes]:
-    """Return a message with empty `data`, and the data; if it has no such field, the message itself and no bytes."""
+    """Return a message with its `data` emptied, and the data. If the message has no such field, return it unchanged,
+    and no bytes.
+    """
     data: bytes = getattr(message, "data", b"")
     return (msgspec.structs.replace(message, data=b"") if data else message), data
 
@@ -271,7 +275,7 @@ def _split(message: Message) -> tuple[Message, bytes]:
 def pack(number: int, message: Message) -> bytes:
     """Encode a message.
 
-    :param number: the number of the request, 0..2**32-1.
+    :param number: number of the request, from 0 to 2**32-1.
     :param message: the message.
     :returns: the bytes to send.
     :raises ValueError: the peer would reject the message: a text or the data is too long, or a number is too large.
@@ -289,8 +293,9 @@ def pack(number: int, message: Message) -> bytes:
 
 
 def parse(data: bytes) -> tuple[int, Message]:
-    """Decode a message; return the number of its request, and the message.
+    """Decode a message.
 
+    :returns: the number of the request that it belongs to, and the message.
     :raises ProtocolError: the bytes are not a valid message.
     """
     try:

@@ -23,7 +23,7 @@ class Ranges:
         self._ends: list[int] = []
 
     def add(self, start: int, end: int) -> None:
-        """Add the bytes from `start` up to, but not including, `end`; nothing if there are none."""
+        """Add the bytes from `start` up to, but not including, `end`; add nothing if there are none."""
         if start >= end:
             return
         first = bisect.bisect_left(self._ends, start)
@@ -43,7 +43,7 @@ class Ranges:
             self.add(start, end)
 
     def take(self) -> tuple[tuple[int, int], ...]:
-        """Remove all ranges; return them sorted, as pairs of start and end (exclusive)."""
+        """Remove all ranges and return them sorted, as pairs of start and end (exclusive)."""
         taken = tuple(zip(self._starts, self._ends, strict=True))
         self._starts, self._ends = [], []
         return taken

@@ -57,9 +57,9 @@ class RemoteVolume:
         self._wanted = self._flushed = 0
 
     def _check(self, offset: int, length: int) -> None:
-        """Check a range.
+        """Check that a range is in the volume.
 
-        :raises ValueError: it exceeds the volume.
+        :raises ValueError: the range exceeds the volume.
         """
         if offset < 0 or length < 0 or offset + length > self.size:
             raise ValueError(
@@ -67,19 +67,20 @@ class RemoteVolume:
             )
 
     def _buffers(self, length: int) -> BufferPool:
-        """Return the pool whose buffers hold ``length`` bytes, at most `PIECE`."""
+        """Return the pool whose buffers are large enough for ``length`` bytes, which must be at most `PIECE`."""
         return self._small if length <= SMALL else self._large
 
     # ---- One-sided, from and to registered memory
 
     def read_into(self, local: RegionSlice, offset: int) -> Awaitable[None]:
-        """Read one-sidedly into registered memory: there is no copy, and no code of the server runs.
+        """Read one-sidedly into registered memory: nothing is copied, and no code of the server runs.
 
-        The read is posted by this call; await the result, which is None, for its completion.
+        The read is posted by this call.
 
         :param local: destination; its length is the number of bytes to read.
         :param offset: first byte in the volume.
-        :raises ChangedError: from the await: the volume was resized or deleted; open it again.
+        :returns: an awaitable that completes when the bytes have arrived; its result is None.
+        :raises ChangedError: when awaited: the volume was resized or deleted; open it again.
         :raises ValueError: the range exceeds the volume.
         """
         length = len(local)
@@ -91,9 +92,9 @@ class RemoteVolume:
             return self._read_again(local, offset)
 
     async def _read_again(self, local: RegionSlice, offset: int) -> None:
-        """Read one-sidedly after the server revoked the grant, with new grants.
+        """Read one-sidedly after the server has revoked the grant; request a new grant each time that happens.
 
-        :raises ChangedError: the volume changed, or the read was interrupted too often.
+        :raises ChangedError: the volume was resized or deleted, or the read was interrupted too often.
         """
         for _ in range(_TRIES):
             granted = self._granted
@@ -110,7 +111,8 @@ class RemoteVolume:
 
         :param local: source; its length is the number of bytes to write.
         :param offset: first byte in the volume.
-        :raises ChangedError: the volume was resized or deleted; open it again.
+        :raises ChangedError: the volume was resized or deleted, or the write was interrupted too often; open the volume
+            again.
         :raises ValueError: the range exceeds the volume.
         :raises WorkCompletionError: the volume is open for reading only. The connection breaks.
         """
@@ -131,9 +133,9 @@ class RemoteVolume:
         raise ChangedError(f"copies of volume {self.name!r} interrupted a write {_TRIES} times")
 
     async def _regrant(self, before: RemoteGrant) -> None:
-        """Get another grant after the server revoked `before`, unless another task has done that.
+        """Request a new grant after the server has revoked the grant `before`, unless another task has already done so.
 
-        :raises ChangedError: the volume changed.
+        :raises ChangedError: the volume was resized or deleted.
         """
         async with self._regrant_lock:
             if self._granted is before:
@@ -142,7 +144,7 @@ class RemoteVolume:
     # ---- Bytes
 
     async def read(self, offset: int, length: int, *, verify: bool = False) -> bytes:
-        """Read bytes; return a copy of them.
+        """Read bytes of the volume and return a copy of them.
 
         :param offset: first byte in the volume.
         :param length: number of bytes.
@@ -164,10 +166,10 @@ class RemoteVolume:
         return bytes(found)
 
     async def _read_piece(self, offset: int, length: int, verify: bool) -> bytes:
-        """Read at most `PIECE` bytes, by messages or one-sidedly.
+        """Read at most `PIECE` bytes, by message or one-sidedly, and return them.
 
         :raises InvalidError: the checksums differed each time.
-        :raises ProtocolError: the server sent another number of bytes.
+        :raises ProtocolError: the server sent a different number of bytes.
         """
         for _ in range(_CHECKS):
             if self._by_messages:
@@ -192,9 +194,10 @@ class RemoteVolume:
         :param verify: whether to compare the bytes with the server's checksum.
         :raises ChangedError: the volume was resized or deleted; open it again.
         :raises InvalidError: the checksums differed each time.
-        :raises RefusedError: by messages: the volume is open for reading only.
+        :raises RefusedError: the volume is open for reading only, and messages are used.
         :raises ValueError: the range exceeds the volume.
-        :raises WorkCompletionError: one-sidedly: the volume is open for reading only. The connection breaks.
+        :raises WorkCompletionError: the volume is open for reading only, and one-sided RDMA is used. The connection
+            breaks.
         """
         self._check(offset, len(data))
         view = memoryview(data)
@@ -203,11 +206,11 @@ class RemoteVolume:
         )
 
     async def _write_piece(self, offset: int, data: memoryview, verify: bool) -> None:
-        """Write at most `PIECE` bytes, by messages or one-sidedly.
+        """Write at most `PIECE` bytes, by message or one-sidedly.
 
         :raises InvalidError: the checksums differed each time.
-        :raises RefusedError: by messages: the volume is open for reading only.
-        :raises WorkCompletionError: one-sidedly: the volume is open for reading only.
+        :raises RefusedError: the volume is open for reading only, and messages are used.
+        :raises WorkCompletionError: the volume is open for reading only, and one-sided RDMA is used.
         """
         expected = zlib.crc32(data) if verify else 0
         if self._by_messages:
@@ -224,7 +227,10 @@ class RemoteVolume:
         )
 
     async def _data(self, request: Read | Checksum) -> Data:
-        """Send a request; return its answer. Raises what `RpcClient.expect` raises."""
+        """Send a request that the server answers with `Data`; return the answer.
+
+        Raises the same exceptions as `RpcClient.expect`.
+        """
         return await self._rpc.expect(request, Data)
 
     async def checksum(self, offset: int, length: int) -> int:
@@ -262,10 +268,10 @@ class RemoteVolume:
 async def for_each_concurrently(work: Callable[[int], Coroutine[Any, Any, None]], places: Iterable[int]) -> None:
     """Call `work` for each place, a few at a time, and wait until all calls have ended.
 
-    If a call fails, cancel the others and raise the first error.
+    If a call fails, the others are cancelled, and the error of the first call that failed is raised.
 
-    :param work: coroutine function.
-    :param places: its arguments.
+    :param work: coroutine function that is called with a place.
+    :param places: the arguments of the calls.
     """
     rest = iter(places)
 

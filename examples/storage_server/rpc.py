@@ -23,7 +23,7 @@ class RpcClient:
     them until no answer is outstanding. An answer must always be received: a server whose answers are not received
     stops reading requests.
 
-    `failure` is the error that broke the connection; None: it is not broken.
+    `failure` is the error that broke the connection; None if the connection is not broken.
 
     :param connection: connection to the server, closed by the caller.
     """
@@ -38,11 +38,11 @@ class RpcClient:
         self._listener: asyncio.Task[None] | None = None
 
     async def _ask(self, request: Message) -> Answer:
-        """Send a request; return its answer.
+        """Send a request and wait for its answer; return the answer.
 
         :raises StorageError: the answer is `Failed`.
         :raises BrokenResourceError: the connection was lost before the answer arrived.
-        :raises ValueError: the request cannot be packed.
+        :raises ValueError: the request cannot be encoded.
         """
         if self.failure is not None:
             raise self._connection_lost()
@@ -67,13 +67,13 @@ class RpcClient:
         return answer
 
     def _connection_lost(self) -> BrokenResourceError:
-        """Return the error for a request on a broken connection."""
+        """Return the error to raise for a request on a broken connection."""
         error = BrokenResourceError(f"the connection to the server was lost before the answer arrived: {self.failure}")
         error.__cause__ = self.failure
         return error
 
     def _listen(self) -> None:
-        """Start the listener task, unless it runs or the connection is broken."""
+        """Start the listener task, unless it is running or the connection is broken."""
         if self.failure is None and (self._listener is None or self._listener.done()):
             self._receiving = True  # already now, and not only once the task starts
             self._listener = asyncio.create_task(self._receive(None))
@@ -81,9 +81,9 @@ class RpcClient:
     async def _receive(self, wanted: "asyncio.Future[Answer] | None") -> None:
         """Receive answers and pass each to its request, until `wanted` is done or no answer is outstanding.
 
-        If the connection breaks, set `failure`, and fail all requests; raise nothing.
+        If the connection breaks, set `failure` and make all requests fail; raise nothing.
 
-        :param wanted: the answer that the caller waits for; None: all.
+        :param wanted: the answer that the caller waits for; None to receive all answers.
         """
         self._receiving = True
         try:
@@ -112,12 +112,12 @@ class RpcClient:
             await asyncio.wait([self._listener])
 
     async def expect(self, request: Message, kind: type[A]) -> A:
-        """Send a request; return its answer, which must be of type `kind`.
+        """Send a request and wait for its answer, which must be of type `kind`; return the answer.
 
         :raises StorageError: the server reported an error.
         :raises BrokenResourceError: the connection was lost before the answer arrived.
-        :raises ProtocolError: the answer is of another type.
-        :raises ValueError: a text or the data of the request is too long, or a number too large.
+        :raises ProtocolError: the answer has a different type.
+        :raises ValueError: a text or the data of the request is too long, or a number is too large.
         """
         answer = await self._ask(request)
         if not isinstance(answer, kind):
@@ -127,5 +127,8 @@ class RpcClient:
         return answer
 
     async def done(self, request: Message) -> None:
-        """Send a request, and wait for the answer `Done`. Raises what `expect` raises."""
+        """Send a request and wait for the answer `Done`.
+
+        Raises the same exceptions as `expect`.
+        """
         await self.expect(request, Done)

@@ -62,10 +62,10 @@ class Settings:
 class Serving:
     """A running server. Made by `serving`.
 
-    :param port: TCP port that it listens on.
+    :param port: TCP port on which it listens.
     :param metrics: its counters.
     :param volumes: its volumes.
-    :param token_file: token of the client "owner", which may do everything.
+    :param token_file: path of the file with the token of the client "owner", which may do everything.
     """
 
     port: int
@@ -86,12 +86,12 @@ async def serving(
 ) -> AsyncIterator[Serving]:
     """Serve the volumes of a folder for the duration of the block; yield the server's port, counters and volumes.
 
-    :param root: the folder. It is created if missing, and repaired if the last server crashed.
+    :param root: the folder. It is created if it is missing, and repaired if the last server crashed.
     :param host: address to listen on.
-    :param port: TCP port; 0: a free one.
+    :param port: TCP port; 0 for a free one.
     :param device: an open device.
-    :param settings: None: defaults.
-    :param disk: the file layer; None: this machine's file system.
+    :param settings: settings of the server; None for the defaults.
+    :param disk: the file layer; None for this machine's file system.
     :raises InvalidError: another server uses the folder, or its catalog and files do not match.
     :raises OSError: the folder cannot be written to, or the port is taken.
     """

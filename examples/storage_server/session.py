@@ -121,11 +121,11 @@ class Session:
             self.shared.session_counts[self._worker] -= 1
 
     def _is_alone(self) -> bool:
-        """Return whether the worker's loop has no other request or session to serve."""
+        """Return whether the worker's loop has no other request and no other session to serve."""
         return not self._tasks and self.shared.session_counts[self._worker] == 1
 
     def _on_task_done(self, task: asyncio.Task[None]) -> None:
-        """Free the slot of a request's task, and log why its answer was not sent."""
+        """Free the slot of a request's task. If its answer was not sent, log the reason."""
         self._tasks.discard(task)
         self._slots.release()
         if not task.cancelled() and (error := task.exception()) is not None:
@@ -138,7 +138,7 @@ class Session:
             )
 
     async def _end(self) -> None:
-        """Cancel the requests, and close all volumes that the client has open. Errors are logged."""
+        """Cancel the requests and close all volumes that the client has open. Errors are logged."""
         for task in self._tasks:
             task.cancel()
         if self._tasks:
@@ -155,8 +155,8 @@ class Session:
     # ---- Requests
 
     def _answer_immediately(self, request: Message) -> Answer | None:
-        """Return the answer to a request that needs no waiting, `Failed` if the request fails; None for other
-        requests.
+        """Return the answer to a request that can be handled without waiting, or `Failed` if the request fails. Return
+        None for a request that may have to wait.
         """
         try:
             match request:
@@ -176,7 +176,10 @@ class Session:
         return None
 
     async def _run_request(self, number: int, request: Message) -> None:
-        """Handle a request that may wait, and send its answer."""
+        """Handle a request that may have to wait, and send its answer.
+
+        Raises the same exceptions as `_answer`.
+        """
         try:
             answer = await self._do(request)
         except Exception as error:
@@ -184,9 +187,11 @@ class Session:
         await self._answer(number, request, answer)
 
     async def _answer(self, number: int, request: Message, answer: Answer) -> None:
-        """Send and count the answer to a request.
+        """Send the answer to a request and count it.
 
         :param number: number of the request.
+        :param request: the request.
+        :param answer: the answer.
         :raises BrokenResourceError: the connection broke.
         :raises ClosedResourceError: the connection is closed.
         """
@@ -195,7 +200,7 @@ class Session:
         self.shared.metrics.answered(type(request).__name__.lower(), outcome)
 
     def _failed(self, error: Exception) -> Failed:
-        """Return the answer for an exception; log the exception unless it is a StorageError."""
+        """Return the answer that reports an exception to the client; log the exception unless it is a StorageError."""
         known = to_client_error(error)
         if not isinstance(error, StorageError):
             logger.error("request of client %r failed", self.client, exc_info=error)
@@ -204,7 +209,7 @@ class Session:
     async def _do(self, request: Message) -> Answer:
         """Handle a request; return its answer.
 
-        :raises StorageError: the request failed. So do other exceptions of what it calls.
+        :raises StorageError: the request failed. Any other exception also means that it failed.
         """
         volumes = self._volumes
         match request:
@@ -250,7 +255,7 @@ class Session:
         return Done()
 
     def _handle(self, number: int) -> Handle:
-        """Return the client's handle of a number.
+        """Return the client's handle with the given number.
 
         :raises InvalidError: no volume with that number is open.
         """
@@ -261,7 +266,7 @@ class Session:
         return handle
 
     async def _open(self, name: str, mode: Mode) -> Opened:
-        """Open a volume, and wait until the client has received the grant; return the answer.
+        """Open a volume and wait until the client has received the grant; return the answer.
 
         :raises InvalidError: the client has too many volumes open.
         :raises BusyError: the client did not receive its grant.
@@ -288,16 +293,16 @@ class Session:
             raise
 
     def _opened(self, handle: Handle) -> Opened:
-        """Return the answer for a handle that has a grant."""
+        """Return the answer to `Open` or `Reopen` for a handle that has a grant."""
         volume, grant = handle.volume, handle.grant
         assert volume.backing is not None
         assert grant is not None
         return Opened(handle.number, volume.row.size, handle.mode, volume.backing.report_writes, grant.remote.rkey)
 
     def _read(self, handle: Handle, offset: int, length: int, checked: bool) -> Data:
-        """Return the answer to `Read`; the handle must be usable.
+        """Return the answer to `Read`. The handle must be usable.
 
-        :raises InvalidError: the range exceeds the volume, or a message.
+        :raises InvalidError: the range exceeds the volume, or is too long for a message.
         """
         if length > MAX_DATA:
             raise InvalidError(f"a message carries at most {MAX_DATA:,} bytes, not {length:,}: read one-sidedly")
@@ -306,9 +311,9 @@ class Session:
         return Data(zlib.crc32(data) if checked else 0, data)
 
     def _write(self, handle: Handle, offset: int, data: bytes, checksum: int | None) -> Done:
-        """Copy data to the volume's memory, and record it as written; the handle must be usable.
+        """Copy data to the volume's memory, record it as written, and return the answer. The handle must be usable.
 
-        :param checksum: CRC-32 that the data must have; None: do not check.
+        :param checksum: CRC-32 that the data must have; None to check nothing.
         :raises InvalidError: the checksum differs, or the range exceeds the volume.
         :raises RefusedError: the volume is open for reading only.
         """
@@ -322,8 +327,9 @@ class Session:
         return Done()
 
     async def _flush(self, handle: Handle, written: tuple[tuple[int, int], ...]) -> None:
-        """Record the ranges that the client wrote one-sidedly, and wait until all is durable.
+        """Record the ranges that the client wrote one-sidedly, and wait until all earlier writes are durable.
 
+        :param written: pairs of start and end (exclusive).
         :raises DiskError: the disk failed.
         :raises InvalidError: a range exceeds the volume.
         :raises RefusedError: the volume is open for reading only.
@@ -333,8 +339,9 @@ class Session:
             await handle.volume.commits.flush()
 
     def _record_writes(self, handle: Handle, written: tuple[tuple[int, int], ...]) -> None:
-        """Record the ranges that the client lists in a flush as written one-sidedly.
+        """Record the ranges that the client's flush lists as written one-sidedly.
 
+        :param written: pairs of start and end (exclusive), sorted.
         :raises InvalidError: a range exceeds the volume.
         :raises RefusedError: the volume is open for reading only.
         """
@@ -346,16 +353,16 @@ class Session:
 
 
 def _failure(error: StorageError) -> Failed:
-    """Return the answer that reports an error; a long text is cut."""
+    """Return the answer that reports an error; a text that is too long is shortened."""
     return Failed(error.code, str(error)[:MAX_TEXT])
 
 
 async def _authenticate(connection: Connection, shared: Shared) -> str:
     """Authenticate the client; return its name.
 
-    :raises InvalidError: the client uses another version of the protocol.
+    :raises InvalidError: the client uses a different version of the protocol.
     :raises RefusedError: the token is wrong.
-    :raises ProtocolError: the first message is not a `Hello`.
+    :raises ProtocolError: a message is invalid, or the first one is not a `Hello`.
     """
     nonce = os.urandom(16)
     await connection.send(pack(0, Challenge(VERSION, nonce)))
@@ -373,11 +380,11 @@ async def _authenticate(connection: Connection, shared: Shared) -> str:
 
 
 async def serve_client(shared: Shared, connection: Connection) -> None:
-    """Handle a connection of the server until the client disconnects. An invalid message is logged, and ends the
+    """Handle a connection of the server until the client disconnects. An invalid message is logged and ends the
     connection.
 
     :param shared: state shared by all sessions.
-    :param connection: connection to the client, closed by the server.
+    :param connection: connection to the client; the server closes it.
     :raises BrokenResourceError: the connection broke.
     """
     try:
@@ -389,7 +396,11 @@ async def serve_client(shared: Shared, connection: Connection) -> None:
 
 
 async def _handshake(connection: Connection, shared: Shared) -> str | None:
-    """Perform the handshake; return the client's name, or None if the client was rejected."""
+    """Authenticate the client and tell it the result. A rejection is logged.
+
+    :returns: the client's name; None if the client was rejected or did not authenticate in time.
+    :raises ProtocolError: the client sent an invalid message.
+    """
     try:
         async with asyncio.timeout(HELLO_TIMEOUT_S):
             client = await _authenticate(connection, shared)

@@ -18,7 +18,7 @@ OnProgress = Callable[[int], object]
 
 
 def bars(console: Console) -> Progress:
-    """Return progress bars, to be used with ``with``; they are shown on terminals only."""
+    """Return progress bars, to be used with ``with``. They are shown only on terminals."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -32,16 +32,16 @@ def bars(console: Console) -> Progress:
 async def put(
     path: Path, volume: RemoteVolume, on_progress: OnProgress, *, offset: int = 0, verify: bool = False
 ) -> None:
-    """Write a file to a volume, and flush it.
+    """Write a file to a volume and flush the volume.
 
-    :param path: the file.
+    :param path: path of the file.
     :param volume: the volume, open for writing.
-    :param on_progress: called with the bytes of each piece written.
+    :param on_progress: called with the number of bytes of each piece that was written.
     :param offset: first byte in the volume.
     :param verify: whether to compare checksums with the server.
-    :raises InvalidError: the file does not fit.
+    :raises InvalidError: the file does not fit into the volume.
     :raises OSError: the file cannot be read.
-    :raises StorageError: an error of `RemoteVolume.write` or `RemoteVolume.flush`.
+    :raises StorageError: `RemoteVolume.write` or `RemoteVolume.flush` failed.
     """
     with path.open("rb", buffering=0) as file:
         size = os.fstat(file.fileno()).st_size
@@ -69,13 +69,13 @@ async def get(
     """Read a volume to a file, which appears only once it is complete.
 
     :param volume: the volume.
-    :param path: the file, which is replaced if it exists.
-    :param on_progress: called with the bytes of each piece read.
+    :param path: path of the file, which is replaced if it exists.
+    :param on_progress: called with the number of bytes of each piece that was read.
     :param offset: first byte in the volume.
-    :param size: number of bytes; None: all that follow.
+    :param size: number of bytes; None for all bytes from ``offset`` onwards.
     :param verify: whether to compare checksums with the server.
     :raises OSError: the file cannot be written.
-    :raises StorageError: an error of `RemoteVolume.read`.
+    :raises StorageError: `RemoteVolume.read` failed.
     """
     length = volume.size - offset if size is None else size
     partial = path.with_name(f"{path.name}.{os.getpid()}.part")

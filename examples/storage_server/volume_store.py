@@ -31,7 +31,7 @@ class VolumeStore:
 
     All methods raise OSError if the disk fails.
 
-    :param root: its path.
+    :param root: path of the folder.
     :param disk: the file system.
     :param catalog: the folder's database.
     """
@@ -43,9 +43,9 @@ class VolumeStore:
         self._disk = disk
 
     def start(self) -> list[VolumeRow]:
-        """Complete or undo interrupted changes; return the volumes, sorted by name. Create the client "owner" if there
-        is none.
+        """Complete or undo interrupted changes. If there is no client, create the client "owner".
 
+        :returns: the volumes, sorted by name.
         :raises InvalidError: a volume's file is missing or too short.
         """
         self._disk.sync_directory(self._root)
@@ -60,9 +60,9 @@ class VolumeStore:
         return volumes
 
     def _check(self, row: VolumeRow) -> None:
-        """Check the size of a volume's file, and cut off bytes beyond the volume.
+        """Check the size of a volume's file, and cut off bytes beyond the end of the volume.
 
-        After an interrupted resize the file may be longer than its size in the catalog, but never shorter.
+        After an interrupted resize, the file may be longer than its size in the catalog, but never shorter.
 
         :raises InvalidError: the file is missing or too short.
         """
@@ -80,10 +80,10 @@ class VolumeStore:
                 file.sync()
 
     def _make_owner(self) -> None:
-        """Create the client "owner", which may do everything, with a token in the folder.
+        """Create the client "owner", which may do everything, and store its token in the folder.
 
-        The token file is durable before the catalog has the client; otherwise a crash could leave an owner whose token
-        is lost.
+        The token file is durable before the catalog contains the client; otherwise a crash could leave an owner whose
+        token is lost.
         """
         token = new_token("owner")
         path = self._root / "owner.token"
@@ -100,9 +100,9 @@ class VolumeStore:
         return self._volumes / f"{row.id}.volume"
 
     def open(self, row: VolumeRow) -> File:
-        """Open the file of a volume; the caller must close it.
+        """Open the file of a volume and return it; the caller must close it.
 
-        :raises FileNotFoundError: it does not exist.
+        :raises FileNotFoundError: the file does not exist.
         """
         return self._disk.open(self._path(row))
 
@@ -110,8 +110,8 @@ class VolumeStore:
         """Create a volume: reserve the name, create the file, then mark the volume as ready.
 
         :param name: the volume's name.
-        :param size: bytes.
-        :param fill: sets the file's size and contents.
+        :param size: the volume's size in bytes.
+        :param fill: function that sets the size and contents of the file with which it is called.
         :param read_only: whether the volume is a snapshot.
         :returns: the volume's row.
         :raises ExistsError: the name is taken.
@@ -141,8 +141,10 @@ class VolumeStore:
         """Change the size of a volume; return its new row.
 
         The file is never shorter than its size in the catalog. Bytes beyond that size do not belong to the volume: they
-        are cut off here, or at the next start.
+        are cut off here or at the next start.
 
+        :param row: the volume's row.
+        :param size: new size in bytes.
         :raises InvalidError: the size is invalid.
         :raises OSError: the disk failed or is full; the volume keeps its size.
         """
@@ -167,13 +169,14 @@ class VolumeStore:
         return row._replace(size=size)
 
     def copy(self, row: VolumeRow, name: str, *, read_only: bool) -> VolumeRow:
-        """Create a volume with the contents of another volume's file; return the new volume's row.
+        """Create a volume with the contents of another volume's file.
 
-        Raises what `make` raises.
+        Raises the same exceptions as `make`.
 
-        :param row: the volume to copy.
+        :param row: row of the volume to copy.
         :param name: name of the copy.
         :param read_only: whether the copy is a snapshot.
+        :returns: the row of the copy.
         """
         with contextlib.closing(self.open(row)) as source:
             return self.make(name, row.size, lambda file: file.copy_from(source, row.size), read_only=read_only)
@@ -181,11 +184,12 @@ class VolumeStore:
 
 @contextlib.contextmanager
 def open_volume_store(root: Path, disk: Disk) -> Iterator[VolumeStore]:
-    """Lock and open a server's folder for the duration of the block; yield a `VolumeStore`. Create a missing folder.
+    """Lock and open a server's folder for the duration of the block; yield a `VolumeStore`. Create the folder if it is
+    missing.
 
     :param root: path of the folder.
     :param disk: the file system.
-    :raises InvalidError: another server has locked the folder, or its catalog has another version.
+    :raises InvalidError: another server has locked the folder, or its catalog has a different version.
     :raises OSError: the folder cannot be created or written to.
     """
     (root / "volumes").mkdir(parents=True, exist_ok=True, mode=0o700)

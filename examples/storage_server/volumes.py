@@ -50,8 +50,8 @@ T = TypeVar("T")
 
 
 def to_client_error(error: Exception) -> StorageError:
-    """Return the error that the client receives for an exception: itself if it is a StorageError, NoRoomError for a
-    full disk, else DiskError.
+    """Return the error that the client receives for an exception: the exception itself if it is a StorageError,
+    NoRoomError for a full disk, otherwise DiskError.
     """
     if isinstance(error, StorageError):
         return error
@@ -71,7 +71,7 @@ class User(Protocol):
     loop: asyncio.AbstractEventLoop
 
     async def begin(self, volume: "Volume") -> None:
-        """Start granting the volume's memory to the client. A grant that exists stays valid.
+        """Start granting the volume's memory to the client. A grant that already exists stays valid.
 
         :raises ChangedError: the handle is closed.
         """
@@ -80,7 +80,7 @@ class User(Protocol):
         """Revoke the grant temporarily. After this returns, the client neither reads nor writes the memory."""
 
     async def expel(self, reason: str) -> None:
-        """Revoke the grant for good. Later operations of the client fail with `ChangedError`.
+        """Revoke the grant permanently, and make later operations of the client fail with `ChangedError`.
 
         :param reason: text of the error.
         """
@@ -89,12 +89,12 @@ class User(Protocol):
 class Volume:
     """A volume. Made by `Volumes`.
 
-    Loops of its users read `backing` while they have it open, and call `commits`. All else belongs to the server's
-    loop.
+    Loops of its users read `backing` while they have it open, and call `commits`. Everything else belongs to the
+    server's loop.
 
-    :param row: the volume's row of the catalog.
-    :param executor: runs its syncs.
-    :param metrics: counts its syncs.
+    :param row: the volume's row in the catalog.
+    :param executor: executor that runs its syncs.
+    :param metrics: counters, which count its syncs.
     """
 
     def __init__(self, row: VolumeRow, executor: Executor, metrics: Metrics) -> None:
@@ -109,7 +109,7 @@ class Volume:
         self.commits = Commits(self._sync, executor, metrics.synced)
 
     def _sync(self) -> None:
-        """Make the writes that clients have reported durable; blocking.
+        """Make the writes that clients have reported durable. Blocks the calling thread.
 
         :raises OSError: the disk failed.
         """
@@ -118,12 +118,12 @@ class Volume:
 
 
 class Volumes:
-    """All volumes of a server. Created, used and closed on one loop, except for `ask`. Use the block of `running`.
+    """All volumes of a server. Created, used and closed on one loop, except for `ask`. Use it inside `running`.
 
     Methods with a parameter ``client``, the name of the client that asks, check the client's rights.
 
     :param store: the server's folder.
-    :param pd: registers the volumes' memory.
+    :param pd: protection domain that registers the volumes' memory.
     :param metrics: counters of the server.
     :param mapped: whether clients access mapped file pages; otherwise, a cache.
     :param memory: limit of all caches together, in bytes.
@@ -148,7 +148,7 @@ class Volumes:
     async def running(self) -> AsyncIterator[None]:
         """Serve requests for the duration of the block. Interrupted changes are completed or undone first.
 
-        At the end of the block no session may be left; changes are written back to the files.
+        When the block ends, no session may exist any longer; changes are then written back to the files.
 
         :raises InvalidError: a volume's file is missing or too short.
         :raises OSError: the disk failed.
@@ -163,7 +163,7 @@ class Volumes:
                 await wait_uncancelled(self._end(watching))
 
     def _add(self, row: VolumeRow) -> None:
-        """Make the `Volume` of a row."""
+        """Add the `Volume` for a row of the catalog."""
         self._volumes[row.id] = Volume(row, self._syncs, self._metrics)
 
     async def _end(self, watching: asyncio.Task[None]) -> None:
@@ -173,7 +173,7 @@ class Volumes:
         await self._close_all()
 
     async def _close_all(self) -> None:
-        """Unload all volumes, also those that still have users, which is logged."""
+        """Unload all volumes, including those that still have users, for which an error is logged."""
         for volume in self._volumes.values():
             async with volume.lock:
                 if volume.users:
@@ -183,11 +183,11 @@ class Volumes:
     # ---- Threads and loops
 
     async def ask(self, function: Callable[P, Coroutine[Any, Any, T]], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call a method of this object from any loop; return its result, or raise its exception.
+        """Call a method of this object from any event loop; return its result or raise its exception.
 
         If the caller is cancelled, the call continues.
 
-        :param function: a coroutine method of this object.
+        :param function: a coroutine method of this object, called with the remaining arguments.
         """
         future = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(function(*args, **kwargs), self._loop))
         # mark the exception as retrieved: the caller may be cancelled
@@ -195,10 +195,11 @@ class Volumes:
         return await asyncio.shield(future)
 
     async def _call_user(self, user: User, call: Coroutine[Any, Any, None]) -> None:
-        """Run a method of a user on the user's loop, and wait until it ends. Do nothing if that loop is closed.
+        """Run a method of a user on the user's loop and wait until it ends. If that loop is closed, do nothing.
 
-        :param call: the method's coroutine.
-        :raises BusyError: it took too long, and was cancelled.
+        :param user: the user.
+        :param call: coroutine of the method.
+        :raises BusyError: the method took too long and was cancelled.
         """
         try:
             doing = asyncio.run_coroutine_threadsafe(call, user.loop)
@@ -214,16 +215,17 @@ class Volumes:
     async def _call_users(
         self, volume: Volume, call: Callable[[User], Coroutine[Any, Any, None]], least: Mode = Mode.READ
     ) -> None:
-        """Run a method of all users of a volume concurrently.
+        """Run a method of the users of a volume concurrently.
 
-        :param call: returns the coroutine for a user.
+        :param volume: the volume.
+        :param call: function that returns the coroutine for a user.
         :param least: call only users that have at least this mode.
         :raises BusyError: a user took too long.
         """
         await asyncio.gather(*(self._call_user(user, call(user)) for user in volume.users if user.mode >= least))
 
     async def _in_thread(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call a blocking function in a thread; return its result."""
+        """Call a blocking function in a thread; return its result or raise its exception."""
         return await self._loop.run_in_executor(self._threads, lambda: function(*args, **kwargs))
 
     # ---- Rights
@@ -235,15 +237,16 @@ class Volumes:
     async def _check_admin(self, client: str, call: str) -> None:
         """Check that a client is an admin.
 
-        :param call: verb for the error.
-        :raises RefusedError: it is not.
+        :param client: name of the client.
+        :param call: verb for the error text, such as "create".
+        :raises RefusedError: the client is not an admin.
         """
         if not await self._in_thread(self._catalog.is_admin, client):
             raise RefusedError(f"client {client!r} may not {call} volumes: only admins may")
 
     async def _watch_rights(self) -> None:
-        """Close the volumes of users whose rights another process, the command `access`, has taken away. Runs until
-        cancelled.
+        """Close the volumes of users whose rights another process, running the command `access`, has taken away. Run
+        until cancelled.
         """
         seen = await self._in_thread(self._catalog.version)
         while True:
@@ -256,7 +259,7 @@ class Volumes:
                         await self._check_rights(volume)
 
     async def _check_rights(self, volume: Volume) -> None:
-        """Expel the users of a volume that lost their right.
+        """Expel the users of a volume that have lost their right.
 
         :raises BusyError: a user took too long.
         """
@@ -282,17 +285,19 @@ class Volumes:
     async def create(self, client: str, name: str, size: int) -> None:
         """Create a volume of zeros.
 
-        :param size: bytes.
+        :param client: the client that asks.
+        :param name: name of the volume.
+        :param size: size in bytes.
         :raises ExistsError: the name is taken.
         :raises InvalidError: the name or the size is invalid.
         :raises OSError: the disk failed or is full.
-        :raises RefusedError: the client is no admin.
+        :raises RefusedError: the client is not an admin.
         """
         await self._check_admin(client, "create")
         self._add(await self._in_thread(self._store.make, name, size, lambda file: file.resize(size)))
 
     async def _find(self, name: str) -> Volume:
-        """Return the volume of a name.
+        """Return the volume with the given name.
 
         :raises UnknownVolumeError: there is no such volume.
         """
@@ -300,7 +305,7 @@ class Volumes:
 
     @contextlib.asynccontextmanager
     async def _locked_volume(self, name: str) -> AsyncIterator[Volume]:
-        """Find a volume by name, hold its lock for the duration of the block, and yield the volume.
+        """Find a volume by name and yield it; hold its lock for the duration of the block.
 
         :raises UnknownVolumeError: there is no such volume.
         """
@@ -313,15 +318,16 @@ class Volumes:
     async def copy(self, client: str, source: str, name: str, *, read_only: bool) -> None:
         """Copy a volume in its present state. Clients that write to the source wait until the copy is complete.
 
+        :param client: the client that asks.
         :param source: name of the volume to copy.
         :param name: name of the copy.
-        :param read_only: whether the copy is a snapshot; otherwise, a clone.
-        :raises BusyError: a writer does not release the volume in time.
+        :param read_only: True for a snapshot, False for a clone.
+        :raises BusyError: a writer did not release the volume in time.
         :raises ExistsError: the name is taken.
         :raises InvalidError: the name is invalid.
         :raises DiskError: unflushed data could not be written back.
         :raises OSError: the disk failed or is full.
-        :raises RefusedError: the client is no admin.
+        :raises RefusedError: the client is not an admin.
         :raises UnknownVolumeError: there is no such volume.
         """
         await self._check_admin(client, "copy")
@@ -332,13 +338,15 @@ class Volumes:
             self._add(await self._in_thread(self._store.copy, volume.row, name, read_only=read_only))
 
     async def resize(self, client: str, name: str, size: int) -> None:
-        """Change the size of a volume. Clients that have it open get a `ChangedError`.
+        """Change the size of a volume. Operations of clients that have it open raise `ChangedError`.
 
-        :param size: bytes.
-        :raises BusyError: a client does not release the volume in time.
+        :param client: the client that asks.
+        :param name: name of the volume.
+        :param size: new size in bytes.
+        :raises BusyError: a client did not release the volume in time.
         :raises InvalidError: the size is invalid, or the volume is a snapshot.
         :raises OSError: the disk failed or is full.
-        :raises RefusedError: the client is no admin.
+        :raises RefusedError: the client is not an admin.
         :raises UnknownVolumeError: there is no such volume.
         """
         await self._check_admin(client, "resize")
@@ -353,11 +361,13 @@ class Volumes:
             volume.row = await self._in_thread(self._store.resize, volume.row, size)
 
     async def delete(self, client: str, name: str) -> None:
-        """Delete a volume. Clients that have it open get a `ChangedError`.
+        """Delete a volume. Operations of clients that have it open raise `ChangedError`.
 
-        :raises BusyError: a client does not release the volume in time.
+        :param client: the client that asks.
+        :param name: name of the volume.
+        :raises BusyError: a client did not release the volume in time.
         :raises OSError: the disk failed.
-        :raises RefusedError: the client is no admin.
+        :raises RefusedError: the client is not an admin.
         :raises UnknownVolumeError: there is no such volume.
         """
         await self._check_admin(client, "delete")
@@ -372,14 +382,17 @@ class Volumes:
     # ---- Users
 
     async def open(self, client: str, name: str, mode: Mode, user: User) -> None:
-        """Open a volume for a client, until `close`. Load it into memory if no other client has it open.
+        """Open a volume for a client until `close` is called. If no other client has it open, load it into memory.
 
+        :param client: the client that asks.
+        :param name: name of the volume.
         :param mode: READ or WRITE.
-        :param user: the client's handle; `User.begin` is called on it.
+        :param user: the client's handle, on which `User.begin` is called.
+        :raises BusyError: the client's handle did not respond in time.
         :raises DiskError: the device cannot register the file's pages.
         :raises NoRoomError: the volume does not fit into the caches.
         :raises OSError: the file cannot be read.
-        :raises RefusedError: the client may not write to it.
+        :raises RefusedError: the client may not write to the volume.
         :raises UnknownVolumeError: there is no such volume, or the client may not read it.
         """
         volume = await self._find(name)
@@ -404,10 +417,11 @@ class Volumes:
                 raise
 
     async def resume(self, volume: Volume, user: User) -> None:
-        """Resume a paused user; do nothing if it does not have the volume open any more.
+        """Resume a paused user; do nothing if the user no longer has the volume open.
 
-        Holding the lock means that the operation which paused the user is over.
+        Holding the lock means that the operation that paused the user has ended.
 
+        :raises BusyError: the user did not respond in time.
         :raises ChangedError: the user was expelled.
         """
         async with volume.lock:
@@ -415,7 +429,7 @@ class Volumes:
                 await self._call_user(user, user.begin(volume))
 
     async def close(self, volume: Volume, user: User) -> None:
-        """Close a user's handle of a volume. Unload the volume if that was the last one.
+        """Close a user's handle of a volume. If that was the last handle, unload the volume.
 
         :raises BusyError: the user did not respond in time; the handle is closed nevertheless.
         """
@@ -430,7 +444,7 @@ class Volumes:
     # ---- Memory
 
     async def _load(self, volume: Volume) -> None:
-        """Load a volume into registered memory, and set `backing`.
+        """Load a volume into registered memory and set its `backing`.
 
         :raises DiskError: the device cannot register the file's pages.
         :raises NoRoomError: the volume does not fit into the caches.
@@ -468,9 +482,10 @@ class Volumes:
             self._metrics.cached.set(self._cached)
 
     async def _unload(self, volume: Volume, *, loaded: bool = True) -> None:
-        """Unload a volume from memory, after writing back unflushed changes. A failure of that is logged.
+        """Write the unflushed changes of a volume back, then unload it from memory. If writing back fails, that is
+        logged.
 
-        :param loaded: False: loading failed, and what exists of it is undone.
+        :param loaded: False if loading the volume failed; what exists of it is then undone.
         """
         backing, file = volume.backing, volume.file
         if loaded and file is None:

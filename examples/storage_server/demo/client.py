@@ -30,7 +30,7 @@ class Assignment:
     """Input of one client.
 
     :param files: the files to make.
-    :param folder: for its files; the client creates it.
+    :param folder: folder for its files, which the client creates.
     :param port: the server's TCP port on this host.
     :param token: token for the server.
     """
@@ -43,9 +43,11 @@ class Assignment:
 
 @contextlib.asynccontextmanager
 async def client(assignments: list[Assignment], worker: Worker) -> "AsyncIterator[Client]":
-    """Connect the client of a worker, for the lifetime of the worker; yield a `Client`, the worker's state.
+    """Connect the client of a worker for the lifetime of the worker; yield a `Client`, which becomes the worker's
+    state.
 
     :param assignments: inputs of all clients, by worker number.
+    :param worker: the worker.
     """
     assignment = assignments[worker.number]
     async with (
@@ -56,10 +58,10 @@ async def client(assignments: list[Assignment], worker: Worker) -> "AsyncIterato
 
 
 async def step(name: str, *args: object) -> Any:
-    """Run a step of this worker's client; return its result.
+    """Run a step on the client of the current worker; return the result of the step.
 
     :param name: name of a method of `Client`.
-    :param args: its arguments.
+    :param args: arguments of the method.
     """
     own: Client = current_worker().state
     own.done = 0
@@ -67,12 +69,12 @@ async def step(name: str, *args: object) -> Any:
 
 
 def is_native() -> bool:
-    """Return whether this worker's thread domain is native, so that its queues take no locks."""
+    """Return whether the thread domain of the current worker is native, so that its queues take no locks."""
     return current_worker().domain.native
 
 
 def done() -> int:
-    """Return the number of bytes that this worker's client has moved in the present step."""
+    """Return how many bytes the client of the current worker has moved in the present step."""
     own: Client = current_worker().state
     return own.done
 
@@ -95,7 +97,7 @@ class Client:
         self._volume = volume
 
     def _progress(self, more: int) -> None:
-        """Count bytes that were moved."""
+        """Add bytes that were moved to the count of the present step."""
         self.done += more
 
     def _path(self, file: DataFile) -> Path:
@@ -103,21 +105,21 @@ class Client:
         return self._folder / file.name
 
     async def make(self) -> None:
-        """Create the folder and the files in it."""
+        """Create the client's folder and the files in it."""
         self._folder.mkdir()
         for file in self._files:
             await asyncio.to_thread(self._path(file).write_bytes, file.contents())
             self._progress(file.size)
 
     async def write(self) -> None:
-        """Create a volume, write all files to it, and flush each."""
+        """Create a volume and write all files to it; flush the volume after each file."""
         await self._storage.create(self._volume, end_of(self._files))
         async with self._storage.open(self._volume, write=True) as volume:
             for file in self._files:
                 await transfer.put(self._path(file), volume, self._progress, offset=file.offset)
 
     async def read(self) -> list[str]:
-        """Read all files back and compare each byte; return the names of files that differ."""
+        """Read all files back from the volume and compare every byte; return the names of the files that differ."""
         wrong, copy = [], self._folder / "copy"
         async with self._storage.open(self._volume) as volume:
             for file in self._files:
@@ -127,9 +129,9 @@ class Client:
         return wrong
 
     async def sample(self, seconds: float) -> tuple["array.array[int]", int]:
-        """Read single blocks into registered memory for some time, and compare them.
+        """Read single blocks into registered memory for some time, and compare them with the file.
 
-        :param seconds: the time.
+        :param seconds: duration of the reading.
         :returns: the duration of each read in nanoseconds, and the number of blocks with wrong contents.
         """
         file = max(self._files, key=lambda each: each.size)
@@ -148,9 +150,9 @@ class Client:
         return took, wrong
 
     async def call_from_wrong_loop(self) -> str | None:
-        """Read from an event loop of another thread, which aioverbs is to prevent.
+        """Read from an event loop in another thread, which aioverbs must prevent.
 
-        :returns: the message of the AffinityError; None if the read was not prevented, or changed memory.
+        :returns: the message of the AffinityError; None if the read was not prevented, or if it changed memory.
         """
 
         async def read(volume: Any) -> None:

@@ -30,17 +30,18 @@ class DataFile:
     size: int
 
     def contents(self) -> bytes:
-        """Return the contents, which are the same on each call."""
+        """Return the file's contents, which are the same on each call."""
         return random.Random(self.seed).randbytes(self.size)
 
 
 def data_files(total: int, seed: str) -> list[DataFile]:
-    """Return files of mixed sizes, from a few bytes to MiB, always the same for a seed, in the order of their offsets.
+    """Return files of mixed sizes, from a few bytes to MiB, in the order of their offsets; the same arguments always
+    give the same files.
 
-    The largest file has a quarter of all bytes, at most 32 MiB.
+    The largest file has a quarter of all bytes, but at most 32 MiB.
 
-    :param total: bytes of all files together.
-    :param seed: seed of sizes and contents.
+    :param total: number of bytes of all files together.
+    :param seed: seed for the sizes and contents.
     :raises InvalidError: `total` is too small.
     """
     if total < MIN_BYTES:
@@ -61,5 +62,7 @@ def data_files(total: int, seed: str) -> list[DataFile]:
 
 
 def end_of(files: list[DataFile]) -> int:
-    """Return the size of a volume that holds all files, in bytes, a multiple of the block size; 0 if there are none."""
+    """Return the size in bytes of a volume that holds all the files, a multiple of the block size; 0 if there are no
+    files.
+    """
     return -(-(files[-1].offset + files[-1].size) // BLOCK) * BLOCK if files else 0

@@ -9,7 +9,7 @@ __all__ = ["print_report"]
 
 
 def print_report(console: Console, outcome: Outcome) -> None:
-    """Print the results, and whether all checks passed."""
+    """Print the results of the demonstration, and whether all checks passed."""
     console.print("\nresources of the server", outcome.tree, sep="\n")
     table = Table(box=None, pad_edge=False, show_header=False)
     latencies = ", ".join(f"{name} {value:,.1f} µs" for name, value in outcome.read_us.items())

@@ -34,7 +34,7 @@ _LOOP: Literal["asyncio", "uvloop"] = "uvloop" if importlib.util.find_spec("uvlo
 class Plan:
     """Parameters of the demonstration.
 
-    :param device: name of the device; None: the best one.
+    :param device: name of the device; None for the best one.
     :param size: bytes of all files together.
     :param clients: number of client processes.
     :param workers: number of worker loops of the server.
@@ -52,7 +52,8 @@ class Plan:
     def check(self, folder: Path) -> None:
         """Check that the disk has space for all files, their copies and the volumes.
 
-        :raises OSError: it has not.
+        :param folder: folder on that disk.
+        :raises OSError: the disk lacks space.
         """
         needed, free = 3 * self.size + _SPARE, shutil.disk_usage(folder).free
         if free < needed:
@@ -77,7 +78,7 @@ class Outcome:
     :param flushes: number of flushes that the server answered.
     :param syncs: number of syncs of the disk.
     :param message_bytes: data that moved by messages instead of one-sided RDMA.
-    :param affinity_error: the error that stopped a call from the wrong loop; None: nothing stopped it.
+    :param affinity_error: the error that stopped a call from the wrong loop; None if nothing stopped it.
     :param tree: the server's resources while all clients were connected.
     """
 
@@ -97,19 +98,18 @@ class Outcome:
 
     @property
     def verified(self) -> bool:
-        """Whether all checks passed: nothing was wrong, blocks were read, and the call from the wrong loop was
-        stopped.
-        """
+        """True if all checks passed: nothing was wrong, blocks were read, and the call from the wrong loop failed."""
         return not self.wrong and self.blocks > 0 and self.affinity_error is not None
 
 
 async def demonstrate(plan: Plan, console: Console) -> Outcome:
-    """Run the demonstration. On return, and on errors, all its processes have ended and its files are deleted.
+    """Run the demonstration. When this returns or raises an error, all its processes have ended and its files are
+    deleted.
 
-    :param plan: parameters.
-    :param console: shows progress.
-    :returns: the results; wrong contents are among them.
-    :raises asyncio.CancelledError: on SIGINT or SIGTERM.
+    :param plan: the parameters.
+    :param console: console that shows the progress.
+    :returns: the results, which include descriptions of wrong contents.
+    :raises asyncio.CancelledError: SIGINT or SIGTERM arrived.
     :raises InvalidError: the files of a client are too small.
     :raises OSError: the disk lacks space, or the device is unusable.
     :raises DeviceNotFoundError: no device has the name in `plan`.
@@ -157,9 +157,9 @@ class _Scenario:
         self._outcome = Outcome(device.name)
 
     async def run(self, share: int, files: list[int]) -> Outcome:
-        """Run all phases; return the results.
+        """Run all steps of the demonstration; return the results.
 
-        :param share: bytes of each client's files.
+        :param share: number of bytes of each client's files.
         :param files: number of files of each client.
         """
         outcome = self._outcome
@@ -180,7 +180,7 @@ class _Scenario:
         return outcome
 
     async def _all(self, name: str, *args: object) -> list[Any]:
-        """Run a step on all clients concurrently; return their results, by client."""
+        """Run a step on all clients concurrently; return a list of the results, in the order of the clients."""
         calls = (self._pool.run(step, name, *args, worker=number) for number in range(self._plan.clients))
         return await asyncio.gather(*calls)
 
@@ -188,10 +188,10 @@ class _Scenario:
         """Run a step on all clients concurrently, show their progress, and record the duration.
 
         :param title: name of the phase.
-        :param total: bytes that each client is to move, if known.
+        :param total: number of bytes that each client is to move; None if unknown.
         :param name: name of the step, a method of the client.
         :param args: arguments of the step.
-        :returns: the results of the clients.
+        :returns: a list of the results, in the order of the clients.
         """
         began = time.perf_counter()
         with bars(self._console) as progress:

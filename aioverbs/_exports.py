@@ -1,9 +1,9 @@
 """Names that `aioverbs` exports, and the ``__module__`` of exported objects.
 
 `__init__.pyi` lists each public name and the module that defines it. Objects in that list have ``aioverbs`` as their
-``__module__``, however they were imported, so representations, tracebacks and pickles name the public module. Objects
-that only another public module has, such as `aioverbs.rdma_cm` or `aioverbs.attributes`, have that module; all others
-have the module that defines them.
+``__module__``, however they were imported, so that representations, tracebacks and pickles name the public module. For
+objects that only another public module exports, such as `aioverbs.rdma_cm` or `aioverbs.attributes`, ``__module__`` is
+that module; for all others, it is the module that defines them.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""PURE: proofs that one end of a protocol knows a secret, which do not reveal the secret."""
+"""PURE: proofs that one end of a protocol knows a secret, without revealing the secret."""
 
 import hmac
 import os
@@ -15,11 +15,11 @@ def make_nonce() -> bytes:
 
 
 class Proofs:
-    """Proofs for one protocol and one secret, by HMAC-SHA-256.
+    """Proofs for one protocol and one secret, made with HMAC-SHA-256.
 
-    A proof covers the name of the protocol, the role of the end that makes it, and the messages exchanged so far. So it
-    is invalid in another protocol, and when it is sent back to the end that made it. It cannot be replayed if the end
-    that checks it contributed a nonce of its own to those messages.
+    A proof covers the name of the protocol, the role of the end that makes it, and the messages exchanged so far. It is
+    therefore invalid in another protocol, and also if it is sent back to the end that made it. It cannot be replayed if
+    the end that checks it contributed a nonce of its own to those messages.
 
     :param protocol: name of the protocol.
     :param secret: bytes that both ends know.

@@ -1,8 +1,8 @@
 """Pytest plugin for tests of programs that use aioverbs. pytest finds the plugin if aioverbs is installed.
 
-The fixture `aioverbs_device` is a software device. Each test that uses it runs twice: with requests executed in the
-call that posts them, and executed by a thread beside the loop, as a NIC does, so that awaits really suspend. The
-fixture `aioverbs_ledger` fails a test that leaves a resource open. `Device.faults` plans failures.
+The fixture `aioverbs_device` is a software device. Each test that uses it runs twice: once with requests executed in
+the call that posts them, and once with requests executed by a separate thread, as by a NIC, so that awaits really
+suspend. The fixture `aioverbs_ledger` fails a test that leaves a resource open. `Device.faults` plans failures.
 
     async def test_my_service(aioverbs_device: aioverbs.Device) -> None:
         async with aioverbs_device as device, MyService(device) as service:

@@ -1,4 +1,4 @@
-"""Private directory that contains a Unix socket of each process that can be monitored."""
+"""Private directory that contains a Unix socket for each process that can be monitored."""
 
 import contextlib
 import os
@@ -16,7 +16,7 @@ __all__ = ["MonitorDirectory", "default_path", "peer_user"]
 
 _NAME = re.compile(r"(\d+)-[0-9a-f]{8}\.sock")
 _SWEEP_TIMEOUT_S = 0.1  # timeout of a connection that tests whether a process is alive
-_ABANDONED_S = 60.0  # age from which an unfinished socket file is removed
+_ABANDONED_S = 60.0  # age after which an unfinished socket file is removed
 _CREDENTIALS = struct.Struct("3i")  # struct ucred: process, user, group
 
 
@@ -52,13 +52,13 @@ def peer_user(connected: socket.socket) -> int:
 class MonitorDirectory:
     """Open directory of the sockets. Only its user can list it or create files in it.
 
-    :param path: path of the directory; None: see `default_path`.
+    :param path: path of the directory; None for the result of `default_path`.
     :param make: True to create the directory if it does not exist.
     :raises FileNotFoundError: the directory does not exist.
     :raises PermissionError: other users can access the directory, or own it, or it is not a directory. The message
         says what to do.
     :raises OSError: the directory cannot be created or opened.
-    :raises ValueError: see `default_path`.
+    :raises ValueError: `default_path` raises this.
     """
 
     def __init__(self, path: Path | None = None, *, make: bool = False) -> None:
@@ -118,7 +118,8 @@ class MonitorDirectory:
         name = f"{os.getpid()}-{secrets.token_hex(4)}.sock"
         listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         try:
-            # Listen before the file gets its name: a socket that does not listen would be taken for a dead process's.
+            # Listen before the file gets its name: a socket that does not listen would be mistaken for one of a process
+            # that has ended.
             hidden = f".{name}"
             os.fchmod(listening.fileno(), 0o600)  # mode of the file that bind() creates
             listening.bind(self._at(hidden))

@@ -1,7 +1,7 @@
 """Monitoring of this process by other processes, such as `aioverbs top`, through a private Unix socket.
 
-A thread serves the socket, whatever the event loops do, and needs nothing from them. It sleeps while no monitor is
-connected, handles no signals, does not keep the process alive, and does not exist in the child of a fork.
+A thread serves the socket independently of the event loops. It sleeps while no other process is connected, handles no
+signals, does not keep this process alive, and does not exist in a forked child.
 """
 
 import atexit
@@ -86,10 +86,10 @@ def _at_exit() -> None:
 
 
 class Monitor:
-    """Permission for other processes of this user to monitor this one by `aioverbs top`. Made by `monitor`.
+    """Permission for other processes of this user to monitor this one with `aioverbs top`. Made by `monitor`.
 
-    ``async with`` begins and ends the monitoring, and yields the monitor itself; outside of a block `open` and `aclose`
-    do the same. All open monitors of a process share one socket.
+    ``async with`` begins and ends the monitoring and yields the monitor itself; without a block, `open` and `aclose` do
+    the same. All open monitors of a process share one socket.
     """
 
     def __init__(self) -> None:

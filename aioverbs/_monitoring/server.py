@@ -1,4 +1,4 @@
-"""Socket by which other processes monitor this one, and the thread that serves it.
+"""Socket through which other processes monitor this one, and the thread that serves it.
 
 The protocol is lines of JSON:
 
@@ -6,9 +6,9 @@ The protocol is lines of JSON:
     connect        ------------------>
                    <------------------  {"aioverbs-monitor": 1, "pid": ..., "program": ...}
     {"interval_s": 1.0}  ------------>
-                   <------------------  a sample at once, and one after each interval, until the viewer closes
+                   <------------------  a sample at once, and one after each interval, until the viewer disconnects
 
-Samples are those of `aioverbs._monitoring.snapshot`. A sample that would have to wait for the one before is skipped.
+Samples are those of `aioverbs._monitoring.snapshot`. A sample is skipped while the previous one is not sent completely.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ INTERVALS_S = (0.05, 3600.0)  # minimum and maximum of the interval
 _MAX_VIEWERS = 8  # maximum number of connected viewers
 _REQUEST_TIMEOUT_S = 5.0  # maximum time between connecting and the request
 _MAX_REQUEST_BYTES = 4096  # maximum size of a request
-_ACCEPT_PAUSE_S = 1.0  # pause after accept() failed, as without a free descriptor
+_ACCEPT_PAUSE_S = 1.0  # pause after accept() failed, for example because no descriptor was free
 _JOIN_TIMEOUT_S = 5.0
 # Maximum time that a fork waits for a sample, which may itself wait for a lock that the forking thread holds.
 _FORK_TIMEOUT_S = 1.0
@@ -47,7 +47,7 @@ class _Viewer:
     """Connection to one viewer.
 
     :param connected: non-blocking socket.
-    :param due: time of the request timeout, by ``time.monotonic``.
+    :param due: time of the request timeout, on the clock of ``time.monotonic``.
     """
 
     def __init__(self, connected: socket.socket, due: float) -> None:
@@ -121,9 +121,9 @@ def _interval_of(line: bytes) -> float:
 class MonitorServer:
     """Listening socket and the thread that serves it.
 
-    The caller ends the server by `stop` and `join`.
+    The caller must end the server with `stop` and `join`.
 
-    :raises OSError: the socket or its directory cannot be made.
+    :raises OSError: the socket or its directory cannot be created.
     :raises ValueError: a variable that names the directory is not an absolute path.
     :raises RuntimeError: no thread can be started.
     """
@@ -231,7 +231,7 @@ class MonitorServer:
             connected, _ = self._listening.accept()
         except BlockingIOError:
             return
-        except OSError as error:  # such as EMFILE: pause, as accept() would fail again at once
+        except OSError as error:  # such as EMFILE: pause, since accept() would fail again at once
             logger.warning("no monitor is accepted for %s: %s", duration(_ACCEPT_PAUSE_S), error)
             self._selector.unregister(self._listening)
             self._accept_after = time.monotonic() + _ACCEPT_PAUSE_S
@@ -327,7 +327,7 @@ def _greeting() -> dict[str, object]:
 # ---- Forks
 
 _sampling = threading.Lock()  # held during a sample, which takes locks, and during a fork
-_forker: int | None = None  # ID of the thread that holds it for a fork
+_forker: int | None = None  # ID of the thread that holds the lock for a fork
 
 
 def _before_fork() -> None:

@@ -1,7 +1,7 @@
-"""Snapshots of all open devices of this process and their resources, as values that JSON has.
+"""Snapshots of all open devices of this process and their resources, as JSON-compatible values.
 
-A thread that owns no resource takes the snapshot. It reads only data that any thread may read: the resource tree, and
-statistics that need no verb. It takes no locks but those of statistics, each for a moment.
+The thread that takes a snapshot owns no resource. It reads only data that any thread may read: the resource tree, and
+statistics that need no verb. The only locks that it takes are those of statistics, each for a moment.
 """
 
 import itertools

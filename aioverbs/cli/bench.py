@@ -1,4 +1,4 @@
-"""`aioverbs bench`: devices, TCP and Unix streams side by side, between two processes of this host."""
+"""`aioverbs bench`: devices, TCP and Unix streams side by side, between two processes on this host."""
 
 import platform
 from importlib import metadata
@@ -101,7 +101,7 @@ def bench(
 
 
 class _NotInstalledError(click.ClickException):
-    """matplotlib is missing; click prints the message and exits with status 4."""
+    """Error for missing matplotlib; click prints the message and exits with status 4."""
 
     exit_code = Status.FAILED
 
@@ -150,7 +150,7 @@ def _measure(operations: "Sequence[Operation]", named: "Sequence[str]", model: s
 class _Progress:
     """Progress bar on standard error, if that is a terminal.
 
-    The ``with`` statement shows the bar, and gives the function that advances it by one cell.
+    The ``with`` statement shows the bar and yields a function that advances it by one cell.
 
     :param total: number of cells.
     """

@@ -1,4 +1,4 @@
-"""Device contender of `aioverbs bench`, client and server: a connection, and memory granted over it."""
+"""Client and server side of a device in `aioverbs bench`: a connection, and memory granted over it."""
 
 import asyncio
 import contextlib
@@ -52,7 +52,7 @@ async def _open_endpoint(
 
 
 class DeviceClient:
-    """Client side: posts operations over a connection. Made by `device_client`.
+    """Client side: posts operations on a connection. Made by `device_client`.
 
     :param connection: connection to the peer process.
     :param local: regions of this process, for outgoing and for incoming bytes.
@@ -158,7 +158,7 @@ class DeviceServer:
 
     def __init__(self, memory: Memory) -> None:
         self.memory = memory
-        self.port = 0  # port that the server listens at; 0 until it does
+        self.port = 0  # port at which the server listens; 0 until it does
         self._connection: Connection | None = None
         self._answer_task: asyncio.Task[None] | None = None
 

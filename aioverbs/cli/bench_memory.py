@@ -1,4 +1,4 @@
-"""Memory of one side of a contender, with checksums that verify the bytes of each turn.
+"""Memory of one side of a contender of `aioverbs bench`, with checksums that verify the bytes of each turn.
 
 Outgoing bytes are a pattern that both sides know, with the number of the turn at the start and the end of each slot.
 """
@@ -47,8 +47,8 @@ def expected_checksum(operation: Operation, size: int, slots: int, turn: int) ->
 class Memory:
     """Outgoing bytes, and space for incoming bytes.
 
-    :param outgoing: `MEMORY` bytes; None: allocate them.
-    :param incoming: `MEMORY` bytes; None: allocate them.
+    :param outgoing: `MEMORY` bytes; None to allocate them.
+    :param incoming: `MEMORY` bytes; None to allocate them.
     """
 
     def __init__(self, outgoing: "memoryview[int] | None" = None, incoming: "memoryview[int] | None" = None) -> None:

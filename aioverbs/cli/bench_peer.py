@@ -1,6 +1,6 @@
-"""Peer process of `aioverbs bench`: receives requests as lines of JSON on its standard input, and prints the answers.
+"""Peer process of `aioverbs bench`: receives requests as lines of JSON on its standard input and prints the answers.
 
-The process ends at the end of its input, so also when the first process dies.
+The process ends at the end of its input, and therefore also when the process that started it dies.
 """
 
 import asyncio

@@ -88,8 +88,8 @@ def select_devices(named: Sequence[str]) -> tuple[list[str], dict[str, str]]:
 class Report:
     """Result of a benchmark. Made by `measure`.
 
-    :param contenders: names of the contenders that started.
-    :param problems: contenders that failed to start or to finish, with the reason.
+    :param contenders: names of the contenders (devices and streams) that started.
+    :param problems: contenders that failed to start or to finish, with the reasons.
     :param figures: the measurements.
     :param seconds: duration of the whole benchmark.
     """
@@ -115,7 +115,7 @@ class Client(Protocol):
 
 
 class _Peer:
-    """Control of the peer process, over its standard input and output. Made by `_peer_process`, which closes it."""
+    """Control of the peer process through its standard input and output. Made by `_peer_process`, which closes it."""
 
     def __init__(self, process: Process) -> None:
         assert process.stdin is not None
@@ -221,7 +221,7 @@ class _Benchmark:
     """The contenders that have not failed, and the measurements of cells.
 
     :param peer: the peer process.
-    :param report: receives the figures, and the problems of dropped contenders.
+    :param report: receives the figures and the problems of dropped contenders.
     """
 
     def __init__(self, peer: _Peer, report: Report) -> None:

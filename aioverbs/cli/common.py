@@ -1,7 +1,7 @@
 """Shared parts of all commands: options, exit statuses, printing, and running coroutines.
 
-Neither this module nor a command's module imports rich or the compiled core at its top: the command line starts fast,
-and `aioverbs doctor` works where the core does not load.
+Neither this module nor a command's module imports rich or the compiled core at its top. The command line therefore
+starts fast, and `aioverbs doctor` works even if the core cannot be loaded.
 """
 
 import asyncio
@@ -73,7 +73,7 @@ def json_option(command: F) -> F:
 
 
 class Seconds(click.FloatRange):
-    """Parameter type of a finite number of seconds, a float. Arguments as of `click.FloatRange`."""
+    """Parameter type of a finite number of seconds, a float. The arguments are those of `click.FloatRange`."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """Convert a value to a number of seconds, which must be finite and in the range.
@@ -158,9 +158,9 @@ def write_line(stdin: asyncio.StreamWriter, line: str) -> None:
 
 
 class UntilStopped:
-    """Context manager whose block SIGINT and SIGTERM cancel; the code after the block then prints a summary.
+    """Context manager whose block is cancelled by SIGINT or SIGTERM; the code after the block can print a summary.
 
-    The first signal ends the block without an exception. A second Ctrl-C interrupts the program as usual. Use it in a
+    The first signal ends the block without an exception. A second Ctrl-C interrupts the program as usual. Use this in a
     coroutine on the main thread.
     """
 

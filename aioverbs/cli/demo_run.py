@@ -1,4 +1,4 @@
-"""Work of `aioverbs demo`, on the public library alone: a pool with one worker process, and a connection to it."""
+"""Work of `aioverbs demo`: a pool with one worker process, and a connection to it."""
 
 import asyncio
 import contextlib
@@ -39,13 +39,13 @@ class Outcome:
 
     :param device: the device's name.
     :param reason: why this device was chosen.
-    :param native: whether the device has each of `aioverbs.cli.inventory.FEATURES` itself.
+    :param native: whether the device implements each of `aioverbs.cli.inventory.FEATURES`.
     :param processes: process IDs of the client and of the server.
     :param messages: number of round trips.
     :param round_trip_ns: percentiles of the duration of a round trip, in nanoseconds.
     :param bytes: number of bytes that were read one-sidedly and compared.
     :param read_seconds: duration of all reads.
-    :param affinity_error: message of the AffinityError raised by the call from a foreign loop; None: not raised.
+    :param affinity_error: message of the AffinityError raised by the call from a foreign loop; None if none was raised.
     :param faults: descriptions of everything that went wrong.
     """
 
@@ -113,9 +113,9 @@ async def demonstrate(name: str | None, size: int, messages: int) -> Outcome:
 
 
 class _Reasons(logging.Handler):
-    """Log handler that keeps the reason which `open_device` logs when it selects the software device.
+    """Log handler that keeps the reason that `open_device` logs when it selects the software device.
 
-    It handles messages of the logger ``aioverbs`` for the duration of the ``with`` block.
+    It handles messages of the logger ``aioverbs`` for the duration of its ``with`` block.
     """
 
     def __init__(self) -> None:
@@ -176,9 +176,9 @@ async def _answer(connection: Connection) -> None:
 
 
 class _Client:
-    """Client side: sends messages, reads the worker's memory, and compares. Differences are added to `faults`.
+    """Client side: sends messages, reads the worker's memory and compares it. Differences are added to `faults`.
 
-    :param local: memory of this process that reads fill.
+    :param local: memory of this process, which the reads fill.
     :param grant: the worker's memory.
     """
 

@@ -79,8 +79,7 @@ class DeviceReport:
 
     :param name: the device's name.
     :param provider: ``"software"`` or ``"hardware"``.
-    :param problem: why the device cannot be opened or used; fields that are unknown then keep their defaults. None: it
-        can.
+    :param problem: reason why the device cannot be opened or used, None if it can; unknown fields keep their defaults.
     :param active: whether a port is active.
     :param firmware: firmware version.
     :param node_guid: the device's GUID, as hexadecimal groups.
@@ -130,7 +129,7 @@ async def inspect_device(name: str) -> DeviceReport:
                 return await _report(device, provider)
     except DeviceNotFoundError:
         raise
-    except LibraryNotFoundError as error:  # then only the kernel's list tells whether the device exists
+    except LibraryNotFoundError as error:  # only the kernel's list can then tell whether the device exists
         known = kernel_devices()
         if name not in known:
             raise DeviceNotFoundError(name, (*known, *software.names())) from error

@@ -35,7 +35,7 @@ ROUNDS = 7
 MEMORY = 2 << 20  # bytes in flight at most
 
 _CALIBRATION_TURNS = 1.5  # duration of the calibration of a contender, in turns
-_MEASURED_FRACTION = 0.75  # part of the time spent in turns; the rest: startup, requests to the peer, checksums
+_MEASURED_FRACTION = 0.75  # part of the time spent in turns; the rest is startup, requests to the peer, checksums
 _MIN_TURN_S = 0.001
 _MAX_GROWTH = 8  # limit of the growth of a turn's operation count: the first turns run with cold caches
 _MAX_COUNT = 200_000  # operations of a turn at most, since the time of each one is stored
@@ -80,8 +80,7 @@ class Figure:
     :param p99_ns: 99th percentile of the times of operations, in nanoseconds; None unless the window is 1.
     :param bytes_per_s: throughput, from `size` and `median_ns`.
     :param ratio: speed relative to the base contender, more than 1 if faster: the median of the ratios of each round;
-        None
-        if the base contender was not measured.
+        None if the base contender was not measured.
     """
 
     contender: str

@@ -69,8 +69,8 @@ def ping() -> None:
       aioverbs ping serve [HOST]      run the server
       aioverbs ping HOST[:PORT]       run the client; `aioverbs ping to --help` lists its options
 
-    Ctrl-C ends the client with a summary. The exit status is 0 if all requests were answered, 1 if answers were lost,
-    3 if the connection failed.
+    At Ctrl-C, the client prints a summary and ends. The exit status is 0 if all requests were answered, 1 if answers
+    were lost, and 3 if the connection could not be established.
     """
 
 

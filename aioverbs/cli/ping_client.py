@@ -1,4 +1,4 @@
-"""Client of `aioverbs ping`: makes requests one after the other, and measures their latency."""
+"""Client of `aioverbs ping`: makes requests one after the other and measures their latency."""
 
 import asyncio
 import time
@@ -21,7 +21,7 @@ __all__ = ["Pings", "Tally", "connect_pings"]
 _CONNECT_S = 10.0
 
 PingOnce = Callable[[int], Awaitable[None]]
-"""Coroutine function that makes the request with the given number, and waits for its answer."""
+"""Coroutine function that makes the request with the given number and waits for its answer."""
 
 
 @dataclass
@@ -30,7 +30,7 @@ class Tally:
 
     :param times_ns: latencies of the answered requests, in nanoseconds.
     :param sent: number of requests.
-    :param broken: error that ended the connection, None if it did not fail.
+    :param broken: error that ended the connection; None if the connection did not fail.
     """
 
     times_ns: Histogram = field(default_factory=Histogram)
@@ -128,10 +128,11 @@ class Pings:
     """Series of requests, one after the other.
 
     :param ping_once: function that makes one request.
-    :param count: number of requests; None: until cancelled.
+    :param count: number of requests; None to continue until cancelled.
     :param interval_s: seconds from the start of a request to the start of the next, if the answer has arrived by then.
     :param timeout_s: seconds after which an answer counts as lost.
-    :param on_answer: called after each request with its number and its latency in nanoseconds, or None if lost.
+    :param on_answer: called after each request with its number and its latency in nanoseconds, or with its number and
+        None if the answer was lost.
     """
 
     ping_once: PingOnce

@@ -30,8 +30,8 @@ class PingRefusedError(ConnectionRefusedError):
 class PingRequest:
     """Verb and size of the pings that a client requests.
 
-    :param verb: ``"send"`` for messages that the server sends back; ``"read"``, ``"write"`` to access its memory.
-    :param size: bytes of each ping, 8..64 MiB.
+    :param verb: ``"send"`` for messages that the server sends back; ``"read"`` or ``"write"`` to access its memory.
+    :param size: size of each ping, from 8 bytes to 64 MiB.
     :raises ValueError: an argument is invalid.
     """
 

@@ -17,7 +17,7 @@ from aioverbs.types import AccessFlags
 __all__ = ["EventCallback", "serve_pings"]
 
 EventCallback = Callable[..., None]
-"""Function called with the name of an event, and its fields as keyword arguments."""
+"""Function that is called with the name of an event, and with its fields as keyword arguments."""
 
 _REMOTE_ACCESS = AccessFlags.REMOTE_READ | AccessFlags.REMOTE_WRITE
 _MAX_CONNECTIONS = 64  # bounds the memory, since each connection may need LARGEST bytes

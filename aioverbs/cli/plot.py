@@ -1,4 +1,4 @@
-"""Plots of `aioverbs bench`, with matplotlib (the extra `bench`)."""
+"""Plots of `aioverbs bench`, made with matplotlib (the extra `bench`)."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -31,7 +31,7 @@ class ResourceSample:
     :param label: text that identifies the resource among others of its kind; may be empty.
     :param state: state of the resource, such as ``"open"``.
     :param owner: the resource's owner; None if unknown.
-    :param created: file and line of its creation.
+    :param created: file and line in which it was created.
     :param native: whether the device implements the resource; None if that does not apply.
     :param statistics: the resource's counters; empty if its kind has none.
     :param children: resources created from this one.

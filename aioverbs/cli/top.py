@@ -196,7 +196,7 @@ def _to_json(node: "ResourceRates") -> dict[str, object]:
 
 
 class _TerminalOutput:
-    """Prints tables: on a terminal, each one replaces the previous one; elsewhere, they follow one another."""
+    """Prints tables: on a terminal, a table that is updated in place; elsewhere, one table below the other."""
 
     def __init__(self, watch: "Watch", once: bool) -> None:
         from rich.live import Live

@@ -1,4 +1,4 @@
-"""Client of `aioverbs._monitoring.server`: finds watchable processes, and receives their samples."""
+"""Client of `aioverbs._monitoring.server`: finds processes that can be watched and receives their samples."""
 
 import asyncio
 import contextlib
@@ -21,8 +21,8 @@ _MAX_LINE = 64 << 20  # bytes of a line
 
 
 class NotWatchableError(ConnectionError):
-    """The process does not exist, or cannot be watched: it has no monitor, another protocol version, or too many
-    watchers.
+    """The process does not exist, or cannot be watched: it has no monitor, too many watchers, or another version of the
+    protocol.
     """
 
 
@@ -31,7 +31,7 @@ class WatchableProcess:
     """A process with a monitor socket. Made by `processes`.
 
     :param pid: process ID.
-    :param program: the process's command line; empty if it does not answer.
+    :param program: the process's command line; empty if the process does not answer.
     :param problem: reason why the process does not answer; None if it does.
     """
 
@@ -112,12 +112,12 @@ async def open_watch(pid: int, path: Path | None = None) -> "Watch":
 class Watch:
     """Connection to a process's monitor. Made by `open_watch`.
 
-    ``async with`` performs the handshake, gives this object, and closes the connection at the end. Entering raises the
+    ``async with`` performs the handshake, yields this object and closes the connection at the end. Entering raises the
     exceptions below.
 
     :param pid: process ID.
     :param connection: socket connected to the monitor; owned by this object.
-    :raises NotWatchableError: too many watchers, or another version of the protocol.
+    :raises NotWatchableError: there are too many watchers, or the process uses another version of the protocol.
     :raises TimeoutError: the process does not answer.
     """
 

@@ -29,7 +29,8 @@ _environment_was_read = False  # True after AIOVERBS_MONITOR was read
 
 
 def _acquire() -> Path:
-    """Count one more user of this process's monitor socket, and create the socket and its server if there are none.
+    """Increment the number of users of this process's monitor socket; create the socket and its server if there are
+    none.
 
     :returns: path of the socket.
     :raises OSError: the socket or its directory cannot be created.
@@ -60,7 +61,7 @@ def _at_exit_of_children() -> None:
 
 
 def _release() -> MonitorServer | None:
-    """Count one user of the monitor socket less, and stop the server if there are no others.
+    """Decrement the number of users of the monitor socket; stop the server if no user is left.
 
     :returns: the stopped server, which the caller must join; None if there are other users, or if there is no server.
     """

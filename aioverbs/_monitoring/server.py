@@ -169,7 +169,7 @@ class MonitorServer:
 
     @property
     def alive(self) -> bool:
-        """True while the server's thread is running; an error in it ends it."""
+        """True while the server's thread is running; an error ends the thread."""
         return self._thread.is_alive()
 
     def stop(self) -> None:
@@ -215,8 +215,8 @@ class MonitorServer:
                 viewer.socket.close()
 
     def _timeout_s(self) -> float | None:
-        """Return the seconds until the next sample, request timeout or retry of accepting is due; None if none of these
-        is pending.
+        """Return the seconds until something is due: a sample, a request timeout, or another attempt to accept viewers.
+        Return None if nothing is.
         """
         times = [viewer.due for viewer in self._viewers.values()]
         if self._accept_after:
@@ -224,8 +224,8 @@ class MonitorServer:
         return max(0.0, min(times) - time.monotonic()) if times else None
 
     def _accept(self, events: int) -> None:
-        """Accept one viewer and greet it. Reject it if its process belongs to another user, or if there are too many
-        viewers. If accepting fails, pause accepting for a second.
+        """Accept the connection of a viewer (a monitoring process) and greet it. Reject it if its process belongs to
+        another user, or if there are too many viewers. If accepting fails, pause accepting for a second.
         """
         try:
             connected, _ = self._listening.accept()
@@ -300,7 +300,7 @@ class MonitorServer:
             self._call_or_drop(viewer, functools.partial(viewer.send, line))
 
     def _sample(self) -> bytes:
-        """Return a sample encoded as a line. If another thread is forking, wait until it has forked."""
+        """Return a sample encoded as a line. If another thread is forking, wait until the fork is over."""
         with _sampling:
             return encode(sample()).encode() + b"\n"
 
@@ -319,7 +319,9 @@ def _line(message: dict[str, object]) -> bytes:
 
 
 def _greeting() -> dict[str, object]:
-    """Return the first message to each viewer: the version of the protocol, and this process's ID and command line."""
+    """Return the first message to each viewer as a dict: the version of the protocol, and this process's ID and command
+    line.
+    """
     command = Path("/proc/self/cmdline").read_bytes().rstrip(b"\0").replace(b"\0", b" ")
     return {"aioverbs-monitor": VERSION, "pid": os.getpid(), "program": os.fsdecode(command)[:1000]}
 

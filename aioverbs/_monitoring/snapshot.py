@@ -68,7 +68,7 @@ def encode(sampled: dict[str, object]) -> str:
 
 
 def _encode_tree(tree: dict[str, object], number: Iterator[int]) -> str:
-    """Return a resource and the resources created from it as JSON.
+    """Return a resource and the resources created from it as JSON text.
 
     :param tree: the resource as a dict.
     :param number: counter of the resources that have been encoded, for `_yield_gil`.
@@ -81,7 +81,7 @@ def _encode_tree(tree: dict[str, object], number: Iterator[int]) -> str:
 
 
 def _dump(value: object) -> str:
-    """Return a value as JSON without spaces."""
+    """Return a value as JSON text without spaces."""
     return json.dumps(value, separators=(",", ":"))
 
 

@@ -57,7 +57,7 @@ class Memory:
         self._turn = 0
 
     def prepare(self, size: int, slots: int, turn: int) -> None:
-        """Write the outgoing bytes of a turn to the outgoing slots and set as many incoming slots to zero."""
+        """Write the outgoing bytes of a turn to the outgoing slots, and zeros to as many incoming slots."""
         self._turn = turn
         self.outgoing[: size * slots] = _turn_bytes(size, slots, turn)
         self.incoming[: size * slots] = bytes(size * slots)

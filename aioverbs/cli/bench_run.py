@@ -139,8 +139,8 @@ class _Peer:
         raise PeerExitedError(f"the peer process ended with status {await self._process.wait()}")
 
     async def aclose(self) -> None:
-        """Close the peer process's standard input and wait until the process ends; kill it if that takes more than 10
-        s.
+        """Close the peer process's standard input and wait until the process ends. If that takes more than 10 s, kill
+        it.
 
         A cancellation does not interrupt this call.
         """
@@ -194,7 +194,8 @@ async def _peer_process() -> AsyncIterator[_Peer]:
 
 @asynccontextmanager
 async def _stream_client(address: int | str, secret: bytes) -> AsyncIterator[tuple[Client, Memory]]:
-    """Connect a stream to the peer process; yield its client side and memory, and close the stream when the block ends.
+    """Connect a stream to the peer process; yield the client side of the stream and its memory. Close the stream when
+    the block ends.
 
     :param address: path of a Unix stream, or port of a TCP stream on the loopback address.
     :param secret: shared secret of both processes.
@@ -294,7 +295,7 @@ class _Benchmark:
     async def _run_turn(self, name: str, cell: Cell, count: int, samples: Samples) -> None:
         """Let a contender run ``count`` operations, then verify the bytes that arrived.
 
-        Raises also the exceptions of the contender's operations.
+        The exceptions of the contender's operations are raised as well.
 
         :param samples: the measured times are appended to it.
         :raises TimeoutError: the turn took too long.

@@ -143,7 +143,7 @@ class _Reasons(logging.Handler):
 
 
 def _content(seed: int, piece: int) -> bytes:
-    """Return the 1 MiB of the worker's memory with the number ``piece``; depends only on ``seed`` and ``piece``."""
+    """Return the 1 MiB with number ``piece`` of the worker's memory; it depends only on ``seed`` and ``piece``."""
     return random.Random(f"{seed}/{piece}").randbytes(_PIECE)
 
 

@@ -182,7 +182,7 @@ async def _report(device: Device, provider: str) -> DeviceReport:
 
 
 def _port(device: Device, number: int) -> PortReport:
-    """Return a report about the port of a device that has the given number.
+    """Return a report about port ``number`` of a device.
 
     :raises VerbsError: the query of the port failed.
     """

@@ -100,8 +100,8 @@ def slot_count(size: int) -> int:
 
 
 def cells(operations: Iterable[Operation], sizes: Sequence[int] = SIZES) -> list[Cell]:
-    """Return the cells to measure: for each operation and size, one with a window of 1 and one with the largest
-    possible window, if that is more than 1.
+    """Return the cells to measure: for each operation and size, one with a window (operations in flight) of 1, and one
+    with the largest possible window if that is more than 1.
     """
     both = (
         (Cell(operation, size, 1), Cell(operation, size, slot_count(size)))

@@ -51,7 +51,7 @@ class Tally:
 async def connect_pings(
     stack: AsyncExitStack, domain: Domain, host: str, port: int, transport: Transport, request: PingRequest
 ) -> PingOnce:
-    """Connect to a ping server and let it accept the kind of requests.
+    """Connect to a ping server and agree with it on the verb and size of the requests.
 
     :param stack: exit stack that closes the connection and the memory.
     :param domain: domain that owns the connection.

@@ -185,7 +185,7 @@ def report(sample: Sample, before: Sample | None) -> Report:
 
     :param sample: the later sample.
     :param before: the previous sample of the same process; None if there is none.
-    :returns: the rates; without a previous sample, `ResourceRates.rates` is None and the totals are 0.
+    :returns: a report with the rates; without a previous sample, `ResourceRates.rates` is None and the totals are 0.
     """
     seconds = (sample.time_ns - before.time_ns) / 1e9 if before is not None else 0.0
     earlier_counts = (

@@ -13,8 +13,8 @@ The caller makes the queue pair, on any domain of the device. This package modif
 librdmacm. The queue pair stays open when its identifier is closed.
 
 The event loop that opened the channel reads its events, without a thread, and acknowledges each one as it is read.
-librdmacm itself may block: when it opens a device for the first time (it keeps the device open for the process), and
-when it asks the daemon ibacm, if that runs, for a route.
+librdmacm itself may block: when it opens a device for the first time (it keeps the device open until the process ends),
+and when it asks the daemon ibacm for a route, if that daemon is running.
 """
 
 from aioverbs.rdma_cm.cm_id import Identifier
@@ -27,28 +27,30 @@ __all__ = ["Channel", "Identifier", "Listener"]
 class Channel(EventChannel):
     """Event channel of librdmacm: ``rdma_create_event_channel``. It belongs to the event loop that opens it.
 
-    Closing the channel closes its identifiers and listeners. All peers are disconnected at once, and closing waits at
-    most one second for their answers.
+    Closing the channel closes its identifiers and listeners. All peers are disconnected at the same time, and closing
+    waits at most one second for their answers.
 
     Opening raises `LibraryNotFoundError` if librdmacm is not installed, and `VerbsError` if the kernel module rdma_ucm
     is not loaded or the process may not use it.
     """
 
     def identifier(self) -> Identifier:
-        """Return an `Identifier` for an outgoing connection.
+        """Return an unopened `Identifier` for an outgoing connection.
 
-        It is not open yet: ``async with`` opens it, and closes it at the end of the block.
+        Use ``async with`` to open it; it is closed at the end of the block.
         """
         return Identifier(self)
 
     def listener(self, host: str | None = None, port: int = 0, *, backlog: int = 128) -> Listener:
-        """Return a `Listener`. It is not open yet: ``async with`` opens it, and closes it at the end of the block.
+        """Return an unopened `Listener` for incoming connections.
 
-        :param host: address or name to listen at; None: all IPv4 addresses of this machine.
-        :param port: port to listen at, 0..65535; 0: a free port.
-        :param backlog: number of connection requests that may wait to be accepted, 1 or more; the kernel refuses
+        Use ``async with`` to open it; it is closed at the end of the block.
+
+        :param host: address or host name to listen on; None for all IPv4 addresses of this machine.
+        :param port: port to listen on, 0..65535; 0 for any free port.
+        :param backlog: number of connection requests that may wait to be accepted, 1 or more; the kernel rejects
             further ones.
-        :raises ValueError: `backlog` is below 1.
+        :raises ValueError: `backlog` is less than 1.
         """
         return Listener(self, host, port, backlog)
 

@@ -1,4 +1,4 @@
-"""Identifiers: the two ends of a connection that rdma_cm makes."""
+"""Identifiers: each one is one end of a connection that rdma_cm makes."""
 
 import asyncio
 import contextlib
@@ -27,18 +27,21 @@ if TYPE_CHECKING:
 
 __all__ = ["Identifier", "cm_state_machine_of", "look_up"]
 
-# Bytes of private data: the field in the messages of the InfiniBand connection manager, less the header that librdmacm
-# puts into the request.
+# Maximum lengths of private data, in bytes: the length of the field in the messages of the InfiniBand connection
+# manager, minus the header that librdmacm adds to requests.
 _MAX_REQUEST_DATA, _MAX_REPLY_DATA, _MAX_REJECT_DATA = 56, 196, 148
 _ROUTE_TIMEOUT_MS = 60_000  # limit inside the kernel; callers have their own `timeout_s`
 
 
 async def look_up(host: str, port: int) -> Address:
-    """Return the first address of a host. Numeric addresses are parsed without a resolver.
+    """Return the first socket address of a host, which includes the port.
 
-    :param host: address or name.
-    :param port: port, 0..65535, which becomes part of the result.
-    :raises OSError: the name has no address.
+    A numeric address is parsed; for a host name, the resolver is called in a thread.
+
+    :param host: IPv4 address, IPv6 address or host name.
+    :param port: port, 0..65535.
+    :returns: the address, as a tuple that `socket.getaddrinfo` returned.
+    :raises OSError: the name cannot be resolved.
     :raises ValueError: the port is not in 0..65535.
     """
     if not 0 <= port <= 0xFFFF:
@@ -52,7 +55,7 @@ async def look_up(host: str, port: int) -> Address:
 
 @contextlib.contextmanager
 def _as_unreachable() -> Iterator[None]:
-    """Context manager that raises `UnreachableError` in place of a `VerbsError` of its block."""
+    """Return a context manager that replaces a `VerbsError` raised in its block with an `UnreachableError`."""
     try:
         yield
     except VerbsError as error:
@@ -60,7 +63,7 @@ def _as_unreachable() -> Iterator[None]:
 
 
 def _check_private_data(data: "Buffer", limit: int) -> bytes:
-    """Return a copy of private data of at most `limit` bytes.
+    """Check that private data is at most `limit` bytes long, and return a copy of it.
 
     :raises ValueError: the data is longer.
     """
@@ -71,17 +74,18 @@ def _check_private_data(data: "Buffer", limit: int) -> bytes:
 
 
 class Identifier(HandleResource[core.Identifier]):
-    """One end of a connection, established or in progress: ``rdma_create_id``.
+    """One end of a connection that is established or being established: ``rdma_create_id``.
 
     Made by `Channel.identifier` or a `Listener`.
 
-    Methods that wait take `timeout_s`, None for no limit. After a failure, a cancellation or a timeout the identifier
-    can only be closed. The queue pair is then in INIT, if it came no further, else in ERR: at once, or as soon as a
-    modify in a thread is done (see `QueuePair.establish`), which is not awaited. When the peer disconnects or the
-    device is removed, the queue pair goes to ERR, so that tasks waiting on the queue pair are notified.
+    Methods that wait take `timeout_s`, which is None if there is no limit. After a failure, a cancellation or a
+    timeout, the identifier can only be closed. The queue pair stays in INIT if it was not moved beyond that state;
+    otherwise it is moved to ERR. This happens immediately, or, if a helper thread is still inside a verb on the queue
+    pair (see `QueuePair.establish`), as soon as the verb ends, which is not awaited. When the peer disconnects or the
+    device is removed, the queue pair is moved to ERR, so that tasks waiting on the queue pair are notified.
 
     If the peer rejects the connection, the queue pair is in INIT. `connect` may then be called again and resolves the
-    address anew, or `resolve` before it.
+    address again; or call `resolve` before it to connect to another address.
     """
 
     _state_machine: CmStateMachine | None = None
@@ -94,17 +98,18 @@ class Identifier(HandleResource[core.Identifier]):
         self._from_listener = request is not None
 
     def _owner(self) -> Affinity | None:
-        """Return the owner of the channel: the event loop that opened it."""
+        """Return the owner of the channel: the event loop that opened the channel."""
         return self._channel.owner
 
     async def open(self) -> Self:
-        """Open the identifier.
+        """Open the identifier: ``rdma_create_id``.
 
-        An identifier from a listener is open already; entering its block only has it closed at the end.
+        An identifier that a listener returned is already open. For such an identifier, the first call does nothing, so
+        that the caller can use ``async with`` to have it closed at the end of the block.
 
-        :returns: the identifier itself.
-        :raises VerbsError: rdma_create_id failed.
-        :raises ClosedResourceError: the channel is closed, or the identifier was opened before.
+        :returns: the identifier itself, to be closed by the caller.
+        :raises VerbsError: ``rdma_create_id`` failed.
+        :raises ClosedResourceError: the channel is closed, or the identifier was closed or opened before.
         :raises AffinityError: another event loop owns the channel; nothing was done.
         """
         if not self._from_listener:
@@ -114,9 +119,9 @@ class Identifier(HandleResource[core.Identifier]):
         return self
 
     def _open(self) -> None:
-        """Create the rdma_cm_id and its state machine, or take over the rdma_cm_id of a request.
+        """Create the rdma_cm_id, or take over that of a connection request, and make a state machine for it.
 
-        :raises VerbsError: rdma_create_id failed.
+        :raises VerbsError: ``rdma_create_id`` failed.
         """
         request, self._request = self._request, None
         if request is not None and request.identifier is not None:
@@ -135,7 +140,7 @@ class Identifier(HandleResource[core.Identifier]):
             self._lifecycle.label = f"with {format_address(self._handle.peer_address)}"
 
     def _open_state_machine(self) -> CmStateMachine:
-        """Return the state machine.
+        """Return the state machine of this identifier, after checking that the identifier is open.
 
         :raises ClosedResourceError: the identifier is not open.
         """
@@ -144,9 +149,9 @@ class Identifier(HandleResource[core.Identifier]):
         return self._state_machine
 
     def _owned_state_machine(self, verb: str) -> CmStateMachine:
-        """Return the state machine, after checking that the owner's loop is running; on failure nothing was changed.
+        """Return the state machine, after checking that the identifier is open and the running loop owns the channel.
 
-        :param verb: the verb named in the error.
+        :param verb: name of the verb, for the error message.
         :raises ClosedResourceError: the identifier is not open.
         :raises AffinityError: another event loop owns the channel.
         """
@@ -156,9 +161,12 @@ class Identifier(HandleResource[core.Identifier]):
         return state_machine
 
     def _restart(self, state_machine: CmStateMachine) -> CmStateMachine:
-        """Return a state machine that can connect: this one, or after a rejection a new one with a new rdma_cm_id.
+        """Return a state machine that can connect: the given one, or after a rejection a new one.
 
-        :raises VerbsError: rdma_create_id failed; nothing was done.
+        A rejected rdma_cm_id cannot connect again. So after a rejection, a new rdma_cm_id is created, and it and its
+        state machine replace the old ones.
+
+        :raises VerbsError: a verb failed; the identifier is unchanged.
         """
         if state_machine.state is not CmState.REJECTED:
             return state_machine
@@ -182,12 +190,14 @@ class Identifier(HandleResource[core.Identifier]):
 
     @property
     def connected(self) -> bool:
-        """True from a successful `connect` or `accept` until either end disconnects."""
+        """Whether the identifier is connected: from a successful `connect` or `accept` until either end disconnects."""
         return self._state_machine is not None and self._state_machine.state is CmState.CONNECTED and not self.closed
 
     @property
     def device_name(self) -> str | None:
-        """Name of the device that reaches the peer, to which the queue pair must belong. None before `resolve`.
+        """Name of the device through which the peer is reached; None before `resolve`.
+
+        The queue pair to connect must belong to this device.
 
         :raises ClosedResourceError: the identifier is not open.
         """
@@ -195,7 +205,7 @@ class Identifier(HandleResource[core.Identifier]):
 
     @property
     def port_num(self) -> int:
-        """Port number of the device that reaches the peer; 0 before `resolve`.
+        """Number of the device port through which the peer is reached; 0 before `resolve`.
 
         :raises ClosedResourceError: the identifier is not open.
         """
@@ -203,7 +213,7 @@ class Identifier(HandleResource[core.Identifier]):
 
     @property
     def local_address(self) -> Address | None:
-        """Host and port of this end; None before `resolve`.
+        """Address of this end: a tuple that begins with host and port; None before `resolve`.
 
         :raises ClosedResourceError: the identifier is not open.
         """
@@ -211,7 +221,7 @@ class Identifier(HandleResource[core.Identifier]):
 
     @property
     def peer_address(self) -> Address | None:
-        """Host and port of the peer; None before `resolve`.
+        """Address of the peer: a tuple that begins with host and port; None before `resolve`.
 
         :raises ClosedResourceError: the identifier is not open.
         """
@@ -219,9 +229,10 @@ class Identifier(HandleResource[core.Identifier]):
 
     @property
     def private_data(self) -> bytes:
-        """Private data of the peer's request or reply, padded with zeros to the length of the message's field.
+        """Private data that the peer sent, padded with zeros to the length of the field in the message.
 
-        Empty before `connect` has returned, unless the identifier is from a listener.
+        For an identifier from a listener, this is the data in the peer's request. Otherwise it is the data in the
+        peer's reply, and it is empty until `connect` returns.
 
         :raises ClosedResourceError: the identifier is not open.
         """
@@ -232,19 +243,20 @@ class Identifier(HandleResource[core.Identifier]):
     async def resolve(self, host: str, port: int, *, source: str | None = None, timeout_s: float | None = 5.0) -> None:
         """Resolve the address of a peer and the route to it: ``rdma_resolve_addr`` and ``rdma_resolve_route``.
 
-        :param host: address or name of the peer; the first address of a name is used.
+        :param host: address or host name of the peer; the first address of a name is used.
         :param port: port of the peer, 0..65535.
-        :param source: local address to connect from; None: the kernel chooses.
-        :param timeout_s: limit in seconds; None: no limit.
-        :raises UnreachableError: no route, or no RDMA device for it.
+        :param source: local address or host name to connect from; None to let the kernel choose.
+        :param timeout_s: time limit in seconds; None if there is no limit.
+        :raises UnreachableError: there is no route to the address, or no RDMA device for the route.
         :raises TimeoutError: the address or route was not resolved within `timeout_s`.
-        :raises OSError: the name has no address.
+        :raises OSError: a host name cannot be resolved.
         :raises ValueError: `port` is out of range.
-        :raises QueuePairStateError: the identifier is resolved or connected already, or came from a listener.
-        :raises BrokenResourceError: an earlier call failed: close the identifier.
+        :raises QueuePairStateError: the identifier is already resolved or connected, or came from a listener.
+        :raises BrokenResourceError: an earlier call failed, so that the identifier can only be closed; or an unexpected
+            event arrived.
         :raises BusyResourceError: another call on the identifier is in flight.
         :raises AffinityError: another event loop owns the channel; nothing was done.
-        :raises ClosedResourceError: the identifier is not open, or was closed meanwhile.
+        :raises ClosedResourceError: the identifier is not open, or was closed during the call.
         """
         state_machine = self._owned_state_machine("rdma_resolve_addr")
         state_machine.check("resolve", CmState.NEW)
@@ -259,11 +271,13 @@ class Identifier(HandleResource[core.Identifier]):
     async def _resolve_destination(
         self, state_machine: CmStateMachine, address: Address, source_address: Address | None
     ) -> None:
-        """Resolve the address and the route, and enter RESOLVED.
+        """Resolve the peer's address and the route to it, and set the state to RESOLVED.
 
-        :raises UnreachableError: no route, or no RDMA device for it.
+        The caller must limit the time, because an address is resolved without a time limit.
+
+        :raises UnreachableError: there is no route to the address, or no RDMA device for the route.
         :raises TimeoutError: the kernel found no route within a minute.
-        :raises Exception: as `CmStateMachine.expect`.
+        :raises Exception: other exceptions are those of `CmStateMachine.expect`.
         """
         await self._resolve_address(state_machine, address, source_address)
         with _as_unreachable():
@@ -276,14 +290,14 @@ class Identifier(HandleResource[core.Identifier]):
     ) -> None:
         """Resolve the address: ``rdma_resolve_addr``, repeated until the peer's neighbour entry is found.
 
-        Without an answer this goes on for ever: the caller limits the time.
+        If there is no answer, this is repeated forever, so the caller must limit the time.
 
-        :raises UnreachableError: no route, or no RDMA device for it.
-        :raises Exception: as `CmStateMachine.expect`.
+        :raises UnreachableError: there is no route to the address, or no RDMA device for the route.
+        :raises Exception: other exceptions are those of `CmStateMachine.expect`, except TimeoutError.
         """
-        # A neighbour's answer may arrive before the kernel begins to wait for it, as on a veth interface. The kernel
-        # then looks again only when its timeout is over, so the first timeouts are short and each is longer than the
-        # last.
+        # A neighbour's answer may arrive before the kernel begins to wait for it, for example on a veth interface. The
+        # kernel then looks for it only when the timeout has passed, so the first timeouts are short, and each one is
+        # longer than the last.
         for wait_ms in itertools.chain((100, 200, 400, 800, 1600), itertools.repeat(3200)):
             with _as_unreachable():
                 self.handle.resolve_addr(address, wait_ms, source_address)
@@ -304,30 +318,33 @@ class Identifier(HandleResource[core.Identifier]):
     ) -> bytes:
         """Connect a queue pair to the peer: ``rdma_connect``, ``rdma_init_qp_attr``, ``rdma_establish``.
 
-        Moves the queue pair to RTS, from RESET or from INIT. Receives may be posted in INIT before this call.
+        This moves the queue pair from RESET or INIT to RTS. Receives may be posted in INIT before this call.
 
-        :param qp: queue pair of type RC, of the device `device_name`.
-        :param access: access that the peer gets, as in `QueuePair.connect`; None: unchanged.
-        :param private_data: data that the peer sees before it answers, at most 56 bytes.
-        :param timeout_s: limit in seconds; None: no limit.
+        :param qp: queue pair of type RC on the device `device_name`.
+        :param access: operations that the peer may perform, as for `QueuePair.connect`; None for none, or in INIT for
+            those that were allowed on the transition to INIT.
+        :param private_data: data that the peer can read before it answers, at most 56 bytes.
+        :param timeout_s: time limit in seconds; None if there is no limit.
         :param attributes: values that replace the negotiated ones: ``timeout``, ``retry_cnt``, ``rnr_retry``,
             ``min_rnr_timer``, ``max_rd_atomic``, ``max_dest_rd_atomic``. A negotiated ``retry_cnt`` or ``rnr_retry`` is
             limited to 6; a value given here is not. ``max_rd_atomic`` can only lower the negotiated value.
-        :returns: private data of the peer's reply, padded with zeros. The property `private_data` returns the same from
-            then on.
-        :raises ConnectionRejectedError: the peer rejected the connection, or has no listener at the port. `connect` may
+        :returns: private data of the peer's reply, padded with zeros. From then on, the property `private_data` has the
+            same value.
+        :raises ConnectionRejectedError: the peer rejected the connection, or does not listen on the port. `connect` may
             be called again.
-        :raises UnreachableError: the peer's connection manager does not answer.
-        :raises TimeoutError: no answer within `timeout_s`.
-        :raises TransitionError: the queue pair is in another state, or an attribute is not valid; nothing was done.
+        :raises UnreachableError: the peer's connection manager does not answer, or, when connecting again, the address
+            cannot be resolved.
+        :raises TimeoutError: the peer did not answer within `timeout_s`.
+        :raises TransitionError: the queue pair is in another state, or an attribute is invalid; nothing was done.
         :raises ValueError: the queue pair is not of type RC or belongs to another device, or `private_data` is too
             long; nothing was done.
-        :raises VerbsError: a verb failed; EOPNOTSUPP if the queue pair belongs to the software device.
+        :raises VerbsError: a verb failed; with EOPNOTSUPP if the queue pair belongs to the software device.
         :raises QueuePairStateError: the identifier is not resolved.
-        :raises BrokenResourceError: an earlier call failed, other than by a rejection: close the identifier.
+        :raises BrokenResourceError: an earlier call failed for a reason other than a rejection, so that the identifier
+            can only be closed; or the peer disconnected or the device was removed during the call.
         :raises BusyResourceError: another call on the identifier is in flight.
         :raises AffinityError: another event loop owns the channel; nothing was done.
-        :raises ClosedResourceError: the identifier or queue pair is not open, or was closed meanwhile.
+        :raises ClosedResourceError: the identifier or the queue pair is not open, or was closed during the call.
         """
         state_machine, data = self._validate(
             "connect", CmState.RESOLVED, qp, attributes, private_data, _MAX_REQUEST_DATA
@@ -369,26 +386,27 @@ class Identifier(HandleResource[core.Identifier]):
     ) -> None:
         """Accept the connection that the peer requested: ``rdma_init_qp_attr``, ``rdma_accept``.
 
-        Moves the queue pair to RTS, from RESET or from INIT, and waits for the peer's confirmation. Receives that the
-        peer needs at once must be posted in INIT before this call.
+        This moves the queue pair from RESET or INIT to RTS and waits for the peer's confirmation. Receives that the
+        peer needs immediately must be posted in INIT before this call.
 
-        :param qp: queue pair of type RC, of the device `device_name`.
-        :param access: access that the peer gets, as in `QueuePair.connect`; None: unchanged.
-        :param private_data: data for the peer, at most 196 bytes.
-        :param timeout_s: limit in seconds; None: no limit.
+        :param qp: queue pair of type RC on the device `device_name`.
+        :param access: operations that the peer may perform, as for `QueuePair.connect`; None for none, or in INIT for
+            those that were allowed on the transition to INIT.
+        :param private_data: data to send to the peer, at most 196 bytes.
+        :param timeout_s: time limit in seconds; None if there is no limit.
         :param attributes: values that replace the negotiated ones, as for `connect`.
-        :raises UnreachableError: the peer does not answer any more.
-        :raises TimeoutError: no confirmation within `timeout_s`.
-        :raises ConnectionRejectedError: the peer gave up.
-        :raises TransitionError: the queue pair is in another state, or an attribute is not valid; nothing was done.
+        :raises UnreachableError: the peer no longer answers.
+        :raises TimeoutError: the peer did not confirm the connection within `timeout_s`.
+        :raises ConnectionRejectedError: the peer gave up connecting.
+        :raises TransitionError: the queue pair is in another state, or an attribute is invalid; nothing was done.
         :raises ValueError: the queue pair is not of type RC or belongs to another device, or `private_data` is too
             long; nothing was done.
-        :raises VerbsError: a verb failed; EOPNOTSUPP if the queue pair belongs to the software device.
+        :raises VerbsError: a verb failed; with EOPNOTSUPP if the queue pair belongs to the software device.
         :raises QueuePairStateError: the identifier is not a pending request of a listener.
-        :raises BrokenResourceError: the peer or the device went away.
+        :raises BrokenResourceError: the peer disconnected, or the device was removed, or an earlier call failed.
         :raises BusyResourceError: another call on the identifier is in flight.
         :raises AffinityError: another event loop owns the channel; nothing was done.
-        :raises ClosedResourceError: the identifier or queue pair is not open, or was closed meanwhile.
+        :raises ClosedResourceError: the identifier or the queue pair is not open, or was closed during the call.
         """
         state_machine, data = self._validate("accept", CmState.REQUESTED, qp, attributes, private_data, _MAX_REPLY_DATA)
         async with state_machine.step("accept", CmState.REQUESTED, timeout_s):
@@ -408,14 +426,14 @@ class Identifier(HandleResource[core.Identifier]):
     async def reject(self, private_data: "Buffer" = b"") -> None:
         """Reject the connection that the peer requested: ``rdma_reject``.
 
-        Closing the identifier without an answer does the same.
+        Closing an identifier whose request was neither accepted nor rejected also rejects the connection.
 
-        :param private_data: data for the peer, at most 148 bytes.
+        :param private_data: data to send to the peer, at most 148 bytes.
         :raises ValueError: `private_data` is too long.
-        :raises VerbsError: rdma_reject failed.
+        :raises VerbsError: ``rdma_reject`` failed.
         :raises QueuePairStateError: the identifier is not a pending request of a listener.
         :raises AffinityError: another event loop owns the channel; nothing was done.
-        :raises BrokenResourceError: the peer or the device went away.
+        :raises BrokenResourceError: the peer disconnected, or the device was removed, or an earlier call failed.
         :raises BusyResourceError: another call on the identifier is in flight.
         :raises ClosedResourceError: the identifier is not open.
         """
@@ -429,11 +447,11 @@ class Identifier(HandleResource[core.Identifier]):
     async def disconnect(self, *, timeout_s: float | None = 5.0) -> None:
         """Move the queue pair to ERR, notify the peer and wait for its answer: ``rdma_disconnect``.
 
-        Returns at once if the peer has disconnected before.
+        If the peer has already disconnected, return immediately.
 
-        :param timeout_s: limit in seconds; None: no limit.
-        :raises QueuePairStateError: the identifier was not connected.
-        :raises TimeoutError: no answer within `timeout_s`; the identifier can only be closed.
+        :param timeout_s: time limit in seconds; None if there is no limit.
+        :raises QueuePairStateError: the identifier has not been connected yet.
+        :raises TimeoutError: the peer did not answer within `timeout_s`; the identifier can only be closed.
         :raises DeviceRemovedError: the device was removed.
         :raises AffinityError: another event loop owns the channel; nothing was done.
         :raises ClosedResourceError: the identifier is not open.
@@ -448,20 +466,20 @@ class Identifier(HandleResource[core.Identifier]):
             raise TimeoutError(f"disconnect: the peer did not answer within {duration(timeout_s)}") from None
 
     async def wait_disconnected(self) -> None:
-        """Wait until either end has disconnected, or the identifier is closed.
+        """Wait until either end has disconnected or the identifier is closed.
 
         :raises DeviceRemovedError: the device was removed.
-        :raises QueuePairStateError: the identifier was not connected.
+        :raises QueuePairStateError: the identifier has not been connected yet.
         :raises AffinityError: another event loop owns the channel; nothing was done.
         :raises ClosedResourceError: the identifier is not open.
         """
         await self._connected_state_machine("rdma_get_cm_event").wait_disconnected()
 
     def _connected_state_machine(self, verb: str) -> CmStateMachine:
-        """Return the state machine of an identifier that is connected, or was.
+        """Return the state machine, after checking that the identifier is or was connected.
 
-        :param verb: the verb named in the error.
-        :raises QueuePairStateError: the identifier was not connected.
+        :param verb: name of the verb, for the error message.
+        :raises QueuePairStateError: the identifier has not been connected yet.
         :raises ClosedResourceError: the identifier is not open.
         :raises AffinityError: another event loop owns the channel.
         """
@@ -477,9 +495,12 @@ class Identifier(HandleResource[core.Identifier]):
 
         :param operation: ``"connect"`` or ``"accept"``.
         :param state: state that the identifier must be in.
-        :param limit: maximum length of the private data in bytes.
+        :param qp: queue pair to connect.
+        :param attributes: values that replace the negotiated ones.
+        :param private_data: data to send to the peer.
+        :param limit: maximum length of the private data, in bytes.
         :returns: the state machine, and a copy of the private data.
-        :raises Exception: as `connect` and `accept`; nothing was done.
+        :raises Exception: the exceptions that `connect` and `accept` list for invalid arguments and states.
         """
         state_machine = self._owned_state_machine(f"rdma_{operation}")
         state_machine.check(operation, state)
@@ -489,5 +510,5 @@ class Identifier(HandleResource[core.Identifier]):
 
 
 def cm_state_machine_of(identifier: Identifier) -> CmStateMachine | None:
-    """Return the state machine of an identifier; None if the identifier was not opened."""
+    """Return the `CmStateMachine` of an identifier; None if the identifier was never opened."""
     return identifier._state_machine

@@ -1,4 +1,4 @@
-"""Events of librdmacm: read by the channel's event loop and passed to the identifier or listener that they concern."""
+"""Events of librdmacm: the channel's event loop reads them and passes each to the identifier or listener concerned."""
 
 import enum
 from pathlib import Path
@@ -17,7 +17,7 @@ _EVENTS_PER_ITERATION = 64  # events read in one iteration of the loop
 
 
 class CmEventType(enum.IntEnum):
-    """Types of events: ``RDMA_CM_EVENT_*``."""
+    """Types of librdmacm events: ``RDMA_CM_EVENT_*``."""
 
     ADDR_RESOLVED = 0
     ADDR_ERROR = 1
@@ -38,22 +38,25 @@ class CmEventType(enum.IntEnum):
 
 
 class EventReceiver(Protocol):
-    """Receiver of an identifier's events: a `CmStateMachine`, or the pending requests of a listener."""
+    """Receiver of an rdma_cm_id's events: a `CmStateMachine`, or the pending requests of a listener."""
 
     def on_event(self, event: core.Event) -> None:
-        """Handle an event. Called on the channel's loop."""
+        """Handle an event of this receiver's rdma_cm_id. Called on the channel's event loop."""
 
     def fail(self, error: Exception) -> None:
-        """Handle the failure of the channel, which delivers no more events."""
+        """Handle a failure of the channel, which will deliver no more events.
+
+        :param error: cause of the failure.
+        """
 
     def disconnect(self) -> None:
-        """Start to disconnect: the channel is about to be closed."""
+        """Start disconnecting from the peer, without waiting, because the channel is about to be closed."""
 
 
 class Dispatcher:
     """Dispatcher of a channel's events: reads them on the loop that opens the channel, and passes each to its receiver.
 
-    The dispatcher holds no user's objects, so that forgotten ones can be collected.
+    The dispatcher holds no references to the user's objects, so that unused ones can be garbage collected.
 
     :param channel: handle of the channel.
     """
@@ -66,19 +69,20 @@ class Dispatcher:
         self.loop.add_reader(self._fd, self._readable)
 
     def destroy(self) -> None:
-        """Stop reading events."""
+        """Stop reading events from the channel."""
         if not self.loop.is_closed():
             self.loop.remove_reader(self._fd)
 
     def disconnect_all(self) -> None:
-        """Start to disconnect from all peers at once, so that closing waits for them together."""
+        """Start disconnecting all connections of the channel, so that closing waits for all peers at the same time."""
         for each in tuple(self.receivers.values()):
             each.disconnect()
 
     def _readable(self) -> None:
         """Read events, at most 64 in one iteration of the loop, and pass each to its receiver.
 
-        If the channel cannot be read any more, all receivers fail. A request that no listener takes is destroyed.
+        If reading fails, stop reading and pass the error to all receivers. A connection request whose listener no
+        longer exists is destroyed. No error is raised.
         """
         for _ in range(_EVENTS_PER_ITERATION):
             try:
@@ -102,16 +106,19 @@ class Dispatcher:
 
 
 class EventChannel(HandleResource[core.EventChannel]):
-    """Base of `Channel`, as identifiers and listeners use it."""
+    """Base class of `Channel`, with the parts that identifiers and listeners use."""
 
     _dispatcher: Dispatcher  # set by `_open`
 
     def _owner(self) -> Affinity | None:
-        """Return the running event loop, as the owner of the channel."""
+        """Return the running event loop with its thread, as the new owner of the channel.
+
+        :raises RuntimeError: no asyncio event loop is running.
+        """
         return owner_for(ThreadModel.SINGLE)
 
     def _open(self) -> None:
-        """Create the channel, and read its events on the running event loop.
+        """Create the channel and start reading its events on the running event loop.
 
         :raises LibraryNotFoundError: librdmacm is not installed.
         :raises VerbsError: the kernel module rdma_ucm is not loaded, or the process may not use it.

@@ -1,4 +1,4 @@
-"""Listeners: accept connection requests of peers."""
+"""Listeners: receive connection requests from peers."""
 
 import weakref
 from collections import deque
@@ -21,9 +21,10 @@ __all__ = ["Listener"]
 class _ConnectRequests:
     """Connection requests waiting at a listener.
 
-    The lifecycle holds this object and not the user's `Listener`, so that a forgotten listener can be collected.
+    The lifecycle refers to this object instead of the user's `Listener`, so that an unused listener can be garbage
+    collected.
 
-    :param handle: handle of the listener's identifier.
+    :param handle: handle of the listener's rdma_cm_id.
     :param channel: the open channel.
     :param lifecycle: lifecycle of the listener.
     """
@@ -40,14 +41,20 @@ class _ConnectRequests:
         self._dispatcher.receivers[handle] = self
 
     def on_event(self, event: core.Event) -> None:
-        """Handle an event of the listener. Called on the channel's loop."""
+        """Handle an event of the listener: a connection request, or the removal of the device; ignore other events.
+
+        Called on the channel's event loop.
+        """
         if event.event_type == CmEventType.CONNECT_REQUEST:
             self._add_request(event)
         elif event.event_type == CmEventType.DEVICE_REMOVAL:
             self.fail(error_for_event("the listener", event))
 
     def _add_request(self, event: core.Event) -> None:
-        """Make an open `Identifier` of a request, and keep it for `next_identifier`; destroy it once closed."""
+        """Make an open `Identifier` for a connection request, and queue it for `next_identifier`.
+
+        If the listener or the channel is closed or is being closed, destroy the request instead.
+        """
         assert event.identifier is not None
         channel = self._channel()
         if channel is None or self.closed:
@@ -64,23 +71,23 @@ class _ConnectRequests:
         self._condition.notify()
 
     def fail(self, error: Exception) -> None:
-        """Report to the waiting caller that no more requests come.
+        """Record that no more requests will arrive, and wake the caller of `next_identifier`.
 
-        :param error: exception that this caller and later ones get, after the pending requests.
+        :param error: exception that `next_identifier` raises once it has returned all pending requests.
         """
         self._failure = error
         self._condition.notify()
 
     def disconnect(self) -> None:
-        """Do nothing: pending requests have no connection yet."""
+        """Do nothing, because pending requests are not connected yet."""
 
     async def next_identifier(self) -> Identifier:
-        """Wait for the next request.
+        """Wait for the next connection request.
 
-        :returns: an open identifier, to be closed by the caller.
+        :returns: an open identifier for the request, to be closed by the caller.
         :raises StopAsyncIteration: the listener was closed.
         :raises DeviceRemovedError: the device was removed.
-        :raises VerbsError: the channel cannot be read any more.
+        :raises VerbsError: reading events from the channel failed.
         """
         await self._condition.wait_while(lambda: not (self._pending or self._failure or self.closed))
         if self.closed:
@@ -93,14 +100,17 @@ class _ConnectRequests:
         return identifier
 
     async def drain(self) -> None:
-        """Reject the requests that were not returned to the caller."""
+        """Stop accepting requests, and reject all pending ones, which were not returned to the caller.
+
+        Closing the listener awaits this first.
+        """
         self.closed = True
         self._condition.notify()
         while self._pending:
             await self._pending.popleft().aclose()
 
     def destroy(self) -> None:
-        """Stop receiving events. The identifier is destroyed next."""
+        """Stop receiving events, before the lifecycle destroys the listener's rdma_cm_id."""
         self.closed = True
         self._dispatcher.receivers.pop(self._handle, None)
 
@@ -108,13 +118,13 @@ class _ConnectRequests:
 class Listener(HandleResource[core.Identifier]):
     """Listener for connection requests: ``rdma_bind_addr`` and ``rdma_listen``. Made by `Channel.listener`.
 
-    ``async for`` gives an open `Identifier` for each request, to `Identifier.accept` or `Identifier.reject`. The caller
-    closes the identifier in each case. Closing the listener ends the loop, rejects requests that were not returned, and
-    leaves returned identifiers open.
+    ``async for`` yields an open `Identifier` for each connection request. The caller accepts or rejects the request
+    with `Identifier.accept` or `Identifier.reject`, and must close the identifier in either case. Closing the listener
+    ends the iteration, rejects requests that were not yielded, and leaves the yielded identifiers open.
 
-    The loop raises `DeviceRemovedError` if the device of the address is removed, `VerbsError` if the channel cannot be
-    read any more, `AffinityError` if another event loop owns the channel, and `ClosedResourceError` if the listener was
-    never opened.
+    The iteration raises `DeviceRemovedError` if the device of the address is removed, `VerbsError` if reading events
+    from the channel fails, `AffinityError` if another event loop owns the channel, and `ClosedResourceError` if the
+    listener was never opened.
 
     Opening raises `VerbsError` with EADDRINUSE or EADDRNOTAVAIL, or with ENODEV if no RDMA device has the address.
     """
@@ -132,15 +142,16 @@ class Listener(HandleResource[core.Identifier]):
         self._bind_address: Address = ("0.0.0.0", port)
 
     def _owner(self) -> Affinity | None:
-        """Return the owner of the channel: the event loop that opened it."""
+        """Return the owner of the channel: the event loop that opened the channel."""
         return self._channel.owner
 
     async def open(self) -> Self:
-        """Resolve the host and begin to listen.
+        """Resolve the host and start listening for connection requests.
 
-        :returns: the listener itself.
-        :raises OSError: the name has no address.
-        :raises VerbsError: EADDRINUSE, EADDRNOTAVAIL, or ENODEV if no RDMA device has the address.
+        :returns: the listener itself, to be closed by the caller.
+        :raises OSError: the host name cannot be resolved.
+        :raises VerbsError: with EADDRINUSE if the address is in use, with EADDRNOTAVAIL if this machine does not have
+            it, with ENODEV if no RDMA device has it.
         :raises ValueError: the port is not in 0..65535.
         :raises ClosedResourceError: the channel is closed, or the listener was opened before.
         :raises AffinityError: another event loop owns the channel.
@@ -150,9 +161,10 @@ class Listener(HandleResource[core.Identifier]):
         return await super().open()
 
     def _open(self) -> None:
-        """Bind to the address and begin to listen.
+        """Bind to the address and start listening: ``rdma_bind_addr`` and ``rdma_listen``.
 
-        :raises VerbsError: EADDRINUSE, EADDRNOTAVAIL, or ENODEV if no RDMA device has the address.
+        :raises VerbsError: with EADDRINUSE if the address is in use, with EADDRNOTAVAIL if this machine does not have
+            it, with ENODEV if no RDMA device has it.
         """
         self._handle = core.Identifier(self._channel.handle)
         self._lifecycle.hold(self._handle)
@@ -165,7 +177,7 @@ class Listener(HandleResource[core.Identifier]):
 
     @property
     def address(self) -> Address:
-        """Host and port at which the listener listens.
+        """Address on which the listener listens: a tuple that begins with host and port.
 
         :raises ClosedResourceError: the listener is not open.
         """

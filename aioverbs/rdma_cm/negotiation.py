@@ -1,4 +1,4 @@
-"""Queue pair attributes that two connection managers negotiate, and the checks before."""
+"""Queue pair attributes that two connection managers negotiate, and checks before the negotiation."""
 
 import errno
 
@@ -31,13 +31,16 @@ _PLACEHOLDERS = QpAttrs(
 
 
 def check_queue_pair(qp: QueuePair, attributes: QpAttrs) -> None:
-    """Check that rdma_cm can connect a queue pair with these attributes.
+    """Check that rdma_cm can connect a queue pair with given attributes.
 
+    :param qp: queue pair to check.
     :param attributes: attributes that the caller of `Identifier.connect` or `Identifier.accept` sets.
     :raises ValueError: the queue pair is not of type RC.
-    :raises VerbsError: EOPNOTSUPP: the queue pair belongs to the software device.
-    :raises TransitionError: the queue pair is neither in RESET nor in INIT, or an attribute is not valid.
+    :raises VerbsError: with EOPNOTSUPP if the queue pair belongs to the software device; or a query failed.
+    :raises TransitionError: the queue pair is neither in RESET nor in INIT, or an attribute is invalid.
     :raises ClosedResourceError: the queue pair is not open.
+    :raises AffinityError: another event loop owns the queue pair.
+    :raises BusyResourceError: another thread is changing the state of the queue pair.
     """
     if qp.handle.context.software:
         advice = "the software device has no IP address: connect its queue pairs by QueuePair.connect"
@@ -57,15 +60,16 @@ def check_queue_pair(qp: QueuePair, attributes: QpAttrs) -> None:
 
 
 def negotiate(proposed: QpAttrs, overrides: QpAttrs, limits: Limits) -> QpAttrs:
-    """PURE: Return the attributes for ibv_modify_qp: the negotiated ones, limited and overridden.
+    """PURE: Return the attributes for ``ibv_modify_qp``: negotiated values after limits and overrides are applied.
 
-    A peer's connection manager asks for up to 7 retries, which for RNR means for ever, and leaves the RNR timer at 0,
-    which means 655 ms. Here the retries are limited and the timer is that of `QueuePair.connect`, so that no request
-    waits for ever. Reads in flight never exceed the number that the peer serves, whatever `overrides` says.
+    A peer's connection manager asks for up to 7 retries, which means infinite retries in the case of RNR, and leaves
+    the RNR timer at 0, which means 655 ms. This function limits the retries and uses the timer of `QueuePair.connect`,
+    so that no request waits forever. The number of reads in flight never exceeds the number that the peer can respond
+    to, even if `overrides` contains a larger one.
 
     :param proposed: attributes that ``rdma_init_qp_attr`` returns.
     :param overrides: attributes that the caller sets.
-    :param limits: limits of the device's port.
+    :param limits: limits of the device port.
     """
     agreed = proposed.copy()
     if "retry_cnt" in proposed:

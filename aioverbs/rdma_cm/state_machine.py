@@ -1,4 +1,4 @@
-"""State machine of one identifier: waits for events of the connection manager, and moves the queue pair accordingly.
+"""State machine of one identifier: waits for events of the connection manager and moves the queue pair accordingly.
 
 active   NEW --resolve--> RESOLVED --connect--> CONNECTED
          RESOLVED --peer rejects--> REJECTED --resolve or connect--> NEW (with a new rdma_cm_id)
@@ -70,11 +70,12 @@ _IGNORED_EVENTS = {CmEventType.ADDR_CHANGE, CmEventType.TIMEWAIT_EXIT}
 
 
 def error_for_event(verb: str, event: core.Event) -> Exception:
-    """Return the exception for an event other than the expected one.
+    """Return the exception that describes an event that was received instead of the expected one.
 
-    :param verb: the verb named in the error.
+    :param verb: name of the verb, for the error message.
+    :param event: the event that was received.
     :returns: `ConnectionRejectedError`, `TimeoutError`, `UnreachableError`, `DeviceRemovedError` or
-        `BrokenResourceError`, by the type of the event.
+        `BrokenResourceError`, depending on the type of the event.
     """
     kind, number = event.event_type, abs(event.status)
     if kind == CmEventType.REJECTED:
@@ -93,9 +94,10 @@ def error_for_event(verb: str, event: core.Event) -> Exception:
 class CmStateMachine:
     """State machine of one identifier.
 
-    The lifecycle holds this object and not the user's `Identifier`, so that a forgotten identifier can be collected.
+    The lifecycle refers to this object instead of the user's `Identifier`, so that an unused identifier can be garbage
+    collected.
 
-    :param handle: handle of the identifier.
+    :param handle: handle of the rdma_cm_id.
     :param dispatcher: dispatcher of the channel, which passes events here.
     :param condition: notified when the state changes or an event arrives.
     :param state: initial state.
@@ -124,7 +126,7 @@ class CmStateMachine:
         dispatcher.receivers[handle] = self
 
     def destroy(self) -> None:
-        """Stop receiving events. The identifier is destroyed next."""
+        """Stop receiving events and move the queue pair to ERR, before the lifecycle destroys the rdma_cm_id."""
         self._closed = True
         self._dispatcher.receivers.pop(self.handle, None)
         self._flush()
@@ -133,9 +135,10 @@ class CmStateMachine:
     # ---- Events
 
     def on_event(self, event: core.Event) -> None:
-        """Handle an event. Called on the channel's loop.
+        """Handle an event of this identifier. Called on the channel's event loop.
 
-        A step in flight takes the event by `expect`; without a step it is handled at once.
+        The removal of the device is handled immediately. If a step is in progress, other events are queued for its
+        calls of `expect`; otherwise they are handled immediately.
         """
         if event.event_type == CmEventType.DEVICE_REMOVAL:
             self.fail(error_for_event("the connection", event))
@@ -146,14 +149,17 @@ class CmStateMachine:
         self._condition.notify()
 
     def fail(self, error: Exception) -> None:
-        """Enter FAILED: the device or the channel is gone.
+        """Set the state to FAILED, because the device was removed or the channel failed; end the connection.
 
-        :param error: exception that waiting and later calls get.
+        :param error: exception that waiting calls raise, and that later calls report as the cause.
         """
         self._end(CmState.FAILED, error)
 
     def _handle_unexpected_events(self) -> None:
-        """Handle the events that no step has taken: enter ENDED if the peer disconnected, FAILED after an error."""
+        """Handle queued events that no step has consumed.
+
+        The state becomes ENDED if the peer disconnected, and FAILED if an event reports an error.
+        """
         while self._events:
             event = self._events.popleft()
             was_connected = self.state in (CmState.CONNECTED, CmState.DISCONNECTING)
@@ -166,10 +172,12 @@ class CmStateMachine:
                 self._end(CmState.FAILED, error_for_event("the connection", event))
 
     def _end(self, state: CmState, failure: Exception | None = None) -> None:
-        """Enter a final state or REJECTED, and report the end to the callback of `watch`, else move the queue pair to
-        ERR.
+        """Set the state to ENDED, FAILED or REJECTED and call the callback of `watch` with the cause.
 
-        :param failure: exception that later calls get; None: none.
+        If there is no callback, move the queue pair to ERR. A state of ENDED or FAILED is not changed.
+
+        :param state: the new state.
+        :param failure: exception that later calls report as the cause; None if the connection ended without an error.
         """
         if self.state not in (CmState.ENDED, CmState.FAILED):
             self.state, self._failure = state, failure
@@ -180,55 +188,63 @@ class CmStateMachine:
         self._condition.notify()
 
     def watch(self, on_end: Callable[[Exception], object] | None) -> None:
-        """Call `on_end` with the cause when the peer disconnects or the device is gone.
+        """Set a callback for the end of the connection: the peer disconnects, the device is removed or a step fails.
 
-        The callback then moves the queue pair to ERR; the state machine does not.
+        The callback is called with the exception that describes the cause. If the connection has already ended, it is
+        called immediately. The callback must move the queue pair to ERR, because the state machine then does not.
 
-        :param on_end: the callback; None: stop watching, the state machine moves the queue pair to ERR again.
+        :param on_end: the callback; None to remove it, so that the state machine moves the queue pair to ERR.
         """
         self._on_end = on_end
         if on_end is not None and self.state in (CmState.ENDED, CmState.FAILED):
             on_end(self._end_cause())
 
     def _end_cause(self) -> Exception:
-        """Return the exception that describes the end."""
+        """Return the failure that ended the connection, or else an exception that says that the peer disconnected."""
         return self._failure or BrokenResourceError("the peer disconnected")
 
     def _flush(self) -> None:
-        """Move the queue pair to ERR, so that requests waiting for the peer end."""
+        """Move the queue pair to ERR, so that its work requests end; do nothing if it was not moved beyond INIT."""
         qp, self._qp = self._qp, None
         if qp is not None:
             self._to_error(qp)
 
     def _to_error(self, qp: QueuePair) -> None:
-        """Move a queue pair to ERR, or soon if a thread is inside a verb. Once closed or lost, do nothing."""
+        """Move a queue pair to ERR; if another thread is inside a verb on it, schedule another attempt.
+
+        Do nothing if the queue pair is already in RESET or ERR. No error is raised if the queue pair is closed or its
+        device is lost.
+        """
         try:
             if qp.query().qp_state not in (QpState.RESET, QpState.ERR):
                 qp.to_error()
-        except ConcurrentAccessError:  # a thread is inside a verb on the unlocked domain: retry soon
+        except ConcurrentAccessError:  # another thread is inside a verb on the unlocked domain: retry soon
             self._dispatcher.loop.call_soon(self._to_error, qp)
-        except BusyResourceError:  # a modify is in flight in a thread: retry after it
+        except BusyResourceError:  # a helper thread is inside ibv_modify_qp: retry when it has ended
             work = qp_work_state_of(qp)
             assert work is not None
             assert work.send_queue is not None
             work.send_queue.when_resumed(self._dispatcher.loop, functools.partial(self._to_error, qp))
         except (ClosedResourceError, VerbsError, AffinityError):
-            return  # closed, or the device is lost, or another loop took over after this one was closed
+            return  # closed, or the device is lost, or another loop took over because this one was closed
 
     # ---- Steps
 
     @contextlib.asynccontextmanager
     async def step(self, operation: str, needed: CmState, timeout_s: float | None) -> AsyncIterator[None]:
-        """Run the body as one step from the state `needed`.
+        """Return an async context manager that executes its block as one step of the state machine.
 
-        An error, cancellation or timeout in the body enters FAILED, a rejection by the peer REJECTED.
+        An error, a cancellation or a timeout in the block sets the state to FAILED; a rejection by the peer sets it to
+        REJECTED. The block sets the state that follows a successful step.
 
-        :param operation: name of the step for messages.
+        :param operation: name of the step, for error messages.
         :param needed: state that the identifier must be in.
-        :param timeout_s: limit in seconds; None: no limit.
-        :returns: context manager that gives None.
-        :raises TimeoutError: the limit passed.
-        :raises QueuePairStateError: as `check`; so are BrokenResourceError and BusyResourceError.
+        :param timeout_s: time limit for the block, in seconds; None if there is no limit.
+        :returns: the context manager, whose value is None.
+        :raises TimeoutError: the time limit has passed.
+        :raises QueuePairStateError: as for `check`.
+        :raises BrokenResourceError: as for `check`.
+        :raises BusyResourceError: as for `check`.
         """
         self.check(operation, needed)
         self._busy = True
@@ -249,14 +265,16 @@ class CmStateMachine:
             self._handle_unexpected_events()
 
     def check(self, operation: str, needed: CmState) -> None:
-        """Check that the state is `needed` and no other step is in flight.
+        """Check that a step can begin: the state is `needed`, and no other step is in progress.
 
-        A rejected identifier may resolve or connect again.
+        The state REJECTED is accepted in place of NEW and RESOLVED, because a rejected identifier can resolve or
+        connect again.
 
-        :param operation: name of the step for messages.
-        :raises QueuePairStateError: the state is another one.
+        :param operation: name of the step, for error messages.
+        :param needed: state that the identifier must be in.
+        :raises QueuePairStateError: the identifier is in another state.
         :raises BrokenResourceError: an earlier step failed.
-        :raises BusyResourceError: another step is in flight.
+        :raises BusyResourceError: another step is in progress.
         """
         if self._busy:
             raise BusyResourceError(f"{operation}: another call is in flight on this identifier")
@@ -269,14 +287,13 @@ class CmStateMachine:
         raise QueuePairStateError(f"{operation}: the identifier must be {needed.value}, and is {self.state.value}")
 
     async def expect(self, kind: CmEventType, verb: str) -> core.Event:
-        """Wait for the next event, and check that it is of type `kind`.
+        """Wait for the next event of this identifier and return it, after checking that its type is `kind`.
 
-        :param verb: the verb named in errors.
         :param kind: type of the expected event.
-        :returns: the event.
-        :raises ClosedResourceError: the identifier was closed meanwhile.
-        :raises Exception: an event of another type arrived: the exception that `error_for_event` returns for it. Or the
-            identifier failed: the exception that describes the failure.
+        :param verb: name of the verb, for error messages.
+        :raises ClosedResourceError: the identifier was closed while this call was waiting.
+        :raises Exception: if an event of another type arrives, the exception that `error_for_event` returns for it; if
+            the identifier fails, the exception that describes the failure.
         """
         await self._condition.wait_while(lambda: not (self._events or self._failure or self._closed))
         self._check_usable(verb)
@@ -288,9 +305,9 @@ class CmStateMachine:
     def _check_usable(self, verb: str) -> None:
         """Check that the identifier was not closed and has not failed.
 
-        :param verb: the verb named in the error.
-        :raises ClosedResourceError: the identifier was closed meanwhile.
-        :raises Exception: the failure.
+        :param verb: name of the verb, for the error message.
+        :raises ClosedResourceError: the identifier was closed.
+        :raises Exception: if the identifier has failed, the exception that describes the failure.
         """
         if self._closed:
             raise ClosedResourceError(f"{verb}: the identifier was closed meanwhile")
@@ -298,7 +315,7 @@ class CmStateMachine:
             raise self._failure
 
     def check_device(self, qp: QueuePair) -> None:
-        """Check that a queue pair belongs to the device that reaches the peer.
+        """Check that a queue pair belongs to the device through which the peer is reached.
 
         :raises ValueError: the queue pair belongs to another device.
         """
@@ -307,11 +324,14 @@ class CmStateMachine:
             raise ValueError(f"{qp!r} is of device {qp.handle.context.name}, but the route to the peer uses {name}")
 
     def to_init(self, qp: QueuePair, access: AccessFlags | None) -> None:
-        """Move the queue pair to INIT, in which receives can be posted.
+        """Move a queue pair to INIT, with the P_Key index and the port that librdmacm supplies.
 
-        :param access: access that the peer gets; None: unchanged.
+        :param qp: the queue pair.
+        :param access: operations that the peer may perform; None for none, or if the queue pair is already in INIT, for
+            those that were allowed before.
         :raises VerbsError: a verb failed.
-        :raises TransitionError: the queue pair is in another state than RESET and INIT.
+        :raises TransitionError: the queue pair is neither in RESET nor in INIT.
+        :raises ClosedResourceError: the queue pair is not open.
         """
         proposed = self.handle.init_qp_attr(QpState.INIT)
         changes = QpAttrs(pkey_index=proposed.get("pkey_index", 0), port_num=proposed.get("port_num", 1))
@@ -320,14 +340,16 @@ class CmStateMachine:
         qp.to_init(**changes)
 
     async def to_rts(self, qp: QueuePair, overrides: QpAttrs) -> QpAttrs:
-        """Move the queue pair to RTS with the negotiated attributes.
+        """Move a queue pair from INIT to RTS with the negotiated attributes.
 
-        The event loop runs on meanwhile, as with `QueuePair.establish`. A cancellation does not wait for the verb.
+        As with `QueuePair.establish`, the event loop is not blocked. A cancellation is raised immediately, even if a
+        verb is in progress.
 
-        :param overrides: attributes that the caller sets.
+        :param qp: the queue pair.
+        :param overrides: attributes that replace negotiated ones.
         :returns: the attributes that were applied.
-        :raises ClosedResourceError: the identifier was closed meanwhile.
-        :raises Exception: the failure that ended the identifier meanwhile.
+        :raises ClosedResourceError: the queue pair is not open, or the identifier was closed during the call.
+        :raises Exception: if the identifier failed during the call, the exception that describes the failure.
         :raises VerbsError: a verb failed.
         """
         limits = limits_for(qp, self.handle.port_num)
@@ -347,13 +369,16 @@ class CmStateMachine:
         return applied
 
     def mark_connected(self) -> None:
-        """Enter CONNECTED. Events that arrived meanwhile are handled when the step ends."""
+        """Set the state to CONNECTED. Events that arrived during the current step are handled when the step ends."""
         self.state = CmState.CONNECTED
 
     # ---- Disconnecting
 
     def disconnect(self) -> None:
-        """Move the queue pair to ERR and notify the peer, if connected. Does not wait: see `wait_disconnected`."""
+        """If connected, move the queue pair to ERR and notify the peer, without waiting for its answer.
+
+        Call `wait_disconnected` to wait for the answer. Do nothing if not connected.
+        """
         if self.state is not CmState.CONNECTED:
             return
         self.state = CmState.DISCONNECTING
@@ -365,7 +390,7 @@ class CmStateMachine:
             self._end(CmState.ENDED)
 
     async def wait_disconnected(self) -> None:
-        """Wait until the identifier is not connected any more.
+        """Wait until the identifier is no longer connected or is closed.
 
         :raises DeviceRemovedError: the device was removed.
         """
@@ -376,7 +401,10 @@ class CmStateMachine:
             raise self._failure
 
     async def drain(self) -> None:
-        """Disconnect and wait at most `_DISCONNECT_TIMEOUT_S` for the peer's answer."""
+        """Disconnect and wait at most `_DISCONNECT_TIMEOUT_S`, from the start of disconnecting, for the peer's answer.
+
+        Closing the identifier awaits this first. No error is raised if the peer does not answer.
+        """
         self.disconnect()
         with anyio.move_on_after(max(0.0, self._disconnect_deadline - time.monotonic())):
             await self._condition.wait_while(lambda: self.state is CmState.DISCONNECTING)
